@@ -1,4 +1,4 @@
-//! Configuration of an attachment, and the facts of the lease that it holds.
+//! Configuration of an attachment.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,78 +17,78 @@ use crate::lease::Lease;
 use crate::limit::RateLimits;
 use crate::poller::{PollPolicy, Pollers};
 
-/// Configuration with which a guest controller attaches.
+/// Configuration for attaching a guest controller.
 #[derive(Debug)]
 pub struct AttachmentConfig {
-    /// The drive.
+    /// Drive of the lease.
     pub drive: Arc<Drive>,
-    /// The part of it that is leased.
+    /// Lease of a part of the drive.
     pub lease: Lease,
-    /// I/O queue pairs, 1 to [`DoorbellStride::queue_pairs_max`].
+    /// Number of I/O queue pairs: 1 to [`DoorbellStride::queue_pairs_max`].
     pub queue_pairs: u16,
-    /// Queue pairs of the drive that belong to the lease, if any do.
+    /// Queue pairs of the drive that are reserved for the lease.
     pub reservation: Option<Reservation>,
-    /// Most data of a command; the drive's own if not given.
+    /// Maximum data transfer size of a command; the drive's own if not given.
     pub mdts: Option<Mdts>,
     /// Path of doorbell writes to the pollers.
     pub doorbells: DoorbellMode,
-    /// Bytes from one doorbell to the next.
+    /// Distance between doorbells.
     pub doorbell_stride: DoorbellStride,
-    /// Polling of the queues.
+    /// Polling policy of the queues.
     pub poll: PollPolicy,
-    /// Choices for all that learns; those [of the drive](Learning::of_drive) are taken when it is opened.
+    /// Choices of the adaptive policies; those [of the drive](Learning::of_drive) are set when the drive is opened.
     pub learning: Learning,
-    /// The pollers of the process.
+    /// Pollers of the process.
     pub pollers: Arc<Pollers>,
-    /// Kinds of files that the VM's memory may be in.
+    /// Kinds of files that may hold the VM's memory.
     pub memory: MemoryKinds,
-    /// Most bytes that may be mapped where memory is pinned; all memory of the host if not given.
+    /// Maximum bytes that may be mapped if memory is pinned; all memory of the host if not given.
     pub memory_limit: Option<u64>,
-    /// I/Os and bytes per second, over all queues, and the lease's weight.
+    /// Limits of I/Os and bytes per second for all queues together, and the lease's weight.
     pub rates: RateLimits,
-    /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
+    /// Serial Number to report instead of the lease's own, up to 20 ASCII characters.
     pub serial: Option<String>,
 }
 
-/// Parts of a function that outlive the process of its host side.
+/// Parts of a function that outlive the back end's process.
 #[derive(Debug)]
 pub struct KeptParts {
-    /// File of the doorbells, as [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd) gives it.
+    /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the live state, as [`LiveState::fd`](crate::live::LiveState::fd) gives it.
+    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::LiveState::fd).
     pub live: OwnedFd,
-    /// Signalled when there are events.
+    /// Eventfd that is signalled when there are events.
     pub events: EventFd,
 }
 
-/// Source of the parts that a function and its host side share.
+/// Source of the parts that a function and its back end share.
 #[derive(Debug)]
 pub enum FunctionParts {
-    /// The function is in this process, and ends with it.
+    /// The function is in this process and ends with it.
     Own,
-    /// The function is in another process, and is new. Its queues have live state.
+    /// The function is new and in another process. Its queues have in-flight tracking.
     Outliving(EventReader),
-    /// The function has them from a process that ended. They are untrusted.
+    /// The function kept the parts of a process that ended. They are untrusted.
     Kept(KeptParts, EventReader),
-    /// The function is in this process, and goes on in the next one. Its queues have live state. The files are those of
-    /// the process before this one, if there was one, and are untrusted.
+    /// The function is in this process and continues in the next one. Its queues have in-flight tracking. The files come from
+    /// the old server, if there was one, and are untrusted.
     Continued(Option<KeptFiles>),
 }
 
-/// Files of a function that goes on in the next process.
+/// Files of a function that continues in the next process.
 #[derive(Debug)]
 pub struct KeptFiles {
-    /// File of the doorbells, as [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd) gives it.
+    /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the live state, as [`LiveState::fd`](crate::live::LiveState::fd) gives it.
+    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::LiveState::fd).
     pub live: OwnedFd,
 }
 
 impl KeptParts {
-    /// The same parts, by descriptors of their own.
+    /// Duplicates the descriptors of the parts.
     ///
     /// # Errors
-    /// Returns the kernel's error when there are no descriptors left.
+    /// Returns the kernel's error if no descriptors are left.
     pub fn share(&self) -> io::Result<Self> {
         Ok(Self {
             doorbells: self.doorbells.try_clone()?,

@@ -1,5 +1,4 @@
-//! Doorbells of an attachment: registers whose writes exit to the VMM, registers that are watched,
-//! and the Doorbell Buffer.
+//! Doorbells of an attachment: registers whose writes exit to the VMM, watched registers, and the Doorbell Buffer.
 
 use std::io;
 
@@ -17,7 +16,7 @@ use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
 impl Attachment {
-    /// A write to an I/O queue's doorbell register exited to the VMM. Returns whether the queue exists.
+    /// Handles a trapped write to an I/O doorbell register. Returns whether the queue exists.
     pub fn ring_doorbell(&self, doorbell: Doorbell, value: u32) -> bool {
         let queues = self.queues();
         let cqid = match doorbell {
@@ -36,8 +35,8 @@ impl Attachment {
         true
     }
 
-    /// The doorbell registers are about to be mapped into the guest, whose stores tell nobody from
-    /// then on: pollers that sleep look at them by the clock.
+    /// Announces that the doorbell registers are about to be mapped into the guest, whose stores then notify no one. Sleeping
+    /// pollers check the registers periodically from then on.
     pub(super) fn begin_silent_doorbells(&self) -> io::Result<()> {
         let mut queues = self.queues();
         self.watch(&mut queues)?;
@@ -48,14 +47,14 @@ impl Attachment {
         Ok(())
     }
 
-    /// The doorbell registers are not mapped into the guest any more: all that it stored is there,
-    /// and what it writes from now on comes to [`Self::ring_doorbell`].
+    /// Announces that the doorbell registers are unmapped from the guest. All its stores have arrived, and later writes go to
+    /// [`Self::ring_doorbell`].
     pub(super) fn end_silent_doorbells(&self) {
         self.context.silence.end();
         self.unwatch(&mut self.queues());
     }
 
-    /// Has the admin queue's doorbells watched, where the guest only stores to them.
+    /// Watches the admin queue's doorbells, if doorbells may be untrapped.
     pub(super) fn watch_admin_doorbells(&self) -> io::Result<()> {
         match self.context.silence.may_be() {
             true => self.watch(&mut self.queues()),
@@ -63,7 +62,7 @@ impl Attachment {
         }
     }
 
-    /// Has a poller signal the events when a doorbell of the admin queue has changed.
+    /// Makes a poller signal the events when a doorbell of the admin queue has changed.
     fn watch(&self, queues: &mut Queues) -> io::Result<()> {
         self.unwatch(queues);
         let doorbells = &self.context.doorbells;
@@ -74,7 +73,7 @@ impl Attachment {
         let (Some(sq_cell), Some(cq_cell)) = (doorbells.cell(sq), doorbells.cell(cq)) else {
             return Err(io::Error::other("There are no admin doorbells"));
         };
-        // The poller of a queue that exists, if there is one.
+        // An existing queue's poller is used, if there is one.
         let poller = match queues.cqs.values().next() {
             Some(entry) => entry.poller.clone(),
             None => {
@@ -85,7 +84,7 @@ impl Attachment {
             }
         };
         let id = next_id();
-        // A value stored before the watch began is a change, too.
+        // A value stored before the watch started counts as a change.
         let doorbells = [sq_cell, cq_cell];
         poller.watch(DoorbellWatch {
             id,
@@ -98,23 +97,22 @@ impl Attachment {
         Ok(())
     }
 
-    /// Ends the watch of the admin queue's doorbells.
+    /// Stops watching the admin queue's doorbells.
     pub(super) fn unwatch(&self, queues: &mut Queues) {
         if let Some((id, poller)) = queues.watch.take() {
             poller.unwatch(id);
         }
     }
 
-    /// Takes up the pages of a Doorbell Buffer Config command, until the next reset.
+    /// Uses the pages of a Doorbell Buffer Config command until the next reset.
     ///
     /// # Errors
-    /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and
-    /// [`QueueError::Timeout`].
+    /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages; [`QueueError::Timeout`].
     pub fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
         self.set_doorbell_buffer_by(buffer, &self.deadline())
     }
 
-    /// As [`Self::set_doorbell_buffer`], until `deadline`.
+    /// Sets the buffer as [`Self::set_doorbell_buffer`] does, until `deadline`.
     pub(super) fn set_doorbell_buffer_by(
         &self,
         buffer: DoorbellBuffer,
@@ -136,15 +134,15 @@ impl Attachment {
         self.carry_doorbells_over(&queues, shadow);
         for entry in queues.cqs.values_mut() {
             entry.change(deadline, |queue| {
-                // The pages were found above; where they are gone meanwhile, the queue's poller
-                // finds that out from the new table.
+                // The pages were found above. If they have been unmapped since, the queue's poller finds that from the new
+                // table.
                 queue.set_doorbell_buffer(Some(buffer));
             })?;
         }
         Ok(())
     }
 
-    /// Queues that exist go on in the buffer from where their registers are.
+    /// Copies the doorbells of existing queues from the registers to the buffer.
     fn carry_doorbells_over(&self, queues: &Queues, shadow: Gpa) {
         let existing = queues.cqs.iter().flat_map(|(cqid, entry)| {
             let cq = std::iter::once(Doorbell::CqHead(QueueId(*cqid)));
@@ -167,7 +165,7 @@ impl Attachment {
 }
 
 impl Attachment {
-    /// Returns the doorbells of the I/O queues, as of now.
+    /// Returns the current doorbells of the I/O queues.
     pub(super) fn io_doorbells(&self) -> IoDoorbells {
         let queues = self.queues();
         let mut wakers = Vec::new();

@@ -1,8 +1,8 @@
-//! Growth of a lease by size under its guest.
+//! Growth of a lease by size while its guest uses it.
 //!
-//! The ledger has the added extents first, then the host controller. Data of other leases in them is wiped. Then the
-//! shadow queues take the blocks up with their next table of the VM's memory, and the guest is told last. A step that
-//! fails leaves the guest with what it had; the next try goes on from there.
+//! The added extents are first stored in the ledger, then given by the host controller. Data of other leases in them is wiped.
+//! Then the shadow queues adopt the blocks with the next table of the VM's memory, and finally the guest is told. If a step
+//! fails, the guest keeps its old size, and the next try continues from there.
 
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicBool;
@@ -18,28 +18,28 @@ use crate::shadow::{LeasedBlocks, Nsids};
 use crate::spec::ids::Lba;
 use crate::wipe::{WipeError, wipe_with};
 
-/// A lease does not grow.
+/// Reason why a lease cannot grow.
 #[derive(Debug, thiserror::Error)]
 pub enum GrowError {
-    /// The ledger gives it no more.
+    /// The ledger refuses.
     #[error(transparent)]
     Lease(#[from] LeaseError),
-    /// The host controller does not.
+    /// The host controller refuses.
     #[error("Lease \"{id}\" cannot be given {range}")]
     Host {
-        /// The lease.
+        /// Identifier of the lease.
         id: String,
-        /// Bytes of the drive.
+        /// Refused bytes of the drive.
         range: ByteRange,
-        /// Why.
+        /// Cause.
         source: HostLeaseError,
     },
-    /// The drive's leases stay as large as they are.
+    /// Leases of the drive have a fixed size.
     #[error(
         "Lease \"{0}\" does not grow, as each lease of its drive is one part of it: add a larger one"
     )]
     Whole(String),
-    /// Its extents are no whole units.
+    /// The extents of the lease are not whole units.
     #[error(
         "The extents of lease \"{0}\" are no whole units of it; the ledger was changed by hand"
     )]
@@ -52,7 +52,7 @@ pub enum GrowError {
 /// Progress of a lease's growth.
 #[derive(Debug)]
 pub(super) struct Growth {
-    /// Blocks that the host controller has given.
+    /// Blocks that the host controller has given so far.
     given: u64,
 }
 
@@ -62,19 +62,19 @@ impl From<u64> for Growth {
     }
 }
 
-/// Returns the blocks of a unit of a lease by size.
+/// Returns the number of blocks of a unit of a lease by size.
 pub(super) fn unit_blocks(drive: &Drive, lease: &Lease) -> Option<u64> {
     lease.unit().map(|unit| unit >> drive.lba_shift())
 }
 
 impl Attachment {
-    /// Makes a lease by size as large as `bytes`, which takes as long as wiping what is added does. Its guest learns of
-    /// it at the end. No further block is wiped after `stop` was set.
+    /// Grows a lease by size to `bytes`. Takes as long as wiping the added blocks. The guest is told at the end. No further
+    /// block is wiped after `stop` is set.
     ///
     /// # Errors
-    /// See [`GrowError`]. The guest has what it had then.
+    /// See [`GrowError`]. The guest keeps its old size then.
     pub fn grow(&self, bytes: u64, stop: &AtomicBool) -> Result<(), GrowError> {
-        // Its number is changed when all is done.
+        // Locked until all steps are done.
         let mut growth = self.growth.lock().unwrap_or_else(PoisonError::into_inner);
         let (lease, drive, host) = (self.lease(), self.drive(), self.holding.host());
         let shift = drive.lba_shift();
@@ -84,7 +84,7 @@ impl Attachment {
         lease.grow(bytes)?;
         for part in behind(&lease.blocks(), growth.given) {
             if let Err(source) = host.add(part) {
-                // Nobody uses them, but for what may be given already.
+                // The extents are unused, except for those given already.
                 let given = growth.given << shift;
                 if let Err(error) = lease.truncate(given) {
                     log::error!(
@@ -118,7 +118,7 @@ impl Attachment {
     }
 }
 
-/// Returns the parts of a lease behind its first `given` blocks.
+/// Returns the extents of a lease after its first `given` blocks.
 fn behind(parts: &[LbaRange], given: u64) -> Vec<LbaRange> {
     let mut skip = given;
     let parts = parts.iter().filter_map(|part| {

@@ -1,4 +1,4 @@
-//! Holdings of an attachment on its drive, given back when nothing works on it any more.
+//! Lease, drive and related resources of an attachment, released after their last use.
 
 use std::io;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use super::spare::Spare;
 
 /// A lease with its range lock and its drive.
 ///
-/// The attachment, each of its shadow queues and each flush own a share of it. So the lease lives until
-/// its last command has ended, whoever gave up waiting for that.
+/// The attachment, each of its shadow queues and each flush have a share. So the lease lives until its last command has
+/// ended, even if the attachment has stopped waiting.
 #[derive(Debug)]
 pub(crate) struct Holding {
-    /// Dropped before the lease: the lease's next holder finds the range unlocked.
+    /// Dropped before the lease, so that the lease's next holder finds the range unlocked.
     host: Box<dyn HostLease>,
-    /// Dropped after the host's share, and while the drive is open: its keeper is not the last to close a block device, which
-    /// would have it wait for writes.
+    /// Dropped after `host` and while the drive is open. So its keeper is not the last to close a block device, which would
+    /// wait for writes.
     pub(super) spare: Option<Spare>,
     /// Dropped after all queues of the lease.
     pub(super) reservation: Option<Reservation>,
@@ -45,12 +45,12 @@ impl Holding {
         }
     }
 
-    /// Returns the host controller's share for the lease alone.
+    /// Returns the host controller's part of the lease.
     pub(crate) fn host(&self) -> &dyn HostLease {
         self.host.as_ref()
     }
 
-    /// Enters the unreadable blocks of the lease in the ledger. It takes as long as the ledger's disk does.
+    /// Stores the unreadable blocks of the lease in the ledger, which may take as long as the ledger's disk.
     pub(super) fn store_marks(&self) {
         let marks = self.lease.marks();
         self.host.store_marks(&mut |blocks| {
@@ -62,7 +62,7 @@ impl Holding {
         });
     }
 
-    /// Makes everything durable that was completed until now. It takes as long as the drive does.
+    /// Makes everything durable that has completed so far, which may take as long as the drive.
     pub(super) fn flush(&self) -> io::Result<()> {
         self.host.flush()
     }

@@ -1,4 +1,4 @@
-//! An attachment as the host side of a function in the same process.
+//! The attachment as back end of a function in the same process.
 
 use std::io;
 use std::time::Duration;
@@ -32,7 +32,7 @@ impl Attachment {
         Deadline::after(&self.clock, time)
     }
 
-    /// Returns the event as the guest numbers namespaces; `None` if it is about another lease's namespace.
+    /// Returns the event with the guest's namespace identifier; `None` if it is about another lease's namespace.
     fn for_guest(&self, event: Event) -> Option<Event> {
         let Event::Drive(DriveEvent::NamespaceChanged(nsid)) = event else {
             return Some(event);
@@ -236,7 +236,7 @@ impl HostSide for Attachment {
         self.unwatch(&mut queues);
         let deadline = self.within(time);
         if last == LastCommands::Complete && !queues.paused {
-            // Those that need longer are cut short, and may end in the other half.
+            // Commands that need longer are cut short, and may end in the second half.
             let _ = pause::rest_by(&mut queues, &self.within(time / 2));
         }
         self.delete_all_by(&mut queues, &deadline, Overdue::Left)

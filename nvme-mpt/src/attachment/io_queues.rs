@@ -1,4 +1,4 @@
-//! I/O queues of an attachment: their creation, their changes and their end.
+//! I/O queues of an attachment: creation, changes and end.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -32,23 +32,24 @@ use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
 use crate::stats::{Counters, HostQueueUse};
 
-/// A Completion Queue that exists, with its Submission Queues.
+/// Existing Completion Queue with its Submission Queues.
 #[derive(Debug)]
 pub(super) struct QueueEntry {
     pub(super) cqid: QueueId,
-    /// Name of the shadow queue among the pollers'.
+    /// Identifier of the shadow queue among the pollers' queues.
     pub(super) id: u64,
     pub(super) poller: Arc<Poller>,
-    /// The drive's queue pair behind it, if it has a limited number of them.
+    /// Drive's queue pair behind the queue, if the drive has a limited number of them.
     pair: Option<Arc<dyn SharedPair>>,
     pub(super) sqs: Vec<QueueId>,
-    /// The shadow queue itself, while it rests.
+    /// The shadow queue while it rests.
     pub(super) parked: Option<Box<ShadowQueue>>,
-    /// The shadow queue on its way here. It takes no commands, and arrives once its last command in flight has ended.
+    /// The shadow queue while its poller hands it over. It takes no commands, and arrives once its last in-flight command has
+    /// ended.
     leaving: Option<LeavingQueue>,
-    /// True if it is deleted once it arrives. Its commands begin no further step then.
+    /// True if the queue is deleted when it arrives. Its commands start no further step then.
     ends: bool,
-    /// A deadline passed while its commands in flight were waited for.
+    /// True if a wait for its in-flight commands has timed out.
     overdue: bool,
 }
 
@@ -62,7 +63,7 @@ impl QueueEntry {
         })
     }
 
-    /// Changes the shadow queue while no poller has it and nothing of it is in flight.
+    /// Changes the shadow queue while no poller has it and none of its commands is in flight.
     pub(super) fn change(
         &mut self,
         deadline: &Deadline,
@@ -79,14 +80,14 @@ impl QueueEntry {
         Ok(())
     }
 
-    /// Stops the shadow queue. It comes here once none of its commands is in flight.
+    /// Stops the shadow queue. It arrives here once none of its commands is in flight.
     pub(super) fn begin_to_leave(&mut self) {
         if self.leaving.is_none() && self.parked.is_none() {
             self.leaving = Some(self.poller.remove(self.id));
         }
     }
 
-    /// As [`Self::begin_to_leave`], for a queue that is deleted.
+    /// Stops the queue as [`Self::begin_to_leave`] does, and cuts its commands short, because the queue is deleted.
     fn begin_to_end(&mut self) {
         match &self.leaving {
             Some(_) if self.ends => {}
@@ -96,8 +97,8 @@ impl QueueEntry {
         self.ends = true;
     }
 
-    /// Stops the removal of a queue that is not deleted: the shadow queue rests here if it has left, else it stays with its
-    /// poller.
+    /// Cancels the removal of a queue that is not being deleted. The shadow queue rests here if it has already left its poller;
+    /// otherwise it stays with the poller.
     pub(super) fn stay(&mut self) {
         if self.ends {
             return;
@@ -110,16 +111,17 @@ impl QueueEntry {
         }
     }
 
-    /// Has the shadow queue rest here.
+    /// Puts the shadow queue to rest here.
     pub(super) fn park(&mut self, mut queue: Box<ShadowQueue>) {
         queue.let_go();
         self.parked = Some(queue);
     }
 
-    /// Takes the shadow queue from its poller, once nothing of it is in flight.
+    /// Takes the shadow queue from its poller, once none of its commands is in flight.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`]. The queue then takes no more commands and is on its way. [`Self::stay`] undoes that.
+    /// [`QueueError::Timeout`]. The queue then takes no more commands and is still being handed over. [`Self::stay`] cancels
+    /// that.
     pub(super) fn take_from_poller(
         &mut self,
         deadline: &Deadline,
@@ -139,7 +141,7 @@ impl QueueEntry {
                 self.overdue |= is_long;
                 Err(late)
             }
-            // Its poller's thread has ended.
+            // The thread of its poller has ended.
             Err(RecvTimeoutError::Disconnected) => Err(late),
         }
     }
@@ -147,16 +149,16 @@ impl QueueEntry {
 
 #[derive(Debug, Default)]
 pub(super) struct Queues {
-    /// By the identifier of the Completion Queue.
+    /// Queues by the identifier of the Completion Queue.
     pub(super) cqs: BTreeMap<u16, QueueEntry>,
     pub(super) buffer: Option<DoorbellBuffer>,
-    /// Until the next reset, no I/O command is carried out: its blocks are not what they were.
+    /// True if every I/O command fails until the next reset, because the lease is revoked.
     pub(super) revoked: bool,
-    /// No queue is polled: each rests here.
+    /// True if every queue rests here and none is polled.
     pub(super) paused: bool,
-    /// Counts of the lease from before it was restored here, or from an earlier process.
+    /// Counts of the lease from before a restore or from an earlier process.
     pub(super) counted_before: Counters,
-    /// Poller that watches the admin queue's mapped doorbells, and the name of the watch.
+    /// Identifier of the watch of the admin queue's mapped doorbells, and its poller.
     pub(super) watch: Option<(u64, Arc<Poller>)>,
 }
 
@@ -168,7 +170,7 @@ impl Queues {
             .map(|(cqid, _)| *cqid)
     }
 
-    /// Returns a queue that is on its way from its poller, as something waits for its commands in flight.
+    /// Returns a queue that its poller is handing over, because its in-flight commands are waited for.
     pub(super) fn leaving(&self) -> Option<QueueId> {
         let mut entries = self.cqs.values();
         entries
@@ -183,19 +185,19 @@ impl Queues {
     }
 }
 
-/// The shortest wait that is one in vain. A VMM may ask for less, in which an idle queue does not end either.
+/// Minimum wait whose timeout makes a queue overdue. A VMM may request shorter waits, which even an idle queue may exceed.
 const LONG: Duration = Duration::from_secs(1);
 
-/// Treatment of queues that were waited for in vain already.
+/// Treatment of overdue queues, whose in-flight commands have exceeded a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Overdue {
-    /// They are waited for once more.
+    /// They are waited for again.
     WaitedFor,
-    /// They are left to end by themselves.
+    /// They are not waited for.
     Left,
 }
 
-/// Returns the error for a Completion Queue whose ring the guest has no memory for.
+/// Returns the error for a Completion Queue whose ring is not in the guest's memory.
 fn not_mapped(config: &CqConfig) -> QueueError {
     QueueError::NotMapped {
         gpa: config.base,
@@ -203,7 +205,7 @@ fn not_mapped(config: &CqConfig) -> QueueError {
     }
 }
 
-/// Names of shadow queues and watches among the pollers'.
+/// Source of identifiers of shadow queues and watches.
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
 pub(super) fn next_id() -> u64 {
@@ -214,15 +216,15 @@ impl Attachment {
     /// Creates a Completion Queue.
     ///
     /// # Errors
-    /// All of [`QueueError`] but those of deleting.
+    /// All of [`QueueError`] except those of deletion.
     pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
         let qid = config.qid;
         self.check_new(&self.queues(), &config)?;
-        // The drive makes no queue for a ring without memory, for which the guest's function may ask again and again.
+        // No host queue is created for a ring without memory, because the function may repeat the request often.
         if !CompletionQueue::is_mapped(&config, &self.context) {
             return Err(not_mapped(&config));
         }
-        // Without the lock: a drive that is being reset takes its time, and doorbells and figures go on meanwhile.
+        // Not under the lock: a drive that is being reset takes long, and doorbells and statistics must continue.
         let host = self.host_queue(&config)?;
         let mut queues = self.queues();
         self.check_new(&queues, &config)?;
@@ -248,7 +250,7 @@ impl Attachment {
         self.check_free(queues, config)
     }
 
-    /// Checks a Completion Queue by itself, and that there is none of its identifier.
+    /// Checks the parameters of a Completion Queue, and that its identifier is free.
     fn check_free(&self, queues: &Queues, config: &CqConfig) -> Result<(), QueueError> {
         QueueLimits::of(self).check_cq(config)?;
         match queues.cqs.contains_key(&config.qid.0) {
@@ -257,14 +259,14 @@ impl Attachment {
         }
     }
 
-    /// The drive's side of a Completion Queue.
+    /// Creates the host queue of a Completion Queue.
     fn host_queue(&self, config: &CqConfig) -> Result<HostQueuePair, QueueError> {
         let host = self.holding.host().create_queue(slots_of(config.entries));
         let qid = config.qid;
         host.map_err(|source| QueueError::Host { qid, source })
     }
 
-    /// A shadow queue that nobody polls yet, without Submission Queues.
+    /// Creates a shadow queue without Submission Queues. No poller has it yet.
     fn new_queue(
         &self,
         queues: &Queues,
@@ -348,8 +350,7 @@ impl Attachment {
         Ok((entry, queue))
     }
 
-    /// Makes a queue again, with its Submission Queues, that rests until the attachment goes on.
-    /// The saved state has been checked.
+    /// Recreates a queue with its Submission Queues from a checked state. The queue rests until the attachment resumes.
     pub(super) fn restore_queue(
         &self,
         queues: &mut Queues,
@@ -379,13 +380,12 @@ impl Attachment {
     /// Creates a Submission Queue.
     ///
     /// # Errors
-    /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if the Completion
-    /// Queue does not exist.
+    /// All of [`QueueError`] except those of deletion; [`QueueError::NoSuchQueue`] if the Completion Queue does not exist.
     pub fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
         self.create_sq_by(config, &self.deadline())
     }
 
-    /// As [`Self::create_sq`], until `deadline`.
+    /// Creates the queue as [`Self::create_sq`] does, until `deadline`.
     pub(super) fn create_sq_by(
         &self,
         config: SqConfig,
@@ -432,8 +432,8 @@ impl Attachment {
             .ok_or(not_mapped)
     }
 
-    /// Deletes a Submission Queue. When it returns, nothing of the queue is in flight and every
-    /// command that was taken from it has its completion in the Completion Queue.
+    /// Deletes a Submission Queue. On success, none of its commands is in flight, and every command taken from it has its
+    /// completion in the Completion Queue.
     ///
     /// # Errors
     /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
@@ -441,7 +441,7 @@ impl Attachment {
         self.delete_sq_by(qid, &self.deadline())
     }
 
-    /// As [`Self::delete_sq`], until `deadline`.
+    /// Deletes the queue as [`Self::delete_sq`] does, until `deadline`.
     pub(super) fn delete_sq_by(&self, qid: QueueId, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         let cqid = queues.cq_of_sq(qid).ok_or(QueueError::NoSuchQueue(qid))?;
@@ -451,7 +451,7 @@ impl Attachment {
         Ok(())
     }
 
-    /// Deletes a Completion Queue that no Submission Queue completes to.
+    /// Deletes a Completion Queue that has no Submission Queue.
     ///
     /// # Errors
     /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
@@ -459,7 +459,7 @@ impl Attachment {
         self.delete_cq_by(qid, &self.deadline())
     }
 
-    /// As [`Self::delete_cq`], until `deadline`.
+    /// Deletes the queue as [`Self::delete_cq`] does, until `deadline`.
     pub(super) fn delete_cq_by(&self, qid: QueueId, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         let entry = queues.entry(qid)?;
@@ -473,8 +473,8 @@ impl Attachment {
         Ok(())
     }
 
-    /// Takes the shadow queue of a Completion Queue from its poller, for a caller that polls by
-    /// itself. Until it is given back, the queue cannot be changed or deleted.
+    /// Takes the shadow queue of a Completion Queue from its poller, for a caller that polls it. Until it is given back, the
+    /// queue cannot be changed or deleted.
     ///
     /// # Errors
     /// [`QueueError::NoSuchQueue`], [`QueueError::Paused`] and [`QueueError::Timeout`].
@@ -489,10 +489,10 @@ impl Attachment {
         Ok(queue)
     }
 
-    /// Gives a shadow queue back that [`Self::take_queue`] took.
+    /// Gives back a shadow queue from [`Self::take_queue`].
     ///
     /// # Errors
-    /// [`QueueError::NoSuchQueue`] if it is none of this attachment's; then it ends here.
+    /// [`QueueError::NoSuchQueue`] if the queue is not one of this attachment. It is dropped then.
     pub fn give_queue_back(&self, queue: Box<ShadowQueue>) -> Result<(), QueueError> {
         let queues = self.queues();
         let entry = queues.cqs.values().find(|entry| entry.id == queue.id());
@@ -501,18 +501,17 @@ impl Attachment {
         Ok(())
     }
 
-    /// Deletes all queues, forgets the Doorbell Buffer, and sets the doorbells to zero. Commands in flight
-    /// begin no further step. When it returns, neither the pollers nor the host controller touch the VM's
-    /// memory.
+    /// Deletes all queues, drops the Doorbell Buffer, and sets the doorbells to zero. In-flight commands start no further step.
+    /// On success, neither the pollers nor the host controller access the VM's memory afterwards.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not end within 30 seconds. Their queues take no more
-    /// commands, and all others are deleted. A later reset completes once they have ended.
+    /// [`QueueError::Timeout`] if in-flight commands do not end within 30 seconds. Their queues take no more commands, and all
+    /// other queues are deleted. A later reset completes once the commands have ended.
     pub fn reset(&self) -> Result<(), QueueError> {
         self.reset_by(&self.deadline())
     }
 
-    /// As [`Self::reset`], until `deadline`, which is that of all queues.
+    /// Resets as [`Self::reset`] does, until `deadline`, which is shared by all queues.
     pub(super) fn reset_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         let result = self.delete_all_by(&mut queues, deadline, Overdue::WaitedFor);
@@ -520,7 +519,7 @@ impl Attachment {
         result
     }
 
-    /// Deletes all queues and forgets the Doorbell Buffer, until `deadline`.
+    /// Deletes all queues and drops the Doorbell Buffer, until `deadline`.
     pub(super) fn delete_all_by(
         &self,
         queues: &mut Queues,
@@ -535,7 +534,7 @@ impl Attachment {
         }
     }
 
-    /// Ends all queues for good. Returns those that are overdue.
+    /// Ends all queues permanently. Returns those that could not be waited for.
     pub(super) fn end_queues(&self) -> Vec<Leaving> {
         let mut queues = self.queues();
         self.end_each(&mut queues, &self.deadline(), Overdue::Left);
@@ -549,7 +548,7 @@ impl Attachment {
         late.collect()
     }
 
-    /// Deletes queues, and returns one that has commands in flight at the deadline. Such queues are on their way.
+    /// Deletes all queues. Returns one that still has commands in flight at the deadline; such queues stay in hand-over.
     fn end_each(
         &self,
         queues: &mut Queues,
@@ -557,7 +556,7 @@ impl Attachment {
         overdue: Overdue,
     ) -> Option<QueueId> {
         let is_long = deadline.left() >= LONG;
-        // All are stopped before the first one is waited for.
+        // All queues are stopped before the first wait.
         for entry in queues.cqs.values_mut() {
             entry.begin_to_end();
         }
@@ -571,7 +570,7 @@ impl Attachment {
                 .leaving
                 .as_ref()
                 .map(|leaving| deadline.receive(leaving));
-            // Otherwise it came, it rested here, or its poller's thread has ended.
+            // Otherwise the queue arrived, rested here, or lost its poller's thread.
             let is_late = matches!(left, Some(Err(RecvTimeoutError::Timeout)));
             entry.overdue |= is_late && is_long;
             is_late
@@ -579,8 +578,8 @@ impl Attachment {
         queues.cqs.keys().next().copied().map(QueueId)
     }
 
-    /// A new queue begins at entry 0. The buffer may still hold what the guest last wrote for a
-    /// queue of the same identifier that was deleted.
+    /// Resets the doorbell of a new queue, which starts at entry 0. The buffer may still have the doorbell of a deleted queue
+    /// with the same identifier.
     fn begin_doorbell(&self, doorbell: Doorbell, buffer: Option<DoorbellBuffer>) {
         self.context.doorbells.store(doorbell, 0);
         if let Some(DoorbellBuffer { shadow, .. }) = buffer {
@@ -588,7 +587,7 @@ impl Attachment {
         }
     }
 
-    /// Returns the neighbourhood for the poller of a queue with this vector.
+    /// Returns the placement hints for the poller of a queue with this vector.
     pub(super) fn neighbours(&self, vector: Option<Arc<InterruptVector>>) -> Neighbours {
         Neighbours {
             vector,
@@ -596,7 +595,7 @@ impl Attachment {
         }
     }
 
-    /// Returns a name of the drive, if the drive may make its pollers wait.
+    /// Returns an identifier of the drive, if the drive may block its pollers.
     pub(super) fn blocking_drive(&self) -> Option<usize> {
         let drive = self.drive();
         drive
@@ -611,7 +610,7 @@ impl Attachment {
     }
 
     pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {
-        // Each change is complete before anything can panic.
+        // Each change is complete before a panic is possible.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! The one read of live state: by the process that takes a queue up.
+//! Reading the in-flight tracking of a queue that is restored.
 
 use std::collections::BTreeSet;
 
@@ -9,17 +9,17 @@ use crate::seam::state::words_of;
 use crate::seam::{CompletionQueueState, CqConfig, InFlightState, SqConfig, StateError};
 use crate::spec::cqe::Cqe;
 
-/// A Completion Queue that is taken up, with its Submission Queues, as the guest has created them.
+/// Completion Queue to restore, with its Submission Queues, as created by the guest.
 #[derive(Debug)]
 pub(crate) struct KeptQueue<'a> {
     pub(crate) cq: CqConfig,
     pub(crate) sqs: Vec<&'a SqConfig>,
 }
 
-/// Reads the state of a queue. `entry` copies an entry of its Completion Queue out of the guest's memory; `None` if the VMM
-/// has unmapped it.
+/// Reads the state of a queue. `entry` copies an entry of its Completion Queue from the guest's memory, and returns `None`
+/// if the VMM has unmapped it.
 ///
-/// Neither the live state nor the guest's memory is trusted: the result has to be checked as a snapshot's.
+/// Neither the in-flight tracking nor the guest's memory is trusted: the result must be checked like a snapshot.
 ///
 /// # Errors
 /// [`StateError::Invalid`].
@@ -65,7 +65,7 @@ pub(crate) fn take_up(
 
     let mut in_flight = marked;
     in_flight.retain(|marked| queue.sqs.iter().any(|sq| sq.qid == marked.mark.sqid()));
-    // Entries that were published, but not noted.
+    // Entries that were published but not recorded.
     while let Some(room) = indices.reserve() {
         let tail = indices.tail();
         let entry = entry(tail.get())?.filter(|entry| entry.phase() == tail.phase());
@@ -105,7 +105,7 @@ pub(crate) fn take_up(
     })
 }
 
-/// Returns the head of a Submission Queue after all commands that were recorded.
+/// Returns the head of a Submission Queue after all recorded commands.
 fn head_after(
     recorded: Head,
     sq: &SqConfig,
@@ -117,7 +117,7 @@ fn head_after(
         let name = format!("live head of submission queue {}", sq.qid);
         StateError::invalid(name, index, format!("less than {}", sq.entries))
     })?;
-    // Each step meets another number, so there are no more than marks.
+    // Each iteration finds another number, so there are at most as many as marks.
     while numbers.contains(&(sq.qid.0, number)) {
         number = number.wrapping_add(1);
         head.advance();

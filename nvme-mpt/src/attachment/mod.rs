@@ -1,16 +1,15 @@
-//! Attachments: all that one guest controller holds of a drive.
+//! Attachments: everything that one guest controller holds of a drive.
 //!
-//! Its inputs are plain: guest addresses, eventfds, numbers. An attachment knows which queues exist and where they
-//! lie. Only their poller knows what they are doing.
+//! Inputs are plain guest addresses, eventfds and numbers. An attachment knows which queues exist and where they lie; only
+//! their poller knows their progress.
 //!
-//! Lock order: `queues`, then those of the pollers and of the DMA window. None is taken on the way
-//! of an I/O. A drive that is being reset makes no queue until it works again, so a new queue is asked for before `queues`
-//! is locked.
+//! Lock order: `queues`, then the locks of the pollers and of the DMA window. No lock is taken on the path of an I/O. A drive
+//! that is being reset creates no queue until it works again, so a host queue is requested before `queues` is locked.
 //!
-//! A change of a queue (an added SQ, the Doorbell Buffer) waits until none of its commands is in flight. It takes
-//! the queue from its poller, and gives it back. A lease that outlives its attachment is *ending* in the ledger:
-//! the steward keeps its queues until their poller hands them over, since giving a lease back writes a file, which
-//! no poller does.
+//! A change of a queue (an added SQ, the Doorbell Buffer) takes the queue from its poller. It waits until none of the queue's
+//! commands is in flight, and gives the queue back. A lease that outlives its attachment is *ending* in the ledger. The
+//! attachment's background thread (`steward.rs`) keeps such queues until their poller hands them over. Pollers do not drop
+//! them, because releasing a lease writes a file.
 
 mod config;
 mod doorbells;
@@ -71,18 +70,19 @@ use io_queues::{QueueEntry, Queues};
 use spare::Spare;
 use steward::Steward;
 
-/// A flush that the drive has not completed.
+/// Flush that the drive has not completed within the timeout.
 #[derive(Debug)]
 struct LateFlush {
-    /// Commands that were completed before it.
+    /// Number of commands completed before the flush.
     commands: u64,
     result: Receiver<io::Result<()>>,
-    /// The result, once it has been received.
+    /// Result, once it is received.
     ended: Option<io::Result<()>>,
 }
 
 impl LateFlush {
-    /// Returns whether the drive still flushes. A result that arrives meanwhile is for the next [`Attachment::flush_by`].
+    /// Returns whether the drive is still flushing. If the result has arrived, it is kept for the next
+    /// [`Attachment::flush_by`].
     fn is_under_way(&mut self) -> bool {
         if self.ended.is_none() {
             match self.result.try_recv() {
@@ -95,7 +95,7 @@ impl LateFlush {
     }
 }
 
-/// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
+/// Everything that one guest controller holds of a drive: lease, DMA window, doorbells and queues.
 #[derive(Debug)]
 pub struct Attachment {
     facts: LeaseFacts,
@@ -104,17 +104,17 @@ pub struct Attachment {
     window: DmaWindow,
     context: Arc<QueueContext>,
     coalescing: Arc<Coalescing>,
-    /// By number, [`vectors_of`] the queue pairs.
+    /// Vectors by number; their count is [`vectors_of`] the queue pairs.
     vectors: Vec<Arc<InterruptVector>>,
-    /// Index 0 is queue 1.
+    /// Counters by queue; index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,
     queues: Mutex<Queues>,
     clock: Arc<dyn WaitClock>,
     steward: Steward,
-    /// A flush whose wait has timed out.
+    /// Flush whose wait has timed out.
     flush: Mutex<Option<LateFlush>>,
     growth: Mutex<Growth>,
-    /// Dropped last, and owned by each queue as well: see [`Holding`].
+    /// Dropped last. Each queue has a share too: see [`Holding`].
     holding: Arc<Holding>,
 }
 
@@ -127,15 +127,15 @@ impl Attachment {
         Self::with_parts(config, FunctionParts::Own)
     }
 
-    /// The same, for a function that may outlive this process.
+    /// Attaches for a function that may outlive this process.
     ///
     /// # Errors
-    /// As [`Self::new`]; [`AttachError::Io`] for kept parts that are no good.
+    /// As [`Self::new`]; [`AttachError::Io`] if the kept parts are invalid.
     pub fn with_parts(config: AttachmentConfig, parts: FunctionParts) -> Result<Self, AttachError> {
         Self::with_spares(config, parts, None)
     }
 
-    /// As [`Self::with_parts`]; `spares` holds spare descriptions of the lease's files for the next process.
+    /// Attaches as [`Self::with_parts`] does. `spares` keeps spare open file descriptions of the lease for the next process.
     ///
     /// # Errors
     /// As [`Self::with_parts`].
@@ -286,14 +286,14 @@ impl Attachment {
         };
         let pinning = live.as_ref().and_then(LiveState::pinning);
         if let Some(pinning) = &pinning {
-            // That of the process before is known by now.
+            // The record of the old server has been read by now.
             pinning.clear();
         }
         let window = window.recording(pinning);
         let events = Arc::new(events);
         drive.controller().subscribe(&events);
         host.subscribe(&events);
-        // A function without live state ends with the process.
+        // A function without in-flight tracking ends with the process.
         let spares = spares.filter(|_| live.is_some());
         let spare = spares.and_then(|keeper| Spare::begin(keeper, &drive, &lease, &*host, goes_on));
         if let Some(record) = live.as_ref().and_then(LiveState::losses) {
@@ -368,7 +368,7 @@ impl Attachment {
         })
     }
 
-    /// The same attachment, whose waits go by another clock.
+    /// Sets the clock for waits.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
         self.window.set_clock(clock.clone());
@@ -376,38 +376,36 @@ impl Attachment {
         self
     }
 
-    /// Returns the moment by which a reset, a shutdown or an end that begins now has to be done with all its
-    /// waits: 30 seconds from now.
+    /// Returns the deadline for all waits of a reset, a shutdown or an end that starts now: 30 seconds from now.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
-    /// The drive.
     fn drive(&self) -> &Arc<Drive> {
         &self.holding.drive
     }
 
-    /// Returns whether the lease is one of this drive, or of another namespace of its host controller.
+    /// Returns whether the lease is on this drive or on another namespace of the drive's host controller.
     #[must_use]
     pub fn is_on(&self, drive: &Drive) -> bool {
         self.drive().shares_controller_with(drive)
     }
 
-    /// Returns whether the leased blocks are there: the drive is, and its namespace still has them.
+    /// Returns whether the leased blocks exist: the drive is present, and its namespace still has them.
     ///
-    /// A namespace can be formatted, resized or detached by whoever manages the drive. With other
-    /// blocks the same LBAs are other bytes, and the same commands other lengths.
+    /// The drive's administrator can format, resize or detach a namespace. After a format with another block size, the same
+    /// LBAs are other bytes, and the same commands have other lengths.
     fn has_blocks(&self) -> bool {
         self.fits(self.blocks()) && !self.drive().controller().incidents().gone
     }
 
-    /// Returns whether the lease can go on with so many of its blocks.
+    /// Returns whether the lease can be used with only `blocks` of its blocks.
     fn fits(&self, blocks: u64) -> bool {
         let whole = blocks == self.context.blocks().blocks();
         whole || (blocks > 0 && self.drive().controller().resizes_in_place())
     }
 
-    /// The leased blocks that the drive's namespace has now; none if it is another one.
+    /// Returns the number of leased blocks that the drive's namespace has now; 0 if the namespace was replaced.
     fn blocks(&self) -> u64 {
         let same = |namespace: &&HostNamespace| {
             namespace.nsid == self.lease().nsid()
@@ -420,66 +418,66 @@ impl Attachment {
         })
     }
 
-    /// Has every I/O command fail that is not taken yet, until the next reset.
+    /// Fails every I/O command that is not taken yet, until the next reset.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not finish; then their queue takes no more.
+    /// [`QueueError::Timeout`] if in-flight commands do not finish. Their queue takes no more commands then.
     fn revoke(&self) -> Result<(), QueueError> {
         let mut queues = self.queues();
         queues.revoked = true;
         let deadline = self.deadline();
         let mut result = Ok(());
         for entry in queues.cqs.values_mut() {
-            // All of them, also after one that does not finish.
+            // A queue with commands that do not finish must not keep the others from being revoked.
             let revoked = entry.change(&deadline, ShadowQueue::revoke);
             result = result.and(revoked);
         }
         result
     }
 
-    /// Changes the I/Os and bytes per second that the queues may have together, and the lease's weight.
+    /// Sets the limits of I/Os and bytes per second for all queues together, and the lease's weight.
     pub fn set_rates(&self, rates: RateLimits) {
         let weight = rates.weight.unwrap_or_default();
         self.holding.host().set_weight(weight);
         self.context.limiter.set(rates, Ticks::now());
-        // Queues look at the limiter when they take up a table, so that one without limits pays nothing for them.
+        // Queues check the limiter only when they adopt a table, so that a lease without limits has no cost.
         self.window.renew_table();
     }
 
-    /// Returns what the queues have used of the limits, for the lease's next attachment in this process.
+    /// Returns the used part of the limits, for the lease's next attachment in this process.
     #[must_use]
     pub fn limits_used(&self) -> Used {
         self.context.limiter.used()
     }
 
-    /// Takes up what an earlier attachment of the lease has used of the limits.
+    /// Continues with the limits as used by an earlier attachment of the lease.
     pub fn take_up_limits(&self, used: Used) {
         self.context.limiter.take_up(used, Ticks::now());
     }
 
-    /// Lets go of what keeps the next process from the lease. The function is paused, and this process ends at once.
+    /// Releases the locks before a hand-over. The function must be paused, and this process must end at once.
     pub fn let_go(&self) {
-        // A poller with a watch could take the processor of one of the next process.
+        // A poller with a watch could take the processor of the successor's poller.
         self.unwatch(&mut self.queues());
         self.holding.host().let_go();
         self.lease().let_go();
     }
 
-    /// Leaves the [spare descriptions](SpareKeeper) of the lease with their keeper when this attachment ends: the function
-    /// goes on later, in this process or the next one.
+    /// Leaves the [spare descriptions](SpareKeeper) of the lease with their keeper when this attachment ends, because the
+    /// function continues later in this process or in a successor.
     pub fn leave_spare(&self) {
         if let Some(spare) = &self.holding.spare {
             spare.stay();
         }
     }
 
-    /// The VM's memory.
+    /// Returns the window with the VM's memory.
     #[must_use]
     pub fn window(&self) -> &DmaWindow {
         &self.window
     }
 
-    /// The lease.
+    /// Returns the lease.
     #[must_use]
     pub fn lease(&self) -> &Lease {
         &self.holding.lease
@@ -491,43 +489,44 @@ impl Attachment {
         &self.facts.namespace
     }
 
-    /// Returns what changed by itself in the lease, if its command set has a list of changes.
+    /// Returns the log of changes that the guest did not cause, if the command set has a change list.
     fn change_log(&self) -> Option<&dyn ChangeLog> {
         self.holding.host().changes()
     }
 
-    /// Returns the promises that may be made to the guest.
+    /// Returns the limits that may be promised to the guest.
     fn limits(&self) -> &Limits {
         &self.facts.limits
     }
 
-    /// I/O queue pairs that can exist.
+    /// Returns the number of I/O queue pairs that can exist.
     #[must_use]
     pub fn max_queue_pairs(&self) -> u16 {
         self.facts.queue_pairs
     }
 
-    /// The doorbell registers, from offset 1000h of BAR0 on.
+    /// Returns the doorbell registers, which start at offset 1000h of BAR0.
     #[must_use]
     pub fn doorbells(&self) -> &Arc<DoorbellPage> {
         &self.context.doorbells
     }
 
-    /// Makes everything durable that was completed until now, within 30 seconds. A drive that takes longer goes
-    /// on with it, and the lease lives until it is done.
+    /// Makes everything durable that has completed so far, with a timeout of 30 seconds. After a timeout, the drive still
+    /// continues the flush, and the lease lives until it is done.
     ///
     /// # Errors
-    /// Returns the host controller's error, any error if completed writes were lost; [`io::ErrorKind::TimedOut`]
-    /// after 30 seconds.
+    /// Returns the host controller's error, or an error if completed writes were lost; [`io::ErrorKind::TimedOut`] after 30
+    /// seconds.
     pub fn flush(&self) -> io::Result<()> {
         self.flush_by(&self.deadline())
     }
 
-    /// As [`Self::flush`], until `deadline`. Waits again for a flush that timed out earlier, if it still covers all commands.
+    /// Flushes as [`Self::flush`] does, until `deadline`. If an earlier flush timed out and still covers all commands, waits
+    /// for that flush.
     fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
-        // A command counts a moment after its guest sees it completed, and none is on its way without queues.
+        // A command is counted shortly after its guest sees the completion. Without queues, no such command is left.
         let has_queues = !self.queues().cqs.is_empty();
-        // After the queues, which are not to be locked meanwhile: a pause locks this while it has them.
+        // Locked after `queues` is released, because a pause locks this while it holds `queues`.
         let mut late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
         let commands = HostSide::commands(self);
         let covers_all = |flush: &LateFlush| !has_queues && flush.commands == commands;
@@ -554,25 +553,25 @@ impl Attachment {
         }
     }
 
-    /// Returns whether a flush that timed out is still under way.
+    /// Returns whether a flush that timed out is still in progress.
     fn is_flushing(&self) -> bool {
         let mut late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
         late.as_mut().is_some_and(LateFlush::is_under_way)
     }
 
-    /// Returns the counts made here.
+    /// Returns the counts made by this attachment.
     fn counted(&self) -> Counters {
         let queues = self.counters.iter().map(|queue| queue.smart());
         queues.fold(Counters::default(), |sum, queue| sum + queue)
     }
 
-    /// Figures of the lease and its queues.
+    /// Returns statistics of the lease and its queues.
     #[must_use]
     pub fn stats(&self) -> AttachmentStats {
         self.stats_of(&self.queues(), self.window.stats())
     }
 
-    /// As [`Self::stats`]; `None` while the queues or the memory change, which may take as long as commands in flight do.
+    /// Returns [`Self::stats`]; `None` while the queues or the memory change, which may take as long as in-flight commands.
     #[must_use]
     pub fn try_stats(&self) -> Option<AttachmentStats> {
         let existing = try_lock(&self.queues)?;
@@ -590,7 +589,7 @@ impl Attachment {
         let exits_there = |qid| live.map_or(0, |live| live.exits(QueueId(qid)));
         let queues = self.counters.iter().zip(1..).map(|(counters, qid)| {
             let stats = counters.stats(qid);
-            // A queue that was deleted may have ended with commands in flight.
+            // A deleted queue may have ended with commands in flight.
             let exists = existing.cqs.contains_key(&qid);
             QueueStats {
                 in_flight: stats.in_flight * u64::from(exists),
@@ -616,7 +615,7 @@ impl Attachment {
         }
     }
 
-    /// Use of the drive's queue pairs; `None` if the drive has no bound on them.
+    /// Returns the use of the drive's queue pairs; `None` if the drive has no limit on them.
     fn pair_stats(&self, queues: &Queues) -> Option<LeasePairStats> {
         self.drive().controller().queue_pairs()?;
         let uses = queues.cqs.values().filter_map(QueueEntry::host_queue);
@@ -642,7 +641,7 @@ impl Drop for Attachment {
         if overdue.is_empty() {
             self.steward.store_no_more();
         }
-        // A share that is not the attachment's is that of a queue, or of a flush.
+        // Further shares belong to queues or to a flush.
         if Arc::strong_count(&self.holding) > 1 {
             let id = self.lease().id();
             warn!(lease = id; "Lease {id} is detached with commands in flight, and ends with the last of them");

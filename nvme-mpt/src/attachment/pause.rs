@@ -1,8 +1,8 @@
-//! Pausing an attachment: its pollers take no more commands, what is in flight drains, and its
-//! queues rest here until they go on or are saved.
+//! Pausing an attachment: its pollers take no more commands, in-flight commands complete, and its queues rest here until they
+//! resume or are saved.
 //!
-//! A queue that rests holds nothing of the VM's memory but its rings, and touches not even those,
-//! so memory can come and go meanwhile. When it goes on it takes up the memory that there is then.
+//! A queue at rest holds only its rings of the VM's memory, and does not access even those. So memory can be mapped and
+//! unmapped during a pause. A queue that resumes uses the current memory.
 
 use std::time::Duration;
 
@@ -13,10 +13,9 @@ use crate::seam::QueueError;
 use crate::spec::ids::QueueId;
 
 impl Attachment {
-    /// Makes the pollers take no more commands, and waits for commands in flight until `deadline`. When this returns,
-    /// neither the pollers nor the host controller touch the VM's memory. Every command that was
-    /// taken has its completion in the guest's queue, and the guest was told by an interrupt.
-    /// Commands that were not taken stay where they are.
+    /// Stops the pollers from taking commands, and waits for in-flight commands until `deadline`. On success, neither the
+    /// pollers nor the host controller access the VM's memory afterwards. Every taken command has its completion in the guest's
+    /// queue, and the guest was interrupted for it. Other commands stay in their queues.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands are still in flight. No queue takes commands then: the caller repeats the call, or
@@ -27,7 +26,7 @@ impl Attachment {
             return Ok(());
         }
         rest_by(&mut queues, deadline)?;
-        // It would keep this process, with its locks, after its end.
+        // A flush in progress would keep this process and its locks alive after its end.
         if self.is_flushing() {
             return Err(QueueError::Timeout(QueueId::ADMIN));
         }
@@ -35,11 +34,11 @@ impl Attachment {
         Ok(())
     }
 
-    /// Checks that commands in flight end within `time`: makes the queues rest, and resumes them at once. Queues that rested
-    /// before still rest afterwards.
+    /// Checks that in-flight commands end within `time`, by a pause and an immediate resume. Does nothing if the attachment is
+    /// paused.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if they do not, or if another call waits for them already.
+    /// [`QueueError::Timeout`] if they do not end, or if another call already waits for them.
     pub fn rest_once(&self, time: Duration) -> Result<(), QueueError> {
         let mut queues = self.queues();
         if queues.paused {
@@ -56,16 +55,15 @@ impl Attachment {
         }
     }
 
-    /// Has the pollers take commands again. They look at every queue once, so that nothing is missed
-    /// that the guest did meanwhile.
+    /// Lets the pollers take commands again. They check every queue once, so that no guest action during the pause is missed.
     pub(super) fn resume(&self) {
         self.go_on(&mut self.queues());
     }
 
-    /// Has queues go on whose change took too long. No poller has them once they have left, so whoever waits until all have
-    /// taken up a table would wait in vain.
+    /// Resumes queues whose change has timed out. No poller has queues that have left, so a wait for all users to adopt a table
+    /// would never end.
     pub(super) fn keep_polled(&self) {
-        // Whoever has the lock changes the queues now.
+        // If the lock is held, its holder is changing the queues.
         if let Ok(mut queues) = self.queues.try_lock()
             && !queues.paused
             && !queues.revoked
@@ -88,12 +86,12 @@ impl Attachment {
     }
 }
 
-/// Takes the queues from their pollers, once their commands in flight have completed. Waits until `deadline`.
+/// Takes the queues from their pollers once their in-flight commands have completed. Waits until `deadline`.
 ///
 /// # Errors
 /// As [`Attachment::pause_by`].
 pub(super) fn rest_by(queues: &mut Queues, deadline: &Deadline) -> Result<(), QueueError> {
-    // All are stopped before the first one is waited for.
+    // All queues are stopped before the first wait.
     for entry in queues.cqs.values_mut() {
         entry.begin_to_leave();
     }

@@ -1,5 +1,5 @@
-//! Limits of I/O queues, against which all queues are checked: those that a guest creates (Base 2.0, sections 5.4 and
-//! 5.5), those of a snapshot, and those that a server before this one left.
+//! Limits of I/O queues. All queues are checked against them: those created by a guest (Base 2.0, sections 5.4 and 5.5), those
+//! of a snapshot, and those left by an old server.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use crate::seam::{
 };
 use crate::spec::ids::QueueId;
 
-/// Fewest entries of a queue: one of them stays empty, so a queue of one could hold none.
+/// Minimum number of entries of a queue. One entry always stays empty, so a queue of one entry could hold none.
 pub(super) const ENTRIES_MIN: u32 = 2;
 
 /// Limits of an attachment's I/O queues.
@@ -32,7 +32,7 @@ impl QueueLimits {
         }
     }
 
-    /// Checks a Completion Queue.
+    /// Checks the parameters of a Completion Queue.
     ///
     /// # Errors
     /// As [`Self::check_sq`]; [`QueueError::InvalidVector`].
@@ -46,7 +46,7 @@ impl QueueLimits {
         }
     }
 
-    /// Checks a Submission Queue by itself.
+    /// Checks the parameters of a Submission Queue.
     ///
     /// # Errors
     /// [`QueueError::InvalidQueueId`], [`QueueError::InvalidSize`] and [`QueueError::Misaligned`].
@@ -70,7 +70,7 @@ impl QueueLimits {
 
 /// Checks of saved queues.
 impl QueueLimits {
-    /// Checks that there can be so many queues.
+    /// Checks that the number of queues is possible.
     pub(crate) fn check_number(&self, field: &str, number: usize) -> Result<(), StateError> {
         if number <= usize::from(self.pairs) {
             return Ok(());
@@ -79,13 +79,13 @@ impl QueueLimits {
         Err(StateError::invalid(field, number, valid))
     }
 
-    /// Checks the place of a Completion Queue.
+    /// Checks the parameters of a saved Completion Queue.
     pub(crate) fn check_configured(&self, cq: &CqConfig) -> Result<(), StateError> {
         let checked = self.check_cq(cq);
         checked.map_err(|error| self.unlike_created(&format!("completion queue {}", cq.qid), error))
     }
 
-    /// Checks the queues by themselves, and that no two are the same.
+    /// Checks each queue, and that identifiers are unique.
     pub(crate) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), StateError> {
         let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
         for cq in queues {
@@ -145,7 +145,7 @@ impl QueueLimits {
         below(format!("head of {name}"), *head, *entries)
     }
 
-    /// Returns the error of a saved queue that no guest can have created.
+    /// Returns the error for a saved queue that no guest can have created.
     fn unlike_created(&self, name: &str, error: QueueError) -> StateError {
         match error {
             QueueError::InvalidQueueId(qid) => {
@@ -169,7 +169,7 @@ impl QueueLimits {
     }
 }
 
-/// Checks that there are room, slots and Submission Queues for commands in flight.
+/// Checks completion entries, slots and Submission Queues for in-flight commands.
 fn check_in_flight(
     name: &str,
     cq: &CompletionQueueState,

@@ -1,4 +1,4 @@
-//! The spare descriptions of an attachment's lease, as long as the lease is held.
+//! Spare open file descriptions of an attachment's lease, kept while the lease is held.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,21 +8,21 @@ use log::{error, warn};
 use crate::drive::{Drive, HostLease, SpareKeeper};
 use crate::lease::Lease;
 
-/// An entry of a keeper, which is forgotten at the end of the lease.
+/// Entry of a keeper, which is removed at the end of the lease.
 #[derive(Debug)]
 pub(super) struct Spare {
     keeper: Arc<dyn SpareKeeper>,
     drive: Arc<Drive>,
     lease: String,
-    /// The function goes on without this attachment.
+    /// True if the function continues without this attachment.
     stays: AtomicBool,
 }
 
 impl Spare {
-    /// Takes up what the keeper has for a lease, if its function goes on after another process, or keeps new descriptions.
-    /// Returns `None` for a lease that has none.
+    /// Restores the descriptions that the keeper has for a lease, if its function continues from another process; otherwise
+    /// keeps new ones. Returns `None` for a lease without spare descriptions.
     ///
-    /// Until it is [settled](Self::settle), a function that goes on may do so without this attachment.
+    /// Until it is [settled](Self::settle), a restored function may continue without this attachment.
     pub(super) fn begin(
         keeper: Arc<dyn SpareKeeper>,
         drive: &Arc<Drive>,
@@ -66,17 +66,17 @@ impl Spare {
                  the next server: {error}"
             ),
         }
-        // One that is not asked is not news for the next server.
+        // An unused entry must not be reported to the next server.
         spare.settle();
         None
     }
 
-    /// From now on, the function ends with this attachment.
+    /// Notes that the function ends with this attachment.
     pub(super) fn settle(&self) {
         self.stays.store(false, Ordering::Relaxed);
     }
 
-    /// The function goes on without this attachment, in this process or the next one.
+    /// Notes that the function continues without this attachment, in this process or in a successor.
     pub(super) fn stay(&self) {
         self.stays.store(true, Ordering::Relaxed);
     }

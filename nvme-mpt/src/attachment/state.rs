@@ -1,6 +1,6 @@
-//! An attachment that is paused is saved, and another one becomes what it was.
+//! Saving a paused attachment, and restoring it into another one.
 //!
-//! Each part is saved and restored by its owner, in full destructuring, so that an added field cannot be forgotten.
+//! Each part is saved and restored by its owner with full destructuring, so that an added field cannot be forgotten.
 
 use std::fmt::{Display, Write};
 use std::io;
@@ -19,10 +19,10 @@ use crate::shadow::UnmappedRing;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
-/// Name of the promise that a lease by size may outgrow.
+/// Name of the promise that a lease by size may exceed after growth.
 const BLOCKS: &str = "blocks";
 
-/// Names of limits that older versions saved as promises. Commands beyond them are carried out in parts.
+/// Limits that older versions saved as promises. Commands beyond them are executed in parts.
 const NO_PROMISES: [&str; 3] = [
     "bytes of a command without data",
     "bytes of a Dataset Management range",
@@ -72,8 +72,7 @@ impl Attachment {
         }
     }
 
-    /// Makes an attachment without queues, which is paused and whose window has the guest's memory,
-    /// what another one was when it was saved.
+    /// Restores a saved state into an attachment that has no queues, is paused, and has the guest's memory in its window.
     ///
     /// # Errors
     /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.
@@ -112,7 +111,7 @@ impl Attachment {
         if *lost_writes {
             self.holding.host().lose_earlier_writes();
         }
-        // The lease was opened here after writes of before the snapshot.
+        // The lease was opened here after writes that precede the snapshot.
         self.holding.host().take_up_losses();
         for state in saved {
             let qid = QueueId(state.qid);
@@ -127,7 +126,7 @@ impl Attachment {
         Ok(())
     }
 
-    /// Checks all that can be known of a state before anything is made of it.
+    /// Checks a state as far as possible before anything is created from it.
     ///
     /// # Errors
     /// [`StateError::Mismatch`] and [`StateError::Invalid`].
@@ -160,7 +159,7 @@ impl Attachment {
         QueueLimits::of(self).check(queues)
     }
 
-    /// Checks that the guest can have set up a Doorbell Buffer there.
+    /// Checks that a guest can have set up this Doorbell Buffer.
     pub(super) fn check_doorbell_buffer(
         &self,
         buffer: Option<DoorbellBuffer>,
@@ -202,7 +201,7 @@ impl Attachment {
         }
     }
 
-    /// Returns whether the lease has grown since it had as many blocks as were saved.
+    /// Returns whether the lease has grown beyond the saved number of blocks.
     fn has_grown(&self, saved: &str) -> bool {
         let blocks = self.context.blocks();
         let saved: Result<u64, _> = saved.parse();
@@ -234,12 +233,12 @@ impl Attachment {
         Ok(())
     }
 
-    /// Returns the promises on which the guest may rely for as long as its controller is there.
+    /// Returns the promises that the guest may rely on as long as its controller exists.
     fn promises(&self) -> Vec<PromiseState> {
         let LeasedNamespace {
             nsid,
             lba_shift,
-            // Those that it had at first.
+            // This is the initial number.
             blocks: _,
             serial,
             model,
@@ -257,7 +256,7 @@ impl Attachment {
             volatile_write_cache,
             deallocated_reads_zeroes,
             sgl_descriptors_max,
-            // Commands beyond these are carried out in parts, here as anywhere.
+            // Commands beyond these are executed in parts on any drive.
             no_data_bytes_max: _,
             dsm_range_bytes_max: _,
             dsm_ranges_max: _,
@@ -277,7 +276,7 @@ impl Attachment {
             ("namespace", nsid),
             ("LBA size", &(1_u64 << lba_shift)),
             (BLOCKS, &blocks),
-            // Another drive is told by its name, whatever else it has.
+            // A different drive is recognized by its names.
             ("serial number", serial),
             ("model number", model),
             ("NGUID", &hex(nguid)),
@@ -318,7 +317,7 @@ fn page_aligned(field: &str, value: u64) -> Result<(), StateError> {
     Err(StateError::invalid(field, value, "the start of a page"))
 }
 
-/// All doorbell registers, in the order of their offsets.
+/// Returns all doorbell registers in the order of their offsets.
 fn doorbell_registers(queue_pairs: u16) -> impl Iterator<Item = Doorbell> {
     (0..=queue_pairs).flat_map(|qid| {
         let qid = QueueId(qid);
@@ -328,13 +327,13 @@ fn doorbell_registers(queue_pairs: u16) -> impl Iterator<Item = Doorbell> {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |mut text, byte| {
-        // A string takes all that is written to it.
+        // Writing to a string cannot fail.
         let _ = write!(text, "{byte:02x}");
         text
     })
 }
 
-/// Why a queue cannot be made again for a lease whose blocks are gone.
+/// Returns the error for a queue of a lease whose blocks are gone.
 pub(super) fn gone() -> io::Error {
     let gone = "The drive is gone, or its namespace is not the one that was leased";
     io::Error::new(io::ErrorKind::NotConnected, gone)

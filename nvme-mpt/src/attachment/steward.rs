@@ -1,5 +1,5 @@
-//! The steward: an attachment's thread for work without a bound on its time: flushes, changes of the ledger that commands wait
-//! for, and queues whose commands do not end.
+//! Background thread of an attachment for work of unbounded duration: flushes, changes of the ledger that commands wait for,
+//! and queues whose commands do not end.
 
 use std::io;
 use std::sync::{Arc, PoisonError, Weak};
@@ -9,11 +9,11 @@ use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use crate::poller::{LeavingQueue, Poller, Threads};
 
-/// A shadow queue on its way from its poller, which hands it over once nothing of it is in flight.
+/// Shadow queue that its poller hands over once none of its commands is in flight.
 #[derive(Debug)]
 pub(super) struct Leaving {
     pub(super) queue: LeavingQueue,
-    /// It runs the queue until then.
+    /// Runs the queue until then.
     pub(super) poller: Arc<Poller>,
 }
 
@@ -23,11 +23,11 @@ enum Task {
     StoreMarks(Weak<Holding>),
 }
 
-/// A handle to the steward, which ends when this is dropped and its tasks are done.
+/// Handle of the background thread, which ends when this is dropped and its tasks are done.
 #[derive(Debug)]
 pub(super) struct Steward {
     tasks: Sender<Task>,
-    /// True while marks may be stored. Its lock is held while they are.
+    /// True while marks may be stored. Locked while they are stored.
     stores_marks: Arc<Mutex<bool>>,
 }
 
@@ -41,7 +41,7 @@ impl Steward {
                 carry_out(task, &may_store);
             }
         };
-        // Nobody waits for its end: a drive that never answers would keep it for ever.
+        // The thread is not joined, because a drive that never answers would block the join forever.
         drop(threads.spawn("nvme-steward", Box::new(work))?);
         Ok(Self {
             tasks: sender,
@@ -49,24 +49,24 @@ impl Steward {
         })
     }
 
-    /// Has the drive flushed. The result arrives when the drive is done.
+    /// Flushes the drive in the background. The result arrives when the drive is done.
     pub(super) fn flush(&self, holding: Arc<Holding>) -> Receiver<io::Result<()>> {
         let (reply, result) = sync_channel(1);
-        // Without a steward the reply is dropped, which the receiver tells.
+        // If the thread has ended, the reply is dropped, and the receiver reports that.
         let _ = self.tasks.send(Task::Flush(holding, reply));
         result
     }
 
-    /// Returns a request to store the unreadable blocks of a lease, which waits for nothing.
+    /// Returns a callback that requests storing the unreadable blocks of a lease, without waiting.
     pub(super) fn storing_marks(&self, holding: &Arc<Holding>) -> Box<dyn Fn() + Send + Sync> {
-        // The drive has the request, and is among what is held.
+        // The drive keeps the callback and is part of `holding`, so a strong reference would be a cycle.
         let (sender, holding) = (self.tasks.clone(), Arc::downgrade(holding));
-        // Without a steward, commands wait until their queue ends.
+        // If the thread has ended, commands wait until their queue ends.
         Box::new(move || drop(sender.send(Task::StoreMarks(holding.clone()))))
     }
 
-    /// Ends the storing of marks, once no command waits for it. The steward then has no share of the lease for it, so that
-    /// the lease ends with its attachment.
+    /// Stops the storing of marks, once no command waits for it. The thread then takes no share of the lease, so the lease ends
+    /// with its attachment.
     pub(super) fn store_no_more(&self) {
         *self
             .stores_marks
@@ -74,8 +74,7 @@ impl Steward {
             .unwrap_or_else(PoisonError::into_inner) = false;
     }
 
-    /// Keeps queues until the last of their commands has ended. Pollers do not end them, because a lease
-    /// is given back in a file.
+    /// Keeps queues until their last commands have ended. Pollers do not drop them, because releasing a lease writes a file.
     pub(super) fn outlive(&self, queues: Vec<Leaving>) {
         let _ = self.tasks.send(Task::Outlive(queues));
     }
@@ -85,7 +84,7 @@ fn carry_out(task: Task, stores_marks: &Mutex<bool>) {
     match task {
         Task::Flush(holding, reply) => {
             let result = holding.flush();
-            // Before the reply: the thread that waits for it is then the last holder of the lease.
+            // Before the reply, so that the waiting thread becomes the last holder of the lease.
             drop(holding);
             // The requester may have given up waiting.
             let _ = reply.send(result);

@@ -1,4 +1,4 @@
-//! Queues that another process had when it ended, taken up where they were.
+//! Restoring queues of a process that ended, from their in-flight tracking.
 
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -13,13 +13,13 @@ use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 
 impl Attachment {
-    /// Takes up queues by their live state. Commands that were in flight are carried out again, or end with Command
-    /// Interrupted. The guest's memory is mapped as the process before had it, and there are no queues. A queue whose rings
-    /// the VMM had unmapped still waits for their memory.
+    /// Restores queues from their in-flight tracking. Commands that were in flight are executed again, or complete with Command
+    /// Interrupted. The guest's memory must be mapped as under the old server, and no queues may exist. A queue whose rings the
+    /// VMM has unmapped still waits for their memory.
     ///
     /// # Errors
-    /// [`StateError::Invalid`], [`StateError::NotEmpty`] and [`StateError::Queue`]. Then there are no queues, and the
-    /// live state says the same as before.
+    /// [`StateError::Invalid`], [`StateError::NotEmpty`] and [`StateError::Queue`]. No queues exist then, and the in-flight
+    /// tracking is unchanged.
     pub(super) fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
         let mut queues = self.queues();
         if !queues.cqs.is_empty() {
@@ -38,7 +38,7 @@ impl Attachment {
             let qid = QueueId(state.qid);
             if let Err(source) = self.restore_queue(&mut queues, state, UnmappedRing::AwaitedMemory)
             {
-                // They are not polled yet, so nothing was done for the guest.
+                // The queues have not been polled, so the guest has seen nothing of them.
                 queues.cqs.clear();
                 queues.buffer = None;
                 queues.revoked = false;
@@ -46,7 +46,7 @@ impl Attachment {
             }
         }
         for state in states.iter().filter(|state| state.failed) {
-            // The process before may have ended before its function heard of it.
+            // The old server may have ended before its function was told.
             self.context.events.report(Event::QueueFailed {
                 qid: QueueId(state.qid),
                 reason: QueueFailure::HostQueue,
@@ -58,7 +58,7 @@ impl Attachment {
         Ok(())
     }
 
-    /// Reads the live state of queues, once, and checks what it says as a snapshot.
+    /// Reads the in-flight tracking of queues once, and checks the result like a snapshot.
     fn read_live_state(&self, kept: &KeptQueues) -> Result<Vec<CompletionQueueState>, StateError> {
         let live = self.context.live.as_ref();
         let live = live.ok_or_else(|| StateError::invalid("live state", "not there", "a file"))?;
@@ -86,7 +86,7 @@ impl Attachment {
         Ok(states)
     }
 
-    /// Copies an entry of a Completion Queue out of the guest's memory.
+    /// Copies an entry of a Completion Queue from the guest's memory.
     fn posted(&self, cq: &CqConfig, index: u32) -> Result<Cqe, StateError> {
         let offset = u64::from(index) * size_of::<Cqe>() as u64;
         let mut entry = Cqe::new_zeroed();

@@ -1,7 +1,7 @@
-//! Bounds of the memory that a function may have mapped, and reasons for which it gets no more.
+//! Limits of a function's mapped memory, and the reasons for refusing more.
 //!
-//! A physical drive's IOMMU pins the memory of all VMs. Each mapping takes page tables (a five-hundredth of its bytes), locked
-//! memory and IOVAs, also if the same memory is mapped again. So bytes count as often as they are mapped.
+//! A physical drive's IOMMU pins the memory of all VMs. Each mapping takes page tables (1/500 of its bytes), locked memory
+//! and IOVAs, even if the same memory is mapped again. So memory that is mapped several times counts several times.
 
 use std::fmt;
 use std::io;
@@ -14,17 +14,17 @@ use crate::learn::NoShare;
 use crate::memory_account::Shortage;
 use crate::range::Bytes;
 
-/// Most bytes that a function may have mapped where memory is pinned.
+/// Maximum number of bytes that a function may have mapped if memory is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryLimit {
-    /// As the operator chose.
+    /// Limit in bytes, set by the operator.
     Chosen(u64),
-    /// All memory of the host.
+    /// All memory of the host, in bytes.
     Host(u64),
 }
 
 impl MemoryLimit {
-    /// The limit in bytes.
+    /// Returns the limit in bytes.
     #[must_use]
     pub const fn bytes(self) -> u64 {
         match self {
@@ -46,7 +46,7 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// A function's name, and its limit.
+/// Name and limit of a function.
 #[derive(Clone, Debug)]
 pub(super) struct Bounds {
     pub(super) function: String,
@@ -62,57 +62,57 @@ impl Default for Bounds {
     }
 }
 
-/// Reason for which a function gets no more memory mapped.
+/// Reason for refusing to map more memory of a function.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MemoryRefusal {
-    /// It would have more bytes mapped than its limit.
+    /// The function would exceed its limit.
     #[error(
         "Function {function} has {} of memory mapped for its drive and asks for {} more; it may have {limit}. Memory counts as \
          often as it is mapped: have the VMM map each part once, or raise memory-limit= of the function, or --memory-limit of the server",
         Bytes(*.mapped), Bytes(*.asked)
     )]
     Limit {
-        /// The function.
+        /// Name of the function.
         function: String,
-        /// Bytes that it has mapped.
+        /// Bytes that the function has mapped.
         mapped: u64,
-        /// Bytes that it asks for.
+        /// Bytes requested.
         asked: u64,
         /// The limit.
         limit: MemoryLimit,
     },
-    /// The host, or the server's control group, cannot give the pages that are missing.
+    /// The host or the server's control group cannot provide the missing pages.
     #[error(
         "Function {function} asks for {} of memory of which {} are not there yet. The kernel would take them while the drive's \
          memory is pinned, and {shortage}: give the VM less memory, or have its VMM allocate it at its start (prealloc)",
         Bytes(*.asked), Bytes(*.missing)
     )]
     Unavailable {
-        /// The function.
+        /// Name of the function.
         function: String,
         /// Bytes of the region.
         asked: u64,
-        /// Bytes that are missing of it, or of the step that was refused.
+        /// Missing bytes of the region or of the refused step.
         missing: u64,
         /// Memory that is left.
         shortage: Shortage,
     },
-    /// Others could need the IOVAs.
+    /// The IOVAs are reserved for other functions.
     #[error(
         "Function {function} has taken {} of the {} of IOVA space that the drive has for all VMs, and gets no {} more while {} \
          are left: have the VMM map each part of its memory once, or move its disk to another drive",
         Bytes(*.taken), Bytes(*.max), Bytes(*.asked), Bytes(*.left)
     )]
     Iovas {
-        /// The function.
+        /// Name of the function.
         function: String,
-        /// Bytes of IOVA space that it has.
+        /// Bytes of IOVA space that the function has taken.
         taken: u64,
-        /// Bytes that it asks for.
+        /// Bytes requested.
         asked: u64,
-        /// Bytes that are left for all VMs.
+        /// Bytes left for all VMs.
         left: u64,
-        /// Bytes that there are in all.
+        /// Total bytes of the IOVA space.
         max: u64,
     },
 }
@@ -129,8 +129,8 @@ impl MemoryRefusal {
         }
     }
 
-    /// Returns the error for a region. Earlier releases know it as well: it is that of an IOMMU. Its kind says that it may
-    /// pass, once others have given back what is missing.
+    /// Returns the error for a region. It is an IOMMU error, which earlier releases know too. Its kind, `OutOfMemory`, says
+    /// that a retry may succeed once others have released memory.
     pub(super) fn of_region(self, gpa: Gpa, len: u64) -> DmaError {
         let source = io::Error::new(io::ErrorKind::OutOfMemory, self);
         DmaError::Iommu { gpa, len, source }

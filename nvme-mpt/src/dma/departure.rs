@@ -1,4 +1,4 @@
-//! Regions that were unmapped, while commands in flight may still use them.
+//! Pending unmaps: unmapped regions that in-flight commands may still use.
 
 use std::sync::Arc;
 
@@ -8,30 +8,30 @@ use super::region::Region;
 use crate::address::Gpa;
 use crate::memory::sync::Mutex;
 
-/// Regions that one change took away.
+/// Regions unmapped by one change.
 ///
-/// The memory stays mapped, for this process and for the drive, until [`Self::release`].
+/// The memory stays mapped for this process and for the drive until [`Self::release`].
 #[derive(Debug)]
 pub(crate) struct Departure {
     generation: u64,
-    /// Sorted by IOVA, not overlapping.
+    /// Regions sorted by IOVA, not overlapping.
     parts: Vec<Part>,
     regions: Mutex<Vec<Arc<Region>>>,
 }
 
-/// One region that went.
+/// Address range of one region.
 #[derive(Debug)]
 struct Part {
     iova: u64,
     gpa: u64,
     len: u64,
-    /// Which of its pages were written, where that is noted.
+    /// Dirty pages, if the dirty log is on.
     notes: Option<Arc<Notes>>,
 }
 
 impl Departure {
-    /// The departure of regions, each with its notes if there are any. `generation` is that of the first table
-    /// without them.
+    /// Creates a pending unmap of regions, each with its dirty pages if there are any. `generation` is that of the first table
+    /// without the regions.
     pub(super) fn new(
         generation: u64,
         regions: impl Iterator<Item = (Arc<Region>, Option<Arc<Notes>>)>,
@@ -54,24 +54,24 @@ impl Departure {
         }
     }
 
-    /// Generation of the first table without the regions.
+    /// Returns the generation of the first table without the regions.
     pub(crate) fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// The last part that starts before an IOVA.
+    /// Returns the last part that starts before an IOVA.
     fn before(&self, iova: u64) -> Option<&Part> {
         let after = self.parts.partition_point(|part| part.iova < iova);
         self.parts.get(after.checked_sub(1)?)
     }
 
-    /// Returns whether any of `len` bytes at an IOVA, at least one, is in one of the regions.
+    /// Returns whether any of the `len` bytes at an IOVA is in one of the regions. `len` is at least 1.
     pub(crate) fn has_iova(&self, iova: u64, len: u64) -> bool {
         let part = self.before(iova.saturating_add(len));
         part.is_some_and(|part| part.iova + part.len > iova)
     }
 
-    /// Returns whether any of `len` bytes at a guest address is in one of the regions.
+    /// Returns whether any of the `len` bytes at a guest address is in one of the regions.
     pub(crate) fn has_gpa(&self, gpa: Gpa, len: u64) -> bool {
         let overlaps = |part: &Part| {
             let (first, other) = (part.gpa.max(gpa.0), part.gpa.min(gpa.0));
@@ -81,8 +81,8 @@ impl Departure {
         self.parts.iter().any(overlaps)
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA: of as many as lie in one of the regions, which it
-    /// returns.
+    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the noted bytes, which lie in one region; 0 if
+    /// the IOVA lies in none.
     pub(crate) fn note_written_by_drive(&self, iova: u64, len: u64) -> u64 {
         let part = self.before(iova.saturating_add(1));
         let Some(part) = part.filter(|part| iova - part.iova < part.len) else {
@@ -96,7 +96,7 @@ impl Departure {
         len
     }
 
-    /// Takes the notes of all regions, by ascending address.
+    /// Takes the dirty pages of all regions, in order of ascending guest addresses.
     pub(super) fn take_notes(&self, ranges: &mut Vec<DirtyRange>) {
         let notes = self.parts.iter().filter_map(|part| part.notes.as_ref());
         let mut notes: Vec<_> = notes.collect();
@@ -106,8 +106,8 @@ impl Departure {
         }
     }
 
-    /// Gives the memory back: nothing uses it any more. The drive cannot reach it when this returns, also if another
-    /// thread gives it back.
+    /// Unmaps the memory after its last use. On return, the drive cannot access it, even if another thread releases it at the
+    /// same time.
     pub(super) fn release(&self) {
         lock(&self.regions).clear();
     }

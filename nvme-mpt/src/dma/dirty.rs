@@ -1,11 +1,9 @@
-//! Which pages of a VM's memory its device has written: what a VMM that moves a running VM copies
-//! once more.
+//! Dirty log: the pages of a VM's memory that its device has written, which a VMM copies again during live migration.
 //!
-//! Nothing is noted until somebody asks for it, by a table of the VM's memory that has a note of each
-//! region's pages beside it. All writes are noted *after* they are done. So a page that is copied when its
-//! note is found has what was written, or is found again. [`DmaWindow::start_dirty_log`] returns when every
-//! shadow queue has taken up a table with notes: from then on it notes what commands wrote when they
-//! complete, also those that were in flight before.
+//! While the log is off, nothing is noted. The log starts with a table that has a bitmap for each region. Each write is noted
+//! *after* it is done. So a page that is copied when its bit is found has the written data, or is found again.
+//! [`DmaWindow::start_dirty_log`] returns when every shadow queue has adopted a table with bitmaps. From then on, queues note
+//! the writes of commands when they complete, even of commands taken before.
 
 use std::sync::Arc;
 
@@ -17,14 +15,14 @@ use crate::address::Gpa;
 use crate::deadline::DRAIN_DEADLINE;
 
 impl RegionTable {
-    /// Returns whether writes are noted.
+    /// Returns whether the dirty log is on.
     #[inline]
     #[must_use]
     pub fn is_logged(&self) -> bool {
         self.dirty.is_some()
     }
 
-    /// Notes a write of `len` bytes at a guest address, of all up to where no memory is.
+    /// Notes a write of `len` bytes at a guest address, up to the first byte without memory.
     pub(crate) fn note_written(&self, gpa: Gpa, len: u64) {
         let Some(dirty) = &self.dirty else { return };
         let (mut at, mut rest) = (gpa.0, len);
@@ -40,8 +38,7 @@ impl RegionTable {
         }
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA: of as many as this table knows memory for,
-    /// which it returns.
+    /// Notes a write of at most `len` bytes at an IOVA. Returns the noted bytes; 0 if this table has no memory there.
     pub(crate) fn note_written_by_drive(&self, iova: u64, len: u64) -> u64 {
         let Some((gpa, mapped)) = self.guest_address(iova) else {
             return 0;
@@ -51,7 +48,7 @@ impl RegionTable {
         len
     }
 
-    /// Takes all notes, by ascending address.
+    /// Takes all dirty pages, in order of ascending guest addresses.
     pub(super) fn take_notes(&self, ranges: &mut Vec<DirtyRange>) {
         for notes in self.dirty.iter().flat_map(Sorted::values) {
             notes.take(ranges);
@@ -60,14 +57,13 @@ impl RegionTable {
 }
 
 impl DmaWindow {
-    /// Begins to note which pages the device writes: data, completions, and all else. Writes before this returns may
-    /// be missing from the notes, so a VMM copies all memory after it.
+    /// Starts the dirty log for all writes of the device: data, completions and everything else. Writes before this returns may
+    /// be missing, so a VMM copies all memory afterwards.
     ///
-    /// Nothing else of the function is to be under way, but for its pollers: no access and no
-    /// admin command.
+    /// Except for the pollers, the function must be idle: no register access and no admin command in progress.
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if a poller does not take up a table with notes; then nothing is noted.
+    /// [`DmaError::Busy`] if a poller does not adopt a table with bitmaps. The log is off then.
     pub fn start_dirty_log(&self) -> Result<(), DmaError> {
         let generation = {
             let mut changes = self.changes();
@@ -91,7 +87,7 @@ impl DmaWindow {
         Err(DmaError::Busy { gpa, len })
     }
 
-    /// Ends [`Self::start_dirty_log`], and forgets what was noted.
+    /// Stops the dirty log and drops its content.
     pub fn stop_dirty_log(&self) {
         let mut changes = self.changes();
         changes.departed.clear();
@@ -100,11 +96,10 @@ impl DmaWindow {
         self.tables.publish(&changes, table);
     }
 
-    /// The pages that were written since the last time somebody asked, or since it began; also those
-    /// of regions that were unmapped meanwhile.
+    /// Takes the pages written since the last call or since the start of the log, including those of unmapped regions.
     ///
     /// # Errors
-    /// [`DmaError::NotLogged`] unless it began.
+    /// [`DmaError::NotLogged`] if the log is off.
     pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
         let mut changes = self.changes();
         let current = self.table();

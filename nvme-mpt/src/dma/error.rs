@@ -7,54 +7,54 @@ use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS};
 use crate::address::Gpa;
 use crate::crossing;
 
-/// Errors of a VM's memory.
+/// Error of an operation on a VM's memory.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum DmaError {
-    /// The range is empty, wraps, or is not aligned to the pages of the host.
+    /// The range is empty, wraps around, or is not aligned to host pages.
     #[error("Region {gpa}+{len:#x} is empty, wraps around, or is not aligned")]
     InvalidRegion {
-        /// Start.
+        /// Start of the range.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
     },
-    /// Something is mapped there already.
+    /// The region overlaps a mapped one.
     #[error("Region {gpa}+{len:#x} overlaps one that is mapped")]
     Overlap {
-        /// Start.
+        /// Start of the region.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
     },
-    /// The VM has as many regions as it may have.
+    /// The VM has the maximum number of regions.
     #[error("No more than {MAX_REGIONS} regions of memory can be mapped")]
     TooManyRegions,
-    /// The VM's memory is in as many files as it may be in.
+    /// The VM's memory is in the maximum number of files.
     #[error("Memory in no more than {MAX_FILES} files can be mapped")]
     TooManyFiles,
-    /// The VM has as many mappings of a physical drive's IOMMU as it may have.
+    /// The VM may take no more mappings of a physical drive's IOMMU.
     #[error(
         "The memory of function {function} has {taken} of the {max} mappings that the drive takes for all VMs, and can have no \
          more while {left} are left; have it in fewer and larger regions, or its disk on another drive"
     )]
     TooManyMappings {
-        /// The function; empty from servers of earlier releases.
+        /// Name of the function; empty from servers of earlier releases.
         #[serde(default)]
         function: String,
-        /// Mappings of the VM's memory.
+        /// Mappings that the VM's memory takes.
         taken: u64,
-        /// Mappings that are left, for all VMs.
+        /// Mappings left for all VMs.
         left: u64,
-        /// Mappings that the drive takes, in all.
+        /// Maximum number of mappings of the drive.
         max: u64,
     },
-    /// The VM's files take as much of this process's address space as they may.
+    /// The VM's files exceed their limit of this process's address space.
     #[error(
         "The memory of region {gpa}+{len:#x} has no room: of the {MAX_FILE_BYTES:#x} bytes of address space \
          that the files of one VM may take, {left:#x} are left; unmap others first, or map less of it"
     )]
     FilesTooLarge {
-        /// Start.
+        /// Start of the region.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -64,57 +64,57 @@ pub enum DmaError {
     /// A range to unmap cuts through a region.
     #[error("Range {gpa}+{len:#x} cuts a mapped region in two; unmap whole regions")]
     PartialUnmap {
-        /// Start.
+        /// Start of the range.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
     },
-    /// No memory is mapped there, or not for this kind of access.
+    /// No memory is mapped there, or the access is not allowed.
     #[error("No memory of the VM is mapped at {gpa}+{len:#x}, or not for this access")]
     NotMapped {
-        /// Start.
+        /// Start of the range.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
     },
-    /// The host controller's address space has no room.
+    /// The host controller's IOVA space is exhausted.
     #[error("No {len:#x} bytes are left in the host controller's IOVA space")]
     NoIova {
-        /// Bytes that were wanted.
+        /// Bytes requested.
         len: u64,
     },
-    /// The IOMMU does not take the region.
+    /// The IOMMU refused the region.
     #[error("The memory of region {gpa}+{len:#x} cannot be mapped for the drive")]
     Iommu {
-        /// Start.
+        /// Start of the region.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// Kernel's error.
+        /// Error of the kernel.
         #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
-    /// Page faults in the region's file may wait, and hold up a poller.
+    /// Page faults in the region's file may wait and block a poller.
     #[error(
         "Region {gpa}+{len:#x} is in a file of {file_system}, which may let page faults wait: give the VM \
          memory in a memfd, in /dev/shm or in hugetlbfs, or its function memory=any with poll=dedicated"
     )]
     MayWait {
-        /// Start.
+        /// Start of the region.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// Type of the file system, as mount(8) names it.
+        /// Type of the file system, as named by mount(8).
         file_system: String,
     },
     /// The region's file cannot be mapped.
     #[error("The memory of region {gpa}+{len:#x} cannot be mapped into this process")]
     Map {
-        /// Start.
+        /// Start of the region.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// Kernel's error.
+        /// Error of the kernel.
         #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
@@ -125,32 +125,32 @@ pub enum DmaError {
          VMM's process the VMM's own mapping"
     )]
     Incomplete {
-        /// Start.
+        /// Start of the region.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
     },
-    /// This process cannot look at its own mappings.
+    /// This process cannot read its own mappings.
     #[error(
         "Whether the memory of region {gpa}+{len:#x} is restored on demand (userfaultfd) cannot be read from \
          /proc/self/smaps: allow that, or give the function the VMM's own mapping"
     )]
     UnknownFaults {
-        /// Start.
+        /// Start of the region.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// Kernel's error.
+        /// Error of the kernel.
         #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
-    /// It was not begun.
+    /// The dirty log is not started.
     #[error("Pages that are written are not noted; start the dirty log first")]
     NotLogged,
-    /// Commands in flight did not finish in time; the memory stays mapped.
+    /// In-flight commands did not finish in time. The memory stays mapped.
     #[error("Commands in flight still use {gpa}+{len:#x} after the time that they had")]
     Busy {
-        /// Start.
+        /// Start of the range.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -158,8 +158,8 @@ pub enum DmaError {
 }
 
 impl DmaError {
-    /// Returns whether others have what the drive would need for the memory: addresses or mappings of its IOMMU. Once they
-    /// have given it back, the memory can be mapped.
+    /// Returns whether other functions hold the drive's resources for the memory: IOVAs or IOMMU mappings. Once they release
+    /// them, the memory can be mapped.
     #[must_use]
     pub fn lacks_room(&self) -> bool {
         match self {

@@ -1,4 +1,4 @@
-//! A VM's memory as the control path of a function reads and writes it.
+//! Access to a VM's memory for the control path of a function.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use crate::address::Gpa;
 use crate::clock::{Ticks, nanoseconds};
 use crate::memory::{Cell32, RawBytes};
 
-/// A view of a VM's memory in this process. Clones are the same view.
+/// Access to a VM's memory in this process. Clones share it.
 ///
-/// It follows the [window](super::DmaWindow) that it comes from: an access finds the memory that is mapped when it
-/// begins. A view keeps the memory mapped, for the host controller as well, even where the window is gone.
+/// An access uses the memory map of the [window](super::DmaWindow) at the time of the access. This value keeps the memory
+/// mapped for this process and for the host controller, even after the window is dropped.
 #[derive(Clone, Debug)]
 pub struct GuestMemory(Arc<Tables>);
 
@@ -21,10 +21,10 @@ impl GuestMemory {
         Self(tables)
     }
 
-    /// Copies out of the VM's memory, across regions if need be.
+    /// Copies from the VM's memory, across regions if necessary.
     ///
     /// # Errors
-    /// [`DmaError::NotMapped`]; what was copied until then stays in `buffer`.
+    /// [`DmaError::NotMapped`]. Bytes copied before the error stay in `buffer`.
     pub fn read(&self, gpa: Gpa, buffer: &mut [u8]) -> Result<(), DmaError> {
         let len = buffer.len();
         self.each_part(gpa, len, Direction::FromGuest, |bytes, range| {
@@ -32,10 +32,10 @@ impl GuestMemory {
         })
     }
 
-    /// Copies into the VM's memory, across regions if need be.
+    /// Copies to the VM's memory, across regions if necessary.
     ///
     /// # Errors
-    /// [`DmaError::NotMapped`]; what was copied until then stays in the VM's memory.
+    /// [`DmaError::NotMapped`]. Bytes copied before the error stay in the VM's memory.
     pub fn write(&self, gpa: Gpa, buffer: &[u8]) -> Result<(), DmaError> {
         let len = buffer.len();
         let written = self.each_part(gpa, len, Direction::ToGuest, |bytes, range| {
@@ -45,16 +45,16 @@ impl GuestMemory {
         written
     }
 
-    /// Loads a word that the guest may store at the same time, with acquire semantics; `None` if it is not mapped
-    /// or not aligned to 4 bytes.
+    /// Loads a word with acquire semantics; the guest may store to it concurrently. Returns `None` if the word is not mapped or
+    /// not aligned to 4 bytes.
     #[must_use]
     pub fn load(&self, gpa: Gpa) -> Option<u32> {
         let table = self.table();
         Some(word(&table, gpa)?.load())
     }
 
-    /// Stores a word that the guest may load at the same time, with release semantics. Returns whether it is mapped
-    /// and aligned to 4 bytes.
+    /// Stores a word with release semantics; the guest may load it concurrently. Returns whether the word is mapped and aligned
+    /// to 4 bytes.
     pub fn store(&self, gpa: Gpa, value: u32) -> bool {
         let table = self.table();
         let Some(cell) = word(&table, gpa) else {
@@ -65,14 +65,14 @@ impl GuestMemory {
         true
     }
 
-    /// Returns the time since the last change of the memory ended; zero while one is under way.
+    /// Returns the time since the last change of the memory map ended; zero while a change is in progress.
     #[must_use]
     pub fn quiet_for(&self) -> Duration {
         let now = Ticks::now();
         Duration::from_nanos(nanoseconds(now.since(self.0.quiet_since(now))))
     }
 
-    /// Returns the memory as it is now, to be [mapped again](super::DmaWindow::map_held).
+    /// Returns the current memory, for [mapping it again](super::DmaWindow::map_held).
     #[must_use]
     pub fn hold(&self) -> HeldMemory {
         HeldMemory::of(&lock(&self.0.changes))
@@ -116,7 +116,7 @@ fn word(table: &RegionTable, gpa: Gpa) -> Option<Cell32> {
     Cell32::new(mapping, offset)
 }
 
-/// Notes a write that was made, for those who copy the memory of a VM that runs.
+/// Notes a finished write in the dirty log, if the log is on.
 fn note(table: &RegionTable, gpa: Gpa, len: u64) {
     if table.is_logged() {
         table.note_written(gpa, len);

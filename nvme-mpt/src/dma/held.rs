@@ -1,5 +1,4 @@
-//! A VM's memory apart from any window: what is kept of it while nothing is attached to a drive, and
-//! mapped again when something is.
+//! Memory of a VM without a window: kept while no drive is attached, and mapped again for the next one.
 
 use std::io;
 
@@ -7,7 +6,7 @@ use super::region::Place;
 use super::{Changes, DmaError, DmaWindow, MemoryRegion};
 use crate::iova::Demand;
 
-/// The memory of a window that may be gone since: no drive reaches it by this.
+/// Memory of a window, which may be gone. No drive can access memory through this.
 #[derive(Clone, Debug)]
 pub struct HeldMemory(Vec<Place>);
 
@@ -19,20 +18,20 @@ impl HeldMemory {
 }
 
 impl HeldMemory {
-    /// Returns the memory as it is handed over, to be mapped in another process.
+    /// Returns the memory in the form in which it is handed over, for mapping in another process.
     ///
     /// # Errors
-    /// Returns the kernel's error when there are no descriptors left.
+    /// Returns the kernel's error if no descriptors are left.
     pub fn regions(&self) -> io::Result<Vec<MemoryRegion>> {
         self.0.iter().map(Place::region).collect()
     }
 }
 
 impl DmaWindow {
-    /// Maps all that was held of another window, at the same guest addresses.
+    /// Maps all memory held from another window, at the same guest addresses.
     ///
     /// # Errors
-    /// As [`Self::map`]; what was mapped until then stays.
+    /// As [`Self::map`]. Regions mapped before the error stay mapped.
     pub fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
         let _change = self.tables.under_way.begin();
         for place in &memory.0 {

@@ -1,33 +1,32 @@
-//! DMA windows: places of one VM's memory in this process and in the host controller's IOVA space.
+//! DMA windows: the mapping of one VM's memory into this process and into the host controller's IOVA space.
 //!
-//! A VM's memory is a set of *regions*. Each is a range of guest physical addresses backed by a
-//! part of a file that the VMM handed over. Every region has a range of the host controller's IOVA
-//! space to itself. So a guest address becomes an IOVA only through the region it lies in. No guest
-//! address can become an IOVA of another VM or of the host controller's own memory. (Regions may
-//! lie anywhere in 64 bits, as some VMMs use their own virtual addresses; that is why a window is
-//! not one base to add.)
+//! A VM's memory is a set of *regions*. A region is a range of guest physical addresses, backed by a part of a file that the
+//! VMM handed over. Every region has its own range of the host controller's IOVA space, and a guest address becomes an IOVA
+//! only through its region. So no guest address can become an IOVA of another VM or of the host controller's own memory.
+//! (Some VMMs use their own virtual addresses, so regions may lie anywhere in 64 bits. This is why a window is not just a
+//! base to add.)
 //!
-//! Memory that a VMM maps block by block, as it plugs it, is many regions: it may unmap any of them.
-//! Regions that follow one another in a file and in guest memory also do so in our address space.
-//! There the file is mapped as a whole. They do so in the IOVA space as well: a region takes more of
-//! it than it needs, for those that may follow. So they are *runs*, and what is translated is looked
-//! up among few of them.
+//! A VMM that plugs memory in blocks maps many regions, and may unmap any of them. A file is mapped as a whole. So regions
+//! that are adjacent in a file and in guest memory are adjacent in this process's address space too. They are also adjacent
+//! in the IOVA space, because a region takes spare IOVAs for regions that may follow. Adjacent regions form a *run*.
+//! Translation searches runs, of which there are few.
 //!
-//! Pollers translate with a [`RegionTable`], an immutable snapshot. A change publishes a new table
-//! with the next generation; each shadow queue takes it up at its next pass, and reports which of the
-//! regions that went (`departure.rs`) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
+//! Pollers translate with a [`RegionTable`], an immutable snapshot. Each change publishes a new table with the next
+//! generation. Each shadow queue adopts the new table at its next pass, and reports the pending unmaps (`departure.rs`) whose
+//! memory its in-flight commands use. [`DmaWindow::unmap`] returns when no command uses the memory.
 //!
-//! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its
-//! file with it. In all, a VM takes at most twice the IOVAs of its memory. The last part of the space is kept for others
-//! (`learn/budget.rs`), and where memory is pinned, a function's mappings have a bound in bytes (`bounds.rs`). So 1 GiB that is plugged upwards in
-//! blocks of 2 MiB is about four runs. Each block is still mapped, pinned and unmapped by itself.
+//! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its file
+//! too, but a VM takes at most twice the IOVAs of its memory. The last part of the IOVA space is reserved for other VMs
+//! (`learn/budget.rs`). If memory is pinned, a function's mappings are limited in bytes (`bounds.rs`). With these rules,
+//! 1 GiB plugged upwards in blocks of 2 MiB makes about four runs. Each block is still mapped, pinned and unmapped
+//! separately.
 //!
-//! Data goes on where a run ends: PRP lists by pages, data blocks of SGLs in pieces (`shadow/sgl.rs`), rings by their
-//! pages (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped by itself.
+//! Data may cross the end of a run: PRP lists are translated by page, data blocks of SGLs in pieces (`shadow/sgl.rs`), and
+//! rings are accessed by page (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped separately.
 //!
-//! For a software drive, the store resolves IOVAs again (`host/data.rs`), so a mistake in translation is no access.
-//! For a physical drive, the IOMMU does: each region is mapped at its IOVA and pinned, lists are read-only for the
-//! drive, and nothing else is mapped. Translation is the first wall, the IOMMU the second.
+//! Translation is the first protection; a second check follows at the access. For a software drive, the store resolves
+//! IOVAs again (`host/data.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each region is
+//! mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
 
 mod bounds;
 mod departure;
@@ -84,15 +83,15 @@ use region::{Extent, GuestFile, Pinned, Place, Region};
 use under_way::UnderWay;
 use users::{TableUser, wait_left};
 
-/// Regions that one VM may have: 16 GiB of memory that is plugged in blocks of 2 MiB. A client that
-/// maps without end is stopped here, or earlier where its drive takes fewer of all VMs together.
+/// Maximum number of regions of one VM: enough for 16 GiB of memory plugged in blocks of 2 MiB. The drive's limit for all
+/// VMs together may be reached earlier.
 pub const MAX_REGIONS: usize = 8192;
 
-/// Files that the regions of one VM may be in. VMMs have a few.
+/// Maximum number of files for the regions of one VM. VMMs have a few.
 const MAX_FILES: usize = 256;
 
-/// Bytes of this process's address space that the files of one VM may take: a sixteenth of 47 bits, so that
-/// one that hands over files without end leaves room for others.
+/// Address space of this process that the files of one VM may take, in bytes: a sixteenth of 47 bits, so that one VM
+/// cannot exhaust it.
 const MAX_FILE_BYTES: u64 = 8 << 40;
 
 /// Memory that a VMM hands over.
@@ -100,15 +99,15 @@ const MAX_FILE_BYTES: u64 = 8 << 40;
 pub struct MemoryRegion {
     /// Guest address.
     pub gpa: Gpa,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// The file that holds it.
+    /// File that holds the memory.
     pub fd: OwnedFd,
-    /// Offset in the file at which it starts, in bytes.
+    /// Start offset in the file, in bytes.
     pub offset: u64,
-    /// True if a device may read it.
+    /// True if a device may read the memory.
     pub readable: bool,
-    /// True if a device may write it.
+    /// True if a device may write the memory.
     pub writable: bool,
 }
 
@@ -122,7 +121,7 @@ impl MemoryRegion {
         Ok(())
     }
 
-    /// Returns the access of its mapping.
+    /// Returns the access rights of the region's mapping.
     fn access(&self) -> Access {
         match self.writable {
             true => Access::ReadWrite,
@@ -131,32 +130,32 @@ impl MemoryRegion {
     }
 }
 
-/// The VMM's own mapping of memory that it hands over to a function in its process.
+/// The VMM's own mapping of memory that it hands over to a function in the same process.
 ///
-/// The function reads and writes through that mapping, so its page faults go to the VMM's userfaultfd. A thread that faults
-/// waits for the VMM, in whose process the function runs.
+/// The function accesses the memory through this mapping, so its page faults go to the VMM's userfaultfd. A faulting thread
+/// waits for the VMM, in whose process it runs.
 #[derive(Debug)]
 pub struct VmmMapping {
     /// Memory [borrowed](Mapping::borrowed) from the VMM. It contains the region, and may contain more of the file. Use one
     /// mapping for all regions in it.
     pub memory: Mapping,
-    /// True if every page has its content: no restore on demand and no post-copy is under way. A drive's server maps the
-    /// file, so it takes only complete memory.
+    /// True if every page has its content, so that no restore on demand and no post-copy is in progress. A drive's server
+    /// maps the file itself, so it accepts only complete memory.
     pub is_complete: bool,
 }
 
-/// The current table, as all users of a window see it.
+/// Current table of a window and its users.
 #[derive(Debug)]
 pub(crate) struct Tables {
     published: Published<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
     under_way: UnderWay,
-    /// Held throughout a change. A user that keeps the tables, as a queue with commands in flight, keeps the memory.
+    /// Locked during a change. A user that keeps the tables, such as a queue with commands in flight, keeps the memory mapped.
     changes: Arc<Mutex<Changes>>,
 }
 
-/// Threads that [look at the memory](IovaSpace::shrunk_memory) keep none of it, nor have to unmap it: the last user does,
-/// before it is gone.
+/// Unmaps the memory with its last user. Threads that [check the memory](IovaSpace::shrunk_memory) hold only
+/// `changes`, so they never have to unmap memory.
 impl Drop for Tables {
     fn drop(&mut self) {
         let changes = std::mem::take(&mut *lock(&self.changes));
@@ -164,7 +163,7 @@ impl Drop for Tables {
     }
 }
 
-/// A table, and the registration of its user.
+/// Table with the registration of its user.
 #[derive(Debug)]
 pub(crate) struct UsedTable {
     pub(crate) table_use: TableUse,
@@ -172,21 +171,20 @@ pub(crate) struct UsedTable {
 }
 
 impl Tables {
-    /// Returns whether there is no newer table than that of `generation`, by one load. See [`Published`] for
-    /// when to ask.
+    /// Returns whether no table is newer than `generation`, with one load. [`Published`] says when to ask.
     #[inline]
     pub(crate) fn is_newest(&self, generation: u64) -> bool {
         self.published.generation() <= generation
     }
 
-    /// The current table.
+    /// Returns the current table.
     pub(crate) fn current(&self) -> Arc<RegionTable> {
         self.published.current()
     }
 
-    /// Registers a user, which has the current table and nothing in flight.
+    /// Registers a user of the current table with no commands in flight.
     pub(crate) fn register(&self, waker: Arc<Waker>) -> UsedTable {
-        // Under the users' lock, so that a change waits for this user or comes before it.
+        // The users' lock orders the registration: a change either waits for this user or is already in its table.
         let mut users = lock(&self.users);
         let table = self.current();
         let user = Arc::new(TableUser::new(table.generation(), waker));
@@ -198,25 +196,25 @@ impl Tables {
         }
     }
 
-    /// Since when no change of the memory is under way: `now` while one is.
+    /// Returns the time at which the last change of the memory ended; `now` while a change is in progress.
     pub(crate) fn quiet_since(&self, now: Ticks) -> Ticks {
         self.under_way.quiet_since(now)
     }
 
-    /// Returns whether no user uses memory that went with the table of this generation.
+    /// Returns whether no user uses memory that was unmapped with the table of generation `departure`.
     pub(crate) fn have_left(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()
             .all(|user| user.has_left(departure))
     }
 
-    /// Waits for [`Self::have_left`]. Returns whether it is so.
+    /// Waits until [`Self::have_left`] is true. Returns false after a timeout.
     fn wait_left(&self, departure: u64, clock: &dyn WaitClock, time: Duration) -> bool {
         let users = lock(&self.users).clone();
         clock.wait(time, &mut |time| wait_left(&users, departure, time))
     }
 
-    /// Publishes the next table, while [`Self::changes`] is held. Returns its generation.
+    /// Publishes the next table and returns its generation. The caller holds [`Self::changes`].
     fn publish(&self, changes: &Changes, mut table: RegionTable) -> u64 {
         table.complete(changes.departures.clone());
         let generation = table.generation();
@@ -225,10 +223,9 @@ impl Tables {
     }
 }
 
-/// One VM's memory: regions come and go while commands are in flight.
+/// DMA window: the memory of one VM, whose regions may change while commands are in flight.
 ///
-/// A change may take seconds: the IOMMU pins memory page by page. So the lock of those that change the
-/// memory is one that no poller takes.
+/// A change may take seconds, because the IOMMU pins memory page by page. So no poller takes the lock for changes.
 #[derive(Debug)]
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
@@ -239,37 +236,37 @@ pub struct DmaWindow {
     record: Option<PinningRecord>,
     tables: Arc<Tables>,
     clock: Arc<dyn WaitClock>,
-    /// Process that may resolve page faults in the memory by itself.
+    /// Process that may resolve page faults in the memory.
     holder: Mutex<MemoryHolder>,
 }
 
-/// State that a change of the memory needs besides the current table.
+/// State for changes of the memory, in addition to the current table.
 #[derive(Debug, Default)]
 struct Changes {
-    /// By guest address, not overlapping.
+    /// Regions by guest address, not overlapping.
     regions: BTreeMap<u64, Arc<Region>>,
     /// Bytes of all regions.
     mapped: u64,
-    /// IOVAs that they and those that went take.
+    /// IOVAs taken by regions and pending unmaps.
     taken: Arc<AtomicU64>,
-    /// Bytes of them and of those that went, until the drive cannot reach these.
+    /// Bytes that count against the function's limit: of regions, and of pending unmaps until the drive cannot access them.
     pinned: Arc<AtomicU64>,
-    /// The files of its regions, for those that come.
+    /// Files of the regions, for use by further regions.
     files: Vec<Weak<GuestFile>>,
-    /// Regions that went, until no user uses their memory.
+    /// Pending unmaps, until no user uses their memory.
     departures: Vec<Arc<Departure>>,
-    /// Pages that were written of regions that were unmapped since somebody asked.
+    /// Dirty pages of regions that were unmapped since the dirty log was last read.
     departed: Vec<DirtyRange>,
-    /// Regions that were mapped so far.
+    /// Number of regions mapped so far.
     maps: u64,
-    /// One of them was not found where the process before had it.
+    /// True if a region was not found as mapped by the old server.
     has_new: bool,
-    /// Regions that were unmapped so far.
+    /// Number of regions unmapped so far.
     unmaps: u64,
 }
 
 impl DmaWindow {
-    /// An empty window in a host controller's address space.
+    /// Creates an empty window in a host controller's address space.
     #[must_use]
     pub fn new(space: Arc<IovaSpace>) -> Self {
         let tables = Tables {
@@ -294,18 +291,18 @@ impl DmaWindow {
         }
     }
 
-    /// Sets the process that the memory comes from. At first, it is this process.
+    /// Sets the process that provides the memory. The default is this process.
     pub fn set_holder(&self, holder: MemoryHolder) {
         *lock(&self.holder) = holder;
     }
 
-    /// The same window, for memory in other kinds of files.
+    /// Sets the kinds of files that the memory may be in.
     #[must_use]
     pub fn taking(self, kinds: MemoryKinds) -> Self {
         Self { kinds, ..self }
     }
 
-    /// The same window, for a function of this name. What it may have mapped is bounded where there is an IOMMU.
+    /// Sets the function's name. With an IOMMU, also sets the limit of its mapped memory.
     #[must_use]
     pub fn of_function(self, function: &str, limit: Option<MemoryLimit>) -> Self {
         let bounds = Bounds {
@@ -323,19 +320,19 @@ impl DmaWindow {
         }
     }
 
-    /// The same window, which asks this account before memory is pinned.
+    /// Sets the account that must grant memory before it is pinned.
     #[must_use]
     pub fn with_account(self, account: MemoryAccount) -> Self {
         Self { account, ..self }
     }
 
-    /// The same window, which records memory that is being pinned.
+    /// Sets the record of memory that is being pinned.
     #[must_use]
     pub(crate) fn recording(self, record: Option<PinningRecord>) -> Self {
         Self { record, ..self }
     }
 
-    /// Has its waits go by another clock.
+    /// Sets the clock for waits.
     pub(crate) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.clock = clock;
     }
@@ -344,7 +341,7 @@ impl DmaWindow {
         &self.tables
     }
 
-    /// Begins a change. Memory that earlier ones could not wait for is given back, if it is not used any more.
+    /// Locks the state for a change, and releases pending unmaps whose memory is not used any longer.
     fn changes(&self) -> MutexGuard<'_, Changes> {
         let mut changes = lock(&self.tables.changes);
         changes.departures.retain(|departure| {
@@ -357,24 +354,24 @@ impl DmaWindow {
         changes
     }
 
-    /// The current snapshot of the VM's memory.
+    /// Returns the current snapshot of the VM's memory map.
     #[must_use]
     pub fn table(&self) -> Arc<RegionTable> {
         self.tables.current()
     }
 
-    /// Maps a region; commands that arrive from now on may use it. It has to be complete: memory that its holder's
-    /// userfaultfd still fills is refused.
+    /// Maps a region. Commands that arrive after the call may use the region. Memory that its holder still fills by
+    /// userfaultfd is refused.
     ///
     /// # Errors
-    /// All of [`DmaError`] but the ones of unmapping.
+    /// All of [`DmaError`] except those of unmapping.
     pub fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.map_complete(memory, Demand::New)
     }
 
-    /// As [`Self::map`], for memory that the function had mapped under the process before. It counts, and no limit or share
-    /// refuses it, whether it is mapped still or anew: with other limits, or after functions that came later there, the VM
-    /// would lose its drive.
+    /// Maps memory that the function had mapped under the old server. The bytes count, but no limit and no share refuses
+    /// them, even if the memory must be mapped again. Otherwise, lower limits or functions that started later could take the
+    /// VM's drive away.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -382,9 +379,9 @@ impl DmaWindow {
         self.map_complete(memory, Demand::Former)
     }
 
-    /// As [`Self::map`], for memory of which the function's VMM says that it was mapped under the process before. No limit or
-    /// share refuses it if it is mapped still. A VMM that says so of other memory gets what it could have had anyway, or its
-    /// own former pages.
+    /// Maps memory that was mapped under the old server according to the VMM. No limit and no share refuses memory that is
+    /// still mapped. For a false claim, a VMM gets only memory that it could have mapped anyway, or the pages that it had
+    /// mapped before.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -398,7 +395,7 @@ impl DmaWindow {
         self.map_by(memory, None, demand)
     }
 
-    /// As [`Self::map`], for memory that was [checked](Self::check_region), now or when it was mapped before.
+    /// Maps memory that was [checked](Self::check_region), now or when it was mapped before.
     ///
     /// # Errors
     /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
@@ -406,8 +403,8 @@ impl DmaWindow {
         self.map_by(memory, None, Demand::New)
     }
 
-    /// Checks that memory can be used by its file: it is complete, as far as this process can see. A file of which a region
-    /// is mapped here was checked before. One that is used through a VMM's own mapping may be incomplete.
+    /// Checks that the region's file can be used: its memory is complete, as far as this process can see. A file with a
+    /// mapped region has already been checked, unless the region uses the VMM's own mapping, which may be incomplete.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
@@ -415,7 +412,7 @@ impl DmaWindow {
         self.check_use(memory, |_| false)
     }
 
-    /// As [`Self::check_region`]. `is_through` returns whether the region is used through a VMM's own mapping.
+    /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use a mapping of this file.
     fn check_use(
         &self,
         memory: &MemoryRegion,
@@ -441,7 +438,7 @@ impl DmaWindow {
         }
     }
 
-    /// Checks the kind of the file. This is the first check, because other calls on the file may wait.
+    /// Checks the kind of the file. This comes first, because other calls on the file may block.
     fn check_kind(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
         let fd = memory.fd.as_fd();
         if self.kinds.admits(fd) {
@@ -455,7 +452,7 @@ impl DmaWindow {
         })
     }
 
-    /// As [`Self::map`], with the mapping of a VMM in this process, through which the memory may be incomplete.
+    /// Maps memory through the mapping of a VMM in this process. This memory may be incomplete.
     ///
     /// # Errors
     /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping does not contain the whole region.
@@ -523,7 +520,7 @@ impl DmaWindow {
         self.insert(&mut changes, place, demand)
     }
 
-    /// Checks that no page of a file is missing that a process of its holder would fill at a page fault.
+    /// Checks that no page of a file is missing that its holder would fill on a page fault.
     fn check_file(&self, file: BorrowedFd<'_>, gpa: Gpa, len: u64) -> Result<(), DmaError> {
         let holder = *lock(&self.holder);
         match is_incomplete(holder, file) {
@@ -541,8 +538,8 @@ impl DmaWindow {
         }
     }
 
-    /// Checks again that the memory is complete, when a guest enables its controller: its VMM may have registered the memory
-    /// since it was mapped.
+    /// Checks again that the memory is complete when a guest enables its controller, because the VMM may have registered the
+    /// memory with userfaultfd after mapping it.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`].
@@ -564,7 +561,7 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Maps what was [found free](Changes::check_free).
+    /// Maps a region that was [found free](Changes::check_free).
     fn insert(&self, changes: &mut Changes, place: Place, demand: Demand) -> Result<(), DmaError> {
         let (gpa, len) = (Gpa(place.gpa), place.len);
         let refused = |refusal: MemoryRefusal| refusal.of_region(gpa, len);
@@ -587,7 +584,7 @@ impl DmaWindow {
             function: &self.bounds.function,
             place: &place.clone(),
         };
-        // What the process before has left mapped was allowed there, and is not pinned again.
+        // Mappings left by the old server were allowed there, and are not pinned again.
         let had = demand != Demand::New;
         let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
         if !is_there {
@@ -595,7 +592,7 @@ impl DmaWindow {
             let (memory, part) = (pinning.place.file.mapping(), pinning.place.part());
             self.space.disinherit(self.shares.owner, memory, &part);
         }
-        // What it had is not to come on top of what it has got since.
+        // A claim is bounded once other memory was mapped, so that old and new memory do not add up beyond the limit.
         let is_bounded = !is_there || (demand == Demand::Claimed && changes.has_new);
         let demand = match demand {
             Demand::New | Demand::Claimed if is_bounded => Demand::New,
@@ -636,7 +633,7 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Counts bytes of a region that is to be mapped, if the function may have as many or had them before.
+    /// Counts the bytes of a region to map. Refuses them above the function's limit, unless the function had them before.
     fn pin(&self, changes: &Changes, asked: u64, demand: Demand) -> Result<Pinned, MemoryRefusal> {
         let mapped = changes.pinned.load(Ordering::Relaxed);
         match self.bounds.limit.filter(|_| demand != Demand::Former) {
@@ -652,7 +649,8 @@ impl DmaWindow {
         }
     }
 
-    /// Publishes the current table anew, and wakes all that use it: they look at what else they take up with a table.
+    /// Publishes the current table with a new generation and wakes all users, so that they adopt state that changes with the
+    /// table.
     pub(crate) fn renew_table(&self) {
         let changes = self.changes();
         self.tables.publish(&changes, self.next_table());
@@ -662,23 +660,23 @@ impl DmaWindow {
         }
     }
 
-    /// The current table, to be changed.
+    /// Returns a copy of the current table for changes.
     fn next_table(&self) -> RegionTable {
         RegionTable::clone(&self.table())
     }
 
-    /// Unmaps the regions in `gpa..gpa+len` and waits until no command in flight uses them.
-    /// Returns how many bytes were unmapped; nothing mapped there is no error.
+    /// Unmaps the regions in `gpa..gpa+len` and waits until no in-flight command uses them. Returns the number of unmapped
+    /// bytes, which may be 0.
     ///
     /// # Errors
-    /// [`DmaError::PartialUnmap`] where the range cuts a region, and nothing is unmapped;
-    /// [`DmaError::Busy`] if commands in flight that use the memory do not finish: no new ones can use it, and
-    /// it stays mapped in this process. The first change after they did finish gives it back.
+    /// [`DmaError::PartialUnmap`] if the range cuts a region; nothing is unmapped then. [`DmaError::Busy`] if in-flight
+    /// commands that use the memory do not finish. New commands cannot use the memory then, but it stays mapped in this process
+    /// until the first change after those commands have finished.
     pub fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
         self.unmap_within(gpa, len, DRAIN_DEADLINE)
     }
 
-    /// As [`Self::unmap`], with a wait of at most `time`.
+    /// Unmaps as [`Self::unmap`] does, with a timeout of `time`.
     ///
     /// # Errors
     /// As [`Self::unmap`].
@@ -722,11 +720,11 @@ impl DmaWindow {
             self.tables.publish(&changes, table);
             (departure, bytes)
         };
-        // Without the lock: others may map meanwhile.
+        // Not under the lock: others may map memory during the wait.
         let left = self
             .tables
             .wait_left(departure.generation(), &*self.clock, time);
-        // Writes of commands in flight until now are noted, too.
+        // Taken after the wait, so that writes of in-flight commands are included.
         departure.take_notes(&mut lock(&self.tables.changes).departed);
         if !left {
             return Err(DmaError::Busy { gpa, len });
@@ -735,19 +733,19 @@ impl DmaWindow {
         Ok(bytes)
     }
 
-    /// Returns figures of the regions.
+    /// Returns statistics of the regions.
     #[must_use]
     pub fn stats(&self) -> MemoryStats {
         self.changes().stats()
     }
 
-    /// As [`Self::stats`]; `None` while the regions change, as memory that is pinned takes a while.
+    /// Returns [`Self::stats`]; `None` while the regions change, which takes long if memory is pinned.
     #[must_use]
     pub fn try_stats(&self) -> Option<MemoryStats> {
         Some(try_lock(&self.tables.changes)?.stats())
     }
 
-    /// Unmaps everything. Returns how many bytes that were.
+    /// Unmaps everything. Returns the number of unmapped bytes.
     ///
     /// # Errors
     /// [`DmaError::Busy`] as in [`Self::unmap`].
@@ -755,13 +753,13 @@ impl DmaWindow {
         self.unmap(Gpa(0), u64::MAX)
     }
 
-    /// Returns the control path's view of the memory.
+    /// Returns access to the memory for the control path.
     #[must_use]
     pub fn memory(&self) -> GuestMemory {
         GuestMemory::new(self.tables.clone())
     }
 
-    /// Copies out of the VM's memory, as [`GuestMemory::read`] does.
+    /// Copies from the VM's memory as [`GuestMemory::read`] does.
     ///
     /// # Errors
     /// As [`GuestMemory::read`].
@@ -769,7 +767,7 @@ impl DmaWindow {
         self.memory().read(gpa, buffer)
     }
 
-    /// Copies into the VM's memory, as [`GuestMemory::write`] does.
+    /// Copies to the VM's memory as [`GuestMemory::write`] does.
     ///
     /// # Errors
     /// As [`GuestMemory::write`].
@@ -788,7 +786,7 @@ impl Changes {
         }
     }
 
-    /// Checks whether a region may be mapped at `gpa..gpa+len`.
+    /// Checks that a region may be mapped at `gpa..gpa+len`.
     fn check_free(&self, gpa: u64, len: u64) -> Result<(), DmaError> {
         if self.regions.len() >= MAX_REGIONS {
             return Err(DmaError::TooManyRegions);
@@ -799,8 +797,8 @@ impl Changes {
         is_free.then_some(()).ok_or(DmaError::Overlap { gpa, len })
     }
 
-    /// The IOVAs that a neighbour took for what may follow it, if they have a place. Memory that comes back while commands
-    /// in flight still use it lies elsewhere.
+    /// Returns the extent of an adjacent region, if it has spare IOVAs for `place`. Memory that is mapped again while in-flight
+    /// commands still use its old IOVAs gets other IOVAs.
     fn extent_of(&self, place: &Place) -> Option<Arc<Extent>> {
         let before = self.regions.range(..place.gpa).next_back();
         let next = self.regions.range(place.gpa..).next();
@@ -813,14 +811,14 @@ impl Changes {
         extents.find(is_free).cloned()
     }
 
-    /// Returns whether a region that went is still mapped for the drive at any of these IOVAs.
+    /// Returns whether a pending unmap is still mapped for the drive at any of these IOVAs.
     fn is_leaving(&self, iova: u64, len: u64) -> bool {
         let mut departures = self.departures.iter();
         departures.any(|departure| departure.has_iova(iova, len))
     }
 
-    /// IOVAs that a VM may take for memory that it has not mapped: with what it has taken so, as many as
-    /// it has for memory. So nobody takes more than twice what its memory does.
+    /// Returns the number of spare IOVAs that the VM may take for memory that is not mapped. Mapped and spare IOVAs together
+    /// are at most twice the mapped memory.
     fn spare_iovas(&self) -> u64 {
         let taken = self.taken.load(Ordering::Relaxed);
         self.mapped.saturating_mul(2).saturating_sub(taken)
@@ -828,7 +826,7 @@ impl Changes {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The state under these locks is replaced as a whole, so a panic elsewhere leaves it intact.
+    // State under these locks is replaced as a whole, so a panic elsewhere leaves it intact.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -1,4 +1,4 @@
-//! Notes of the pages of a region that its device has written.
+//! Dirty pages of a region: pages written by its device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,23 +6,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::address::{Gpa, PAGE_SIZE};
 
-/// Pages that were written, one after the other.
+/// Contiguous range of dirty pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirtyRange {
-    /// Guest address of the first one.
+    /// Guest address of the first page.
     pub gpa: Gpa,
-    /// Bytes, whole pages.
+    /// Length in bytes, a multiple of the page size.
     pub len: u64,
 }
 
-/// The pages of one region that were written.
+/// Dirty pages of one region.
 #[derive(Debug)]
 pub(super) struct Notes {
     /// Guest address of the region.
     pub(super) gpa: u64,
-    /// Its bytes.
+    /// Length of the region in bytes.
     pub(super) len: u64,
-    /// By page.
+    /// Bitmap with one bit per page.
     written: Box<[AtomicU64]>,
 }
 
@@ -33,15 +33,15 @@ impl Notes {
         Self { gpa, len, written }
     }
 
-    /// Notes a write of `len` bytes, at least one, at `offset` in the region.
+    /// Notes a write of `len` bytes at `offset` in the region. `len` is at least 1.
     pub(super) fn note(&self, offset: u64, len: u64) {
         let mut page = offset / PAGE_SIZE;
         let end = (offset + len).div_ceil(PAGE_SIZE);
         while page < end {
             let in_word = (64 - page % 64).min(end - page);
             let bits = (u64::MAX >> (64 - in_word)) << (page % 64);
-            // Beyond the region there is none. A note that is there already is made once more: only
-            // so is what was written before it seen by whoever takes it.
+            // Bits beyond the region are ignored. A bit that is already set is written again: only this release lets the thread
+            // that takes the bit see the data written before.
             if let Some(word) = self.written.get((page / 64) as usize) {
                 word.fetch_or(bits, Ordering::AcqRel);
             }
@@ -49,7 +49,7 @@ impl Notes {
         }
     }
 
-    /// Takes all notes.
+    /// Takes and clears all dirty pages.
     pub(super) fn take(&self, ranges: &mut Vec<DirtyRange>) {
         for (index, word) in (0..).zip(&self.written) {
             let mut bits = word.swap(0, Ordering::AcqRel);
@@ -65,7 +65,7 @@ impl Notes {
     }
 }
 
-/// Adds pages, to the last range if they follow it.
+/// Adds pages, merging them with the last range if they follow it.
 fn push(ranges: &mut Vec<DirtyRange>, gpa: u64, pages: u64) {
     let len = pages * PAGE_SIZE;
     match ranges.last_mut() {

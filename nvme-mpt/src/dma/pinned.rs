@@ -1,18 +1,17 @@
-//! Pages that were freed while they were pinned for a drive.
+//! Detection of pages that were freed while they were pinned for a drive.
 //!
-//! Memory of a physical drive's VMs is pinned page by page. If the VMM then frees a page of its file, because of the guest's
-//! balloon, free page reporting, or memory that is unplugged before it is unmapped, the file gets another page at the next
-//! access. The drive goes on with the old one: what it writes never arrives, and what it reads is not what the guest wrote.
-//! Both complete with success.
+//! Memory of a physical drive's VMs is pinned page by page. The VMM may free a page of its file because of the guest's
+//! balloon, free page reporting, or memory that is unplugged before it is unmapped. Then the file gets another page at the
+//! next access, but the drive still uses the old one. Its writes never reach the guest, its reads return stale data, and both
+//! complete with success.
 //!
-//! A VMM must not do that, as with any device that is passed through. The drive's supervisor looks a few times a second
-//! whether a file has fewer pages than before. If so, it has the mapped ranges looked through, on a thread of its own because
-//! the kernel takes long for large ranges. A mapped page that is missing is certain proof: memory is pinned before it counts
-//! as mapped, and pinning takes all its pages. Then all queues of the function fail (`CSTS.CFS`), until the VMM maps the
-//! memory anew.
+//! A VMM must not free such pages, as with any passed-through device. The drive monitor checks a few times a second whether a
+//! file has fewer pages than before. If so, it lets another thread check the mapped ranges, because the kernel takes long for
+//! large ranges. A missing page in a mapped range is proof: pinning allocates all pages, and memory counts as mapped only once
+//! it is pinned. Then all queues of the function fail (`CSTS.CFS`) until the VMM maps the memory again.
 //!
-//! A page that is freed and comes back between two looks is not noticed, nor is a huge page if the file has others that are
-//! not mapped: of these, only the number is known.
+//! Two cases are not detected. In the first, a page is freed and allocated again between two checks. In the second, a huge
+//! page is freed in a file that also has unmapped huge pages; the kernel reports only their number.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -27,21 +26,21 @@ use crate::memory::holes::lacks_pages;
 use crate::memory::sync::{Mutex, try_lock};
 use crate::range::Bytes;
 
-/// A file of which parts are mapped.
+/// File of which parts are mapped.
 struct PinnedFile {
     file: Arc<GuestFile>,
-    /// Its mapped parts in bytes, which do not overlap.
+    /// Its mapped parts, as byte ranges that do not overlap.
     ranges: Vec<Range<u64>>,
 }
 
 impl PinnedMemory for Mutex<Changes> {
     fn has_shrunk(&self) -> bool {
-        // Memory that is being pinned takes its time. The next look is soon.
+        // Pinning in progress holds the lock for long. The next check comes soon.
         let Some(changes) = try_lock(self) else {
             return false;
         };
         let files = changes.files.iter().filter_map(Weak::upgrade);
-        // Each has to be looked at.
+        // The loop must not stop at the first, because each check updates the file's count.
         let shrunk = files.filter(|file| !file.mapping().is_lost() && file.has_shrunk());
         let shrunk: Vec<_> = shrunk.collect();
         shrunk.iter().for_each(|file| file.look_again());
@@ -49,12 +48,12 @@ impl PinnedMemory for Mutex<Changes> {
     }
 
     fn find_freed(&self) {
-        // A VM that has memory pinned meanwhile waits for its turn, and others do not wait for it.
+        // A VM that pins memory now is checked later, so that the other VMs need not wait.
         let Some(files) = files(self) else {
             return;
         };
         for PinnedFile { file, ranges } in files {
-            // What is freed from now on is found by the next look.
+            // Pages that are freed from now on are found by the next check.
             let shrunk = file.has_shrunk();
             if shrunk && lacks_pages(file.file(), &ranges).unwrap_or(false) {
                 check_again(self, &file);
@@ -69,7 +68,7 @@ impl PinnedMemory for Mutex<Changes> {
     }
 }
 
-/// Returns the files; `None` while memory changes.
+/// Returns the files with mapped parts; `None` while memory changes.
 fn files(changes: &Mutex<Changes>) -> Option<Vec<PinnedFile>> {
     let changes = try_lock(changes)?;
     let files = changes.files.iter().filter_map(Weak::upgrade);
@@ -80,9 +79,9 @@ fn files(changes: &Mutex<Changes>) -> Option<Vec<PinnedFile>> {
     Some(with_ranges.collect())
 }
 
-/// Looks once more at a file that lacks pages: they may have been unmapped before they were freed.
+/// Checks once more a file with missing pages, because they may have been unmapped before they were freed.
 fn check_again(changes: &Mutex<Changes>, file: &Arc<GuestFile>) {
-    // Nothing is unmapped meanwhile.
+    // The lock prevents unmapping during the check.
     let Some(changes) = try_lock(changes) else {
         file.look_again();
         return;
@@ -108,7 +107,7 @@ impl Changes {
     }
 }
 
-/// Returns ranges that have the same numbers, and do not overlap.
+/// Merges ranges into ranges that cover the same numbers and do not overlap.
 fn merged(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let by_start: BTreeMap<u64, u64> = ranges.fold(BTreeMap::new(), |mut all, range| {
         let end = all.entry(range.start).or_default();

@@ -1,19 +1,19 @@
-//! Memory is taken from the host before it is pinned, in steps that can be refused.
+//! Allocation of memory before it is pinned, in steps that can be refused.
 //!
-//! An IOMMU pins all pages of a region, and the kernel takes those that are not there yet meanwhile: all of them, of memory
-//! that its VMM has never touched. A host that has too few ends processes, in the middle of a call that nobody can stop. So
-//! the pages that are missing are counted first, and promised or refused. Then they are taken step by step, with a look at
-//! what is left before each. What the IOMMU pins after that is there, unless the VMM frees it meanwhile. So what is missing is
-//! counted again before each piece that the IOMMU pins, and promised or refused. A VMM that frees pages between the count and
-//! the kernel's look at them has the kernel take as much as a piece without a promise. Pages that lie behind the end of the
-//! file make up for missing ones in a count, and those in swap count as present. The record names the function in each of
-//! these cases: it has any region of more than a few MiB until that is pinned.
+//! An IOMMU pins all pages of a region, and the kernel allocates missing pages on the way: the whole region, if the VMM has
+//! never touched it. If the host runs out of memory, the kernel kills processes in the middle of that call, which cannot be
+//! interrupted. So missing pages are first counted, and either promised by the account or refused. Then they are allocated in
+//! steps, with a check of the free memory before each step. The VMM may still free pages before the IOMMU pins them, so they
+//! are counted again before each piece to pin. If the VMM frees pages between that count and the pinning, the kernel allocates
+//! at most one piece without a promise. In a count, pages beyond the end of the file may compensate for missing ones, and
+//! pages in swap count as present. The pinning record names the function in each of these cases, because it lists every
+//! region of more than a few MiB until it is pinned.
 //!
-//! Memory that the process before has left mapped has all its pages. If one is missing, the VMM has freed it, and the IOMMU
-//! has the former page: the memory is mapped anew.
+//! Memory that the old server left mapped has all its pages. If a page is missing, the VMM has freed it, and the IOMMU has the
+//! old page; the memory is then mapped again.
 //!
-//! Pages that were taken when a step is refused stay in the VMM's file: the VMM may have written there meanwhile. It gives
-//! them back with the file.
+//! If a step is refused, pages allocated so far stay in the VMM's file, because the VMM may have written to them. The VMM frees
+//! them with the file.
 
 use std::cell::OnceCell;
 use std::io;
@@ -28,17 +28,17 @@ use crate::memory_account::{
     MemoryAccount, PinningRecord, PinningUnderWay, Promise, SMALL, Shortage,
 };
 
-/// Bytes that are taken between two looks at what is left.
+/// Bytes to allocate between two checks of the free memory.
 const STEP: u64 = 256 << 20;
 
-/// Bytes of a region whose pages are looked for at once. A look at all pages of a larger one takes longer than the host's
-/// figures do.
+/// Largest region whose pages are counted at once, in bytes. For a larger region, a count of all pages takes longer than
+/// the host's memory statistics stay valid.
 const LOOK: u64 = 2 << 20;
 
-/// Most bytes that are pinned between two counts of what is missing.
+/// Maximum number of bytes to pin between two counts of missing pages.
 const PIECE: u64 = 1 << 30;
 
-/// Memory of a region that is to be pinned.
+/// Memory of a region that is about to be pinned.
 #[derive(Debug)]
 pub(super) struct Pinning<'a> {
     pub(super) space: &'a IovaSpace,
@@ -47,7 +47,7 @@ pub(super) struct Pinning<'a> {
     pub(super) place: &'a Place,
 }
 
-/// Memory of a region that is being pinned, until this is dropped.
+/// Promise and record for a region that is being pinned, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Prepared<'a> {
     pinning: &'a Pinning<'a>,
@@ -55,13 +55,13 @@ pub(super) struct Prepared<'a> {
     finder: OnceCell<Option<PageFinder>>,
     promise: Promise,
     under_way: Option<PinningUnderWay<'a>>,
-    /// Bytes that were missing of the part that is being pinned.
+    /// Missing bytes of the part that is being pinned.
     being_taken: u64,
 }
 
 impl<'a> Pinning<'a> {
-    /// Takes the pages that are missing. Memory that is there costs a system call or two. What is returned is kept until the
-    /// memory is pinned: it has the promise and the record until then.
+    /// Allocates missing pages. If no page is missing, this takes a system call or two. The result has the promise and the
+    /// record, and must be kept until the memory is pinned.
     ///
     /// # Errors
     /// [`MemoryRefusal::Unavailable`].
@@ -69,7 +69,7 @@ impl<'a> Pinning<'a> {
         &'a self,
         record: Option<&'a PinningRecord>,
     ) -> Result<Option<Prepared<'a>>, MemoryRefusal> {
-        // A VMM's own mapping may have page faults that the VMM resolves.
+        // Page faults of a VMM's own mapping may be resolved by the VMM.
         if !self.space.has_iommu() || self.place.file.mapping().is_borrowed() {
             return Ok(None);
         }
@@ -93,7 +93,7 @@ impl<'a> Pinning<'a> {
         Ok(Some(prepared))
     }
 
-    /// Returns whether a page may be missing. A look at all pages is needed only if the file has a hole somewhere.
+    /// Returns whether a page may be missing. All pages need a check only if the file has a hole somewhere.
     pub(super) fn lacks_pages(&self) -> bool {
         may_lack_pages(self.place.file.file(), &self.place.in_file()).unwrap_or(true)
     }
@@ -107,7 +107,7 @@ impl<'a> Pinning<'a> {
         }
     }
 
-    /// Bound of what a range of the file lacks; `None` if all is there, or that cannot be told.
+    /// Returns an upper bound of the missing bytes of a file range; `None` if none is missing or the number is unknown.
     fn missing_at_most(&self, range: &Range<u64>) -> Option<u64> {
         match missing_at_most(self.place.file.as_fd(), range) {
             Ok(Missing::AtMost(missing)) => Some(missing),
@@ -115,7 +115,7 @@ impl<'a> Pinning<'a> {
         }
     }
 
-    /// Parts of the region: in the file, and in its mapping.
+    /// Returns the steps of the region, each as a range in the file and in its mapping.
     fn steps(&self) -> impl Iterator<Item = (Range<u64>, Range<usize>)> {
         let (all, part) = (self.place.in_file(), self.place.part());
         let starts = (0..self.place.len).step_by(STEP as usize);
@@ -128,7 +128,7 @@ impl<'a> Pinning<'a> {
 }
 
 impl Prepared<'_> {
-    /// Promises what the region lacks. Returns that.
+    /// Gets a promise for the missing bytes of the region, and returns their number.
     fn promise_all(&mut self) -> Result<u64, MemoryRefusal> {
         let all = self.pinning.place.in_file();
         let Some(most) = self.pinning.missing_at_most(&all) else {
@@ -140,7 +140,7 @@ impl Prepared<'_> {
             false => most,
         };
         let mut promised = self.promise.cover(missing);
-        // The bound may be far from what is missing.
+        // The bound may be far above the real number.
         if promised.is_err() && !is_small {
             missing = self.count(&all, most);
             promised = self.promise.cover(missing);
@@ -149,7 +149,7 @@ impl Prepared<'_> {
         Ok(missing)
     }
 
-    /// Records that so many bytes are pinned.
+    /// Records that `bytes` bytes are being pinned.
     fn begin(&mut self, bytes: u64) {
         if bytes > 0 && self.under_way.is_none() {
             let account = self.pinning.account;
@@ -157,7 +157,7 @@ impl Prepared<'_> {
         }
     }
 
-    /// Takes the pages that are missing, step by step.
+    /// Allocates missing pages step by step.
     fn take_pages(&mut self) -> Result<(), MemoryRefusal> {
         let Pinning { space, place, .. } = self.pinning;
         for (step, part) in self.pinning.steps() {
@@ -171,7 +171,7 @@ impl Prepared<'_> {
             let covered = self.promise.cover(missing);
             covered.map_err(|shortage| self.pinning.refused(missing, shortage))?;
             if let Err(error) = space.take_pages(place.file.mapping(), part) {
-                // The IOMMU's own error says more. What is promised lasts until it has pinned them.
+                // The IOMMU's own error will say more. The promise lasts until the IOMMU has pinned the pages.
                 let function = self.pinning.function;
                 log::debug!("Memory of function {function} cannot be taken before: {error}");
                 break;
@@ -181,10 +181,10 @@ impl Prepared<'_> {
         Ok(())
     }
 
-    /// Counts again what a part of the mapping lacks that is to be pinned now: its VMM may have freed pages since.
+    /// Counts the missing bytes of a part of the mapping just before it is pinned, because the VMM may have freed pages.
     ///
     /// # Errors
-    /// [`MemoryRefusal::Unavailable`], as the IOMMU's error.
+    /// [`MemoryRefusal::Unavailable`], wrapped in the IOMMU's error type.
     pub(super) fn look_again(&mut self, part: Range<usize>) -> io::Result<()> {
         self.promise.note_taken(mem::take(&mut self.being_taken));
         let place = self.pinning.place;
@@ -203,12 +203,12 @@ impl Prepared<'_> {
         Ok(())
     }
 
-    /// Ends it: all is pinned.
+    /// Ends the pinning after all pages are pinned.
     pub(super) fn end(mut self) {
         self.promise.note_taken(self.being_taken);
     }
 
-    /// Returns what a range of the file lacks, `most` at most: all of that if its pages cannot be looked for.
+    /// Returns the missing bytes of a file range, at most `most`; returns `most` if its pages cannot be counted.
     fn count(&self, range: &Range<u64>, most: u64) -> u64 {
         let open = || PageFinder::new(self.pinning.place.file.as_fd()).ok();
         let finder = self.finder.get_or_init(open).as_ref();

@@ -1,4 +1,4 @@
-//! Windows against a model of single pages, behind an IOMMU that knows what is mapped.
+//! Property test of DMA windows against a model of single pages, behind a mock IOMMU that records mappings.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,15 +17,15 @@ use crate::memory::sync::Mutex;
 use crate::memory::{Access, Mapping, memfd};
 use crate::park::Waker;
 
-/// Pages of the guest's, and of each of the files.
+/// Number of pages of the guest and of each file.
 const PAGES: u64 = 48;
 const FILES: usize = 2;
 
-/// Mappings of the IOMMU: IOVA to bytes and address.
+/// Mappings of the mock IOMMU: IOVA to length in bytes and address.
 #[derive(Debug, Default)]
 struct Mapped {
     maps: Mutex<BTreeMap<u64, (u64, usize)>>,
-    /// True if nothing can be unmapped.
+    /// True if every unmapping fails.
     keeps_all: AtomicBool,
 }
 
@@ -34,7 +34,7 @@ impl Mapped {
         self.maps.lock().expect("no panic")
     }
 
-    /// The address that a device reaches at an IOVA.
+    /// Returns the address that a device accesses at an IOVA.
     fn reaches(&self, iova: u64) -> Option<usize> {
         let maps = self.maps();
         let (start, (len, address)) = maps.range(..=iova).next_back()?;
@@ -96,7 +96,7 @@ fn step() -> impl Strategy<Value = Step> {
             page,
             count,
             file,
-            // Mostly as virtio-mem does it: where it is in the file is where it is for the guest.
+            // Mostly as virtio-mem maps it: the offset in the file is the guest address.
             from: if kind == 0 { from } else { page },
             writable: kind != 1,
         },
@@ -105,7 +105,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![3 => map, 1 => unmap]
 }
 
-/// A page that the model has: which mapping it came with, and what is there.
+/// Page of the model: the mapping that it came with, its place in a file, and its rights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Page {
     mapping: usize,
@@ -202,7 +202,8 @@ impl Scene {
         }
     }
 
-    /// Every page is where the model has it, for the drive and for us, and is nowhere else.
+    /// Checks that each page of the model is in its place, for the drive and for this process, and that no other page is
+    /// mapped.
     fn check(&self) {
         let table = self.window.table();
         let (mut hint, mut resolve_hint) = (RegionHint::default(), RegionHint::default());
@@ -223,7 +224,7 @@ impl Scene {
             bytes.slice(0, 2).expect("inside").copy_to(&mut read);
             assert_eq!(read, stamp(page.file, page.page), "page {at}");
             assert_eq!(self.iommu.reaches(iova), Some(bytes.as_ptr() as usize));
-            // As far as it goes on, there is what the model has, and no further than that.
+            // A longer range translates exactly as far as the model is contiguous.
             for pages in 2..8 {
                 let len = pages * PAGE_SIZE;
                 let last = self.model.get(&(at + pages - 1));
@@ -250,7 +251,7 @@ impl Scene {
     }
 }
 
-/// A page where the first file has it, too.
+/// Returns the step that maps a page at the same place as in the first file.
 fn map(page: u64) -> Step {
     Step::Map {
         page,
@@ -261,7 +262,7 @@ fn map(page: u64) -> Step {
     }
 }
 
-/// A scene of three pages, of which the last one has a place beside the second.
+/// Creates a scene of three pages, where the last one has IOVAs beside the second.
 fn three_pages() -> Scene {
     let mut scene = Scene::new();
     for page in 0..3 {
@@ -298,7 +299,7 @@ fn memory_that_comes_back_before_its_last_command_has_ended_lies_elsewhere() {
     assert!(scene.iommu.reaches(after).is_some());
     let generation = scene.window.table().generation();
     table_use.take_up(generation, std::iter::empty());
-    // The next change gives back what went.
+    // The next change releases the pending unmap.
     scene.apply(4, &map(9));
     assert_eq!(scene.iommu.reaches(before), None);
     scene.check();
@@ -327,7 +328,7 @@ proptest! {
         }
         scene.window.unmap_all().expect("idle");
         prop_assert!(scene.iommu.maps().is_empty());
-        // All of the space is free again.
+        // The whole space is free again.
         prop_assert!(scene.space.allocate((1 << 39) - (4 << 20)).is_some());
     }
 
@@ -344,7 +345,7 @@ proptest! {
         scene.window.start_dirty_log().expect("idle");
         let mut expected = std::collections::BTreeSet::new();
         for (at, len) in writes {
-            // As a drive does it: by IOVAs, each stretch of which goes on as far as the table says.
+            // Accesses by IOVA, as a drive does, in pieces that the table reports as contiguous.
             let table = scene.window.table();
             let (mut at, end) = (at, at + len);
             while at < end {

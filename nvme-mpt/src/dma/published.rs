@@ -1,15 +1,15 @@
-//! A snapshot that its users keep until they find that there is a newer one.
+//! Published snapshot, which users keep until they find a newer one.
 
 use std::sync::{Arc, PoisonError};
 
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
-/// The newest snapshot, and its number.
+/// Newest snapshot and its generation.
 ///
-/// A user learns of work by a word that another thread stores: a doorbell. It asks for the newest
-/// generation *after* it loaded that word with acquire semantics. Then it has every snapshot that was
-/// published before the word was stored: a guest that submits a command for memory which was just mapped
-/// finds it mapped. A user that asked before it loaded the word would use a snapshot without that memory.
+/// A user learns of work from a word that another thread stores: a doorbell. It must check the generation *after* it loaded
+/// that word with acquire semantics. Then it has every snapshot published before the word was stored: if a guest submits a
+/// command for memory that was just mapped, the poller finds the memory mapped. If the user checked before it loaded the word,
+/// it could use a snapshot without that memory.
 #[derive(Debug)]
 pub(super) struct Published<T> {
     generation: AtomicU64,
@@ -17,7 +17,7 @@ pub(super) struct Published<T> {
 }
 
 impl<T> Published<T> {
-    /// Generation 0.
+    /// Creates generation 0.
     pub(super) fn new(value: Arc<T>) -> Self {
         Self {
             generation: AtomicU64::new(0),
@@ -25,20 +25,20 @@ impl<T> Published<T> {
         }
     }
 
-    /// Generation of the newest snapshot.
+    /// Returns the generation of the newest snapshot.
     #[inline]
     pub(super) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// The newest snapshot, of this generation or a newer one.
+    /// Returns the newest snapshot. Its generation is at least the result of an earlier `generation` call.
     pub(super) fn current(&self) -> Arc<T> {
-        // The lock is held for as long as a pointer is copied, here and below.
+        // The lock is held only while a pointer is copied, here and below.
         let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         current.clone()
     }
 
-    /// Makes `value` the newest snapshot. Returns the one before. One thread publishes at a time.
+    /// Makes `value` the newest snapshot and returns the previous one. Only one thread publishes at a time.
     pub(super) fn publish(&self, generation: u64, value: Arc<T>) -> Arc<T> {
         let before = {
             let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
@@ -56,12 +56,11 @@ mod loom_models {
 
     use super::*;
 
-    /// Snapshot of the memory: true if it is mapped.
+    /// Snapshot of the memory map: true if the memory is mapped.
     type Snapshot = bool;
 
-    /// A VMM maps memory, then its guest submits a command that uses it. The poller takes up snapshots
-    /// when its pass begins, and asks once more where `asks_again` says so. Returns whether the command
-    /// found the memory mapped.
+    /// A VMM maps memory, then its guest submits a command that uses it. The poller adopts snapshots at the start of its pass,
+    /// and checks again if `asks_again` is set. The model asserts that the command finds the memory mapped.
     fn command_on_new_memory(asks_again: bool) {
         loom::model(move || {
             let published = loom::sync::Arc::new(Published::<Snapshot>::new(Arc::new(false)));
@@ -99,7 +98,7 @@ mod loom_models {
         command_on_new_memory(true);
     }
 
-    /// The order that lost commands: without it, the model above could not fail.
+    /// The wrong order, which lost commands. This test proves that the model above can fail.
     #[test]
     #[should_panic(expected = "finds its memory mapped")]
     fn a_poller_that_does_not_ask_again_misses_it() {

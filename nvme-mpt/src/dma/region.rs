@@ -1,5 +1,5 @@
-//! Regions as a VMM maps them, and what they share: the file that holds them, and the stretch of IOVA
-//! space in which they lie side by side.
+//! Regions as mapped by a VMM, and the resources they share: the file that holds them, and the extent of IOVA space in which
+//! they are adjacent.
 
 use std::fs::File;
 use std::io;
@@ -17,25 +17,25 @@ use crate::iova::{
 use crate::memory::holes::allocated_bytes;
 use crate::memory::{Access, Mapping, host_page_size};
 
-/// A file that holds memory of a VM, as it is mapped into this process: as a whole, so that regions
-/// which follow one another in the file do so in our address space. The table has the parts that the VM may use.
-/// If a whole file does not fit, each region has one of these.
+/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are adjacent in
+/// the address space too. The table has the parts that the VM may use. If the whole file does not fit, each region has its own
+/// `GuestFile`.
 #[derive(Debug)]
 pub(super) struct GuestFile {
-    /// Device and inode.
+    /// Device and inode numbers.
     id: (u64, u64),
-    /// Offset in the file at which the mapping starts.
+    /// Offset in the file at which the mapping starts, in bytes.
     start: u64,
     mapping: Arc<Mapping>,
-    /// Kept, to be handed to another process that is to do the function's I/O.
+    /// Kept for handing it to another process that takes over the function's I/O.
     file: File,
-    /// Bytes of the file that were allocated at the last look.
+    /// Allocated bytes of the file at the last check.
     allocated: AtomicU64,
 }
 
 impl GuestFile {
-    /// Finds the file of `fd` among those that are mapped, or maps it, into `room` bytes of address space at
-    /// most; nothing if that is too little.
+    /// Returns the mapped file of `fd`, or maps it into at most `room` bytes of address space. Returns `None` if `room` is too
+    /// small.
     pub(super) fn find_or_map(
         known: &[Arc<Self>],
         fd: OwnedFd,
@@ -80,8 +80,7 @@ impl GuestFile {
         })))
     }
 
-    /// Finds the known file of memory that the VMM has mapped in this process, or adds the file with the VMM's mapping.
-    /// Regions of one mapping share it here.
+    /// Returns the known file for a mapping of a VMM in this process, or adds it. Regions of one mapping share the file.
     pub(super) fn find_or_borrow(
         known: &[Arc<Self>],
         fd: OwnedFd,
@@ -113,20 +112,20 @@ impl GuestFile {
         })
     }
 
-    /// Returns whether the mapping has a part of the file, with this access.
+    /// Returns whether the mapping covers this part of the file with this access.
     fn has(&self, offset: u64, len: usize, access: Access) -> bool {
-        // A file that was cut short and grew again has other pages than what took their place.
+        // After a truncation, a file that grew again has other pages than the mapping, which got replacement pages.
         self.mapping.access() == access
             && !self.mapping.is_lost()
             && self.offset_of(offset, len).is_some()
     }
 
-    /// Returns whether a region of this file would be used through this mapping.
+    /// Returns whether a region of this file would use this mapping.
     pub(super) fn serves(&self, memory: &MemoryRegion) -> bool {
         usize::try_from(memory.len).is_ok_and(|len| self.has(memory.offset, len, memory.access()))
     }
 
-    /// Returns device and inode of a file.
+    /// Returns the device and inode numbers of a file.
     pub(super) fn id_of(fd: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
         let status = File::from(fd.try_clone_to_owned()?).metadata()?;
         Ok((status.dev(), status.ino()))
@@ -144,14 +143,14 @@ impl GuestFile {
         &self.file
     }
 
-    /// Notes the pages of the file once some of them are pinned.
+    /// Notes the file's allocated bytes after some of its pages were pinned.
     pub(super) fn note_pinned(&self) {
         if let Ok(now) = allocated_bytes(&self.file) {
             self.allocated.fetch_max(now, Ordering::Relaxed);
         }
     }
 
-    /// Returns whether the file has fewer pages than at the call before, or since some were pinned.
+    /// Returns whether the file has fewer allocated bytes than at the last check or pinning.
     pub(super) fn has_shrunk(&self) -> bool {
         let Ok(now) = allocated_bytes(&self.file) else {
             return false;
@@ -159,12 +158,12 @@ impl GuestFile {
         now < self.allocated.swap(now, Ordering::Relaxed)
     }
 
-    /// Has the next call of [`Self::has_shrunk`] return true.
+    /// Makes the next call of [`Self::has_shrunk`] return true.
     pub(super) fn look_again(&self) {
         self.allocated.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// Returns the place in the mapping of the bytes from `offset` of the file on, if it has all of them.
+    /// Returns the offset in the mapping of the file's bytes at `offset`, if the mapping covers all `len` bytes.
     pub(super) fn offset_of(&self, offset: u64, len: usize) -> Option<u64> {
         let at = offset.checked_sub(self.start)?;
         self.mapping.bytes(usize::try_from(at).ok()?, len)?;
@@ -176,14 +175,14 @@ impl GuestFile {
     }
 }
 
-/// A part of a VM's memory: where the guest sees it, and where it is here.
+/// Part of a VM's memory, with its guest address and its location in the file.
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     /// Guest address.
     pub(super) gpa: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub(super) len: u64,
-    /// Rights of a device to read it, and to write it: by [`Direction`](super::Direction).
+    /// A device's rights to read and to write the memory, indexed by [`Direction`](super::Direction).
     pub(super) rights: [bool; 2],
     pub(super) file: Arc<GuestFile>,
     /// Offset in the file's mapping.
@@ -191,7 +190,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Returns the place as it is handed over.
+    /// Returns the place in the form in which memory is handed over.
     pub(super) fn region(&self) -> io::Result<MemoryRegion> {
         let [readable, writable] = self.rights;
         Ok(MemoryRegion {
@@ -204,24 +203,23 @@ impl Place {
         })
     }
 
-    /// Returns its part of the file, in bytes.
+    /// Returns its range in the file, in bytes.
     pub(super) fn in_file(&self) -> Range<u64> {
         let start = self.file.start + self.offset;
         start..start + self.len
     }
 
-    /// Returns its part of the file's mapping.
+    /// Returns its range in the file's mapping, in bytes.
     pub(super) fn part(&self) -> Range<usize> {
         self.offset as usize..(self.offset + self.len) as usize
     }
 
-    /// The last guest address in it.
+    /// Returns its last guest address.
     pub(super) fn last(&self) -> u64 {
         self.gpa + (self.len - 1)
     }
 
-    /// Returns whether `inner` is a part of this: there is as far from the start in guest memory as in the
-    /// file.
+    /// Returns whether `inner` is a part of this place, with the same distance from the start in guest memory and in the file.
     fn has(&self, inner: &Self) -> bool {
         let from_start = inner.gpa.wrapping_sub(self.gpa);
         Arc::ptr_eq(&self.file, &inner.file)
@@ -232,8 +230,8 @@ impl Place {
     }
 }
 
-/// A stretch of IOVA space for a part of a VM's memory of which some is mapped: regions in it have the
-/// distances of their guest addresses.
+/// Range of IOVA space for a part of a VM's memory, mapped at least partly. Regions in it keep the distances of their guest
+/// addresses.
 #[derive(Debug)]
 pub(super) struct Extent {
     place: Place,
@@ -243,8 +241,8 @@ pub(super) struct Extent {
 }
 
 impl Extent {
-    /// Takes IOVAs of a VM's share for `place` on the ground of `demand`, and for up to `spare` bytes that follow it in its
-    /// file if others do not need them. `taken` counts them.
+    /// Allocates IOVAs of a VM's share for `place`, as justified by `demand`. If they are not needed by others, also takes up
+    /// to `spare` IOVAs for the following bytes of the file. `taken` counts all of them.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
         vm: &VmShares,
@@ -277,18 +275,18 @@ impl Extent {
         }))
     }
 
-    /// Returns the first IOVA of a place, if there are IOVAs for it.
+    /// Returns the first IOVA for a place, if the extent has IOVAs for it.
     pub(super) fn iova_of(&self, place: &Place) -> Option<u64> {
         let has_it = self.place.has(place) && !self.iova.is_stuck();
         has_it.then(|| self.start_of(place))
     }
 
-    /// Returns the first IOVA of a place that it has.
+    /// Returns the first IOVA of a place in this extent.
     fn start_of(&self, place: &Place) -> u64 {
         self.iova.start() + (place.gpa - self.place.gpa)
     }
 
-    /// Returns whether the process before has left a place mapped, which it has.
+    /// Returns whether the old server left the place mapped. The place must lie in this extent.
     pub(super) fn is_inherited(&self, place: &Place) -> bool {
         let (iova, memory) = (self.start_of(place), &place.file.mapping);
         self.iova.is_inherited(iova, memory, &place.part())
@@ -296,14 +294,14 @@ impl Extent {
 }
 
 impl Extent {
-    /// Takes away whatever the process before had mapped at a place, which is mapped anew.
+    /// Unmaps everything that the old server had mapped at a place that is mapped again.
     pub(super) fn disinherit(&self, place: &Place) {
         if let Some(iova) = self.iova_of(place) {
             self.iova.disinherit(iova..iova + place.len);
         }
     }
 
-    /// Takes away whatever the process before had mapped in it, and is not found.
+    /// Unmaps everything that the old server had mapped in this extent and that was not found again.
     pub(super) fn end_inheritance(&self) {
         let start = self.iova.start();
         self.iova.disinherit(start..start + self.place.len);
@@ -316,10 +314,10 @@ impl Drop for Extent {
     }
 }
 
-/// A part of a VM's memory that its VMM mapped, and can unmap.
+/// Part of a VM's memory that its VMM has mapped and can unmap.
 #[derive(Debug)]
 pub(super) struct Region {
-    /// Mapping for the drive; it is dropped, and thereby unmapped, before the memory is.
+    /// Mapping for the drive. Dropped first, so that the drive's mapping ends before the memory is unmapped.
     part: IovaPart,
     pub(super) place: Place,
     pub(super) extent: Arc<Extent>,
@@ -348,8 +346,8 @@ impl Drop for Pinned {
 }
 
 impl Region {
-    /// Lets the host controller reach `place` at its IOVAs in `extent`, which has it. `before` may refuse each part of the
-    /// file's mapping.
+    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` may refuse each part of
+    /// the file's mapping.
     pub(super) fn new(
         place: Place,
         extent: Arc<Extent>,
@@ -372,7 +370,7 @@ impl Region {
         })
     }
 
-    /// The first IOVA.
+    /// Returns the first IOVA.
     pub(super) fn iova(&self) -> u64 {
         self.part.start()
     }

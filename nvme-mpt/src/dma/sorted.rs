@@ -1,24 +1,24 @@
-//! A sorted map that is copied cheaply: a copy shares all entries, and a change of it copies a few of them.
+//! Sorted map with cheap copies: a copy shares all entries, and a change copies only a few of them.
 
 use std::sync::Arc;
 
-/// Most entries of a chunk. A change copies one or two chunks, and the list of chunks.
+/// Maximum number of entries of a chunk. A change copies one or two chunks, and the list of chunks.
 const CHUNK: usize = 64;
 
-/// Neighbours with fewer entries in all become one chunk, so that there are never many small ones.
+/// Neighbours with at most this number of entries together are merged, so that small chunks stay few.
 const JOINED: usize = CHUNK / 2;
 
 /// Values by key, in chunks that copies of the map share.
 #[derive(Clone, Debug)]
 pub(super) struct Sorted<V> {
-    /// None is empty; by ascending keys.
+    /// Chunks by ascending keys. No chunk is empty.
     chunks: Vec<Chunk<V>>,
     len: usize,
 }
 
 #[derive(Clone, Debug)]
 struct Chunk<V> {
-    /// The first key.
+    /// First key.
     first: u64,
     entries: Arc<Vec<(u64, V)>>,
 }
@@ -33,12 +33,11 @@ impl<V> Default for Sorted<V> {
 }
 
 impl<V> Sorted<V> {
-    /// Returns the number of entries.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// Chunk and place of the last entry whose key is `key` or less.
+    /// Returns the indices of the chunk and entry with the largest key up to `key`.
     fn position(&self, key: u64) -> Option<(usize, usize)> {
         let after = self.chunks.partition_point(|chunk| chunk.first <= key);
         let chunk = after.checked_sub(1)?;
@@ -47,26 +46,26 @@ impl<V> Sorted<V> {
         Some((chunk, after.checked_sub(1)?))
     }
 
-    /// The last entry whose key is `key` or less.
+    /// Returns the value with the largest key up to `key`.
     pub(super) fn at_or_before(&self, key: u64) -> Option<&V> {
         let (chunk, place) = self.position(key)?;
         Some(&self.chunks[chunk].entries[place].1)
     }
 
-    /// The entry of a key.
+    /// Returns the value of a key.
     pub(super) fn get(&self, key: u64) -> Option<&V> {
         let (chunk, place) = self.position(key)?;
         let (found, value) = &self.chunks[chunk].entries[place];
         (*found == key).then_some(value)
     }
 
-    /// All values, by ascending keys.
+    /// Returns all values in order of ascending keys.
     pub(super) fn values(&self) -> impl Iterator<Item = &V> {
         let entries = self.chunks.iter().flat_map(|chunk| chunk.entries.iter());
         entries.map(|(_, value)| value)
     }
 
-    /// Values by ascending keys, from the last one on whose key is `key` or less.
+    /// Returns values in order of ascending keys, starting with the largest key up to `key`.
     pub(super) fn values_from(&self, key: u64) -> impl Iterator<Item = &V> {
         let (chunk, place) = self.position(key).unwrap_or_default();
         let chunks = self.chunks.get(chunk..).unwrap_or_default();
@@ -76,7 +75,7 @@ impl<V> Sorted<V> {
 }
 
 impl<V: Clone> Sorted<V> {
-    /// Adds an entry, in place of one of the same key.
+    /// Inserts an entry, replacing the entry of the same key.
     pub(super) fn insert(&mut self, key: u64, value: V) {
         let index = match self.chunks.partition_point(|chunk| chunk.first <= key) {
             0 if self.chunks.is_empty() => {
@@ -122,7 +121,7 @@ impl<V: Clone> Sorted<V> {
         Some(value)
     }
 
-    /// Joins a chunk with one of its neighbours, if both are small.
+    /// Merges a chunk with one of its neighbours if both are small.
     fn join(&mut self, index: usize) {
         let len = |index: usize| self.chunks.get(index).map(|chunk| chunk.entries.len());
         let fits = |first: usize| match (len(first), len(first + 1)) {
@@ -140,7 +139,7 @@ impl<V: Clone> Sorted<V> {
 }
 
 impl<V> Chunk<V> {
-    /// A chunk of these entries, of which there is one at least.
+    /// Creates a chunk from entries, at least one.
     fn new(entries: Vec<(u64, V)>) -> Self {
         let first = entries.first().map_or(0, |(key, _)| *key);
         let entries = Arc::new(entries);

@@ -1,4 +1,4 @@
-//! A snapshot of a VM's memory: where guest addresses lie, for us and for the host controller.
+//! Region table: snapshot of a VM's memory map for translation and access.
 
 use std::sync::Arc;
 
@@ -9,21 +9,21 @@ use super::sorted::Sorted;
 use crate::address::{Gpa, Iova};
 use crate::memory::{Mapping, RawBytes};
 
-/// Regions that follow one another in guest memory, in our address space, and in the host
-/// controller's: for a translation they are one.
+/// Regions that are adjacent in guest memory, in this process's address space and in the IOVA space. Translation treats
+/// them as one.
 #[derive(Clone, Debug)]
 pub(super) struct Run {
     gpa: u64,
     len: u64,
-    /// Bytes of it that a device may read or write: `len` or 0.
+    /// Bytes that a device may read and write, indexed by `Direction`: `len` or 0.
     limits: [u64; 2],
     iova: u64,
     mapping: Arc<Mapping>,
-    /// Offset in the mapping at which it starts.
+    /// Offset in the mapping at which the run starts.
     offset: u64,
 }
 
-/// Which way data goes, as the device sees it.
+/// Direction of a data transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the guest's memory to the drive.
@@ -45,13 +45,13 @@ impl Run {
         }
     }
 
-    /// The last guest address in it.
+    /// Returns its last guest address.
     fn last(&self) -> u64 {
         self.gpa + (self.len - 1)
     }
 
-    /// Returns whether `next` goes on where this ends: in guest memory, here, and for the host controller.
-    /// Ranges of IOVAs that were taken one by one do not touch, so the two are parts of one of them.
+    /// Returns whether `next` is adjacent to the end of this run in guest memory, in the mapping and in the IOVA space.
+    /// Separately allocated IOVA ranges never touch, so adjacent IOVAs belong to the same range.
     fn goes_on_in(&self, next: &Self) -> bool {
         let may = |run: &Self| run.limits.map(|limit| limit > 0);
         self.last().checked_add(1) == Some(next.gpa)
@@ -61,7 +61,7 @@ impl Run {
             && may(self) == may(next)
     }
 
-    /// The `len` bytes of it at a guest address.
+    /// Returns the `len` bytes of the run at a guest address as a run.
     fn part(&self, gpa: u64, len: u64) -> Self {
         let offset = gpa - self.gpa;
         Self {
@@ -74,7 +74,7 @@ impl Run {
         }
     }
 
-    /// This and what [goes on](Self::goes_on_in) behind it.
+    /// Returns this run joined with one that [follows](Self::goes_on_in).
     fn with(&self, next: &Self) -> Self {
         let len = self.len + next.len;
         Self {
@@ -83,27 +83,27 @@ impl Run {
         }
     }
 
-    /// Offset of `gpa..gpa+len` in the run, if a device may do this with all of it.
+    /// Returns the offset of `gpa..gpa+len` in the run, if a device may access all of it in this direction.
     #[inline(always)]
     fn offset_of(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<u64> {
         offset_of(self.gpa, &self.limits, gpa, len, direction)
     }
 
-    /// Offset of an IOVA in the run.
+    /// Returns the offset of an IOVA in the run.
     #[inline]
     fn offset_of_iova(&self, iova: u64) -> Option<u64> {
         let offset = iova.wrapping_sub(self.iova);
         (offset < self.len).then_some(offset)
     }
 
-    /// Bytes of the run, which a caller has checked to lie in it.
+    /// Returns bytes of the run. The caller has checked that they lie in the run.
     #[inline]
     fn bytes(&self, offset: u64, len: usize) -> Option<RawBytes<'_>> {
         self.mapping.bytes((self.offset + offset) as usize, len)
     }
 }
 
-/// Offset of `gpa..gpa+len` behind the first address of a run, if a device may do this with all of it.
+/// Returns the offset of `gpa..gpa+len` from the first address of a run, if a device may access all of it in this direction.
 #[inline(always)]
 fn offset_of(
     first: u64,
@@ -117,26 +117,26 @@ fn offset_of(
     (offset < limit && len <= limit - offset).then_some(offset)
 }
 
-/// Most runs that lie side by side: most VMs have fewer, and what is translated is looked up among these first.
+/// Maximum number of runs for the array of a table. Most VMs have fewer, and an array is searched faster.
 const FEW: usize = 64;
 
-/// A snapshot of a VM's memory.
+/// Snapshot of a VM's memory map.
 ///
-/// It does not keep the memory mapped: a window does, until none of its users has the snapshot any more.
+/// The table does not keep the memory mapped. The window does, until none of its users has the table.
 #[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     generation: u64,
-    /// All runs by guest address, not overlapping, if they are [`FEW`]; else none.
+    /// All runs by guest address, not overlapping, if there are at most [`FEW`]; else empty.
     few: Vec<Run>,
     by_gpa: Sorted<Arc<Run>>,
     by_iova: Sorted<Arc<Run>>,
-    /// Which pages of each region were written, where that is noted.
+    /// Dirty pages of each region, if the dirty log is on.
     pub(super) dirty: Option<Sorted<Arc<Notes>>>,
-    /// Regions that went, of which some user may have commands in flight.
+    /// Pending unmaps that users may have in-flight commands for.
     departures: Vec<Arc<Departure>>,
 }
 
-/// One run's pages, for one direction: what a loop over a list of pages needs of it.
+/// Page range of one run for one direction, used by loops over page lists.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RunPages {
     /// Guest address of the first page.
@@ -147,12 +147,12 @@ pub(crate) struct RunPages {
     pub(crate) iova: u64,
 }
 
-/// Place at which a lookup found its last run, to look there first.
+/// Index of the run found by the last lookup, which the next lookup tries first.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RegionHint(usize);
 
-/// Copy of the run in which the last lookup found its place, as far as IOVAs need it. The copy belongs to one table.
-/// Another table takes a new hint.
+/// Copy of the run found by the last lookup, for translation to IOVAs. It is valid for one table; another table needs a
+/// new hint.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct IovaHint {
     gpa: u64,
@@ -161,14 +161,14 @@ pub(crate) struct IovaHint {
 }
 
 impl IovaHint {
-    /// The IOVA of `gpa..gpa+len`, if all of it lies in the copied run, and the run allows the access.
+    /// Returns the IOVA of `gpa..gpa+len`, if it lies completely in the copied run and the access is allowed.
     #[inline(always)]
     pub(crate) fn translate(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<Iova> {
         let offset = offset_of(self.gpa, &self.limits, gpa, len, direction)?;
         Some(Iova(self.iova + offset))
     }
 
-    /// The pages of the copied run, to translate whole pages by, if it allows the access.
+    /// Returns the pages of the copied run for translating whole pages, if the access is allowed.
     #[inline(always)]
     pub(crate) fn pages(&self, direction: Direction) -> Option<RunPages> {
         Some(RunPages {
@@ -180,7 +180,7 @@ impl IovaHint {
 }
 
 impl RegionTable {
-    /// Makes this the next snapshot, with these regions that went.
+    /// Completes the next snapshot with its generation and pending unmaps.
     pub(super) fn complete(&mut self, departures: Vec<Arc<Departure>>) {
         self.generation += 1;
         self.departures = departures;
@@ -201,7 +201,7 @@ impl RegionTable {
         self.by_iova.remove(run.iova);
     }
 
-    /// Adds a region that overlaps none.
+    /// Adds a region that does not overlap others.
     pub(super) fn add(&mut self, region: &Region) {
         let mut run = Run::new(region);
         let before = self.by_gpa.at_or_before(run.gpa);
@@ -222,7 +222,7 @@ impl RegionTable {
         }
     }
 
-    /// Takes away a region that was added. Returns its notes.
+    /// Removes a region. Returns its dirty pages.
     pub(super) fn take_away(&mut self, region: &Region) -> Option<Arc<Notes>> {
         let place = &region.place;
         if let Some(run) = self.by_gpa.at_or_before(place.gpa).cloned() {
@@ -237,8 +237,7 @@ impl RegionTable {
         self.dirty.as_mut()?.remove(place.gpa)
     }
 
-    /// The departures since another generation that users may have commands in flight of: for a user whose
-    /// table was of that generation, all that matter to it.
+    /// Returns the pending unmaps since another generation. A user whose table had that generation needs no others.
     pub(crate) fn departures_since(
         &self,
         generation: u64,
@@ -247,7 +246,7 @@ impl RegionTable {
         departures.filter(move |departure| departure.generation() > generation)
     }
 
-    /// Number of the snapshot; each change of the window makes the next one.
+    /// Returns the generation of the snapshot. Each change of the window increments it.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation
@@ -264,9 +263,9 @@ impl RegionTable {
         self.in_run(gpa, len, direction, hint, |run, offset| Some((run, offset)))
     }
 
-    /// Returns what `then` makes of the run that holds `gpa..gpa+len`, and of the offset there.
+    /// Calls `then` with the run of `gpa..gpa+len` and the offset in the run.
     ///
-    /// Each of the two ways to the run has `then` in line. So the common way tests once whether there is a run.
+    /// `then` is inlined in both paths, so that the common path has a single test for the existence of a run.
     #[inline(always)]
     fn in_run<'a, T>(
         &'a self,
@@ -298,7 +297,7 @@ impl RegionTable {
             .partition_point(|run| run.gpa <= gpa.0)
             .checked_sub(1)
         else {
-            // None, or more than a few.
+            // No run at or below `gpa`, or more than [`FEW`] runs.
             let run = self.by_gpa.at_or_before(gpa.0)?;
             return Some((run, run.offset_of(gpa, len, direction)?));
         };
@@ -308,7 +307,7 @@ impl RegionTable {
         Some((run, offset))
     }
 
-    /// The IOVA of `gpa..gpa+len`, if all of it lies in one run that allows the access.
+    /// Returns the IOVA of `gpa..gpa+len`, if it lies completely in one run that allows the access.
     #[inline(always)]
     #[must_use]
     pub fn translate(
@@ -323,7 +322,8 @@ impl RegionTable {
         })
     }
 
-    /// As [`Self::translate`], with a hint that [alone](IovaHint::translate) finds the next place in the same run.
+    /// Translates as [`Self::translate`] does, and updates a hint that [translates](IovaHint::translate) further addresses of
+    /// the same run.
     pub(crate) fn translate_for_hint(
         &self,
         gpa: Gpa,
@@ -343,8 +343,8 @@ impl RegionTable {
         Some(Iova(run.iova + offset))
     }
 
-    /// The IOVA of a guest address, and for how many bytes, of `len` at most, addresses go on from
-    /// there, if the access is allowed.
+    /// Returns the IOVA of a guest address and the number of contiguous bytes from there, at most `len`, if the access is
+    /// allowed.
     #[must_use]
     pub(crate) fn translate_some(
         &self,
@@ -357,7 +357,7 @@ impl RegionTable {
         Some((Iova(run.iova + offset), len.min(run.len - offset)))
     }
 
-    /// The bytes at `gpa..gpa+len`, if all of them lie in one run that allows the access.
+    /// Returns the bytes at `gpa..gpa+len`, if they lie completely in one run that allows the access.
     #[inline]
     #[must_use]
     pub fn bytes(
@@ -373,7 +373,7 @@ impl RegionTable {
         })
     }
 
-    /// The bytes from `gpa` on, `len` at most, that lie in one run, if it allows the access.
+    /// Returns at most `len` bytes at `gpa` that lie in one run, if the run allows the access.
     pub(super) fn some_bytes(
         &self,
         gpa: Gpa,
@@ -385,7 +385,7 @@ impl RegionTable {
         run.bytes(offset, (run.len - offset).min(len as u64) as usize)
     }
 
-    /// The mapping that holds `gpa..gpa+len` for reading and writing, and the offset in it.
+    /// Returns the mapping that holds `gpa..gpa+len` for reading and writing, and the offset in the mapping.
     #[must_use]
     pub fn locate(&self, gpa: Gpa, len: u64) -> Option<(&Arc<Mapping>, usize)> {
         let mut hint = RegionHint::default();
@@ -394,7 +394,7 @@ impl RegionTable {
         Some((&run.mapping, usize::try_from(run.offset + offset).ok()?))
     }
 
-    /// The software IOMMU: the bytes at an IOVA of this VM's, if they lie in one run.
+    /// Returns the bytes at an IOVA of this VM, if they lie in one run. This is the IOMMU of software drives.
     #[inline]
     #[must_use]
     pub fn resolve(&self, iova: u64, len: usize, hint: &mut RegionHint) -> Option<RawBytes<'_>> {
@@ -418,13 +418,13 @@ impl RegionTable {
         Some((run, offset))
     }
 
-    /// The guest address of an IOVA, and for how many bytes addresses go on from there.
+    /// Returns the guest address of an IOVA, and the number of contiguous bytes from there.
     pub(super) fn guest_address(&self, iova: u64) -> Option<(Gpa, u64)> {
         let (run, offset) = self.find_iova(iova, &mut RegionHint::default())?;
         Some((Gpa(run.gpa + offset), run.len - offset))
     }
 
-    /// Returns whether some of the memory was taken away under us (its file was cut short).
+    /// Returns whether some of the memory was lost, because its file was truncated or pinned pages were freed.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.by_gpa.values().any(|run| run.mapping.is_lost())

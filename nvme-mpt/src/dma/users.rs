@@ -1,4 +1,4 @@
-//! Users of a window's tables: shadow queues, and how far each of them has come.
+//! Users of a window's tables, and their progress. Shadow queues are such users.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -7,15 +7,15 @@ use crate::deadline::{Deadline, SystemClock};
 use crate::park::Waker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Looks at a user before a wait for it sleeps: a pass of a poller that is awake takes less.
+/// Checks of a user before the wait sleeps. They last longer than a pass of an awake poller.
 const EAGER_LOOKS: u32 = 500;
 
-/// Which tables a user still uses, as it reports it.
+/// Tables and pending unmaps that a user still uses, as reported by the user.
 #[derive(Debug)]
 struct Progress {
-    /// Generation of the table that it uses; the largest number once it uses none.
+    /// Generation of the table in use; `u64::MAX` after the user has ended.
     taken_up: AtomicU64,
-    /// Departures up to that generation whose memory its commands in flight use.
+    /// Pending unmaps up to that generation whose memory is used by the user's in-flight commands.
     held: Mutex<Vec<u64>>,
 }
 
@@ -32,7 +32,7 @@ impl Progress {
     }
 
     fn take_up(&self, generation: u64, held: impl Iterator<Item = u64>) {
-        // Before the generation: a change that finds the table taken up must find this.
+        // Before the generation: a change that finds the table adopted must find these.
         self.held().extend(held);
         self.taken_up.store(generation, Ordering::Release);
     }
@@ -51,11 +51,11 @@ impl Progress {
     }
 }
 
-/// A user, as those see it who change the memory.
+/// User of tables, as seen by threads that change the memory.
 #[derive(Debug)]
 pub(super) struct TableUser {
     progress: Progress,
-    /// The poller that has to look when there is a new table.
+    /// Waker of the poller that must adopt a new table.
     waker: Arc<Waker>,
 }
 
@@ -67,34 +67,34 @@ impl TableUser {
         }
     }
 
-    /// Has the user look for a new table soon.
+    /// Makes the user check for a new table soon.
     pub(super) fn wake(&self) {
         self.waker.wake();
     }
 
-    /// Returns whether it uses none of the memory that went with the table of this generation.
+    /// Returns whether the user uses no memory that was unmapped with the table of generation `departure`.
     pub(super) fn has_left(&self, departure: u64) -> bool {
         self.progress.has_left(departure)
     }
 
-    /// Returns whether it uses no table any more.
+    /// Returns whether the user has ended.
     pub(super) fn is_gone(&self) -> bool {
         self.has_left(u64::MAX)
     }
 }
 
-/// A user's registration, which ends when it is dropped: then it uses no table and has nothing in flight.
+/// Registration of a user, which ends when this is dropped. The user has no table and no in-flight commands then.
 #[derive(Debug)]
 pub(crate) struct TableUse(pub(super) Arc<TableUser>);
 
 impl TableUse {
-    /// Reports that the user has taken up the table of `generation` and dropped older ones. `held` are the
-    /// departures since its last table whose memory its commands in flight use.
+    /// Reports that the user has adopted the table of `generation` and dropped older ones. `held` are the pending unmaps since
+    /// its last table whose memory its in-flight commands use.
     pub(crate) fn take_up(&self, generation: u64, held: impl Iterator<Item = u64>) {
         self.0.progress.take_up(generation, held);
     }
 
-    /// Reports that no command in flight uses the memory of a departure any more.
+    /// Reports that no in-flight command uses the memory of a pending unmap.
     pub(crate) fn let_go(&self, departure: u64) {
         self.0.progress.let_go(departure);
     }
@@ -106,8 +106,8 @@ impl Drop for TableUse {
     }
 }
 
-/// Waits until no user uses memory that went with the table of generation `departure`, for `time` at most.
-/// Returns whether that is so.
+/// Waits at most `time` until no user uses memory that was unmapped with the table of generation `departure`. Returns
+/// false after a timeout.
 pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, time: Duration) -> bool {
     let deadline = Deadline::after(&SystemClock::shared(), time);
     for user in users {
@@ -144,8 +144,8 @@ mod loom_models {
     const POLLER: u32 = 1;
     const NEXT_OWNER: u32 = 2;
 
-    /// A VMM unmaps memory and looks whether it may be given to its next owner, which writes it. The poller writes it
-    /// while its table has it, or a command in flight has. The next owner's write stays.
+    /// A VMM unmaps memory and checks whether it may be given to its next owner, which writes to it. The poller writes to it
+    /// while its table or an in-flight command has it. The next owner's write must survive.
     fn unmap(command_in_flight: bool) {
         loom::model(move || {
             const DEPARTURE: u64 = 1;
@@ -168,7 +168,7 @@ mod loom_models {
             let mut is_mapped = *published.current();
             for _ in 0..2 {
                 if is_mapped {
-                    // Its rings, say.
+                    // For example its rings.
                     touch();
                 }
                 if is_mapped && published.generation() >= DEPARTURE {

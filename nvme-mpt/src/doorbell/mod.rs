@@ -1,14 +1,14 @@
-//! Doorbells: their registers, the Doorbell Buffer, and the reads of a poller (Base 2.0, sections 3.1.4 and B.5).
+//! Doorbells: their registers, the Doorbell Buffer, and reading them in a poller (Base 2.0, sections 3.1.4 and B.5).
 //!
-//! The doorbell registers are a memfd. The control thread stores a trapped write there. In mapped mode the guest
-//! stores there itself, admin doorbells included, so a poller watches those as well and wakes the control thread.
-//! With a Doorbell Buffer, I/O doorbells are read from guest memory.
+//! The doorbell registers are a memfd. The control thread stores trapped writes there. In mapped mode, the guest stores there
+//! itself, including the admin doorbells, so a poller watches those too and wakes the control thread. With a Doorbell Buffer,
+//! I/O doorbells are read from guest memory.
 //!
 //! # EventIdx
-//! While a queue is polled, EventIdx lags the doorbell by a quarter of a round, and moves once per half round. Right
-//! behind the doorbell would be wrong: the guest may have stored the doorbell and not yet read EventIdx. So would
-//! standing still: a round later, EventIdx would ask for a register write. For the same reason the CQ head is read
-//! once per half round.
+//! While a queue is polled, EventIdx lags the doorbell by a quarter of a round, and moves once per half round. It must not be
+//! right behind the doorbell, because the guest may have stored the doorbell and not yet read EventIdx. It must not stand
+//! still either, because it would ask for a register write one round later. For the same reason, the CQ head is read once per
+//! half round.
 
 mod stride;
 
@@ -30,35 +30,34 @@ use crate::spec::registers::Doorbell;
 use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
 
-/// I/O queue pairs that a guest controller can have at most.
+/// Maximum number of I/O queue pairs of a guest controller.
 pub const MAX_QUEUE_PAIRS: u16 = 1024;
 
 /// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DoorbellMode {
-    /// As in [`Self::Shadow`] for guests that set up a Doorbell Buffer. For others, as in
-    /// [`Self::Mapped`] where the function is in the VMM's own process, and elsewhere as in
-    /// [`Self::Shadow`].
+    /// [`Self::Shadow`] for guests that set up a Doorbell Buffer. For other guests, [`Self::Mapped`] if the function is in the
+    /// VMM's own process, otherwise [`Self::Shadow`].
     #[default]
     Auto,
-    /// Stores to the Doorbell Buffer in guest memory; a register write only when EventIdx asks.
+    /// Stores to the Doorbell Buffer in guest memory. The guest writes a register only if EventIdx asks for it.
     Shadow,
-    /// Stores to the doorbell registers, which are host memory mapped into the guest. In the VMM's own
-    /// process they are mapped only while the guest uses them.
+    /// Stores to the doorbell registers, which are host memory mapped into the guest. In the VMM's own process, they are mapped
+    /// only while the guest uses them.
     Mapped,
     /// Register writes that exit to the VMM.
     Trap,
 }
 
 impl DoorbellMode {
-    /// Returns whether the guest is offered a Doorbell Buffer: where its stores to registers are seen anyway,
-    /// or are to be seen, it would only hide them.
+    /// Returns whether the guest is offered a Doorbell Buffer. The other modes need to see register writes, which the buffer
+    /// would avoid.
     #[must_use]
     pub fn offers_buffer(self) -> bool {
         matches!(self, Self::Auto | Self::Shadow)
     }
 
-    /// Returns whether a VMM that maps and unmaps the registers as it goes along is to do so.
+    /// Returns whether a VMM that can map and unmap the registers at run time should do so.
     #[must_use]
     pub fn maps_at_times(self) -> bool {
         matches!(self, Self::Auto | Self::Mapped)
@@ -92,9 +91,9 @@ impl fmt::Display for DoorbellMode {
     }
 }
 
-/// The doorbell registers of one guest controller: host memory behind BAR0 from offset 1000h.
+/// Doorbell registers of one guest controller: host memory behind BAR0 from offset 1000h.
 ///
-/// A trapped write is stored here; while the page is mapped, the guest stores here itself.
+/// Trapped writes are stored here. While the page is mapped, the guest stores here itself.
 #[derive(Debug)]
 pub struct DoorbellPage {
     fd: OwnedFd,
@@ -104,10 +103,10 @@ pub struct DoorbellPage {
 }
 
 impl DoorbellPage {
-    /// Doorbells, all zero, of the admin queue and of `queue_pairs` I/O queue pairs.
+    /// Creates the doorbells of the admin queue and of `queue_pairs` I/O queue pairs, all zero.
     ///
     /// # Errors
-    /// Returns the kernel's error when it has no memory to give.
+    /// Returns the kernel's error if there is no memory.
     pub fn new(mode: DoorbellMode, stride: DoorbellStride, queue_pairs: u16) -> io::Result<Self> {
         let dstrd = stride.dstrd(mode, queue_pairs);
         let len = Self::file_len(dstrd, queue_pairs);
@@ -121,11 +120,10 @@ impl DoorbellPage {
         })
     }
 
-    /// Doorbells that a function kept when the process of its host side ended, as [`Self::new`] made them there.
+    /// Restores doorbells that a function kept after the end of its back end's process, where [`Self::new`] created them.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if the file has another size or can be cut short; the kernel's error when it
-    /// cannot be mapped.
+    /// [`io::ErrorKind::InvalidData`] if the file is too small or can be truncated; the kernel's error if it cannot be mapped.
     pub fn kept(
         fd: OwnedFd,
         mode: DoorbellMode,
@@ -139,10 +137,10 @@ impl DoorbellPage {
         Self::of_file(fd, stride.dstrd(mode, queue_pairs), queue_pairs)
     }
 
-    /// Doorbells that another process has made, by the values of its [`Self::dstrd`] and its number of queue pairs.
+    /// Opens doorbells created by another process, with that process's [`Self::dstrd`] and number of queue pairs.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if the file is smaller than they are; the kernel's error when it cannot be mapped.
+    /// [`io::ErrorKind::InvalidData`] if the file is too small; the kernel's error if it cannot be mapped.
     pub fn of_file(fd: OwnedFd, dstrd: u8, queue_pairs: u16) -> io::Result<Self> {
         let too_small = || {
             let text = "the file is smaller than the doorbells that it is to hold";
@@ -169,45 +167,44 @@ impl DoorbellPage {
         DOORBELLS + Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE)
     }
 
-    /// The value of CAP.DSTRD: the stride of the registers, and of the Doorbell Buffer.
+    /// Returns CAP.DSTRD: the stride of the registers and of the Doorbell Buffer.
     #[must_use]
     pub fn dstrd(&self) -> u8 {
         self.dstrd
     }
 
-    /// Length in bytes, whole memory pages.
+    /// Returns the length in bytes, a multiple of the memory page size.
     #[must_use]
     pub fn len(&self) -> usize {
         self.mapping.len() - DOORBELLS as usize
     }
 
-    /// Returns whether there are no doorbells; never the case.
+    /// Returns whether there are no doorbells, which is never the case.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The memory, for a VMM to map into the guest. It is laid out as BAR0, because a vfio-user
-    /// client is told of one offset for the whole of a region; what comes before the doorbells is
-    /// not used.
+    /// Returns the file, for a VMM to map into the guest. Its layout is that of BAR0, because a vfio-user client gets one
+    /// offset for a whole region. The bytes before the doorbells are unused.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Which doorbell lies at an offset in BAR0, if one of an existing queue does.
+    /// Returns the doorbell at an offset in BAR0; `None` if no existing queue has one there.
     #[must_use]
     pub fn at_bar_offset(&self, bar_offset: u64) -> Option<Doorbell> {
         Doorbell::at_bar_offset(bar_offset, self.dstrd).filter(|doorbell| self.exists(*doorbell))
     }
 
-    /// Returns the value that was last written to a doorbell; 0 for one that does not exist.
+    /// Returns the last value written to a doorbell; 0 if the doorbell does not exist.
     #[must_use]
     pub fn load(&self, doorbell: Doorbell) -> u32 {
         self.cell(doorbell).map_or(0, |cell| cell.load())
     }
 
-    /// Stores what was written to a doorbell; nothing for one that does not exist.
+    /// Stores the value of a doorbell write. Does nothing if the doorbell does not exist.
     pub fn store(&self, doorbell: Doorbell, value: u32) {
         if let Some(cell) = self.cell(doorbell) {
             cell.store(value);
@@ -233,20 +230,20 @@ impl DoorbellPage {
     }
 }
 
-/// The two pages of a Doorbell Buffer Config command (Base 2.0, section 5.8).
+/// Both pages of a Doorbell Buffer Config command (Base 2.0, section 5.8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DoorbellBuffer {
-    /// The Shadow Doorbell buffer, which the guest writes.
+    /// Shadow Doorbell buffer, written by the guest.
     pub shadow: Gpa,
-    /// The EventIdx buffer, which the controller writes.
+    /// EventIdx buffer, written by the controller.
     pub event_idx: Gpa,
 }
 
-/// A 32-bit word shared with the other side; models of the protocol bring their own.
+/// 32-bit word shared with the other side. Models of the protocol implement it too.
 pub(crate) trait Word {
-    /// Reads it, with acquire semantics.
+    /// Loads the word with acquire semantics.
     fn load(&self) -> u32;
-    /// Writes it, with release semantics.
+    /// Stores the word with release semantics.
     fn store(&self, value: u32);
 }
 
@@ -261,35 +258,35 @@ impl Word for Cell32 {
     }
 }
 
-/// The EventIdx of one doorbell (Base 2.0, section B.5): the guest writes the register only when
-/// its doorbell moves past this value, old value included and new one not.
+/// EventIdx of one doorbell (Base 2.0, section B.5). The guest writes the register only if its doorbell moves past this
+/// value: from a value up to and including it, to a value after it.
 #[derive(Debug)]
 pub(crate) struct EventIdx<W> {
     word: W,
     size: RingSize,
-    /// Below `size`.
+    /// Last value stored, below `size`.
     published: u32,
-    /// False until it was stored once.
+    /// False until a value is stored.
     is_stored: bool,
 }
 
 impl<W: Word> EventIdx<W> {
-    /// Stores nothing yet, as a queue that rests touches no memory. Until the first command or sleep, a guest finds what
-    /// was there, and may write the register once in vain.
+    /// Creates the EventIdx without storing a value, because a queue at rest must not access memory. Until the first command or
+    /// sleep, a guest sees the old content, and may do one unnecessary register write.
     pub(crate) fn new(word: W, consumed: RingIndex) -> Self {
         let size = consumed.size();
         Self {
             word,
             size,
-            // So far behind that the next value is stored.
+            // Far enough behind that the next value is stored.
             published: size.behind(consumed.get(), size.entries() / 2 + 1),
             is_stored: false,
         }
     }
 
-    /// A value well behind what was consumed, which the doorbell would have to go most of a round
-    /// to pass. Not right behind it: the guest may have stored the doorbell and not read this yet,
-    /// and must not find it among the values that it just moved past.
+    /// Returns a value behind `consumed` that the doorbell passes only after most of a round. It must not be right behind: the
+    /// guest may have stored the doorbell without having read EventIdx yet, and must not find it among the values that the
+    /// doorbell just passed.
     fn behind(&self, consumed: u32) -> u32 {
         let lag = (self.size.entries() / 4).max(1);
         self.size.behind(consumed, lag)
@@ -301,37 +298,36 @@ impl<W: Word> EventIdx<W> {
         self.word.store(value);
     }
 
-    /// Asks for no register writes while the queue is polled, with the doorbell at `consumed`.
+    /// Suppresses register writes while the queue is polled. The doorbell is at `consumed`.
     ///
-    /// The published value stays behind the doorbell for most of a round, so it is moved only once per half round.
-    /// Each store takes the cache line from the vCPU that reads it.
+    /// The stored value stays behind the doorbell for most of a round, so it is moved only once per half round. Each store
+    /// takes the cache line away from the vCPU that reads it.
     #[inline]
     pub(crate) fn keep_quiet(&mut self, consumed: u32) {
         let ahead = self.size.distance(self.published, consumed);
-        // 0 ahead is an armed EventIdx: the next write would be a register write.
+        // A distance of 0 is an armed EventIdx: the next doorbell write would be a register write.
         if ahead == 0 || ahead > self.size.entries() / 2 {
             self.publish(self.behind(consumed));
         }
     }
 
-    /// Asks for no register writes, if nothing was stored yet.
+    /// Suppresses register writes, if no value was stored yet.
     pub(crate) fn begin(&mut self, consumed: u32) {
         if !self.is_stored {
             self.publish(self.behind(consumed));
         }
     }
 
-    /// Asks for a register write at the next move of the doorbell from `consumed`. The caller
-    /// then looks at the doorbell once more before it sleeps: the guest stores the doorbell,
-    /// fences, and reads EventIdx; we store EventIdx, fence, and read the doorbell. At least one
-    /// of the two sees the other's store.
+    /// Asks for a register write at the next move of the doorbell from `consumed`. The caller must then read the doorbell again
+    /// before it sleeps. The guest stores the doorbell, fences, and reads EventIdx; the poller stores EventIdx, fences, and
+    /// reads the doorbell. So at least one side sees the other's store.
     pub(crate) fn arm(&mut self, consumed: u32) {
         self.publish(consumed);
         fence(Ordering::SeqCst);
     }
 }
 
-/// Place from which a poller reads one doorbell of an I/O queue.
+/// Location from which a poller reads one doorbell of an I/O queue.
 #[derive(Debug)]
 pub(crate) struct DoorbellSource {
     value: Cell32,
@@ -339,8 +335,8 @@ pub(crate) struct DoorbellSource {
 }
 
 impl DoorbellSource {
-    /// The register of the doorbell, or its place in the Doorbell Buffer if there is one.
-    /// `None` if the buffer's pages are not in the VM's memory.
+    /// Returns the doorbell's register, or its place in the Doorbell Buffer if there is one. Returns `None` if the buffer's
+    /// pages are not in the VM's memory.
     pub(crate) fn new(
         page: &DoorbellPage,
         doorbell: Doorbell,
@@ -364,13 +360,13 @@ impl DoorbellSource {
         Some(Self { value, event_idx })
     }
 
-    /// Returns the guest's last value, with everything that it wrote before visible.
+    /// Returns the guest's last value. Everything that the guest wrote before it is visible.
     #[inline]
     pub(crate) fn load(&self) -> u32 {
         Word::load(&self.value)
     }
 
-    /// Asks for no notification, with the doorbell seen at `consumed`.
+    /// Suppresses notifications. The doorbell was seen at `consumed`.
     #[inline]
     pub(crate) fn keep_quiet(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
@@ -378,13 +374,13 @@ impl DoorbellSource {
         }
     }
 
-    /// Returns whether a move of the doorbell from `consumed` is notified: always where there is no Doorbell Buffer.
+    /// Returns whether a move of the doorbell from `consumed` is notified. Without a Doorbell Buffer, it always is.
     pub(crate) fn is_armed(&self, consumed: u32) -> bool {
         let event_idx = self.event_idx.as_ref();
         event_idx.is_none_or(|event_idx| event_idx.is_stored && event_idx.published == consumed)
     }
 
-    /// Asks for no notification, if it never asked for any or none. See [`EventIdx::begin`].
+    /// Suppresses notifications, if no value was stored yet. See [`EventIdx::begin`].
     pub(crate) fn begin(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
             event_idx.begin(consumed);

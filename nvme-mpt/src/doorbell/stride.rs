@@ -1,5 +1,4 @@
-//! Distance between doorbells (`CAP.DSTRD`), and the queue pairs for which it leaves room (Base 2.0, sections 3.1.3.1
-//! and 5.8).
+//! Doorbell stride (`CAP.DSTRD`), and the number of queue pairs that it allows (Base 2.0, sections 3.1.3.1 and 5.8).
 
 use std::str::FromStr;
 
@@ -7,24 +6,24 @@ use super::{DoorbellMode, MAX_QUEUE_PAIRS};
 use crate::address::PAGE_SIZE;
 use crate::spec::registers::Doorbell;
 
-/// `CAP.DSTRD` of a cache line per doorbell, so that two vCPUs never write the same line.
+/// `CAP.DSTRD` for one cache line per doorbell, so that two vCPUs never write the same line.
 pub(super) const CACHE_LINE_DSTRD: u8 = 4;
 
-/// Bytes from one doorbell to the next, in the registers and in the Doorbell Buffer.
+/// Distance between doorbells in bytes, in the registers and in the Doorbell Buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DoorbellStride {
-    /// A cache line of 64 bytes, or less where the Doorbell Buffer has no room for all queue pairs otherwise: 32 bytes
-    /// from 32 queue pairs on, 16 from 64 on, 8 from 128 on, 4 from 256 to 511.
+    /// A cache line of 64 bytes, or less if the Doorbell Buffer would otherwise have no room for all queue pairs: 32 bytes from
+    /// 32 queue pairs on, 16 from 64 on, 8 from 128 on, 4 from 256 to 511.
     #[default]
     Widest,
-    /// 4 bytes (`CAP.DSTRD` = 0), as drivers expect that know of no other stride.
+    /// 4 bytes (`CAP.DSTRD` = 0), for drivers that support no other stride.
     Bytes4,
-    /// 64 bytes (`CAP.DSTRD` = 4), with fewer queue pairs where the Doorbell Buffer has no room for all.
+    /// 64 bytes (`CAP.DSTRD` = 4), with fewer queue pairs if the Doorbell Buffer has no room for all.
     Bytes64,
 }
 
 impl DoorbellStride {
-    /// Returns `CAP.DSTRD` of a function with so many I/O queue pairs.
+    /// Returns `CAP.DSTRD` of a function with `queue_pairs` I/O queue pairs.
     #[must_use]
     pub fn dstrd(self, mode: DoorbellMode, queue_pairs: u16) -> u8 {
         let fits = |dstrd: &u8| Doorbell::area(queue_pairs, *dstrd) <= PAGE_SIZE;
@@ -37,9 +36,9 @@ impl DoorbellStride {
         }
     }
 
-    /// Returns the number of I/O queue pairs that a function can have at most.
+    /// Returns the maximum number of I/O queue pairs of a function.
     ///
-    /// The Doorbell Buffer is one memory page, and has the stride of the registers. Without it there is room for all.
+    /// The Doorbell Buffer is one memory page with the stride of the registers. Without it, there is room for all queue pairs.
     #[must_use]
     pub fn queue_pairs_max(self, mode: DoorbellMode) -> u16 {
         if !mode.offers_buffer() {

@@ -1,35 +1,35 @@
-//! Changes of a lease that its guest has not caused, and that a log page lists.
+//! Changes of a lease that its guest did not cause, listed in a log page.
 
 use serde::{Deserialize, Serialize};
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::spec::log::ChangeList;
 
-/// Changes of a lease that its guest has not caused.
+/// Store of changes of a lease that its guest did not cause.
 pub trait ChangeLog {
-    /// Returns the changes of which the guest was not told.
+    /// Returns the changes that the guest has not been told of.
     fn changes(&self) -> Changes;
 
-    /// Adds changes of which the guest was not told.
+    /// Adds changes that the guest has not been told of.
     fn recall(&self, untold: &Changes);
 
-    /// Forgets changes of which the guest was told. Changes since then stay.
+    /// Removes changes that the guest has been told of. Later changes stay.
     fn forget(&self, told: &Changes);
 }
 
-/// Changes of which a guest was not told.
+/// Changes that a guest has not been told of.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Changes {
     ids: Vec<u64>,
-    /// There are others, which are not known one by one.
+    /// True if there are changes whose identifiers are unknown.
     more: bool,
 }
 
 impl Changes {
-    /// Most changes that are known one by one: those that the log page has room for.
+    /// Maximum number of known identifiers: the capacity of the log page.
     pub const CAPACITY: usize = ChangeList::CAPACITY;
 
-    /// Changes of these identifiers, and others if there are `more`.
+    /// Creates changes with these identifiers, and with unknown ones if `more` is true.
     #[must_use]
     pub fn new(ids: &[u64], more: bool) -> Self {
         let mut changes = Self::default();
@@ -38,25 +38,25 @@ impl Changes {
         changes
     }
 
-    /// Returns the identifiers of those that are known one by one.
+    /// Returns the known identifiers.
     #[must_use]
     pub fn ids(&self) -> &[u64] {
         &self.ids
     }
 
-    /// Returns whether there are others.
+    /// Returns whether there are changes beyond the known identifiers.
     #[must_use]
     pub fn are_more(&self) -> bool {
         self.more
     }
 
-    /// Returns whether there are none.
+    /// Returns whether there are no changes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty() && !self.more
     }
 
-    /// Adds a change, once.
+    /// Adds a change, unless it is already in the list.
     pub fn add(&mut self, id: u64) {
         if self.ids.contains(&id) {
         } else if self.ids.len() < Self::CAPACITY {
@@ -66,19 +66,19 @@ impl Changes {
         }
     }
 
-    /// Adds other changes.
+    /// Adds changes that the guest has not been told of.
     pub fn recall(&mut self, untold: &Self) {
         untold.ids.iter().for_each(|id| self.add(*id));
         self.more |= untold.more;
     }
 
-    /// Removes those that the guest was told of, which were the first ones here.
+    /// Removes changes that the guest has been told of. They must be the first ones in the list.
     pub fn forget(&mut self, told: &Self) {
         self.ids.drain(..told.ids.len().min(self.ids.len()));
         self.more &= !told.more;
     }
 
-    /// Returns the log page: all of them, or none if there are more than it has room for.
+    /// Returns the log page. If there are more changes than it can list, it lists none and reports the overflow.
     #[must_use]
     pub fn page(&self) -> Vec<u8> {
         let mut page = ChangeList::new_zeroed();

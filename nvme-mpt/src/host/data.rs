@@ -1,4 +1,4 @@
-//! The data of a translated command: the software IOMMU.
+//! Access to the data of a translated command: the IOMMU of software drives.
 
 use zerocopy::transmute;
 
@@ -11,10 +11,10 @@ use crate::spec::dma::{SglDescriptor, SglType};
 use crate::spec::sqe::{Psdt, Sqe};
 use crate::spec::status::Status;
 
-/// Place of the data of one command: PRPs or an SGL of IOVAs, as translation made them.
+/// Location of a command's data: PRPs or an SGL of IOVAs, as built by translation.
 ///
-/// Translation has checked its addresses. They are resolved again here, as an IOMMU does: a mistake of translation
-/// must not become an access here.
+/// Translation has checked the addresses. They are resolved again here, as an IOMMU does, so that a wrong translation does
+/// not become an access.
 #[derive(Debug)]
 pub struct DataPointer {
     psdt: Psdt,
@@ -22,19 +22,19 @@ pub struct DataPointer {
 }
 
 impl DataPointer {
-    /// Place of a translated command's data.
+    /// Returns the location of a translated command's data.
     #[must_use]
     pub fn of(sqe: &Sqe) -> Self {
         Self::new(sqe.cdw0.psdt(), sqe.dptr)
     }
 
-    /// Place that a Data Pointer names.
+    /// Creates the location from a Data Pointer.
     #[must_use]
     pub fn new(psdt: Psdt, dptr: [u64; 2]) -> Self {
         Self { psdt, dptr }
     }
 
-    /// Calls `part` with each stretch of the first `len` bytes, in order.
+    /// Calls `part` with each contiguous piece of the first `len` bytes, in order.
     ///
     /// # Errors
     /// Data Transfer Error, or Data SGL Length Invalid.
@@ -52,8 +52,8 @@ impl DataPointer {
         })
     }
 
-    /// Returns the first `len` bytes if they are one stretch of a page. `None` for others, and for errors:
-    /// [`Self::for_each`] distinguishes them.
+    /// Returns the first `len` bytes if they lie in one page. Returns `None` otherwise and on errors, which
+    /// [`Self::for_each`] distinguishes.
     #[inline]
     #[must_use]
     pub fn in_one_page<'a>(&self, memory: HostMemory<'a>, len: u64) -> Option<RawBytes<'a>> {
@@ -64,10 +64,10 @@ impl DataPointer {
         resolve(memory, &mut RegionHint::default(), prp1, len).ok()
     }
 
-    /// Calls `part` with address and length of each stretch of the first `len` bytes, in order.
+    /// Calls `part` with the address and length of each contiguous piece of the first `len` bytes, in order.
     ///
     /// # Errors
-    /// Data Transfer Error, Data SGL Length Invalid, and those of `part`.
+    /// Data Transfer Error, Data SGL Length Invalid, and errors of `part`.
     #[inline]
     pub fn for_each_iova(
         &self,
@@ -90,7 +90,7 @@ impl DataPointer {
         mut part: impl FnMut(u64, u64) -> Result<(), Status>,
     ) -> Result<(), Status> {
         let [prp1, prp2] = self.dptr;
-        // Pages that follow one another are one stretch: copies are faster the longer they are.
+        // Adjacent pages are merged, because longer copies are faster.
         let (mut start, mut run) = (prp1, (PAGE_SIZE - prp1 % PAGE_SIZE).min(len));
         let mut rest = len - run;
         let mut add = |entry: u64, size: u64| {
@@ -159,7 +159,7 @@ fn resolve<'a>(
     memory
         .table
         .resolve(iova, len as usize, hint)
-        // Lists of commands (ranges to deallocate or copy) are the slot's own.
+        // Range lists (to deallocate or copy) are in the slot's own memory.
         .or_else(|| memory.lists.resolve(iova, len as usize))
         .ok_or(Status::DATA_TRANSFER_ERROR)
 }

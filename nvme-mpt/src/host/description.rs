@@ -1,8 +1,8 @@
-//! Description of a namespace by its I/O command sets, as data: all of it that a guest reads.
+//! Description of a namespace by its I/O command sets, as data: everything that a guest can read.
 //!
-//! A command set describes a namespace where it translates commands
-//! ([`CommandSet::describe`](crate::shadow::CommandSet::describe)). Then the description crosses the seam, and the
-//! function serves it, without knowledge of the command set.
+//! A command set describes a namespace in the code that translates its commands
+//! ([`CommandSet::describe`](crate::shadow::CommandSet::describe)). The back end passes the description to the function,
+//! which reports it without knowing the command set.
 
 use serde::{Deserialize, Serialize};
 use zerocopy::{Immutable, IntoBytes};
@@ -15,9 +15,9 @@ use crate::spec::log::LogPageId;
 /// I/O command sets of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommandSets {
-    /// NVM Command Set, whose structures are there for what others have in common.
+    /// NVM Command Set, whose data structures have the fields that all command sets share.
     pub nvm: CommandSetDescription,
-    /// Another one, which the namespace has as its own.
+    /// Command set of the namespace, if it is not the NVM Command Set.
     pub other: Option<CommandSetDescription>,
 }
 
@@ -35,7 +35,7 @@ impl CommandSets {
         sets.into_iter().flatten().find(|set| set.csi == csi)
     }
 
-    /// Returns a command set whose commands the namespace executes. Blocks have the NVM Command Set beside their own.
+    /// Returns a command set whose commands the namespace executes. Namespaces of blocks also execute the NVM Command Set.
     #[must_use]
     pub fn executed(&self, csi: Csi) -> Option<&CommandSetDescription> {
         let own = self.own();
@@ -43,7 +43,7 @@ impl CommandSets {
         (set.csi == own.csi || own.has_blocks()).then_some(set)
     }
 
-    /// Returns the I/O commands that the namespace executes as those of a command set.
+    /// Returns the I/O commands that the namespace executes for a command set.
     pub fn commands(&self, csi: Csi) -> impl Iterator<Item = &IoCommand> {
         let set = self.executed(csi);
         let base = set.filter(|set| set.csi != self.nvm.csi && set.has_blocks());
@@ -55,7 +55,7 @@ impl CommandSets {
 }
 
 impl From<CommandSetDescription> for CommandSets {
-    /// Returns the command sets of a namespace of blocks whose own one is the NVM Command Set.
+    /// Creates the command sets of a namespace whose own command set is the NVM Command Set.
     fn from(nvm: CommandSetDescription) -> Self {
         Self { nvm, other: None }
     }
@@ -64,19 +64,19 @@ impl From<CommandSetDescription> for CommandSets {
 /// Description of a namespace by one I/O command set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommandSetDescription {
-    /// Its identifier.
+    /// Command Set Identifier.
     pub csi: Csi,
     /// Contents of the namespace.
     pub contents: Contents,
-    /// I/O commands that are executed, beside those of the NVM Command Set if the contents are blocks.
+    /// I/O commands that are executed, in addition to those of the NVM Command Set if the contents are blocks.
     pub commands: Vec<IoCommand>,
     /// I/O Command Set specific Identify Namespace (CNS 05h).
     pub namespace: IdentifyNamespaceData,
     /// I/O Command Set specific Identify Controller (CNS 06h).
     pub controller: Structure,
-    /// List of changes, if it has one.
+    /// Change list, if the command set has one.
     pub change_list: Option<ChangeListDescription>,
-    /// Promises to the guest, which a snapshot keeps.
+    /// Promises to the guest, which are saved in a snapshot.
     pub promises: Vec<Promise>,
 }
 
@@ -91,25 +91,25 @@ impl CommandSetDescription {
 /// Contents of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Contents {
-    /// Logical blocks, in units of so many.
+    /// Logical blocks in units.
     Blocks {
-        /// Blocks of a unit.
+        /// Blocks per unit.
         unit: u64,
-        /// Blocks of a unit that can be written.
+        /// Writable blocks per unit.
         writable: u64,
     },
-    /// No logical blocks, but what this name says to people.
+    /// No logical blocks; the name describes the contents.
     Other(String),
 }
 
 impl Contents {
-    /// Logical blocks, all of which can be written.
+    /// Logical blocks that are all writable.
     pub const BLOCKS: Self = Self::Blocks {
         unit: 1,
         writable: 1,
     };
 
-    /// Returns the number of blocks that can be written, of so many (`NCAP`); `None` if there are no blocks.
+    /// Returns the number of writable blocks among `blocks` blocks (`NCAP`); `None` if there are no blocks.
     #[must_use]
     pub fn capacity(&self, blocks: u64) -> Option<u64> {
         match *self {
@@ -122,17 +122,17 @@ impl Contents {
     }
 }
 
-/// An I/O command that is executed.
+/// I/O command that is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoCommand {
     /// Its opcode.
     pub opcode: u8,
-    /// True if it changes the content of the namespace (`LBCC`).
+    /// True if the command changes the content of the namespace (`LBCC`).
     pub changes_content: bool,
 }
 
 impl IoCommand {
-    /// A command that leaves the content of the namespace as it is.
+    /// Creates a command that does not change the content of the namespace.
     #[must_use]
     pub const fn reading(opcode: u8) -> Self {
         let changes_content = false;
@@ -142,7 +142,7 @@ impl IoCommand {
         }
     }
 
-    /// A command that changes the content of the namespace.
+    /// Creates a command that changes the content of the namespace.
     #[must_use]
     pub const fn writing(opcode: u8) -> Self {
         let changes_content = true;
@@ -153,17 +153,17 @@ impl IoCommand {
     }
 }
 
-/// Something that a guest may rely on as long as its controller is there.
+/// Property that a guest may rely on as long as its controller exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Promise {
-    /// Name for people. A snapshot has it, so it stays.
+    /// Readable name. Snapshots have it, so it must not change.
     pub name: String,
     /// Value.
     pub value: u64,
 }
 
 impl Promise {
-    /// A promise by its name.
+    /// Creates a promise.
     #[must_use]
     pub fn new(name: &str, value: impl Into<u64>) -> Self {
         Self {
@@ -173,30 +173,30 @@ impl Promise {
     }
 }
 
-/// Log page that lists what changed by itself in a namespace, and the event that reports it.
+/// Log page that lists changes of a namespace which the guest did not cause, and the event that reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangeListDescription {
-    /// Log page.
+    /// Log Page Identifier.
     pub lid: LogPageId,
     /// Event that reports a change.
     pub event: AsyncEvent,
-    /// Bit of the notice, in Asynchronous Event Configuration and in OAES.
+    /// Bit of the notice in Asynchronous Event Configuration and in OAES.
     pub notice: AsyncEventConfiguration,
-    /// Blocks from one identifier to the next: each is the LBA that a unit of so many blocks begins with.
+    /// Blocks of a unit. The identifier of a change is the first LBA of its unit.
     pub unit: u64,
 }
 
-/// Identify Namespace data structure of a command set, but for facts that only the function knows.
+/// Identify Namespace data structure of a command set, without facts that only the function knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IdentifyNamespaceData {
-    /// Data structure.
+    /// The data structure.
     pub structure: Structure,
-    /// Facts that the function enters.
+    /// Facts that the function fills in.
     pub facts: Vec<PlacedFact>,
 }
 
 impl IdentifyNamespaceData {
-    /// Returns the first `len` bytes of the data structure, with the values of its facts.
+    /// Returns the first `len` bytes of the data structure, including the facts.
     #[must_use]
     pub fn to_bytes<'a>(&self, len: usize, value: impl Fn(NamespaceFact) -> &'a [u8]) -> Vec<u8> {
         let mut structure = self.structure.to_bytes(len);
@@ -207,7 +207,7 @@ impl IdentifyNamespaceData {
     }
 }
 
-/// Place of a fact in a data structure.
+/// Position of a fact in a data structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlacedFact {
     /// Offset of its first byte.
@@ -219,7 +219,7 @@ pub struct PlacedFact {
 /// Fact of a namespace that only the function knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NamespaceFact {
-    /// Bytes in use, in 8 bytes.
+    /// Bytes in use, as an 8-byte number.
     Used,
     /// Namespace Globally Unique Identifier.
     Nguid,
@@ -227,11 +227,11 @@ pub enum NamespaceFact {
     Eui64,
 }
 
-/// A data structure, as those of its bytes that are not zero.
+/// Data structure, stored as its runs of nonzero bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Structure(Vec<Run>);
 
-/// Bytes of a data structure that follow each other.
+/// Consecutive nonzero bytes of a data structure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Run {
     offset: u16,
@@ -239,7 +239,7 @@ struct Run {
 }
 
 impl Structure {
-    /// A data structure of at most 64 KiB.
+    /// Stores a data structure of at most 64 KiB.
     #[must_use]
     pub fn of(structure: &(impl IntoBytes + Immutable)) -> Self {
         let mut runs: Vec<Run> = Vec::new();
@@ -269,7 +269,7 @@ impl Structure {
     }
 }
 
-/// Copies bytes to a place of a data structure, as far as there is room.
+/// Copies bytes to a position of a data structure, clipped at its end.
 fn put(structure: &mut [u8], offset: u16, bytes: &[u8]) {
     let places = structure.iter_mut().skip(offset.into());
     for (place, byte) in places.zip(bytes) {

@@ -1,4 +1,4 @@
-//! Most data of one command that a function lets its guest transfer (Base 2.0, Figure 275, `MDTS`).
+//! Maximum Data Transfer Size that a function reports to its guest (Base 2.0, Figure 275, `MDTS`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,30 +6,30 @@ use std::str::FromStr;
 use crate::address::PAGE_SIZE;
 use crate::range::Bytes;
 
-/// Maximum Data Transfer Size: a power of two of 4 KiB pages, from 8 KiB to 2 MiB.
+/// Maximum Data Transfer Size, as a power of two of 4 KiB pages: 8 KiB to 2 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mdts(u8);
 
 impl Mdts {
-    /// The smallest one, 8 KiB: the value of a page, 0, stands for no limit.
+    /// Smallest size, 8 KiB: the MDTS value for one page, 0, means no limit.
     pub const MIN: Self = Self(1);
 
-    /// The largest one, 2 MiB: a PRP list of its pages is one page.
+    /// Largest size, 2 MiB: its PRP list fits in one page.
     pub const MAX: Self = Self(9);
 
-    /// From a power of two of pages; the nearest one for others.
+    /// Creates the size from a power of two of pages, clamped to the valid range.
     #[must_use]
     pub fn of_pages(log2: u8) -> Self {
         Self(log2).clamp(Self::MIN, Self::MAX)
     }
 
-    /// Returns the power of two of pages, as Identify has it.
+    /// Returns the power of two of pages, as in Identify Controller.
     #[must_use]
     pub const fn pages_log2(self) -> u8 {
         self.0
     }
 
-    /// Returns the number of bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub const fn bytes(self) -> u64 {
         PAGE_SIZE << self.0

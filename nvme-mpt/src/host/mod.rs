@@ -1,10 +1,10 @@
 //! Host controllers: the NVMe controllers that do the I/O.
 //!
-//! Their data path is [`HostQueue`], one value per queue pair and one poller for it: a shadow queue writes translated
-//! commands into it, rings, and reaps completions. Every kind of host controller takes the same commands, with host LBAs
+//! Their data path is [`HostQueue`], with one value per queue pair and one poller for it: a shadow queue submits translated
+//! commands, rings the doorbell and reaps completions. All kinds of host controllers take the same commands, with host LBAs
 //! and IOVAs. Their control path is [`HostController`](crate::drive::HostController).
 //!
-//! This crate knows no kind by name. A shadow queue has its host queue as a
+//! This module does not name any kind of host controller. A shadow queue owns a
 //! [`HostQueuePair`](crate::shadow::HostQueuePair), whose poll is one virtual call.
 
 mod changes;
@@ -31,52 +31,50 @@ pub use queue::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
 };
 
-/// Abilities of a host controller, and so the promises that a guest controller may make.
+/// Abilities of a host controller, which limit the promises of a guest controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// Maximum Data Transfer Size: a power of two of 4 KiB pages.
+    /// Maximum Data Transfer Size, as a power of two of 4 KiB pages.
     pub mdts: u8,
-    /// Most entries of a queue (CAP.MQES + 1).
+    /// Maximum number of entries of a queue (CAP.MQES + 1).
     pub entries_max: u32,
-    /// Optional NVM commands that it executes, see [`Self::offers`]; of other bits nobody takes
-    /// note.
+    /// Optional NVM commands that the controller executes; see [`Self::offers`]. Other bits are ignored.
     pub commands: Oncs,
     /// Atomic Write Unit Normal, in logical blocks, zero-based (Base 2.0, Figure 275, `AWUN`).
     pub awun_z: u16,
     /// Atomic Write Unit Power Fail, in logical blocks, zero-based.
     pub awupf_z: u16,
-    /// True if writes may be lost by a power failure unless they are flushed.
+    /// True if a power failure may lose writes that are not flushed.
     pub volatile_write_cache: bool,
-    /// True if deallocated blocks read as zeroes (DLFEAT 001b); else what they read is not known.
+    /// True if deallocated blocks read as zeroes (DLFEAT 001b); otherwise their content is undefined.
     pub deallocated_reads_zeroes: bool,
-    /// Most SGL descriptors of a command.
+    /// Maximum number of SGL descriptors of a command.
     pub sgl_descriptors_max: u32,
-    /// Most bytes of one Write Zeroes, Write Uncorrectable or Verify command, a power of two. Longer ones are carried out in
+    /// Maximum bytes of a Write Zeroes, Write Uncorrectable or Verify command, a power of two. Larger commands are executed in
     /// parts.
     pub no_data_bytes_max: u64,
-    /// Most bytes of all ranges of a Dataset Management command that deallocates. Longer ones are carried out in parts.
+    /// Maximum bytes of all ranges of a deallocating Dataset Management command. Larger commands are executed in parts.
     pub dsm_range_bytes_max: u64,
-    /// Most ranges of a Dataset Management command. Those with more are carried out in parts.
+    /// Maximum number of ranges of a Dataset Management command. Commands with more ranges are executed in parts.
     pub dsm_ranges_max: u32,
-    /// Most bytes of one Copy command, and of one of its source ranges.
+    /// Maximum bytes of a Copy command, and of each of its source ranges.
     pub copy_bytes_max: u64,
-    /// Most source ranges of a Copy command.
+    /// Maximum number of source ranges of a Copy command.
     pub copy_ranges_max: u32,
-    /// Most bytes of data that the namespaces' own command set allows a command which it bounds by itself; 0 if it
-    /// bounds none.
+    /// Maximum data bytes of commands for which the namespace's own command set has a separate limit; 0 if there are none.
     pub own_bytes_max: u64,
 }
 
 impl Limits {
-    /// Most bytes that one command transfers.
+    /// Returns the maximum data bytes of a command.
     #[must_use]
     pub fn max_transfer(&self) -> u64 {
         crate::address::PAGE_SIZE << self.mdts
     }
 
-    /// The same abilities, for a guest whose commands transfer up to `mdts`.
+    /// Returns these abilities for a guest with another `mdts`.
     ///
-    /// The list of a slot has room for the SGL descriptors of the usual limit. So a guest with a larger one has PRPs alone.
+    /// A slot's list has room for the SGL descriptors of the usual limit, so a guest with a larger limit must use PRPs.
     #[must_use]
     pub fn with_mdts(self, mdts: Mdts) -> Self {
         let sgls = match mdts.pages_log2() > self.mdts {
@@ -90,7 +88,7 @@ impl Limits {
         }
     }
 
-    /// Returns whether a host controller with these abilities keeps what was promised by `promised`.
+    /// Returns whether a host controller with these abilities keeps the promises made by `promised`.
     #[must_use]
     pub fn keep(&self, promised: &Self) -> bool {
         let Self {
@@ -102,7 +100,7 @@ impl Limits {
             volatile_write_cache,
             deallocated_reads_zeroes,
             sgl_descriptors_max,
-            // Commands beyond these are carried out in parts.
+            // Commands beyond these are executed in parts.
             no_data_bytes_max: _,
             dsm_range_bytes_max: _,
             dsm_ranges_max: _,
@@ -115,7 +113,7 @@ impl Limits {
             && entries_max >= promised.entries_max
             && awun_z >= promised.awun_z
             && awupf_z >= promised.awupf_z
-            // A driver that was told of no cache never flushes.
+            // A driver that was told that there is no cache never flushes.
             && (!volatile_write_cache || promised.volatile_write_cache)
             && (deallocated_reads_zeroes || !promised.deallocated_reads_zeroes)
             && sgl_descriptors_max >= promised.sgl_descriptors_max
@@ -124,8 +122,8 @@ impl Limits {
             && own_bytes_max >= promised.own_bytes_max
     }
 
-    /// Returns whether an I/O command on logical blocks is executed: Read, Write and Flush always, the
-    /// optional ones where [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
+    /// Returns whether an I/O command on logical blocks is executed. Read, Write and Flush always are; optional commands are if
+    /// [`Self::commands`] has them (Base 2.0, Figure 275, `ONCS`).
     #[must_use]
     pub const fn offers(&self, opcode: NvmOpcode) -> bool {
         match opcode {
@@ -144,20 +142,20 @@ impl Limits {
 /// Composite Temperatures at which a drive warns, in kelvins (Base 2.0, Figure 275).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemperatureThresholds {
-    /// `WCTEMP`: above it, operation goes on, with care; 0 if not reported.
+    /// `WCTEMP`: above it, operation continues with care; 0 if not reported.
     pub warning: u16,
     /// `CCTEMP`: above it, operation may end; 0 if not reported.
     pub critical: u16,
 }
 
-/// Data of a lease that is not what its guest wrote.
+/// Damage of a lease's data: differences from the data that its guest wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
-    /// Completed writes, or what a drive keeps of their places, were lost before they were durable. The lease is read
-    /// only until its VMM connects again, or until the drive is opened anew if its leases share what was lost.
+    /// Completed writes or their metadata were lost before they were durable. The lease is read-only until its VMM connects
+    /// again, or until the drive is reopened if its leases share the lost data.
     pub lost_writes: bool,
-    /// The drive's file was cut short, and blocks of the lease are gone. They are neither read nor written.
+    /// The drive's file was truncated, and blocks of the lease are gone. They are neither read nor written.
     pub cut_short: bool,
-    /// The path of the drive's file leads to another one, or to none.
+    /// The path of the drive's file leads to another file or to none.
     pub replaced: bool,
 }

@@ -1,4 +1,4 @@
-//! The data path of a host controller: queues, batches of commands, completions.
+//! Data path of a host controller: queues, batches of commands, completions.
 
 use std::fmt;
 use std::os::fd::RawFd;
@@ -13,44 +13,43 @@ use crate::spec::status::Status;
 /// Completion of a command by a host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostCompletion {
-    /// The command's identifier at the host controller: its slot.
+    /// Command identifier at the host controller, which is the slot number.
     pub slot: u16,
-    /// Status with which it ended.
+    /// Completion status.
     pub status: Status,
     /// Dword 0 of the completion.
     pub dw0: u32,
 }
 
-/// The memory that translated commands name: what an IOMMU would let the host controller reach.
+/// Memory that translated commands refer to: the memory that an IOMMU would map for the host controller.
 #[derive(Clone, Copy, Debug)]
 pub struct HostMemory<'a> {
     /// The VM's memory.
     pub table: &'a RegionTable,
-    /// The slots' own lists.
+    /// Lists of the slots.
     pub lists: &'a ListMemory,
 }
 
-/// Time at which a host queue's commands complete.
+/// Point at which the commands of a host queue complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completes {
-    /// All of them while they are rung in, but for those that are [put off](HostQueue::puts_off).
+    /// All commands complete while they are rung in, except those that are [put off](HostQueue::puts_off).
     AtOnce,
-    /// Some of them while they are rung in.
+    /// Some commands complete while they are rung in.
     SoonOrLater,
-    /// None of them before a poll is over.
+    /// No command completes before the end of the poll.
     Later,
 }
 
-/// The data path of one host queue pair. It is used by one thread at a time.
+/// Data path of one host queue pair. Only one thread uses it at a time.
 pub trait HostQueue {
-    /// Time at which its commands complete: a poller looks for completions then.
+    /// Point at which commands complete, so that the poller knows when to reap.
     const COMPLETES: Completes = Completes::SoonOrLater;
 
-    /// True if a reset of the drive ends commands with Command Interrupted, which the shadow queue is to give it again.
+    /// True if a reset of the drive completes commands with Command Interrupted. The shadow queue resubmits these.
     const IS_INTERRUPTED: bool = false;
 
-    /// The command set that its commands belong to: a [`CommandSet`](crate::shadow::CommandSet) where a shadow queue has
-    /// it.
+    /// Command set of the queue's commands; a [`CommandSet`](crate::shadow::CommandSet) if a shadow queue uses the queue.
     type Commands;
 
     /// See [`Self::batch`].
@@ -58,44 +57,42 @@ pub trait HostQueue {
     where
         Self: 'a;
 
-    /// A batch of commands for the host SQ. One that nothing is submitted to costs nothing.
+    /// Starts a batch of commands for the host SQ. An empty batch costs nothing.
     fn batch(&mut self) -> Self::Batch<'_>;
 
-    /// Hands over completions that are there.
+    /// Passes available completions to `taker`.
     fn reap(&mut self, memory: HostMemory<'_>, taker: impl CompletionTaker);
 
-    /// Begins no further step of any command: one that has steps left ends with
-    /// [`Status::ABORTED_SQ_DELETION`] when the step is done that the drive has of it. The queue gets no
-    /// more commands, and is deleted when the last one has ended.
+    /// Lets commands start no further step. A command with steps left ends with [`Status::ABORTED_SQ_DELETION`] when its
+    /// current step is done. The queue gets no more commands, and is deleted when the last one has ended.
     fn cut_short(&mut self);
 
-    /// Waits for what the drive still has of it, as it is about to be dropped. Returns whether the drive has nothing
-    /// more.
+    /// Waits for commands that the drive still has, before the queue is dropped. Returns whether the drive has none left.
     ///
-    /// If it has, the shadow queue keeps the memory and the lease that its commands name for good.
+    /// If the drive still has commands, the shadow queue never releases the memory and the lease that they use.
     fn settle(&mut self) -> bool;
 
-    /// Becomes readable when completions are there, for a poller that wants to sleep; `None` if
-    /// commands complete while they are rung in, so that there is nothing to wait for.
+    /// Returns a descriptor that is readable while completions are available, for a poller that wants to sleep; `None` if
+    /// commands complete while they are rung in.
     fn wait_fd(&self) -> Option<RawFd>;
 
-    /// Returns whether it goes on with commands when completions are [reaped](Self::reap) next, although it
-    /// [completes](Self::COMPLETES) others at once.
+    /// Returns whether commands continue at the next [reap](Self::reap), although the queue [completes](Self::COMPLETES) others
+    /// at once.
     fn puts_off(&self) -> bool {
         false
     }
 
-    /// Returns whether it can only be deleted.
+    /// Returns whether the queue has failed and can only be deleted.
     fn has_failed(&self) -> bool {
         false
     }
 
-    /// Returns whether its drive was removed, so that all that it is given fails.
+    /// Returns whether the drive was removed, so that all commands fail.
     fn is_gone(&self) -> bool {
         false
     }
 
-    /// Blocks that its drive's namespace has now; `None` if it keeps those that it had.
+    /// Returns the current number of blocks of the drive's namespace; `None` if the number cannot change.
     fn blocks(&self) -> Option<u64> {
         None
     }
@@ -105,54 +102,51 @@ pub trait HostQueue {
         false
     }
 
-    /// Sets whether commands complete as soon as they can, instead of when they are due: while a caller waits
-    /// for the queue to be empty.
+    /// Sets whether commands complete as soon as possible instead of at their due time. Used while a caller waits for an empty
+    /// queue.
     fn hurry(&mut self, hurried: bool) {
         let _ = hurried;
     }
 
-    /// A moment before which nothing happens here but by a completion that wakes the poller; `None` if nothing
-    /// ever does.
+    /// Returns the time before which nothing happens except completions that wake the poller; `None` if nothing else happens.
     fn next_due(&self) -> Option<Ticks> {
         None
     }
 
-    /// The drive's own queue pair behind it, which others may come to share; `None` for a drive that makes any
-    /// number of them.
+    /// Returns the drive's queue pair behind this queue, which other host queues may share; `None` if the drive creates a pair
+    /// for each queue.
     fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
         None
     }
 }
 
-/// The queue pair of a drive behind a host queue, which other host queues may share. It may become another one.
+/// Queue pair of a drive that several host queues may share. A host queue may move to another pair.
 pub trait SharedPair: fmt::Debug + Send + Sync {
-    /// Returns the number of host queues that share it.
+    /// Returns the number of host queues that share the pair.
     fn members(&self) -> usize;
 
-    /// Returns whether it belongs to the lease of the host queue.
+    /// Returns whether the pair is reserved for the lease of the host queue.
     fn is_reserved(&self) -> bool;
 }
 
-/// Commands on their way into a host SQ: what they need in common is done once for all of them.
+/// Batch of commands for a host SQ. Work that all commands need is done once per batch.
 pub trait HostBatch {
-    /// Tells that so many commands follow at most, which were taken from the guest at this time.
+    /// Announces at most `count` commands, which were taken from the guest at time `taken`.
     fn announce(&mut self, count: u32, taken: Ticks);
 
-    /// Writes a command into the host SQ, one of those that were announced. There is room for as
-    /// many as there are slots.
+    /// Writes an announced command to the host SQ. There is room for as many commands as there are slots.
     fn submit(&mut self, sqe: &Sqe);
 
-    /// As [`Self::submit`], for a command that a process which ended may have carried out in part or as a whole.
+    /// Submits a command that may already have been executed partly or completely.
     fn submit_again(&mut self, sqe: &Sqe) {
         self.submit(sqe);
     }
 
-    /// Rings the host SQ's doorbell: the controller starts on all that was submitted.
+    /// Rings the host SQ's doorbell, so that the controller starts the batch.
     fn ring(self, memory: HostMemory<'_>);
 }
 
-/// Taker of completions. Any closure that takes one is; a type of its own can ask that its work is compiled
-/// into each place of use.
+/// Receiver of completions. Closures implement it; a separate type can request inlining.
 pub trait CompletionTaker {
     /// Takes a completion.
     fn take(&mut self, completion: HostCompletion);

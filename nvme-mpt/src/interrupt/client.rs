@@ -1,18 +1,19 @@
-//! Signals to eventfds of clients, without unbounded time on a shared poller.
+//! Signals to eventfds of clients, with bounded time on a shared poller.
 //!
-//! A client decides how long a signal to its eventfd takes. It can make the signal wait. It can watch the eventfd by a hundred
-//! thousand epolls, and a signal wakes them all with interrupts off. So the time of each signal is measured:
+//! A client controls how long a signal to its eventfd takes. It can make the write block. It can watch the eventfd with a
+//! hundred thousand epoll instances, and a signal wakes them all with interrupts disabled. So the time of each signal is
+//! measured:
 //!
 //! | client | signal |
 //! |---|---|
-//! | trusted | a [watched write](crate::memory::watched_write), until a write had to wait |
-//! | not trusted, or its eventfd made a write wait | the kernel's [asynchronous I/O](crate::memory::notifier) |
-//! | its signals are slow, or there is no asynchronous I/O | a thread of its own |
+//! | trusted | a [watched write](crate::memory::watched_write), until a write blocked |
+//! | not trusted, or its eventfd made a write block | the kernel's [asynchronous I/O](crate::memory::notifier) |
+//! | its signals are slow, or there is no asynchronous I/O | a separate thread |
 //!
-//! Two reads of the time stamp counter find a signal that may have been slow. Its thread may also have lost its processor, so
-//! the processor time of the next signals is measured. In a virtual machine, that time includes time which the host took, so
-//! three slow signals decide. The thread of a slow client sleeps so that it uses at most a hundredth of a processor. After
-//! enough quick signals the client leaves the thread. That number doubles each time.
+//! Two reads of the time stamp counter detect a possibly slow signal. The poller may also have been preempted, so the
+//! processor time of the next signals is measured. In a virtual machine, that time includes steal time, so the decision takes
+//! three slow signals. The thread of a slow client sleeps so that it uses at most 1 % of a processor. After a number of
+//! quick signals, the client is signalled without the thread again. This number doubles each time.
 
 use std::io;
 use std::sync::OnceLock;
@@ -30,48 +31,48 @@ use crate::memory::sync::mpsc::{Receiver, Sender, channel};
 use crate::memory::system::thread_time;
 use crate::threads::start_thread;
 
-/// Time from which a signal counts as slow. A signal to a vCPU takes some microseconds in a virtual machine.
+/// Time from which a signal counts as slow. In a virtual machine, a signal to a vCPU takes some microseconds.
 const SLOW: Duration = Duration::from_micros(50);
 
-/// Signals whose processor time is measured after the first one that may have been slow. The number doubles each time, as a
-/// client can slow a signal down as soon as its signals are no longer measured.
+/// Number of signals whose processor time is measured after a possibly slow one. The number doubles each time, because a
+/// client can make signals slow as soon as they are no longer measured.
 const SUSPECTED: u32 = 16;
 
 /// Number of slow signals among these after which a thread signals the client.
 const SLOW_MAX: u32 = 3;
 
-/// Most times that [`SUSPECTED`] doubles.
+/// Maximum number of doublings of [`SUSPECTED`].
 const DOUBLINGS_MAX: u32 = 16;
 
-/// Quick signals after which a client leaves its thread for the first time.
+/// Number of quick signals after which a client leaves its thread for the first time.
 const QUICK: u32 = 64;
 
-/// Factor between a signal's time and the rest of the slow client's thread after it, which is [`REST_MAX`] at most.
+/// Rest of a slow client's thread after a signal, as a multiple of the signal's time; at most [`REST_MAX`].
 const REST: u32 = 99;
 
-/// Longest rest. It is bounded because a guest's driver has timeouts for its interrupt.
+/// Maximum rest. It is limited because a guest's driver has timeouts for its interrupt.
 const REST_MAX: Duration = Duration::from_secs(1);
 
 /// Time between two attempts to start a client's thread.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Number of trusted clients with waiting writes from which on new clients get no direct writes.
+/// Number of trusted clients with blocking eventfds from which on new clients get no direct writes.
 const BLOCKED_MAX: u32 = 3;
 
-/// Clients of trusted users that made a write wait.
+/// Number of trusted clients whose eventfd made a write block.
 static BLOCKED: AtomicU32 = AtomicU32::new(0);
 
-/// Ways to signal a client.
+/// Paths for signals to a client.
 const DIRECT: u8 = 0;
 const SUSPECT: u8 = 1;
 const THREAD: u8 = 2;
 
-/// Process other than this one that reads an eventfd.
+/// Kind of another process that reads an eventfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventReader {
-    /// It can do to this process what it likes, as [`is_trusted`](crate::memory::system::is_trusted) has it.
+    /// The process has full power over this one, see [`is_trusted`](crate::memory::system::is_trusted).
     Trusted,
-    /// It belongs to another user.
+    /// The process belongs to another user.
     Untrusted,
 }
 
@@ -82,44 +83,44 @@ pub struct ClientSignals {
     thread: Mutex<SignalThread>,
 }
 
-/// The client's thread, if it has one.
+/// Thread of a client, if there is one.
 #[derive(Debug, Default)]
 struct SignalThread {
     sender: Option<Sender<Arc<ClientEventFd>>>,
-    /// Moment at which it could not be started.
+    /// Time of a failed start.
     refused: Option<Ticks>,
 }
 
-/// State of a client's signals.
+/// Measurements and path of a client's signals.
 #[derive(Debug)]
 struct Manner {
     name: String,
     way: AtomicU8,
-    /// Number of signals that are still measured by processor time.
+    /// Number of signals whose processor time is still to be measured.
     suspected: AtomicU32,
-    /// Number of slow signals among these.
+    /// Number of slow signals among the measured ones.
     slow: AtomicU32,
-    /// Number of signals that may have been slow while none was measured.
+    /// Number of possibly slow signals outside of measurements.
     suspicions: AtomicU32,
-    /// True if the client is trusted and no write had to wait, so writes signal it.
+    /// True if the client is trusted and no write has blocked, so that writes signal it.
     writes: AtomicBool,
     notifier: OnceLock<Arc<Notifier>>,
-    /// Number of times that it left its thread after slow signals.
+    /// Number of times that the client left its thread after slow signals.
     returns: AtomicU32,
     slow_ticks: u64,
 }
 
-/// An eventfd that a client gave.
+/// Eventfd received from a client.
 #[derive(Debug)]
 pub struct ClientEventFd {
     eventfd: Arc<EventFd>,
     signals: Arc<ClientSignals>,
-    /// True if the client's thread has to signal it.
+    /// True if the client's thread must signal the eventfd.
     is_due: AtomicBool,
 }
 
 impl ClientSignals {
-    /// Signals to a client, whose thread will have this name.
+    /// Creates the signals to a client. `name` is the name of its thread.
     #[must_use]
     pub fn new(name: &str, client: EventReader) -> Arc<Self> {
         let signals = Self {
@@ -140,7 +141,7 @@ impl ClientSignals {
         Arc::new(signals)
     }
 
-    /// Begins with another client of the same function. The measurements of earlier clients stay.
+    /// Starts with another client of the same function. Measurements of earlier clients stay.
     pub fn meet(&self, client: EventReader) {
         let is_trusted = client == EventReader::Trusted
             && BLOCKED.load(Ordering::Relaxed) < BLOCKED_MAX
@@ -151,7 +152,7 @@ impl ClientSignals {
         }
     }
 
-    /// Takes an eventfd of the client, which has come through [`eventfd::take`](crate::memory::eventfd::take).
+    /// Wraps an eventfd of the client that came through [`eventfd::take`](crate::memory::eventfd::take).
     #[must_use]
     pub fn eventfd(self: &Arc<Self>, eventfd: impl Into<Arc<EventFd>>) -> Arc<ClientEventFd> {
         Arc::new(ClientEventFd {
@@ -161,14 +162,14 @@ impl ClientSignals {
         })
     }
 
-    /// Makes the client's thread signal an eventfd. Does not wait. Starts the thread if there is none, but tries that once in
-    /// [`RETRY`] only.
+    /// Lets the client's thread signal an eventfd, without waiting. Starts the thread if there is none, but tries only once per
+    /// [`RETRY`].
     #[cold]
     fn hand_over(&self, eventfd: &Arc<ClientEventFd>) -> bool {
         self.hand_over_to(eventfd, || self.manner.clone().start())
     }
 
-    /// As [`Self::hand_over`], to a thread that `start` starts.
+    /// Hands over as [`Self::hand_over`] does, to a thread that `start` starts.
     fn hand_over_to(
         &self,
         eventfd: &Arc<ClientEventFd>,
@@ -204,14 +205,13 @@ impl ClientSignals {
             eventfd.is_due.store(false, Ordering::Release);
             return false;
         };
-        // The thread lasts as long as this.
+        // The thread runs as long as `self` exists.
         sender.send(eventfd.clone()).is_ok()
     }
 }
 
 impl ClientEventFd {
-    /// Signals the eventfd. Returns `false` if that failed or the counter was full. The next signal then stands for this one
-    /// too.
+    /// Signals the eventfd. Returns `false` if that failed or the counter was full. The next signal then covers this one too.
     #[inline]
     pub(crate) fn signal(self: &Arc<Self>) -> bool {
         let manner = &self.signals.manner;
@@ -261,7 +261,7 @@ impl Manner {
                         "{}: a thread signals interrupts, which takes longer: {error}",
                         self.name
                     );
-                    // Its writes are watched.
+                    // The thread's writes must be watched.
                     start_watch();
                     self.way.store(THREAD, Ordering::Relaxed);
                 }
@@ -270,7 +270,7 @@ impl Manner {
         self.writes.store(false, Ordering::Relaxed);
     }
 
-    /// Records that a write had to wait for the client.
+    /// Records that a write to the client's eventfd blocked.
     #[cold]
     fn was_blocked(&self) {
         if self.writes.load(Ordering::Relaxed) {
@@ -283,7 +283,7 @@ impl Manner {
         }
     }
 
-    /// Records the time of a signal, and its processor time if that was measured.
+    /// Records the time of a signal, and its processor time if it was measured.
     #[cold]
     fn may_be_slow(&self, ticks: u64, processor: Option<Duration>) {
         match processor {
@@ -305,7 +305,7 @@ impl Manner {
                 self.slow.store(0, Ordering::Relaxed);
                 self.change_way(DIRECT, SUSPECT);
             }
-            // The thread lost its processor.
+            // The thread was preempted.
             Some(_) if ticks > self.slow_ticks => {}
             Some(_) => {
                 let left = self.suspected.load(Ordering::Relaxed).saturating_sub(1);
@@ -317,7 +317,7 @@ impl Manner {
         }
     }
 
-    /// Changes the way to signal, unless another poller of the client's queues has changed it meanwhile.
+    /// Changes the path for signals, unless another poller of the client's queues has changed it.
     fn change_way(&self, from: u8, to: u8) {
         let (success, failure) = (Ordering::Relaxed, Ordering::Relaxed);
         let _ = self.way.compare_exchange(from, to, success, failure);
@@ -331,12 +331,12 @@ impl Manner {
         Ok(sender)
     }
 
-    /// Signals the eventfds that it receives, until the client has gone.
+    /// Signals received eventfds until the client is gone.
     fn signal_all(&self, eventfds: &Receiver<Arc<ClientEventFd>>) {
         leave_processor_of_poller();
         let mut quick = 0;
         while let Ok(eventfd) = eventfds.recv() {
-            // Before the signal: one that is asked for meanwhile is another one.
+            // Cleared before the signal, so that a request during the signal causes another one.
             eventfd.is_due.store(false, Ordering::Release);
             let before = thread_time();
             let signalled = self.signal(&eventfd.eventfd);
@@ -351,7 +351,7 @@ impl Manner {
         }
     }
 
-    /// Records the processor time of a signal by the client's thread. Returns the time for which the thread rests now.
+    /// Records the processor time of a signal by the client's thread. Returns the time for which the thread rests.
     fn signalled_by_thread(&self, time: Duration, quick: &mut u32) -> Duration {
         if time > SLOW {
             *quick = 0;
@@ -411,7 +411,7 @@ fn leave_processor_of_poller() {
     };
     let others = all.without(&own);
     if !others.is_empty() {
-        // It stays where it is, else.
+        // On failure, it stays where it is.
         let _ = run_on(&others);
     }
 }

@@ -10,51 +10,50 @@ use crate::learn::{Choice, Moderation, Owed};
 /// Outstanding work of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Standing {
-    /// Completions that it has not consumed.
+    /// Completions that the guest has not consumed.
     pub(crate) unconsumed: u32,
-    /// Commands that are not complete.
+    /// Commands that are not completed.
     pub(crate) in_flight: u32,
 }
 
-/// Decides when a Completion Queue's guest is interrupted.
+/// Interrupt gate, which decides when the guest of a Completion Queue is interrupted.
 ///
-/// A guest that has not consumed what the last interrupt told it of will find the newer
-/// completions too, as it consumes in order; it is owed another interrupt only if it stops short
-/// of them. It tells by its CQ head doorbell, which is looked at again until the debt is settled.
-/// An interrupt may also wait for [more completions](Moderation) to tell of; a poller that sleeps wakes up
-/// [in time](Self::due) for that, and keeps no other debt.
+/// A guest that is still consuming completions finds newer ones without another interrupt, because it consumes in order. It
+/// is owed an interrupt only if it stops before them. The CQ head doorbell shows this, and is read until the guest has
+/// consumed all completions. An interrupt may also wait for [more completions](Moderation). A sleeping poller wakes up
+/// [in time](Self::due) for that interrupt, and settles everything else before it sleeps.
 ///
-/// The debt of the pin is a level: it is settled once the guest has consumed all entries (PCIe 1.0, section 3.5.1). So the
-/// gate raises the level again when a guest has acknowledged the interrupt and left entries.
+/// The INTx pin is a level, which stays owed until the guest has consumed all entries (PCIe 1.0, section 3.5.1). So the gate
+/// raises the level again if a guest acknowledges the interrupt but leaves entries.
 #[derive(Debug)]
 pub(crate) struct InterruptGate {
     vector: Option<Arc<InterruptVector>>,
     coalescing: Arc<Coalescing>,
-    /// Completions posted since the last signal, and [`TOLD`].
+    /// Number of completions posted since the last signal, combined with [`TOLD`].
     owed: u32,
     owed_since: Ticks,
     moderation: Moderation,
-    /// Until when an interrupt is held back for others.
+    /// Time until which an interrupt is held back for more completions.
     held_until: Option<Ticks>,
     patience: u64,
     ticks_per_100us: u64,
-    /// Of the pin: when it was signalled, and how long the gate waits for the guest since then.
+    /// For the pin: time of its signal, and the timeout for the guest since then.
     told_at: Ticks,
     told_patience: u64,
 }
 
-/// Mark in the debt of the pin that the guest was told of entries, and has not consumed all of them. A queue has fewer.
+/// Flag in `owed`, for the pin: the guest was told of entries and has not consumed all of them. A queue has fewer entries.
 const TOLD: u32 = 1 << 31;
 
-/// Times by which the gate's patience with a guest grows that leaves its entries.
+/// Maximum growth of the pin's timeout for a guest that leaves entries, as a factor.
 const PATIENCE_GROWTH: u64 = 64;
 
-/// A guest whose interrupt handler takes longer than this gets another interrupt: one that says late how far it
-/// consumed is owed it, one that is only slow is not.
+/// Time after which a guest that has not consumed all entries gets another interrupt. It is meant for a guest that stopped,
+/// but reported its head late. A guest whose interrupt handler is merely slow gets a spurious interrupt.
 const PATIENCE: Duration = Duration::from_millis(1);
 
 impl InterruptGate {
-    /// A gate in front of `vector`, whose ticks go by at `rate`.
+    /// Creates a gate for `vector`. Ticks have the given `rate`.
     pub(crate) fn new(
         vector: Option<Arc<InterruptVector>>,
         coalescing: Arc<Coalescing>,
@@ -75,18 +74,18 @@ impl InterruptGate {
         }
     }
 
-    /// Returns the vector that it raises.
+    /// Returns the vector that the gate raises.
     pub(crate) fn vector(&self) -> Option<&Arc<InterruptVector>> {
         self.vector.as_ref()
     }
 
-    /// Returns whether completions were posted that the guest may not know of.
+    /// Returns whether there are posted completions that the guest may not know of.
     #[inline]
     pub(crate) fn is_owed(&self) -> bool {
         self.owed != 0
     }
 
-    /// Completions were posted.
+    /// Notes that completions were posted.
     #[inline]
     pub(crate) fn post(&mut self, completions: u32, now: Ticks) {
         if self.vector.is_some() {
@@ -98,18 +97,18 @@ impl InterruptGate {
         }
     }
 
-    /// Commands were taken.
+    /// Notes that commands were taken.
     #[inline]
     pub(crate) fn taken(&mut self, now: Ticks) {
         self.moderation.taken(now);
     }
 
-    /// The moment at which an interrupt is due that is held back.
+    /// Returns the time at which a held-back interrupt is due.
     pub(crate) fn due(&self) -> Option<Ticks> {
         self.held_until
     }
 
-    /// Signals if it is time to, with that before the guest. Returns whether it did.
+    /// Signals if an interrupt is due to a guest with this outstanding work. Returns whether it did.
     #[inline]
     pub(crate) fn settle(&mut self, standing: Standing, now: Ticks) -> bool {
         let unconsumed = standing.unconsumed;
@@ -129,7 +128,7 @@ impl InterruptGate {
                 return false;
             }
         } else if may_wait {
-            // Some of them the guest may have found by itself.
+            // The guest may already have found some of them.
             let unknown = self.owed.min(unconsumed);
             let owed = Owed {
                 completions: unknown,
@@ -143,14 +142,15 @@ impl InterruptGate {
         self.signal()
     }
 
-    /// Returns the pin, if the vector is that. It has a way of its own to be settled.
+    /// Returns the vector if it is the INTx pin, which `settle_pin` settles.
     #[inline]
     pub(crate) fn pin(&self) -> Option<&InterruptVector> {
         let vector = self.vector.as_deref()?;
         vector.is_pin().then_some(vector)
     }
 
-    /// As [`Self::settle`], for the pin. `epoch` is a moment before the caller looked how far the guest has consumed.
+    /// Settles the interrupt as [`Self::settle`] does, for the pin. `epoch` must be read before the caller reads the guest's
+    /// head.
     #[cold]
     pub(crate) fn settle_pin(&mut self, standing: Standing, now: Ticks, epoch: PinEpoch) -> bool {
         let unconsumed = standing.unconsumed;
@@ -161,8 +161,8 @@ impl InterruptGate {
         let (was_told, untold) = (self.owed & TOLD != 0, self.owed & !TOLD);
         let is_at_it = was_told && unconsumed > untold;
         let most = self.patience.saturating_mul(PATIENCE_GROWTH);
-        // A level that falls by an access may have fallen before the guest has looked at all entries that it was told
-        // of. Raised once more, it would stay high when the guest has consumed them.
+        // A level that falls at an access may have fallen before the guest has seen all entries. If it were raised again, it
+        // would stay high after the guest has consumed them.
         let due = Ticks(self.told_at.0.saturating_add(self.told_patience));
         if is_at_it && flags & FALLS_BY_ACCESS != 0 && now < due {
             self.held_until = Some(due);
@@ -176,7 +176,7 @@ impl InterruptGate {
             .as_ref()
             .is_some_and(|vector| !vector.raise(epoch))
         {
-            // The guest has not acknowledged the interrupt before. Its acknowledgement wakes the poller.
+            // The guest has not acknowledged the previous interrupt. Its acknowledgement wakes the poller.
             self.held_until = Some(Ticks(now.0.saturating_add(most)));
             return false;
         }
@@ -187,12 +187,12 @@ impl InterruptGate {
         self.owed = TOLD;
         self.owed_since = now;
         self.told_at = now;
-        // A poller that sleeps looks again then.
+        // A sleeping poller checks again at that time.
         self.held_until = Some(Ticks(now.0.saturating_add(self.told_patience)));
         true
     }
 
-    /// Returns whether an interrupt waits for more completions to tell of, `untold` of which the guest was not told.
+    /// Returns whether an interrupt waits for more completions. `untold` is the number that the guest has not been told of.
     fn holds_back(&mut self, untold: u32, standing: Standing, now: Ticks) -> bool {
         let (threshold, time) = self.coalescing.get();
         let waited = now.since(self.owed_since);
@@ -210,14 +210,14 @@ impl InterruptGate {
         self.held_until.is_some()
     }
 
-    /// Signals what is owed and not held back, because nobody will look again before that is
-    /// [due](Self::due). Returns whether it did.
+    /// Signals the owed interrupt unless it is held back until [due](Self::due), because the poller is about to sleep. Returns
+    /// whether it did.
     pub(crate) fn settle_for_sleep(&mut self, standing: Standing, now: Ticks) -> bool {
         self.settle(standing, now)
             || (self.held_until.is_none() && self.settle_now(standing.unconsumed))
     }
 
-    /// Signals what is owed, because nobody will look again for a while.
+    /// Signals the owed interrupt at once, because the queue will not be polled for some time.
     pub(crate) fn settle_now(&mut self, unconsumed: u32) -> bool {
         if !self.owes(unconsumed) {
             return false;
@@ -229,7 +229,7 @@ impl InterruptGate {
         true
     }
 
-    /// Returns `true` if a signal is owed to a guest that has so many entries before it. Decides anew on what was held back.
+    /// Returns whether a signal is owed to a guest with `unconsumed` entries. Resets a hold, which the caller decides again.
     #[inline]
     fn owes(&mut self, unconsumed: u32) -> bool {
         self.held_until = None;

@@ -1,4 +1,4 @@
-//! Interrupts to the guest: one eventfd per vector, at most one signal per batch of completions.
+//! Interrupts to the guest: one eventfd per vector, and at most one signal per batch of completions.
 
 mod client;
 mod gate;
@@ -15,11 +15,11 @@ use crate::memory::eventfd;
 use crate::memory::processors::ThreadId;
 use crate::memory::sync::{Mutex, MutexGuard};
 
-/// Most vectors that a function may have: a hypervisor in wide use stops at 128.
+/// Maximum number of vectors of a function. A widely used hypervisor supports at most 128.
 pub const VECTORS_MAX: u16 = 128;
 
-/// Returns the number of vectors of a function with so many I/O queue pairs: one for each, and one for the admin queue, up
-/// to [`VECTORS_MAX`]. Further completion queues share vectors, as their guest's driver chooses (Base 2.0, section 5.5,
+/// Returns the number of vectors of a function with `queue_pairs` I/O queue pairs: one per pair and one for the admin queue,
+/// at most [`VECTORS_MAX`]. Further completion queues share vectors, as chosen by the guest's driver (Base 2.0, section 5.5,
 /// Interrupt Vector).
 #[must_use]
 pub const fn vectors_of(queue_pairs: u16) -> u16 {
@@ -32,55 +32,54 @@ pub const fn vectors_of(queue_pairs: u16) -> u16 {
 pub use client::{ClientEventFd, ClientSignals, EventReader};
 pub(crate) use gate::{InterruptGate, Standing};
 
-/// The same vector in the process that raises it for I/O queues, if that is another one.
+/// Link to the same vector in another process, which raises it for I/O queues.
 ///
-/// Each method says what happens to the vector here. A link that is broken does nothing.
+/// Each method forwards a change of the vector in this process. A broken link does nothing.
 pub trait VectorLink: fmt::Debug + Send + Sync {
-    /// The vector is connected or disconnected. Returns whether a signal that waited there was delivered.
+    /// Forwards that the vector was connected or disconnected. Returns whether a signal pending there was delivered.
     fn set_eventfd(&self, eventfd: Option<&EventFd>) -> bool;
 
-    /// The vector is masked or unmasked. Returns whether a signal that waited there was delivered.
+    /// Forwards that the vector was masked or unmasked. Returns whether a signal pending there was delivered.
     fn set_masked(&self, masked: bool) -> bool;
 
-    /// Returns whether a signal waits there.
+    /// Returns whether a signal is pending there.
     fn pending(&self) -> bool;
 
-    /// A signal that waits there is to be forgotten.
+    /// Drops a signal that is pending there.
     fn clear_pending(&self);
 }
 
-/// One interrupt vector of a guest controller, on its way to the VMM: a message of MSI-X or MSI, or the pin.
+/// Interrupt vector of a guest controller: an MSI-X or MSI message, or the INTx pin.
 ///
 /// # The pin
-/// A vector that [is the pin](Self::set_pin) is a level (PCIe 1.0, section 3.5.1). Its eventfd asserts the level, and
-/// [`Self::end_of_interrupt`] reports that the level fell. In between, no further signal is sent: a VMM that lets the
-/// level fall at the guest's acknowledgement would raise it once more for entries that the guest has consumed. The owner
-/// of a Completion Queue that is not empty signals again after that.
+/// A vector that [is the pin](Self::set_pin) is level-triggered (PCIe 1.0, section 3.5.1). Its eventfd asserts the level, and
+/// [`Self::end_of_interrupt`] reports that the level fell. No signal is sent in between: a VMM that lowers the level at the
+/// guest's acknowledgement would raise it again for entries that the guest has already consumed. After the level fell, the
+/// owner of a Completion Queue that is not empty signals again.
 #[derive(Debug, Default)]
 pub struct InterruptVector {
     state: Mutex<VectorState>,
     signals: AtomicU64,
-    /// [`NO_COALESCING`], [`PIN`], [`FALLS_BY_ACCESS`].
+    /// Combination of [`NO_COALESCING`], [`PIN`] and [`FALLS_BY_ACCESS`].
     flags: AtomicU8,
-    /// Thread of the vCPU that takes the interrupts; 0 if it is not known.
+    /// Thread of the vCPU that receives the interrupts; 0 if unknown.
     vcpu: AtomicI32,
     link: Option<Box<dyn VectorLink>>,
 }
 
-/// Coalescing Disable, as a flag of a vector.
+/// Flag: Coalescing Disable is set for the vector.
 const NO_COALESCING: u8 = 1 << 0;
-/// The vector is the pin.
+/// Flag: the vector is the INTx pin.
 const PIN: u8 = 1 << 1;
-/// The pin's level falls at an access to a BAR.
+/// Flag: the pin's level falls at an access to a BAR.
 const FALLS_BY_ACCESS: u8 = 1 << 2;
 
-/// Occasion at which a VMM has the level of the pin fall.
+/// Event at which a VMM lowers the level of the INTx pin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PinFall {
     /// The guest's interrupt controller acknowledges the interrupt.
     Acknowledgement,
-    /// The guest accesses a BAR, whichever register it is. A driver that stores its doorbells to memory would leave the
-    /// level high for ever.
+    /// The guest accesses any register of a BAR. If a driver stores its doorbells only to memory, the level stays high.
     Access,
 }
 
@@ -95,17 +94,17 @@ enum Target {
 struct VectorState {
     target: Option<Target>,
     masked: bool,
-    /// Masked by the controller's own registers.
+    /// Masked by the controller's registers.
     register_masked: bool,
     pending: bool,
     is_pin: bool,
-    /// The pin's level was raised, and has not fallen yet.
+    /// The pin's level was raised and has not fallen yet.
     asserted: bool,
     /// Number of times that the level fell.
     falls: u64,
 }
 
-/// Moment between two falls of the pin's level.
+/// Number of the pin's current period between two falls of its level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PinEpoch(u64);
 
@@ -121,7 +120,7 @@ impl VectorState {
         }
         let delivered = match &self.target {
             _ if self.is_masked() => false,
-            // A counter that is full already holds a notification, so a failure loses none.
+            // A full counter already holds a notification, so a failure loses none.
             Some(Target::Own(eventfd)) => eventfd::signal(eventfd).is_ok(),
             Some(Target::Client(eventfd)) => eventfd.signal(),
             None => false,
@@ -132,13 +131,13 @@ impl VectorState {
 }
 
 impl InterruptVector {
-    /// A vector that is not masked and leads nowhere yet.
+    /// Creates a vector that is not masked and not connected.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// The same, of a function whose host side raises it in another process.
+    /// Creates a vector of a function whose back end raises it in another process.
     #[must_use]
     pub fn linked(link: Box<dyn VectorLink>) -> Arc<Self> {
         Arc::new(Self {
@@ -147,25 +146,25 @@ impl InterruptVector {
         })
     }
 
-    /// Returns whether the vector may be the pin. A host side in another process raises messages alone.
+    /// Returns whether the vector can be the INTx pin. A back end in another process raises only messages.
     #[must_use]
     pub fn can_be_pin(&self) -> bool {
         self.link.is_none()
     }
 
-    /// Connects the vector to the VMM, or disconnects it. A pending signal is delivered.
+    /// Connects the vector to the VMM, or disconnects it. Delivers a pending signal.
     pub fn set_eventfd(&self, eventfd: Option<EventFd>) {
         let mut state = self.state();
         if let Some(link) = &self.link
             && link.set_eventfd(eventfd.as_ref())
         {
-            // One signal tells the guest of all that waited.
+            // One signal covers all that were pending.
             state.pending = false;
         }
         self.connect(state, eventfd.map(Target::Own));
     }
 
-    /// Connects the vector to an eventfd that another process gave. A pending signal is delivered.
+    /// Connects the vector to another process's eventfd. Delivers a pending signal.
     pub fn set_client(&self, eventfd: Arc<ClientEventFd>) {
         debug_assert!(self.link.is_none(), "the host side connects it");
         self.connect(self.state(), Some(Target::Client(eventfd)));
@@ -176,18 +175,18 @@ impl InterruptVector {
         if state.pending {
             state.deliver();
         }
-        // A client can have the last close of its eventfd take long. Its poller may want the lock meanwhile.
+        // A client can make the last close of its eventfd slow, so the close must not hold the lock, which pollers take.
         drop(state);
         drop(before);
     }
 
-    /// Masks or unmasks the vector. A pending signal is delivered.
+    /// Masks or unmasks the vector. Delivers a pending signal when it is unmasked.
     pub fn set_masked(&self, masked: bool) {
         self.change_masks(|state| state.masked = masked);
     }
 
-    /// Masks or unmasks the vector by the controller's registers: INTMS and INTMC, or Interrupt Disable. The vector is
-    /// raised while neither this nor [`Self::set_masked`] masks it. A pending signal is delivered.
+    /// Masks or unmasks the vector by the controller's registers: INTMS and INTMC, or Interrupt Disable. The vector is masked
+    /// if this or [`Self::set_masked`] masks it. Delivers a pending signal when it is unmasked.
     pub fn set_register_masked(&self, masked: bool) {
         self.change_masks(|state| state.register_masked = masked);
     }
@@ -208,7 +207,7 @@ impl InterruptVector {
         }
     }
 
-    /// Makes the vector the pin, whose level is low, or a message.
+    /// Makes the vector the INTx pin with a low level, or a message if `pin` is `None`.
     pub fn set_pin(&self, pin: Option<PinFall>) {
         let mut state = self.state();
         state.is_pin = pin.is_some();
@@ -223,34 +222,34 @@ impl InterruptVector {
         self.flags.fetch_or(flags, Ordering::Relaxed);
     }
 
-    /// Returns whether the vector is the pin, and its level falls at an access to a BAR.
+    /// Returns whether the vector is the INTx pin and its level falls at an access to a BAR.
     #[must_use]
     pub fn falls_by_access(&self) -> bool {
         self.flags() & FALLS_BY_ACCESS != 0
     }
 
-    /// Returns a number of the time in which the level of the pin is high, if it is, and falls by an access to a BAR. The
-    /// next time has another number.
+    /// Returns the number of the current period if the pin's level is high and falls at an access to a BAR; otherwise `None`.
+    /// Each period in which the level is high has another number.
     #[must_use]
     pub fn high_until_access(&self) -> Option<u64> {
         let state = self.state();
         (self.falls_by_access() && state.asserted && !state.is_masked()).then_some(state.falls)
     }
 
-    /// Returns whether the vector is the pin.
+    /// Returns whether the vector is the INTx pin.
     #[must_use]
     pub fn is_pin(&self) -> bool {
         self.flags() & PIN != 0
     }
 
-    /// Returns whether the vector is the pin and has an interrupt that the guest has not acknowledged, masked or not.
+    /// Returns whether the vector is the INTx pin and has an unacknowledged interrupt, masked or not.
     #[must_use]
     pub fn has_pin_interrupt(&self) -> bool {
         let state = self.state();
         state.is_pin && (state.asserted || state.pending)
     }
 
-    /// The pin's level has fallen, as the guest has acknowledged the interrupt.
+    /// Handles the fall of the pin's level, which follows the guest's acknowledgement.
     pub fn end_of_interrupt(&self) {
         let mut state = self.state();
         state.asserted = false;
@@ -260,20 +259,20 @@ impl InterruptVector {
         }
     }
 
-    /// Returns the present moment, for [`Self::raise`].
+    /// Returns the pin's current period, for [`Self::raise`].
     pub(crate) fn epoch(&self) -> PinEpoch {
         PinEpoch(self.state().falls)
     }
 
-    /// Returns whether a signal waits for the vector to be unmasked or connected.
+    /// Returns whether a signal is pending because the vector is masked or not connected.
     #[must_use]
     pub fn pending(&self) -> bool {
         let here = self.state().pending;
         here || self.link.as_ref().is_some_and(|link| link.pending())
     }
 
-    /// Forgets a signal that waits, and that the level of the pin is high, as a reset does. A level that a VMM still has
-    /// high falls as ever, and is raised at the next signal.
+    /// Drops a pending signal and the record of a high level, as a reset does. If the VMM still has the level high, it falls as
+    /// usual, and the next signal raises it again.
     pub fn clear_pending(&self) {
         {
             let mut state = self.state();
@@ -287,16 +286,16 @@ impl InterruptVector {
         }
     }
 
-    /// Raises the vector once. Costs a system call, so it is done per batch.
+    /// Raises the vector once. Costs a system call, so it is called once per batch.
     pub fn signal(&self) {
         self.signals.fetch_add(1, Ordering::Relaxed);
         self.state().deliver();
     }
 
-    /// Raises the pin, unless its level is high already. Returns whether it did.
+    /// Raises the pin if its level is low. Returns whether it was raised.
     ///
-    /// A level that fell since `epoch` is not raised. The guest has acknowledged an interrupt meanwhile, and may have
-    /// consumed what the caller saw before.
+    /// If the level fell since `epoch`, the pin is not raised: the guest has acknowledged an interrupt in between, and may have
+    /// consumed the entries that the caller saw before.
     fn raise(&self, epoch: PinEpoch) -> bool {
         let mut state = self.state();
         let is_high = state.asserted && !state.is_masked();
@@ -314,13 +313,13 @@ impl InterruptVector {
         self.signals.load(Ordering::Relaxed)
     }
 
-    /// Notes the thread of the vCPU that takes the interrupts, if the VMM tells.
+    /// Sets the thread of the vCPU that receives the interrupts, if the VMM reports it.
     pub fn set_vcpu_thread(&self, thread: Option<ThreadId>) {
         let number = thread.map_or(0, |ThreadId(number)| number);
         self.vcpu.store(number, Ordering::Relaxed);
     }
 
-    /// Returns the thread of the vCPU that takes the interrupts; `None` if it is not known.
+    /// Returns the thread of the vCPU that receives the interrupts; `None` if unknown.
     #[must_use]
     pub fn vcpu_thread(&self) -> Option<ThreadId> {
         match self.vcpu.load(Ordering::Relaxed) {
@@ -329,7 +328,7 @@ impl InterruptVector {
         }
     }
 
-    /// Coalescing Disable of the Interrupt Vector Configuration feature (Base 2.0, 5.27.1.7).
+    /// Sets Coalescing Disable of the Interrupt Vector Configuration feature (Base 2.0, 5.27.1.7).
     pub fn set_coalescing_disabled(&self, disabled: bool) {
         match disabled {
             true => self.flags.fetch_or(NO_COALESCING, Ordering::Relaxed),
@@ -342,18 +341,18 @@ impl InterruptVector {
     }
 
     fn state(&self) -> MutexGuard<'_, VectorState> {
-        // Each change of the state is complete before anything can panic.
+        // Each change of the state is complete before a panic is possible.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The Interrupt Coalescing feature of a guest controller (Base 2.0, section 5.27.1.6).
+/// Interrupt Coalescing feature of a guest controller (Base 2.0, section 5.27.1.6).
 #[derive(Debug, Default)]
 pub struct Coalescing(AtomicU16);
 
 impl Coalescing {
-    /// Aggregation Threshold (zero-based, in completions) and Aggregation Time (in 100 us;
-    /// 0 turns coalescing off).
+    /// Sets the Aggregation Threshold (zero-based, in completions) and the Aggregation Time (in 100 us; 0 turns coalescing
+    /// off).
     pub fn set(&self, threshold_z: u8, time_100us: u8) {
         self.0.store(
             u16::from_le_bytes([threshold_z, time_100us]),

@@ -1,4 +1,4 @@
-//! Effect of moderation on guests of many kinds, in simulated time: one tick is a nanosecond.
+//! Effect of interrupt coalescing on many kinds of guests, in simulated time: 1 tick = 1 ns.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -8,26 +8,26 @@ use super::{Coalescing, InterruptGate, InterruptVector, Standing};
 use crate::clock::{Rate, Ticks};
 use crate::learn::Choice;
 
-/// Commands of guests that do one thing all the time.
+/// Number of commands of guests with a constant load.
 const COMMANDS: u32 = 8_000;
 
 /// A guest with one processor.
 #[derive(Clone, Copy, Debug)]
 struct Guest {
-    /// Cost of an interrupt, besides the completions that it reports.
+    /// Cost of an interrupt, without the completions that it reports.
     interrupt: u64,
-    /// Cost of a completion, with the next command.
+    /// Cost of a completion and of the next command.
     command: u64,
 }
 
-/// A drive that takes `latency` for a command, and works on so many at a time.
+/// Drive that takes `latency` per command, and processes `parallel` commands at a time.
 #[derive(Clone, Copy, Debug)]
 struct Drive {
     latency: u64,
     parallel: usize,
 }
 
-/// Number of commands that a guest keeps outstanding, until it has had the second number of completions.
+/// Number of commands that a guest keeps outstanding, and number of completions after which the phase ends.
 type Phase = (u32, u32);
 
 /// Result of a phase.
@@ -35,12 +35,12 @@ type Phase = (u32, u32);
 struct Outcome {
     ticks: u64,
     interrupts: u64,
-    /// The longest that a completion waited to be consumed.
+    /// Maximum time for which a completion waited to be consumed.
     longest: u64,
 }
 
-/// The guest's processor: whatever it is at ends before it is interrupted, and its interrupt handler before it
-/// submits again.
+/// The guest's processor. A step ends before an interrupt is taken, and the interrupt handler ends before the next
+/// submission.
 #[derive(Debug, Default)]
 struct Processor {
     free_at: u64,
@@ -48,14 +48,14 @@ struct Processor {
     interrupts: u64,
 }
 
-/// Has a guest go through phases.
+/// Runs a guest through phases.
 fn run<const N: usize>(
     guest: Guest,
     drive: Drive,
     moderation: Choice,
     phases: [Phase; N],
 ) -> [Outcome; N] {
-    // Time from one look of the poller to the next: a guest and its host are about as quick.
+    // Time of a pass of the poller: a guest and its host have about the same speed.
     let pass = guest.command / 20;
     let vector = InterruptVector::new();
     let coalescing = Arc::<Coalescing>::default();
@@ -63,7 +63,7 @@ fn run<const N: usize>(
     let mut gate = InterruptGate::new(raised, coalescing, moderation, Rate::NANOSECOND);
     let mut servers = vec![0_u64; drive.parallel];
     let mut flying = BinaryHeap::new();
-    // Completions that were posted and not consumed, by when they were.
+    // Times at which completions were posted that are not consumed yet.
     let mut posted = VecDeque::new();
     let mut processor = Processor::default();
     let (mut now, mut outstanding) = (0_u64, 0_u32);
@@ -131,7 +131,7 @@ fn run<const N: usize>(
     })
 }
 
-/// Flash, little of it, a quick drive, and drives that do one thing at a time.
+/// Flash drives, one with little parallelism, a fast drive, and drives that process one command at a time.
 const DRIVES: [Drive; 5] = [
     Drive {
         latency: 80_000,
@@ -155,7 +155,7 @@ const DRIVES: [Drive; 5] = [
     },
 ];
 
-/// By KVM; in an emulator; such as interrupts cost next to nothing, and such as they cost a lot.
+/// Guests in KVM and in an emulator, and guests with very low and very high interrupt costs.
 const GUESTS: [Guest; 4] = [
     Guest {
         interrupt: 3000,
@@ -175,10 +175,10 @@ const GUESTS: [Guest; 4] = [
     },
 ];
 
-/// Without moderation, and with it.
+/// Choices to compare: without coalescing, and with it.
 const CHOICES: [Choice; 2] = [Choice::Fixed, Choice::Learned];
 
-/// Checks the results of each of these guests on each of these drives, without moderation and with it.
+/// Checks the results of each guest on each drive, without coalescing and with it.
 fn each(depths: &[u32], mut check: impl FnMut(String, Outcome, Outcome)) {
     for guest in GUESTS {
         for drive in DRIVES {
@@ -222,7 +222,7 @@ fn a_guest_with_one_command_outstanding_has_its_interrupts_at_once() {
 
 #[test]
 fn guests_that_interrupts_keep_from_their_work_get_more_done() {
-    // Each completion came right behind its command, in the middle of the next.
+    // Each completion arrives right after its command, while the guest submits the next one.
     let drive = Drive {
         latency: 1000,
         parallel: 1,
@@ -236,7 +236,7 @@ fn guests_that_interrupts_keep_from_their_work_get_more_done() {
     assert!(without.interrupts == u64::from(COMMANDS), "{without:?}");
     assert!(with.interrupts * 8 < u64::from(COMMANDS), "{with:?}");
     assert!(with.ticks * 2 < without.ticks, "{without:?} {with:?}");
-    // Nothing waits for longer than for all that come before it.
+    // No completion waits for longer than all completions before it take.
     assert!(with.longest < 32 * (100_000 + 50_000), "{with:?}");
 }
 

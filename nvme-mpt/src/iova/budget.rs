@@ -1,4 +1,4 @@
-//! Mappings and addresses of a host controller's IOMMU, shared by its VMs. [`Budget`] decides which VM may have more.
+//! Budgets of an IOMMU's mappings and addresses, shared by its VMs. [`Budget`] decides which VM may have more.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 use crate::learn::{Budget, NoShare, Used};
 use crate::memory::sync::{Mutex, MutexGuard};
 
-/// Mappings, or addresses, that VMs and the driver share.
+/// Mappings or addresses that VMs and the driver share.
 #[derive(Debug)]
 pub(super) struct SharedBudget {
     rule: Budget,
@@ -21,35 +21,35 @@ impl SharedBudget {
         })
     }
 
-    /// Gives an amount to the driver itself.
+    /// Takes an amount for the driver itself.
     pub(super) fn for_driver(self: &Arc<Self>, amount: u64) -> Permit {
         self.used().by_driver += amount;
         Permit::new(Holder::Driver(self.clone()), amount)
     }
 
     fn used(&self) -> MutexGuard<'_, Used> {
-        // Each change is a single one.
+        // Each change is a single step.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Ground on which a VM is given an amount.
+/// Justification for giving a VM an amount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Demand {
-    /// It asks for more than it had: the rule decides.
+    /// Additional amount: the budget's rule decides.
     New,
-    /// It had it under the process before: whether it may have it was decided there.
+    /// Amount that the VM had under the old server, which has already decided about it.
     Former,
-    /// It says that it had it under the process before: what is found mapped was decided there, and the rule decides about all
-    /// else.
+    /// Amount that the VM claims to have had under the old server. If it is found mapped, it is granted; otherwise the budget's
+    /// rule decides.
     Claimed,
 }
 
-/// One VM's part of a [`SharedBudget`].
+/// Share of one VM in a [`SharedBudget`].
 #[derive(Debug)]
 pub(crate) struct VmShare {
     budget: Arc<SharedBudget>,
-    /// Changed together with what is used of the budget, under its lock.
+    /// Changed together with the budget's used amounts, under its lock.
     taken: AtomicU64,
 }
 
@@ -61,7 +61,7 @@ impl VmShare {
         })
     }
 
-    /// Takes an amount, until what is returned is dropped.
+    /// Takes an amount, which is returned when the permit is dropped.
     pub(crate) fn take(self: &Arc<Self>, amount: u64) -> Result<Permit, NoShare> {
         let used = self.budget.used();
         let taken = self.taken.load(Ordering::Relaxed);
@@ -69,7 +69,7 @@ impl VmShare {
         Ok(self.add(used, amount))
     }
 
-    /// Takes an amount on this ground, until what is returned is dropped.
+    /// Takes an amount with this justification, which is returned when the permit is dropped.
     pub(crate) fn demand(self: &Arc<Self>, amount: u64, demand: Demand) -> Result<Permit, NoShare> {
         match demand {
             Demand::New | Demand::Claimed => self.take(amount),
@@ -77,7 +77,7 @@ impl VmShare {
         }
     }
 
-    /// Takes an amount that the VM had under the process before, whatever others have by now.
+    /// Takes an amount that the VM had under the old server, regardless of what other VMs have.
     pub(crate) fn inherit(self: &Arc<Self>, amount: u64) -> Permit {
         self.add(self.budget.used(), amount)
     }
@@ -95,7 +95,7 @@ enum Holder {
     Vm(Arc<VmShare>),
 }
 
-/// An amount of a [`SharedBudget`] that may be used; it is given back when this is dropped.
+/// Permitted amount of a [`SharedBudget`], returned when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Permit {
     holder: Holder,
@@ -113,7 +113,7 @@ impl Permit {
         }
     }
 
-    /// Its use cannot be undone: it is never given back.
+    /// Keeps the amount forever, because its use cannot be undone.
     pub(super) fn stick(&mut self) {
         self.is_stuck = true;
     }

@@ -1,4 +1,4 @@
-//! One mapping of an IOMMU, by the place of its memory in a file.
+//! A mapping of an IOMMU, identified by its memory's place in a file.
 
 use std::ops::Range;
 
@@ -7,37 +7,37 @@ use uuid::{Uuid, uuid};
 
 use crate::memory::{Access, FilePlace, Mapping};
 
-/// A mapping of an IOMMU.
+/// Mapping of an IOMMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct IommuMapping {
-    /// First address of the device.
+    /// First IOVA.
     pub iova: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// True if the device may write the memory.
     pub writable: bool,
-    /// Place of the memory; `None` for memory that ends with its process.
+    /// Place of the memory in a file; `None` for memory that ends with its process.
     pub file: Option<MappedFile>,
-    /// Whose memory it is.
+    /// Owner of the memory.
     #[serde(default, skip_serializing_if = "MappingOwner::is_driver")]
     pub owner: MappingOwner,
 }
 
-/// Owner of memory that is mapped: a function, or the drive's driver. What is mapped for one is not found for another: the
-/// numbers of a file may be those of another file once its last descriptor is closed, and its pages are pinned still.
+/// Owner of mapped memory: a function or the drive's driver. A mapping is found again only for the same owner. Otherwise, a
+/// new file that reuses a closed file's numbers could get its pages, which are still pinned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct MappingOwner(pub(super) u64);
 
 impl MappingOwner {
-    /// The drive's driver.
+    /// Owner of the driver's memory.
     pub const DRIVER: Self = Self(0);
 
-    /// Namespace of functions' ids (RFC 9562, version 5).
+    /// UUID namespace of functions' ids (RFC 9562, version 5).
     const FUNCTIONS: Uuid = uuid!("8d2f6c1e-3f0a-4b57-9f0b-6b0f4f0c6a51");
 
-    /// The function whose lease has this id.
+    /// Returns the owner for the function whose lease has this id.
     #[must_use]
     pub fn of_function(id: &str) -> Self {
         let (word, _) = Uuid::new_v5(&Self::FUNCTIONS, id.as_bytes()).as_u64_pair();
@@ -53,9 +53,9 @@ impl MappingOwner {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MappedFile {
-    /// Device of the file.
+    /// Device number of the file's file system.
     pub device: u64,
-    /// Number of the file on its device.
+    /// Inode number of the file.
     pub inode: u64,
     /// Offset in the file, in bytes.
     pub offset: u64,
@@ -94,12 +94,12 @@ impl IommuMapping {
         self.iova + self.len
     }
 
-    /// Returns its memory; `None` if that ends with its process.
+    /// Returns the identity of the memory; `None` for memory that ends with its process.
     pub(super) fn memory(&self) -> Option<Memory> {
         Some((self.owner, self.file?, self.len, self.writable))
     }
 
-    /// Returns whether it has any of the `len` bytes at a place in a file. The numbers may be those that another process left.
+    /// Returns whether the mapping has any of the `len` bytes at a place in a file. The numbers may be untrusted.
     pub(super) fn overlaps(&self, file: MappedFile, len: u64) -> bool {
         self.file.is_some_and(|own| {
             let is_file = (own.device, own.inode) == (file.device, file.inode);
@@ -109,7 +109,7 @@ impl IommuMapping {
         })
     }
 
-    /// Returns whether both are of one owner and one file, at the same distance from it.
+    /// Returns whether both mappings have the same owner, file and rights, and the same distance between IOVA and file offset.
     pub(super) fn goes_with(&self, other: &Self) -> bool {
         let distance = |mapping: &Self| {
             let file = mapping.file?;
@@ -121,5 +121,5 @@ impl IommuMapping {
     }
 }
 
-/// Memory that a device can reach: its owner, its place in a file, its bytes, and whether the device may write it.
+/// Identity of mapped memory: owner, place in a file, length in bytes, and whether the device may write.
 pub(super) type Memory = (MappingOwner, MappedFile, u64, bool);

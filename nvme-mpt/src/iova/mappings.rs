@@ -1,8 +1,8 @@
-//! Mappings of an IOMMU, as one process leaves them to the next.
+//! Mappings of an IOMMU, and their hand-over from one process to the next.
 //!
-//! An IOMMU belongs to its descriptors, not to a process: what a process has mapped stays mapped after its end, as long
-//! as another one has the descriptors. So the next process finds the memory of a VM where the drive has it, and pins
-//! nothing again. It knows the memory by its file.
+//! An IOMMU's mappings belong to its descriptors, not to a process: they stay after the process ends, as long as another
+//! process has the descriptors. So the successor finds a VM's memory mapped, identifies it by its file, and pins nothing
+//! again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -13,50 +13,50 @@ use super::mapping::{IommuMapping, MappedFile, MappingOwner, Memory};
 use super::table::MappingTable;
 use crate::memory::Cell64;
 
-/// Word in a shared file, by which another process learns that what it was told of mappings is true no more.
+/// Word in a shared file that tells another process that its list of mappings is outdated.
 #[derive(Debug)]
 pub struct Outdated(Cell64);
 
 impl Outdated {
-    /// The word, which is 0 until something changes.
+    /// Wraps the word, which is 0 until a change.
     #[must_use]
     pub fn new(word: Cell64) -> Self {
         Self(word)
     }
 
-    /// Says that something changes.
+    /// Marks the list as outdated.
     pub fn set(&self) {
         self.0.store(1);
     }
 }
 
-/// Mappings of an IOMMU by their first address.
+/// Mappings of an IOMMU by first address.
 #[derive(Debug, Default)]
 pub(super) struct Mappings {
     present: BTreeMap<u64, IommuMapping>,
     inherited: BTreeMap<u64, Inherited>,
-    /// First addresses of those inherited, by their owner.
+    /// First addresses of inherited mappings, by owner.
     by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
-    /// Those of the process before that nobody can find any more, until the IOMMU has lost them.
+    /// Mappings of the old server that cannot be found any longer and are about to be unmapped.
     leaving: BTreeMap<u64, IommuMapping>,
-    /// First addresses of those inherited that lie in no range that somebody has, by their memory.
+    /// First addresses of inherited mappings outside of ranges in use, by their memory.
     by_memory: BTreeMap<Memory, BTreeSet<u64>>,
-    /// Told of each change.
+    /// Set at each change.
     outdated: Option<Outdated>,
-    /// Has all of them, for the process after a death of this one.
+    /// Table of all mappings for a successor, if this process dies.
     table: Option<MappingTable>,
 }
 
-/// A mapping of the process before that nobody has found yet.
+/// Mapping of the old server that was not found yet.
 #[derive(Debug)]
 struct Inherited {
     mapping: IommuMapping,
-    /// True once its addresses lie in a range that somebody has.
+    /// True if its addresses lie in a range in use.
     is_in_range: bool,
 }
 
 impl Mappings {
-    /// Takes up the mappings of the process before.
+    /// Adds the mappings of the old server.
     pub(super) fn inherit(&mut self, mappings: Vec<IommuMapping>) {
         for mapping in mappings {
             let inherited = Inherited {
@@ -73,7 +73,7 @@ impl Mappings {
         }
     }
 
-    /// Takes a mapping out of [`Self::by_memory`].
+    /// Removes a mapping from [`Self::by_memory`].
     fn unlist(&mut self, mapping: &IommuMapping) {
         let Some(memory) = mapping.memory() else {
             return;
@@ -86,29 +86,29 @@ impl Mappings {
         }
     }
 
-    /// All that somebody has or may find.
+    /// Returns all mappings that are present or may be found.
     fn all(&self) -> impl Iterator<Item = &IommuMapping> {
         let inherited = self.inherited.values().map(|entry| &entry.mapping);
         self.present.values().chain(inherited)
     }
 
-    /// Returns whether some of the process before are not found yet.
+    /// Returns whether there are mappings of the old server that were not found yet.
     pub(super) fn has_inherited(&self) -> bool {
         !self.inherited.is_empty()
     }
 
-    /// Returns whether the IOMMU has mappings that are about to go.
+    /// Returns whether the IOMMU has mappings that are about to be unmapped.
     pub(super) fn are_leaving(&self) -> bool {
         !self.leaving.is_empty()
     }
 
-    /// Returns all that the IOMMU has, and has `outdated` told of each change from now on.
+    /// Returns all mappings. `outdated` is set at each later change.
     pub(super) fn tell(&mut self, outdated: Outdated) -> Vec<IommuMapping> {
         self.outdated = Some(outdated);
         self.all().copied().collect()
     }
 
-    /// Has a table of all of them written from now on. Returns its file.
+    /// Starts to record all mappings in a table. Returns its file.
     pub(super) fn record(&mut self, most: Option<u64>) -> io::Result<OwnedFd> {
         let all = self.all().chain(self.leaving.values());
         let (table, file) = MappingTable::new(most, all)?;
@@ -119,21 +119,21 @@ impl Mappings {
         Ok(file)
     }
 
-    /// Ends [`Self::record`]: the table holds no more.
+    /// Ends [`Self::record`] and marks the table as invalid.
     pub(super) fn end_record(&mut self) {
         if let Some(table) = self.table.take() {
             table.end();
         }
     }
 
-    /// Notes that a change begins or was made.
+    /// Notes that a change starts or was made.
     fn change(&self) {
         if let Some(outdated) = &self.outdated {
             outdated.set();
         }
     }
 
-    /// Notes that the IOMMU is about to be asked for a mapping.
+    /// Notes that a mapping is about to be made.
     pub(super) fn begin(&mut self, mapping: &IommuMapping) {
         self.change();
         if let Some(table) = &mut self.table {
@@ -141,7 +141,7 @@ impl Mappings {
         }
     }
 
-    /// Notes that the IOMMU has a mapping which [began](Self::begin).
+    /// Notes that a mapping which [began](Self::begin) was made.
     pub(super) fn add(&mut self, mapping: IommuMapping) {
         self.change();
         if let Some(table) = &self.table {
@@ -150,7 +150,7 @@ impl Mappings {
         self.present.insert(mapping.iova, mapping);
     }
 
-    /// Notes that the IOMMU is about to be asked to take a mapping away.
+    /// Notes that a mapping is about to be unmapped.
     pub(super) fn leave(&self, iova: u64) {
         self.change();
         if let Some(table) = &self.table {
@@ -158,7 +158,7 @@ impl Mappings {
         }
     }
 
-    /// Notes that the IOMMU has no such mapping: it was taken away, or not made.
+    /// Notes that a mapping was unmapped, or could not be made.
     pub(super) fn remove(&mut self, iova: u64) {
         self.change();
         self.present.remove(&iova);
@@ -168,19 +168,19 @@ impl Mappings {
         }
     }
 
-    /// Returns whether the process before had just this memory mapped, and nobody has its addresses.
+    /// Returns whether the old server had exactly this memory mapped, outside of ranges in use.
     pub(super) fn has(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
         let mut accesses = [true, false].into_iter();
         accesses.any(|writable| self.by_memory.contains_key(&(owner, file, len, writable)))
     }
 
-    /// Returns the address at which the process before had this memory.
+    /// Returns the address at which the old server had this memory mapped.
     pub(super) fn place_of(&self, wanted: &IommuMapping) -> Option<u64> {
         let places = self.by_memory.get(&wanted.memory()?)?;
         places.first().copied()
     }
 
-    /// Returns the first addresses of all that lie in a range, if each goes with the one at its start.
+    /// Returns the first addresses of all mappings in a range; `None` unless all of them fit to the mapping at its start.
     pub(super) fn within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
         let first = &self.inherited.get(&range.start)?.mapping;
         let before = self.inherited.range(..range.start).next_back();
@@ -197,7 +197,7 @@ impl Mappings {
         .collect()
     }
 
-    /// Notes that the addresses of a mapping lie in a range that somebody has.
+    /// Notes that the addresses of a mapping lie in a range in use.
     pub(super) fn give_to_range(&mut self, iova: u64) {
         if let Some(entry) = self.inherited.get_mut(&iova) {
             entry.is_in_range = true;
@@ -206,13 +206,13 @@ impl Mappings {
         }
     }
 
-    /// Returns whether a mapping is there already, and nobody has found it.
+    /// Returns whether the mapping exists from the old server and was not found yet.
     pub(super) fn is_inherited(&self, wanted: &IommuMapping) -> bool {
         let entry = self.inherited.get(&wanted.iova);
         entry.is_some_and(|entry| entry.mapping == *wanted && wanted.file.is_some())
     }
 
-    /// Takes over a mapping that is there already. Returns whether it is.
+    /// Takes over a mapping that exists from the old server. Returns whether it exists.
     pub(super) fn find(&mut self, wanted: &IommuMapping) -> bool {
         let is_it = self.is_inherited(wanted);
         if is_it {
@@ -236,7 +236,7 @@ impl Mappings {
         Some(entry)
     }
 
-    /// Takes out those that nobody has found and whose addresses are in no range that somebody has: they are about to go.
+    /// Removes mappings that were not found and lie outside of ranges in use, for unmapping.
     pub(super) fn take_all_free(&mut self) -> Vec<(IommuMapping, bool)> {
         let free = self
             .inherited
@@ -245,7 +245,7 @@ impl Mappings {
         self.take(free.map(|(iova, _)| *iova).collect())
     }
 
-    /// Takes out those that nobody has found of an owner, with some of the bytes of a file: they are about to go.
+    /// Removes an owner's mappings that were not found and have some of these bytes of a file, for unmapping.
     pub(super) fn take_of(
         &mut self,
         owner: MappingOwner,
@@ -258,10 +258,10 @@ impl Mappings {
         self.take(of_file.map(|entry| entry.mapping.iova).collect())
     }
 
-    /// Takes out those that nobody has found, of a range of addresses: they are about to go. Each comes with whether its
-    /// addresses are in a range that somebody has.
+    /// Removes mappings that were not found in a range of addresses, for unmapping. Each comes with whether its addresses lie
+    /// in a range in use.
     pub(super) fn take_inherited(&mut self, range: Range<u64>) -> Vec<(IommuMapping, bool)> {
-        // One that begins before the range may reach into it.
+        // A mapping that starts before the range may reach into it.
         let before = self.inherited.range(..range.start).next_back();
         let before = before.filter(|(_, entry)| entry.mapping.end() > range.start);
         let first = before.map(|(iova, _)| *iova);

@@ -1,4 +1,4 @@
-//! A host controller's IOVA space: who has which part of it.
+//! IOVA space of a host controller: allocation, mapping and inheritance.
 
 mod budget;
 mod mapping;
@@ -26,18 +26,18 @@ use mappings::Mappings;
 pub use mappings::Outdated;
 pub use table::LeftMappings;
 
-/// Parts as large as this start at multiples of it, so that the IOMMU can map them with large pages.
+/// Ranges of at least this size start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
 
-/// Look at a part of a mapping's memory before it is pinned, which may refuse that.
+/// Check of a part of a mapping's memory before it is pinned. The check may refuse the pinning.
 pub type BeforePinning<'a> = dyn FnMut(Range<usize>) -> io::Result<()> + 'a;
 
-/// Memory access of a physical host controller.
+/// Memory access of a physical host controller through an IOMMU.
 pub trait Iommu: Send + Sync + fmt::Debug {
-    /// Lets the device reach a part of a mapping's memory from `iova` on; `access` is the device's.
+    /// Maps a part of a mapping's memory for the device, starting at `iova`. `access` is the device's access.
     ///
     /// # Errors
-    /// Returns the kernel's error; `InvalidInput` if there is no such part.
+    /// Returns the kernel's error; `InvalidInput` if the mapping has no such part.
     fn map(
         &self,
         iova: u64,
@@ -46,11 +46,11 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         access: Access,
     ) -> io::Result<()>;
 
-    /// As [`Self::map`], with a call of `before` for each part of the memory before that is pinned. An error of it ends the
-    /// map, and nothing is mapped.
+    /// Maps as [`Self::map`] does, and calls `before` for each part of the memory before the part is pinned. If `before` fails,
+    /// nothing is mapped.
     ///
     /// # Errors
-    /// As [`Self::map`], and the error of `before`.
+    /// As [`Self::map`], and errors of `before`.
     fn map_after(
         &self,
         iova: u64,
@@ -63,70 +63,68 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         self.map(iova, memory, part, access)
     }
 
-    /// Takes the pages of a part of a mapping's memory that are not there yet, so that [`Self::map`] takes none.
+    /// Allocates missing pages of a part of a mapping's memory, so that [`Self::map`] allocates none.
     ///
     /// # Errors
-    /// Returns the kernel's error. Then [`Self::map`] takes them.
+    /// Returns the kernel's error. [`Self::map`] then allocates the pages.
     fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()>;
 
-    /// Takes what was mapped at `iova..iova+len` away from the device. When it returns, the device
-    /// cannot reach the memory.
+    /// Unmaps the memory at `iova..iova+len`. On return, the device cannot access the memory.
     ///
     /// # Errors
-    /// Returns the kernel's error, or that fewer bytes were unmapped than were asked for.
+    /// Returns the kernel's error, or an error if fewer bytes were unmapped than requested.
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()>;
 
-    /// Takes away from the device whatever is mapped in `iova..iova+len`, if there is anything. No mapping lies across
-    /// either end.
+    /// Unmaps everything in `iova..iova+len`. No mapping may cross either end.
     ///
     /// # Errors
-    /// Returns the kernel's error; `Unsupported` for an IOMMU that no other process can have had.
+    /// Returns the kernel's error; `Unsupported` for an IOMMU that cannot come from another process.
     fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
         let _ = (iova, len);
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Most mappings at a time; `None` without a bound.
+    /// Returns the maximum number of mappings; `None` without a limit.
     fn mappings_max(&self) -> Option<u64>;
 }
 
-/// A VM's memory, pinned for a device.
+/// Memory of a VM that is pinned for a device.
 pub trait PinnedMemory: Send + Sync + fmt::Debug {
-    /// Returns whether the memory's files have fewer pages than at the call before. It never waits.
+    /// Returns whether the memory's files have fewer pages than at the last call. Never waits.
     fn has_shrunk(&self) -> bool;
 
-    /// Finds pages that were freed although the device has them, and stops what uses them. For large memory, it takes a while.
+    /// Finds freed pages that are still pinned, and stops their users. Takes long for large memory.
     fn find_freed(&self);
 
-    /// Takes away from the device what the process before had mapped at the memory's addresses, and is not found. It waits for
-    /// memory that is being pinned.
+    /// Unmaps what the old server had mapped at the memory's addresses and that was not found again. Waits while memory is
+    /// being pinned.
     fn end_inheritance(&self);
 }
 
-/// The addresses that a host controller can be given, allotted so that no two parts overlap or
-/// touch: a stretch of addresses that goes on without a gap lies in one part.
+/// IOVA space of a host controller. Allocated ranges never overlap or touch, so contiguous addresses always belong to one
+/// range.
 #[derive(Debug)]
 pub struct IovaSpace {
     end: u64,
     taken: Mutex<Taken>,
-    /// `None`: addresses are resolved by the [table](crate::dma::RegionTable) alone.
+    /// IOMMU; `None` if only the [table](crate::dma::RegionTable) resolves addresses.
     iommu: Option<Arc<dyn Iommu>>,
-    /// Mappings that VMs may have.
+    /// Budget of mappings for VMs.
     budget: Arc<SharedBudget>,
-    /// Addresses that VMs may have.
+    /// Budget of addresses for VMs.
     iovas: Arc<SharedBudget>,
     /// Mappings of the IOMMU.
     mappings: Mutex<Mappings>,
-    /// The memory of all VMs, if it is pinned.
+    /// Memory of all VMs, if it is pinned.
     pinned: Mutex<Vec<Weak<dyn PinnedMemory>>>,
 }
 
-/// The parts of a space that are taken.
+/// Allocated ranges of a space.
 #[derive(Debug)]
 struct Taken {
-    /// Start and end of each, of which the first starts at 0.
+    /// End of each range by its start. The first range starts at 0.
     parts: BTreeMap<u64, u64>,
-    /// Start of the last one that was allotted.
+    /// Start of the range that was allocated last.
     last: u64,
 }
 
@@ -135,7 +133,7 @@ impl Taken {
         Self { parts, last: 0 }
     }
 
-    /// Returns whether `start..end` and the addresses beside it are free, but for `inside` parts within.
+    /// Returns whether `start..end` and its adjacent addresses are free, except for `inside` ranges within.
     fn is_free(&self, start: u64, end: u64, inside: usize) -> bool {
         let before = self.parts.range(..start).next_back();
         let within = self.parts.range(start..=end).count();
@@ -143,7 +141,7 @@ impl Taken {
         before.is_none_or(|(_, before)| before + gap <= start) && within == inside
     }
 
-    /// The first room for `len` bytes behind the last part that starts at `from` or before, with a gap on either side.
+    /// Returns the start of the first free `len` bytes after the last range at or below `from`, with a gap on either side.
     fn find(&self, from: u64, end: u64, len: u64) -> Option<u64> {
         let page = host_page_size() as u64;
         let alignment = if len < ALIGNMENT { page } else { ALIGNMENT };
@@ -161,16 +159,15 @@ impl Taken {
 }
 
 impl IovaSpace {
-    /// The space of a software controller: as large as a 52-bit physical address space.
-    /// Its first part is never allotted, so that no address of a command that was not translated
-    /// is ever a valid one.
+    /// Creates the space of a software controller, of the size of a 52-bit physical address space. The first part is never
+    /// allocated, so that untranslated addresses of a command are never valid.
     #[must_use]
     pub fn software() -> Self {
         let taken = BTreeMap::from([(0, 1 << 32)]);
         Self::new(1 << 52, taken, None, Choice::Learned)
     }
 
-    /// The space below `end`, of which `taken` is never allotted.
+    /// Creates the space below `end`. The ranges in `taken` are never allocated.
     fn new(
         end: u64,
         taken: BTreeMap<u64, u64>,
@@ -192,10 +189,10 @@ impl IovaSpace {
         }
     }
 
-    /// The space behind an IOMMU, which takes the addresses in `usable` (sorted, not overlapping).
+    /// Creates the space behind an IOMMU that accepts the addresses in `usable` (sorted, not overlapping).
     #[must_use]
     pub fn behind_iommu(iommu: Arc<dyn Iommu>, usable: &[RangeInclusive<u64>]) -> Self {
-        // Address 0 is what a command names that names nothing.
+        // Unset addresses in commands are 0, so 0 must never be valid.
         let mut taken = BTreeMap::from([(0, ALIGNMENT)]);
         let mut next = ALIGNMENT;
         for range in usable {
@@ -207,18 +204,18 @@ impl IovaSpace {
         Self::new(next, taken, Some(iommu), Choice::Learned)
     }
 
-    /// The same space, in which nothing is taken yet, with this choice of the mappings and addresses that a VM may have.
+    /// Returns an unused space with this choice for the budgets of a VM.
     #[must_use]
     pub fn with_budget(self, budget: Choice) -> Self {
         let taken = lock(&self.taken).parts.clone();
         Self::new(self.end, taken, self.iommu, budget)
     }
 
-    /// The same space, whose IOMMU has these mappings of the process before. Memory that is mapped before
-    /// [`Self::end_inheritance`] is found where that process had it.
+    /// Returns the space with mappings of the old server. Memory that is mapped before [`Self::end_inheritance`] is looked up
+    /// among them.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] for mappings that no IOMMU of this space can have.
+    /// [`io::ErrorKind::InvalidData`] if a mapping is impossible for this space.
     pub fn inheriting(self, inherited: Vec<IommuMapping>) -> io::Result<Self> {
         self.inherit(inherited)?;
         Ok(self)
@@ -242,11 +239,11 @@ impl IovaSpace {
         Ok(())
     }
 
-    /// As [`Self::inheriting`], from a process that died. The IOMMU loses what that process was mapping or unmapping, or
-    /// everything if the mappings cannot be those of this space.
+    /// Inherits as [`Self::inheriting`] does, from a process that died. Unmaps what that process was mapping or unmapping, or
+    /// everything if the mappings are impossible for this space.
     ///
     /// # Errors
-    /// The kernel's error: then the IOMMU may have mappings that nobody knows.
+    /// The kernel's error. The IOMMU may then have unknown mappings.
     pub fn surviving(self, left: LeftMappings) -> io::Result<Self> {
         let Some(iommu) = self.iommu.clone() else {
             return Ok(self);
@@ -272,29 +269,29 @@ impl IovaSpace {
         Ok(self)
     }
 
-    /// Has all mappings written into a table from now on, from which the process after a death of this one learns what
-    /// the IOMMU has. Returns the table's file, for [`LeftMappings::read`].
+    /// Starts to record all mappings in a table, from which a successor restores them if this process dies. Returns the
+    /// table's file, for [`LeftMappings::read`].
     ///
     /// # Errors
-    /// The kernel's error: there is no memory for it.
+    /// Returns the kernel's error if there is no memory for the table.
     pub fn record(&self) -> io::Result<OwnedFd> {
         let most = self.iommu.as_ref().and_then(|iommu| iommu.mappings_max());
         lock(&self.mappings).record(most)
     }
 
-    /// Ends [`Self::record`]: the table says that it holds no more.
+    /// Ends [`Self::record`] and marks the table as invalid.
     pub fn end_record(&self) {
         lock(&self.mappings).end_record();
     }
 
-    /// Takes away from the device what the process before had mapped, and nobody has found: nobody finds memory from now on.
-    /// It takes long if that is much: the kernel unpins memory page by page.
+    /// Ends the lookup of old mappings, and unmaps those of the old server that were not found. Takes long if they are large,
+    /// because the kernel unpins memory page by page.
     pub fn end_inheritance(&self) {
         let free = lock(&self.mappings).take_all_free();
         self.unmap_inherited(free);
-        // Those in the range of a VM that has others, which maps memory there while it has its lock.
+        // Mappings inside a range in use. Its VM maps memory there under its own lock, so the VM's memory unmaps them.
         let pinned = lock(&self.pinned).clone();
-        // None of them is held while another one is waited for.
+        // No memory is locked while another one is waited for.
         for memory in pinned {
             if let Some(memory) = memory.upgrade() {
                 memory.end_inheritance();
@@ -302,8 +299,8 @@ impl IovaSpace {
         }
     }
 
-    /// Takes away from the device what the process before had mapped of these bytes of a file for the same owner, and nobody
-    /// has found. They are about to be mapped anew, and the IOMMU may have former pages of them.
+    /// Unmaps mappings of the old server that have the same owner and these bytes of a file, and that were not found. The bytes
+    /// are about to be mapped again, and the IOMMU may have old pages of them.
     pub(crate) fn disinherit(&self, owner: MappingOwner, memory: &Mapping, part: &Range<usize>) {
         let wanted = IommuMapping::new(0, memory, part, memory.access(), owner);
         if let Some(file) = wanted.file {
@@ -312,25 +309,25 @@ impl IovaSpace {
         }
     }
 
-    /// Returns whether mappings of the process before are there that may be found.
+    /// Returns whether there are mappings of the old server that may still be found.
     #[must_use]
     pub fn has_inherited(&self) -> bool {
         lock(&self.mappings).has_inherited()
     }
 
-    /// Returns whether mappings of the process before are there that nobody can find.
+    /// Returns whether there are mappings of the old server that are about to be unmapped.
     #[must_use]
     pub fn has_leavings(&self) -> bool {
         lock(&self.mappings).are_leaving()
     }
 
-    /// Returns all mappings, for a process that goes on with them. Each change from now on is told.
+    /// Returns all mappings for a successor. `outdated` is set at each later change.
     pub fn mappings(&self, outdated: Outdated) -> Vec<IommuMapping> {
         lock(&self.mappings).tell(outdated)
     }
 
-    /// Returns the bytes of an owner's memory, by places in files and their lengths, that the process before had mapped and
-    /// nobody has found yet. They are not pinned again.
+    /// Returns the number of bytes of `memory` that the old server had mapped for `owner` and that were not found yet. `memory`
+    /// lists places in files with their lengths. The bytes are not pinned again.
     #[must_use]
     pub fn inherited_of(&self, owner: MappingOwner, memory: &[(MappedFile, u64)]) -> u64 {
         let mappings = lock(&self.mappings);
@@ -340,7 +337,7 @@ impl IovaSpace {
         there.map(|(_, len)| len).sum()
     }
 
-    /// Adds a VM's memory to what [`Self::shrunk_memory`] looks at, if memory is pinned here.
+    /// Adds a VM's memory to the memory that [`Self::shrunk_memory`] checks, if memory is pinned here.
     pub(crate) fn watch(&self, memory: Weak<dyn PinnedMemory>) {
         if self.has_iommu() {
             let mut pinned = lock(&self.pinned);
@@ -349,7 +346,7 @@ impl IovaSpace {
         }
     }
 
-    /// Looks at the memory of all VMs, and returns that which lost pages since the last call. It never waits.
+    /// Checks the memory of all VMs. Returns the memory that lost pages since the last call. Never waits.
     #[must_use]
     pub fn shrunk_memory(&self) -> Vec<Arc<dyn PinnedMemory>> {
         let pinned = lock(&self.pinned);
@@ -357,20 +354,19 @@ impl IovaSpace {
         memory.filter(|memory| memory.has_shrunk()).collect()
     }
 
-    /// Returns whether there is an IOMMU, for which memory is pinned.
+    /// Returns whether there is an IOMMU, which requires pinned memory.
     #[must_use]
     pub fn has_iommu(&self) -> bool {
         self.iommu.is_some()
     }
 
-    /// Takes a part with room for `len` bytes for the driver itself; it is given back when dropped.
+    /// Allocates a range of `len` bytes for the driver itself. The range is freed when it is dropped.
     #[must_use]
     pub fn allocate(self: &Arc<Self>, len: u64) -> Option<IovaRange> {
         self.allocate_by(len, MappingOwner::DRIVER, || self.iovas.for_driver(len))
     }
 
-    /// Takes the next part behind the last that was taken. So a VM that maps page by page does not look through all that is
-    /// taken each time.
+    /// Allocates a range after the most recent one. So a VM that maps page by page does not search all ranges each time.
     fn allocate_by(
         self: &Arc<Self>,
         len: u64,
@@ -400,10 +396,10 @@ impl IovaSpace {
         }
     }
 
-    /// Takes a part with room for `len` bytes of a VM's memory, of which `part` is mapped first, at the start of the part
-    /// that is taken. `demand` is the ground on which it gets it. Memory that its function `had` under the process before is
-    /// found where that process had it, if there is room. Memory that is new is not looked for there: it may be the same
-    /// file, with other pages.
+    /// Allocates a range of `len` bytes for a VM's memory. `part`, the first part to map, starts at the start of the range.
+    /// `demand` is the justification for the share. If the function `had` the memory under the old server, the range is that of
+    /// the old mapping, if there is one and it has room. New memory is not looked up, because the same file may have other
+    /// pages.
     ///
     /// # Errors
     /// [`NoIovas`].
@@ -447,14 +443,14 @@ impl IovaSpace {
         Some(self.range(start, wanted.owner, permit()))
     }
 
-    /// Takes away from the device what the process before had mapped in `range`. Returns whether all is unmapped.
+    /// Unmaps what the old server had mapped in `range`. Returns whether everything is unmapped.
     fn drop_inherited(&self, range: Range<u64>) -> bool {
         let inherited = lock(&self.mappings).take_inherited(range);
         self.unmap_inherited(inherited)
     }
 
-    /// Takes mappings of the process before away from the device, each with whether its addresses are in a range that
-    /// somebody has. Returns whether all are unmapped.
+    /// Unmaps mappings of the old server. Each comes with whether its addresses are inside a range in use. Returns whether all
+    /// are unmapped.
     fn unmap_inherited(&self, inherited: Vec<(IommuMapping, bool)>) -> bool {
         let Some(iommu) = &self.iommu else {
             return true;
@@ -469,7 +465,7 @@ impl IovaSpace {
                         lock(&self.taken).parts.remove(&iova);
                     }
                 }
-                // Its addresses stay taken: they must not lead to other memory.
+                // Its addresses stay allocated, so that they never lead to other memory.
                 Err(error) => {
                     error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
                     all_unmapped = false;
@@ -479,7 +475,7 @@ impl IovaSpace {
         all_unmapped
     }
 
-    /// Takes pages that are not there yet, before they are mapped, if there is an IOMMU.
+    /// Allocates missing pages before they are mapped, if there is an IOMMU.
     ///
     /// # Errors
     /// As [`Iommu::take_pages`].
@@ -490,7 +486,7 @@ impl IovaSpace {
         }
     }
 
-    /// The shares of another VM.
+    /// Creates the shares of another VM.
     pub(crate) fn new_vm(&self) -> VmShares {
         VmShares {
             owner: MappingOwner::DRIVER,
@@ -499,12 +495,12 @@ impl IovaSpace {
         }
     }
 
-    /// Has the IOMMU, if there is one, map all of this memory, which is the driver's own. It is mapped
-    /// at free addresses until the returned [`IovaPart`] is dropped. The memory must outlive that.
-    /// `access` is the device's.
+    /// Maps all of this memory, which belongs to the driver, at free addresses; without an IOMMU, only reserves the addresses.
+    /// It stays mapped until the returned [`IovaPart`] is dropped. The memory must outlive that. `access` is the device's
+    /// access.
     ///
     /// # Errors
-    /// That there are no addresses for it, or what the kernel reports.
+    /// Returns an error if no addresses are left, or the kernel's error.
     pub fn map(self: &Arc<Self>, memory: &Mapping, access: Access) -> io::Result<IovaPart> {
         let (len, part) = (memory.len() as u64, 0..memory.len());
         let wanted = IommuMapping::new(0, memory, &part, memory.access(), MappingOwner::DRIVER);
@@ -521,69 +517,68 @@ impl IovaSpace {
     }
 }
 
-/// One VM's shares of what an IOMMU has.
+/// Shares of one VM in the resources of an IOMMU.
 #[derive(Clone, Debug)]
 pub(crate) struct VmShares {
-    /// Owner of what is mapped for the VM.
+    /// Owner of the VM's mappings.
     pub(crate) owner: MappingOwner,
-    /// Mappings.
+    /// Share of the mappings.
     pub(crate) mappings: Arc<VmShare>,
-    /// Addresses.
+    /// Share of the addresses.
     pub(crate) iovas: Arc<VmShare>,
 }
 
-/// Reason for which a VM gets no addresses.
+/// Reason why a VM gets no addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoIovas {
-    /// Others could need them.
+    /// The addresses are reserved for other VMs.
     Share(NoShare),
-    /// No part is free that is as large.
+    /// No free range is large enough.
     Room,
 }
 
-/// A part of an [`IovaSpace`] that is its holder's alone.
+/// Range of an [`IovaSpace`], owned by its holder.
 #[derive(Debug)]
 pub struct IovaRange {
     space: Arc<IovaSpace>,
     start: u64,
     owner: MappingOwner,
-    /// Some of it cannot be unmapped.
+    /// True if a part cannot be unmapped.
     stuck: AtomicBool,
     permit: Permit,
 }
 
 impl IovaRange {
-    /// The first address of the part.
+    /// Returns the first address.
     #[inline]
     #[must_use]
     pub fn start(&self) -> u64 {
         self.start
     }
 
-    /// Returns whether some of it cannot be unmapped, so that no other memory may be mapped there.
+    /// Returns whether a part cannot be unmapped, so that no other memory may be mapped there.
     pub(crate) fn is_stuck(&self) -> bool {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the process before has left `part` of this memory mapped from `iova` on, and nobody has found it.
+    /// Returns whether the old server left `part` of this memory mapped at `iova`, and it was not found yet.
     pub(crate) fn is_inherited(&self, iova: u64, memory: &Mapping, part: &Range<usize>) -> bool {
         let access = memory.access();
         let mapping = IommuMapping::new(iova, memory, part, access, self.owner);
         lock(&self.space.mappings).is_inherited(&mapping)
     }
 
-    /// Takes away from the device what the process before had mapped in a part of this range, and nobody has found. Nobody
-    /// maps memory there meanwhile.
+    /// Unmaps what the old server had mapped in a part of this range and that was not found. No memory may be mapped there at
+    /// the same time.
     pub(crate) fn disinherit(&self, iovas: Range<u64>) {
         let _ = self.space.drop_inherited(iovas);
     }
 
-    /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on. All of its
-    /// addresses lie in this range. It stays mapped until the returned [`IovaPart`] is dropped. The
-    /// memory must outlive that. `access` is the device's.
+    /// Maps `part` of this memory at `iova`, if there is an IOMMU. All its addresses must lie in this range. It stays mapped
+    /// until the returned [`IovaPart`] is dropped. The memory must outlive that. `access` is the device's access.
     ///
     /// # Errors
-    /// Returns the kernel's error; `InvalidInput` if there is no such part.
+    /// Returns the kernel's error; `InvalidInput` if the memory has no such part.
     pub(crate) fn map(
         self: &Arc<Self>,
         iova: u64,
@@ -596,7 +591,7 @@ impl IovaRange {
         let len = part.len() as u64;
         if let Some(iommu) = &self.space.iommu {
             let mapping = IommuMapping::new(iova, memory, &part, access, self.owner);
-            // Not held while memory is pinned.
+            // The lock is not held while memory is pinned.
             let mut mappings = lock(&self.space.mappings);
             let is_there = mappings.find(&mapping);
             if !is_there {
@@ -635,13 +630,13 @@ pub struct IovaPart {
 }
 
 impl IovaPart {
-    /// Its first address.
+    /// Returns its first address.
     #[must_use]
     pub fn start(&self) -> u64 {
         self.iova
     }
 
-    /// The address of its byte `offset`.
+    /// Returns the address of byte `offset`.
     #[must_use]
     pub fn at(&self, offset: u64) -> Iova {
         debug_assert!(offset < self.len);
@@ -650,8 +645,7 @@ impl IovaPart {
 }
 
 impl Drop for IovaPart {
-    /// Takes the memory away from the device. If that fails, all addresses of the range stay taken: they must not lead
-    /// to other memory.
+    /// Unmaps the memory. If that fails, all addresses of the range stay allocated, so that they never lead to other memory.
     fn drop(&mut self) {
         let Self { iova, len, .. } = *self;
         let space = &self.range.space;
@@ -683,7 +677,7 @@ impl Drop for IovaRange {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Each change is complete before anything can panic.
+    // Each change is complete before a panic is possible.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

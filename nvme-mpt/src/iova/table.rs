@@ -1,21 +1,22 @@
-//! Table of an IOMMU's mappings in a memory file, for the process after a death of this one.
+//! Table of an IOMMU's mappings in a memory file, for a successor if this process dies.
 //!
-//! Its first page has a word that says that the table holds, and the number of slots that were ever in use. The slots
-//! follow, one for each mapping:
+//! The first page has a word that marks the table as valid, and the number of slots that were ever in use. The slots follow,
+//! one per mapping:
 //!
 //! | word | content |
 //! |---|---|
 //! | 0 | state |
-//! | 1, 2 | IOVA, bytes |
+//! | 1, 2 | IOVA, length in bytes |
 //! | 3 | 1 if the device may write, 2 if the memory has a place in a file |
-//! | 4, 5, 6 | the file's device and inode, and the offset in it |
-//! | 7 | the owner |
+//! | 4, 5, 6 | device and inode of the file, offset in the file |
+//! | 7 | owner |
 //!
-//! A mapping's slot is free, *coming* before the IOMMU is asked to map, *there* once it has, *leaving* before it is asked
-//! to unmap, and free again once it has. The other words are written while the slot is free. So a process may be killed
-//! between any two stores: the IOMMU has what is there, may have what is coming or leaving, and has nothing else.
+//! A slot is free at first. Its state becomes *coming* before the mapping is requested, *there* once it is made, *leaving*
+//! before the unmapping is requested, and free once it is unmapped. The other words are written while the slot is free. So a
+//! process may be killed between any two stores: mappings that are there exist, mappings that are coming or leaving may
+//! exist, and no others exist.
 //!
-//! A process writes into a table of its own alone. It reads that of the process before, and trusts nothing in it.
+//! A process writes only to its own table. It reads the table of the old server as untrusted data.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,7 +29,7 @@ use std::sync::Arc;
 use super::mapping::{IommuMapping, MappedFile, MappingOwner};
 use crate::memory::{Access, Cell64, Mapping, host_page_size, sealed_memfd};
 
-/// First word of a table that holds.
+/// First word of a valid table.
 const HOLDS: u64 = u64::from_le_bytes(*b"nvmpmap\x01");
 
 const HOLDS_AT: usize = 0;
@@ -46,18 +47,18 @@ const LEAVING: u64 = 3;
 const WRITABLE: u64 = 1;
 const HAS_FILE: u64 = 2;
 
-/// Slots of a table for an IOMMU that does not tell a bound: as many as VFIO maps by default.
+/// Slots of a table if the IOMMU reports no limit: the default number of VFIO mappings.
 const SLOTS: usize = 65_536;
 
-/// Most slots of a table.
+/// Maximum number of slots of a table.
 const SLOTS_MAX: usize = 1 << 20;
 
-/// Mappings that a process has left which died.
+/// Mappings left by a process that died.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeftMappings {
-    /// Those that the IOMMU has.
+    /// Mappings that exist.
     pub(super) there: Vec<IommuMapping>,
-    /// Addresses at which it may have one.
+    /// Address ranges in which a mapping may exist.
     pub(super) uncertain: Vec<Range<u64>>,
 }
 
@@ -69,7 +70,7 @@ impl LeftMappings {
     /// Reads the table of another process.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] for a table that does not hold, or that no process has written; the kernel's error.
+    /// [`io::ErrorKind::InvalidData`] if the table is invalid or damaged; otherwise the kernel's error.
     pub fn read(table: OwnedFd) -> io::Result<Self> {
         let file = File::from(table);
         let mut head = [0; SLOTS_AT];
@@ -126,7 +127,7 @@ impl LeftMappings {
         Ok(())
     }
 
-    /// Checks that no address is in two mappings.
+    /// Checks that mappings do not overlap.
     fn check(&self) -> io::Result<()> {
         let there = self.there.iter();
         let there = there.map(|mapping| mapping.iova..mapping.iova + mapping.len);
@@ -138,28 +139,27 @@ impl LeftMappings {
             .ok_or(invalid("mappings in the table overlap"))
     }
 
-    /// Returns all that the IOMMU has for certain.
+    /// Returns the mappings that certainly exist.
     #[must_use]
     pub fn there(&self) -> &[IommuMapping] {
         &self.there
     }
 }
 
-/// A table of this process.
+/// Table of this process.
 #[derive(Debug)]
 pub(super) struct MappingTable {
     memory: Arc<Mapping>,
     /// Slots by the first address of their mappings.
     places: BTreeMap<u64, usize>,
-    /// Slots that were in use.
+    /// Slots that are free again.
     free: Vec<usize>,
     used: usize,
     slots: usize,
 }
 
 impl MappingTable {
-    /// A table of these mappings, which are there. `most` is the number of mappings that the IOMMU takes. Returns its
-    /// file, too.
+    /// Creates a table of existing mappings, and its file. `most` is the maximum number of mappings of the IOMMU.
     pub(super) fn new<'a>(
         most: Option<u64>,
         mappings: impl Iterator<Item = &'a IommuMapping>,
@@ -184,7 +184,7 @@ impl MappingTable {
         Ok((table, file))
     }
 
-    /// Notes that the IOMMU is about to be asked for a mapping.
+    /// Notes that a mapping is about to be made.
     pub(super) fn begin(&mut self, mapping: &IommuMapping) {
         if self.places.contains_key(&mapping.iova) {
             log::error!(
@@ -221,23 +221,23 @@ impl MappingTable {
         self.places.insert(iova, slot);
     }
 
-    /// Notes that the IOMMU has a mapping.
+    /// Notes that a mapping was made.
     pub(super) fn settle(&self, iova: u64) {
         self.set_state(iova, THERE);
     }
 
-    /// Notes that the IOMMU is about to be asked to take a mapping away.
+    /// Notes that a mapping is about to be unmapped.
     pub(super) fn leave(&self, iova: u64) {
         self.set_state(iova, LEAVING);
     }
 
-    /// Notes that the IOMMU has no mapping.
+    /// Notes that a mapping does not exist.
     pub(super) fn remove(&mut self, iova: u64) {
         self.set_state(iova, FREE);
         self.free.extend(self.places.remove(&iova));
     }
 
-    /// The table holds no more.
+    /// Marks the table as invalid.
     pub(super) fn end(&self) {
         self.store(HOLDS_AT, 0);
     }
@@ -270,7 +270,7 @@ impl MappingTable {
     }
 }
 
-/// Moments at which a process may be killed.
+/// Points at which a process may be killed.
 #[cfg(test)]
 pub(super) mod cuts {
     use std::cell::RefCell;
@@ -281,12 +281,12 @@ pub(super) mod cuts {
         static LOOK: RefCell<Option<Look>> = const { RefCell::new(None) };
     }
 
-    /// Has `look` called at each of these moments in this thread.
+    /// Sets a function to call at each of these points in this thread.
     pub(crate) fn watch(look: Option<Look>) {
         LOOK.set(look);
     }
 
-    /// After a store into a table, and after the IOMMU has changed.
+    /// Calls the function, after a store to a table or a change of the IOMMU.
     pub(crate) fn look() {
         LOOK.with_borrow_mut(|look| {
             if let Some(look) = look {

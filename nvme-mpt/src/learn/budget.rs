@@ -1,39 +1,39 @@
-//! Shares of VMs in what an IOMMU has for all of them: mappings, and addresses (IOVAs).
+//! Budgets of an IOMMU's resources for its VMs: mappings and addresses (IOVAs).
 //!
-//! VFIO takes a number of mappings for each drive: 65,535, unless the host's administrator says otherwise. An IOMMU
-//! translates a number of addresses: 512 GiB with the least width, 39 bits. A VM decides how many regions its memory is in,
-//! and how often it maps the same memory. So a few hostile VMs could take all of either, and the next would get no memory.
-//! Hence there are three parts of each:
-//! - one for the driver's own queues and lists, which no VM is given;
-//! - one of which every VM may have what it is assured, whatever others have: [`ASSURED`] mappings, which are enough for
-//!   memory that is not plugged block by block, and 2 GiB of addresses;
-//! - the rest, of which a VM may take more as long as it has less than half of what it leaves to others. A VM that is
-//!   alone gets all that it asks for, and one that comes late about a third of what it finds.
+//! VFIO allows a limited number of mappings per drive: 65,535, unless the administrator changes it. An IOMMU has a limited
+//! address space: 512 GiB at the minimum width of 39 bits. A VM decides how many regions its memory has, and how often it maps
+//! the same memory. So a few hostile VMs could exhaust either, and further VMs would get no memory. Hence each resource has
+//! three parts:
+//! - one part for the driver's own queues and lists, never given to VMs;
+//! - one part from which every VM gets its assured amount, whatever others have: [`ASSURED`] mappings, enough for memory that
+//!   is not plugged block by block, and 2 GiB of addresses;
+//! - the rest, from which a VM may take more if its total stays below half of the remaining amount. A single VM can get most
+//!   of it, and a late one about a third of what it finds.
 //!
-//! The fixed alternative bounds each VM by a fixed part of all instead of that half.
+//! The fixed alternative limits each VM to a fixed part of the total instead.
 
 use super::Choice;
 
-/// Mappings that every VM may have.
+/// Number of mappings assured to every VM.
 pub(crate) const ASSURED: u64 = 64;
 
-/// Divisor for the part of all mappings that is there for these: 255 VMs can have theirs, of 65,535.
+/// Divisor of all mappings for the assured part: enough for 255 VMs, with 65,535 mappings.
 pub(crate) const FOR_ASSURED: u64 = 4;
 
-/// Divisor for the part of all mappings that is kept for the driver itself. Of 65,535 these are 4,095: 1,024 queue
-/// pairs, and the lists of 3,000 queues of guests.
+/// Divisor of all mappings for the driver's part: 4,095 of 65,535, for 1,024 queue pairs and the lists of 3,000 guest
+/// queues.
 pub(crate) const FOR_DRIVER: u64 = 16;
 
-/// Parts into which all of something is divided.
+/// Division of a resource into its parts.
 #[derive(Clone, Copy, Debug)]
 struct Division {
-    /// Amount that every VM may have.
+    /// Amount assured to every VM.
     assured: u64,
-    /// Divisor for the part that is there for these.
+    /// Divisor for the assured part.
     for_assured: u64,
-    /// Divisor for the part that is kept for the driver.
+    /// Divisor for the driver's part.
     for_driver: u64,
-    /// Divisor for the fixed part that one VM may have.
+    /// Divisor for the maximum of one VM with the fixed alternative.
     fixed: u64,
 }
 
@@ -44,8 +44,8 @@ const MAPPINGS: Division = Division {
     fixed: 16,
 };
 
-/// Of the 512 GiB of 39 bits, 8 GiB are the driver's and 64 GiB are assured, for 32 VMs. A VM that is alone can have
-/// 220 GiB in one region.
+/// Of 512 GiB (39 bits), 8 GiB are for the driver and 64 GiB are assured, for 32 VMs. A single VM can have 220 GiB in one
+/// region.
 const IOVAS: Division = Division {
     assured: 2 << 30,
     for_assured: 8,
@@ -56,34 +56,34 @@ const IOVAS: Division = Division {
 /// Amounts in use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Used {
-    /// That of the driver itself.
+    /// Amount used by the driver.
     pub by_driver: u64,
-    /// That of all VMs.
+    /// Amount used by all VMs.
     pub by_vms: u64,
 }
 
-/// Reason for which a VM gets no more.
+/// Refusal of a further amount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoShare {
-    /// Amount that it has.
+    /// Amount that the VM has.
     pub taken: u64,
-    /// Amount that is left for all VMs.
+    /// Amount left for all VMs.
     pub left: u64,
-    /// Amount that there is in all.
+    /// Total amount.
     pub max: u64,
 }
 
-/// Rule that decides whether a VM gets more of what an IOMMU has. It has no clock and no memory.
+/// Rule that decides whether a VM gets more of an IOMMU's resource. It has no clock and no state.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
     choice: Choice,
     division: Division,
-    /// `None`: there is no bound.
+    /// Total amount; `None` if unlimited.
     max: Option<u64>,
 }
 
 impl Budget {
-    /// The rule for an IOMMU that takes at most `max` mappings.
+    /// Creates the rule for an IOMMU with at most `max` mappings.
     #[must_use]
     pub fn of_mappings(choice: Choice, max: Option<u64>) -> Self {
         let division = MAPPINGS;
@@ -94,7 +94,7 @@ impl Budget {
         }
     }
 
-    /// The rule for a space of `max` addresses.
+    /// Creates the rule for a space of `max` addresses.
     #[must_use]
     pub fn of_iovas(choice: Choice, max: u64) -> Self {
         Self {
@@ -104,10 +104,10 @@ impl Budget {
         }
     }
 
-    /// Allows `wanted` more to a VM that has `taken`, or refuses it.
+    /// Checks whether a VM that has `taken` may take `wanted` more.
     ///
     /// # Errors
-    /// [`NoShare`]: others could need it.
+    /// [`NoShare`] if the amount is reserved for others.
     pub fn allow(&self, taken: u64, wanted: u64, used: Used) -> Result<(), NoShare> {
         let Some(max) = self.max else {
             return Ok(());

@@ -1,59 +1,60 @@
-//! Moments at which a thread that spins leaves its processor to others.
+//! Preemption back-off: when a spinning thread yields its processor to other threads.
 //!
-//! The one that it waits for may need this very processor: a guest's processor, a thread of the kernel's. A thread that
-//! wakes up has the processor at once where the kernel thinks it fair, which harms nobody. Others wait for the end of
-//! the time slice, milliseconds later. So a thread that is preempted after a long spin has kept others waiting: for a
-//! while it sleeps instead of spinning. Each time that this happens again soon after, the while is twice as long. A single
-//! preemption says nothing: any system has threads that need a processor now and then.
+//! The awaited event may need this very processor, for a vCPU or a kernel thread. A waking thread gets the processor at once
+//! if the scheduler considers this fair. Other threads wait for the end of the time slice, some milliseconds. So if a thread
+//! is preempted after a long spin, it has delayed other threads, and it sleeps instead of spinning for some time. The time
+//! doubles if this soon happens again. A single preemption is no reason, because any system has threads that need a
+//! processor occasionally.
 //!
-//! A thread is also away from its processor while that handles interrupts or, in a virtual machine, belongs to another
-//! one. Nobody has waited for the thread then. A process whose sandbox allows it has the kernel tell preemptions from these.
+//! A thread is also off its processor while the processor handles interrupts or, in a virtual machine, runs another VM. The
+//! thread then delays no one. If the sandbox allows it, the kernel reports the number of preemptions, which excludes these
+//! cases.
 //!
-//! The thread never yields. Threads that yield to each other many times in a time slice starve all others on some
-//! kernels, for half a minute and more: Linux 6.18 with a writer beside them is one. A sleep has no such effect.
+//! The thread never calls `sched_yield`. On some kernels, threads that yield to each other many times per time slice starve
+//! all others for half a minute or more. Linux 6.18 is one, with a writer next to such threads. Sleeping has no such effect.
 
 use std::time::Duration;
 
 use super::Choice;
 use crate::clock::{Rate, Ticks};
 
-/// Spin after which a preempted thread has kept others waiting.
+/// Spin time after which a preempted thread has delayed others.
 const LONG: Duration = Duration::from_micros(200);
 
-/// The longest pass without an interruption.
+/// Longest pass without an interruption.
 const INTERRUPT: Duration = Duration::from_micros(2);
 
-/// Time away from the processor in which a thread that waited for it had it. Interrupts take less. So do threads that
-/// wake up and have the processor at once, such as the kernel's workers that complete a poller's requests.
+/// Time off the processor from which another, waiting thread must have run. Interrupts take less. So do threads that wake
+/// up and run at once, such as kernel workers that complete a poller's requests.
 const SWITCH: Duration = Duration::from_micros(200);
 
-/// Time between preemptions that are more than a system's usual ones. A thread that always wants the processor has it
-/// after a time slice of some milliseconds.
+/// Maximum time between preemptions that count as frequent. A thread that always wants the processor gets it after a time
+/// slice of some milliseconds.
 const FREQUENT: Duration = Duration::from_millis(15);
 
-/// Bounds of the time for which a thread sleeps instead of spinning.
+/// Limits of the time for which a thread sleeps instead of spinning.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// Time that a thread spins even then: work often comes at once.
+/// Time that a thread still spins during that time, because work often arrives at once.
 const EAGER: Duration = Duration::from_micros(5);
 
 /// Processor time of a thread so far.
 #[derive(Clone, Copy, Debug)]
 pub struct OnProcessor {
-    /// Ticks that the thread has had a processor.
+    /// Ticks that the thread has run.
     pub ticks: u64,
-    /// Times that another thread took its processor, where the kernel may be asked for that.
+    /// Number of times that another thread took the processor; `None` if the kernel cannot be asked.
     pub preemptions: Option<u64>,
 }
 
-/// Learns whether others need a thread's processor.
+/// Adaptive policy that detects whether other threads need the thread's processor.
 #[derive(Debug)]
 pub struct Courtesy {
     choice: Choice,
-    /// Moment of the last look and the thread's processor time then; `None` while its spin is short.
+    /// Time of the last check and the thread's processor time then; `None` while its spin is short.
     looked: Option<(Ticks, OnProcessor)>,
-    /// Moment of the last preemption.
+    /// Time of the last preemption.
     preempted: Option<Ticks>,
     span: u64,
     until: u64,
@@ -67,7 +68,7 @@ pub struct Courtesy {
 }
 
 impl Courtesy {
-    /// Alone on the processor.
+    /// Creates the policy without any preemption so far.
     #[must_use]
     pub fn new(choice: Choice, rate: Rate) -> Self {
         let shortest = rate.ticks(SHORTEST);
@@ -87,9 +88,8 @@ impl Courtesy {
         }
     }
 
-    /// Notes a pass that took `took` ticks up to now, after a spin of `spun` ticks without work and sleep. `on_processor`
-    /// gives the thread's processor time. It is called after long spins alone. Returns whether the thread has kept others
-    /// waiting.
+    /// Handles a pass that ended now and took `took` ticks, after a spin of `spun` ticks without work or sleep. `on_processor`
+    /// returns the thread's processor time, and is called only after long spins. Returns whether the thread has delayed others.
     #[inline]
     pub fn passed(
         &mut self,
@@ -136,7 +136,7 @@ impl Courtesy {
         true
     }
 
-    /// Returns whether to sleep now, `idle` ticks after the last work.
+    /// Returns whether the thread should sleep now, `idle` ticks after the last work.
     #[inline]
     #[must_use]
     pub fn is_due(&self, now: Ticks, idle: u64) -> bool {

@@ -1,44 +1,44 @@
-//! Moments at which doorbells are worth mapping.
+//! Adaptive mapping of doorbells: whether they are mapped into the guest or trapped.
 //!
-//! To map and unmap them takes the hypervisor a while, and its guest another while to find its way again. So it pays
-//! only for many writes. The unit of time here, a *hold*, is a hundred times what that took last. Doorbells are
-//! mapped when [`EXITS`] writes exited within a hold, and stay mapped until a hold goes by with fewer than
-//! [`KEPT_BY`] I/Os. At least a hold lies between mapping and unmapping. So both together take at most a hundredth
-//! of the time in which they are of use, whatever the guest does.
+//! Mapping and unmapping costs time in the hypervisor, and then in the guest, until it has resolved the mapping again. So it
+//! pays only for many writes. The time unit of this policy, a *hold*, is a hundred times the last cost. Doorbells are mapped
+//! when [`EXITS`] writes exited within a hold. They stay mapped until a hold passes with fewer than [`KEPT_BY`] I/Os. At
+//! least a hold lies between mapping and unmapping. So for any guest, the cost of both is at most 1 % of the time in which
+//! the doorbells are mapped.
 //!
-//! The fixed alternative has them mapped at all times. A poller then reads the doorbells of an idle guest by a timer.
+//! The fixed alternative keeps doorbells mapped. A poller then reads the doorbells of an idle guest periodically.
 
 use std::time::Duration;
 
 use super::Choice;
 use crate::clock::{Rate, Ticks};
 
-/// Writes within a hold that exit, after which doorbells are mapped. Few beside the thousands of I/Os
-/// that a hold is good for, and more than a guest writes that does something now and then.
+/// Number of exits within a hold after which doorbells are mapped. This is little compared with the thousands of I/Os that
+/// are possible in a hold, and more than a mostly idle guest writes.
 const EXITS: u32 = 32;
 
-/// I/Os within a hold that keep doorbells mapped: half of what has them mapped, as an I/O is two writes.
-/// With fewer, a poller sleeps between them, and looks later than a write would wake it that exits.
+/// Number of I/Os within a hold that keep doorbells mapped: half of the rate for mapping, because an I/O has two writes. At a
+/// lower rate, a poller sleeps between I/Os, and reads the doorbell later than an exit would wake it.
 const KEPT_BY: u64 = EXITS as u64 / 4;
 
-/// A hold, as a multiple of what mapping and unmapping takes.
+/// Length of a hold, as a multiple of the cost of mapping and unmapping.
 const SHARE: u64 = 100;
 
-/// The shortest hold: longer than a poller spins before it sleeps. So it ends because I/O has ceased,
-/// and not just because the next one is not there yet.
+/// Minimum hold. It is longer than a poller spins before it sleeps, so that it ends only if I/O has ceased, and not just
+/// between two I/Os.
 const HOLD_MIN: Duration = Duration::from_millis(10);
 
-/// First guess of the cost of mapping, and of unmapping: a lot, since the longer the hold, the sooner it is
-/// tried.
+/// Initial guess of the cost of mapping and of unmapping. A high guess gives a long hold, in which the number of exits for
+/// the first mapping is reached sooner.
 const GUESS: Duration = Duration::from_millis(2);
 
-/// Decides on one function's doorbells.
+/// Policy for one function's doorbells.
 #[derive(Debug)]
 pub struct Hysteresis {
     choice: Choice,
     rate: Rate,
     hold_min: u64,
-    /// Cost of the last one, in ticks.
+    /// Last cost, in ticks.
     mapping: u64,
     unmapping: u64,
     phase: Phase,
@@ -46,14 +46,14 @@ pub struct Hysteresis {
 
 #[derive(Debug)]
 enum Phase {
-    /// Writes exit: so many, in the hold that began then.
+    /// Writes exit. `exits` counts them since the hold started.
     Trapped { since: Ticks, exits: u32 },
-    /// They are stores: with so many I/Os done by then, when the hold began.
+    /// Writes are plain stores. `done` is the number of I/Os at the start of the hold.
     Mapped { since: Ticks, done: u64 },
 }
 
 impl Hysteresis {
-    /// Doorbells that are trapped.
+    /// Creates the policy, with trapped doorbells.
     #[must_use]
     pub fn new(choice: Choice, rate: Rate) -> Self {
         let guess = rate.ticks(GUESS);
@@ -75,11 +75,11 @@ impl Hysteresis {
         costs.saturating_mul(SHARE).max(self.hold_min)
     }
 
-    /// Notes a write that has exited. Returns whether [`Self::wants_mapped`] returns something else now.
+    /// Notes a write that exited. Returns whether the result of [`Self::wants_mapped`] has changed.
     pub fn exited(&mut self, now: Ticks) -> bool {
         let hold = self.hold();
         let Phase::Trapped { since, exits } = &mut self.phase else {
-            // It was under way when they were mapped.
+            // The exit was in progress while the doorbells were mapped.
             return false;
         };
         if now.since(*since) > hold {
@@ -89,7 +89,7 @@ impl Hysteresis {
         *exits == EXITS
     }
 
-    /// Returns whether doorbells are better mapped, with `done` I/Os done until now.
+    /// Returns whether doorbells should be mapped. `done` is the number of I/Os so far.
     pub fn wants_mapped(&mut self, now: Ticks, done: u64) -> bool {
         if self.choice == Choice::Fixed {
             return true;
@@ -111,8 +111,8 @@ impl Hysteresis {
         }
     }
 
-    /// Returns the time for which [`Self::wants_mapped`] stays the same, unless a write exits; `None` for
-    /// ever.
+    /// Returns the time for which the result of [`Self::wants_mapped`] stays the same unless a write exits; `None` for no
+    /// limit.
     pub fn unchanged_for(&self, now: Ticks) -> Option<Duration> {
         match (self.choice, &self.phase) {
             (Choice::Learned, Phase::Mapped { since, .. }) => {
@@ -123,13 +123,13 @@ impl Hysteresis {
         }
     }
 
-    /// Notes that they were mapped, which took so many ticks, with `done` I/Os done until now.
+    /// Notes that the doorbells were mapped, which took `took` ticks. `done` is the number of I/Os so far.
     pub fn mapped(&mut self, now: Ticks, took: u64, done: u64) {
         self.mapping = took;
         self.phase = Phase::Mapped { since: now, done };
     }
 
-    /// Notes that they were unmapped, which took so many ticks; or could not be mapped.
+    /// Notes that the doorbells were unmapped, which took `took` ticks, or could not be mapped.
     pub fn unmapped(&mut self, now: Ticks, took: u64) {
         self.unmapping = took;
         self.phase = Phase::Trapped {

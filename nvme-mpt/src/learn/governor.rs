@@ -1,24 +1,23 @@
-//! Part of a shared drive that busy members may fill while quiet ones use it.
+//! Share of a drive that busy users may fill while light users use it.
 //!
-//! A member is *light* while it has few and small commands outstanding ([`Class::is_heavy`]). All others are *heavy*: of
-//! those, the drive has at most the *window* in flight while a light member is there.
+//! A user of a drive is *light* while it has few and small commands outstanding ([`Class::is_heavy`]). All others are
+//! *heavy*. While there is a light user, the heavy ones together have at most the *window* in flight, in bytes.
 //!
-//! The best window depends on the drive. A serial one makes a light command wait for all that is in front of it. A
-//! parallel one does not until its channels are full. So the window follows what light members see:
+//! The best window depends on the drive. A serial drive makes a light command wait for all commands before it. A parallel
+//! drive does so only when its channels are full. So the window adapts to the latencies of light users:
 //!
-//! - **Alone.** Every ten seconds, at a light command's arrival, heavy members pause for some light
-//!   commands (for 50 ms at most): the median latency of those is what light members see alone.
-//! - **Together.** Of every eight light commands, the median is compared with that. Beyond 1.875
-//!   times as long, the window shrinks in proportion; else it grows by a thirty-second, but seldom
-//!   to where it was too large. The median, not the slowest: drives have slow commands of their own,
-//!   which are no reason to let them idle.
+//! - **Alone.** Every ten seconds, at the arrival of a light command, heavy users pause for some light commands, 50 ms at
+//!   most. The median latency of these commands is the latency of light users alone.
+//! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above 1.875
+//!   times, the window shrinks in proportion. Otherwise the window grows by 1/32, but seldom up to a size that was too large.
+//!   The median is used, because drives have some slow commands of their own, which are no reason to let them idle.
 //!
-//! On a parallel drive the window ends up about where its channels are full. The slowest of a hundred
-//! light commands exceed the median by little there: p99 is within twice p99 alone.
+//! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
+//! commands is close to the median: p99 is within twice p99 alone.
 //!
-//! On a serial drive it ends up at one command, of a size that takes little longer than a small one. A
-//! light command waits for that one and takes twice as long at least, whatever the window. Where it is
-//! small, 2.25 times as long is allowed.
+//! On a serial drive, the window settles at one command, of a size that takes little longer than a small one. A light command
+//! waits for that command and takes at least twice as long, whatever the window. So a small window may reach 2.25 times the
+//! latency alone.
 //!
 //! The fixed alternative is a window of 256 KiB, without pauses.
 
@@ -28,46 +27,46 @@ use super::Choice;
 use crate::clock::{Rate, Ticks};
 use crate::spec::opcode::NvmOpcode;
 
-/// The largest window: what keeps any drive busy.
+/// Maximum window: enough to keep any drive busy.
 pub const WINDOW_MAX: u64 = 8 << 20;
 
-/// The window that the first light member finds. It doubles until it proves too large.
+/// Initial window. It doubles until it proves too large.
 const WINDOW_FIRST: u64 = 16 << 10;
 
-/// Longest latency of light commands, relative to alone, in 256ths.
+/// Maximum latency of light commands relative to alone, in 256ths.
 const LONGER: u64 = 256 * 15 / 8;
 
-/// The same while the window is small. On a serial drive with 0.1 ms for each command, it has 128 KiB reads in parts of
-/// 48 KiB, with a quarter of their throughput. At 2.0, parts of 8 KiB would have a twentieth.
+/// Maximum relative latency with a small window. On a serial drive with 0.1 ms per command, this limit gives 128 KiB reads
+/// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
 const LONGER_SMALL: u64 = 256 * 9 / 4;
 
-/// The largest small window. Drives whose window is small work on one command, or a few, at a time.
+/// Maximum size of a small window. Drives with a small window process one or a few commands at a time.
 const WINDOW_SMALL: u64 = 64 << 10;
 
-/// For how many medians the window stays below what has proved too large: what a light command meets
-/// while that is tried again is to be rarer than one of a hundred.
+/// Number of medians for which the window stays below a size that was too large. So less than one in a hundred light
+/// commands is affected when that size is tried again.
 const HOLD: u32 = 256;
 
-/// Most commands that a light member has outstanding, and most bytes of each.
+/// Maximum number of outstanding commands of a light user, and maximum bytes of each.
 const LIGHT_COMMANDS: u32 = 4;
 const LIGHT_BYTES: u64 = 16 << 10;
 
-/// Kinds of light commands whose latency is compared: reads and writes, by how many the member has
-/// outstanding.
+/// Number of kinds of light commands whose latencies are compared: reads and writes, by the number of commands that the
+/// user has outstanding.
 const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
 
-/// Weight of a command when the drive is shared.
+/// Class of a command on a shared drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Class(u8);
 
 impl Class {
-    /// Of a member with much to do.
+    /// Command of a heavy user.
     pub const HEAVY: Self = Self(0);
-    /// Of a member with little to do; its latency tells nothing.
+    /// Command of a light user whose latency is not measured.
     const LIGHT: Self = Self(1);
     const FIRST_KIND: u8 = 2;
 
-    /// Returns the class of a light member's command, when it has `outstanding` of them.
+    /// Returns the class of a light user's command. The user has `outstanding` commands.
     #[inline]
     #[must_use]
     pub fn light(opcode: NvmOpcode, outstanding: u32) -> Self {
@@ -79,43 +78,43 @@ impl Class {
         Self(first + outstanding.clamp(1, LIGHT_COMMANDS) as u8 - 1)
     }
 
-    /// Returns whether a member is heavy that has `outstanding` commands, and submits one that transfers `bytes`.
+    /// Returns whether a user is heavy that has `outstanding` commands and submits one that transfers `bytes`.
     #[inline]
     #[must_use]
     pub fn is_heavy(outstanding: u32, bytes: u64) -> bool {
         outstanding > LIGHT_COMMANDS || bytes > LIGHT_BYTES
     }
 
-    /// Returns the index of the latency that it is compared with.
+    /// Returns the index of the latency alone for comparison.
     fn kind(self) -> Option<usize> {
         self.0.checked_sub(Self::FIRST_KIND).map(usize::from)
     }
 }
 
-/// The fixed window.
+/// Window of the fixed alternative.
 const WINDOW_FIXED: u64 = 256 << 10;
 
-/// Light commands, alone, that a queue pair's turn at the window lasts.
+/// Length of a queue pair's turn at the window, in latencies of light commands alone.
 const TURN: u64 = 8;
 
-/// Times, in ticks.
+/// Times in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// From one measurement of the latency alone to the next.
+    /// Time between two measurements of the latency alone.
     probe_interval: u64,
-    /// Time until the next measurement of a kind of command that was not among the last ones.
+    /// Time until the next measurement if a kind of command was missing in the last one.
     probe_again: u64,
-    /// The longest that heavy members pause.
+    /// Maximum pause of heavy users.
     pause: u64,
 }
 
-/// Samples of a measurement that still meet what was in flight when the pause began.
+/// Samples to skip at the start of a measurement, because they still wait for commands submitted before the pause.
 const PROBE_SETTLES: u32 = 4;
 
-/// Light commands whose median counts.
+/// Number of light commands per median.
 const SAMPLES: usize = 8;
 
-/// Light commands while heavy members pause.
+/// Measurement of light commands while heavy users pause.
 #[derive(Debug)]
 struct Probe {
     began: Ticks,
@@ -124,42 +123,42 @@ struct Probe {
     count: usize,
 }
 
-/// Terms on which queue pairs share a drive.
+/// Parameters for sharing a drive between queue pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
-    /// Bytes of heavy members that the drive may have while a light one is there.
+    /// Bytes that heavy users may have in flight while there is a light user.
     pub window: u64,
     /// Length of a queue pair's turn at the window, in ticks.
     pub turn: u64,
-    /// Moment until which heavy members pause.
+    /// Time until which heavy users pause.
     pub pause_until: Ticks,
-    /// Moment from which on a light command's arrival begins a measurement.
+    /// Time from which the arrival of a light command starts a measurement.
     pub next_probe: Ticks,
 }
 
-/// Learns the terms from the latencies of light commands.
+/// Adaptive parameters, derived from the latencies of light commands.
 #[derive(Debug)]
 pub struct HeavyWindow {
     choice: Choice,
     times: Times,
     terms: Terms,
-    /// Median latency alone, in ticks, of each kind; 0 if it is not known.
+    /// Median latency alone of each kind, in ticks; 0 if unknown.
     alone: [u64; KINDS],
     probe: Option<Probe>,
-    /// Latencies of the last light commands, relative to alone, in 256ths.
+    /// Latencies of the last light commands relative to alone, in 256ths.
     longer: [u64; SAMPLES],
     count: usize,
-    /// When the window last changed: what arrived before tells nothing of it.
+    /// Time of the last change of the window. Commands that arrived before it say nothing about the new window.
     changed: Ticks,
-    /// True if the window has once been too large. Until then it doubles.
+    /// True if the window has ever been too large. Until then it doubles.
     is_found: bool,
-    /// Bound that the window does not reach for as many medians as `hold`, as it was too large.
+    /// Maximum window for the next `hold` medians, below a size that was too large.
     ceiling: u64,
     hold: u32,
 }
 
 impl HeavyWindow {
-    /// The window of a drive of which nothing is known.
+    /// Creates the policy for an unknown drive.
     #[must_use]
     pub fn new(choice: Choice, rate: Rate) -> Self {
         let millisecond = rate.ticks(Duration::from_millis(1));
@@ -191,13 +190,13 @@ impl HeavyWindow {
         }
     }
 
-    /// Returns the terms.
+    /// Returns the current parameters.
     #[must_use]
     pub fn terms(&self) -> Terms {
         self.terms
     }
 
-    /// Notes that a light command arrived, which begins a measurement if it is time for one.
+    /// Notes the arrival of a light command, which starts a measurement if one is due.
     pub fn arrived(&mut self, now: Ticks) {
         if now < self.terms.next_probe {
             return;
@@ -212,7 +211,7 @@ impl HeavyWindow {
         });
     }
 
-    /// Notes that a light command that arrived at some time has completed.
+    /// Notes the completion of a light command that arrived at `arrived`.
     pub fn completed(&mut self, class: Class, arrived: Ticks, now: Ticks) {
         let Some(kind) = class.kind() else { return };
         if self.choice == Choice::Fixed {
@@ -231,7 +230,7 @@ impl HeavyWindow {
         }
         let alone = self.alone.get(kind).copied().unwrap_or(0);
         if alone == 0 {
-            // Not before the last measurement is that long ago.
+            // Not before `probe_again` has passed.
             let soon = after(now, self.times.probe_again);
             self.terms.next_probe = soon.min(self.terms.next_probe);
             return;
@@ -248,12 +247,12 @@ impl HeavyWindow {
         }
     }
 
-    /// Makes the window what the last light commands call for.
+    /// Adapts the window to the latencies of the last light commands.
     fn adapt(&mut self) {
         self.longer.sort_unstable();
         let longer = self.longer[SAMPLES / 2];
         let window = self.terms.window;
-        // The parts of commands come in steps: a small window that shrinks by less may have parts of the same size.
+        // Commands are split in steps: a small window that shrinks by less may give parts of the same size.
         let (longest, least) = match window {
             ..=WINDOW_SMALL => (LONGER_SMALL, window / 8),
             _ => (LONGER, 0),
@@ -262,7 +261,7 @@ impl HeavyWindow {
             self.is_found = true;
             self.ceiling = window - window / 8;
             self.hold = HOLD;
-            // No further at once: some of the latency is of the window's last size.
+            // The shrinking per step is limited, because some of the latency is due to the previous window.
             (window * longest / longer).clamp(window / 8, window - least)
         } else if !self.is_found {
             2 * window
@@ -302,7 +301,7 @@ impl HeavyWindow {
     }
 }
 
-/// The moment so many ticks after another.
+/// Returns the time `ticks` after `now`.
 fn after(now: Ticks, ticks: u64) -> Ticks {
     Ticks(now.0.saturating_add(ticks))
 }

@@ -1,38 +1,37 @@
-//! Pause between two looks at doorbells whose stores notify nobody.
+//! Poll interval of untrapped doorbells.
 //!
-//! A command that comes meanwhile waits for the end of the pause. So the pause grows with the time that nothing happened:
-//! a guest that was idle for long waits longer than one that was idle for a moment, and for both the wait is a small part
-//! of their idle time.
+//! A command that arrives between two polls waits for the end of the interval. So the interval grows with the idle time: for
+//! any guest, the wait is a small part of the time that it was idle.
 //!
-//! The fixed alternative ends at a millisecond.
+//! The fixed alternative is limited to one millisecond.
 
 use std::time::Duration;
 
 use super::Choice;
 
-/// The shortest pause.
+/// Shortest interval.
 const MIN: Duration = Duration::from_micros(50);
 
-/// Divisor of the idle time, and the longest pause, while a command may be on its way.
+/// Divisor of the idle time, and longest interval, while a command may be on its way.
 const OFTEN: (u32, Duration) = (8, Duration::from_millis(1));
 
-/// The same after a longer time: fifty looks a second.
+/// Divisor and longest interval after a longer idle time: 50 polls per second.
 const SELDOM: (u32, Duration) = (64, Duration::from_millis(20));
 
-/// Decides on the pause between two looks.
+/// Policy for the poll interval.
 #[derive(Clone, Copy, Debug)]
 pub struct Looks {
     choice: Choice,
 }
 
 impl Looks {
-    /// Pauses that grow to 20 ms, or to a millisecond if they are fixed.
+    /// Creates the policy. Intervals grow to 20 ms; fixed ones to one millisecond.
     #[must_use]
     pub fn new(choice: Choice) -> Self {
         Self { choice }
     }
 
-    /// Returns the pause before the next look at doorbells, after so much time without work.
+    /// Returns the poll interval of doorbells after the time `idle` without work.
     #[must_use]
     pub fn at_doorbells(self, idle: Duration) -> Duration {
         match self.choice {
@@ -41,7 +40,7 @@ impl Looks {
         }
     }
 
-    /// Returns the pause before the next look at what will change for certain, such as a drive that has commands.
+    /// Returns the poll interval while work is pending, such as commands in a drive.
     #[must_use]
     pub fn at_work(idle: Duration) -> Duration {
         part(idle, OFTEN).max(MIN)

@@ -1,24 +1,24 @@
-//! All that learns: decisions that follow what was measured, each with a fixed alternative.
+//! Adaptive policies: decisions based on measurements. Each has a fixed alternative.
 //!
-//! | name | what it decides | inputs | fixed |
+//! | name | decision | inputs | fixed |
 //! |---|---|---|---|
 //! | `spin` | time that a poller spins before it parks ([`SpinTime`]) | length of each sleep, and what ended it | 100 us |
-//! | `courtesy` | moments at which a thread that spins leaves its processor to others ([`Courtesy`]) | frequent preemptions | never |
-//! | `moderation` | completions that share an interrupt ([`Moderation`]) | times of completions and submissions | one batch |
-//! | `governor` | bytes that busy guests have in a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
-//! | `doorbells` | moments at which doorbells are mapped and trapped ([`Hysteresis`]) | exits, commands, costs of both | mapped |
+//! | `courtesy` | when a spinning thread yields its processor ([`Courtesy`]) | frequent preemptions | never |
+//! | `moderation` | completions per interrupt ([`Moderation`]) | times of completions and submissions | one batch |
+//! | `governor` | bytes of busy guests in flight on a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
+//! | `doorbells` | when doorbells are mapped and trapped ([`Hysteresis`]) | exits, commands, costs of both | mapped |
 //! | `budget` | IOMMU mappings of one VM ([`Budget`]) | mappings in use | a sixteenth |
-//! | `slices` | bytes of a file that are deallocated at once ([`SliceLength`]) | length and time of the last | 256 KiB |
-//! | `looks` | pauses between looks at doorbells that notify nobody ([`Looks`]) | time without work | 1 ms |
+//! | `slices` | bytes of a file to deallocate at once ([`SliceLength`]) | length and time of the last slice | 256 KiB |
+//! | `looks` | poll interval of untrapped doorbells ([`Looks`]) | time without work | 1 ms |
 //!
 //! # Contract
-//! - **Pure.** A decision follows from the inputs alone. Nothing here reads a clock, sleeps, yields, locks or allocates:
-//!   the caller measures, and passes [`Ticks`](crate::clock::Ticks).
-//! - **Clock.** All times are ticks of one clock, whose [`Rate`](crate::clock::Rate) is given at set-up. Tests and
+//! - **Pure.** A decision depends only on the inputs. Nothing here reads a clock, sleeps, yields, locks or allocates: the
+//!   caller measures, and passes [`Ticks`](crate::clock::Ticks).
+//! - **Clock.** All times are ticks of one clock, whose [`Rate`](crate::clock::Rate) is given at creation. Tests and
 //!   simulations pass [`Rate::NANOSECOND`](crate::clock::Rate::NANOSECOND).
 //! - **Fixed alternative.** With [`Choice::Fixed`], inputs change nothing, and the decision is the constant above.
-//! - **Switch.** [`Learning`] has a choice for each; an operator writes the names, as in `fixed=moderation+doorbells`.
-//! - **Worth.** `docs/performance.md` has the effect of each, against its fixed alternative. One without is deleted.
+//! - **Switch.** [`Learning`] has a choice for each policy. An operator writes the names, as in `fixed=moderation+doorbells`.
+//! - **Worth.** `docs/performance.md` compares each policy with its fixed alternative. A policy without benefit is deleted.
 
 mod budget;
 mod courtesy;
@@ -44,10 +44,10 @@ pub use moderation::{Moderation, Owed};
 pub use slices::SliceLength;
 pub use spin::SpinTime;
 
-/// Source of one kind of decisions.
+/// Basis of one kind of decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Choice {
-    /// Decisions follow what was measured.
+    /// Decisions adapt to measurements.
     #[default]
     Learned,
     /// Decisions are constants.
@@ -60,34 +60,34 @@ impl Choice {
     }
 }
 
-/// Choices for all that learns. The text form names what is fixed: `moderation+doorbells`.
+/// Choice for each adaptive policy. The text form names the fixed ones: `moderation+doorbells`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Learning {
     /// Time that a poller spins before it parks.
     pub spin: Choice,
-    /// Moments at which a poller that spins leaves its processor to others.
+    /// Times at which a spinning poller yields its processor.
     pub courtesy: Choice,
-    /// Completions that share an interrupt.
+    /// Number of completions per interrupt.
     pub moderation: Choice,
-    /// Bytes that busy guests have in a shared physical drive.
+    /// Bytes of busy guests in flight on a shared physical drive.
     pub governor: Choice,
-    /// Moments at which doorbells are mapped and trapped.
+    /// Times at which doorbells are mapped and trapped.
     pub doorbells: Choice,
     /// IOMMU mappings of one VM.
     pub budget: Choice,
-    /// Bytes of a file that are deallocated or zeroed at once. The drive alone heeds it, so that messages and states of
-    /// functions are without it.
+    /// Bytes of a file to deallocate or zero at once. Only the drive uses this choice, so messages and saved states of
+    /// functions omit it.
     #[serde(skip)]
     pub slices: Choice,
-    /// Pauses between looks at doorbells that notify nobody. Messages and states of earlier releases are without it.
+    /// Poll interval of untrapped doorbells. Messages and states of earlier releases omit it.
     #[serde(default, skip_serializing_if = "Choice::is_learned")]
     pub looks: Choice,
 }
 
-/// One of the choices.
+/// Accessor of one choice.
 type Part = fn(&mut Learning) -> &mut Choice;
 
-/// Names of the choices.
+/// Names and accessors of the choices.
 const NAMES: [(&str, Part); 8] = [
     ("spin", |learning| &mut learning.spin),
     ("courtesy", |learning| &mut learning.courtesy),
@@ -100,7 +100,7 @@ const NAMES: [(&str, Part); 8] = [
 ];
 
 impl Learning {
-    /// Returns the choices that belong to a poller; the others learn.
+    /// Returns the choices of a poller; all others are adaptive.
     #[must_use]
     pub fn of_poller(self) -> Self {
         let Self {
@@ -117,7 +117,7 @@ impl Learning {
         }
     }
 
-    /// Returns the choices that belong to a drive; the others learn.
+    /// Returns the choices of a drive; all others are adaptive.
     #[must_use]
     pub fn of_drive(self) -> Self {
         let Self {

@@ -1,78 +1,79 @@
-//! Completions of a queue that share one interrupt.
+//! Interrupt coalescing: the number of completions of a queue per interrupt.
 //!
-//! A guest that submits more commands while it is interrupted for each completion loses time to the interrupts. A
-//! guest that waits for a completion gains nothing from a late interrupt. The poller cannot see which of the two a
-//! guest is, but it can try. Every now and then, twice or half as many completions share an interrupt for some time.
-//! That is kept if the guest gets more done, or no less with fewer.
+//! A guest that submits more commands while it is interrupted for each completion loses time to the interrupts. A guest that
+//! waits for a completion gains nothing from a late interrupt. The poller cannot see which case applies, so it tries: now
+//! and then, it doubles or halves the number of completions per interrupt for some time. It keeps the change if the guest
+//! gets more done, or no less with fewer completions per interrupt.
 //!
-//! An interrupt waits only while more completions are to be expected: commands are in flight, or the guest has just
-//! submitted some. If most of these waits are in vain, the guest has too few commands outstanding for them. Then, at
-//! once, fewer completions share an interrupt.
+//! An interrupt is held back only while more completions are expected: commands are in flight, or the guest has just
+//! submitted some. If most holds end without enough completions, the guest has too few commands outstanding. The number of
+//! completions per interrupt then decreases at once.
 //!
-//! The bounds: 1 to 32 completions share an interrupt. A trial lasts 128 completions, and stays if they took 4 % less
-//! time, or at most 4 % more with fewer per interrupt. An interrupt waits at most 4 ms. Interrupt Coalescing that the
-//! guest has set holds instead. Coalescing Disable of a vector switches moderation off for it (Base 2.0, sections
+//! Limits: 1 to 32 completions share an interrupt. A trial lasts 128 completions. It is kept if they took 4 % less time, or
+//! at most 4 % more with fewer completions per interrupt. An interrupt is held back for at most 4 ms. Interrupt Coalescing
+//! set by the guest replaces this policy. Coalescing Disable of a vector turns it off for the vector (Base 2.0, sections
 //! 5.27.1.6 and 5.27.1.7).
 //!
-//! The fixed alternative holds no interrupt back: one for each batch of completions. In `interrupt/simulation.rs`, no
-//! guest takes more than 2 % longer than with that, and at most 1 % with one command outstanding.
+//! The fixed alternative holds no interrupt back and sends one for each batch of completions. In
+//! `interrupt/simulation.rs`, no guest takes more than 2 % longer than with the fixed alternative, and at most 1 % with one
+//! command outstanding.
 
 use std::time::Duration;
 
 use super::Choice;
 use crate::clock::{Rate, Ticks};
 
-/// Completions after which it is judged how they went.
+/// Completions after which an epoch is judged.
 const EPOCH: u32 = 128;
 
-/// Completions after which a trial ends that is much worse, taking more than so many hundredths of the time.
+/// Completions after which a very bad trial ends early: it takes more than `HOPELESS` percent of the reference time.
 const GLIMPSE: u32 = EPOCH / 4;
 const HOPELESS: u64 = 115;
 
-/// At most 2 to the power of this many completions share an interrupt by our doing.
+/// Logarithm (base 2) of the maximum number of completions per interrupt.
 const LEVEL_MAX: u8 = 5;
 
-/// Longest time that an interrupt is held back.
+/// Maximum time for which an interrupt is held back.
 const HOLD_MAX: Duration = Duration::from_millis(4);
 
-/// Completions that come more rarely than this are not worth it.
+/// Maximum time between completions for which coalescing is useful.
 const INTERVAL_MAX: Duration = Duration::from_millis(2);
 
-/// Time without a completion after which the guest has paused, and observations mean nothing.
+/// Time without completions after which the guest counts as paused. Observations across a pause are void.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// To have more completions share an interrupt has to take less than this many hundredths of the time; fewer may
-/// take at most as many.
+/// Limits for a trial, in percent of the reference time: less than `BETTER` for more completions per interrupt, less than
+/// `WORSE` for fewer.
 const BETTER: u64 = 96;
 const WORSE: u64 = 104;
 
-/// A trial ends before its time when so many interrupts waited in vain, and more than did not.
+/// Number of holds without enough completions after which a trial ends early, if they outnumber the successful ones.
 const VAIN_MAX: u32 = 4;
 
-/// Epochs between two trials, after many that brought nothing.
+/// Maximum number of epochs between two trials, reached after many failed ones.
 const WAIT_MAX: u32 = 128;
 
-/// A trial.
+/// Trial of another level.
 #[derive(Clone, Copy, Debug)]
 struct Trial {
     level: u8,
-    /// Value of [`Moderation::interval`] before.
+    /// Value of [`Moderation::interval`] before the trial.
     reference: u64,
 }
 
-/// Learns how many completions of a queue are to share an interrupt.
+/// Adaptive number of completions of a queue per interrupt.
 #[derive(Debug)]
 pub struct Moderation {
     choice: Choice,
-    /// As a power of 2.
+    /// Logarithm (base 2) of the completions per interrupt.
     level: u8,
     trial: Option<Trial>,
-    /// True if the next trial is of more.
+    /// True if the next trial is of more completions per interrupt.
     rises: bool,
-    /// Epochs until the next trial, and after that one if it fails.
+    /// Epochs until the next trial, and the wait after it if it fails.
     wait: u32,
     next_wait: u32,
-    /// Ticks for [`FINE`] completions, in the last epoch; 0 if there was none.
+    /// Ticks for [`FINE`] completions in the last epoch; 0 if there was none.
     interval: u64,
     epoch: Epoch,
     last_post: Ticks,
@@ -82,29 +83,29 @@ pub struct Moderation {
     pause: u64,
 }
 
-/// Ticks for one completion are counted in parts of so many.
+/// Number of fractions into which the ticks of a completion are divided.
 const FINE: u64 = 16;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Epoch {
     began: Ticks,
     completions: u32,
-    /// Interrupts for which as many completions came as were waited for, and for which fewer did.
+    /// Holds that ended with enough completions, and holds that timed out.
     full: u32,
     in_vain: u32,
 }
 
-/// Completions of which a guest was not told.
+/// Completions that the guest has not been told of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owed {
-    /// Their number.
+    /// Number of completions.
     pub completions: u32,
-    /// Moment of the first one.
+    /// Time of the first one.
     pub since: Ticks,
 }
 
 impl Moderation {
-    /// Knows nothing yet: each batch has its interrupt.
+    /// Creates the policy, which starts with an interrupt per batch.
     #[must_use]
     pub fn new(choice: Choice, rate: Rate) -> Self {
         Self {
@@ -124,7 +125,7 @@ impl Moderation {
         }
     }
 
-    /// Has it learned something: a level, and the ticks that a completion takes.
+    /// Sets a learned level and the ticks per completion.
     #[cfg(test)]
     pub(crate) fn learned(&mut self, level: u8, interval: u64) {
         (self.level, self.interval) = (level, FINE * interval);
@@ -142,7 +143,7 @@ impl Moderation {
         let paused = now.since(self.last_post) > self.pause;
         self.last_post = now;
         if paused {
-            // Waits in vain still count: a guest that pauses all the time has little outstanding.
+            // Timed-out holds still count: a guest that often pauses has few commands outstanding.
             (self.epoch.began, self.epoch.completions) = (now, 0);
             return;
         }
@@ -155,8 +156,8 @@ impl Moderation {
         }
     }
 
-    /// Returns the moment until which the interrupt that is owed may wait, with
-    /// commands in flight or not; `None` if it is time.
+    /// Returns the time until which the owed interrupt may wait; `None` if it is due. `in_flight` is the number of in-flight
+    /// commands.
     #[inline]
     pub fn until(&mut self, owed: Owed, in_flight: u32, now: Ticks) -> Option<Ticks> {
         let level = self.trial.map_or(self.level, |trial| trial.level);
@@ -220,7 +221,7 @@ impl Moderation {
         } = self.epoch;
         let interval = now.since(began) * FINE / u64::from(completions);
         self.begin_epoch(now);
-        // Here, and not for each completion: nothing else makes a first trial.
+        // Checked here rather than per completion: only this function starts a first trial.
         if self.choice == Choice::Fixed {
             return;
         }
@@ -248,14 +249,14 @@ impl Moderation {
                     (false, 0) => 1,
                     (false, level) => level - 1,
                 };
-                // Two epochs, so that one that was disturbed does not decide by itself.
+                // The average of two epochs, so that a single disturbed epoch does not decide.
                 let reference = u64::midpoint(before, interval);
                 self.trial = Some(Trial { level, reference });
             }
         }
     }
 
-    /// Ends a trial that is worse than its reference.
+    /// Ends a failed trial.
     fn reject(&mut self) {
         self.trial = None;
         self.rises = !self.rises;

@@ -1,8 +1,7 @@
-//! Bytes of a file that are deallocated or zeroed at once: a slice.
+//! Slice length: the bytes of a file to deallocate or zero at once.
 //!
-//! The kernel excludes all other I/O of the file meanwhile. The time of a slice follows from the extents in it, which
-//! are as short as a block on a fragmented file. The next slice has the length that would have taken a third of a
-//! millisecond.
+//! During a slice, the kernel blocks all other I/O of the file. The time of a slice depends on the number of its extents,
+//! which are as short as a block on a fragmented file. The next slice has the length that would have taken 300 us.
 //!
 //! The fixed alternative is 256 KiB.
 
@@ -12,21 +11,21 @@ use super::Choice;
 use crate::clock::Rate;
 use crate::range::BOUNDARY;
 
-/// Time that a slice should take.
+/// Target time of a slice.
 const TARGET: Duration = Duration::from_micros(300);
 
-/// Bounds of a slice, in bytes, and the first one. The shortest one is a block, as that may be an extent by itself.
+/// Limits of a slice, in bytes, and the initial length. The minimum is a block, because a block may be a separate extent.
 ///
-/// Slices of holes are fast, whatever their length, and say nothing about the extents behind. So the longest slice has 512
-/// extents at most. A guest whose first command comes meanwhile waits for that many: 0.2 s, at 0.4 ms each on ext4.
+/// Slices of holes are fast at any length, and say nothing about the extents that follow. So the maximum length has at most
+/// 512 extents. A guest whose command arrives during such a slice waits for all of them: 0.2 s, at 0.4 ms each on ext4.
 const MIN: u64 = BOUNDARY;
 const MAX: u64 = 2 << 20;
 const FIRST: u64 = 256 << 10;
 
-/// The longest slice while others use the file: at most 64 extents.
+/// Maximum slice while others use the file: at most 64 extents.
 const SHARED_MAX: u64 = 256 << 10;
 
-/// Learns the length of slices.
+/// Adaptive length of slices.
 #[derive(Debug)]
 pub struct SliceLength {
     choice: Choice,
@@ -35,7 +34,7 @@ pub struct SliceLength {
 }
 
 impl SliceLength {
-    /// The first length, or the fixed one.
+    /// Creates the policy with the initial length, which is also the fixed one.
     #[must_use]
     pub fn new(choice: Choice, rate: Rate) -> Self {
         Self {
@@ -45,13 +44,13 @@ impl SliceLength {
         }
     }
 
-    /// Returns the bytes of the next slice, at most.
+    /// Returns the maximum length of the next slice in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Notes a slice of so many bytes, and the ticks that it took. `is_shared` is true while others use the file.
+    /// Notes a slice of `bytes` bytes that took `took` ticks. `is_shared` is true while others use the file.
     pub fn done(&mut self, bytes: u64, took: u64, is_shared: bool) {
         let max = match is_shared {
             true => SHARED_MAX,
@@ -63,7 +62,7 @@ impl SliceLength {
     }
 }
 
-/// Returns the bytes of the next slice after one of `bytes`, of `planned` at most, took so many ticks.
+/// Returns the length of the next slice, after a slice of `bytes` (at most `planned`) took `took` ticks.
 fn next_slice(planned: u64, bytes: u64, took: u64, target: u64) -> u64 {
     if bytes < planned && took <= target {
         // A short slice says little about the time of a long one.

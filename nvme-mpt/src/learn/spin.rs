@@ -1,22 +1,22 @@
 //! Time that a poller spins for work before it parks.
 //!
-//! It spins twice as long when work came soon after it had parked: had the spin been a little longer, there would have
-//! been no need to park. It spins half as long when it slept for long.
+//! If work arrives soon after parking, the time doubles, because a slightly longer spin would have avoided the parking. After
+//! a long sleep, the time halves.
 
 use std::time::Duration;
 
 use super::Choice;
 use crate::clock::Rate;
 
-/// Bounds of the time.
+/// Limits of the spin time.
 const MIN: Duration = Duration::from_micros(20);
 const MAX: Duration = Duration::from_millis(4);
 
-/// The fixed time: about that of falling asleep and being woken. So the two together take at most twice the time that
-/// the better one would.
+/// Fixed spin time: about the cost of falling asleep and waking up. Spinning and parking together then take at most twice
+/// the time of the better choice.
 const FIXED: Duration = Duration::from_micros(100);
 
-/// Learns the time that a poller spins before it parks.
+/// Adaptive time that a poller spins before it parks.
 #[derive(Debug)]
 pub struct SpinTime {
     ticks: u64,
@@ -25,7 +25,7 @@ pub struct SpinTime {
 }
 
 impl SpinTime {
-    /// The shortest time, or the fixed one.
+    /// Creates the policy with the shortest time, or with the fixed one.
     #[must_use]
     pub fn new(choice: Choice, rate: Rate) -> Self {
         let [min, max] = match choice {
@@ -40,20 +40,20 @@ impl SpinTime {
         }
     }
 
-    /// Returns the time, in ticks.
+    /// Returns the spin time in ticks.
     #[inline]
     #[must_use]
     pub fn ticks(&self) -> u64 {
         self.ticks
     }
 
-    /// Returns the shortest time, in ticks.
+    /// Returns the shortest spin time in ticks.
     #[must_use]
     pub fn shortest(&self) -> u64 {
         self.min
     }
 
-    /// Notes a sleep of so many ticks, and whether there was work at its end.
+    /// Adapts to a sleep of `ticks`. `found_work` is true if there was work at its end.
     pub fn slept(&mut self, ticks: u64, found_work: bool) {
         self.ticks = if found_work && ticks < self.max {
             (self.ticks * 2).min(self.max)
@@ -62,8 +62,8 @@ impl SpinTime {
         };
     }
 
-    /// Notes that another thread needs the processor. One that sleeps beside a busy thread gets the processor back
-    /// sooner than one that spins.
+    /// Adapts to another thread that needs the processor. A sleeping thread gets the processor back from a busy one sooner than
+    /// a spinning thread does.
     pub fn crowded(&mut self) {
         self.ticks = self.min;
     }

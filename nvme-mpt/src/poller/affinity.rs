@@ -1,4 +1,4 @@
-//! Processors that pollers are pinned to.
+//! Pinning of pollers to processors.
 
 use std::fs;
 use std::io;
@@ -9,20 +9,20 @@ use log::{info, warn};
 use crate::clock::{Rate, Ticks};
 use crate::memory::processors::{ProcessorSet, own_processors, pin_this_thread};
 
-/// Time between two looks at the processors of a poller's thread. A poller that sleeps looks when it wakes.
+/// Interval for checking the processors of a poller's thread. A sleeping poller checks when it wakes up.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// A processor that pollers are to be pinned to is not there.
+/// A processor for pinning pollers does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("There is no processor {cpu} to poll on: this machine has {online}")]
 pub struct NoSuchProcessor {
-    /// The processor.
+    /// Number of the processor.
     cpu: usize,
-    /// Processors that are online, as the kernel lists them.
+    /// List of online processors, in the kernel's format.
     online: String,
 }
 
-/// Refuses processors that are not online. If the kernel does not list them, as in a sandbox, all are accepted.
+/// Checks that processors are online. If the kernel does not list them, as in a sandbox, accepts all.
 pub(super) fn check(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
     if cpus.is_empty() {
         return Ok(());
@@ -44,16 +44,16 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
     }
 }
 
-/// Processor that a poller's thread is pinned to. It belongs to that thread.
+/// Processor that a poller's thread is pinned to. The value must stay on that thread.
 ///
-/// If a host changes CPU sets or takes a processor offline, the kernel silently moves the thread to other processors. Linux
-/// before 6.2 leaves it there when the processor is back.
+/// If CPU sets change or a processor goes offline, the kernel silently moves the thread to other processors. Before Linux
+/// 6.2, the thread stays there when the processor is back.
 #[derive(Debug)]
 pub(super) struct Pinning {
     processor: usize,
     next: Ticks,
     period: u64,
-    /// True if the thread may run elsewhere, which was reported.
+    /// True if the thread may run elsewhere, which was logged.
     is_lost: bool,
 }
 
@@ -65,7 +65,7 @@ enum PinningChange {
 }
 
 impl Pinning {
-    /// Pins the calling thread, or reports why it cannot be.
+    /// Pins the calling thread, or logs why that failed.
     pub(super) fn begin(processor: usize, name: &str) -> Self {
         let pinned = pin_this_thread(processor);
         if let Err(error) = &pinned {
@@ -82,10 +82,10 @@ impl Pinning {
         }
     }
 
-    /// Pins the thread again if it may run elsewhere. Checks that once per interval.
+    /// Checks the pinning once per interval. Pins the thread again if it may run elsewhere.
     #[cold]
     pub(super) fn follow(&mut self, now: Ticks, name: &str) {
-        // Threads of a simulation are one.
+        // All threads of a simulation are one kernel thread.
         if now < self.next || cfg!(simulation) {
             return;
         }
@@ -108,7 +108,7 @@ impl Pinning {
         }
     }
 
-    /// Decides on a thread that is pinned or is not.
+    /// Updates the state. `is_pinned` is true if the thread is pinned; otherwise `pin` is tried.
     fn look(
         &mut self,
         is_pinned: bool,

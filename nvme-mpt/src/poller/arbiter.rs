@@ -1,23 +1,23 @@
-//! Turns of a poller's queues: by function first, then by queue (deficit round robin).
+//! Arbitration between a poller's queues: by function first, then by queue (deficit round robin).
 //!
-//! In each round, a function has a [`QUANTUM`] of the poller's time. Its queues are polled one after the other until the
-//! quantum is used up. The next round begins with the next queue. So more queues give a function no more turns. A poll that
-//! takes longer than the rest of the quantum makes a debt, which the next rounds pay. A function without work saves nothing.
+//! In each round, a function gets a [`QUANTUM`] of the poller's time. Its queues are polled in turn until the quantum is used
+//! up. The next round starts with the next queue, so more queues give a function no more time. If a poll exceeds the quantum,
+//! the function has a debt, which the next rounds pay. A function without work accumulates no credit.
 //!
-//! The cost is the poller's own time, including copies, system calls and page faults. The poller reads the
-//! clock after each poll anyway, to charge it. A poller of one function has no arbiter.
+//! The cost is the poller's own time, including copies, system calls and page faults. The poller reads the clock after each
+//! poll anyway, for accounting. A poller with one function needs no arbiter.
 
 use std::time::Duration;
 
 use crate::clock::Rate;
 
-/// Time that a function has in a round.
+/// Time of a function per round.
 const QUANTUM: Duration = Duration::from_micros(50);
 
-/// The largest debt, in quanta. A preemption counts as time of the function that it meets, and is no fault of its own.
+/// Maximum debt in quanta. A preemption counts as time of the function in turn, which did not cause it.
 const DEBT_MAX: i64 = 200;
 
-/// Time that functions have in turn.
+/// Quantum and maximum debt in ticks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Quantum {
     ticks: i64,
@@ -36,18 +36,18 @@ impl Quantum {
     }
 }
 
-/// Turns of one function's queues.
+/// Arbitration state of one function.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FunctionTurns {
-    /// The queue that is polled next.
+    /// Index of the queue to poll next.
     next: usize,
-    /// Ticks that it may use; a debt if negative.
+    /// Ticks left; a debt if negative.
     deficit: i64,
 }
 
 impl FunctionTurns {
-    /// Gives the function its turn, with this number of queues. `poll` polls a queue by its index, and returns the ticks that
-    /// it took. Returns whether queues were left out because the time was used up.
+    /// Gives the function with its `queues` queues a turn. `poll` polls a queue by index and returns the ticks that it took.
+    /// Returns whether queues were skipped because the time was used up.
     #[inline]
     pub(super) fn turn(
         &mut self,

@@ -1,8 +1,8 @@
-//! Processors beside a vCPU, for the poller of its queue.
+//! Placement of a poller beside the vCPU of its queue.
 //!
-//! A poller and the vCPU that it works for share rings, data and doorbells. So the poller runs where it shares a cache
-//! with the vCPU, and takes no time from it: never on its processor, and on another thread of its core only if there
-//! is no other place.
+//! A poller and its vCPU share rings, data and doorbells. So the poller runs where it shares a cache with the vCPU, without
+//! taking time from it: never on the vCPU's processor, and on another hardware thread of its core only if there is no other
+//! place.
 
 use std::fs;
 use std::path::Path;
@@ -15,36 +15,36 @@ use crate::clock::{Rate, Ticks};
 use crate::interrupt::InterruptVector;
 use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, run_on};
 
-/// Time between two looks at the processors of the vCPU's thread. A poller that sleeps looks when it wakes.
+/// Interval for checking the processors of the vCPU's thread. A sleeping poller checks when it wakes up.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// Neighbourhood that a poller is to be in.
+/// Hints for the placement of a poller.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Neighbours {
     /// Vector whose interrupts go to the vCPU.
     pub(crate) vector: Option<Arc<InterruptVector>>,
-    /// The host's NUMA node next to the drive, where no vCPU is known.
+    /// NUMA node of the drive, used if the vCPU is unknown.
     pub(crate) node: Option<u32>,
 }
 
-/// The host's processors, in groups.
+/// Processors of the host, in groups.
 #[derive(Debug, Default)]
 struct Topology {
-    /// Threads of a core.
+    /// Hardware threads of each core.
     cores: Vec<ProcessorSet>,
-    /// Processors that share their last cache.
+    /// Processors that share each last-level cache.
     caches: Vec<ProcessorSet>,
     nodes: Vec<(u32, ProcessorSet)>,
 }
 
 impl Topology {
-    /// Returns that of this host. It lacks groups that the kernel does not tell, as in a sandbox.
+    /// Returns the topology of this host. Groups are missing if the kernel does not report them, as in a sandbox.
     fn of_this_host() -> &'static Self {
         static HOST: OnceLock<Topology> = OnceLock::new();
         HOST.get_or_init(|| Self::read(Path::new("/sys/devices/system")))
     }
 
-    /// Reads it from the kernel's files (Linux, `Documentation/admin-guide/cputopology.rst` and
+    /// Reads the topology from sysfs (Linux, `Documentation/admin-guide/cputopology.rst` and
     /// `Documentation/ABI/stable/sysfs-devices-node`).
     fn read(root: &Path) -> Self {
         let list = |path: &Path| fs::read_to_string(path).map(|list| ProcessorSet::of_list(&list));
@@ -79,8 +79,8 @@ impl Topology {
         topology
     }
 
-    /// Returns the processors among `allowed` for the poller of a vCPU on `vcpu`; `None` if the vCPU may run on all of
-    /// them, so that it is nowhere.
+    /// Returns the processors among `allowed` for the poller of a vCPU on `vcpu`; `None` if the vCPU may run on all of them, so
+    /// that it has no place.
     fn beside(&self, vcpu: &ProcessorSet, allowed: &ProcessorSet) -> Option<ProcessorSet> {
         if vcpu.is_empty() || allowed.without(vcpu).is_empty() {
             return None;
@@ -104,14 +104,14 @@ impl Topology {
     }
 }
 
-/// Notes a group once.
+/// Adds a group, unless it is already there.
 fn note(groups: &mut Vec<ProcessorSet>, group: ProcessorSet) {
     if !groups.contains(&group) {
         groups.push(group);
     }
 }
 
-/// Returns `processors` with the groups that have any of them.
+/// Returns `processors` and all groups that have any of them.
 fn around<'a>(
     processors: &ProcessorSet,
     groups: impl IntoIterator<Item = &'a ProcessorSet>,
@@ -122,28 +122,27 @@ fn around<'a>(
     near.fold(*processors, |all, group| all.or(group))
 }
 
-/// Place of a poller's thread, which moves with its vCPU. It belongs to that thread.
+/// Placement of a poller's thread that follows its vCPU. The value must stay on that thread.
 #[derive(Debug)]
 pub(super) struct Beside {
     vector: Option<Arc<InterruptVector>>,
     topology: &'static Topology,
-    /// Processors that the thread was started with.
+    /// Processors of the thread at its start.
     allowed: ProcessorSet,
-    /// Those of them where no vCPU is known, or it may run on all.
+    /// Allowed processors to use if the vCPU is unknown or may run on all.
     home: ProcessorSet,
-    /// Present place.
+    /// Current processors.
     place: ProcessorSet,
-    /// Processors that the kernel gave the thread for that. Others later mean that a CPU set or the host changed.
+    /// Processors that the kernel reported after the placement. A later difference means that a CPU set or the host changed.
     given: ProcessorSet,
     next: Ticks,
     period: u64,
-    /// The kernel refused a place, which was reported.
+    /// True if the kernel refused a place, which was logged.
     refused: bool,
 }
 
 impl Beside {
-    /// Begins on the poller's thread. Returns nothing if the kernel does not tell the thread's processors, which is
-    /// reported.
+    /// Starts on the poller's thread. Returns `None` if the kernel does not report the thread's processors, which is logged.
     pub(super) fn begin(neighbours: Neighbours, name: &str) -> Option<Self> {
         let Neighbours { vector, node } = neighbours;
         let allowed = match own_processors() {
@@ -171,7 +170,7 @@ impl Beside {
         Some(beside)
     }
 
-    /// Follows the vCPU, if it is time to look.
+    /// Follows the vCPU if the interval has passed.
     #[cold]
     pub(super) fn follow(&mut self, now: Ticks, name: &str) {
         if now < self.next {
@@ -193,7 +192,7 @@ impl Beside {
         match placed {
             Ok(()) => {
                 self.place = place;
-                // A guest chooses how often.
+                // Logged at debug level, because a guest determines how often this happens.
                 match (beside, thread) {
                     (Some(_), Some(ThreadId(thread))) => {
                         debug!("Poller {name} runs on {place} now, beside thread {thread}");
@@ -206,7 +205,7 @@ impl Beside {
                     self.refused = true;
                     warn!("Poller {name} cannot run on {place}: {error}");
                 }
-                // The vCPU may be where the poller is.
+                // The vCPU may be on the poller's current processors.
                 if self.place != self.home && run_on(&self.home).is_ok() {
                     self.place = self.home;
                 }

@@ -1,11 +1,10 @@
 //! Pollers: the threads that run shadow queues.
 //!
-//! A poller owns its shadow queues and runs them in turn, by function first (`arbiter.rs`). A queue's turn ends at 64 commands,
-//! and at 4 MiB or, beside other functions, at 256 KiB. A function whose turn does not end gets a poller of its own
-//! (`seat.rs`, `watch.rs`). Without work it spins
-//! for a time that it [learns](crate::learn), and parks (`park.rs`). Doorbells that are only stored to while they are
-//! mapped cannot wake it, so it reads them by a timer. A poller that
-//! follows a vCPU changes its own processors (`beside.rs`).
+//! A poller owns its shadow queues and runs them in turn, by function first (`arbiter.rs`). A queue's turn ends after 64
+//! commands, or after 4 MiB (256 KiB if the poller has other functions). If a function's turn does not end, the other functions
+//! move to another thread (`seat.rs`, `watch.rs`). A poller without work spins for a time given by an [adaptive
+//! policy](crate::learn), and then parks (`park.rs`). Stores to mapped doorbells cannot wake a poller, so it reads them
+//! periodically. A poller that follows a vCPU changes its processors (`beside.rs`).
 
 mod affinity;
 mod arbiter;

@@ -1,4 +1,4 @@
-//! Which poller runs which shadow queue, and on which processor: decided here and nowhere else.
+//! Placement: the choice of poller and processor for each shadow queue.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,8 +16,7 @@ use crate::memory::sync::Mutex;
 use crate::stats::PollerStats;
 use crate::threads::Threads;
 
-/// Threads that `poll=shared` starts unless processors are named: one per four processors, as the
-/// others run guests.
+/// Processors per shared poller, unless processors are named. The other processors run guests.
 const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 
 /// All pollers of the process.
@@ -25,22 +24,22 @@ const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 pub struct Pollers {
     threads: Threads,
     groups: Mutex<Vec<Group>>,
-    /// True once a thread watches over shared pollers.
+    /// True once a thread watches shared pollers.
     are_watched: AtomicBool,
-    /// Processors of which it was said that several pollers share them.
+    /// Processors for which a warning about several pollers was logged.
     crowded: Mutex<Vec<usize>>,
 }
 
-/// The pollers that were started for one policy, and that learn the same.
+/// Pollers started for one policy with the same adaptive choices.
 #[derive(Debug)]
 struct Group {
     policy: PollPolicy,
-    /// Choices of its pollers.
+    /// Adaptive choices of the pollers.
     learning: Learning,
-    /// Shared pollers live as long as the group; dedicated ones as long as their queue.
+    /// Shared pollers live as long as the group, dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
-    /// Pollers of functions that held up others.
+    /// Pollers of functions that blocked others.
     apart: Vec<Weak<Poller>>,
     /// Pollers of drives that may block, by drive. They live as long as their queues.
     of_drives: Vec<(usize, Weak<Poller>)>,
@@ -49,7 +48,7 @@ struct Group {
 
 /// Returns the number of processors that threads may run on.
 fn processors() -> usize {
-    // A simulation is the same everywhere.
+    // A simulation must not depend on the machine.
     #[cfg(simulation)]
     return crate::memory::simulation::costs::shared_pollers() * PROCESSORS_PER_SHARED_POLLER;
     #[cfg(not(simulation))]
@@ -82,7 +81,7 @@ impl Group {
         Ok(Arc::new(poller))
     }
 
-    /// Its pollers that run.
+    /// Returns the running pollers of the group.
     fn running(&self) -> Vec<Arc<Poller>> {
         let others = self.dedicated.iter().chain(&self.apart);
         let others = others.chain(self.of_drives.iter().map(|(_, poller)| poller));
@@ -90,7 +89,7 @@ impl Group {
         self.shared.iter().cloned().chain(others).collect()
     }
 
-    /// Most shared pollers of the group.
+    /// Returns the maximum number of shared pollers of the group.
     fn shared_max(&self) -> usize {
         match &self.policy.processors {
             Processors::Named(named) => named.len().max(1),
@@ -103,13 +102,13 @@ impl Group {
 }
 
 impl Pollers {
-    /// No pollers yet; they are started as queues need them.
+    /// Creates an empty set. Pollers are started when queues need them.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// No pollers yet; their threads are started by `threads`.
+    /// Creates an empty set whose threads are started by `threads`.
     #[must_use]
     pub fn on(threads: Threads) -> Arc<Self> {
         Arc::new(Self {
@@ -120,19 +119,19 @@ impl Pollers {
         })
     }
 
-    /// Returns the source of their threads, and those of drives that are opened for them.
+    /// Returns the thread starter of the pollers, which drives opened for them use too.
     #[must_use]
     pub fn threads(&self) -> &Threads {
         &self.threads
     }
 
-    /// Has all shared pollers, also later ones, tell the thread that watches them of their turns.
+    /// Lets the watching thread see the turns of all current and future shared pollers.
     pub(super) fn begin_watch(&self) {
         self.are_watched.store(true, Ordering::Relaxed);
         self.shared().iter().for_each(|poller| poller.begin_watch());
     }
 
-    /// Returns the pollers that functions share.
+    /// Returns the shared pollers.
     pub(super) fn shared(&self) -> Vec<Arc<Poller>> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups
@@ -141,7 +140,7 @@ impl Pollers {
             .collect()
     }
 
-    /// Notes the poller of a function that held up another one.
+    /// Notes the poller of a function that blocked the poller `held`.
     pub(super) fn note_apart(&self, held: &Arc<Poller>, apart: &Arc<Poller>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let its = |group: &&mut Group| group.shared.iter().any(|poller| Arc::ptr_eq(poller, held));
@@ -151,8 +150,8 @@ impl Pollers {
         }
     }
 
-    /// Starts the first poller of a policy by which queues share pollers, for queues that are to come. A poller of one queue
-    /// is started with that.
+    /// Starts the first poller of a policy with shared pollers, before its queues exist. Dedicated pollers are started with
+    /// their queue.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -165,25 +164,25 @@ impl Pollers {
         }
     }
 
-    /// Waits until each poller has made a pass over all that it was given before, but no longer than `patience`. The calling
-    /// thread leaves its processor to pollers meanwhile, which the kernel might else start a tick later.
+    /// Waits until each poller has made a pass over everything that it had been given, but at most for `patience`. While the
+    /// calling thread waits, pollers can use its processor. Otherwise the kernel might start them a tick later.
     pub fn await_passes(&self, patience: Duration) {
         let running: Vec<_> = {
             let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
             groups.iter().flat_map(Group::running).collect()
         };
         let deadline = clock::monotonic() + patience;
-        // All are asked before the first one is waited for.
+        // All pollers are asked before the first wait.
         let asked: Vec<_> = running.iter().map(|poller| poller.ask_for_pass()).collect();
         for answer in asked {
             let left = deadline.saturating_sub(clock::monotonic());
-            // A poller that is late passes later.
+            // A late poller makes its pass later.
             let _ = answer.recv_timeout(left);
         }
     }
 
-    /// Returns the poller for one more shadow queue with these neighbours. If its drive may make a poller wait, `blocks`
-    /// identifies the drive, which then shares no poller with others.
+    /// Returns the poller for a new shadow queue with these placement hints. If its drive may block a poller, `blocks`
+    /// identifies the drive, which then shares no poller with other drives.
     pub(crate) fn place(
         &self,
         policy: &PollPolicy,
@@ -281,7 +280,7 @@ impl Pollers {
         }
     }
 
-    /// Figures of all pollers that run.
+    /// Returns statistics of all running pollers.
     #[must_use]
     pub fn stats(&self) -> Vec<PollerStats> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
@@ -290,7 +289,7 @@ impl Pollers {
     }
 }
 
-/// Returns the pollers of a processor, if there are several and one of them never sleeps.
+/// Returns the names of a processor's pollers, if there are several and one of them never sleeps.
 fn crowd(groups: &[Group], cpu: usize) -> Option<Vec<String>> {
     let (mut names, mut busy) = (Vec::new(), false);
     for group in groups {

@@ -1,4 +1,4 @@
-//! Polling as an operator asks for it.
+//! Polling policy, as chosen by an operator.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,35 +8,35 @@ use super::affinity::{self, NoSuchProcessor};
 use crate::doorbell::DoorbellMode;
 use crate::memory::processors::PROCESSORS_MAX;
 
-/// Sharing of a poller.
+/// Sharing of pollers between queues.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Placement {
     /// A few pollers run all shadow queues of all VMs.
     #[default]
     Shared,
-    /// Each shadow queue has a poller to itself.
+    /// Each shadow queue has its own poller.
     Dedicated,
 }
 
-/// A poller that spins does not sleep over so short a time until a command is due: to fall asleep and to be woken takes
-/// about as long.
+/// Time until a due command for which a spinning poller does not sleep, because falling asleep and waking up takes about as
+/// long.
 const DUE_SOON: Duration = Duration::from_micros(100);
 
 /// Behaviour of a poller without work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spin {
-    /// It spins for a bounded time and then parks.
+    /// The poller spins for a limited time and then parks.
     #[default]
     Adaptive,
-    /// It never parks while it has queues. (It still yields to others on its processor.)
+    /// The poller never parks while it has queues. (It still yields to other threads on its processor.)
     Busy,
-    /// It parks as soon as a pass finds no work. A doorbell or a completion of the drive wakes it once for all that has
-    /// come by then.
+    /// The poller parks as soon as a pass finds no work. A doorbell or a completion of the drive wakes it up once for all work
+    /// that has arrived by then.
     Event,
 }
 
 impl Spin {
-    /// Time without work after which a poller parks, in ticks, of one that would spin for `spin`; `None` if it never does.
+    /// Returns the ticks without work after which a poller parks; `None` if it never does. `spin` is the adaptive spin time.
     #[inline]
     pub(super) fn patience(self, spin: u64) -> Option<u64> {
         match self {
@@ -46,8 +46,7 @@ impl Spin {
         }
     }
 
-    /// Returns the time before a command of a timing model is due for which a poller spins, so that the command completes in
-    /// time.
+    /// Returns how long before a due command of a timing model a poller starts to spin, so that the command completes on time.
     pub(super) fn spins_before_due(self) -> Duration {
         match self {
             Self::Adaptive | Self::Busy => DUE_SOON,
@@ -59,21 +58,20 @@ impl Spin {
 /// Processors of pollers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Processors {
-    /// Those that the kernel chooses, since a pinned poller cannot get out of the way of whatever else runs on its
-    /// processor.
+    /// Chosen by the kernel. A pinned poller could not move away from other threads on its processor.
     #[default]
     Any,
-    /// These, in turn; at least one.
+    /// These processors in turn; at least one.
     Named(Vec<usize>),
-    /// Those beside the vCPU that takes a queue's interrupts, if the VMM tells it; else those of the drive's NUMA node. For
-    /// [`Placement::Dedicated`], as a shared poller works for many vCPUs.
+    /// Processors beside the vCPU that receives a queue's interrupts, if the VMM reports the vCPU; otherwise those of the
+    /// drive's NUMA node. Only for [`Placement::Dedicated`], because a shared poller works for many vCPUs.
     Vcpu,
 }
 
-/// Polling of a guest controller's queues: `MODE[:adaptive|:busy|:event][@CPU[+CPU…]|@vcpu]`.
+/// Polling policy of a guest controller's queues: `MODE[:adaptive|:busy|:event][@CPU[+CPU…]|@vcpu]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PollPolicy {
-    /// Sharing of a poller.
+    /// Sharing of pollers between queues.
     pub placement: Placement,
     /// Behaviour of a poller without work.
     pub spin: Spin,
@@ -130,10 +128,9 @@ impl FromStr for PollPolicy {
 }
 
 impl PollPolicy {
-    /// Returns the path of doorbell writes to a poller of this policy, by the path that was asked for.
+    /// Returns the doorbell mode for pollers of this policy. `asked` is the requested mode.
     ///
-    /// No store to a mapped register wakes a poller, so an event-driven one has no registers mapped by
-    /// [`DoorbellMode::Auto`].
+    /// A store to a mapped register wakes no poller, so [`DoorbellMode::Auto`] does not map registers for event-driven pollers.
     #[must_use]
     pub fn doorbells(&self, asked: DoorbellMode) -> DoorbellMode {
         match (self.spin, asked) {
@@ -142,7 +139,7 @@ impl PollPolicy {
         }
     }
 
-    /// Refuses a policy that names a processor that this machine does not have.
+    /// Checks that all named processors exist on this machine.
     ///
     /// # Errors
     /// [`NoSuchProcessor`].

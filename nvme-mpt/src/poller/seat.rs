@@ -1,10 +1,12 @@
-//! The seat of a poller's thread, which another thread may take while a function has its turn.
+//! Seat of a poller's thread: a place for the functions, from which another thread can take them during a turn.
 //!
-//! A turn may wait for another process: for a page of guest memory in which a hole is being punched, for a write to a client's
-//! descriptor, for io_uring on a file system without asynchronous I/O, or for a log. While a function has its turn, all other
-//! functions of the poller lie in its seat, with their state. So does a poller's only function, beside which another one may be added. If the turn does not end, the watching thread
-//! ([`watch`](super::watch)) takes them from the seat and starts another thread that runs them, with a seat of its own. When the
-//! turn ends at last, the first thread finds a ticket in its seat. From then on, it runs only that function.
+//! A turn may block for several reasons: a page of guest memory in which a hole is being punched, a write to a client's
+//! descriptor, io_uring with a file system without asynchronous I/O, or a log. So during the turn of a function, all functions
+//! of the poller lie in its seat with their state. This includes a poller's only function, because others may be added.
+//!
+//! If the turn does not end, the watching thread ([`watch`](super::watch)) takes the other functions from the seat. It starts a
+//! thread with its own seat to run them. When the turn ends, the first thread finds a ticket in its seat. From then on, it runs
+//! only its current function.
 
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -13,7 +15,7 @@ use crate::clock::Ticks;
 use crate::memory::processors::ThreadId;
 use crate::memory::sync::{Mutex, MutexGuard};
 
-/// A seat for functions of type `P`, and tickets of type `T`.
+/// Seat for functions of type `P`, with tickets of type `T`.
 pub(super) struct Seat<P, T> {
     is_watched: AtomicBool,
     thread: AtomicI32,
@@ -21,7 +23,7 @@ pub(super) struct Seat<P, T> {
 }
 
 struct Turn<P, T> {
-    /// Content of the seat: all functions. The function that has its turn is here without its queues.
+    /// All functions, while one has its turn. That function is here without its queues.
     polled: Option<P>,
     /// Index of the function that has its turn.
     index: usize,
@@ -54,12 +56,12 @@ impl<P, T> Seat<P, T> {
         self.is_watched.load(Ordering::Relaxed)
     }
 
-    /// Notes the thread that has the seat.
+    /// Sets the thread that owns the seat.
     pub(super) fn sit_down(&self, thread: ThreadId) {
         self.thread.store(thread.0, Ordering::Relaxed);
     }
 
-    /// Leaves all functions here for the turn of one of them.
+    /// Puts all functions here for the turn of one of them.
     #[inline]
     pub(super) fn leave(&self, polled: P, index: usize, began: Ticks) {
         let mut turn = self.lock();
@@ -70,7 +72,7 @@ impl<P, T> Seat<P, T> {
     /// Takes all functions back after the turn.
     ///
     /// # Errors
-    /// The ticket, if another thread has them.
+    /// Returns the ticket if another thread has taken them.
     #[inline]
     pub(super) fn come_back(&self) -> Result<P, Option<T>> {
         let mut turn = self.lock();
@@ -80,8 +82,8 @@ impl<P, T> Seat<P, T> {
         }
     }
 
-    /// Returns the moment at which the present turn began, and the thread; `None` without a turn. `matters` decides whether
-    /// there is one, from all functions and the index of the one that has its turn.
+    /// Returns the start of the current turn and the thread; `None` without a turn. `matters` receives all functions and the
+    /// index of the one in turn, and decides whether the turn counts.
     pub(super) fn turn(
         &self,
         matters: impl FnOnce(&P, usize) -> bool,
@@ -93,8 +95,8 @@ impl<P, T> Seat<P, T> {
         Some((turn.began, ThreadId(self.thread.load(Ordering::Relaxed))))
     }
 
-    /// Takes all functions if the present turn began at this moment, and leaves a ticket. Returns them with the index of the
-    /// function that has its turn.
+    /// Takes all functions if the current turn started at `began`, and leaves a ticket. Returns them with the index of the
+    /// function in turn.
     pub(super) fn take_over(&self, began: Ticks, ticket: T) -> Option<(P, usize)> {
         let mut turn = self.lock();
         if turn.began != began {
@@ -110,14 +112,14 @@ impl<P, T> Seat<P, T> {
     }
 }
 
-/// Returns whether a thread of this process waits in the kernel. A thread that has lost its processor does not count.
+/// Returns whether a thread of this process is blocked in the kernel. A preempted thread does not count.
 pub(super) fn is_blocked(ThreadId(thread): ThreadId) -> bool {
     #[cfg(simulation)]
     return crate::memory::simulation::costs::is_blocked(thread);
     #[cfg(not(simulation))]
     {
         let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
-        // The state follows the name, which may have any character.
+        // The state follows the name, which may contain any character.
         stat.is_ok_and(|stat| {
             let state = stat
                 .rsplit(')')

@@ -1,4 +1,4 @@
-//! The thread that watches shared pollers, so that no function holds up others for long.
+//! Thread that watches shared pollers, so that no function delays others for long.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -9,10 +9,10 @@ use log::warn;
 use super::placement::Pollers;
 use crate::clock::{self, ticks_in};
 
-/// Longest wait in a function's turn before other functions move to another thread.
+/// Maximum time for which a function's turn may block before the other functions move to another thread.
 const LIMIT: Duration = Duration::from_millis(4);
 
-/// Time between two looks while a poller is awake, and while all sleep.
+/// Check interval while a poller is awake, and while all sleep.
 const AWAKE: Duration = Duration::from_millis(4);
 const ASLEEP: Duration = Duration::from_millis(40);
 
@@ -45,21 +45,21 @@ pub(super) fn watch(pollers: &Weak<Pollers>) {
     }
 }
 
-/// As [`watch`], which ends with the pollers.
+/// Returns the work of a thread that runs [`watch`].
 pub(super) fn work(pollers: &Arc<Pollers>) -> super::Work {
     let pollers = Arc::downgrade(pollers);
     Box::new(move || watch(&pollers))
 }
 
 impl Pollers {
-    /// Starts a thread that watches shared pollers: a function that holds up a poller gets its own poller. The thread reads
-    /// the states of threads in /proc.
+    /// Starts a thread that watches shared pollers: a function that blocks its poller is left alone on that thread. The
+    /// watching thread reads thread states from /proc.
     ///
     /// # Errors
-    /// Returns the error of the starter of threads.
+    /// Returns the error of the thread starter.
     pub fn watch(self: &Arc<Self>) -> io::Result<()> {
         self.begin_watch();
-        // It ends with the pollers.
+        // The thread ends with the pollers.
         self.threads().spawn("poll-watch", work(self)).map(drop)
     }
 }

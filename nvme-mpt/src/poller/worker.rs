@@ -1,8 +1,7 @@
-//! One poller's thread: spin while there is work, then a bounded spin, then park.
+//! Thread of a poller: it spins while there is work, then spins for a limited time, then parks.
 //!
-//! A poller owns its shadow queues; others reach it by mail (to add, remove and watch) and by its
-//! door bell. On the way of an I/O there is no lock: the mail box is looked into when its flag says
-//! so.
+//! A poller owns its shadow queues. Other threads reach it by mail (to add, remove and watch) and by its waker. The path of an
+//! I/O takes no lock: the mailbox is read only when its flag is set.
 
 use std::io;
 use std::ops::Deref;
@@ -35,7 +34,7 @@ use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 use crate::threads::Threads;
 
-/// Place of a thread that lost its seat.
+/// New identity for a thread whose seat was taken over.
 pub(super) struct Ticket {
     pub(super) shared: Arc<Shared>,
     pub(super) sleeper: Sleeper,
@@ -44,31 +43,31 @@ pub(super) struct Ticket {
 /// Seat of a poller's thread.
 type Seat = SeatOf<PolledFunctions, Ticket>;
 
-/// Passes without work that follow one another without a pause: a guest with one command in flight
-/// answers within them, and a pause would be part of its latency.
+/// Number of consecutive passes without work that are made without a pause. A guest with one command in flight answers
+/// within them, and a pause would add to its latency.
 ///
-/// A pause leaves the core to its other threads. A poller in a virtual machine never pauses. Its hypervisor may intercept
-/// PAUSE (AMD64 APM, volume 2, section 15.14.4). QEMU's emulator takes its global lock at each PAUSE.
+/// A pause leaves the core to its other hardware threads. A poller in a virtual machine never pauses: the hypervisor may
+/// intercept PAUSE (AMD64 APM, volume 2, section 15.14.4). QEMU's emulator takes its global lock at each PAUSE.
 const EAGER_PASSES: u32 = 64;
 
-/// Longest sleep that ends as exactly as a timer does. Others end to the millisecond.
+/// Maximum sleep that ends with the precision of a timer. Longer sleeps end with a precision of a millisecond.
 const EXACT_MAX: Duration = Duration::from_millis(20);
 
-/// Bounds of the sleeps of a poller that spins beside threads that need its processor.
+/// Limits of the sleeps of a poller that sleeps instead of spinning, because other threads need its processor.
 const REST_MIN: Duration = Duration::from_micros(5);
 const REST_MAX: Duration = Duration::from_micros(50);
 
-/// Time that a thread is left alone before it is looked at.
+/// Time that a thread gets to run before it is checked whether it is blocked.
 const LOOK: Duration = Duration::from_micros(500);
 
-/// Doorbells whose value somebody else acts on: those of a mapped admin queue.
+/// Watched doorbells of a mapped admin queue, whose values another thread handles.
 #[derive(Debug)]
 pub(crate) struct DoorbellWatch {
     pub(crate) id: u64,
     pub(crate) doorbells: [Cell32; 2],
     pub(crate) seen: [u32; 2],
     pub(crate) events: Arc<EventQueue>,
-    /// Ticks of its poller.
+    /// Processor time spent on the watch by its poller.
     pub(crate) bill: Bill,
 }
 
@@ -84,16 +83,16 @@ impl DoorbellWatch {
     }
 }
 
-/// Fate of the commands of a queue that leaves its poller.
+/// Treatment of the commands of a queue that leaves its poller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Departure {
-    /// They complete.
+    /// Commands complete.
     Drains,
-    /// They end with the step that they are at.
+    /// Commands end after their current step.
     Ends,
 }
 
-/// A shadow queue on its way from its poller.
+/// Shadow queue that its poller hands over.
 #[derive(Debug)]
 pub(crate) struct LeavingQueue {
     queue: Receiver<Box<ShadowQueue>>,
@@ -101,13 +100,13 @@ pub(crate) struct LeavingQueue {
 }
 
 impl LeavingQueue {
-    /// Keeps the queue with its poller, after [`Poller::stay`]. Returns the queue if it has left already.
+    /// Keeps the queue with its poller, after [`Poller::stay`]. Returns the queue if it has already left.
     ///
-    /// Does not wait for the poller's next pass, which may take as long as a function keeps the thread in the kernel.
+    /// Does not wait for the poller's next pass, because a function may block the thread in the kernel.
     pub(crate) fn stay(self) -> Option<Box<ShadowQueue>> {
         match self.is_decided.swap(true, Ordering::AcqRel) {
             false => None,
-            // It was sent, or its poller is about to send it.
+            // The queue was sent, or the poller is about to send it.
             true => self.queue.recv().ok(),
         }
     }
@@ -121,20 +120,21 @@ impl Deref for LeavingQueue {
     }
 }
 
-/// Requester of a leaving queue.
+/// Requester of a queue's hand-over.
 #[derive(Clone)]
 struct Requester {
     reply: SyncSender<Box<ShadowQueue>>,
-    /// Set by the poller when it hands the queue back, or by the requester when the queue is to stay. The first to set it decides.
+    /// Set by the poller when it hands over the queue, or by the requester to keep the queue with the poller. The first one to
+    /// set it decides.
     is_decided: Arc<AtomicBool>,
 }
 
 enum Mail {
     Add(Box<ShadowQueue>),
     Remove(u64, Departure, Requester),
-    /// A queue that is to leave is deleted: its commands begin no further step.
+    /// Cuts the commands of a leaving queue short, because the queue is deleted.
     CutShort(u64),
-    /// A leaving queue stays. Its requester also calls [`LeavingQueue::stay`], which returns the queue if it has left already.
+    /// Keeps a leaving queue. Its requester also calls [`LeavingQueue::stay`], which returns the queue if it has already left.
     Stay(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
@@ -143,7 +143,7 @@ enum Mail {
     Stop,
 }
 
-/// State of a poller that others see.
+/// State of a poller that other threads can see.
 pub(super) struct Shared {
     name: String,
     cpu: Option<usize>,
@@ -153,9 +153,9 @@ pub(super) struct Shared {
     queues: AtomicUsize,
     busy_ticks: AtomicU64,
     parked_ticks: AtomicU64,
-    /// Time for which the thread had a processor, as of its last settlement.
+    /// Processor time of the thread at the last settlement.
     processor_nanoseconds: AtomicU64,
-    /// When it fell asleep, in ticks; 0 while it is awake.
+    /// Time at which the thread fell asleep, in ticks; 0 while it is awake.
     asleep_since: AtomicU64,
     parks: AtomicU64,
     spurious_wakes: AtomicU64,
@@ -163,14 +163,14 @@ pub(super) struct Shared {
     spin: Spin,
     learning: Learning,
     threads: Threads,
-    /// Seat of the thread that runs it now.
+    /// Seat of the thread that currently runs the poller.
     seat: Mutex<Arc<Seat>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Place of a poller's thread.
+/// Processors for a poller's thread.
 pub(super) enum Home {
-    /// The kernel chooses.
+    /// Chosen by the kernel.
     Anywhere,
     /// This processor.
     Processor(usize),
@@ -178,7 +178,7 @@ pub(super) enum Home {
     Beside(Neighbours),
 }
 
-/// A poller, as those see it who give it work. Its thread ends when it is dropped.
+/// Handle of a poller. Its thread ends when the handle is dropped.
 pub(crate) struct Poller {
     shared: Arc<Shared>,
 }
@@ -216,18 +216,18 @@ impl Poller {
         Ok(Self { shared })
     }
 
-    /// Has another thread look whether the poller's own is stuck in a function's turn.
+    /// Lets another thread watch whether a function's turn blocks the poller's thread.
     pub(super) fn begin_watch(&self) {
         self.shared.seat().begin_watch();
     }
 
-    /// Returns whether its thread is awake.
+    /// Returns whether the poller's thread is awake.
     pub(super) fn is_awake(&self) -> bool {
         self.shared.asleep_since.load(Ordering::Relaxed) == 0
     }
 
-    /// If the thread has waited in a function's turn for this number of ticks, moves all other functions to a new thread, with
-    /// those that are to come. The waiting function keeps the old thread, as the returned poller.
+    /// If a function's turn has blocked the thread for at least `limit` ticks, moves all other functions and the mailbox to a
+    /// new thread. The blocking function keeps the old thread, which the returned poller represents.
     ///
     /// # Errors
     /// The kernel's error. Nothing has changed then.
@@ -246,12 +246,12 @@ impl Poller {
         if Ticks::now().since(began) < limit {
             return Ok(None);
         }
-        // It may have waited for the look itself.
+        // The thread may just have waited for the lock of its seat, which this check held.
         crate::clock::sleep(LOOK);
         if !is_blocked(thread) {
             return Ok(None);
         }
-        // All that can fail comes first. A thread that is not needed after all ends at once.
+        // Everything that can fail comes first. If the new thread is not needed after all, it ends at once.
         let (sender, receiver) = sync_channel::<PolledFunctions>(1);
         let mut worker = Worker::new(shared)?;
         worker.seat = Arc::default();
@@ -303,44 +303,44 @@ impl Poller {
             function: Arc::downgrade(&function.function),
             poller: poller.clone(),
         });
-        // The thread waits for it.
+        // The new thread waits for them.
         let _ = sender.send(polled);
         Ok(Some(poller))
     }
 
-    /// The poller's door bell.
+    /// Returns the waker of the poller.
     pub(crate) fn waker(&self) -> &Arc<Waker> {
         &self.shared.waker
     }
 
-    /// Its name.
+    /// Returns the name of the poller.
     pub(crate) fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// The processor that it is pinned to.
+    /// Returns the processor that the poller is pinned to.
     pub(crate) fn cpu(&self) -> Option<usize> {
         self.shared.cpu
     }
 
-    /// Shadow queues it runs.
+    /// Returns the number of shadow queues that the poller runs.
     pub(crate) fn queues(&self) -> usize {
         self.shared.queues.load(Ordering::Relaxed)
     }
 
-    /// Gives it a shadow queue to run.
+    /// Adds a shadow queue to run.
     pub(crate) fn add(&self, queue: Box<ShadowQueue>) {
         self.shared.queues.fetch_add(1, Ordering::Relaxed);
         self.send(Mail::Add(queue));
     }
 
-    /// Takes a shadow queue back. It takes no more commands from now on, and arrives when the
-    /// host controller has none of its commands any more.
+    /// Removes a shadow queue. The queue takes no more commands from now on, and arrives when the host controller has none of
+    /// its commands.
     pub(crate) fn remove(&self, id: u64) -> LeavingQueue {
         self.let_leave(id, Departure::Drains)
     }
 
-    /// As [`Self::remove`], for a queue that is to be deleted: its commands begin no further step.
+    /// Removes a queue as [`Self::remove`] does, and cuts its commands short, because the queue is deleted.
     pub(crate) fn end(&self, id: u64) -> LeavingQueue {
         self.let_leave(id, Departure::Ends)
     }
@@ -356,27 +356,26 @@ impl Poller {
         LeavingQueue { queue, is_decided }
     }
 
-    /// Stops the commands of a leaving queue before their next step, as [`Self::end`] does.
+    /// Cuts the commands of a leaving queue short, as [`Self::end`] does.
     pub(crate) fn cut_short(&self, id: u64) {
         self.send(Mail::CutShort(id));
     }
 
-    /// Keeps a queue that was to leave. Call [`LeavingQueue::stay`] next: it returns the queue if it has left already.
+    /// Keeps a leaving queue. Call [`LeavingQueue::stay`] next, which returns the queue if it has already left.
     pub(crate) fn stay(&self, id: u64) {
         self.send(Mail::Stay(id));
     }
 
-    /// Watches doorbells.
+    /// Starts to watch doorbells.
     pub(crate) fn watch(&self, watch: DoorbellWatch) {
         self.send(Mail::Watch(watch));
     }
 
-    /// Stops watching doorbells.
     pub(crate) fn unwatch(&self, id: u64) {
         self.send(Mail::Unwatch(id));
     }
 
-    /// Asks for a pass over all that the poller was given so far. The answer follows the pass.
+    /// Requests a pass over everything that the poller has been given so far. The answer follows the pass.
     pub(super) fn ask_for_pass(&self) -> Receiver<()> {
         let (sender, receiver) = sync_channel(1);
         self.send(Mail::AfterPass(sender));
@@ -438,7 +437,7 @@ impl Drop for Poller {
     }
 }
 
-/// Queues of a poller that wait for the limits of their leases.
+/// Extent to which a poller's queues wait for the limits of their leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rests {
     None,
@@ -454,28 +453,28 @@ struct Members {
     watches: Vec<DoorbellWatch>,
 }
 
-/// A function that a poller runs.
+/// Function that a poller runs.
 struct Function {
     function: Arc<ProcessorTime>,
     turns: FunctionTurns,
     /// Empty while the function has its turn.
     members: Members,
-    /// Names of its queues, and descriptors that end a sleep for them.
+    /// Identifiers of its queues, with the descriptors that end a sleep for them.
     ids: Vec<(u64, Option<RawFd>)>,
 }
 
-/// A function that once held up all others, and has a poller of its own.
+/// Function that once blocked all others and now has its own poller.
 struct Apart {
-    /// Not a share of it: several pollers may know the function, and none of them would see that it is gone.
+    /// A weak reference: several pollers may know the function, and strong ones would keep it alive among them.
     function: Weak<ProcessorTime>,
     poller: Arc<Poller>,
 }
 
-/// All that a poller runs. Another thread may take it over while a function has its turn.
+/// All functions of a poller. Another thread may take them over while a function has its turn.
 #[derive(Default)]
 pub(super) struct PolledFunctions {
     functions: Vec<Function>,
-    /// Queues to hand back once nothing of theirs is in flight.
+    /// Queues to hand over once none of their commands is in flight.
     leaving: Vec<(u64, Requester)>,
     apart: Vec<Apart>,
 }
@@ -501,7 +500,7 @@ impl PolledFunctions {
             .flat_map(|function| function.members.watches.iter())
     }
 
-    /// Returns the function of a bill.
+    /// Returns the function that a bill is charged to, and adds it if it is new.
     fn function(&mut self, bill: &Bill) -> &mut Function {
         let own = bill.function();
         let at = self
@@ -520,7 +519,7 @@ impl PolledFunctions {
         &mut self.functions[at]
     }
 
-    /// Returns the function of a bill, if it has a poller of its own.
+    /// Returns the function that a bill is charged to, if the function has its own poller.
     fn apart(&mut self, bill: &Bill) -> Option<&mut Apart> {
         let own = bill.function();
         self.apart
@@ -536,15 +535,15 @@ struct Worker {
     polled: PolledFunctions,
     quantum: Quantum,
     stop: bool,
-    /// True if its queues and watches are of one function, to which all of its time is charged, and none of them leaves.
+    /// True if all queues and watches belong to one function, which is charged all of the time, and none is leaving.
     is_plain: bool,
-    /// True if its function has a poller of its own, which none of its bells rings.
+    /// True if the function has its own poller, which the wakers given out earlier do not wake.
     is_apart: bool,
-    /// The thread's time on a processor that was charged so far.
+    /// Processor time of the thread that is already charged.
     settled: Duration,
-    /// Nanoseconds that the poller had a processor for beside those of the thread.
+    /// Nanoseconds of processor time to add to the thread's time for the poller's time.
     beside_nanoseconds: u64,
-    /// Place beside a vCPU, if it is to be there.
+    /// Placement beside a vCPU, if requested.
     beside: Option<Beside>,
 }
 
@@ -585,7 +584,7 @@ impl Shared {
             .clone()
     }
 
-    /// Returns whether the poller has functions beside the one at this index, or is about to have one.
+    /// Returns whether the poller has, or is about to get, functions other than the one at `index`.
     fn has_others(&self, polled: &PolledFunctions, index: usize) -> bool {
         let function = polled.functions.get(index);
         let is_other = |bill: &Bill| {
@@ -623,7 +622,7 @@ impl Worker {
         })
     }
 
-    /// Takes over the functions of a thread that is stuck.
+    /// Takes over the functions of a blocked thread.
     fn take_over(&mut self, polled: PolledFunctions) {
         self.beside_nanoseconds = self.shared.processor_nanoseconds.load(Ordering::Relaxed);
         self.polled = polled;
@@ -631,8 +630,8 @@ impl Worker {
         self.follow_change();
     }
 
-    /// Gives a function its turn, which began at this moment. If another thread has taken over the other functions meanwhile,
-    /// this thread runs only this function from now on.
+    /// Gives a function its turn, which starts at `began`. If another thread takes over the other functions during the turn,
+    /// this thread runs only this function from then on.
     #[inline]
     fn turn<R>(&mut self, index: usize, began: Ticks, work: impl FnOnce(&mut Members) -> R) -> R {
         let mut members = std::mem::take(&mut self.polled.functions[index].members);
@@ -658,7 +657,7 @@ impl Worker {
     #[cold]
     fn go_apart(&mut self, ticket: Option<Ticket>, members: Members, began: Ticks) {
         let Some(Ticket { shared, sleeper }) = ticket else {
-            // Whoever takes a poller over leaves a ticket.
+            // A take-over always leaves a ticket.
             error!("Poller {} lost its place", self.shared.name);
             return;
         };
@@ -689,7 +688,7 @@ impl Worker {
         self.follow_change();
     }
 
-    /// Begins to run a queue.
+    /// Starts to run a queue.
     fn take_in(&mut self, queue: Box<ShadowQueue>) {
         let fd = queue.wait_fd();
         if let Some(fd) = fd {
@@ -704,7 +703,7 @@ impl Worker {
         let (spin, learning) = (self.shared.spin, self.shared.learning);
         self.seat.sit_down(ThreadId::of_this_thread());
         let processor = self.shared.cpu;
-        // Where it runs if it loses its place.
+        // Processors for the thread if it loses its seat.
         let anywhere = processor.and_then(|_| own_processors().ok());
         let mut pinning = processor.map(|cpu| Pinning::begin(cpu, &self.shared.name));
         let rate = Rate::of_this_machine();
@@ -714,7 +713,7 @@ impl Worker {
         let mut courtesy = Courtesy::new(learning.courtesy, rate);
         let looks = Looks::new(learning.looks);
         let mut idle_since = None;
-        // As `idle_since`, but since it last slept.
+        // Like `idle_since`, but since the last sleep.
         let mut spin_since = None;
         let eager_passes = if are_virtual() {
             u32::MAX
@@ -739,12 +738,12 @@ impl Worker {
                 if let Some(beside) = &mut self.beside {
                     beside.follow(now, &self.shared.name);
                 }
-                // A function that has the thread for itself has no claim to the processor of the others.
+                // A function that is alone on the thread has no right to the processor of the others.
                 if self.is_apart
                     && pinning.take().is_some()
                     && let Some(all) = &anywhere
                 {
-                    // It stays where it is, else.
+                    // On failure, it stays where it is.
                     let _ = run_on(all);
                 }
                 if let Some(pinning) = &mut pinning {
@@ -781,10 +780,10 @@ impl Worker {
                 Rests::Some => spin_time.shortest(),
                 Rests::All => 0,
             };
-            // One that follows a vCPU has to look where that is.
+            // A poller that follows a vCPU must check the vCPU's processors.
             let has_nothing =
                 self.has_no_queues() && self.has_no_watches() && self.beside.is_none();
-            // Nor does it take a processor for good.
+            // A separated function's poller must not occupy a processor permanently.
             let spin = match self.is_apart {
                 true if spin == Spin::Busy => Spin::Adaptive,
                 _ => spin,
@@ -800,12 +799,12 @@ impl Worker {
             spin_since = None;
             if parks {
                 let (found_work, slept) = self.park(idle, early, looks);
-                // The clock ends a rest, however long the poller spins before it.
+                // The timer ends a rest, however long the poller spins before it.
                 if rests == Rests::None {
                     spin_time.slept(slept, found_work);
                 }
                 pass_began = Ticks::now();
-                // Doorbells that have to be looked at by the clock stay idle until they move.
+                // Doorbells that are checked periodically stay idle until they move.
                 if found_work || !self.is_timed() {
                     idle_since = None;
                 }
@@ -825,8 +824,8 @@ impl Worker {
         self.polled.watches().next().is_none()
     }
 
-    /// Runs every queue once, or the queues whose turn it is. Returns whether any had work or was left out. `began` is this
-    /// moment.
+    /// Runs every queue once, or the queues whose turn it is. Returns whether any had work or was skipped. `began` is the
+    /// current time.
     #[inline]
     fn pass(&mut self, began: Ticks) -> bool {
         if !self.is_plain {
@@ -847,8 +846,8 @@ impl Worker {
         })
     }
 
-    /// Runs the queues whose turn it is, or `all` once, adds the ticks of each to its bill, and hands back those that leave.
-    /// Returns whether any had work, or was left out.
+    /// Runs the queues whose turn it is, or `all` once. Adds the ticks of each to its bill, and hands over leaving queues.
+    /// Returns whether any had work or was skipped.
     #[inline(never)]
     fn measured_pass(&mut self, all: bool) -> bool {
         let mut worked = false;
@@ -900,7 +899,7 @@ impl Worker {
         worked
     }
 
-    /// Calls a closure on the queues and watches of each function, in the function's own turn. Returns whether any call returned
+    /// Calls a closure with the queues and watches of each function, in that function's turn. Returns whether any call returned
     /// `true`.
     fn each(&mut self, mut work: impl FnMut(&mut Members) -> bool) -> bool {
         let (mut index, mut any) = (0, false);
@@ -911,8 +910,8 @@ impl Worker {
         any
     }
 
-    /// Charges the thread's time since the last settlement to the functions that it was spent for. Time without a queue and
-    /// a watch is charged to none.
+    /// Charges the thread's time since the last settlement to the functions that it was spent on. Time without a queue or watch
+    /// is not charged.
     #[cold]
     fn settle(&mut self) {
         let time = thread_time();
@@ -937,7 +936,7 @@ impl Worker {
         queues.chain(self.polled.watches().map(|watch| &watch.bill))
     }
 
-    /// Follows a change of the queues and watches.
+    /// Updates derived state after a change of the queues and watches.
     fn follow_change(&mut self) {
         let functions = &mut self.polled.functions;
         functions.retain(|Function { members, .. }| {
@@ -953,8 +952,8 @@ impl Worker {
             .retain(|apart| apart.function.strong_count() > 0);
     }
 
-    /// Sleeps until there is something to do, or until so long before a command is due. Returns whether work was there after
-    /// it, and the ticks it slept.
+    /// Sleeps until there is work, or until `early` before a command is due. Returns whether there was work afterwards, and the
+    /// ticks slept.
     fn park(&mut self, idle: u64, early: Duration, looks: Looks) -> (bool, u64) {
         self.each(|members| {
             for queue in &mut members.queues {
@@ -964,7 +963,7 @@ impl Worker {
         });
         let waker = self.shared.waker.clone();
         waker.announce();
-        // Between the two: see `Silence`.
+        // Between arming and the second check: see `Silence`.
         let timed = self.is_timed();
         let mut found = self.shared.has_mail.load(Ordering::Acquire);
         found |= self.each(|Members { queues, watches }| {
@@ -975,7 +974,7 @@ impl Worker {
             found | watches.iter_mut().any(DoorbellWatch::look)
         });
         if !Arc::ptr_eq(&waker, &self.shared.waker) {
-            // The bell is another thread's now.
+            // The waker belongs to another thread now.
             return (true, 0);
         }
         let began = Ticks::now();
@@ -990,7 +989,7 @@ impl Worker {
                     looks.at_doorbells(idle)
                 }
             });
-            // A poller that spins does so for the rest, and the command completes in time.
+            // A spinning poller spins for the remaining time, so that the command completes on time.
             let due = self.until_due(began).map(|ticks| {
                 let until = Duration::from_nanos(crate::clock::nanoseconds(ticks));
                 until.saturating_sub(early).max(Duration::from_micros(1))
@@ -1027,13 +1026,13 @@ impl Worker {
         }
     }
 
-    /// Ticks from now until something may complete that waits for nothing but its time.
+    /// Returns the ticks until the first timed event of a queue, if there is any.
     fn until_due(&self, now: Ticks) -> Option<u64> {
         let due = self.polled.queues().filter_map(ShadowQueue::next_due);
         due.min().map(|due| due.since(now))
     }
 
-    /// Returns whether some doorbell here is only ever stored to, so that no store would wake us.
+    /// Returns whether a doorbell here is only stored to, so that no store wakes the poller.
     fn is_timed(&self) -> bool {
         !self.has_no_watches()
             || (self.is_apart && !self.has_no_queues())
@@ -1042,7 +1041,7 @@ impl Worker {
 
     #[cold]
     fn read_mail(&mut self) {
-        // Those that leave pay, and those that come pay from now on.
+        // Leaving queues are charged up to now, and new queues from now on.
         self.settle();
         self.shared.has_mail.store(false, Ordering::Relaxed);
         let mail = {
@@ -1069,7 +1068,7 @@ impl Worker {
                         if departure == Departure::Ends {
                             queue.cut_short();
                         }
-                        // An earlier requester has given up waiting.
+                        // An earlier requester has stopped waiting.
                         self.polled.leaving.retain(|(other, _)| *other != id);
                         self.polled.leaving.push((id, requester));
                     }
@@ -1124,7 +1123,7 @@ impl Worker {
             self.measured_pass(true);
         }
         for answer in answers {
-            // The thread that asked may have stopped waiting.
+            // The requester may have stopped waiting.
             let _ = answer.send(());
         }
     }
@@ -1160,7 +1159,7 @@ impl Worker {
                 return true;
             }
             if requester.is_decided.swap(true, Ordering::AcqRel) {
-                // It stays, as the mail will say.
+                // The queue stays. The mail that says so will arrive.
                 function.members.queues[index].resume();
                 return false;
             }
@@ -1180,13 +1179,13 @@ impl Worker {
     }
 }
 
-/// Ends queues whose requesters are gone, on a thread of their own: the end may wait for the drive and for the ledger.
+/// Drops queues whose requesters are gone, on a separate thread, because the drop may wait for the drive and the ledger.
 #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
 fn end_apart(threads: &Threads, queues: Vec<Box<ShadowQueue>>) {
     if queues.is_empty() {
         return;
     }
-    // Without a thread they end here, and the log says so.
+    // Without a thread, they are dropped here, and a failure to start is logged.
     let _ = threads.spawn("queue-end", Box::new(move || drop(queues)));
 }
 
@@ -1198,7 +1197,7 @@ fn add(counter: &AtomicU64, by: u64) {
     );
 }
 
-/// Wait of a parked poller.
+/// Sleep of a parked poller.
 pub(super) struct Sleeper {
     timer: TimerFd,
     bell: RawFd,
@@ -1224,18 +1223,18 @@ impl Sleeper {
 
     fn watch(&self, fd: RawFd) {
         if let Err(error) = self.control(ControlOperation::Add, fd) {
-            // Completions are then found when something else wakes the poller, or by its spin.
+            // Completions are then found only when the poller is awake for another reason.
             error!("A host queue's completions cannot wake its poller: {error}");
         }
     }
 
     fn unwatch(&self, fd: RawFd) {
-        // A descriptor that is closed already has left by itself.
+        // A closed descriptor has already left the epoll set.
         let _ = self.control(ControlOperation::Delete, fd);
     }
 
     fn sleep(&mut self, timeout: Option<Duration>) {
-        // A long sleep needs no exact end, and so no system calls for a timer. A simulator's clock is always exact.
+        // A long sleep needs no precise end, so it saves the system calls for a timer. A simulator's clock is always precise.
         let needs_timer = |timeout: &Duration| *timeout <= EXACT_MAX && !cfg!(simulation);
         let exact = timeout.filter(needs_timer);
         if let Some(timeout) = exact
@@ -1246,10 +1245,10 @@ impl Sleeper {
         }
         let mut events = [EpollEvent::default(); 8];
         let rest = timeout.filter(|_| exact.is_none());
-        // An interrupted sleep is a short one: the poller looks and comes back.
+        // An interrupted sleep counts as a short one: the poller checks for work and sleeps again.
         let ready = eventfd::wait(self.waker.epoll(), rest, &mut events).unwrap_or(0);
         if events[..ready].iter().any(|event| event.fd() == self.bell) {
-            // Nothing to read is no error: the bell may have been rung for the last sleep.
+            // An empty eventfd is no error: the signal may belong to the previous sleep.
             let _ = self.waker.eventfd().read();
         }
         if exact.is_some() {

@@ -1,4 +1,4 @@
-//! Facts of a lease that its function is told.
+//! Facts of a lease, reported to its function.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,7 @@ use crate::host::{CommandSets, Limits, TemperatureThresholds};
 use crate::learn::Learning;
 use crate::spec::ids::Nsid;
 
-/// The namespace that every guest sees its lease as.
+/// Namespace identifier under which every guest sees its lease.
 pub const GUEST_NSID: Nsid = Nsid(1);
 
 /// A lease as its guest sees it.
@@ -15,9 +15,9 @@ pub const GUEST_NSID: Nsid = Nsid(1);
 pub struct LeasedNamespace {
     /// Its identifier, always 1.
     pub nsid: Nsid,
-    /// Logical block size as a power of two, in bytes.
+    /// Logical block size in bytes, as a power of two.
     pub lba_shift: u8,
-    /// Its size in logical blocks.
+    /// Size in logical blocks.
     pub blocks: u64,
     /// Serial Number of the controller, up to 20 characters.
     pub serial: String,
@@ -29,41 +29,41 @@ pub struct LeasedNamespace {
     pub eui64: [u8; 8],
     /// Namespace UUID.
     pub uuid: [u8; 16],
-    /// Its command sets, as the guest reads of them.
+    /// Command sets reported to the guest.
     pub command_sets: CommandSets,
 }
 
-/// Facts of a lease that stay the same as long as a function holds it.
+/// Facts of a lease that do not change while a function holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseFacts {
-    /// The lease as the guest sees it, with the blocks that it has at first.
+    /// The lease as the guest sees it, with its initial number of blocks.
     pub namespace: LeasedNamespace,
-    /// Promises that may be made to the guest.
+    /// Limits that may be promised to the guest.
     pub limits: Limits,
-    /// I/O queue pairs that can exist, identifiers 1 to this number.
+    /// Number of possible I/O queue pairs, with identifiers from 1.
     pub queue_pairs: u16,
     /// Path of doorbell writes to the pollers.
     pub doorbells: DoorbellMode,
-    /// True if the pollers ever sleep, so that a doorbell has to wake them.
+    /// True if the pollers may sleep, so that a doorbell must wake them.
     pub parks: bool,
-    /// Temperatures at which the drive warns; `None` if it measures none.
+    /// Temperatures at which the drive warns; `None` if it has no temperature sensor.
     pub thresholds: Option<TemperatureThresholds>,
-    /// True if [`HostSide::damage`](crate::seam::HostSide::damage) can change, so that it has to be looked for now and then.
+    /// True if [`HostSide::damage`](crate::seam::HostSide::damage) can change, so that it has to be checked periodically.
     pub can_be_damaged: bool,
-    /// True if the drive exists in the host side's process only, so that no other can take its lease over.
+    /// True if the drive exists only in the back end's process, so that no other process can take over its lease.
     pub is_private: bool,
-    /// Blocks of a unit of a lease by size, which may grow; `None` of a lease of a range. A command that crosses from
-    /// one unit to the next may be carried out in parts.
+    /// Blocks of a unit of a lease by size, which may grow; `None` for a lease of a range. A command that crosses a unit
+    /// boundary may be executed in parts.
     pub unit_blocks: Option<u64>,
-    /// Choices for all that learns.
+    /// Settings of the adaptive policies.
     pub learning: Learning,
 }
 
 impl LeaseFacts {
-    /// Returns whether a host side with these facts keeps what a guest was promised by `promised`.
+    /// Returns whether a back end with these facts keeps the promises made by `promised`.
     ///
-    /// A later release may do more, and a lease by size may have grown. The guest is told nothing of `parks`,
-    /// `can_be_damaged` and `learning`. It goes on with the model and the NVM Command Set that it was told.
+    /// A later release may support more, and a lease by size may have grown. The guest does not see `parks`,
+    /// `can_be_damaged` and `learning`. The model and the NVM Command Set are not compared: the guest keeps those it was told.
     #[must_use]
     pub fn keep(&self, promised: &Self) -> bool {
         let told = &promised.namespace;

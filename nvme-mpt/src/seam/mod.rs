@@ -1,29 +1,29 @@
-//! The seam between a function and the host side that does its I/O.
+//! Interface between a function and the back end that does its I/O.
 //!
-//! A function has registers, configuration space and admin commands. It asks the host side for all else through
-//! [`HostSide`]. In one process that is an [`Attachment`](crate::Attachment), by direct calls.
+//! A function implements registers, configuration space and admin commands. For everything else it calls [`HostSide`].
+//! In a single process, [`Attachment`](crate::Attachment) implements the trait by direct calls.
 //!
-//! If the host side is another process, an implementation in the function's process sends messages. So arguments
-//! and results are numbers, guest addresses, plain structs and descriptors, and deadlines are durations. An I/O command
-//! never crosses the seam.
+//! If the back end is another process, the implementation in the function's process sends messages. For this reason,
+//! arguments and results are numbers, guest addresses, plain structs and descriptors, and timeouts are durations. I/O
+//! commands never pass through this interface.
 //!
-//! A function calls from one thread at a time, its control thread or one that has the function locked.
+//! A function calls from one thread at a time: its control thread, or a thread that holds the function's lock.
 //!
-//! # Parts that do not cross as they are
+//! # Parts with another form in a message
 //!
-//! An implementation by messages carries these otherwise:
+//! An implementation by messages carries these parts in another form:
 //!
 //! | here | in a message |
 //! |---|---|
 //! | [`SharedParts::doorbells`] | the memory file, `CAP.DSTRD` and the number of queue pairs; both sides map the file |
 //! | [`SharedParts::events`] | the eventfd |
-//! | [`SharedParts::live`] | the memory file, which the function keeps for the next host side |
-//! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] for itself |
-//! | [`SharedParts::vectors`] | the eventfd that raises a vector, at each change: the VMM's; one of the function's own while the vector is masked, which holds the pending bit |
+//! | [`SharedParts::live`] | the memory file, which the function keeps for the next back end |
+//! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] itself |
+//! | [`SharedParts::vectors`] | after each change, the eventfd that raises the vector: the VMM's eventfd; while the vector is masked, an eventfd of the function, which holds the pending bit |
 //! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
-//! | [`HostSide::map_in_place`], [`HostSide::set_memory_holder`], [`HostSide::check_memory`] | nothing of the mapping: the function's process looks for itself whether its memory is complete |
-//! | [`HostSide::map_held`] | the descriptors, which a [`HeldMemory`] does not keep yet |
+//! | [`HostSide::map_in_place`], [`HostSide::set_memory_holder`], [`HostSide::check_memory`] | nothing of the mapping: the function's process checks itself whether its memory is complete |
+//! | [`HostSide::map_held`] | the descriptors; a [`HeldMemory`] does not keep them yet |
 //! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`StateError`] | errno or kind, and text |
 
 mod facts;
@@ -62,41 +62,41 @@ pub use state::{
 };
 pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
 
-/// State of a lease, which changes while a function holds it.
+/// State of a lease that can change while a function holds the lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseStatus {
-    /// Leased logical blocks that the drive's namespace has now; 0 if it is another namespace.
+    /// Leased logical blocks that the drive's namespace has now; 0 if the namespace was replaced.
     pub blocks: u64,
-    /// Bytes that are in use, if the command set counts them; else 0.
+    /// Bytes in use if the command set counts them, else 0.
     pub used: u64,
-    /// True if the leased blocks are there and the lease is not [revoked](HostSide::revoke).
+    /// True if the leased blocks exist and the lease is not [revoked](HostSide::revoke).
     pub is_backed: bool,
-    /// True if the drive failed for good or was removed: every command fails.
+    /// True if the drive failed permanently or was removed. Every command fails then.
     pub is_gone: bool,
 }
 
-/// Parts that a function and its host side both reach in memory, handed over once.
+/// Memory and eventfds that a function and its back end share, handed over once.
 ///
-/// A trapped doorbell write, an interrupt and a wake-up need no message because of them.
+/// They make messages unnecessary for trapped doorbell writes, interrupts and wake-ups.
 #[derive(Clone, Debug)]
 pub struct SharedParts {
-    /// Doorbell registers, which the function and the guest store to, and the pollers load.
+    /// Doorbell registers. The function and the guest store to them; the pollers load them.
     pub doorbells: Arc<DoorbellPage>,
-    /// Readable while [`HostSide::take_events`] has events. The function signals it as well, to wake its own thread.
+    /// Readable while [`HostSide::take_events`] has events. The function signals the eventfd too, to wake its own thread.
     pub events: Arc<EventFd>,
-    /// The VM's memory, in which the function reaches the admin queue. It follows [`HostSide::map`] and
+    /// The VM's memory, in which the function accesses the admin queue. Changes with [`HostSide::map`] and
     /// [`HostSide::unmap`].
     pub memory: GuestMemory,
-    /// Interrupt vectors, by number: that of the admin queue, then those of I/O queue pairs. The host side raises
-    /// them; the function masks and connects them.
+    /// Interrupt vectors by number: the admin queue's, then those of the I/O queue pairs. The back end raises them; the
+    /// function masks them and connects their eventfds.
     pub vectors: Vec<Arc<InterruptVector>>,
-    /// Live state of the queues, if the function outlives the process of its host side. The function keeps the file, and
-    /// looks at nothing in it.
+    /// In-flight tracking of the queues, if the function outlives the back end's process. The function keeps the file
+    /// and never reads it.
     pub live: Option<Arc<LiveState>>,
 }
 
-/// Interrupt Coalescing and Interrupt Vector Configuration, as the guest's driver has set them (Base 2.0, sections
-/// 5.27.1.6 and 5.27.1.7).
+/// Interrupt Coalescing and Interrupt Vector Configuration as set by the guest's driver (Base 2.0, sections 5.27.1.6
+/// and 5.27.1.7).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CoalescingConfig {
     /// Aggregation Threshold, in completions, zero-based.
@@ -107,18 +107,18 @@ pub struct CoalescingConfig {
     pub disabled: u128,
 }
 
-/// End of commands in flight, when a host side leaves its function.
+/// Treatment of in-flight commands when a back end leaves its function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastCommands {
-    /// They have half of the time to complete. Then they are cut short.
+    /// They have half of the timeout to complete. Then they are cut short.
     Complete,
-    /// They begin no further step.
+    /// They start no further step.
     CutShort,
 }
 
-/// Host side of one function: its lease, its guest's memory, and the queues that do its I/O.
+/// Back end of one function: its lease, its guest's memory, and the queues that do its I/O.
 ///
-/// See the [module](self) for the calls and for their form as messages.
+/// The [module](self) describes the calls and their form as messages.
 pub trait HostSide: fmt::Debug + Send + Sync {
     /// Returns the facts of the lease.
     fn facts(&self) -> LeaseFacts;
@@ -129,53 +129,52 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Returns the state of the lease.
     fn status(&self) -> LeaseStatus;
 
-    /// Returns whether the process of the host side is gone, and the function waits for another one. Until then, results
-    /// say nothing.
+    /// Returns whether the back end's process is gone and the function waits for a successor. Until the successor
+    /// arrives, results are meaningless.
     fn is_away(&self) -> bool {
         false
     }
 
-    /// Returns how many processes have taken the place of the first one. A result from before the number changed says
-    /// nothing either.
+    /// Returns the number of successor processes so far. A result obtained before this number changed is meaningless.
     fn successors(&self) -> u64 {
         0
     }
 
-    /// Looks for damage of the lease's data, which takes system calls, and returns it.
+    /// Checks the lease's data for damage, which takes system calls.
     fn damage(&self) -> Damage;
 
-    /// Returns the SMART / Health Information of the drive, which is that of all its users together; `None` if it
-    /// keeps none.
+    /// Returns the drive's SMART / Health Information, which covers all users of the drive together; `None` if the drive
+    /// has none.
     ///
     /// # Errors
-    /// Returns the drive's error; nothing is known while the drive is reset or gone.
+    /// Returns the drive's error. The information is unavailable while the drive is being reset or is gone.
     fn smart_health(&self) -> io::Result<Option<SmartHealth>>;
 
-    /// Returns what changed by itself since the guest was told; `None` if the command set has no list of changes.
+    /// Returns changes that the guest did not cause and has not been told of; `None` if the command set has no change list.
     fn changes(&self) -> Option<Changes>;
 
-    /// Forgets changes of which the guest was told. Changes since then stay.
+    /// Removes changes that the guest has been told of. Later changes stay.
     fn forget_changes(&self, told: &Changes);
 
-    /// Returns what was read and written so far, across snapshots.
+    /// Returns the amounts read and written so far. Snapshots carry them.
     fn counters(&self) -> Counters;
 
-    /// Returns the number of I/O commands that were completed so far.
+    /// Returns the number of I/O commands completed so far.
     fn commands(&self) -> u64;
 
-    /// Returns the figures of the lease and its queues.
+    /// Returns the statistics of the lease and its queues.
     fn stats(&self) -> AttachmentStats;
 
-    /// Takes what happened on the I/O queues and to the drive, the oldest first.
+    /// Takes the events of the I/O queues and the drive, oldest first.
     fn take_events(&self) -> Vec<Event>;
 
-    /// Maps a region of the VM's memory. Commands that arrive from now on may use it.
+    /// Maps a region of the VM's memory. Commands that arrive after the call may use the region.
     ///
     /// # Errors
-    /// All of [`DmaError`] but those of unmapping and of the dirty log.
+    /// All of [`DmaError`] except those of unmapping and of the dirty log.
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError>;
 
-    /// Maps a region that the function had mapped under the process before. No limit or share of the function refuses it.
+    /// Maps a region that the function had mapped under the old server. The function's limits and shares do not apply.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -183,8 +182,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
         self.map(memory)
     }
 
-    /// Maps a region of which the function's VMM says that it was mapped under the process before. No limit or share of the
-    /// function refuses it if it is mapped still.
+    /// Maps a region that was mapped under the old server according to the VMM. If the region is in fact still mapped,
+    /// the function's limits and shares do not apply.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -192,16 +191,16 @@ pub trait HostSide: fmt::Debug + Send + Sync {
         self.map(memory)
     }
 
-    /// Maps a region of a VMM in this process, through the VMM's own mapping. A host side in another process maps the file.
+    /// Maps a region of a VMM in this process through the VMM's own mapping. A back end in another process maps the file.
     ///
     /// # Errors
-    /// As [`Self::map`]; a host side in another process returns [`DmaError::Incomplete`] for incomplete memory.
+    /// As [`Self::map`]. A back end in another process returns [`DmaError::Incomplete`] for incomplete memory.
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError>;
 
-    /// Sets the process that the memory comes from and that may resolve page faults in it.
+    /// Sets the process that provides the memory and may resolve page faults in it.
     fn set_memory_holder(&self, _holder: MemoryHolder) {}
 
-    /// Checks that no page of the mapped memory is missing that its holder would fill at a page fault.
+    /// Checks that the mapped memory has no missing page that its holder would fill on a page fault.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`].
@@ -212,18 +211,18 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Maps memory that was [held](GuestMemory::hold), at the same guest addresses.
     ///
     /// # Errors
-    /// As [`Self::map`]; what was mapped until then stays.
+    /// As [`Self::map`]. Regions mapped before the error stay mapped.
     fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError>;
 
-    /// Unmaps the regions in `gpa..gpa+len`, and waits until no command in flight uses them. Returns the number of
+    /// Unmaps the regions in `gpa..gpa+len` and waits for the in-flight commands that use them. Returns the number of
     /// bytes that were mapped there.
     ///
     /// # Errors
-    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::Busy`] if commands in flight use them after
-    /// `time`.
+    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::Busy`] if in-flight commands still use the regions
+    /// after `time`.
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError>;
 
-    /// Unmaps regions within 30 seconds, as [`Self::unmap_within`] does.
+    /// Unmaps regions as [`Self::unmap_within`] does, with a timeout of 30 seconds.
     ///
     /// # Errors
     /// As [`Self::unmap_within`].
@@ -247,67 +246,67 @@ pub trait HostSide: fmt::Debug + Send + Sync {
         self.unmap_within(Gpa(0), u64::MAX, time)
     }
 
-    /// Notes the pages that are written from now on, by commands and through [`SharedParts::memory`].
+    /// Starts to log the pages written by commands and through [`SharedParts::memory`].
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if commands in flight do not finish.
+    /// [`DmaError::Busy`] if in-flight commands do not finish.
     fn start_dirty_log(&self) -> Result<(), DmaError>;
 
-    /// Takes the pages that were written since the last time.
+    /// Takes the pages written since the previous call.
     ///
     /// # Errors
     /// [`DmaError::NotLogged`].
     fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError>;
 
-    /// Ends [`Self::start_dirty_log`].
+    /// Stops the log that [`Self::start_dirty_log`] started.
     fn stop_dirty_log(&self);
 
     /// Creates a Completion Queue.
     ///
     /// # Errors
-    /// All of [`QueueError`] but those of deleting.
+    /// All of [`QueueError`] except those of deletion.
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError>;
 
     /// Creates a Submission Queue.
     ///
     /// # Errors
-    /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if its Completion Queue does not
-    /// exist; [`QueueError::Timeout`] if commands of the Completion Queue are in flight still after `time`. Then
-    /// that queue takes no more commands until the same call succeeds, or a reset.
+    /// All of [`QueueError`] except those of deletion; [`QueueError::NoSuchQueue`] if its Completion Queue does not exist;
+    /// [`QueueError::Timeout`] if commands of the Completion Queue are still in flight after `time`. After a timeout, the
+    /// Completion Queue takes no commands until the call is repeated with success, or until a reset.
     fn create_sq_within(&self, config: SqConfig, time: Duration) -> Result<(), QueueError>;
 
-    /// Deletes a Submission Queue. When it returns, every command that was taken from it has its completion.
+    /// Deletes a Submission Queue. On success, every command taken from the queue has its completion.
     ///
     /// # Errors
     /// [`QueueError::NoSuchQueue`]; [`QueueError::Timeout`] as in [`Self::create_sq_within`].
     fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError>;
 
-    /// Deletes a Completion Queue that no Submission Queue completes to.
+    /// Deletes a Completion Queue that has no Submission Queue.
     ///
     /// # Errors
     /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`]; [`QueueError::Timeout`] as in [`Self::create_sq_within`].
     fn delete_cq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError>;
 
-    /// Sets the coalescing of interrupts.
+    /// Sets interrupt coalescing.
     fn set_coalescing(&self, coalescing: CoalescingConfig);
 
-    /// Sets the I/Os and bytes per second that the I/O queues may have together.
+    /// Sets the limits of I/Os and bytes per second for all I/O queues together.
     fn set_rates(&self, rates: RateLimits);
 
-    /// Stores the value of an I/O queue's doorbell, whose write exited, and wakes the queue's poller. Returns whether
-    /// the queue exists; nothing is stored if not.
+    /// Stores the value of a trapped I/O doorbell write, and wakes the queue's poller. Returns whether the queue exists;
+    /// if not, nothing is stored.
     ///
-    /// No message: an implementation by messages stores to [`SharedParts::doorbells`] and signals a waker of
+    /// Takes no message: an implementation by messages stores to [`SharedParts::doorbells`] and signals a waker of
     /// [`Self::io_doorbells`].
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool;
 
-    /// Returns the doorbells of the I/O queues that exist.
+    /// Returns the doorbells of the existing I/O queues.
     ///
-    /// A VMM that ties a register to a waker may act on it later than a queue changes. It makes up for that by
-    /// signalling the new waker once.
+    /// A VMM that ties a register to a waker may do so some time after a queue changed. The VMM then signals the new waker
+    /// once, so that no doorbell write is missed.
     fn io_doorbells(&self) -> IoDoorbells;
 
-    /// Takes up the pages of a Doorbell Buffer Config command, until the next reset.
+    /// Uses the pages of a Doorbell Buffer Config command until the next reset.
     ///
     /// # Errors
     /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages; [`QueueError::Timeout`] as in
@@ -318,68 +317,67 @@ pub trait HostSide: fmt::Debug + Send + Sync {
         time: Duration,
     ) -> Result<(), QueueError>;
 
-    /// Begins a time in which the guest stores to doorbell registers without an exit, as they are about to be mapped.
+    /// Announces that the doorbell registers are about to be mapped, so that the guest stores to them without an exit.
     ///
-    /// Pollers look at the registers by the clock. [`SharedParts::events`] is signalled when a doorbell of the admin
-    /// queue has changed.
+    /// Pollers then check the registers periodically. [`SharedParts::events`] is signalled when a doorbell of the admin queue
+    /// has changed.
     ///
     /// # Errors
-    /// Returns the kernel's error when no poller can be started; then the time has not begun.
+    /// Returns the kernel's error if no poller can be started. The call then has no effect.
     fn begin_silent_doorbells(&self) -> io::Result<()>;
 
-    /// Ends [`Self::begin_silent_doorbells`]: the registers are not mapped any more, and writes come to [`Self::ring`].
+    /// Ends [`Self::begin_silent_doorbells`]: the registers are unmapped, and writes arrive at [`Self::ring`] again.
     fn end_silent_doorbells(&self);
 
-    /// Has the doorbells of the admin queue watched until the next reset, if doorbells are silent. With
-    /// [`DoorbellMode::Mapped`](crate::DoorbellMode::Mapped) they are silent from the beginning.
+    /// Watches the doorbells of the admin queue until the next reset, if doorbells are untrapped. With
+    /// [`DoorbellMode::Mapped`](crate::DoorbellMode::Mapped), doorbells are untrapped from the start.
     ///
     /// # Errors
-    /// Returns the kernel's error when no poller can be started. A host side that goes and is waited for returns
-    /// `NotConnected`, and the next one has them watched.
+    /// Returns the kernel's error if no poller can be started. If the back end's process is gone and a successor is awaited,
+    /// returns `NotConnected`; the successor starts the watch.
     fn watch_admin_doorbells(&self) -> io::Result<()>;
 
-    /// Begins anew for a VMM that connected: writes that were lost concern the VMM before it.
+    /// Resets the state that belongs to a VMM connection: lost writes concern the previous VMM, not the new one.
     fn begin_anew(&self);
 
-    /// Makes the pollers take no more commands, and waits for commands in flight, `time` at most. After it returns, nothing
-    /// touches the VM's memory until [`Self::resume`]. A host side that is paused already stays paused.
+    /// Stops the pollers from taking commands, and waits at most `time` for in-flight commands. Afterwards, the VM's
+    /// memory is not accessed until [`Self::resume`]. A back end that is already paused stays paused.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands are in flight still. No queue takes commands then: the caller asks again, or
-    /// calls [`Self::resume`].
+    /// [`QueueError::Timeout`] if commands are still in flight. The queues take no commands then: the caller repeats the call,
+    /// or calls [`Self::resume`].
     fn pause_within(&self, time: Duration) -> Result<(), QueueError>;
 
-    /// Pauses within 30 seconds, as [`Self::pause_within`] does, or not at all.
+    /// Pauses as [`Self::pause_within`] does, with a timeout of 30 seconds.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`]; then all queues go on.
+    /// [`QueueError::Timeout`]. All queues are resumed then.
     fn pause(&self) -> Result<(), QueueError> {
         self.pause_within(DRAIN_DEADLINE)
             .inspect_err(|_| self.resume())
     }
 
-    /// Has the pollers take commands again.
+    /// Lets the pollers take commands again.
     fn resume(&self);
 
     /// Fails every I/O command that is not taken yet, until the next reset.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not finish; then their queue takes no more.
+    /// [`QueueError::Timeout`] if in-flight commands do not finish. Their queue takes no more commands then.
     fn revoke(&self) -> Result<(), QueueError>;
 
-    /// Deletes all queues, forgets the Doorbell Buffer, sets the doorbells to zero and ends the watch of the admin
-    /// doorbells.
+    /// Deletes all queues, drops the Doorbell Buffer, sets the doorbells to zero and stops watching the admin doorbells.
     ///
-    /// Commands in flight begin no further step. When it returns, nothing touches the VM's memory. A host side that is
-    /// paused already stays paused.
+    /// In-flight commands start no further step. Afterwards, the VM's memory is not accessed. A back end that is already paused
+    /// stays paused.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands are in flight still after `time`. Their queues take no more commands, and
-    /// all others are deleted. The same call completes the reset once the commands have ended.
+    /// [`QueueError::Timeout`] if commands are still in flight after `time`. Their queues take no more commands; all other
+    /// queues are deleted. Once the commands have ended, a repeated call completes the reset.
     fn reset_within(&self, time: Duration) -> Result<(), QueueError>;
 
-    /// Deletes all queues, and leaves the doorbells as they are: the function ends, or goes on with another host side.
-    /// Queues that were waited for in vain before are not waited for again.
+    /// Deletes all queues but leaves the doorbells unchanged, because the function ends or moves to another back end.
+    /// Queues whose wait has timed out before are not waited for again.
     ///
     /// # Errors
     /// As [`Self::reset_within`].
@@ -387,36 +385,36 @@ pub trait HostSide: fmt::Debug + Send + Sync {
         self.reset_within(time)
     }
 
-    /// Makes everything durable that was completed until now. A drive that takes longer than `time` goes on with it.
+    /// Makes everything durable that has completed so far. After a timeout, the drive still continues the flush.
     ///
     /// # Errors
-    /// Returns the drive's error, any error if completed writes were lost; [`io::ErrorKind::TimedOut`] after `time`.
+    /// Returns the drive's error, or an error if completed writes were lost; [`io::ErrorKind::TimedOut`] after `time`.
     fn flush_within(&self, time: Duration) -> io::Result<()>;
 
-    /// Saves the queues and what the guest was promised, while it is paused.
+    /// Saves the queues and the promises made to the guest, while the back end is paused.
     ///
     /// # Errors
     /// [`StateError::NotPaused`].
     fn save(&self) -> Result<AttachmentState, StateError>;
 
-    /// Takes up queues that another host side had when its process ended, by their live state.
+    /// Restores the queues of a back end whose process ended, from its in-flight tracking.
     ///
-    /// The guest's memory is mapped, and there are no queues. Commands that were in flight are carried out again, or end
+    /// The guest's memory must be mapped, and no queues may exist. Commands that were in flight are executed again, or complete
     /// with Command Interrupted.
     ///
     /// # Errors
-    /// All of [`StateError`] but [`StateError::Mismatch`]; then there are no queues.
+    /// All of [`StateError`] except [`StateError::Mismatch`]. No queues exist then.
     fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError>;
 
-    /// Checks all that can be known of a state before anything is made of it. The state is untrusted.
+    /// Checks an untrusted state as far as possible before anything is created from it.
     ///
     /// # Errors
     /// [`StateError::Mismatch`] and [`StateError::Invalid`].
     fn check(&self, state: &AttachmentState) -> Result<(), StateError>;
 
-    /// Makes the queues of a state again. The host side has no queues, is paused, and has the guest's memory mapped.
+    /// Recreates the queues of a state. The back end must have no queues, be paused, and have the guest's memory mapped.
     ///
     /// # Errors
-    /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.
+    /// All of [`StateError`]. After [`StateError::Queue`], some queues exist until the next reset.
     fn restore(&self, state: &AttachmentState) -> Result<(), StateError>;
 }

@@ -1,13 +1,13 @@
-//! The state of an attachment that is paused, as it is kept in a snapshot: queues with their
-//! positions, doorbells, the Doorbell Buffer, and what the guest was promised.
+//! Snapshot format of a paused attachment: queues with their positions, doorbells, the Doorbell Buffer, and the
+//! promises made to the guest.
 //!
-//! None of it is guest memory or a drive's data. All of it is untrusted when it comes back: it is
-//! checked as a whole before the first queue is made. Each type here is the format of a snapshot, so
-//! a change to one is a new version of it; but for a field that is left out where there is nothing in it.
+//! The state has no guest memory and no data of the drive. A state to restore is untrusted, and is checked as a whole before
+//! the first queue is created. Changing a type here makes a new version of the format, except for a field that is omitted
+//! when it is empty.
 //!
-//! Each part is saved and restored by its owner, in full destructuring, so that an added field cannot be forgotten.
-//! Derived values are not saved. Queue entries and the Doorbell Buffer are in guest memory; they stay untouched until
-//! the function goes on. After a restore the guest is interrupted once for completions that it has not consumed.
+//! Each part is saved and restored by its owner with full destructuring, so that an added field cannot be forgotten. Derived
+//! values are not saved. Queue entries and the Doorbell Buffer are in guest memory, which stays untouched until the function
+//! resumes. After a restore, the guest gets one interrupt for completions that it has not consumed.
 
 use std::fmt::Display;
 use std::io;
@@ -25,16 +25,16 @@ use crate::spec::ids::QueueId;
 use crate::spec::sqe::Sqe;
 use crate::stats::Counters;
 
-/// Why the state of an attachment cannot be saved or restored.
+/// Error of saving or restoring the state of an attachment.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum StateError {
-    /// The state changes as long as the queues are polled.
+    /// Queues are still polled, so the state changes.
     #[error("The state cannot be saved or restored while queues are polled; pause first")]
     NotPaused,
-    /// There is something that a restored state would replace.
+    /// The controller has I/O queues, which a restored state would replace.
     #[error("The state can be restored into a controller without I/O queues only; this has {0}")]
     NotEmpty(usize),
-    /// The guest was promised something else than there is here.
+    /// A promise made to the guest does not hold here.
     #[error(
         "The snapshot has {promise} {saved}, but here it is {here}; restore it on a lease of the same \
          size, identity and options, of a drive with the same features"
@@ -42,45 +42,45 @@ pub enum StateError {
     Mismatch {
         /// Name of the promise.
         promise: String,
-        /// Promise that the guest has.
+        /// Promise in the snapshot.
         saved: String,
-        /// Promise that holds here.
+        /// Promise that this controller makes.
         here: String,
     },
-    /// A value that no controller saves.
+    /// A field has a value that no controller saves.
     #[error(
         "The snapshot is damaged: {field} is {value}, but must be {valid}; take it again, or restore \
          an older one"
     )]
     Invalid {
-        /// The field, with the queue that it is of.
+        /// Name of the field and of its queue.
         field: String,
         /// Its value.
         value: String,
-        /// Which values are possible.
+        /// Description of the valid values.
         valid: String,
     },
-    /// The process that has the queues cannot be asked.
+    /// The back end's process, which has the queues, cannot be reached.
     #[error("The state of the queues is out of reach")]
     Unreachable {
-        /// Why.
+        /// Cause.
         #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
-    /// A queue cannot be made again.
+    /// A queue cannot be recreated.
     #[error(
         "Queue {qid} of the snapshot cannot be made again; its guest's memory has to be mapped"
     )]
     Queue {
-        /// Its Completion Queue.
+        /// Identifier of the queue's Completion Queue.
         qid: QueueId,
-        /// Why.
+        /// Cause.
         source: QueueError,
     },
 }
 
 impl StateError {
-    /// `field` has a value that no controller saves.
+    /// Returns the error for a `field` with a value that no controller saves.
     pub fn invalid(
         field: impl Into<String>,
         value: impl Display,
@@ -94,48 +94,48 @@ impl StateError {
     }
 }
 
-/// The state of an attachment.
+/// Saved state of an attachment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttachmentState {
-    /// Promises that the guest has.
+    /// Promises made to the guest.
     pub promises: Vec<PromiseState>,
-    /// Doorbell registers: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
+    /// Doorbell registers in register order: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
     pub doorbells: Vec<u32>,
-    /// The pages of Doorbell Buffer Config.
+    /// Pages of Doorbell Buffer Config.
     pub doorbell_buffer: Option<DoorbellBufferState>,
     /// Completion Queues, each with its Submission Queues.
     pub queues: Vec<CompletionQueueState>,
-    /// Every I/O command fails until the next reset.
+    /// True if every I/O command fails until the next reset.
     pub revoked: bool,
-    /// Figures of the lease so far.
+    /// Statistics of the lease so far.
     pub counters: Counters,
-    /// Changes of which the guest was not told. The field is left out where there are none, as it was before it was
-    /// kept. Its name in a snapshot, `changed_zones`, is that of the first command set that had a list of changes.
+    /// Changes that the guest has not been told of. The field is omitted if it is empty, for compatibility with older
+    /// snapshots. Its serialized name, `changed_zones`, comes from the first command set that had a change list.
     #[serde(
         rename = "changed_zones",
         default,
         skip_serializing_if = "ChangesState::is_empty"
     )]
     pub changes: ChangesState,
-    /// Completed writes were lost. It is left out where none were, as it was before it was kept.
+    /// True if completed writes were lost. The field is omitted if false, for compatibility with older snapshots.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
 }
 
-/// Changes in a lease, of which the guest was not told.
+/// Changes in a lease that the guest has not been told of.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ChangesState {
-    /// Their identifiers: the LBAs that the changed units begin with.
+    /// First LBA of each changed unit.
     #[serde(rename = "starts")]
     pub ids: Vec<u64>,
-    /// There are others.
+    /// True if there are changes beyond `ids`.
     pub more: bool,
 }
 
 impl ChangesState {
-    /// Name of the field in a snapshot.
+    /// Serialized name of the field.
     pub(crate) const NAME: &str = "changed_zones";
 
     /// Returns whether nothing changed.
@@ -144,17 +144,17 @@ impl ChangesState {
     }
 }
 
-/// Something that a guest was told and may rely on.
+/// Property that a guest was told of and may rely on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PromiseState {
-    /// Name.
+    /// Its name.
     pub name: String,
-    /// Its value, as people read it.
+    /// Its value in readable form.
     pub value: String,
 }
 
-/// The two pages of a Doorbell Buffer Config command.
+/// Both pages of a Doorbell Buffer Config command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DoorbellBufferState {
@@ -173,7 +173,7 @@ impl From<DoorbellBufferState> for DoorbellBuffer {
     }
 }
 
-/// A Completion Queue.
+/// Saved state of a Completion Queue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CompletionQueueState {
@@ -181,55 +181,55 @@ pub struct CompletionQueueState {
     pub qid: u16,
     /// Guest address of its first entry.
     pub base: u64,
-    /// Its entries.
+    /// Number of entries.
     pub entries: u32,
-    /// Index of the next entry to post, with its Phase Tag.
+    /// Index of the next entry to post.
     pub tail: u32,
-    /// The Phase Tag.
+    /// Phase Tag of the next entry to post.
     pub phase: bool,
-    /// Index up to which the guest has consumed.
+    /// Index up to which the guest has consumed entries.
     pub head: u32,
-    /// The last invalid value of its doorbell, which was reported.
+    /// Last reported invalid value of the queue's doorbell.
     pub bad_head: Option<u32>,
-    /// The vector that it raises.
+    /// Vector that the queue raises.
     pub vector: Option<u16>,
-    /// It takes and posts nothing until the next reset.
+    /// True if the queue takes and posts nothing until the next reset.
     pub failed: bool,
-    /// Completions that could not be posted yet: dwords 0 and 1, 2 and 3.
+    /// Completions that could not be posted yet: dwords 0 and 1, then 2 and 3.
     pub held: Vec<[u64; 2]>,
-    /// Commands in flight, which are to be carried out again. It is left out where there are none, as in each snapshot
-    /// of a function whose process did not end.
+    /// In-flight commands to execute again. The field is omitted if it is empty. It is empty in every snapshot of a
+    /// function whose process did not end.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub in_flight: Vec<InFlightState>,
-    /// Submission Queues that complete here.
+    /// Submission Queues of this Completion Queue.
     pub submission_queues: Vec<SubmissionQueueState>,
 }
 
-/// A command that was in flight when the process of the pollers ended.
+/// Command that was in flight when the pollers' process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InFlightState {
-    /// Its slot.
+    /// Its slot number.
     pub slot: u16,
-    /// The identifier of its Submission Queue.
+    /// Identifier of its Submission Queue.
     pub sqid: u16,
-    /// The guest's entry, as it is in memory.
+    /// The guest's submission queue entry, as it is in memory.
     pub command: [u64; 8],
 }
 
-/// Returns the words of an entry, as [`InFlightState::command`] has them.
+/// Returns the words of an entry in the form of [`InFlightState::command`].
 pub(crate) fn words_of(command: &Sqe) -> [u64; 8] {
     transmute!(*command)
 }
 
 impl InFlightState {
-    /// Returns the guest's entry.
+    /// Returns the guest's submission queue entry.
     pub(crate) fn command(&self) -> Sqe {
         transmute!(self.command)
     }
 }
 
-/// A Submission Queue.
+/// Saved state of a Submission Queue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SubmissionQueueState {
@@ -237,16 +237,16 @@ pub struct SubmissionQueueState {
     pub qid: u16,
     /// Guest address of its first entry.
     pub base: u64,
-    /// Its entries.
+    /// Number of entries.
     pub entries: u32,
-    /// The entry that is taken next.
+    /// Index of the next entry to take.
     pub head: u32,
-    /// The last invalid value of its doorbell, which was reported.
+    /// Last reported invalid value of the queue's doorbell.
     pub bad_tail: Option<u32>,
 }
 
 impl SubmissionQueueState {
-    /// Returns the place of the queue, as a guest gives it.
+    /// Returns the configuration with which the guest created the queue.
     pub(crate) fn config(&self, cqid: QueueId) -> SqConfig {
         SqConfig {
             qid: QueueId(self.qid),
@@ -258,7 +258,7 @@ impl SubmissionQueueState {
 }
 
 impl CompletionQueueState {
-    /// Returns the place of the queue, as a guest gives it.
+    /// Returns the configuration with which the guest created the queue.
     pub(crate) fn config(&self) -> CqConfig {
         CqConfig {
             qid: QueueId(self.qid),
@@ -268,7 +268,7 @@ impl CompletionQueueState {
         }
     }
 
-    /// Returns the queue's indices, without room for what it holds; `None` if it has no such entries.
+    /// Returns the queue's indices, without reservations for held completions; `None` if they are out of range.
     pub(crate) fn indices(&self) -> Option<CompletionIndices> {
         let size = RingSize::new(self.entries)?;
         let tail = PhasedIndex::at(RingIndex::at(size, self.tail)?, self.phase);
@@ -277,7 +277,7 @@ impl CompletionQueueState {
 }
 
 impl KeptQueues {
-    /// Those of a state that was restored.
+    /// Returns the queues of a restored state.
     #[must_use]
     pub fn of(state: &AttachmentState) -> Self {
         let cqs = state.queues.iter();
@@ -294,7 +294,7 @@ impl KeptQueues {
     }
 }
 
-/// Returns the slots of a queue: no more commands can be in flight than there is room for their completions.
+/// Returns the number of slots for a queue of `entries`: at most one in-flight command per completion that fits.
 pub(crate) fn slots_of(entries: u32) -> u16 {
     let room = u16::try_from(entries.saturating_sub(1));
     room.unwrap_or(MAX_SLOTS).min(MAX_SLOTS)

@@ -1,5 +1,5 @@
-//! Wakers of doorbell registers. A register whose doorbell is in the Doorbell Buffer (Base 2.0, section B.5) only
-//! wakes a poller: the guest writes it when EventIdx asked for it, after it has stored the value in the buffer.
+//! Wakers of doorbell registers. With a Doorbell Buffer (Base 2.0, section B.5), a register write only wakes a poller: the
+//! guest stores the value in the buffer first, and writes the register when EventIdx asks for it.
 
 use std::fmt;
 use std::io;
@@ -22,7 +22,7 @@ enum Bell {
     Eventfd(Arc<EventFd>),
 }
 
-/// Wakes the poller that reads the eventfd. Wakers of one poller are made of one `Arc`.
+/// Creates a waker for the poller that reads the eventfd. Wakers of the same poller must share one `Arc`.
 impl From<Arc<EventFd>> for DoorbellWaker {
     fn from(eventfd: Arc<EventFd>) -> Self {
         Self(Bell::Eventfd(eventfd))
@@ -30,12 +30,12 @@ impl From<Arc<EventFd>> for DoorbellWaker {
 }
 
 impl DoorbellWaker {
-    /// The waker of a poller of this process.
+    /// Creates the waker of a poller in this process.
     pub(crate) fn of_poller(waker: Arc<Waker>) -> Self {
         Self(Bell::Poller(waker))
     }
 
-    /// Wakes the poller when it is signalled. A poller that is awake is signalled in vain.
+    /// Returns the eventfd that wakes the poller. Signalling an awake poller has no effect.
     #[must_use]
     pub fn eventfd(&self) -> &EventFd {
         match &self.0 {
@@ -44,10 +44,10 @@ impl DoorbellWaker {
         }
     }
 
-    /// Makes a bell for another process; `None` if the poller is another process's.
+    /// Creates a waker for use by another process; `None` if the poller is in another process.
     ///
     /// # Errors
-    /// Returns the kernel's error when there are no descriptors left.
+    /// Returns the kernel's error if no descriptors are left.
     pub fn foreign(&self) -> io::Result<Option<ForeignDoorbellWaker>> {
         match &self.0 {
             Bell::Poller(waker) => Ok(Some(ForeignDoorbellWaker(ForeignBell::new(waker.clone())?))),
@@ -56,27 +56,27 @@ impl DoorbellWaker {
     }
 }
 
-/// Bell that another process rings to wake a queue's poller. It cannot silence the bells of others.
+/// Waker that another process signals to wake a queue's poller. It cannot suppress the wakers of others.
 #[derive(Debug)]
 pub struct ForeignDoorbellWaker(ForeignBell);
 
 impl ForeignDoorbellWaker {
-    /// Returns a descriptor to send to the other process, which writes to it.
+    /// Returns a descriptor for the other process to write to.
     ///
     /// # Errors
-    /// Returns the kernel's error when there are no descriptors left.
+    /// Returns the kernel's error if no descriptors are left.
     pub fn share(&self) -> io::Result<OwnedFd> {
         eventfd::share(self.0.eventfd())
     }
 
-    /// Returns whether it wakes the same poller.
+    /// Returns whether both wake the same poller.
     #[must_use]
     pub fn is_of(&self, waker: &DoorbellWaker) -> bool {
         matches!(&waker.0, Bell::Poller(waker) if Arc::ptr_eq(waker, self.0.waker()))
     }
 }
 
-/// Wakers are equal if both wake the same poller.
+/// Two wakers are equal if they wake the same poller.
 impl PartialEq for DoorbellWaker {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self.eventfd(), other.eventfd())
@@ -91,12 +91,13 @@ impl fmt::Debug for DoorbellWaker {
     }
 }
 
-/// Doorbells of the I/O queues that exist, as of one moment.
+/// Doorbells of the existing I/O queues at one point in time.
 #[derive(Clone, Debug, Default)]
 pub struct IoDoorbells {
-    /// True if they are in a Doorbell Buffer. Then a write to a register needs no value: it only wakes the poller.
+    /// True if the doorbells are in a Doorbell Buffer. A register write then carries no value and only wakes the poller.
     pub are_buffered: bool,
-    /// True if the guest may store to the registers without an exit, see [`begin_silent_doorbells`](super::HostSide::begin_silent_doorbells).
+    /// True if the guest may store to the registers without an exit, see
+    /// [`begin_silent_doorbells`](super::HostSide::begin_silent_doorbells).
     pub are_silent: bool,
     /// Each doorbell, with the waker of its queue's poller.
     pub wakers: Vec<(Doorbell, DoorbellWaker)>,

@@ -1,7 +1,6 @@
-//! Command sets, as shadow queues treat their commands.
+//! Command sets, as implemented for shadow queues.
 //!
-//! A [`HostQueue`](crate::host::HostQueue) names its command set as a type, so a command is dispatched to it
-//! when the program is compiled.
+//! A [`HostQueue`](crate::host::HostQueue) names its command set as a type, so that commands are dispatched at compile time.
 
 use super::Untranslated;
 use super::translate::Translator;
@@ -10,50 +9,50 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
-/// Data that a completed command moved, as the lease's figures have it.
+/// Data moved by a completed command, for the statistics of the lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Traffic {
-    /// Bytes that the guest read.
+    /// Bytes read by the guest.
     Read(u32),
-    /// Bytes that the guest wrote.
+    /// Bytes written by the guest.
     Written(u32),
-    /// Neither.
+    /// Neither read nor written.
     Other,
 }
 
-/// A guest's command that the host controller completed.
+/// Guest command that the host controller has completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompletedCommand {
-    /// Its opcode. Opcodes of other command sets are numbers alone.
+    /// Its opcode. For other command sets, only the number has a meaning.
     pub opcode: NvmOpcode,
-    /// Dwords 10 and 11 as the guest has them; 0 in command sets without LBAs.
+    /// Dwords 10 and 11 of the guest's command; 0 in command sets without LBAs.
     pub slba: u64,
-    /// Bytes of data that it could move.
+    /// Maximum number of data bytes that the command could move.
     pub bytes: u32,
-    /// Its status.
+    /// Completion status.
     pub status: Status,
     /// Dword 0 of the host's completion.
     pub dw0: u32,
 }
 
-/// A command set: its commands' way to the host controller, their results' way back, and its description for a guest.
+/// A command set: translation of its commands and results, and its description for a guest.
 pub trait CommandSet {
-    /// Facts of a namespace on which its description depends.
+    /// Facts of a namespace that the description depends on.
     type Facts;
 
-    /// I/O commands that a namespace of it can execute, beside those of the NVM Command Set if it has blocks.
+    /// I/O commands of the command set. A namespace of blocks also has those of the NVM Command Set.
     const COMMANDS: &'static [IoCommand];
 
-    /// Describes a namespace to its guest.
+    /// Returns the description of a namespace for its guest.
     #[must_use]
     fn describe(facts: &Self::Facts) -> CommandSetDescription;
 
-    /// Translates a command that will have this slot at the host controller, into `host`. After an error,
-    /// `host` is no command. Returns the bytes of data in the VM's memory that the host controller can read or
-    /// write. Ranges that are copied into the slot's own list are none.
+    /// Translates a command for `slot` of the host controller into `host`. After an error, `host` is not a valid command.
+    /// Returns the number of bytes in the VM's memory that the host controller reads or writes. Ranges do not count, because
+    /// they are copied to the slot's list.
     ///
     /// # Errors
-    /// [`Untranslated`]: a command that does not reach the host controller, or not as one.
+    /// [`Untranslated`] if the command does not reach the host controller as a single command.
     fn translate(
         translator: &mut Translator,
         guest: &Sqe,
@@ -61,14 +60,14 @@ pub trait CommandSet {
         host: &mut Sqe,
     ) -> Result<u32, Untranslated>;
 
-    /// The LBA that a command begins with, where the error log has it.
+    /// Returns the first LBA of a command for the error log.
     #[must_use]
     #[inline(always)]
     fn named_lba(guest: &Sqe) -> u64 {
         guest.cdw10_11()
     }
 
-    /// Dwords 0 and 1 of the guest's completion.
+    /// Returns dwords 0 and 1 of the guest's completion.
     #[must_use]
     #[inline(always)]
     fn result(translator: &Translator, completed: &CompletedCommand) -> (u32, u32) {
@@ -76,7 +75,7 @@ pub trait CommandSet {
         (completed.dw0, 0)
     }
 
-    /// Returns whether a guest's command may be carried out twice, as long as the guest has not seen it end.
+    /// Returns whether a command may be executed twice before the guest has seen its completion.
     #[must_use]
     fn is_repeatable(guest: &Sqe) -> bool;
 
@@ -92,7 +91,7 @@ pub trait CommandSet {
     }
 }
 
-/// A host queue for whose commands there is a way.
+/// Host queue whose command set has a translation.
 pub(crate) trait TranslatedQueue: HostQueue<Commands: CommandSet> {}
 
 impl<Q: HostQueue<Commands: CommandSet>> TranslatedQueue for Q {}

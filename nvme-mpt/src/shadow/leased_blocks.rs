@@ -1,7 +1,7 @@
-//! The blocks of a lease, and their places in the host's namespace.
+//! Blocks of a lease and their locations in the host's namespace.
 //!
-//! They are a table of units, by the upper bits of the LBA: extents begin and end at whole units of the lease. A lease of
-//! one extent is one unit.
+//! A table of units is indexed by the upper bits of the LBA: extents begin and end at unit boundaries of the lease. A lease
+//! with one extent has one unit.
 
 use std::sync::Arc;
 
@@ -10,40 +10,40 @@ use crate::range::LbaRange;
 use crate::spec::ids::{Lba, Nsid};
 use crate::spec::status::Status;
 
-/// Identifiers of a namespace.
+/// Identifiers of a namespace for the guest and for the host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nsids {
-    /// The guest's.
+    /// Identifier for the guest.
     pub guest: Nsid,
-    /// The host controller's.
+    /// Identifier for the host controller.
     pub host: Nsid,
 }
 
-/// The blocks of a lease: what the guest sees as its namespace.
+/// Blocks of a lease, which the guest sees as its namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeasedBlocks {
     nsids: Nsids,
     lba_shift: u8,
-    /// True if there can be more units.
+    /// True if units may be added.
     grows: bool,
-    /// Bits of an LBA that are its place in a unit.
+    /// Number of LBA bits that are the offset in a unit.
     unit_shift: u32,
-    /// The same bits, set.
+    /// Mask of the LBA bits that are the offset in a unit.
     unit_mask: u64,
-    /// Blocks of each unit.
+    /// Blocks per unit.
     unit_blocks: u64,
     /// Number of leased blocks.
     blocks: u64,
-    /// The host's first block of each unit; none if nothing is leased any more.
+    /// First host LBA of each unit; empty if the lease is revoked.
     units: Arc<[Lba]>,
 }
 
-/// Place bits of an LBA in the only unit: no LBA of a namespace has more.
+/// Unit shift of a lease with a single unit: no LBA of a namespace has more bits.
 const WHOLE_SHIFT: u32 = 63;
 
 impl LeasedBlocks {
-    /// Blocks of a lease that has these parts of the host's namespace, in this order. Parts but the last are whole
-    /// units, whose number of blocks is a power of two; `None` for others, and without parts.
+    /// Creates the blocks of a lease from its extents in the host's namespace, in order. With several extents, each must be
+    /// whole units, and the unit's number of blocks must be a power of two; otherwise, and without extents, returns `None`.
     #[must_use]
     pub fn new(
         nsids: Nsids,
@@ -80,46 +80,46 @@ impl LeasedBlocks {
         })
     }
 
-    /// Returns whether the lease may come to have several extents.
+    /// Returns whether the lease may get several extents.
     pub(crate) const fn may_grow(&self) -> bool {
         self.grows
     }
 
-    /// The namespace as the guest names it.
+    /// Returns the namespace identifier for the guest.
     #[inline]
     #[must_use]
     pub const fn guest_nsid(&self) -> Nsid {
         self.nsids.guest
     }
 
-    /// The namespace as the host controller names it.
+    /// Returns the namespace identifier for the host controller.
     #[inline]
     #[must_use]
     pub const fn host_nsid(&self) -> Nsid {
         self.nsids.host
     }
 
-    /// Logical block size as a power of two, in bytes.
+    /// Returns the logical block size in bytes, as a power of two.
     #[inline]
     #[must_use]
     pub const fn lba_shift(&self) -> u8 {
         self.lba_shift
     }
 
-    /// Number of leased blocks.
+    /// Returns the number of leased blocks.
     #[inline]
     #[must_use]
     pub const fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// The host's block of the lease's first.
+    /// Returns the host LBA of the lease's first block.
     #[must_use]
     pub fn first(&self) -> Lba {
         self.units.first().copied().unwrap_or_default()
     }
 
-    /// The same lease, of which nothing is translated any more.
+    /// Returns the lease without blocks, so that no command is translated.
     pub(super) fn revoked(&self) -> Self {
         Self {
             nsids: Nsids {
@@ -136,7 +136,7 @@ impl LeasedBlocks {
         self.nsids.guest == Nsid::NONE
     }
 
-    /// As many blocks as if they were the host's first: translation leaves LBAs as they are.
+    /// Returns the same number of blocks, starting at host LBA 0, so that translation leaves LBAs unchanged.
     pub(super) fn of_lease(&self) -> Self {
         Self {
             unit_shift: WHOLE_SHIFT,
@@ -157,11 +157,10 @@ impl LeasedBlocks {
         (slba.0 >> self.unit_shift) as usize
     }
 
-    /// Returns the host's name of the first of `count` blocks that follow each other there, too. No command counts
-    /// more blocks than 48 bits do.
+    /// Returns the host LBA of the first of `count` blocks, if they are contiguous at the host. `count` must fit in 48 bits.
     ///
     /// # Errors
-    /// LBA Out of Range, if not all of them are leased; [`Untranslated::InParts`].
+    /// LBA Out of Range if a block is not leased; [`Untranslated::InParts`] if the blocks are not contiguous at the host.
     #[inline(always)]
     pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Untranslated> {
         let offset = self.offset_in_unit(slba);
@@ -171,7 +170,7 @@ impl LeasedBlocks {
         }
     }
 
-    /// As [`Self::translate`], of blocks that do not lie in one unit, or are not leased.
+    /// Translates blocks that cross a unit boundary or are not leased.
     #[cold]
     #[inline(never)]
     fn translate_across(&self, slba: Lba, count: u64) -> Result<Lba, Untranslated> {
@@ -187,7 +186,7 @@ impl LeasedBlocks {
         }
     }
 
-    /// Returns the number of blocks, from the lease's first on, that lie in a namespace of so many blocks.
+    /// Returns the number of blocks, counted from the lease's first, that lie within a namespace of `host_blocks` blocks.
     pub(crate) fn within(&self, host_blocks: u64) -> u64 {
         let mut within = 0;
         while within < self.blocks {
@@ -201,8 +200,8 @@ impl LeasedBlocks {
         within
     }
 
-    /// Returns the host's name of a block, and the number of blocks that follow each other there from it on, `most` of
-    /// them at most; no blocks behind the last one.
+    /// Returns the host LBA of a block, and the number of contiguous blocks from there: at most `most`, and 0 after the
+    /// lease's last block.
     #[cold]
     pub(super) fn run(&self, slba: Lba, most: u64) -> (Lba, u64) {
         let most = most.min(self.blocks.saturating_sub(slba.0));

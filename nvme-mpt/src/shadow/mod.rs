@@ -1,8 +1,7 @@
 //! Shadow queues: guest queue pairs bound to host queue pairs.
 //!
-//! `translate` decides what of a guest's command reaches the host controller,
-//! `queue` moves commands and completions. `leased_blocks` knows the places of the lease's blocks; `parts` cuts
-//! commands whose blocks lie in several places.
+//! `translate` decides which part of a guest's command reaches the host controller. `queue` moves commands and completions.
+//! `leased_blocks` maps the lease's blocks to the drive's. `parts` splits commands whose blocks lie in several extents.
 
 mod command_set;
 mod leased_blocks;
@@ -27,21 +26,21 @@ pub use translate::Translator;
 
 use crate::spec::status::Status;
 
-/// Why a command does not reach the host controller: what the guest is told, and the byte of the
-/// command that is to blame, for the error log.
+/// Reason why a command does not reach the host controller: the status for the guest, and the location of the wrong
+/// byte in the command for the error log.
 ///
-/// Both in one word, so that it comes back from translation in a register.
+/// Both are packed into one word, so that translation returns them in a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure(u32);
 
 impl Failure {
-    /// The same command would fail again, so the guest is told not to retry.
+    /// Creates a failure with Do Not Retry: the same command would fail again.
     #[must_use]
     pub const fn at(status: Status, location: u16) -> Self {
         Self((location as u32) << 16 | status.with_dnr(true).0 as u32)
     }
 
-    /// The same command may succeed if it is given once more. None of its bytes is to blame.
+    /// Creates a failure that the guest may retry. No byte of the command is wrong.
     pub(crate) const fn for_now(status: Status) -> Self {
         Self(0xFFFF << 16 | status.0 as u32)
     }
@@ -51,19 +50,19 @@ impl Failure {
         Status(self.0 as u16)
     }
 
-    /// Byte of the command that is to blame.
+    /// Returns the location of the wrong byte in the command.
     pub(crate) const fn location(self) -> u16 {
         (self.0 >> 16) as u16
     }
 }
 
-/// Why a guest's command does not become one command for the host controller.
+/// Reason why a guest's command does not become a single command for the host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Untranslated {
-    /// It reaches the host controller in no form.
+    /// No part of the command reaches the host controller.
     Failed(Failure),
-    /// Its blocks lie in several places of the host's namespace, or are more than the host controller takes in one
-    /// command. So it is carried out in parts.
+    /// The command is executed in parts: its blocks lie in several extents of the host's namespace, or exceed the host
+    /// controller's limit for one command.
     InParts,
 }
 

@@ -1,4 +1,4 @@
-//! The NVM Command Set, whose commands all namespaces of logical blocks have.
+//! The NVM Command Set, whose commands are available for all namespaces of logical blocks.
 
 use zerocopy::FromZeros;
 
@@ -13,20 +13,20 @@ use crate::spec::identify::{Csi, IdentifyControllerNvm};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 
-/// Longest deallocated range that guests are advised, for every drive. Longer ranges are carried out in parts. Linux follows
-/// it from 5.13 on. Without it, Linux would send ranges that take longer than its timeout.
+/// Longest deallocation range advised to guests, in bytes. Longer ranges are executed in parts. Linux follows the advice
+/// since 5.13. Without the advice, Linux would send ranges that take longer than its timeout.
 const RANGE_ADVISED: u64 = 1 << 30;
 
 /// The NVM Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmCommands;
 
-/// Facts of a namespace that the NVM Command Set describes.
+/// Facts of a namespace for the description of the NVM Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmFacts {
     /// Limits of the host controller.
     pub limits: Limits,
-    /// Logical block size as a power of two, in bytes.
+    /// Logical block size in bytes, as a power of two.
     pub lba_shift: u8,
 }
 
@@ -45,8 +45,8 @@ impl CommandSet for NvmCommands {
         IoCommand::writing(NvmOpcode::COPY.0),
     ];
 
-    /// No protection information, hence no storage tags and no extended formats: Identify Namespace has zeroes alone.
-    /// Identify Controller has sizes (NVM 1.0, section 4.1.5.4).
+    /// Describes the NVM Command Set. There is no protection information, so there are no storage tags and no extended
+    /// formats, and Identify Namespace is all zero. Identify Controller has size limits (NVM 1.0, section 4.1.5.4).
     fn describe(facts: &NvmFacts) -> CommandSetDescription {
         let NvmFacts { limits, lba_shift } = facts;
         let size_limit = |opcode| match limits.offers(opcode) {
@@ -58,7 +58,7 @@ impl CommandSet for NvmCommands {
         id.wzsl = size_limit(NvmOpcode::WRITE_ZEROES);
         id.wusl = size_limit(NvmOpcode::WRITE_UNCORRECTABLE);
         if limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
-            // 256 ranges are what a command can have: no limit.
+            // A command can have at most 256 ranges, so 256 is reported as 0, no limit.
             id.dmrl = u8::try_from(limits.dsm_ranges_max).unwrap_or(0);
             id.dmrsl = u32::try_from(RANGE_ADVISED >> lba_shift).unwrap_or(u32::MAX);
         }
@@ -72,7 +72,7 @@ impl CommandSet for NvmCommands {
             namespace: IdentifyNamespaceData::default(),
             controller: Structure::of(&id),
             change_list: None,
-            // The limits are promises.
+            // The limits are promised elsewhere.
             promises: Vec::new(),
         }
     }
@@ -87,7 +87,7 @@ impl CommandSet for NvmCommands {
         translator.translate(guest, slot, host)
     }
 
-    /// All but Copy, which may have changed its own source.
+    /// Every command is repeatable except Copy, which may have changed its own source.
     fn is_repeatable(guest: &Sqe) -> bool {
         NvmOpcode(guest.opcode()) != NvmOpcode::COPY
     }

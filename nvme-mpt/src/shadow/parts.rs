@@ -1,15 +1,16 @@
-//! Parts of commands whose blocks lie in several places of the host's namespace, or exceed its limits for one command.
+//! Execution in parts, for commands whose blocks lie in several extents of the host's namespace or exceed its limits for
+//! one command.
 //!
-//! Such a command is translated as a whole, with the LBAs of the lease, and keeps its slot. Its parts go to the host
-//! controller one after the other, under the slot's number. A part's blocks follow each other there. The command ends with
-//! the last part, or with the first that fails. A guest that follows the limits which it reads (NOIOB, and the limits of NVMe
-//! 2.0 for ranges and for commands without data) sends few such commands. Other guests are not refused, because drivers from
-//! before NVMe 2.0 do not know these limits.
+//! Such a command is translated as a whole with the LBAs of the lease, and keeps its slot. Its parts go to the host
+//! controller one after the other under the slot's number. Each part is one contiguous range there. The command ends with
+//! the last part, or with the first part that fails. A guest that follows the reported limits (NOIOB, and the NVMe 2.0 limits
+//! for ranges and for commands without data) sends few such commands. Other guests are not refused, because drivers older
+//! than NVMe 2.0 do not know these limits.
 //!
-//! Deallocation is advice. Blocks that it has not reached [in time](DEALLOCATE) keep their data.
+//! Deallocation is advice: blocks that are not reached within `DEALLOCATE` keep their data.
 //!
-//! Each part with data has a list of its own, which names its share of the command's data; no data is copied. There are
-//! few such lists. A part waits for one.
+//! Each part with data has its own PRP list or SGL, which describes its share of the command's data; no data is copied.
+//! These lists are few, so a part may wait for a free one.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -31,53 +32,53 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Psdt, Sqe};
 use crate::spec::status::Status;
 
-/// Lists of parts of a shadow queue, and so the parts with data that are in flight at most.
+/// Number of part lists of a shadow queue. Limits the parts with data in flight.
 pub(crate) const PART_LISTS: u16 = 8;
 
-/// Time after which a Deallocate in parts begins no further part: a third of the time that drivers wait for a command.
+/// Time after which a Deallocate in parts starts no further part: a third of the usual command timeout of drivers.
 const DEALLOCATE: Duration = Duration::from_secs(10);
 
-/// Words of the ranges of a Dataset Management or Copy command.
+/// Size of the range list of a Dataset Management or Copy command, in words.
 const RANGE_WORDS: usize = PAGE_SIZE as usize / 8;
 
-/// Progress of a command that is carried out in parts, in blocks.
+/// Progress of a command in parts, in blocks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
     total: u64,
     done: u64,
-    /// Those of the part in flight.
+    /// Blocks of the part in flight.
     part: u64,
-    /// The list of the part in flight.
+    /// List of the part in flight.
     list: Option<u16>,
 }
 
-/// The commands of a shadow queue that are carried out in parts.
+/// Commands of a shadow queue that are executed in parts.
 #[derive(Debug)]
 pub(super) struct Parts {
-    /// By slot.
+    /// Progress by slot.
     progress: Box<[Progress]>,
-    /// Slots whose commands have no part in flight.
+    /// Slots of commands that have no part in flight.
     waiting: VecDeque<u16>,
-    /// Numbers of free lists, which follow those of the slots.
+    /// Numbers of free part lists. They follow the numbers of the slots' lists.
     lists: Vec<u16>,
-    /// Number of commands.
+    /// Number of commands in parts.
     count: usize,
     is_cut_short: bool,
     cutter: Cutter,
     deallocate_ticks: u64,
 }
 
-/// Next step of a command.
+/// Next step of a command in parts.
 #[derive(Debug)]
 pub(super) enum Step {
-    /// This part goes to the host controller.
+    /// Submits this part to the host controller.
     Submit(Sqe),
-    /// The command in this slot ends.
+    /// Completes the command in this slot with this status.
     End(u16, Status),
 }
 
 impl Parts {
-    /// Of a shadow queue with so many slots, whose lists are followed by [`PART_LISTS`] others.
+    /// Creates the state for `slots` slots, whose lists are followed by [`PART_LISTS`] part lists.
     pub(super) fn new(slots: u16) -> Self {
         let count = usize::from(slots);
         Self {
@@ -91,17 +92,17 @@ impl Parts {
         }
     }
 
-    /// Returns whether there are such commands.
+    /// Returns whether any command is executed in parts.
     pub(super) const fn are_some(&self) -> bool {
         self.count > 0
     }
 
-    /// Ends commands that wait, and those in flight after their part.
+    /// Ends waiting commands, and commands in flight after their current part.
     pub(super) fn cut_short(&mut self) {
         self.is_cut_short = true;
     }
 
-    /// Takes a command in, whose whole is in its slot.
+    /// Starts a command in parts. `whole` is the command in its slot.
     #[cold]
     pub(super) fn begin(&mut self, slot: u16, whole: &Sqe, lists: &mut ListMemory) {
         let total = self.cutter.total(whole, slot, lists);
@@ -112,12 +113,12 @@ impl Parts {
             };
         }
         self.count += 1;
-        // There is room for all slots, each of which is in here once at most.
+        // The capacity covers all slots, and each slot is queued at most once.
         self.waiting.push_back(slot);
     }
 
-    /// Returns the next step of a command that waits at this moment; `None` if there is no such command, or no list for it.
-    /// With `gives_up`, they all end.
+    /// Returns the next step of a waiting command; `None` if no command waits or no list is free. With `gives_up`, all
+    /// commands end.
     #[cold]
     pub(super) fn next(
         &mut self,
@@ -163,7 +164,7 @@ impl Parts {
         }
     }
 
-    /// Takes the end of a part, or of a command without one. Returns whether the command goes on.
+    /// Handles the completion of a part, or of a command without parts. Returns whether the command continues.
     #[cold]
     pub(super) fn go_on(&mut self, completion: HostCompletion) -> bool {
         let HostCompletion { slot, status, .. } = completion;
@@ -181,7 +182,7 @@ impl Parts {
     }
 }
 
-/// Returns whether parts of a command have lists.
+/// Returns whether the parts of a command need lists.
 fn has_list(whole: &Sqe) -> bool {
     matches!(
         NvmOpcode(whole.opcode()),
@@ -193,20 +194,20 @@ fn has_list(whole: &Sqe) -> bool {
     )
 }
 
-/// Place of a part at the host controller.
+/// Resources of a part at the host controller.
 #[derive(Clone, Copy, Debug)]
 struct PartPlace {
     slot: u16,
-    /// Number of its list, which the part alone has.
+    /// Number of its list, which no other command or part uses.
     list: u16,
 }
 
-/// Makes parts of commands.
+/// Builder of the parts of commands.
 #[derive(Debug)]
 struct Cutter {
-    /// Stretches of a part's data.
+    /// Contiguous pieces of a part's data, as IOVA and length.
     stretches: Vec<(u64, u64)>,
-    /// Ranges of the command, which its own list keeps.
+    /// Ranges of the command, copied from the list of its slot.
     ranges: Box<[u64]>,
 }
 
@@ -218,7 +219,7 @@ impl Cutter {
         }
     }
 
-    /// Copies the ranges of a command out of its slot's list.
+    /// Copies the ranges of a command from the list of its slot.
     fn fetch<T: FromBytes + IntoBytes + zerocopy::Immutable + zerocopy::KnownLayout>(
         &mut self,
         count: usize,
@@ -231,7 +232,7 @@ impl Cutter {
         <[T]>::ref_from_bytes(ranges.as_bytes()).map_err(|_| Status::INTERNAL_ERROR)
     }
 
-    /// Returns the blocks of a whole command.
+    /// Returns the number of blocks of a whole command.
     fn total(&mut self, whole: &Sqe, slot: u16, lists: &mut ListMemory) -> u64 {
         match NvmOpcode(whole.opcode()) {
             NvmOpcode::DATASET_MANAGEMENT => {
@@ -246,12 +247,12 @@ impl Cutter {
                 let ranges = ranges.unwrap_or_default().iter();
                 ranges.map(|range| u64::from(range.nlb_z) + 1).sum()
             }
-            // The others have NLB in the same place (NVM 1.0, section 3.2).
+            // All other commands have NLB in the same field (NVM 1.0, section 3.2).
             _ => u64::from(ReadWrite::from(whole).nlb_z) + 1,
         }
     }
 
-    /// Makes the part that begins when `done` blocks are done. Returns it and the number of its blocks.
+    /// Builds the part that starts after `done` blocks. Returns the part and its number of blocks.
     fn cut(
         &mut self,
         whole: &Sqe,
@@ -294,7 +295,7 @@ impl Cutter {
         cut.map(|count| (part, count))
     }
 
-    /// Gives a part its share of the command's data, which has so many bytes.
+    /// Sets the Data Pointer of a part to its `share` of the command's data, which has `bytes` bytes.
     fn share(
         &mut self,
         part: &mut Sqe,
@@ -306,7 +307,7 @@ impl Cutter {
         let stretches = &mut self.stretches;
         stretches.clear();
         let mut at = 0;
-        // All of it, as the form of a Data Pointer depends on the length.
+        // The walk covers all data, because the form of a Data Pointer depends on the length.
         DataPointer::of(part).for_each_iova(lists, bytes, |iova, len| {
             let (start, end) = (at.max(share.start), (at + len).min(share.end));
             if start < end {
@@ -346,7 +347,7 @@ impl Cutter {
             part.dptr = [first.ok_or(nothing)?, second];
             return Ok(());
         }
-        // No more than the bytes of a command, which 32 bits count.
+        // A command's data has less than 4 GiB.
         let block = |&(start, len): &(u64, u64)| SglDescriptor::data_block(start, len as u32);
         part.dptr = match stretches.as_slice() {
             [] => return Err(nothing),
@@ -362,8 +363,8 @@ impl Cutter {
         Ok(())
     }
 
-    /// Makes a part of a Dataset Management command: as many ranges as the drive takes, with no more blocks in all than it
-    /// takes in one.
+    /// Builds a part of a Dataset Management command: as many ranges as the drive accepts, whose sum of blocks stays within
+    /// the drive's limit for one range.
     fn deallocate(
         &mut self,
         part: &mut Sqe,
@@ -385,7 +386,7 @@ impl Cutter {
             .iter()
             .map(|range| (range.slba, u64::from(range.nlb)));
         let (count, taken) = cut_ranges(ranges, done, most, room, blocks, |number, slba, run| {
-            // No more than those of the range.
+            // The run is at most the range, whose length is a `u32`.
             let (cattr, nlb) = (0, run as u32);
             put(list, number, &DsmRange { cattr, nlb, slba })
         })?;
@@ -395,7 +396,7 @@ impl Cutter {
         Ok(taken)
     }
 
-    /// Makes a part of a Copy command: what goes to one stretch of the host's blocks.
+    /// Builds a part of a Copy command, which fills one contiguous destination at the host.
     fn copy(
         &mut self,
         part: &mut Sqe,
@@ -439,8 +440,9 @@ impl Cutter {
     }
 }
 
-/// Cuts ranges of the lease's blocks, of which `done` blocks are done, into pieces that follow each other in the host's
-/// namespace: `most` pieces and `room` blocks at most. Hands each to `put`, and returns their number and their blocks.
+/// Cuts ranges of leased blocks, after the first `done` blocks, into pieces that are contiguous in the host's
+/// namespace: at most `most` pieces with at most `room` blocks together. Passes each piece to `put`. Returns the number of
+/// pieces and of blocks.
 fn cut_ranges(
     ranges: impl Iterator<Item = (Lba, u64)>,
     done: u64,
@@ -469,7 +471,7 @@ fn cut_ranges(
     Ok((count, taken))
 }
 
-/// Writes a range into a list, by its number.
+/// Writes the range with this number to a list.
 fn put<T: IntoBytes + zerocopy::Immutable>(
     list: &mut [u64],
     number: usize,

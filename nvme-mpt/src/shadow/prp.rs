@@ -1,7 +1,7 @@
-//! PRP entries and lists (Base 2.0, section 4.1.1): from the guest's addresses to IOVAs.
+//! Translation of PRP entries and lists (Base 2.0, section 4.1.1) from guest addresses to IOVAs.
 //!
-//! Each entry is read from guest memory once. A list is rebuilt, entry by entry, in memory of the
-//! slot's own. So a host controller never reads a list that the guest can still write.
+//! Each entry is read from guest memory once. A list is rebuilt, entry by entry, in the slot's own memory. So the host
+//! controller never reads a list that the guest can still write.
 
 use super::Failure;
 use crate::address::{Gpa, PAGE_SIZE};
@@ -17,18 +17,18 @@ const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
 const PRP1: u16 = 24;
 const PRP2: u16 = 32;
 
-/// Places of one table to look first for data and for lists.
+/// Places in one region table that lookups of data and lists try first.
 #[derive(Debug, Default)]
 pub(super) struct PrpHints {
-    /// For the first entry of each command, and for the pages of a list.
+    /// Hint for the first entry of each command and for the pages of a list.
     page: IovaHint,
-    /// For pages of a list that lie in another run than the first entry.
+    /// Hint for pages of a list that lie in another run than the first entry.
     data: RegionHint,
     list: RegionHint,
 }
 
-/// Translates the first PRP entry of a command whose data lies in one page, in the run where the last data was. Nearly all
-/// commands have such data. Returns `None` for others.
+/// Translates the first PRP entry if the command's data lies in one page, in the run of the previous data. Returns `None`
+/// otherwise. Nearly all commands take this fast path.
 #[inline(always)]
 pub(super) fn translate_page(
     hints: &PrpHints,
@@ -45,7 +45,7 @@ pub(super) fn translate_page(
 
 /// Translates the PRP entries of a command that transfers `len` bytes, at least one.
 ///
-/// The host controller's list, if it takes one, is built in the slot's part of `lists`.
+/// If the host controller needs a list, it is built in the slot's part of `lists`.
 #[inline(never)]
 pub(super) fn translate(
     table: &RegionTable,
@@ -80,7 +80,7 @@ pub(super) fn translate(
     Ok([host_prp1, lists.iova_of_slot(slot).bits()])
 }
 
-/// Copies and translates a PRP list for `len` bytes, to where a slot has its list.
+/// Copies and translates a PRP list for `len` bytes to the slot's list.
 #[inline]
 fn translate_list(
     table: &RegionTable,
@@ -92,7 +92,7 @@ fn translate_list(
     slot: u16,
 ) -> Result<(), Failure> {
     let (host_list, _) = lists.of_slot(slot);
-    // Regions are whole pages, so the page of the last entry lies in one even if its end is unused.
+    // Regions are whole pages, so the page of the last entry lies in one region even if its end is unused.
     let entries = (len - 1) / PAGE_SIZE + 1;
     let list = PrpList::new(PrpEntry(pointer), entries, PAGE_SIZE.ilog2());
     let page = page_of(&list)?;
@@ -103,14 +103,14 @@ fn translate_list(
     translate_chain(table, hints, list, direction, host_list)
 }
 
-/// Returns the page of a list that the walk is at.
+/// Returns the current page of the walk through a list.
 #[inline(always)]
 fn page_of(list: &PrpList) -> Result<PrpListPage, Failure> {
     list.page()
         .ok_or(Failure::at(Status::PRP_OFFSET_INVALID, PRP2))
 }
 
-/// Returns the entries of a page in guest memory.
+/// Returns the entries of a list page in guest memory.
 #[inline(always)]
 fn entries_of<'a>(
     table: &'a RegionTable,
@@ -123,7 +123,7 @@ fn entries_of<'a>(
         .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))
 }
 
-/// Copies and translates a PRP list that takes more than one page.
+/// Copies and translates a PRP list of several pages.
 #[inline(never)]
 fn translate_chain(
     table: &RegionTable,
@@ -150,7 +150,7 @@ fn translate_chain(
     }
 }
 
-/// Translates entries of the guest's list to the beginning of the host's, by the run that the command's first entry is in.
+/// Translates entries of the guest's list into the start of the host's list, using the run of the command's first entry.
 #[inline(always)]
 fn translate_entries(
     table: &RegionTable,
@@ -159,7 +159,7 @@ fn translate_entries(
     direction: Direction,
     host_list: &mut [u64],
 ) -> Result<(), Failure> {
-    // There is room: the largest transfer takes half the entries that a list has.
+    // The largest transfer uses half of the entries of a list.
     let host_list = host_list
         .get_mut(..guest_list.len() / PrpEntry::SIZE)
         .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
@@ -167,21 +167,21 @@ fn translate_entries(
         .page
         .pages(direction)
         .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
-    // Without a branch per entry: nearly always, all pages lie in one run.
+    // No branch per entry: nearly always, all pages lie in one run.
     let offsets = guest_list.copy_moved_words_to(host_list, run.first, run.iova);
-    // Runs start at pages, so the offset in the run has the offset in the page.
+    // Runs start at page boundaries, so the offset in the run includes the offset in the page.
     if offsets & PAGE_OFFSET != 0 {
         return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
     }
-    // No offset is larger than all of them together, bit by bit. Runs end at pages, too, so a
-    // page whose first byte lies in one lies in it as a whole.
+    // `offsets` is the bitwise OR of all offsets, so no offset is larger. Runs end at page boundaries, so a page whose first
+    // byte lies in the run lies completely in the run.
     if offsets <= run.last_byte {
         return Ok(());
     }
     translate_one_by_one(table, hints, host_list, run, direction)
 }
 
-/// Translates entries again that were translated by one run, for those that may lie in others.
+/// Translates entries a second time, where the translation by a single run may have been wrong.
 #[inline(never)]
 fn translate_one_by_one(
     table: &RegionTable,

@@ -1,8 +1,8 @@
-//! Scatter Gather Lists (Base 2.0, section 4.1.2): from the guest's addresses to IOVAs.
+//! Translation of Scatter Gather Lists (Base 2.0, section 4.1.2) from guest addresses to IOVAs.
 //!
-//! Data blocks that describe exactly the command's data, in any chain of segments. Every
-//! descriptor is read once; the host controller gets one segment in memory of the slot's own.
-//! Bit buckets, keyed and transport descriptors are not supported and not advertised.
+//! Supported are data blocks that describe exactly the command's data, in any chain of segments. Each descriptor is read
+//! once. The host controller gets one segment in the slot's own memory. Bit buckets and keyed or transport descriptors are
+//! not supported and not advertised.
 
 use zerocopy::transmute;
 
@@ -14,7 +14,7 @@ use crate::memory::{RawBytes, RawWords};
 use crate::spec::dma::{SglDescriptor, SglSubType, SglType};
 use crate::spec::status::Status;
 
-/// Descriptors that a command may have, those that point to segments included.
+/// Maximum number of descriptors of a command, including those that point to segments.
 pub const MAX_DESCRIPTORS: u32 = (LIST_BYTES / SglDescriptor::SIZE) as u32;
 
 /// Byte offset of the descriptor in a command, for the error log.
@@ -24,12 +24,12 @@ fn failure(status: Status) -> Failure {
     Failure::at(status, SGL1)
 }
 
-/// Collects the host controller's data blocks.
+/// Builder of the host controller's data blocks.
 struct Builder<'a> {
     table: &'a RegionTable,
     hint: &'a mut RegionHint,
     direction: Direction,
-    /// Bytes of the command's data that no descriptor has described yet.
+    /// Bytes of the command's data that no descriptor has covered yet.
     missing: u64,
     lists: &'a mut ListMemory,
     slot: u16,
@@ -54,7 +54,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Guest addresses that go on where the host controller's do not take a block each.
+    /// Adds a data block for each piece of a guest range that is not contiguous for the host controller.
     #[cold]
     fn block_in_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), Failure> {
         let outside = failure(Status::DATA_TRANSFER_ERROR);
@@ -63,7 +63,7 @@ impl Builder<'_> {
                 .table
                 .translate_some(address, len.into(), self.direction, self.hint)
                 .ok_or(outside)?;
-            // No more than `len`, which is of 32 bits.
+            // The piece is at most `len`, a `u32`.
             let piece = piece as u32;
             self.push(iova, piece)?;
             len -= piece;
@@ -79,8 +79,7 @@ impl Builder<'_> {
         if self.count == 0 {
             self.first = host;
         }
-        // The bound on the guest's descriptors is the size of the list. Those that were translated in
-        // pieces may still be too many.
+        // The number of guest descriptors is limited to the list's size, but translation in pieces may exceed the limit.
         let words: [u64; 2] = transmute!(host);
         let (list, _) = self.lists.of_slot(self.slot);
         list.get_mut(2 * self.count..2 * self.count + 2)
@@ -103,11 +102,11 @@ impl Builder<'_> {
     }
 }
 
-/// A segment in the guest's memory, each word of which is read once.
+/// Segment in the guest's memory. Each word is read once.
 enum Segment<'a> {
-    /// In one stretch of our address space.
+    /// Contiguous in this process's address space.
     Whole(RawWords<'a>),
-    /// In pages that lie anywhere, from an address on.
+    /// In scattered pages, starting at a guest address.
     Scattered(&'a RegionTable, Gpa),
 }
 
@@ -136,7 +135,7 @@ impl<'a> Segment<'a> {
     }
 }
 
-/// Reads a descriptor word by word: a page may end between the two.
+/// Reads a descriptor word by word, because a page may end between the words.
 #[cold]
 fn read_scattered(
     table: &RegionTable,
@@ -155,7 +154,7 @@ fn read_scattered(
     Ok(transmute!([word(offset)?, word(offset + 8)?]))
 }
 
-/// A segment's words (Base 2.0, section 4.1.2).
+/// Returns a segment's words (Base 2.0, section 4.1.2).
 fn words(bytes: RawBytes<'_>) -> Result<RawWords<'_>, Failure> {
     let words = bytes.words();
     words.ok_or(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR))
@@ -185,7 +184,7 @@ pub(super) fn translate(
         count: 0,
         first,
     };
-    // One round per segment. The first "segment" is the descriptor in the command.
+    // One iteration per segment. The first "segment" is the descriptor in the command.
     loop {
         if descriptor.id.sub_type() != SglSubType::ADDRESS {
             return Err(failure(Status::SGL_DESCRIPTOR_TYPE_INVALID));
@@ -215,7 +214,7 @@ pub(super) fn translate(
             let block = read(i)?;
             match (block.id.sgl_type(), block.id.sub_type()) {
                 (SglType::DATA_BLOCK, SglSubType::ADDRESS) => builder.data_block(block)?,
-                // Only the last descriptor of a segment that is not the last one may point on.
+                // A descriptor that points to the next segment is allowed only as the last one of a segment.
                 (SglType::SEGMENT | SglType::LAST_SEGMENT, _) => {
                     return Err(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR));
                 }

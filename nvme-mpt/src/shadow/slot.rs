@@ -1,4 +1,4 @@
-//! Slots: what a shadow queue remembers of each command it has in flight.
+//! Slots: the state of each in-flight command of a shadow queue.
 
 use std::time::Duration;
 
@@ -9,23 +9,23 @@ use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Sqe};
 
-/// Time after the taking of a command in which the host controller may be given it again: half of the time that drivers wait
-/// for a command. With a `timeout=` of 10 s, a command that the drive never completes is thus repeated once, and fails before
-/// its driver's time-out.
+/// Time after taking a command in which it may be resubmitted to the host controller: half of the usual command timeout
+/// of drivers. With `timeout=` of 10 s, a command that the drive never completes is resubmitted once, and fails before its
+/// driver's timeout.
 const AGAIN: Duration = Duration::from_secs(15);
 
-/// Work that the end of a command has to do, which hardly any command has: one look tells.
+/// Rare extra work at the end of a command. A single check finds whether there is any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Special(u8);
 
 impl Special {
-    /// Some of the memory that the command's data lies in was unmapped since.
+    /// Memory of the command's data was unmapped since the command was taken.
     pub(crate) const STALE: Self = Self(1);
-    /// The command is carried out in parts.
+    /// The command is executed in parts.
     pub(crate) const IN_PARTS: Self = Self(2);
-    /// Unit of the number of times that the host controller was given it again.
+    /// Unit of the count of resubmissions.
     const AGAIN: u8 = 4;
-    /// Most times that the host controller is given a command again.
+    /// Maximum number of resubmissions of a command.
     pub(crate) const AGAIN_MAX: u8 = 3;
 
     #[inline(always)]
@@ -41,7 +41,7 @@ impl Special {
         self.0 |= work.0;
     }
 
-    /// Counts one more time that the host controller is given the command. Returns false after the last one.
+    /// Counts a resubmission of the command. Returns false if the maximum is reached.
     const fn count_again(&mut self) -> bool {
         let may = self.0 / Self::AGAIN < Self::AGAIN_MAX;
         if may {
@@ -51,46 +51,46 @@ impl Special {
     }
 }
 
-/// A command in flight.
+/// State of an in-flight command.
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
-    /// Dword 0 as the guest has it: opcode and identifier.
+    /// Dword 0 of the guest's command: opcode and identifier.
     cdw0: Cdw0,
-    /// Which of the shadow queue's Submission Queues it came from.
+    /// Index of the Submission Queue in the shadow queue.
     pub(crate) sq: u16,
-    /// Room for the completion, from [`Permit::occupy`] to [`Slots::release`].
+    /// Reservation of a completion entry, from [`Permit::occupy`] to [`Slots::release`].
     room: Option<Room>,
-    /// While it is free, the number of the free slot that is taken after it.
+    /// Number of the next free slot, while this slot is free.
     next_free: u16,
-    /// Work that its end has to do besides.
+    /// Extra work at the end of the command.
     pub(crate) special: Special,
-    /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
+    /// Data bytes in the VM's memory. Ranges to deallocate or copy do not count, because the host has a copy of them.
     pub(crate) bytes: u32,
-    /// First LBA as the guest names it, for the error log; 0 where there are no LBAs.
+    /// First LBA as sent by the guest, for the error log; 0 in command sets without LBAs.
     pub(crate) slba: u64,
-    /// When it was taken.
+    /// Time at which the command was taken.
     pub(crate) taken: Ticks,
-    /// The command that the host controller was given, or the whole that its parts are made of. With the slot's list,
-    /// which no guest can change, it names the places of the data.
+    /// Command sent to the host controller, or the whole command from which its parts are made. Its Data Pointer and the
+    /// slot's list, which the guest cannot change, describe the data.
     pub(crate) host: Sqe,
 }
 
 impl Slot {
-    /// Returns the guest's identifier of the command.
+    /// Returns the guest's command identifier.
     #[inline(always)]
     pub(crate) const fn cid(&self) -> CommandId {
         self.cdw0.cid()
     }
 
-    /// Returns the opcode as the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and
+    /// Returns the opcode as named by the NVM Command Set. Store and Retrieve of a key value namespace appear as Write and
     /// Read.
     #[inline(always)]
     pub(crate) const fn opcode(&self) -> NvmOpcode {
         NvmOpcode(self.cdw0.opcode())
     }
 
-    /// Counts one more time that the host controller is given the command, which a reset interrupted. Returns false if it
-    /// may not be given it again: its memory is wanted back, or its guest waits for long.
+    /// Counts a resubmission of a command that a drive reset interrupted. Returns false if the command must not be
+    /// resubmitted: its memory was unmapped, it is executed in parts, it is not repeatable, or the guest has waited too long.
     #[cold]
     pub(crate) fn begins_again(&mut self, is_repeatable: impl FnOnce(&Sqe) -> bool) -> bool {
         !self.special.has(Special::IN_PARTS)
@@ -100,13 +100,13 @@ impl Slot {
             && self.special.count_again()
     }
 
-    /// Returns the place of the command's data for the host controller.
+    /// Returns the Data Pointer of the command at the host controller.
     pub(crate) fn data(&self) -> DataPointer {
         DataPointer::of(&self.host)
     }
 }
 
-/// Permission to put one command in flight. The slot is free, and stays so if the permit is dropped.
+/// Permission to put one command in flight. If the permit is dropped, the slot stays free.
 #[must_use]
 #[derive(Debug)]
 pub(crate) struct Permit<'a> {
@@ -115,7 +115,7 @@ pub(crate) struct Permit<'a> {
     free: &'a mut Free,
 }
 
-/// Facts of a command that is put in flight, as in [`Slot`].
+/// Facts of a command that is put in flight; see [`Slot`].
 #[derive(Debug)]
 pub(crate) struct Taken {
     pub(crate) room: Room,
@@ -127,13 +127,13 @@ pub(crate) struct Taken {
 }
 
 impl<'a> Permit<'a> {
-    /// Returns the slot's number, and the place for the command that the host controller is given.
+    /// Returns the slot's number and the entry for the host controller's command.
     #[inline]
     pub(crate) fn host(&mut self) -> (u16, &mut Sqe) {
         (self.number, &mut self.slot.host)
     }
 
-    /// Puts the command in flight. Returns what the host controller is given.
+    /// Puts the command in flight. Returns the command for the host controller.
     #[inline]
     pub(crate) fn occupy(self, command: Taken) -> &'a Sqe {
         let Self { slot, free, .. } = self;
@@ -151,13 +151,13 @@ impl<'a> Permit<'a> {
         slot.bytes = bytes;
         slot.slba = slba;
         slot.taken = taken;
-        // The permit was made of the first number.
+        // The permit has the number `free.first`.
         free.first = slot.next_free;
         free.count -= 1;
         &slot.host
     }
 
-    /// As [`Self::occupy`], with a command that is carried out in parts. Returns the whole.
+    /// Puts a command in parts in flight. Returns the whole command.
     #[cold]
     pub(crate) fn occupy_in_parts(self, command: Taken) -> &'a Sqe {
         self.slot.special.add(Special::IN_PARTS);
@@ -168,20 +168,20 @@ impl<'a> Permit<'a> {
 /// Number that no slot has.
 const NO_SLOT: u16 = u16::MAX;
 
-/// Free slots. Each has the number of the next one, so a look at the first slot finds whether there is any.
+/// Linked list of free slots. Each free slot has the number of the next one.
 #[derive(Debug)]
 struct Free {
-    /// Number of the slot that is taken next, or [`NO_SLOT`].
+    /// Number of the next slot to take, or [`NO_SLOT`].
     first: u16,
     count: usize,
 }
 
-/// The slots of a shadow queue. A slot's index is the command's identifier at the host controller.
+/// Slots of a shadow queue. A slot's index is the command identifier at the host controller.
 #[derive(Debug)]
 pub(crate) struct Slots {
     slots: Box<[Slot]>,
     free: Free,
-    /// Commands in flight that the host controller is to be given again.
+    /// Slots of in-flight commands that must be resubmitted to the host controller.
     interrupted: Vec<u16>,
 }
 
@@ -208,7 +208,6 @@ impl Slots {
         self.free.count
     }
 
-    /// Returns the number of slots.
     pub(crate) fn count(&self) -> usize {
         self.slots.len()
     }
@@ -218,7 +217,7 @@ impl Slots {
         self.slots.len() - self.free.count
     }
 
-    /// Reserves a slot, if one is free.
+    /// Reserves a free slot; `None` if there is none.
     #[inline]
     pub(crate) fn reserve(&mut self) -> Option<Permit<'_>> {
         let number = self.free.first;
@@ -229,14 +228,14 @@ impl Slots {
         })
     }
 
-    /// Reserves one slot of all, if it is free.
+    /// Reserves the slot with this number; `None` if it is in use.
     #[cold]
     pub(crate) fn reserve_at(&mut self, number: u16) -> Option<Permit<'_>> {
         self.bring_to_front(number)?;
         self.reserve()
     }
 
-    /// Has a slot taken next; `None` if it is not free.
+    /// Moves a slot to the front of the free list; `None` if it is in use.
     fn bring_to_front(&mut self, number: u16) -> Option<()> {
         let mut before = self.free.first;
         if before == number {
@@ -249,7 +248,7 @@ impl Slots {
             }
             before = next;
         }
-        // The others stay in their order.
+        // The order of the other slots stays unchanged.
         let slot = self.slots.get_mut(usize::from(number))?;
         let after = std::mem::replace(&mut slot.next_free, self.free.first);
         self.slots.get_mut(usize::from(before))?.next_free = after;
@@ -257,10 +256,10 @@ impl Slots {
         Some(())
     }
 
-    /// Gives a slot back, with the room for its completion; `None` for a number that no command in flight has.
+    /// Frees a slot and returns it with its completion reservation; `None` if no in-flight command has this number.
     #[inline]
     pub(crate) fn release(&mut self, index: u16) -> Option<(&mut Slot, Room)> {
-        // Looked at before it is taken, so that nothing is written to a slot that is free.
+        // Checked before it is taken, so that nothing is written to a free slot.
         let slot = self
             .slots
             .get_mut(usize::from(index))
@@ -272,7 +271,7 @@ impl Slots {
         Some((slot, room))
     }
 
-    /// Takes back a slot that was the last to be released.
+    /// Occupies the most recently released slot again.
     #[cold]
     pub(crate) fn retake(&mut self, index: u16, room: Room) {
         if let Some(slot) = self.slots.get_mut(usize::from(index))
@@ -284,7 +283,7 @@ impl Slots {
         }
     }
 
-    /// As [`Self::retake`], for a command that the host controller is to be given again.
+    /// Occupies a slot again as [`Self::retake`] does, for a command that must be resubmitted to the host controller.
     #[cold]
     #[inline(never)]
     pub(crate) fn retake_interrupted(&mut self, index: u16, room: Room) {
@@ -292,36 +291,36 @@ impl Slots {
         self.interrupted.push(index);
     }
 
-    /// Returns whether the host controller is to be given commands again.
+    /// Returns whether commands must be resubmitted to the host controller.
     pub(crate) const fn has_interrupted(&self) -> bool {
         !self.interrupted.is_empty()
     }
 
-    /// Returns whether memory of a command in flight was unmapped.
+    /// Returns whether memory of the slot's command was unmapped.
     pub(crate) fn is_stale(&self, index: u16) -> bool {
         let slot = self.slots.get(usize::from(index));
         slot.is_some_and(|slot| slot.special.has(Special::STALE))
     }
 
-    /// Takes out the slots of the commands that the host controller is to be given again.
+    /// Takes the slots of the commands that must be resubmitted to the host controller.
     pub(crate) fn take_interrupted(&mut self) -> Vec<u16> {
         std::mem::take(&mut self.interrupted)
     }
 
-    /// Returns the moment at which a command in flight was taken.
+    /// Returns the time at which the slot's command was taken.
     pub(crate) fn taken(&self, index: u16) -> Ticks {
         let slot = self.slots.get(usize::from(index));
         slot.map_or(Ticks(0), |slot| slot.taken)
     }
 
-    /// Returns a command in flight, as the host controller was given it, or its whole.
+    /// Returns the in-flight command of a slot: the command sent to the host controller, or the whole of a command in parts.
     pub(crate) fn command(&self, index: u16) -> Option<&Sqe> {
         let slot = self.slots.get(usize::from(index));
         slot.filter(|slot| slot.room.is_some())
             .map(|slot| &slot.host)
     }
 
-    /// The commands in flight, by slot.
+    /// Returns the in-flight commands with their slot numbers.
     pub(crate) fn in_flight_mut(&mut self) -> impl Iterator<Item = (usize, &mut Slot)> {
         let slots = self.slots.iter_mut().enumerate();
         slots.filter(|(_, slot)| slot.room.is_some())

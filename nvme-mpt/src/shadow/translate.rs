@@ -1,7 +1,7 @@
-//! Which commands of a guest reach the host controller, and as what.
+//! Translation of a guest's commands for the host controller.
 //!
-//! A command for the host controller is built anew from fields that were checked, never a guest's
-//! entry with some fields replaced: what is not known here does not get through.
+//! A command for the host controller is built only from checked fields. The guest's entry is never copied and patched, so
+//! unknown fields do not reach the drive.
 
 use std::sync::Arc;
 
@@ -23,40 +23,40 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Fuse, Psdt, Sqe};
 use crate::spec::status::Status;
 
-/// Bits of a Read's or Write's dword 12 that reach the host controller: NLB, FUA and LR. Directives and
-/// protection information are not offered.
+/// Bits of dword 12 of Read and Write that reach the host controller: NLB, FUA and LR. Directives and protection
+/// information are not offered.
 const READ_WRITE_CDW12: u32 = 0xC000_FFFF;
 
-/// The opcode's bits of dword 0.
+/// Opcode bits of dword 0.
 const OPCODE: Cdw0 = Cdw0(0).with_opcode(u8::MAX);
 
-/// Bits of dword 0 that are clear in a command by itself that has PRPs.
+/// Bits of dword 0 that are clear in a command that is not fused and uses PRPs.
 const FUSE_AND_PSDT: Cdw0 = Cdw0(0).with_fuse(Fuse(0b11)).with_psdt(Psdt(0b11));
 
-/// Turns guest commands into host commands, for one shadow queue.
+/// Translator of guest commands for one shadow queue.
 #[derive(Debug)]
 pub struct Translator {
     table: Arc<RegionTable>,
     lists: ListMemory,
     blocks: LeasedBlocks,
-    /// Blocks that leave LBAs as they are, for [wholes](Self::translate_whole).
+    /// Blocks with identity translation, for [whole commands](Self::translate_whole).
     of_lease: LeasedBlocks,
     limits: Limits,
-    /// Limits of [wholes](Self::translate_whole), which are carried out in parts.
+    /// Limits of [whole commands](Self::translate_whole), which are executed in parts.
     of_wholes: Limits,
     max_transfer: u64,
     prp_hints: PrpHints,
     sgl_hint: RegionHint,
-    /// A command's ranges, between being copied from the guest and being checked.
+    /// Ranges of a command, copied from the guest and not yet checked.
     ranges: Box<[u64; PAGE_SIZE as usize / 8]>,
 }
 
-/// Means with which parts of commands are made.
+/// References that are needed to build the parts of commands.
 #[derive(Debug)]
 pub(super) struct PartMeans<'a> {
     pub(super) blocks: &'a LeasedBlocks,
     pub(super) limits: &'a Limits,
-    /// The slots' own lists, and those of parts.
+    /// Lists of the slots and of the parts.
     pub(super) lists: &'a mut ListMemory,
 }
 
@@ -81,23 +81,23 @@ impl Translator {
         }
     }
 
-    /// The snapshot of the VM's memory that is translated by.
+    /// Returns the snapshot of the VM's memory map that is in use.
     pub(super) fn table(&self) -> &Arc<RegionTable> {
         &self.table
     }
 
-    /// Translates by another snapshot from now on. Returns the last one.
+    /// Sets the snapshot of the VM's memory map. Returns the old one.
     pub(super) fn set_table(&mut self, table: Arc<RegionTable>) -> Arc<RegionTable> {
         self.prp_hints = PrpHints::default();
         std::mem::replace(&mut self.table, table)
     }
 
-    /// Translates nothing any more: the namespace is not the one whose blocks were leased.
+    /// Fails all further commands, because the lease is revoked.
     pub(super) fn revoke(&mut self) {
         self.blocks = self.blocks.revoked();
     }
 
-    /// Translates to these blocks from now on, unless it is revoked.
+    /// Sets the blocks of the lease, unless the lease is revoked.
     pub(super) fn set_blocks(&mut self, blocks: &LeasedBlocks) {
         if !self.blocks.are_revoked() {
             self.blocks = blocks.clone();
@@ -105,8 +105,8 @@ impl Translator {
         }
     }
 
-    /// Has a command set translate a command that is carried out [in parts](Untranslated::InParts), into one whose LBAs are
-    /// still those of the lease, and that may be longer than the host controller takes. It is no command for the host controller, but what its parts are made of.
+    /// Translates a command that is executed [in parts](Untranslated::InParts). The result keeps the LBAs of the lease and
+    /// may exceed the host controller's limits. It is never submitted itself; its parts are made from it.
     ///
     /// # Errors
     /// As [`Self::translate`].
@@ -120,7 +120,7 @@ impl Translator {
         self.swap_for_wholes();
         translated.map_err(|error| match error {
             Untranslated::Failed(failure) => failure,
-            // A whole has blocks in one stretch, and as many as it likes.
+            // The blocks of a whole command are contiguous, and their number is not limited.
             Untranslated::InParts => Failure::at(Status::INTERNAL_ERROR, location::CDW10),
         })
     }
@@ -130,7 +130,7 @@ impl Translator {
         std::mem::swap(&mut self.limits, &mut self.of_wholes);
     }
 
-    /// Returns the means with which parts of commands are made.
+    /// Returns the references that are needed to build the parts of commands.
     pub(super) fn for_parts(&mut self) -> PartMeans<'_> {
         PartMeans {
             blocks: &self.blocks,
@@ -139,7 +139,7 @@ impl Translator {
         }
     }
 
-    /// Returns the memory that the host controller may reach for translated commands.
+    /// Returns the memory that the host controller accesses for translated commands.
     #[inline]
     pub(super) fn memory(&self) -> HostMemory<'_> {
         HostMemory {
@@ -154,18 +154,18 @@ impl Translator {
         &self.blocks
     }
 
-    /// Returns the promises that the guest has.
+    /// Returns the limits that were promised to the guest.
     #[must_use]
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// Translates a command that will have this slot at the host controller, into `host`. After an
-    /// error, what is there is no command. Returns the bytes of data in the VM's memory that the host controller
-    /// reads or writes: ranges to deallocate or copy are none, as they were copied.
+    /// Translates a command for `slot` of the host controller into `host`. After an error, `host` is not a valid command.
+    /// Returns the number of bytes in the VM's memory that the host controller reads or writes. Ranges to deallocate or copy do
+    /// not count, because they are copied.
     ///
     /// # Errors
-    /// [`Untranslated`]: a command that does not reach the host controller, or not as one.
+    /// [`Untranslated`] if the command does not reach the host controller as a single command.
     #[inline(always)]
     pub fn translate(
         &mut self,
@@ -176,7 +176,7 @@ impl Translator {
         const READ: u32 = NvmOpcode::READ.0 as u32;
         const WRITE: u32 = NvmOpcode::WRITE.0 as u32;
         let opcode = NvmOpcode(guest.opcode());
-        // One look finds reads and writes by themselves that have PRPs, as nearly all commands are.
+        // A single comparison finds unfused reads and writes with PRPs, which nearly all commands are.
         let kind = guest.cdw0.0 & (OPCODE.0 | FUSE_AND_PSDT.0);
         if matches!(kind, READ | WRITE) {
             self.check_nsid(guest)?;
@@ -231,7 +231,7 @@ impl Translator {
         }
     }
 
-    /// Checks the fields that all commands share (Base 2.0, section 3.3.3.1).
+    /// Checks the fields that all commands have in common (Base 2.0, section 3.3.3.1).
     ///
     /// # Errors
     /// Invalid Field, or Invalid Namespace or Format.
@@ -247,7 +247,6 @@ impl Translator {
         self.check_nsid(guest)
     }
 
-    /// Checks the namespace of a command.
     #[inline(always)]
     fn check_nsid(&self, guest: &Sqe) -> Result<(), Failure> {
         if guest.nsid != self.blocks.guest_nsid() {
@@ -259,7 +258,7 @@ impl Translator {
         Ok(())
     }
 
-    /// Makes `host` a command without parameters.
+    /// Initializes `host` as a command without parameters.
     #[inline(always)]
     pub fn begin(&self, host: &mut Sqe, opcode: u8, slot: u16) {
         let cdw0 = Cdw0::default()
@@ -275,7 +274,7 @@ impl Translator {
     /// Translates a Data Pointer into `host`.
     ///
     /// # Errors
-    /// [`Failure`] of a command whose data does not lie in the VM's memory.
+    /// [`Failure`] if the data does not lie in the VM's memory.
     #[inline(always)]
     pub fn data(
         &mut self,
@@ -313,7 +312,7 @@ impl Translator {
         slot: u16,
         host: &mut Sqe,
     ) -> Result<(), Failure> {
-        // Each way stores its own result. A common place for both results would be one copy more.
+        // Each branch stores its own result. A common result variable would cost another copy.
         if let Some(prp1) = prp::translate_page(&self.prp_hints, guest.prp1(), len, direction) {
             debug_assert_eq!(
                 self.table.translate(
@@ -340,7 +339,7 @@ impl Translator {
         Ok(())
     }
 
-    /// Translates a Read or a Write. `PRPS` is true if its data is known to have PRPs.
+    /// Translates a Read or a Write. `PRPS` is true if the command is known to use PRPs.
     #[inline(always)]
     fn read_write<const PRPS: bool>(
         &mut self,
@@ -394,7 +393,7 @@ impl Translator {
         Ok(len as u32)
     }
 
-    /// Write Zeroes, Write Uncorrectable and Verify: a range of blocks and nothing else.
+    /// Translates Write Zeroes, Write Uncorrectable and Verify, which have only a range of blocks.
     fn without_data(
         &mut self,
         guest: &Sqe,
@@ -402,11 +401,11 @@ impl Translator {
         slot: u16,
         host: &mut Sqe,
     ) -> Result<u32, Untranslated> {
-        // The three have their range in the same place.
+        // All three commands have the range in the same fields.
         let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(guest);
         let count = u64::from(nlb_z) + 1;
         let slba = self.blocks.translate(slba, count)?;
-        // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4), which drivers from before version 2.0 do not know.
+        // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4). Drivers older than NVMe 2.0 do not know them.
         if count << self.blocks.lba_shift() > self.limits.no_data_bytes_max {
             return Err(Untranslated::InParts);
         }
@@ -417,7 +416,7 @@ impl Translator {
                 let command = WriteZeroes {
                     slba,
                     nlb_z,
-                    // Offered (DLFEAT) only where deallocated blocks read as what was asked for.
+                    // Offered (DLFEAT) only if deallocated blocks read as zeroes.
                     deac: deac && self.limits.deallocated_reads_zeroes,
                     fua,
                     lr,
@@ -449,7 +448,7 @@ impl Translator {
     ) -> Result<u32, Untranslated> {
         let command = DatasetManagement::from(guest);
         let count = usize::from(command.nr_z) + 1;
-        // DMRL and DMRSL (NVM 1.0, section 4.1.5.4), which drivers from before version 2.0 do not know.
+        // DMRL and DMRSL (NVM 1.0, section 4.1.5.4). Drivers older than NVMe 2.0 do not know them.
         if count as u64 > u64::from(self.limits.dsm_ranges_max) {
             return Err(Untranslated::InParts);
         }
@@ -520,7 +519,7 @@ impl Translator {
         Ok(0)
     }
 
-    /// Copies a command's ranges out of guest memory, once.
+    /// Copies a command's ranges from guest memory, reading each byte once.
     fn fetch_ranges(&mut self, guest: &Sqe, len: usize, slot: u16) -> Result<usize, Failure> {
         let mut fetched = Sqe::default();
         self.data(guest, len as u64, Direction::FromGuest, slot, &mut fetched)?;
@@ -539,7 +538,7 @@ impl Translator {
         Ok(len)
     }
 
-    /// Makes the translated ranges, in the slot's own memory, the data of the host's command.
+    /// Sets the data of the host's command to the translated ranges in the slot's own memory.
     fn hand_over_ranges(&mut self, len: usize, slot: u16, host: &mut Sqe) {
         let (list, iova) = self.lists.of_slot(slot);
         list.as_mut_bytes()[..len].copy_from_slice(&self.ranges.as_bytes()[..len]);
@@ -547,7 +546,7 @@ impl Translator {
     }
 }
 
-/// Returns the limits of commands that are carried out in parts: of their ranges and of blocks without data, none.
+/// Returns the limits for translating whole commands: no limit on ranges and on blocks without data.
 fn of_wholes(limits: Limits) -> Limits {
     Limits {
         no_data_bytes_max: u64::MAX,
@@ -557,7 +556,7 @@ fn of_wholes(limits: Limits) -> Limits {
     }
 }
 
-/// Bytes of our own as ranges. There are as many bytes as the ranges have.
+/// Returns the bytes as ranges. The length must be that of the ranges.
 fn ranges_mut<T: FromBytes + IntoBytes + zerocopy::KnownLayout>(
     bytes: &mut [u8],
 ) -> Result<&mut [T], Failure> {

@@ -1,7 +1,7 @@
-//! Commands in flight whose memory was unmapped: which they are, and when the last of them is done.
+//! In-flight commands whose memory was unmapped, and when the last of them ends.
 //!
-//! Commands cost nothing more for this. The entries that the host controller was given show where a command's data
-//! lies. So the poller looks through its commands in flight when a region goes.
+//! This costs nothing per command: the entry sent to the host controller shows where a command's data lies. When a region
+//! is unmapped, the poller searches its in-flight commands.
 
 use std::sync::Arc;
 
@@ -9,26 +9,26 @@ use crate::dma::{Departure, TableUse};
 use crate::host::ListMemory;
 use crate::shadow::slot::{Slot, Slots, Special};
 
-/// A departure with commands in flight that use its memory.
+/// Pending unmap with in-flight commands that use its memory.
 #[derive(Debug)]
 struct Held {
     departure: Arc<Departure>,
-    /// By slot: whether its command does.
+    /// For each slot, whether its command uses the memory.
     commands: Box<[bool]>,
-    /// Number of such commands.
+    /// Number of commands that use the memory.
     count: usize,
 }
 
-/// All departures that a shadow queue has commands in flight of.
+/// All pending unmaps whose memory is used by in-flight commands of a shadow queue.
 #[derive(Debug, Default)]
 pub(super) struct HeldDepartures {
     held: Vec<Held>,
-    /// True if one of them has no command any more.
+    /// True if the last command of a pending unmap has ended.
     has_ended: bool,
 }
 
 impl HeldDepartures {
-    /// Looks for commands in flight that use memory of a departure. Returns whether there are any.
+    /// Searches for in-flight commands that use memory of a pending unmap. Returns whether there are any.
     pub(super) fn hold(
         &mut self,
         departure: &Arc<Departure>,
@@ -54,7 +54,7 @@ impl HeldDepartures {
         count > 0
     }
 
-    /// A command is done that uses memory of one of them at least.
+    /// Handles the end of a command that uses memory of at least one pending unmap.
     #[cold]
     pub(super) fn completed(&mut self, slot: u16) {
         for held in &mut self.held {
@@ -66,13 +66,13 @@ impl HeldDepartures {
         }
     }
 
-    /// Returns whether [`Self::let_go`] has anything to do.
+    /// Returns whether [`Self::let_go`] has work to do.
     #[inline]
     pub(super) fn have_ended(&self) -> bool {
         self.has_ended
     }
 
-    /// Reports those that no command uses any more.
+    /// Reports and removes the pending unmaps that no command uses.
     #[cold]
     pub(super) fn let_go(&mut self, user: Option<&TableUse>) {
         self.has_ended = false;
@@ -86,7 +86,8 @@ impl HeldDepartures {
         });
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA: of as many as lie in memory that went, which it returns.
+    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the noted bytes, which lie in one pending
+    /// unmap.
     pub(super) fn note_written_by_drive(&self, iova: u64, len: u64) -> u64 {
         let mut departures = self.held.iter().map(|held| &held.departure);
         departures
@@ -100,7 +101,7 @@ impl HeldDepartures {
     }
 }
 
-/// Returns whether a command's data lies in memory of a departure, even in part.
+/// Returns whether a command's data overlaps memory of a pending unmap.
 fn uses(slot: &Slot, departure: &Departure, lists: &ListMemory) -> bool {
     let mut uses = false;
     let data = slot.data();
@@ -108,7 +109,7 @@ fn uses(slot: &Slot, departure: &Departure, lists: &ListMemory) -> bool {
         uses |= len > 0 && departure.has_iova(iova, len);
         Ok(())
     });
-    // It was translated by us, and has not changed since.
+    // The data pointer was built by the translator and has not changed since, so the walk succeeds.
     debug_assert!(walked.is_ok());
     uses || walked.is_err()
 }

@@ -1,7 +1,6 @@
-//! Notes of what a shadow queue has written into the VM's memory, where somebody asked for them.
+//! Dirty log of the writes of a shadow queue to the VM's memory.
 //!
-//! While nobody does, a pass of the queue asks once whether somebody does, and no command costs more
-//! for it.
+//! While the log is off, a pass checks for it once, at no cost per command.
 
 use super::departures::HeldDepartures;
 use super::{CompletionQueue, Passes, ShadowCore};
@@ -14,12 +13,11 @@ use crate::shadow::slot::Slot;
 use crate::spec::cqe::Cqe;
 use crate::spec::opcode::DataTransfer;
 
-/// Notes what the host controller wrote for a command that it is done with, however the command ended. The places
-/// are looked up in the table that the VM's memory has now. Memory that went since the command was translated is
-/// looked through as well.
+/// Notes the host controller's writes for a finished command, whatever its status. Addresses are looked up in the current
+/// table of the VM's memory, and in memory that was unmapped since the command was translated.
 #[cold]
 pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &HeldDepartures) {
-    // Of every command set, these alone write into the VM's memory.
+    // In every command set, only these commands write to the VM's memory.
     let writes = DataTransfer::of_opcode(slot.opcode().0) == DataTransfer::ControllerToHost;
     if !writes || slot.bytes == 0 {
         return;
@@ -27,7 +25,7 @@ pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &H
     let noted = slot
         .data()
         .for_each_iova(memory.lists, slot.bytes.into(), |iova, len| {
-            // Memory that was in one table may be in several parts by now, as some of it went.
+            // Memory of one region may have been split since, because part of it was unmapped.
             let (mut at, end) = (iova, iova.wrapping_add(len));
             while at < end {
                 let noted = match memory.table.note_written_by_drive(at, end - at) {
@@ -41,13 +39,12 @@ pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &H
             }
             Ok(())
         });
-    // It was translated by us, and has not changed since.
+    // The data pointer was built by the translator and has not changed since, so the walk succeeds.
     debug_assert!(noted.is_ok());
 }
 
 impl ShadowCore {
-    /// Begins or ends notes, as the table that was taken up has it, and follows the lease's limits, whose changes renew
-    /// the table.
+    /// Adopts the state of the current table: dirty log, leased blocks and limits. A change of the limits renews the table.
     #[cold]
     pub(super) fn follow_table(&mut self) {
         self.translator.set_blocks(&self.context.blocks());
@@ -63,7 +60,7 @@ impl ShadowCore {
         }
     }
 
-    /// Chooses the kind of its passes.
+    /// Chooses the kind of the next passes.
     pub(super) fn note_special(&mut self) {
         let is_special = self.is_logged
             || self.is_limited
@@ -77,7 +74,7 @@ impl ShadowCore {
         };
     }
 
-    /// Notes what a pass has posted, from where the Completion Queue's tail was before it.
+    /// Notes the entries that a pass posted. `tail` is the Completion Queue's tail before the pass.
     #[cold]
     pub(super) fn note_pass(&self, tail: u32) {
         let table = self.translator.table();
@@ -85,7 +82,7 @@ impl ShadowCore {
         self.note_event_idx();
     }
 
-    /// EventIdx of all its doorbells lie in one page, and are written again and again.
+    /// Notes the EventIdx page. It has EventIdx of all doorbells and is written often, so it is noted as a whole.
     pub(super) fn note_event_idx(&self) {
         if let Some(DoorbellBuffer { event_idx, .. }) = self.buffer {
             self.translator.table().note_written(event_idx, PAGE_SIZE);

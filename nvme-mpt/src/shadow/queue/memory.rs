@@ -1,5 +1,4 @@
-//! A shadow queue in the VM's memory, whose map changes: rings and doorbells are found again in each new
-//! snapshot, or waited for.
+//! Changes of the VM's memory map under a shadow queue: rings and doorbells are located in each new table, or awaited.
 
 use std::time::Duration;
 
@@ -13,21 +12,21 @@ use crate::event::QueueFailure;
 use crate::memory::lost_memory_epoch;
 use crate::spec::registers::Doorbell;
 
-/// Returns whether the memory of a queue's rings is gone for too long: `since` this moment, and with no
-/// change of the memory under way since the other.
+/// Returns whether the memory of a queue's rings has been missing for too long: `since` is when it went, `quiet_since`
+/// when the last change of the memory map ended.
 pub(super) fn is_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
     let lasts = |from: Ticks| Duration::from_nanos(nanoseconds(now.since(from)));
     is_gone_for_good(lasts(since), lasts(quiet_since))
 }
 
 impl ShadowCore {
-    /// Takes up the newest snapshot of the VM's memory.
+    /// Uses the newest table of the VM's memory.
     #[cold]
     pub(super) fn take_up_table(&mut self) {
         let table = self.context.tables.current();
         let before = std::mem::replace(&mut self.generation, table.generation());
         let mut held = Vec::new();
-        // One that waits for its rings looks for them in every table.
+        // A queue that waits for its rings looks for them in every table.
         let mut rebind = !self.is_sound();
         for departure in table.departures_since(before) {
             let lists = self.translator.memory().lists;
@@ -36,7 +35,7 @@ impl ShadowCore {
             }
             rebind |= self.has_rings_in(departure);
         }
-        // The last hold on regions that went, but for the departures'.
+        // The old table has the last reference to unmapped regions, apart from those of the pending unmaps.
         drop(self.translator.set_table(table));
         self.follow_table();
         let tail = self.cq.indices.tail().get();
@@ -44,7 +43,7 @@ impl ShadowCore {
             self.rebind();
         }
         if self.is_logged {
-            // Completions that were held, and EventIdx at its new place.
+            // Covers completions that were held, and EventIdx at its new address.
             self.note_pass(tail);
         }
         if let Some(table_use) = &self.table_use {
@@ -52,7 +51,7 @@ impl ShadowCore {
         }
     }
 
-    /// Returns whether memory of its rings or of its doorbells went.
+    /// Returns whether a pending unmap covers memory of the queue's rings or doorbells.
     fn has_rings_in(&self, departure: &Departure) -> bool {
         let cq = (self.cq.base, completion_ring_len(self.cq.entries()));
         let sqs = self.sqs.iter();
@@ -64,7 +63,7 @@ impl ShadowCore {
         parts.any(|(gpa, len)| departure.has_gpa(gpa, len))
     }
 
-    /// Finds the rings in another table, with nothing in flight or everything of it held.
+    /// Locates the rings in another table. Completions of in-flight commands must be held, if there are any.
     pub(super) fn rebind(&mut self) {
         if self.condition == Condition::Failed {
             return;
@@ -79,7 +78,7 @@ impl ShadowCore {
         }
     }
 
-    /// The memory of the rings is back: what was held is posted.
+    /// Posts held completions after the memory of the rings was mapped again.
     pub(super) fn resume_posting(&mut self) {
         self.condition = Condition::Sound;
         let Self {
@@ -95,8 +94,8 @@ impl ShadowCore {
             cq.publish(entry, room);
         }
         if let Some(live) = live {
-            // Their slots are free, and none was taken anew meanwhile. Commands that are to be carried out again have
-            // none yet, and keep their marks.
+            // Slots of held completions are free, and no command was taken since. Commands that must be executed again have no
+            // slots yet and keep their marks.
             let is_repeated = |slot| repeats.iter().any(|repeat| repeat.slot == slot);
             live.keep_marks(|slot| slots.command(slot).is_some() || is_repeated(slot));
             live.store(&cq.indices, false);
@@ -104,7 +103,7 @@ impl ShadowCore {
         cq.gate.post(count, Ticks::now());
     }
 
-    /// A suspension that lasts is no change of the memory map any more.
+    /// Fails the queue if its suspension has lasted too long for a change of the memory map.
     #[cold]
     pub(super) fn end_suspension(&mut self) {
         let Condition::Suspended { gone, since } = self.condition else {
@@ -112,13 +111,13 @@ impl ShadowCore {
         };
         let now = Ticks::now();
         let tables = &self.context.tables;
-        // A poller that lost its processor in this pass may not have seen that the memory is back.
+        // If the poller was preempted in this pass, it may not have seen that the memory is back.
         if is_over(now, since, tables.quiet_since(now)) && tables.is_newest(self.generation) {
             self.fail(QueueFailure::RingUnmapped(gone));
         }
     }
 
-    /// Finds rings and doorbells in the current snapshot. On failure, returns what is gone.
+    /// Locates rings and doorbells in the current table. On failure, returns the address of the missing memory.
     pub(super) fn bind_memory(&mut self) -> Result<(), Gpa> {
         let table = self.translator.table().clone();
         let page = &self.context.doorbells;

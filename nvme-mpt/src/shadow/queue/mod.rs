@@ -1,6 +1,5 @@
-//! A shadow queue: one guest Completion Queue with its Submission Queues, bound to a host queue
-//! pair. One poller runs it; per command it takes no lock, allocates nothing and makes no system
-//! call.
+//! Shadow queue: one guest Completion Queue with its Submission Queues, bound to a host queue pair. One poller runs it.
+//! The path of a command has no lock, no allocation and no system call.
 
 mod departures;
 mod dirty;
@@ -46,40 +45,40 @@ use crate::spec::ids::QueueId;
 use crate::spec::sqe::Sqe;
 use crate::stats::StatusCounters;
 
-/// Commands taken from one Submission Queue before its neighbours get their turn.
+/// Commands taken from one Submission Queue before the next queue gets its turn.
 const BATCH_COMMANDS: u32 = 64;
 
-/// Bytes after which a batch ends, so that large commands do not make small ones wait.
+/// Bytes after which a batch ends, so that small commands do not wait for large ones.
 const BATCH_BYTES: u32 = 4 << 20;
 
-/// The same on a poller that has queues of other functions.
+/// `BATCH_BYTES` on a poller that also has queues of other functions.
 const SHARED_BATCH_BYTES: u32 = 256 << 10;
 
-/// Entries that are fetched ahead of the one that is read.
+/// Number of entries to prefetch ahead of the current one.
 const PREFETCH: u32 = 8;
 
-/// Ability of a shadow queue to go on.
+/// Operability of a shadow queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Condition {
     Sound,
-    /// Memory of its rings or doorbells is unmapped: it takes and posts nothing until it is back.
+    /// Memory of the rings or doorbells is unmapped. The queue takes and posts nothing until it is mapped again.
     Suspended {
         gone: Gpa,
         since: Ticks,
     },
-    /// It takes and posts nothing any more.
+    /// The queue takes and posts nothing until it is deleted.
     Failed,
 }
 
-/// Cost of a queue's passes. Each kind is compiled by itself.
+/// Kind of a queue's poll passes. Each kind is compiled separately, so that a cheaper kind has no checks of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Passes {
-    /// Commands pass, and nothing else is done for them.
+    /// Commands pass without extra work.
     Plain,
-    /// Live state is written.
+    /// In-flight tracking is written.
     Live,
-    /// More is done: notes of written pages, limits of the lease, commands in parts or again, completions that wait for
-    /// the rings' memory. Live state is written if there is any.
+    /// Other extra work is needed: the dirty log, limits of the lease, commands in parts or repeated, completions that wait
+    /// for ring memory. In-flight tracking is written too, if there is any.
     Special,
 }
 
@@ -87,24 +86,23 @@ pub(super) enum Passes {
 #[derive(Debug)]
 pub(crate) struct QueueContext {
     pub(crate) doorbells: Arc<DoorbellPage>,
-    /// True while the guest may store to them unnoticed.
+    /// State of the doorbells: untrapped while the guest may store to them without an exit.
     pub(crate) silence: Silence,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) tables: Arc<Tables>,
     /// Limits of the lease.
     pub(crate) limiter: Limiter,
-    /// Blocks of the lease. Queues take up others with the next table of the VM's memory.
+    /// Blocks of the lease. A queue adopts changed blocks together with the next table of the VM's memory.
     pub(crate) blocks: Mutex<Arc<LeasedBlocks>>,
-    /// Live state of queues that may outlive this process.
+    /// In-flight tracking, if the queues may outlive this process.
     pub(crate) live: Option<Arc<LiveState>>,
-    /// Commands that completed with an error.
+    /// Counters of commands that completed with an error.
     pub(crate) errors: StatusCounters,
-    /// Processor time of pollers.
+    /// Processor time of the pollers.
     pub(crate) processor_time: Arc<ProcessorTime>,
 }
 
 impl QueueContext {
-    /// Returns the blocks of the lease.
     pub(crate) fn blocks(&self) -> Arc<LeasedBlocks> {
         self.blocks
             .lock()
@@ -112,50 +110,49 @@ impl QueueContext {
             .clone()
     }
 
-    /// Changes the blocks of the lease.
     pub(crate) fn set_blocks(&self, blocks: LeasedBlocks) {
         *self.blocks.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(blocks);
     }
 }
 
-/// A shadow queue, as its poller sees it.
+/// Shadow queue as seen by its poller.
 #[derive(Debug)]
 pub struct ShadowQueue {
-    /// Dropped first: it waits for what it has in flight, which uses memory that the core keeps.
+    /// Dropped first: the drop waits for in-flight commands, which use memory that the core keeps.
     host: HostQueuePair,
     core: ShadowCore,
-    /// Ticks of its poller.
+    /// Processor time spent on the queue by its poller.
     bill: Bill,
-    /// Record of crashes in work for the queue, if it may outlive this process.
+    /// Crash record for work on the queue, if the queue may outlive this process.
     crashes: Option<CrashRecord>,
-    /// Dropped last: the lease lives as long as commands of it do.
+    /// Dropped last: the lease must outlive its commands.
     lease: HeldLease,
 }
 
 /// Value that holds a lease until it is dropped.
 type HeldLease = Arc<dyn Any + Send + Sync>;
 
-/// The host controller's end of a shadow queue.
+/// Host controller's end of a shadow queue.
 #[derive(Debug)]
 pub(crate) struct HostEnd {
     pub(crate) queue: HostQueuePair,
-    /// Its slots.
+    /// Number of slots.
     pub(crate) slots: u16,
-    /// The slots' own lists.
+    /// Memory for PRP lists and SGLs, one list per slot.
     pub(crate) lists: ListMemory,
     /// Limits of the host controller.
     pub(crate) limits: Limits,
     pub(crate) lease: HeldLease,
 }
 
-/// All of a shadow queue but its host queue, so that the two can be borrowed apart.
+/// Shadow queue without its host queue, so that both can be borrowed separately.
 #[derive(Debug)]
 pub(crate) struct ShadowCore {
     id: u64,
     context: Arc<QueueContext>,
     buffer: Option<DoorbellBuffer>,
     cq: CompletionQueue,
-    /// Record of positions and commands in flight, if the queue may outlive this process.
+    /// Record of positions and in-flight commands, if the queue may outlive this process.
     live: Option<LiveQueue>,
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
@@ -167,29 +164,29 @@ pub(crate) struct ShadowCore {
     departures: HeldDepartures,
     lost_epoch: usize,
     stopped: bool,
-    /// Its commands begin no further step.
+    /// True if the queue's commands start no further step.
     is_cut_short: bool,
     condition: Condition,
-    /// Completions that wait for the memory of the ring to come back.
+    /// Completions that wait for the ring's memory to be mapped again.
     held: Vec<(Cqe, Room)>,
-    /// Commands in flight that another process had, to be carried out again.
+    /// In-flight commands of the old server that must be executed again.
     repeats: Vec<Repeat>,
     passes: Passes,
-    /// True if what is written is noted.
+    /// True if written pages are noted in the dirty log.
     is_logged: bool,
     /// True if the lease has limits.
     is_limited: bool,
-    /// Moment up to which commands wait for the limits; `None` if none does.
+    /// Time until which commands wait for the lease's limits; `None` if none waits.
     rests_until: Option<Ticks>,
-    /// Moment since which commands wait for the limits; `None` if none does.
+    /// Time since which commands wait for the lease's limits; `None` if none waits.
     throttled_since: Option<Ticks>,
-    /// `None` while the queue rests. Dropped last: all memory of the VM's was let go of by then.
+    /// `None` while the queue is paused. Dropped last, after all references to the VM's memory.
     table_use: Option<TableUse>,
 }
 
 impl ShadowQueue {
-    /// A shadow queue without Submission Queues. `id` is its name among the pollers' queues. The slots' lists
-    /// are followed by [`PART_LISTS`](super::parts::PART_LISTS) others.
+    /// Creates a shadow queue without Submission Queues. `id` identifies it among the pollers' queues. `host.lists` has
+    /// [`PART_LISTS`](super::parts::PART_LISTS) lists in addition to those of the slots.
     pub(crate) fn new(
         id: u64,
         context: Arc<QueueContext>,
@@ -227,7 +224,7 @@ impl ShadowQueue {
             batch_bytes: BATCH_BYTES,
             generation,
             departures: HeldDepartures::default(),
-            // Memory that was lost before is looked for as well.
+            // The first poll checks for memory lost before the queue existed too.
             lost_epoch: lost_memory_epoch().wrapping_sub(1),
             stopped: false,
             is_cut_short: false,
@@ -251,60 +248,59 @@ impl ShadowQueue {
         }
     }
 
-    /// Its name among the pollers' queues.
+    /// Returns the identifier of the queue among the pollers' queues.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.core.id
     }
 
-    /// Its bill for its poller's time.
+    /// Returns the account of the poller's time for this queue.
     #[inline]
     pub(crate) fn bill(&self) -> &Bill {
         &self.bill
     }
 
-    /// As [`Self::bill`], to charge it.
+    /// Returns the account of [`Self::bill`] for charging.
     #[inline]
     pub(crate) fn bill_mut(&mut self) -> &mut Bill {
         &mut self.bill
     }
 
-    /// Its guest Completion Queue.
+    /// Returns the identifier of the guest's Completion Queue.
     #[must_use]
     pub fn cqid(&self) -> QueueId {
         self.core.cq.qid
     }
 
-    /// Begins its live state, if it has any: the queue is new.
+    /// Initializes the in-flight tracking of a new queue, if there is any.
     pub(crate) fn begin(&self) {
         if let Some(live) = &self.core.live {
             live.begin(&self.core.cq.indices);
         }
     }
 
-    /// Adds a Submission Queue that completes here.
+    /// Adds a Submission Queue that completes to this queue.
     pub(crate) fn add_sq(&mut self, sq: SubmissionQueue) {
         self.core.sqs.push(sq);
     }
 
-    /// Drops a Submission Queue. Nothing of it is in flight while no poller has the queue.
+    /// Removes a Submission Queue. No poller may have the shadow queue, so no command of it is in flight.
     pub(crate) fn remove_sq(&mut self, qid: QueueId) {
         self.core.sqs.retain(|sq| sq.qid != qid);
     }
 
-    /// Fails every command from now on: there is no namespace any more that they could be for.
+    /// Fails every command from now on, because the lease is revoked.
     pub(crate) fn revoke(&mut self) {
         self.core.translator.revoke();
     }
 
-    /// Reads doorbells from another place from now on. Returns whether it lies in the VM's memory.
+    /// Sets the Doorbell Buffer to read doorbells from. Returns whether the rings and doorbells lie in the VM's memory.
     pub(crate) fn set_doorbell_buffer(&mut self, buffer: Option<DoorbellBuffer>) -> bool {
         self.core.buffer = buffer;
         self.core.bind_memory().is_ok()
     }
 
-    /// Takes commands, if there are any, and completes what is done. Returns whether there was
-    /// anything to do.
+    /// Takes commands, and posts completions. Returns whether there was any work.
     #[inline]
     pub fn poll(&mut self) -> bool {
         let Self {
@@ -316,18 +312,18 @@ impl ShadowQueue {
         recorded(crashes.as_ref(), || host.poll(core))
     }
 
-    /// Asks the guest to notify us of its next doorbell write; before the poller parks.
+    /// Asks the guest to notify the next doorbell write, before the poller parks.
     pub fn arm(&mut self) {
         recorded(self.crashes.as_ref(), || self.core.arm());
     }
 
-    /// Looks once more after [`Self::arm`]. Returns whether there is something to do.
+    /// Checks for work once more after [`Self::arm`]. Returns whether there is any.
     pub fn look_again(&mut self) -> bool {
         recorded(self.crashes.as_ref(), || self.core.look_again())
     }
 
-    /// Returns whether something can happen here that notifies nobody: a doorbell write of its guest, or a
-    /// completion of a drive that is polled.
+    /// Returns whether work can arrive without a notification: a doorbell write of the guest, or a completion of a polled
+    /// drive.
     #[must_use]
     pub fn is_silent(&self) -> bool {
         self.has_silent_work()
@@ -337,22 +333,22 @@ impl ShadowQueue {
             }
     }
 
-    /// Returns whether something is on its way here that notifies nobody: a completion of a drive that is polled, or the
-    /// end of a suspension, for which time has to pass.
+    /// Returns whether work is pending whose end is not notified: a completion of a polled drive, or a suspension that
+    /// ends with time.
     #[must_use]
     pub fn has_silent_work(&self) -> bool {
         (self.host.is_polled() && !self.is_drained())
             || matches!(self.core.condition, Condition::Suspended { .. })
     }
 
-    /// Becomes readable when the host controller has completed something.
+    /// Returns the descriptor that is readable when the host controller has completed a command.
     #[must_use]
     pub fn wait_fd(&self) -> Option<std::os::fd::RawFd> {
         self.host.wait_fd()
     }
 
-    /// A moment before which none of the commands completes that wait for nothing but their time, and no
-    /// interrupt is due that is held back; `None` if there are no such commands and interrupts.
+    /// Returns the earliest time at which a timed command completes or a held-back interrupt is due; `None` if there is
+    /// neither.
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
         // A queue that is not sound posts nothing, so it settles no interrupt either.
@@ -361,13 +357,13 @@ impl ShadowQueue {
         due.into_iter().flatten().min()
     }
 
-    /// Returns the moment up to which commands wait for the limits of their lease; `None` if none does.
+    /// Returns the time until which commands wait for the limits of their lease; `None` if none waits.
     #[must_use]
     pub fn rests_until(&self) -> Option<Ticks> {
         self.core.rests_until
     }
 
-    /// Notes whether its poller has queues of other functions, too.
+    /// Sets whether the poller has queues of other functions too.
     pub(crate) fn share_poller(&mut self, is_shared: bool) {
         self.core.batch_bytes = if is_shared {
             SHARED_BATCH_BYTES
@@ -376,14 +372,14 @@ impl ShadowQueue {
         };
     }
 
-    /// Takes no more commands.
+    /// Stops taking commands.
     pub fn stop(&mut self) {
         self.core.stopped = true;
         self.host.hurry(true);
     }
 
-    /// Begins no further step of its commands, which then end as [`HostQueue::cut_short`] has it: it is
-    /// about to be deleted.
+    /// Lets in-flight commands start no further step, because the queue is about to be deleted. They end as described at
+    /// [`HostQueue::cut_short`].
     pub(crate) fn cut_short(&mut self) {
         self.core.is_cut_short = true;
         self.host.cut_short();
@@ -397,7 +393,7 @@ impl ShadowQueue {
         self.host.hurry(false);
     }
 
-    /// Returns whether the host controller has none of its commands.
+    /// Returns whether the host controller has no command of this queue.
     #[must_use]
     pub fn is_drained(&self) -> bool {
         self.core.slots.in_flight() == 0 && self.core.repeats.is_empty()
@@ -407,8 +403,7 @@ impl ShadowQueue {
 impl Drop for ShadowQueue {
     fn drop(&mut self) {
         if !self.host.settle() {
-            // Commands that the drive keeps may still reach the VM's memory and the leased blocks. Neither is given
-            // to another.
+            // Commands that the drive keeps may still access the VM's memory and the leased blocks. Neither may be reused.
             let table = self.core.translator.table().clone();
             let departures = std::mem::take(&mut self.core.departures);
             keep_for_good((table, departures, self.lease.clone()));
@@ -426,7 +421,7 @@ impl ShadowCore {
             self.check_lost_memory();
         }
         match self.passes {
-            // Plain and live passes are those of a sound queue, and do not look at its condition.
+            // Plain and live passes require a sound queue and do not check its condition.
             _ if !self.is_sound() => self.special_pass(host),
             Passes::Plain => self.pass::<H, false, false>(host),
             Passes::Live => self.live_pass(host),
@@ -479,8 +474,8 @@ impl ShadowCore {
             let mut batch = host.batch();
             let mut taken = false;
             for index in 0..self.sqs.len() {
-                // By count of instructions: a drive that completes later has more code around both loops,
-                // for which the processor's registers are too few.
+                // By count of instructions: a drive that completes later has more code around both loops, which exceeds the
+                // processor's registers.
                 taken |= match H::COMPLETES {
                     Completes::Later => self.take_apart::<H, SPECIAL, LIVE>(index, &mut batch),
                     _ => self.take::<H, SPECIAL, LIVE>(index, &mut batch),
@@ -500,7 +495,7 @@ impl ShadowCore {
         if host.has_failed() {
             self.fail(QueueFailure::HostQueue);
         }
-        // The guest's memory of a queue that is not sound may have been unmapped, its doorbell included.
+        // If the queue is not sound, the guest's memory may be unmapped, including the doorbell.
         if sound && self.cq.gate.is_owed() {
             self.settle_interrupt();
         }
@@ -510,7 +505,7 @@ impl ShadowCore {
         worked
     }
 
-    /// [`Self::take`] as a function of its own.
+    /// Calls [`Self::take`] as a separate, not inlined function.
     #[inline(never)]
     fn take_apart<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -520,7 +515,7 @@ impl ShadowCore {
         self.take::<H, SPECIAL, LIVE>(index, batch)
     }
 
-    /// Takes commands of one Submission Queue and submits them. Returns whether there are any.
+    /// Takes commands from one Submission Queue and submits them. Returns whether there are any.
     #[inline(always)]
     fn take<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -533,11 +528,11 @@ impl ShadowCore {
             return false;
         }
         if !self.context.tables.is_newest(self.generation) {
-            // Memory that was mapped before the guest wrote its doorbell is in the newest table, which
-            // the next pass begins with.
+            // Memory that was mapped before the guest wrote its doorbell is in the newest table. The next pass starts with that
+            // table.
             return true;
         }
-        // At least once per half round, so that its EventIdx stays behind it.
+        // The head is read at least once per half round, so that its EventIdx stays behind it.
         if self.cq.indices.room() < available.max(self.cq.entries() / 2) {
             self.look_at_head();
         }
@@ -565,7 +560,7 @@ impl ShadowCore {
         } = self;
         let live = live.as_ref().filter(|_| LIVE);
         if LIVE && !SPECIAL && live.is_none() {
-            // A live pass has live state. With this look, none of its commands has to look.
+            // A live pass has in-flight tracking. This check spares one per command.
             debug_assert!(live.is_some(), "a live pass without live state");
             return false;
         }
@@ -583,10 +578,10 @@ impl ShadowCore {
         let taken = Ticks::now();
         batch.announce(count, taken);
         cq.gate.taken(taken);
-        // A batch goes on while it has fewer bytes than that.
+        // A batch continues while it has fewer bytes than `batch_bytes`.
         let mut bytes_left = *batch_bytes - 1;
         let mut last_bytes = 0;
-        // A slot is free for each of them, by the count above.
+        // The count above ensures a free slot for each command.
         while let Some(mut permit) = slots.reserve()
             && let Some(room) = rooms.split_off()
         {
@@ -653,8 +648,7 @@ impl ShadowCore {
         true
     }
 
-    /// Returns the number of commands that the limits of the lease allow now, as there are some. If it is none, the
-    /// queue rests.
+    /// Returns the number of commands that the limits of the lease allow now. If the number is 0, the queue rests.
     #[cold]
     fn allowance(&mut self) -> u32 {
         if !self.is_limited {
@@ -670,7 +664,7 @@ impl ShadowCore {
         allowance
     }
 
-    /// Notes whether commands wait for the limits of their lease now.
+    /// Accounts the time in which commands wait for the limits of their lease.
     #[cold]
     fn throttle(&mut self, waits: bool, now: Ticks) {
         match (self.throttled_since, waits) {
@@ -683,7 +677,7 @@ impl ShadowCore {
         }
     }
 
-    /// Takes the next step of commands that are carried out in parts. Returns whether there was any.
+    /// Executes the next steps of commands in parts. Returns whether there were any.
     #[cold]
     #[inline(never)]
     fn submit_parts<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -718,7 +712,7 @@ impl ShadowCore {
         worked
     }
 
-    /// Completes what the host controller has done. Returns whether there was anything.
+    /// Posts the completions of the host controller. Returns whether there were any.
     #[inline]
     fn reap<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -727,7 +721,7 @@ impl ShadowCore {
         self.post::<H, SPECIAL, LIVE>(|memory, posting| host.reap(memory, posting))
     }
 
-    /// Posts the completions that `give` hands over. Returns whether there was any.
+    /// Posts the completions that `give` delivers. Returns whether there were any.
     #[inline(always)]
     fn post<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -801,7 +795,7 @@ impl ShadowCore {
         true
     }
 
-    /// Looks how far the guest has consumed.
+    /// Reads the head up to which the guest has consumed entries.
     #[inline]
     fn look_at_head(&mut self) {
         let (events, live) = (&self.context.events, self.live.as_ref());
@@ -819,7 +813,7 @@ impl ShadowCore {
         }
     }
 
-    /// As [`Self::settle_interrupt`], where the interrupt is the pin.
+    /// Settles the interrupt as [`Self::settle_interrupt`] does, if it is the INTx pin.
     #[cold]
     #[inline(never)]
     fn settle_pin(&mut self) {
@@ -832,8 +826,9 @@ impl ShadowCore {
             return;
         };
         self.look_at_head();
-        // The guest has to write the register for the level to fall, and asks by EventIdx whether it is to. A guest that
-        // moved on before it could know is seen once more. It has consumed something each time.
+        // The level falls only when the guest writes the register, so EventIdx must ask for that write. If the guest moved the
+        // head before it could see the new EventIdx, the head is read again. The loop ends, as the guest consumes entries each
+        // time.
         while by_access && !self.cq.doorbell.is_armed(self.cq.indices.head().get()) {
             self.cq.doorbell.arm(self.cq.indices.head().get());
             self.look_at_head();
@@ -844,7 +839,7 @@ impl ShadowCore {
         }
     }
 
-    /// Returns the guest's outstanding work.
+    /// Returns the guest's outstanding commands and completions.
     #[inline]
     fn standing(&self) -> Standing {
         Standing {
@@ -866,7 +861,7 @@ impl ShadowCore {
                 self.cq.counters.interrupts.add(1);
             }
         }
-        // The clock ends a rest, so the guest need not notify.
+        // A timer ends a rest, so the guest need not notify.
         if self.rests_until.is_none() {
             for sq in &mut self.sqs {
                 sq.doorbell.arm(sq.head.get());
@@ -876,7 +871,7 @@ impl ShadowCore {
             self.note_event_idx();
         }
         let head = self.cq.indices.head().get();
-        // Only a full queue waits for the guest to consume.
+        // Only a full queue waits for the guest to consume entries.
         if self.cq.indices.room() == 0 {
             self.cq.doorbell.arm(head);
         } else {
@@ -911,7 +906,7 @@ impl ShadowCore {
         self.condition == Condition::Sound
     }
 
-    /// The queue cannot go on: it takes nothing more and posts nothing more.
+    /// Fails the queue permanently: it takes and posts nothing.
     #[cold]
     fn fail(&mut self, reason: QueueFailure) {
         if self.condition != Condition::Failed {
@@ -929,7 +924,7 @@ impl ShadowCore {
     }
 }
 
-/// A guest's command, as it was taken.
+/// Guest command as it was taken.
 #[derive(Clone, Copy, Debug)]
 struct Arrival<'a> {
     command: &'a Sqe,
@@ -938,36 +933,36 @@ struct Arrival<'a> {
     taken: Ticks,
 }
 
-/// A slot, and room for a completion, that a command takes or gives back.
+/// Slot and completion entry reserved for a command.
 struct Reserved<'a> {
     permit: Permit<'a>,
     room: Room,
 }
 
-/// The guest's queues of a command.
+/// Guest queues of a command.
 struct GuestQueues<'a> {
     context: &'a QueueContext,
     cq: &'a mut CompletionQueue,
     sq: &'a mut SubmissionQueue,
 }
 
-/// Record of a command in the live state.
+/// In-flight record of a command.
 struct Record<'a> {
     live: Option<&'a LiveQueue>,
     /// Mark of the next command.
     next: Mark,
 }
 
-/// Way of a command to the host controller.
+/// Parts of the queue that carry a command to the host controller.
 struct Way<'a> {
     translator: &'a mut Translator,
     parts: &'a mut Parts,
     passes: &'a mut Passes,
 }
 
-/// Completes a command that does not reach the host controller, or has it carried out in parts. Returns the bytes of
-/// its data then.
-// No more arguments than registers for them: those on the stack cost each command of the batch.
+/// Completes a command that does not reach the host controller, or starts it in parts. Returns its data bytes if it was
+/// started.
+// Arguments beyond the register count go to the stack and cost time for each command of the batch.
 #[cold]
 #[inline(never)]
 fn not_one_command<H: TranslatedQueue>(

@@ -1,4 +1,4 @@
-//! A host queue of any kind.
+//! Type-erased host queues.
 
 use std::fmt;
 use std::os::fd::RawFd;
@@ -10,9 +10,9 @@ use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair};
 use crate::shadow::CommandSet;
 use crate::spec::sqe::Sqe;
 
-/// A host queue, whatever its kind.
+/// Host queue of any type.
 ///
-/// A poll of a shadow queue is one virtual call: behind it, the code is generic over the kind of host queue.
+/// Polling a shadow queue takes one virtual call. The code behind the call is generic over the host queue's type.
 pub struct HostQueuePair(Box<dyn AnyQueue>);
 
 impl fmt::Debug for HostQueuePair {
@@ -21,7 +21,7 @@ impl fmt::Debug for HostQueuePair {
     }
 }
 
-/// [`HostQueue`] without its types.
+/// Object-safe form of [`HostQueue`].
 trait AnyQueue: fmt::Debug + Send {
     fn poll(&mut self, core: &mut ShadowCore) -> bool;
     fn ring_in(&mut self, commands: &[Sqe], memory: HostMemory<'_>);
@@ -98,24 +98,24 @@ impl<Q: HostQueue<Commands: CommandSet> + fmt::Debug + Send> AnyQueue for Q {
 }
 
 impl HostQueuePair {
-    /// Makes a queue one whose kind is not known.
+    /// Wraps a host queue and erases its type.
     pub fn new<Q: HostQueue<Commands: CommandSet> + fmt::Debug + Send + 'static>(queue: Q) -> Self {
         Self(Box::new(queue))
     }
 
-    /// Has the rest of its shadow queue take commands and complete what is done. Returns whether there was
-    /// anything to do.
+    /// Polls the host queue with the rest of its shadow queue: takes commands and posts completions. Returns whether there
+    /// was any work.
     #[inline]
     pub(crate) fn poll(&mut self, core: &mut ShadowCore) -> bool {
         self.0.poll(core)
     }
 
-    /// Submits commands and rings: all of a [batch](HostQueue::batch).
+    /// Submits commands as one [batch](HostQueue::batch) and rings the doorbell.
     pub fn ring_in(&mut self, commands: &[Sqe], memory: HostMemory<'_>) {
         self.0.ring_in(commands, memory);
     }
 
-    /// Appends completions that are there to `done`, as [`HostQueue::reap`] hands them over.
+    /// Appends available completions to `done`, as [`HostQueue::reap`] does.
     pub fn reap_into(&mut self, memory: HostMemory<'_>, done: &mut Vec<HostCompletion>) {
         self.0.reap_into(memory, done);
     }

@@ -1,4 +1,4 @@
-//! Reports to the guest about its commands: completions, counters, its error log.
+//! Posting to the guest: completions, counters and the error log.
 
 use std::marker::PhantomData;
 
@@ -19,9 +19,9 @@ use crate::spec::cqe::Cqe;
 use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
 
-/// Gives the guest its completions.
+/// Receiver of host completions, which posts them to the guest.
 pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
-    /// Which kind of host queue they are from.
+    /// Type of the host queue.
     pub(super) kind: PhantomData<fn(H)>,
     pub(super) cq: &'a mut CompletionQueue,
     pub(super) live: Option<&'a LiveQueue>,
@@ -35,17 +35,17 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     pub(super) parts: &'a mut Parts,
     /// Kind of the next passes.
     pub(super) passes: &'a mut Passes,
-    /// True if what is written is noted.
+    /// True if written pages are noted in the dirty log.
     pub(super) is_logged: bool,
-    /// True if the queue's commands begin no further step.
+    /// True if the queue's commands start no further step.
     pub(super) is_cut_short: bool,
-    /// Number of completions in special passes. Those of others are what the Completion Queue was filled with.
+    /// Number of completions in a special pass. Other passes count by the Completion Queue's tail.
     pub(super) completed: u32,
-    /// When the first of them was posted, or [`NOT_YET`].
+    /// Time at which the first completion was posted, or [`NOT_YET`].
     pub(super) now: Ticks,
 }
 
-/// Time of the first completion before there is one.
+/// Value of `Posting::now` before the first completion.
 pub(super) const NOT_YET: Ticks = Ticks(0);
 
 impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
@@ -53,7 +53,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
 {
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
-        // A number that no command in flight has is a completion that came too late.
+        // A completion without an in-flight command arrived too late.
         let Some((slot, room)) = self.slots.release(completion.slot) else {
             return;
         };
@@ -108,18 +108,18 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             }
             let ended_here = completion.status == Status::ABORTED_SQ_DELETION;
             if LIVE && self.live.is_some() && self.is_cut_short && ended_here {
-                // It keeps its mark: the process that takes the queue up carries it out. After a reset, which cuts
-                // queues short as well, no guest waits for it.
+                // The command keeps its mark, so that the successor process executes it. After a reset, which cuts queues short
+                // too, no guest waits for the command.
                 if SPECIAL {
                     self.completed -= 1;
                 }
                 return;
             }
-            // Before the guest sees the completion and asks for the error log.
+            // Must precede the completion, after which the guest may read the error log.
             report_failure(self.context, sq, slot, completion.status);
         }
         let HostCompletion { status, dw0, .. } = completion;
-        // Put together for each use. Otherwise the processor's registers would have to keep it while the entry is published.
+        // Built for each use. A shared value would occupy registers while the entry is published.
         let command = |slot: &Slot| CompletedCommand {
             opcode: slot.opcode(),
             slba: slot.slba,
@@ -137,7 +137,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
                 live.clear(completion.slot);
             }
         }
-        // The guest has its completion; what follows nobody waits for.
+        // The completion is posted, so the statistics below delay no one.
         if self.now == NOT_YET {
             self.now = Ticks::now();
         }

@@ -1,6 +1,6 @@
-//! Commands that are carried out again, in their slots: those that were in flight when the process that had the queue ended,
-//! and those that a reset of the drive took away. The drive is given the latter as it was given them before. Their guest
-//! learns of them only if a reset has taken them away again and again.
+//! Repeated commands, each in its old slot. Commands that were in flight when the old server ended are translated again.
+//! Commands that a reset of the drive interrupted are resubmitted unchanged. The guest sees Command Interrupted for these
+//! only if they must not be resubmitted.
 
 use super::posting::fail_command;
 use super::{Arrival, Condition, GuestQueues, Record, Reserved, ShadowCore, Way, not_one_command};
@@ -15,20 +15,20 @@ use crate::spec::ids::QueueId;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
-/// A command that is to be carried out again.
+/// Command that must be executed again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Repeat {
-    /// Its slot, which is free until the command is submitted.
+    /// Its slot, which stays free until the command is submitted.
     pub(super) slot: u16,
-    /// The identifier of its Submission Queue.
+    /// Identifier of its Submission Queue.
     pub(super) sqid: QueueId,
-    /// The command, as the guest gave it.
+    /// The guest's command.
     pub(super) command: Sqe,
 }
 
 impl ShadowCore {
-    /// Submits the commands that are to be carried out again, before any other is taken. They count for no limit, as
-    /// they did when they were taken. Returns whether there was any.
+    /// Submits the commands that must be executed again, before any other command is taken. They are not charged to the limits
+    /// again. Returns whether there were any.
     #[cold]
     #[inline(never)]
     pub(super) fn submit_repeats<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -38,7 +38,7 @@ impl ShadowCore {
         batch.announce(repeats.len() as u32, taken);
         for repeat in &repeats {
             if self.repeat::<H>(repeat, taken, &mut batch).is_none() {
-                // The state was checked for room and slots.
+                // The state was checked for free completion entries and slots.
                 drop(batch);
                 self.fail(QueueFailure::HostQueue);
                 return true;
@@ -49,8 +49,8 @@ impl ShadowCore {
         !repeats.is_empty()
     }
 
-    /// Gives the drive again what a reset took away, also while the queue takes nothing new. Commands of a queue that is
-    /// about to be deleted or has failed end. Returns whether there was any.
+    /// Resubmits commands that a reset interrupted, even while the queue takes no new commands. If the queue failed or is about
+    /// to be deleted, completes them instead. Returns true.
     #[cold]
     #[inline(never)]
     pub(super) fn submit_interrupted<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -59,7 +59,7 @@ impl ShadowCore {
             self.end_all::<H>(interrupted, Status::ABORTED_SQ_DELETION);
             return true;
         }
-        // Their memory may have been unmapped since. They end as if it had been before.
+        // If memory of a command was unmapped since, the command completes with Command Interrupted.
         let is_stale = |slot: &u16| self.slots.is_stale(*slot);
         let (stale, interrupted): (Vec<u16>, Vec<u16>) =
             interrupted.into_iter().partition(is_stale);
@@ -77,7 +77,7 @@ impl ShadowCore {
         true
     }
 
-    /// Ends commands that the drive does not have.
+    /// Completes commands that the drive does not have.
     #[cold]
     fn end_all<H: TranslatedQueue>(&mut self, slots: Vec<u16>, status: Status) {
         self.post::<H, true, true>(|_, mut posting| {
@@ -91,7 +91,7 @@ impl ShadowCore {
         });
     }
 
-    /// `None` if there is no room or no slot for it.
+    /// Executes a command again; `None` if there is no completion entry or slot for it.
     fn repeat<H: TranslatedQueue>(
         &mut self,
         repeat: &Repeat,
@@ -116,7 +116,7 @@ impl ShadowCore {
         } = *repeat;
         let at = sqs.iter().position(|sq| sq.qid == sqid);
         let Some((index, sq)) = at.and_then(|index| Some((index, sqs.get_mut(index)?))) else {
-            // The guest has deleted the queue meanwhile.
+            // The guest has deleted the queue since.
             if let Some(live) = live {
                 live.clear(slot);
             }

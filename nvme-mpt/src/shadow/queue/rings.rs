@@ -1,4 +1,4 @@
-//! The guest's queues: where their rings are, how far we and the guest have come in them.
+//! Guest queues: location of the rings, and positions of the poller and the guest in them.
 
 use std::sync::Arc;
 
@@ -22,33 +22,33 @@ use crate::stats::QueueCounters;
 /// Treatment of a queue whose ring, or whose page of the Doorbell Buffer, does not lie in the VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnmappedRing {
-    /// The queue is not made.
+    /// The queue is not created.
     Refused,
-    /// The queue is made, and waits for the memory: it existed before, and the VMM has unmapped the memory since.
+    /// The queue is created and waits for the memory, because it existed before the VMM unmapped the memory.
     AwaitedMemory,
 }
 
-/// A guest's Submission Queue.
+/// Guest Submission Queue.
 #[derive(Debug)]
 pub(crate) struct SubmissionQueue {
     pub(super) qid: QueueId,
     pub(super) base: Gpa,
     pub(super) ring: SubmissionRing,
     pub(super) head: RingIndex,
-    /// Origin of completions, which follows the head with each batch.
+    /// Queue identifier and head for completions. The head is updated with each batch.
     pub(super) origin: Origin,
     pub(super) doorbell: DoorbellSource,
-    /// The last value of the doorbell that was no index of the queue: reported, and ignored.
+    /// Last invalid value of the doorbell, which was reported and ignored.
     pub(super) bad_tail: Option<u32>,
     pub(super) counters: Arc<QueueCounters>,
-    /// Record of the queue's head, if it may outlive this process.
+    /// In-flight record of the queue's head, if the queue may outlive this process.
     pub(super) live: Option<LiveHead>,
-    /// Record of its counts, if they may outlive this process.
+    /// In-flight record of the queue's counters, if the queue may outlive this process.
     pub(super) live_counts: Option<LiveCounts>,
 }
 
 impl SubmissionQueue {
-    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory, unless that is awaited.
+    /// Creates the queue; `None` if its ring or its Doorbell Buffer does not lie in the VM's memory and is not awaited.
     pub(crate) fn new(
         config: &SqConfig,
         context: &QueueContext,
@@ -85,14 +85,14 @@ impl SubmissionQueue {
         })
     }
 
-    /// Begins its live state, if it has any: the queue is new.
+    /// Initializes the in-flight tracking of a new queue, if there is any.
     pub(crate) fn begin(&mut self) {
         if let Some(live) = &mut self.live {
             live.begin(self.head);
         }
     }
 
-    /// Records what was counted, if that may outlive this process.
+    /// Records the counters, if the queue may outlive this process.
     #[inline]
     pub(super) fn record_counts(&mut self) {
         if let Some(record) = &mut self.live_counts {
@@ -100,18 +100,18 @@ impl SubmissionQueue {
         }
     }
 
-    /// Has completions from now on name the head.
+    /// Updates the head that completions report.
     #[inline]
     pub(super) fn follow_head(&mut self) {
         self.origin = Origin::new(self.qid, self.head.get() as u16);
     }
 
-    /// Returns the number of the queue's entries.
+    /// Returns the number of entries.
     pub(super) fn entries(&self) -> u32 {
         self.head.size().entries()
     }
 
-    /// Entries that the guest has submitted and nobody has taken.
+    /// Returns the number of submitted entries that are not taken yet.
     #[inline]
     pub(super) fn available(&mut self, events: &EventQueue) -> u32 {
         let tail = self.doorbell.load();
@@ -130,13 +130,13 @@ impl SubmissionQueue {
     }
 }
 
-/// A guest's Completion Queue.
+/// Guest Completion Queue.
 #[derive(Debug)]
 pub(crate) struct CompletionQueue {
     pub(super) qid: QueueId,
     pub(super) base: Gpa,
     pub(super) ring: CompletionRing,
-    /// A command is taken only against room here, so a completion never finds the queue full.
+    /// A command is taken only if its completion entry can be reserved here, so a completion never finds the queue full.
     pub(super) indices: CompletionIndices,
     pub(super) doorbell: DoorbellSource,
     pub(super) bad_head: Option<u32>,
@@ -145,7 +145,7 @@ pub(crate) struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory, unless that is awaited.
+    /// Creates the queue; `None` if its ring or its Doorbell Buffer does not lie in the VM's memory and is not awaited.
     pub(crate) fn new(
         config: &CqConfig,
         context: &QueueContext,
@@ -188,13 +188,13 @@ impl CompletionQueue {
         completion_ring(&table, config.base, config.entries).is_some()
     }
 
-    /// Returns the number of the queue's entries.
+    /// Returns the number of entries.
     #[inline]
     pub(super) fn entries(&self) -> u32 {
         self.indices.size().entries()
     }
 
-    /// Looks how far the guest has consumed, and records it.
+    /// Reads the head up to which the guest has consumed entries, and records it.
     pub(super) fn look_at_head(&mut self, events: &EventQueue, live: Option<&LiveQueue>) {
         let head = self.doorbell.load();
         if head == self.indices.head().get() {
@@ -211,14 +211,13 @@ impl CompletionQueue {
             }
             return;
         }
-        // Before commands are taken against the room that the guest has made.
+        // The record must precede commands that use the freed entries.
         if let Some(live) = live {
             live.store_head(self.indices.head());
         }
         self.doorbell.keep_quiet(head);
     }
 
-    /// Publishes an entry with a clear Phase Tag.
     #[inline]
     pub(super) fn publish(&mut self, entry: Cqe, room: Room) {
         let tail = self.indices.tail();
@@ -227,8 +226,8 @@ impl CompletionQueue {
     }
 }
 
-/// Returns memory that stands in for a ring until that is mapped. Nothing reads or writes it: a queue is bound to the VM's
-/// memory before it is polled, or suspended. `None` if such a queue is refused.
+/// Returns memory that replaces a ring until the ring is mapped; `None` if such a queue is refused. The memory is never
+/// accessed: before its first poll, a queue is either bound to the VM's memory or suspended.
 fn unused_memory(unmapped: UnmappedRing, len: u64) -> Option<Arc<Mapping>> {
     match unmapped {
         UnmappedRing::Refused => None,
@@ -239,7 +238,7 @@ fn unused_memory(unmapped: UnmappedRing, len: u64) -> Option<Arc<Mapping>> {
     }
 }
 
-/// Finds a doorbell. The register stands in for a Doorbell Buffer that is awaited.
+/// Returns the source of a doorbell's value. If the Doorbell Buffer is awaited, the register is used instead.
 fn doorbell_source(
     context: &QueueContext,
     doorbell: Doorbell,
@@ -280,7 +279,7 @@ pub(super) fn completion_ring(
     }
 }
 
-/// Finds the pages of a ring that no run holds as a whole.
+/// Returns the pages of a ring that does not lie in a single run.
 fn pages(table: &RegionTable, base: Gpa, len: u64) -> Option<Vec<(Arc<Mapping>, usize)>> {
     let pages = (0..len).step_by(PAGE_SIZE as usize).map(|at| {
         let (mapping, offset) = table.locate(base.checked_add(at)?, PAGE_SIZE)?;
@@ -289,12 +288,12 @@ fn pages(table: &RegionTable, base: Gpa, len: u64) -> Option<Vec<(Arc<Mapping>, 
     pages.collect()
 }
 
-/// Bytes of a Submission Queue.
+/// Returns the size of a Submission Queue in bytes.
 pub(super) fn submission_ring_len(entries: u32) -> u64 {
     u64::from(entries) * size_of::<Sqe>() as u64
 }
 
-/// Bytes of a Completion Queue.
+/// Returns the size of a Completion Queue in bytes.
 pub(super) fn completion_ring_len(entries: u32) -> u64 {
     u64::from(entries) * size_of::<Cqe>() as u64
 }

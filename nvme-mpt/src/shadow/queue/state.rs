@@ -1,5 +1,4 @@
-//! A shadow queue at rest: it lets go of the VM's memory, is saved and restored, and takes hold of
-//! memory again.
+//! A shadow queue at rest: releasing the VM's memory and using it again, saving and restoring.
 
 use std::sync::Arc;
 
@@ -16,7 +15,7 @@ use crate::spec::cqe::{Cqe, CqeHigh};
 use crate::spec::ids::QueueId;
 
 impl ShadowQueue {
-    /// Tells the guest what it was not told of yet.
+    /// Settles the interrupt for completions that the guest has not been told of.
     pub(crate) fn settle(&mut self) {
         let core = &mut self.core;
         if !core.is_sound() {
@@ -31,15 +30,14 @@ impl ShadowQueue {
         }
     }
 
-    /// Lets go of the VM's memory, with nothing in flight: whoever takes memory away need not wait
-    /// for this queue.
+    /// Releases the VM's memory, with nothing in flight, so that an unmap need not wait for this queue.
     pub(crate) fn let_go(&mut self) {
         let core = &mut self.core;
         drop(core.translator.set_table(Arc::default()));
         core.table_use = None;
     }
 
-    /// Takes hold of the VM's memory again, as it is now.
+    /// Uses the current VM's memory again.
     pub(crate) fn take_hold(&mut self, used: UsedTable) {
         let UsedTable { table_use, table } = used;
         let core = &mut self.core;
@@ -54,7 +52,7 @@ impl ShadowQueue {
         }
     }
 
-    /// Saves its state, while it rests. `vectors` are all there are, by number.
+    /// Saves the state of a queue at rest. `vectors` are all vectors of the function, by number.
     pub(crate) fn save(&self, vectors: &[Arc<InterruptVector>]) -> CompletionQueueState {
         let ShadowCore {
             cq,
@@ -84,7 +82,7 @@ impl ShadowQueue {
         }
     }
 
-    /// Gives a new queue the state of a saved one. The saved state has been checked.
+    /// Restores a checked state into a new queue.
     pub(crate) fn restore(&mut self, state: &CompletionQueueState) {
         let core = &mut self.core;
         core.cq.restore(state);
@@ -92,7 +90,7 @@ impl ShadowQueue {
             core.condition = Condition::Failed;
         }
         let held = state.held.iter();
-        // There is room for each of them, as was checked.
+        // The state was checked, so each completion can be reserved.
         core.held.extend(held.filter_map(|[low, high]| {
             let entry = Cqe {
                 low: *low,
@@ -100,14 +98,14 @@ impl ShadowQueue {
             };
             Some((entry.with_phase(false), core.cq.indices.reserve()?))
         }));
-        // A queue that has failed carries nothing out.
+        // A failed queue executes nothing.
         let repeats = state.in_flight.iter().filter(|_| !state.failed);
         core.repeats = repeats.map(Repeat::restored).collect();
         core.note_special();
         if let Some(live) = &core.live {
             record_restored(live, &core.cq, state);
         }
-        // They wait for the rings' memory, which is looked for when it takes hold of it.
+        // Held completions wait for the rings' memory. The queue looks for the memory when it is resumed.
         if !core.held.is_empty() && core.is_sound() {
             let (gone, since) = (core.cq.base, Ticks::now());
             core.condition = Condition::Suspended { gone, since };
@@ -120,7 +118,7 @@ impl CompletionQueue {
         let CompletionQueueState {
             qid: _,
             base: _,
-            // Its indices have these four.
+            // `state.indices()` covers these four.
             entries: _,
             tail: _,
             phase: _,
@@ -142,11 +140,11 @@ impl CompletionQueue {
     }
 }
 
-/// Records in its live state what a queue was restored to. The heads of its Submission Queues are recorded already. So
-/// the queue can be taken up once more, wherever the process ends in this.
+/// Records a restored queue in its in-flight tracking. The heads of its Submission Queues must be recorded already.
+/// This order keeps the queue restorable if the process ends at any point.
 fn record_restored(live: &LiveQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
     if !state.held.is_empty() {
-        // They have no slots. Until they are posted, the queue cannot be taken up.
+        // Held completions have no slots, so the queue cannot be restored until they are posted.
         live.forget();
     }
     for command in &state.in_flight {
@@ -192,7 +190,7 @@ impl SubmissionQueue {
         }
     }
 
-    /// Gives a new queue the state of a saved one. The saved state has been checked.
+    /// Restores a checked state into a new queue.
     pub(crate) fn restore(&mut self, state: &SubmissionQueueState) {
         if let Some(head) = RingIndex::at(self.head.size(), state.head) {
             self.head = head;

@@ -156,7 +156,8 @@ impl Controller {
                 false => status::CQ_INVALID,
             });
         }
-        self.sqs.insert(id, Sq::new(base, entries, cq));
+        let priority = (sqe.cdw(11) >> 1 & 0b11) as u8;
+        self.sqs.insert(id, Sq::new(base, entries, cq, priority));
         self.counters.queues_created += 1;
         let now = self.sqs.len() as u64 - 1;
         self.counters.queues_most = self.counters.queues_most.max(now);
@@ -208,6 +209,11 @@ impl Controller {
                 }
                 Ok(crate::identify::field::u32(&granted, 0))
             }
+            feature::ARBITRATION => {
+                self.counters.arbitrations += 1;
+                self.arbitration = sqe.cdw(11);
+                Ok(0)
+            }
             feature::ASYNC_EVENT_CONFIG => {
                 self.event_config = sqe.cdw(11);
                 Ok(0)
@@ -220,6 +226,7 @@ impl Controller {
     fn get_features(&mut self, sqe: &Sqe) -> Answer {
         match sqe.cdw(10) as u8 {
             feature::NUMBER_OF_QUEUES => Ok(u32::from(self.options.queue_pairs - 1) * 0x1_0001),
+            feature::ARBITRATION => Ok(self.arbitration),
             feature::ASYNC_EVENT_CONFIG => Ok(self.event_config),
             feature::VOLATILE_WRITE_CACHE if self.options.volatile_cache => Ok(1),
             _ => Err(status::INVALID_FIELD),

@@ -304,6 +304,36 @@ impl ModelDrive {
         self.controller().cc & CC_ENABLE != 0
     }
 
+    /// Returns the weights of the classes High, Medium and Low, if it was enabled with weighted round robin.
+    pub fn weights(&self) -> Option<[u32; 3]> {
+        let controller = self.controller();
+        controller.is_weighted().then(|| controller.weights())
+    }
+
+    /// Returns the Arbitration Burst, as a power of two.
+    pub fn arbitration_burst(&self) -> u32 {
+        self.controller().arbitration & 0b111
+    }
+
+    /// Returns QPRIO of each I/O Submission Queue.
+    pub fn priorities(&self) -> Vec<u8> {
+        let controller = self.controller();
+        let io = controller.sqs.iter().filter(|(id, _)| **id != 0);
+        io.map(|(_, sq)| sq.priority).collect()
+    }
+
+    /// Returns the number of commands that wait in its I/O Submission Queues.
+    pub fn waiting(&self) -> u32 {
+        let controller = self.controller();
+        let io = controller.sqs.iter().filter(|(id, _)| **id != 0);
+        io.map(|(_, sq)| sq.waiting()).sum()
+    }
+
+    /// Returns the queues of the I/O commands that it has taken since the last call, in order; of many, the first.
+    pub fn taken(&self) -> Vec<u16> {
+        std::mem::take(&mut self.controller().taken)
+    }
+
     /// I/O queue pairs that there are.
     pub fn queue_pairs(&self) -> usize {
         self.controller().sqs.len().saturating_sub(1)

@@ -50,6 +50,8 @@ impl Controller {
         put_text(data, 4, 20, "MODEL0001");
         put_text(data, 24, 40, "Model of an NVMe Drive");
         put_text(data, 64, 8, "1.0");
+        // RAB: four commands.
+        data[72] = 2;
         data[77] = options.mdts;
         put(data, 80, &options.version.to_le_bytes());
         // OAES: Namespace Attribute Notices.

@@ -11,7 +11,7 @@
 //! are never completed, when the controller is disabled. So memory that a driver gives back too early
 //! is found out.
 //!
-//! Not here: moderation of interrupts, metadata, controller memory buffers, arbitration but round robin.
+//! Not here: moderation of interrupts, metadata, controller memory buffers, bursts of arbitration.
 
 mod admin;
 mod bar;
@@ -48,7 +48,7 @@ use crate::rng::Rng;
 use faults::{Effect as Met, Faults};
 use iommu::DoorbellRegisters;
 use namespace::Namespace;
-use queues::{Cq, Sq};
+use queues::{Cq, Sq, WeightedTurns};
 use registers::Phase;
 
 /// All optional commands.
@@ -58,6 +58,9 @@ pub const ONCS_ALL: u16 = ONCS_COMPARE
     | ONCS_WRITE_ZEROES
     | ONCS_VERIFY
     | ONCS_COPY;
+
+/// Commands whose queues are kept.
+const TAKEN: usize = 4096;
 
 /// Complaints that are kept.
 const COMPLAINTS: usize = 16;
@@ -71,6 +74,17 @@ pub enum DoorbellBufferUse {
     Watched,
     /// The drive looks at the buffer when a register was written, and asks for the next such write.
     Asked,
+}
+
+/// The drive's arbitration between Submission Queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arbitration {
+    /// Round robin alone (CAP.AMS).
+    InTurn,
+    /// Weighted round robin, too.
+    Weighted,
+    /// It says that it has weighted round robin, and fails when it is enabled so.
+    InNameOnly,
 }
 
 /// Options of a drive.
@@ -90,6 +104,8 @@ pub struct Options {
     pub timeout: u8,
     /// CAP.CSS.
     pub command_sets: u8,
+    /// CAP.AMS.
+    pub arbitration: Arbitration,
     /// I/O queue pairs.
     pub queue_pairs: u16,
     /// Doorbells that BAR0 has room for, in bytes; none for all of them.
@@ -136,6 +152,7 @@ impl Default for Options {
             // Much longer than a loaded machine needs.
             timeout: 240,
             command_sets: 1,
+            arbitration: Arbitration::InTurn,
             queue_pairs: 8,
             doorbell_bytes: None,
             mdts: 9,
@@ -179,6 +196,8 @@ pub struct Counters {
     pub doorbells: u64,
     /// I/O Submission Queues created.
     pub queues_created: u64,
+    /// Set Features commands for Arbitration.
+    pub arbitrations: u64,
     /// The most that there were at a time.
     pub queues_most: u64,
     /// Commands that met a fault.
@@ -226,6 +245,9 @@ struct Controller {
     sqs: BTreeMap<u16, Sq>,
     /// I/O queue of the last command that was taken.
     last_taken: u16,
+    /// Arbitration, the feature.
+    arbitration: u32,
+    weighted_turns: WeightedTurns,
     cqs: BTreeMap<u16, Cq>,
     work: Vec<Work>,
     shadow: Option<[u64; 2]>,
@@ -239,6 +261,8 @@ struct Controller {
     critical_warning: u8,
     temperature: u16,
     error_count: u64,
+    /// I/O queues of the commands that were taken, up to [`TAKEN`] of them.
+    taken: Vec<u16>,
     /// Forger of its description.
     forger: Option<Box<Forger>>,
 }
@@ -270,6 +294,8 @@ impl Controller {
             paused: false,
             sqs: BTreeMap::new(),
             last_taken: 0,
+            arbitration: 0,
+            weighted_turns: WeightedTurns::default(),
             cqs: BTreeMap::new(),
             work: Vec::new(),
             shadow: None,
@@ -281,6 +307,7 @@ impl Controller {
             critical_warning: 0,
             temperature: 300,
             error_count: 0,
+            taken: Vec::new(),
             forger: None,
         }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nvme_mpt::memory::eventfd;
 
 use super::faults::Effect;
-use super::{Controller, DoorbellBufferUse, Work};
+use super::{Controller, DoorbellBufferUse, TAKEN, Work};
 use crate::command::Sqe;
 use crate::queue::{CQE_SIZE, SQE_SIZE};
 use crate::status::{self, StatusCode};
@@ -26,19 +26,36 @@ pub(super) struct Sq {
     head: u32,
     tail: u32,
     pub(super) cq: u16,
+    /// QPRIO.
+    pub(super) priority: u8,
     /// Entries to be posted later, each with the number of commands that the drive takes before.
     later: Vec<(u16, [u64; 2])>,
 }
 
 impl Sq {
-    pub(super) fn new(base: u64, entries: u32, cq: u16) -> Self {
+    pub(super) fn new(base: u64, entries: u32, cq: u16, priority: u8) -> Self {
         Self {
             base,
             entries,
             head: 0,
             tail: 0,
             cq,
+            priority,
             later: Vec::new(),
+        }
+    }
+
+    /// Returns the number of commands that wait in it.
+    pub(super) fn waiting(&self) -> u32 {
+        (self.tail + self.entries - self.head) % self.entries
+    }
+
+    /// The same with so many commands that wait.
+    #[cfg(test)]
+    pub(super) fn with_waiting(self, commands: u32) -> Self {
+        Self {
+            tail: commands,
+            ..self
         }
     }
 
@@ -50,6 +67,21 @@ impl Sq {
         let due = self.later.extract_if(.., |(further, _)| *further == 0);
         due.map(|(_, entry)| entry).collect()
     }
+}
+
+/// QPRIO of the class that goes before the others.
+const URGENT: u8 = 0;
+
+/// QPRIO of the classes with weights: High, Medium, Low.
+const WEIGHTED: [u8; 3] = [1, 2, 3];
+
+/// State of weighted round robin arbitration.
+#[derive(Debug, Default)]
+pub(super) struct WeightedTurns {
+    /// Commands that each class with a weight may still have in this round.
+    credits: [u32; WEIGHTED.len()],
+    /// Queue of the last command of each class, by QPRIO.
+    last: [u16; 1 + WEIGHTED.len()],
 }
 
 /// A Completion Queue.
@@ -196,9 +228,72 @@ impl Controller {
         }
     }
 
-    /// Takes commands, one of each queue in turn, as long as there are any and the drive has room: round robin
-    /// arbitration (Base 2.0, section 3.4.4.1).
+    /// Takes commands as long as there are any and the drive has room.
     pub(super) fn take_commands(&mut self, now: Duration) -> bool {
+        match self.is_weighted() {
+            true => self.take_by_weight(now),
+            false => self.take_in_turn(now),
+        }
+    }
+
+    /// Commands of each class in a round: High, Medium, Low.
+    pub(super) fn weights(&self) -> [u32; WEIGHTED.len()] {
+        [24, 16, 8].map(|at| (self.arbitration >> at & 0xFF) + 1)
+    }
+
+    /// Weighted round robin with an urgent class (section 3.4.4.2): admin commands go first, then the urgent queues. Each of the
+    /// other classes has as many commands in a round as its weight. The queues of a class have turns.
+    fn take_by_weight(&mut self, now: Duration) -> bool {
+        let mut taken = false;
+        while !self.fatal
+            && !self.hung
+            && let Some(id) = self.next_by_weight()
+            && self.take_command(id, now)
+        {
+            taken = true;
+        }
+        taken
+    }
+
+    /// Returns the queue of which the drive takes the next command.
+    pub(super) fn next_by_weight(&mut self) -> Option<u16> {
+        if self.sqs.get(&0).is_some_and(|admin| admin.waiting() > 0) {
+            return Some(0);
+        }
+        if self.work.len() >= self.options.parallel {
+            return None;
+        }
+        if let Some(urgent) = self.next_of_class(URGENT) {
+            self.weighted_turns.last[usize::from(URGENT)] = urgent;
+            return Some(urgent);
+        }
+        let next = WEIGHTED.map(|class| self.next_of_class(class));
+        let may = |credits: [u32; WEIGHTED.len()]| {
+            (0..WEIGHTED.len()).find(|class| next[*class].is_some() && credits[*class] > 0)
+        };
+        let class = may(self.weighted_turns.credits).or_else(|| {
+            self.weighted_turns.credits = self.weights();
+            may(self.weighted_turns.credits)
+        })?;
+        self.weighted_turns.credits[class] -= 1;
+        self.weighted_turns.last[usize::from(WEIGHTED[class])] = next[class]?;
+        next[class]
+    }
+
+    /// Returns the queue of a class whose turn it is, of those with commands.
+    fn next_of_class(&self, class: u8) -> Option<u16> {
+        let last = self.weighted_turns.last[usize::from(class)];
+        let behind = self
+            .sqs
+            .range((Bound::Excluded(last), Bound::Unbounded))
+            .chain(self.sqs.range(..=last));
+        let mut waiting =
+            behind.filter(|(id, sq)| **id != 0 && sq.priority == class && sq.waiting() > 0);
+        waiting.next().map(|(&id, _)| id)
+    }
+
+    /// One command of each queue in turn: round robin arbitration (section 3.4.4.1).
+    fn take_in_turn(&mut self, now: Duration) -> bool {
         let mut taken = false;
         loop {
             // The queue behind the last one is next, also if the drive had no room meanwhile.
@@ -254,6 +349,9 @@ impl Controller {
         self.counters.faults_met = self.faults.met;
         if id != 0 {
             self.counters.commands += 1;
+            if self.taken.len() < TAKEN {
+                self.taken.push(id);
+            }
         }
         let mut due = Some(now + self.options.latency);
         match effect {

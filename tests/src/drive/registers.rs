@@ -4,17 +4,23 @@ use std::time::Duration;
 
 use nvme_mpt::memory::clock;
 
-use super::Controller;
 use super::faults::Resets;
-use super::queues::{Cq, Sq};
+use super::queues::{Cq, Sq, WeightedTurns};
+use super::{Arbitration, Controller};
 use crate::memory::PAGE_SIZE;
 use crate::registers::{
     ACQ, AQA, ASQ, CAP, CC, CC_ENABLE, CC_SHN_MASK, CSTS, CSTS_FATAL, CSTS_PAUSED, CSTS_READY,
     CSTS_SHST_COMPLETE, VS,
 };
 
-/// CC.CSS, CC.MPS and CC.AMS.
-const CC_CSS_MPS_AMS: u32 = 0x3FF0;
+/// CC.CSS and CC.MPS.
+const CC_CSS_MPS: u32 = 0x7F0;
+
+/// CC.AMS.
+const CC_AMS: u32 = 0b111 << 11;
+
+/// CC.AMS: Weighted Round Robin with Urgent Priority Class.
+const CC_AMS_WEIGHTED: u32 = 1 << 11;
 
 /// Phase of the controller between disabled and ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +37,7 @@ impl Controller {
         // CQR is set.
         u64::from(options.entries_max - 1)
             | 1 << 16
+            | u64::from(options.arbitration != Arbitration::InTurn) << 17
             | u64::from(options.timeout) << 24
             | u64::from(options.dstrd) << 32
             | u64::from(options.command_sets) << 37
@@ -93,11 +100,10 @@ impl Controller {
                 if self.phase != Phase::Disabled {
                     self.complain("CC.EN was set before CSTS.RDY was cleared");
                 }
-                if cc & CC_CSS_MPS_AMS != 0 {
-                    self.complain(format!(
-                        "CC {cc:#x}: CSS, MPS or AMS is not one that is offered"
-                    ));
+                if cc & CC_CSS_MPS != 0 {
+                    self.complain(format!("CC {cc:#x}: CSS or MPS is not one that is offered"));
                 }
+                self.select_arbitration(cc & CC_AMS);
                 self.counters.enables += 1;
                 self.phase = Phase::Enabling(then);
             }
@@ -109,11 +115,28 @@ impl Controller {
                 self.counters.disables += 1;
                 self.phase = Phase::Disabling(then);
             }
-            (true, true) if (before ^ cc) & CC_CSS_MPS_AMS != 0 => {
+            (true, true) if (before ^ cc) & (CC_CSS_MPS | CC_AMS) != 0 => {
                 self.complain("CC.CSS, CC.MPS or CC.AMS was changed while CC.EN is set");
             }
             _ => {}
         }
+    }
+
+    /// A controller with an arbitration that it does not have fails.
+    fn select_arbitration(&mut self, ams: u32) {
+        match (ams, self.options.arbitration) {
+            (0, _) | (CC_AMS_WEIGHTED, Arbitration::Weighted) => {}
+            (CC_AMS_WEIGHTED, Arbitration::InNameOnly) => self.fatal = true,
+            _ => {
+                self.complain(format!("CC.AMS {:#b} is not offered", ams >> 11));
+                self.fatal = true;
+            }
+        }
+    }
+
+    /// Returns whether it was enabled with weighted round robin.
+    pub(super) fn is_weighted(&self) -> bool {
+        self.cc & CC_AMS == CC_AMS_WEIGHTED
     }
 
     /// Lets CSTS follow CC.
@@ -141,7 +164,7 @@ impl Controller {
             self.fatal = true;
         }
         self.cqs.insert(0, Cq::new(self.acq, cq + 1, None));
-        self.sqs.insert(0, Sq::new(self.asq, sq + 1, 0));
+        self.sqs.insert(0, Sq::new(self.asq, sq + 1, 0, 0));
         self.phase = Phase::Ready;
     }
 
@@ -152,6 +175,8 @@ impl Controller {
         self.paused = false;
         self.sqs.clear();
         self.last_taken = 0;
+        self.arbitration = 0;
+        self.weighted_turns = WeightedTurns::default();
         self.cqs.clear();
         self.work.clear();
         self.shadow = None;

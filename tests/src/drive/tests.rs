@@ -15,6 +15,9 @@ use crate::error::Error;
 use crate::memory::GuestMemory;
 use crate::model::{Limits, Model, Op};
 use crate::queue::QueuePair;
+use crate::registers::{
+    ACQ, AQA, ASQ, CAP, CC, CC_ENABLE, CC_IOCQES_16, CC_IOSQES_64, CSTS, CSTS_FATAL, CSTS_READY,
+};
 use crate::status::{self, StatusCode};
 
 const LONG: Duration = Duration::from_secs(600);
@@ -152,6 +155,74 @@ fn queues_have_turns_though_there_is_room_for_one_command() {
             assert!(early < 8, "the second queue waited for all of the first");
         }
     }
+}
+
+/// Enables a drive with CC.AMS. Returns CSTS once it is ready.
+fn enabled_with(arbitration: Arbitration, ams: u32) -> (u32, Arc<ModelDrive>) {
+    let drive = ModelDrive::start(Options {
+        arbitration,
+        ..Options::default()
+    });
+    let bit = drive.read64(CAP as usize) >> 17 & 1;
+    assert_eq!(bit == 1, arbitration != Arbitration::InTurn);
+    drive.write32(AQA as usize, 0x1_0001);
+    drive.write64(ASQ as usize, 0x1000);
+    drive.write64(ACQ as usize, 0x2000);
+    drive.write32(
+        CC as usize,
+        ams << 11 | CC_IOSQES_64 | CC_IOCQES_16 | CC_ENABLE,
+    );
+    loop {
+        let csts = drive.read32(CSTS as usize);
+        if csts & CSTS_READY != 0 {
+            return (csts, drive);
+        }
+        clock::sleep(Duration::from_micros(50));
+    }
+}
+
+#[test]
+fn an_arbitration_that_is_not_offered_is_fatal() {
+    let cases = [
+        (Arbitration::InTurn, 0, true, true),
+        (Arbitration::InTurn, 1, false, false),
+        (Arbitration::Weighted, 0, true, true),
+        (Arbitration::Weighted, 1, true, true),
+        (Arbitration::Weighted, 7, false, false),
+        // Its host could not know.
+        (Arbitration::InNameOnly, 1, false, true),
+    ];
+    for (arbitration, ams, works, is_sound) in cases {
+        let (csts, drive) = enabled_with(arbitration, ams);
+        let found = (csts & CSTS_FATAL == 0, drive.judgement().is_ok());
+        assert_eq!(found, (works, is_sound), "{arbitration:?}, CC.AMS {ams}");
+    }
+}
+
+#[test]
+fn classes_have_commands_by_weight_and_urgent_ones_go_first() {
+    let options = Options {
+        arbitration: Arbitration::Weighted,
+        ..Options::default()
+    };
+    let drive = ModelDrive::start(options);
+    let mut controller = drive.controller();
+    // High, Medium and Low have three, two and one command in a round.
+    controller.arbitration = 0x0201_0000;
+    for (id, class) in [(1, 2), (2, 1), (3, 3), (4, 0), (5, 2)] {
+        let commands = if class == 0 { 2 } else { 60 };
+        let sq = Sq::new(0, 64, id, class).with_waiting(commands);
+        controller.sqs.insert(id, sq);
+    }
+    let order: Vec<_> = std::iter::repeat_with(|| {
+        let id = controller.next_by_weight().expect("commands that wait");
+        let sq = controller.sqs.get_mut(&id).expect("the queue");
+        *sq = Sq::new(0, 64, id, sq.priority).with_waiting(sq.waiting() - 1);
+        id
+    })
+    .take(14)
+    .collect();
+    assert_eq!(order, [4, 4, 2, 2, 2, 1, 5, 3, 2, 2, 2, 1, 5, 3]);
 }
 
 #[test]

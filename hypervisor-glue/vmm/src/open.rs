@@ -467,7 +467,7 @@ pub fn attach_with(
     // First, since a refused reservation changes nothing: neither the ledger nor former data.
     let reservation = match options.reserve {
         0 => None,
-        pairs => Some(drive.reserve(&id, pairs)?),
+        pairs => Some(drive.reserve(&id, pairs, options.rates.weight.unwrap_or_default())?),
     };
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;

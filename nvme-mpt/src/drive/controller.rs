@@ -14,6 +14,7 @@ use super::reservation::{Reservation, ReserveError};
 use crate::event::EventQueue;
 use crate::host::{Limits, Mdts, TemperatureThresholds};
 use crate::iova::IovaSpace;
+use crate::limit::Weight;
 use crate::origin::IdentityRef;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 
@@ -100,12 +101,17 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         false
     }
 
-    /// Makes I/O queue pairs those of one lease, until the reservation is dropped.
+    /// Makes I/O queue pairs those of one lease, until the reservation is dropped. The lease begins with this weight.
     ///
     /// # Errors
     /// See [`ReserveError`]. Nothing is reserved then.
-    fn reserve(self: Arc<Self>, lease: &str, pairs: u16) -> Result<Reservation, ReserveError> {
-        let _ = (lease, pairs);
+    fn reserve(
+        self: Arc<Self>,
+        lease: &str,
+        pairs: u16,
+        weight: Weight,
+    ) -> Result<Reservation, ReserveError> {
+        let _ = (lease, pairs, weight);
         Err(ReserveError::Unbounded)
     }
 

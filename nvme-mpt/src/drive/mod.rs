@@ -23,6 +23,7 @@ pub use reservation::{Reservation, ReserveError, ReservedPairs};
 pub use spare::SpareKeeper;
 
 use crate::host::Limits;
+use crate::limit::Weight;
 use crate::origin::IdentityRef;
 use crate::range::LbaRange;
 use crate::spec::ids::Nsid;
@@ -166,12 +167,17 @@ impl Drive {
         self.controller.as_ref()
     }
 
-    /// Makes I/O queue pairs of the host controller those of a lease.
+    /// Makes I/O queue pairs of the host controller those of a lease, which begins with this weight.
     ///
     /// # Errors
     /// See [`ReserveError`].
-    pub fn reserve(&self, lease: &str, pairs: u16) -> Result<Reservation, ReserveError> {
-        self.controller.clone().reserve(lease, pairs)
+    pub fn reserve(
+        &self,
+        lease: &str,
+        pairs: u16,
+        weight: Weight,
+    ) -> Result<Reservation, ReserveError> {
+        self.controller.clone().reserve(lease, pairs, weight)
     }
 
     /// Opens a lease of parts of its namespace at the host controller; `name` is the lease's in the log.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use nvme_mpt::drive::{HostController, Incidents, ReserveError};
 use nvme_mpt::lease::{FormerData, Lease};
+use nvme_mpt::limit::Weight;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::wipe::{WipeError, wipe};
@@ -513,7 +514,7 @@ fn a_drive_that_goes_while_it_is_reset_is_gone_before_it_is_given_back() {
     let release = host.model.hold_release();
     host.model.vanish();
     wait_for("the end", || host.incidents().gone);
-    let refused = host.drive.reserve("a lease", 1);
+    let refused = host.drive.reserve("a lease", 1, Weight::default());
     let Err(ReserveError::Io(error)) = &refused else {
         panic!("{refused:?}");
     };

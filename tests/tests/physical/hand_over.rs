@@ -37,13 +37,16 @@ fn options(doorbell_buffer: DoorbellBufferUse) -> Options {
 }
 
 /// Has the drive rest.
-fn hand_over(host: &Host) -> Vec<OwnedFd> {
+pub(crate) fn hand_over(host: &Host) -> Vec<OwnedFd> {
     let handed = host.drive.controller().hand_over().unwrap();
     handed.expect("a drive that can be handed over")
 }
 
 /// The drive in the next process.
-fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, ControllerError> {
+pub(crate) fn go_on(
+    model: &Arc<ModelDrive>,
+    handed: Vec<OwnedFd>,
+) -> Result<Host, ControllerError> {
     let handed = HandedOver::read(handed)?;
     let options = ControllerOptions {
         deadline: LONG,

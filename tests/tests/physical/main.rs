@@ -4,6 +4,7 @@
 //! Every test ends with that judgement: no DMA outside of what was mapped, nothing that a host must not
 //! do, and a drive that was given back disabled.
 
+mod arbitration;
 mod bring_up;
 mod common;
 mod data;

@@ -43,7 +43,7 @@ fn host() -> Host {
     Host::with(options, FOR_EVER)
 }
 
-fn rates(weight: u16) -> RateLimits {
+pub(crate) fn rates(weight: u16) -> RateLimits {
     RateLimits {
         weight: Some(Weight::try_from(weight).unwrap()),
         ..RateLimits::default()
@@ -51,9 +51,9 @@ fn rates(weight: u16) -> RateLimits {
 }
 
 /// A guest with one queue.
-struct Guest {
-    attachment: Arc<Attachment>,
-    queue: QueuePair,
+pub(crate) struct Guest {
+    pub(crate) attachment: Arc<Attachment>,
+    pub(crate) queue: QueuePair,
     data: DmaBuffer,
     _controller: Controller,
     _machine: Machine,
@@ -61,7 +61,7 @@ struct Guest {
 
 impl Guest {
     /// A guest of the `nth` lease.
-    fn new(host: &Host, nth: u64, weight: u16) -> Self {
+    pub(crate) fn new(host: &Host, nth: u64, weight: u16) -> Self {
         let machine = host.machine(&Setup {
             rates: rates(weight),
             ..Setup::nth(nth)
@@ -78,7 +78,7 @@ impl Guest {
     }
 
     /// Submits so many reads.
-    fn read(&mut self, commands: usize) {
+    pub(crate) fn read(&mut self, commands: usize) {
         let data = prp::buffer(&self.data, 0, 4096).unwrap();
         let read = Sqe::read(1, 0, 8).with_data(data.pointer);
         for _ in 0..commands {

@@ -25,6 +25,7 @@ use super::super::device::VfioBacking;
 use super::super::function::PciAddress;
 use super::super::pair::Governor;
 use super::admin_queue::{AdminQueue, AdminState, Rest};
+use super::arbitration::Arbitration;
 use super::doorbell_buffer::DoorbellBuffer;
 use super::error::ControllerError;
 use super::identity::Identity;
@@ -235,6 +236,9 @@ impl PhysicalDrive {
         let buffer = doorbell_buffer.map(|file| DoorbellBuffer::handed_over(&space, file, dstrd));
         let buffer = buffer.transpose()?;
         let identity = Identity::read(&mut admin, registers.version())?;
+        let mechanism = registers.arbitration()?;
+        let arbitration =
+            Arbitration::begin(&mut admin, mechanism, &identity.controller, backing.name())?;
         let rate = Rate::of_this_machine();
         let governor = Governor::new(options.learning.governor, rate);
         let governor = governor.with_time_out(options.deadline, rate);
@@ -248,6 +252,7 @@ impl PhysicalDrive {
             options,
             pairs,
             admin,
+            arbitration,
             buffer,
             keeper,
         })

@@ -1,11 +1,13 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
-//! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds `admin` throughout. It
-//! marks `pairs` as being reset (`recovery.rs`): threads that need a new pair wait for the end of that. The leases' lock
-//! comes before that of the namespaces, and no other is taken under the two. The threads that take them are the control
-//! threads of the drive's users and the drive's supervisor; pollers take a pair's own lock alone.
+//! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds `admin` throughout.
+//! It marks `pairs` as being reset (`recovery.rs`): threads that need a new pair wait for the end of that. The leases'
+//! lock comes before that of the namespaces, and no other is taken under the two. No lock is taken under that of the
+//! arbitration. The threads that take them are the control threads of the drive's users and the drive's supervisor;
+//! pollers take a pair's own lock alone.
 
 mod admin_queue;
+mod arbitration;
 mod doorbell_buffer;
 mod error;
 mod hand_over;
@@ -38,6 +40,7 @@ use super::backing::Backing;
 use super::description::Description;
 use super::pair::{Governor, LeaseShare};
 use admin_queue::AdminQueue;
+use arbitration::Arbitration;
 use doorbell_buffer::DoorbellBuffer;
 use identity::Identity;
 use nvme_mpt::clock::Rate;
@@ -115,6 +118,7 @@ struct PhysicalDrive {
     pairs: Mutex<QueuePairs>,
     pairs_view: PairsView,
     admin: Mutex<AdminQueue>,
+    arbitration: Mutex<Arbitration>,
     /// Notified when the drive rests no more.
     goes_on: Condvar,
     /// Notified when a reset is over, and when the drive is given up.
@@ -143,6 +147,7 @@ struct DriveParts {
     options: ControllerOptions,
     pairs: QueuePairs,
     admin: AdminQueue,
+    arbitration: Arbitration,
     buffer: Option<DoorbellBuffer>,
     keeper: Option<Arc<dyn DescriptorKeeper>>,
 }
@@ -202,12 +207,17 @@ impl VfioController {
         })?);
         let Identity { model, name, .. } = &drive.identity;
         info!(
-            "Drive {}: {model} ({name}), {} namespaces, {} queue pairs{}",
+            "Drive {}: {model} ({name}), {} namespaces, {} queue pairs{}{}",
             backing.name(),
             lock(&drive.namespaces).len(),
             lock(&drive.pairs).total(),
             if drive.buffer.is_some() {
                 ", with a Doorbell Buffer"
+            } else {
+                ""
+            },
+            if lock(&drive.arbitration).is_weighted() {
+                ", weighted arbitration"
             } else {
                 ""
             },
@@ -282,8 +292,10 @@ impl PhysicalDrive {
         kept::keep(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let mut admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
-        recovery::enable(backing.as_ref(), &registers, &mut admin)?;
+        let mechanism = recovery::enable(backing.as_ref(), &registers, &mut admin)?;
         let identity = Identity::read(&mut admin, registers.version())?;
+        let arbitration =
+            Arbitration::begin(&mut admin, mechanism, &identity.controller, backing.name())?;
         let rate = Rate::of_this_machine();
         let governor = Governor::new(options.learning.governor, rate);
         let governor = governor.with_time_out(options.deadline, rate);
@@ -305,6 +317,7 @@ impl PhysicalDrive {
             options,
             pairs,
             admin,
+            arbitration,
             buffer,
             keeper,
         })
@@ -319,6 +332,7 @@ impl PhysicalDrive {
             options,
             pairs,
             admin,
+            arbitration,
             buffer,
             keeper,
         } = parts;
@@ -338,6 +352,7 @@ impl PhysicalDrive {
             pairs_view: pairs.view(),
             pairs: Mutex::new(pairs),
             admin: Mutex::new(admin),
+            arbitration: Mutex::new(arbitration),
             goes_on: Condvar::new(),
             reset_over: Condvar::new(),
             buffer,
@@ -511,8 +526,13 @@ impl HostController for VfioController {
         }))
     }
 
-    fn reserve(self: Arc<Self>, lease: &str, pairs: u16) -> Result<Reservation, ReserveError> {
-        self.grant(lease, pairs)
+    fn reserve(
+        self: Arc<Self>,
+        lease: &str,
+        pairs: u16,
+        weight: Weight,
+    ) -> Result<Reservation, ReserveError> {
+        self.grant(lease, pairs, weight)
     }
 
     fn queue_pairs(&self) -> Option<QueuePairUse> {

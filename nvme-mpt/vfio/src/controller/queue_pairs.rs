@@ -12,7 +12,8 @@ use log::warn;
 
 use super::super::backing::Backing;
 use super::super::pair::{
-    ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest, Survey, VfioQueue,
+    CLASSES, ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest, Survey,
+    VfioQueue,
 };
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
@@ -245,16 +246,25 @@ impl QueuePairs {
         self.of(None).min_by_key(|pair| pair.members())
     }
 
+    /// The same, if possible one of this class.
+    fn least_used_of(&self, priority: QueuePriority) -> Option<&Pair> {
+        let by_use = |pair: &&Pair| (pair.members(), pair.priority() != priority);
+        self.of(None).min_by_key(by_use)
+    }
+
     /// The pair of a reservation that no queue uses.
     fn free_of(&self, reservation: Option<u64>) -> Option<&Pair> {
         reservation?;
         self.of(reservation).find(|pair| pair.members() == 0)
     }
 
-    /// Makes the least used pair without a reservation one of a reservation. Its queues move to the others.
-    pub(super) fn give_one_to(&mut self, key: u64) {
+    /// Makes the least used pair without a reservation one of a reservation, if possible one of this class. Its queues move
+    /// to the others.
+    pub(super) fn give_one_to(&mut self, key: u64, priority: QueuePriority) {
+        let by_use =
+            |owned: &&mut OwnedPair| (owned.pair.members(), owned.pair.priority() != priority);
         let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
-        let Some(chosen) = unowned.min_by_key(|owned| owned.pair.members()) else {
+        let Some(chosen) = unowned.min_by_key(by_use) else {
             return;
         };
         chosen.owner = Some(key);
@@ -294,10 +304,12 @@ impl QueuePairs {
         {}
     }
 
-    /// Looks who uses the drive by which pairs. The supervisor calls it at each look.
-    pub(super) fn survey(&mut self) {
+    /// Looks who uses the drive by which pairs. Returns the weights of the busy ones, by class. The supervisor calls it at
+    /// each look.
+    pub(super) fn survey(&mut self) -> [u64; CLASSES.len()] {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         self.survey.look(&self.governor, pairs, Ticks::now());
+        self.survey.busy_weights()
     }
 
     /// Lends pairs whose queues rest to queues that share others. The supervisor calls it at each look.
@@ -387,6 +399,7 @@ pub(super) fn create(
     admin: &mut AdminQueue,
     qid: QueueId,
     pair: &Pair,
+    priority: QueuePriority,
 ) -> Result<(), ControllerError> {
     // At most ENTRIES_MAX entries.
     let qsize_z = (pair.entries() - 1) as u16;
@@ -407,7 +420,7 @@ pub(super) fn create(
         qid,
         qsize_z,
         pc: true,
-        qprio: QueuePriority::MEDIUM,
+        qprio: priority,
         cqid: qid,
         nvmsetid: 0,
     };
@@ -484,7 +497,8 @@ impl PhysicalDrive {
         }
     }
 
-    /// A free queue pair of the reservation, or one of one's own while there is one, else a share of the least used.
+    /// A free queue pair of the reservation, or one of one's own while there is one, else a share of the least used. One of
+    /// the lease's [class](super::arbitration) is taken first, and created if the drive has one more.
     /// A pair that a failure of the drive prevents is created after the reset.
     pub(super) fn join_queue_pair(
         &self,
@@ -516,11 +530,14 @@ impl PhysicalDrive {
         if let Some(pair) = pairs.free_of(lease.reservation()) {
             return Ok(pair.join_lease(slots, namespace.lba_shift, lease));
         }
-        let idle = pairs.least_used().is_some_and(|pair| pair.members() == 0);
-        if !idle {
-            self.add_pair(&mut pairs)?;
+        let priority = self.priority_of(lease.weight());
+        let least_used = pairs.least_used_of(priority);
+        let is_free = |pair: &Pair| pair.members() == 0 && pair.priority() == priority;
+        if !least_used.is_some_and(is_free) {
+            self.add_pair(&mut pairs, priority)?;
         }
-        let pair = pairs.least_used().ok_or(ControllerError::NoQueuePairs)?;
+        let least_used = pairs.least_used_of(priority);
+        let pair = least_used.ok_or(ControllerError::NoQueuePairs)?;
         if pair.members() > 0 {
             self.note_sharing(&pairs);
         }
@@ -539,11 +556,15 @@ impl PhysicalDrive {
     }
 
     /// Creates one more pair. Returns whether the drive had one.
-    pub(super) fn add_pair(&self, pairs: &mut QueuePairs) -> Result<bool, ControllerError> {
+    pub(super) fn add_pair(
+        &self,
+        pairs: &mut QueuePairs,
+        priority: QueuePriority,
+    ) -> Result<bool, ControllerError> {
         if pairs.count() >= pairs.total {
             return Ok(false);
         }
-        match self.create_pair(pairs) {
+        match self.create_pair(pairs, priority) {
             Ok(pair) => {
                 pairs.pairs.push(OwnedPair {
                     pair,
@@ -566,7 +587,11 @@ impl PhysicalDrive {
         Ok(true)
     }
 
-    fn create_pair(&self, pairs: &mut QueuePairs) -> Result<Pair, ControllerError> {
+    fn create_pair(
+        &self,
+        pairs: &mut QueuePairs,
+        priority: QueuePriority,
+    ) -> Result<Pair, ControllerError> {
         let qid = QueueId(pairs.count() + 1);
         if pairs.left.is_some() {
             self.with_admin(|admin| delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid))?;
@@ -577,9 +602,10 @@ impl PhysicalDrive {
             max_transfer: self.identity.max_transfer,
             doorbells: self.doorbells(qid)?,
             governor: pairs.governor.clone(),
+            priority,
         };
         let pair = Pair::new(&self.space, config).map_err(ControllerError::Memory)?;
-        let created = self.with_admin(|admin| create(admin, qid, &pair));
+        let created = self.with_admin(|admin| create(admin, qid, &pair, priority));
         match created {
             Ok(()) => Ok(pair),
             Err(error) => {

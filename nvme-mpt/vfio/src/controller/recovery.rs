@@ -31,6 +31,7 @@ use nvme_mpt::deadline::Deadline;
 use nvme_mpt::event::DriveEvent;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::ArbitrationMechanism;
 use nvme_mpt::spec::status::Status;
 
 /// Attempts at bringing a drive up again before it is given up.
@@ -51,12 +52,12 @@ const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 /// Status of commands once the drive is gone: there is no use in sending them again.
 const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
-/// Enables a disabled controller, with empty admin queues.
+/// Enables a disabled controller, with empty admin queues. Returns its arbitration.
 pub(super) fn enable(
     backing: &dyn Backing,
     registers: &Registers,
     admin: &mut AdminQueue,
-) -> Result<(), ControllerError> {
+) -> Result<ArbitrationMechanism, ControllerError> {
     admin.reset();
     backing
         .set_bus_master(true)
@@ -238,7 +239,9 @@ impl PhysicalDrive {
         pairs: &[(QueueId, Pair)],
         admin: &mut AdminQueue,
     ) -> Result<u16, ControllerError> {
-        enable(self.backing.as_ref(), &self.registers, admin)?;
+        let mechanism = enable(self.backing.as_ref(), &self.registers, admin)?;
+        // The drive has forgotten its weights.
+        let arbitration = self.begin_arbitration(admin, mechanism)?;
         let granted = queue_pairs::set_number_of_queues(admin)?;
         if usize::from(granted) < pairs.len() {
             return Err(ControllerError::NoQueuePairs);
@@ -247,7 +250,8 @@ impl PhysicalDrive {
             buffer.configure(admin)?;
         }
         for (qid, pair) in pairs {
-            queue_pairs::create(admin, *qid, pair)?;
+            let priority = arbitration.priority(pair.priority());
+            queue_pairs::create(admin, *qid, pair, priority)?;
         }
         // What it refuses was logged when it was opened.
         log_pages::listen(admin, &self.identity.controller, log::Level::Debug)?;

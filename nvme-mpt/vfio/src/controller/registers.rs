@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use log::warn;
+
 use super::super::backing::Backing;
 use super::error::ControllerError;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
@@ -179,8 +181,40 @@ impl Registers {
         self.wait("be disabled", self.timeout, |csts| !csts.rdy())
     }
 
-    /// Enables a controller that is disabled, with its admin queues.
-    pub(super) fn enable(&self, queues: AdminRings) -> Result<(), ControllerError> {
+    /// Returns the arbitration that the controller was enabled with.
+    pub(super) fn arbitration(&self) -> Result<ArbitrationMechanism, ControllerError> {
+        Ok(self.configuration()?.ams())
+    }
+
+    /// Enables a controller that is disabled, with its admin queues. Returns its arbitration: weighted where it says that it
+    /// has that, unless it does not come up so.
+    pub(super) fn enable(
+        &self,
+        queues: AdminRings,
+    ) -> Result<ArbitrationMechanism, ControllerError> {
+        let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
+        if self.cap.ams_wrr() {
+            match self.enable_with(weighted, queues) {
+                Err(error @ (ControllerError::Fatal | ControllerError::NotInTime { .. })) => {
+                    let name = self.backing.name();
+                    warn!(
+                        drive = name;
+                        "Drive {name} does not come up with weighted arbitration (CC.AMS), and is enabled without: {error}"
+                    );
+                    self.disable()?;
+                }
+                enabled => return enabled.map(|()| weighted),
+            }
+        }
+        let in_turn = ArbitrationMechanism::ROUND_ROBIN;
+        self.enable_with(in_turn, queues).map(|()| in_turn)
+    }
+
+    fn enable_with(
+        &self,
+        arbitration: ArbitrationMechanism,
+        queues: AdminRings,
+    ) -> Result<(), ControllerError> {
         let AdminRings { sq, cq, entries } = queues;
         let aqa = Aqa(0).with_asqs_z(entries - 1).with_acqs_z(entries - 1);
         self.backing.write32(offset::AQA as usize, aqa.0);
@@ -188,7 +222,7 @@ impl Registers {
         self.backing.write64(offset::ACQ as usize, cq.bits());
         let cc = Cc(0)
             .with_css(CommandSetSelected::NVM)
-            .with_ams(ArbitrationMechanism::ROUND_ROBIN)
+            .with_ams(arbitration)
             .with_iosqes(IOSQES)
             .with_iocqes(IOCQES);
         self.configure(cc);

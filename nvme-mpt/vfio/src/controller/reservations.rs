@@ -17,6 +17,8 @@ use super::error::ControllerError;
 use super::queue_pairs::{Holder, QueuePairs};
 use super::{PhysicalDrive, VfioController, lock};
 use nvme_mpt::drive::{Reservation, ReserveError, ReservedPairs};
+use nvme_mpt::limit::Weight;
+use nvme_mpt::spec::admin::QueuePriority;
 
 /// Pairs that always stay without a reservation.
 const KEPT: u16 = 1;
@@ -60,7 +62,7 @@ impl QueuePairs {
 
 impl PhysicalDrive {
     /// Makes pairs those of a lease. Returns the reservation's key. A drive that is being reset refuses.
-    fn reserve(&self, lease: &str, asked: u16) -> Result<u64, ReserveError> {
+    fn reserve(&self, lease: &str, asked: u16, weight: Weight) -> Result<u64, ReserveError> {
         let failed = |error: ControllerError| ReserveError::Io(error.into());
         let mut pairs = self.pairs_soon().map_err(failed)?;
         if self.is_gone() {
@@ -70,11 +72,21 @@ impl PhysicalDrive {
         pairs.check_left(name, asked)?;
         // The drive may have fewer pairs than it granted, so all that are promised exist.
         let promised = pairs.reserved() + asked + KEPT;
-        while pairs.count() < promised && self.add_pair(&mut pairs).map_err(failed)? {}
+        let of_lease = self.priority_of(weight.get().into());
+        while pairs.count() < promised {
+            let priority = match pairs.count() - pairs.reserved() {
+                // The one that stays.
+                0 => QueuePriority::MEDIUM,
+                _ => of_lease,
+            };
+            if !self.add_pair(&mut pairs, priority).map_err(failed)? {
+                break;
+            }
+        }
         pairs.check_left(name, asked)?;
         let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
         for _ in 0..asked {
-            pairs.give_one_to(key);
+            pairs.give_one_to(key, of_lease);
         }
         if pairs.usage().shared > 0 {
             self.note_sharing(&pairs);
@@ -101,14 +113,17 @@ impl PhysicalDrive {
         }
     }
 
-    /// Looks who uses the drive, gives pairs that became free to queues that share, and lends them those that rest.
+    /// Looks who uses the drive and tells it their weights, gives pairs that became free to queues that share, and lends
+    /// them those that rest.
     pub(super) fn even_out(&self) {
         let mut pairs = lock(&self.pairs);
-        pairs.survey();
+        let busy = pairs.survey();
         if self.counters.sharing.load(Ordering::Relaxed) {
             pairs.even_out();
             pairs.lend();
         }
+        drop(pairs);
+        self.arbitrate(busy);
     }
 }
 
@@ -118,8 +133,9 @@ impl VfioController {
         self: Arc<Self>,
         lease: &str,
         pairs: u16,
+        weight: Weight,
     ) -> Result<Reservation, ReserveError> {
-        let key = self.drive.reserve(lease, pairs)?;
+        let key = self.drive.reserve(lease, pairs, weight)?;
         let grant = Grant {
             key,
             controller: self,

@@ -41,7 +41,7 @@ pub use loans::Rest;
 pub use queue::VfioQueue;
 pub use rings::{ENTRIES_MAX, PairDoorbells};
 pub use stats::PairStats;
-pub use survey::Survey;
+pub use survey::{CLASSES, Survey};
 pub use turns::LeaseShare;
 
 use self::core::Core;
@@ -49,6 +49,7 @@ use nvme_mpt::address::Iova;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::sync::Mutex;
+use nvme_mpt::spec::admin::QueuePriority;
 use nvme_mpt::spec::status::Status;
 use rings::Rings;
 
@@ -63,6 +64,8 @@ pub struct PairConfig {
     pub doorbells: PairDoorbells,
     /// Governor, which the drive's queue pairs share.
     pub governor: Arc<Governor>,
+    /// Class of its Submission Queue, if the drive has classes.
+    pub priority: QueuePriority,
 }
 
 /// One I/O queue pair of the drive. Clones are the same pair.
@@ -74,6 +77,7 @@ pub struct Pair {
 #[derive(Debug)]
 struct Shared {
     core: Mutex<Core>,
+    priority: QueuePriority,
     /// True while the pair belongs to one lease alone.
     reserved: AtomicBool,
 }
@@ -99,9 +103,16 @@ impl Pair {
         Ok(Self {
             shared: Arc::new(Shared {
                 core: Mutex::new(core),
+                priority: config.priority,
                 reserved: AtomicBool::new(false),
             }),
         })
+    }
+
+    /// Returns the class of its Submission Queue.
+    #[must_use]
+    pub fn priority(&self) -> QueuePriority {
+        self.shared.priority
     }
 
     /// Entries of each ring.

@@ -16,11 +16,22 @@ use super::turns::LeaseShare;
 use super::{Governor, Pair};
 use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::learn::Class;
+use nvme_mpt::spec::admin::QueuePriority;
 
 /// Mean time of commands in the drive above which a quiet tenant notices a busy one: a few times the latency of a fast drive
 /// that has one command. A slow drive may exceed it by its own latency alone. The governor then learns a window that costs
 /// busy tenants little.
 const NOTICEABLE: Duration = Duration::from_micros(250);
+
+/// Classes of queues that a drive serves by weights.
+pub const CLASSES: [QueuePriority; 3] = [
+    QueuePriority::HIGH,
+    QueuePriority::MEDIUM,
+    QueuePriority::LOW,
+];
+
+/// Parts into which a weight is divided among the classes of its lease's queues.
+const PARTS: u64 = 64;
 
 /// A tenant of the drive at a look.
 #[derive(Debug)]
@@ -29,6 +40,8 @@ struct Tenant {
     outstanding: u32,
     /// Its queues.
     queues: u64,
+    /// The same by class; as they were when it last had commands.
+    in_classes: [u64; CLASSES.len()],
     /// Further looks at which it counts as busy.
     busy_looks: u8,
     /// Bytes that the drive had got of it before, and its limit since.
@@ -52,6 +65,14 @@ impl Tenant {
     /// Returns whether it has more commands outstanding now than a quiet one.
     fn wants(&self) -> bool {
         Class::is_heavy(self.outstanding, 0)
+    }
+
+    /// Adds its weight to those of the classes, by its queues in each.
+    fn add_to_classes(&self, classes: &mut [u64; CLASSES.len()]) {
+        let queues: u64 = self.in_classes.iter().sum();
+        for (class, of_class) in classes.iter_mut().zip(self.in_classes) {
+            *class += self.lease.weight() * PARTS * of_class / queues.max(1);
+        }
     }
 
     /// Its bytes of `elapsed` ticks, as if those had been `look` ticks.
@@ -139,7 +160,7 @@ impl Survey {
         std::mem::swap(&mut self.tenants, &mut self.former);
         self.tenants.clear();
         for pair in pairs.clone() {
-            self.add(&mut pair.shared.lock(), now, elapsed);
+            self.add(pair.priority(), &mut pair.shared.lock(), now, elapsed);
         }
         self.bound(governor, pairs, elapsed, now);
         self.remember_busy();
@@ -154,6 +175,15 @@ impl Survey {
         // More of them come while the drive is not governed.
         let direct = governor.is_governed(now).then_some(self.direct);
         governor.note_direct(direct);
+    }
+
+    /// Returns the weights of the busy tenants of the last look, by [class](CLASSES). Their unit is the same for all.
+    #[must_use]
+    pub fn busy_weights(&self) -> [u64; CLASSES.len()] {
+        let mut weights = [0; CLASSES.len()];
+        let busy = self.tenants.iter().filter(|tenant| tenant.is_busy());
+        busy.for_each(|tenant| tenant.add_to_classes(&mut weights));
+        weights
     }
 
     /// Carries over how long tenants count as busy, also those that have no command at this look.
@@ -173,6 +203,7 @@ impl Survey {
                     lease: old.lease.clone(),
                     outstanding: 0,
                     queues: 0,
+                    in_classes: old.in_classes,
                     busy_looks,
                     bytes: old.lease.bytes(),
                     limit: None,
@@ -284,7 +315,7 @@ impl Survey {
     }
 
     /// Adds what a pair has had to do for so many ticks.
-    fn add(&mut self, core: &mut Core, now: Ticks, elapsed: u64) {
+    fn add(&mut self, priority: QueuePriority, core: &mut Core, now: Ticks, elapsed: u64) {
         let (taken, in_flight) = (core.stats().commands, core.in_flight() as u64);
         let commands = taken - std::mem::replace(&mut core.surveyed, taken);
         self.commands += commands;
@@ -302,22 +333,27 @@ impl Survey {
                 false => (counted, now.since(member.last_batch) <= elapsed),
             };
             if is_active || outstanding > 0 {
-                self.note(&member.queue.lease, outstanding);
+                self.note(&member.queue.lease, priority, outstanding);
             }
         }
     }
 
-    fn note(&mut self, lease: &Arc<LeaseShare>, outstanding: u32) {
+    fn note(&mut self, lease: &Arc<LeaseShare>, priority: QueuePriority, outstanding: u32) {
+        let in_classes = CLASSES.map(|class| u64::from(class == priority));
         let mut known = self.tenants.iter_mut();
         match known.find(|tenant| Arc::ptr_eq(&tenant.lease, lease)) {
             Some(tenant) => {
                 tenant.outstanding = tenant.outstanding.saturating_add(outstanding);
                 tenant.queues += 1;
+                for (class, one) in tenant.in_classes.iter_mut().zip(in_classes) {
+                    *class += one;
+                }
             }
             None => self.tenants.push(Tenant {
                 lease: lease.clone(),
                 outstanding,
                 queues: 1,
+                in_classes,
                 busy_looks: 0,
                 bytes: lease.bytes(),
                 limit: None,

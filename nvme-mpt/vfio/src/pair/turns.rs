@@ -114,7 +114,8 @@ impl LeaseShare {
     }
 
     /// Returns its weight.
-    pub(super) fn weight(&self) -> u64 {
+    #[must_use]
+    pub fn weight(&self) -> u64 {
         BYTE / self.per_byte.load(Ordering::Relaxed).max(1)
     }
 

@@ -268,8 +268,10 @@ impl Host {
             drive: self.drive.clone(),
             lease,
             queue_pairs: setup.queue_pairs,
-            reservation: (setup.reserve > 0)
-                .then(|| self.drive.reserve(id, setup.reserve).unwrap()),
+            reservation: (setup.reserve > 0).then(|| {
+                let weight = setup.rates.weight.unwrap_or_default();
+                self.drive.reserve(id, setup.reserve, weight).unwrap()
+            }),
             mdts: setup.mdts.map(|mdts| mdts.parse().unwrap()),
             doorbells,
             doorbell_stride: setup.stride,

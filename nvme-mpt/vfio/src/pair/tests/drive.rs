@@ -11,6 +11,7 @@ use nvme_mpt::clock::Rate;
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Choice;
 use nvme_mpt::memory::{Cell32, CompletionRing, Mapping, SubmissionRing};
+use nvme_mpt::spec::admin::QueuePriority;
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::{CommandId, QueueId};
 use nvme_mpt::spec::sqe::Sqe;
@@ -54,6 +55,18 @@ impl FakeDrive {
         has_buffer: bool,
         governor: Arc<Governor>,
     ) -> (Self, Pair) {
+        let priority = QueuePriority::MEDIUM;
+        Self::of_class(entries, max_transfer, has_buffer, governor, priority)
+    }
+
+    /// As [`Self::governed`], with a queue of this class.
+    pub(super) fn of_class(
+        entries: u32,
+        max_transfer: u64,
+        has_buffer: bool,
+        governor: Arc<Governor>,
+        priority: QueuePriority,
+    ) -> (Self, Pair) {
         let cells = cells();
         let space = Arc::new(IovaSpace::software());
         let config = PairConfig {
@@ -61,6 +74,7 @@ impl FakeDrive {
             max_transfer,
             doorbells: doorbells(&cells, has_buffer),
             governor,
+            priority,
         };
         let pair = Pair::new(&space, config).expect("a pair");
         assert_eq!(pair.cq_iova().bits() % 4096, 0);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::{Governor, LeaseShare, Pair, VfioQueue};
+use super::super::{CLASSES, Governor, LeaseShare, Pair, Survey, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
 use nvme_mpt::clock::{Rate, Ticks};
@@ -368,4 +368,52 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     let pauses = launched.windows(2).map(|two| two[1] - two[0]);
     let mut pauses = pauses.filter(|pause| !(62..=64).contains(pause));
     assert_eq!(pauses.next(), None, "{launched:?}");
+}
+
+#[test]
+fn busy_leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
+    const LOOK: u64 = 100_000_000;
+    let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    let (mut drives, pairs): (Vec<_>, Vec<_>) = CLASSES
+        .map(|class| FakeDrive::of_class(64, u64::MAX, false, governor.clone(), class))
+        .into_iter()
+        .unzip();
+    let leases = [lease(300), lease(100), lease(50), lease(10)];
+    // Class, lease and depth of each queue. The last one is a quiet guest's.
+    let queues = [
+        (0, 0, DEPTH),
+        (1, 0, DEPTH),
+        (1, 1, DEPTH),
+        (2, 2, DEPTH),
+        (2, 3, 1),
+    ];
+    let mut guests: Vec<_> = queues
+        .into_iter()
+        .map(|(class, lease, depth)| Guest::new(&pairs[class], &leases[lease], 0, depth))
+        .collect();
+    guests.iter_mut().for_each(|guest| guest.poll(LOOK - 1));
+    let mut survey = Survey::new(Rate::NANOSECOND);
+    let mut look = |nth: u64| {
+        survey.look(&governor, &pairs, Ticks(nth * LOOK));
+        survey.busy_weights()
+    };
+    let weights = look(1);
+    let unit = weights[2] / 50;
+    assert_eq!(weights, [150, 250, 50].map(|weight| weight * unit));
+    // A weight counts as it is now.
+    leases[1].set_weight(Weight::try_from(200).expect("within bounds"));
+    assert_eq!(look(2), [150, 350, 50].map(|weight| weight * unit));
+    // Whoever is between two batches is busy still, for half a second.
+    for drive in &mut drives {
+        drive.fetch();
+        while !drive.commands.is_empty() {
+            drive.complete(0, Status::SUCCESS);
+        }
+    }
+    for guest in &mut guests {
+        guest.queue.reap_by(|| Ticks(2 * LOOK), |_| ());
+    }
+    assert_eq!(look(3), [150, 350, 50].map(|weight| weight * unit));
+    let last = (4..12).map(&mut look).last();
+    assert_eq!(last, Some([0, 0, 0]));
 }

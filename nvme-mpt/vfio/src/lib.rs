@@ -28,8 +28,8 @@ pub mod pair;
 
 pub use backing::Backing;
 pub use controller::{
-    ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept, LeftIommu,
-    VfioController,
+    ArbitrationChoice, ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept,
+    LeftIommu, VfioController,
 };
 pub use description::Description;
 pub use device::VfioBacking;

@@ -5,8 +5,12 @@ use std::time::Duration;
 
 use nvme_software::faults::Occasions;
 
-use crate::command::Sqe;
+use crate::admin::feature;
+use crate::command::{Sqe, admin};
 use crate::status::StatusCode;
+
+/// QPRIO of the class Medium.
+const MEDIUM: u32 = 2;
 
 /// Commands that a [`Fault`] meets.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +23,10 @@ pub enum Meets {
     Blocks(std::ops::Range<u64>),
     /// Admin commands of an opcode.
     Admin(u8),
+    /// Set Features of weights (Arbitration); `true` for unequal ones alone.
+    Weights(bool),
+    /// Create I/O Submission Queue of another class than Medium (QPRIO).
+    QueueClass,
 }
 
 impl Meets {
@@ -32,6 +40,18 @@ impl Meets {
                 queue != 0 && range.start <= last && first < range.end
             }
             Self::Admin(opcode) => queue == 0 && sqe.opcode() == *opcode,
+            Self::Weights(unequal) => {
+                let weights = sqe.cdw(11) >> 8;
+                let is_equal = weights == (weights & 0xFF) * 0x1_0101;
+                let is_arbitration = sqe.cdw(10) as u8 == feature::ARBITRATION;
+                Self::Admin(admin::SET_FEATURES).meets(queue, sqe)
+                    && is_arbitration
+                    && !(*unequal && is_equal)
+            }
+            Self::QueueClass => {
+                let priority = sqe.cdw(11) >> 1 & 0b11;
+                Self::Admin(admin::CREATE_SQ).meets(queue, sqe) && priority != MEDIUM
+            }
         }
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, PipeReader, PipeWriter, Write};
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
@@ -48,6 +48,8 @@ pub struct ModelDrive {
     released: AtomicBool,
     judge_on_release: bool,
     admin_timeout: Mutex<Duration>,
+    /// Looks of its driver at that time.
+    admin_waits: AtomicU64,
     /// Held by a test that has the release take its time.
     release: Mutex<()>,
 }
@@ -83,6 +85,7 @@ impl ModelDrive {
             released: AtomicBool::new(false),
             judge_on_release,
             admin_timeout: Mutex::new(ADMIN_TIMEOUT),
+            admin_waits: AtomicU64::new(0),
             release: Mutex::new(()),
         });
         let hardware = Arc::downgrade(&drive);
@@ -175,6 +178,11 @@ impl ModelDrive {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         *admin_timeout = timeout.unwrap_or(ADMIN_TIMEOUT);
+    }
+
+    /// Returns how often its driver has looked whether an admin command takes too long.
+    pub fn admin_waits(&self) -> u64 {
+        self.admin_waits.load(Ordering::Relaxed)
     }
 
     /// Reports a fatal status (CSTS.CFS) and does nothing more until it is reset.
@@ -459,6 +467,7 @@ impl Backing for ModelDrive {
     }
 
     fn admin_timeout(&self) -> Duration {
+        self.admin_waits.fetch_add(1, Ordering::Relaxed);
         *self
             .admin_timeout
             .lock()

@@ -84,7 +84,18 @@ pub enum Arbitration {
     /// Weighted round robin, too.
     Weighted,
     /// It says that it has weighted round robin, and fails when it is enabled so.
-    InNameOnly,
+    InNameOnly(WeightedFailure),
+}
+
+/// Failure of a drive that is enabled with weighted round robin. It never becomes ready (CSTS.RDY) with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightedFailure {
+    /// It reports a fatal status (CSTS.CFS) until it is disabled, which takes its time.
+    Fatal,
+    /// It reports a fatal status until the function is reset.
+    FatalUntilFunctionReset,
+    /// It reports nothing, and becomes ready with no arbitration until the function is reset.
+    NeverReady,
 }
 
 /// Options of a drive.
@@ -186,6 +197,8 @@ pub struct Counters {
     pub aborts: u64,
     /// Number of times that the controller was enabled.
     pub enables: u64,
+    /// The same with weighted round robin.
+    pub weighted_enables: u64,
     /// Number of times that it was disabled.
     pub disables: u64,
     /// Number of times that it was shut down.
@@ -238,6 +251,8 @@ struct Controller {
     acq: u64,
     bus_master: bool,
     fatal: bool,
+    /// Failure of the last time that it was enabled with weighted round robin, until it is over.
+    weighted_failure: Option<WeightedFailure>,
     hung: bool,
     /// CSTS.PP.
     paused: bool,
@@ -290,6 +305,7 @@ impl Controller {
             acq: 0,
             bus_master: false,
             fatal: false,
+            weighted_failure: None,
             hung: false,
             paused: false,
             sqs: BTreeMap::new(),

@@ -241,8 +241,8 @@ impl Controller {
         [24, 16, 8].map(|at| (self.arbitration >> at & 0xFF) + 1)
     }
 
-    /// Weighted round robin with an urgent class (section 3.4.4.2): admin commands go first, then the urgent queues. Each of the
-    /// other classes has as many commands in a round as its weight. The queues of a class have turns.
+    /// Weighted round robin with an urgent class (section 3.4.4.2): admin commands go first, then the urgent queues. Each of
+    /// the other classes has as many commands in a round as its weight. The queues of a class have turns.
     fn take_by_weight(&mut self, now: Duration) -> bool {
         let mut taken = false;
         while !self.fatal
@@ -255,12 +255,18 @@ impl Controller {
         taken
     }
 
+    /// Returns whether the drive takes one more I/O command. Admin commands that it has take no place.
+    fn has_place(&self) -> bool {
+        let of_io = self.work.iter().filter(|work| work.sq != 0);
+        of_io.count() < self.options.parallel
+    }
+
     /// Returns the queue of which the drive takes the next command.
     pub(super) fn next_by_weight(&mut self) -> Option<u16> {
         if self.sqs.get(&0).is_some_and(|admin| admin.waiting() > 0) {
             return Some(0);
         }
-        if self.work.len() >= self.options.parallel {
+        if !self.has_place() {
             return None;
         }
         if let Some(urgent) = self.next_of_class(URGENT) {
@@ -303,7 +309,7 @@ impl Controller {
             let ids: Vec<u16> = turns.map(|(&id, _)| id).collect();
             let mut more = false;
             for id in ids {
-                let room = id == 0 || self.work.len() < self.options.parallel;
+                let room = id == 0 || self.has_place();
                 if room && !self.fatal && !self.hung && self.take_command(id, now) {
                     more = true;
                     // The admin queue has no part in the turns.

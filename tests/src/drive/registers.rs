@@ -6,7 +6,7 @@ use nvme_mpt::memory::clock;
 
 use super::faults::Resets;
 use super::queues::{Cq, Sq, WeightedTurns};
-use super::{Arbitration, Controller};
+use super::{Arbitration, Controller, WeightedFailure};
 use crate::memory::PAGE_SIZE;
 use crate::registers::{
     ACQ, AQA, ASQ, CAP, CC, CC_ENABLE, CC_SHN_MASK, CSTS, CSTS_FATAL, CSTS_PAUSED, CSTS_READY,
@@ -46,7 +46,11 @@ impl Controller {
     }
 
     fn csts(&self) -> u32 {
-        let ready = matches!(self.phase, Phase::Ready | Phase::Disabling(_));
+        let ready = match self.phase {
+            Phase::Ready => true,
+            Phase::Disabling(_) => self.weighted_failure.is_none(),
+            Phase::Disabled | Phase::Enabling(_) => false,
+        };
         (if ready { CSTS_READY } else { 0 })
             | (if self.fatal { CSTS_FATAL } else { 0 })
             | (if self.paused { CSTS_PAUSED } else { 0 })
@@ -105,10 +109,13 @@ impl Controller {
                 }
                 self.select_arbitration(cc & CC_AMS);
                 self.counters.enables += 1;
+                self.counters.weighted_enables += u64::from(self.is_weighted());
                 self.phase = Phase::Enabling(then);
             }
             (true, false) => {
-                let stuck = self.fatal || self.faults.resets != Resets::Work;
+                let stuck = self.fatal
+                    || self.weighted_failure.is_some()
+                    || self.faults.resets != Resets::Work;
                 if matches!(self.phase, Phase::Enabling(_)) && !stuck {
                     self.complain("CC.EN was cleared before CSTS.RDY was set");
                 }
@@ -126,7 +133,10 @@ impl Controller {
     fn select_arbitration(&mut self, ams: u32) {
         match (ams, self.options.arbitration) {
             (0, _) | (CC_AMS_WEIGHTED, Arbitration::Weighted) => {}
-            (CC_AMS_WEIGHTED, Arbitration::InNameOnly) => self.fatal = true,
+            (CC_AMS_WEIGHTED, Arbitration::InNameOnly(failure)) => {
+                self.fatal = failure != WeightedFailure::NeverReady;
+                self.weighted_failure = Some(failure);
+            }
             _ => {
                 self.complain(format!("CC.AMS {:#b} is not offered", ams >> 11));
                 self.fatal = true;
@@ -142,7 +152,11 @@ impl Controller {
     /// Lets CSTS follow CC.
     pub(super) fn follow(&mut self, now: Duration) -> bool {
         match self.phase {
-            Phase::Enabling(then) if then <= now && self.faults.resets == Resets::Work => {
+            Phase::Enabling(then)
+                if then <= now
+                    && self.faults.resets == Resets::Work
+                    && self.weighted_failure.is_none() =>
+            {
                 self.begin();
                 true
             }
@@ -171,7 +185,10 @@ impl Controller {
     /// All that a reset forgets; memory is not touched from now on.
     pub(super) fn forget(&mut self) {
         self.phase = Phase::Disabled;
-        (self.fatal, self.hung, self.shut_down) = (false, false, false);
+        let lasting = |failure: &WeightedFailure| *failure != WeightedFailure::Fatal;
+        self.weighted_failure = self.weighted_failure.filter(lasting);
+        self.fatal = self.weighted_failure == Some(WeightedFailure::FatalUntilFunctionReset);
+        (self.hung, self.shut_down) = (false, false);
         self.paused = false;
         self.sqs.clear();
         self.last_taken = 0;
@@ -190,6 +207,7 @@ impl Controller {
     /// Resets the function.
     pub(super) fn reset_function(&mut self) {
         self.counters.function_resets += 1;
+        self.weighted_failure = None;
         self.forget();
         (self.cc, self.aqa, self.asq, self.acq) = (0, 0, 0, 0);
         self.bus_master = false;

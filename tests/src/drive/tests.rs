@@ -157,7 +157,7 @@ fn queues_have_turns_though_there_is_room_for_one_command() {
     }
 }
 
-/// Enables a drive with CC.AMS. Returns CSTS once it is ready.
+/// Enables a drive with CC.AMS. Returns CSTS once it is ready, or has failed.
 fn enabled_with(arbitration: Arbitration, ams: u32) -> (u32, Arc<ModelDrive>) {
     let drive = ModelDrive::start(Options {
         arbitration,
@@ -174,7 +174,7 @@ fn enabled_with(arbitration: Arbitration, ams: u32) -> (u32, Arc<ModelDrive>) {
     );
     loop {
         let csts = drive.read32(CSTS as usize);
-        if csts & CSTS_READY != 0 {
+        if csts & (CSTS_READY | CSTS_FATAL) != 0 {
             return (csts, drive);
         }
         clock::sleep(Duration::from_micros(50));
@@ -190,7 +190,12 @@ fn an_arbitration_that_is_not_offered_is_fatal() {
         (Arbitration::Weighted, 1, true, true),
         (Arbitration::Weighted, 7, false, false),
         // Its host could not know.
-        (Arbitration::InNameOnly, 1, false, true),
+        (
+            Arbitration::InNameOnly(WeightedFailure::Fatal),
+            1,
+            false,
+            true,
+        ),
     ];
     for (arbitration, ams, works, is_sound) in cases {
         let (csts, drive) = enabled_with(arbitration, ams);

@@ -1,18 +1,24 @@
-//! Drives with weighted round robin arbitration: the order in which they take the commands of busy guests, each with a queue pair
-//! of its own. A command that the drive holds keeps its only place until all others wait in its queues.
+//! Drives with weighted round robin arbitration: the order in which they take the commands of busy guests, each with a queue
+//! pair of its own. A command that the drive holds keeps its only place until all others wait in its queues. Drives that do not
+//! work with it are used without.
 
 use std::mem;
+use std::time::Duration;
 
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{
-    Arbitration, Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options,
+    Arbitration, Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options, WeightedFailure,
 };
 use nvme_mpt_tests::identify::cns;
 use nvme_mpt_tests::status::INVALID_FIELD;
+use nvme_vfio::{ArbitrationChoice, ControllerOptions};
 
-use crate::common::{Host, LEASE, LONG, Setup, open, remote, wait_for};
-use crate::hand_over::{go_on, hand_over};
+use crate::common::{Host, LEASE, LONG, READY_TIMEOUT, Setup, open_with, remote, wait_for};
+use crate::hand_over::{go_on_with, hand_over};
 use crate::weights::{Guest, rates};
+
+/// Time of an admin command that gets no answer: longer than others take on a machine that is busy.
+const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Commands of a guest in a round.
 const COMMANDS: usize = 120;
@@ -33,8 +39,36 @@ fn options(arbitration: Arbitration) -> Options {
     }
 }
 
+fn chosen(arbitration: ArbitrationChoice) -> ControllerOptions {
+    ControllerOptions {
+        deadline: LONG,
+        arbitration,
+        ..ControllerOptions::default()
+    }
+}
+
+/// A drive that is to be driven with weighted round robin.
 fn host(arbitration: Arbitration) -> Host {
-    Host::with(options(arbitration), LONG)
+    Host::with_controller(options(arbitration), chosen(ArbitrationChoice::Weighted))
+}
+
+/// The same, on a drive with these faults from the start.
+fn faulty_host(faults: impl IntoIterator<Item = Fault>) -> Host {
+    let model = ModelDrive::start(options(Arbitration::Weighted));
+    faults.into_iter().for_each(|fault| model.inject(fault));
+    let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
+    Host::of(drive, model)
+}
+
+/// The controller fails once. Waits until it works again, with these classes of its queues.
+#[track_caller]
+fn fail(host: &Host, priorities: &[u8]) {
+    let queues = host.model.counters().queues_created;
+    host.model.fail();
+    wait_for("a reset", || {
+        let created = host.model.counters().queues_created - queues;
+        created == priorities.len() as u64 && host.model.priorities() == priorities
+    });
 }
 
 /// Two guests of these weights, with pairs of their own.
@@ -155,18 +189,24 @@ fn one_heavy_guest_beside_many_has_its_own_share_and_not_half_of_the_drive() {
 }
 
 #[test]
-fn a_drive_without_weighted_round_robin_has_turns_and_is_told_no_weights() {
+fn a_drive_has_turns_and_is_told_no_weights_unless_both_are_there_and_chosen() {
     if remote::is_chosen() {
         return;
     }
-    let host = host(Arbitration::InTurn);
-    let mut guests = two_guests(&host, [100, 300]);
-    assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
-    let half = first_half(&host, &mut guests, weighs(None));
-    assert_eq!(host.model.counters().arbitrations, 0);
-    drop(guests);
-    host.finish();
-    check(half, COMMANDS / 2);
+    for (arbitration, choice) in [
+        (Arbitration::InTurn, ArbitrationChoice::Weighted),
+        (Arbitration::Weighted, ArbitrationChoice::default()),
+    ] {
+        let host = Host::with_controller(options(arbitration), chosen(choice));
+        let mut guests = two_guests(&host, [100, 300]);
+        assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
+        let half = first_half(&host, &mut guests, weighs(None));
+        let counters = host.model.counters();
+        assert_eq!((counters.weighted_enables, counters.arbitrations), (0, 0));
+        drop(guests);
+        host.finish();
+        check(half, COMMANDS / 2);
+    }
 }
 
 #[test]
@@ -176,10 +216,7 @@ fn weights_and_classes_are_there_after_a_reset() {
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [50, 300]);
-    host.model.fail();
-    wait_for("a reset", || {
-        host.incidents().resets == 1 && host.model.priorities() == [LOW, HIGH]
-    });
+    fail(&host, &[LOW, HIGH]);
     assert_eq!(host.model.arbitration_burst(), 2);
     let light = first_half(&host, &mut guests, weighs(Some([6, 6, 1])));
     drop(guests);
@@ -197,7 +234,7 @@ fn the_next_process_has_the_drive_go_on_with_weights() {
     drop(two_guests(&before, [300, 100]));
     let handed = hand_over(&before);
     mem::forget(before);
-    let host = go_on(&model, handed).unwrap();
+    let host = go_on_with(&model, handed, chosen(ArbitrationChoice::Weighted)).unwrap();
     let mut guests = two_guests(&host, [100, 200]);
     assert_eq!(model.priorities(), [MEDIUM, HIGH]);
     let third = first_half(&host, &mut guests, weighs(Some([2, 1, 2])));
@@ -208,24 +245,59 @@ fn the_next_process_has_the_drive_go_on_with_weights() {
     check(third, COMMANDS / 3);
 }
 
+/// The arbitration that it finds counts: the process before may have failed with another.
+#[test]
+fn the_next_process_does_not_try_weights_that_it_does_not_find() {
+    if remote::is_chosen() {
+        return;
+    }
+    let failing = Arbitration::InNameOnly(WeightedFailure::Fatal);
+    let [weighted, in_turn] = [ArbitrationChoice::Weighted, ArbitrationChoice::RoundRobin];
+    for (arbitration, first, next, enables) in [
+        (failing, weighted, weighted, 1),
+        (Arbitration::Weighted, in_turn, weighted, 0),
+        (Arbitration::Weighted, weighted, in_turn, 1),
+    ] {
+        let before = Host::with_controller(options(arbitration), chosen(first));
+        let model = before.model.clone();
+        let handed = hand_over(&before);
+        mem::forget(before);
+        let sent = model.counters().arbitrations;
+        let host = go_on_with(&model, handed, chosen(next)).unwrap();
+        let guests = two_guests(&host, [100, 300]);
+        assert_eq!(model.priorities(), [MEDIUM, MEDIUM]);
+        fail(&host, &[MEDIUM, MEDIUM]);
+        let counters = model.counters();
+        assert_eq!(counters.weighted_enables, enables);
+        assert_eq!(counters.arbitrations, sent);
+        assert_eq!(model.weights(), None);
+        assert_eq!(model.judgement(), Ok(()));
+        drop((guests, host));
+    }
+}
+
 #[test]
 fn a_drive_that_takes_no_weights_has_turns() {
     if remote::is_chosen() {
         return;
     }
-    let model = ModelDrive::start(options(Arbitration::Weighted));
-    let refused = Effect::Fail(INVALID_FIELD, true);
-    model.inject(Fault::once(Meets::Admin(admin::SET_FEATURES), refused));
-    let drive = open(&model, LONG).unwrap();
-    assert_eq!(model.counters().faults_met, 1);
-    let host = Host::of(drive, model);
-    let mut guests = two_guests(&host, [100, 300]);
-    assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
-    let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
-    assert_eq!(host.model.counters().arbitrations, 0);
-    drop(guests);
-    host.finish();
-    check(half, COMMANDS / 2);
+    // A refusal without Do Not Retry is tried once more.
+    for (dnr, refusals) in [(true, 1), (false, 2)] {
+        let refused = Effect::Fail(INVALID_FIELD, dnr);
+        let host = faulty_host([Fault::once(Meets::Weights(false), refused).times(u64::MAX)]);
+        let met = || host.model.counters().faults_met;
+        assert_eq!(met(), refusals);
+        let mut guests = two_guests(&host, [100, 300]);
+        assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
+        let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+        fail(&host, &[MEDIUM, MEDIUM]);
+        // Nothing is sent again, and it is enabled without. One more command was held.
+        assert_eq!(met(), refusals + 1);
+        assert_eq!(host.model.weights(), None);
+        drop(guests);
+        host.finish();
+        check(half, COMMANDS / 2);
+    }
 }
 
 /// Without a limit, a queue could have the turns of all others in its class.
@@ -237,28 +309,59 @@ fn a_drive_that_recommends_bursts_without_a_limit_has_one() {
             data[72] = 7;
         }
     }));
-    let host = Host::of(open(&model, LONG).unwrap(), model);
+    let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
+    let host = Host::of(drive, model);
     assert_eq!(host.model.arbitration_burst(), 6);
     host.finish();
 }
 
-/// Other weights than the first ones are refused.
+/// Equal weights are taken, others are refused.
 #[test]
-fn a_drive_that_takes_no_other_weights_goes_on() {
+fn a_drive_that_refuses_unequal_weights_has_equal_ones() {
+    if remote::is_chosen() {
+        return;
+    }
+    for (dnr, refusals) in [(true, 1), (false, 2)] {
+        let host = host(Arbitration::Weighted);
+        let mut guests = two_guests(&host, [100, 300]);
+        let refused = Effect::Fail(INVALID_FIELD, dnr);
+        let refused = Fault::once(Meets::Weights(true), refused);
+        host.model.inject(refused.times(u64::MAX));
+        // It had equal weights from the start, and is told them once.
+        let is_told = |model: &ModelDrive| model.counters().arbitrations == 2;
+        let half = first_half(&host, &mut guests, is_told);
+        let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+        let counters = host.model.counters();
+        // Two commands were held.
+        assert_eq!(
+            (counters.faults_met, counters.arbitrations),
+            (refusals + 2, 2)
+        );
+        assert_eq!(host.incidents().resets, 0);
+        fail(&host, &[MEDIUM, MEDIUM]);
+        assert_eq!(host.model.weights(), None);
+        drop(guests);
+        host.finish();
+        check(half, COMMANDS / 2);
+        check(half_again, COMMANDS / 2);
+    }
+}
+
+#[test]
+fn a_drive_that_refuses_all_weights_later_goes_on() {
     if remote::is_chosen() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     let refused = Effect::Fail(INVALID_FIELD, true);
-    let refused = Fault::once(Meets::Admin(admin::SET_FEATURES), refused);
-    host.model.inject(refused.times(100));
-    // The command that is held, and the refusal.
-    let refused = |model: &ModelDrive| model.counters().faults_met == 2;
+    let refused = Fault::once(Meets::Weights(false), refused);
+    host.model.inject(refused.times(u64::MAX));
+    // The command that is held, and the refusals of these weights and of equal ones.
+    let refused = |model: &ModelDrive| model.counters().faults_met == 3;
     let half = first_half(&host, &mut guests, refused);
     let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
-    // It is not asked again.
-    assert_eq!(host.model.counters().faults_met, 3);
+    assert_eq!(host.model.counters().faults_met, 4);
     assert_eq!(host.incidents().resets, 0);
     drop(guests);
     host.finish();
@@ -268,15 +371,260 @@ fn a_drive_that_takes_no_other_weights_goes_on() {
 
 #[test]
 fn a_drive_that_does_not_come_up_with_weighted_round_robin_is_enabled_without() {
-    let host = host(Arbitration::InNameOnly);
+    for (failure, function_resets) in [
+        (WeightedFailure::Fatal, 0),
+        (WeightedFailure::FatalUntilFunctionReset, 1),
+        (WeightedFailure::NeverReady, 1),
+    ] {
+        let options = Options {
+            // Its failure is there after CC.EN was cleared.
+            reset_time: Duration::from_millis(20),
+            timeout: READY_TIMEOUT,
+            ..options(Arbitration::InNameOnly(failure))
+        };
+        let host = Host::with_controller(options, chosen(ArbitrationChoice::Weighted));
+        let machine = host.machine(&Setup::nth(0));
+        let (controller, mut disk) = machine.disk();
+        disk.write(0, &[7; 4096]).unwrap();
+        assert_eq!(disk.read(0, 8).unwrap(), [7; 4096]);
+        assert_eq!(host.model.weights(), None);
+        let counters = host.model.counters();
+        assert_eq!(
+            (counters.enables, counters.arbitrations),
+            (2, 0),
+            "{failure:?}"
+        );
+        assert_eq!(counters.function_resets, function_resets, "{failure:?}");
+        // It is not tried again.
+        fail(&host, &[MEDIUM]);
+        assert_eq!(disk.read(0, 8).unwrap(), [7; 4096]);
+        let counters = host.model.counters();
+        assert_eq!(
+            (counters.enables, counters.weighted_enables),
+            (3, 1),
+            "{failure:?}"
+        );
+        drop((disk, controller, machine));
+        host.finish();
+    }
+}
+
+#[test]
+fn a_drive_that_fails_once_it_is_up_with_weights_is_enabled_without() {
+    // As it is opened.
+    let host = faulty_host([Fault::once(Meets::Admin(admin::IDENTIFY), Effect::Fatal)]);
+    let counters = host.model.counters();
+    assert_eq!((counters.enables, counters.weighted_enables), (2, 1));
+    assert_eq!(host.model.weights(), None);
+    host.finish();
+    // As it is reset.
+    let host = self::host(Arbitration::Weighted);
     let machine = host.machine(&Setup::nth(0));
     let (controller, mut disk) = machine.disk();
+    host.model
+        .inject(Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Fatal));
+    fail(&host, &[MEDIUM]);
     disk.write(0, &[7; 4096]).unwrap();
-    assert_eq!(disk.read(0, 8).unwrap(), [7; 4096]);
-    assert_eq!(host.model.weights(), None);
     let counters = host.model.counters();
-    assert_eq!((counters.enables, counters.arbitrations), (2, 0));
+    assert_eq!((counters.enables, counters.weighted_enables), (3, 2));
+    assert_eq!(host.model.weights(), None);
     drop((disk, controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
+    if remote::is_chosen() {
+        return;
+    }
+    // As it is opened.
+    let model = ModelDrive::start(options(Arbitration::Weighted));
+    model.inject(Fault::once(Meets::Weights(false), Effect::Lose));
+    model.set_admin_timeout(Some(ADMIN_TIMEOUT));
+    let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
+    model.set_admin_timeout(None);
+    let host = Host::of(drive, model);
+    let guests = two_guests(&host, [100, 300]);
+    assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
+    let counters = host.model.counters();
+    assert_eq!((counters.enables, counters.arbitrations), (1, 0));
+    drop(guests);
+    host.finish();
+    // One that answers nothing after that is enabled without.
+    let model = ModelDrive::start(options(Arbitration::Weighted));
+    model.inject(Fault::once(Meets::Weights(false), Effect::Hang));
+    model.set_admin_timeout(Some(ADMIN_TIMEOUT));
+    let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
+    model.set_admin_timeout(None);
+    let host = Host::of(drive, model);
+    let counters = host.model.counters();
+    assert_eq!((counters.enables, counters.weighted_enables), (2, 1));
+    host.finish();
+    // Later.
+    let host = self::host(Arbitration::Weighted);
+    let mut guests = two_guests(&host, [100, 300]);
+    host.model
+        .inject(Fault::once(Meets::Weights(false), Effect::Lose));
+    host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
+    let half = first_half(&host, &mut guests, |model| model.counters().faults_met == 2);
+    // Its queue is created once there was no answer.
+    let third = Guest::new(&host, 2, 300);
+    host.model.set_admin_timeout(None);
+    assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
+    let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+    let counters = host.model.counters();
+    // Two commands were held.
+    assert_eq!((counters.faults_met, counters.arbitrations), (3, 1));
+    assert_eq!(host.incidents().resets, 0);
+    drop((guests, third));
+    host.finish();
+    check(half, COMMANDS / 2);
+    check(half_again, COMMANDS / 2);
+}
+
+#[test]
+fn no_time_counts_against_weights_while_the_drive_has_paused() {
+    if remote::is_chosen() {
+        return;
+    }
+    let host = host(Arbitration::Weighted);
+    let mut guests = two_guests(&host, [100, 300]);
+    let model = &host.model;
+    model.inject(Fault::once(Meets::Io, Effect::Hold));
+    model.inject(Fault::once(Meets::Weights(true), Effect::Hold));
+    for guest in &mut guests {
+        guest.read(COMMANDS);
+    }
+    wait_for("the weights that are held", || {
+        model.counters().faults_met == 2
+    });
+    model.pause();
+    // Without the pause, no command would be waited for.
+    model.set_admin_timeout(Some(Duration::ZERO));
+    let looks = model.admin_waits() + 50;
+    wait_for("looks at the command", || model.admin_waits() >= looks);
+    model.set_admin_timeout(None);
+    model.resume();
+    model.let_go();
+    wait_for("the weights", || model.weights() == Some([3, 1, 3]));
+    wait_for("the completions", || {
+        for guest in &mut guests {
+            while guest.queue.poll().is_some() {}
+        }
+        model.counters().completed == 2 * COMMANDS as u64
+    });
+    assert_eq!(model.counters().arbitrations, 2);
+    assert_eq!(host.incidents().resets, 0);
+    drop(guests);
+    host.finish();
+}
+
+#[test]
+fn a_drive_that_refuses_classes_has_queues_of_one_class_and_equal_weights() {
+    if remote::is_chosen() {
+        return;
+    }
+    let refused = || {
+        let refused = Effect::Fail(INVALID_FIELD, true);
+        Fault::once(Meets::QueueClass, refused).times(u64::MAX)
+    };
+    // From the start.
+    let host = faulty_host([refused()]);
+    let mut guests = two_guests(&host, [100, 300]);
+    assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
+    assert_eq!(host.model.counters().faults_met, 1);
+    let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+    // It has as many queues as before.
+    let pairs = host.drive.controller().queue_pairs().expect("a bound");
+    assert_eq!(pairs.total, Options::default().queue_pairs);
+    fail(&host, &[MEDIUM, MEDIUM]);
+    assert_eq!(host.model.weights(), None);
+    drop(guests);
+    host.finish();
+    check(half, COMMANDS / 2);
+    // Once weights count.
+    let host = self::host(Arbitration::Weighted);
+    let mut guests = two_guests(&host, [100, 300]);
+    let quarter = first_half(&host, &mut guests, weighs(Some([3, 1, 3])));
+    host.model.inject(refused());
+    let third = Guest::new(&host, 2, 300);
+    assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
+    assert_eq!(host.model.weights(), Some([1, 1, 1]));
+    let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+    drop((guests, third));
+    host.finish();
+    check(quarter, COMMANDS / 4);
+    check(half, COMMANDS / 2);
+}
+
+#[test]
+fn a_drive_that_refuses_classes_after_a_reset_works_without() {
+    let host = host(Arbitration::Weighted);
+    let machine = host.machine(&Setup {
+        rates: rates(300),
+        ..Setup::nth(0)
+    });
+    let (controller, mut disk) = machine.disk();
+    let classes = host.model.priorities();
+    assert!(classes.contains(&HIGH), "{classes:?}");
+    let refused = Effect::Fail(INVALID_FIELD, true);
+    host.model
+        .inject(Fault::once(Meets::QueueClass, refused).times(u64::MAX));
+    fail(&host, &vec![MEDIUM; classes.len()]);
+    disk.write(0, &[7; 4096]).unwrap();
+    assert_eq!(host.incidents().resets, 1);
+    drop((disk, controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_queue_gets_an_idle_pair_of_another_class_if_its_own_cannot_be_created() {
+    if remote::is_chosen() {
+        return;
+    }
+    let host = host(Arbitration::Weighted);
+    drop(Guest::new(&host, 0, 100));
+    assert_eq!(host.model.priorities(), [MEDIUM]);
+    host.model
+        .inject(Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Fatal));
+    let mut heavy = Guest::new(&host, 1, 300);
+    wait_for("a reset", || host.incidents().resets == 1);
+    heavy.read(1);
+    wait_for("a completion", || heavy.queue.poll().is_some());
+    assert_eq!(host.model.priorities(), [MEDIUM]);
+    drop(heavy);
+    host.finish();
+}
+
+/// A quiet guest has its turns in a class, so the class weighs as much more.
+#[test]
+fn a_quiet_guest_is_not_squeezed_beside_a_busy_one_of_its_class() {
+    if remote::is_chosen() {
+        return;
+    }
+    let host = host(Arbitration::Weighted);
+    let mut guests = two_guests(&host, [100, 600]);
+    let mut quiet = Guest::new(&host, 2, 100);
+    assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
+    host.model.inject(Fault::once(Meets::Io, Effect::Hold));
+    guests[0].read(COMMANDS);
+    wait_for("the command that is held", || {
+        host.model.counters().faults_met == 1
+    });
+    // All that it has waits behind the command that is held.
+    quiet.read(1);
+    guests[1].read(COMMANDS);
+    // The two in Medium weigh a third of the one in High together.
+    wait_for("weights", || host.model.weights() != Some([1, 1, 1]));
+    assert_eq!(host.model.weights(), Some([3, 1, 3]));
+    host.model.let_go();
+    wait_for("the completions", || {
+        for guest in guests.iter_mut().chain([&mut quiet]) {
+            while guest.queue.poll().is_some() {}
+        }
+        host.model.counters().completed == 2 * COMMANDS as u64 + 1
+    });
+    drop((guests, quiet));
     host.finish();
 }
 

@@ -44,14 +44,19 @@ pub(crate) fn open(
     model: &Arc<ModelDrive>,
     deadline: Duration,
 ) -> Result<Arc<Drive>, ControllerError> {
-    let controller = VfioController::open(
-        model.clone(),
-        ControllerOptions {
-            deadline,
-            ..ControllerOptions::default()
-        },
-        &Threads::default(),
-    )?;
+    let options = ControllerOptions {
+        deadline,
+        ..ControllerOptions::default()
+    };
+    open_with(model, options)
+}
+
+/// Takes a drive into use, with all options of its controller.
+pub(crate) fn open_with(
+    model: &Arc<ModelDrive>,
+    options: ControllerOptions,
+) -> Result<Arc<Drive>, ControllerError> {
+    let controller = VfioController::open(model.clone(), options, &Threads::default())?;
     let path = "0000:01:00.0";
     Ok(Drive::new(path, controller, None).expect("a namespace"))
 }
@@ -73,11 +78,20 @@ impl Host {
 
     /// A drive, and how long it may take for a command.
     pub(crate) fn with(options: Options, deadline: Duration) -> Self {
+        let controller = ControllerOptions {
+            deadline,
+            ..ControllerOptions::default()
+        };
+        Self::with_controller(options, controller)
+    }
+
+    /// A drive, and all options of its controller.
+    pub(crate) fn with_controller(options: Options, controller: ControllerOptions) -> Self {
         let mut attempts = 0;
         let (model, drive) = loop {
             let model = ModelDrive::start(options.clone());
             attempts += 1;
-            match open(&model, deadline) {
+            match open_with(&model, controller) {
                 Ok(drive) => break (model, drive),
                 // The drive's thread may lose its processor for as short a time.
                 Err(ControllerError::NotInTime { .. })

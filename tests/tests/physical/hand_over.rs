@@ -43,15 +43,21 @@ pub(crate) fn hand_over(host: &Host) -> Vec<OwnedFd> {
 }
 
 /// The drive in the next process.
-pub(crate) fn go_on(
-    model: &Arc<ModelDrive>,
-    handed: Vec<OwnedFd>,
-) -> Result<Host, ControllerError> {
-    let handed = HandedOver::read(handed)?;
+fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, ControllerError> {
     let options = ControllerOptions {
         deadline: LONG,
         ..ControllerOptions::default()
     };
+    go_on_with(model, handed, options)
+}
+
+/// The same with all options of its controller.
+pub(crate) fn go_on_with(
+    model: &Arc<ModelDrive>,
+    handed: Vec<OwnedFd>,
+    options: ControllerOptions,
+) -> Result<Host, ControllerError> {
+    let handed = HandedOver::read(handed)?;
     let threads = Threads::default();
     let controller = VfioController::handed_over(model.clone(), handed, options, &threads, None)?;
     let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");

@@ -443,6 +443,7 @@ fn open_controller(
             let options = ControllerOptions {
                 deadline: options.deadline.unwrap_or(DEFAULT_DEADLINE),
                 learning: options.learning,
+                ..ControllerOptions::default()
             };
             open_physical(*address, options, threads, outliving)?
         }

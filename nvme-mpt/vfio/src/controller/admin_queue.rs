@@ -204,11 +204,24 @@ impl AdminQueue {
 
     /// Executes a command to its end.
     pub(super) fn execute(&mut self, sqe: Sqe) -> Result<Cqe, ControllerError> {
+        self.execute_through_pause(sqe, Duration::ZERO, &|| true)
+    }
+
+    /// As [`Self::execute`]; while the drive has paused by itself (CSTS.PP), for `pause` at most and not longer than until
+    /// `is_ending`, the command's time does not count.
+    pub(super) fn execute_through_pause(
+        &mut self,
+        sqe: Sqe,
+        pause: Duration,
+        is_ending: &dyn Fn() -> bool,
+    ) -> Result<Cqe, ControllerError> {
+        let longest_pause = pause;
         let opcode = AdminOpcode(sqe.opcode());
         self.next_cid = (self.next_cid + 1) % EVENT_CID;
         let cid = CommandId(self.next_cid);
         self.submit(&sqe, cid);
-        let started = self.clock.now();
+        let mut started = self.clock.now();
+        let mut pause_end = None;
         let mut pause = Duration::from_micros(10);
         let mut rounds = 0;
         loop {
@@ -236,7 +249,14 @@ impl AdminQueue {
                 self.check_status()?;
             }
             let timeout = self.backing.admin_timeout();
-            if self.clock.now().saturating_sub(started) >= timeout {
+            let now = self.clock.now();
+            if !longest_pause.is_zero()
+                && self.has_paused()
+                && now < *pause_end.get_or_insert(now + longest_pause)
+                && !is_ending()
+            {
+                started = now;
+            } else if now.saturating_sub(started) >= timeout {
                 return Err(ControllerError::AdminTimeout {
                     opcode,
                     seconds: timeout.as_secs(),
@@ -255,6 +275,12 @@ impl AdminQueue {
             value if !Csts(value).rdy() => Err(ControllerError::Lost),
             _ => Ok(()),
         }
+    }
+
+    /// Returns whether the drive has paused by itself (Base 2.0, section 3.11).
+    fn has_paused(&self) -> bool {
+        let csts = self.backing.read32(offset::CSTS as usize);
+        csts != REMOVED && Csts(csts).pp()
     }
 
     /// Executes a command whose data, up to a page of it, comes from the controller.

@@ -1,15 +1,15 @@
-//! The drive's own arbitration between its I/O Submission Queues (Base 2.0, section 3.4.4): weighted round robin where it has
-//! that (`CAP.AMS`), else all queues in turn.
+//! The drive's own arbitration between its I/O Submission Queues (Base 2.0, section 3.4.4): weighted round robin where it is
+//! [chosen](ArbitrationChoice) and the drive has it (`CAP.AMS`), else round robin.
 //!
 //! Weights are those of classes, not of queues: a queue that is alone in its class has all of the class. A class that always
 //! had the same weight would give a light lease more than its share while few are light, and a heavy one less while many
-//! are heavy. So each class has what the busy leases in it weigh together. The supervisor adds them up at each look, and tells
-//! the drive of a change (Arbitration, FID 01h). A weight that changes, and a guest that becomes busy, count within a tenth of
-//! a second, also on a drive that is too fast for [shares](super::super::pair) of bytes.
+//! are heavy. So each class has what the leases in it weigh together ([`ClassLoad`]). The supervisor adds them up at each look,
+//! and tells the drive of a change (Arbitration, FID 01h). A change below a quarter is none, and the drive is told of
+//! [`CHANGES_MAX`] in a minute at most: some drives store features, and guests that come and go must not wear them out.
 //!
 //! A queue gets its class when it is created (QPRIO): High if the lease that it is created for is heavier than usual, Low if it
-//! is lighter. It stays, though weights change, and other leases use the pair later or share it. No class is wrong: whose weight
-//! counts in it is seen at each look. Leases in one class have turns by queue, as without classes, and the governor evens out
+//! is lighter. It stays, though weights change, and other leases use the pair later or share it. No class is wrong: the weights
+//! that count in it are seen at each look. Leases in one class have turns by queue, as without classes, and the governor evens out
 //! their bytes.
 //!
 //! Nobody starves: each class has a command in each round, and none more than [`LONGEST`] in a row. A class in which only quiet
@@ -17,19 +17,29 @@
 //!
 //! No queue is Urgent. Such a queue goes before all others for as long as it has commands. A queue is Urgent for good, but a
 //! quiet guest may be busy a moment later.
+//!
+//! Few drives are used with weighted round robin, so a drive that says that it has it may not work with it. Whatever fails with
+//! it ends it for as long as this process has the drive: the drive does not come up, does not answer Set Features, or refuses
+//! weights or a class. The next time that it is enabled, it is with round robin. Until then, classes are equal if it can be,
+//! and new queues are Medium.
 
-use log::warn;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use super::super::pair::CLASSES;
+use log::{info, warn};
+
+use super::super::pair::{CLASSES, ClassLoad};
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
+use super::supervisor::longest_pause;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::limit::Weight;
 use nvme_mpt::spec::admin::{QueuePriority, SetFeatures};
 use nvme_mpt::spec::feature::{self, FeatureId};
-use nvme_mpt::spec::identify::IdentifyController;
 use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::ArbitrationMechanism;
+use nvme_mpt::spec::registers::{ArbitrationMechanism, Cap};
 use nvme_mpt::spec::sqe::Sqe;
 
 /// Most commands of a class before it is the others' turn: about as many as a fast drive works on at once.
@@ -38,8 +48,50 @@ const LONGEST: u64 = 16;
 /// Largest Arbitration Burst, as a power of two. Without a limit, a queue could have the turns of all others in its class.
 const BURST_MAX: u8 = feature::Arbitration::NO_LIMIT - 1;
 
-/// Difference from the leases' weights that does not matter: one part of so many.
+/// Difference from the leases' weights that does not matter in a round: one part of so many.
 const PRECISION: u64 = 16;
+
+/// Smallest change of the classes' shares of which the drive is told: one share has become larger by a quarter beside another.
+const CHANGE_MIN: (u64, u64) = (5, 4);
+
+/// Most changes of which the drive is told in [`CHANGES_TIME`].
+const CHANGES_MAX: usize = 4;
+
+/// Time in which the drive is told of [`CHANGES_MAX`] changes.
+const CHANGES_TIME: Duration = Duration::from_secs(60);
+
+/// Arbitration with which a drive is enabled (`CC.AMS`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ArbitrationChoice {
+    /// Round robin, which every drive has.
+    #[default]
+    RoundRobin,
+    /// Weighted round robin with urgent priority class, if the drive has it and works with it.
+    Weighted,
+}
+
+impl FromStr for ArbitrationChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "round-robin" => Ok(Self::RoundRobin),
+            "weighted" => Ok(Self::Weighted),
+            _ => Err(format!(
+                "`{text}` is neither; use round-robin (queues have turns) or weighted (the drive counts weights)"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for ArbitrationChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::RoundRobin => "round-robin",
+            Self::Weighted => "weighted",
+        })
+    }
+}
 
 /// Commands of each [class](CLASSES) in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,10 +100,10 @@ struct ClassWeights([u8; CLASSES.len()]);
 impl ClassWeights {
     const EQUAL: Self = Self([1; CLASSES.len()]);
 
-    /// Returns the shortest round in which the classes have commands as their busy leases weigh; `None` if none is busy.
-    fn of(busy: [u64; CLASSES.len()]) -> Option<Self> {
-        let most = busy.into_iter().max().filter(|most| *most > 0)?;
-        let wanted = busy.map(|weight| if weight == 0 { most } else { weight });
+    /// Returns the shortest round in which the classes have commands as their leases weigh; `None` if no class is busy.
+    fn of(loads: &[ClassLoad; CLASSES.len()]) -> Option<Self> {
+        let most = heaviest(loads)?;
+        let wanted = loads.map(|load| if load.is_busy { load.weight } else { most });
         let round = |longest: u64| {
             wanted.map(|weight| ((weight * longest + most / 2) / most).clamp(1, LONGEST))
         };
@@ -67,48 +119,249 @@ impl ClassWeights {
         // Within LONGEST.
         Some(Self(round(longest).map(|commands| commands as u8)))
     }
+
+    /// Returns whether the classes have their shares with these weights, as nearly as it matters. One that nobody uses has any,
+    /// and one in which only quiet guests are may have more than its own.
+    fn suit(self, loads: &[ClassLoad; CLASSES.len()]) -> bool {
+        let Some(most) = heaviest(loads) else {
+            return true;
+        };
+        let classes = self.0.into_iter().zip(loads);
+        let used = classes.filter(|(_, load)| load.weight > 0);
+        let shares = used.map(|(commands, load)| {
+            let wanted = if load.is_busy { load.weight } else { most };
+            // No round gives a class less than a sixteenth of the heaviest.
+            let wanted = (LONGEST * wanted).max(most);
+            (u64::from(commands), wanted, load.is_busy)
+        });
+        let shares: Vec<_> = shares.collect();
+        let is_more = |(commands, wanted, is_busy): &(u64, u64, bool), other: &(u64, u64, bool)| {
+            *is_busy && CHANGE_MIN.1 * commands * other.1 >= CHANGE_MIN.0 * other.0 * wanted
+        };
+        let mut one_by_one = shares.iter();
+        !one_by_one.any(|share| shares.iter().any(|other| is_more(share, other)))
+    }
+
+    fn feature(self, burst: u8) -> feature::Arbitration {
+        let [high, medium, low] = self.0.map(|commands| commands.saturating_sub(1));
+        feature::Arbitration(0)
+            .with_ab(burst)
+            .with_hpw_z(high)
+            .with_mpw_z(medium)
+            .with_lpw_z(low)
+    }
 }
 
-/// Arbitration of a drive that is enabled.
+/// Returns the weight of the heaviest busy class; `None` if none is busy.
+fn heaviest(loads: &[ClassLoad]) -> Option<u64> {
+    let busy = loads.iter().filter(|load| load.is_busy && load.weight > 0);
+    busy.map(|load| load.weight).max()
+}
+
+/// Moments of the latest changes of which the drive was told, the oldest first.
+#[derive(Clone, Copy, Debug, Default)]
+struct RecentChanges([Option<Duration>; CHANGES_MAX]);
+
+impl RecentChanges {
+    fn has_room(&self, now: Duration) -> bool {
+        self.0[0].is_none_or(|oldest| now.saturating_sub(oldest) >= CHANGES_TIME)
+    }
+
+    fn note(&mut self, now: Duration) {
+        self.0.rotate_left(1);
+        self.0[CHANGES_MAX - 1] = Some(now);
+    }
+}
+
+/// Ends a failure of Set Features after which the drive can go on: one that it refused or has not answered. It moves no data,
+/// so that a late answer harms nobody.
+fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
+    match error {
+        ControllerError::Admin { .. } | ControllerError::AdminTimeout { .. } => Ok(()),
+        error => Err(error),
+    }
+}
+
+/// Arbitration of a drive, for as long as this process has it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Arbitration {
+    /// True if the drive is enabled with weighted round robin the next time. Once it is false, it is so for good.
+    is_usable: bool,
+    /// Mechanism with which the drive is enabled.
+    mechanism: ArbitrationMechanism,
     /// Arbitration Burst, as a power of two.
     burst: u8,
-    /// Weights that the drive has; `None` if its queues have turns.
+    /// Weights that the drive has; `None` if all new queues are of one class.
     weights: Option<ClassWeights>,
+    changes: RecentChanges,
 }
 
 impl Arbitration {
-    /// Begins with equal weights, on a drive that was enabled with this mechanism. One that refuses weights has all queues in
-    /// one class, which is round robin.
-    pub(super) fn begin(
-        admin: &mut AdminQueue,
-        mechanism: ArbitrationMechanism,
-        controller: &IdentifyController,
-        name: &str,
-    ) -> Result<Self, ControllerError> {
-        let burst = controller.rab.min(BURST_MAX);
-        let mut arbitration = Self {
-            burst,
+    /// Of a drive that is not enabled yet.
+    pub(super) fn new(choice: ArbitrationChoice, cap: Cap, name: &str) -> Self {
+        let is_chosen = choice == ArbitrationChoice::Weighted;
+        if is_chosen && !cap.ams_wrr() {
+            info!(drive = name; "Drive {name} has no weighted round robin (CAP.AMS): its queue pairs have turns");
+        }
+        Self {
+            is_usable: is_chosen && cap.ams_wrr(),
+            mechanism: ArbitrationMechanism::ROUND_ROBIN,
+            burst: 0,
             weights: None,
-        };
-        if mechanism != ArbitrationMechanism::WEIGHTED_ROUND_ROBIN {
-            return Ok(arbitration);
+            changes: RecentChanges::default(),
         }
-        match set_weights(admin, burst, ClassWeights::EQUAL) {
-            Ok(()) => arbitration.weights = Some(ClassWeights::EQUAL),
-            Err(error @ ControllerError::Admin { .. }) => warn!(
-                drive = name;
-                "Drive {name} takes no weights (Arbitration), and serves its queue pairs in turn: {error}"
-            ),
-            Err(error) => return Err(error),
+    }
+
+    /// Of a drive that another process has enabled with this mechanism. Weighted round robin with which that one may have
+    /// failed is not tried again.
+    pub(super) fn found(
+        choice: ArbitrationChoice,
+        mechanism: ArbitrationMechanism,
+        cap: Cap,
+        name: &str,
+    ) -> Self {
+        let arbitration = Self::new(choice, cap, name);
+        let is_weighted = mechanism == ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
+        if arbitration.is_usable && !is_weighted {
+            info!(drive = name; "Drive {name} goes on with round robin (CC.AMS), as it was handed over");
         }
-        Ok(arbitration)
+        Self {
+            is_usable: arbitration.is_usable && is_weighted,
+            mechanism,
+            ..arbitration
+        }
+    }
+
+    /// Returns whether the drive is to be enabled with weighted round robin.
+    pub(super) fn is_usable(&self) -> bool {
+        self.is_usable
     }
 
     /// Returns whether the drive serves its queues by weights.
     pub(super) fn is_weighted(&self) -> bool {
         self.weights.is_some()
+    }
+
+    /// Takes note of the mechanism with which the drive is enabled. It has forgotten its weights.
+    pub(super) fn enabled(&mut self, mechanism: ArbitrationMechanism) {
+        self.mechanism = mechanism;
+        self.weights = None;
+    }
+
+    /// Returns whether weighted round robin may be why the drive failed while it was set up.
+    pub(super) fn is_suspect(&self, error: &ControllerError) -> bool {
+        self.mechanism == ArbitrationMechanism::WEIGHTED_ROUND_ROBIN
+            && matches!(
+                error,
+                ControllerError::Fatal
+                    | ControllerError::Lost
+                    | ControllerError::AdminTimeout { .. }
+            )
+    }
+
+    /// Ends weighted round robin for as long as this process has the drive.
+    pub(super) fn end(&mut self, name: &str, cause: &str, error: Option<&ControllerError>) {
+        self.weights = None;
+        if !std::mem::take(&mut self.is_usable) {
+            return;
+        }
+        let error = error.map(|error| format!(": {error}"));
+        let error = error.unwrap_or_default();
+        warn!(
+            drive = name;
+            "Drive {name} {cause}, and serves its queue pairs in turn from now on, until the server is started again{error}"
+        );
+    }
+
+    /// Begins with equal weights on a drive that was just enabled, or handed over, and recommends this burst (RAB). `send`
+    /// sends Set Features.
+    pub(super) fn begin(
+        &mut self,
+        name: &str,
+        burst: u8,
+        mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
+    ) -> Result<(), ControllerError> {
+        self.burst = burst.min(BURST_MAX);
+        self.weights = None;
+        if !self.is_usable || self.mechanism != ArbitrationMechanism::WEIGHTED_ROUND_ROBIN {
+            return Ok(());
+        }
+        match self.send_twice(ClassWeights::EQUAL, &mut send) {
+            Ok(()) => {
+                self.weights = Some(ClassWeights::EQUAL);
+                Ok(())
+            }
+            Err(error) => {
+                self.end(name, "takes no weights (Arbitration)", Some(&error));
+                tolerate(error)
+            }
+        }
+    }
+
+    /// Sends weights, and once more if they are refused without Do Not Retry.
+    fn send_twice(
+        &self,
+        weights: ClassWeights,
+        mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
+    ) -> Result<(), ControllerError> {
+        let feature = weights.feature(self.burst);
+        match send(feature) {
+            Err(ControllerError::Admin { status, .. }) if !status.dnr() => send(feature),
+            sent => sent,
+        }
+    }
+
+    /// Returns the weights of which the drive is to be told now, if any.
+    fn change(&self, loads: &[ClassLoad; CLASSES.len()], now: Duration) -> Option<ClassWeights> {
+        let before = self.weights?;
+        if before.suit(loads) || !self.changes.has_room(now) {
+            return None;
+        }
+        ClassWeights::of(loads).filter(|weights| *weights != before)
+    }
+
+    /// Tells the drive of weights. One that refuses them has equal ones, if it takes those. Nothing is sent again after a
+    /// failure.
+    fn set(
+        &mut self,
+        name: &str,
+        weights: ClassWeights,
+        mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
+    ) -> Result<(), ControllerError> {
+        let Err(error) = self.send_twice(weights, &mut send) else {
+            self.weights = Some(weights);
+            return Ok(());
+        };
+        let is_refused = matches!(error, ControllerError::Admin { .. });
+        self.end(name, "takes no other weights (Arbitration)", Some(&error));
+        match is_refused {
+            true => self.make_equal(send),
+            false => tolerate(error),
+        }
+    }
+
+    /// Has the drive's classes equal, if it lets them be so.
+    fn make_equal(
+        &self,
+        mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
+    ) -> Result<(), ControllerError> {
+        send(ClassWeights::EQUAL.feature(self.burst)).or_else(tolerate)
+    }
+
+    /// Ends weighted round robin on a drive that refuses queues of a class, which is no reason to have no queue.
+    pub(super) fn end_classes(
+        &mut self,
+        name: &str,
+        send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
+    ) {
+        let before = self.weights;
+        self.end(name, "takes queues of one class alone (QPRIO)", None);
+        // A failure that ends the drive's work is seen at the next look.
+        if before.is_some_and(|weights| weights != ClassWeights::EQUAL)
+            && let Err(error) = self.make_equal(send)
+        {
+            warn!(drive = name; "Drive {name} keeps the weights that it has: {error}");
+        }
     }
 
     /// Returns the class of a queue that is to have this one.
@@ -120,18 +373,14 @@ impl Arbitration {
     }
 }
 
-/// Arbitration (Base 2.0, section 5.27.1.1).
-fn set_weights(
+/// Sends Set Features, Arbitration (Base 2.0, section 5.27.1.1). While the drive has paused by itself, for `pause` at most, and
+/// it is not to end, no time counts.
+pub(super) fn set_feature(
     admin: &mut AdminQueue,
-    burst: u8,
-    weights: ClassWeights,
+    value: feature::Arbitration,
+    pause: Duration,
+    is_ending: &dyn Fn() -> bool,
 ) -> Result<(), ControllerError> {
-    let [high, medium, low] = weights.0.map(|commands| commands - 1);
-    let value = feature::Arbitration(0)
-        .with_ab(burst)
-        .with_hpw_z(high)
-        .with_mpw_z(medium)
-        .with_lpw_z(low);
     let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
     let set = SetFeatures {
         fid: FeatureId::ARBITRATION,
@@ -139,67 +388,83 @@ fn set_weights(
         ..SetFeatures::default()
     };
     set.write_to(&mut sqe);
-    admin.execute(sqe).map(|_| ())
+    admin
+        .execute_through_pause(sqe, pause, is_ending)
+        .map(|_| ())
 }
 
 impl PhysicalDrive {
-    /// Begins anew after a reset.
-    pub(super) fn begin_arbitration(
+    /// Sends Set Features, Arbitration, and waits for a drive that pauses meanwhile as long as others want it here.
+    pub(super) fn send_arbitration(
         &self,
         admin: &mut AdminQueue,
-        mechanism: ArbitrationMechanism,
-    ) -> Result<Arbitration, ControllerError> {
-        let controller = &self.identity.controller;
-        let begun = Arbitration::begin(admin, mechanism, controller, self.backing.name())?;
-        *lock(&self.arbitration) = begun;
-        Ok(begun)
+        value: feature::Arbitration,
+    ) -> Result<(), ControllerError> {
+        let pause = longest_pause(&self.identity.controller, self.options.deadline);
+        let is_ending = || self.closing.load(Ordering::Acquire) || self.is_wanted_back();
+        set_feature(admin, value, pause, &is_ending)
     }
 
-    /// Returns the class of a queue that is created for a lease of this weight.
-    pub(super) fn priority_of(&self, weight: u64) -> QueuePriority {
+    /// Returns the class of a queue that is created for a lease of this weight; `None` if all are of one class.
+    pub(super) fn class_of(&self, weight: u64) -> Option<QueuePriority> {
+        if !lock(&self.arbitration).is_weighted() {
+            return None;
+        }
         let usual = u64::from(Weight::default().get());
-        let wanted = match weight {
+        Some(match weight {
             heavier if heavier > usual => QueuePriority::HIGH,
             lighter if lighter < usual => QueuePriority::LOW,
             _ => QueuePriority::MEDIUM,
-        };
-        lock(&self.arbitration).priority(wanted)
+        })
     }
 
-    /// Tells the drive what the busy leases in each class weigh, if that has changed.
-    pub(super) fn arbitrate(&self, busy: [u64; CLASSES.len()]) {
-        let Arbitration { burst, weights } = *lock(&self.arbitration);
-        let (Some(before), Some(weights)) = (weights, ClassWeights::of(busy)) else {
-            return;
-        };
-        if weights == before {
+    /// The drive has refused a queue of a class, and created it of another. The admin queue's lock is held.
+    pub(super) fn end_classes(&self, admin: &mut AdminQueue) {
+        let mut arbitration = *lock(&self.arbitration);
+        let send = |value| self.send_arbitration(admin, value);
+        arbitration.end_classes(self.backing.name(), send);
+        *lock(&self.arbitration) = arbitration;
+    }
+
+    /// Tells the drive what the leases in each class weigh, if that has changed.
+    pub(super) fn arbitrate(&self, loads: &[ClassLoad; CLASSES.len()]) {
+        let clock = self.backing.clock();
+        if lock(&self.arbitration).change(loads, clock.now()).is_none() {
             return;
         }
-        let set = self.with_admin(|admin| set_weights(admin, burst, weights));
-        let known = match set {
-            Ok(()) => Some(weights),
-            Err(error @ ControllerError::Admin { .. }) => {
-                let name = self.backing.name();
-                warn!(
-                    drive = name;
-                    "Drive {name} takes no other weights (Arbitration) until it is reset: {error}"
-                );
-                None
-            }
-            // The reset that is to come begins anew.
-            Err(_) => return,
-        };
-        lock(&self.arbitration).weights = known;
+        // A drive that fails with it is reset, which begins without weights.
+        let _ = self.with_admin(|admin| {
+            // It changes under the lock of the admin queue alone.
+            let mut arbitration = *lock(&self.arbitration);
+            let Some(weights) = arbitration.change(loads, clock.now()) else {
+                return Ok(());
+            };
+            arbitration.changes.note(clock.now());
+            let send = |value| self.send_arbitration(admin, value);
+            let set = arbitration.set(self.backing.name(), weights, send);
+            *lock(&self.arbitration) = arbitration;
+            set
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use nvme_mpt::spec::status::Status;
+
     use super::*;
+
+    /// Classes that are busy with these weights, or that nobody uses.
+    fn busy(weights: [u64; CLASSES.len()]) -> [ClassLoad; CLASSES.len()] {
+        weights.map(|weight| ClassLoad {
+            weight,
+            is_busy: weight > 0,
+        })
+    }
 
     #[test]
     fn classes_have_commands_as_their_busy_leases_weigh() {
-        let weights = |busy| ClassWeights::of(busy).map(|weights| weights.0);
+        let weights = |weights| ClassWeights::of(&busy(weights)).map(|weights| weights.0);
         assert_eq!(weights([0, 100, 0]), Some([1, 1, 1]));
         assert_eq!(weights([300, 100, 50]), Some([6, 2, 1]));
         assert_eq!(weights([300, 0, 100]), Some([3, 3, 1]));
@@ -210,16 +475,25 @@ mod tests {
         assert_eq!(weights([1000, 990, 1]), Some([16, 16, 1]));
         assert_eq!(weights([u64::from(u32::MAX), 1, 1]), Some([16, 1, 1]));
         assert_eq!(weights([0, 0, 0]), None);
+        let [high, medium, _] = busy([300, 100, 0]);
+        let quiet = ClassLoad {
+            weight: 10,
+            is_busy: false,
+        };
+        let weights = ClassWeights::of(&[high, medium, quiet]);
+        assert_eq!(weights, Some(ClassWeights([3, 1, 3])), "a quiet class");
     }
 
     #[test]
     fn classes_up_to_sixteen_to_one_have_their_shares_within_seven_percent() {
         for high in 1..=200_u64 {
             for low in 1..=high {
+                let loads = busy([high, high, low]);
+                let round = ClassWeights::of(&loads).expect("busy leases");
+                assert!(round.suit(&loads), "{high}:{low} is {round:?}");
                 if high > LONGEST * low {
                     continue;
                 }
-                let round = ClassWeights::of([high, high, low]).expect("busy leases");
                 let [of_high, _, of_low] = round.0.map(u64::from);
                 let (got, due) = (of_high * low, high * of_low);
                 assert!(
@@ -227,6 +501,140 @@ mod tests {
                     "{high}:{low} is {round:?}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn changes_below_a_quarter_are_none() {
+        let equal = ClassWeights::EQUAL;
+        for (loads, suits) in [
+            ([100, 100, 0], true),
+            ([124, 100, 0], true),
+            ([125, 100, 0], false),
+            ([100, 125, 100], false),
+            ([100, 0, 0], true),
+            ([0, 0, 0], true),
+        ] {
+            assert_eq!(equal.suit(&busy(loads)), suits, "{loads:?}");
+        }
+        // A class in which only quiet guests are may have more, but not less than the heaviest.
+        let [high, medium, _] = busy([300, 100, 0]);
+        let quiet = ClassLoad {
+            weight: 1,
+            is_busy: false,
+        };
+        let suits = |weights| ClassWeights(weights).suit(&[high, medium, quiet]);
+        assert!(suits([3, 1, 3]) && suits([3, 1, 16]));
+        assert!(!suits([3, 1, 1]));
+    }
+
+    fn weighted() -> Arbitration {
+        let cap = Cap(0).with_ams_wrr(true);
+        let mut arbitration = Arbitration::new(ArbitrationChoice::Weighted, cap, "a");
+        arbitration.enabled(ArbitrationMechanism::WEIGHTED_ROUND_ROBIN);
+        let mut sent = Vec::new();
+        let send = |value: feature::Arbitration| {
+            sent.push(value.0);
+            Ok(())
+        };
+        arbitration.begin("a", 3, send).expect("begun");
+        assert_eq!(sent, [3]);
+        arbitration
+    }
+
+    #[test]
+    fn a_drive_is_told_of_four_changes_in_a_minute_at_most() {
+        let mut arbitration = weighted();
+        let mut told = Vec::new();
+        // Guests come and go at each look.
+        for look in 0..1_800_u64 {
+            let now = Duration::from_millis(100 * look);
+            let loads = busy([100 + 300 * (look % 2), 100, 0]);
+            if let Some(weights) = arbitration.change(&loads, now) {
+                arbitration.changes.note(now);
+                arbitration.set("a", weights, |_| Ok(())).expect("set");
+                told.push(now);
+            }
+        }
+        assert!(told.len() > CHANGES_MAX);
+        for changes in told.windows(CHANGES_MAX + 1) {
+            assert!(changes[CHANGES_MAX] - changes[0] >= CHANGES_TIME);
+        }
+    }
+
+    fn refusal(dnr: bool) -> ControllerError {
+        ControllerError::Admin {
+            opcode: AdminOpcode::SET_FEATURES,
+            status: Status::INVALID_FIELD.with_dnr(dnr),
+        }
+    }
+
+    /// Sets weights on a drive with these answers. Returns the weights that it was sent, and whether it is to be reset.
+    fn set_with(answers: &[fn() -> Result<(), ControllerError>]) -> (Vec<[u8; 3]>, bool) {
+        let mut arbitration = weighted();
+        let (mut sent, mut answers) = (Vec::new(), answers.iter());
+        let send = |value: feature::Arbitration| {
+            sent.push([value.hpw_z(), value.mpw_z(), value.lpw_z()]);
+            answers.next().map_or(Ok(()), |answer| answer())
+        };
+        let set = arbitration.set("a", ClassWeights([4, 2, 1]), send);
+        let is_first = sent.len() == 1 && set.is_ok();
+        assert_eq!(arbitration.is_usable(), arbitration.is_weighted());
+        assert!(is_first || !arbitration.is_usable(), "{sent:?}");
+        (sent, set.is_err())
+    }
+
+    #[test]
+    fn a_failure_is_the_last_time_that_weights_are_sent() {
+        const UNEQUAL: [u8; 3] = [3, 1, 0];
+        const EQUAL: [u8; 3] = [0; 3];
+        let timeout = || {
+            Err(ControllerError::AdminTimeout {
+                opcode: AdminOpcode::SET_FEATURES,
+                seconds: 5,
+            })
+        };
+        assert_eq!(set_with(&[]), (vec![UNEQUAL], false));
+        let never = || Err(refusal(true));
+        assert_eq!(set_with(&[never]), (vec![UNEQUAL, EQUAL], false));
+        assert_eq!(set_with(&[never, never]), (vec![UNEQUAL, EQUAL], false));
+        assert_eq!(set_with(&[never, timeout]), (vec![UNEQUAL, EQUAL], false));
+        let now = || Err(refusal(false));
+        let twice = vec![UNEQUAL, UNEQUAL, EQUAL];
+        assert_eq!(set_with(&[now, now, now, now]), (twice.clone(), false));
+        assert_eq!(set_with(&[now, never]), (twice, false));
+        assert_eq!(set_with(&[timeout]), (vec![UNEQUAL], false));
+        // The drive has failed itself.
+        assert_eq!(
+            set_with(&[|| Err(ControllerError::Fatal)]),
+            (vec![UNEQUAL], true)
+        );
+        let lost = || Err(ControllerError::Lost);
+        assert_eq!(set_with(&[now, lost]), (vec![UNEQUAL, UNEQUAL], true));
+    }
+
+    #[test]
+    fn a_choice_is_read_as_it_is_written() {
+        for choice in [ArbitrationChoice::RoundRobin, ArbitrationChoice::Weighted] {
+            assert_eq!(choice.to_string().parse(), Ok(choice));
+        }
+        "urgent".parse::<ArbitrationChoice>().unwrap_err();
+    }
+
+    #[test]
+    fn a_drive_goes_on_with_the_arbitration_that_it_is_found_with() {
+        let cap = Cap(0).with_ams_wrr(true);
+        let [round_robin, weighted] = [
+            ArbitrationMechanism::ROUND_ROBIN,
+            ArbitrationMechanism::WEIGHTED_ROUND_ROBIN,
+        ];
+        for (choice, mechanism, is_usable) in [
+            (ArbitrationChoice::Weighted, weighted, true),
+            (ArbitrationChoice::Weighted, round_robin, false),
+            (ArbitrationChoice::RoundRobin, weighted, false),
+        ] {
+            let found = Arbitration::found(choice, mechanism, cap, "a");
+            assert_eq!(found.is_usable(), is_usable, "{choice}, {mechanism:?}");
         }
     }
 }

@@ -25,14 +25,14 @@ use super::super::device::VfioBacking;
 use super::super::function::PciAddress;
 use super::super::pair::Governor;
 use super::admin_queue::{AdminQueue, AdminState, Rest};
-use super::arbitration::Arbitration;
+use super::arbitration::{Arbitration, set_feature};
 use super::doorbell_buffer::DoorbellBuffer;
 use super::error::ControllerError;
 use super::identity::Identity;
 use super::kept::{self, DescriptorKeeper};
 use super::queue_pairs::{self, QueuePairs};
 use super::registers::Registers;
-use super::supervisor;
+use super::supervisor::{self, longest_pause};
 use super::{ControllerOptions, DriveParts, PhysicalDrive, VfioController, lock};
 use nvme_mpt::clock::Rate;
 use nvme_mpt::iova::{IommuMapping, IovaSpace, Outdated};
@@ -236,9 +236,13 @@ impl PhysicalDrive {
         let buffer = doorbell_buffer.map(|file| DoorbellBuffer::handed_over(&space, file, dstrd));
         let buffer = buffer.transpose()?;
         let identity = Identity::read(&mut admin, registers.version())?;
-        let mechanism = registers.arbitration()?;
-        let arbitration =
-            Arbitration::begin(&mut admin, mechanism, &identity.controller, backing.name())?;
+        let (name, mechanism) = (backing.name(), registers.arbitration()?);
+        let choice = options.arbitration;
+        let mut arbitration = Arbitration::found(choice, mechanism, registers.cap(), name);
+        let pause = longest_pause(&identity.controller, options.deadline);
+        arbitration.begin(name, identity.controller.rab, |value| {
+            set_feature(&mut admin, value, pause, &|| false)
+        })?;
         let rate = Rate::of_this_machine();
         let governor = Governor::new(options.learning.governor, rate);
         let governor = governor.with_time_out(options.deadline, rate);

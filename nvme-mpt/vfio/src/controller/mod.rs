@@ -31,6 +31,7 @@ use std::time::Duration;
 use log::{info, warn};
 use vmm_sys_util::eventfd::EventFd;
 
+pub use arbitration::ArbitrationChoice;
 pub use error::ControllerError;
 pub use hand_over::HandedOver;
 use kept::PredecessorMappings;
@@ -40,7 +41,7 @@ use super::backing::Backing;
 use super::description::Description;
 use super::pair::{Governor, LeaseShare};
 use admin_queue::AdminQueue;
-use arbitration::Arbitration;
+use arbitration::{Arbitration, set_feature};
 use doorbell_buffer::DoorbellBuffer;
 use identity::Identity;
 use nvme_mpt::clock::Rate;
@@ -64,7 +65,7 @@ use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use nvme_mpt::spec::registers::offset::CMBSZ;
 use queue_pairs::{PairsView, QueuePairs};
 use registers::{Registers, shutdown_timeout};
-use supervisor::DriveCounters;
+use supervisor::{DriveCounters, longest_pause};
 
 /// Options with which a physical controller is driven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +75,8 @@ pub struct ControllerOptions {
     pub deadline: Duration,
     /// Choices for what learns; those [of a drive](Learning::of_drive) count.
     pub learning: Learning,
+    /// Arbitration with which the drive is enabled.
+    pub arbitration: ArbitrationChoice,
 }
 
 impl Default for ControllerOptions {
@@ -81,6 +84,7 @@ impl Default for ControllerOptions {
         Self {
             deadline: Duration::from_secs(10),
             learning: Learning::default(),
+            arbitration: ArbitrationChoice::default(),
         }
     }
 }
@@ -275,6 +279,53 @@ impl VfioController {
     }
 }
 
+/// A drive that is disabled, and is to be enabled first.
+struct Enabling {
+    backing: Arc<dyn Backing>,
+    registers: Registers,
+    space: Arc<IovaSpace>,
+    options: ControllerOptions,
+    admin: AdminQueue,
+    arbitration: Arbitration,
+}
+
+impl Enabling {
+    /// Enables the drive, and learns what it is.
+    fn bring_up(
+        &mut self,
+    ) -> Result<(Identity, QueuePairs, Option<DoorbellBuffer>), ControllerError> {
+        let Self {
+            backing,
+            registers,
+            space,
+            options,
+            admin,
+            arbitration,
+        } = self;
+        recovery::enable(backing.as_ref(), registers, admin, arbitration)?;
+        let identity = Identity::read(admin, registers.version())?;
+        let (name, burst) = (backing.name(), identity.controller.rab);
+        let pause = longest_pause(&identity.controller, options.deadline);
+        arbitration.begin(name, burst, |value| {
+            set_feature(admin, value, pause, &|| false)
+        })?;
+        let rate = Rate::of_this_machine();
+        let governor = Governor::new(options.learning.governor, rate);
+        let governor = governor.with_time_out(options.deadline, rate);
+        let pairs = QueuePairs::grant(admin, backing.as_ref(), registers.cap(), governor)?;
+        let offered = identity.controller.oacs.doorbell_buffer_config();
+        let buffer = if offered && pairs.fit_doorbell_buffer(registers.cap().dstrd()) {
+            let buffer = DoorbellBuffer::new(space)?;
+            buffer.configure(admin)?;
+            Some(buffer)
+        } else {
+            None
+        };
+        log_pages::listen(admin, &identity.controller, log::Level::Warn)?;
+        Ok((identity, pairs, buffer))
+    }
+}
+
 impl PhysicalDrive {
     fn open(
         backing: Arc<dyn Backing>,
@@ -291,24 +342,39 @@ impl PhysicalDrive {
         let space = Arc::new(space);
         kept::keep(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
-        let mut admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
-        let mechanism = recovery::enable(backing.as_ref(), &registers, &mut admin)?;
-        let identity = Identity::read(&mut admin, registers.version())?;
-        let arbitration =
-            Arbitration::begin(&mut admin, mechanism, &identity.controller, backing.name())?;
-        let rate = Rate::of_this_machine();
-        let governor = Governor::new(options.learning.governor, rate);
-        let governor = governor.with_time_out(options.deadline, rate);
-        let pairs = QueuePairs::grant(&mut admin, backing.as_ref(), registers.cap(), governor)?;
-        let offered = identity.controller.oacs.doorbell_buffer_config();
-        let buffer = if offered && pairs.fit_doorbell_buffer(dstrd) {
-            let buffer = DoorbellBuffer::new(&space)?;
-            buffer.configure(&mut admin)?;
-            Some(buffer)
-        } else {
-            None
+        let admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
+        let arbitration = Arbitration::new(options.arbitration, registers.cap(), backing.name());
+        let mut enabling = Enabling {
+            backing,
+            registers,
+            space,
+            options,
+            admin,
+            arbitration,
         };
-        log_pages::listen(&mut admin, &identity.controller, log::Level::Warn)?;
+        let described = match enabling.bring_up() {
+            Err(error) if enabling.arbitration.is_suspect(&error) => {
+                let Enabling {
+                    backing,
+                    registers,
+                    arbitration,
+                    ..
+                } = &mut enabling;
+                arbitration.end(backing.name(), recovery::FAILED_WITH_WEIGHTS, Some(&error));
+                recovery::disable_failed(backing.as_ref(), registers, &error)?;
+                enabling.bring_up()?
+            }
+            described => described?,
+        };
+        let (identity, pairs, buffer) = described;
+        let Enabling {
+            backing,
+            registers,
+            space,
+            options,
+            admin,
+            arbitration,
+        } = enabling;
         Self::of_parts(DriveParts {
             backing,
             registers,

@@ -12,8 +12,8 @@ use log::warn;
 
 use super::super::backing::Backing;
 use super::super::pair::{
-    CLASSES, ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest, Survey,
-    VfioQueue,
+    CLASSES, ClassLoad, ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest,
+    Survey, VfioQueue,
 };
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
@@ -304,12 +304,11 @@ impl QueuePairs {
         {}
     }
 
-    /// Looks who uses the drive by which pairs. Returns the weights of the busy ones, by class. The supervisor calls it at
-    /// each look.
-    pub(super) fn survey(&mut self) -> [u64; CLASSES.len()] {
+    /// Looks who uses the drive by which pairs. Returns what they weigh, by class. The supervisor calls it at each look.
+    pub(super) fn survey(&mut self) -> [ClassLoad; CLASSES.len()] {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         self.survey.look(&self.governor, pairs, Ticks::now());
-        self.survey.busy_weights()
+        self.survey.class_loads()
     }
 
     /// Lends pairs whose queues rest to queues that share others. The supervisor calls it at each look.
@@ -394,13 +393,14 @@ pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, Contro
         .min(WANTED))
 }
 
-/// Creates a pair's queues at the controller (Base 2.0, sections 5.4 and 5.5): no interrupts.
+/// Creates a pair's queues at the controller (Base 2.0, sections 5.4 and 5.5): no interrupts. Returns the class of the
+/// Submission Queue: Medium, if the drive refuses the one that it was to have.
 pub(super) fn create(
     admin: &mut AdminQueue,
     qid: QueueId,
     pair: &Pair,
     priority: QueuePriority,
-) -> Result<(), ControllerError> {
+) -> Result<QueuePriority, ControllerError> {
     // At most ENTRIES_MAX entries.
     let qsize_z = (pair.entries() - 1) as u16;
     let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
@@ -414,19 +414,34 @@ pub(super) fn create(
     };
     create_cq.write_to(&mut cq);
     admin.execute(cq)?;
-    let mut sq = Sqe::new(AdminOpcode::CREATE_IO_SQ.0);
-    sq.dptr = [pair.sq_iova().bits(), 0];
-    let create_sq = CreateIoSq {
-        qid,
-        qsize_z,
-        pc: true,
-        qprio: priority,
-        cqid: qid,
-        nvmsetid: 0,
+    let mut create_sq = |qprio| {
+        let mut sq = Sqe::new(AdminOpcode::CREATE_IO_SQ.0);
+        sq.dptr = [pair.sq_iova().bits(), 0];
+        let create_sq = CreateIoSq {
+            qid,
+            qsize_z,
+            pc: true,
+            qprio,
+            cqid: qid,
+            nvmsetid: 0,
+        };
+        create_sq.write_to(&mut sq);
+        admin.execute(sq).map(|_| qprio)
     };
-    create_sq.write_to(&mut sq);
-    let Err(error) = admin.execute(sq) else {
-        return Ok(());
+    let created = match create_sq(priority) {
+        Err(ControllerError::Admin { status, .. })
+            if status.code() == Status::INVALID_FIELD && priority != QueuePriority::MEDIUM =>
+        {
+            create_sq(QueuePriority::MEDIUM)
+        }
+        created => created,
+    };
+    let error = match created {
+        Ok(priority) => {
+            pair.set_priority(priority);
+            return Ok(priority);
+        }
+        Err(error) => error,
     };
     if let ControllerError::Admin { .. } = error {
         // The next attempt is to find the identifier free, and the memory is given back.
@@ -530,11 +545,18 @@ impl PhysicalDrive {
         if let Some(pair) = pairs.free_of(lease.reservation()) {
             return Ok(pair.join_lease(slots, namespace.lba_shift, lease));
         }
-        let priority = self.priority_of(lease.weight());
+        let class = self.class_of(lease.weight());
+        let priority = class.unwrap_or(QueuePriority::MEDIUM);
         let least_used = pairs.least_used_of(priority);
-        let is_free = |pair: &Pair| pair.members() == 0 && pair.priority() == priority;
-        if !least_used.is_some_and(is_free) {
-            self.add_pair(&mut pairs, priority)?;
+        let is_idle = least_used.is_some_and(|pair| pair.members() == 0);
+        let is_its = |pair: &Pair| class.is_none_or(|class| pair.priority() == class);
+        if !(is_idle && least_used.is_some_and(is_its)) {
+            match self.add_pair(&mut pairs, priority) {
+                Ok(_) => {}
+                // It is no worse off with that one than without classes.
+                Err(error) if is_idle => self.note_other_class(&error),
+                Err(error) => return Err(error),
+            }
         }
         let least_used = pairs.least_used_of(priority);
         let pair = least_used.ok_or(ControllerError::NoQueuePairs)?;
@@ -551,6 +573,17 @@ impl PhysicalDrive {
                 "Drive {} has {} queue pairs, fewer than its guests want: they share them from now on",
                 self.backing.name(),
                 pairs.total,
+            );
+        }
+    }
+
+    /// A queue gets an idle pair of another class, as none of its own can be created: reports it once.
+    fn note_other_class(&self, error: &ControllerError) {
+        if !self.counters.other_class.swap(true, Ordering::Relaxed) {
+            let name = self.backing.name();
+            warn!(
+                drive = name;
+                "Drive {name} has an idle queue pair used for a guest of another class, as it creates no other: {error}"
             );
         }
     }
@@ -605,7 +638,14 @@ impl PhysicalDrive {
             priority,
         };
         let pair = Pair::new(&self.space, config).map_err(ControllerError::Memory)?;
-        let created = self.with_admin(|admin| create(admin, qid, &pair, priority));
+        let created = self.with_admin(|admin| {
+            // Weights may have ended while others had the admin queue.
+            let priority = lock(&self.arbitration).priority(priority);
+            if create(admin, qid, &pair, priority)? != priority {
+                self.end_classes(admin);
+            }
+            Ok(())
+        });
         match created {
             Ok(()) => Ok(pair),
             Err(error) => {

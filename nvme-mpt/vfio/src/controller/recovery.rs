@@ -15,6 +15,7 @@
 //! refused. A queue waits for its pair until the reset is over, or the drive is given up, also where the reset is still
 //! to come.
 
+use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -23,6 +24,7 @@ use log::{error, info, warn};
 use super::super::backing::Backing;
 use super::super::pair::Pair;
 use super::admin_queue::AdminQueue;
+use super::arbitration::Arbitration;
 use super::error::{ControllerError, REMOVED, WANTED_BACK};
 use super::queue_pairs;
 use super::registers::Registers;
@@ -49,20 +51,74 @@ const SILENCE_PAUSE: Duration = Duration::from_millis(10);
 /// Status of commands that a reset took away: they are to be given to the drive again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 
+/// Cause for which a drive is enabled with round robin once it came up with weights, and failed.
+pub(super) const FAILED_WITH_WEIGHTS: &str =
+    "comes up with weighted round robin (CC.AMS) and fails with it";
+
 /// Status of commands once the drive is gone: there is no use in sending them again.
 const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
-/// Enables a disabled controller, with empty admin queues. Returns its arbitration.
+/// Enables a disabled controller, with empty admin queues. One that does not come up with weighted round robin is enabled
+/// without.
 pub(super) fn enable(
     backing: &dyn Backing,
     registers: &Registers,
     admin: &mut AdminQueue,
-) -> Result<ArbitrationMechanism, ControllerError> {
-    admin.reset();
-    backing
-        .set_bus_master(true)
-        .map_err(ControllerError::Function)?;
-    registers.enable(admin.rings())
+    arbitration: &mut Arbitration,
+) -> Result<(), ControllerError> {
+    let mut try_with = |mechanism| {
+        admin.reset();
+        backing
+            .set_bus_master(true)
+            .map_err(ControllerError::Function)?;
+        registers.enable(mechanism, admin.rings())
+    };
+    let in_turn = ArbitrationMechanism::ROUND_ROBIN;
+    arbitration.enabled(in_turn);
+    if arbitration.is_usable() {
+        // What it reports from before says nothing about it.
+        registers.wait_without_failure()?;
+        let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
+        match try_with(weighted) {
+            Ok(()) => {
+                arbitration.enabled(weighted);
+                return Ok(());
+            }
+            Err(error @ ControllerError::Gone) => return Err(error),
+            Err(error) => {
+                let cause = "does not come up with weighted round robin (CC.AMS)";
+                arbitration.end(backing.name(), cause, Some(&error));
+                disable_failed(backing, registers, &error)?;
+            }
+        }
+    }
+    try_with(in_turn)
+}
+
+/// Brings a controller that `failed` with weighted round robin into a state in which it can be enabled without: disabled, and
+/// without a failure that it reports (CSTS.CFS).
+pub(super) fn disable_failed(
+    backing: &dyn Backing,
+    registers: &Registers,
+    failed: &ControllerError,
+) -> Result<(), ControllerError> {
+    registers.wait_for_answer(LINK_TIME)?;
+    let disabled = registers.disable_failed();
+    // One that has not become ready may still be about to.
+    let is_certain = !matches!(failed, ControllerError::NotInTime { .. });
+    match &disabled {
+        Ok(()) if is_certain => return Ok(()),
+        Err(ControllerError::Gone) => return disabled,
+        _ => {}
+    }
+    if backing.is_gone() {
+        return Err(ControllerError::Gone);
+    }
+    match backing.reset() {
+        Ok(()) => registers.disable_failed(),
+        Err(error) if error.kind() == io::ErrorKind::Unsupported && disabled.is_ok() => Ok(()),
+        Err(error) => Err(ControllerError::Function(error)),
+    }
 }
 
 /// Every command ends, now and from now on. The drive must not be able to touch memory any more.
@@ -212,7 +268,7 @@ impl PhysicalDrive {
     }
 
     /// Returns whether the kernel waits for the function to be given back.
-    fn is_wanted_back(&self) -> bool {
+    pub(super) fn is_wanted_back(&self) -> bool {
         let request = self.backing.removal_request();
         request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))
     }
@@ -233,15 +289,37 @@ impl PhysicalDrive {
         self.registers.disable()
     }
 
-    /// Enables the controller, with these pairs. Returns the number of pairs that it grants.
+    /// Enables the controller, with these pairs. Returns the number of pairs that it grants. If it fails with weighted round
+    /// robin, it is enabled without.
     fn set_up(
         &self,
         pairs: &[(QueueId, Pair)],
         admin: &mut AdminQueue,
     ) -> Result<u16, ControllerError> {
-        let mechanism = enable(self.backing.as_ref(), &self.registers, admin)?;
+        let mut arbitration = *lock(&self.arbitration);
+        let backing = self.backing.as_ref();
+        let result = match self.set_up_with(pairs, admin, &mut arbitration) {
+            Err(error) if arbitration.is_suspect(&error) => {
+                arbitration.end(backing.name(), FAILED_WITH_WEIGHTS, Some(&error));
+                disable_failed(backing, &self.registers, &error)
+                    .and_then(|()| self.set_up_with(pairs, admin, &mut arbitration))
+            }
+            result => result,
+        };
+        *lock(&self.arbitration) = arbitration;
+        result
+    }
+
+    fn set_up_with(
+        &self,
+        pairs: &[(QueueId, Pair)],
+        admin: &mut AdminQueue,
+        arbitration: &mut Arbitration,
+    ) -> Result<u16, ControllerError> {
+        enable(self.backing.as_ref(), &self.registers, admin, arbitration)?;
         // The drive has forgotten its weights.
-        let arbitration = self.begin_arbitration(admin, mechanism)?;
+        let (name, burst) = (self.backing.name(), self.identity.controller.rab);
+        arbitration.begin(name, burst, |value| self.send_arbitration(admin, value))?;
         let granted = queue_pairs::set_number_of_queues(admin)?;
         if usize::from(granted) < pairs.len() {
             return Err(ControllerError::NoQueuePairs);
@@ -251,7 +329,9 @@ impl PhysicalDrive {
         }
         for (qid, pair) in pairs {
             let priority = arbitration.priority(pair.priority());
-            queue_pairs::create(admin, *qid, pair, priority)?;
+            if queue_pairs::create(admin, *qid, pair, priority)? != priority {
+                arbitration.end_classes(name, |value| self.send_arbitration(admin, value));
+            }
         }
         // What it refuses was logged when it was opened.
         log_pages::listen(admin, &self.identity.controller, log::Level::Debug)?;

@@ -4,8 +4,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use log::warn;
-
 use super::super::backing::Backing;
 use super::error::ControllerError;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
@@ -181,36 +179,40 @@ impl Registers {
         self.wait("be disabled", self.timeout, |csts| !csts.rdy())
     }
 
+    /// Disables a controller that failed while it was being enabled, and waits until it reports no failure any more (CSTS.CFS),
+    /// which would be taken for one of the next time. It has had its time to become ready.
+    pub(super) fn disable_failed(&self) -> Result<(), ControllerError> {
+        let cc = self.configuration()?;
+        self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
+        self.wait("be disabled without a failure", self.timeout, |csts| {
+            !csts.rdy() && !csts.cfs()
+        })
+    }
+
+    /// Waits until a disabled controller reports no earlier failure any more (CSTS.CFS).
+    pub(super) fn wait_without_failure(&self) -> Result<(), ControllerError> {
+        self.wait("end a failure", self.timeout, |csts| !csts.cfs())
+    }
+
+    /// Waits until the registers do not read as all ones any more.
+    pub(super) fn wait_for_answer(&self, timeout: Duration) -> Result<(), ControllerError> {
+        let deadline = Deadline::after(&self.clock, timeout);
+        while self.status().is_none() {
+            if self.backing.is_gone() || deadline.has_passed() {
+                return Err(self.unanswered());
+            }
+            deadline.sleep(PAUSE);
+        }
+        Ok(())
+    }
+
     /// Returns the arbitration that the controller was enabled with.
     pub(super) fn arbitration(&self) -> Result<ArbitrationMechanism, ControllerError> {
         Ok(self.configuration()?.ams())
     }
 
-    /// Enables a controller that is disabled, with its admin queues. Returns its arbitration: weighted where it says that it
-    /// has that, unless it does not come up so.
+    /// Enables a controller that is disabled, with its admin queues and an arbitration that it has.
     pub(super) fn enable(
-        &self,
-        queues: AdminRings,
-    ) -> Result<ArbitrationMechanism, ControllerError> {
-        let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
-        if self.cap.ams_wrr() {
-            match self.enable_with(weighted, queues) {
-                Err(error @ (ControllerError::Fatal | ControllerError::NotInTime { .. })) => {
-                    let name = self.backing.name();
-                    warn!(
-                        drive = name;
-                        "Drive {name} does not come up with weighted arbitration (CC.AMS), and is enabled without: {error}"
-                    );
-                    self.disable()?;
-                }
-                enabled => return enabled.map(|()| weighted),
-            }
-        }
-        let in_turn = ArbitrationMechanism::ROUND_ROBIN;
-        self.enable_with(in_turn, queues).map(|()| in_turn)
-    }
-
-    fn enable_with(
         &self,
         arbitration: ArbitrationMechanism,
         queues: AdminRings,

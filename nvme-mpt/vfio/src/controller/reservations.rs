@@ -72,7 +72,8 @@ impl PhysicalDrive {
         pairs.check_left(name, asked)?;
         // The drive may have fewer pairs than it granted, so all that are promised exist.
         let promised = pairs.reserved() + asked + KEPT;
-        let of_lease = self.priority_of(weight.get().into());
+        let class = self.class_of(weight.get().into());
+        let of_lease = class.unwrap_or(QueuePriority::MEDIUM);
         while pairs.count() < promised {
             let priority = match pairs.count() - pairs.reserved() {
                 // The one that stays.
@@ -117,13 +118,13 @@ impl PhysicalDrive {
     /// them those that rest.
     pub(super) fn even_out(&self) {
         let mut pairs = lock(&self.pairs);
-        let busy = pairs.survey();
+        let loads = pairs.survey();
         if self.counters.sharing.load(Ordering::Relaxed) {
             pairs.even_out();
             pairs.lend();
         }
         drop(pairs);
-        self.arbitrate(busy);
+        self.arbitrate(&loads);
     }
 }
 

@@ -37,6 +37,7 @@ use nvme_mpt::memory::sync::JoinHandle;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::spec::admin::Abort;
 use nvme_mpt::spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
+use nvme_mpt::spec::identify::IdentifyController;
 use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
 use nvme_mpt::spec::log::LogPageId;
 use nvme_mpt::spec::opcode::AdminOpcode;
@@ -54,6 +55,12 @@ const LOOKS_AT_MEMORY: u32 = 2;
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_LOOKS: u32 = 5;
 
+/// Returns the longest time for which a drive may pause by itself (CSTS.PP), where a command may take `deadline`.
+pub(super) fn longest_pause(controller: &IdentifyController, deadline: Duration) -> Duration {
+    let most = Duration::from_millis(100) * u32::from(controller.mtfa);
+    most.max(deadline)
+}
+
 /// Incidents of a drive.
 #[derive(Debug, Default)]
 pub(super) struct DriveCounters {
@@ -64,6 +71,8 @@ pub(super) struct DriveCounters {
     aborts: AtomicU64,
     /// True if queue pairs had to be shared at some time.
     pub(super) sharing: AtomicBool,
+    /// True if a queue got a pair of another class than its own at some time, as none could be created.
+    pub(super) other_class: AtomicBool,
 }
 
 impl DriveCounters {
@@ -194,8 +203,7 @@ impl Supervisor {
         }
         let drive = &self.drive;
         let pause = self.pause.get_or_insert_with(|| {
-            let most = Duration::from_millis(100) * u32::from(drive.identity.controller.mtfa);
-            let most = most.max(drive.options.deadline);
+            let most = longest_pause(&drive.identity.controller, drive.options.deadline);
             let name = drive.backing.name();
             warn!(drive = name; "Drive {name} has paused by itself (CSTS.PP); it is waited for, for {most:?} at most");
             Deadline::after(&self.clock, most)

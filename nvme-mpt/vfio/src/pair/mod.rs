@@ -32,7 +32,7 @@ mod turns;
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 pub use doorbell::{BufferedDoorbell, DriveDoorbell};
 pub use flight::{LateCommand, Look, OLDEST};
@@ -41,7 +41,7 @@ pub use loans::Rest;
 pub use queue::VfioQueue;
 pub use rings::{ENTRIES_MAX, PairDoorbells};
 pub use stats::PairStats;
-pub use survey::{CLASSES, Survey};
+pub use survey::{CLASSES, ClassLoad, Survey};
 pub use turns::LeaseShare;
 
 use self::core::Core;
@@ -77,7 +77,8 @@ pub struct Pair {
 #[derive(Debug)]
 struct Shared {
     core: Mutex<Core>,
-    priority: QueuePriority,
+    /// QPRIO.
+    priority: AtomicU8,
     /// True while the pair belongs to one lease alone.
     reserved: AtomicBool,
 }
@@ -103,7 +104,7 @@ impl Pair {
         Ok(Self {
             shared: Arc::new(Shared {
                 core: Mutex::new(core),
-                priority: config.priority,
+                priority: AtomicU8::new(config.priority.0),
                 reserved: AtomicBool::new(false),
             }),
         })
@@ -112,7 +113,12 @@ impl Pair {
     /// Returns the class of its Submission Queue.
     #[must_use]
     pub fn priority(&self) -> QueuePriority {
-        self.shared.priority
+        QueuePriority(self.shared.priority.load(Ordering::Relaxed))
+    }
+
+    /// Sets the class of its Submission Queue, which the drive has created so.
+    pub fn set_priority(&self, priority: QueuePriority) {
+        self.shared.priority.store(priority.0, Ordering::Relaxed);
     }
 
     /// Entries of each ring.

@@ -33,6 +33,45 @@ pub const CLASSES: [QueuePriority; 3] = [
 /// Parts into which a weight is divided among the classes of its lease's queues.
 const PARTS: u64 = 64;
 
+/// Looks for which a tenant counts in the weights of classes after it had commands, and as a busy one after it was busy. With
+/// fewer, a guest with pauses would have them changed again and again.
+const CLASS_LOOKS: u8 = 50;
+
+/// Load of a class of queues.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClassLoad {
+    /// Weight of all tenants that use queues of it, busy ones and quiet ones: their queues have turns with each other. It is 0
+    /// if there are none. The unit is the same for all classes.
+    pub weight: u64,
+    /// True if one of them is busy.
+    pub is_busy: bool,
+}
+
+/// A tenant that counts in the weights of classes.
+#[derive(Debug)]
+struct ClassUser {
+    lease: Arc<LeaseShare>,
+    /// Its queues by class, as they were when it last had commands.
+    queues: [u64; CLASSES.len()],
+    /// Further looks at which it counts, and at which it counts as busy.
+    looks: u8,
+    busy_looks: u8,
+}
+
+impl ClassUser {
+    /// Adds its weight to the loads of the classes, by its queues in each.
+    fn add_to(&self, loads: &mut [ClassLoad; CLASSES.len()]) {
+        let queues: u64 = self.queues.iter().sum();
+        for (load, of_class) in loads.iter_mut().zip(self.queues) {
+            if of_class > 0 {
+                let weight = self.lease.weight() * PARTS * of_class / queues;
+                load.weight += weight.max(1);
+                load.is_busy |= self.busy_looks > 0;
+            }
+        }
+    }
+}
+
 /// A tenant of the drive at a look.
 #[derive(Debug)]
 struct Tenant {
@@ -40,7 +79,7 @@ struct Tenant {
     outstanding: u32,
     /// Its queues.
     queues: u64,
-    /// The same by class; as they were when it last had commands.
+    /// The same by class.
     in_classes: [u64; CLASSES.len()],
     /// Further looks at which it counts as busy.
     busy_looks: u8,
@@ -67,14 +106,6 @@ impl Tenant {
         Class::is_heavy(self.outstanding, 0)
     }
 
-    /// Adds its weight to those of the classes, by its queues in each.
-    fn add_to_classes(&self, classes: &mut [u64; CLASSES.len()]) {
-        let queues: u64 = self.in_classes.iter().sum();
-        for (class, of_class) in classes.iter_mut().zip(self.in_classes) {
-            *class += self.lease.weight() * PARTS * of_class / queues.max(1);
-        }
-    }
-
     /// Its bytes of `elapsed` ticks, as if those had been `look` ticks.
     fn portion(&self, look: u64, elapsed: u64) -> Portion {
         let got = self.lease.bytes().saturating_sub(self.bytes);
@@ -97,6 +128,7 @@ pub struct Survey {
     tenants: Vec<Tenant>,
     /// Tenants at the previous look.
     former: Vec<Tenant>,
+    class_users: Vec<ClassUser>,
     shares: Shares,
     /// Pairs that have members, at this look.
     used_pairs: usize,
@@ -130,6 +162,7 @@ impl Survey {
             look: rate.ticks(LOOK),
             tenants: Vec::new(),
             former: Vec::new(),
+            class_users: Vec::new(),
             shares: Shares::default(),
             used_pairs: 0,
             backlog: None,
@@ -163,6 +196,7 @@ impl Survey {
             self.add(pair.priority(), &mut pair.shared.lock(), now, elapsed);
         }
         self.bound(governor, pairs, elapsed, now);
+        self.count_in_classes();
         self.remember_busy();
         let busy = self.tenants.iter().filter(|it| it.is_busy()).count();
         let is_slow = governor.has_waiting() || self.is_slow(elapsed);
@@ -177,13 +211,40 @@ impl Survey {
         governor.note_direct(direct);
     }
 
-    /// Returns the weights of the busy tenants of the last look, by [class](CLASSES). Their unit is the same for all.
+    /// Returns the loads of the [classes](CLASSES) of queues at the last look.
     #[must_use]
-    pub fn busy_weights(&self) -> [u64; CLASSES.len()] {
-        let mut weights = [0; CLASSES.len()];
-        let busy = self.tenants.iter().filter(|tenant| tenant.is_busy());
-        busy.for_each(|tenant| tenant.add_to_classes(&mut weights));
-        weights
+    pub fn class_loads(&self) -> [ClassLoad; CLASSES.len()] {
+        let mut loads = [ClassLoad::default(); CLASSES.len()];
+        self.class_users
+            .iter()
+            .for_each(|user| user.add_to(&mut loads));
+        loads
+    }
+
+    /// Takes up the tenants of this look in the classes of their queues, and forgets those that had no command for long.
+    fn count_in_classes(&mut self) {
+        for user in &mut self.class_users {
+            user.looks = user.looks.saturating_sub(1);
+            user.busy_looks = user.busy_looks.saturating_sub(1);
+        }
+        for tenant in &self.tenants {
+            let busy_looks = if tenant.wants() { CLASS_LOOKS } else { 0 };
+            let mut known = self.class_users.iter_mut();
+            match known.find(|user| Arc::ptr_eq(&user.lease, &tenant.lease)) {
+                Some(user) => {
+                    user.queues = tenant.in_classes;
+                    user.looks = CLASS_LOOKS;
+                    user.busy_looks = user.busy_looks.max(busy_looks);
+                }
+                None => self.class_users.push(ClassUser {
+                    lease: tenant.lease.clone(),
+                    queues: tenant.in_classes,
+                    looks: CLASS_LOOKS,
+                    busy_looks,
+                }),
+            }
+        }
+        self.class_users.retain(|user| user.looks > 0);
     }
 
     /// Carries over how long tenants count as busy, also those that have no command at this look.
@@ -203,7 +264,7 @@ impl Survey {
                     lease: old.lease.clone(),
                     outstanding: 0,
                     queues: 0,
-                    in_classes: old.in_classes,
+                    in_classes: [0; CLASSES.len()],
                     busy_looks,
                     bytes: old.lease.bytes(),
                     limit: None,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::{CLASSES, Governor, LeaseShare, Pair, Survey, VfioQueue};
+use super::super::{CLASSES, ClassLoad, Governor, LeaseShare, Pair, Survey, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
 use nvme_mpt::clock::{Rate, Ticks};
@@ -370,8 +370,9 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     assert_eq!(pauses.next(), None, "{launched:?}");
 }
 
+/// A quiet lease weighs where it uses queues, too: they have turns with those of busy ones.
 #[test]
-fn busy_leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
+fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     const LOOK: u64 = 100_000_000;
     let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
     let (mut drives, pairs): (Vec<_>, Vec<_>) = CLASSES
@@ -395,25 +396,61 @@ fn busy_leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     let mut survey = Survey::new(Rate::NANOSECOND);
     let mut look = |nth: u64| {
         survey.look(&governor, &pairs, Ticks(nth * LOOK));
-        survey.busy_weights()
+        survey.class_loads()
     };
-    let weights = look(1);
-    let unit = weights[2] / 50;
-    assert_eq!(weights, [150, 250, 50].map(|weight| weight * unit));
+    let loads = look(1);
+    let unit = loads[2].weight / 60;
+    let busy = |weights: [u64; 3]| {
+        weights.map(|weight| ClassLoad {
+            weight: weight * unit,
+            is_busy: true,
+        })
+    };
+    assert_eq!(loads, busy([150, 250, 60]));
     // A weight counts as it is now.
     leases[1].set_weight(Weight::try_from(200).expect("within bounds"));
-    assert_eq!(look(2), [150, 350, 50].map(|weight| weight * unit));
-    // Whoever is between two batches is busy still, for half a second.
-    for drive in &mut drives {
-        drive.fetch();
-        while !drive.commands.is_empty() {
-            drive.complete(0, Status::SUCCESS);
+    assert_eq!(look(2), busy([150, 350, 60]));
+    // A lease with pauses counts as before for five seconds.
+    // What waited goes to the drive in the second round.
+    for _ in 0..3 {
+        for drive in &mut drives {
+            drive.fetch();
+            while !drive.commands.is_empty() {
+                drive.complete(0, Status::SUCCESS);
+            }
+        }
+        for guest in &mut guests {
+            guest.queue.reap_by(|| Ticks(2 * LOOK), |_| ());
         }
     }
-    for guest in &mut guests {
-        guest.queue.reap_by(|| Ticks(2 * LOOK), |_| ());
-    }
-    assert_eq!(look(3), [150, 350, 50].map(|weight| weight * unit));
-    let last = (4..12).map(&mut look).last();
-    assert_eq!(last, Some([0, 0, 0]));
+    let last = (3..=51).map(&mut look).last();
+    assert_eq!(last, Some(busy([150, 350, 60])));
+    let last = (52..=54).map(&mut look).last();
+    assert_eq!(last, Some([ClassLoad::default(); 3]));
+}
+
+#[test]
+fn a_class_of_quiet_leases_is_not_busy_and_no_queue_weighs_nothing() {
+    let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    let (_drives, pairs): (Vec<_>, Vec<_>) = CLASSES
+        .map(|class| FakeDrive::of_class(256, u64::MAX, false, governor.clone(), class))
+        .into_iter()
+        .unzip();
+    let (quiet, lightest) = (lease(300), lease(1));
+    // One of 100 queues of the lightest lease has a class to itself.
+    let mut guests = vec![
+        Guest::new(&pairs[0], &quiet, 0, 1),
+        Guest::new(&pairs[1], &lightest, 0, 8),
+    ];
+    guests.extend((0..99).map(|_| Guest::new(&pairs[2], &lightest, 0, 1)));
+    guests.iter_mut().for_each(|guest| guest.poll(1));
+    let mut survey = Survey::new(Rate::NANOSECOND);
+    survey.look(&governor, &pairs, Ticks(100_000_000));
+    let [high, medium, low] = survey.class_loads();
+    assert!(high.weight > 0 && !high.is_busy, "{high:?}");
+    assert!(medium.weight > 0 && medium.is_busy, "{medium:?}");
+    assert!(low.weight > medium.weight && low.is_busy, "{low:?}");
+    pairs
+        .iter()
+        .for_each(|pair| pair.kill(Status::COMMAND_INTERRUPTED));
 }

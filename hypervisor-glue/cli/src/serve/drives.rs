@@ -314,11 +314,14 @@ fn common_options<'a>(
         "drive-id",
         sharing.clone().filter_map(|other| other.drive_id.clone()),
     )?;
+    let arbitration = sharing.clone().filter_map(|other| other.arbitration);
+    let arbitration = common("arbitration", arbitration)?;
     let timeout = common("timeout", sharing.filter_map(|other| other.timeout))?;
     let default = DriveOptions::default();
     Ok(DriveOptions {
         lba_size: lba.unwrap_or_default().bytes(),
         deadline: timeout,
+        arbitration: arbitration.unwrap_or_default(),
         learning: learning.unwrap_or_default(),
         profile,
         faults,

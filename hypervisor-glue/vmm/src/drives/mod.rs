@@ -30,8 +30,8 @@ use nvme_software::zones::ZoneError;
 use nvme_software::{Allocation, SoftwareController};
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{
-    ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept, LeftIommu, VfioBacking,
-    VfioController, VfioError,
+    ArbitrationChoice, ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept,
+    LeftIommu, VfioBacking, VfioController, VfioError,
 };
 
 use crate::report;
@@ -192,6 +192,8 @@ pub struct DriveOptions {
     /// Time that a drive may take for a command. After it, a physical drive aborts the command or is reset, and a software
     /// drive's queue fails. `None` means 10 s for a physical drive, and no bound for a software drive.
     pub deadline: Option<Duration>,
+    /// Arbitration with which a physical drive is enabled.
+    pub arbitration: ArbitrationChoice,
     /// Choices for what learns about the drive.
     pub learning: Learning,
     /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
@@ -236,6 +238,7 @@ impl Default for DriveOptions {
             lba_size: 512,
             namespace: None,
             deadline: None,
+            arbitration: ArbitrationChoice::default(),
             learning: Learning::default(),
             profile: None,
             faults: None,
@@ -256,6 +259,7 @@ impl DriveOptions {
             lba_size,
             namespace: _,
             deadline,
+            arbitration,
             learning,
             profile,
             faults,
@@ -269,6 +273,7 @@ impl DriveOptions {
         let differ = [
             ("lba", !physical && *lba_size != opened.lba_size),
             ("timeout", bound(*deadline) != bound(opened.deadline)),
+            ("arbitration", *arbitration != opened.arbitration),
             (
                 "fixed",
                 *learning != Learning::default() && *learning != opened.learning,
@@ -443,7 +448,7 @@ fn open_controller(
             let options = ControllerOptions {
                 deadline: options.deadline.unwrap_or(DEFAULT_DEADLINE),
                 learning: options.learning,
-                ..ControllerOptions::default()
+                arbitration: options.arbitration,
             };
             open_physical(*address, options, threads, outliving)?
         }

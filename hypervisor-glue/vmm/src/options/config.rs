@@ -113,6 +113,9 @@ pub struct FunctionConfig {
     /// Seconds that a drive may take for a command; by default that of its kind.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
+    /// Arbitration with which a physical drive is enabled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arbitration: Option<String>,
     /// Seconds that the function waits for a drive server to come back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reconnect: Option<u64>,
@@ -160,6 +163,7 @@ impl Default for FunctionConfig {
             populate: None,
             namespace: None,
             timeout: None,
+            arbitration: None,
             reconnect: None,
             state_dir: default_state_dir(),
         }
@@ -196,6 +200,7 @@ impl FunctionConfig {
         "populate",
         "namespace",
         "timeout",
+        "arbitration",
         "reconnect",
         "state_dir",
     ];
@@ -240,6 +245,7 @@ impl FunctionConfig {
                 get("timeout").filter(|text| text != "none"),
                 str::parse,
             )?,
+            arbitration: get("arbitration"),
             reconnect: parsed("reconnect", get("reconnect"), str::parse)?,
             state_dir,
         })
@@ -353,6 +359,7 @@ impl FunctionConfig {
             populate,
             namespace,
             timeout,
+            arbitration,
             reconnect,
             state_dir: _,
         } = self;
@@ -387,6 +394,7 @@ impl FunctionConfig {
             ("populate", populate.clone()),
             ("namespace", namespace.map(|nsid| nsid.to_string())),
             ("timeout", timeout.map(|seconds| seconds.to_string())),
+            ("arbitration", arbitration.clone()),
             ("reconnect", reconnect.map(|seconds| seconds.to_string())),
         ];
         if path.is_empty() {
@@ -434,10 +442,11 @@ mod tests {
             ("memory-limit", "16G"),
             ("namespace", "2"),
             ("timeout", "7"),
+            ("arbitration", "weighted"),
             ("reconnect", "0"),
         ];
         let config = self::config(&physical).expect("valid");
-        let options = "path=0000:01:00.0,reserve=4,weight=300,memory-limit=16G,namespace=2,timeout=7,reconnect=0"
+        let options = "path=0000:01:00.0,reserve=4,weight=300,memory-limit=16G,namespace=2,timeout=7,arbitration=weighted,reconnect=0"
             .parse()
             .expect("valid");
         assert_eq!(config.options().expect("valid"), options);

@@ -17,6 +17,7 @@ use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::Allocation;
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::{Profile, Size};
+use nvme_vfio::ArbitrationChoice;
 
 use crate::drives::{DriveOptions, DrivePath};
 
@@ -114,6 +115,8 @@ pub struct FunctionOptions {
     pub namespace: Option<Nsid>,
     /// Time that a drive may take for a command; that of its kind if not given.
     pub timeout: Option<Duration>,
+    /// Arbitration with which a physical drive is enabled; round robin if not given.
+    pub arbitration: Option<ArbitrationChoice>,
     /// Time that a function in a VMM waits for a server that has its drive, if its own goes; for ever if not given.
     pub reconnect: Option<Duration>,
 }
@@ -198,6 +201,7 @@ impl FunctionOptions {
         DriveOptions {
             lba_size: self.lba.map_or(default.lba_size, LbaSize::bytes),
             deadline: self.timeout.or(default.deadline),
+            arbitration: self.arbitration.unwrap_or(default.arbitration),
             learning: self.fixed.of_drive(),
             namespace: self.namespace,
             profile: self.profile.clone(),
@@ -253,6 +257,7 @@ impl FunctionOptions {
             populate: take(keys, "populate", str::parse)?,
             namespace: take(keys, "namespace", parse_namespace)?,
             timeout,
+            arbitration: take(keys, "arbitration", str::parse)?,
             reconnect: take(keys, "reconnect", parse_seconds)?,
         };
         if options.memory == MemoryKinds::Any
@@ -409,11 +414,15 @@ impl FunctionOptions {
                 "only a physical drive, as in path=0000:01:00.0, has a bound on its queue pairs";
             ("reserve", why)
         });
+        let arbitration = self.arbitration.map(|_| {
+            let why = "only a physical drive, as in path=0000:01:00.0, has an arbitration between its queues";
+            ("arbitration", why)
+        });
         let weight = self.rates.weight.map(|_| ("weight", UNSHARED));
         let why = "only a physical drive, as in path=0000:01:00.0, pins the memory of its VMs";
         let memory_limit = self.memory_limit.map(|_| ("memory-limit", why));
         let of_drive = fixed.or(namespace).or(timeout).or(reserve);
-        of_drive.or(weight).or(memory_limit)
+        of_drive.or(arbitration).or(weight).or(memory_limit)
     }
 }
 

@@ -92,6 +92,7 @@ impl ServedDrive {
         "populate",
         "namespace",
         "timeout",
+        "arbitration",
     ];
 }
 

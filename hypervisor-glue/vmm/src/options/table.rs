@@ -201,6 +201,12 @@ as others [default: off, memory is taken as it is written]",
 the guest of a file or block device sees CSTS.CFS [default: 10 if physical, else none]",
     ),
     option(
+        "arbitration",
+        "round-robin|weighted",
+        "weighted: a physical drive that has weighted round robin divides itself among busy guests by
+weight=, also while it is fast; one value per drive [default: round-robin]",
+    ),
+    option(
         "reconnect",
         "SECONDS",
         "seconds that a function in a VMM waits for a drive server to come back; 0 for not at all

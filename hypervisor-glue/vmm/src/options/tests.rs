@@ -13,6 +13,7 @@ use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::Allocation;
 use nvme_software::model::Profile;
+use nvme_vfio::ArbitrationChoice;
 
 use super::*;
 
@@ -57,6 +58,7 @@ fn a_path_is_enough() {
             populate: None,
             namespace: None,
             timeout: None,
+            arbitration: None,
             reconnect: None,
         }
     );
@@ -102,11 +104,12 @@ fn every_option_is_understood_in_any_order() {
             populate: Some(Allocation::AtOnce),
             namespace: None,
             timeout: None,
+            arbitration: None,
             reconnect: None,
         }
     );
     let physical = function(
-        "path=0000:01:00.0,namespace=2,timeout=30,reconnect=90,fixed=governor+budget,queues=4,reserve=4,weight=300,memory-limit=16G",
+        "path=0000:01:00.0,namespace=2,timeout=30,arbitration=weighted,reconnect=90,fixed=governor+budget,queues=4,reserve=4,weight=300,memory-limit=16G",
     );
     assert_eq!((physical.queues, physical.reserve), (4, 4));
     assert_eq!(physical.rates.to_string(), "weight=300");
@@ -114,6 +117,7 @@ fn every_option_is_understood_in_any_order() {
     assert_eq!(physical.memory_limit, Some(Bytes(16 << 30)));
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
+    assert_eq!(physical.arbitration, Some(ArbitrationChoice::Weighted));
     let file = |text: &str| text.parse::<FunctionOptions>().unwrap();
     assert_eq!(
         file("path=/d,timeout=45").timeout,
@@ -196,13 +200,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=/d,length=4",
             "There is no option \"length\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, memory-limit, iops, \
              bandwidth, weight, data, serial, \
-             lba, drive-id, format, profile, faults, populate, namespace, timeout, reconnect",
+             lba, drive-id, format, profile, faults, populate, namespace, timeout, arbitration, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
             "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, memory-limit, iops, \
              bandwidth, weight, data, serial, \
-             lba, drive-id, format, profile, faults, populate, namespace, timeout, reconnect",
+             lba, drive-id, format, profile, faults, populate, namespace, timeout, arbitration, reconnect",
         ),
         (
             "path=/d,queues=0",
@@ -362,6 +366,16 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=0000:01:00.0,namespace=0",
             "Option \"namespace\" cannot be \"0\"\n  A namespace has a number from 1 on; \
              `nvme-mpt drives` shows them",
+        ),
+        (
+            "path=/d,arbitration=weighted",
+            "Option \"arbitration\" is not for /d: only a physical drive, as in path=0000:01:00.0, has an arbitration \
+             between its queues; leave it out",
+        ),
+        (
+            "path=0000:01:00.0,arbitration=urgent",
+            "Option \"arbitration\" cannot be \"urgent\"\n  `urgent` is neither; use round-robin (queues have turns) or \
+             weighted (the drive counts weights)",
         ),
         (
             "path=0000:01:00.0,timeout=0",

@@ -31,7 +31,7 @@ pub use controller::{
     ArbitrationChoice, ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept,
     LeftIommu, VfioController,
 };
-pub use description::Description;
+pub use description::{ArbitrationDescription, Description};
 pub use device::VfioBacking;
 pub use error::VfioError;
 pub use pair::VfioQueue;

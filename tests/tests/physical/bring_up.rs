@@ -461,6 +461,8 @@ fn a_drive_describes_itself_while_it_is_used() {
     let description = controller.describe().unwrap();
     assert_eq!(description.queue_pairs, Some(5));
     assert_eq!(description.controller_memory, Some(false));
+    let arbitration = description.arbitration.expect("registers");
+    assert!(!arbitration.has_weighted && !arbitration.is_weighted);
     assert!(description.controller.oncs.write_zeroes());
     assert!(description.health.is_some());
     let [(nsid, namespace)] = &description.namespaces[..] else {

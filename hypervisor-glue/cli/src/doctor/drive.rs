@@ -7,8 +7,8 @@ use nvme_mpt::range::Bytes;
 use nvme_mpt::spec::identify::{DeallocatedRead, IdentifyController, IdentifyNamespace};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::SmartHealth;
-use nvme_vfio::Description;
 use nvme_vfio::function::{HostRoot, PciFunction, User, VFIO_PCI};
+use nvme_vfio::{ArbitrationDescription, Description};
 
 use super::report::{Check, Outcome};
 
@@ -189,6 +189,7 @@ pub(super) fn described(description: &Description) -> Vec<Check> {
         health,
         queue_pairs,
         controller_memory,
+        arbitration,
     } = description;
     let mut checks = vec![model(controller), self::health(health.as_ref())];
     checks.push(self::queue_pairs(*queue_pairs));
@@ -210,6 +211,8 @@ pub(super) fn described(description: &Description) -> Vec<Check> {
         cache(controller),
         self::controller_memory(*controller_memory),
     ]);
+    // The host's own driver does not show it.
+    checks.extend(arbitration.map(self::arbitration));
     checks
 }
 
@@ -475,6 +478,23 @@ fn cache(controller: &IdentifyController) -> Check {
         match controller.vwc.present() {
             true => "volatile: guests see one, and their Flush reaches the drive",
             false => "none that is volatile",
+        },
+    )
+}
+
+fn arbitration(arbitration: ArbitrationDescription) -> Check {
+    let ArbitrationDescription {
+        has_weighted,
+        is_weighted,
+    } = arbitration;
+    Check::ok(
+        "drive.arbitration",
+        match (is_weighted, has_weighted) {
+            (true, _) => "weighted round robin, which is in use",
+            (false, true) => {
+                "round robin; the drive says that it has weighted round robin, which arbitration=weighted uses"
+            }
+            (false, false) => "round robin alone",
         },
     )
 }

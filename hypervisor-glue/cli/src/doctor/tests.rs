@@ -9,6 +9,7 @@ use nvme_mpt::spec::identify::{
 };
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
+use nvme_vfio::ArbitrationDescription;
 use nvme_vfio::function::HostRoot;
 use proptest::prelude::*;
 use zerocopy::FromZeros;
@@ -218,6 +219,10 @@ fn description() -> Description {
         health: Some(health),
         queue_pairs: Some(128),
         controller_memory: Some(false),
+        arbitration: Some(ArbitrationDescription {
+            has_weighted: false,
+            is_weighted: false,
+        }),
     }
 }
 
@@ -459,6 +464,14 @@ fn abilities_that_are_missing_are_named() {
         "cannot be read",
         "",
     );
+    for (is_weighted, finding) in [(false, "arbitration=weighted"), (true, "in use")] {
+        poor.arbitration = Some(ArbitrationDescription {
+            has_weighted: true,
+            is_weighted,
+        });
+        let checks = drive::described(&poor);
+        expect(&checks, "drive.arbitration", Ok, finding, "");
+    }
     poor.controller.oncs = Oncs(0).with_copy(true);
     poor.namespaces[0].1.mssrl = 0;
     let checks = drive::described(&poor);
@@ -551,6 +564,7 @@ proptest! {
             health: Some(SmartHealth::read_from_bytes(&health).unwrap()),
             queue_pairs: None,
             controller_memory: None,
+            arbitration: None,
         };
         prop_assert!(drive::described(&any).len() > 10);
     }

@@ -38,7 +38,7 @@ use kept::PredecessorMappings;
 pub use kept::{DescriptorKeeper, Kept, LeftIommu};
 
 use super::backing::Backing;
-use super::description::Description;
+use super::description::{ArbitrationDescription, Description};
 use super::pair::{Governor, LeaseShare};
 use admin_queue::AdminQueue;
 use arbitration::{Arbitration, set_feature};
@@ -62,6 +62,7 @@ use nvme_mpt::poller::Threads;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
+use nvme_mpt::spec::registers::ArbitrationMechanism;
 use nvme_mpt::spec::registers::offset::CMBSZ;
 use queue_pairs::{PairsView, QueuePairs};
 use registers::{Registers, shutdown_timeout};
@@ -260,6 +261,11 @@ impl VfioController {
         let known = lock(&drive.namespaces).clone();
         let queue_pairs = lock(&drive.pairs).total();
         let memory_size = drive.backing.read32(CMBSZ as usize);
+        let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
+        let arbitration = ArbitrationDescription {
+            has_weighted: drive.registers.cap().ams_wrr(),
+            is_weighted: drive.registers.arbitration()? == weighted,
+        };
         drive.with_admin(|admin| {
             let namespaces = identity::describe_namespaces(admin, &known)?;
             let health = match log_pages::smart_health(admin, true) {
@@ -274,6 +280,7 @@ impl VfioController {
                 health,
                 queue_pairs: Some(queue_pairs),
                 controller_memory: Some(memory_size != 0),
+                arbitration: Some(arbitration),
             })
         })
     }

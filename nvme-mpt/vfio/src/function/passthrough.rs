@@ -89,6 +89,7 @@ impl KernelController {
                     .join("cmb")
                     .exists(),
             ),
+            arbitration: None,
         })
     }
 }

@@ -27,7 +27,7 @@ const IDLE_TURNS: u32 = 200;
 /// Time that it then sleeps.
 const IDLE: Duration = Duration::from_micros(100);
 
-/// Longest such time in a simulation, in which the drive also looks whenever something else happened.
+/// Longest such time in a simulation. A drive with a [`Service`](super::Service) also looks whenever something happened.
 const IDLE_SIMULATED: Duration = Duration::from_millis(10);
 
 /// Longest time of an admin command, unless a test awaits it: much longer than a loaded machine needs.
@@ -47,6 +47,8 @@ pub struct ModelDrive {
     silent: AtomicBool,
     released: AtomicBool,
     judge_on_release: bool,
+    /// True if commands begin as soon as their doorbell is rung, on a simulated clock, too.
+    is_prompt: bool,
     admin_timeout: Mutex<Duration>,
     /// Looks of its driver at that time.
     admin_waits: AtomicU64,
@@ -74,6 +76,7 @@ impl ModelDrive {
         let len = options.doorbell_bytes.unwrap_or(all).next_multiple_of(4096);
         let doorbells = Arc::new(DoorbellRegisters::new(len).expect("memory for doorbells"));
         let judge_on_release = options.judge_on_release;
+        let is_prompt = options.service.is_some();
         let drive = Arc::new(Self {
             name: "model".to_owned(),
             controller: Mutex::new(Controller::new(options, iommu.clone(), doorbells.clone())),
@@ -84,6 +87,7 @@ impl ModelDrive {
             silent: AtomicBool::new(false),
             released: AtomicBool::new(false),
             judge_on_release,
+            is_prompt,
             admin_timeout: Mutex::new(ADMIN_TIMEOUT),
             admin_waits: AtomicU64::new(0),
             release: Mutex::new(()),
@@ -368,6 +372,7 @@ fn run(drive: &Weak<ModelDrive>) {
     while let Some(drive) = drive.upgrade() {
         let mut busy = false;
         let mut next = None;
+        let is_prompt = drive.is_prompt;
         if drive.is_reached() {
             let mut controller = drive.controller();
             busy = controller.turn(clock::monotonic());
@@ -383,13 +388,26 @@ fn run(drive: &Weak<ModelDrive>) {
             let time = next.map_or(IDLE_SIMULATED, |next| {
                 next.saturating_sub(clock::monotonic())
             });
-            clock::sleep(time.clamp(Duration::from_nanos(100), IDLE_SIMULATED));
+            let time = time.clamp(Duration::from_nanos(100), IDLE_SIMULATED);
+            if is_prompt {
+                look_again(time);
+            } else {
+                clock::sleep(time);
+            }
         } else if idle > IDLE_TURNS {
             clock::sleep(IDLE);
         } else {
             std::hint::spin_loop();
         }
     }
+}
+
+/// Waits until another actor of a simulation did something, or until so long has passed.
+fn look_again(time: Duration) {
+    #[cfg(simulation)]
+    nvme_mpt::memory::simulation::wait(Some(clock::monotonic() + time));
+    #[cfg(not(simulation))]
+    clock::sleep(time);
 }
 
 impl Controller {

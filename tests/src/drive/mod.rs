@@ -25,6 +25,7 @@ mod iommu;
 mod namespace;
 mod queues;
 mod registers;
+mod service;
 #[cfg(test)]
 mod tests;
 
@@ -38,6 +39,7 @@ pub use function::ModelDrive;
 pub use hand::HandQueue;
 pub use iommu::{DmaFault, ModelIommu, Pinning};
 pub use namespace::NamespaceOptions;
+pub use service::{Order, Service};
 
 use crate::command::Sqe;
 use crate::identify::{
@@ -143,6 +145,8 @@ pub struct Options {
     pub latency: Duration,
     /// Commands that are worked on at once.
     pub parallel: usize,
+    /// Channels that work on commands, in the place of [`Self::latency`] and [`Self::parallel`].
+    pub service: Option<Service>,
     /// Commands are completed in an order that follows from this; none for the order they came in.
     pub seed: Option<u64>,
     /// I/O queues are left to the test ([`ModelDrive::hand_queue`]).
@@ -177,6 +181,7 @@ impl Default for Options {
             reset_time: Duration::ZERO,
             latency: Duration::ZERO,
             parallel: 256,
+            service: None,
             seed: Some(1),
             by_hand: false,
             judge_on_release: false,
@@ -265,6 +270,8 @@ struct Controller {
     weighted_turns: WeightedTurns,
     cqs: BTreeMap<u16, Cq>,
     work: Vec<Work>,
+    /// When each channel of its [`Service`] is free.
+    channels: Vec<Duration>,
     shadow: Option<[u64; 2]>,
     event_requests: VecDeque<u16>,
     events: VecDeque<u32>,
@@ -290,6 +297,7 @@ impl Controller {
                 .map(|&namespace| (namespace.nsid, Namespace::new(namespace)))
                 .collect(),
             rng: Rng::new(options.seed.unwrap_or(0)),
+            channels: vec![Duration::ZERO; options.service.map_or(0, |service| service.channels)],
             options,
             iommu,
             doorbells,

@@ -256,7 +256,7 @@ impl Controller {
     }
 
     /// Returns whether the drive takes one more I/O command. Admin commands that it has take no place.
-    fn has_place(&self) -> bool {
+    pub(super) fn has_place(&self) -> bool {
         let of_io = self.work.iter().filter(|work| work.sq != 0);
         of_io.count() < self.options.parallel
     }
@@ -309,7 +309,7 @@ impl Controller {
             let ids: Vec<u16> = turns.map(|(&id, _)| id).collect();
             let mut more = false;
             for id in ids {
-                let room = id == 0 || self.has_place();
+                let room = id == 0 || self.has_room(now);
                 if room && !self.fatal && !self.hung && self.take_command(id, now) {
                     more = true;
                     // The admin queue has no part in the turns.
@@ -359,7 +359,10 @@ impl Controller {
                 self.taken.push(id);
             }
         }
-        let mut due = Some(now + self.options.latency);
+        let mut due = Some(match id {
+            0 => now + self.options.latency,
+            _ => self.begin_service(&sqe, now),
+        });
         match effect {
             Some(Effect::Lose | Effect::Hold | Effect::Vanish) => due = None,
             Some(Effect::Delay(time)) => due = Some(now + time),

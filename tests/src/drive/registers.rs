@@ -196,6 +196,7 @@ impl Controller {
         self.weighted_turns = WeightedTurns::default();
         self.cqs.clear();
         self.work.clear();
+        self.channels.fill(Duration::ZERO);
         self.shadow = None;
         self.event_requests.clear();
         self.events.clear();

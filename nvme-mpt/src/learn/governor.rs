@@ -10,7 +10,9 @@
 //!   most. The median latency of these commands is the latency of light users alone.
 //! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above 1.875
 //!   times, the window shrinks in proportion. Otherwise the window grows by 1/32, but seldom up to a size that was too large.
-//!   The median is used, because drives have some slow commands of their own, which are no reason to let them idle.
+//!   The median is used, because drives have some slow commands of their own, which are no reason to let them idle. Four
+//!   fifths of the second longest count as well: on a drive that serves its pairs in turn, most light commands may find no
+//!   other command in their pair, and a few find the whole window.
 //!
 //! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
 //! commands is close to the median: p99 is within twice p99 alone.
@@ -39,6 +41,10 @@ const LONGER: u64 = 256 * 15 / 8;
 /// Maximum relative latency with a small window. On a serial drive with 0.1 ms per command, this limit gives 128 KiB reads
 /// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
 const LONGER_SMALL: u64 = 256 * 9 / 4;
+
+/// Part of the second longest latency of [`SAMPLES`] that counts like the median. Two slow commands of the drive's own are
+/// rare among so few.
+const TAIL: (u64, u64) = (4, 5);
 
 /// Maximum size of a small window. Drives with a small window process one or a few commands at a time.
 const WINDOW_SMALL: u64 = 64 << 10;
@@ -250,7 +256,8 @@ impl HeavyWindow {
     /// Adapts the window to the latencies of the last light commands.
     fn adapt(&mut self) {
         self.longer.sort_unstable();
-        let longer = self.longer[SAMPLES / 2];
+        let tail = self.longer[SAMPLES - 2] * TAIL.0 / TAIL.1;
+        let longer = self.longer[SAMPLES / 2].max(tail);
         let window = self.terms.window;
         // Commands are split in steps: a small window that shrinks by less may give parts of the same size.
         let (longest, least) = match window {

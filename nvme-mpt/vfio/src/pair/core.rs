@@ -39,6 +39,9 @@ const LIGHT_PLACES: usize = 16;
 /// its share: 62 ms. A queue with 256 commands so waits for no longer than 16 s, which is less than its driver does.
 const HELD_BACK: u64 = 16;
 
+/// Part of a member's presence until which a pair whose members are all held back looks at them again: 0.24 ms.
+const HELD_LOOKS: u64 = 4096;
+
 /// Status of the commands of a lease whose namespace is not the one that was leased.
 const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
 
@@ -95,6 +98,8 @@ pub(super) struct Core {
     passed: Vec<u16>,
     /// True if these are all that wait.
     is_held: bool,
+    /// Until when they are not looked at again, unless a command of another one comes.
+    held_until: Ticks,
     state: State,
     stats: PairStats,
 }
@@ -118,6 +123,7 @@ impl Core {
             surveyed: 0,
             passed: Vec::new(),
             is_held: false,
+            held_until: Ticks::default(),
             state: State::Running,
             stats: PairStats::default(),
         }
@@ -319,6 +325,19 @@ impl Core {
         self.flights.in_flight()
     }
 
+    /// Places that heavy members leave to light ones, which so find some even while heavy ones wait.
+    fn places_kept(&self) -> usize {
+        match self.count {
+            0 | 1 => 0,
+            _ => (self.flights.room() / LIGHT_PLACES).max(1),
+        }
+    }
+
+    /// Returns whether heavy members have no place left.
+    pub(super) fn is_full(&self) -> bool {
+        self.flights.free() <= self.places_kept()
+    }
+
     /// Commands of those that went straight to the ring.
     pub(super) fn direct(&self) -> usize {
         self.flights.plain()
@@ -479,6 +498,7 @@ impl Core {
         }
         if !is_light {
             sharing.turns.wait(number);
+            self.held_until = Ticks::default();
         } else if !std::mem::replace(&mut member.in_lights, true) {
             sharing.lights.push_back(number);
         }
@@ -530,12 +550,12 @@ impl Core {
 
     /// Gives the drive heavy members' commands, in turn.
     fn dispatch_heavy(&mut self, now: Ticks) {
+        // To pass over them costs as much as to serve them, and each poll of each queue comes here.
+        if self.is_held && now < self.held_until {
+            return;
+        }
         let window = self.sharing.window(now);
-        // Light members find places, even while heavy ones wait.
-        let kept = match self.count {
-            0 | 1 => 0,
-            _ => (self.flights.room() / LIGHT_PLACES).max(1),
-        };
+        let kept = self.places_kept();
         let most = match window {
             Window::Own(bytes) | Window::Drive(bytes) => bytes,
             Window::Open | Window::Closed => u64::MAX,
@@ -577,12 +597,13 @@ impl Core {
             });
             self.sharing.turns.charge(weight, goes_on);
         }
-        self.end_turns();
+        self.end_turns(now);
     }
 
     /// Lets those wait on that were passed over.
-    fn end_turns(&mut self) {
+    fn end_turns(&mut self, now: Ticks) {
         self.is_held = !self.passed.is_empty() && self.sharing.turns.is_empty();
+        self.held_until = Ticks(now.0 + self.sharing.governor.presence() / HELD_LOOKS);
         while let Some(number) = self.passed.pop() {
             self.sharing.turns.wait(number);
         }

@@ -2,7 +2,8 @@
 //!
 //! Within a pair, turns divide the places among the queues that share it. Between pairs, the drive decides: it takes
 //! commands in the order of arrival, or serves the pairs in turn, so a tenant with more or deeper queues gets more bytes.
-//! Here, a pure function of the bytes that each tenant got since the previous look decides its limit until the next look:
+//! Here, a pure function of the bytes that each tenant got since the previous look, and of those that the drive has done,
+//! decides its limit until the next look:
 //!
 //! - While some tenant gets less than its share by weight, those that get more are cut, until they have theirs.
 //! - While the drive does less than it can, or is fast for all that it has, those limits rise, and end: nobody is held back
@@ -38,10 +39,16 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Decides what each of the busy tenants may get until the next look. The drive `is_slow` if commands that it has take
-    /// noticeably long.
-    pub(super) fn divide(&mut self, tenants: &mut [Portion], is_slow: bool) {
-        let all: u64 = tenants.iter().map(|tenant| tenant.got).sum();
+    /// Decides what each of the busy tenants may get until the next look. The drive has `done` so many bytes since the last one.
+    /// It `is_slow` if commands that it has take noticeably long.
+    pub(super) fn divide(&mut self, tenants: &mut [Portion], done: u64, is_slow: bool) {
+        let got: u64 = tenants.iter().map(|tenant| tenant.got).sum();
+        // Much of it took the place of commands that went directly, which nobody counts when they are done.
+        if done < got / 2 {
+            return;
+        }
+        // Bytes that fill a deep queue do not tell what the drive can do, and one that empties such a queue is not idle.
+        let all = done;
         let weights: u64 = tenants.iter().map(|tenant| tenant.weight).sum();
         if tenants.iter().all(|tenant| tenant.limit.is_none()) {
             self.most -= self.most / 16;
@@ -85,7 +92,7 @@ impl Shares {
 }
 
 /// Returns `value` times `by`, divided by `of`.
-fn scaled(value: u64, by: u64, of: u64) -> u64 {
+pub(super) fn scaled(value: u64, by: u64, of: u64) -> u64 {
     let scaled = u128::from(value) * u128::from(by) / u128::from(of.max(1));
     u64::try_from(scaled).unwrap_or(u64::MAX)
 }
@@ -112,7 +119,8 @@ mod tests {
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].got, both[1].got) = (first, ALL - first);
-            shares.divide(&mut both, true);
+            let done = both.iter().map(|tenant| tenant.got).sum();
+            shares.divide(&mut both, done, true);
         }
         assert!(
             both[0].limit.is_some_and(|limit| limit < ALL * 6 / 10),
@@ -122,7 +130,8 @@ mod tests {
         for _ in 0..2_000 {
             let second = both[1].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].got, both[1].got) = (ALL - second, second);
-            shares.divide(&mut both, true);
+            let done = both.iter().map(|tenant| tenant.got).sum();
+            shares.divide(&mut both, done, true);
         }
         assert!(
             both[1].limit.is_some_and(|limit| limit < ALL * 6 / 10),
@@ -139,14 +148,31 @@ mod tests {
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].got, both[1].got) = (first, ALL - first);
-            shares.divide(&mut both, true);
+            let done = both.iter().map(|tenant| tenant.got).sum();
+            shares.divide(&mut both, done, true);
         }
         let mut looks = 0;
         while let Some(limit) = both[0].limit {
             (both[0].got, both[1].got) = (limit, ALL / 2);
-            shares.divide(&mut both, false);
+            let done = both.iter().map(|tenant| tenant.got).sum();
+            shares.divide(&mut both, done, false);
             looks += 1;
             assert!(looks < 20, "{both:?}");
+        }
+    }
+
+    #[test]
+    fn bytes_that_fill_a_deep_queue_are_not_done() {
+        let mut shares = Shares::default();
+        let mut both = tenants([1, 1]);
+        let mut looks = 0;
+        while both[0].limit.is_none_or(|limit| limit > ALL * 6 / 10) {
+            // The first fills its queue, and then keeps it full.
+            let first = if looks == 0 { 10 * ALL } else { ALL * 9 / 10 };
+            (both[0].got, both[1].got) = (first, ALL / 10);
+            shares.divide(&mut both, ALL, true);
+            looks += 1;
+            assert!(looks < 10, "{both:?}");
         }
     }
 
@@ -172,7 +198,8 @@ mod tests {
                 if look >= 100 {
                     sums = [sums[0] + first, sums[1] + all - first];
                 }
-                shares.divide(&mut both, true);
+                let done = both.iter().map(|tenant| tenant.got).sum();
+                shares.divide(&mut both, done, true);
             }
             let second = sums[1] * 100 / (sums[0] + sums[1]);
             assert!((45..=55).contains(&second), "{spread}: {second} %");

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::backlog::{self, Backlog, Work};
 use super::core::Core;
-use super::shares::{Portion, Shares};
+use super::shares::{Portion, Shares, scaled};
 use super::turns::LeaseShare;
 use super::{Governor, Pair};
 use nvme_mpt::clock::{Rate, Ticks};
@@ -109,10 +109,9 @@ impl Tenant {
     /// Its bytes of `elapsed` ticks, as if those had been `look` ticks.
     fn portion(&self, look: u64, elapsed: u64) -> Portion {
         let got = self.lease.bytes().saturating_sub(self.bytes);
-        let got = u128::from(got) * u128::from(look) / u128::from(elapsed.max(1));
         Portion {
             weight: self.lease.weight(),
-            got: u64::try_from(got).unwrap_or(u64::MAX),
+            got: scaled(got, look, elapsed),
             wants: self.wants(),
             limit: self.limit,
         }
@@ -132,6 +131,8 @@ pub struct Survey {
     shares: Shares,
     /// Pairs that have members, at this look.
     used_pairs: usize,
+    /// True if one of them had no place left for busy members.
+    is_full: bool,
     /// `None` until the first look.
     backlog: Option<Backlog>,
     /// Bytes that completed, and that the drive has, of commands that are counted.
@@ -165,6 +166,7 @@ impl Survey {
             class_users: Vec::new(),
             shares: Shares::default(),
             used_pairs: 0,
+            is_full: false,
             backlog: None,
             landed: 0,
             in_flight: 0,
@@ -188,7 +190,7 @@ impl Survey {
         let elapsed = now.since(self.looked);
         (self.looked, self.had) = (now, self.has);
         (self.commands, self.has, self.direct) = (0, 0, 0);
-        self.used_pairs = 0;
+        (self.used_pairs, self.is_full) = (0, false);
         (self.landed, self.in_flight) = (0, 0);
         std::mem::swap(&mut self.tenants, &mut self.former);
         self.tenants.clear();
@@ -203,8 +205,10 @@ impl Survey {
         if is_slow && busy > 0 && busy < self.tenants.len() {
             governor.contend(now);
         }
-        // On a single pair, its turns alone divide the drive.
-        let is_contended = is_slow && busy > 1 && self.used_pairs > 1;
+        // On a single pair whose places are all taken, its turns alone divide the drive. While some are free, no command waits
+        // for its turn, and the drive has whatever was submitted.
+        let is_divided = self.used_pairs == 1 && self.is_full;
+        let is_contended = is_slow && busy > 1 && !is_divided;
         self.weigh(governor, is_contended, elapsed, now);
         // More of them come while the drive is not governed.
         let direct = governor.is_governed(now).then_some(self.direct);
@@ -312,7 +316,8 @@ impl Survey {
             .map(|tenant| tenant.portion(self.look, elapsed))
             .collect();
         if std::mem::replace(&mut self.is_weighed, true) {
-            self.shares.divide(&mut portions, is_slow);
+            let done = scaled(self.landed, self.look, elapsed);
+            self.shares.divide(&mut portions, done, is_slow);
         }
         for (tenant, portion) in busy.iter_mut().zip(portions) {
             tenant.limit = portion.limit;
@@ -386,6 +391,7 @@ impl Survey {
         self.landed += landed;
         self.in_flight += heavy;
         self.used_pairs += usize::from(core.members() > 0);
+        self.is_full |= core.is_full();
         let is_lone = core.members() == 1;
         for (_, member) in core.staying() {
             let counted = member.counted();

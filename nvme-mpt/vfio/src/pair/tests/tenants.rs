@@ -491,6 +491,40 @@ fn busy_tenants_keep_their_parts_with_turns_of_the_pairs() {
     check_busy(true);
 }
 
+const SHALLOW: Behaviour = Behaviour {
+    name: "shallow",
+    queues: 1,
+    depth: 32,
+    ..LOUD
+};
+
+/// None of their commands waits for its turn, so turns divide nothing.
+#[test]
+fn busy_tenants_on_one_pair_with_free_places_have_equal_parts() {
+    for turns in [false, true] {
+        let speed = Speed { turns, ..SERIAL };
+        let seen = run(speed, 1, &[SHALLOW, LOUD]);
+        let share = seen[0].bytes * 100 / (seen[0].bytes + seen[1].bytes);
+        assert!((45..=55).contains(&share), "{share} %");
+    }
+}
+
+/// Most of its commands find no other in their pair. Some find as many as the window allows there, and wait for a turn of all
+/// pairs for each.
+#[test]
+fn a_quiet_tenant_that_seldom_waits_long_keeps_its_half() {
+    let speed = Speed {
+        channels: 4,
+        turns: true,
+        ..SERIAL
+    };
+    let many = BEHAVIOURS[3];
+    let alone = run(speed, 8, &[QUIET])[0];
+    let seen = run(speed, 8, &[QUIET, many]);
+    let part = Part::of(seen[0], alone, seen[1]);
+    assert!(part.rate >= 50, "{part:?}");
+}
+
 /// A quarter of a gigabyte at 16 MB/s.
 const FLOOD: Behaviour = Behaviour {
     name: "flood",

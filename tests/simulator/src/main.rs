@@ -49,6 +49,8 @@ mod scenario;
 #[cfg(simulation)]
 mod snapshots;
 #[cfg(simulation)]
+mod tenants;
+#[cfg(simulation)]
 mod zones;
 
 #[cfg(simulation)]

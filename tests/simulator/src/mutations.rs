@@ -10,7 +10,7 @@ use std::process::Command;
 
 use serde::Deserialize;
 
-/// Seeds of a mutation's simulation.
+/// Seeds of a mutation's simulation, unless it has a number of its own.
 const SEEDS: u64 = 1000;
 
 /// Reason for which mutations cannot be tried.
@@ -69,6 +69,8 @@ struct Mutation {
     replace: String,
     /// The only scenario of its seeds; without it, each seed chooses one.
     scenario: Option<String>,
+    /// Number of seeds, if it is another one than usual.
+    seeds: Option<u64>,
 }
 
 impl Mutation {
@@ -139,7 +141,8 @@ fn simulate(copy: &Path, mutation: &Mutation, first: bool) -> Result<Found, Muta
     cargo.args(["run", "--profile", "simulation", "--config", flags]);
     cargo.args(["--target-dir", "target/simulation"]);
     cargo.args(["--package", "nvme-mpt-simulator", "--"]);
-    cargo.args(["--seeds", &SEEDS.to_string()]);
+    let seeds = mutation.seeds.unwrap_or(SEEDS);
+    cargo.args(["--seeds", &seeds.to_string()]);
     if let Some(scenario) = &mutation.scenario {
         cargo.args(["--scenario", scenario]);
     }

@@ -9,12 +9,12 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::{Args, Parser};
-use nvme_mpt_tests::rng::mix;
 
 use crate::engine::{Engine, Outcome};
 use crate::mutations;
 use crate::regressions::{self, Regression};
 use crate::scenario::{self, Scenario};
+use crate::tenants;
 
 /// Seeds of a process.
 const BATCH: u64 = 25;
@@ -26,6 +26,8 @@ const SHOWN: usize = 10;
 const OK: &str = "ok";
 /// First word of its line about one that failed.
 const FAILED: &str = "failed";
+/// First word of its line with the figures of a cell of [`tenants`].
+const FIGURES: &str = "figures";
 
 /// Runs functions, pollers and drives on one simulated clock, and judges what their guests see.
 #[derive(Clone, Debug, Parser)]
@@ -61,6 +63,9 @@ pub(crate) struct Options {
     /// Runs the seeds that failed once.
     #[arg(long)]
     regressions: bool,
+    /// Prints what tenants of a physical drive keep beside each other, as tables.
+    #[arg(long)]
+    tenants: bool,
     /// Runs these seeds in this process, for a parent.
     #[arg(long, hide = true, num_args = 2)]
     batch: Option<Vec<u64>>,
@@ -171,6 +176,7 @@ pub(crate) fn main() -> ExitCode {
         },
         (None, None) if options.regressions => run_regressions(&options),
         (None, None) if options.shrink => shrink(&options),
+        (None, None) if options.tenants => print_tenants(&options),
         (None, None) => parent(&options),
     }
 }
@@ -199,7 +205,11 @@ fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
         *running.lock().unwrap_or_else(PoisonError::into_inner) = seed;
         let scenario = options.scenario.unwrap_or_else(|| Scenario::of(seed));
         let less = options.less;
-        let main = move || scenario::run(scenario, mix(seed), less);
+        let is_figure = options.tenants;
+        let main = move || match is_figure {
+            true => println!("{FIGURES} {}", tenants::figures(seed)),
+            false => scenario::run(scenario, seed, less),
+        };
         let outcome = engine.run(seed, less, main);
         println!("{OK} {seed} {}", numbers(outcome));
     }
@@ -224,6 +234,8 @@ struct Results {
     commands: u64,
     time: Duration,
     failures: Vec<(u64, String)>,
+    /// Lines with figures.
+    figures: Vec<String>,
 }
 
 /// A process that runs seeds.
@@ -241,6 +253,9 @@ impl Batch {
             command.args(["--scenario", scenario.name()]);
         }
         command.args(options.less.arguments());
+        if options.tenants {
+            command.arg("--tenants");
+        }
         if let Some(trace) = &options.trace {
             command.arg("--trace").arg(trace);
         }
@@ -258,6 +273,11 @@ impl Batch {
             .flat_map(BufRead::lines)
             .map_while(Result::ok)
         {
+            if let Some((FIGURES, figures)) = line.split_once(' ') {
+                let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+                results.figures.push(figures.to_owned());
+                continue;
+            }
             let mut words = line.splitn(6, ' ');
             let kind = words.next().unwrap_or_default();
             let mut number = || {
@@ -394,6 +414,18 @@ fn show(scenario: &str, reason: &str, seed: u64, less: Less) {
     println!("{scenario}: {reason}\n    {}", command.join(" "));
 }
 
+/// Prints the figures of all cells of [`tenants`].
+fn print_tenants(options: &Options) -> ExitCode {
+    let options = Options {
+        scenario: Some(Scenario::Tenants),
+        ..options.clone()
+    };
+    let began = Instant::now();
+    let results = run_seeds(&options, 0..tenants::CELLS, None);
+    println!("{}", tenants::table(&results.figures));
+    report(&options, &results, began.elapsed())
+}
+
 fn parent(options: &Options) -> ExitCode {
     let one = options.seed.is_some() && options.hours.is_none();
     let count = options.seeds.unwrap_or(match (one, options.hours) {
@@ -406,8 +438,14 @@ fn parent(options: &Options) -> ExitCode {
     let limit = options
         .hours
         .map(|hours| Duration::from_secs_f64(hours * 3600.0));
-    let (next, results) = (Mutex::new(seeds.start), Mutex::new(Results::default()));
     let began = Instant::now();
+    let results = run_seeds(options, seeds, limit);
+    report(options, &results, began.elapsed())
+}
+
+/// Runs seeds in as many processes as there are processors, until so much simulated time has passed.
+fn run_seeds(options: &Options, seeds: Range<u64>, limit: Option<Duration>) -> Results {
+    let (next, results) = (Mutex::new(seeds.start), Mutex::new(Results::default()));
     let processors = std::thread::available_parallelism().map_or(1, |number| number.get());
     std::thread::scope(|scope| {
         for _ in 0..processors {
@@ -440,8 +478,7 @@ fn parent(options: &Options) -> ExitCode {
             });
         }
     });
-    let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
-    report(options, &results, began.elapsed())
+    results.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn report(options: &Options, results: &Results, elapsed: Duration) -> ExitCode {

@@ -19,7 +19,7 @@ use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, 
 use nvme_mpt_tests::function::{InProcess, map, map_piece};
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece};
-use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::rng::{Rng, mix};
 use nvme_mpt_tests::status;
 use nvme_software::model::Profile;
 use nvme_software::{Allocation, SoftwareController};
@@ -44,6 +44,7 @@ use crate::registers::{BLOCKS, Registers};
 use crate::removal;
 use crate::runs::Less;
 use crate::snapshots;
+use crate::tenants;
 use crate::zones;
 
 /// Bytes of a lease: as many as its guest uses, so that leases of others lie just beside.
@@ -140,11 +141,13 @@ pub(crate) enum Scenario {
     Shares,
     /// Guests that share a poller with one that has it wait as far as it can.
     Attackers,
+    /// A quiet or a busy tenant of a physical drive, beside one with another behaviour.
+    Tenants,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 24] = [
+    pub(crate) const ALL: [(&str, Self); 25] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -169,6 +172,7 @@ impl Scenario {
         ("frozen", Self::Frozen),
         ("shares", Self::Shares),
         ("attackers", Self::Attackers),
+        ("tenants", Self::Tenants),
     ];
 
     /// The scenario of a seed.
@@ -486,7 +490,8 @@ pub(crate) fn timing(rng: &mut Rng) -> String {
 }
 
 /// Runs a world from its beginning to its end.
-pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
+pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
+    let seed = mix(number);
     let mut rng = Rng::new(seed);
     match scenario {
         Scenario::Lives => return run_lives(scenario, less, &mut rng),
@@ -502,6 +507,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Frozen => return frozen::run(less, &mut rng),
         Scenario::Shares => return contention::run_shares(less, &mut rng),
         Scenario::Attackers => return contention::run_attackers(less, &mut rng),
+        Scenario::Tenants => return tenants::run(number),
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));

@@ -1,0 +1,756 @@
+//! Tenants of a physical drive in pairs: what one keeps, beside another one, of what it has alone.
+//!
+//! Each seed is a cell of a table. A tenant is quiet, or busy with a weight. It has the drive to itself first, and then a
+//! neighbour with some behaviour comes. The drive works on a few commands at a time. It takes them from its queues in turn,
+//! or in the order of their arrival. All that shares the drive is the product's: pairs, turns, governor, supervisor and pollers.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use nvme_mpt::learn::Choice;
+use nvme_mpt::lease::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::limit::{RateLimits, Weight};
+use nvme_mpt::memory::clock;
+use nvme_mpt::memory::simulation::acted;
+use nvme_mpt::poller::{Threads, start_thread};
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, Pollers};
+use nvme_mpt_tests::command::{Sqe, dsm_range};
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::drive::{ModelDrive, ModelIommu, NamespaceOptions, Options, Order, Service};
+use nvme_mpt_tests::function::{InProcess, map, map_piece};
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory, Region};
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_vfio::{ControllerOptions, VfioController};
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::engine::Engine;
+use crate::history::BLOCK;
+use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, config, interrupts, wire};
+
+/// Bytes of a tenant's range.
+const RANGE: u64 = 2 << 20;
+
+/// Pages of rings and data.
+const PAGE: usize = 4096;
+
+/// Times of the drive, which has four channels: a command takes a millisecond, and a fiftieth more for each page. The pollers'
+/// looks at it, each 50 us and more, are short beside that.
+const CHANNELS: usize = 4;
+const COMMAND: Duration = Duration::from_millis(1);
+const COMMAND_PAGE: Duration = Duration::from_micros(20);
+
+/// Times of a tenant alone: to begin, and counted.
+const SETTLES: Duration = Duration::from_millis(100);
+const ALONE: Duration = Duration::from_millis(500);
+
+/// Times beside a neighbour: those in which the product learns of the two, and counted. Shares by weight are decided by what
+/// the drive did in the last tenths of seconds.
+const LEARNS: [Duration; 2] = [Duration::from_millis(1500), Duration::from_secs(4)];
+const COUNTED: Duration = Duration::from_secs(1);
+
+/// Longest wait for an interrupt.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// Commands that a queue may have in a second though its tenant has used up its share.
+const HELD_BACK_COMMANDS: f64 = 16.0;
+
+/// Commands of a tenant's queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Write,
+    /// Write Zeroes and deallocations in turn.
+    Zeroes,
+}
+
+/// Course of a neighbour's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Life {
+    Steady,
+    /// Its controller is reset over and over.
+    Resets,
+    /// Memory of it is unmapped and mapped over and over.
+    MapChurn,
+    /// It ends with commands in flight, and comes back.
+    Dies,
+}
+
+impl Life {
+    /// Returns how long it lives, and how long it is away then.
+    const fn times(self) -> (Duration, Duration) {
+        match self {
+            Self::Steady | Self::MapChurn => (Duration::MAX, Duration::ZERO),
+            Self::Resets => (Duration::from_millis(20), Duration::ZERO),
+            Self::Dies => (Duration::from_millis(300), Duration::from_millis(150)),
+        }
+    }
+}
+
+/// Pause between two changes of the memory.
+const CHURN: Duration = Duration::from_millis(1);
+
+/// Behaviour of a tenant: so many commands outstanding, all the time, in each of its queues.
+#[derive(Clone, Copy, Debug)]
+struct Behaviour {
+    name: &'static str,
+    queues: u16,
+    depth: u16,
+    kind: Kind,
+    bytes: usize,
+    life: Life,
+}
+
+const QUIET: Behaviour = Behaviour {
+    name: "quiet",
+    queues: 1,
+    depth: 1,
+    kind: Kind::Read,
+    bytes: PAGE,
+    life: Life::Steady,
+};
+
+const BUSY: Behaviour = Behaviour {
+    name: "busy",
+    depth: 32,
+    ..QUIET
+};
+
+const LOUD: Behaviour = Behaviour {
+    name: "loud",
+    depth: 256,
+    ..QUIET
+};
+
+/// Behaviours of the neighbour.
+const NEIGHBOURS: [Behaviour; 7] = [
+    LOUD,
+    Behaviour {
+        name: "deep",
+        queues: 16,
+        depth: 64,
+        kind: Kind::Write,
+        bytes: 256 << 10,
+        ..LOUD
+    },
+    Behaviour {
+        name: "many queues",
+        queues: 64,
+        depth: 4,
+        ..LOUD
+    },
+    Behaviour {
+        name: "zeroes",
+        depth: 32,
+        kind: Kind::Zeroes,
+        bytes: 1 << 20,
+        ..LOUD
+    },
+    Behaviour {
+        name: "resets",
+        life: Life::Resets,
+        ..LOUD
+    },
+    Behaviour {
+        name: "map churn",
+        life: Life::MapChurn,
+        ..LOUD
+    },
+    Behaviour {
+        name: "dies",
+        life: Life::Dies,
+        ..LOUD
+    },
+];
+
+/// The tenant that is looked at: its behaviour, and its weight beside that of its neighbour.
+const TENANTS: [(Behaviour, [u16; 2]); 3] =
+    [(QUIET, [100, 100]), (BUSY, [100, 100]), (BUSY, [1000, 100])];
+
+const PAIRS: [u16; 4] = [1, 2, 8, 64];
+const ORDERS: [Order; 2] = [Order::RoundRobin, Order::Arrival];
+
+/// Number of cells of the table.
+pub(crate) const CELLS: u64 =
+    (NEIGHBOURS.len() * TENANTS.len() * PAIRS.len() * ORDERS.len()) as u64;
+
+/// A cell of the table.
+#[derive(Clone, Copy, Debug)]
+struct Cell {
+    neighbour: Behaviour,
+    tenant: Behaviour,
+    weights: [u16; 2],
+    pairs: u16,
+    order: Order,
+}
+
+impl Cell {
+    /// Numbers of its neighbours, tenants, pairs and orders.
+    const PARTS: [usize; 4] = [NEIGHBOURS.len(), TENANTS.len(), PAIRS.len(), ORDERS.len()];
+
+    /// The cell of a seed. As many seeds as there are cells have each of them once.
+    fn of(seed: u64) -> Self {
+        let mut number = (seed % CELLS) as usize;
+        let [neighbour, tenant, pairs, order] = Self::PARTS.map(|count| {
+            let part = number % count;
+            number /= count;
+            part
+        });
+        let (tenant, weights) = TENANTS[tenant];
+        Self {
+            neighbour: NEIGHBOURS[neighbour],
+            tenant,
+            weights,
+            pairs: PAIRS[pairs],
+            order: ORDERS[order],
+        }
+    }
+
+    /// Returns the first seed of the cell with these parts.
+    fn number(parts: [usize; 4]) -> u64 {
+        let parts = parts.into_iter().zip(Self::PARTS).rev();
+        parts.fold(0, |number, (part, count)| {
+            number * count as u64 + part as u64
+        })
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.tenant.depth == QUIET.depth
+    }
+
+    /// Returns the least that the tenant keeps.
+    fn bounds(&self) -> Bounds {
+        match self.is_quiet() {
+            true => self.quiet_bounds(),
+            false => Bounds {
+                rate: self.busy_rate(),
+                p99: f64::INFINITY,
+            },
+        }
+    }
+
+    /// A quiet tenant keeps its half, and waits twice as long at most, but for a look of its poller.
+    ///
+    /// All commands of 4 KiB take the same time here, so waits come in steps of it. The governor's window has room for a command
+    /// or two more than the channels at times, and it is by the median that it shrinks. Of one deep queue, the commands behind
+    /// those that are worked on are seldom there when the quiet one comes. Of many queues, they are there more often, and p99
+    /// has one step more.
+    fn quiet_bounds(&self) -> Bounds {
+        let (rate, p99) = match self.neighbour.queues {
+            64 => (0.42, 3.3),
+            _ => (0.49, 2.1),
+        };
+        Bounds { rate, p99 }
+    }
+
+    /// The least rate of a busy tenant: nine tenths of its share by weight, as limits follow what the drive did in the tenths of
+    /// seconds before. Some neighbours leave it less.
+    fn busy_rate(&self) -> f64 {
+        let [own, others] = self.weights.map(f64::from);
+        let share = own / (own + others);
+        // Each queue of the other may have a command each 62 ms, whatever its weight: no command waits without end.
+        let drive = CHANNELS as f64 / (COMMAND + COMMAND_PAGE).as_secs_f64();
+        let unlimited = f64::from(self.neighbour.queues) * HELD_BACK_COMMANDS / drive;
+        let share = share.min(1.0 - unlimited);
+        match (self.neighbour.life, self.neighbour.kind) {
+            // It is a new tenant each time, without a limit for most of its life. Then places go by what waits, which is 32 of
+            // 288, and the commands that it leaves behind are done all the same.
+            (Life::Dies, _) => 0.3,
+            // Weights divide bytes. What the drive needs for a byte of a large command and of a small one is not known.
+            (_, Kind::Write | Kind::Zeroes) => 0.36,
+            // Its queue fills anew after each reset, beyond its limit at first.
+            (Life::Resets, _) => 0.85 * share,
+            _ => 0.9 * share,
+        }
+    }
+}
+
+/// Bounds of the figures of a cell.
+#[derive(Clone, Copy, Debug)]
+struct Bounds {
+    /// The least rate.
+    rate: f64,
+    /// The longest p99.
+    p99: f64,
+}
+
+impl fmt::Display for Bounds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rate, p99 } = self;
+        write!(
+            f,
+            "it keeps {:.0} %, and p99 is {p99:.1} at most",
+            100.0 * rate
+        )
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            neighbour,
+            tenant,
+            weights: [own, others],
+            pairs,
+            order,
+        } = self;
+        let (tenant, neighbour) = (tenant.name, neighbour.name);
+        write!(
+            f,
+            "{tenant} ({own}) beside {neighbour} ({others}), {pairs} pairs, {order:?}"
+        )
+    }
+}
+
+/// The drive, and what its tenants share.
+struct World {
+    drive: Arc<Drive>,
+    ledger: Ledger,
+    pollers: Arc<Pollers>,
+}
+
+/// A queue of a guest.
+struct Queue {
+    pair: QueuePair,
+    /// When each command was submitted, by its identifier; none if it was not.
+    submitted: Vec<Option<Duration>>,
+    free: Vec<u16>,
+}
+
+/// A guest and its function. All queues of it have one vector.
+struct Client {
+    behaviour: Behaviour,
+    controller: Controller,
+    queues: Vec<Queue>,
+    vector: Arc<Interrupt>,
+    commands: Vec<Sqe>,
+    next: usize,
+    _data: (DmaBuffer, Vec<prp::Prepared>),
+    memory: GuestMemory,
+    bar: Arc<InProcess>,
+}
+
+impl World {
+    /// Makes a function with a lease of the `number`th range, and has its guest create its queues.
+    fn connect(&self, number: u64, behaviour: Behaviour, weight: u16) -> Client {
+        let range = ByteRange::new(number * RANGE, RANGE).expect("a range");
+        let lease = loop {
+            let lease = self.ledger.acquire(&LeaseRequest {
+                id: &format!("tenant-{number}"),
+                drive: self.drive.identity(),
+                nsid: self.drive.namespace().nsid,
+                wanted: Wanted::At(range),
+                lba_shift: self.drive.lba_shift(),
+                blocks: self.drive.blocks(),
+                former_data: FormerData::Kept,
+            });
+            match lease {
+                Ok(lease) => break lease,
+                // The drive has commands still of a process that died.
+                Err(LeaseError::Overlap { .. } | LeaseError::InUse { .. }) => clock::sleep(LOOK),
+                Err(error) => panic!("no lease: {error}"),
+            }
+        };
+        let config = AttachmentConfig {
+            queue_pairs: behaviour.queues,
+            rates: RateLimits {
+                weight: Some(Weight::try_from(weight).expect("within bounds")),
+                ..RateLimits::default()
+            },
+            // A trial that holds interrupts back would be most of p99.
+            learning: Learning {
+                moderation: Choice::Fixed,
+                ..Learning::default()
+            },
+            ..config(
+                &self.drive,
+                lease,
+                DoorbellMode::Trap,
+                "shared:event",
+                &self.pollers,
+            )
+        };
+        let attachment = Attachment::with_parts(config, FunctionParts::Own);
+        let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
+        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+        let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
+        let memory = memory.unwrap_or_else(|error| panic!("{error}"));
+        for region in memory.regions() {
+            map(&function, &memory, &region);
+        }
+        let vectors = interrupts(function.vectors().len());
+        let bar = wire(function, &vectors);
+        let config = Config {
+            doorbells: DoorbellMode::Trap,
+            ..Config::default()
+        };
+        let queues = behaviour.queues;
+        let controller = Controller::attach(bar.clone(), memory.clone(), config, queues);
+        let controller = controller.unwrap_or_else(|error| panic!("no controller: {error}"));
+        let buffer = memory
+            .alloc(behaviour.bytes.min(256 << 10))
+            .expect("memory");
+        let (commands, lists) = commands(behaviour, &buffer);
+        let mut client = Client {
+            behaviour,
+            controller,
+            queues: Vec::new(),
+            vector: vectors[1].clone(),
+            commands,
+            next: 0,
+            _data: (buffer, lists),
+            memory,
+            bar,
+        };
+        client.create_queues();
+        client
+    }
+}
+
+/// The commands of a behaviour, and their lists.
+fn commands(behaviour: Behaviour, buffer: &DmaBuffer) -> (Vec<Sqe>, Vec<prp::Prepared>) {
+    let blocks = (behaviour.bytes / BLOCK) as u32;
+    match behaviour.kind {
+        Kind::Read | Kind::Write => {
+            let data = prp::buffer(buffer, 0, behaviour.bytes).expect("memory");
+            let sqe = match behaviour.kind {
+                Kind::Read => Sqe::read(1, 0, blocks),
+                _ => Sqe::write(1, 0, blocks),
+            };
+            (vec![sqe.with_data(data.pointer)], vec![data])
+        }
+        Kind::Zeroes => {
+            buffer.write(0, &dsm_range(0, blocks));
+            let range = prp::buffer(buffer, 0, 16).expect("memory");
+            let zeroes = Sqe::write_zeroes(1, 0, blocks, false);
+            let deallocate = Sqe::deallocate(1, 1).with_data(range.pointer);
+            (vec![zeroes, deallocate], vec![range])
+        }
+    }
+}
+
+impl Client {
+    fn create_queues(&mut self) {
+        let depth = self.behaviour.depth;
+        for id in 1..=self.behaviour.queues {
+            let options = QueueOptions::interrupting(u32::from(depth) + 1, 1, self.vector.clone());
+            let pair = self.controller.create_queue_pair(id, &options);
+            let pair = pair.unwrap_or_else(|error| panic!("no queue: {error}"));
+            self.queues.push(Queue {
+                pair,
+                submitted: vec![None; depth.into()],
+                free: (0..depth).collect(),
+            });
+        }
+    }
+
+    /// Resets the controller, with commands in flight.
+    fn reset(&mut self) {
+        let reset = self.controller.reset();
+        reset.unwrap_or_else(|error| panic!("the controller is not reset: {error}"));
+        self.queues.clear();
+        self.create_queues();
+    }
+
+    /// Keeps its queues full until a moment, or until a flag is set. `done` gets the time of each command.
+    fn work(&mut self, until: Duration, is_over: &AtomicBool, mut done: impl FnMut(Duration)) {
+        loop {
+            let now = clock::monotonic();
+            if now >= until || is_over.load(Ordering::Relaxed) {
+                return;
+            }
+            let mut has_worked = false;
+            for Queue {
+                pair,
+                submitted,
+                free,
+            } in &mut self.queues
+            {
+                while let Some(cqe) = pair.poll() {
+                    assert!(cqe.status().is_success(), "{cqe:?}");
+                    let since = submitted[usize::from(cqe.cid())].take();
+                    done(now - since.expect("a command that was submitted"));
+                    free.push(cqe.cid());
+                }
+                if free.is_empty() {
+                    continue;
+                }
+                has_worked = true;
+                for cid in free.drain(..) {
+                    let sqe = self.commands[self.next % self.commands.len()].with_cid(cid);
+                    self.next += 1;
+                    assert!(pair.push(&sqe), "a queue is full");
+                    submitted[usize::from(cid)] = Some(now);
+                }
+                pair.ring();
+            }
+            if !has_worked {
+                let time = (until - now).min(LOOK);
+                let signals = self.vector.wait(time);
+                let _count = signals.unwrap_or_else(|error| panic!("{error}"));
+            }
+        }
+    }
+}
+
+/// A region that is unmapped and mapped until a flag is set.
+fn churn(bar: &InProcess, memory: &GuestMemory, is_over: &AtomicBool) {
+    let regions = memory.regions();
+    let region: &Region = regions.iter().find(|it| it.gpa == HIGH).expect("a region");
+    while !is_over.load(Ordering::Relaxed) {
+        let unmapped = bar.function().host().unmap(Gpa(HIGH), HIGH_LEN);
+        unmapped.unwrap_or_else(|error| panic!("memory is not taken away: {error}"));
+        clock::sleep(CHURN);
+        for piece in region.pieces() {
+            map_piece(&bar.function(), memory, piece);
+        }
+        clock::sleep(CHURN);
+    }
+}
+
+/// Lives as the neighbour until a flag is set, and counts its bytes.
+fn live(
+    world: &World,
+    behaviour: Behaviour,
+    weight: u16,
+    is_over: &Arc<AtomicBool>,
+    bytes: &AtomicU64,
+) {
+    let (alive, away) = behaviour.life.times();
+    let mut client = world.connect(1, behaviour, weight);
+    let churning = (behaviour.life == Life::MapChurn).then(|| {
+        let (bar, memory, is_over) = (client.bar.clone(), client.memory.clone(), is_over.clone());
+        start_thread("vmm", move || churn(&bar, &memory, &is_over)).expect("an actor")
+    });
+    while !is_over.load(Ordering::Relaxed) {
+        let until = clock::monotonic().saturating_add(alive);
+        client.work(until, is_over, |_| {
+            bytes.fetch_add(behaviour.bytes as u64, Ordering::Relaxed);
+        });
+        match behaviour.life {
+            Life::Resets => client.reset(),
+            Life::Dies if !is_over.load(Ordering::Relaxed) => {
+                drop(client);
+                clock::sleep(away);
+                client = world.connect(1, behaviour, weight);
+            }
+            _ => {}
+        }
+    }
+    if let Some(churning) = churning {
+        let _ended = churning.join();
+    }
+}
+
+/// Observations of a tenant in some time.
+#[derive(Debug, Default)]
+struct Seen {
+    times: Vec<Duration>,
+    elapsed: Duration,
+}
+
+impl Seen {
+    fn of(client: &mut Client, time: Duration) -> Self {
+        let began = clock::monotonic();
+        let mut times = Vec::new();
+        let never = AtomicBool::new(false);
+        client.work(began + time, &never, |time| times.push(time));
+        times.sort_unstable();
+        Self {
+            times,
+            elapsed: clock::monotonic() - began,
+        }
+    }
+
+    fn percentile(&self, percent: usize) -> f64 {
+        let time = self.times.get(self.times.len() * percent / 100);
+        time.map_or(f64::INFINITY, Duration::as_secs_f64)
+    }
+
+    fn rate(&self) -> f64 {
+        self.times.len() as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
+/// Figures of a cell: rate and times by those alone, and the part of all bytes.
+#[derive(Clone, Copy, Debug)]
+struct Figures {
+    rate: f64,
+    p50: f64,
+    p99: f64,
+    share: f64,
+}
+
+impl Figures {
+    fn are_within(self, bounds: Bounds) -> bool {
+        self.rate >= bounds.rate && self.p99 <= bounds.p99
+    }
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rate,
+            p50,
+            p99,
+            share,
+        } = self;
+        write!(
+            f,
+            "rate {:.0} %, p50 {p50:.2}, p99 {p99:.2}, bytes {:.0} %",
+            100.0 * rate,
+            100.0 * share
+        )
+    }
+}
+
+/// Lets the two tenants of a cell use a drive.
+fn measure(cell: Cell) -> Figures {
+    let engine = Engine::of_thread().expect("a scheduler");
+    engine.charge_calls_alone();
+    let model = ModelDrive::start(Options {
+        namespaces: vec![NamespaceOptions::new(1, 2 * RANGE, BLOCK as u32)],
+        queue_pairs: cell.pairs,
+        seed: None,
+        service: Some(Service {
+            channels: CHANNELS,
+            command: COMMAND,
+            page: COMMAND_PAGE,
+            order: cell.order,
+        }),
+        ..Options::default()
+    });
+    let options = ControllerOptions::default();
+    let controller = VfioController::open(model.clone(), options, &Threads::default());
+    let controller = controller.unwrap_or_else(|error| panic!("the drive does not open: {error}"));
+    let drive = Drive::new("simulated", controller, None);
+    let world = Arc::new(World {
+        drive: drive.unwrap_or_else(|error| panic!("the drive has no namespace: {error}")),
+        ledger: Ledger::in_process(),
+        pollers: Pollers::new(),
+    });
+    let [own, others] = cell.weights;
+    let mut client = world.connect(0, cell.tenant, own);
+    Seen::of(&mut client, SETTLES);
+    let alone = Seen::of(&mut client, ALONE);
+    let (is_over, bytes) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(AtomicU64::new(0)),
+    );
+    let neighbour = {
+        let (world, is_over, bytes) = (world.clone(), is_over.clone(), bytes.clone());
+        let work = move || live(&world, cell.neighbour, others, &is_over, &bytes);
+        start_thread("neighbour", work).expect("an actor")
+    };
+    Seen::of(&mut client, LEARNS[usize::from(!cell.is_quiet())]);
+    let before = bytes.load(Ordering::Relaxed);
+    let beside = Seen::of(&mut client, COUNTED);
+    let others = (bytes.load(Ordering::Relaxed) - before) as f64;
+    is_over.store(true, Ordering::Relaxed);
+    acted();
+    let _ended = neighbour.join();
+    drop(client);
+    let world = Arc::try_unwrap(world).unwrap_or_else(|_| panic!("the neighbour has ended"));
+    drop(world);
+    if let Err(complaint) = model.judgement() {
+        panic!("{complaint}");
+    }
+    assert!(model.is_released(), "the drive was not given back");
+    let mapped = ModelIommu::mapped(model.model_iommu());
+    assert_eq!(mapped, 0, "memory stays mapped for the drive");
+    let own = (beside.times.len() * cell.tenant.bytes) as f64;
+    Figures {
+        rate: beside.rate() / alone.rate(),
+        p50: beside.percentile(50) / alone.percentile(50),
+        p99: beside.percentile(99) / alone.percentile(99),
+        share: own / (own + others),
+    }
+}
+
+/// Checks the cell of a seed.
+///
+/// # Panics
+/// If the tenant keeps less than it should.
+pub(crate) fn run(seed: u64) {
+    let cell = Cell::of(seed);
+    let figures = measure(cell);
+    let bounds = cell.bounds();
+    assert!(figures.are_within(bounds), "{cell}: {figures}; {bounds}");
+}
+
+/// Returns the figures of a seed's cell as a line, for [`table`].
+pub(crate) fn figures(seed: u64) -> String {
+    let Figures {
+        rate,
+        p50,
+        p99,
+        share,
+    } = measure(Cell::of(seed));
+    format!("{seed} {rate} {p50} {p99} {share}")
+}
+
+impl FromStr for Figures {
+    type Err = ();
+
+    fn from_str(line: &str) -> Result<Self, ()> {
+        let mut words = line.split(' ').map(|word| word.parse().map_err(drop));
+        let mut number = || words.next().ok_or(())?;
+        Ok(Self {
+            rate: number()?,
+            p50: number()?,
+            p99: number()?,
+            share: number()?,
+        })
+    }
+}
+
+/// Returns a table of lines that [`figures`] made, as Markdown.
+pub(crate) fn table(lines: &[String]) -> String {
+    let figures: BTreeMap<u64, Figures> = lines
+        .iter()
+        .filter_map(|line| {
+            let (seed, rest) = line.split_once(' ')?;
+            Some((seed.parse().ok()?, rest.parse().ok()?))
+        })
+        .collect();
+    let mut text = String::new();
+    for (part, (tenant, [own, others])) in TENANTS.iter().enumerate() {
+        let columns = PAIRS.iter().flat_map(|pairs| {
+            let orders = ORDERS.iter();
+            orders.map(move |order| match order {
+                Order::RoundRobin => format!("{pairs}, turns"),
+                Order::Arrival => format!("{pairs}, arrival"),
+            })
+        });
+        let columns: Vec<_> = columns.collect();
+        let title = format!("{} ({own}), beside ({others})", tenant.name);
+        let _infallible = writeln!(text, "| {title} | {} |", columns.join(" | "));
+        let _infallible = writeln!(text, "|---{}|", "|---".repeat(columns.len()));
+        for (row, neighbour) in NEIGHBOURS.iter().enumerate() {
+            let cells = (0..PAIRS.len())
+                .flat_map(|pairs| (0..ORDERS.len()).map(move |order| (pairs, order)));
+            let cells: Vec<_> = cells
+                .map(|(pairs, order)| {
+                    let seed = Cell::number([row, part, pairs, order]);
+                    let Some(found) = figures.get(&seed) else {
+                        return "-".to_owned();
+                    };
+                    let bounds = Cell::of(seed).bounds();
+                    let mark = if found.are_within(bounds) { "" } else { " (!)" };
+                    let rate = 100.0 * found.rate;
+                    format!("{rate:.0}, {:.1}, {:.1}{mark}", found.p50, found.p99)
+                })
+                .collect();
+            let _infallible = writeln!(text, "| {} | {} |", neighbour.name, cells.join(" | "));
+        }
+        text.push('\n');
+    }
+    text
+}

@@ -10,9 +10,9 @@
 //!   most. The median latency of these commands is the latency of light users alone.
 //! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above 1.875
 //!   times, the window shrinks in proportion. Otherwise the window grows by 1/32, but seldom up to a size that was too large.
-//!   The median is used, because drives have some slow commands of their own, which are no reason to let them idle. Four
-//!   fifths of the second longest count as well: on a drive that serves its pairs in turn, most light commands may find no
-//!   other command in their pair, and a few find the whole window.
+//!   The median is used, because drives have some slow commands of their own, which are no reason to let them idle. On a
+//!   drive that serves its pairs in turn, most light commands may find no other command in their pair, and a few find the
+//!   whole window. So the window also shrinks if the second longest of eight is too long four times in a row.
 //!
 //! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
 //! commands is close to the median: p99 is within twice p99 alone.
@@ -42,9 +42,12 @@ const LONGER: u64 = 256 * 15 / 8;
 /// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
 const LONGER_SMALL: u64 = 256 * 9 / 4;
 
-/// Part of the second longest latency of [`SAMPLES`] that counts like the median. Two slow commands of the drive's own are
-/// rare among so few.
+/// Part of the second longest latency of [`SAMPLES`] that is compared like the median.
 const TAIL: (u64, u64) = (4, 5);
+
+/// Number of medians in a row whose second longest latencies are too long before the window shrinks for these alone. If a drive
+/// has 10 % slow commands of its own, this is so for one in 160.
+const TAILS: u32 = 4;
 
 /// Maximum size of a small window. Drives with a small window process one or a few commands at a time.
 const WINDOW_SMALL: u64 = 64 << 10;
@@ -161,6 +164,8 @@ pub struct HeavyWindow {
     /// Maximum window for the next `hold` medians, below a size that was too large.
     ceiling: u64,
     hold: u32,
+    /// Number of medians in a row whose second longest latency was too long.
+    tails: u32,
 }
 
 impl HeavyWindow {
@@ -193,6 +198,7 @@ impl HeavyWindow {
             is_found: false,
             ceiling: 0,
             hold: 0,
+            tails: 0,
         }
     }
 
@@ -257,19 +263,26 @@ impl HeavyWindow {
     fn adapt(&mut self) {
         self.longer.sort_unstable();
         let tail = self.longer[SAMPLES - 2] * TAIL.0 / TAIL.1;
-        let longer = self.longer[SAMPLES / 2].max(tail);
+        let longer = self.longer[SAMPLES / 2];
         let window = self.terms.window;
         // Commands are split in steps: a small window that shrinks by less may give parts of the same size.
         let (longest, least) = match window {
             ..=WINDOW_SMALL => (LONGER_SMALL, window / 8),
             _ => (LONGER, 0),
         };
+        self.tails = if tail > longest { self.tails + 1 } else { 0 };
+        // The shrinking per step is limited, because some of the latency is due to the previous window.
+        let shrunk = |longer: u64| (window * longest / longer).clamp(window / 8, window - least);
         let next = if longer > longest {
             self.is_found = true;
             self.ceiling = window - window / 8;
             self.hold = HOLD;
-            // The shrinking per step is limited, because some of the latency is due to the previous window.
-            (window * longest / longer).clamp(window / 8, window - least)
+            shrunk(longer)
+        } else if self.tails >= TAILS {
+            // The slow commands may be the drive's own, so the size is not taken for too large.
+            self.is_found = true;
+            self.tails = 0;
+            shrunk(tail)
         } else if !self.is_found {
             2 * window
         } else {
@@ -325,5 +338,64 @@ impl Probe {
             self.count += 1;
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Latency of a light command alone, in nanoseconds.
+    const ALONE: u64 = 100_000;
+
+    /// Returns the window after 400,000 light commands. `latency` of a command depends on a random number below 100 and on the
+    /// bytes that heavy users have in flight.
+    fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
+        let mut learned = HeavyWindow::new(Choice::Learned, Rate::NANOSECOND);
+        let class = Class::light(NvmOpcode::READ, 1);
+        let mut now = Ticks(1);
+        let mut random: u64 = 1;
+        for _ in 0..400_000 {
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            learned.arrived(now);
+            let Terms {
+                window,
+                pause_until,
+                ..
+            } = learned.terms();
+            let heavy = if now < pause_until { 0 } else { window };
+            let arrived = now;
+            now = after(now, latency((random >> 33) % 100, heavy));
+            learned.completed(class, arrived, now);
+        }
+        learned.terms().window
+    }
+
+    #[test]
+    fn slow_commands_of_the_drives_own_leave_busy_users_a_window() {
+        for (percent, longer, least) in [
+            (1, 3, WINDOW_MAX),
+            (3, 3, WINDOW_MAX / 2),
+            (5, 5, WINDOW_MAX / 2),
+            (10, 10, WINDOW_MAX / 16),
+        ] {
+            let window = window_by(|random, _| match random < percent {
+                true => longer * ALONE,
+                false => ALONE,
+            });
+            assert!(window >= least, "{percent} % take {longer} times: {window}");
+        }
+    }
+
+    #[test]
+    fn a_window_that_one_of_three_light_commands_waits_for_shrinks() {
+        let window = window_by(|random, heavy| match random < 33 {
+            true => ALONE + heavy,
+            false => ALONE,
+        });
+        assert!(
+            (ALONE / 2..5 * ALONE).contains(&window),
+            "{window} ns in front of light commands"
+        );
     }
 }

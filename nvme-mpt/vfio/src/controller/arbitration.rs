@@ -256,6 +256,8 @@ impl Arbitration {
                 ControllerError::Fatal
                     | ControllerError::Lost
                     | ControllerError::AdminTimeout { .. }
+                    | ControllerError::Admin { .. }
+                    | ControllerError::NoQueuePairs
             )
     }
 

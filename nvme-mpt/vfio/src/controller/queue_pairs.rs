@@ -429,9 +429,8 @@ pub(super) fn create(
         admin.execute(sq).map(|_| qprio)
     };
     let created = match create_sq(priority) {
-        Err(ControllerError::Admin { status, .. })
-            if status.code() == Status::INVALID_FIELD && priority != QueuePriority::MEDIUM =>
-        {
+        // Whatever status a drive has for a class that it refuses.
+        Err(ControllerError::Admin { .. }) if priority != QueuePriority::MEDIUM => {
             create_sq(QueuePriority::MEDIUM)
         }
         created => created,

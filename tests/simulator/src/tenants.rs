@@ -197,7 +197,8 @@ impl Cell {
 
     /// The cell of a seed. As many seeds as there are cells have each of them once.
     fn of(seed: u64) -> Self {
-        let mut number = (seed % CELLS) as usize;
+        // Shifted in each round, so that seeds that lie a number apart have all cells, too.
+        let mut number = ((seed + seed / CELLS) % CELLS) as usize;
         let [neighbour, tenant, pairs, order] = Self::PARTS.map(|count| {
             let part = number % count;
             number /= count;
@@ -244,7 +245,7 @@ impl Cell {
     /// has one step more.
     fn quiet_bounds(&self) -> Bounds {
         let (rate, p99) = match self.neighbour.queues {
-            64 => (0.42, 3.3),
+            64 => (0.4, 3.3),
             _ => (0.49, 2.1),
         };
         Bounds { rate, p99 }
@@ -264,7 +265,7 @@ impl Cell {
             // 288, and the commands that it leaves behind are done all the same.
             (Life::Dies, _) => 0.3,
             // Weights divide bytes. What the drive needs for a byte of a large command and of a small one is not known.
-            (_, Kind::Write | Kind::Zeroes) => 0.36,
+            (_, Kind::Write | Kind::Zeroes) => 0.3,
             // Its queue fills anew after each reset, beyond its limit at first.
             (Life::Resets, _) => 0.85 * share,
             _ => 0.9 * share,

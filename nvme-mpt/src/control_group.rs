@@ -8,7 +8,7 @@ const GROUPS: &str = "sys/fs/cgroup";
 
 /// A limit of a control group, and its current use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GroupLimit {
+pub struct ControlGroupLimit {
     /// The file of the limit.
     pub file: PathBuf,
     /// The limit.
@@ -17,7 +17,7 @@ pub struct GroupLimit {
     pub used: u64,
 }
 
-impl GroupLimit {
+impl ControlGroupLimit {
     /// Returns how much of the limit is left.
     #[must_use]
     pub fn left(&self) -> u64 {
@@ -26,7 +26,7 @@ impl GroupLimit {
 }
 
 /// A cgroup controller and the names of its files.
-struct Controller {
+struct ControlGroupController {
     name: &'static str,
     /// Names of the limit file and the usage file, in version 2 and in version 1.
     files: [(&'static str, &'static str); 2],
@@ -34,7 +34,7 @@ struct Controller {
     reclaimable: [&'static [&'static str]; 2],
 }
 
-const MEMORY: Controller = Controller {
+const MEMORY: ControlGroupController = ControlGroupController {
     name: "memory",
     files: [
         ("memory.max", "memory.current"),
@@ -46,7 +46,7 @@ const MEMORY: Controller = Controller {
     ],
 };
 
-const TASKS: Controller = Controller {
+const TASKS: ControlGroupController = ControlGroupController {
     name: "pids",
     files: [("pids.max", "pids.current"), ("pids.max", "pids.current")],
     reclaimable: [&[], &[]],
@@ -54,12 +54,12 @@ const TASKS: Controller = Controller {
 
 /// Returns the memory limit with the least memory left; `None` if there is no limit.
 #[must_use]
-pub fn memory_limit() -> Option<GroupLimit> {
+pub fn memory_limit() -> Option<ControlGroupLimit> {
     memory_limit_below(Path::new("/"))
 }
 
 /// Like [`memory_limit`], with the kernel's files below `root` instead of `/`.
-pub(crate) fn memory_limit_below(root: &Path) -> Option<GroupLimit> {
+pub(crate) fn memory_limit_below(root: &Path) -> Option<ControlGroupLimit> {
     tightest(&MEMORY, &root.join(GROUPS), &own_groups(root))
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn oom_kills_below(root: &Path) -> Option<u64> {
 
 /// Returns the limit on threads and processes that has the least left; `None` if there is no limit.
 #[must_use]
-pub fn task_limit() -> Option<GroupLimit> {
+pub fn task_limit() -> Option<ControlGroupLimit> {
     let root = Path::new("/");
     tightest(&TASKS, &root.join(GROUPS), &own_groups(root))
 }
@@ -102,7 +102,11 @@ fn reclaimable(group: &Path, keys: &[&str]) -> u64 {
 
 /// Returns the limit with the least left of the process's groups and their ancestors. `groups` is the text of
 /// `/proc/PID/cgroup` (cgroups(7)).
-fn tightest(controller: &Controller, root: &Path, groups: &str) -> Option<GroupLimit> {
+fn tightest(
+    controller: &ControlGroupController,
+    root: &Path,
+    groups: &str,
+) -> Option<ControlGroupLimit> {
     let number = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let limits = groups.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -122,11 +126,11 @@ fn tightest(controller: &Controller, root: &Path, groups: &str) -> Option<GroupL
             let most = number(file.clone())?;
             let used = number(group.join(files.1))?;
             let used = used.saturating_sub(reclaimable(group, keys));
-            Some(GroupLimit { file, most, used })
+            Some(ControlGroupLimit { file, most, used })
         });
-        limits.min_by_key(GroupLimit::left)
+        limits.min_by_key(ControlGroupLimit::left)
     });
-    limits.min_by_key(GroupLimit::left)
+    limits.min_by_key(ControlGroupLimit::left)
 }
 
 #[cfg(test)]

@@ -7,24 +7,24 @@ pub mod io_error {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
     #[derive(Serialize, Deserialize)]
-    struct Crossing {
+    struct IoErrorMessage {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         errno: Option<i32>,
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        kind: Option<Kind>,
+        kind: Option<IoErrorMessageKind>,
         text: String,
     }
 
     /// Error kinds that callers distinguish.
     #[derive(Clone, Copy, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]
-    enum Kind {
+    enum IoErrorMessageKind {
         TimedOut,
         NotConnected,
         Unsupported,
     }
 
-    impl Kind {
+    impl IoErrorMessageKind {
         fn of(kind: io::ErrorKind) -> Option<Self> {
             match kind {
                 io::ErrorKind::TimedOut => Some(Self::TimedOut),
@@ -35,12 +35,12 @@ pub mod io_error {
         }
     }
 
-    impl From<Kind> for io::ErrorKind {
-        fn from(kind: Kind) -> Self {
+    impl From<IoErrorMessageKind> for io::ErrorKind {
+        fn from(kind: IoErrorMessageKind) -> Self {
             match kind {
-                Kind::TimedOut => Self::TimedOut,
-                Kind::NotConnected => Self::NotConnected,
-                Kind::Unsupported => Self::Unsupported,
+                IoErrorMessageKind::TimedOut => Self::TimedOut,
+                IoErrorMessageKind::NotConnected => Self::NotConnected,
+                IoErrorMessageKind::Unsupported => Self::Unsupported,
             }
         }
     }
@@ -66,9 +66,9 @@ pub mod io_error {
     /// # Errors
     /// Returns the serializer's error.
     pub fn serialize<S: Serializer>(error: &io::Error, serializer: S) -> Result<S::Ok, S::Error> {
-        let crossing = Crossing {
+        let crossing = IoErrorMessage {
             errno: errno(error),
-            kind: Kind::of(error.kind()),
+            kind: IoErrorMessageKind::of(error.kind()),
             text: error.to_string(),
         };
         crossing.serialize(serializer)
@@ -79,7 +79,7 @@ pub mod io_error {
     /// # Errors
     /// Returns the deserializer's error.
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<io::Error, D::Error> {
-        let Crossing { errno, kind, text } = Crossing::deserialize(deserializer)?;
+        let IoErrorMessage { errno, kind, text } = IoErrorMessage::deserialize(deserializer)?;
         Ok(match (errno, kind) {
             (Some(errno), _) => by_number(errno, text),
             (None, Some(kind)) => io::Error::new(kind.into(), text),
@@ -92,11 +92,11 @@ pub mod io_error {
         use super::*;
 
         #[derive(Serialize, Deserialize)]
-        struct Message(#[serde(with = "crate::crossing::io_error")] io::Error);
+        struct WrappedIoError(#[serde(with = "crate::crossing::io_error")] io::Error);
 
         fn crossed(error: io::Error) -> io::Error {
-            let text = serde_json::to_string(&Message(error)).unwrap();
-            let Message(error) = serde_json::from_str(&text).unwrap();
+            let text = serde_json::to_string(&WrappedIoError(error)).unwrap();
+            let WrappedIoError(error) = serde_json::from_str(&text).unwrap();
             error
         }
 
@@ -124,7 +124,7 @@ pub mod io_error {
         #[test]
         fn earlier_releases_read_that_a_drive_is_reset() {
             let error = io::Error::new(io::ErrorKind::ResourceBusy, "it is reset");
-            let text = serde_json::to_string(&Message(error)).unwrap();
+            let text = serde_json::to_string(&WrappedIoError(error)).unwrap();
             assert_eq!(text, r#"{"errno":16,"text":"it is reset"}"#);
         }
     }

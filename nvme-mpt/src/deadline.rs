@@ -111,10 +111,10 @@ impl Deadline {
 /// long.
 #[cfg(test)]
 #[derive(Debug)]
-pub(crate) struct StillClock;
+pub(crate) struct FrozenClock;
 
 #[cfg(test)]
-impl WaitClock for StillClock {
+impl WaitClock for FrozenClock {
     fn now(&self) -> Duration {
         Duration::ZERO
     }
@@ -135,9 +135,9 @@ mod tests {
 
     /// A clock on which every wait that does not succeed at once lasts as long as it may.
     #[derive(Debug, Default)]
-    struct Impatient(Mutex<Duration>);
+    struct FullWaitClock(Mutex<Duration>);
 
-    impl WaitClock for Impatient {
+    impl WaitClock for FullWaitClock {
         fn now(&self) -> Duration {
             *self.0.lock().expect("sound")
         }
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn waits_share_a_deadline() {
-        let clock: Arc<dyn WaitClock> = Arc::new(Impatient::default());
+        let clock: Arc<dyn WaitClock> = Arc::new(FullWaitClock::default());
         let deadline = Deadline::after(&clock, Duration::from_secs(30));
         let (sender, receiver) = channel();
         sender.send(1).expect("receiver");

@@ -21,7 +21,7 @@ const CAPACITY: usize = 64;
 
 /// Something that happened on an I/O queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Event {
+pub enum IoQueueEvent {
     /// The guest wrote an invalid value to a doorbell. The write is ignored, and reported once per value.
     InvalidDoorbell {
         /// The doorbell.
@@ -43,10 +43,10 @@ pub enum Event {
     /// The lease changed without a request of the guest. Its [changes](crate::host::Changes) list how.
     Changes,
     /// The process of the function's back end ended or was replaced.
-    HostSide(HostSideEvent),
+    HostSide(BackendEvent),
 }
 
-impl Event {
+impl IoQueueEvent {
     /// Returns whether the guest can cause any number of these events.
     fn is_of_guest(&self) -> bool {
         matches!(self, Self::CommandFailed(_) | Self::InvalidDoorbell { .. })
@@ -64,7 +64,7 @@ impl Event {
 
 /// Change of the process that runs the back end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum HostSideEvent {
+pub enum BackendEvent {
     /// The process ended. I/O queues stand still until another process takes over.
     Away,
     /// Another process took over and restored the queues.
@@ -122,7 +122,7 @@ pub struct ErrorEntry {
 /// Events for the guest controller's control thread.
 #[derive(Debug)]
 pub struct EventQueue {
-    events: Mutex<VecDeque<Event>>,
+    events: Mutex<VecDeque<IoQueueEvent>>,
     eventfd: Arc<EventFd>,
     /// True if another process reads the eventfd.
     is_read_elsewhere: bool,
@@ -175,7 +175,7 @@ impl EventQueue {
 
     /// Takes all events out of the queue.
     #[must_use]
-    pub fn take(&self) -> Vec<Event> {
+    pub fn take(&self) -> Vec<IoQueueEvent> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.is_read_elsewhere {
             // The eventfd may not be readable: another call may have taken the events already.
@@ -186,7 +186,7 @@ impl EventQueue {
 
     /// Reports an event. Events that a guest can cause at will are bounded, and displace no others, such as the failure
     /// of a queue or the replacement of its namespace.
-    pub fn report(&self, event: Event) {
+    pub fn report(&self, event: IoQueueEvent) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if event.is_state() && events.contains(&event) {
             return;
@@ -195,10 +195,10 @@ impl EventQueue {
             if event.is_of_guest() {
                 return;
             }
-            match events.iter().position(Event::is_of_guest) {
+            match events.iter().position(IoQueueEvent::is_of_guest) {
                 Some(index) => drop(events.remove(index)),
                 // One failure is enough for the controller to fail.
-                None if event.is_failure() && events.iter().any(Event::is_failure) => return,
+                None if event.is_failure() && events.iter().any(IoQueueEvent::is_failure) => return,
                 // The number of other events is bounded.
                 None => {}
             }
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn a_flood_of_errors_is_bounded_and_hides_no_failure() {
         let queue = EventQueue::new().expect("eventfd");
-        let error = Event::CommandFailed(ErrorEntry {
+        let error = IoQueueEvent::CommandFailed(ErrorEntry {
             sqid: QueueId(1),
             cid: CommandId(2),
             status: Status::INVALID_FIELD,
@@ -239,7 +239,7 @@ mod tests {
         for _ in 0..10 * CAPACITY {
             queue.report(error);
         }
-        let failure = Event::QueueFailed {
+        let failure = IoQueueEvent::QueueFailed {
             qid: QueueId(1),
             reason: QueueFailure::HostQueue,
         };
@@ -258,9 +258,9 @@ mod tests {
         let queue = EventQueue::new().expect("eventfd");
         for value in 0..10 * CAPACITY as u32 {
             let doorbell = Doorbell::SqTail(QueueId(1));
-            queue.report(Event::InvalidDoorbell { doorbell, value });
+            queue.report(IoQueueEvent::InvalidDoorbell { doorbell, value });
         }
-        let changed = Event::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
+        let changed = IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
         for _ in 0..2 {
             queue.report(changed);
         }
@@ -276,11 +276,11 @@ mod tests {
         let queue = EventQueue::new().expect("eventfd");
         let reason = QueueFailure::MemoryLost;
         for qid in (1..=2 * CAPACITY as u16).map(QueueId) {
-            queue.report(Event::QueueFailed { qid, reason });
+            queue.report(IoQueueEvent::QueueFailed { qid, reason });
         }
-        queue.report(Event::Drive(DriveEvent::Gone));
+        queue.report(IoQueueEvent::Drive(DriveEvent::Gone));
         let events = queue.take();
         assert_eq!(events.len(), CAPACITY + 1);
-        assert_eq!(events.last(), Some(&Event::Drive(DriveEvent::Gone)));
+        assert_eq!(events.last(), Some(&IoQueueEvent::Drive(DriveEvent::Gone)));
     }
 }

@@ -1,8 +1,8 @@
 //! Host side of NVMe mediated pass-through: many VMs share one NVMe drive.
 //!
 //! A [`Drive`] is a namespace of a [host controller](host) of any kind. Each guest controller has a [`lease`] of the
-//! drive and an [`Attachment`]. The attachment holds the VM's memory as a [`DmaWindow`], the doorbells, and the shadow
-//! queues, which [`Pollers`] run. A shadow queue translates the guest's commands and submits them to a queue of the
+//! drive and an [`LocalBackend`]. The attachment holds the VM's memory as a [`DmaWindow`], the doorbells, and the shadow
+//! queues, which [`PollerPool`] run. A shadow queue translates the guest's commands and submits them to a queue of the
 //! [host controller](host).
 //!
 //! Two crates lie below: [`spec`] has the wire format, and [`memory`] has the unsafe code that accesses guest memory,
@@ -76,21 +76,22 @@ pub use nvme_spec as spec;
 
 pub use address::{Gpa, Iova};
 pub use attachment::{
-    AttachError, Attachment, AttachmentConfig, FunctionParts, KeptFiles, KeptParts,
+    LocalBackend, LocalBackendConfig, LocalBackendError, PersistedBackendFiles,
+    PersistedBackendParts, SharedPartsSource,
 };
 pub use dma::{
     DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit, MemoryRefusal,
     MemoryRegion, VmmMapping,
 };
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
-pub use drive::{Drive, DriveError};
-pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, HostSideEvent, QueueFailure};
-pub use host::Limits;
+pub use drive::{Drive, DriveNamespaceError};
+pub use event::{BackendEvent, DriveEvent, ErrorEntry, EventQueue, IoQueueEvent, QueueFailure};
+pub use host::ControllerLimits;
 pub use interrupt::{EventReader, InterruptVector};
-pub use learn::Learning;
-pub use poller::{PollPolicy, Pollers};
+pub use learn::AdaptivePolicies;
+pub use poller::{PollPolicy, PollerPool};
 pub use seam::{
-    AttachmentState, CqConfig, HostSide, KeptQueues, LeaseFacts, LeaseStatus, LeasedNamespace,
-    QueueError, SharedParts, SqConfig, StateError,
+    BackendState, BackendStateError, ControllerBackend, CqConfig, LeaseFacts, LeaseStatus,
+    LeasedNamespace, PersistedQueues, QueueError, SharedParts, SqConfig,
 };
-pub use stats::{AttachmentStats, Counters};
+pub use stats::{BackendStats, LeaseCounters};

@@ -15,7 +15,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use thiserror::Error;
 
 use crate::control_group::{memory_limit_below, oom_kills_below};
-use crate::memory::Cell64;
+use crate::memory::MappedWord64;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::range::Bytes;
 
@@ -39,11 +39,11 @@ const BLAMED: u64 = OF_GROUP - 1;
 pub struct MemoryAccount {
     /// Directory of the kernel's files; `/` outside of tests.
     root: PathBuf,
-    promised: Arc<Mutex<Promised>>,
+    promised: Arc<Mutex<PromisedMemory>>,
 }
 
 #[derive(Debug, Default)]
-struct Promised {
+struct PromisedMemory {
     /// Bytes that were promised and are not taken yet.
     bytes: u64,
     /// Bytes of the reserve that each function uses, until a request succeeds without the reserve.
@@ -109,8 +109,8 @@ impl MemoryAccount {
 
     /// Returns a promise to a function, of 0 bytes at first.
     #[must_use]
-    pub fn promise(&self, function: &str) -> Promise {
-        Promise {
+    pub fn promise(&self, function: &str) -> MemoryPromise {
+        MemoryPromise {
             account: self.clone(),
             function: function.to_owned(),
             bytes: 0,
@@ -120,14 +120,14 @@ impl MemoryAccount {
 
     /// Checks whether `bytes` can be taken in addition to `others`, the bytes promised to other functions. `kept`
     /// computes the reserve from the total.
-    fn check(&self, bytes: u64, others: u64, kept: fn(u64) -> u64) -> Result<(), Shortage> {
+    fn check(&self, bytes: u64, others: u64, kept: fn(u64) -> u64) -> Result<(), MemoryShortage> {
         let wanted = bytes.saturating_add(others);
         if let (Some(total), Some(available)) = (self.total(), self.available()) {
             // Memory in huge page pools is not available for other uses.
             let huge = self.figure("proc/meminfo", "Hugetlb:").unwrap_or(0);
             let kept = kept(total.saturating_sub(huge.saturating_mul(1024)));
             if wanted.saturating_add(kept) > available {
-                return Err(Shortage::Host {
+                return Err(MemoryShortage::Host {
                     available,
                     kept,
                     others,
@@ -137,7 +137,7 @@ impl MemoryAccount {
         if let Some(limit) = memory_limit_below(&self.root) {
             let (available, kept) = (limit.left(), kept(limit.most));
             if wanted.saturating_add(kept) > available {
-                return Err(Shortage::Group {
+                return Err(MemoryShortage::Group {
                     file: limit.file,
                     limit: limit.most,
                     available,
@@ -149,7 +149,7 @@ impl MemoryAccount {
         Ok(())
     }
 
-    fn promised(&self) -> MutexGuard<'_, Promised> {
+    fn promised(&self) -> MutexGuard<'_, PromisedMemory> {
         // No code between two related changes can panic.
         self.promised.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -162,7 +162,7 @@ fn kept(total: u64) -> u64 {
 
 /// Permission to take memory. The part that was not taken is returned on drop.
 #[derive(Debug)]
-pub struct Promise {
+pub struct MemoryPromise {
     account: MemoryAccount,
     function: String,
     bytes: u64,
@@ -170,13 +170,13 @@ pub struct Promise {
     of_kept: u64,
 }
 
-impl Promise {
+impl MemoryPromise {
     /// Extends the promise to at least `bytes`, if they are available now beside the other promises. Callers ask again
     /// before they take a part of a promise, because others may have taken memory without one.
     ///
     /// # Errors
-    /// [`Shortage`].
-    pub fn cover(&mut self, bytes: u64) -> Result<(), Shortage> {
+    /// [`MemoryShortage`].
+    pub fn cover(&mut self, bytes: u64) -> Result<(), MemoryShortage> {
         if bytes == 0 {
             return Ok(());
         }
@@ -212,7 +212,7 @@ impl Promise {
     }
 }
 
-impl Drop for Promise {
+impl Drop for MemoryPromise {
     fn drop(&mut self) {
         let mut promised = self.account.promised();
         promised.bytes = promised.bytes.saturating_sub(self.bytes);
@@ -230,26 +230,26 @@ impl Drop for Promise {
 #[derive(Debug)]
 pub struct PinningRecord {
     /// Bytes that the kernel may have to allocate; 0 while no memory is being pinned.
-    bytes: Cell64,
+    bytes: MappedWord64,
     /// OOM-kill count from before the pinning, with [`OF_GROUP`] set if it is the control group's.
-    kills: Cell64,
+    kills: MappedWord64,
 }
 
 impl PinningRecord {
     /// Creates the record in two words, which are initially zero.
     #[must_use]
-    pub fn new(bytes: Cell64, kills: Cell64) -> Self {
+    pub fn new(bytes: MappedWord64, kills: MappedWord64) -> Self {
         Self { bytes, kills }
     }
 
     /// Records that `bytes` are being pinned, until the returned guard is dropped.
-    pub(crate) fn begin(&self, bytes: u64, account: &MemoryAccount) -> PinningUnderWay<'_> {
+    pub(crate) fn begin(&self, bytes: u64, account: &MemoryAccount) -> OngoingPinning<'_> {
         // Without a count, the next process could not detect an OOM kill.
         if let Some(kills) = account.oom_kills() {
             self.kills.store(kills);
             self.bytes.store(bytes);
         }
-        PinningUnderWay(self)
+        OngoingPinning(self)
     }
 
     /// Clears the record.
@@ -294,9 +294,9 @@ impl PinningRecord {
 
 /// Guard that exists while memory is being pinned.
 #[derive(Debug)]
-pub(crate) struct PinningUnderWay<'a>(&'a PinningRecord);
+pub(crate) struct OngoingPinning<'a>(&'a PinningRecord);
 
-impl Drop for PinningUnderWay<'_> {
+impl Drop for OngoingPinning<'_> {
     fn drop(&mut self) {
         self.0.clear();
     }
@@ -304,9 +304,9 @@ impl Drop for PinningUnderWay<'_> {
 
 /// Too little memory is left.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum Shortage {
+pub enum MemoryShortage {
     /// On the host.
-    #[error("the host has {} available, of which {} stay free{}", rounded(*.available), rounded(*.kept), Others(*.others))]
+    #[error("the host has {} available, of which {} stay free{}", rounded(*.available), rounded(*.kept), PromisedToOthers(*.others))]
     Host {
         /// Bytes that are available.
         available: u64,
@@ -318,7 +318,7 @@ pub enum Shortage {
     /// In a control group of this process.
     #[error(
         "this process's control group has {} left of {} ({}; MemoryMax= of a unit), of which {} stay free{}",
-        rounded(*.available), rounded(*.limit), .file.display(), rounded(*.kept), Others(*.others)
+        rounded(*.available), rounded(*.limit), .file.display(), rounded(*.kept), PromisedToOthers(*.others)
     )]
     Group {
         /// File of the limit.
@@ -343,9 +343,9 @@ fn rounded(bytes: u64) -> Bytes {
 }
 
 /// Bytes promised to others.
-struct Others(u64);
+struct PromisedToOthers(u64);
 
-impl fmt::Display for Others {
+impl fmt::Display for PromisedToOthers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             0 => Ok(()),
@@ -366,7 +366,7 @@ mod tests {
         fs::write(path, text).unwrap();
     }
 
-    fn promise(memory: &MemoryAccount, bytes: u64) -> Result<Promise, Shortage> {
+    fn promise(memory: &MemoryAccount, bytes: u64) -> Result<MemoryPromise, MemoryShortage> {
         let mut promise = memory.promise("a");
         promise.cover(bytes).map(|()| promise)
     }
@@ -390,16 +390,16 @@ mod tests {
 
     #[test]
     fn a_record_tells_a_shortage_from_another_end() {
-        use crate::memory::{Access, Mapping, memfd};
+        use crate::memory::{Mapping, MappingAccess, memfd};
         use std::os::fd::AsFd;
 
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let account = MemoryAccount::below(root);
         let file = memfd(c"words", 4096).unwrap();
-        let words = Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite).unwrap();
+        let words = Mapping::shared(file.as_fd(), 0, 4096, MappingAccess::ReadWrite).unwrap();
         let words = Arc::new(words);
-        let word = |offset| Cell64::new(&words, offset).unwrap();
+        let word = |offset| MappedWord64::new(&words, offset).unwrap();
         let record = PinningRecord::new(word(0), word(8));
         // Without a count there is no record.
         let pinning = record.begin(GIB, &account);
@@ -425,7 +425,7 @@ mod tests {
         write(root, "proc/meminfo", meminfo);
         let mut first = promise(&memory, 5 * GIB).unwrap();
         let shortage = promise(&memory, 5 * GIB).unwrap_err();
-        let expected = Shortage::Host {
+        let expected = MemoryShortage::Host {
             available: 10 * GIB,
             kept: GIB,
             others: 5 * GIB,
@@ -465,7 +465,7 @@ mod tests {
             // Before its one step.
             promise.cover(bytes)?;
             promise.note_taken(bytes);
-            Ok::<_, Shortage>(())
+            Ok::<_, MemoryShortage>(())
         };
         tell(900, 0);
         for (function, bytes, is_had) in [
@@ -504,7 +504,7 @@ mod tests {
         let root = folder.path();
         let account = MemoryAccount::below(root);
         let words = Arc::new(Mapping::anonymous(4096).unwrap());
-        let word = |offset| Cell64::new(&words, offset).unwrap();
+        let word = |offset| MappedWord64::new(&words, offset).unwrap();
         let record = PinningRecord::new(word(0), word(8));
         write(root, "proc/vmstat", "oom_kill 7\n");
         write(root, "proc/self/cgroup", "0::/system.slice/a.service\n");

@@ -16,19 +16,19 @@ use crate::memory::eventfd;
 use crate::sync::{AtomicBool, Ordering, fence};
 
 /// Wakes a sleeping poller.
-pub(crate) trait Bell {
+pub(crate) trait WakeTarget {
     /// Wakes the sleeper now, or as soon as it falls asleep.
     fn ring(&self);
 }
 
 /// Eventfd that wakes a thread, and the epoll set on which the thread sleeps.
 #[derive(Debug)]
-pub(crate) struct ThreadBell {
+pub(crate) struct ThreadWaker {
     eventfd: EventFd,
     epoll: Epoll,
 }
 
-impl Bell for ThreadBell {
+impl WakeTarget for ThreadWaker {
     fn ring(&self) {
         // A saturated counter wakes the sleeper as well.
         let _ = eventfd::signal(&self.eventfd);
@@ -37,12 +37,12 @@ impl Bell for ThreadBell {
 
 /// Waker of a poller, which signals only while the poller is parked.
 #[derive(Debug)]
-pub(crate) struct DoorBell<B> {
+pub(crate) struct ParkWaker<B> {
     parked: AtomicBool,
     bell: B,
 }
 
-impl<B: Bell> DoorBell<B> {
+impl<B: WakeTarget> ParkWaker<B> {
     fn with(bell: B) -> Self {
         Self {
             parked: AtomicBool::new(false),
@@ -79,14 +79,14 @@ impl<B: Bell> DoorBell<B> {
 /// the flag set or is woken. It reads the flag before its last check of the doorbells, so a poller that sees the flag
 /// cleared also sees all earlier stores.
 #[derive(Debug)]
-pub(crate) struct Silence(AtomicBool);
+pub(crate) struct UntrappedDoorbells(AtomicBool);
 
-impl Silence {
+impl UntrappedDoorbells {
     pub(crate) fn new(is: bool) -> Self {
         Self(AtomicBool::new(is))
     }
 
-    /// Sets the flag before the page is mapped. The caller then [wakes](DoorBell::wake) all pollers of the guest's
+    /// Sets the flag before the page is mapped. The caller then [wakes](ParkWaker::wake) all pollers of the guest's
     /// queues, before it maps the page.
     pub(crate) fn begin(&self) {
         self.0.store(true, Ordering::Relaxed);
@@ -103,15 +103,15 @@ impl Silence {
 }
 
 /// The waker of a poller's thread.
-pub(crate) type Waker = DoorBell<ThreadBell>;
+pub(crate) type PollerWaker = ParkWaker<ThreadWaker>;
 
-impl Waker {
+impl PollerWaker {
     pub(crate) fn new() -> io::Result<Arc<Self>> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         let epoll = Epoll::new()?;
         let event = EpollEvent::new(EventSet::IN, eventfd.as_raw_fd() as u64);
         epoll.ctl(ControlOperation::Add, eventfd.as_raw_fd(), event)?;
-        Ok(Arc::new(Self::with(ThreadBell { eventfd, epoll })))
+        Ok(Arc::new(Self::with(ThreadWaker { eventfd, epoll })))
     }
 
     /// Returns the eventfd, which is readable after the poller was woken.
@@ -130,14 +130,14 @@ impl Waker {
 /// A process with access to the poller's own eventfd could reset it, and all other wake-ups would be lost. So each
 /// process gets its own eventfds. The poller never reads them, and each write wakes it.
 #[derive(Debug)]
-pub(crate) struct ForeignBell {
+pub(crate) struct EventfdWaker {
     eventfd: EventFd,
-    waker: Arc<Waker>,
+    waker: Arc<PollerWaker>,
 }
 
-impl ForeignBell {
+impl EventfdWaker {
     /// Adds an eventfd to the poller of `waker`, until dropped.
-    pub(crate) fn new(waker: Arc<Waker>) -> io::Result<Self> {
+    pub(crate) fn new(waker: Arc<PollerWaker>) -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         let event = EpollEvent::new(
             EventSet::IN | EventSet::EDGE_TRIGGERED,
@@ -152,12 +152,12 @@ impl ForeignBell {
         &self.eventfd
     }
 
-    pub(crate) fn waker(&self) -> &Arc<Waker> {
+    pub(crate) fn waker(&self) -> &Arc<PollerWaker> {
         &self.waker
     }
 }
 
-impl Drop for ForeignBell {
+impl Drop for EventfdWaker {
     fn drop(&mut self) {
         // The other process may still have the descriptor, so closing ours would not remove it from the epoll set.
         let (operation, event) = (ControlOperation::Delete, EpollEvent::default());
@@ -171,7 +171,7 @@ impl Drop for ForeignBell {
 #[cfg(all(test, loom))]
 mod loom_models {
     use super::*;
-    use crate::doorbell::{EventIdx, Word};
+    use crate::doorbell::{EventIdx, SharedWord};
     use crate::memory::{RingIndex, RingSize};
     use loom::sync::atomic::AtomicU32;
     use loom::sync::{Condvar, Mutex};
@@ -179,12 +179,12 @@ mod loom_models {
 
     /// An eventfd as the model checker can see it.
     #[derive(Default)]
-    struct ModelBell {
+    struct LoomWakeTarget {
         rung: Mutex<bool>,
         changed: Condvar,
     }
 
-    impl ModelBell {
+    impl LoomWakeTarget {
         fn sleep(&self) {
             let mut rung = self.rung.lock().unwrap();
             while !*rung {
@@ -194,14 +194,14 @@ mod loom_models {
         }
     }
 
-    impl Bell for ModelBell {
+    impl WakeTarget for LoomWakeTarget {
         fn ring(&self) {
             *self.rung.lock().unwrap() = true;
             self.changed.notify_one();
         }
     }
 
-    impl Word for loom::sync::Arc<AtomicU32> {
+    impl SharedWord for loom::sync::Arc<AtomicU32> {
         fn load(&self) -> u32 {
             AtomicU32::load(self, Ordering::Acquire)
         }
@@ -214,7 +214,7 @@ mod loom_models {
     /// the model checker reports.
     fn poll_until(
         goal: u32,
-        bell: &DoorBell<ModelBell>,
+        bell: &ParkWaker<LoomWakeTarget>,
         mut look: impl FnMut() -> u32,
         mut arm: impl FnMut(u32),
     ) {
@@ -235,18 +235,18 @@ mod loom_models {
     #[test]
     fn a_trapped_doorbell_is_never_missed() {
         loom::model(|| {
-            let bell = loom::sync::Arc::new(DoorBell::with(ModelBell::default()));
+            let bell = loom::sync::Arc::new(ParkWaker::with(LoomWakeTarget::default()));
             let doorbell = loom::sync::Arc::new(AtomicU32::new(0));
             let guest = {
                 let (bell, doorbell) = (bell.clone(), doorbell.clone());
                 thread::spawn(move || {
                     for tail in 1..=2 {
-                        Word::store(&doorbell, tail);
+                        SharedWord::store(&doorbell, tail);
                         bell.wake();
                     }
                 })
             };
-            poll_until(2, &bell, || Word::load(&doorbell), |_| ());
+            poll_until(2, &bell, || SharedWord::load(&doorbell), |_| ());
             guest.join().unwrap();
         });
     }
@@ -258,7 +258,7 @@ mod loom_models {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
-            let bell = loom::sync::Arc::new(DoorBell::with(ModelBell::default()));
+            let bell = loom::sync::Arc::new(ParkWaker::with(LoomWakeTarget::default()));
             let shadow = loom::sync::Arc::new(AtomicU32::new(0));
             let word = loom::sync::Arc::new(AtomicU32::new(0));
             let first = RingIndex::new(RingSize::new(ENTRIES).expect("entries"));
@@ -268,9 +268,9 @@ mod loom_models {
                 thread::spawn(move || {
                     let mut old = 0;
                     for tail in 1..=2 {
-                        Word::store(&shadow, tail);
+                        SharedWord::store(&shadow, tail);
                         fence(Ordering::SeqCst);
-                        let asked = Word::load(&word);
+                        let asked = SharedWord::load(&word);
                         if crate::doorbell::tests::driver_writes_register(asked, tail, old) {
                             // The register write reaches the poller through its control thread.
                             bell.wake();
@@ -279,7 +279,12 @@ mod loom_models {
                     }
                 })
             };
-            poll_until(2, &bell, || Word::load(&shadow), |seen| event_idx.arm(seen));
+            poll_until(
+                2,
+                &bell,
+                || SharedWord::load(&shadow),
+                |seen| event_idx.arm(seen),
+            );
             guest.join().unwrap();
         });
     }
@@ -293,14 +298,14 @@ mod loom_models {
     }
 
     impl ToggledDoorbell {
-        fn write(&self, tail: u32, bell: &DoorBell<ModelBell>) {
+        fn write(&self, tail: u32, bell: &ParkWaker<LoomWakeTarget>) {
             let mapped = self.mapped.lock().unwrap();
             if *mapped {
-                Word::store(&self.value, tail);
+                SharedWord::store(&self.value, tail);
             } else {
                 drop(mapped);
                 // The exit may be handled as late as it likes.
-                Word::store(&self.value, tail);
+                SharedWord::store(&self.value, tail);
                 bell.wake();
             }
         }
@@ -312,17 +317,17 @@ mod loom_models {
     fn poll_toggled(
         goal: u32,
         doorbell: &ToggledDoorbell,
-        silence: &Silence,
-        bell: &DoorBell<ModelBell>,
+        silence: &UntrappedDoorbells,
+        bell: &ParkWaker<LoomWakeTarget>,
     ) {
         loop {
-            let seen = Word::load(&doorbell.value);
+            let seen = SharedWord::load(&doorbell.value);
             if seen == goal {
                 return;
             }
             bell.announce();
             let timed = silence.may_be();
-            if Word::load(&doorbell.value) == seen {
+            if SharedWord::load(&doorbell.value) == seen {
                 if timed {
                     thread::yield_now();
                 } else {
@@ -333,12 +338,15 @@ mod loom_models {
         }
     }
 
-    fn toggled(was_mapped: bool, toggle: fn(&ToggledDoorbell, &Silence, &DoorBell<ModelBell>)) {
+    fn toggled(
+        was_mapped: bool,
+        toggle: fn(&ToggledDoorbell, &UntrappedDoorbells, &ParkWaker<LoomWakeTarget>),
+    ) {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(move || {
-            let bell = loom::sync::Arc::new(DoorBell::with(ModelBell::default()));
-            let silence = loom::sync::Arc::new(Silence::new(was_mapped));
+            let bell = loom::sync::Arc::new(ParkWaker::with(LoomWakeTarget::default()));
+            let silence = loom::sync::Arc::new(UntrappedDoorbells::new(was_mapped));
             let doorbell = loom::sync::Arc::new(ToggledDoorbell {
                 mapped: Mutex::new(was_mapped),
                 value: loom::sync::Arc::default(),
@@ -362,13 +370,21 @@ mod loom_models {
         });
     }
 
-    fn map(doorbell: &ToggledDoorbell, silence: &Silence, bell: &DoorBell<ModelBell>) {
+    fn map(
+        doorbell: &ToggledDoorbell,
+        silence: &UntrappedDoorbells,
+        bell: &ParkWaker<LoomWakeTarget>,
+    ) {
         silence.begin();
         bell.wake();
         *doorbell.mapped.lock().unwrap() = true;
     }
 
-    fn unmap(doorbell: &ToggledDoorbell, silence: &Silence, _: &DoorBell<ModelBell>) {
+    fn unmap(
+        doorbell: &ToggledDoorbell,
+        silence: &UntrappedDoorbells,
+        _: &ParkWaker<LoomWakeTarget>,
+    ) {
         *doorbell.mapped.lock().unwrap() = false;
         silence.end();
     }

@@ -27,12 +27,12 @@ impl ProcessorTime {
 
 /// Ticks that a poller spent on one queue, or on one watched doorbell, since the last settlement.
 #[derive(Debug)]
-pub(crate) struct Bill {
+pub(crate) struct ProcessorTimeCharge {
     function: Arc<ProcessorTime>,
     ticks: u64,
 }
 
-impl Bill {
+impl ProcessorTimeCharge {
     /// Creates an empty account for a function.
     pub(crate) fn new(function: Arc<ProcessorTime>) -> Self {
         Self { function, ticks: 0 }
@@ -52,15 +52,18 @@ impl Bill {
 
 /// CPU time of a thread, to be divided among accounts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Settlement {
+pub(crate) struct ProcessorTimeDivision {
     nanoseconds: u64,
     ticks: u64,
     bills: u64,
 }
 
-impl Settlement {
+impl ProcessorTimeDivision {
     /// Divides `spent` among `bills` in proportion to their ticks, or equally if there are no ticks.
-    pub(crate) fn new<'a>(spent: Duration, bills: impl Iterator<Item = &'a Bill>) -> Self {
+    pub(crate) fn new<'a>(
+        spent: Duration,
+        bills: impl Iterator<Item = &'a ProcessorTimeCharge>,
+    ) -> Self {
         let (mut ticks, mut count) = (0_u64, 0);
         for bill in bills {
             ticks = ticks.saturating_add(bill.ticks);
@@ -74,7 +77,7 @@ impl Settlement {
     }
 
     /// Charges the share of an account to its function, and resets the account.
-    pub(crate) fn settle(&self, bill: &mut Bill) {
+    pub(crate) fn settle(&self, bill: &mut ProcessorTimeCharge) {
         let (part, whole) = match self.ticks {
             0 => (1, self.bills),
             ticks => (bill.ticks, ticks),
@@ -97,12 +100,12 @@ mod tests {
     fn settled(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
         let functions: [Arc<ProcessorTime>; 2] = Default::default();
         let bills = bills.iter().map(|(function, ticks)| {
-            let mut bill = Bill::new(functions[*function].clone());
+            let mut bill = ProcessorTimeCharge::new(functions[*function].clone());
             bill.add(*ticks);
             bill
         });
         let mut bills: Vec<_> = bills.collect();
-        let settlement = Settlement::new(Duration::from_nanos(spent), bills.iter());
+        let settlement = ProcessorTimeDivision::new(Duration::from_nanos(spent), bills.iter());
         bills.iter_mut().for_each(|bill| settlement.settle(bill));
         assert!(bills.iter().all(|bill| bill.ticks == 0));
         functions.map(|function| function.nanoseconds.load(Ordering::Relaxed))

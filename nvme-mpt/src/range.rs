@@ -254,7 +254,7 @@ impl ByteRange {
     ///
     /// # Errors
     /// Start or length is not a whole number of blocks, or the range ends beyond the drive.
-    pub fn to_blocks(&self, lba_shift: u8, blocks: u64) -> Result<LbaRange, RangeError> {
+    pub fn to_blocks(&self, lba_shift: u8, blocks: u64) -> Result<BlockRange, RangeError> {
         let block = 1_u64 << lba_shift;
         for (part, value) in [("start", self.start), ("length", self.length)] {
             if !value.is_multiple_of(block) {
@@ -268,7 +268,7 @@ impl ByteRange {
                 });
             }
         }
-        let range = LbaRange {
+        let range = BlockRange {
             start: Lba(self.start >> lba_shift),
             blocks: self.length >> lba_shift,
         };
@@ -320,14 +320,14 @@ impl fmt::Display for ByteRange {
 
 /// A range of logical blocks of one namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct LbaRange {
+pub struct BlockRange {
     /// First block.
     pub start: Lba,
     /// Number of blocks.
     pub blocks: u64,
 }
 
-impl LbaRange {
+impl BlockRange {
     /// Returns the range in bytes. The namespace's size in bytes must fit 64 bits.
     #[must_use]
     pub const fn bytes(&self, lba_shift: u8) -> ByteRange {
@@ -463,14 +463,14 @@ mod tests {
         let range: ByteRange = "64K+1M".parse().unwrap();
         assert_eq!(
             range.to_blocks(12, 272),
-            Ok(LbaRange {
+            Ok(BlockRange {
                 start: Lba(16),
                 blocks: 256
             })
         );
         assert_eq!(
             range.to_blocks(9, u64::MAX),
-            Ok(LbaRange {
+            Ok(BlockRange {
                 start: Lba(128),
                 blocks: 2048
             })

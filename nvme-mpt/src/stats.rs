@@ -122,12 +122,12 @@ const BUCKETS: usize = 48 * STEPS;
 
 /// Latencies of commands, from the fetch of their batch to their completion.
 #[derive(Debug)]
-pub struct Histogram {
+pub struct LatencyHistogram {
     buckets: [Counter; BUCKETS],
     max: AtomicU64,
 }
 
-impl Default for Histogram {
+impl Default for LatencyHistogram {
     fn default() -> Self {
         Self {
             buckets: [const { Counter(AtomicU64::new(0)) }; BUCKETS],
@@ -136,7 +136,7 @@ impl Default for Histogram {
     }
 }
 
-impl Histogram {
+impl LatencyHistogram {
     #[inline]
     fn bucket(ticks: u64) -> usize {
         // The two bits after the leading one select the step; all values below 4 ticks fall into one step.
@@ -164,7 +164,7 @@ impl Histogram {
     }
 
     /// Adds the counts of all buckets to `sum`.
-    fn add_to(&self, sum: &mut Distribution) {
+    fn add_to(&self, sum: &mut LatencyDistribution) {
         for (sum, bucket) in sum.0.iter_mut().zip(&self.buckets) {
             *sum += bucket.get();
         }
@@ -201,11 +201,11 @@ impl Histogram {
 
 /// Latency distribution of several queues.
 #[derive(Debug)]
-pub(crate) struct Distribution([u64; BUCKETS]);
+pub(crate) struct LatencyDistribution([u64; BUCKETS]);
 
-impl Distribution {
+impl LatencyDistribution {
     /// Returns the sum of `histograms`.
-    pub(crate) fn sum<'a>(histograms: impl IntoIterator<Item = &'a Histogram>) -> Self {
+    pub(crate) fn sum<'a>(histograms: impl IntoIterator<Item = &'a LatencyHistogram>) -> Self {
         let mut sum = Self([0; BUCKETS]);
         for histogram in histograms {
             histogram.add_to(&mut sum);
@@ -222,10 +222,10 @@ impl Distribution {
             .filter(|(_, commands)| **commands > 0);
         let buckets = counted.map(|(bucket, commands)| LatencyBucket {
             from_ns: match bucket.checked_sub(1) {
-                Some(below) => nanoseconds(Histogram::upper_bound(below)),
+                Some(below) => nanoseconds(LatencyHistogram::upper_bound(below)),
                 None => 0,
             },
-            to_ns: nanoseconds(Histogram::upper_bound(bucket)),
+            to_ns: nanoseconds(LatencyHistogram::upper_bound(bucket)),
             commands: *commands,
         });
         buckets.collect()
@@ -285,7 +285,7 @@ pub struct QueueCounters {
     /// Ticks in which commands were delayed by the limits of their lease.
     pub throttled: Counter,
     /// Latencies of commands.
-    pub latency: Histogram,
+    pub latency: LatencyHistogram,
     /// Doorbell writes that exited to the VMM. The control thread writes this counter.
     pub doorbell_exits: Counter,
 }
@@ -366,8 +366,8 @@ pub struct QueueStats {
 
 impl QueueCounters {
     /// Returns the counts for the SMART log page.
-    pub(crate) fn smart(&self) -> Counters {
-        Counters {
+    pub(crate) fn smart(&self) -> LeaseCounters {
+        LeaseCounters {
             reads: self.reads.get(),
             writes: self.writes.get(),
             bytes_read: self.read_bytes.get(),
@@ -432,7 +432,7 @@ pub struct PollerStats {
 /// Counters of one lease, for the SMART / Health Information log page and snapshots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Counters {
+pub struct LeaseCounters {
     /// Read commands completed.
     pub reads: u64,
     /// Write commands completed.
@@ -447,7 +447,7 @@ pub struct Counters {
     pub errors: u64,
 }
 
-impl std::ops::Add for Counters {
+impl std::ops::Add for LeaseCounters {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
@@ -463,7 +463,7 @@ impl std::ops::Add for Counters {
     }
 }
 
-impl std::ops::Sub for Counters {
+impl std::ops::Sub for LeaseCounters {
     type Output = Self;
 
     fn sub(self, other: Self) -> Self {
@@ -480,7 +480,7 @@ impl std::ops::Sub for Counters {
 
 /// Statistics of one guest controller's lease and queues.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AttachmentStats {
+pub struct BackendStats {
     /// The lease's id.
     pub id: String,
     /// Model Number.
@@ -517,13 +517,13 @@ mod tests {
     #[test]
     fn buckets_hold_what_their_bounds_say() {
         for ticks in (4..5000).chain([u64::MAX / 3, 1 << 40, (1 << 45) + 7]) {
-            let bucket = Histogram::bucket(ticks);
+            let bucket = LatencyHistogram::bucket(ticks);
             assert!(
-                ticks <= Histogram::upper_bound(bucket) || bucket == BUCKETS - 1,
+                ticks <= LatencyHistogram::upper_bound(bucket) || bucket == BUCKETS - 1,
                 "{ticks}"
             );
             if bucket > 0 && bucket < BUCKETS - 1 {
-                let below = Histogram::upper_bound(bucket - 1);
+                let below = LatencyHistogram::upper_bound(bucket - 1);
                 assert!(ticks > below, "{ticks} is not above {below}");
             }
         }
@@ -531,17 +531,17 @@ mod tests {
 
     #[test]
     fn buckets_of_several_queues_are_added_up() {
-        let (a, b) = (Histogram::default(), Histogram::default());
+        let (a, b) = (LatencyHistogram::default(), LatencyHistogram::default());
         for ticks in [5, 1000, 1000] {
             a.record(ticks);
         }
         b.record(1000);
-        let buckets = Distribution::sum([&a, &b]).buckets();
+        let buckets = LatencyDistribution::sum([&a, &b]).buckets();
         let commands: Vec<u64> = buckets.iter().map(|bucket| bucket.commands).collect();
         assert_eq!(commands, [1, 3]);
         let thousand = nanoseconds(1000);
         assert!(buckets[1].from_ns <= thousand && thousand <= buckets[1].to_ns);
-        assert_eq!(Distribution::sum([]).buckets(), []);
+        assert_eq!(LatencyDistribution::sum([]).buckets(), []);
     }
 
     #[test]
@@ -583,7 +583,7 @@ mod tests {
 
     #[test]
     fn percentiles_are_within_a_bucket() {
-        let histogram = Histogram::default();
+        let histogram = LatencyHistogram::default();
         let tick = |us| crate::clock::ticks_in(std::time::Duration::from_micros(us));
         for _ in 0..990 {
             histogram.record(tick(10));
@@ -595,6 +595,9 @@ mod tests {
         assert!((9.9..=12.6).contains(&latency.p50), "{latency:?}");
         assert!((9.9..=12.6).contains(&latency.p99), "{latency:?}");
         assert!((990.0..=1010.0).contains(&latency.p999), "{latency:?}");
-        assert_eq!(Histogram::default().latency(), LatencyStats::default());
+        assert_eq!(
+            LatencyHistogram::default().latency(),
+            LatencyStats::default()
+        );
     }
 }

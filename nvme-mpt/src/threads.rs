@@ -7,25 +7,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use crate::control_group::{GroupLimit, task_limit};
+use crate::control_group::{ControlGroupLimit, task_limit};
 use crate::memory::clock;
 use crate::memory::sync::JoinHandle;
 
 /// Work of a thread.
-pub type Work = Box<dyn FnOnce() + Send>;
+pub type ThreadWork = Box<dyn FnOnce() + Send>;
 
-type Spawn = dyn Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync;
+type SpawnThread = dyn Fn(&str, ThreadWork) -> io::Result<JoinHandle<()>> + Send + Sync;
 
 /// Starts threads: by default in this process, or with a function that the VMM provides.
 #[derive(Clone)]
-pub struct Threads(Arc<Spawn>);
+pub struct ThreadSpawner(Arc<SpawnThread>);
 
-impl Threads {
+impl ThreadSpawner {
     /// Uses `spawn` to start threads. It gets the thread's name and work. `spawn` is called when a drive is opened,
     /// when a function attaches to its lease, and when a guest's admin command waits for its queue. The thread that
     /// does this work makes the call.
     pub fn from_spawn(
-        spawn: impl Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync + 'static,
+        spawn: impl Fn(&str, ThreadWork) -> io::Result<JoinHandle<()>> + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(spawn))
     }
@@ -34,12 +34,12 @@ impl Threads {
     ///
     /// # Errors
     /// Returns the error of the kernel or of the provided function.
-    pub fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
+    pub fn spawn(&self, name: &str, work: ThreadWork) -> io::Result<JoinHandle<()>> {
         (self.0)(name, work).inspect_err(|error| report(name, error))
     }
 }
 
-impl Default for Threads {
+impl Default for ThreadSpawner {
     fn default() -> Self {
         Self::from_spawn(start_thread)
     }
@@ -82,7 +82,7 @@ fn report(name: &str, error: &io::Error) {
 }
 
 /// Names the exhausted limit, or the limits to check.
-fn cause(limit: Option<GroupLimit>) -> String {
+fn cause(limit: Option<ControlGroupLimit>) -> String {
     match limit {
         Some(limit) if limit.left() == 0 => format!(
             "; {} is {}, and {} threads are there: raise it (TasksMax= of a unit)",
@@ -115,7 +115,7 @@ pub fn run_beside<T>(
     })
 }
 
-impl fmt::Debug for Threads {
+impl fmt::Debug for ThreadSpawner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Threads").finish_non_exhaustive()
     }
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn the_limit_of_threads_that_is_reached_is_named_with_its_value() {
-        let limit = |used| GroupLimit {
+        let limit = |used| ControlGroupLimit {
             file: "/sys/fs/cgroup/a/pids.max".into(),
             most: 12,
             used,

@@ -23,8 +23,8 @@ use crate::drive::Drive;
 use crate::drive::{HostLease, HostLeaseError};
 use crate::host::ListMemory;
 use crate::host::{HostCompletion, HostMemory};
-use crate::lease::{Extents, Lease, LeaseError};
-use crate::range::{ByteRange, LbaRange};
+use crate::lease::{Lease, LeaseError, LeaseExtents};
+use crate::range::{BlockRange, ByteRange};
 use crate::shadow::HostQueuePair;
 use crate::spec::ids::{CommandId, Lba};
 use crate::spec::nvm::WriteZeroes;
@@ -106,7 +106,7 @@ pub enum WipeError {
         /// The drive.
         drive: String,
         /// Extents of the lease.
-        range: Extents,
+        range: LeaseExtents,
         /// Cause.
         source: HostLeaseError,
     },
@@ -120,7 +120,7 @@ static WIPED: (AtomicU64, AtomicU64) = (AtomicU64::new(0), AtomicU64::new(0));
 
 /// Amounts that this process has wiped since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wiped {
+pub struct WipeStats {
     /// Bytes, including those of unfinished parts.
     pub bytes: u64,
     /// Parts that are completely wiped.
@@ -129,9 +129,9 @@ pub struct Wiped {
 
 /// Returns the amounts that this process has wiped.
 #[must_use]
-pub fn wiped() -> Wiped {
+pub fn wiped() -> WipeStats {
     let (bytes, parts) = &WIPED;
-    Wiped {
+    WipeStats {
         bytes: bytes.load(Ordering::Relaxed),
         parts: parts.load(Ordering::Relaxed),
     }
@@ -184,7 +184,7 @@ pub(crate) fn wipe_with(
             "Lease {}: {range} of {name}, with another lease's data, is being wiped",
             lease.id()
         );
-        let mut eraser = Eraser::new(drive, host, range).map_err(failed)?;
+        let mut eraser = RangeWipe::new(drive, host, range).map_err(failed)?;
         eraser.run(stop)?;
         drop(eraser);
         // Only this part is reported as wiped. Other parts of the lease keep their content, such as written zones.
@@ -198,7 +198,7 @@ pub(crate) fn wipe_with(
 }
 
 /// A part of a drive that is being wiped.
-struct Eraser<'a> {
+struct RangeWipe<'a> {
     drive: &'a Arc<Drive>,
     host: &'a dyn HostLease,
     range: ByteRange,
@@ -211,23 +211,23 @@ struct Eraser<'a> {
     /// Most blocks of one command.
     step: u64,
     /// Commands in flight, by slot.
-    flying: [Option<Piece>; DEPTH as usize],
+    flying: [Option<WipeCommand>; DEPTH as usize],
     /// Commands to submit again after a reset or an Abort.
-    again: Vec<Piece>,
+    again: Vec<WipeCommand>,
     /// True once all writes from before the wipe are durable.
     is_flushed: bool,
 }
 
 /// Blocks of one command.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct WipeCommand {
     /// The first block.
     block: Lba,
     /// Number of cancelled attempts.
     failed: u32,
 }
 
-impl<'a> Eraser<'a> {
+impl<'a> RangeWipe<'a> {
     fn new(drive: &'a Arc<Drive>, host: &'a dyn HostLease, range: ByteRange) -> io::Result<Self> {
         let controller = drive.controller();
         let shift = drive.lba_shift();
@@ -302,7 +302,7 @@ impl<'a> Eraser<'a> {
     }
 
     /// Returns the next piece, after skipping zero blocks; `None` at the end of the part.
-    fn next_piece(&mut self) -> Result<Option<Piece>, WipeError> {
+    fn next_piece(&mut self) -> Result<Option<WipeCommand>, WipeError> {
         if let Some(piece) = self.again.pop() {
             return Ok(Some(piece));
         }
@@ -312,7 +312,7 @@ impl<'a> Eraser<'a> {
         }
         let block = Lba(self.next);
         self.next += (self.end - self.next).min(self.step);
-        Ok(Some(Piece { block, failed: 0 }))
+        Ok(Some(WipeCommand { block, failed: 0 }))
     }
 
     /// Skips blocks that are already zero.
@@ -341,7 +341,7 @@ impl<'a> Eraser<'a> {
             return 0;
         }
         let start = Lba(self.next);
-        let part = LbaRange { start, blocks };
+        let part = BlockRange { start, blocks };
         self.host.leading_zeroes(part).min(blocks)
     }
 
@@ -384,9 +384,9 @@ impl<'a> Eraser<'a> {
         let Some(piece) = flying.and_then(Option::take) else {
             return Ok(());
         };
-        let Piece { block, failed } = piece;
+        let WipeCommand { block, failed } = piece;
         if completion.status == Status::COMMAND_INTERRUPTED && failed + 1 < ATTEMPTS {
-            self.again.push(Piece {
+            self.again.push(WipeCommand {
                 block,
                 failed: failed + 1,
             });

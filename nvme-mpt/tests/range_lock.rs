@@ -11,7 +11,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use nvme_mpt::range_lock::{ClaimError, RangeLock};
+use nvme_mpt::range_lock::{ClaimError, FileRangeLock};
 use nvme_mpt_memory::system::{LockKind, process_user, try_lock};
 
 const TEST: &str = "a_reader_of_another_user_refuses_nothing";
@@ -28,8 +28,8 @@ fn open(image: &Path) -> File {
 }
 
 /// Claims 1 KiB of it.
-fn claim(image: &Path, start: u64) -> Result<RangeLock, ClaimError> {
-    RangeLock::claim(open(image), start, 1 << 10)
+fn claim(image: &Path, start: u64) -> Result<FileRangeLock, ClaimError> {
+    FileRangeLock::claim(open(image), start, 1 << 10)
 }
 
 /// The process that reads: locks all of the file until its standard input ends.

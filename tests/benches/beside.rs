@@ -13,11 +13,11 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::processors::{ThreadId, own_processors, pin_this_thread};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{Attachment, AttachmentConfig, HostSide, Learning, Pollers};
+use nvme_mpt::{AdaptivePolicies, ControllerBackend, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::memory::GuestMemory;
@@ -96,18 +96,18 @@ fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> Seen {
     seen
 }
 
-fn attachment(poll: &str) -> Arc<Attachment> {
+fn attachment(poll: &str) -> Arc<LocalBackend> {
     let drive = drives::open(&"memory:64M".parse().unwrap(), DriveOptions::default()).unwrap();
     let request = LeaseRequest {
         id: "bench",
         drive: drive.identity(),
         nsid: Nsid(1),
-        wanted: Wanted::At(ByteRange::new(0, BYTES).unwrap()),
+        wanted: RequestedBytes::At(ByteRange::new(0, BYTES).unwrap()),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: FormerData::Kept,
+        former_data: PreviousDataPolicy::Kept,
     };
-    let config = AttachmentConfig {
+    let config = LocalBackendConfig {
         lease: Ledger::in_process().acquire(&request).unwrap(),
         drive,
         queue_pairs: 1,
@@ -116,14 +116,14 @@ fn attachment(poll: &str) -> Arc<Attachment> {
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: nvme_mpt::DoorbellMode::Shadow,
         poll: poll.parse().unwrap(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
+        learning: AdaptivePolicies::default(),
+        pollers: PollerPool::new(),
         memory: nvme_mpt::MemoryKinds::default(),
         memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     };
-    Arc::new(Attachment::new(config).unwrap())
+    Arc::new(LocalBackend::new(config).unwrap())
 }
 
 /// Reads 4 KiB at a time in turn, with so many commands outstanding.

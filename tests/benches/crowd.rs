@@ -14,11 +14,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::processors::{own_processors, pin_this_thread};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{Attachment, AttachmentConfig, Learning, Pollers};
+use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::memory::DmaBuffer;
@@ -136,21 +136,21 @@ fn run(case: &Case, processor: usize, time: Duration) -> Seen {
     seen
 }
 
-fn attachments(case: &Case) -> Vec<Arc<Attachment>> {
+fn attachments(case: &Case) -> Vec<Arc<LocalBackend>> {
     let drive = drives::open(&"null:64M".parse().unwrap(), DriveOptions::default()).unwrap();
-    let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
+    let (ledger, pollers) = (Ledger::in_process(), PollerPool::new());
     let attachment = |number: u64| {
         let id = format!("function-{number}");
         let request = LeaseRequest {
             id: &id,
             drive: drive.identity(),
             nsid: Nsid(1),
-            wanted: Wanted::At(ByteRange::new(number * BYTES, BYTES).unwrap()),
+            wanted: RequestedBytes::At(ByteRange::new(number * BYTES, BYTES).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: FormerData::Kept,
+            former_data: PreviousDataPolicy::Kept,
         };
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             lease: ledger.acquire(&request).unwrap(),
             drive: drive.clone(),
             queue_pairs: QUEUES,
@@ -159,14 +159,14 @@ fn attachments(case: &Case) -> Vec<Arc<Attachment>> {
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: case.poll.parse().unwrap(),
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         };
-        Arc::new(Attachment::new(config).unwrap())
+        Arc::new(LocalBackend::new(config).unwrap())
     };
     (0..case.functions).map(attachment).collect()
 }

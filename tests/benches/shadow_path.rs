@@ -22,13 +22,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::{
-    Attachment, AttachmentConfig, Drive, EventReader, FunctionParts, Learning, PollPolicy, Pollers,
+    AdaptivePolicies, Drive, EventReader, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool,
+    SharedPartsSource,
 };
 use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -254,7 +255,7 @@ struct Lane {
 /// Rig of a case.
 struct Rig {
     lanes: Vec<Lane>,
-    attachment: Arc<Attachment>,
+    attachment: Arc<LocalBackend>,
     /// The drive's side of its queue pairs, of a physical drive.
     hands: Vec<HandQueue>,
 }
@@ -282,7 +283,7 @@ fn open(on: On) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
             let controller = VfioController::open(
                 model.clone(),
                 ControllerOptions::default(),
-                &Threads::default(),
+                &ThreadSpawner::default(),
             )
             .unwrap();
             let path = "0000:01:00.0";
@@ -302,11 +303,11 @@ fn rig(case: &Case) -> Rig {
             wanted,
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::FormerData::Kept,
+            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
         });
         lease.unwrap()
     };
-    let at = |start, length| Wanted::At(ByteRange::new(start, length).unwrap());
+    let at = |start, length| RequestedBytes::At(ByteRange::new(start, length).unwrap());
     let bytes = drive.blocks() << drive.lba_shift();
     let between = (0..bytes / UNIT).step_by(2).filter(|_| case.extents > 1);
     let others: Vec<_> = between
@@ -314,7 +315,7 @@ fn rig(case: &Case) -> Rig {
         .collect();
     let wanted = match case.extents {
         1 => at(0, bytes),
-        extents => Wanted::Size {
+        extents => RequestedBytes::Size {
             bytes: extents * UNIT,
             unit: UNIT,
             whole: false,
@@ -323,7 +324,7 @@ fn rig(case: &Case) -> Rig {
     let lease = lease("bench", wanted);
     assert_eq!(lease.extents().parts().len() as u64, case.extents);
     drop(others);
-    let config = AttachmentConfig {
+    let config = LocalBackendConfig {
         lease,
         drive: drive.clone(),
         queue_pairs: 64,
@@ -332,18 +333,18 @@ fn rig(case: &Case) -> Rig {
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: nvme_mpt::DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
+        learning: AdaptivePolicies::default(),
+        pollers: PollerPool::new(),
         memory: nvme_mpt::MemoryKinds::default(),
         memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     };
     let parts = match case.live {
-        true => FunctionParts::Outliving(EventReader::Trusted),
-        false => FunctionParts::Own,
+        true => SharedPartsSource::Outliving(EventReader::Trusted),
+        false => SharedPartsSource::Own,
     };
-    let attachment = Arc::new(Attachment::with_parts(config, parts).unwrap());
+    let attachment = Arc::new(LocalBackend::with_parts(config, parts).unwrap());
     let guest = AttachedGuest::new(attachment.clone(), 1 << 30);
     let blocks = attachment.namespace().blocks;
     let lanes: Vec<Lane> = (1..=case.queues)

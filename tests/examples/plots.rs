@@ -10,8 +10,10 @@
 use std::error::Error;
 use std::path::{Path, PathBuf};
 
-use nvme_software::model::simulation::{Direction, Load, Order, Outcome, Simulation};
-use nvme_software::model::{Profile, Size, SsdProfile};
+use nvme_software::model::simulation::{
+    LoadDirection, LoadOrder, ModelSimulation, SimulatedLoad, SimulatedLoadResult,
+};
+use nvme_software::model::{DriveProfile, ProfileSize, SsdProfile};
 use plotters::coord::ranged1d::{AsRangedCoord, Ranged, ValueFormatter};
 use plotters::prelude::*;
 
@@ -41,16 +43,16 @@ fn main() -> Result<()> {
 }
 
 fn flash() -> Result<SsdProfile> {
-    match Profile::named("ssd")? {
-        Profile::Ssd(profile) => Ok(profile),
+    match DriveProfile::named("ssd")? {
+        DriveProfile::Ssd(profile) => Ok(profile),
         _ => Err("The profile ssd is of another model".into()),
     }
 }
 
-fn reads(bytes: u64, depth: usize, commands: usize) -> Load {
-    Load {
-        direction: Direction::Read,
-        order: Order::Random,
+fn reads(bytes: u64, depth: usize, commands: usize) -> SimulatedLoad {
+    SimulatedLoad {
+        direction: LoadDirection::Read,
+        order: LoadOrder::Random,
         bytes,
         depth,
         commands,
@@ -58,12 +60,12 @@ fn reads(bytes: u64, depth: usize, commands: usize) -> Load {
 }
 
 /// A drive on which everything was written once, in order.
-fn filled(profile: &SsdProfile, bytes: u64) -> Result<(Simulation, Outcome)> {
-    let profile = Profile::Ssd(profile.clone());
-    let mut drive = Simulation::new(&profile, bytes).ok_or("It tells of no time")?;
-    let outcome = drive.run(&Load {
-        direction: Direction::Write,
-        order: Order::Sequential,
+fn filled(profile: &SsdProfile, bytes: u64) -> Result<(ModelSimulation, SimulatedLoadResult)> {
+    let profile = DriveProfile::Ssd(profile.clone());
+    let mut drive = ModelSimulation::new(&profile, bytes).ok_or("It tells of no time")?;
+    let outcome = drive.run(&SimulatedLoad {
+        direction: LoadDirection::Write,
+        order: LoadOrder::Sequential,
         bytes: MIB,
         depth: 8,
         commands: (bytes / MIB) as usize,
@@ -78,7 +80,7 @@ fn payload_sizes(path: &Path) -> Result<()> {
     let with = |channels: u16, bandwidth: u64| SsdProfile {
         channels,
         dies_per_channel: profile.channels * profile.dies_per_channel / channels,
-        channel_bandwidth: Size(bandwidth),
+        channel_bandwidth: ProfileSize(bandwidth),
         ..profile.clone()
     };
     let mut lines = Vec::new();
@@ -137,9 +139,9 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
         ..flash()?
     };
     let (mut drive, fill) = filled(&profile, DRIVE)?;
-    let random = Load {
-        direction: Direction::Write,
-        order: Order::Random,
+    let random = SimulatedLoad {
+        direction: LoadDirection::Write,
+        order: LoadOrder::Random,
         bytes: 16 * KIB,
         depth: 16,
         commands: 32_768,
@@ -168,7 +170,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
     let rates = (10.0..most(&lines)).log_scale();
     draw(over_time, &what, 0.0..second, rates, &lines)?;
 
-    let distribution = |outcome: &Outcome| -> Points {
+    let distribution = |outcome: &SimulatedLoadResult| -> Points {
         let percents = (1..200).map(|half| f64::from(half) / 2.0);
         let point = |percent| (outcome.quantile(percent * 10.0) as f64 / 1e3, percent);
         percents.chain([99.9, 99.99]).map(point).collect()
@@ -193,7 +195,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
 }
 
 /// Throughput in steps of 50 ms, from some second on.
-fn rate(outcome: &Outcome, bytes: u64, from: f64) -> Points {
+fn rate(outcome: &SimulatedLoadResult, bytes: u64, from: f64) -> Points {
     const STEP: u64 = 50_000_000;
     let steps = (outcome.ended - outcome.began) / STEP;
     let mut counts = vec![0_u64; steps as usize];

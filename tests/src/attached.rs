@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell as Register;
-use nvme_mpt::{Attachment, CqConfig, Gpa, MemoryRegion, SqConfig};
+use nvme_mpt::{CqConfig, Gpa, LocalBackend, MemoryRegion, SqConfig};
 
 use crate::bar::Bar;
 use crate::doorbell::{Doorbell, DoorbellBuffer};
@@ -13,7 +13,7 @@ use crate::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use crate::registers::Cap;
 
 /// Doorbell registers that trap into the attachment, as a VMM would have it.
-struct Trap(Arc<Attachment>);
+struct Trap(Arc<LocalBackend>);
 
 impl Bar for Trap {
     fn read32(&self, _: u64) -> u32 {
@@ -35,7 +35,7 @@ impl Bar for Trap {
 
 /// The guest.
 pub struct AttachedGuest {
-    attachment: Arc<Attachment>,
+    attachment: Arc<LocalBackend>,
     memory: GuestMemory,
     bar: Arc<dyn Bar>,
     buffer: Arc<DoorbellBuffer>,
@@ -47,7 +47,7 @@ impl AttachedGuest {
     /// # Panics
     /// If the attachment refuses that.
     #[must_use]
-    pub fn new(attachment: Arc<Attachment>, bytes: u64) -> Self {
+    pub fn new(attachment: Arc<LocalBackend>, bytes: u64) -> Self {
         let memory = GuestMemory::new(&[(0, bytes)]).unwrap();
         let region = &memory.regions()[0];
         let mapped = MemoryRegion {

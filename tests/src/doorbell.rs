@@ -230,7 +230,7 @@ impl Doorbell {
         self.rings += 1;
         if let Some(shadow) = &self.shadow {
             #[cfg(simulation)]
-            simulation::turn(simulation::Step::GuestRings, [value.into(), 0]);
+            simulation::turn(simulation::ActorStep::GuestRings, [value.into(), 0]);
             // Release: the entries behind the value are visible before it is.
             shadow.doorbell[0].store(u32::from(value), Ordering::Release);
             return Some(old);
@@ -244,7 +244,10 @@ impl Doorbell {
     pub(crate) fn notify(&mut self, old: u16) {
         if let Some(shadow) = &self.shadow {
             #[cfg(simulation)]
-            simulation::turn(simulation::Step::GuestReadsEventIdx, [self.value.into(), 0]);
+            simulation::turn(
+                simulation::ActorStep::GuestReadsEventIdx,
+                [self.value.into(), 0],
+            );
             let event_idx = shadow.event_idx[0].load(Ordering::Relaxed) as u16;
             if need_event(event_idx, self.value, old) {
                 self.write();
@@ -256,7 +259,7 @@ impl Doorbell {
         match &self.register {
             Register::Mapped { register, .. } => {
                 #[cfg(simulation)]
-                simulation::turn(simulation::Step::GuestRings, [self.value.into(), 0]);
+                simulation::turn(simulation::ActorStep::GuestRings, [self.value.into(), 0]);
                 register[0].store(u32::from(self.value), Ordering::Release);
             }
             Register::Trapped { bar, offset } => {

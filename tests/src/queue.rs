@@ -108,7 +108,7 @@ impl SubmissionQueue {
         }
         #[cfg(simulation)]
         simulation::turn(
-            simulation::Step::GuestSubmits,
+            simulation::ActorStep::GuestSubmits,
             [sqe.cid().into(), sqe.opcode().into()],
         );
         self.entries.store(self.tail as usize, &sqe.0);
@@ -218,7 +218,7 @@ impl CompletionQueue {
         }
         #[cfg(simulation)]
         simulation::turn(
-            simulation::Step::GuestTakes,
+            simulation::ActorStep::GuestTakes,
             [self.head.into(), tail >> 32 & 0xFFFF],
         );
         let result = entry[0].load(Ordering::Relaxed);

@@ -9,7 +9,7 @@ use std::{
 
 use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::host::{CommandSets, TemperatureThresholds};
-use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt::spec::cqe::Cqe;
@@ -17,10 +17,10 @@ use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Drive, FunctionParts, Gpa, Learning,
-    LeasedNamespace, Limits, MemoryRegion, PollPolicy, Pollers,
+    AdaptivePolicies, ControllerLimits, DoorbellMode, Drive, Gpa, LeasedNamespace, LocalBackend,
+    LocalBackendConfig, MemoryRegion, PollPolicy, PollerPool, SharedPartsSource,
 };
-use nvme_software::{Allocation, SoftwareController};
+use nvme_software::{MemoryAllocationTime, SoftwareController};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -46,7 +46,7 @@ pub(crate) fn namespace() -> LeasedNamespace {
 }
 
 /// Command sets of a namespace of blocks.
-pub(crate) fn command_sets(limits: &Limits, lba_shift: u8) -> CommandSets {
+pub(crate) fn command_sets(limits: &ControllerLimits, lba_shift: u8) -> CommandSets {
     let limits = *limits;
     NvmCommands::describe(&NvmFacts { limits, lba_shift }).into()
 }
@@ -58,8 +58,8 @@ pub(crate) const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
 };
 
 /// Limits of a host controller.
-pub(crate) fn limits() -> Limits {
-    Limits {
+pub(crate) fn limits() -> ControllerLimits {
+    ControllerLimits {
         commands: nvme_mpt::spec::identify::Oncs(u16::MAX),
         awun_z: 0,
         awupf_z: 0,
@@ -93,9 +93,9 @@ pub(crate) const NOWHERE: u64 = 0x80_0000;
 
 /// Clock that only sleep advances: a wait never times out, however long its thread is preempted.
 #[derive(Debug, Default)]
-pub(crate) struct StillClock(Mutex<Duration>);
+pub(crate) struct FixtureClock(Mutex<Duration>);
 
-impl WaitClock for StillClock {
+impl WaitClock for FixtureClock {
     fn now(&self) -> Duration {
         *self.0.lock().expect("sound")
     }
@@ -111,19 +111,19 @@ impl WaitClock for StillClock {
 
 /// Returns a clock that only sleep advances.
 pub(crate) fn still_clock() -> Arc<dyn WaitClock> {
-    Arc::<StillClock>::default()
+    Arc::<FixtureClock>::default()
 }
 
 /// Returns a drive of 64 MiB in memory.
 pub(crate) fn drive() -> Arc<Drive> {
     let controller =
-        SoftwareController::memory(64 << 20, 9, Allocation::AsWritten).expect("memory");
+        SoftwareController::memory(64 << 20, 9, MemoryAllocationTime::AsWritten).expect("memory");
     Drive::new("memory:64M", Arc::new(controller), None).expect("a namespace")
 }
 
 /// Returns an attachment to a drive of 64 MiB in memory, leased as a whole.
-pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
-    attachment_with(mode, drive(), &Ledger::in_process(), FunctionParts::Own)
+pub(crate) fn attachment(mode: DoorbellMode) -> LocalBackend {
+    attachment_with(mode, drive(), &Ledger::in_process(), SharedPartsSource::Own)
 }
 
 /// Returns an attachment to a drive that is leased as a whole.
@@ -131,20 +131,20 @@ pub(crate) fn attachment_with(
     mode: DoorbellMode,
     drive: Arc<Drive>,
     ledger: &Ledger,
-    parts: FunctionParts,
-) -> Attachment {
+    parts: SharedPartsSource,
+) -> LocalBackend {
     let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
     let request = LeaseRequest {
         id: "test",
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        wanted: Wanted::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
+        wanted: RequestedBytes::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
         lba_shift,
         blocks,
-        former_data: nvme_mpt::lease::FormerData::Kept,
+        former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
     };
     let lease = ledger.acquire(&request).expect("a lease");
-    let config = AttachmentConfig {
+    let config = LocalBackendConfig {
         drive,
         lease,
         queue_pairs: QUEUE_PAIRS,
@@ -153,14 +153,14 @@ pub(crate) fn attachment_with(
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: mode,
         poll: PollPolicy::default(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
+        learning: AdaptivePolicies::default(),
+        pollers: PollerPool::new(),
         memory: nvme_mpt::MemoryKinds::default(),
         memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     };
-    Attachment::with_parts(config, parts)
+    LocalBackend::with_parts(config, parts)
         .expect("an attachment")
         .with_clock(still_clock())
 }
@@ -191,7 +191,7 @@ pub(crate) fn map_memory(function: &NvmeFunction, memory: OwnedFd) {
 }
 
 /// A guest's driver for the admin queue.
-pub(crate) struct Guest {
+pub(crate) struct TestGuest {
     pub(crate) function: NvmeFunction,
     pub(crate) interrupt: EventFd,
     sq_tail: u32,
@@ -200,7 +200,7 @@ pub(crate) struct Guest {
     next_cid: u16,
 }
 
-impl Guest {
+impl TestGuest {
     /// Creates a guest that has not touched its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
         Self::on(function(mode, MsixMasking::Client), guest_memory())

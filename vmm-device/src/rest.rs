@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     /// Functions on a simulated clock. Each needs a time to rest; `None` for a drive that never answers.
-    struct World {
+    struct SimulatedFunctions {
         now: Cell<Duration>,
         needs: Vec<Option<Duration>>,
         /// For each function: the moment since which it rests or tries to, and the longest such time.
@@ -76,7 +76,7 @@ mod tests {
         stood: RefCell<Vec<Duration>>,
     }
 
-    impl World {
+    impl SimulatedFunctions {
         fn new(needs: &[Option<u64>]) -> Rc<Self> {
             Rc::new(Self {
                 now: Cell::default(),
@@ -89,7 +89,11 @@ mod tests {
             })
         }
 
-        fn ask(self: &Rc<Self>, places: &[usize], time: Duration) -> Vec<Result<Rests, String>> {
+        fn ask(
+            self: &Rc<Self>,
+            places: &[usize],
+            time: Duration,
+        ) -> Vec<Result<QuiescedFunction, String>> {
             let begun = self.now.get();
             let longest = places
                 .iter()
@@ -97,7 +101,7 @@ mod tests {
             self.now.set(begun + longest.max().unwrap_or_default());
             let rest = |place: &usize| {
                 self.since.borrow_mut()[*place] = Some(begun);
-                let rests = Rests(self.clone(), *place);
+                let rests = QuiescedFunction(self.clone(), *place);
                 let is_in_time = self.needs[*place].is_some_and(|need| need <= time);
                 is_in_time.then_some(rests).ok_or_else(|| "late".to_owned())
             };
@@ -115,9 +119,9 @@ mod tests {
         }
     }
 
-    struct Rests(Rc<World>, usize);
+    struct QuiescedFunction(Rc<SimulatedFunctions>, usize);
 
-    impl Drop for Rests {
+    impl Drop for QuiescedFunction {
         fn drop(&mut self) {
             let Self(world, place) = self;
             if let Some(since) = world.since.borrow_mut()[*place].take() {
@@ -129,14 +133,14 @@ mod tests {
 
     #[test]
     fn a_drive_that_stands_still_refuses_an_upgrade_without_harm_to_others() {
-        let (result, stood) = World::new(&[Some(1), None, Some(40), Some(0)]).rest();
+        let (result, stood) = SimulatedFunctions::new(&[Some(1), None, Some(40), Some(0)]).rest();
         assert_eq!(result, Err(1));
         assert!(
             [0, 2, 3].iter().all(|place| stood[*place] <= 100),
             "{stood:?}"
         );
         // A slow drive stands for itself alone, as long as another one stands still.
-        let (result, stood) = World::new(&[Some(2500), None, Some(0)]).rest();
+        let (result, stood) = SimulatedFunctions::new(&[Some(2500), None, Some(0)]).rest();
         assert_eq!(result, Err(1));
         assert_eq!(stood[0], 2500);
         assert!(stood[2] <= 100, "{stood:?}");
@@ -144,12 +148,13 @@ mod tests {
 
     #[test]
     fn slow_drives_rest_before_others_do() {
-        let (result, stood) = World::new(&[Some(3), Some(2500), Some(1), Some(700)]).rest();
+        let (result, stood) =
+            SimulatedFunctions::new(&[Some(3), Some(2500), Some(1), Some(700)]).rest();
         let mut rested = result.unwrap();
         rested.sort_unstable();
         assert_eq!(rested, [0, 1, 2, 3]);
         assert!([0, 2].iter().all(|place| stood[*place] <= 100), "{stood:?}");
-        let (result, stood) = World::new(&[Some(3), Some(2)]).rest();
+        let (result, stood) = SimulatedFunctions::new(&[Some(3), Some(2)]).rest();
         assert_eq!(result, Ok(vec![0, 1]));
         assert!(stood.iter().all(|stood| *stood <= 3), "{stood:?}");
     }

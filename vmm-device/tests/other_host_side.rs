@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use nvme_mpt::deadline::{ACCESS_DEADLINE, WaitClock};
-use nvme_mpt::dma::HeldMemory;
-use nvme_mpt::host::{Changes, Damage, TemperatureThresholds};
+use nvme_mpt::dma::DetachedGuestMemory;
+use nvme_mpt::host::{LeaseDamage, TemperatureThresholds, UnreportedChanges};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::LeasedNamespace;
@@ -24,10 +24,11 @@ use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
-    AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
-    DoorbellBuffer, DoorbellMode, DoorbellPage, ErrorEntry, Event, EventQueue, Gpa, HostSide,
-    HostSideEvent, InterruptVector, KeptQueues, Learning, LeaseFacts, LeaseStatus, Limits,
-    MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig, StateError, VmmMapping,
+    AdaptivePolicies, BackendEvent, BackendState, BackendStateError, BackendStats,
+    ControllerBackend, ControllerLimits, CqConfig, DirtyRange, DmaError, DmaWindow, DoorbellBuffer,
+    DoorbellMode, DoorbellPage, ErrorEntry, EventQueue, Gpa, InterruptVector, IoQueueEvent,
+    LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues, QueueError,
+    QueueFailure, SharedParts, SqConfig, VmmMapping,
 };
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
@@ -117,7 +118,7 @@ struct Recorded {
     successors: AtomicU64,
     calls: Mutex<Vec<Call>>,
     /// Events that come just after the next look for events.
-    soon: Mutex<Vec<Event>>,
+    soon: Mutex<Vec<IoQueueEvent>>,
 }
 
 impl Recorded {
@@ -190,7 +191,7 @@ impl Recorded {
 }
 
 fn facts() -> LeaseFacts {
-    let limits = Limits {
+    let limits = ControllerLimits {
         mdts: 5,
         entries_max: 64,
         commands: Oncs::default(),
@@ -230,11 +231,11 @@ fn facts() -> LeaseFacts {
         can_be_damaged: false,
         unit_blocks: None,
         is_private: true,
-        learning: Learning::default(),
+        learning: AdaptivePolicies::default(),
     }
 }
 
-impl HostSide for Recorded {
+impl ControllerBackend for Recorded {
     fn facts(&self) -> LeaseFacts {
         self.facts.clone()
     }
@@ -261,33 +262,33 @@ impl HostSide for Recorded {
         self.successors.load(Ordering::Relaxed)
     }
 
-    fn damage(&self) -> Damage {
-        Damage::default()
+    fn damage(&self) -> LeaseDamage {
+        LeaseDamage::default()
     }
 
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
         Ok(None)
     }
 
-    fn changes(&self) -> Option<Changes> {
+    fn changes(&self) -> Option<UnreportedChanges> {
         None
     }
 
-    fn forget_changes(&self, _: &Changes) {}
+    fn forget_changes(&self, _: &UnreportedChanges) {}
 
-    fn counters(&self) -> Counters {
-        Counters::default()
+    fn counters(&self) -> LeaseCounters {
+        LeaseCounters::default()
     }
 
     fn commands(&self) -> u64 {
         0
     }
 
-    fn stats(&self) -> AttachmentStats {
+    fn stats(&self) -> BackendStats {
         unreachable!("a function asks for no figures")
     }
 
-    fn take_events(&self) -> Vec<Event> {
+    fn take_events(&self) -> Vec<IoQueueEvent> {
         let events = self.events.take();
         for event in std::mem::take(&mut *self.soon.lock().unwrap()) {
             self.events.report(event);
@@ -303,7 +304,7 @@ impl HostSide for Recorded {
         self.window.map_in_place(memory, own)
     }
 
-    fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+    fn map_held(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError> {
         self.window.map_held(memory)
     }
 
@@ -418,28 +419,28 @@ impl HostSide for Recorded {
         }
     }
 
-    fn take_up(&self, _: &KeptQueues) -> Result<(), StateError> {
+    fn take_up(&self, _: &PersistedQueues) -> Result<(), BackendStateError> {
         unreachable!("a function does not take up what its host side keeps for it")
     }
 
-    fn save(&self) -> Result<AttachmentState, StateError> {
-        Ok(AttachmentState {
+    fn save(&self) -> Result<BackendState, BackendStateError> {
+        Ok(BackendState {
             promises: Vec::new(),
             doorbells: Vec::new(),
             doorbell_buffer: None,
             queues: Vec::new(),
             revoked: false,
-            counters: Counters::default(),
+            counters: LeaseCounters::default(),
             changes: Default::default(),
             lost_writes: false,
         })
     }
 
-    fn check(&self, _: &AttachmentState) -> Result<(), StateError> {
+    fn check(&self, _: &BackendState) -> Result<(), BackendStateError> {
         Ok(())
     }
 
-    fn restore(&self, _: &AttachmentState) -> Result<(), StateError> {
+    fn restore(&self, _: &BackendState) -> Result<(), BackendStateError> {
         Ok(())
     }
 }
@@ -820,7 +821,7 @@ fn a_queue_that_a_drive_has_no_time_for_may_be_asked_for_again() {
 #[test]
 fn a_failure_of_the_host_side_is_a_fatal_status() {
     let mut guest = Guest::new();
-    guest.host.events.report(Event::QueueFailed {
+    guest.host.events.report(IoQueueEvent::QueueFailed {
         qid: QueueId(1),
         reason: QueueFailure::HostQueue,
     });
@@ -853,11 +854,11 @@ fn the_error_log_has_what_came_after_the_look_for_events() {
             nsid: Nsid(1),
             parameter_location: 0xFFFF,
         };
-        let failure = Event::QueueFailed {
+        let failure = IoQueueEvent::QueueFailed {
             qid: QueueId(1),
             reason: QueueFailure::HostQueue,
         };
-        *guest.host.soon.lock().unwrap() = vec![Event::CommandFailed(error), failure];
+        *guest.host.soon.lock().unwrap() = vec![IoQueueEvent::CommandFailed(error), failure];
         assert_eq!(guest.admin(get_log_page(lid)), Status::SUCCESS);
         assert_eq!(guest.data::<8>(count_at), 1_u64.to_le_bytes());
         assert_eq!(guest.csts(), 0b1);
@@ -926,8 +927,8 @@ fn coalescing_is_handed_on_as_the_guest_sets_it() {
     assert_eq!(guest.calls().last(), Some(&Call::Coalescing(coalescing)));
 }
 
-fn report(guest: &mut Guest, event: HostSideEvent) {
-    guest.host.events.report(Event::HostSide(event));
+fn report(guest: &mut Guest, event: BackendEvent) {
+    guest.host.events.report(IoQueueEvent::HostSide(event));
     guest.function.process_events();
 }
 
@@ -947,7 +948,7 @@ fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_ba
     guest.function.process_events();
     assert_eq!(guest.function.admin_stats().commands, 1);
 
-    report(&mut guest, HostSideEvent::Away);
+    report(&mut guest, BackendEvent::Away);
     assert_eq!(guest.csts(), 0b1, "nothing has failed");
     let memory = guest.function.memory();
     let sqe = identify(1, 0);
@@ -958,7 +959,7 @@ fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_ba
     // An error that waits is not what the guest has to hear of first.
     guest.ring(Doorbell::SqTail(QueueId(1)), 1);
 
-    report(&mut guest, HostSideEvent::BackWithoutQueues);
+    report(&mut guest, BackendEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b11, "only a reset goes on");
     let mut cqe = Cqe::new_zeroed();
     let memory = guest.function.memory();
@@ -987,7 +988,7 @@ fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), 2);
     // The loss is noticed by the command, before there is an event.
     guest.function.process_events();
-    report(&mut guest, HostSideEvent::Away);
+    report(&mut guest, BackendEvent::Away);
     let completion = |guest: &Guest, at: u64| {
         let mut cqe = Cqe::new_zeroed();
         let memory = guest.function.memory();
@@ -1000,7 +1001,7 @@ fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
     assert_eq!(guest.csts(), 0b1);
 
     guest.trouble(Trouble::None);
-    report(&mut guest, HostSideEvent::BackWithQueues);
+    report(&mut guest, BackendEvent::BackWithQueues);
     assert_eq!(guest.csts(), 0b1, "nothing has failed");
     for at in 0..2 {
         let cqe = completion(&guest, at);
@@ -1019,7 +1020,7 @@ fn an_admin_command_whose_host_side_was_replaced_meanwhile_is_carried_out_by_the
     guest.push(create_cq());
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), guest.tail);
     guest.function.process_events();
-    for event in [HostSideEvent::Away, HostSideEvent::BackWithQueues] {
+    for event in [BackendEvent::Away, BackendEvent::BackWithQueues] {
         report(&mut guest, event);
     }
     let cqe = guest.completion(0);
@@ -1031,28 +1032,28 @@ fn an_admin_command_whose_host_side_was_replaced_meanwhile_is_carried_out_by_the
 #[test]
 fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_back() {
     let mut guest = Guest::new();
-    report(&mut guest, HostSideEvent::Away);
+    report(&mut guest, BackendEvent::Away);
     guest.write(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0, "nothing runs");
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0, "not yet");
     // The guest thinks better of it, and once more.
     guest.write(0x14, 0x0046_0000);
-    report(&mut guest, HostSideEvent::Away);
+    report(&mut guest, BackendEvent::Away);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0);
-    report(&mut guest, HostSideEvent::BackWithoutQueues);
+    report(&mut guest, BackendEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b1, "ready, and sound");
 
     // Queues that went on are no reason to reset.
-    report(&mut guest, HostSideEvent::Away);
-    report(&mut guest, HostSideEvent::BackWithQueues);
+    report(&mut guest, BackendEvent::Away);
+    report(&mut guest, BackendEvent::BackWithQueues);
     assert_eq!(guest.csts(), 0b1);
 
     // A controller that is disabled has nothing to fail.
     guest.write(0x14, 0x0046_0000);
-    report(&mut guest, HostSideEvent::Away);
-    report(&mut guest, HostSideEvent::BackWithoutQueues);
+    report(&mut guest, BackendEvent::Away);
+    report(&mut guest, BackendEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0b1);
@@ -1072,10 +1073,10 @@ fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
         "shutdown occurring, and nothing has failed"
     );
     assert_eq!(guest.calls(), attempt);
-    report(&mut guest, HostSideEvent::Away);
+    report(&mut guest, BackendEvent::Away);
     assert_eq!(guest.csts(), 0b0101);
     guest.trouble(Trouble::None);
-    report(&mut guest, HostSideEvent::BackWithoutQueues);
+    report(&mut guest, BackendEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b1001, "shutdown complete");
     assert_eq!(guest.calls(), attempt);
 
@@ -1084,7 +1085,7 @@ fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
     guest.trouble(Trouble::Replaced);
     guest.write(0x14, 0x0046_4001);
     assert_eq!(guest.csts(), 0b0101);
-    for event in [HostSideEvent::Away, HostSideEvent::BackWithQueues] {
+    for event in [BackendEvent::Away, BackendEvent::BackWithQueues] {
         report(&mut guest, event);
     }
     assert_eq!(guest.csts(), 0b1001);
@@ -1096,7 +1097,7 @@ fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
     guest.write(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0);
     guest.trouble(Trouble::None);
-    report(&mut guest, HostSideEvent::BackWithoutQueues);
+    report(&mut guest, BackendEvent::BackWithoutQueues);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0b1, "ready");
 }

@@ -24,12 +24,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::Extents;
+use nvme_mpt::lease::LeaseExtents;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::stats::{LatencyBucket, PollerStats, QueueStats, StatusCount};
-use nvme_mpt_cli::change::{FunctionEntry, FunctionState, Origin};
-use nvme_mpt_cli::metrics::{Format, Snapshot};
-use nvme_mpt_cli::stats::{DriveStats, FunctionStats, KeeperState, ServerStats};
+use nvme_mpt_cli::change::{DeclarationSource, FunctionEntry, FunctionStatus};
+use nvme_mpt_cli::metrics::{MetricsFormat, MetricsSnapshot};
+use nvme_mpt_cli::stats::{DriveStats, FunctionStats, ServerStats, SupervisorStatus};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -52,7 +52,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn main() {
     let snapshot = snapshot();
     if std::env::args().any(|argument| argument == "--print") {
-        print!("{}", snapshot.text(Format::OpenMetrics));
+        print!("{}", snapshot.text(MetricsFormat::OpenMetrics));
         return;
     }
     if std::env::args().any(|argument| argument == "--test") {
@@ -62,7 +62,7 @@ fn main() {
     let time = median(|| {
         let snapshot = snapshot.clone();
         let start = Instant::now();
-        size = snapshot.text(Format::OpenMetrics).len();
+        size = snapshot.text(MetricsFormat::OpenMetrics).len();
         start.elapsed()
     });
     println!("text of {FUNCTIONS} functions with {QUEUES} queues each: {time:?}, {size} bytes");
@@ -146,7 +146,7 @@ fn median(round: impl FnMut() -> Duration) -> Duration {
     times[times.len() / 2]
 }
 
-fn snapshot() -> Snapshot {
+fn snapshot() -> MetricsSnapshot {
     let functions = (0..FUNCTIONS).map(|number| {
         let extents = ByteRange::new(number << 30, 1 << 30).map(|range| vec![range]);
         FunctionEntry {
@@ -155,10 +155,10 @@ fn snapshot() -> Snapshot {
             socket: format!("/run/nvme-mpt/tenant-{number}.sock").into(),
             drive: "0000:01:00.0".to_owned(),
             range: None,
-            extents: extents.and_then(Extents::new).ok(),
-            origin: Origin::Added,
+            extents: extents.and_then(LeaseExtents::new).ok(),
+            origin: DeclarationSource::Added,
             limits: String::new(),
-            state: FunctionState::Connected,
+            state: FunctionStatus::Connected,
             summary: String::new(),
         }
     });
@@ -190,10 +190,10 @@ fn snapshot() -> Snapshot {
         parked_seconds: 70_000.125,
         ..PollerStats::default()
     });
-    Snapshot {
+    MetricsSnapshot {
         functions: functions.collect(),
         stats: ServerStats {
-            keeper: KeeperState::Runs,
+            keeper: SupervisorStatus::Runs,
             failed: Vec::new(),
             functions: stats.collect(),
             pollers: pollers.collect(),
@@ -203,7 +203,7 @@ fn snapshot() -> Snapshot {
                 ..DriveStats::default()
             }],
         },
-        ..Snapshot::default()
+        ..MetricsSnapshot::default()
     }
 }
 

@@ -7,26 +7,27 @@ use std::sync::Arc;
 use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
 use nvme_mpt::{EventReader, Gpa, MemoryKinds};
 use thiserror::Error;
-use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlState, NvmeFunction, TakeUpError};
+use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlRestoreError, ControlState, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::kept::function::{
-    Interrupts, KeptClient, KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError,
+    ControlStateSaver, InterruptType, NumberedRegion, PersistedFunction, RestoreError,
+    RestoredClient, RestoredVector,
 };
-use crate::stats::Stall;
-use nvme_mpt::interrupt::{ClientSignals, PinFall};
+use crate::stats::GuestPause;
+use nvme_mpt::interrupt::{ClientSignals, PinDeassertion};
 use nvme_mpt::memory::crash::CrashRecord;
 use nvme_mpt::memory::user_faults::MemoryHolder;
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
 use vfio_user_server::{
-    ClientProcess, Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo,
-    MappableArea, Region, RegionIndex,
+    ClientProcess, DeviceRegion, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex,
+    IrqInfo, MappableArea, RegionIndex, VfioUserDevice,
 };
 
 /// Error of restoring a function.
 #[derive(Debug, Error)]
-pub(crate) enum ResumeError {
+pub(crate) enum FunctionResumeError {
     /// The client's memory cannot be mapped.
     #[error(transparent)]
     Memory(#[from] DmaError),
@@ -40,10 +41,10 @@ pub(crate) enum ResumeError {
     },
     /// The controller's state cannot be restored.
     #[error(transparent)]
-    State(#[from] TakeUpError),
+    State(#[from] ControlRestoreError),
     /// The stored state is invalid.
     #[error(transparent)]
-    Survivor(#[from] SurvivorError),
+    Survivor(#[from] RestoreError),
     /// The client's connection cannot be resumed.
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
@@ -52,7 +53,7 @@ pub(crate) enum ResumeError {
     Io(#[from] io::Error),
 }
 
-impl ResumeError {
+impl FunctionResumeError {
     /// Returns whether the host or the drive lacks a resource, so that a later attempt may succeed.
     pub(crate) fn may_pass(&self) -> bool {
         let lacks_room = matches!(self, Self::Memory(error) if error.lacks_room());
@@ -61,7 +62,7 @@ impl ResumeError {
 }
 
 /// A vfio-user device with a control thread.
-pub(crate) trait Served: Device {
+pub(crate) trait ControlledDevice: VfioUserDevice {
     fn function(&self) -> &NvmeFunction;
 
     fn function_mut(&mut self) -> &mut NvmeFunction;
@@ -70,7 +71,7 @@ pub(crate) trait Served: Device {
     fn forget(&self);
 
     /// Returns the pause during which the function was restored, if any.
-    fn stall(&self) -> Option<Stall>;
+    fn stall(&self) -> Option<GuestPause>;
 
     /// Returns the function's crash record, if its state outlives the process.
     fn crashes(&self) -> Option<CrashRecord>;
@@ -86,18 +87,18 @@ pub(crate) trait Served: Device {
 #[derive(Debug)]
 pub struct NvmeDevice {
     function: NvmeFunction,
-    registers: Region,
+    registers: DeviceRegion,
     /// Signals the client's eventfds.
     signals: Arc<ClientSignals>,
     /// Type of the connected interrupts.
-    interrupts: Interrupts,
+    interrupts: InterruptType,
     acknowledged: Option<Arc<EventFd>>,
     /// State stored for the next process, if there is a keeper.
-    kept: Option<Arc<KeptFunction>>,
+    kept: Option<Arc<PersistedFunction>>,
     /// Kinds of memory files that the function accepts, and that are therefore stored.
     memory: MemoryKinds,
     /// Pause during which the function was restored.
-    stall: Option<Stall>,
+    stall: Option<GuestPause>,
     /// Value of the admin command counter when the client connected.
     admin_before: u64,
 }
@@ -119,7 +120,7 @@ impl NvmeDevice {
         };
         let id = function.host().stats().id;
         let signals = ClientSignals::new(&id, EventReader::Trusted);
-        let registers = Region {
+        let registers = DeviceRegion {
             size: function.bar_size(Bar::Registers),
             readable: true,
             writable: true,
@@ -129,7 +130,7 @@ impl NvmeDevice {
             function,
             registers,
             signals,
-            interrupts: Interrupts::default(),
+            interrupts: InterruptType::default(),
             acknowledged: None,
             kept: None,
             memory: MemoryKinds::default(),
@@ -140,8 +141,8 @@ impl NvmeDevice {
 
     /// Stores the function's state with the keeper from now on. `memory` are the kinds of memory files that the function
     /// accepts.
-    pub(crate) fn kept(mut self, kept: Arc<KeptFunction>, memory: MemoryKinds) -> Self {
-        let keeper = StoreBetween(kept.clone());
+    pub(crate) fn kept(mut self, kept: Arc<PersistedFunction>, memory: MemoryKinds) -> Self {
+        let keeper = ControlStateSaver(kept.clone());
         self.function.keep_with(Box::new(keeper));
         self.kept = Some(kept);
         self.memory = memory;
@@ -155,10 +156,10 @@ impl NvmeDevice {
     /// then.
     pub(crate) fn take_up(
         &mut self,
-        client: KeptClient,
+        client: RestoredClient,
         control: &ControlState,
-    ) -> Result<(), ResumeError> {
-        let KeptClient {
+    ) -> Result<(), FunctionResumeError> {
+        let RestoredClient {
             user,
             regions,
             vectors,
@@ -181,12 +182,12 @@ impl NvmeDevice {
         let known = self.function.vectors();
         if vectors.len() > known.len() {
             let (had, has) = (vectors.len(), known.len());
-            return Err(ResumeError::Vectors { had, has });
+            return Err(FunctionResumeError::Vectors { had, has });
         }
         self.interrupts = interrupts;
         self.acknowledged = acknowledged.map(Arc::new);
         self.follow_interrupts();
-        for (vector, KeptVector { masked, eventfd }) in known.iter().zip(vectors) {
+        for (vector, RestoredVector { masked, eventfd }) in known.iter().zip(vectors) {
             vector.set_masked(masked);
             if let Some(eventfd) = eventfd {
                 vector.set_client(self.signals.eventfd(eventfd));
@@ -205,7 +206,7 @@ impl NvmeDevice {
     }
 
     /// Sets the pause that ended with [`Self::take_up`].
-    pub(crate) fn set_stall(&mut self, stall: Stall) {
+    pub(crate) fn set_stall(&mut self, stall: GuestPause) {
         self.stall = Some(stall);
     }
 
@@ -223,15 +224,15 @@ impl NvmeDevice {
     /// Makes the first vector an INTx pin or not, as the client has connected it.
     fn follow_interrupts(&self) {
         let fall = match &self.acknowledged {
-            Some(_) => PinFall::Acknowledgement,
-            None => PinFall::Access,
+            Some(_) => PinDeassertion::Acknowledgement,
+            None => PinDeassertion::Access,
         };
-        let is_pin = self.interrupts == Interrupts::Pin;
+        let is_pin = self.interrupts == InterruptType::Pin;
         self.function.set_pin(is_pin.then_some(fall));
     }
 
     /// Switches the interrupt type. Disconnects interrupts of the previous type, as only one type can be active.
-    fn switch_to(&mut self, interrupts: Interrupts) {
+    fn switch_to(&mut self, interrupts: InterruptType) {
         if interrupts == self.interrupts {
             return;
         }
@@ -264,7 +265,7 @@ impl NvmeDevice {
     /// result for the next process.
     fn connect(
         &mut self,
-        interrupts: Interrupts,
+        interrupts: InterruptType,
         start: usize,
         count: usize,
         fds: Vec<OwnedFd>,
@@ -280,7 +281,7 @@ impl NvmeDevice {
             let shared = shared.collect::<io::Result<Vec<_>>>()?;
             kept.connect(start, count, &shared)?;
         }
-        if interrupts == Interrupts::Pin {
+        if interrupts == InterruptType::Pin {
             // Reconnecting sets the pin's level low.
             self.follow_interrupts();
         }
@@ -308,7 +309,7 @@ impl NvmeDevice {
         if let Some(kept) = &self.kept {
             kept.set_masked(number, masked);
         }
-        if !masked && self.interrupts == Interrupts::Pin {
+        if !masked && self.interrupts == InterruptType::Pin {
             self.function.end_of_interrupt();
         }
     }
@@ -320,7 +321,7 @@ impl NvmeDevice {
             vector.set_eventfd(None);
             vector.set_masked(false);
         }
-        self.interrupts = Interrupts::default();
+        self.interrupts = InterruptType::default();
         self.acknowledged = None;
         self.follow_interrupts();
         // Reset first, so that no queue uses unmapped memory.
@@ -336,7 +337,7 @@ impl NvmeDevice {
     }
 }
 
-impl Served for NvmeDevice {
+impl ControlledDevice for NvmeDevice {
     fn function(&self) -> &NvmeFunction {
         &self.function
     }
@@ -351,7 +352,7 @@ impl Served for NvmeDevice {
         }
     }
 
-    fn stall(&self) -> Option<Stall> {
+    fn stall(&self) -> Option<GuestPause> {
         self.stall
     }
 
@@ -365,23 +366,23 @@ impl Served for NvmeDevice {
     }
 }
 
-impl Device for NvmeDevice {
-    fn region(&self, index: RegionIndex) -> Region {
+impl VfioUserDevice for NvmeDevice {
+    fn region(&self, index: RegionIndex) -> DeviceRegion {
         match index {
             RegionIndex::Bar0 => self.registers.clone(),
-            RegionIndex::Bar4 => Region {
+            RegionIndex::Bar4 => DeviceRegion {
                 size: self.function.bar_size(Bar::Msix),
                 readable: true,
                 writable: true,
                 mappable: None,
             },
-            RegionIndex::Config => Region {
+            RegionIndex::Config => DeviceRegion {
                 size: CONFIG_SPACE_SIZE,
                 readable: true,
                 writable: true,
                 mappable: None,
             },
-            _ => Region::default(),
+            _ => DeviceRegion::default(),
         }
     }
 
@@ -428,7 +429,7 @@ impl Device for NvmeDevice {
         let is_kept = self.memory.admits(fd.as_fd());
         let kept = self.kept.as_ref().filter(|_| is_kept);
         let kept = kept.map(|kept| -> io::Result<_> {
-            let region = KeptRegion {
+            let region = NumberedRegion {
                 gpa,
                 len: size,
                 file: kept.keep_file(&fd)?,
@@ -495,9 +496,9 @@ impl Device for NvmeDevice {
             data,
         } = command;
         let interrupts = match index {
-            IrqIndex::Intx => Interrupts::Pin,
-            IrqIndex::Msi => Interrupts::Msi,
-            IrqIndex::Msix => Interrupts::Msix,
+            IrqIndex::Intx => InterruptType::Pin,
+            IrqIndex::Msi => InterruptType::Msi,
+            IrqIndex::Msix => InterruptType::Msix,
             // The device has no such interrupts, but clients disconnect them anyway.
             IrqIndex::Err | IrqIndex::Req => return Ok(()),
         };
@@ -530,10 +531,10 @@ impl Device for NvmeDevice {
                 }
                 Ok(())
             }
-            (IrqAction::Unmask, IrqData::Connect(fds)) if interrupts == Interrupts::Pin => {
+            (IrqAction::Unmask, IrqData::Connect(fds)) if interrupts == InterruptType::Pin => {
                 self.acknowledge_by(fds)
             }
-            (IrqAction::Unmask, IrqData::Disconnect) if interrupts == Interrupts::Pin => {
+            (IrqAction::Unmask, IrqData::Disconnect) if interrupts == InterruptType::Pin => {
                 self.acknowledge_by(Vec::new())
             }
             // Eventfds for masking exist only for the INTx pin, which masks itself.
@@ -625,7 +626,7 @@ fn invalid() -> io::Error {
 }
 
 /// Returns advice to log if the client probably left because BAR0 cannot be mapped.
-fn advice(registers: &Region, sent_nothing: bool) -> Option<&'static str> {
+fn advice(registers: &DeviceRegion, sent_nothing: bool) -> Option<&'static str> {
     (sent_nothing && registers.mappable.is_none()).then_some(
         "The client left without an admin command. SPDK's driver leaves so where it cannot map BAR0: it needs \
          doorbells=mapped",
@@ -637,18 +638,20 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
-    use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+    use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
     use nvme_mpt::range::ByteRange;
     use nvme_mpt::spec::ids::QueueId;
     use nvme_mpt::spec::registers::Doorbell;
-    use nvme_mpt::{Attachment, AttachmentConfig, DoorbellMode, Learning, PollPolicy, Pollers};
+    use nvme_mpt::{
+        AdaptivePolicies, DoorbellMode, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool,
+    };
     use nvme_mpt_vmm::drives::{self, DriveOptions};
-    use vfio_user_server::Journal;
+    use vfio_user_server::RequestLog;
     use vmm_device::MsixMasking;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::kept::function::Shelf;
+    use crate::kept::function::FdStoreKey;
 
     const QUEUE_PAIRS: u16 = 4;
     /// Controller Configuration (Base 2.0, section 3.1.3.5), with entry sizes as they must be.
@@ -662,13 +665,13 @@ mod tests {
                 id: "test",
                 drive: drive.identity(),
                 nsid: drive.namespace().nsid,
-                wanted: Wanted::At(ByteRange::new(0, 1 << 20).unwrap()),
+                wanted: RequestedBytes::At(ByteRange::new(0, 1 << 20).unwrap()),
                 lba_shift: drive.lba_shift(),
                 blocks: drive.blocks(),
-                former_data: nvme_mpt::lease::FormerData::Kept,
+                former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
             })
             .unwrap();
-        let attachment = Attachment::new(AttachmentConfig {
+        let attachment = LocalBackend::new(LocalBackendConfig {
             drive,
             lease,
             queue_pairs: QUEUE_PAIRS,
@@ -677,8 +680,8 @@ mod tests {
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells,
             poll: PollPolicy::default(),
-            learning: Learning::default(),
-            pollers: Pollers::new(),
+            learning: AdaptivePolicies::default(),
+            pollers: PollerPool::new(),
             memory: nvme_mpt::MemoryKinds::default(),
             memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
@@ -745,14 +748,14 @@ mod tests {
             source: full,
         };
         for error in [DmaError::NoIova { len }, full] {
-            assert!(ResumeError::from(error).may_pass());
+            assert!(FunctionResumeError::from(error).may_pass());
         }
-        assert!(!ResumeError::from(DmaError::InvalidRegion { gpa, len }).may_pass());
+        assert!(!FunctionResumeError::from(DmaError::InvalidRegion { gpa, len }).may_pass());
     }
 
     #[test]
     fn a_client_that_leaves_without_a_command_is_told_about_mapped_doorbells() {
-        let registers = |mappable| Region {
+        let registers = |mappable| DeviceRegion {
             size: 1 << 14,
             readable: true,
             writable: true,
@@ -852,11 +855,11 @@ mod tests {
     #[test]
     fn memory_whose_faults_may_wait_does_not_go_to_the_keeper() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let device = device(DoorbellMode::Shadow);
         let shared = device.function().host().shared();
-        let journal = Journal::new().unwrap();
-        let kept = KeptFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
+        let journal = RequestLog::new().unwrap();
+        let kept = PersistedFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
         let kept = Arc::new(kept);
         let mut device = device.kept(kept.clone(), MemoryKinds::Resident);
         assert_eq!(errno(device.dma_map(on_disk())), Some(libc::EPERM));
@@ -869,11 +872,11 @@ mod tests {
     #[test]
     fn the_keeper_lets_go_of_memory_that_the_client_has_no_more() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let device = device(DoorbellMode::Shadow);
         let shared = device.function().host().shared();
-        let journal = Journal::new().unwrap();
-        let kept = KeptFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
+        let journal = RequestLog::new().unwrap();
+        let kept = PersistedFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
         let kept = Arc::new(kept);
         let mut device = device.kept(kept.clone(), MemoryKinds::Resident);
         let commit = |device: &mut NvmeDevice, left: usize| {

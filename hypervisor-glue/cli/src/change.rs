@@ -2,14 +2,14 @@
 
 use std::path::PathBuf;
 
-use nvme_mpt::lease::Extents;
+use nvme_mpt::lease::LeaseExtents;
 use nvme_mpt::range::ByteRange;
 use serde::{Deserialize, Serialize};
 
 /// A change of a server's functions.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Change {
+pub enum FunctionChange {
     /// Adds a function.
     Add {
         /// Option string with absolute paths.
@@ -58,25 +58,25 @@ pub enum Change {
 /// Result of a change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Changed {
-    /// Result of [`Change::Add`].
+pub enum ChangeResult {
+    /// Result of [`FunctionChange::AddArgs`].
     Added(FunctionEntry),
-    /// Result of [`Change::Remove`].
+    /// Result of [`FunctionChange::RemoveArgs`].
     Removed {
         /// The removed function.
         function: FunctionEntry,
         /// Error of the function's end, if any, as text.
         trouble: Option<String>,
     },
-    /// Result of [`Change::Limit`].
+    /// Result of [`FunctionChange::LimitArgs`].
     Limited(FunctionEntry),
-    /// Result of [`Change::Resize`].
+    /// Result of [`FunctionChange::ResizeArgs`].
     Resized(FunctionEntry),
-    /// Result of [`Change::Reserve`].
-    Reserved(Reserved),
-    /// Result of [`Change::Reload`].
-    Reloaded(Reloaded),
-    /// Result of [`Change::Upgrade`].
+    /// Result of [`FunctionChange::ReserveArgs`].
+    Reserved(ReservedLease),
+    /// Result of [`FunctionChange::ReloadArgs`].
+    Reloaded(ReloadResult),
+    /// Result of [`FunctionChange::UpgradeArgs`].
     Upgraded {
         /// Process id of the successor.
         process: u32,
@@ -88,7 +88,7 @@ pub enum Changed {
 
 /// Result of a reload. Functions are listed by id.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reloaded {
+pub struct ReloadResult {
     /// New functions.
     pub added: Vec<String>,
     /// Functions restarted with changed options.
@@ -108,7 +108,7 @@ pub struct Reloaded {
 /// Where a function or drive is declared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Origin {
+pub enum DeclarationSource {
     /// An argument of `nvme-mpt serve`.
     CommandLine,
     /// The `--config` file.
@@ -122,7 +122,7 @@ pub enum Origin {
 /// State of a function.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum FunctionState {
+pub enum FunctionStatus {
     /// No VMM is connected.
     Waiting,
     /// A VMM is connected.
@@ -149,14 +149,14 @@ pub struct FunctionEntry {
     pub range: Option<ByteRange>,
     /// Leased extents of the drive, in the order of the guest's blocks. `None` if the function failed.
     #[serde(default)]
-    pub extents: Option<Extents>,
+    pub extents: Option<LeaseExtents>,
     /// Where the function is declared.
-    pub origin: Origin,
+    pub origin: DeclarationSource,
     /// Limits, as in `iops=20000,bandwidth=100M`. Empty if there are none.
     #[serde(default)]
     pub limits: String,
     /// Its state.
-    pub state: FunctionState,
+    pub state: FunctionStatus,
     /// Description in one line.
     pub summary: String,
     /// Difference from the configuration file, which `nvme-mpt reload` would apply.
@@ -166,7 +166,7 @@ pub struct FunctionEntry {
 
 /// A lease that is reserved for a user's VMMs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reserved {
+pub struct ReservedLease {
     /// Id of the lease.
     pub id: String,
     /// User id of the owner.
@@ -174,12 +174,12 @@ pub struct Reserved {
     /// The drive, as in `path=`.
     pub drive: String,
     /// Extents of the drive, in the order of the guest's blocks.
-    pub extents: Extents,
+    pub extents: LeaseExtents,
 }
 
 impl FunctionEntry {
     /// Updates the extents and the description of the lease.
-    pub(crate) fn set_extents(&mut self, extents: Extents, summary: String) {
+    pub(crate) fn set_extents(&mut self, extents: LeaseExtents, summary: String) {
         self.range = extents.only();
         self.extents = Some(extents);
         self.summary = summary;

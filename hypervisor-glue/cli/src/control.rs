@@ -27,13 +27,13 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::change::{Change, Changed, FunctionEntry};
+use crate::change::{ChangeResult, FunctionChange, FunctionEntry};
 use crate::faults::{DriveFaults, FaultRequest};
 use crate::logging::LogFilter;
 use crate::owner::user_name;
-use crate::room::DriveRoom;
+use crate::room::DriveCapacity;
 use crate::stats::ServerStats;
-use vfio_user_server::Listener;
+use vfio_user_server::SocketListener;
 
 /// Maximum number of connected clients. A further client replaces the oldest.
 const CLIENTS_MAX: usize = 64;
@@ -128,7 +128,7 @@ pub enum ControlError {
 /// A client's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
-enum Request {
+enum ControlRequest {
     /// Report the statistics.
     Stats {},
     /// List or change injected faults.
@@ -158,34 +158,34 @@ enum Request {
     /// Change the functions.
     Change {
         /// The change.
-        change: Change,
+        change: FunctionChange,
     },
 }
 
 /// A server's answer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Answer {
-    /// Answer to [`Request::Stats`].
+enum ControlAnswer {
+    /// Answer to [`ControlRequest::StatsArgs`].
     Stats(ServerStats),
-    /// Answer to [`Request::Faults`]: the faults of all drives that support injection.
+    /// Answer to [`ControlRequest::Faults`]: the faults of all drives that support injection.
     Faults(Vec<DriveFaults>),
-    /// Answer to [`Request::List`].
+    /// Answer to [`ControlRequest::ListArgs`].
     List(Vec<FunctionEntry>),
-    /// Answer to [`Request::Log`]: the filter in effect.
+    /// Answer to [`ControlRequest::Log`]: the filter in effect.
     Log(String),
-    /// Answer to [`Request::Room`].
-    Room(Vec<DriveRoom>),
-    /// Answer to [`Request::Adopt`]: the server starts storing its descriptors with the new keeper.
+    /// Answer to [`ControlRequest::Room`].
+    Room(Vec<DriveCapacity>),
+    /// Answer to [`ControlRequest::Adopt`]: the server starts storing its descriptors with the new keeper.
     Adopted(()),
-    /// Answer to [`Request::Change`].
-    Changed(Changed),
+    /// Answer to [`ControlRequest::Change`].
+    Changed(ChangeResult),
     /// The request is invalid or failed.
     Error(String),
 }
 
 /// Implementation of the control socket's requests.
-pub trait Service: Send + 'static {
+pub trait ControlService: Send + 'static {
     /// Returns the statistics.
     fn stats(&self) -> ServerStats;
 
@@ -208,7 +208,7 @@ pub trait Service: Send + 'static {
     ///
     /// # Errors
     /// Returns the reason as text.
-    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String>;
+    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String>;
 
     /// Switches to a new keeper, as the previous one has ended. Must not send the new keeper any message before it returns.
     ///
@@ -217,29 +217,29 @@ pub trait Service: Send + 'static {
     fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String>;
 
     /// Starts a change of the functions, and replies when it is done.
-    fn change(&self, change: Change, reply: Reply);
+    fn change(&self, change: FunctionChange, reply: ChangeReply);
 }
 
 /// Reply channel to the client that requested a change.
 #[derive(Debug)]
-pub struct Reply {
+pub struct ChangeReply {
     stream: UnixStream,
     late: Arc<LateAnswers>,
 }
 
-impl Reply {
+impl ChangeReply {
     /// Sends the result, or the reason of the failure. Does not block: if the client's socket is full, the control thread sends
     /// the rest.
-    pub fn send(self, result: Result<Changed, String>) {
+    pub fn send(self, result: Result<ChangeResult, String>) {
         let answer = match result {
-            Ok(changed) => Answer::Changed(changed),
-            Err(reason) => Answer::Error(reason),
+            Ok(changed) => ControlAnswer::Changed(changed),
+            Err(reason) => ControlAnswer::Error(reason),
         };
         let Self { stream, late } = self;
-        let exchange = Exchange::answer(&answer);
+        let exchange = ControlExchange::answer(&answer);
         let sent = exchange.and_then(|mut exchange| match exchange.write(&stream)? {
             true => Ok(()),
-            false => late.hand_in(Client { stream, exchange }),
+            false => late.hand_in(ControlClient { stream, exchange }),
         });
         if let Err(error) = sent {
             log::info!("A control client was gone before its change was done: {error}");
@@ -250,17 +250,17 @@ impl Reply {
 /// Clients with a partly sent answer to a change, on their way to the control thread.
 #[derive(Debug)]
 struct LateAnswers {
-    clients: Mutex<Vec<Client>>,
+    clients: Mutex<Vec<ControlClient>>,
     came: EventFd,
 }
 
 impl LateAnswers {
-    fn clients(&self) -> MutexGuard<'_, Vec<Client>> {
+    fn clients(&self) -> MutexGuard<'_, Vec<ControlClient>> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn hand_in(&self, client: Client) -> io::Result<()> {
+    fn hand_in(&self, client: ControlClient) -> io::Result<()> {
         self.clients().push(client);
         self.came.write(1)
     }
@@ -268,7 +268,7 @@ impl LateAnswers {
 
 /// A bound control socket. Connections queue until it is served.
 #[derive(Debug)]
-pub struct ControlListener(Listener);
+pub struct ControlListener(SocketListener);
 
 impl ControlListener {
     /// Binds a socket at `path`.
@@ -276,7 +276,9 @@ impl ControlListener {
     /// # Errors
     /// The socket cannot be bound.
     pub fn bind(path: &Path) -> Result<Self, ControlError> {
-        Listener::bind(path).map(Self).map_err(ControlError::Offer)
+        SocketListener::bind(path)
+            .map(Self)
+            .map_err(ControlError::Offer)
     }
 }
 
@@ -292,7 +294,10 @@ impl ControlServer {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn start(listener: ControlListener, service: impl Service) -> Result<Self, ControlError> {
+    pub fn start(
+        listener: ControlListener,
+        service: impl ControlService,
+    ) -> Result<Self, ControlError> {
         let ControlListener(listener) = listener;
         let stop =
             EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
@@ -302,7 +307,7 @@ impl ControlServer {
             clients: Mutex::default(),
             came,
         };
-        let clients = Clients {
+        let clients = ControlClients {
             listener,
             late: Arc::new(late),
             stop: stop.try_clone().map_err(ControlError::Thread)?,
@@ -344,26 +349,26 @@ impl Drop for ControlServer {
 }
 
 /// State of the control thread.
-struct Clients<S> {
-    listener: Listener,
+struct ControlClients<S> {
+    listener: SocketListener,
     late: Arc<LateAnswers>,
     stop: EventFd,
     stopped: bool,
     /// Connected clients, oldest first.
-    clients: VecDeque<Client>,
+    clients: VecDeque<ControlClient>,
     service: S,
 }
 
 /// A client with a non-blocking stream.
 #[derive(Debug)]
-struct Client {
+struct ControlClient {
     stream: UnixStream,
-    exchange: Exchange,
+    exchange: ControlExchange,
 }
 
 /// Progress of a client's request and answer.
 #[derive(Debug)]
-enum Exchange {
+enum ControlExchange {
     /// The request is incomplete. Holds the received part.
     Asking(Vec<u8>),
     /// The answer is partly sent.
@@ -375,8 +380,8 @@ enum Exchange {
     },
 }
 
-impl Exchange {
-    fn answer(answer: &Answer) -> io::Result<Self> {
+impl ControlExchange {
+    fn answer(answer: &ControlAnswer) -> io::Result<Self> {
         let mut answer = serde_json::to_vec(answer)?;
         answer.push(b'\n');
         Ok(Self::Answered { answer, taken: 0 })
@@ -401,16 +406,16 @@ impl Exchange {
 }
 
 /// Next step for a client that made progress.
-enum Step {
+enum ControlClientStep {
     /// Wait for these events.
     Waits(EventSet),
     /// Disconnect: the client has its answer, or sent nothing.
     Done,
     /// Hand the change to the service, which replies.
-    Changes(Change),
+    Changes(FunctionChange),
 }
 
-impl<S: Service> MutEventSubscriber for Clients<S> {
+impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
     fn init(&mut self, ops: &mut EventOps) {
         for events in [
             Events::new(&self.listener, EventSet::IN),
@@ -438,8 +443,8 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
         } else if fd == self.listener.as_raw_fd() {
             match self.listener.accept() {
                 Ok(Some(stream)) => {
-                    let exchange = Exchange::Asking(Vec::new());
-                    self.wait_for(Client { stream, exchange }, EventSet::IN, ops);
+                    let exchange = ControlExchange::Asking(Vec::new());
+                    self.wait_for(ControlClient { stream, exchange }, EventSet::IN, ops);
                 }
                 Ok(None) => {}
                 Err(error) => log::warn!("Cannot accept a control client: {error}"),
@@ -450,9 +455,9 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
     }
 }
 
-impl<S: Service> Clients<S> {
+impl<S: ControlService> ControlClients<S> {
     /// Adds a client and waits for its events. Disconnects the oldest client if there are too many.
-    fn wait_for(&mut self, client: Client, events: EventSet, ops: &mut EventOps) {
+    fn wait_for(&mut self, client: ControlClient, events: EventSet, ops: &mut EventOps) {
         if self.clients.len() >= CLIENTS_MAX && self.take(0, ops).is_some() {
             log::warn!(
                 "{CLIENTS_MAX} control clients have not asked, or not taken their answers: the first one is disconnected"
@@ -466,7 +471,7 @@ impl<S: Service> Clients<S> {
 
     /// Removes a client and stops waiting for its events.
     fn take(&mut self, index: usize, ops: &mut EventOps) -> Option<UnixStream> {
-        let Client { stream, .. } = self.clients.remove(index)?;
+        let ControlClient { stream, .. } = self.clients.remove(index)?;
         if let Err(error) = ops.remove(Events::new(&stream, EventSet::IN)) {
             log::warn!("A control client is still waited for: {error}");
         }
@@ -482,67 +487,77 @@ impl<S: Service> Clients<S> {
         };
         let step = client.go_on(&self.service);
         let waited = match &step {
-            Ok(Step::Waits(events)) => ops.modify(Events::new(&client.stream, *events)),
+            Ok(ControlClientStep::Waits(events)) => {
+                ops.modify(Events::new(&client.stream, *events))
+            }
             _ => Ok(()),
         };
-        if let (Ok(Step::Waits(_)), Ok(())) = (&step, &waited) {
+        if let (Ok(ControlClientStep::Waits(_)), Ok(())) = (&step, &waited) {
             return Ok(());
         }
         let stream = self.take(index, ops);
         waited.map_err(io::Error::other)?;
-        if let (Step::Changes(change), Some(stream)) = (step?, stream) {
+        if let (ControlClientStep::Changes(change), Some(stream)) = (step?, stream) {
             let late = self.late.clone();
-            self.service.change(change, Reply { stream, late });
+            self.service.change(change, ChangeReply { stream, late });
         }
         Ok(())
     }
 }
 
-impl Client {
+impl ControlClient {
     /// Receives a part of the request, or sends a part of the answer.
-    fn go_on(&mut self, service: &impl Service) -> io::Result<Step> {
-        if let Exchange::Asking(request) = &mut self.exchange {
+    fn go_on(&mut self, service: &impl ControlService) -> io::Result<ControlClientStep> {
+        if let ControlExchange::Asking(request) = &mut self.exchange {
             match read_part(&self.stream, request, REQUEST_MAX) {
-                Ok(Progress::Whole) => {}
-                Ok(Progress::Part) => return Ok(Step::Waits(EventSet::IN)),
+                Ok(LineProgress::Whole) => {}
+                Ok(LineProgress::Part) => return Ok(ControlClientStep::Waits(EventSet::IN)),
                 // A connection without a request, as `listening_process` makes to find the server's process.
-                Ok(Progress::Nothing) => return Ok(Step::Done),
+                Ok(LineProgress::Nothing) => return Ok(ControlClientStep::Done),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Ok(Step::Waits(EventSet::IN));
+                    return Ok(ControlClientStep::Waits(EventSet::IN));
                 }
                 Err(error) => return Err(error),
             }
             let answer = match serde_json::from_slice(request) {
                 Ok(request) => match answer(service, request) {
                     Ok(answer) => answer,
-                    Err(change) => return Ok(Step::Changes(change)),
+                    Err(change) => return Ok(ControlClientStep::Changes(change)),
                 },
-                Err(error) => Answer::Error(format!(
+                Err(error) => ControlAnswer::Error(format!(
                     "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
                 )),
             };
-            self.exchange = Exchange::answer(&answer)?;
+            self.exchange = ControlExchange::answer(&answer)?;
         }
         Ok(match self.exchange.write(&self.stream)? {
-            true => Step::Done,
-            false => Step::Waits(EventSet::OUT),
+            true => ControlClientStep::Done,
+            false => ControlClientStep::Waits(EventSet::OUT),
         })
     }
 }
 
 /// Returns the answer to a request. Returns a requested change as the error.
-fn answer(service: &impl Service, request: Request) -> Result<Answer, Change> {
-    let or_reason = |answer: Result<Answer, String>| answer.unwrap_or_else(Answer::Error);
+fn answer(
+    service: &impl ControlService,
+    request: ControlRequest,
+) -> Result<ControlAnswer, FunctionChange> {
+    let or_reason =
+        |answer: Result<ControlAnswer, String>| answer.unwrap_or_else(ControlAnswer::Error);
     Ok(match request {
-        Request::Stats {} => Answer::Stats(service.stats()),
-        Request::Faults { request } => or_reason(service.faults(&request).map(Answer::Faults)),
-        Request::List {} => Answer::List(service.list()),
-        Request::Log { filter } => or_reason(service.log(filter.as_deref()).map(Answer::Log)),
-        Request::Room { unit } => or_reason(service.room(unit).map(Answer::Room)),
-        Request::Adopt { keeper, max } => {
-            or_reason(service.adopt(&keeper, max).map(Answer::Adopted))
+        ControlRequest::Stats {} => ControlAnswer::Stats(service.stats()),
+        ControlRequest::Faults { request } => {
+            or_reason(service.faults(&request).map(ControlAnswer::Faults))
         }
-        Request::Change { change } => return Err(change),
+        ControlRequest::List {} => ControlAnswer::List(service.list()),
+        ControlRequest::Log { filter } => {
+            or_reason(service.log(filter.as_deref()).map(ControlAnswer::Log))
+        }
+        ControlRequest::Room { unit } => or_reason(service.room(unit).map(ControlAnswer::Room)),
+        ControlRequest::Adopt { keeper, max } => {
+            or_reason(service.adopt(&keeper, max).map(ControlAnswer::Adopted))
+        }
+        ControlRequest::Change { change } => return Err(change),
     })
 }
 
@@ -551,8 +566,8 @@ fn answer(service: &impl Service, request: Request) -> Result<Answer, Change> {
 /// # Errors
 /// There is no server, or its answer cannot be understood.
 pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
-    match ask(path, &Request::Stats {})? {
-        Answer::Stats(stats) => Ok(stats),
+    match ask(path, &ControlRequest::Stats {})? {
+        ControlAnswer::Stats(stats) => Ok(stats),
         other => Err(other.unexpected(path)),
     }
 }
@@ -563,8 +578,8 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
 /// There is no server, or it refuses the keeper.
 pub fn offer_keeper(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlError> {
     let keeper = keeper.to_owned();
-    match ask(path, &Request::Adopt { keeper, max })? {
-        Answer::Adopted(()) => Ok(()),
+    match ask(path, &ControlRequest::Adopt { keeper, max })? {
+        ControlAnswer::Adopted(()) => Ok(()),
         other => Err(other.unexpected(path)),
     }
 }
@@ -606,8 +621,8 @@ pub fn await_server(path: &Path, before: Option<u32>, process: u32) -> Result<()
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
 pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFaults>, ControlError> {
-    match ask(path, &Request::Faults { request })? {
-        Answer::Faults(faults) => Ok(faults),
+    match ask(path, &ControlRequest::Faults { request })? {
+        ControlAnswer::Faults(faults) => Ok(faults),
         other => Err(other.unexpected(path)),
     }
 }
@@ -617,8 +632,8 @@ pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFault
 /// # Errors
 /// There is no server, or its answer cannot be understood.
 pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> {
-    match ask(path, &Request::List {})? {
-        Answer::List(functions) => Ok(functions),
+    match ask(path, &ControlRequest::List {})? {
+        ControlAnswer::List(functions) => Ok(functions),
         other => Err(other.unexpected(path)),
     }
 }
@@ -629,8 +644,8 @@ pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> 
 /// There is no server, it refuses, or its answer cannot be understood.
 pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, ControlError> {
     let filter = filter.map(LogFilter::to_string);
-    match ask(path, &Request::Log { filter })? {
-        Answer::Log(filter) => Ok(filter),
+    match ask(path, &ControlRequest::Log { filter })? {
+        ControlAnswer::Log(filter) => Ok(filter),
         other => Err(other.unexpected(path)),
     }
 }
@@ -640,9 +655,12 @@ pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, Co
 ///
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
-pub fn query_room(path: &Path, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, ControlError> {
-    match ask(path, &Request::Room { unit })? {
-        Answer::Room(room) => Ok(room),
+pub fn query_room(
+    path: &Path,
+    unit: Option<NonZeroU64>,
+) -> Result<Vec<DriveCapacity>, ControlError> {
+    match ask(path, &ControlRequest::Room { unit })? {
+        ControlAnswer::Room(room) => Ok(room),
         other => Err(other.unexpected(path)),
     }
 }
@@ -651,14 +669,14 @@ pub fn query_room(path: &Path, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom
 ///
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
-pub fn request_change(path: &Path, change: Change) -> Result<Changed, ControlError> {
-    match ask(path, &Request::Change { change })? {
-        Answer::Changed(changed) => Ok(changed),
+pub fn request_change(path: &Path, change: FunctionChange) -> Result<ChangeResult, ControlError> {
+    match ask(path, &ControlRequest::Change { change })? {
+        ControlAnswer::Changed(changed) => Ok(changed),
         other => Err(other.unexpected(path)),
     }
 }
 
-impl Answer {
+impl ControlAnswer {
     /// Returns the error for an answer of another kind than the request.
     fn unexpected(self, path: &Path) -> ControlError {
         let reason = match self {
@@ -672,7 +690,7 @@ impl Answer {
     }
 }
 
-fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
+fn ask(path: &Path, request: &ControlRequest) -> Result<ControlAnswer, ControlError> {
     let no_server = |source: io::Error| match source.kind() {
         io::ErrorKind::PermissionDenied => ControlError::Permission {
             path: path.to_owned(),
@@ -693,10 +711,10 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
         source,
     };
     let stream = UnixStream::connect(path).map_err(no_server)?;
-    let mut line = Line::new(&stream, CLIENT_PATIENCE).map_err(no_answer)?;
+    let mut line = LineStream::new(&stream, CLIENT_PATIENCE).map_err(no_answer)?;
     let request_line = serde_json::to_vec(request).map_err(bad_answer)?;
     line.write(&request_line).map_err(no_answer)?;
-    if matches!(request, Request::Change { .. }) {
+    if matches!(request, ControlRequest::Change { .. }) {
         // A change may take arbitrarily long. A server that ends closes the connection.
         line.deadline = None;
     }
@@ -706,7 +724,7 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
 }
 
 /// Progress of receiving a line.
-enum Progress {
+enum LineProgress {
     /// The line is incomplete.
     Part,
     /// The line is complete.
@@ -716,10 +734,14 @@ enum Progress {
 }
 
 /// Receives a part of a line, without the line end.
-fn read_part(mut stream: &UnixStream, line: &mut Vec<u8>, limit: usize) -> io::Result<Progress> {
+fn read_part(
+    mut stream: &UnixStream,
+    line: &mut Vec<u8>,
+    limit: usize,
+) -> io::Result<LineProgress> {
     let mut chunk = [0; 4096];
     let count = match stream.read(&mut chunk) {
-        Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(Progress::Part),
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(LineProgress::Part),
         read => read?,
     };
     let end = chunk[..count].iter().position(|byte| *byte == b'\n');
@@ -728,21 +750,21 @@ fn read_part(mut stream: &UnixStream, line: &mut Vec<u8>, limit: usize) -> io::R
         return Err(io::ErrorKind::FileTooLarge.into());
     }
     match end {
-        Some(_) => Ok(Progress::Whole),
-        None if count > 0 => Ok(Progress::Part),
-        None if line.is_empty() => Ok(Progress::Nothing),
+        Some(_) => Ok(LineProgress::Whole),
+        None if count > 0 => Ok(LineProgress::Part),
+        None if line.is_empty() => Ok(LineProgress::Nothing),
         None => Err(io::ErrorKind::UnexpectedEof.into()),
     }
 }
 
 /// Sends and receives lines with a common deadline.
-struct Line<'stream> {
+struct LineStream<'stream> {
     stream: &'stream UnixStream,
     /// `None` to wait indefinitely.
     deadline: Option<Deadline>,
 }
 
-impl<'stream> Line<'stream> {
+impl<'stream> LineStream<'stream> {
     fn new(stream: &'stream UnixStream, patience: Duration) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         Ok(Self {
@@ -764,9 +786,9 @@ impl<'stream> Line<'stream> {
         loop {
             self.stream.set_read_timeout(self.time_left()?)?;
             match read_part(self.stream, &mut line, limit)? {
-                Progress::Part => {}
-                Progress::Whole => return Ok(Some(line)),
-                Progress::Nothing => return Ok(None),
+                LineProgress::Part => {}
+                LineProgress::Whole => return Ok(Some(line)),
+                LineProgress::Nothing => return Ok(None),
             }
         }
     }
@@ -794,12 +816,12 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;
-    use crate::change::Reloaded;
+    use crate::change::ReloadResult;
     use crate::stats::FunctionStats;
 
     /// Counts how often it was asked for figures, and has faults on one drive.
     #[derive(Default)]
-    struct Counting(AtomicU64);
+    struct CountingService(AtomicU64);
 
     /// Drive with more faults than a socket takes at once.
     const LONG: &str = "a drive with very many faults";
@@ -807,7 +829,7 @@ mod tests {
     /// Number of entries in the answer to a request about it.
     const LONG_LEN: usize = 100_000;
 
-    impl Service for Counting {
+    impl ControlService for CountingService {
         fn stats(&self) -> ServerStats {
             ServerStats {
                 functions: vec![FunctionStats {
@@ -851,15 +873,15 @@ mod tests {
             Vec::new()
         }
 
-        fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String> {
+        fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String> {
             match unit {
                 Some(_) => Ok(Vec::new()),
                 None => Err("no ledger".to_owned()),
             }
         }
 
-        fn change(&self, change: Change, reply: Reply) {
-            if let Change::Remove { id, .. } = &change
+        fn change(&self, change: FunctionChange, reply: ChangeReply) {
+            if let FunctionChange::Remove { id, .. } = &change
                 && id == LONG
             {
                 // From the control thread itself: a reply that waits would hold all others up.
@@ -867,7 +889,9 @@ mod tests {
             }
             // Far from the control thread, which serves others meanwhile.
             let answer = move || match change {
-                Change::Reload { .. } => reply.send(Ok(Changed::Reloaded(Reloaded::default()))),
+                FunctionChange::Reload { .. } => {
+                    reply.send(Ok(ChangeResult::Reloaded(ReloadResult::default())))
+                }
                 _ => reply.send(Err("not now".to_owned())),
             };
             start_thread("change", answer).unwrap();
@@ -876,7 +900,7 @@ mod tests {
 
     fn server(path: &Path) -> ControlServer {
         let listener = ControlListener::bind(path).unwrap();
-        ControlServer::start(listener, Counting::default()).unwrap()
+        ControlServer::start(listener, CountingService::default()).unwrap()
     }
 
     #[test]
@@ -911,17 +935,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        let reload = Change::Reload { force: false };
+        let reload = FunctionChange::Reload { force: false };
         let changed = request_change(&path, reload.clone()).unwrap();
-        assert_eq!(changed, Changed::Reloaded(Reloaded::default()));
+        assert_eq!(changed, ChangeResult::Reloaded(ReloadResult::default()));
         // A client that goes at once.
-        let mut line = serde_json::to_vec(&Request::Change { change: reload }).unwrap();
+        let mut line = serde_json::to_vec(&ControlRequest::Change { change: reload }).unwrap();
         line.push(b'\n');
         UnixStream::connect(&path)
             .unwrap()
             .write_all(&line)
             .unwrap();
-        let remove = Change::Remove {
+        let remove = FunctionChange::Remove {
             id: "a".to_owned(),
             force: false,
         };
@@ -1031,7 +1055,7 @@ mod tests {
             drive: LONG.to_owned(),
             plan: String::new(),
         };
-        let mut request = serde_json::to_vec(&Request::Faults { request: long }).unwrap();
+        let mut request = serde_json::to_vec(&ControlRequest::Faults { request: long }).unwrap();
         request.push(b'\n');
         late.write_all(&request).unwrap();
         // The server has begun to answer it.
@@ -1042,7 +1066,7 @@ mod tests {
         }
         let mut answer = "{".to_owned();
         BufReader::new(late).read_line(&mut answer).unwrap();
-        let Answer::Faults(faults) = serde_json::from_str(&answer).unwrap() else {
+        let ControlAnswer::Faults(faults) = serde_json::from_str(&answer).unwrap() else {
             panic!("{}", &answer[..100]);
         };
         assert_eq!(faults.len(), LONG_LEN);
@@ -1054,11 +1078,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        let change = Change::Remove {
+        let change = FunctionChange::Remove {
             id: LONG.to_owned(),
             force: false,
         };
-        let mut request = serde_json::to_vec(&Request::Change { change }).unwrap();
+        let mut request = serde_json::to_vec(&ControlRequest::Change { change }).unwrap();
         request.push(b'\n');
         let mut late = UnixStream::connect(&path).unwrap();
         late.write_all(&request).unwrap();
@@ -1069,7 +1093,7 @@ mod tests {
         }
         let mut answer = "{".to_owned();
         BufReader::new(late).read_line(&mut answer).unwrap();
-        let Answer::Error(reason) = serde_json::from_str(&answer).unwrap() else {
+        let ControlAnswer::Error(reason) = serde_json::from_str(&answer).unwrap() else {
             panic!("{}", &answer[..100]);
         };
         assert_eq!(reason.len(), LONG_LEN * 40);
@@ -1081,7 +1105,7 @@ mod tests {
             let (mut client, server) = UnixStream::pair().unwrap();
             client.write_all(sent).unwrap();
             drop(client);
-            Line::new(&server, CLIENT_PATIENCE)
+            LineStream::new(&server, CLIENT_PATIENCE)
                 .unwrap()
                 .read(REQUEST_MAX)
         };

@@ -4,7 +4,7 @@ use std::fmt;
 
 use nvme_mpt::range::Bytes;
 use nvme_vfio::function::{
-    HostRoot, KernelController, PciFunction, PciFunctionError, User, VFIO_PCI,
+    DiskUser, HostRoot, KernelController, PciFunction, PciFunctionError, VFIO_PCI,
 };
 use serde::Serialize;
 
@@ -103,7 +103,7 @@ fn in_the_way(root: &HostRoot, function: &PciFunction) -> Result<Vec<String>, Pc
         (None, Some(group)) if function.driver.as_deref() == Some(VFIO_PCI) => group.users(root),
         _ => Vec::new(),
     };
-    obstacles.extend(users.iter().map(User::to_string));
+    obstacles.extend(users.iter().map(DiskUser::to_string));
     if function.iommu_group.is_none() {
         obstacles.push(
             "no IOMMU: enable it in the firmware's setup and, on Intel, with intel_iommu=on"

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use nvme_mpt::Drive;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::SoftwareController;
-use nvme_software::faults::{FaultError, FaultPlan, FaultStats, Faults};
+use nvme_software::faults::{FaultError, FaultInjector, FaultPlan, FaultStats};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -98,7 +98,7 @@ pub fn carry_out(
     Ok(listed.collect())
 }
 
-fn find<'a>(path: &str, drives: &'a [Arc<Drive>]) -> Result<&'a Faults, FaultRequestError> {
+fn find<'a>(path: &str, drives: &'a [Arc<Drive>]) -> Result<&'a FaultInjector, FaultRequestError> {
     let wanted: Option<DrivePath> = path.parse().ok();
     let wanted = wanted.map_or_else(|| path.to_owned(), |path| path.to_string());
     let same = |drive: &&Arc<Drive>| drive.path() == wanted;
@@ -114,7 +114,7 @@ fn find<'a>(path: &str, drives: &'a [Arc<Drive>]) -> Result<&'a Faults, FaultReq
 }
 
 /// Returns a drive's faults, or `None` if it was opened without `faults=`.
-fn faults_of(drive: &Drive) -> Option<&Faults> {
+fn faults_of(drive: &Drive) -> Option<&FaultInjector> {
     SoftwareController::of(drive.controller())?.faults()
 }
 

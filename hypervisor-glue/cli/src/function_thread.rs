@@ -17,18 +17,18 @@ use vmm_device::rest::rest_all;
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::adaptor::Served;
+use crate::adaptor::ControlledDevice;
 use crate::kept::crashes::end_by_panic;
 use crate::logging::work_for;
-use crate::stats::{AdminStats, FunctionStats, ResetCounts};
+use crate::stats::{FunctionAdminStats, FunctionStats, ResetCounts};
 use nvme_mpt::clock;
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::memory::crash::recorded;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
-use nvme_mpt_vmm::control::{ControlLoop, Controlled};
+use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
 use nvme_mpt_vmm::report;
-use vfio_user_server::Server;
+use vfio_user_server::VfioUserServer;
 
 /// Timeout for statistics. A function needs microseconds, unless it waits for in-flight commands.
 const STATS_PATIENCE: Duration = Duration::from_secs(1);
@@ -57,28 +57,28 @@ const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
 
 /// Request to a control thread.
 #[derive(Debug)]
-enum Request {
+enum FunctionRequest {
     /// Send statistics.
     Stats(SyncSender<FunctionStats>),
     /// End the function, even with a connected VMM if `force` is set. The decision holds only if the requester is still
     /// waiting.
     Leave {
         force: bool,
-        answer: SyncSender<Leave>,
+        answer: SyncSender<ShutdownAnswer>,
     },
     /// Pause for the next server by a deadline, and send the result.
-    Rest(Deadline, SyncSender<Result<Resting, String>>),
+    Rest(Deadline, SyncSender<Result<QuiescedFunctionGuard, String>>),
 }
 
 /// A paused function with its state committed for the next server. Dropping it resumes the function.
 #[derive(Debug)]
-pub(crate) struct Resting {
+pub(crate) struct QuiescedFunctionGuard {
     _goes_on: Sender<()>,
 }
 
 /// Response to a request to end a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Leave {
+pub enum ShutdownAnswer {
     /// The function is ending or has ended.
     Leaves,
     /// The function continues, as a VMM is connected.
@@ -90,7 +90,7 @@ pub enum Leave {
 /// Handle for sending requests to a control thread from any thread.
 #[derive(Clone, Debug)]
 pub struct FunctionHandle {
-    requests: Sender<Request>,
+    requests: Sender<FunctionRequest>,
     control: Arc<ControlLoop>,
 }
 
@@ -107,7 +107,7 @@ impl FunctionHandle {
 
     fn ask(&self) -> Option<Receiver<FunctionStats>> {
         let (answer, figures) = mpsc::sync_channel(1);
-        self.requests.send(Request::Stats(answer)).ok()?;
+        self.requests.send(FunctionRequest::Stats(answer)).ok()?;
         self.control.wake();
         Some(figures)
     }
@@ -116,7 +116,9 @@ impl FunctionHandle {
     ///
     /// # Errors
     /// Returns the index of a function that did not pause, and the reason. All functions are resumed then.
-    pub(crate) fn rest(handles: &[Self]) -> Result<(Vec<Resting>, Duration), (usize, String)> {
+    pub(crate) fn rest(
+        handles: &[Self],
+    ) -> Result<(Vec<QuiescedFunctionGuard>, Duration), (usize, String)> {
         let mut asked = system::host_time();
         let resting = rest_all(handles.len(), |places, time| {
             asked = system::host_time();
@@ -130,19 +132,19 @@ impl FunctionHandle {
         handles: &[Self],
         places: &[usize],
         time: Duration,
-    ) -> Vec<Result<Resting, String>> {
+    ) -> Vec<Result<QuiescedFunctionGuard, String>> {
         let deadline = Deadline::after(&SystemClock::shared(), time);
         let gone = || "its thread has ended".to_owned();
         let ask = |place: &usize| {
             let handle = handles.get(*place).ok_or_else(gone)?;
             let (answer, result) = mpsc::sync_channel(1);
-            let request = Request::Rest(deadline.clone(), answer);
+            let request = FunctionRequest::Rest(deadline.clone(), answer);
             let sent = handle.requests.send(request);
             handle.control.wake();
             sent.map(|()| result).map_err(|_| gone())
         };
         let asked: Vec<_> = places.iter().map(ask).collect();
-        let wait = |result: Receiver<Result<Resting, String>>| {
+        let wait = |result: Receiver<Result<QuiescedFunctionGuard, String>>| {
             // A function that answers later finds the receiver gone, and continues.
             match result.recv_timeout(deadline.left()) {
                 Ok(result) => result,
@@ -158,22 +160,22 @@ impl FunctionHandle {
             .collect()
     }
 
-    fn ask_to_leave(&self, force: bool) -> Leave {
+    fn ask_to_leave(&self, force: bool) -> ShutdownAnswer {
         // Rendezvous channel: if the requester has timed out, the answer fails and the function continues.
         let (answer, decision) = mpsc::sync_channel(0);
         if self
             .requests
-            .send(Request::Leave { force, answer })
+            .send(FunctionRequest::Leave { force, answer })
             .is_err()
         {
-            return Leave::Leaves;
+            return ShutdownAnswer::Leaves;
         }
         self.control.wake();
         match decision.recv_timeout(LEAVE_PATIENCE) {
             Ok(leave) => leave,
-            Err(RecvTimeoutError::Timeout) => Leave::Busy,
+            Err(RecvTimeoutError::Timeout) => ShutdownAnswer::Busy,
             // The thread ended without taking the request.
-            Err(RecvTimeoutError::Disconnected) => Leave::Leaves,
+            Err(RecvTimeoutError::Disconnected) => ShutdownAnswer::Leaves,
         }
     }
 }
@@ -190,9 +192,9 @@ impl FunctionThread {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub(crate) fn start<D: Served + Send + 'static>(
+    pub(crate) fn start<D: ControlledDevice + Send + 'static>(
         id: &str,
-        server: Server<D>,
+        server: VfioUserServer<D>,
     ) -> Result<Self, FunctionThreadError> {
         let thread_error = |source| FunctionThreadError::Thread {
             id: id.to_owned(),
@@ -203,7 +205,7 @@ impl FunctionThread {
         server.watch(&mut control.epoll()).map_err(thread_error)?;
         let events = server.device().function().events_fd().as_raw_fd();
         control.watch(events, EVENTS).map_err(thread_error)?;
-        let mut function = Function {
+        let mut function = FunctionThreadState {
             id: id.to_owned(),
             socket: server.path().to_owned(),
             server,
@@ -238,7 +240,7 @@ impl FunctionThread {
 
     /// Asks the function to end. Refused while a VMM is connected, unless `force`. [`Self::end`] waits for the end.
     #[must_use]
-    pub fn leave(&self, force: bool) -> Leave {
+    pub fn leave(&self, force: bool) -> ShutdownAnswer {
         self.handle.ask_to_leave(force)
     }
 
@@ -274,17 +276,17 @@ impl Drop for FunctionThread {
     }
 }
 
-/// Epoll token of the function's events. The server uses [`Server::TOKENS`].
+/// Epoll token of the function's events. The server uses [`ActiveServer::TOKENS`].
 const EVENTS: u64 = 0x100;
 /// Epoll token of the client's reports that the INTx pin's level fell.
 const ACKNOWLEDGED: u64 = 0x101;
 
 /// State of the control thread.
-struct Function<D: Served> {
+struct FunctionThreadState<D: ControlledDevice> {
     id: String,
     socket: PathBuf,
-    server: Server<D>,
-    inbox: Receiver<Request>,
+    server: VfioUserServer<D>,
+    inbox: Receiver<FunctionRequest>,
     control: Arc<ControlLoop>,
     /// Time of the last periodic check of the drive.
     looked: Duration,
@@ -292,7 +294,7 @@ struct Function<D: Served> {
     acknowledged: Option<Arc<EventFd>>,
 }
 
-impl<D: Served> Function<D> {
+impl<D: ControlledDevice> FunctionThreadState<D> {
     /// Watches the client's current eventfd of the INTx pin.
     fn follow_acknowledged(&mut self) {
         let wanted = self.server.device().acknowledged();
@@ -338,18 +340,22 @@ impl<D: Served> Function<D> {
     fn answer_requests(&mut self) {
         while let Ok(request) = self.inbox.try_recv() {
             match request {
-                Request::Rest(deadline, answer) => self.rest(&deadline, &answer),
-                Request::Stats(answer) => {
+                FunctionRequest::Rest(deadline, answer) => self.rest(&deadline, &answer),
+                FunctionRequest::Stats(answer) => {
                     // The requester may have timed out.
                     let _ = answer.try_send(self.stats());
                 }
-                Request::Leave { force, answer } => self.decide(force, &answer),
+                FunctionRequest::Leave { force, answer } => self.decide(force, &answer),
             }
         }
     }
 
     /// Pauses the function by a deadline. It stays paused until the requester resumes it or the process ends.
-    fn rest(&mut self, deadline: &Deadline, answer: &SyncSender<Result<Resting, String>>) {
+    fn rest(
+        &mut self,
+        deadline: &Deadline,
+        answer: &SyncSender<Result<QuiescedFunctionGuard, String>>,
+    ) {
         let function = self.server.device_mut().function_mut();
         if let Err(error) = function.pause_within(deadline.left()) {
             // The requester may have timed out.
@@ -359,7 +365,7 @@ impl<D: Served> Function<D> {
         let committed = self.server.commit();
         let (goes_on, end) = mpsc::channel();
         let result = match committed {
-            Ok(()) => Ok(Resting { _goes_on: goes_on }),
+            Ok(()) => Ok(QuiescedFunctionGuard { _goes_on: goes_on }),
             Err(error) => Err(report::chain(&error)),
         };
         // The channel has room for one answer. If the requester is gone, the function resumes at once.
@@ -369,10 +375,10 @@ impl<D: Served> Function<D> {
     }
 
     /// Ends unless a VMM is connected. The decision holds only if the requester is still waiting.
-    fn decide(&self, force: bool, answer: &SyncSender<Leave>) {
+    fn decide(&self, force: bool, answer: &SyncSender<ShutdownAnswer>) {
         if self.server.is_connected() && !force {
-            let _ = answer.send(Leave::Connected);
-        } else if answer.send(Leave::Leaves).is_ok() {
+            let _ = answer.send(ShutdownAnswer::Connected);
+        } else if answer.send(ShutdownAnswer::Leaves).is_ok() {
             self.control.stop();
         }
     }
@@ -398,7 +404,7 @@ impl<D: Served> Function<D> {
             latency: lease.latency,
             errors: lease.errors,
             processor_seconds: lease.processor_seconds,
-            admin: AdminStats {
+            admin: FunctionAdminStats {
                 commands: admin.commands,
                 doorbell_exits: admin.doorbell_exits,
                 interrupts: admin.interrupts,
@@ -414,7 +420,7 @@ impl<D: Served> Function<D> {
     }
 }
 
-impl<D: Served> Controlled for Function<D> {
+impl<D: ControlledDevice> ControlLoopHandler for FunctionThreadState<D> {
     fn due_in(&mut self) -> Option<Duration> {
         let server = self.server.due_in(clock::monotonic());
         self.left().into_iter().chain(server).min()
@@ -423,7 +429,7 @@ impl<D: Served> Controlled for Function<D> {
     fn turn(&mut self, ready: &[u64]) {
         for token in ready {
             match u32::try_from(*token) {
-                Ok(token) if Server::<D>::TOKENS.contains(&token) => {
+                Ok(token) if VfioUserServer::<D>::TOKENS.contains(&token) => {
                     self.server.handle(token, &mut self.control.epoll());
                     self.follow_acknowledged();
                 }

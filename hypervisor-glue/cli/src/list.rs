@@ -4,13 +4,13 @@
 
 use std::fmt;
 
-use crate::change::{FunctionEntry, FunctionState, Origin};
-use crate::table::Table;
+use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus};
+use crate::table::TextTable;
 
 /// Formats a server's functions as a table.
 pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
     let mut reasons = Vec::new();
-    let mut table = Table::new(&[
+    let mut table = TextTable::new(&[
         "ID", "STATE", "ORIGIN", "RANGE", "LIMITS", "DRIVE", "SOCKET",
     ]);
     for entry in functions {
@@ -27,10 +27,10 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             pending,
         } = entry;
         let state = match state {
-            FunctionState::Waiting => "waiting".to_owned(),
-            FunctionState::Connected => "connected".to_owned(),
-            FunctionState::Busy => "busy".to_owned(),
-            FunctionState::Failed { reason } => {
+            FunctionStatus::Waiting => "waiting".to_owned(),
+            FunctionStatus::Connected => "connected".to_owned(),
+            FunctionStatus::Busy => "busy".to_owned(),
+            FunctionStatus::Failed { reason } => {
                 reasons.push(format!("{id}: failed: {}", one_line(reason)));
                 "failed".to_owned()
             }
@@ -40,10 +40,10 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             None => state,
         };
         let origin = match origin {
-            Origin::CommandLine => "command line",
-            Origin::File => "file",
-            Origin::Added => "added",
-            Origin::Vmm => "VMM",
+            DeclarationSource::CommandLine => "command line",
+            DeclarationSource::File => "file",
+            DeclarationSource::Added => "added",
+            DeclarationSource::Vmm => "VMM",
         };
         table.row(vec![
             id.clone(),
@@ -84,14 +84,14 @@ mod tests {
             drive: "memory:1G".to_owned(),
             range: None,
             extents: None,
-            origin: Origin::Added,
+            origin: DeclarationSource::Added,
             limits: String::new(),
             state,
             summary: String::new(),
         };
         let reason = format!("Cannot do it\n  {}", "because ".repeat(40));
-        let failed = FunctionState::Failed { reason };
-        let told = table(&[entry("a", FunctionState::Waiting), entry("b", failed)]).to_string();
+        let failed = FunctionStatus::Failed { reason };
+        let told = table(&[entry("a", FunctionStatus::Waiting), entry("b", failed)]).to_string();
         let lines: Vec<&str> = told.lines().collect();
         assert_eq!(lines.len(), 4, "{told}");
         assert!(lines[..3].iter().all(|line| line.len() < 80), "{told}");

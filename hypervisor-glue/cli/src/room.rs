@@ -4,16 +4,16 @@ use std::fmt;
 use std::num::NonZeroU64;
 
 use nvme_mpt::Drive;
-use nvme_mpt::lease::{LeaseError, Room, RoomUse};
+use nvme_mpt::lease::{CapacityUse, LeaseError, NamespaceCapacity};
 use nvme_mpt::range::Bytes;
-use nvme_mpt_vmm::open::Ledgers;
+use nvme_mpt_vmm::open::LeaseLedgers;
 use serde::{Deserialize, Serialize};
 
-use crate::table::Table;
+use crate::table::TextTable;
 
 /// Capacity of a drive's namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DriveRoom {
+pub struct DriveCapacity {
     /// The drive, as in `path=`.
     pub drive: String,
     /// Id of the namespace.
@@ -26,17 +26,17 @@ pub struct DriveRoom {
     pub unit: u64,
     /// Used and free capacity.
     #[serde(flatten)]
-    pub room: Room,
+    pub room: NamespaceCapacity,
 }
 
-impl DriveRoom {
+impl DriveCapacity {
     /// Returns the capacity of a drive, for leases in units of `unit`, or in the drive's own unit.
     ///
     /// # Errors
     /// The ledger cannot be used.
     pub fn of(
         drive: &Drive,
-        ledgers: &Ledgers,
+        ledgers: &LeaseLedgers,
         unit: Option<NonZeroU64>,
     ) -> Result<Self, LeaseError> {
         let (unit, room) = ledgers.room(drive, unit)?;
@@ -53,8 +53,8 @@ impl DriveRoom {
 }
 
 /// Formats the capacity as a table with a row per id.
-pub(crate) fn table(rooms: &[DriveRoom]) -> impl fmt::Display {
-    let mut table = Table::of_text();
+pub(crate) fn table(rooms: &[DriveCapacity]) -> impl fmt::Display {
+    let mut table = TextTable::of_text();
     table.row(
         ["DRIVE", "NAMESPACE", "ID", "SIZE", "USE"]
             .map(str::to_owned)
@@ -71,7 +71,7 @@ pub(crate) fn table(rooms: &[DriveRoom]) -> impl fmt::Display {
             ];
             table.row(cells.map(str::to_owned).into());
         };
-        for RoomUse { id, bytes, leased } in &room.room.uses {
+        for CapacityUse { id, bytes, leased } in &room.room.uses {
             row(id, *bytes, if *leased { "leased" } else { "data" });
         }
         row("-", room.room.free, "free");
@@ -85,18 +85,18 @@ mod tests {
 
     #[test]
     fn the_json_has_the_names_that_programs_read_and_the_table_one_row_per_id() {
-        let used = |id: &str, leased| RoomUse {
+        let used = |id: &str, leased| CapacityUse {
             id: id.to_owned(),
             bytes: 2 << 30,
             leased,
         };
-        let room = DriveRoom {
+        let room = DriveCapacity {
             drive: "0000:01:00.0".to_owned(),
             nsid: 1,
             bytes: (8 << 30) + 512,
             lba_bytes: 512,
             unit: 1 << 30,
-            room: Room {
+            room: NamespaceCapacity {
                 free: 4 << 30,
                 uses: vec![used("a", true), used("b", false)],
             },
@@ -107,7 +107,7 @@ mod tests {
         }
         assert_eq!(json["uses"][0]["id"], "a");
         assert_eq!(json["uses"][1]["leased"], false);
-        assert_eq!(serde_json::from_value::<DriveRoom>(json).unwrap(), room);
+        assert_eq!(serde_json::from_value::<DriveCapacity>(json).unwrap(), room);
 
         let table = table(&[room]).to_string();
         let rows: Vec<Vec<&str>> = table

@@ -4,26 +4,28 @@ use std::io;
 use std::os::fd::BorrowedFd;
 
 use nvme_mpt::memory::crash::CrashRecord;
-use vfio_user_server::{Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Region, RegionIndex};
+use vfio_user_server::{
+    DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, RegionIndex, VfioUserDevice,
+};
 use vmm_device::NvmeFunction;
 
-use crate::adaptor::{NvmeDevice, Served};
-use crate::kept::function::Shelf;
-use crate::stats::Stall;
+use crate::adaptor::{ControlledDevice, NvmeDevice};
+use crate::kept::function::FdStoreKey;
+use crate::stats::GuestPause;
 
 /// A quarantined function as a vfio-user device.
 ///
 /// The client stays connected, but its memory and interrupt requests are ignored. Nothing changes the state in the keeper.
 #[derive(Debug)]
-pub(crate) struct SetAsideDevice {
+pub(crate) struct QuarantinedDevice {
     device: NvmeDevice,
-    shelf: Shelf,
+    shelf: FdStoreKey,
     crashes: CrashRecord,
 }
 
-impl SetAsideDevice {
+impl QuarantinedDevice {
     /// Wraps a device whose function is [quarantined](NvmeFunction::set_aside).
-    pub(crate) fn new(device: NvmeDevice, shelf: Shelf, crashes: CrashRecord) -> Self {
+    pub(crate) fn new(device: NvmeDevice, shelf: FdStoreKey, crashes: CrashRecord) -> Self {
         Self {
             device,
             shelf,
@@ -32,7 +34,7 @@ impl SetAsideDevice {
     }
 }
 
-impl Served for SetAsideDevice {
+impl ControlledDevice for QuarantinedDevice {
     fn function(&self) -> &NvmeFunction {
         self.device.function()
     }
@@ -45,7 +47,7 @@ impl Served for SetAsideDevice {
         self.shelf.forget();
     }
 
-    fn stall(&self) -> Option<Stall> {
+    fn stall(&self) -> Option<GuestPause> {
         None
     }
 
@@ -54,8 +56,8 @@ impl Served for SetAsideDevice {
     }
 }
 
-impl Device for SetAsideDevice {
-    fn region(&self, index: RegionIndex) -> Region {
+impl VfioUserDevice for QuarantinedDevice {
+    fn region(&self, index: RegionIndex) -> DeviceRegion {
         self.device.region(index)
     }
 

@@ -30,7 +30,7 @@ const IGNORED: [libc::c_int; 12] = [
 
 /// A received signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Signal {
+pub enum ServerSignal {
     /// Ends the server. Holds the signal's name.
     End(&'static str),
     /// Reloads the configuration file.
@@ -79,16 +79,16 @@ impl EndSignals {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn wait(&self) -> io::Result<Signal> {
+    pub fn wait(&self) -> io::Result<ServerSignal> {
         let mut record = [0; RECORD];
         (&self.fd).read_exact(&mut record)?;
         // `ssi_signo` is the first field.
         let [a, b, c, d, ..] = record;
         let number = u32::from_ne_bytes([a, b, c, d]);
         Ok(match i32::try_from(number) {
-            Ok(libc::SIGHUP) => Signal::Reload,
-            Ok(libc::SIGINT) => Signal::End("SIGINT"),
-            _ => Signal::End("SIGTERM"),
+            Ok(libc::SIGHUP) => ServerSignal::Reload,
+            Ok(libc::SIGINT) => ServerSignal::End("SIGINT"),
+            _ => ServerSignal::End("SIGTERM"),
         })
     }
 

@@ -3,13 +3,13 @@
 use std::fmt;
 
 /// A table with columns as wide as their widest cell.
-pub(crate) struct Table {
+pub(crate) struct TextTable {
     rows: Vec<Vec<String>>,
     /// True to align cells to the left.
     of_text: bool,
 }
 
-impl Table {
+impl TextTable {
     /// Creates a right-aligned table with a header row.
     pub(crate) fn new(head: &[&str]) -> Self {
         Self {
@@ -36,7 +36,7 @@ impl Table {
     }
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for TextTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let cell_width = |row: &Vec<String>, column: usize| {

@@ -9,16 +9,16 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::memfd;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, DoorbellStride, Learning, MemoryKinds, PollPolicy,
-    Pollers,
+    AdaptivePolicies, DoorbellMode, DoorbellStride, LocalBackend, LocalBackendConfig, MemoryKinds,
+    PollPolicy, PollerPool,
 };
 use nvme_mpt_cli::adaptor::NvmeDevice;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use vfio_user_server::{ClientProcess, Device, DmaMemory, DmaRegion};
+use vfio_user_server::{ClientProcess, DmaMemory, DmaRegion, VfioUserDevice};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 const LEN: usize = 1 << 20;
@@ -31,13 +31,13 @@ fn device() -> NvmeDevice {
             id: "test",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: Wanted::At(ByteRange::new(0, 1 << 20).unwrap()),
+            wanted: RequestedBytes::At(ByteRange::new(0, 1 << 20).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: FormerData::Kept,
+            former_data: PreviousDataPolicy::Kept,
         })
         .unwrap();
-    let attachment = Attachment::new(AttachmentConfig {
+    let attachment = LocalBackend::new(LocalBackendConfig {
         drive,
         lease,
         queue_pairs: 1,
@@ -46,8 +46,8 @@ fn device() -> NvmeDevice {
         doorbell_stride: DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
+        learning: AdaptivePolicies::default(),
+        pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),

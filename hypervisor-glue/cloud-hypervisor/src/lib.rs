@@ -58,7 +58,7 @@ fn list(lines: &[String]) -> String {
 }
 
 /// File to write.
-struct Change<'a> {
+struct FileChange<'a> {
     path: PathBuf,
     /// Previous content; `None` for a new file.
     before: Option<Vec<u8>>,
@@ -87,7 +87,7 @@ impl Patch {
     }
 
     /// Compares all files with the patch, and returns the changes to make.
-    fn changes(&self, checkout: &Path) -> Result<Vec<Change<'_>>, ApplyError> {
+    fn changes(&self, checkout: &Path) -> Result<Vec<FileChange<'_>>, ApplyError> {
         let (mut changes, mut others) = (Vec::new(), Vec::new());
         for patch in &self.files {
             let path = checkout.join(&patch.path);
@@ -111,7 +111,7 @@ impl Patch {
                 continue;
             }
             match patch.added_to(content.as_deref().unwrap_or_default()) {
-                Some(after) => changes.push(Change {
+                Some(after) => changes.push(FileChange {
                     path,
                     before: content,
                     after,
@@ -138,7 +138,7 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
 }
 
 /// Writes the new contents next to their files. `staged` gets the names of new files that may exist.
-fn stage(changes: &[Change<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyError> {
+fn stage(changes: &[FileChange<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyError> {
     for change in changes {
         let mut write = || -> io::Result<()> {
             let name = change
@@ -170,7 +170,7 @@ fn stage(changes: &[Change<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyE
 }
 
 /// Replaces each file by its new content. If one cannot be replaced, restores all.
-fn put_in_place(changes: &[Change<'_>], staged: &[PathBuf]) -> Result<(), ApplyError> {
+fn put_in_place(changes: &[FileChange<'_>], staged: &[PathBuf]) -> Result<(), ApplyError> {
     for (done, (change, path)) in changes.iter().zip(staged).enumerate() {
         let Err(source) = fs::rename(path, &change.path) else {
             continue;
@@ -192,7 +192,7 @@ fn put_in_place(changes: &[Change<'_>], staged: &[PathBuf]) -> Result<(), ApplyE
     Ok(())
 }
 
-fn undo(change: &Change<'_>) -> io::Result<()> {
+fn undo(change: &FileChange<'_>) -> io::Result<()> {
     match &change.before {
         Some(before) => fs::write(&change.path, before),
         None => fs::remove_file(&change.path),

@@ -11,13 +11,13 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair, sockopt,
 };
 
-use crate::error::KeepError;
-use crate::message::{self, DESCRIPTORS_MAX, Received};
+use crate::error::FdStoreError;
+use crate::message::{self, DESCRIPTORS_MAX, ReceivedDatagram};
 
 /// Requested size of the queue in bytes; the kernel counts about 1 KiB for each message.
 const QUEUE: usize = 1 << 20;
 
-/// Part of the queue, in bytes, that is reserved for [`Bag::retain`], which copies one message at a time.
+/// Part of the queue, in bytes, that is reserved for [`DescriptorQueue::retain`], which copies one message at a time.
 const RESERVE: usize = 4 << 10;
 
 /// Maximum number of messages that are read.
@@ -46,22 +46,22 @@ setsockopt_impl!(
 /// A process may die between any two system calls of a method. A message is then either in the bag or not, and
 /// [`retain`](Self::retain) loses none that it should retain.
 #[derive(Debug)]
-pub struct Bag {
+pub struct DescriptorQueue {
     writer: OwnedFd,
     reader: OwnedFd,
 }
 
-impl Bag {
+impl DescriptorQueue {
     /// Creates an empty bag.
     ///
     /// # Errors
     ///
     /// The kernel makes no socket pair.
-    pub fn new() -> Result<Self, KeepError> {
+    pub fn new() -> Result<Self, FdStoreError> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
         let (writer, reader) =
-            pair.map_err(|error| KeepError::system("make a bag's sockets", error))?;
+            pair.map_err(|error| FdStoreError::system("make a bag's sockets", error))?;
         let bag = Self { writer, reader };
         bag.set_room(false)?;
         Ok(bag)
@@ -74,8 +74,8 @@ impl Bag {
     /// # Errors
     ///
     /// The descriptors are not the ends of a bag.
-    pub fn from_kept(ends: Vec<OwnedFd>) -> Result<Self, KeepError> {
-        let no_bag = |reason| KeepError::NoBag { reason };
+    pub fn from_kept(ends: Vec<OwnedFd>) -> Result<Self, FdStoreError> {
+        let no_bag = |reason| FdStoreError::NoBag { reason };
         let Ok([first, second]) = <[OwnedFd; 2]>::try_from(ends) else {
             return Err(no_bag("a bag has two ends"));
         };
@@ -87,7 +87,7 @@ impl Bag {
                 return Err(no_bag("one of them is no SOCK_SEQPACKET socket"));
             }
             *empty = rustix::io::ioctl_fionread(end)
-                .map_err(|error| KeepError::system("look into a bag", error))?
+                .map_err(|error| FdStoreError::system("look into a bag", error))?
                 == 0;
         }
         let (reader, writer) = match empty {
@@ -111,17 +111,17 @@ impl Bag {
     /// # Errors
     ///
     /// The bag is full, or the user has too many descriptors in queues. The bag is then unchanged.
-    pub fn put(&self, number: u64, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+    pub fn put(&self, number: u64, descriptors: &[BorrowedFd<'_>]) -> Result<(), FdStoreError> {
         let count = descriptors.len();
         if count > DESCRIPTORS_MAX {
-            return Err(KeepError::TooMany { count });
+            return Err(FdStoreError::TooMany { count });
         }
         let bytes = number.to_le_bytes();
         message::send(&self.writer, &bytes, descriptors, SendFlags::DONTWAIT).map_err(|error| {
             match error {
-                Errno::AGAIN => KeepError::Full,
-                Errno::TOOMANYREFS => KeepError::TooManyInQueues,
-                error => KeepError::system("put a message into a bag", error),
+                Errno::AGAIN => FdStoreError::Full,
+                Errno::TOOMANYREFS => FdStoreError::TooManyInQueues,
+                error => FdStoreError::system("put a message into a bag", error),
             }
         })
     }
@@ -131,7 +131,7 @@ impl Bag {
     /// # Errors
     ///
     /// The process has too few descriptors left, or the bag has more messages than allowed.
-    pub fn contents(&mut self) -> Result<Vec<(u64, Vec<OwnedFd>)>, KeepError> {
+    pub fn contents(&mut self) -> Result<Vec<(u64, Vec<OwnedFd>)>, FdStoreError> {
         let mut last = BTreeMap::new();
         self.read_all(|number, descriptors| {
             last.insert(number, descriptors);
@@ -144,7 +144,7 @@ impl Bag {
     /// # Errors
     ///
     /// See [`put`](Self::put) and [`contents`](Self::contents). No retained message is lost.
-    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) -> Result<usize, KeepError> {
+    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) -> Result<usize, FdStoreError> {
         self.retain_until(keep, || false)
     }
 
@@ -156,7 +156,7 @@ impl Bag {
         &mut self,
         keep: impl Fn(u64) -> bool,
         mut stops: impl FnMut() -> bool,
-    ) -> Result<usize, KeepError> {
+    ) -> Result<usize, FdStoreError> {
         let (mut count, mut last) = (0, BTreeMap::new());
         self.read_all(|number, _| {
             last.insert(number, count);
@@ -190,7 +190,7 @@ impl Bag {
     }
 
     /// Passes all messages in order to `take`, and leaves them in the queue.
-    fn read_all(&mut self, mut take: impl FnMut(u64, Vec<OwnedFd>)) -> Result<(), KeepError> {
+    fn read_all(&mut self, mut take: impl FnMut(u64, Vec<OwnedFd>)) -> Result<(), FdStoreError> {
         self.peek_from(0)?;
         let read = (0..=MESSAGES_MAX).try_fold(false, |ended, _| match ended {
             true => Ok(true),
@@ -205,40 +205,40 @@ impl Bag {
         self.peek_from(-1)?;
         match read? {
             true => Ok(()),
-            false => Err(KeepError::TooManyMessages {
+            false => Err(FdStoreError::TooManyMessages {
                 limit: MESSAGES_MAX,
             }),
         }
     }
 
     /// Receives or peeks the next message; `None` at the end of the queue.
-    fn next(&self, flags: RecvFlags) -> Result<Option<(u64, Vec<OwnedFd>)>, KeepError> {
+    fn next(&self, flags: RecvFlags) -> Result<Option<(u64, Vec<OwnedFd>)>, FdStoreError> {
         let mut number = [0; NUMBER];
         match message::receive(&self.reader, &mut number, flags | RecvFlags::DONTWAIT) {
-            Ok(Received {
+            Ok(ReceivedDatagram {
                 bytes: NUMBER,
                 descriptors,
                 is_cut,
             }) => match is_cut && flags.contains(RecvFlags::PEEK) {
-                true => Err(KeepError::Cut),
+                true => Err(FdStoreError::Cut),
                 false => Ok(Some((u64::from_le_bytes(number), descriptors))),
             },
-            Ok(_) => Err(KeepError::NoBag {
+            Ok(_) => Err(FdStoreError::NoBag {
                 reason: "a message has no number",
             }),
             Err(Errno::AGAIN) => Ok(None),
-            Err(error) => Err(KeepError::system("read a bag", error)),
+            Err(error) => Err(FdStoreError::system("read a bag", error)),
         }
     }
 
     /// Sets the offset of the next peek, in bytes; -1 makes every peek begin at the front.
-    fn peek_from(&self, offset: i32) -> Result<(), KeepError> {
+    fn peek_from(&self, offset: i32) -> Result<(), FdStoreError> {
         setsockopt(&self.reader, PeekOffset, &offset)
-            .map_err(|error| KeepError::system("set the place to read a bag from", error))
+            .map_err(|error| FdStoreError::system("set the place to read a bag from", error))
     }
 
     /// Sets the queue's size to the maximum for this process, less [`RESERVE`] unless `all` is set.
-    fn set_room(&self, all: bool) -> Result<(), KeepError> {
+    fn set_room(&self, all: bool) -> Result<(), FdStoreError> {
         let set = |size| {
             sockopt::set_socket_send_buffer_size_force(&self.writer, size)
                 .or_else(|_| sockopt::set_socket_send_buffer_size(&self.writer, size))
@@ -252,7 +252,7 @@ impl Bag {
                 false => set(size.saturating_sub(RESERVE)),
             }
         };
-        most().map_err(|error| KeepError::system("set the room of a bag", error))
+        most().map_err(|error| FdStoreError::system("set the room of a bag", error))
     }
 }
 
@@ -278,14 +278,14 @@ mod tests {
     /// Numbers, and the identities of their descriptors.
     type Model = BTreeMap<u64, Vec<u64>>;
 
-    fn put(bag: &Bag, model: &mut Model, number: u64, count: usize) {
+    fn put(bag: &DescriptorQueue, model: &mut Model, number: u64, count: usize) {
         let files: Vec<_> = (0..count).map(|_| file()).collect();
         let borrowed: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         bag.put(number, &borrowed).unwrap();
         model.insert(number, files.iter().map(identity).collect());
     }
 
-    fn read(bag: &mut Bag) -> Model {
+    fn read(bag: &mut DescriptorQueue) -> Model {
         let identities = |(number, files): (u64, Vec<OwnedFd>)| {
             let files = files.iter().map(identity).collect();
             (number, files)
@@ -298,16 +298,16 @@ mod tests {
     }
 
     /// Closes the bag but for copies of its ends, and takes it up again.
-    fn reopen(bag: Bag, swap: bool) -> Bag {
+    fn reopen(bag: DescriptorQueue, swap: bool) -> DescriptorQueue {
         let mut ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
         drop(bag);
         if swap {
             ends.reverse();
         }
-        Bag::from_kept(ends.into()).unwrap()
+        DescriptorQueue::from_kept(ends.into()).unwrap()
     }
 
-    fn messages(bag: &mut Bag) -> usize {
+    fn messages(bag: &mut DescriptorQueue) -> usize {
         let mut count = 0;
         bag.read_all(|_, _| count += 1).unwrap();
         count
@@ -327,14 +327,14 @@ mod tests {
         for (number, file) in numbers.iter().zip(&files) {
             message::send(&writer, number, &[file.as_fd()], SendFlags::empty()).unwrap();
         }
-        let mut bag = Bag::from_kept(vec![writer, reader]).unwrap();
+        let mut bag = DescriptorQueue::from_kept(vec![writer, reader]).unwrap();
         let [_, second, last] = files.each_ref().map(identity);
         let left = Model::from([(3, vec![last]), (0x8000_0000_0000_0001, vec![second])]);
         assert_eq!(read(&mut bag), left);
     }
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum DescriptorQueueStep {
         Put(u64, usize),
         Retain(BTreeSet<u64>),
         /// Stops before that many changes of the queue; then another process takes the bag up.
@@ -342,13 +342,13 @@ mod tests {
         Reopen(bool),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = DescriptorQueueStep> {
         let numbers = || proptest::collection::btree_set(0..6_u64, 0..6);
         prop_oneof![
-            4 => (0..6_u64, 0..4_usize).prop_map(|(number, count)| Step::Put(number, count)),
-            1 => numbers().prop_map(Step::Retain),
-            1 => (numbers(), 0..12_usize).prop_map(|(numbers, at)| Step::Die(numbers, at)),
-            1 => any::<bool>().prop_map(Step::Reopen),
+            4 => (0..6_u64, 0..4_usize).prop_map(|(number, count)| DescriptorQueueStep::Put(number, count)),
+            1 => numbers().prop_map(DescriptorQueueStep::Retain),
+            1 => (numbers(), 0..12_usize).prop_map(|(numbers, at)| DescriptorQueueStep::Die(numbers, at)),
+            1 => any::<bool>().prop_map(DescriptorQueueStep::Reopen),
         ]
     }
 
@@ -357,17 +357,17 @@ mod tests {
 
         #[test]
         fn a_bag_is_a_map(steps in proptest::collection::vec(step(), 0..40)) {
-            let mut bag = Bag::new().unwrap();
+            let mut bag = DescriptorQueue::new().unwrap();
             let mut model = Model::new();
             for step in steps {
                 match step {
-                    Step::Put(number, count) => put(&bag, &mut model, number, count),
-                    Step::Retain(numbers) => {
+                    DescriptorQueueStep::Put(number, count) => put(&bag, &mut model, number, count),
+                    DescriptorQueueStep::Retain(numbers) => {
                         bag.retain(|number| numbers.contains(&number)).unwrap();
                         model.retain(|number, _| numbers.contains(number));
                         prop_assert_eq!(messages(&mut bag), model.len());
                     }
-                    Step::Die(numbers, at) => {
+                    DescriptorQueueStep::Die(numbers, at) => {
                         let mut left = at;
                         let stops = || { let stop = left == 0; left = left.saturating_sub(1); stop };
                         bag.retain_until(|number| numbers.contains(&number), stops).unwrap();
@@ -382,7 +382,7 @@ mod tests {
                         bag.retain(|number| numbers.contains(&number)).unwrap();
                         model.retain(|number, _| numbers.contains(number));
                     }
-                    Step::Reopen(swap) => bag = reopen(bag, swap),
+                    DescriptorQueueStep::Reopen(swap) => bag = reopen(bag, swap),
                 }
                 prop_assert_eq!(&read(&mut bag), &model);
             }
@@ -393,7 +393,7 @@ mod tests {
     fn retaining_loses_nothing_wherever_it_stops() {
         let keep = |number| number % 2 == 0;
         for at in 0.. {
-            let (mut bag, mut model) = (Bag::new().unwrap(), Model::new());
+            let (mut bag, mut model) = (DescriptorQueue::new().unwrap(), Model::new());
             for number in [0, 1, 2, 0, 3, 4, 2] {
                 put(&bag, &mut model, number, 2);
             }
@@ -422,7 +422,7 @@ mod tests {
 
     #[test]
     fn a_full_bag_says_so_and_still_retains() {
-        let mut bag = Bag::new().unwrap();
+        let mut bag = DescriptorQueue::new().unwrap();
         // A small queue fills at once.
         sockopt::set_socket_send_buffer_size(&bag.writer, 4096).unwrap();
         let mut model = Model::new();
@@ -435,7 +435,7 @@ mod tests {
             };
             number += 1;
         };
-        assert!(matches!(full, KeepError::Full), "{full}");
+        assert!(matches!(full, FdStoreError::Full), "{full}");
         assert!(number > 1);
         assert_eq!(read(&mut bag), model);
         bag.retain(|_| true).unwrap();
@@ -444,7 +444,7 @@ mod tests {
 
     #[test]
     fn the_reserve_has_room_for_a_copy_of_the_largest_message() {
-        let mut bag = Bag::new().unwrap();
+        let mut bag = DescriptorQueue::new().unwrap();
         let shared = file();
         let most = [shared.as_fd(); DESCRIPTORS_MAX];
         // Descriptors take no room in the queue, so a few large messages among many small ones do.
@@ -453,11 +453,11 @@ mod tests {
         while bag.put(number, &[]).is_ok() {
             number += 1;
         }
-        assert!(matches!(bag.put(number, &most), Err(KeepError::Full)));
+        assert!(matches!(bag.put(number, &most), Err(FdStoreError::Full)));
         bag.retain(|_| true).unwrap();
         assert_eq!(bag.contents().unwrap().len() as u64, number);
         // The reserve is not for `put`.
-        assert!(matches!(bag.put(number, &[]), Err(KeepError::Full)));
+        assert!(matches!(bag.put(number, &[]), Err(FdStoreError::Full)));
         bag.retain(|number| number % 2 == 0).unwrap();
         bag.put(number, &most).unwrap();
     }
@@ -465,7 +465,7 @@ mod tests {
     #[test]
     fn a_socket_in_a_bag_stays_connected() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let bag = Bag::new().unwrap();
+        let bag = DescriptorQueue::new().unwrap();
         bag.put(0, &[theirs.as_fd()]).unwrap();
         drop(theirs);
         let mut bag = reopen(bag, true);
@@ -480,16 +480,16 @@ mod tests {
 
     #[test]
     fn a_message_has_at_most_253_descriptors() {
-        let bag = Bag::new().unwrap();
+        let bag = DescriptorQueue::new().unwrap();
         let shared = file();
         let refused = bag.put(0, &vec![shared.as_fd(); 254]);
-        assert!(matches!(refused, Err(KeepError::TooMany { count: 254 })));
+        assert!(matches!(refused, Err(FdStoreError::TooMany { count: 254 })));
     }
 
     #[test]
     fn other_descriptors_are_no_bag() {
-        let refused = |ends: Vec<OwnedFd>| match Bag::from_kept(ends) {
-            Err(KeepError::NoBag { reason }) => reason,
+        let refused = |ends: Vec<OwnedFd>| match DescriptorQueue::from_kept(ends) {
+            Err(FdStoreError::NoBag { reason }) => reason,
             other => panic!("{other:?}"),
         };
         assert_eq!(refused(vec![]), "a bag has two ends");
@@ -500,14 +500,14 @@ mod tests {
         let (one, other) =
             socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
         assert_eq!(refused(vec![one, other]), sockets);
-        let bag = Bag::new().unwrap();
+        let bag = DescriptorQueue::new().unwrap();
         bag.put(0, &[]).unwrap();
-        let backwards = Bag {
+        let backwards = DescriptorQueue {
             writer: bag.reader,
             reader: bag.writer,
         };
         backwards.put(0, &[]).unwrap();
-        let Bag { writer, reader } = backwards;
+        let DescriptorQueue { writer, reader } = backwards;
         assert_eq!(refused(vec![writer, reader]), "both ends have messages");
     }
 }

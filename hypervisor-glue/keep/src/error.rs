@@ -9,7 +9,7 @@ use thiserror::Error;
 /// Error of the server's side.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum KeepError {
+pub enum FdStoreError {
     /// A variable of the keeper's protocol is malformed.
     #[error(
         "{name} is {value:?}, which no keeper sets: start the server by its keeper, or unset {name}"
@@ -104,7 +104,7 @@ pub enum KeepError {
     },
 }
 
-impl KeepError {
+impl FdStoreError {
     /// Returns whether the keeper has ended, so that no message can reach it.
     #[must_use]
     pub fn is_of_the_end(&self) -> bool {
@@ -115,7 +115,7 @@ impl KeepError {
 /// Error of the keeper's side.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum KeeperError {
+pub enum SuperviseError {
     /// No command was given.
     #[error("No command to start: name it after --")]
     NoCommand,
@@ -167,14 +167,14 @@ pub enum KeeperError {
     },
 }
 
-impl KeepError {
+impl FdStoreError {
     pub(crate) fn system(action: &'static str, error: impl Into<io::Error>) -> Self {
         let source = error.into();
         Self::System { action, source }
     }
 }
 
-impl KeeperError {
+impl SuperviseError {
     pub(crate) fn system(action: &'static str, error: impl Into<io::Error>) -> Self {
         let source = error.into();
         Self::System { action, source }

@@ -14,7 +14,7 @@ use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
 
-use crate::error::KeeperError;
+use crate::error::SuperviseError;
 use crate::inherited::FIRST;
 use crate::message::{self, DESCRIPTORS_MAX};
 
@@ -26,7 +26,7 @@ const STANDARD_INPUT: u8 = 0;
 
 /// First stage that was started.
 #[derive(Debug)]
-pub(crate) struct Started {
+pub(crate) struct StartedFirstStage {
     pub(crate) child: Child,
     /// Error if the first stage did not get all descriptors. It then ends on its own.
     pub(crate) passed: rustix::io::Result<()>,
@@ -37,25 +37,25 @@ pub(crate) fn start(
     command: &mut Command,
     names: OsString,
     descriptors: &[BorrowedFd<'_>],
-) -> Result<Started, KeeperError> {
+) -> Result<StartedFirstStage, SuperviseError> {
     let (ours, theirs) = socketpair(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
         SocketFlags::CLOEXEC,
         None,
     )
-    .map_err(|error| KeeperError::system("make a socket for the first stage", error))?;
+    .map_err(|error| SuperviseError::system("make a socket for the first stage", error))?;
     command.stdin(theirs);
     if !descriptors.is_empty() {
         command.env("LISTEN_FDS", descriptors.len().to_string());
         command.env("LISTEN_FDNAMES", names);
     }
     let child = command.spawn();
-    let child = child.map_err(|error| KeeperError::system("start the command", error))?;
+    let child = child.map_err(|error| SuperviseError::system("start the command", error))?;
     // Closes this process's copy of the first stage's socket, so that the end of the first stage is noticed.
     command.stdin(Stdio::null());
     let passed = pass(&ours, descriptors);
-    Ok(Started { child, passed })
+    Ok(StartedFirstStage { child, passed })
 }
 
 /// Sends the descriptors for which the first stage waits.
@@ -81,29 +81,30 @@ pub fn start_successor(
     command: &[OsString],
     variables: &[(&str, OsString)],
     descriptors: &[(&str, BorrowedFd<'_>)],
-) -> Result<Child, KeeperError> {
+) -> Result<Child, SuperviseError> {
     let names: Vec<_> = descriptors.iter().map(|(name, _)| *name).collect();
     let descriptors: Vec<_> = descriptors.iter().map(|(_, fd)| *fd).collect();
     let mut first = Command::new("/proc/self/exe");
     first.args(first_stage).args(command);
     first.envs(variables.iter().map(|(name, value)| (name, value)));
-    let Started { mut child, passed } = start(&mut first, names.join(":").into(), &descriptors)?;
+    let StartedFirstStage { mut child, passed } =
+        start(&mut first, names.join(":").into(), &descriptors)?;
     if let Err(error) = passed {
         // The first stage ends on its own.
         let _ = child.wait();
-        return Err(KeeperError::system("pass descriptors on", error));
+        return Err(SuperviseError::system("pass descriptors on", error));
     }
     Ok(child)
 }
 
 /// Executes the command of a keeper: puts the descriptors in place, and sets `LISTEN_PID`.
 ///
-/// `main` must call this first, with the arguments after [`KeepOptions::first_stage`](crate::KeepOptions::first_stage). It
+/// `main` must call this first, with the arguments after [`KeepOptions::first_stage`](crate::SuperviseOptions::first_stage). It
 /// returns only on an error; the process must end then.
-pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> KeeperError {
+pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseError {
     let mut words = command.into_iter();
     let Some(program) = words.next() else {
-        return KeeperError::NoCommand;
+        return SuperviseError::NoCommand;
     };
     if let Err(error) = receive() {
         return error;
@@ -114,40 +115,40 @@ pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> KeeperError {
         .args(words)
         .env("LISTEN_PID", process::id().to_string());
     let source = command.exec();
-    KeeperError::Execute {
+    SuperviseError::Execute {
         command: program,
         source,
     }
 }
 
-fn receive() -> Result<(), KeeperError> {
+fn receive() -> Result<(), SuperviseError> {
     let (mut stored, mut kind) = (Vec::new(), [STORED]);
     let standard_input = loop {
         let came = message::receive(io::stdin(), &mut kind, RecvFlags::empty())
-            .map_err(|error| KeeperError::NoKeeper(error.into()))?;
+            .map_err(|error| SuperviseError::NoKeeper(error.into()))?;
         match (came.bytes, kind, came.is_cut) {
             (1, [STORED], false) => stored.extend(came.descriptors),
             (1, [STANDARD_INPUT], false) => break came.descriptors,
             // The keeper closed the socket too early, or descriptors are missing.
-            _ => return Err(KeeperError::Cut),
+            _ => return Err(SuperviseError::Cut),
         }
     };
     place(stored)?;
     for descriptor in standard_input {
         let set = rustix::stdio::dup2_stdin(descriptor);
-        set.map_err(|error| KeeperError::system("set the command's standard input", error))?;
+        set.map_err(|error| SuperviseError::system("set the command's standard input", error))?;
     }
     for number in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
         // SAFETY: the default action runs no code of this process.
         let set = unsafe { signal(number, SigHandler::SigDfl) };
-        set.map_err(|error| KeeperError::system("set the default action of a signal", error))?;
+        set.map_err(|error| SuperviseError::system("set the default action of a signal", error))?;
     }
     let unblocked = SigSet::empty().thread_set_mask();
-    unblocked.map_err(|error| KeeperError::system("unblock signals", error))
+    unblocked.map_err(|error| SuperviseError::system("unblock signals", error))
 }
 
 /// Moves descriptors to 3 and above, and leaves them open for the command.
-fn place(descriptors: Vec<OwnedFd>) -> Result<(), KeeperError> {
+fn place(descriptors: Vec<OwnedFd>) -> Result<(), SuperviseError> {
     let end = FIRST + descriptors.len() as RawFd;
     // First moves all misplaced descriptors out of the way.
     let places = FIRST..end;
@@ -156,20 +157,20 @@ fn place(descriptors: Vec<OwnedFd>) -> Result<(), KeeperError> {
         aside.push(match descriptor.as_raw_fd() == number {
             true => descriptor,
             false => fcntl_dupfd_cloexec(&descriptor, end)
-                .map_err(|error| KeeperError::system("move a descriptor", error))?,
+                .map_err(|error| SuperviseError::system("move a descriptor", error))?,
         });
     }
     for (number, descriptor) in places.zip(aside) {
         let placed = match descriptor.as_raw_fd() == number {
             true => descriptor,
             false => fcntl_dupfd_cloexec(&descriptor, number)
-                .map_err(|error| KeeperError::system("place a descriptor", error))?,
+                .map_err(|error| SuperviseError::system("place a descriptor", error))?,
         };
         if placed.as_raw_fd() != number {
-            return Err(KeeperError::Occupied { number });
+            return Err(SuperviseError::Occupied { number });
         }
         fcntl_setfd(&placed, FdFlags::empty())
-            .map_err(|error| KeeperError::system("pass a descriptor on", error))?;
+            .map_err(|error| SuperviseError::system("pass a descriptor on", error))?;
         let _open = placed.into_raw_fd();
     }
     Ok(())

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use crate::error::KeepError;
+use crate::error::FdStoreError;
 
 /// Number of the first descriptor that a keeper passes (`SD_LISTEN_FDS_START`).
 pub(crate) const FIRST: RawFd = 3;
@@ -34,9 +34,9 @@ static TAKEN: AtomicBool = AtomicBool::new(false);
 ///
 /// The environment stays unchanged, since other threads may read it. Call [`clear`] for each command that the process starts.
 #[derive(Debug, Default)]
-pub struct Inherited(BTreeMap<String, Vec<OwnedFd>>);
+pub struct InheritedDescriptors(BTreeMap<String, Vec<OwnedFd>>);
 
-impl Inherited {
+impl InheritedDescriptors {
     /// Takes the descriptors that the environment names, and sets close-on-exec for them.
     ///
     /// Call this once, at the start of `main`, before the process opens or closes descriptors. Without `LISTEN_FDS`, or
@@ -45,22 +45,22 @@ impl Inherited {
     /// # Errors
     ///
     /// A variable is malformed, a descriptor is closed, or the descriptors were taken before.
-    pub fn from_env() -> Result<Self, KeepError> {
+    pub fn from_env() -> Result<Self, FdStoreError> {
         if TAKEN.swap(true, Ordering::Relaxed) {
-            return Err(KeepError::TakenBefore);
+            return Err(FdStoreError::TakenBefore);
         }
         let [count, pid, names] = ["LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"].map(env::var_os);
         let mut inherited = Self::default();
         for (number, name) in listed(count, pid, names, process::id())? {
             // SAFETY: the call takes numbers alone.
             if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
-                return Err(KeepError::Closed { number });
+                return Err(FdStoreError::Closed { number });
             }
             // SAFETY: the descriptor is open. The parent opened it for this process, which takes each number once
             // (`TAKEN`), before anything else knows of it.
             let descriptor = unsafe { OwnedFd::from_raw_fd(number) };
             let marked = fcntl_setfd(&descriptor, FdFlags::CLOEXEC);
-            marked.map_err(|error| KeepError::system("mark an inherited descriptor", error))?;
+            marked.map_err(|error| FdStoreError::system("mark an inherited descriptor", error))?;
             inherited.0.entry(name).or_default().push(descriptor);
         }
         Ok(inherited)
@@ -95,11 +95,11 @@ fn listed(
     pid: Option<OsString>,
     names: Option<OsString>,
     own: u32,
-) -> Result<Vec<(RawFd, String)>, KeepError> {
+) -> Result<Vec<(RawFd, String)>, FdStoreError> {
     let (Some(count), Some(pid)) = (count, pid) else {
         return Ok(Vec::new());
     };
-    let malformed = |name, value| KeepError::Variable { name, value };
+    let malformed = |name, value| FdStoreError::Variable { name, value };
     match pid.to_str().and_then(|pid| pid.parse::<u32>().ok()) {
         None => return Err(malformed("LISTEN_PID", pid)),
         Some(pid) if pid != own => return Ok(Vec::new()),
@@ -132,7 +132,7 @@ mod tests {
         count: &str,
         pid: &str,
         names: Option<&str>,
-    ) -> Result<Vec<(RawFd, String)>, KeepError> {
+    ) -> Result<Vec<(RawFd, String)>, FdStoreError> {
         listed(
             Some(count.into()),
             Some(pid.into()),
@@ -174,7 +174,7 @@ mod tests {
         ] {
             let refused = list(count, pid, None);
             assert!(
-                matches!(refused, Err(KeepError::Variable { name, .. }) if name == variable),
+                matches!(refused, Err(FdStoreError::Variable { name, .. }) if name == variable),
                 "{count} {pid}"
             );
         }

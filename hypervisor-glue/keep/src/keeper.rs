@@ -23,13 +23,13 @@ use rustix::net::RecvFlags;
 use rustix::process::{Pid, Resource, WaitOptions, getrlimit, setrlimit, wait, waitpid};
 use tempfile::TempDir;
 
-use crate::error::KeeperError;
+use crate::error::SuperviseError;
 use crate::first_stage;
 use crate::inherited::clear;
-use crate::message::{self, Received};
-use crate::process::{Process, descends};
+use crate::message::{self, ReceivedDatagram};
+use crate::process::{SupervisedProcess, descends};
 use crate::store::is_name;
-use crate::stored::{Refusal, Stored};
+use crate::stored::{FdStoreRefusal, StoredDescriptors};
 
 /// Largest message (systemd's `NOTIFY_BUFFER_MAX`).
 const MESSAGE_MAX: usize = 4096;
@@ -65,7 +65,7 @@ const IGNORED: [Signal; 12] = [
 /// Options of a keeper.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct KeepOptions {
+pub struct SuperviseOptions {
     /// Arguments with which [`Self::program`] calls [`first_stage`](crate::first_stage) on the arguments after them.
     pub first_stage: Vec<OsString>,
     /// Program of the first stage; by default, this process's executable.
@@ -78,10 +78,10 @@ pub struct KeepOptions {
     pub first_delay: Duration,
 }
 
-/// Default of [`KeepOptions::first_delay`].
+/// Default of [`SuperviseOptions::first_delay`].
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 
-impl KeepOptions {
+impl SuperviseOptions {
     /// Returns the defaults: 4096 descriptors, 10 deaths, 100 ms.
     #[must_use]
     pub fn new(first_stage: Vec<OsString>) -> Self {
@@ -111,7 +111,7 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
 /// - the process ended with 0, or with 2 (wrong arguments), or
 /// - no process of the command was ever ready (`READY=1`).
 ///
-/// Otherwise, the command is restarted: at once after its first death within a minute, then after [`KeepOptions::first_delay`],
+/// Otherwise, the command is restarted: at once after its first death within a minute, then after [`SuperviseOptions::first_delay`],
 /// and after twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before a
 /// restart, the keeper ends former main processes by SIGKILL, so that two never run at the same time.
 ///
@@ -122,8 +122,11 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
 /// # Errors
 ///
 /// The command died too often or cannot be started, or the kernel refuses an operation.
-pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, KeeperError> {
-    Keeper::new(options, command)?.run()
+pub fn keep(
+    options: &SuperviseOptions,
+    command: &[OsString],
+) -> Result<ExitStatus, SuperviseError> {
+    ServerSupervisor::new(options, command)?.run()
 }
 
 /// Runs a keeper for a process of `command` that is running and whose keeper has ended. After the process's death, `command` is
@@ -140,18 +143,18 @@ pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, K
 ///
 /// See [`keep`]; also the error of `ask`.
 pub fn adopt<E: Error + Send + Sync + 'static>(
-    options: &KeepOptions,
+    options: &SuperviseOptions,
     command: &[OsString],
     number: u32,
     ask: impl FnOnce(&Path, u64) -> Result<(), E>,
-) -> Result<ExitStatus, KeeperError> {
-    let mut keeper = Keeper::new(options, command)?;
+) -> Result<ExitStatus, SuperviseError> {
+    let mut keeper = ServerSupervisor::new(options, command)?;
     // Must precede `ask`: after that, the process may end at any time and its number may be reused.
     let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
-    let process = pid.ok_or(Errno::SRCH).and_then(Process::open);
-    let process = process.map_err(|error| KeeperError::system("watch the server", error))?;
+    let process = pid.ok_or(Errno::SRCH).and_then(SupervisedProcess::open);
+    let process = process.map_err(|error| SuperviseError::system("watch the server", error))?;
     let max = keeper.stored.max() as u64;
-    ask(&address(&keeper.folder), max).map_err(|error| KeeperError::Adopt(error.into()))?;
+    ask(&address(&keeper.folder), max).map_err(|error| SuperviseError::Adopt(error.into()))?;
     log::info!("Process {number} is the main process now");
     keeper.main = Some(process);
     keeper.was_ready = true;
@@ -159,20 +162,20 @@ pub fn adopt<E: Error + Send + Sync + 'static>(
     keeper.run()
 }
 
-struct Keeper<'a> {
-    options: &'a KeepOptions,
+struct ServerSupervisor<'a> {
+    options: &'a SuperviseOptions,
     command: &'a [OsString],
     /// Directory that only this user may enter, so that only this user's processes can send messages.
     folder: TempDir,
     socket: UnixDatagram,
     signals: SignalFd,
-    stored: Stored,
-    main: Option<Process>,
+    stored: StoredDescriptors,
+    main: Option<SupervisedProcess>,
     /// Main process, if it had ended when that was last checked.
     ended: Option<Pid>,
     /// Former main processes that have not ended.
-    former: Vec<Process>,
-    deaths: Deaths,
+    former: Vec<SupervisedProcess>,
+    deaths: RecentDeaths,
     /// Time of the next start, while there is no main process.
     start_at: Option<Instant>,
     /// Set once a process of the command was ready.
@@ -185,10 +188,10 @@ struct Keeper<'a> {
     status: ExitStatus,
 }
 
-impl<'a> Keeper<'a> {
-    fn new(options: &'a KeepOptions, command: &'a [OsString]) -> Result<Self, KeeperError> {
+impl<'a> ServerSupervisor<'a> {
+    fn new(options: &'a SuperviseOptions, command: &'a [OsString]) -> Result<Self, SuperviseError> {
         if command.is_empty() {
-            return Err(KeeperError::NoCommand);
+            return Err(SuperviseError::NoCommand);
         }
         prepare_process()?;
         let wanted = usize::from(options.store_max);
@@ -202,27 +205,27 @@ impl<'a> Keeper<'a> {
         let mut mask: SigSet = PASSED_ON.into_iter().collect();
         mask.add(Signal::SIGCHLD);
         let blocked = mask.thread_block();
-        blocked.map_err(|error| KeeperError::system("block signals", error))?;
+        blocked.map_err(|error| SuperviseError::system("block signals", error))?;
         let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
-            .map_err(|error| KeeperError::system("receive signals", error))?;
+            .map_err(|error| SuperviseError::system("receive signals", error))?;
         let folder = tempfile::Builder::new()
             .prefix("nvme-mpt-keep-")
             .permissions(Permissions::from_mode(0o700))
             .tempdir()
-            .map_err(|error| KeeperError::system("make a folder for its socket", error))?;
+            .map_err(|error| SuperviseError::system("make a folder for its socket", error))?;
         let socket = UnixDatagram::bind(address(&folder))
-            .map_err(|error| KeeperError::system("make its socket", error))?;
+            .map_err(|error| SuperviseError::system("make its socket", error))?;
         Ok(Self {
             options,
             command,
             folder,
             socket,
             signals,
-            stored: Stored::new(store_max),
+            stored: StoredDescriptors::new(store_max),
             main: None,
             ended: None,
             former: Vec::new(),
-            deaths: Deaths::new(options.deaths, options.first_delay),
+            deaths: RecentDeaths::new(options.deaths, options.first_delay),
             start_at: Some(now()),
             was_ready: false,
             is_stopping: false,
@@ -231,7 +234,7 @@ impl<'a> Keeper<'a> {
         })
     }
 
-    fn run(mut self) -> Result<ExitStatus, KeeperError> {
+    fn run(mut self) -> Result<ExitStatus, SuperviseError> {
         loop {
             if self.start_at.is_some_and(|at| at <= now()) {
                 self.start()?;
@@ -268,7 +271,7 @@ impl<'a> Keeper<'a> {
     }
 
     /// Waits for a message, a signal, the end of a process, or the time of the next start.
-    fn wait(&self) -> Result<(), KeeperError> {
+    fn wait(&self) -> Result<(), SuperviseError> {
         let mut events = vec![
             PollFd::new(&self.socket, PollFlags::IN),
             PollFd::new(&self.signals, PollFlags::IN),
@@ -286,11 +289,11 @@ impl<'a> Keeper<'a> {
         let waited = retry_on_intr(|| poll(&mut events, time.as_ref()));
         waited
             .map(drop)
-            .map_err(|error| KeeperError::system("wait", error))
+            .map_err(|error| SuperviseError::system("wait", error))
     }
 
-    fn start(&mut self) -> Result<(), KeeperError> {
-        let KeepOptions {
+    fn start(&mut self) -> Result<(), SuperviseError> {
+        let SuperviseOptions {
             first_stage,
             program,
             ..
@@ -306,8 +309,9 @@ impl<'a> Keeper<'a> {
             .process_group(0);
         let stored: Vec<_> = self.stored.descriptors().map(AsFd::as_fd).collect();
         let started = first_stage::start(&mut command, self.stored.names(), &stored)?;
-        let process = Process::open(Pid::from_child(&started.child));
-        let process = process.map_err(|error| KeeperError::system("start the command", error))?;
+        let process = SupervisedProcess::open(Pid::from_child(&started.child));
+        let process =
+            process.map_err(|error| SuperviseError::system("start the command", error))?;
         log::info!(
             "Started {:?} as process {}, with {} stored descriptors",
             self.command[0],
@@ -325,7 +329,7 @@ impl<'a> Keeper<'a> {
     }
 
     /// Handles the end of the main process. Returns its status if the keeper ends as well.
-    fn bury(&mut self) -> Result<Option<ExitStatus>, KeeperError> {
+    fn bury(&mut self) -> Result<Option<ExitStatus>, SuperviseError> {
         let Some(main) = self.main.take() else {
             return Ok(None);
         };
@@ -350,7 +354,7 @@ impl<'a> Keeper<'a> {
         }
         let now = now();
         let Some(delay) = self.deaths.note(now) else {
-            return Err(KeeperError::GaveUp {
+            return Err(SuperviseError::GaveUp {
                 command: self.command[0].clone(),
                 deaths: self.options.deaths,
                 status,
@@ -361,10 +365,11 @@ impl<'a> Keeper<'a> {
         Ok(None)
     }
 
-    fn pass_signals_on(&mut self) -> Result<(), KeeperError> {
+    fn pass_signals_on(&mut self) -> Result<(), SuperviseError> {
         loop {
             let read = self.signals.read_signal();
-            let Some(came) = read.map_err(|error| KeeperError::system("read a signal", error))?
+            let Some(came) =
+                read.map_err(|error| SuperviseError::system("read a signal", error))?
             else {
                 return Ok(());
             };
@@ -413,10 +418,10 @@ impl<'a> Keeper<'a> {
         let mut buffer = [0; MESSAGE_MAX];
         loop {
             match message::receive(&self.socket, &mut buffer, RecvFlags::DONTWAIT) {
-                Ok(Received { is_cut: true, .. }) => {
+                Ok(ReceivedDatagram { is_cut: true, .. }) => {
                     log::warn!("A message lost bytes or descriptors, and is ignored");
                 }
-                Ok(Received {
+                Ok(ReceivedDatagram {
                     bytes, descriptors, ..
                 }) => match str::from_utf8(&buffer[..bytes]) {
                     Ok(text) => self.process(text, descriptors),
@@ -473,12 +478,12 @@ impl<'a> Keeper<'a> {
     fn store(&mut self, name: &str, descriptor: OwnedFd) {
         let reason = match self.stored.add(name, descriptor) {
             Ok(()) => return,
-            Err(Refusal::Same) => {
+            Err(FdStoreRefusal::Same) => {
                 log::debug!("A descriptor named {name:?} is stored already");
                 return;
             }
-            Err(Refusal::Full) => "the store is full",
-            Err(Refusal::Names) => "the names of all descriptors are too long",
+            Err(FdStoreRefusal::Full) => "the store is full",
+            Err(FdStoreRefusal::Names) => "the names of all descriptors are too long",
         };
         let max = self.stored.max();
         log::error!(
@@ -495,7 +500,7 @@ impl<'a> Keeper<'a> {
         if pid.is_some() && pid == self.main.as_ref().map(|main| main.pid) {
             return;
         }
-        let process = pid.and_then(|pid| Process::open(pid).ok());
+        let process = pid.and_then(|pid| SupervisedProcess::open(pid).ok());
         // A successor that has ended counts as a dead main process: the keeper must not end with its predecessor.
         let main = self.main.as_ref().map(|main| main.pid);
         // A former main process may become main again if its successor does not take over.
@@ -535,18 +540,18 @@ fn address(folder: &TempDir) -> PathBuf {
 }
 
 /// Sets up signals, limits and descriptors of this process before it starts children.
-fn prepare_process() -> Result<(), KeeperError> {
+fn prepare_process() -> Result<(), SuperviseError> {
     nix::sys::prctl::set_child_subreaper(true)
-        .map_err(|error| KeeperError::system("adopt orphans", error))?;
+        .map_err(|error| SuperviseError::system("adopt orphans", error))?;
     for signal in IGNORED {
         // SAFETY: no handler is called for a signal that is ignored.
         unsafe { nix::sys::signal::signal(signal, nix::sys::signal::SigHandler::SigIgn) }
-            .map_err(|error| KeeperError::system("ignore signals", error))?;
+            .map_err(|error| SuperviseError::system("ignore signals", error))?;
     }
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     setrlimit(Resource::Nofile, limit)
-        .map_err(|error| KeeperError::system("raise RLIMIT_NOFILE", error))?;
+        .map_err(|error| SuperviseError::system("raise RLIMIT_NOFILE", error))?;
     let (first, last) = (crate::inherited::FIRST as libc::c_uint, libc::c_uint::MAX);
     let flags = libc::CLOSE_RANGE_CLOEXEC;
     // SAFETY: the call takes numbers alone, and closes nothing in this process.
@@ -554,7 +559,7 @@ fn prepare_process() -> Result<(), KeeperError> {
         0 => Ok(()),
         _ => {
             let error = io::Error::last_os_error();
-            Err(KeeperError::system(
+            Err(SuperviseError::system(
                 "set close-on-exec for its descriptors",
                 error,
             ))
@@ -571,13 +576,13 @@ fn now() -> Instant {
 }
 
 /// Deaths of the command within the last minute.
-struct Deaths {
+struct RecentDeaths {
     max: usize,
     first_delay: Duration,
     times: VecDeque<Instant>,
 }
 
-impl Deaths {
+impl RecentDeaths {
     const WINDOW: Duration = Duration::from_secs(60);
     const LAST_DELAY: Duration = Duration::from_secs(5);
 
@@ -617,7 +622,7 @@ mod tests {
 
     #[test]
     fn delays_grow_up_to_five_seconds_and_the_tenth_death_is_the_last() {
-        let mut deaths = Deaths::new(10, FIRST_DELAY);
+        let mut deaths = RecentDeaths::new(10, FIRST_DELAY);
         let start = now();
         let delays: Vec<_> = (0..10).map(|_| deaths.note(start)).collect();
         let expected = [0, 100, 200, 400, 800, 1600, 3200, 5000, 5000];
@@ -628,7 +633,7 @@ mod tests {
 
     #[test]
     fn a_death_counts_for_a_minute() {
-        let mut deaths = Deaths::new(3, FIRST_DELAY);
+        let mut deaths = RecentDeaths::new(3, FIRST_DELAY);
         let start = now();
         let seconds = |seconds| start + Duration::from_secs(seconds);
         assert_eq!(deaths.note(seconds(0)), Some(Duration::ZERO));
@@ -636,10 +641,10 @@ mod tests {
         assert_eq!(deaths.note(seconds(60)), Some(Duration::from_millis(100)));
         assert_eq!(deaths.note(seconds(61)), None);
         assert_eq!(deaths.note(seconds(600)), Some(Duration::ZERO));
-        let mut patient = Deaths::new(usize::MAX, FIRST_DELAY);
+        let mut patient = RecentDeaths::new(usize::MAX, FIRST_DELAY);
         let delays: Vec<_> = (0..70).filter_map(|_| patient.note(start)).collect();
         assert_eq!(delays[69], Duration::from_secs(5));
-        let mut eager = Deaths::new(usize::MAX, Duration::ZERO);
+        let mut eager = RecentDeaths::new(usize::MAX, Duration::ZERO);
         let delays: Vec<_> = (0..70).filter_map(|_| eager.note(start)).collect();
         assert_eq!(delays[69], Duration::ZERO);
     }

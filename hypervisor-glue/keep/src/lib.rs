@@ -6,9 +6,9 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | `store` | the server's messages to its keeper: [`Store`] |
-//! | `inherited` | descriptors that the keeper passed at the start: [`Inherited`] |
-//! | `bag` | many descriptors packed into two that the keeper stores: [`Bag`] |
+//! | `store` | the server's messages to its keeper: [`FdStoreClient`] |
+//! | `inherited` | descriptors that the keeper passed at the start: [`InheritedDescriptors`] |
+//! | `bag` | many descriptors packed into two that the keeper stores: [`DescriptorQueue`] |
 //! | `keeper` | the keeper's process: [`keep`] |
 //! | `stored` | the keeper's fd store: descriptors and their names |
 //! | `process` | the keeper's handle of a process |
@@ -27,7 +27,7 @@
 //! former main processes. Descriptors that a parent passed to the keeper stay with the keeper.
 //!
 //! For a user without `CAP_SYS_RESOURCE`, the kernel limits descriptors in the queues of sockets to `RLIMIT_NOFILE`. All
-//! [`Bag`]s of a user, and the start of a command, count toward this limit.
+//! [`DescriptorQueue`]s of a user, and the start of a command, count toward this limit.
 
 mod bag;
 mod error;
@@ -39,10 +39,10 @@ mod process;
 mod store;
 mod stored;
 
-pub use bag::Bag;
-pub use error::{KeepError, KeeperError};
+pub use bag::DescriptorQueue;
+pub use error::{FdStoreError, SuperviseError};
 pub use first_stage::{first_stage, start_successor};
-pub use inherited::{Inherited, clear};
-pub use keeper::{KeepOptions, adopt, exit_code, keep};
+pub use inherited::{InheritedDescriptors, clear};
+pub use keeper::{SuperviseOptions, adopt, exit_code, keep};
 pub use message::DESCRIPTORS_MAX;
-pub use store::Store;
+pub use store::FdStoreClient;

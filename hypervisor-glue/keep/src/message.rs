@@ -14,7 +14,7 @@ use rustix::net::{
 pub const DESCRIPTORS_MAX: usize = 253;
 
 /// Received message.
-pub(crate) struct Received {
+pub(crate) struct ReceivedDatagram {
     /// Number of bytes.
     pub(crate) bytes: usize,
     /// Descriptors, with close-on-exec set.
@@ -41,7 +41,11 @@ pub(crate) fn send(
 }
 
 /// Receives a message.
-pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> Result<Received> {
+pub(crate) fn receive(
+    socket: impl AsFd,
+    buffer: &mut [u8],
+    flags: RecvFlags,
+) -> Result<ReceivedDatagram> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = flags | RecvFlags::CMSG_CLOEXEC;
@@ -56,7 +60,7 @@ pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8], flags: RecvFlags) ->
         }
     }
     let cuts = ReturnFlags::CTRUNC | ReturnFlags::TRUNC;
-    Ok(Received {
+    Ok(ReceivedDatagram {
         bytes: came.bytes,
         descriptors,
         is_cut: came.flags.intersects(cuts),

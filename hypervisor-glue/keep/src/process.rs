@@ -10,14 +10,14 @@ use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_si
 
 /// Process with its pidfd.
 #[derive(Debug)]
-pub(crate) struct Process {
+pub(crate) struct SupervisedProcess {
     pub(crate) pid: Pid,
     descriptor: OwnedFd,
     /// Exit status, once it was collected.
     pub(crate) status: Option<ExitStatus>,
 }
 
-impl Process {
+impl SupervisedProcess {
     pub(crate) fn open(pid: Pid) -> Result<Self> {
         let descriptor = pidfd_open(pid, PidfdFlags::empty())?;
         let status = None;
@@ -46,7 +46,7 @@ impl Process {
     }
 }
 
-impl AsFd for Process {
+impl AsFd for SupervisedProcess {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
@@ -91,7 +91,7 @@ mod tests {
         let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         let mut child = child.unwrap();
         assert!(descends(Pid::from_child(&child), None));
-        let process = Process::open(Pid::from_child(&child)).unwrap();
+        let process = SupervisedProcess::open(Pid::from_child(&child)).unwrap();
         assert!(!process.has_ended());
         drop(child.stdin.take());
         child

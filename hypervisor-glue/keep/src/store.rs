@@ -14,7 +14,7 @@ use rustix::io::{Errno, retry_on_intr};
 use rustix::net::SendFlags;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use crate::error::KeepError;
+use crate::error::FdStoreError;
 use crate::message::{self, DESCRIPTORS_MAX};
 
 /// Timeout for sending a message while the keeper's queue is full.
@@ -22,19 +22,19 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Connection to the process's keeper.
 #[derive(Debug)]
-pub struct Store {
+pub struct FdStoreClient {
     address: OsString,
     socket: UnixDatagram,
     max: u64,
 }
 
-impl Store {
+impl FdStoreClient {
     /// Connects to the keeper that the environment names; `None` without one.
     ///
     /// # Errors
     ///
     /// `NOTIFY_SOCKET` is malformed, or nothing listens at its address.
-    pub fn from_env() -> Result<Option<Self>, KeepError> {
+    pub fn from_env() -> Result<Option<Self>, FdStoreError> {
         let Some(address) = env::var_os("NOTIFY_SOCKET") else {
             return Ok(None);
         };
@@ -42,7 +42,7 @@ impl Store {
         let number = limit.to_str().and_then(|limit| limit.parse::<u64>().ok());
         let Some(number) = number else {
             let (name, value) = ("FDSTORE", limit);
-            return Err(KeepError::Variable { name, value });
+            return Err(FdStoreError::Variable { name, value });
         };
         Self::connect(&address, number).map(Some)
     }
@@ -53,13 +53,13 @@ impl Store {
     /// # Errors
     ///
     /// The address has another form, or nothing listens there.
-    pub fn connect(address: &OsStr, max: u64) -> Result<Self, KeepError> {
+    pub fn connect(address: &OsStr, max: u64) -> Result<Self, FdStoreError> {
         let place = match address.as_bytes() {
             [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
             [b'/', ..] => SocketAddr::from_pathname(address),
             _ => {
                 let (name, value) = ("NOTIFY_SOCKET", address.to_owned());
-                return Err(KeepError::Variable { name, value });
+                return Err(FdStoreError::Variable { name, value });
             }
         };
         let address = address.to_owned();
@@ -69,7 +69,7 @@ impl Store {
                 socket,
                 max,
             }),
-            Err(source) => Err(KeepError::Connect { address, source }),
+            Err(source) => Err(FdStoreError::Connect { address, source }),
         }
     }
 
@@ -86,7 +86,7 @@ impl Store {
     #[must_use]
     pub fn has_ended(&self) -> bool {
         match Self::connect(&self.address, self.max) {
-            Err(KeepError::Connect { source, .. }) => match source.kind() {
+            Err(FdStoreError::Connect { source, .. }) => match source.kind() {
                 io::ErrorKind::ConnectionRefused => true,
                 // The socket file may have been removed by a cleanup of temporary files.
                 io::ErrorKind::NotFound => {
@@ -120,7 +120,7 @@ impl Store {
     /// # Errors
     ///
     /// The name is invalid, or the keeper is gone or stuck.
-    pub fn keep(&self, name: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+    pub fn keep(&self, name: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), FdStoreError> {
         check(name)?;
         let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
         for some in descriptors.chunks(DESCRIPTORS_MAX) {
@@ -134,7 +134,7 @@ impl Store {
     /// # Errors
     ///
     /// The name is invalid, or the keeper is gone or stuck.
-    pub fn forget(&self, name: &str) -> Result<(), KeepError> {
+    pub fn forget(&self, name: &str) -> Result<(), FdStoreError> {
         check(name)?;
         self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])
     }
@@ -144,7 +144,7 @@ impl Store {
     /// # Errors
     ///
     /// The keeper is gone or stuck.
-    pub fn notify(&self, assignments: &str) -> Result<(), KeepError> {
+    pub fn notify(&self, assignments: &str) -> Result<(), FdStoreError> {
         self.send(assignments, &[])
     }
 
@@ -153,10 +153,10 @@ impl Store {
     /// # Errors
     ///
     /// The keeper is gone, or has not processed them within the timeout.
-    pub fn barrier(&self, timeout: Duration) -> Result<(), KeepError> {
+    pub fn barrier(&self, timeout: Duration) -> Result<(), FdStoreError> {
         let pipe = pipe_with(PipeFlags::CLOEXEC);
         let (ours, theirs) =
-            pipe.map_err(|error| KeepError::system("make a pipe for a barrier", error))?;
+            pipe.map_err(|error| FdStoreError::system("make a pipe for a barrier", error))?;
         self.send("BARRIER=1", &[theirs.as_fd()])?;
         drop(theirs);
         let time = Timespec {
@@ -166,15 +166,15 @@ impl Store {
         // The hang-up of the last writer is always reported.
         let mut ends = [PollFd::new(&ours, PollFlags::empty())];
         let ended = retry_on_intr(|| poll(&mut ends, Some(&time)));
-        match ended.map_err(|error| KeepError::system("wait for a barrier", error))? {
-            0 => Err(KeepError::Barrier {
+        match ended.map_err(|error| FdStoreError::system("wait for a barrier", error))? {
+            0 => Err(FdStoreError::Barrier {
                 milliseconds: timeout.as_millis(),
             }),
             _ => Ok(()),
         }
     }
 
-    fn send(&self, text: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+    fn send(&self, text: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), FdStoreError> {
         self.send_with(text, descriptors, SendFlags::empty())
     }
 
@@ -183,14 +183,14 @@ impl Store {
         text: &str,
         descriptors: &[BorrowedFd<'_>],
         flags: SendFlags,
-    ) -> Result<(), KeepError> {
+    ) -> Result<(), FdStoreError> {
         let sent = message::send(&self.socket, text.as_bytes(), descriptors, flags);
         sent.map_err(|error| match error {
             // Errors of the first and of further messages after the keeper's end.
-            Errno::CONNREFUSED | Errno::CONNRESET | Errno::NOTCONN => KeepError::Gone {
+            Errno::CONNREFUSED | Errno::CONNRESET | Errno::NOTCONN => FdStoreError::Gone {
                 source: error.into(),
             },
-            _ => KeepError::Send {
+            _ => FdStoreError::Send {
                 message: text.to_owned(),
                 source: error.into(),
             },
@@ -211,10 +211,10 @@ pub(crate) fn is_name(name: &str) -> bool {
     (1..=255).contains(&name.len()) && name.bytes().all(printable)
 }
 
-fn check(name: &str) -> Result<(), KeepError> {
+fn check(name: &str) -> Result<(), FdStoreError> {
     match is_name(name) {
         true => Ok(()),
-        false => Err(KeepError::Name {
+        false => Err(FdStoreError::Name {
             name: name.to_owned(),
         }),
     }
@@ -238,11 +238,11 @@ mod tests {
         }
     }
 
-    fn keeper() -> (tempfile::TempDir, UnixDatagram, Store) {
+    fn keeper() -> (tempfile::TempDir, UnixDatagram, FdStoreClient) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
-        let store = Store::connect(path.as_os_str(), 4096).unwrap();
+        let store = FdStoreClient::connect(path.as_os_str(), 4096).unwrap();
         (folder, socket, store)
     }
 
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(next(&socket), (removed, 0));
         assert!(matches!(
             store.forget("a:b"),
-            Err(KeepError::Name { name }) if name == "a:b"
+            Err(FdStoreError::Name { name }) if name == "a:b"
         ));
     }
 
@@ -277,7 +277,7 @@ mod tests {
         let passed = store.barrier(Duration::ZERO);
         assert!(matches!(
             passed,
-            Err(KeepError::Barrier { milliseconds: 0 })
+            Err(FdStoreError::Barrier { milliseconds: 0 })
         ));
         assert_eq!(next(&socket), ("BARRIER=1".to_owned(), 1));
         // A keeper that is gone closes what is in its queue.
@@ -285,7 +285,7 @@ mod tests {
         for _ in 0..3 {
             assert!(matches!(
                 store.barrier(Duration::MAX),
-                Err(KeepError::Gone { .. })
+                Err(FdStoreError::Gone { .. })
             ));
         }
     }
@@ -310,13 +310,13 @@ mod tests {
     #[test]
     fn an_address_is_a_path_or_an_abstract_name() {
         for address in ["", "vsock:2:1", "relative"] {
-            let refused = Store::connect(OsStr::new(address), 1);
+            let refused = FdStoreClient::connect(OsStr::new(address), 1);
             assert!(
-                matches!(refused, Err(KeepError::Variable { .. })),
+                matches!(refused, Err(FdStoreError::Variable { .. })),
                 "{address}"
             );
         }
-        let nowhere = Store::connect(OsStr::new("@nvme-mpt-keep/nobody-listens"), 1);
-        assert!(matches!(nowhere, Err(KeepError::Connect { .. })));
+        let nowhere = FdStoreClient::connect(OsStr::new("@nvme-mpt-keep/nobody-listens"), 1);
+        assert!(matches!(nowhere, Err(FdStoreError::Connect { .. })));
     }
 }

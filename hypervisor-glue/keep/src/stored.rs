@@ -12,14 +12,14 @@ const NAMES_MAX: usize = (128 << 10) - 64;
 
 /// Stored descriptors, oldest first.
 #[derive(Debug)]
-pub(crate) struct Stored {
+pub(crate) struct StoredDescriptors {
     max: usize,
     descriptors: Vec<(String, OwnedFd)>,
 }
 
 /// Reason why a descriptor is not stored.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum FdStoreRefusal {
     /// The store is full.
     Full,
     /// `LISTEN_FDNAMES` would become too long.
@@ -28,7 +28,7 @@ pub(crate) enum Refusal {
     Same,
 }
 
-impl Stored {
+impl StoredDescriptors {
     pub(crate) fn new(max: usize) -> Self {
         let descriptors = Vec::new();
         Self { max, descriptors }
@@ -38,16 +38,16 @@ impl Stored {
         self.max
     }
 
-    pub(crate) fn add(&mut self, name: &str, descriptor: OwnedFd) -> Result<(), Refusal> {
+    pub(crate) fn add(&mut self, name: &str, descriptor: OwnedFd) -> Result<(), FdStoreRefusal> {
         if self
             .descriptors
             .iter()
             .any(|(_, other)| is_same(other, &descriptor))
         {
-            return Err(Refusal::Same);
+            return Err(FdStoreRefusal::Same);
         }
         if self.descriptors.len() >= self.max {
-            return Err(Refusal::Full);
+            return Err(FdStoreRefusal::Full);
         }
         let names: usize = self
             .descriptors
@@ -55,7 +55,7 @@ impl Stored {
             .map(|(name, _)| name.len() + 1)
             .sum();
         if names + name.len() > NAMES_MAX {
-            return Err(Refusal::Names);
+            return Err(FdStoreRefusal::Names);
         }
         self.descriptors.push((name.to_owned(), descriptor));
         Ok(())
@@ -112,10 +112,10 @@ mod tests {
 
     #[test]
     fn one_open_file_is_stored_once_and_two_of_one_path_are_two() {
-        let mut stored = Stored::new(8);
+        let mut stored = StoredDescriptors::new(8);
         let null = open();
         assert_eq!(stored.add("a", null.try_clone().unwrap()), Ok(()));
-        assert_eq!(stored.add("b", null), Err(Refusal::Same));
+        assert_eq!(stored.add("b", null), Err(FdStoreRefusal::Same));
         assert_eq!(stored.add("b", open()), Ok(()));
         assert_eq!(stored.names(), "a:b");
         stored.remove("a");
@@ -124,17 +124,17 @@ mod tests {
 
     #[test]
     fn number_and_names_are_bounded() {
-        let mut stored = Stored::new(2);
+        let mut stored = StoredDescriptors::new(2);
         assert_eq!(stored.add("a", open()), Ok(()));
         assert_eq!(stored.add("a", open()), Ok(()));
-        assert_eq!(stored.add("a", open()), Err(Refusal::Full));
-        let mut stored = Stored::new(4096);
+        assert_eq!(stored.add("a", open()), Err(FdStoreRefusal::Full));
+        let mut stored = StoredDescriptors::new(4096);
         let name = "n".repeat(255);
         let mut count = 0;
         while stored.add(&name, open()).is_ok() {
             count += 1;
         }
-        assert_eq!(stored.add(&name, open()), Err(Refusal::Names));
+        assert_eq!(stored.add(&name, open()), Err(FdStoreRefusal::Names));
         assert_eq!(stored.names().len(), count * 256 - 1);
         assert!(stored.names().len() <= NAMES_MAX && count > 500);
     }

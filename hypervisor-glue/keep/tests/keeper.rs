@@ -15,7 +15,10 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use libtest_mimic::{Arguments, Trial};
-use nvme_mpt_keep::{Bag, Inherited, KeepOptions, Store, exit_code, first_stage, keep};
+use nvme_mpt_keep::{
+    DescriptorQueue, FdStoreClient, InheritedDescriptors, SuperviseOptions, exit_code, first_stage,
+    keep,
+};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
@@ -63,7 +66,7 @@ fn run_keeper(words: Vec<OsString>) -> ExitCode {
     log::set_logger(&Lines).unwrap();
     log::set_max_level(log::LevelFilter::Debug);
     let [deaths, store_max] = [0, 1].map(|at| words[at].to_str().unwrap().parse::<u16>().unwrap());
-    let mut options = KeepOptions::new(vec!["role-first-stage".into()]);
+    let mut options = SuperviseOptions::new(vec!["role-first-stage".into()]);
     (options.deaths, options.store_max) = (deaths.into(), store_max);
     match keep(&options, &words[2..]) {
         Ok(status) => exit_code(status),
@@ -89,8 +92,8 @@ fn content(file: OwnedFd) -> String {
 }
 
 fn serve(path: &OsStr) -> ExitCode {
-    let mut inherited = Inherited::from_env().unwrap();
-    let store = Store::from_env().unwrap();
+    let mut inherited = InheritedDescriptors::from_env().unwrap();
+    let store = FdStoreClient::from_env().unwrap();
     let names: Vec<_> = inherited.names().collect();
     let mut test = UnixStream::connect(path).unwrap();
     writeln!(test, "{} {}", std::process::id(), names.join(",")).unwrap();
@@ -105,7 +108,7 @@ fn serve(path: &OsStr) -> ExitCode {
                 .keep(name, &[file(more).as_fd()])
                 .map(|()| String::new()),
             "bag" => {
-                let bag = Bag::new().unwrap();
+                let bag = DescriptorQueue::new().unwrap();
                 bag.put(7, &[file(more).as_fd()]).unwrap();
                 let kept = store().keep(name, &bag.ends()).map(|()| String::new());
                 bags.push(bag);
@@ -122,7 +125,7 @@ fn serve(path: &OsStr) -> ExitCode {
                 Ok(contents.join(","))
             }
             "read-bag" => {
-                let mut bag = Bag::from_kept(inherited.take(name)).unwrap();
+                let mut bag = DescriptorQueue::from_kept(inherited.take(name)).unwrap();
                 let (number, files) = bag.contents().unwrap().pop().unwrap();
                 let files: Vec<_> = files.into_iter().map(content).collect();
                 Ok(format!("{number}:{}", files.join(",")))

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::channel::{Channel, ChannelError};
-use crate::message::{Attached, Opened, Opening, PARTS, SIGNS, VERSION};
-use crate::socket::{self, Signs, Stream};
+use crate::channel::{ChannelError, LeaseChannel};
+use crate::message::{AttachReply, AttachRequest, AttachedLease, PARTS, SIGNS, VERSION};
+use crate::socket::{self, ServerExitSigns, Stream};
 
 /// Timeout for each message of a server while a lease is created.
 pub(crate) const OPENING_PATIENCE: Duration = Duration::from_secs(10);
@@ -22,7 +22,7 @@ const WITH_SIGNS: usize = PARTS + SIGNS;
 
 /// Error of requesting a lease from a server.
 #[derive(Debug, Error)]
-pub enum AttachError {
+pub enum LeaseAttachError {
     /// Nothing accepts connections on the socket, or access is denied.
     #[error("Cannot connect to the drive server on {}", socket.display())]
     Connect {
@@ -59,37 +59,37 @@ pub enum AttachError {
 
 /// Granted lease, before the function uses it.
 #[derive(Debug)]
-pub(crate) struct Given {
-    pub(crate) channel: Channel,
-    pub(crate) attached: Attached,
+pub(crate) struct GrantedLease {
+    pub(crate) channel: LeaseChannel,
+    pub(crate) attached: AttachedLease,
     /// Files of the doorbells and of the in-flight state, and the eventfd of events.
     pub(crate) parts: [OwnedFd; PARTS],
-    /// Signs of the server's end; `None` from a server that sends none.
-    pub(crate) signs: Option<Signs>,
+    /// ServerExitSigns of the server's end; `None` from a server that sends none.
+    pub(crate) signs: Option<ServerExitSigns>,
     pub(crate) socket: PathBuf,
 }
 
-/// Answer of a server to an [`Opening`].
-enum Answer {
+/// Answer of a server to an [`AttachRequest`].
+enum AttachOutcome {
     /// The server does not have the drive.
     NotServed,
     /// The server has the drive, and created no lease.
     Served,
     /// The server has created the lease. The descriptors are its files.
-    Attached(Box<Attached>, Vec<OwnedFd>),
+    Attached(Box<AttachedLease>, Vec<OwnedFd>),
 }
 
 /// Returns the error for a server that does not answer, or violates the protocol.
-fn no_answer(socket: &Path, source: ChannelError) -> AttachError {
-    AttachError::Answer {
+fn no_answer(socket: &Path, source: ChannelError) -> LeaseAttachError {
+    LeaseAttachError::Answer {
         socket: socket.to_owned(),
         source,
     }
 }
 
 /// Returns the error for a process that cannot use its connection to a server.
-fn no_set_up(socket: &Path, source: io::Error) -> AttachError {
-    AttachError::SetUp {
+fn no_set_up(socket: &Path, source: io::Error) -> LeaseAttachError {
+    LeaseAttachError::SetUp {
         socket: socket.to_owned(),
         source,
     }
@@ -100,24 +100,26 @@ fn no_set_up(socket: &Path, source: io::Error) -> AttachError {
 fn open(
     stream: Stream,
     socket: &Path,
-    opening: &Opening,
+    opening: &AttachRequest,
     kept: &[BorrowedFd<'_>],
     patience: Duration,
-) -> Result<(Channel, Answer), AttachError> {
+) -> Result<(LeaseChannel, AttachOutcome), LeaseAttachError> {
     let set_up = |source| no_set_up(socket, source);
     let failed = |source| no_answer(socket, source);
-    let channel = Channel::new(stream).map_err(set_up)?;
+    let channel = LeaseChannel::new(stream).map_err(set_up)?;
     channel.set_patience(patience).map_err(set_up)?;
     channel.send(opening, kept).map_err(failed)?;
     let answer = loop {
         let (opened, descriptors) = channel.receive_answer().map_err(failed)?;
         match opened {
-            Opened::Waiting => {}
-            Opened::NotServed => break Answer::NotServed,
-            Opened::Served => break Answer::Served,
-            Opened::Attached(attached) => break Answer::Attached(attached, descriptors),
-            Opened::Refused { reason } => {
-                return Err(AttachError::Refused {
+            AttachReply::Waiting => {}
+            AttachReply::NotServed => break AttachOutcome::NotServed,
+            AttachReply::Served => break AttachOutcome::Served,
+            AttachReply::Attached(attached) => {
+                break AttachOutcome::Attached(attached, descriptors);
+            }
+            AttachReply::Refused { reason } => {
+                return Err(LeaseAttachError::Refused {
                     socket: socket.to_owned(),
                     reason,
                 });
@@ -136,8 +138,8 @@ pub(crate) fn ask_for_lease(
     options: &str,
     kept: &[BorrowedFd<'_>],
     patience: Duration,
-) -> Result<Option<Given>, AttachError> {
-    let opening = Opening {
+) -> Result<Option<GrantedLease>, LeaseAttachError> {
+    let opening = AttachRequest {
         version: VERSION,
         options: options.to_owned(),
         only_asks: false,
@@ -145,12 +147,12 @@ pub(crate) fn ask_for_lease(
     };
     let (channel, answer) = open(stream, socket, &opening, kept, patience)?;
     let (attached, mut descriptors) = match answer {
-        Answer::NotServed => return Ok(None),
-        Answer::Attached(attached, descriptors) if attached.is_possible() => {
+        AttachOutcome::NotServed => return Ok(None),
+        AttachOutcome::Attached(attached, descriptors) if attached.is_possible() => {
             (*attached, descriptors)
         }
         // A lease was requested.
-        Answer::Served | Answer::Attached(..) => {
+        AttachOutcome::Served | AttachOutcome::Attached(..) => {
             return Err(no_answer(socket, ChannelError::Impossible));
         }
     };
@@ -162,12 +164,12 @@ pub(crate) fn ask_for_lease(
         WITH_SIGNS => <[OwnedFd; SIGNS]>::try_from(descriptors.split_off(PARTS)).ok(),
         _ => None,
     };
-    let signs = signs.map(|signs| Signs::new(channel.stream(), signs));
+    let signs = signs.map(|signs| ServerExitSigns::new(channel.stream(), signs));
     let parts = <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
         let (came, said) = (descriptors.len(), PARTS);
         no_answer(socket, ChannelError::Descriptors { came, said })
     })?;
-    Ok(Some(Given {
+    Ok(Some(GrantedLease {
         channel,
         attached,
         parts,
@@ -183,8 +185,8 @@ pub(crate) fn ask_for_drive(
     socket: &Path,
     options: &str,
     patience: Duration,
-) -> Result<bool, AttachError> {
-    let opening = Opening {
+) -> Result<bool, LeaseAttachError> {
+    let opening = AttachRequest {
         version: VERSION,
         options: options.to_owned(),
         only_asks: true,
@@ -192,12 +194,12 @@ pub(crate) fn ask_for_drive(
     };
     let (_, answer) = open(stream, socket, &opening, &[], patience)?;
     // A server that does not know the field grants a lease, which ends with the connection.
-    Ok(!matches!(answer, Answer::NotServed))
+    Ok(!matches!(answer, AttachOutcome::NotServed))
 }
 
 /// Connects to a server.
-pub(crate) fn connect(socket: &Path) -> Result<Stream, AttachError> {
-    socket::connect(socket).map_err(|source| AttachError::Connect {
+pub(crate) fn connect(socket: &Path) -> Result<Stream, LeaseAttachError> {
+    socket::connect(socket).map_err(|source| LeaseAttachError::Connect {
         socket: socket.to_owned(),
         source,
     })
@@ -205,7 +207,7 @@ pub(crate) fn connect(socket: &Path) -> Result<Stream, AttachError> {
 
 /// Search parameters for the next server, when the function's own is gone.
 #[derive(Clone, Debug)]
-pub(crate) struct Reach {
+pub(crate) struct ServerDiscovery {
     /// State directory of the servers.
     pub(crate) state_dir: PathBuf,
     /// The function's option string.

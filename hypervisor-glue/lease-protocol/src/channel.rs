@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-use crate::message::Farewell;
+use crate::message::LeaseEndNotice;
 use crate::socket::{self, DESCRIPTORS_MAX, Stream};
 
 /// Largest JSON of a message in bytes, for a lease of up to 64 queue pairs.
@@ -65,26 +65,26 @@ pub enum ChannelError {
 
 /// Connection that carries messages.
 #[derive(Debug)]
-pub(crate) struct Channel {
+pub(crate) struct LeaseChannel {
     stream: Stream,
     /// Largest JSON of a message in bytes.
     most: AtomicUsize,
-    last_words: LastWords,
+    last_words: ReceivedEndNotices,
 }
 
-/// Messages of [`Farewell`] received from the server.
+/// Messages of [`LeaseEndNotice`] received from the server.
 #[derive(Debug, Default)]
-struct LastWords {
+struct ReceivedEndNotices {
     removed: AtomicBool,
     ended: AtomicBool,
 }
 
-impl Channel {
+impl LeaseChannel {
     /// Creates a channel over a blocking socket.
     pub(crate) fn new(stream: Stream) -> io::Result<Self> {
         stream.set_write_timeout(Some(TRANSFER))?;
         let most = MESSAGE_MAX.into();
-        let last_words = LastWords::default();
+        let last_words = ReceivedEndNotices::default();
         Ok(Self {
             stream,
             most,
@@ -172,11 +172,11 @@ impl Channel {
         }
     }
 
-    fn note(&self, word: &Farewell) {
-        let LastWords { removed, ended } = &self.last_words;
+    fn note(&self, word: &LeaseEndNotice) {
+        let ReceivedEndNotices { removed, ended } = &self.last_words;
         match word {
-            Farewell::Removed => removed.store(true, Ordering::Relaxed),
-            Farewell::Ended => ended.store(true, Ordering::Relaxed),
+            LeaseEndNotice::Removed => removed.store(true, Ordering::Relaxed),
+            LeaseEndNotice::Ended => ended.store(true, Ordering::Relaxed),
         }
     }
 

@@ -1,4 +1,4 @@
-//! The VMM's side: a [`HostSide`] whose lease, DMA window, queues and pollers are in the server.
+//! The VMM's side: a [`ControllerBackend`] whose lease, DMA window, queues and pollers are in the server.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,16 +9,16 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
-use nvme_mpt::dma::HeldMemory;
+use nvme_mpt::dma::DetachedGuestMemory;
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
-use nvme_mpt::host::{Changes, Damage};
+use nvme_mpt::host::{LeaseDamage, UnreportedChanges};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::live::ExitCounter;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::seam::DoorbellWaker;
 use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
 use nvme_mpt::spec::ids::QueueId;
@@ -26,38 +26,43 @@ use nvme_mpt::spec::log::SmartHealth;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::MemoryStats;
 use nvme_mpt::{
-    AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
-    DoorbellBuffer, DoorbellPage, Event, Gpa, HostSide, HostSideEvent, InterruptVector, KeptQueues,
-    LeaseFacts, LeaseStatus, MemoryRegion, QueueError, SharedParts, SqConfig, StateError,
-    VmmMapping,
+    BackendEvent, BackendState, BackendStateError, BackendStats, ControllerBackend, CqConfig,
+    DirtyRange, DmaError, DmaWindow, DoorbellBuffer, DoorbellPage, Gpa, InterruptVector,
+    IoQueueEvent, LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues,
+    QueueError, SharedParts, SqConfig, VmmMapping,
 };
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;
 
 use crate::DESCRIPTORS_MAX;
-use crate::ask::{AttachError, Given, OPENING_PATIENCE, PATIENCE, Reach, ask_for_lease};
-use crate::link::{DirtyLog, Link, LinkState, Lost};
-use crate::message::{Attached, DirtyPages, Doorbells, Outcome, RegionHistory, Request, Smart};
+use crate::ask::{
+    GrantedLease, LeaseAttachError, OPENING_PATIENCE, PATIENCE, ServerDiscovery, ask_for_lease,
+};
+use crate::link::{DirtyLog, LinkState, ServerLink, ServerLost};
+use crate::message::{
+    AttachedLease, BackendRequest, BackendResult, DirtyPages, IoDoorbellsReply, RegionHistory,
+    SmartHealthBytes,
+};
 use crate::places;
 use crate::socket::Stream;
 use crate::vector::RemoteVector;
-use crate::watch::{Server, Watch};
+use crate::watch::{AttachedServer, ServerWatch};
 
 /// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not have the
 /// function's drive. The stream must be blocking; `socket` is its name in messages. If this server is lost, the function has
 /// failed for good.
 ///
 /// # Errors
-/// See [`AttachError`].
+/// See [`LeaseAttachError`].
 pub fn attach_over(
     stream: Stream,
     socket: &Path,
     options: &str,
-    threads: &Threads,
-) -> Result<Option<RemoteHostSide>, AttachError> {
+    threads: &ThreadSpawner,
+) -> Result<Option<RemoteBackend>, LeaseAttachError> {
     ask_for_lease(stream, socket, options, &[], OPENING_PATIENCE)?
-        .map(|given| RemoteHostSide::new(given, None, threads))
+        .map(|given| RemoteBackend::new(given, None, threads))
         .transpose()
 }
 
@@ -67,22 +72,22 @@ pub fn attach_over(
 /// A server that cannot be reached is skipped with a warning. If it has the drive, opening the drive fails later.
 ///
 /// # Errors
-/// [`AttachError::Refused`], [`AttachError::SetUp`].
+/// [`LeaseAttachError::Refused`], [`LeaseAttachError::SetUp`].
 pub fn attach_anywhere(
     state_dir: &Path,
     options: &str,
     patience: Option<Duration>,
-    threads: &Threads,
-) -> Result<Option<RemoteHostSide>, AttachError> {
+    threads: &ThreadSpawner,
+) -> Result<Option<RemoteBackend>, LeaseAttachError> {
     let Some(given) = places::find(state_dir, options, &[], OPENING_PATIENCE)? else {
         return Ok(None);
     };
-    let reach = (patience != Some(Duration::ZERO)).then(|| Reach {
+    let reach = (patience != Some(Duration::ZERO)).then(|| ServerDiscovery {
         state_dir: state_dir.to_owned(),
         options: options.to_owned(),
         patience,
     });
-    RemoteHostSide::new(given, reach, threads).map(Some)
+    RemoteBackend::new(given, reach, threads).map(Some)
 }
 
 /// Returns whether a server has the drive of `options`, by the search of [`attach_anywhere`]. No lease is created. A server
@@ -94,22 +99,22 @@ pub fn is_served(state_dir: &Path, options: &str) -> bool {
 
 /// Wakers of the server's pollers, and the doorbells of the queues that they poll.
 #[derive(Debug, Default)]
-struct Bells {
+struct RemoteWakers {
     by_number: BTreeMap<u64, Arc<EventFd>>,
     doorbells: IoDoorbells,
 }
 
 /// Counters across servers. Each server counts from zero; its last values before its end are lost.
 #[derive(Debug, Default)]
-struct Counted {
+struct CumulativeCounters {
     /// Server to which `last` belongs.
     server: u64,
-    before: Counters,
-    last: Counters,
+    before: LeaseCounters,
+    last: LeaseCounters,
 }
 
-impl Counted {
-    fn follow(&mut self, server: u64, counters: Counters) {
+impl CumulativeCounters {
+    fn follow(&mut self, server: u64, counters: LeaseCounters) {
         if self.server != server {
             self.server = server;
             self.before = self.before + self.last;
@@ -123,15 +128,15 @@ impl Counted {
 /// If the server is lost, the function waits for another server with the drive, for the configured time. Until then its I/O is
 /// delayed. After that, every command of the guest fails as on a removed drive.
 #[derive(Debug)]
-pub struct RemoteHostSide {
+pub struct RemoteBackend {
     id: String,
-    link: Arc<Link>,
+    link: Arc<ServerLink>,
     facts: LeaseFacts,
     shared: SharedParts,
     /// The VM's memory as mapped in this process, for the admin queue.
     window: DmaWindow,
-    bells: Arc<Mutex<Bells>>,
-    counters: Mutex<Counted>,
+    bells: Arc<Mutex<RemoteWakers>>,
+    counters: Mutex<CumulativeCounters>,
     /// Counter of doorbell writes in this process, for the server's statistics; `None` if the server's file layout differs.
     exits: Option<ExitCounter>,
     watch: Option<JoinHandle<()>>,
@@ -141,18 +146,23 @@ pub struct RemoteHostSide {
     ended: Mutex<Receiver<()>>,
 }
 
-impl RemoteHostSide {
+impl RemoteBackend {
     pub(crate) fn new(
-        given: Given,
-        reach: Option<Reach>,
-        threads: &Threads,
-    ) -> Result<Self, AttachError> {
+        given: GrantedLease,
+        reach: Option<ServerDiscovery>,
+        threads: &ThreadSpawner,
+    ) -> Result<Self, LeaseAttachError> {
         let socket = given.socket.clone();
-        Self::set_up(given, reach, threads).map_err(|source| AttachError::SetUp { socket, source })
+        Self::set_up(given, reach, threads)
+            .map_err(|source| LeaseAttachError::SetUp { socket, source })
     }
 
-    fn set_up(given: Given, reach: Option<Reach>, threads: &Threads) -> io::Result<Self> {
-        let Given {
+    fn set_up(
+        given: GrantedLease,
+        reach: Option<ServerDiscovery>,
+        threads: &ThreadSpawner,
+    ) -> io::Result<Self> {
+        let GrantedLease {
             channel,
             attached,
             parts: [doorbells, live, events],
@@ -160,7 +170,7 @@ impl RemoteHostSide {
             socket,
         } = given;
         let channel = Arc::new(channel);
-        let Attached {
+        let AttachedLease {
             ref id,
             ref facts,
             dstrd,
@@ -168,13 +178,13 @@ impl RemoteHostSide {
         } = attached;
         let (id, facts) = (id.clone(), facts.clone());
         let doorbells = DoorbellPage::of_file(doorbells, dstrd, facts.queue_pairs)?;
-        let server = Server {
+        let server = AttachedServer {
             channel: channel.clone(),
             signs,
         };
         let exits = ExitCounter::of_file(live.as_fd()).ok();
         let events = Arc::new(eventfd::take(events)?);
-        let link = Link::new(
+        let link = ServerLink::new(
             channel,
             socket,
             events,
@@ -194,10 +204,10 @@ impl RemoteHostSide {
             vectors: (0..vectors).map(vector).collect(),
             live: None,
         };
-        let bells = Arc::<Mutex<Bells>>::default();
+        let bells = Arc::<Mutex<RemoteWakers>>::default();
         let (ending, ended) = mpsc::channel();
         let (stop, stopped) = mpsc::channel();
-        let watch = Watch {
+        let watch = ServerWatch {
             link: link.clone(),
             stopped,
             reach,
@@ -237,17 +247,17 @@ impl RemoteHostSide {
         &self.id
     }
 
-    fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T, Lost> {
+    fn ask<T: DeserializeOwned>(&self, request: &BackendRequest) -> Result<T, ServerLost> {
         self.link.ask(request, None)
     }
 
     /// Sends a request that cannot fail. Without a server, the request is dropped.
-    fn tell(&self, request: &Request) {
+    fn tell(&self, request: &BackendRequest) {
         // The link has reported the loss.
         let _ = self.ask::<()>(request);
     }
 
-    fn ask_io<T: DeserializeOwned>(&self, request: &Request) -> io::Result<T> {
+    fn ask_io<T: DeserializeOwned>(&self, request: &BackendRequest) -> io::Result<T> {
         self.ask_io_in(&mut self.link.state(), request)
     }
 
@@ -256,9 +266,9 @@ impl RemoteHostSide {
     fn ask_io_in<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
-        request: &Request,
+        request: &BackendRequest,
     ) -> io::Result<T> {
-        let outcome: Outcome<T> = self.link.ask_in(state, request, None)?;
+        let outcome: BackendResult<T> = self.link.ask_in(state, request, None)?;
         outcome.map_err(|failed| failed.0)
     }
 
@@ -267,11 +277,11 @@ impl RemoteHostSide {
     fn change_queues(
         &self,
         qid: QueueId,
-        request: &Request,
-        note: impl FnOnce(&mut KeptQueues),
+        request: &BackendRequest,
+        note: impl FnOnce(&mut PersistedQueues),
     ) -> Result<(), QueueError> {
         let mut state = self.link.state();
-        let answer: Result<Result<(), QueueError>, Lost> =
+        let answer: Result<Result<(), QueueError>, ServerLost> =
             self.link.ask_in(&mut state, request, None);
         let result = answer.unwrap_or_else(|lost| {
             let source = lost.into();
@@ -286,18 +296,21 @@ impl RemoteHostSide {
     }
 
     /// Sends a request that stops work of the queues. If the server is lost, waits until its work has ended.
-    fn ask_to_rest(&self, request: &Request, time: Duration) -> Result<(), QueueError> {
+    fn ask_to_rest(&self, request: &BackendRequest, time: Duration) -> Result<(), QueueError> {
         match self.ask(request) {
             Ok(result) => result,
-            Err(Lost) if self.link.wait_until_over(time) => Ok(()),
-            Err(Lost) => Err(QueueError::Timeout(QueueId::ADMIN)),
+            Err(ServerLost) if self.link.wait_until_over(time) => Ok(()),
+            Err(ServerLost) => Err(QueueError::Timeout(QueueId::ADMIN)),
         }
     }
 
-    fn ask_of_state<T: DeserializeOwned>(&self, request: &Request) -> Result<T, StateError> {
-        self.ask(request).unwrap_or_else(|lost: Lost| {
+    fn ask_of_state<T: DeserializeOwned>(
+        &self,
+        request: &BackendRequest,
+    ) -> Result<T, BackendStateError> {
+        self.ask(request).unwrap_or_else(|lost: ServerLost| {
             let source = lost.into();
-            Err(StateError::Unreachable { source })
+            Err(BackendStateError::Unreachable { source })
         })
     }
 
@@ -306,7 +319,7 @@ impl RemoteHostSide {
         self.link.state().is_over()
     }
 
-    fn bells(&self) -> MutexGuard<'_, Bells> {
+    fn bells(&self) -> MutexGuard<'_, RemoteWakers> {
         lock(&self.bells)
     }
 
@@ -341,9 +354,9 @@ impl RemoteHostSide {
         let mut state = self.link.state();
         let answer = self
             .link
-            .ask_for_more(&mut state, &Request::IoDoorbells, None);
-        let (doorbells, descriptors): (Doorbells, _) = answer.ok()?;
-        let Doorbells {
+            .ask_for_more(&mut state, &BackendRequest::IoDoorbells, None);
+        let (doorbells, descriptors): (IoDoorbellsReply, _) = answer.ok()?;
+        let IoDoorbellsReply {
             are_buffered,
             are_silent,
             bells: named,
@@ -375,7 +388,7 @@ impl RemoteHostSide {
     }
 }
 
-impl Drop for RemoteHostSide {
+impl Drop for RemoteBackend {
     fn drop(&mut self) {
         drop(self.stop.take());
         let channel = self.link.state().part();
@@ -403,7 +416,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl RemoteHostSide {
+impl RemoteBackend {
     /// Maps memory in the server and in this process, or in neither. A server that reconnects later gets the region then.
     fn map_on_both(
         &self,
@@ -412,12 +425,12 @@ impl RemoteHostSide {
         had: RegionHistory,
     ) -> Result<(), DmaError> {
         let mut state = self.link.state();
-        let request = Request::map(&memory, had);
-        let answer: Result<Result<(), DmaError>, Lost> =
+        let request = BackendRequest::map(&memory, had);
+        let answer: Result<Result<(), DmaError>, ServerLost> =
             self.link.ask_in(&mut state, &request, Some(&memory.fd));
         let there = match answer {
             Ok(result) => result.map(|()| true)?,
-            Err(Lost) if state.waits() => false,
+            Err(ServerLost) if state.waits() => false,
             Err(lost) => {
                 let (gpa, len, source) = (memory.gpa, memory.len, lost.into());
                 return Err(DmaError::Map { gpa, len, source });
@@ -434,15 +447,15 @@ impl RemoteHostSide {
         mapped.inspect_err(|_| {
             if there {
                 let time = DRAIN_DEADLINE;
-                let request = Request::Unmap { gpa, len, time };
-                let _: Result<Result<u64, DmaError>, Lost> =
+                let request = BackendRequest::Unmap { gpa, len, time };
+                let _: Result<Result<u64, DmaError>, ServerLost> =
                     self.link.ask_in(&mut state, &request, None);
             }
         })
     }
 }
 
-impl HostSide for RemoteHostSide {
+impl ControllerBackend for RemoteBackend {
     fn facts(&self) -> LeaseFacts {
         self.facts.clone()
     }
@@ -453,8 +466,8 @@ impl HostSide for RemoteHostSide {
 
     fn status(&self) -> LeaseStatus {
         let mut state = self.link.state();
-        let answer: Result<LeaseStatus, Lost> =
-            self.link.ask_in(&mut state, &Request::Status, None);
+        let answer: Result<LeaseStatus, ServerLost> =
+            self.link.ask_in(&mut state, &BackendRequest::Status, None);
         match answer {
             Ok(status) => {
                 if status.is_backed {
@@ -462,7 +475,7 @@ impl HostSide for RemoteHostSide {
                 }
                 status
             }
-            Err(Lost) => {
+            Err(ServerLost) => {
                 let waits = state.waits();
                 LeaseStatus {
                     blocks: state.blocks,
@@ -482,29 +495,31 @@ impl HostSide for RemoteHostSide {
         self.link.state().servers
     }
 
-    fn damage(&self) -> Damage {
-        self.ask(&Request::Damage).unwrap_or_default()
+    fn damage(&self) -> LeaseDamage {
+        self.ask(&BackendRequest::Damage).unwrap_or_default()
     }
 
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
-        let page: Option<Smart> = self.ask_io(&Request::SmartHealth)?;
-        Ok(page.and_then(|Smart(bytes)| SmartHealth::read_from_bytes(&bytes).ok()))
+        let page: Option<SmartHealthBytes> = self.ask_io(&BackendRequest::SmartHealth)?;
+        Ok(page.and_then(|SmartHealthBytes(bytes)| SmartHealth::read_from_bytes(&bytes).ok()))
     }
 
-    fn changes(&self) -> Option<Changes> {
+    fn changes(&self) -> Option<UnreportedChanges> {
         let own = self.facts.namespace.command_sets.own();
         own.change_list.as_ref()?;
-        self.ask(&Request::Changes).ok()?
+        self.ask(&BackendRequest::Changes).ok()?
     }
 
-    fn forget_changes(&self, told: &Changes) {
-        self.tell(&Request::ForgetChanges(told.clone()));
+    fn forget_changes(&self, told: &UnreportedChanges) {
+        self.tell(&BackendRequest::ForgetChanges(told.clone()));
     }
 
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> LeaseCounters {
         let mut counted = lock(&self.counters);
         let mut state = self.link.state();
-        let answer = self.link.ask_in(&mut state, &Request::Counters, None);
+        let answer = self
+            .link
+            .ask_in(&mut state, &BackendRequest::Counters, None);
         if let Ok(counters) = answer {
             counted.follow(state.servers, counters);
         }
@@ -512,13 +527,13 @@ impl HostSide for RemoteHostSide {
     }
 
     fn commands(&self) -> u64 {
-        self.ask(&Request::Commands).unwrap_or_default()
+        self.ask(&BackendRequest::Commands).unwrap_or_default()
     }
 
-    fn stats(&self) -> AttachmentStats {
+    fn stats(&self) -> BackendStats {
         let namespace = &self.facts.namespace;
-        self.ask(&Request::Stats)
-            .unwrap_or_else(|_| AttachmentStats {
+        self.ask(&BackendRequest::Stats)
+            .unwrap_or_else(|_| BackendStats {
                 id: self.id.clone(),
                 model: namespace.model.clone(),
                 serial: namespace.serial.clone(),
@@ -533,18 +548,18 @@ impl HostSide for RemoteHostSide {
             })
     }
 
-    fn take_events(&self) -> Vec<Event> {
+    fn take_events(&self) -> Vec<IoQueueEvent> {
         // Must precede reading the events: each later event signals again. No signal is no error.
         let _ = self.link.events.read();
         // Older events first: the next server's events are read after the loss of the previous one.
         let mut events = self.link.state().take_notices();
         events.extend(
-            self.ask::<Vec<Event>>(&Request::TakeEvents)
+            self.ask::<Vec<IoQueueEvent>>(&BackendRequest::TakeEvents)
                 .into_iter()
                 .flatten(),
         );
         events.extend(self.link.state().take_notices());
-        if events.contains(&Event::HostSide(HostSideEvent::BackWithQueues)) {
+        if events.contains(&IoQueueEvent::HostSide(BackendEvent::BackWithQueues)) {
             self.renew_doorbells();
         }
         events
@@ -577,7 +592,7 @@ impl HostSide for RemoteHostSide {
         self.window.check_complete()
     }
 
-    fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+    fn map_held(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError> {
         let regions = memory.regions().map_err(|source| {
             let (gpa, len) = (Gpa(0), u64::MAX);
             DmaError::Map { gpa, len, source }
@@ -592,8 +607,8 @@ impl HostSide for RemoteHostSide {
         let mut waited = false;
         loop {
             let mut state = self.link.state();
-            let request = Request::Unmap { gpa, len, time };
-            let answer: Result<Result<u64, DmaError>, Lost> =
+            let request = BackendRequest::Unmap { gpa, len, time };
+            let answer: Result<Result<u64, DmaError>, ServerLost> =
                 self.link.ask_in(&mut state, &request, None);
             match answer {
                 Ok(Ok(_)) => {}
@@ -603,15 +618,15 @@ impl HostSide for RemoteHostSide {
                     return Err(busy);
                 }
                 Ok(Err(refused)) => return Err(refused),
-                Err(Lost) if state.is_over() => {}
-                Err(Lost) if !waited => {
+                Err(ServerLost) if state.is_over() => {}
+                Err(ServerLost) if !waited => {
                     drop(state);
                     waited = true;
                     self.link.wait_until_over(time);
                     continue;
                 }
                 // The server may still use the memory.
-                Err(Lost) => return Err(DmaError::Busy { gpa, len }),
+                Err(ServerLost) => return Err(DmaError::Busy { gpa, len }),
             }
             let unmapped = self.window.unmap_within(gpa, len, time);
             if matches!(unmapped, Ok(_) | Err(DmaError::Busy { .. })) {
@@ -624,13 +639,14 @@ impl HostSide for RemoteHostSide {
     fn start_dirty_log(&self) -> Result<(), DmaError> {
         // A server that reconnects later gets the request then.
         let mut state = self.link.state();
-        let answer: Result<Result<(), DmaError>, Lost> =
-            self.link.ask_in(&mut state, &Request::StartDirtyLog, None);
+        let answer: Result<Result<(), DmaError>, ServerLost> =
+            self.link
+                .ask_in(&mut state, &BackendRequest::StartDirtyLog, None);
         let log = match answer {
             Ok(result) => result.map(|()| DirtyLog::Complete)?,
             // A server that is ending may still write.
-            Err(Lost) if state.waits() => DirtyLog::Missed,
-            Err(Lost) => return Err(DmaError::NotLogged),
+            Err(ServerLost) if state.waits() => DirtyLog::Missed,
+            Err(ServerLost) => return Err(DmaError::NotLogged),
         };
         self.window.start_dirty_log()?;
         state.standing.dirty_log = Some(log);
@@ -640,13 +656,13 @@ impl HostSide for RemoteHostSide {
     fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
         let mut ranges = self.window.take_dirty_pages()?;
         loop {
-            let answer: Result<Result<DirtyPages, DmaError>, Lost> =
-                self.ask(&Request::TakeDirtyPages);
+            let answer: Result<Result<DirtyPages, DmaError>, ServerLost> =
+                self.ask(&BackendRequest::TakeDirtyPages);
             let pages = match answer {
                 Ok(result) => result?,
                 // The server's dirty pages are lost with it.
-                Err(Lost) if self.link.state().waits() => return self.all_pages(),
-                Err(Lost) => return Err(DmaError::NotLogged),
+                Err(ServerLost) if self.link.state().waits() => return self.all_pages(),
+                Err(ServerLost) => return Err(DmaError::NotLogged),
             };
             ranges.extend(pages.ranges);
             if !pages.more {
@@ -663,39 +679,39 @@ impl HostSide for RemoteHostSide {
     fn stop_dirty_log(&self) {
         // Set first, for a server that reconnects at this time.
         self.link.state().standing.dirty_log = None;
-        self.tell(&Request::StopDirtyLog);
+        self.tell(&BackendRequest::StopDirtyLog);
         self.window.stop_dirty_log();
     }
 
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
-        self.change_queues(config.qid, &Request::CreateCq(config), |queues| {
+        self.change_queues(config.qid, &BackendRequest::CreateCq(config), |queues| {
             queues.cqs.push(config);
         })
     }
 
     fn create_sq_within(&self, config: SqConfig, time: Duration) -> Result<(), QueueError> {
-        let request = Request::CreateSq { config, time };
+        let request = BackendRequest::CreateSq { config, time };
         self.change_queues(config.qid, &request, |queues| queues.sqs.push(config))
     }
 
     fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
-        let request = Request::DeleteSq { qid, time };
+        let request = BackendRequest::DeleteSq { qid, time };
         self.change_queues(qid, &request, |queues| queues.delete_sq(qid))
     }
 
     fn delete_cq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
-        let request = Request::DeleteCq { qid, time };
+        let request = BackendRequest::DeleteCq { qid, time };
         self.change_queues(qid, &request, |queues| queues.delete_cq(qid))
     }
 
     fn set_coalescing(&self, coalescing: CoalescingConfig) {
         self.link.state().standing.coalescing = Some(coalescing);
-        self.tell(&Request::SetCoalescing(coalescing));
+        self.tell(&BackendRequest::SetCoalescing(coalescing));
     }
 
     fn set_rates(&self, rates: RateLimits) {
         self.link.state().standing.rates = Some(rates);
-        self.tell(&Request::SetRates(rates));
+        self.tell(&BackendRequest::SetRates(rates));
     }
 
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool {
@@ -728,7 +744,7 @@ impl HostSide for RemoteHostSide {
         buffer: DoorbellBuffer,
         time: Duration,
     ) -> Result<(), QueueError> {
-        let request = Request::SetDoorbellBuffer { buffer, time };
+        let request = BackendRequest::SetDoorbellBuffer { buffer, time };
         self.change_queues(QueueId::ADMIN, &request, |queues| {
             queues.doorbell_buffer = Some(buffer);
         })
@@ -736,7 +752,7 @@ impl HostSide for RemoteHostSide {
 
     fn begin_silent_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
-        let began = self.ask_io_in(&mut state, &Request::BeginSilentDoorbells);
+        let began = self.ask_io_in(&mut state, &BackendRequest::BeginSilentDoorbells);
         // If the server was lost, the next one gets the request. If the server refused, nothing has begun.
         state.standing.silent = began.is_ok() || state.is_away();
         match state.standing.silent {
@@ -747,31 +763,31 @@ impl HostSide for RemoteHostSide {
 
     fn end_silent_doorbells(&self) {
         self.link.state().standing.silent = false;
-        self.tell(&Request::EndSilentDoorbells);
+        self.tell(&BackendRequest::EndSilentDoorbells);
     }
 
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
-        let watched = self.ask_io_in(&mut state, &Request::WatchAdminDoorbells);
+        let watched = self.ask_io_in(&mut state, &BackendRequest::WatchAdminDoorbells);
         // If the server was lost, the next one gets the request. If the server refused, nothing is watched.
         state.standing.watched = watched.is_ok() || state.is_away();
         watched
     }
 
     fn begin_anew(&self) {
-        self.tell(&Request::BeginAnew);
+        self.tell(&BackendRequest::BeginAnew);
     }
 
     fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
         // Set first, for a server that reconnects at this time.
         self.link.state().standing.paused = true;
-        self.ask_to_rest(&Request::PauseWithin(time), time)
+        self.ask_to_rest(&BackendRequest::PauseWithin(time), time)
     }
 
     fn pause(&self) -> Result<(), QueueError> {
         self.link.state().standing.paused = true;
         // If the pause fails, the server resumes all queues.
-        let result = self.ask_to_rest(&Request::Pause, DRAIN_DEADLINE);
+        let result = self.ask_to_rest(&BackendRequest::Pause, DRAIN_DEADLINE);
         if result.is_err() {
             self.link.state().standing.paused = false;
         }
@@ -780,14 +796,14 @@ impl HostSide for RemoteHostSide {
 
     fn resume(&self) {
         self.link.state().standing.paused = false;
-        self.tell(&Request::Resume);
+        self.tell(&BackendRequest::Resume);
         self.renew_doorbells();
     }
 
     fn revoke(&self) -> Result<(), QueueError> {
         // Set first, for a server that reconnects at this time.
         self.link.state().standing.queues.revoked = true;
-        self.ask_to_rest(&Request::Revoke, DRAIN_DEADLINE)
+        self.ask_to_rest(&BackendRequest::Revoke, DRAIN_DEADLINE)
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
@@ -795,9 +811,9 @@ impl HostSide for RemoteHostSide {
             // Set first, for a server that reconnects at this time.
             let mut state = self.link.state();
             state.standing.watched = false;
-            state.standing.queues = KeptQueues::default();
+            state.standing.queues = PersistedQueues::default();
         }
-        let result = self.ask_to_rest(&Request::ResetWithin(time), time);
+        let result = self.ask_to_rest(&BackendRequest::ResetWithin(time), time);
         self.renew_doorbells();
         if self.is_over() {
             // Without a server, the doorbells must be cleared here.
@@ -808,36 +824,36 @@ impl HostSide for RemoteHostSide {
     }
 
     fn flush_within(&self, time: Duration) -> io::Result<()> {
-        self.ask_io(&Request::FlushWithin(time))
+        self.ask_io(&BackendRequest::FlushWithin(time))
     }
 
-    fn save(&self) -> Result<AttachmentState, StateError> {
-        self.ask_of_state(&Request::Save)
+    fn save(&self) -> Result<BackendState, BackendStateError> {
+        self.ask_of_state(&BackendRequest::Save)
     }
 
-    fn check(&self, state: &AttachmentState) -> Result<(), StateError> {
-        self.ask_of_state(&Request::Check(Box::new(state.clone())))
+    fn check(&self, state: &BackendState) -> Result<(), BackendStateError> {
+        self.ask_of_state(&BackendRequest::Check(Box::new(state.clone())))
     }
 
-    fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
+    fn restore(&self, state: &BackendState) -> Result<(), BackendStateError> {
         let mut link = self.link.state();
-        let request = Request::Restore(Box::new(state.clone()));
-        let answer: Result<Result<(), StateError>, Lost> =
+        let request = BackendRequest::Restore(Box::new(state.clone()));
+        let answer: Result<Result<(), BackendStateError>, ServerLost> =
             self.link.ask_in(&mut link, &request, None);
         let result = answer.unwrap_or_else(|lost| {
             let source = lost.into();
-            Err(StateError::Unreachable { source })
+            Err(BackendStateError::Unreachable { source })
         });
         if result.is_ok() {
-            link.standing.queues = KeptQueues::of(state);
+            link.standing.queues = PersistedQueues::of(state);
         }
         drop(link);
         self.renew_doorbells();
         result
     }
 
-    fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
-        self.ask_of_state(&Request::TakeUp(Box::new(kept.clone())))
+    fn take_up(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
+        self.ask_of_state(&BackendRequest::TakeUp(Box::new(kept.clone())))
     }
 }
 
@@ -855,19 +871,19 @@ mod tests {
     use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
     use nvme_mpt::spec::identify::Oncs;
     use nvme_mpt::spec::ids::Nsid;
-    use nvme_mpt::{DoorbellMode, DoorbellStride, Learning, Limits};
+    use nvme_mpt::{AdaptivePolicies, ControllerLimits, DoorbellMode, DoorbellStride};
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
-    use crate::channel::{Channel, ChannelError};
-    use crate::message::{Failed, Farewell, Opened, Opening};
+    use crate::channel::{ChannelError, LeaseChannel};
+    use crate::message::{AttachReply, AttachRequest, LeaseEndNotice, RemoteIoError};
 
     const QUEUE_PAIRS: u16 = 1;
     /// `EMFILE`.
     const NO_DESCRIPTORS: i32 = 24;
 
     fn facts() -> LeaseFacts {
-        let limits = Limits {
+        let limits = ControllerLimits {
             mdts: 5,
             entries_max: 64,
             commands: Oncs::default(),
@@ -904,25 +920,25 @@ mod tests {
             can_be_damaged: false,
             is_private: false,
             unit_blocks: None,
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
         }
     }
 
     /// Gives the lease to the next function that connects.
-    fn give_lease(listener: &UnixListener) -> Channel {
+    fn give_lease(listener: &UnixListener) -> LeaseChannel {
         give_lease_over(listener.accept().unwrap().0, &[])
     }
 
     /// Gives the lease to a function, with the signs of a server.
-    fn give_lease_over(stream: UnixStream, signs: &[BorrowedFd<'_>]) -> Channel {
-        let channel = Channel::new(stream).unwrap();
-        let (opening, _): (Opening, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
+    fn give_lease_over(stream: UnixStream, signs: &[BorrowedFd<'_>]) -> LeaseChannel {
+        let channel = LeaseChannel::new(stream).unwrap();
+        let (opening, _): (AttachRequest, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
         assert!(opening.sees_end);
         let stride = DoorbellStride::default();
         let doorbells = DoorbellPage::new(DoorbellMode::Trap, stride, QUEUE_PAIRS).unwrap();
         let live = memfd(c"live", 4096).unwrap();
         let events = eventfd::share(&EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
-        let attached = Opened::Attached(Box::new(Attached {
+        let attached = AttachReply::Attached(Box::new(AttachedLease {
             id: "lease".to_owned(),
             facts: facts(),
             dstrd: doorbells.dstrd(),
@@ -934,7 +950,7 @@ mod tests {
     }
 
     /// A server whose connections end before the server does.
-    struct Dying {
+    struct DyingServer {
         process: Child,
         /// Kept open by requests that go on without the process.
         held: Option<PipeWriter>,
@@ -942,7 +958,7 @@ mod tests {
         pidfd: OwnedFd,
     }
 
-    impl Dying {
+    impl DyingServer {
         fn new() -> Self {
             let mut command = Command::new("cat");
             command.stdin(Stdio::piped()).stdout(Stdio::null());
@@ -964,9 +980,9 @@ mod tests {
         }
 
         /// Attaches a function that waits for no other server.
-        fn attach(&self) -> (RemoteHostSide, Channel) {
+        fn attach(&self) -> (RemoteBackend, LeaseChannel) {
             let (ours, theirs) = UnixStream::pair().unwrap();
-            let threads = Threads::default();
+            let threads = ThreadSpawner::default();
             let mut channel = None;
             let serve = || channel = Some(give_lease_over(theirs, &self.signs()));
             let attach = || attach_over(ours, Path::new("pair"), "options", &threads);
@@ -985,11 +1001,11 @@ mod tests {
     const IN_VAIN: Duration = Duration::from_millis(20);
 
     /// Checks that a server may still write to the function's memory: the function says so whatever it is asked to end.
-    fn goes_on(host: &RemoteHostSide) {
+    fn goes_on(host: &RemoteBackend) {
         for ended in [
             host.reset_within(IN_VAIN),
             host.pause_within(IN_VAIN),
-            host.ask_to_rest(&Request::Revoke, IN_VAIN),
+            host.ask_to_rest(&BackendRequest::Revoke, IN_VAIN),
         ] {
             assert!(matches!(ended, Err(QueueError::Timeout(_))), "{ended:?}");
         }
@@ -1002,7 +1018,7 @@ mod tests {
 
     #[test]
     fn a_reset_waits_until_nothing_of_a_killed_server_is_left() {
-        let mut server = Dying::new();
+        let mut server = DyingServer::new();
         let (host, channel) = server.attach();
         let region = MemoryRegion {
             gpa: Gpa(0),
@@ -1029,22 +1045,23 @@ mod tests {
         let state_dir = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(places::sockets(state_dir.path())).unwrap();
         let listener = UnixListener::bind(places::socket_of(state_dir.path(), "1")).unwrap();
-        let (first, mut second) = (Dying::new(), Dying::new());
+        let (first, mut second) = (DyingServer::new(), DyingServer::new());
         let (tell, told) = mpsc::channel();
         let serve = || {
-            let give =
-                |server: &Dying| give_lease_over(listener.accept().unwrap().0, &server.signs());
+            let give = |server: &DyingServer| {
+                give_lease_over(listener.accept().unwrap().0, &server.signs())
+            };
             let channel = give(&first);
-            channel.send(&Farewell::Ended, &[]).unwrap();
+            channel.send(&LeaseEndNotice::Ended, &[]).unwrap();
             drop(channel);
             // It has begun commands when it is killed.
             let channel = give(&second);
-            let taken: (Request, _) = channel.receive_request(None).unwrap();
-            assert!(matches!(taken.0, Request::TakeUp(_)));
+            let taken: (BackendRequest, _) = channel.receive_request(None).unwrap();
+            assert!(matches!(taken.0, BackendRequest::TakeUp(_)));
             drop((channel, listener));
             tell.send(()).unwrap();
         };
-        let threads = Threads::default();
+        let threads = ThreadSpawner::default();
         let attach = || {
             let host = attach_anywhere(state_dir.path(), "path=a", None, &threads);
             told.recv().unwrap();
@@ -1061,13 +1078,13 @@ mod tests {
 
     #[test]
     fn the_last_word_of_a_server_that_lives_on_ends_a_reset() {
-        let mut server = Dying::new();
+        let mut server = DyingServer::new();
         let (host, channel) = server.attach();
         let leave = || {
-            let _: (Request, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
+            let _: (BackendRequest, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
             // These come in place of the answer.
-            channel.send(&Farewell::Removed, &[]).unwrap();
-            channel.send(&Farewell::Ended, &[]).unwrap();
+            channel.send(&LeaseEndNotice::Removed, &[]).unwrap();
+            channel.send(&LeaseEndNotice::Ended, &[]).unwrap();
             drop(channel);
         };
         let reset = run_beside("server", leave, || host.reset_within(DRAIN_DEADLINE));
@@ -1078,12 +1095,13 @@ mod tests {
 
     #[test]
     fn a_lease_that_is_taken_away_with_commands_in_flight_is_not_over() {
-        let mut server = Dying::new();
+        let mut server = DyingServer::new();
         let (host, channel) = server.attach();
-        channel.send(&Farewell::Removed, &[]).unwrap();
+        channel.send(&LeaseEndNotice::Removed, &[]).unwrap();
         drop(channel);
         goes_on(&host);
-        let gone = |event: &Event| matches!(event, Event::Drive(nvme_mpt::DriveEvent::Gone));
+        let gone =
+            |event: &IoQueueEvent| matches!(event, IoQueueEvent::Drive(nvme_mpt::DriveEvent::Gone));
         assert!(host.take_events().iter().any(gone));
         server.kill();
         drop(server.held.take());
@@ -1094,36 +1112,36 @@ mod tests {
     /// request, and the requests by which the next server learns of the function.
     fn asked(
         refuses: bool,
-        ask: impl FnOnce(&RemoteHostSide) -> io::Result<()>,
-    ) -> (io::Result<()>, Vec<Request>) {
+        ask: impl FnOnce(&RemoteBackend) -> io::Result<()>,
+    ) -> (io::Result<()>, Vec<BackendRequest>) {
         let state_dir = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(places::sockets(state_dir.path())).unwrap();
         let listener = UnixListener::bind(places::socket_of(state_dir.path(), "1")).unwrap();
         let (tell, told) = mpsc::channel();
         let serve = move || {
             let first = give_lease(&listener);
-            let _: (Request, Vec<OwnedFd>) = first.receive_request(None).unwrap();
+            let _: (BackendRequest, Vec<OwnedFd>) = first.receive_request(None).unwrap();
             if refuses {
                 let error = io::Error::from_raw_os_error(NO_DESCRIPTORS);
-                let refused: Outcome<()> = Err(Failed(error));
+                let refused: BackendResult<()> = Err(RemoteIoError(error));
                 first.send(&refused, &[]).unwrap();
             }
             drop(first);
             let next = give_lease(&listener);
-            let mut requests: Vec<Request> = Vec::new();
-            while !matches!(requests.last(), Some(Request::TakeUp(_))) {
+            let mut requests: Vec<BackendRequest> = Vec::new();
+            while !matches!(requests.last(), Some(BackendRequest::TakeUp(_))) {
                 let (request, _) = next.receive_request(None).unwrap();
-                let done: Outcome<()> = Ok(());
+                let done: BackendResult<()> = Ok(());
                 next.send(&done, &[]).unwrap();
                 requests.push(request);
             }
             tell.send(requests).unwrap();
             // Until the function ends.
-            let end: Result<(Request, Vec<OwnedFd>), _> = next.receive_request(None);
+            let end: Result<(BackendRequest, Vec<OwnedFd>), _> = next.receive_request(None);
             assert!(matches!(end, Err(ChannelError::Closed)), "{end:?}");
         };
         let server = start_thread("server", serve).unwrap();
-        let threads = Threads::default();
+        let threads = ThreadSpawner::default();
         let host = attach_anywhere(state_dir.path(), "path=a", None, &threads);
         let host = host.unwrap().expect("the server has the drive");
         let result = ask(&host);
@@ -1152,13 +1170,13 @@ mod tests {
         let (tell, told) = mpsc::channel();
         let (change, changed) = mpsc::channel();
         let serve = move || {
-            let done: Outcome<()> = Ok(());
+            let done: BackendResult<()> = Ok(());
             let first = give_lease(&listener);
             for _ in 0..2 {
-                let (_, _): (Request, Vec<OwnedFd>) = first.receive_request(None).unwrap();
+                let (_, _): (BackendRequest, Vec<OwnedFd>) = first.receive_request(None).unwrap();
                 first.send(&done, &[]).unwrap();
             }
-            first.send(&Farewell::Ended, &[]).unwrap();
+            first.send(&LeaseEndNotice::Ended, &[]).unwrap();
             drop(first);
             changed.recv().unwrap();
             for _ in 0..2 {
@@ -1168,8 +1186,12 @@ mod tests {
                     let (request, _) = next.receive_request(None).unwrap();
                     next.send(&done, &[]).unwrap();
                     match request {
-                        Request::Map(region) => mapped.push((region.gpa, RegionHistory::New)),
-                        Request::MapKept(region) => mapped.push((region.gpa, RegionHistory::Kept)),
+                        BackendRequest::Map(region) => {
+                            mapped.push((region.gpa, RegionHistory::New))
+                        }
+                        BackendRequest::MapKept(region) => {
+                            mapped.push((region.gpa, RegionHistory::Kept))
+                        }
                         _ => break,
                     }
                 }
@@ -1177,7 +1199,7 @@ mod tests {
             }
         };
         let server = start_thread("server", serve).unwrap();
-        let threads = Threads::default();
+        let threads = ThreadSpawner::default();
         let host = attach_anywhere(state_dir.path(), "path=a", None, &threads);
         let host = host.unwrap().expect("the server has the drive");
         host.map(page(0)).unwrap();
@@ -1205,11 +1227,11 @@ mod tests {
     fn the_next_server_is_told_nothing_that_the_one_before_refused() {
         let (watched, told) = asked(true, |host| host.watch_admin_doorbells());
         assert_eq!(watched.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
-        assert!(matches!(told[..], [Request::TakeUp(_)]), "{told:?}");
+        assert!(matches!(told[..], [BackendRequest::TakeUp(_)]), "{told:?}");
 
         let (began, told) = asked(true, |host| host.begin_silent_doorbells());
         assert_eq!(began.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
-        assert!(matches!(told[..], [Request::TakeUp(_)]), "{told:?}");
+        assert!(matches!(told[..], [BackendRequest::TakeUp(_)]), "{told:?}");
     }
 
     #[test]
@@ -1217,7 +1239,13 @@ mod tests {
         let (watched, told) = asked(false, |host| host.watch_admin_doorbells());
         assert_eq!(watched.unwrap_err().kind(), io::ErrorKind::NotConnected);
         assert!(
-            matches!(told[..], [Request::WatchAdminDoorbells, Request::TakeUp(_)]),
+            matches!(
+                told[..],
+                [
+                    BackendRequest::WatchAdminDoorbells,
+                    BackendRequest::TakeUp(_)
+                ]
+            ),
             "{told:?}"
         );
 
@@ -1226,7 +1254,10 @@ mod tests {
         assert!(
             matches!(
                 told[..],
-                [Request::BeginSilentDoorbells, Request::TakeUp(_)]
+                [
+                    BackendRequest::BeginSilentDoorbells,
+                    BackendRequest::TakeUp(_)
+                ]
             ),
             "{told:?}"
         );

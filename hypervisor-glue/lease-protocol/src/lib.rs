@@ -1,7 +1,7 @@
 //! The lease protocol, by which a drive server does the I/O of a function in a VMM.
 //!
 //! The VMM's process has the PCI function and its admin commands. The server has the drive, the lease, the DMA window, the
-//! shadow queues and the pollers. [`RemoteHostSide`] is the [`HostSide`](nvme_mpt::HostSide) in the VMM; [`Session`] serves it
+//! shadow queues and the pollers. [`RemoteBackend`] is the [`HostSide`](nvme_mpt::ControllerBackend) in the VMM; [`LeaseSession`] serves it
 //! in the server. I/O commands are not sent over the connection: doorbells are in a shared memory file, interrupts and wake-ups
 //! are eventfds.
 //!
@@ -33,15 +33,15 @@ mod socket;
 mod vector;
 mod watch;
 
-pub use ask::AttachError;
+pub use ask::LeaseAttachError;
 pub use channel::{ChannelError, MESSAGE_MAX};
-pub use client::{RemoteHostSide, attach_anywhere, attach_over, is_served};
+pub use client::{RemoteBackend, attach_anywhere, attach_over, is_served};
 pub use message::VERSION;
 pub use places::{socket_of, sockets};
-pub use session::{Admission, End, Leases, Session, SessionError};
+pub use session::{LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, SessionError};
 #[cfg(simulation)]
 pub use socket::simulated;
-pub use socket::{DESCRIPTORS_MAX, Peer};
+pub use socket::{DESCRIPTORS_MAX, PeerIdentity};
 
 #[cfg(test)]
 mod tests;

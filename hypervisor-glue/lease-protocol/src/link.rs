@@ -14,19 +14,21 @@ use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
 use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::seam::GUEST_NSID;
 use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::{DriveEvent, Event, Gpa, HostSideEvent, KeptQueues, MemoryRegion, QueueFailure};
+use nvme_mpt::{
+    BackendEvent, DriveEvent, Gpa, IoQueueEvent, MemoryRegion, PersistedQueues, QueueFailure,
+};
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::channel::{Channel, ChannelError};
-use crate::message::{RegionHistory, Request};
+use crate::channel::{ChannelError, LeaseChannel};
+use crate::message::{BackendRequest, RegionHistory};
 
 /// Error: the server cannot be reached.
 #[derive(Debug)]
-pub(crate) struct Lost;
+pub(crate) struct ServerLost;
 
-impl From<Lost> for io::Error {
-    fn from(_: Lost) -> Self {
+impl From<ServerLost> for io::Error {
+    fn from(_: ServerLost) -> Self {
         Self::new(
             io::ErrorKind::NotConnected,
             "the drive server is gone: start it again; if the function does not wait for it, detach the drive and \
@@ -37,12 +39,12 @@ impl From<Lost> for io::Error {
 
 /// State of the connection.
 #[derive(Debug)]
-enum Connection {
-    Open(Arc<Channel>),
+enum ServerConnectionState {
+    Open(Arc<LeaseChannel>),
     /// The server has stopped reading requests. It closes its side after it has ended the lease.
-    Ending(Arc<Channel>),
+    Ending(Arc<LeaseChannel>),
     /// The server cannot be reached, and its state is unknown.
-    Failed(Arc<Channel>),
+    Failed(Arc<LeaseChannel>),
     /// The connection has ended, but the drive may still carry out commands of the function: for a killed server, the kernel
     /// closes the sockets before the drive.
     Gone,
@@ -61,13 +63,13 @@ pub(crate) enum DirtyLog {
 
 /// Settings of the function that every server must know.
 #[derive(Debug, Default)]
-pub(crate) struct Standing {
+pub(crate) struct BackendSettings {
     /// Connections of the vectors, by number.
-    pub(crate) vectors: Vec<Wire>,
+    pub(crate) vectors: Vec<VectorConnection>,
     pub(crate) rates: Option<RateLimits>,
     pub(crate) coalescing: Option<CoalescingConfig>,
     /// Queues that the guest has created.
-    pub(crate) queues: KeptQueues,
+    pub(crate) queues: PersistedQueues,
     /// Set while the doorbells are mapped.
     pub(crate) silent: bool,
     /// Set while the doorbells of the admin queue are watched.
@@ -81,12 +83,12 @@ pub(crate) struct Standing {
 
 /// Connection of a vector to the VMM.
 #[derive(Debug, Default)]
-pub(crate) struct Wire {
+pub(crate) struct VectorConnection {
     pub(crate) eventfd: Option<OwnedFd>,
     pub(crate) masked: bool,
 }
 
-impl Standing {
+impl BackendSettings {
     /// Removes regions that were unmapped.
     pub(crate) fn forget(&mut self, gpa: Gpa, len: u64) {
         let range = gpa.0..gpa.0.saturating_add(len);
@@ -114,28 +116,28 @@ impl Standing {
 /// State shared by the function's calls and the watch thread.
 #[derive(Debug)]
 pub(crate) struct LinkState {
-    connection: Connection,
+    connection: ServerConnectionState,
     /// Set if the function waits for another server when this one is lost.
     waits: bool,
-    pub(crate) standing: Standing,
+    pub(crate) standing: BackendSettings,
     /// Number of servers after the first one.
     pub(crate) servers: u64,
     /// Number of leased blocks, as last reported by a server.
     pub(crate) blocks: u64,
     /// Events that originate in this process.
-    notices: Vec<Event>,
+    notices: Vec<IoQueueEvent>,
     pub(crate) socket: PathBuf,
 }
 
 impl LinkState {
     /// Returns whether no server works for the function.
     pub(crate) fn is_over(&self) -> bool {
-        matches!(self.connection, Connection::Over)
+        matches!(self.connection, ServerConnectionState::Over)
     }
 
     /// Returns whether the function is waiting for a server.
     pub(crate) fn is_away(&self) -> bool {
-        self.waits && !matches!(self.connection, Connection::Open(_))
+        self.waits && !matches!(self.connection, ServerConnectionState::Open(_))
     }
 
     /// Returns whether the function waits for servers, now or when its server is lost.
@@ -146,28 +148,30 @@ impl LinkState {
     /// Notes that a server whose connection was not completed may have begun commands.
     pub(crate) fn doubt(&mut self) {
         if self.is_over() {
-            self.connection = Connection::Gone;
+            self.connection = ServerConnectionState::Gone;
         }
     }
 
-    pub(crate) fn take_notices(&mut self) -> Vec<Event> {
+    pub(crate) fn take_notices(&mut self) -> Vec<IoQueueEvent> {
         std::mem::take(&mut self.notices)
     }
 
     /// Takes the connection at the end of the function, if its server can still end the lease.
-    pub(crate) fn part(&mut self) -> Option<Arc<Channel>> {
+    pub(crate) fn part(&mut self) -> Option<Arc<LeaseChannel>> {
         self.waits = false;
-        let connection = std::mem::replace(&mut self.connection, Connection::Over);
-        if let Connection::Failed(channel) = connection {
+        let connection = std::mem::replace(&mut self.connection, ServerConnectionState::Over);
+        if let ServerConnectionState::Failed(channel) = connection {
             // Makes the watch thread end.
             let _ = channel.stream().shutdown(Shutdown::Both);
             return None;
         }
-        if !matches!(connection, Connection::Over) {
-            self.connection = Connection::Gone;
+        if !matches!(connection, ServerConnectionState::Over) {
+            self.connection = ServerConnectionState::Gone;
         }
         match connection {
-            Connection::Open(channel) | Connection::Ending(channel) => Some(channel),
+            ServerConnectionState::Open(channel) | ServerConnectionState::Ending(channel) => {
+                Some(channel)
+            }
             _ => None,
         }
     }
@@ -175,7 +179,7 @@ impl LinkState {
 
 /// Server that takes over the function's drive.
 pub(crate) struct NextServer {
-    pub(crate) channel: Arc<Channel>,
+    pub(crate) channel: Arc<LeaseChannel>,
     pub(crate) socket: PathBuf,
     /// Present number of blocks of the lease.
     pub(crate) blocks: u64,
@@ -183,7 +187,7 @@ pub(crate) struct NextServer {
 
 /// Connection to the present server.
 #[derive(Debug)]
-pub(crate) struct Link {
+pub(crate) struct ServerLink {
     state: Mutex<LinkState>,
     /// Notified when all work of a server has ended.
     closed: Condvar,
@@ -191,25 +195,25 @@ pub(crate) struct Link {
     pub(crate) events: Arc<EventFd>,
 }
 
-impl Link {
+impl ServerLink {
     pub(crate) fn new(
-        channel: Arc<Channel>,
+        channel: Arc<LeaseChannel>,
         socket: PathBuf,
         events: Arc<EventFd>,
         vectors: u16,
         blocks: u64,
         waits: bool,
     ) -> Arc<Self> {
-        let vectors = (0..vectors).map(|_| Wire::default()).collect();
+        let vectors = (0..vectors).map(|_| VectorConnection::default()).collect();
         Arc::new(Self {
             state: Mutex::new(LinkState {
-                connection: Connection::Open(channel),
+                connection: ServerConnectionState::Open(channel),
                 waits,
                 servers: 0,
                 blocks,
-                standing: Standing {
+                standing: BackendSettings {
                     vectors,
-                    ..Standing::default()
+                    ..BackendSettings::default()
                 },
                 notices: Vec::new(),
                 socket,
@@ -227,9 +231,9 @@ impl Link {
     /// Sends a request, with a descriptor if it needs one, and returns the answer.
     pub(crate) fn ask<T: DeserializeOwned>(
         &self,
-        request: &Request,
+        request: &BackendRequest,
         descriptor: Option<&OwnedFd>,
-    ) -> Result<T, Lost> {
+    ) -> Result<T, ServerLost> {
         self.ask_in(&mut self.state(), request, descriptor)
     }
 
@@ -237,32 +241,32 @@ impl Link {
     pub(crate) fn ask_in<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
-        request: &Request,
+        request: &BackendRequest,
         descriptor: Option<&OwnedFd>,
-    ) -> Result<T, Lost> {
+    ) -> Result<T, ServerLost> {
         Ok(self.ask_for_more(state, request, descriptor)?.0)
     }
 
     pub(crate) fn ask_for_more<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
-        request: &Request,
+        request: &BackendRequest,
         descriptor: Option<&OwnedFd>,
-    ) -> Result<(T, Vec<OwnedFd>), Lost> {
-        let Connection::Open(channel) = &state.connection else {
-            return Err(Lost);
+    ) -> Result<(T, Vec<OwnedFd>), ServerLost> {
+        let ServerConnectionState::Open(channel) = &state.connection else {
+            return Err(ServerLost);
         };
         let descriptor = descriptor.map(AsFd::as_fd);
         if let Err(error) = channel.send(request, descriptor.as_slice()) {
             return Err(match error {
-                ChannelError::Closed => self.lose(state, &error, Connection::Ending),
-                _ => self.lose(state, &error, Connection::Failed),
+                ChannelError::Closed => self.lose(state, &error, ServerConnectionState::Ending),
+                _ => self.lose(state, &error, ServerConnectionState::Failed),
             });
         }
         channel.receive_answer().map_err(|error| match error {
             // The watch thread notices the end, and whether commands are still in flight.
-            ChannelError::Closed => self.lose(state, &error, Connection::Ending),
-            _ => self.lose(state, &error, Connection::Failed),
+            ChannelError::Closed => self.lose(state, &error, ServerConnectionState::Ending),
+            _ => self.lose(state, &error, ServerConnectionState::Failed),
         })
     }
 
@@ -271,23 +275,29 @@ impl Link {
     /// it.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| {
-            matches!(state.connection, Connection::Ending(_) | Connection::Gone)
+            matches!(
+                state.connection,
+                ServerConnectionState::Ending(_) | ServerConnectionState::Gone
+            )
         };
         let waited = self
             .closed
             .wait_timeout_while(self.state(), time, is_ending);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let connection = std::mem::replace(&mut state.connection, Connection::Gone);
+        let connection = std::mem::replace(&mut state.connection, ServerConnectionState::Gone);
         state.connection = match connection {
-            Connection::Ending(channel) => {
+            ServerConnectionState::Ending(channel) => {
                 log::error!(
                     "A drive server does not end its lease, and is not waited for any more"
                 );
-                Connection::Failed(channel)
+                ServerConnectionState::Failed(channel)
             }
             other => other,
         };
-        !matches!(state.connection, Connection::Failed(_) | Connection::Gone)
+        !matches!(
+            state.connection,
+            ServerConnectionState::Failed(_) | ServerConnectionState::Gone
+        )
     }
 
     /// Records that the server cannot be reached.
@@ -295,13 +305,13 @@ impl Link {
         &self,
         state: &mut LinkState,
         error: &ChannelError,
-        then: impl FnOnce(Arc<Channel>) -> Connection,
-    ) -> Lost {
-        let channel = match std::mem::replace(&mut state.connection, Connection::Gone) {
-            Connection::Open(channel) => channel,
+        then: impl FnOnce(Arc<LeaseChannel>) -> ServerConnectionState,
+    ) -> ServerLost {
+        let channel = match std::mem::replace(&mut state.connection, ServerConnectionState::Gone) {
+            ServerConnectionState::Open(channel) => channel,
             other => {
                 state.connection = other;
-                return Lost;
+                return ServerLost;
             }
         };
         let socket = state.socket.display();
@@ -317,10 +327,10 @@ impl Link {
             *log = DirtyLog::Missed;
         }
         match state.waits {
-            true => self.notify(state, Event::HostSide(HostSideEvent::Away)),
+            true => self.notify(state, IoQueueEvent::HostSide(BackendEvent::Away)),
             false => self.fail(state),
         }
-        Lost
+        ServerLost
     }
 
     /// Reports to the function that its drive is gone for good.
@@ -329,11 +339,11 @@ impl Link {
         // The commands in flight will never be completed.
         let reason = QueueFailure::HostQueue;
         let qid = QueueId::ADMIN;
-        self.notify(state, Event::QueueFailed { qid, reason });
-        self.notify(state, Event::Drive(DriveEvent::Gone));
+        self.notify(state, IoQueueEvent::QueueFailed { qid, reason });
+        self.notify(state, IoQueueEvent::Drive(DriveEvent::Gone));
     }
 
-    fn notify(&self, state: &mut LinkState, event: Event) {
+    fn notify(&self, state: &mut LinkState, event: IoQueueEvent) {
         state.notices.push(event);
         // A full counter is readable as well.
         let _ = eventfd::signal(&self.events);
@@ -342,24 +352,28 @@ impl Link {
     /// Records that the server has closed the connection.
     pub(crate) fn close(&self) {
         let mut state = self.state();
-        self.lose(&mut state, &ChannelError::Closed, Connection::Ending);
+        self.lose(
+            &mut state,
+            &ChannelError::Closed,
+            ServerConnectionState::Ending,
+        );
         if !state.is_over() {
-            state.connection = Connection::Gone;
+            state.connection = ServerConnectionState::Gone;
         }
     }
 
     /// Records that all work of a disconnected server has ended.
     pub(crate) fn end(&self) {
         let mut state = self.state();
-        if matches!(state.connection, Connection::Gone) {
-            state.connection = Connection::Over;
+        if matches!(state.connection, ServerConnectionState::Gone) {
+            state.connection = ServerConnectionState::Over;
         }
         drop(state);
         self.closed.notify_all();
     }
 
     /// Continues with another server, which has got the state of the previous one, and the queues unless they are lost.
-    pub(crate) fn go_on(&self, state: &mut LinkState, next: NextServer, back: HostSideEvent) {
+    pub(crate) fn go_on(&self, state: &mut LinkState, next: NextServer, back: BackendEvent) {
         let NextServer {
             channel,
             socket,
@@ -369,18 +383,18 @@ impl Link {
             "The drive server on {} has the function's drive again",
             socket.display()
         );
-        if back == HostSideEvent::BackWithoutQueues {
-            state.standing.queues = KeptQueues::default();
+        if back == BackendEvent::BackWithoutQueues {
+            state.standing.queues = PersistedQueues::default();
         }
         state.standing.unknown.clear();
-        state.connection = Connection::Open(channel);
+        state.connection = ServerConnectionState::Open(channel);
         state.servers += 1;
         state.socket = socket;
-        self.notify(state, Event::HostSide(back));
+        self.notify(state, IoQueueEvent::HostSide(back));
         if std::mem::replace(&mut state.blocks, blocks) != blocks {
             // The lease was resized, and the server that did this may have ended before it reported the event.
             let changed = DriveEvent::NamespaceChanged(GUEST_NSID);
-            self.notify(state, Event::Drive(changed));
+            self.notify(state, IoQueueEvent::Drive(changed));
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use nvme_mpt::crossing;
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
-use nvme_mpt::host::Changes;
+use nvme_mpt::host::UnreportedChanges;
 use nvme_mpt::interrupt::vectors_of;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::presence;
@@ -13,8 +13,8 @@ use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    AttachmentState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, KeptQueues, LeaseFacts,
-    MemoryRegion, SqConfig,
+    BackendState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, MemoryRegion,
+    PersistedQueues, SqConfig,
 };
 use serde::{Deserialize, Serialize};
 
@@ -24,15 +24,15 @@ pub const VERSION: u32 = 4;
 
 /// First message of a VMM. All versions have its fields.
 ///
-/// Descriptors: none, or those of [`Opened::Attached`] from the previous server, which this one is to replace.
+/// Descriptors: none, or those of [`AttachReply::AttachedLease`] from the previous server, which this one is to replace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Opening {
+pub(crate) struct AttachRequest {
     /// Protocol version of the VMM.
     pub(crate) version: u32,
     /// The function's option string, with absolute paths.
     #[serde(default)]
     pub(crate) options: String,
-    /// Set if the VMM only requests [`Opened::Served`], and no lease. A server that does not know this field creates a lease,
+    /// Set if the VMM only requests [`AttachReply::BackendRequestHandler`], and no lease. A server that does not know this field creates a lease,
     /// which ends with the connection.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) only_asks: bool,
@@ -45,13 +45,13 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Answers to an [`Opening`]: any number of [`Self::Waiting`], then one other.
+/// Answers to an [`AttachRequest`]: any number of [`Self::QueuedMessages`], then one other.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Opened {
+pub(crate) enum AttachReply {
     /// The server does not have the drive.
     NotServed,
-    /// The server has the drive. Answer to [`Opening::only_asks`].
+    /// The server has the drive. Answer to [`AttachRequest::only_asks`].
     Served,
     /// The server has the drive, but grants no lease.
     Refused {
@@ -61,11 +61,11 @@ pub(crate) enum Opened {
     /// The lease is being created, for example while the range is wiped. Sent every second.
     Waiting,
     /// The lease is granted. Descriptors: the doorbells' file, the file of the in-flight state, and the eventfd of events. With
-    /// [`Opening::sees_end`], the [signs](SIGNS) follow.
-    Attached(Box<Attached>),
+    /// [`AttachRequest::sees_end`], the [signs](SIGNS) follow.
+    Attached(Box<AttachedLease>),
 }
 
-/// Number of descriptors of [`Opened::Attached`].
+/// Number of descriptors of [`AttachReply::AttachedLease`].
 pub(crate) const PARTS: usize = 3;
 
 /// Number of descriptors after [`PARTS`] that signal the complete end of the server's process: its pidfd, and a pipe.
@@ -74,7 +74,7 @@ pub(crate) const SIGNS: usize = presence::SIGNS;
 /// Last messages of a server, sent without a request. Each is sent at most once, in this order.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Farewell {
+pub(crate) enum LeaseEndNotice {
     /// An operator has removed the lease.
     Removed,
     /// No command is in flight, and nothing accesses the function's memory. Without this message, the end of the connection
@@ -84,7 +84,7 @@ pub(crate) enum Farewell {
 
 /// Facts that are constant during a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Attached {
+pub(crate) struct AttachedLease {
     /// Id of the lease.
     pub(crate) id: String,
     pub(crate) facts: LeaseFacts,
@@ -94,7 +94,7 @@ pub(crate) struct Attached {
     pub(crate) vectors: u16,
 }
 
-impl Attached {
+impl AttachedLease {
     /// Returns whether these facts include everything that was `promised` to the function. Its own options must be equal.
     pub(crate) fn keeps(&self, promised: &Self) -> bool {
         let own = |attached: &Self| {
@@ -125,21 +125,21 @@ impl Attached {
     }
 }
 
-/// Request to call one method of [`HostSide`](nvme_mpt::HostSide). The reply is the method's result.
+/// Request to call one method of [`HostSide`](nvme_mpt::ControllerBackend). The reply is the method's result.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub(crate) enum Request {
+pub(crate) enum BackendRequest {
     Status,
     Damage,
     SmartHealth,
     Changes,
-    ForgetChanges(Changes),
+    ForgetChanges(UnreportedChanges),
     Counters,
     Commands,
     Stats,
     TakeEvents,
     /// Descriptor: the file.
-    Map(Region),
+    Map(MemoryRegionMessage),
     Unmap {
         gpa: Gpa,
         len: u64,
@@ -178,9 +178,9 @@ pub(crate) enum Request {
     ResetWithin(Duration),
     FlushWithin(Duration),
     Save,
-    Check(Box<AttachmentState>),
-    TakeUp(Box<KeptQueues>),
-    Restore(Box<AttachmentState>),
+    Check(Box<BackendState>),
+    TakeUp(Box<PersistedQueues>),
+    Restore(Box<BackendState>),
     /// Change of an [`InterruptVector`](nvme_mpt::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
     Vector {
         number: u16,
@@ -189,13 +189,13 @@ pub(crate) enum Request {
     /// Like `Pause`, but after a timeout the queues stay stopped. Servers of early builds do not know it.
     PauseWithin(Duration),
     /// Like `Map`, for a region that was mapped under the previous server.
-    MapKept(Region),
+    MapKept(MemoryRegionMessage),
 }
 
 /// Region of the VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Region {
+pub(crate) struct MemoryRegionMessage {
     pub(crate) gpa: Gpa,
     pub(crate) len: u64,
     pub(crate) offset: u64,
@@ -212,7 +212,7 @@ pub(crate) enum RegionHistory {
     New,
 }
 
-impl Request {
+impl BackendRequest {
     /// Returns the request that maps a region. The region's descriptor must be sent with it.
     pub(crate) fn map(region: &MemoryRegion, had: RegionHistory) -> Self {
         let MemoryRegion {
@@ -223,7 +223,7 @@ impl Request {
             readable,
             writable,
         } = *region;
-        let region = Region {
+        let region = MemoryRegionMessage {
             gpa,
             len,
             offset,
@@ -239,7 +239,7 @@ impl Request {
 
 /// Change or query of a vector. The reply is a boolean.
 ///
-/// For [`Self::Ask`], the reply tells whether a signal is pending; for the others, whether a pending one was delivered.
+/// For [`Self::MarkStoreRequest`], the reply tells whether a signal is pending; for the others, whether a pending one was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum VectorChange {
@@ -251,10 +251,10 @@ pub(crate) enum VectorChange {
     Clear,
 }
 
-/// Reply to [`Request::IoDoorbells`]. Descriptors: the wakers of new pollers, in the order of [`Self::new_bells`]. If there are
+/// Reply to [`BackendRequest::IoDoorbells`]. Descriptors: the wakers of new pollers, in the order of [`Self::new_bells`]. If there are
 /// [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) of them, doorbells may be missing, and the VMM asks again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Doorbells {
+pub(crate) struct IoDoorbellsReply {
     pub(crate) are_buffered: bool,
     pub(crate) are_silent: bool,
     /// Each doorbell, and the number of its poller's waker. Wakers that are not listed no longer exist.
@@ -262,7 +262,7 @@ pub(crate) struct Doorbells {
     pub(crate) new_bells: Vec<u64>,
 }
 
-/// Part of the reply to [`Request::TakeDirtyPages`].
+/// Part of the reply to [`BackendRequest::TakeDirtyPages`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DirtyPages {
     pub(crate) ranges: Vec<DirtyRange>,
@@ -274,12 +274,12 @@ pub(crate) struct DirtyPages {
 pub(crate) const RANGES_MAX: usize = 1 << 15;
 
 /// Result of a method, or its error.
-pub(crate) type Outcome<T> = Result<T, Failed>;
+pub(crate) type BackendResult<T> = Result<T, RemoteIoError>;
 
 /// Error of the kernel or of a library.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Failed(#[serde(with = "crossing::io_error")] pub(crate) io::Error);
+pub(crate) struct RemoteIoError(#[serde(with = "crossing::io_error")] pub(crate) io::Error);
 
 /// SMART / Health Information log page (Base 2.0, section 5.16.1.3), as bytes.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Smart(pub(crate) Vec<u8>);
+pub(crate) struct SmartHealthBytes(pub(crate) Vec<u8>);

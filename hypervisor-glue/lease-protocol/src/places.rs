@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nvme_mpt::lease::SERVER_SOCKETS;
 
-use crate::ask::{AttachError, Given, ask_for_drive, ask_for_lease, connect};
+use crate::ask::{GrantedLease, LeaseAttachError, ask_for_drive, ask_for_lease, connect};
 use crate::socket::named_in;
 
 /// Returns the directory with the sockets of all servers of a state directory.
@@ -53,7 +53,7 @@ pub(crate) fn find(
     options: &str,
     kept: &[BorrowedFd<'_>],
     patience: Duration,
-) -> Result<Option<Given>, AttachError> {
+) -> Result<Option<GrantedLease>, LeaseAttachError> {
     for path in sockets_in(state_dir) {
         let ask = |stream| ask_for_lease(stream, &path, options, kept, patience);
         let given = connect(&path).and_then(ask);
@@ -61,12 +61,12 @@ pub(crate) fn find(
             Ok(Some(given)) => return Ok(Some(given)),
             Ok(None) => {}
             // Stale socket of a server that is gone.
-            Err(AttachError::Connect { source, .. })
+            Err(LeaseAttachError::Connect { source, .. })
                 if matches!(
                     source.kind(),
                     io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
                 ) => {}
-            Err(error @ (AttachError::Connect { .. } | AttachError::Answer { .. })) => {
+            Err(error @ (LeaseAttachError::Connect { .. } | LeaseAttachError::Answer { .. })) => {
                 // A function that waits for a server repeats the search, and reports the reason itself.
                 let level = match kept.is_empty() {
                     true => log::Level::Warn,

@@ -9,23 +9,27 @@ use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::interrupt::ClientSignals;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::presence::Presence;
+use nvme_mpt::memory::presence::ProcessLiveness;
 use nvme_mpt::memory::sync::mpsc::{self, RecvTimeoutError};
 use nvme_mpt::memory::user_faults::MemoryHolder;
 use nvme_mpt::poller::run_beside;
-use nvme_mpt::seam::LastCommands;
-use nvme_mpt::seam::{DoorbellWaker, ForeignDoorbellWaker};
-use nvme_mpt::{DirtyRange, DmaError, EventReader, HostSide, KeptParts, MemoryRegion, SharedParts};
+use nvme_mpt::seam::CommandDrainMode;
+use nvme_mpt::seam::{DoorbellWaker, EventfdDoorbellWaker};
+use nvme_mpt::{
+    ControllerBackend, DirtyRange, DmaError, EventReader, MemoryRegion, PersistedBackendParts,
+    SharedParts,
+};
 use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;
 
-use crate::channel::{Channel, ChannelError};
+use crate::channel::{ChannelError, LeaseChannel};
 use crate::message::{
-    Attached, DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, PARTS, RANGES_MAX, Region,
-    Request, Smart, VERSION, VectorChange,
+    AttachReply, AttachRequest, AttachedLease, BackendRequest, DirtyPages, IoDoorbellsReply,
+    LeaseEndNotice, MemoryRegionMessage, PARTS, RANGES_MAX, RemoteIoError, SmartHealthBytes,
+    VERSION, VectorChange,
 };
-use crate::socket::{self, DESCRIPTORS_MAX, Peer, Stream};
+use crate::socket::{self, DESCRIPTORS_MAX, PeerIdentity, Stream};
 
 /// Timeout for a VMM's first message.
 const OPENING_PATIENCE: Duration = Duration::from_secs(10);
@@ -49,26 +53,26 @@ pub enum SessionError {
 
 /// Answer to a VMM's request for a lease.
 #[derive(Debug)]
-pub enum Admission {
+pub enum LeaseAdmission {
     /// This server does not have the drive.
     NotServed,
     /// The lease is refused, for the given reason.
     Refused(String),
     /// The lease is granted, with this host side.
-    Attached(Arc<dyn HostSide>),
+    Attached(Arc<dyn ControllerBackend>),
 }
 
 /// Creates the leases that a session serves.
-pub trait Leases: Sync {
+pub trait LeaseSource: Sync {
     /// Creates the lease of an option string. `parts` are the function's files from the previous server, if any. Must return
     /// early once `stop` is set.
     fn attach(
         &self,
-        peer: Peer,
+        peer: PeerIdentity,
         options: &str,
-        parts: Option<KeptParts>,
+        parts: Option<PersistedBackendParts>,
         stop: &AtomicBool,
-    ) -> Admission;
+    ) -> LeaseAdmission;
 
     /// Returns whether this server has the drive of an option string. Called for a VMM that does not want a lease yet.
     fn serves(&self, options: &str) -> bool {
@@ -77,7 +81,7 @@ pub trait Leases: Sync {
     }
 
     /// Sets the rate limits that the VMM requests.
-    fn set_rates(&self, host: &Arc<dyn HostSide>, rates: RateLimits) {
+    fn set_rates(&self, host: &Arc<dyn ControllerBackend>, rates: RateLimits) {
         host.set_rates(rates);
     }
 
@@ -87,12 +91,12 @@ pub trait Leases: Sync {
     }
 
     /// Handles the end of a lease, and returns its cause. Its commands may still be in flight.
-    fn ended(&self, host: &Arc<dyn HostSide>) -> End;
+    fn ended(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause;
 }
 
 /// Cause of a lease's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum LeaseEndCause {
     /// The VMM or the server has gone. The VMM may request the lease again.
     Gone,
     /// An operator has removed the lease.
@@ -101,13 +105,13 @@ pub enum End {
 
 /// Connection of a VMM.
 #[derive(Debug)]
-pub struct Session {
-    channel: Channel,
-    peer: Peer,
+pub struct LeaseSession {
+    channel: LeaseChannel,
+    peer: PeerIdentity,
     clock: Arc<dyn WaitClock>,
 }
 
-impl Session {
+impl LeaseSession {
     /// Creates a session, to be run with `run`.
     ///
     /// # Errors
@@ -115,7 +119,7 @@ impl Session {
     pub fn new(stream: Stream) -> Result<Self, SessionError> {
         let peer = socket::peer(&stream)?;
         stream.set_nonblocking(false)?;
-        let channel = Channel::new(stream)?;
+        let channel = LeaseChannel::new(stream)?;
         let clock = SystemClock::shared();
         Ok(Self {
             channel,
@@ -132,7 +136,7 @@ impl Session {
 
     /// Returns the process at the other end.
     #[must_use]
-    pub fn peer(&self) -> Peer {
+    pub fn peer(&self) -> PeerIdentity {
         self.peer
     }
 
@@ -141,17 +145,17 @@ impl Session {
     ///
     /// # Errors
     /// See [`SessionError`]. The lease ends also after an error.
-    pub fn run(self, leases: &dyn Leases) -> Result<(), SessionError> {
+    pub fn run(self, leases: &dyn LeaseSource) -> Result<(), SessionError> {
         match self.hold_lease(leases) {
             Err(SessionError::Channel(ChannelError::Closed)) => Ok(()),
             other => other,
         }
     }
 
-    fn hold_lease(self, leases: &dyn Leases) -> Result<(), SessionError> {
-        let (opening, descriptors): (Opening, _) =
+    fn hold_lease(self, leases: &dyn LeaseSource) -> Result<(), SessionError> {
+        let (opening, descriptors): (AttachRequest, _) =
             self.channel.receive_request(Some(OPENING_PATIENCE))?;
-        let Opening {
+        let AttachRequest {
             version,
             options,
             only_asks,
@@ -162,45 +166,45 @@ impl Session {
                 "the VMM speaks version {version} of the lease protocol, and this server version {VERSION}: use the \
                  same release for both"
             );
-            self.channel.send(&Opened::Refused { reason }, &[])?;
+            self.channel.send(&AttachReply::Refused { reason }, &[])?;
             return Ok(());
         }
         if only_asks {
             let answer = match leases.serves(&options) {
-                true => Opened::Served,
-                false => Opened::NotServed,
+                true => AttachReply::Served,
+                false => AttachReply::NotServed,
             };
             self.channel.send(&answer, &[])?;
             return Ok(());
         }
         let parts = kept_parts(descriptors)?;
         let host = match self.admit(leases, &options, parts)? {
-            Admission::NotServed => {
-                self.channel.send(&Opened::NotServed, &[])?;
+            LeaseAdmission::NotServed => {
+                self.channel.send(&AttachReply::NotServed, &[])?;
                 return Ok(());
             }
-            Admission::Refused(reason) => {
-                self.channel.send(&Opened::Refused { reason }, &[])?;
+            LeaseAdmission::Refused(reason) => {
+                self.channel.send(&AttachReply::Refused { reason }, &[])?;
                 return Ok(());
             }
-            Admission::Attached(host) => host,
+            LeaseAdmission::Attached(host) => host,
         };
         let mut flushed = 0;
         let result = self.serve(leases, &host, sees_end, &mut flushed);
         // A successor can only restore queues whose commands are complete.
         let last = match leases.server_ends() {
-            true => LastCommands::Complete,
-            false => LastCommands::CutShort,
+            true => CommandDrainMode::Complete,
+            false => CommandDrainMode::CutShort,
         };
         let deadline = Deadline::after(&self.clock, DRAIN_DEADLINE);
         let is_over = end(&*host, last, flushed, &deadline);
-        if leases.ended(&host) == End::Removed {
+        if leases.ended(&host) == LeaseEndCause::Removed {
             // If the VMM has gone as well, the message is not needed.
-            let _ = self.channel.send(&Farewell::Removed, &[]);
+            let _ = self.channel.send(&LeaseEndNotice::Removed, &[]);
         }
         // A VMM that does not know the message would take it for an answer.
         if is_over && sees_end {
-            let _ = self.channel.send(&Farewell::Ended, &[]);
+            let _ = self.channel.send(&LeaseEndNotice::Ended, &[]);
         }
         // Without that message, the VMM waits for the next server, or for the complete end of this process.
         result
@@ -209,10 +213,10 @@ impl Session {
     /// Requests the lease, and sends the VMM a `Waiting` message each second.
     fn admit(
         &self,
-        leases: &dyn Leases,
+        leases: &dyn LeaseSource,
         options: &str,
-        parts: Option<KeptParts>,
-    ) -> Result<Admission, SessionError> {
+        parts: Option<PersistedBackendParts>,
+    ) -> Result<LeaseAdmission, SessionError> {
         let stop = AtomicBool::new(false);
         let (peer, stopped) = (self.peer, &stop);
         let (sender, receiver) = mpsc::channel();
@@ -225,7 +229,7 @@ impl Session {
                 match receiver.recv_timeout(SIGN_OF_LIFE) {
                     Ok(admission) => return Ok(admission),
                     Err(RecvTimeoutError::Disconnected) => {
-                        return Ok(Admission::Refused("the server failed".to_owned()));
+                        return Ok(LeaseAdmission::Refused("the server failed".to_owned()));
                     }
                     // A lease is useless in a server that is ending, so its creation is aborted.
                     Err(RecvTimeoutError::Timeout) if leases.server_ends() => {
@@ -233,9 +237,9 @@ impl Session {
                     }
                     Err(RecvTimeoutError::Timeout) => {}
                 }
-                if let Err(error) = self.channel.send(&Opened::Waiting, &[]) {
+                if let Err(error) = self.channel.send(&AttachReply::Waiting, &[]) {
                     stop.store(true, Ordering::Relaxed);
-                    if let Ok(Admission::Attached(host)) = receiver.recv() {
+                    if let Ok(LeaseAdmission::Attached(host)) = receiver.recv() {
                         leases.ended(&host);
                     }
                     return Err(error.into());
@@ -247,8 +251,8 @@ impl Session {
     /// Answers requests. Sets `flushed` to the number of commands that were complete at the VMM's last flush.
     fn serve(
         &self,
-        leases: &dyn Leases,
-        host: &Arc<dyn HostSide>,
+        leases: &dyn LeaseSource,
+        host: &Arc<dyn ControllerBackend>,
         sees_end: bool,
         flushed: &mut u64,
     ) -> Result<(), SessionError> {
@@ -262,7 +266,7 @@ impl Session {
         let live = live.ok_or(SessionError::NoLiveState)?;
         // The VMM checks that its memory is complete before it sends any.
         host.set_memory_holder(MemoryHolder::Trusted);
-        let attached = Opened::Attached(Box::new(Attached {
+        let attached = AttachReply::Attached(Box::new(AttachedLease {
             id: host.stats().id,
             facts: host.facts(),
             dstrd: doorbells.dstrd(),
@@ -279,10 +283,10 @@ impl Session {
         let mut parts = vec![doorbells.fd(), live.fd(), events.as_fd()];
         if sees_end {
             // Must precede the first queue, so that the signs cover all its commands.
-            parts.extend(Presence::announce()?.signs());
+            parts.extend(ProcessLiveness::announce()?.signs());
         }
         self.channel.send(&attached, &parts)?;
-        let mut served = Served {
+        let mut served = BackendRequestHandler {
             channel: &self.channel,
             leases,
             host,
@@ -294,7 +298,7 @@ impl Session {
         };
         loop {
             let (request, descriptors) = self.channel.receive_request(None)?;
-            if let Request::FlushWithin(_) = &request {
+            if let BackendRequest::FlushWithin(_) = &request {
                 // The VMM gets the flush's result, so these commands need no further flush.
                 *flushed = host.commands();
             }
@@ -304,7 +308,12 @@ impl Session {
 }
 
 /// Ends all work for a function, until `deadline`. Returns whether nothing accesses its memory.
-fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadline) -> bool {
+fn end(
+    host: &dyn ControllerBackend,
+    last: CommandDrainMode,
+    flushed: u64,
+    deadline: &Deadline,
+) -> bool {
     host.end_silent_doorbells();
     let is_over = match host.leave_within(deadline.left(), last) {
         // Does not wait, as there are no queues.
@@ -330,7 +339,7 @@ fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadlin
 }
 
 /// Returns the parts that a function has kept from the previous server.
-fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<KeptParts>, SessionError> {
+fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<PersistedBackendParts>, SessionError> {
     if descriptors.is_empty() {
         return Ok(None);
     }
@@ -340,7 +349,7 @@ fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<KeptParts>, SessionErr
             ChannelError::Descriptors { came, said }
         })?;
     let events = eventfd::take(events)?;
-    Ok(Some(KeptParts {
+    Ok(Some(PersistedBackendParts {
         doorbells,
         live,
         events,
@@ -360,8 +369,11 @@ fn bounded(time: Duration) -> Duration {
 }
 
 /// Combines a region with its descriptor.
-fn memory(region: Region, descriptor: Option<OwnedFd>) -> Result<MemoryRegion, DmaError> {
-    let Region {
+fn memory(
+    region: MemoryRegionMessage,
+    descriptor: Option<OwnedFd>,
+) -> Result<MemoryRegion, DmaError> {
+    let MemoryRegionMessage {
         gpa,
         len,
         offset,
@@ -380,13 +392,13 @@ fn memory(region: Region, descriptor: Option<OwnedFd>) -> Result<MemoryRegion, D
 }
 
 /// Lease with its connection.
-struct Served<'a> {
-    channel: &'a Channel,
-    leases: &'a dyn Leases,
-    host: &'a Arc<dyn HostSide>,
+struct BackendRequestHandler<'a> {
+    channel: &'a LeaseChannel,
+    leases: &'a dyn LeaseSource,
+    host: &'a Arc<dyn ControllerBackend>,
     shared: SharedParts,
     /// Wakers that the VMM has, by number.
-    bells: Vec<(u64, ForeignDoorbellWaker)>,
+    bells: Vec<(u64, EventfdDoorbellWaker)>,
     bells_made: u64,
     /// Dirty pages that were read and not sent yet.
     dirty: Vec<DirtyRange>,
@@ -394,96 +406,99 @@ struct Served<'a> {
     signals: Arc<ClientSignals>,
 }
 
-impl Served<'_> {
+impl BackendRequestHandler<'_> {
     fn reply(&self, reply: &impl Serialize) -> Result<(), ChannelError> {
         self.channel.send(reply, &[])
     }
 
     fn answer(
         &mut self,
-        request: Request,
+        request: BackendRequest,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<(), SessionError> {
         let host = self.host;
         let needed = match &request {
-            Request::Map(_) | Request::MapKept(_) => 1,
-            Request::Vector { change, .. } if *change == VectorChange::Connect => 1,
+            BackendRequest::Map(_) | BackendRequest::MapKept(_) => 1,
+            BackendRequest::Vector { change, .. } if *change == VectorChange::Connect => 1,
             _ => 0,
         };
         expect(&descriptors, needed)?;
         let descriptor = descriptors.pop();
         match request {
-            Request::Status => self.reply(&host.status()),
-            Request::Damage => self.reply(&host.damage()),
-            Request::SmartHealth => {
+            BackendRequest::Status => self.reply(&host.status()),
+            BackendRequest::Damage => self.reply(&host.damage()),
+            BackendRequest::SmartHealth => {
                 let page = host.smart_health();
-                let page = page.map(|page| page.map(|page| Smart(page.as_bytes().to_vec())));
-                self.reply(&page.map_err(Failed))
+                let page =
+                    page.map(|page| page.map(|page| SmartHealthBytes(page.as_bytes().to_vec())));
+                self.reply(&page.map_err(RemoteIoError))
             }
-            Request::Changes => self.reply(&host.changes()),
-            Request::ForgetChanges(told) => self.reply(&host.forget_changes(&told)),
-            Request::Counters => self.reply(&host.counters()),
-            Request::Commands => self.reply(&host.commands()),
-            Request::Stats => self.reply(&host.stats()),
-            Request::TakeEvents => self.reply(&host.take_events()),
-            Request::Map(region) => {
+            BackendRequest::Changes => self.reply(&host.changes()),
+            BackendRequest::ForgetChanges(told) => self.reply(&host.forget_changes(&told)),
+            BackendRequest::Counters => self.reply(&host.counters()),
+            BackendRequest::Commands => self.reply(&host.commands()),
+            BackendRequest::Stats => self.reply(&host.stats()),
+            BackendRequest::TakeEvents => self.reply(&host.take_events()),
+            BackendRequest::Map(region) => {
                 let mapped = memory(region, descriptor).and_then(|memory| host.map(memory));
                 self.reply(&mapped)
             }
-            Request::MapKept(region) => {
+            BackendRequest::MapKept(region) => {
                 let mapped = memory(region, descriptor).and_then(|memory| host.map_claimed(memory));
                 self.reply(&mapped)
             }
-            Request::Unmap { gpa, len, time } => {
+            BackendRequest::Unmap { gpa, len, time } => {
                 self.reply(&host.unmap_within(gpa, len, bounded(time)))
             }
-            Request::StartDirtyLog => self.reply(&host.start_dirty_log()),
-            Request::TakeDirtyPages => {
+            BackendRequest::StartDirtyLog => self.reply(&host.start_dirty_log()),
+            BackendRequest::TakeDirtyPages => {
                 let pages = self.take_dirty_pages();
                 self.reply(&pages)
             }
-            Request::StopDirtyLog => {
+            BackendRequest::StopDirtyLog => {
                 self.dirty.clear();
                 self.reply(&host.stop_dirty_log())
             }
-            Request::CreateCq(config) => self.reply(&host.create_cq(config)),
-            Request::CreateSq { config, time } => {
+            BackendRequest::CreateCq(config) => self.reply(&host.create_cq(config)),
+            BackendRequest::CreateSq { config, time } => {
                 self.reply(&host.create_sq_within(config, bounded(time)))
             }
-            Request::DeleteSq { qid, time } => {
+            BackendRequest::DeleteSq { qid, time } => {
                 self.reply(&host.delete_sq_within(qid, bounded(time)))
             }
-            Request::DeleteCq { qid, time } => {
+            BackendRequest::DeleteCq { qid, time } => {
                 self.reply(&host.delete_cq_within(qid, bounded(time)))
             }
-            Request::SetCoalescing(coalescing) => self.reply(&host.set_coalescing(coalescing)),
-            Request::SetRates(rates) => self.reply(&self.leases.set_rates(host, rates)),
-            Request::IoDoorbells => return self.doorbells(),
-            Request::SetDoorbellBuffer { buffer, time } => {
+            BackendRequest::SetCoalescing(coalescing) => {
+                self.reply(&host.set_coalescing(coalescing))
+            }
+            BackendRequest::SetRates(rates) => self.reply(&self.leases.set_rates(host, rates)),
+            BackendRequest::IoDoorbells => return self.doorbells(),
+            BackendRequest::SetDoorbellBuffer { buffer, time } => {
                 self.reply(&host.set_doorbell_buffer_within(buffer, bounded(time)))
             }
-            Request::BeginSilentDoorbells => {
-                self.reply(&host.begin_silent_doorbells().map_err(Failed))
+            BackendRequest::BeginSilentDoorbells => {
+                self.reply(&host.begin_silent_doorbells().map_err(RemoteIoError))
             }
-            Request::EndSilentDoorbells => self.reply(&host.end_silent_doorbells()),
-            Request::WatchAdminDoorbells => {
-                self.reply(&host.watch_admin_doorbells().map_err(Failed))
+            BackendRequest::EndSilentDoorbells => self.reply(&host.end_silent_doorbells()),
+            BackendRequest::WatchAdminDoorbells => {
+                self.reply(&host.watch_admin_doorbells().map_err(RemoteIoError))
             }
-            Request::BeginAnew => self.reply(&host.begin_anew()),
-            Request::Pause => self.reply(&host.pause()),
-            Request::PauseWithin(time) => self.reply(&host.pause_within(bounded(time))),
-            Request::Resume => self.reply(&host.resume()),
-            Request::Revoke => self.reply(&host.revoke()),
-            Request::ResetWithin(time) => self.reply(&host.reset_within(bounded(time))),
-            Request::FlushWithin(time) => {
+            BackendRequest::BeginAnew => self.reply(&host.begin_anew()),
+            BackendRequest::Pause => self.reply(&host.pause()),
+            BackendRequest::PauseWithin(time) => self.reply(&host.pause_within(bounded(time))),
+            BackendRequest::Resume => self.reply(&host.resume()),
+            BackendRequest::Revoke => self.reply(&host.revoke()),
+            BackendRequest::ResetWithin(time) => self.reply(&host.reset_within(bounded(time))),
+            BackendRequest::FlushWithin(time) => {
                 let flushed = host.flush_within(bounded(time));
-                self.reply(&flushed.map_err(Failed))
+                self.reply(&flushed.map_err(RemoteIoError))
             }
-            Request::Save => self.reply(&host.save()),
-            Request::Check(state) => self.reply(&host.check(&state)),
-            Request::TakeUp(kept) => self.reply(&host.take_up(&kept)),
-            Request::Restore(state) => self.reply(&host.restore(&state)),
-            Request::Vector { number, change } => {
+            BackendRequest::Save => self.reply(&host.save()),
+            BackendRequest::Check(state) => self.reply(&host.check(&state)),
+            BackendRequest::TakeUp(kept) => self.reply(&host.take_up(&kept)),
+            BackendRequest::Restore(state) => self.reply(&host.restore(&state)),
+            BackendRequest::Vector { number, change } => {
                 self.reply(&self.change_vector(number, change, descriptor))
             }
         }?;
@@ -533,12 +548,12 @@ impl Served<'_> {
         let doorbells = self.host.io_doorbells();
         let wakers = &doorbells.wakers;
         let is_named =
-            |bell: &ForeignDoorbellWaker| wakers.iter().any(|(_, waker)| bell.is_of(waker));
+            |bell: &EventfdDoorbellWaker| wakers.iter().any(|(_, waker)| bell.is_of(waker));
         self.bells.retain(|(_, bell)| is_named(bell));
-        let mut answer = Doorbells {
+        let mut answer = IoDoorbellsReply {
             are_buffered: doorbells.are_buffered,
             are_silent: doorbells.are_silent,
-            ..Doorbells::default()
+            ..IoDoorbellsReply::default()
         };
         let mut new = Vec::new();
         for (doorbell, waker) in &doorbells.wakers {

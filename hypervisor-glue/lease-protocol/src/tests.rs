@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use nvme_mpt::host::{
-    ChangeListDescription, Changes, CommandSetDescription, Contents, IdentifyNamespaceData,
-    IoCommand, NamespaceFact, PlacedFact, Promise, Structure,
+    ChangeListDescription, CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand,
+    NamespaceContents, NamespaceFact, PlacedFact, SparseStructure, UnreportedChanges,
 };
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::CoalescingConfig;
@@ -15,15 +15,15 @@ use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::log::LogPageId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Event, Gpa, KeptQueues, QueueError,
-    QueueFailure, SqConfig,
+    CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Gpa, IoQueueEvent, PersistedQueues,
+    QueueError, QueueFailure, SqConfig,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::message::{
-    DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, Region, Request, VERSION,
-    VectorChange,
+    AttachReply, AttachRequest, BackendRequest, DirtyPages, IoDoorbellsReply, LeaseEndNotice,
+    MemoryRegionMessage, RemoteIoError, VERSION, VectorChange,
 };
 
 /// Checks the text of a message, and that the text is read as the same message.
@@ -36,26 +36,26 @@ fn is<M: Serialize + DeserializeOwned>(message: &M, text: &str) {
 
 #[test]
 fn requests() {
-    let opening = Opening {
+    let opening = AttachRequest {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
         only_asks: false,
         sees_end: false,
     };
     is(&opening, r#"{"version":4,"options":"path=/srv/a"}"#);
-    let sees_end = Opening {
+    let sees_end = AttachRequest {
         sees_end: true,
         ..opening.clone()
     };
     let text = r#"{"version":4,"options":"path=/srv/a","sees_end":true}"#;
     is(&sees_end, text);
-    let asking = Opening {
+    let asking = AttachRequest {
         only_asks: true,
         ..opening
     };
     let text = r#"{"version":4,"options":"path=/srv/a","only_asks":true}"#;
     is(&asking, text);
-    let region = Region {
+    let region = MemoryRegionMessage {
         gpa: Gpa(4096),
         len: 8192,
         offset: 0,
@@ -63,12 +63,15 @@ fn requests() {
         writable: false,
     };
     let text = r#"{"map":{"gpa":4096,"len":8192,"offset":0,"readable":true,"writable":false}}"#;
-    is(&Request::Map(region), text);
-    is(&Request::MapKept(region), &text.replace("map", "map_kept"));
+    is(&BackendRequest::Map(region), text);
+    is(
+        &BackendRequest::MapKept(region),
+        &text.replace("map", "map_kept"),
+    );
     let (gpa, time) = (Gpa(4096), Duration::from_millis(1500));
     let len = 1;
     let text = r#"{"unmap":{"gpa":4096,"len":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&Request::Unmap { gpa, len, time }, text);
+    is(&BackendRequest::Unmap { gpa, len, time }, text);
     let (qid, entries) = (QueueId(1), 8);
     let cq = CqConfig {
         qid,
@@ -77,7 +80,7 @@ fn requests() {
         vector: Some(1),
     };
     let text = r#"{"create_cq":{"qid":1,"base":4096,"entries":8,"vector":1}}"#;
-    is(&Request::CreateCq(cq), text);
+    is(&BackendRequest::CreateCq(cq), text);
     let sq = SqConfig {
         qid,
         cqid: qid,
@@ -85,43 +88,43 @@ fn requests() {
         entries,
     };
     let text = r#"{"create_sq":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&Request::CreateSq { config: sq, time }, text);
+    is(&BackendRequest::CreateSq { config: sq, time }, text);
     let text = r#"{"delete_sq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&Request::DeleteSq { qid, time }, text);
+    is(&BackendRequest::DeleteSq { qid, time }, text);
     let text = r#"{"delete_cq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&Request::DeleteCq { qid, time }, text);
+    is(&BackendRequest::DeleteCq { qid, time }, text);
     let coalescing = CoalescingConfig {
         threshold_z: 1,
         time_100us: 2,
         disabled: u128::MAX,
     };
     let text = r#"{"set_coalescing":{"threshold_z":1,"time_100us":2,"disabled":340282366920938463463374607431768211455}}"#;
-    is(&Request::SetCoalescing(coalescing), text);
-    let rates = Request::SetRates(RateLimits::default());
+    is(&BackendRequest::SetCoalescing(coalescing), text);
+    let rates = BackendRequest::SetRates(RateLimits::default());
     is(&rates, r#"{"set_rates":{"iops":null,"bandwidth":null}}"#);
     let buffer = DoorbellBuffer {
         shadow: gpa,
         event_idx: Gpa(8192),
     };
     let text = r#"{"set_doorbell_buffer":{"buffer":{"shadow":4096,"event_idx":8192},"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&Request::SetDoorbellBuffer { buffer, time }, text);
-    let kept = KeptQueues {
+    is(&BackendRequest::SetDoorbellBuffer { buffer, time }, text);
+    let kept = PersistedQueues {
         cqs: vec![cq],
         sqs: vec![sq],
         doorbell_buffer: Some(buffer),
         revoked: false,
     };
     let text = r#"{"take_up":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}"#;
-    is(&Request::TakeUp(Box::new(kept)), text);
+    is(&BackendRequest::TakeUp(Box::new(kept)), text);
     let text = r#"{"pause_within":{"secs":1,"nanos":500000000}}"#;
-    is(&Request::PauseWithin(time), text);
+    is(&BackendRequest::PauseWithin(time), text);
     let text = r#"{"reset_within":{"secs":1,"nanos":500000000}}"#;
-    is(&Request::ResetWithin(time), text);
+    is(&BackendRequest::ResetWithin(time), text);
     let text = r#"{"flush_within":{"secs":1,"nanos":500000000}}"#;
-    is(&Request::FlushWithin(time), text);
-    let told = Changes::new(&[7], true);
+    is(&BackendRequest::FlushWithin(time), text);
+    let told = UnreportedChanges::new(&[7], true);
     let text = r#"{"forget_changes":{"ids":[7],"more":true}}"#;
-    is(&Request::ForgetChanges(told), text);
+    is(&BackendRequest::ForgetChanges(told), text);
     for (change, name) in [
         (VectorChange::Connect, "connect"),
         (VectorChange::Disconnect, "disconnect"),
@@ -131,29 +134,32 @@ fn requests() {
         (VectorChange::Clear, "clear"),
     ] {
         let text = format!(r#"{{"vector":{{"number":3,"change":"{name}"}}}}"#);
-        is(&Request::Vector { number: 3, change }, &text);
+        is(&BackendRequest::Vector { number: 3, change }, &text);
     }
     for (request, name) in [
-        (Request::Status, "status"),
-        (Request::Damage, "damage"),
-        (Request::SmartHealth, "smart_health"),
-        (Request::Changes, "changes"),
-        (Request::Counters, "counters"),
-        (Request::Commands, "commands"),
-        (Request::Stats, "stats"),
-        (Request::TakeEvents, "take_events"),
-        (Request::StartDirtyLog, "start_dirty_log"),
-        (Request::TakeDirtyPages, "take_dirty_pages"),
-        (Request::StopDirtyLog, "stop_dirty_log"),
-        (Request::IoDoorbells, "io_doorbells"),
-        (Request::BeginSilentDoorbells, "begin_silent_doorbells"),
-        (Request::EndSilentDoorbells, "end_silent_doorbells"),
-        (Request::WatchAdminDoorbells, "watch_admin_doorbells"),
-        (Request::BeginAnew, "begin_anew"),
-        (Request::Pause, "pause"),
-        (Request::Resume, "resume"),
-        (Request::Revoke, "revoke"),
-        (Request::Save, "save"),
+        (BackendRequest::Status, "status"),
+        (BackendRequest::Damage, "damage"),
+        (BackendRequest::SmartHealth, "smart_health"),
+        (BackendRequest::Changes, "changes"),
+        (BackendRequest::Counters, "counters"),
+        (BackendRequest::Commands, "commands"),
+        (BackendRequest::Stats, "stats"),
+        (BackendRequest::TakeEvents, "take_events"),
+        (BackendRequest::StartDirtyLog, "start_dirty_log"),
+        (BackendRequest::TakeDirtyPages, "take_dirty_pages"),
+        (BackendRequest::StopDirtyLog, "stop_dirty_log"),
+        (BackendRequest::IoDoorbells, "io_doorbells"),
+        (
+            BackendRequest::BeginSilentDoorbells,
+            "begin_silent_doorbells",
+        ),
+        (BackendRequest::EndSilentDoorbells, "end_silent_doorbells"),
+        (BackendRequest::WatchAdminDoorbells, "watch_admin_doorbells"),
+        (BackendRequest::BeginAnew, "begin_anew"),
+        (BackendRequest::Pause, "pause"),
+        (BackendRequest::Resume, "resume"),
+        (BackendRequest::Revoke, "revoke"),
+        (BackendRequest::Save, "save"),
     ] {
         is(&request, &format!("\"{name}\""));
     }
@@ -170,21 +176,21 @@ fn command_sets() {
     };
     let own = CommandSetDescription {
         csi: Csi(2),
-        contents: Contents::Blocks {
+        contents: NamespaceContents::Blocks {
             unit: 8,
             writable: 6,
         },
         commands: vec![IoCommand::writing(0x7D)],
         namespace: IdentifyNamespaceData {
-            structure: Structure::of(&[0_u8, 7, 8]),
+            structure: SparseStructure::of(&[0_u8, 7, 8]),
             facts: vec![PlacedFact {
                 offset: 16,
                 fact: NamespaceFact::Used,
             }],
         },
-        controller: Structure::default(),
+        controller: SparseStructure::default(),
         change_list: Some(list),
-        promises: vec![Promise::new("size", 8_u64)],
+        promises: vec![GuestPromise::new("size", 8_u64)],
     };
     let text = r#"{"csi":2,"contents":{"Blocks":{"unit":8,"writable":6}},"commands":[{"opcode":125,"changes_content":true}],"namespace":{"structure":[{"offset":1,"bytes":[7,8]}],"facts":[{"offset":16,"fact":"Used"}]},"controller":[],"change_list":{"lid":191,"event":12578562,"notice":134217728,"unit":8},"promises":[{"name":"size","value":8}]}"#;
     is(&own, text);
@@ -192,17 +198,17 @@ fn command_sets() {
 
 #[test]
 fn replies() {
-    is(&Opened::NotServed, r#""not_served""#);
-    is(&Opened::Served, r#""served""#);
-    is(&Opened::Waiting, r#""waiting""#);
-    is(&Farewell::Removed, r#""removed""#);
-    is(&Farewell::Ended, r#""ended""#);
+    is(&AttachReply::NotServed, r#""not_served""#);
+    is(&AttachReply::Served, r#""served""#);
+    is(&AttachReply::Waiting, r#""waiting""#);
+    is(&LeaseEndNotice::Removed, r#""removed""#);
+    is(&LeaseEndNotice::Ended, r#""ended""#);
     let reason = "no".to_owned();
     is(
-        &Opened::Refused { reason },
+        &AttachReply::Refused { reason },
         r#"{"refused":{"reason":"no"}}"#,
     );
-    let doorbells = Doorbells {
+    let doorbells = IoDoorbellsReply {
         are_buffered: true,
         are_silent: false,
         bells: vec![(Doorbell::SqTail(QueueId(1)), 0)],
@@ -223,8 +229,8 @@ fn replies() {
     let qid = QueueId(1);
     let reason = QueueFailure::HostQueue;
     let events = vec![
-        Event::QueueFailed { qid, reason },
-        Event::Drive(DriveEvent::Gone),
+        IoQueueEvent::QueueFailed { qid, reason },
+        IoQueueEvent::Drive(DriveEvent::Gone),
     ];
     let text = r#"[{"QueueFailed":{"qid":1,"reason":"HostQueue"}},{"Drive":"Gone"}]"#;
     is(&events, text);
@@ -239,6 +245,6 @@ fn replies() {
     let text = r#"{"Err":{"Host":{"qid":1,"source":{"errno":16,"text":"it is reset"}}}}"#;
     is(&reset, text);
     let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "late");
-    let late: Result<(), Failed> = Err(Failed(late));
+    let late: Result<(), RemoteIoError> = Err(RemoteIoError(late));
     is(&late, r#"{"Err":{"kind":"timed_out","text":"late"}}"#);
 }

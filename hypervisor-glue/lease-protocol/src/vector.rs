@@ -7,14 +7,14 @@ use nvme_mpt::interrupt::VectorLink;
 use nvme_mpt::memory::eventfd;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::link::{Link, Wire};
-use crate::message::{Request, VectorChange};
+use crate::link::{ServerLink, VectorConnection};
+use crate::message::{BackendRequest, VectorChange};
 
 /// Forwards the changes of a vector to the server.
 #[derive(Debug)]
 pub(crate) struct RemoteVector {
     pub(crate) number: u16,
-    pub(crate) link: Arc<Link>,
+    pub(crate) link: Arc<ServerLink>,
 }
 
 impl RemoteVector {
@@ -27,10 +27,10 @@ impl RemoteVector {
         &self,
         change: VectorChange,
         eventfd: Option<OwnedFd>,
-        note: impl FnOnce(&mut Wire),
+        note: impl FnOnce(&mut VectorConnection),
     ) -> bool {
         let number = self.number;
-        let request = Request::Vector { number, change };
+        let request = BackendRequest::Vector { number, change };
         let mut state = self.link.state();
         // Without a server, no interrupt is raised. The link has reported the loss.
         let answer = self.link.ask_in(&mut state, &request, eventfd.as_ref());

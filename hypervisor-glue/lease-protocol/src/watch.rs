@@ -11,17 +11,18 @@ use nvme_mpt::clock;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use nvme_mpt::{
-    DmaError, DoorbellPage, GuestMemory, HostSideEvent, KeptQueues, QueueError, StateError,
+    BackendEvent, BackendStateError, DmaError, DoorbellPage, GuestMemory, PersistedQueues,
+    QueueError,
 };
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-use crate::ask::{AttachError, Given, OPENING_PATIENCE, Reach};
-use crate::channel::{Channel, ChannelError};
-use crate::link::{Link, LinkState, NextServer, Standing};
-use crate::message::{Attached, Outcome, RegionHistory, Request, VectorChange};
+use crate::ask::{GrantedLease, LeaseAttachError, OPENING_PATIENCE, ServerDiscovery};
+use crate::channel::{ChannelError, LeaseChannel};
+use crate::link::{BackendSettings, LinkState, NextServer, ServerLink};
+use crate::message::{AttachedLease, BackendRequest, BackendResult, RegionHistory, VectorChange};
 use crate::places;
-use crate::socket::{Signs, Stream, wait_for_end};
+use crate::socket::{ServerExitSigns, Stream, wait_for_end};
 
 /// Shortest and longest interval between two searches for a server.
 const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
@@ -37,15 +38,15 @@ const REPORT: Duration = Duration::from_secs(60);
 
 /// Error of continuing with another server.
 #[derive(Debug, Error)]
-enum ResumeError {
+enum ReattachError {
     #[error(transparent)]
-    Attach(#[from] AttachError),
+    Attach(#[from] LeaseAttachError),
     #[error("it does not answer")]
     Channel(#[from] ChannelError),
     #[error("it cannot reach the VM's memory")]
     Memory(#[from] DmaError),
     #[error("it cannot make the guest's queues")]
-    Queues(#[from] StateError),
+    Queues(#[from] BackendStateError),
     #[error("it has not what the guest was promised: detach the drive and attach it again")]
     Other,
     #[error(
@@ -57,7 +58,7 @@ enum ResumeError {
     Io(#[from] io::Error),
 }
 
-impl ResumeError {
+impl ReattachError {
     /// Returns whether retrying is pointless.
     fn is_final(&self) -> bool {
         matches!(self, Self::Other | Self::Stride { .. })
@@ -66,13 +67,13 @@ impl ResumeError {
 
 /// Server that has, or had, the function's lease.
 #[derive(Debug)]
-pub(crate) struct Server {
-    pub(crate) channel: Arc<Channel>,
-    /// Signs of its complete end; `None` if it sends none.
-    pub(crate) signs: Option<Signs>,
+pub(crate) struct AttachedServer {
+    pub(crate) channel: Arc<LeaseChannel>,
+    /// ServerExitSigns of its complete end; `None` if it sends none.
+    pub(crate) signs: Option<ServerExitSigns>,
 }
 
-impl Server {
+impl AttachedServer {
     /// Makes the server end the lease.
     fn leave(self) -> Self {
         // A failed connection ends the lease as well.
@@ -104,13 +105,13 @@ impl Server {
 }
 
 /// Context of the watch thread.
-pub(crate) struct Watch {
-    pub(crate) link: Arc<Link>,
+pub(crate) struct ServerWatch {
+    pub(crate) link: Arc<ServerLink>,
     /// Disconnected when the function ends.
     pub(crate) stopped: Receiver<()>,
-    pub(crate) reach: Option<Reach>,
+    pub(crate) reach: Option<ServerDiscovery>,
     /// Facts that the guest was told.
-    pub(crate) promised: Attached,
+    pub(crate) promised: AttachedLease,
     pub(crate) doorbells: Arc<DoorbellPage>,
     /// File of the in-flight state.
     pub(crate) live: OwnedFd,
@@ -119,7 +120,7 @@ pub(crate) struct Watch {
     pub(crate) forget_bells: Box<dyn Fn() + Send>,
 }
 
-impl fmt::Debug for Watch {
+impl fmt::Debug for ServerWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Watch")
             .field("link", &self.link)
@@ -127,9 +128,9 @@ impl fmt::Debug for Watch {
     }
 }
 
-impl Watch {
+impl ServerWatch {
     /// Runs until the function ends, or its drive is lost for good and nothing accesses the function's memory.
-    pub(crate) fn run(&self, mut server: Server) {
+    pub(crate) fn run(&self, mut server: AttachedServer) {
         loop {
             let channel = server.channel.clone();
             await_end(channel.stream());
@@ -147,7 +148,7 @@ impl Watch {
             }
             // The function may already have given up a server that does not answer.
             if !self.link.state().is_over() {
-                left.iter().for_each(Server::await_nothing_left);
+                left.iter().for_each(AttachedServer::await_nothing_left);
                 self.link.end();
             }
             return;
@@ -155,7 +156,7 @@ impl Watch {
     }
 
     /// Removes from `left` the servers whose work has ended. Records when none remains.
-    fn look_for_end(&self, left: &mut Vec<Server>) {
+    fn look_for_end(&self, left: &mut Vec<AttachedServer>) {
         left.retain(|server| !server.is_over());
         if left.is_empty() {
             self.link.end();
@@ -168,7 +169,7 @@ impl Watch {
 
     /// Repeats the search for a server until it succeeds, and returns the server. Meanwhile records the end of the previous
     /// servers' work.
-    fn next_server(&self, left: &mut Vec<Server>) -> Option<Server> {
+    fn next_server(&self, left: &mut Vec<AttachedServer>) -> Option<AttachedServer> {
         let reach = self.reach.as_ref()?;
         let began = clock::monotonic();
         let mut reported = None;
@@ -211,14 +212,18 @@ impl Watch {
 
     /// Requests the lease from the servers, and sends the granting one the state of the previous one. If that fails after it
     /// got the function's memory, it is added to `left`, as it may have commands in flight.
-    fn resume(&self, reach: &Reach, left: &mut Vec<Server>) -> Result<Option<Server>, ResumeError> {
+    fn resume(
+        &self,
+        reach: &ServerDiscovery,
+        left: &mut Vec<AttachedServer>,
+    ) -> Result<Option<AttachedServer>, ReattachError> {
         let events = eventfd::share(&self.link.events)?;
         let kept = [self.doorbells.fd(), self.live.as_fd(), events.as_fd()];
         let Some(given) = places::find(&reach.state_dir, &reach.options, &kept, OPENING_PATIENCE)?
         else {
             return Ok(None);
         };
-        let Given {
+        let GrantedLease {
             channel,
             attached,
             signs,
@@ -227,14 +232,14 @@ impl Watch {
         } = given;
         let (told, here) = (self.promised.dstrd, attached.dstrd);
         if told != here {
-            return Err(ResumeError::Stride { told, here });
+            return Err(ReattachError::Stride { told, here });
         }
         if !attached.keeps(&self.promised) {
-            return Err(ResumeError::Other);
+            return Err(ReattachError::Other);
         }
         (self.forget_bells)();
         let channel = Arc::new(channel);
-        let server = Server {
+        let server = AttachedServer {
             channel: channel.clone(),
             signs,
         };
@@ -263,17 +268,21 @@ impl Watch {
         Ok(Some(server))
     }
 
-    fn tell(&self, channel: &Channel, state: &LinkState) -> Result<HostSideEvent, ResumeError> {
+    fn tell(
+        &self,
+        channel: &LeaseChannel,
+        state: &LinkState,
+    ) -> Result<BackendEvent, ReattachError> {
         // Regions that the previous server had come first: after a new region, they would count as new.
         let regions = self.memory.hold().regions()?.into_iter();
         let (had, new): (Vec<_>, Vec<_>) =
             regions.partition(|region| state.standing.had(region) == RegionHistory::Kept);
         for region in had.into_iter().chain(new) {
-            let request = Request::map(&region, state.standing.had(&region));
+            let request = BackendRequest::map(&region, state.standing.had(&region));
             let mapped: Result<(), DmaError> = ask(channel, &request, Some(&region.fd))?;
             mapped?;
         }
-        let Standing {
+        let BackendSettings {
             vectors,
             rates,
             coalescing,
@@ -287,35 +296,35 @@ impl Watch {
         for (number, wire) in (0..).zip(vectors) {
             if wire.masked {
                 let change = VectorChange::Mask;
-                let _: bool = ask(channel, &Request::Vector { number, change }, None)?;
+                let _: bool = ask(channel, &BackendRequest::Vector { number, change }, None)?;
             }
             if let Some(eventfd) = &wire.eventfd {
                 let change = VectorChange::Connect;
-                let request = Request::Vector { number, change };
+                let request = BackendRequest::Vector { number, change };
                 let _: bool = ask(channel, &request, Some(eventfd))?;
             }
         }
         if let Some(rates) = rates {
-            let () = ask(channel, &Request::SetRates(*rates), None)?;
+            let () = ask(channel, &BackendRequest::SetRates(*rates), None)?;
         }
         if let Some(coalescing) = coalescing {
-            let () = ask(channel, &Request::SetCoalescing(*coalescing), None)?;
+            let () = ask(channel, &BackendRequest::SetCoalescing(*coalescing), None)?;
         }
         for (wanted, request) in [
-            (*silent, Request::BeginSilentDoorbells),
-            (*watched, Request::WatchAdminDoorbells),
+            (*silent, BackendRequest::BeginSilentDoorbells),
+            (*watched, BackendRequest::WatchAdminDoorbells),
         ] {
             if wanted {
-                let outcome: Outcome<()> = ask(channel, &request, None)?;
+                let outcome: BackendResult<()> = ask(channel, &request, None)?;
                 outcome.map_err(|failed| failed.0)?;
             }
         }
         if *paused {
-            let result: Result<(), QueueError> = ask(channel, &Request::Pause, None)?;
+            let result: Result<(), QueueError> = ask(channel, &BackendRequest::Pause, None)?;
             result.map_err(io::Error::other)?;
         }
         if dirty_log.is_some() {
-            let result: Result<(), DmaError> = ask(channel, &Request::StartDirtyLog, None)?;
+            let result: Result<(), DmaError> = ask(channel, &BackendRequest::StartDirtyLog, None)?;
             result?;
         }
         take_up(channel, queues)
@@ -323,26 +332,29 @@ impl Watch {
 }
 
 /// Makes a server restore the guest's queues. Must be the last request: from then on, commands are carried out.
-fn take_up(channel: &Channel, queues: &KeptQueues) -> Result<HostSideEvent, ResumeError> {
-    let request = Request::TakeUp(Box::new(queues.clone()));
-    let taken: Result<(), StateError> = ask(channel, &request, None)?;
+fn take_up(
+    channel: &LeaseChannel,
+    queues: &PersistedQueues,
+) -> Result<BackendEvent, ReattachError> {
+    let request = BackendRequest::TakeUp(Box::new(queues.clone()));
+    let taken: Result<(), BackendStateError> = ask(channel, &request, None)?;
     Ok(match taken {
-        Ok(()) => HostSideEvent::BackWithQueues,
+        Ok(()) => BackendEvent::BackWithQueues,
         // A later attempt may succeed, once memory is mapped again or the server has the resources.
-        Err(error @ StateError::Queue { .. }) => return Err(error.into()),
+        Err(error @ BackendStateError::Queue { .. }) => return Err(error.into()),
         Err(error) => {
             log::error!(
                 "The next drive server cannot take the queues up: {}",
                 chain(&error)
             );
-            HostSideEvent::BackWithoutQueues
+            BackendEvent::BackWithoutQueues
         }
     })
 }
 
 fn ask<T: DeserializeOwned>(
-    channel: &Channel,
-    request: &Request,
+    channel: &LeaseChannel,
+    request: &BackendRequest,
     descriptor: Option<&OwnedFd>,
 ) -> Result<T, ChannelError> {
     let descriptor = descriptor.map(AsFd::as_fd);

@@ -1,6 +1,6 @@
 //! Conversion between a byte stream and messages.
 //!
-//! [`Reader`] never reads past the present message. That costs a second system call for a message with a payload. In return,
+//! [`MessageReader`] never reads past the present message. That costs a second system call for a message with a payload. In return,
 //! file descriptors belong to the message whose bytes they came with, however the client splits its stream.
 
 use std::io;
@@ -12,9 +12,9 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use zerocopy::IntoBytes;
 
-use crate::error::Refusal;
-use crate::journal::{JournalError, MAX_REQUEST};
-use crate::message::{Header, MAX_FDS_ACCEPTED};
+use crate::error::RequestRefusal;
+use crate::journal::{MAX_REQUEST, RequestLogError};
+use crate::message::{MAX_FDS_ACCEPTED, VfioUserHeader};
 use crate::socket;
 use crate::step::step;
 
@@ -24,8 +24,8 @@ const CHUNK: usize = 64 * 1024;
 
 /// Complete message.
 #[derive(Debug)]
-pub(crate) struct Message<'a> {
-    pub(crate) header: Header,
+pub(crate) struct VfioUserMessage<'a> {
+    pub(crate) header: VfioUserHeader,
     pub(crate) payload: &'a [u8],
     pub(crate) fds: Vec<OwnedFd>,
     /// Set if file descriptors of the message are missing from `fds`.
@@ -34,7 +34,7 @@ pub(crate) struct Message<'a> {
 
 /// End of the message stream.
 #[derive(Debug)]
-pub(crate) enum Ended {
+pub(crate) enum StreamEnd {
     /// The client closed it.
     Closed {
         /// Set if the stream ended within a message.
@@ -43,23 +43,26 @@ pub(crate) enum Ended {
     /// The socket failed.
     Failed(io::Error),
     /// The bytes are no valid message, so the start of the next one is unknown.
-    OutOfStep { header: Header, refusal: Refusal },
+    OutOfStep {
+        header: VfioUserHeader,
+        refusal: RequestRefusal,
+    },
     /// The last message was refused, and the connection ends after its reply.
     Refused,
     /// The journal failed.
-    Journal(JournalError),
+    Journal(RequestLogError),
 }
 
-impl From<JournalError> for Ended {
-    fn from(error: JournalError) -> Self {
+impl From<RequestLogError> for StreamEnd {
+    fn from(error: RequestLogError) -> Self {
         Self::Journal(error)
     }
 }
 
 /// Reads messages from a socket.
 #[derive(Debug, Default)]
-pub(crate) struct Reader {
-    header: [u8; Header::SIZE],
+pub(crate) struct MessageReader {
+    header: [u8; VfioUserHeader::SIZE],
     /// Number of bytes of `header` received.
     filled: usize,
     payload: Vec<u8>,
@@ -69,27 +72,30 @@ pub(crate) struct Reader {
     handed_out: bool,
 }
 
-impl Reader {
+impl MessageReader {
     /// Returns the next message; `None` if it is incomplete.
-    pub(crate) fn next(&mut self, stream: &UnixStream) -> Result<Option<Message<'_>>, Ended> {
+    pub(crate) fn next(
+        &mut self,
+        stream: &UnixStream,
+    ) -> Result<Option<VfioUserMessage<'_>>, StreamEnd> {
         if self.handed_out {
             self.begin();
         }
-        while self.filled < Header::SIZE {
+        while self.filled < VfioUserHeader::SIZE {
             let room = &mut self.header[self.filled..];
             match receive(stream, room, &mut self.fds, &mut self.fds_lost) {
                 Ok(Some(0)) => return Err(self.closed()),
                 Ok(Some(bytes)) => self.filled += bytes,
                 Ok(None) => return Ok(None),
-                Err(error) => return Err(Ended::Failed(error)),
+                Err(error) => return Err(StreamEnd::Failed(error)),
             }
             self.check_fds()?;
         }
 
         let header = self.header();
-        let size = Refusal::check_size(&header, usize::MAX)
-            .map_err(|refusal| Ended::OutOfStep { header, refusal })?;
-        let payload_size = size - Header::SIZE;
+        let size = RequestRefusal::check_size(&header, usize::MAX)
+            .map_err(|refusal| StreamEnd::OutOfStep { header, refusal })?;
+        let payload_size = size - VfioUserHeader::SIZE;
         while self.payload.len() < payload_size {
             let have = self.payload.len();
             self.payload.resize(payload_size.min(have + CHUNK), 0);
@@ -101,13 +107,13 @@ impl Reader {
                 Ok(Some(0)) => return Err(self.closed()),
                 Ok(Some(_)) => {}
                 Ok(None) => return Ok(None),
-                Err(error) => return Err(Ended::Failed(error)),
+                Err(error) => return Err(StreamEnd::Failed(error)),
             }
             self.check_fds()?;
         }
 
         self.handed_out = true;
-        Ok(Some(Message {
+        Ok(Some(VfioUserMessage {
             header,
             payload: &self.payload,
             fds: std::mem::take(&mut self.fds),
@@ -122,11 +128,14 @@ impl Reader {
 
     /// Peeks the next message, which stays in the socket; `None` if it is incomplete. After a complete message, the socket's
     /// peek offset is its size.
-    pub(crate) fn peek(&mut self, stream: &UnixStream) -> Result<Option<Message<'_>>, Ended> {
+    pub(crate) fn peek(
+        &mut self,
+        stream: &UnixStream,
+    ) -> Result<Option<VfioUserMessage<'_>>, StreamEnd> {
         if self.handed_out {
             self.begin();
         }
-        while self.filled < Header::SIZE {
+        while self.filled < VfioUserHeader::SIZE {
             // Without a control buffer, no file descriptors are opened.
             let room = &mut self.header[self.filled..];
             let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
@@ -138,21 +147,23 @@ impl Reader {
                 }
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
-                Err(error) => return Err(Ended::Failed(error.into())),
+                Err(error) => return Err(StreamEnd::Failed(error.into())),
             }
             // Peeks the header again together with the payload: descriptors come with every peek at any of the bytes that they
             // were sent with. A message that is only a header does not need them.
-            if self.filled == Header::SIZE && self.header().message_size != Header::SIZE as u32 {
-                socket::set_peek_offset(stream, 0).map_err(Ended::Failed)?;
+            if self.filled == VfioUserHeader::SIZE
+                && self.header().message_size != VfioUserHeader::SIZE as u32
+            {
+                socket::set_peek_offset(stream, 0).map_err(StreamEnd::Failed)?;
                 step();
             }
         }
 
         let header = self.header();
-        let size = Refusal::check_size(&header, MAX_REQUEST)
-            .map_err(|refusal| Ended::OutOfStep { header, refusal })?;
+        let size = RequestRefusal::check_size(&header, MAX_REQUEST)
+            .map_err(|refusal| StreamEnd::OutOfStep { header, refusal })?;
         // Covers the whole message, so that each peek ends where a sendmsg(2) of the client's ends, or with the message.
-        while size > Header::SIZE && self.payload.len() < size {
+        while size > VfioUserHeader::SIZE && self.payload.len() < size {
             let have = self.payload.len();
             self.payload.resize(size, 0);
             let room = &mut self.payload[have..];
@@ -166,15 +177,15 @@ impl Reader {
                     self.fds_lost |= received.fds_lost;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-                Err(error) => return Err(Ended::Failed(error)),
+                Err(error) => return Err(StreamEnd::Failed(error)),
             }
             self.check_fds()?;
         }
 
         self.handed_out = true;
-        Ok(Some(Message {
+        Ok(Some(VfioUserMessage {
             header,
-            payload: self.payload.get(Header::SIZE..).unwrap_or_default(),
+            payload: self.payload.get(VfioUserHeader::SIZE..).unwrap_or_default(),
             fds: std::mem::take(&mut self.fds),
             fds_lost: self.fds_lost,
         }))
@@ -191,25 +202,25 @@ impl Reader {
         };
     }
 
-    fn header(&self) -> Header {
+    fn header(&self) -> VfioUserHeader {
         zerocopy::transmute!(self.header)
     }
 
-    fn closed(&self) -> Ended {
-        Ended::Closed {
+    fn closed(&self) -> StreamEnd {
+        StreamEnd::Closed {
             cut_short: self.filled > 0,
         }
     }
 
     /// Checks the number of descriptors: each piece of a message could bring more of them.
-    fn check_fds(&self) -> Result<(), Ended> {
+    fn check_fds(&self) -> Result<(), StreamEnd> {
         if self.fds.len() <= MAX_FDS_ACCEPTED {
             return Ok(());
         }
         let header = self.header();
-        Err(Ended::OutOfStep {
+        Err(StreamEnd::OutOfStep {
             header,
-            refusal: Refusal::TooManyFds {
+            refusal: RequestRefusal::TooManyFds {
                 command: header.command(),
                 maximum: MAX_FDS_ACCEPTED,
             },
@@ -236,7 +247,7 @@ fn receive(
 
 /// Sends replies, one at a time.
 #[derive(Debug, Default)]
-pub(crate) struct Writer {
+pub(crate) struct ReplyWriter {
     /// Present reply, header first; empty if there is none.
     bytes: Vec<u8>,
     /// Number of bytes sent.
@@ -245,23 +256,23 @@ pub(crate) struct Writer {
     fd: Option<Arc<OwnedFd>>,
 }
 
-impl Writer {
+impl ReplyWriter {
     /// Begins a reply. Returns the buffer to append its payload to.
     pub(crate) fn payload(&mut self) -> &mut Vec<u8> {
         self.discard();
-        self.bytes.resize(Header::SIZE, 0);
+        self.bytes.resize(VfioUserHeader::SIZE, 0);
         &mut self.bytes
     }
 
     /// Completes the reply to `command` with the appended payload.
-    pub(crate) fn reply(&mut self, command: &Header, fd: Option<Arc<OwnedFd>>) {
-        let header = command.reply(self.bytes.len().saturating_sub(Header::SIZE));
-        self.bytes[..Header::SIZE].copy_from_slice(header.as_bytes());
+    pub(crate) fn reply(&mut self, command: &VfioUserHeader, fd: Option<Arc<OwnedFd>>) {
+        let header = command.reply(self.bytes.len().saturating_sub(VfioUserHeader::SIZE));
+        self.bytes[..VfioUserHeader::SIZE].copy_from_slice(header.as_bytes());
         self.fd = fd;
     }
 
     /// Replaces the reply to `command` by an error reply.
-    pub(crate) fn error_reply(&mut self, command: &Header, errno: u32) {
+    pub(crate) fn error_reply(&mut self, command: &VfioUserHeader, errno: u32) {
         self.discard();
         let header = command.error_reply(errno);
         self.bytes.extend_from_slice(header.as_bytes());

@@ -9,14 +9,14 @@ use crate::message::{NUM_IRQS, NUM_REGIONS};
 /// A PCI function behind a vfio-user server.
 ///
 /// All methods are called on the thread that runs the server's event loop, and the client waits for the reply. A register
-/// access takes as long as [`read`](Device::read) or [`write`](Device::write) does.
+/// access takes as long as [`read`](VfioUserDevice::read) or [`write`](VfioUserDevice::write) does.
 ///
 /// A method must cope with every value: the server checks the rules of the protocol, not those of the device. For example, an
 /// access of three bytes at an odd offset reaches `read`.
-pub trait Device {
+pub trait VfioUserDevice {
     /// Returns the size, access rights and mappable area of a region. Called once per region, when the server starts: regions
     /// do not change while it runs.
-    fn region(&self, index: RegionIndex) -> Region;
+    fn region(&self, index: RegionIndex) -> DeviceRegion;
 
     /// Reads registers or config space: one byte or more, all within the region. `data` is filled with all ones beforehand, the
     /// value of unimplemented bytes. A read cannot fail: after an error reply, a client might wait for the data for ever.
@@ -56,7 +56,7 @@ pub trait Device {
     fn irq(&self, index: IrqIndex) -> IrqInfo;
 
     /// Connects interrupts with eventfds, masks them or triggers them. `start + count` is at most the `count` of
-    /// [`irq`](Device::irq).
+    /// [`irq`](VfioUserDevice::irq).
     ///
     /// # Errors
     ///
@@ -71,9 +71,9 @@ pub trait Device {
     /// reports it; another process may hold the socket by now.
     fn connected(&mut self, _process: Option<ClientProcess>) {}
 
-    /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`Journal`](crate::Journal) calls this
+    /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`Journal`](crate::RequestLog) calls this
     /// for each accepted client before reading from it. The device releases the socket when the client is
-    /// [gone](Device::disconnected).
+    /// [gone](VfioUserDevice::disconnected).
     ///
     /// # Errors
     ///
@@ -83,7 +83,7 @@ pub trait Device {
     }
 
     /// Returns the state for the successor process, if it has changed since the last call. A server with a
-    /// [`Journal`](crate::Journal) calls this after each request. The state has at most
+    /// [`Journal`](crate::RequestLog) calls this after each request. The state has at most
     /// [`MAX_DEVICE_STATE`](crate::MAX_DEVICE_STATE) bytes.
     ///
     /// The successor creates the device from these bytes and repeats the request that followed. So all effects of a request
@@ -92,11 +92,11 @@ pub trait Device {
         None
     }
 
-    /// Notes that the state which [`save`](Device::save) returned last is stored. Earlier states, and files that only they
+    /// Notes that the state which [`save`](VfioUserDevice::save) returned last is stored. Earlier states, and files that only they
     /// refer to, are no longer needed.
     fn saved(&mut self) {}
 
-    /// Handles the end of the connection. The device must remove all DMA regions, as by [`dma_unmap`](Device::dma_unmap), and
+    /// Handles the end of the connection. The device must remove all DMA regions, as by [`dma_unmap`](VfioUserDevice::dma_unmap), and
     /// close all eventfds. It keeps the rest of its state (section Client Disconnection).
     fn disconnected(&mut self);
 }
@@ -156,7 +156,7 @@ impl RegionIndex {
 
 /// Properties of a region.
 #[derive(Clone, Debug, Default)]
-pub struct Region {
+pub struct DeviceRegion {
     /// Size in bytes; 0 if the function does not have the region.
     pub size: u64,
     /// The client may read it.

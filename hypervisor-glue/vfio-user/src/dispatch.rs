@@ -7,15 +7,17 @@ use std::sync::Arc;
 use log::{debug, warn};
 use zerocopy::IntoBytes;
 
-use crate::connection::Message;
-use crate::device::{Device, IrqCommand, IrqIndex, MappableArea, Region, RegionIndex};
-use crate::error::{Error, Refusal};
-use crate::journal::Agreed;
-use crate::message::{
-    DeviceInfo, DmaUnmap, IrqInfo, MAX_DATA_XFER_SIZE, NUM_IRQS, NUM_REGIONS, RegionAccess,
-    RegionInfo, RegionIoFds, SparseMmap, Version,
+use crate::connection::VfioUserMessage;
+use crate::device::{
+    DeviceRegion, IrqCommand, IrqIndex, MappableArea, RegionIndex, VfioUserDevice,
 };
-use crate::request::{RegionWrite, Request};
+use crate::error::{Error, RequestRefusal};
+use crate::journal::NegotiatedVersion;
+use crate::message::{
+    DeviceInfo, DmaUnmap, IrqInfoPayload, MAX_DATA_XFER_SIZE, NUM_IRQS, NUM_REGIONS, RegionAccess,
+    RegionInfo, RegionIoFds, SparseMmap, VersionPayload,
+};
+use crate::request::{RegionWrite, VfioUserRequest};
 use crate::version::VersionReply;
 
 /// Granularity of a mappable area: the smallest page size of any host.
@@ -23,11 +25,11 @@ const PAGE: u64 = 4096;
 
 /// Regions of the device, constant while the server runs.
 #[derive(Debug)]
-pub(crate) struct Regions([Region; NUM_REGIONS as usize]);
+pub(crate) struct DeviceRegions([DeviceRegion; NUM_REGIONS as usize]);
 
-impl Regions {
+impl DeviceRegions {
     /// Reads the regions from the device, and checks their mappable areas.
-    pub(crate) fn of(device: &impl Device) -> Result<Self, Error> {
+    pub(crate) fn of(device: &impl VfioUserDevice) -> Result<Self, Error> {
         let regions = RegionIndex::ALL.map(|index| device.region(index));
         for (index, region) in RegionIndex::ALL.into_iter().zip(&regions) {
             let Some(area) = &region.mappable else {
@@ -51,12 +53,12 @@ impl Regions {
         Ok(Self(regions))
     }
 
-    fn get(&self, index: RegionIndex) -> &Region {
+    fn get(&self, index: RegionIndex) -> &DeviceRegion {
         &self.0[index as usize]
     }
 
     /// Returns the region of an access, if the region contains all of it.
-    fn find(&self, region: u32, offset: u64, count: usize) -> Option<(RegionIndex, &Region)> {
+    fn find(&self, region: u32, offset: u64, count: usize) -> Option<(RegionIndex, &DeviceRegion)> {
         let index = RegionIndex::new(region)?;
         let region = self.get(index);
         let inside = end(offset, count as u64).is_some_and(|end| end <= region.size);
@@ -70,35 +72,35 @@ fn end(start: u64, size: u64) -> Option<u64> {
 
 /// Answers the requests of one client.
 #[derive(Debug)]
-pub(crate) struct Dispatch {
-    regions: Arc<Regions>,
+pub(crate) struct RequestDispatcher {
+    regions: Arc<DeviceRegions>,
     /// Result of `VERSION`; `None` before it.
-    agreed: Option<Agreed>,
+    agreed: Option<NegotiatedVersion>,
     /// Limit announced to the client.
     max_data_xfer_size: u32,
-    pub(crate) complaints: Complaints,
+    pub(crate) complaints: ClientErrorLog,
 }
 
-impl Dispatch {
-    pub(crate) fn new(regions: Arc<Regions>) -> Self {
+impl RequestDispatcher {
+    pub(crate) fn new(regions: Arc<DeviceRegions>) -> Self {
         Self::resume(regions, None, MAX_DATA_XFER_SIZE)
     }
 
     /// Continues with a client after `VERSION`, with these results.
     pub(crate) fn resume(
-        regions: Arc<Regions>,
-        agreed: Option<Agreed>,
+        regions: Arc<DeviceRegions>,
+        agreed: Option<NegotiatedVersion>,
         max_data_xfer_size: u32,
     ) -> Self {
         Self {
             regions,
             agreed,
             max_data_xfer_size,
-            complaints: Complaints::default(),
+            complaints: ClientErrorLog::default(),
         }
     }
 
-    pub(crate) fn agreed(&self) -> Option<Agreed> {
+    pub(crate) fn agreed(&self) -> Option<NegotiatedVersion> {
         self.agreed
     }
 
@@ -110,29 +112,31 @@ impl Dispatch {
 
     /// Carries out a message and appends the reply's payload to `reply`. Returns the region whose [memory](Self::memory) is
     /// sent with the reply.
-    pub(crate) fn answer<D: Device>(
+    pub(crate) fn answer<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
-        message: Message<'_>,
+        message: VfioUserMessage<'_>,
         reply: &mut Vec<u8>,
-    ) -> Result<Option<RegionIndex>, Refusal> {
+    ) -> Result<Option<RegionIndex>, RequestRefusal> {
         let command = message.header.command();
         if message.fds_lost {
-            return Err(Refusal::FdsLost { command });
+            return Err(RequestRefusal::FdsLost { command });
         }
-        let request = Request::parse(&message.header, message.payload, message.fds)?;
+        let request = VfioUserRequest::parse(&message.header, message.payload, message.fds)?;
         match (&self.agreed, &request) {
-            (None, Request::Version(_)) | (Some(_), _) => {}
-            (None, _) => return Err(Refusal::NotNegotiated { command }),
+            (None, VfioUserRequest::Version(_)) | (Some(_), _) => {}
+            (None, _) => return Err(RequestRefusal::NotNegotiated { command }),
         }
-        let refused = |source| Refusal::Device { command, source };
+        let refused = |source| RequestRefusal::Device { command, source };
 
         match request {
-            Request::Version(_) if self.agreed.is_some() => return Err(Refusal::NegotiatedTwice),
-            Request::Version(proposal) => {
+            VfioUserRequest::Version(_) if self.agreed.is_some() => {
+                return Err(RequestRefusal::NegotiatedTwice);
+            }
+            VfioUserRequest::Version(proposal) => {
                 let VersionReply { major, minor, data } =
                     proposal.answer(device.max_dma_maps(), self.max_data_xfer_size);
-                let version = Version {
+                let version = VersionPayload {
                     major: major.into(),
                     minor: minor.into(),
                 };
@@ -140,8 +144,8 @@ impl Dispatch {
                 reply.extend_from_slice(&data);
                 self.agreed = Some(proposal.agreed());
             }
-            Request::DmaMap(region) => device.dma_map(region).map_err(refused)?,
-            Request::DmaUnmap { payload, range } => {
+            VfioUserRequest::DmaMap(region) => device.dma_map(region).map_err(refused)?,
+            VfioUserRequest::DmaUnmap { payload, range } => {
                 let unmapped = device.dma_unmap(range).map_err(refused)?;
                 let payload = DmaUnmap {
                     size: unmapped.into(),
@@ -149,7 +153,7 @@ impl Dispatch {
                 };
                 reply.extend_from_slice(payload.as_bytes());
             }
-            Request::DeviceGetInfo => {
+            VfioUserRequest::DeviceGetInfo => {
                 let info = DeviceInfo {
                     argsz: (size_of::<DeviceInfo>() as u32).into(),
                     flags: (DeviceInfo::RESET | DeviceInfo::PCI).into(),
@@ -158,10 +162,10 @@ impl Dispatch {
                 };
                 reply.extend_from_slice(info.as_bytes());
             }
-            Request::DeviceGetRegionInfo { region, argsz } => {
+            VfioUserRequest::DeviceGetRegionInfo { region, argsz } => {
                 return Ok(self.region_info(region, argsz, reply));
             }
-            Request::DeviceGetRegionIoFds { region } => {
+            VfioUserRequest::DeviceGetRegionIoFds { region } => {
                 let none = RegionIoFds {
                     argsz: (size_of::<RegionIoFds>() as u32).into(),
                     index: (region as u32).into(),
@@ -169,17 +173,17 @@ impl Dispatch {
                 };
                 reply.extend_from_slice(none.as_bytes());
             }
-            Request::DeviceGetIrqInfo { index } => irq_info(device, index, reply),
-            Request::DeviceSetIrqs(command) => {
+            VfioUserRequest::DeviceGetIrqInfo { index } => irq_info(device, index, reply),
+            VfioUserRequest::DeviceSetIrqs(command) => {
                 check_irqs(device, &command)?;
                 device.set_irqs(command).map_err(refused)?;
             }
-            Request::RegionRead {
+            VfioUserRequest::RegionRead {
                 region,
                 offset,
                 count,
             } => self.read(device, region, offset, count, reply),
-            Request::RegionWrite(write) => {
+            VfioUserRequest::RegionWrite(write) => {
                 self.write(device, write);
                 let access = RegionAccess {
                     offset: write.offset.into(),
@@ -189,7 +193,7 @@ impl Dispatch {
                 };
                 reply.extend_from_slice(access.as_bytes());
             }
-            Request::RegionWriteMulti(writes) => {
+            VfioUserRequest::RegionWriteMulti(writes) => {
                 for write in writes {
                     let count = write.access.count.get() as usize;
                     let write = RegionWrite {
@@ -201,7 +205,7 @@ impl Dispatch {
                 }
                 reply.extend_from_slice((writes.len() as u64).as_bytes());
             }
-            Request::DeviceReset => device.reset(),
+            VfioUserRequest::DeviceReset => device.reset(),
         }
         Ok(None)
     }
@@ -257,7 +261,7 @@ impl Dispatch {
         Some(index)
     }
 
-    fn read<D: Device>(
+    fn read<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
         region: u32,
@@ -287,7 +291,7 @@ impl Dispatch {
         }
     }
 
-    fn write<D: Device>(&mut self, device: &mut D, write: RegionWrite<'_>) {
+    fn write<D: VfioUserDevice>(&mut self, device: &mut D, write: RegionWrite<'_>) {
         let RegionWrite {
             region,
             offset,
@@ -306,17 +310,17 @@ impl Dispatch {
     }
 }
 
-fn irq_info<D: Device>(device: &D, index: IrqIndex, reply: &mut Vec<u8>) {
+fn irq_info<D: VfioUserDevice>(device: &D, index: IrqIndex, reply: &mut Vec<u8>) {
     let irq = device.irq(index);
     let flags = [
-        (irq.count > 0, IrqInfo::EVENTFD),
-        (irq.maskable, IrqInfo::MASKABLE),
-        (irq.automasked, IrqInfo::AUTOMASKED),
-        (irq.noresize, IrqInfo::NORESIZE),
+        (irq.count > 0, IrqInfoPayload::EVENTFD),
+        (irq.maskable, IrqInfoPayload::MASKABLE),
+        (irq.automasked, IrqInfoPayload::AUTOMASKED),
+        (irq.noresize, IrqInfoPayload::NORESIZE),
     ];
     let flags = flags.iter().filter(|(set, _)| *set);
-    let info = IrqInfo {
-        argsz: (size_of::<IrqInfo>() as u32).into(),
+    let info = IrqInfoPayload {
+        argsz: (size_of::<IrqInfoPayload>() as u32).into(),
         flags: flags.fold(0, |flags, (_, flag)| flags | flag).into(),
         index: (index as u32).into(),
         count: irq.count.into(),
@@ -324,13 +328,13 @@ fn irq_info<D: Device>(device: &D, index: IrqIndex, reply: &mut Vec<u8>) {
     reply.extend_from_slice(info.as_bytes());
 }
 
-fn check_irqs<D: Device>(device: &D, command: &IrqCommand) -> Result<(), Refusal> {
+fn check_irqs<D: VfioUserDevice>(device: &D, command: &IrqCommand) -> Result<(), RequestRefusal> {
     let available = device.irq(command.index).count;
     let end = command.start.checked_add(command.count);
     if end.is_some_and(|end| end <= available) {
         return Ok(());
     }
-    Err(Refusal::IrqRange {
+    Err(RequestRefusal::IrqRange {
         index: command.index,
         start: command.start,
         count: command.count,
@@ -340,17 +344,17 @@ fn check_irqs<D: Device>(device: &D, command: &IrqCommand) -> Result<(), Refusal
 
 /// Logs a client's errors, up to a limit, so that a client cannot fill the log.
 #[derive(Debug)]
-pub(crate) struct Complaints {
+pub(crate) struct ClientErrorLog {
     left: u32,
 }
 
-impl Default for Complaints {
+impl Default for ClientErrorLog {
     fn default() -> Self {
         Self { left: 16 }
     }
 }
 
-impl Complaints {
+impl ClientErrorLog {
     pub(crate) fn log(&mut self, what: fmt::Arguments<'_>) {
         match self.left {
             0 => debug!("vfio-user: {what}"),
@@ -361,7 +365,7 @@ impl Complaints {
     }
 
     /// Logs a refused command with its cause.
-    pub(crate) fn log_refusal(&mut self, refusal: &Refusal) {
+    pub(crate) fn log_refusal(&mut self, refusal: &RequestRefusal) {
         match std::error::Error::source(refusal) {
             Some(source) => self.log(format_args!("{refusal}: {source}")),
             None => self.log(format_args!("{refusal}")),

@@ -1,4 +1,4 @@
-//! Errors: [`enum@Error`] for the operator of a server, [`Refusal`] for a client.
+//! Errors: [`enum@Error`] for the operator of a server, [`RequestRefusal`] for a client.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,8 +7,8 @@ use nvme_mpt_paths::PathError;
 use thiserror::Error;
 
 use crate::device::{IrqIndex, RegionIndex};
-use crate::journal::JournalError;
-use crate::message::{Command, Header};
+use crate::journal::RequestLogError;
+use crate::message::{VfioUserCommand, VfioUserHeader};
 
 /// Error of starting a server.
 #[derive(Debug, Error)]
@@ -57,7 +57,7 @@ pub enum Error {
     },
     /// The journal of a server cannot be used.
     #[error(transparent)]
-    Journal(#[from] JournalError),
+    Journal(#[from] RequestLogError),
     /// The device's mappable area is invalid.
     #[error(
         "Mappable area {offset:#x}+{size:#x} of region {region:?} is empty, not made of pages, \
@@ -85,12 +85,12 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
 
 /// Reason for which a client's command gets an error reply.
 #[derive(Debug, Error)]
-pub enum Refusal {
+pub enum RequestRefusal {
     /// The message is no command.
     #[error("{command} has message type {found}: only commands (type 0) are expected")]
     NotACommand {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The message's type.
         found: u32,
     },
@@ -98,7 +98,7 @@ pub enum Refusal {
     #[error("{command} has a message size of {size}: must be {minimum} to {maximum}")]
     MessageSize {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The message's size.
         size: u32,
         /// Smallest size.
@@ -110,7 +110,7 @@ pub enum Refusal {
     #[error("{command} has more than {maximum} file descriptors")]
     TooManyFds {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// Largest number.
         maximum: usize,
     },
@@ -118,13 +118,13 @@ pub enum Refusal {
     #[error("File descriptors of {command} are lost: this process has too many open files")]
     FdsLost {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
     },
     /// The payload does not have the size that its command requires.
     #[error("{command} has a payload of {size} bytes: must be {needed}")]
     PayloadSize {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// Bytes of payload.
         size: usize,
         /// Required number of bytes.
@@ -134,7 +134,7 @@ pub enum Refusal {
     #[error("{command} has an argsz of {argsz}: must be {needed} or more")]
     Argsz {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The value of `argsz`.
         argsz: u32,
         /// Smallest value.
@@ -144,7 +144,7 @@ pub enum Refusal {
     #[error("{command} came before VERSION")]
     NotNegotiated {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
     },
     /// The client sent a second `VERSION`.
     #[error("VERSION came twice")]
@@ -164,7 +164,7 @@ pub enum Refusal {
     #[error("{command} has flags {flags:#x}, which are not allowed")]
     Flags {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The value of `flags`.
         flags: u32,
     },
@@ -172,7 +172,7 @@ pub enum Refusal {
     #[error("{command} has {found} file descriptors: must be {needed}")]
     Fds {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// Number of file descriptors received.
         found: usize,
         /// Description of the required number.
@@ -182,7 +182,7 @@ pub enum Refusal {
     #[error("{command} of {address:#x}+{size:#x} is empty or overflows")]
     Range {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// First address.
         address: u64,
         /// Bytes.
@@ -192,7 +192,7 @@ pub enum Refusal {
     #[error("{command} has a count of {count}: must be {maximum} or less")]
     Count {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The value of `count`.
         count: u64,
         /// Largest value.
@@ -202,7 +202,7 @@ pub enum Refusal {
     #[error("{command} is for region {index}: there are 9 regions")]
     NoSuchRegion {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The region's number.
         index: u32,
     },
@@ -210,7 +210,7 @@ pub enum Refusal {
     #[error("{command} is for interrupt type {index}: there are 5 types")]
     NoSuchIrq {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The interrupt type's number.
         index: u32,
     },
@@ -238,19 +238,19 @@ pub enum Refusal {
     #[error("{command} is not supported")]
     Unsupported {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
     },
     /// The device returned an error.
     #[error("{command} failed")]
     Device {
         /// The message's command.
-        command: Command,
+        command: VfioUserCommand,
         /// The device's error.
         source: io::Error,
     },
 }
 
-impl Refusal {
+impl RequestRefusal {
     /// Returns the errno for the error reply.
     pub fn errno(&self) -> u32 {
         let errno = match self {
@@ -271,17 +271,17 @@ impl Refusal {
     }
 
     /// Returns the message size of a header, if it is valid for the command and at most `limit`.
-    pub(crate) fn check_size(header: &Header, limit: usize) -> Result<usize, Self> {
+    pub(crate) fn check_size(header: &VfioUserHeader, limit: usize) -> Result<usize, Self> {
         let command = header.command();
         let size = header.message_size.get();
-        let maximum = limit.min(Header::SIZE + command.max_payload());
-        if (Header::SIZE..=maximum).contains(&(size as usize)) {
+        let maximum = limit.min(VfioUserHeader::SIZE + command.max_payload());
+        if (VfioUserHeader::SIZE..=maximum).contains(&(size as usize)) {
             Ok(size as usize)
         } else {
             Err(Self::MessageSize {
                 command,
                 size,
-                minimum: Header::SIZE,
+                minimum: VfioUserHeader::SIZE,
                 maximum,
             })
         }

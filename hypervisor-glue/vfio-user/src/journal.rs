@@ -12,7 +12,7 @@
 //! way: a head points to it.
 //!
 //! The file's *position* belongs to the open file description, which all processes share through the kept descriptor.
-//! [`Journal::send`] advances it by the number of bytes that the socket accepts. So the position shows how much of a reply was
+//! [`RequestLog::send`] advances it by the number of bytes that the socket accepts. So the position shows how much of a reply was
 //! sent.
 //!
 //! # 2 MiB for each reply
@@ -35,7 +35,7 @@ use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::device::RegionIndex;
-use crate::message::{Header, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, RegionAccess};
+use crate::message::{MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, RegionAccess, VfioUserHeader};
 use crate::step::step;
 
 const MAGIC: [u8; 8] = *b"vfiousrJ";
@@ -59,15 +59,16 @@ pub const MAX_DEVICE_STATE: usize = 16 << 20;
 const ATTEMPTS: u32 = 1000;
 
 /// Largest request in bytes. All of it stays in the socket until it is answered, so it must fit there.
-pub(crate) const MAX_REQUEST: usize = Header::SIZE + MAX_CONTROL_PAYLOAD;
+pub(crate) const MAX_REQUEST: usize = VfioUserHeader::SIZE + MAX_CONTROL_PAYLOAD;
 
-const MAX_REPLY: usize = Header::SIZE + size_of::<RegionAccess>() + MAX_DATA_XFER_SIZE as usize;
+const MAX_REPLY: usize =
+    VfioUserHeader::SIZE + size_of::<RegionAccess>() + MAX_DATA_XFER_SIZE as usize;
 const _: () = assert!((MAX_REPLY as u64) < SLOT);
 const _: () = assert!(DEVICES.is_multiple_of(SLOT) && REPLIES.is_multiple_of(SLOT));
 
 /// Error of creating, reading or writing a journal.
 #[derive(Debug, Error)]
-pub enum JournalError {
+pub enum RequestLogError {
     /// The file is no journal.
     #[error(
         "The kept file is no vfio-user journal: it is {found}. Start without it, and connect the VMM again"
@@ -126,26 +127,26 @@ pub enum JournalError {
     },
 }
 
-fn failed(action: &'static str) -> impl FnOnce(io::Error) -> JournalError {
-    move |source| JournalError::File { action, source }
+fn failed(action: &'static str) -> impl FnOnce(io::Error) -> RequestLogError {
+    move |source| RequestLogError::File { action, source }
 }
 
 /// Header of the file.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct Title {
+struct RequestLogHeader {
     magic: [u8; 8],
     layout: U32,
     reserved: U32,
     commit_word: U64,
 }
 
-const _: () = assert!(std::mem::offset_of!(Title, commit_word) as u64 == COMMIT_WORD);
+const _: () = assert!(std::mem::offset_of!(RequestLogHeader, commit_word) as u64 == COMMIT_WORD);
 
 /// Head as stored in the file.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct RawHead {
+struct RawLoggedRequest {
     /// Equal to the commit word if the head is valid.
     generation: U64,
     sequence: U64,
@@ -170,23 +171,23 @@ const NO_REGION: u32 = u32::MAX;
 
 /// Result of `VERSION` on which later requests depend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Agreed {
+pub(crate) struct NegotiatedVersion {
     /// Set if the client accepts a file descriptor with a reply.
     pub(crate) takes_fds: bool,
 }
 
 /// State of a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Connected {
+pub(crate) struct LoggedConnection {
     /// Result of `VERSION`; `None` before it.
-    pub(crate) agreed: Option<Agreed>,
+    pub(crate) agreed: Option<NegotiatedVersion>,
     /// Set if the connection ends with the last reply.
     pub(crate) ends: bool,
 }
 
 /// State of the last request and of the connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Head {
+pub(crate) struct LoggedRequest {
     /// Number of the request, which selects the slot of its reply.
     pub(crate) sequence: u64,
     /// Size of the request in bytes; 0 if nothing must be removed from the socket.
@@ -196,26 +197,26 @@ pub(crate) struct Head {
     /// Region whose memory is sent with the reply.
     pub(crate) memory_of: Option<RegionIndex>,
     /// Traffic right before a reply with a descriptor was sent; `None` if it was not sent.
-    pub(crate) before_sending: Option<Traffic>,
-    pub(crate) client: Option<Connected>,
+    pub(crate) before_sending: Option<SocketQueueBytes>,
+    pub(crate) client: Option<LoggedConnection>,
 }
 
 /// Unread data in both directions of a socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Traffic {
+pub(crate) struct SocketQueueBytes {
     /// Kernel memory, in bytes, of data that the client has not read.
     pub(crate) unread: u32,
     /// Number of bytes that the server has not read.
     pub(crate) unanswered: u32,
 }
 
-impl Traffic {
+impl SocketQueueBytes {
     pub(crate) fn has_more_than(self, before: Self) -> bool {
         self.unread > before.unread || self.unanswered > before.unanswered
     }
 }
 
-impl Head {
+impl LoggedRequest {
     fn start(&self) -> u64 {
         start(self.sequence)
     }
@@ -225,7 +226,7 @@ impl Head {
     }
 
     /// Returns the head for the next request.
-    pub(crate) fn next(&self, client: Connected) -> Self {
+    pub(crate) fn next(&self, client: LoggedConnection) -> Self {
         Self {
             sequence: self.sequence.wrapping_add(1),
             client: Some(client),
@@ -234,7 +235,7 @@ impl Head {
     }
 
     /// Returns a head for another connection or none, without a request.
-    pub(crate) fn with_client(&self, client: Option<Connected>) -> Self {
+    pub(crate) fn with_client(&self, client: Option<LoggedConnection>) -> Self {
         Self {
             sequence: self.sequence,
             client,
@@ -250,12 +251,12 @@ fn start(sequence: u64) -> u64 {
 
 /// Slot and size of the device's state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct DeviceState {
+struct DeviceStateLocation {
     slot: u32,
     size: u32,
 }
 
-impl DeviceState {
+impl DeviceStateLocation {
     fn offset(self) -> u64 {
         DEVICES + u64::from(self.slot) * MAX_DEVICE_STATE as u64
     }
@@ -266,23 +267,23 @@ impl DeviceState {
 /// The caller keeps the file's descriptor ([`AsFd`]) where it outlives the process; the successor opens the journal from it. A
 /// journal belongs to one server at a time: a process that has handed its journal over must not use it.
 #[derive(Debug)]
-pub struct Journal {
-    shared: Arc<Shared>,
+pub struct RequestLog {
+    shared: Arc<RequestLogFile>,
 }
 
 /// Parts shared by a journal and its [`StateStore`]s.
 #[derive(Debug)]
-struct Shared {
+struct RequestLogFile {
     file: File,
-    committed: Mutex<Committed>,
+    committed: Mutex<RequestLogCommit>,
 }
 
 /// Last commit.
 #[derive(Debug)]
-struct Committed {
+struct RequestLogCommit {
     generation: u64,
-    head: Head,
-    device: DeviceState,
+    head: LoggedRequest,
+    device: DeviceStateLocation,
     /// Device state of a failed commit.
     unwritten: Option<Vec<u8>>,
 }
@@ -293,16 +294,16 @@ struct Committed {
 /// carries it out again, from the stored state.
 #[derive(Clone, Debug)]
 pub struct StateStore {
-    shared: Arc<Shared>,
+    shared: Arc<RequestLogFile>,
 }
 
 impl StateStore {
-    /// Stores the device's state, as [`Device::save`](crate::Device::save) returns it.
+    /// Stores the device's state, as [`Device::save`](crate::VfioUserDevice::save) returns it.
     ///
     /// # Errors
     ///
     /// The state is too large, or the journal cannot be written. The next commit stores the state again.
-    pub fn store(&self, device: &[u8]) -> Result<(), JournalError> {
+    pub fn store(&self, device: &[u8]) -> Result<(), RequestLogError> {
         let mut committed = self.shared.committed();
         let head = committed.head;
         self.shared
@@ -312,23 +313,23 @@ impl StateStore {
 
 /// Contents of a journal that another process wrote.
 #[derive(Debug)]
-pub struct Record {
+pub struct RequestLogContents {
     device: Vec<u8>,
     connected: bool,
 }
 
-impl Record {
+impl RequestLogContents {
     /// Reads the journal of a server that is still running.
     ///
     /// # Errors
     ///
-    /// As [`Journal::from_kept`].
-    pub fn of_running(file: OwnedFd) -> Result<Self, JournalError> {
+    /// As [`RequestLog::from_kept`].
+    pub fn of_running(file: OwnedFd) -> Result<Self, RequestLogError> {
         Self::of_changing(file, || {})
     }
 
     /// Reads a journal that changes. Calls `amid` between the two reads of each attempt.
-    fn of_changing(file: OwnedFd, mut amid: impl FnMut()) -> Result<Self, JournalError> {
+    fn of_changing(file: OwnedFd, mut amid: impl FnMut()) -> Result<Self, RequestLogError> {
         let file = open(file)?;
         let mut before = generation(&file)?;
         for _ in 0..ATTEMPTS {
@@ -343,10 +344,14 @@ impl Record {
             }
             before = after;
         }
-        Err(JournalError::Busy)
+        Err(RequestLogError::Busy)
     }
 
-    fn read(file: &File, head: Head, device: DeviceState) -> Result<Self, JournalError> {
+    fn read(
+        file: &File,
+        head: LoggedRequest,
+        device: DeviceStateLocation,
+    ) -> Result<Self, RequestLogError> {
         let mut bytes = vec![0; device.size as usize];
         file.read_exact_at(&mut bytes, device.offset())
             .map_err(failed("read"))?;
@@ -356,7 +361,7 @@ impl Record {
         })
     }
 
-    /// Returns the device's last state, as [`Device::save`](crate::Device::save) returned it.
+    /// Returns the device's last state, as [`Device::save`](crate::VfioUserDevice::save) returned it.
     pub fn device(&self) -> &[u8] {
         &self.device
     }
@@ -367,18 +372,18 @@ impl Record {
     }
 }
 
-impl Journal {
+impl RequestLog {
     /// Creates an empty journal.
     ///
     /// # Errors
     ///
     /// Returns the kernel's error.
-    pub fn new() -> Result<Self, JournalError> {
+    pub fn new() -> Result<Self, RequestLogError> {
         let file = rustix::fs::memfd_create("vfio-user-journal", MemfdFlags::CLOEXEC)
             .map(File::from)
             .map_err(|error| failed("make")(error.into()))?;
         file.set_len(FILE_SIZE).map_err(failed("make"))?;
-        let title = Title {
+        let title = RequestLogHeader {
             magic: MAGIC,
             layout: LAYOUT.into(),
             reserved: 0.into(),
@@ -386,7 +391,12 @@ impl Journal {
         };
         file.write_all_at(title.as_bytes(), 0)
             .map_err(failed("write"))?;
-        let this = Self::of(file, 0, Head::default(), DeviceState::default());
+        let this = Self::of(
+            file,
+            0,
+            LoggedRequest::default(),
+            DeviceStateLocation::default(),
+        );
         this.close()?;
         Ok(this)
     }
@@ -396,7 +406,7 @@ impl Journal {
     /// # Errors
     ///
     /// The file is no journal, has another layout, is empty or is damaged.
-    pub fn from_kept(file: OwnedFd) -> Result<(Self, Record), JournalError> {
+    pub fn from_kept(file: OwnedFd) -> Result<(Self, RequestLogContents), RequestLogError> {
         let mut file = open(file)?;
         let generation = generation(&file)?;
         let (head, device) = read_head(&file, generation)?;
@@ -405,19 +415,19 @@ impl Journal {
         if head.client.is_some() && sent > head.reply.into() && position != head.end() {
             return Err(damaged("the file's position", position));
         }
-        let record = Record::read(&file, head, device)?;
+        let record = RequestLogContents::read(&file, head, device)?;
         Ok((Self::of(file, generation, head, device), record))
     }
 
-    fn of(file: File, generation: u64, head: Head, device: DeviceState) -> Self {
-        let committed = Mutex::new(Committed {
+    fn of(file: File, generation: u64, head: LoggedRequest, device: DeviceStateLocation) -> Self {
+        let committed = Mutex::new(RequestLogCommit {
             generation,
             head,
             device,
             unwritten: None,
         });
         Self {
-            shared: Arc::new(Shared { file, committed }),
+            shared: Arc::new(RequestLogFile { file, committed }),
         }
     }
 
@@ -428,7 +438,7 @@ impl Journal {
         }
     }
 
-    pub(crate) fn head(&self) -> Head {
+    pub(crate) fn head(&self) -> LoggedRequest {
         self.shared.committed().head
     }
 
@@ -436,22 +446,22 @@ impl Journal {
     /// not be written again.
     pub(crate) fn commit(
         &mut self,
-        head: Head,
+        head: LoggedRequest,
         device: Option<Vec<u8>>,
-    ) -> Result<(), JournalError> {
+    ) -> Result<(), RequestLogError> {
         let mut committed = self.shared.committed();
         self.shared.commit(&mut committed, head, device)
     }
 
     /// Writes the reply to request `sequence`, whose head is not valid yet.
-    pub(crate) fn write_reply(&self, sequence: u64, reply: &[u8]) -> Result<(), JournalError> {
+    pub(crate) fn write_reply(&self, sequence: u64, reply: &[u8]) -> Result<(), RequestLogError> {
         self.shared.write(reply, start(sequence))?;
         step();
         Ok(())
     }
 
     /// Reads the reply to the last request.
-    pub(crate) fn reply(&self) -> Result<Vec<u8>, JournalError> {
+    pub(crate) fn reply(&self) -> Result<Vec<u8>, RequestLogError> {
         let head = self.head();
         let mut reply = vec![0; head.reply as usize];
         self.shared
@@ -462,7 +472,7 @@ impl Journal {
     }
 
     /// Returns the number of bytes sent of the reply to the last request; `None` if the request is finished.
-    pub(crate) fn sent(&self) -> Result<Option<u32>, JournalError> {
+    pub(crate) fn sent(&self) -> Result<Option<u32>, RequestLogError> {
         let head = self.head();
         let position = (&self.shared.file).stream_position();
         let position = position.map_err(failed("look at"))?;
@@ -472,7 +482,7 @@ impl Journal {
     }
 
     /// Records that `sent` bytes of the reply to the last request were sent.
-    pub(crate) fn set_sent(&self, sent: u32) -> Result<(), JournalError> {
+    pub(crate) fn set_sent(&self, sent: u32) -> Result<(), RequestLogError> {
         self.seek(self.head().start() + u64::from(sent))
     }
 
@@ -490,7 +500,7 @@ impl Journal {
     }
 
     /// Finishes the last request, and removes its reply's pages from the file.
-    pub(crate) fn close(&self) -> Result<(), JournalError> {
+    pub(crate) fn close(&self) -> Result<(), RequestLogError> {
         let head = self.head();
         self.seek(head.end())?;
         step();
@@ -506,7 +516,7 @@ impl Journal {
         Ok(())
     }
 
-    fn seek(&self, position: u64) -> Result<(), JournalError> {
+    fn seek(&self, position: u64) -> Result<(), RequestLogError> {
         (&self.shared.file)
             .seek(SeekFrom::Start(position))
             .map_err(failed("seek in"))?;
@@ -514,8 +524,8 @@ impl Journal {
     }
 }
 
-impl Shared {
-    fn committed(&self) -> MutexGuard<'_, Committed> {
+impl RequestLogFile {
+    fn committed(&self) -> MutexGuard<'_, RequestLogCommit> {
         // A panic cannot leave a partial change.
         self.committed
             .lock()
@@ -524,10 +534,10 @@ impl Shared {
 
     fn commit(
         &self,
-        committed: &mut Committed,
-        head: Head,
+        committed: &mut RequestLogCommit,
+        head: LoggedRequest,
         device: Option<Vec<u8>>,
-    ) -> Result<(), JournalError> {
+    ) -> Result<(), RequestLogError> {
         let device = device.or_else(|| committed.unwritten.take());
         let result = self.try_commit(committed, head, device.as_deref());
         committed.unwritten = device.filter(|_| result.is_err());
@@ -536,17 +546,17 @@ impl Shared {
 
     fn try_commit(
         &self,
-        committed: &mut Committed,
-        head: Head,
+        committed: &mut RequestLogCommit,
+        head: LoggedRequest,
         device: Option<&[u8]>,
-    ) -> Result<(), JournalError> {
+    ) -> Result<(), RequestLogError> {
         let mut state = committed.device;
         if let Some(bytes) = device {
             let size = bytes.len();
             if size > MAX_DEVICE_STATE {
-                return Err(JournalError::DeviceState { size });
+                return Err(RequestLogError::DeviceState { size });
             }
-            state = DeviceState {
+            state = DeviceStateLocation {
                 slot: 1 - state.slot,
                 // Fits: at most 16 MiB.
                 size: size as u32,
@@ -556,7 +566,7 @@ impl Shared {
         }
         // 0 marks a journal without commits.
         let generation = committed.generation.wrapping_add(1).max(1);
-        let raw = RawHead::new(generation, &head, state);
+        let raw = RawLoggedRequest::new(generation, &head, state);
         self.write(raw.as_bytes(), head_offset(generation))?;
         step();
         self.write(&generation.to_le_bytes(), COMMIT_WORD)?;
@@ -567,14 +577,14 @@ impl Shared {
         Ok(())
     }
 
-    fn write(&self, bytes: &[u8], offset: u64) -> Result<(), JournalError> {
+    fn write(&self, bytes: &[u8], offset: u64) -> Result<(), RequestLogError> {
         self.file
             .write_all_at(bytes, offset)
             .map_err(failed("write"))
     }
 }
 
-impl AsFd for Journal {
+impl AsFd for RequestLog {
     /// Returns the file to keep.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared.file.as_fd()
@@ -582,29 +592,29 @@ impl AsFd for Journal {
 }
 
 /// Opens a file as a journal, and checks its header and size.
-fn open(file: OwnedFd) -> Result<File, JournalError> {
+fn open(file: OwnedFd) -> Result<File, RequestLogError> {
     let file = File::from(file);
     let metadata = file.metadata().map_err(failed("look at"))?;
     if !metadata.is_file() {
-        return Err(JournalError::NotAJournal {
+        return Err(RequestLogError::NotAJournal {
             found: "no regular file",
         });
     }
-    let mut title = Title::new_zeroed();
+    let mut title = RequestLogHeader::new_zeroed();
     match file.read_exact_at(title.as_mut_bytes(), 0) {
         Ok(()) if title.magic == MAGIC => {}
         Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
             return Err(failed("read")(error));
         }
         _ => {
-            return Err(JournalError::NotAJournal {
+            return Err(RequestLogError::NotAJournal {
                 found: "a file of other bytes",
             });
         }
     }
     let layout = title.layout.get();
     if layout != LAYOUT {
-        return Err(JournalError::Layout { found: layout });
+        return Err(RequestLogError::Layout { found: layout });
     }
     if metadata.len() != FILE_SIZE {
         return Err(damaged("the file's size", metadata.len()));
@@ -613,35 +623,38 @@ fn open(file: OwnedFd) -> Result<File, JournalError> {
 }
 
 /// Returns the commit word.
-fn generation(file: &File) -> Result<u64, JournalError> {
+fn generation(file: &File) -> Result<u64, RequestLogError> {
     let mut word = U64::new_zeroed();
     file.read_exact_at(word.as_mut_bytes(), COMMIT_WORD)
         .map_err(failed("read"))?;
     match word.get() {
-        0 => Err(JournalError::Empty),
+        0 => Err(RequestLogError::Empty),
         generation => Ok(generation),
     }
 }
 
 /// Reads the head that the commit word selects.
-fn read_head(file: &File, generation: u64) -> Result<(Head, DeviceState), JournalError> {
-    let mut raw = RawHead::new_zeroed();
+fn read_head(
+    file: &File,
+    generation: u64,
+) -> Result<(LoggedRequest, DeviceStateLocation), RequestLogError> {
+    let mut raw = RawLoggedRequest::new_zeroed();
     file.read_exact_at(raw.as_mut_bytes(), head_offset(generation))
         .map_err(failed("read"))?;
     raw.check(generation)
 }
 
-fn damaged(field: &'static str, value: impl Into<u64>) -> JournalError {
+fn damaged(field: &'static str, value: impl Into<u64>) -> RequestLogError {
     let value = value.into();
-    JournalError::Damaged { field, value }
+    RequestLogError::Damaged { field, value }
 }
 
 fn head_offset(generation: u64) -> u64 {
     HEADS + generation % 2 * HEAD_STRIDE
 }
 
-impl RawHead {
-    fn new(generation: u64, head: &Head, device: DeviceState) -> Self {
+impl RawLoggedRequest {
+    fn new(generation: u64, head: &LoggedRequest, device: DeviceStateLocation) -> Self {
         let agreed = head.client.and_then(|client| client.agreed);
         let flags = [
             (head.client.is_some(), CONNECTED),
@@ -670,7 +683,10 @@ impl RawHead {
     }
 
     /// Checks and decodes a head from an untrusted file.
-    fn check(&self, commit_word: u64) -> Result<(Head, DeviceState), JournalError> {
+    fn check(
+        &self,
+        commit_word: u64,
+    ) -> Result<(LoggedRequest, DeviceStateLocation), RequestLogError> {
         let Self {
             generation,
             sequence,
@@ -702,7 +718,7 @@ impl RawHead {
                 Some(RegionIndex::new(index).ok_or(damaged("a reply's region number", index))?)
             }
         };
-        let device = DeviceState {
+        let device = DeviceStateLocation {
             slot: device_slot.get(),
             size: device_size.get(),
         };
@@ -712,18 +728,18 @@ impl RawHead {
         if device.size as usize > MAX_DEVICE_STATE {
             return Err(damaged("the size of the device's state", device.size));
         }
-        let agreed = Agreed {
+        let agreed = NegotiatedVersion {
             takes_fds: flags & TAKES_FDS != 0,
         };
-        let client = Connected {
+        let client = LoggedConnection {
             agreed: (flags & AGREED != 0).then_some(agreed),
             ends: flags & ENDS != 0,
         };
-        let traffic = Traffic {
+        let traffic = SocketQueueBytes {
             unread: unread.get(),
             unanswered: unanswered.get(),
         };
-        let head = Head {
+        let head = LoggedRequest {
             sequence: sequence.get(),
             request,
             reply,
@@ -760,25 +776,25 @@ mod tests {
     /// Position of that file.
     const STORED_POSITION: u64 = 0x0280_0004;
 
-    fn stored_head() -> Head {
-        let agreed = Some(Agreed { takes_fds: true });
-        let before = Traffic {
+    fn stored_head() -> LoggedRequest {
+        let agreed = Some(NegotiatedVersion { takes_fds: true });
+        let before = SocketQueueBytes {
             unread: 7,
             unanswered: 21,
         };
-        Head {
+        LoggedRequest {
             sequence: 0x0001_0000_0003,
             request: 20,
             reply: 8,
             memory_of: Some(RegionIndex::Bar4),
             before_sending: Some(before),
-            client: Some(Connected { agreed, ends: true }),
+            client: Some(LoggedConnection { agreed, ends: true }),
         }
     }
 
     #[test]
     fn the_journal_of_this_layout_is_as_it_was_stored() {
-        let mut journal = Journal::new().unwrap();
+        let mut journal = RequestLog::new().unwrap();
         let head = stored_head();
         journal.write_reply(head.sequence, b"answered").unwrap();
         journal.commit(head, Some(b"a device".to_vec())).unwrap();
@@ -812,9 +828,9 @@ mod tests {
             file.write_all_at(&word.to_le_bytes(), *offset).unwrap();
         }
         file.seek(SeekFrom::Start(STORED_POSITION)).unwrap();
-        let record = Record::of_running(file.try_clone().unwrap().into()).unwrap();
+        let record = RequestLogContents::of_running(file.try_clone().unwrap().into()).unwrap();
         assert_eq!(record.device(), b"a device");
-        let (journal, record) = Journal::from_kept(file.into()).unwrap();
+        let (journal, record) = RequestLog::from_kept(file.into()).unwrap();
         assert_eq!(
             (record.device(), record.is_connected()),
             (&b"a device"[..], true)
@@ -826,17 +842,17 @@ mod tests {
 
     #[test]
     fn a_journal_of_another_layout_is_refused_while_its_server_goes_on() {
-        let mut journal = Journal::new().unwrap();
+        let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"state");
         let later = LAYOUT + 1;
         let file = &journal.shared.file;
         file.write_all_at(&later.to_le_bytes(), 8).unwrap();
         for refused in [
-            Record::of_running(share(&journal)).unwrap_err(),
-            Journal::from_kept(share(&journal)).unwrap_err(),
+            RequestLogContents::of_running(share(&journal)).unwrap_err(),
+            RequestLog::from_kept(share(&journal)).unwrap_err(),
         ] {
             assert!(
-                matches!(refused, JournalError::Layout { found } if found == later),
+                matches!(refused, RequestLogError::Layout { found } if found == later),
                 "{refused}"
             );
         }
@@ -844,13 +860,13 @@ mod tests {
 
     #[test]
     fn a_state_that_is_stored_in_the_middle_of_a_request_is_the_next_one_s() {
-        let mut journal = Journal::new().unwrap();
-        let stored = |journal: &Journal| {
+        let mut journal = RequestLog::new().unwrap();
+        let stored = |journal: &RequestLog| {
             let file = journal.as_fd().try_clone_to_owned().unwrap();
-            let (again, record) = Journal::from_kept(file).unwrap();
+            let (again, record) = RequestLog::from_kept(file).unwrap();
             (again.head().sequence, record.device().to_owned())
         };
-        let head = journal.head().next(Connected::default());
+        let head = journal.head().next(LoggedConnection::default());
         journal.commit(head, Some(b"before".to_vec())).unwrap();
         journal.set_sent(0).unwrap();
         let store = journal.state_store();
@@ -858,31 +874,34 @@ mod tests {
         assert_eq!(stored(&journal), (head.sequence, b"amid".to_vec()));
         store.store(b"later").unwrap();
         // The request ends, and its device has nothing new.
-        let next = journal.head().next(Connected::default());
+        let next = journal.head().next(LoggedConnection::default());
         journal.commit(next, None).unwrap();
         journal.set_sent(0).unwrap();
         assert_eq!(stored(&journal), (next.sequence, b"later".to_vec()));
     }
 
     /// A commit of one client's request.
-    fn commit(journal: &mut Journal, state: &[u8]) {
-        let head = journal.head().next(Connected::default());
+    fn commit(journal: &mut RequestLog, state: &[u8]) {
+        let head = journal.head().next(LoggedConnection::default());
         journal.commit(head, Some(state.to_vec())).unwrap();
     }
 
-    fn share(journal: &Journal) -> OwnedFd {
+    fn share(journal: &RequestLog) -> OwnedFd {
         journal.as_fd().try_clone_to_owned().unwrap()
     }
 
     #[test]
     fn a_running_server_is_read_whatever_it_sends_meanwhile() {
-        let mut journal = Journal::new().unwrap();
+        let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"state");
         // As after a commit and a part of its reply, which came after the head was read.
         journal.seek(journal.head().end() + 20).unwrap();
-        let refused = Journal::from_kept(share(&journal)).unwrap_err();
-        assert!(matches!(refused, JournalError::Damaged { .. }), "{refused}");
-        let record = Record::of_running(share(&journal)).unwrap();
+        let refused = RequestLog::from_kept(share(&journal)).unwrap_err();
+        assert!(
+            matches!(refused, RequestLogError::Damaged { .. }),
+            "{refused}"
+        );
+        let record = RequestLogContents::of_running(share(&journal)).unwrap();
         assert_eq!(
             (record.device(), record.is_connected()),
             (&b"state"[..], true)
@@ -891,19 +910,20 @@ mod tests {
 
     #[test]
     fn a_running_server_s_state_is_one_that_was_committed() {
-        let mut journal = Journal::new().unwrap();
+        let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"first");
         let shared = || share(&journal);
         let (first, second) = (shared(), shared());
         // The second commit is written over the state that is being read.
         let mut states = [&b"second"[..], b"third"].into_iter();
-        let record = Record::of_changing(first, || {
+        let record = RequestLogContents::of_changing(first, || {
             for state in states.by_ref() {
                 commit(&mut journal, state);
             }
         });
         assert_eq!(record.unwrap().device(), b"third");
-        let error = Record::of_changing(second, || commit(&mut journal, b"more")).unwrap_err();
-        assert!(matches!(error, JournalError::Busy), "{error}");
+        let error =
+            RequestLogContents::of_changing(second, || commit(&mut journal, b"more")).unwrap_err();
+        assert!(matches!(error, RequestLogError::Busy), "{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! Sessions that survive the end of the server's process unnoticed by the client.
 //!
 //! A request is carried out and answered in steps. After SIGKILL between any two instructions, the successor finds the next
-//! step from the state that outlives a process: the [`Journal`], its file position and the socket.
+//! step from the state that outlives a process: the [`RequestLog`], its file position and the socket.
 //!
 //! 1. The request is peeked and stays in the socket (`MSG_PEEK`). Its descriptors are duplicates.
 //! 2. It is carried out. A successor would carry it out again, from the device's state before it.
@@ -29,7 +29,7 @@
 //! cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the message is complete, and
 //! blocks only itself.
 //!
-//! If a process ends between accept(2) and [`Device::keep_client`], the connection is lost. The client has had no answer then,
+//! If a process ends between accept(2) and [`VfioUserDevice::keep_client`], the connection is lost. The client has had no answer then,
 //! and finds the connection closed.
 
 use std::io::{self, Read};
@@ -38,13 +38,15 @@ use std::sync::Arc;
 
 use event_manager::EventSet;
 
-use crate::connection::{Ended, Reader};
-use crate::device::Device;
-use crate::dispatch::{Dispatch, Regions};
-use crate::error::Refusal;
-use crate::journal::{Connected, Head, Journal, JournalError, Traffic};
-use crate::message::Header;
-use crate::session::{MESSAGES_PER_TURN, Pending, Session};
+use crate::connection::{MessageReader, StreamEnd};
+use crate::device::VfioUserDevice;
+use crate::dispatch::{DeviceRegions, RequestDispatcher};
+use crate::error::RequestRefusal;
+use crate::journal::{
+    LoggedConnection, LoggedRequest, RequestLog, RequestLogError, SocketQueueBytes,
+};
+use crate::message::VfioUserHeader;
+use crate::session::{MESSAGES_PER_TURN, UnfinishedRequest, VfioUserSession};
 use crate::socket;
 use crate::step::step;
 
@@ -55,42 +57,47 @@ use crate::journal::MAX_REQUEST;
 const MAX_DATA: u32 = 32 * 1024;
 
 /// Result of one turn.
-enum Turn {
+enum RequestStepOutcome {
     /// A request was answered.
     Answered,
     /// The socket must become ready first.
     Waits(EventSet),
 }
 
-impl Session {
+impl VfioUserSession {
     /// Creates a session with a client that has not sent anything yet.
     ///
     /// Does not commit it.
     pub(crate) fn begin_kept(
         stream: UnixStream,
-        regions: Arc<Regions>,
-        journal: &mut Journal,
-    ) -> Result<Self, JournalError> {
+        regions: Arc<DeviceRegions>,
+        journal: &mut RequestLog,
+    ) -> Result<Self, RequestLogError> {
         journal.close()?;
         look_again(&stream)?;
-        Ok(Self::kept(stream, regions, Connected::default(), None))
+        Ok(Self::kept(
+            stream,
+            regions,
+            LoggedConnection::default(),
+            None,
+        ))
     }
 
     /// Continues the predecessor's session.
     pub(crate) fn resume_kept(
         stream: UnixStream,
-        regions: Arc<Regions>,
-        connected: Connected,
-        journal: &mut Journal,
-    ) -> Result<Self, JournalError> {
-        let Head {
+        regions: Arc<DeviceRegions>,
+        connected: LoggedConnection,
+        journal: &mut RequestLog,
+    ) -> Result<Self, RequestLogError> {
+        let LoggedRequest {
             request,
             reply,
             memory_of,
             ..
         } = journal.head();
         let left = socket::peek_offset(&stream).map_err(looking)?.min(request);
-        let pending = journal.sent()?.map(|sent| Pending { sent, left });
+        let pending = journal.sent()?.map(|sent| UnfinishedRequest { sent, left });
         // If the connection ends after the reply, that is still to be done.
         let pending = pending.filter(|rest| connected.ends || rest.sent < reply || rest.left > 0);
         if pending.is_none() {
@@ -99,15 +106,15 @@ impl Session {
             look_again(&stream)?;
         }
         let mut this = Self::kept(stream, regions, connected, pending);
-        if let (Some(Pending { sent: 0, .. }), Some(region)) = (this.pending, memory_of) {
+        if let (Some(UnfinishedRequest { sent: 0, .. }), Some(region)) = (this.pending, memory_of) {
             if this.dispatch.memory(region).is_none() {
-                return Err(JournalError::NoMemory { region });
+                return Err(RequestLogError::NoMemory { region });
             }
             let now = traffic(&this.stream).map_err(looking)?;
             let before = journal.head().before_sending;
             if before.is_some_and(|before| now.has_more_than(before)) {
                 journal.set_sent(reply)?;
-                this.pending = Some(Pending { sent: reply, left });
+                this.pending = Some(UnfinishedRequest { sent: reply, left });
             }
         }
         Ok(this)
@@ -115,21 +122,21 @@ impl Session {
 
     fn kept(
         stream: UnixStream,
-        regions: Arc<Regions>,
-        connected: Connected,
-        pending: Option<Pending>,
+        regions: Arc<DeviceRegions>,
+        connected: LoggedConnection,
+        pending: Option<UnfinishedRequest>,
     ) -> Self {
         Self {
             stream,
-            reader: Reader::default(),
+            reader: MessageReader::default(),
             writer: Default::default(),
-            dispatch: Dispatch::resume(regions, connected.agreed, MAX_DATA),
+            dispatch: RequestDispatcher::resume(regions, connected.agreed, MAX_DATA),
             pending,
         }
     }
 
     /// Returns the socket events that a session waits for first.
-    pub(crate) fn first_wait(&self, journal: &Journal) -> EventSet {
+    pub(crate) fn first_wait(&self, journal: &RequestLog) -> EventSet {
         match self.pending {
             Some(pending) if pending.sent < journal.head().reply => EventSet::OUT,
             // The rest of a request makes the socket readable.
@@ -139,15 +146,15 @@ impl Session {
 
     /// Answers the client's requests as far as possible without blocking. Returns the socket events to wait for, or `None` if
     /// the connection has ended.
-    pub(crate) fn run_kept<D: Device>(
+    pub(crate) fn run_kept<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
-        journal: &mut Journal,
+        journal: &mut RequestLog,
     ) -> Option<EventSet> {
         for _ in 0..MESSAGES_PER_TURN {
             match self.turn_kept(device, journal) {
-                Ok(Turn::Answered) => {}
-                Ok(Turn::Waits(events)) => return Some(events),
+                Ok(RequestStepOutcome::Answered) => {}
+                Ok(RequestStepOutcome::Waits(events)) => return Some(events),
                 Err(ended) => {
                     self.end(ended);
                     return None;
@@ -157,15 +164,15 @@ impl Session {
         Some(EventSet::IN)
     }
 
-    fn turn_kept<D: Device>(
+    fn turn_kept<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
-        journal: &mut Journal,
-    ) -> Result<Turn, Ended> {
+        journal: &mut RequestLog,
+    ) -> Result<RequestStepOutcome, StreamEnd> {
         if self.pending.is_some() && !self.finish(journal)? {
-            return Ok(Turn::Waits(EventSet::OUT));
+            return Ok(RequestStepOutcome::Waits(EventSet::OUT));
         }
-        let mut connected = Connected::default();
+        let mut connected = LoggedConnection::default();
         let mut request = 0;
         let mut memory_of = None;
         let (header, refusal) = match self.reader.peek(&self.stream) {
@@ -173,7 +180,7 @@ impl Session {
                 step();
                 let header = message.header;
                 // Fits: checked against `MAX_REQUEST`.
-                request = (Header::SIZE + message.payload.len()) as u32;
+                request = (VfioUserHeader::SIZE + message.payload.len()) as u32;
                 let reply = self.writer.payload();
                 match self.dispatch.answer(device, message, reply) {
                     Ok(region) => {
@@ -190,9 +197,9 @@ impl Session {
                 let mut events = EventSet::IN;
                 // A partial message leaves the socket readable. Edge triggering reports only further bytes.
                 events.set(EventSet::EDGE_TRIGGERED, self.reader.is_amid());
-                return Ok(Turn::Waits(events));
+                return Ok(RequestStepOutcome::Waits(events));
             }
-            Err(Ended::OutOfStep { header, refusal }) => {
+            Err(StreamEnd::OutOfStep { header, refusal }) => {
                 connected.ends = true;
                 (header, Some(refusal))
             }
@@ -213,18 +220,23 @@ impl Session {
         }
         journal.commit(head, device.save())?;
         device.saved();
-        self.pending = Some(Pending {
+        self.pending = Some(UnfinishedRequest {
             sent: 0,
             left: request,
         });
         match self.finish(journal)? {
-            true => Ok(Turn::Answered),
-            false => Ok(Turn::Waits(EventSet::OUT)),
+            true => Ok(RequestStepOutcome::Answered),
+            false => Ok(RequestStepOutcome::Waits(EventSet::OUT)),
         }
     }
 
     /// Fills the writer with the reply to a message.
-    fn write_reply(&mut self, header: &Header, refusal: Option<&Refusal>, ends: bool) {
+    fn write_reply(
+        &mut self,
+        header: &VfioUserHeader,
+        refusal: Option<&RequestRefusal>,
+        ends: bool,
+    ) {
         match refusal {
             None => self.writer.reply(header, None),
             Some(refusal) => {
@@ -232,14 +244,14 @@ impl Session {
                 self.writer.error_reply(header, refusal.errno());
             }
         }
-        let stray = ends && header.message_type() != Header::TYPE_COMMAND;
+        let stray = ends && header.message_type() != VfioUserHeader::TYPE_COMMAND;
         if header.no_reply() || stray {
             self.writer.discard();
         }
     }
 
     /// Sends the rest of the reply and removes the rest of the request from the socket. Returns whether both are complete.
-    fn finish(&mut self, journal: &mut Journal) -> Result<bool, Ended> {
+    fn finish(&mut self, journal: &mut RequestLog) -> Result<bool, StreamEnd> {
         let Some(pending) = &mut self.pending else {
             return Ok(true);
         };
@@ -251,7 +263,7 @@ impl Session {
                 Some(region) => {
                     let memory = self.dispatch.memory(region);
                     let reply = journal.reply()?;
-                    head.before_sending = Some(traffic(&self.stream).map_err(Ended::Failed)?);
+                    head.before_sending = Some(traffic(&self.stream).map_err(StreamEnd::Failed)?);
                     journal.commit(head, None)?;
                     let sent = socket::send(&self.stream, &reply, memory.as_deref());
                     if sent.is_err() {
@@ -273,25 +285,25 @@ impl Session {
                     }
                 }
                 Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
-                    return Err(Ended::Failed(error));
+                    return Err(StreamEnd::Failed(error));
                 }
                 Err(_) if ends => break,
                 Err(_) => return Ok(false),
             }
         }
         if ends {
-            return Err(Ended::Refused);
+            return Err(StreamEnd::Refused);
         }
 
         let mut scrap = [0; 4096];
         while pending.left > 0 {
             let room = scrap.len().min(pending.left as usize);
             match (&self.stream).read(&mut scrap[..room]) {
-                Ok(0) => return Err(Ended::Failed(io::ErrorKind::UnexpectedEof.into())),
+                Ok(0) => return Err(StreamEnd::Failed(io::ErrorKind::UnexpectedEof.into())),
                 // Fits: at most `left`.
                 Ok(taken) => pending.left -= taken as u32,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(Ended::Failed(error)),
+                Err(error) => return Err(StreamEnd::Failed(error)),
             }
             step();
         }
@@ -302,21 +314,21 @@ impl Session {
     }
 }
 
-fn traffic(stream: &UnixStream) -> io::Result<Traffic> {
+fn traffic(stream: &UnixStream) -> io::Result<SocketQueueBytes> {
     let unanswered = rustix::io::ioctl_fionread(stream)?;
-    Ok(Traffic {
+    Ok(SocketQueueBytes {
         unread: socket::unread(stream)?,
         unanswered: u32::try_from(unanswered).unwrap_or(u32::MAX),
     })
 }
 
 /// Makes the next peek begin with the first byte in the socket.
-fn look_again(stream: &UnixStream) -> Result<(), JournalError> {
+fn look_again(stream: &UnixStream) -> Result<(), RequestLogError> {
     socket::set_peek_offset(stream, 0).map_err(looking)
 }
 
-fn looking(source: io::Error) -> JournalError {
-    JournalError::File {
+fn looking(source: io::Error) -> RequestLogError {
+    RequestLogError::File {
         action: "compare the client's socket with",
         source,
     }

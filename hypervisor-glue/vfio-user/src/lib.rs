@@ -1,7 +1,7 @@
 //! A vfio-user server: offers an emulated PCI function to a VMM over a UNIX socket.
 //!
 //! The protocol is QEMU's `docs/interop/vfio-user.rst`, version 0.1; section names in this crate refer to that document.
-//! [`Server`] listens, one [`Session`] serves one client, and the client's requests reach a [`Device`]. The crate does not
+//! [`VfioUserServer`] listens, one [`VfioUserSession`] serves one client, and the client's requests reach a [`VfioUserDevice`]. The crate does not
 //! depend on the kind of device: the device maps the client's memory, raises interrupts and emulates registers.
 //!
 //! # Example
@@ -84,7 +84,7 @@
 //! | file | job |
 //! |---|---|
 //! | `message.rs` | wire format: structures, numbers, flags |
-//! | `request.rs` | turns a raw message into a [`Request`] or a [`Refusal`] |
+//! | `request.rs` | turns a raw message into a [`VfioUserRequest`] or a [`RequestRefusal`] |
 //! | `version.rs` | negotiates capabilities |
 //! | `socket.rs` | passes bytes and file descriptors through a socket; the only unsafe code |
 //! | `connection.rs` | turns a byte stream into messages and replies into bytes, both bounded |
@@ -113,8 +113,8 @@
 //!   region without a file descriptor as one without memory, and can refuse commands that point into it.
 //! - Migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`) and dirty page logging: answered with `ENOTSUP`.
 //! - File descriptors in `DEVICE_GET_REGION_IO_FDS`: answered with none.
-//! - With a [`Journal`], requests of more than 64 KiB: the connection ends. `max_data_xfer_size` is 32 KiB.
-//! - With a [`Journal`], exactly one delivery of a reply with a descriptor if the process ends within three particular
+//! - With a [`RequestLog`], requests of more than 64 KiB: the connection ends. `max_data_xfer_size` is 32 KiB.
+//! - With a [`RequestLog`], exactly one delivery of a reply with a descriptor if the process ends within three particular
 //!   system calls and the client reads or sends at the same time: it may get that reply twice or not at all.
 
 mod connection;
@@ -138,14 +138,14 @@ mod version;
 mod watcher;
 
 pub use device::{
-    ClientProcess, Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo,
-    MappableArea, Region, RegionIndex,
+    ClientProcess, DeviceRegion, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex,
+    IrqInfo, MappableArea, RegionIndex, VfioUserDevice,
 };
-pub use error::{Error, Refusal};
-pub use journal::{Journal, JournalError, MAX_DEVICE_STATE, Record, StateStore};
-pub use listener::{Listener, SocketAccess};
-pub use request::{RegionWrite, Request};
-pub use server::Server;
-pub use session::{Progress, Session};
-pub use version::Proposal;
-pub use watcher::Watcher;
+pub use error::{Error, RequestRefusal};
+pub use journal::{MAX_DEVICE_STATE, RequestLog, RequestLogContents, RequestLogError, StateStore};
+pub use listener::{SocketAccess, SocketListener};
+pub use request::{RegionWrite, VfioUserRequest};
+pub use server::VfioUserServer;
+pub use session::{SessionReadiness, VfioUserSession};
+pub use version::VersionProposal;
+pub use watcher::SocketWatcher;

@@ -8,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use log::warn;
-use nvme_mpt_paths::{Directory, FileId, Occupant, PathError, SocketPermissions};
+use nvme_mpt_paths::{FileId, OpenDirectory, PathError, SocketPathState, SocketPermissions};
 
 use crate::error::Error;
 use crate::socket;
@@ -37,17 +37,17 @@ impl Default for SocketAccess {
 
 /// Listening UNIX socket with its file.
 ///
-/// [`Server`](crate::Server) contains one. It is public for programs that offer other sockets by the same rules. The file
+/// [`Server`](crate::VfioUserServer) contains one. It is public for programs that offer other sockets by the same rules. The file
 /// replaces only the file of a dead server, and is removed with the listener.
 #[derive(Debug)]
-pub struct Listener {
+pub struct SocketListener {
     socket: UnixListener,
     file: SocketFile,
     /// Spare file descriptor, closed to accept and drop a connection when the process is out of descriptors.
     reserve: Option<File>,
 }
 
-impl Listener {
+impl SocketListener {
     /// Listens on `path`, with a file that only this process's user can access. Replaces the file of a dead server.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ impl Listener {
         socket
             .set_nonblocking(true)
             .map_err(failed("set the mode"))?;
-        let (directory, name) = Directory::holding(path).map_err(failure(path))?;
+        let (directory, name) = OpenDirectory::holding(path).map_err(failure(path))?;
         // Without the privilege to query the socket's file, any live socket at the path is taken for this one: servers do not
         // replace a live socket's file.
         let bound = socket::bound_file(&socket).ok();
@@ -108,7 +108,7 @@ impl Listener {
             Some(bound) => there == bound,
             None => directory
                 .occupant(name)
-                .is_ok_and(|found| found == Occupant::Live),
+                .is_ok_and(|found| found == SocketPathState::Live),
         });
         if ours.is_none() {
             warn!(
@@ -179,13 +179,13 @@ impl Listener {
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for SocketListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-impl AsRawFd for Listener {
+impl AsRawFd for SocketListener {
     fn as_raw_fd(&self) -> RawFd {
         self.socket.as_raw_fd()
     }
@@ -212,7 +212,7 @@ fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
-    directory: Directory,
+    directory: OpenDirectory,
     name: OsString,
     /// Identity of the file; `None` if the file is not this socket's.
     identity: Option<FileId>,
@@ -222,7 +222,7 @@ struct SocketFile {
 
 impl SocketFile {
     fn create(path: &Path, access: SocketAccess) -> Result<(Self, UnixListener), Error> {
-        let (directory, name) = Directory::holding(path).map_err(failure(path))?;
+        let (directory, name) = OpenDirectory::holding(path).map_err(failure(path))?;
         let SocketAccess { mode, user, group } = access;
         let permissions = SocketPermissions { mode, user, group };
         let listened = directory.listen(name, permissions);
@@ -272,7 +272,7 @@ mod tests {
     #[test]
     fn file_is_there_while_the_listener_is_and_only_for_its_user() {
         let (directory, path) = directory();
-        let listener = Listener::bind(&path).unwrap();
+        let listener = SocketListener::bind(&path).unwrap();
         assert_eq!(names(&directory), ["device.sock"]);
         assert_eq!(listener.path(), path);
         let metadata = fs::metadata(&path).unwrap();
@@ -291,7 +291,7 @@ mod tests {
             user: Some(ours.uid()),
             group: Some(ours.gid()),
         };
-        let _listener = Listener::bind_with(&path, access).unwrap();
+        let _listener = SocketListener::bind_with(&path, access).unwrap();
         let metadata = fs::metadata(&path).unwrap();
         assert_eq!(metadata.mode() & 0o777, 0o660);
         assert_eq!((metadata.uid(), metadata.gid()), (ours.uid(), ours.gid()));
@@ -303,7 +303,7 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         assert_eq!(names(&directory), ["device.sock"], "left by a dead server");
 
-        let mut listener = Listener::bind(&path).unwrap();
+        let mut listener = SocketListener::bind(&path).unwrap();
         assert!(listener.accept().unwrap().is_none());
         let client = UnixStream::connect(&path).unwrap();
         assert!(listener.accept().unwrap().is_some());
@@ -314,8 +314,8 @@ mod tests {
     #[test]
     fn live_file_is_refused_and_its_server_not_disturbed() {
         let (directory, path) = directory();
-        let mut first = Listener::bind(&path).unwrap();
-        let error = Listener::bind(&path).unwrap_err();
+        let mut first = SocketListener::bind(&path).unwrap();
+        let error = SocketListener::bind(&path).unwrap_err();
         assert!(matches!(error, Error::SocketInUse { path: named } if named == path));
         assert!(first.accept().unwrap().is_none(), "no connection was made");
         assert_eq!(names(&directory), ["device.sock"]);
@@ -327,23 +327,23 @@ mod tests {
     fn other_files_are_left_alone() {
         let (directory, path) = directory();
         fs::write(&path, "precious").unwrap();
-        let error = Listener::bind(&path).unwrap_err();
+        let error = SocketListener::bind(&path).unwrap_err();
         assert!(matches!(error, Error::NotASocket { .. }));
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         assert_eq!(names(&directory), ["device.sock"]);
 
-        let error = Listener::bind(Path::new("/")).unwrap_err();
+        let error = SocketListener::bind(Path::new("/")).unwrap_err();
         assert!(matches!(error, Error::NoFileName { .. }));
-        let error = Listener::bind(&directory.path().join("no/such.sock")).unwrap_err();
+        let error = SocketListener::bind(&directory.path().join("no/such.sock")).unwrap_err();
         assert!(matches!(error, Error::SocketPath { .. }));
     }
 
     #[test]
     fn file_of_a_later_server_is_not_removed() {
         let (directory, path) = directory();
-        let first = Listener::bind(&path).unwrap();
+        let first = SocketListener::bind(&path).unwrap();
         fs::remove_file(&path).unwrap();
-        let second = Listener::bind(&path).unwrap();
+        let second = SocketListener::bind(&path).unwrap();
         drop(first);
         assert_eq!(names(&directory), ["device.sock"]);
         drop(second);
@@ -355,7 +355,7 @@ mod tests {
         let directory = TempDir::new().unwrap();
         let room = 107 - directory.path().as_os_str().len() - 1;
         let path = directory.path().join("s".repeat(room));
-        let mut listener = Listener::bind(&path).unwrap();
+        let mut listener = SocketListener::bind(&path).unwrap();
         UnixStream::connect(&path).unwrap();
         assert!(listener.accept().unwrap().is_some());
     }

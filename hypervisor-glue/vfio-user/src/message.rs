@@ -33,9 +33,9 @@ pub const NUM_IRQS: u32 = 5;
 
 /// Command number. A client can send any value, so this is no enum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Command(pub u16);
+pub struct VfioUserCommand(pub u16);
 
-impl Command {
+impl VfioUserCommand {
     /// `VFIO_USER_VERSION`
     pub const VERSION: Self = Self(1);
     /// `VFIO_USER_DMA_MAP`
@@ -72,7 +72,7 @@ impl Command {
     }
 }
 
-impl fmt::Display for Command {
+impl fmt::Display for VfioUserCommand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self.0 {
             1 => "VERSION",
@@ -102,10 +102,10 @@ impl fmt::Display for Command {
 /// Header of every message (section Header).
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct Header {
+pub struct VfioUserHeader {
     /// Identifier chosen by the sender and echoed in the reply; need not be unique.
     pub message_id: U16,
-    /// Command number, see [`Command`].
+    /// Command number, see [`VfioUserCommand`].
     pub command: U16,
     /// Size of the message in bytes, including this header.
     pub message_size: U32,
@@ -115,9 +115,9 @@ pub struct Header {
     pub error: U32,
 }
 
-const _: () = assert!(size_of::<Header>() == Header::SIZE);
+const _: () = assert!(size_of::<VfioUserHeader>() == VfioUserHeader::SIZE);
 
-impl Header {
+impl VfioUserHeader {
     /// Size in bytes.
     pub const SIZE: usize = 16;
 
@@ -133,8 +133,8 @@ impl Header {
     pub const ERROR: u32 = 1 << 5;
 
     /// Returns the message's command.
-    pub fn command(&self) -> Command {
-        Command(self.command.get())
+    pub fn command(&self) -> VfioUserCommand {
+        VfioUserCommand(self.command.get())
     }
 
     /// Returns the message type, in the low four bits of `flags`.
@@ -172,14 +172,14 @@ impl Header {
 /// Fixed part of `VERSION`, before the JSON.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct Version {
+pub struct VersionPayload {
     /// Major version, which changes with incompatible changes of the protocol.
     pub major: U16,
     /// Minor version, which changes with compatible additions.
     pub minor: U16,
 }
 
-const _: () = assert!(size_of::<Version>() == 4);
+const _: () = assert!(size_of::<VersionPayload>() == 4);
 
 /// Payload of `DMA_MAP`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -333,7 +333,7 @@ const _: () = assert!(size_of::<RegionIoFds>() == 16);
 /// Payload of `DEVICE_GET_IRQ_INFO` and of its reply.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct IrqInfo {
+pub struct IrqInfoPayload {
     /// Request: largest reply payload. Reply: the size of this structure.
     pub argsz: U32,
     /// `EVENTFD`, `MASKABLE`, `AUTOMASKED`, `NORESIZE`.
@@ -344,9 +344,9 @@ pub struct IrqInfo {
     pub count: U32,
 }
 
-const _: () = assert!(size_of::<IrqInfo>() == 16);
+const _: () = assert!(size_of::<IrqInfoPayload>() == 16);
 
-impl IrqInfo {
+impl IrqInfoPayload {
     /// `VFIO_IRQ_INFO_EVENTFD`
     pub const EVENTFD: u32 = 1 << 0;
     /// `VFIO_IRQ_INFO_MASKABLE`

@@ -5,18 +5,18 @@ use std::os::fd::OwnedFd;
 use zerocopy::FromBytes;
 
 use crate::device::{DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, RegionIndex};
-use crate::error::Refusal;
+use crate::error::RequestRefusal;
 use crate::message::{
-    Command, DeviceInfo, DmaMap, DmaUnmap, Header, IrqInfo, IrqSet, MAX_DATA_XFER_SIZE,
-    RegionAccess, RegionInfo, RegionIoFds, SingleWrite, Version,
+    DeviceInfo, DmaMap, DmaUnmap, IrqInfoPayload, IrqSet, MAX_DATA_XFER_SIZE, RegionAccess,
+    RegionInfo, RegionIoFds, SingleWrite, VersionPayload, VfioUserCommand, VfioUserHeader,
 };
-use crate::version::Proposal;
+use crate::version::VersionProposal;
 
 /// Well-formed command of a client. Whether it fits the device is not checked yet.
 #[derive(Debug)]
-pub enum Request<'a> {
+pub enum VfioUserRequest<'a> {
     /// `VERSION`
-    Version(Proposal),
+    Version(VersionProposal),
     /// `DMA_MAP`
     DmaMap(DmaRegion),
     /// `DMA_UNMAP` of a range (address, bytes) or of everything.
@@ -75,33 +75,38 @@ pub struct RegionWrite<'a> {
     pub data: &'a [u8],
 }
 
-impl<'a> Request<'a> {
+impl<'a> VfioUserRequest<'a> {
     /// Parses a message. File descriptors that the request does not use are closed.
     ///
     /// # Errors
     ///
     /// Returns the refusal to send to the client.
-    pub fn parse(header: &Header, payload: &'a [u8], fds: Vec<OwnedFd>) -> Result<Self, Refusal> {
+    pub fn parse(
+        header: &VfioUserHeader,
+        payload: &'a [u8],
+        fds: Vec<OwnedFd>,
+    ) -> Result<Self, RequestRefusal> {
         let command = header.command();
-        if header.message_type() != Header::TYPE_COMMAND {
-            return Err(Refusal::NotACommand {
+        if header.message_type() != VfioUserHeader::TYPE_COMMAND {
+            return Err(RequestRefusal::NotACommand {
                 command,
                 found: header.message_type(),
             });
         }
         match command {
-            Command::VERSION => {
-                let (version, data) = prefix::<Version>(command, payload)?;
-                Proposal::parse(version.major.get(), version.minor.get(), data).map(Self::Version)
+            VfioUserCommand::VERSION => {
+                let (version, data) = prefix::<VersionPayload>(command, payload)?;
+                VersionProposal::parse(version.major.get(), version.minor.get(), data)
+                    .map(Self::Version)
             }
-            Command::DMA_MAP => dma_map(payload, fds).map(Self::DmaMap),
-            Command::DMA_UNMAP => dma_unmap(payload),
-            Command::DEVICE_GET_INFO => {
+            VfioUserCommand::DMA_MAP => dma_map(payload, fds).map(Self::DmaMap),
+            VfioUserCommand::DMA_UNMAP => dma_unmap(payload),
+            VfioUserCommand::DEVICE_GET_INFO => {
                 let (info, _) = prefix::<DeviceInfo>(command, payload)?;
                 argsz::<DeviceInfo>(command, info.argsz.get())?;
                 Ok(Self::DeviceGetInfo)
             }
-            Command::DEVICE_GET_REGION_INFO => {
+            VfioUserCommand::DEVICE_GET_REGION_INFO => {
                 // The request may be as long as the reply, so more bytes may follow.
                 let (info, _) = prefix::<RegionInfo>(command, payload)?;
                 Ok(Self::DeviceGetRegionInfo {
@@ -109,22 +114,22 @@ impl<'a> Request<'a> {
                     argsz: argsz::<RegionInfo>(command, info.argsz.get())?,
                 })
             }
-            Command::DEVICE_GET_REGION_IO_FDS => {
+            VfioUserCommand::DEVICE_GET_REGION_IO_FDS => {
                 let (info, _) = prefix::<RegionIoFds>(command, payload)?;
                 argsz::<RegionIoFds>(command, info.argsz.get())?;
                 Ok(Self::DeviceGetRegionIoFds {
                     region: region(command, info.index.get())?,
                 })
             }
-            Command::DEVICE_GET_IRQ_INFO => {
-                let (info, _) = prefix::<IrqInfo>(command, payload)?;
-                argsz::<IrqInfo>(command, info.argsz.get())?;
+            VfioUserCommand::DEVICE_GET_IRQ_INFO => {
+                let (info, _) = prefix::<IrqInfoPayload>(command, payload)?;
+                argsz::<IrqInfoPayload>(command, info.argsz.get())?;
                 Ok(Self::DeviceGetIrqInfo {
                     index: irq(command, info.index.get())?,
                 })
             }
-            Command::DEVICE_SET_IRQS => set_irqs(payload, fds).map(Self::DeviceSetIrqs),
-            Command::REGION_READ => {
+            VfioUserCommand::DEVICE_SET_IRQS => set_irqs(payload, fds).map(Self::DeviceSetIrqs),
+            VfioUserCommand::REGION_READ => {
                 let (access, _) = prefix::<RegionAccess>(command, payload)?;
                 Ok(Self::RegionRead {
                     region: access.region.get(),
@@ -132,7 +137,7 @@ impl<'a> Request<'a> {
                     count: count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?,
                 })
             }
-            Command::REGION_WRITE => {
+            VfioUserCommand::REGION_WRITE => {
                 let (access, data) = prefix::<RegionAccess>(command, payload)?;
                 let count = count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?;
                 exact(command, payload, size_of::<RegionAccess>(), count.into(), 1)?;
@@ -142,24 +147,24 @@ impl<'a> Request<'a> {
                     data,
                 }))
             }
-            Command::REGION_WRITE_MULTI => region_write_multi(payload),
-            Command::DEVICE_RESET => Ok(Self::DeviceReset),
-            _ => Err(Refusal::Unsupported { command }),
+            VfioUserCommand::REGION_WRITE_MULTI => region_write_multi(payload),
+            VfioUserCommand::DEVICE_RESET => Ok(Self::DeviceReset),
+            _ => Err(RequestRefusal::Unsupported { command }),
         }
     }
 }
 
-fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, Refusal> {
-    let command = Command::DMA_MAP;
+fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, RequestRefusal> {
+    let command = VfioUserCommand::DMA_MAP;
     let (map, _) = prefix::<DmaMap>(command, payload)?;
     argsz::<DmaMap>(command, map.argsz.get())?;
 
     let flags = map.flags.get();
     if flags & DmaMap::FILE_IO != 0 {
-        return Err(Refusal::Unsupported { command });
+        return Err(RequestRefusal::Unsupported { command });
     }
     if flags & !(DmaMap::READ | DmaMap::WRITE | DmaMap::MMAP) != 0 {
-        return Err(Refusal::Flags { command, flags });
+        return Err(RequestRefusal::Flags { command, flags });
     }
 
     let (iova, size) = range(command, map.address.get(), map.size.get())?;
@@ -167,7 +172,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, Refusal> 
     let memory = match (fds.pop(), found) {
         (fd, 0 | 1) => fd,
         _ => {
-            return Err(Refusal::Fds {
+            return Err(RequestRefusal::Fds {
                 command,
                 found,
                 needed: "0 or 1",
@@ -180,7 +185,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, Refusal> 
             Some(DmaMemory { fd, offset })
         }
         None if flags & DmaMap::MMAP != 0 => {
-            return Err(Refusal::Fds {
+            return Err(RequestRefusal::Fds {
                 command,
                 found,
                 needed: "1",
@@ -198,8 +203,8 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, Refusal> 
 }
 
 /// Parses `DMA_UNMAP`. A client may send the region's file descriptor again; it is closed with the message.
-fn dma_unmap(payload: &[u8]) -> Result<Request<'_>, Refusal> {
-    let command = Command::DMA_UNMAP;
+fn dma_unmap(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
+    let command = VfioUserCommand::DMA_UNMAP;
     let (unmap, _) = prefix::<DmaUnmap>(command, payload)?;
     argsz::<DmaUnmap>(command, unmap.argsz.get())?;
 
@@ -208,30 +213,30 @@ fn dma_unmap(payload: &[u8]) -> Result<Request<'_>, Refusal> {
         0 => Some(range(command, address, size)?),
         DmaUnmap::ALL if address == 0 && size == 0 => None,
         DmaUnmap::ALL => {
-            return Err(Refusal::Range {
+            return Err(RequestRefusal::Range {
                 command,
                 address,
                 size,
             });
         }
         flags if flags & DmaUnmap::GET_DIRTY_BITMAP != 0 => {
-            return Err(Refusal::Unsupported { command });
+            return Err(RequestRefusal::Unsupported { command });
         }
-        flags => return Err(Refusal::Flags { command, flags }),
+        flags => return Err(RequestRefusal::Flags { command, flags }),
     };
-    Ok(Request::DmaUnmap {
+    Ok(VfioUserRequest::DmaUnmap {
         payload: *unmap,
         range,
     })
 }
 
-fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Refusal> {
-    let command = Command::DEVICE_SET_IRQS;
+fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, RequestRefusal> {
+    let command = VfioUserCommand::DEVICE_SET_IRQS;
     let (set, data) = prefix::<IrqSet>(command, payload)?;
     argsz::<IrqSet>(command, set.argsz.get())?;
 
     let flags = set.flags.get();
-    let bad_flags = Refusal::Flags { command, flags };
+    let bad_flags = RequestRefusal::Flags { command, flags };
     const DATA: u32 = IrqSet::DATA_NONE | IrqSet::DATA_BOOL | IrqSet::DATA_EVENTFD;
     let action = match flags & !DATA {
         IrqSet::ACTION_MASK => IrqAction::Mask,
@@ -245,7 +250,7 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Refusal> {
     // A count of zero is only valid in the command that disconnects all interrupts of a type.
     let all = (flags, start) == (IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER, 0);
     if count == 0 && !all {
-        return Err(Refusal::NoIrqs { start, flags });
+        return Err(RequestRefusal::NoIrqs { start, flags });
     }
 
     let data = match flags & DATA {
@@ -258,7 +263,7 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Refusal> {
         IrqSet::DATA_EVENTFD if fds.is_empty() => IrqData::Disconnect,
         IrqSet::DATA_EVENTFD if fds.len() == count as usize => IrqData::Connect(fds),
         IrqSet::DATA_EVENTFD => {
-            return Err(Refusal::Fds {
+            return Err(RequestRefusal::Fds {
                 command,
                 found: fds.len(),
                 needed: "none, or as many as interrupts",
@@ -275,8 +280,8 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Refusal> {
     })
 }
 
-fn region_write_multi(payload: &[u8]) -> Result<Request<'_>, Refusal> {
-    let command = Command::REGION_WRITE_MULTI;
+fn region_write_multi(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
+    let command = VfioUserCommand::REGION_WRITE_MULTI;
     let (wr_cnt, writes) = prefix::<zerocopy::little_endian::U64>(command, payload)?;
     exact(
         command,
@@ -285,25 +290,26 @@ fn region_write_multi(payload: &[u8]) -> Result<Request<'_>, Refusal> {
         wr_cnt.get(),
         size_of::<SingleWrite>(),
     )?;
-    let writes = <[SingleWrite]>::ref_from_bytes(writes).map_err(|_| Refusal::PayloadSize {
-        command,
-        size: payload.len(),
-        needed: wr_cnt.get(),
-    })?;
+    let writes =
+        <[SingleWrite]>::ref_from_bytes(writes).map_err(|_| RequestRefusal::PayloadSize {
+            command,
+            size: payload.len(),
+            needed: wr_cnt.get(),
+        })?;
     // All writes are checked first, so that a refused message has written nothing.
     for write in writes {
         let maximum = write.data.len() as u32;
         count(command, write.access.count.get().into(), maximum)?;
     }
-    Ok(Request::RegionWriteMulti(writes))
+    Ok(VfioUserRequest::RegionWriteMulti(writes))
 }
 
 /// Splits a payload into its fixed structure and the rest.
-fn prefix<T>(command: Command, payload: &[u8]) -> Result<(&T, &[u8]), Refusal>
+fn prefix<T>(command: VfioUserCommand, payload: &[u8]) -> Result<(&T, &[u8]), RequestRefusal>
 where
     T: FromBytes + zerocopy::KnownLayout + zerocopy::Immutable + zerocopy::Unaligned,
 {
-    T::ref_from_prefix(payload).map_err(|_| Refusal::PayloadSize {
+    T::ref_from_prefix(payload).map_err(|_| RequestRefusal::PayloadSize {
         command,
         size: payload.len(),
         needed: size_of::<T>() as u64,
@@ -311,11 +317,11 @@ where
 }
 
 /// Checks that `argsz` covers a `T`.
-fn argsz<T>(command: Command, argsz: u32) -> Result<u32, Refusal> {
+fn argsz<T>(command: VfioUserCommand, argsz: u32) -> Result<u32, RequestRefusal> {
     if argsz as usize >= size_of::<T>() {
         Ok(argsz)
     } else {
-        Err(Refusal::Argsz {
+        Err(RequestRefusal::Argsz {
             command,
             argsz,
             needed: size_of::<T>(),
@@ -325,19 +331,19 @@ fn argsz<T>(command: Command, argsz: u32) -> Result<u32, Refusal> {
 
 /// Checks that a payload consists of a fixed part and `count` elements.
 fn exact(
-    command: Command,
+    command: VfioUserCommand,
     payload: &[u8],
     fixed: usize,
     count: u64,
     element: usize,
-) -> Result<(), Refusal> {
+) -> Result<(), RequestRefusal> {
     let needed = count
         .saturating_mul(element as u64)
         .saturating_add(fixed as u64);
     if payload.len() as u64 == needed {
         Ok(())
     } else {
-        Err(Refusal::PayloadSize {
+        Err(RequestRefusal::PayloadSize {
             command,
             size: payload.len(),
             needed,
@@ -346,10 +352,10 @@ fn exact(
 }
 
 /// Checks that a count is at most `maximum`.
-fn count(command: Command, count: u64, maximum: u32) -> Result<u32, Refusal> {
+fn count(command: VfioUserCommand, count: u64, maximum: u32) -> Result<u32, RequestRefusal> {
     match u32::try_from(count) {
         Ok(count) if count <= maximum => Ok(count),
-        _ => Err(Refusal::Count {
+        _ => Err(RequestRefusal::Count {
             command,
             count,
             maximum,
@@ -358,21 +364,21 @@ fn count(command: Command, count: u64, maximum: u32) -> Result<u32, Refusal> {
 }
 
 /// Checks that a range is not empty and its last byte has a 64-bit address.
-fn range(command: Command, address: u64, size: u64) -> Result<(u64, u64), Refusal> {
+fn range(command: VfioUserCommand, address: u64, size: u64) -> Result<(u64, u64), RequestRefusal> {
     size.checked_sub(1)
         .and_then(|last| address.checked_add(last))
         .map(|_| (address, size))
-        .ok_or(Refusal::Range {
+        .ok_or(RequestRefusal::Range {
             command,
             address,
             size,
         })
 }
 
-fn region(command: Command, index: u32) -> Result<RegionIndex, Refusal> {
-    RegionIndex::new(index).ok_or(Refusal::NoSuchRegion { command, index })
+fn region(command: VfioUserCommand, index: u32) -> Result<RegionIndex, RequestRefusal> {
+    RegionIndex::new(index).ok_or(RequestRefusal::NoSuchRegion { command, index })
 }
 
-fn irq(command: Command, index: u32) -> Result<IrqIndex, Refusal> {
-    IrqIndex::new(index).ok_or(Refusal::NoSuchIrq { command, index })
+fn irq(command: VfioUserCommand, index: u32) -> Result<IrqIndex, RequestRefusal> {
+    IrqIndex::new(index).ok_or(RequestRefusal::NoSuchIrq { command, index })
 }

@@ -12,15 +12,15 @@ use std::time::Duration;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use log::{debug, error, info, warn};
 
-use crate::device::Device;
-use crate::dispatch::Regions;
+use crate::device::VfioUserDevice;
+use crate::dispatch::DeviceRegions;
 use crate::error::{Error, chain};
-use crate::journal::{Connected, Journal, JournalError};
-use crate::listener::{Listener, SocketAccess};
-use crate::session::{Progress, Session};
-use crate::socket::{self, Peer};
+use crate::journal::{LoggedConnection, RequestLog, RequestLogError};
+use crate::listener::{SocketAccess, SocketListener};
+use crate::session::{SessionReadiness, VfioUserSession};
+use crate::socket::{self, PeerProcess};
 use crate::step::step;
-use crate::watcher::Watcher;
+use crate::watcher::SocketWatcher;
 
 /// Token of the listening socket's events.
 const LISTENER: u32 = 0;
@@ -56,30 +56,30 @@ const SUCCESSION: Duration = Duration::from_secs(3);
 ///
 /// # A connection that outlives the process
 ///
-/// A server with a [`Journal`] ([`Self::bind_kept`]) logs what it has done. If descriptors of the listening socket, the
+/// A server with a [`RequestLog`] ([`Self::bind_kept`]) logs what it has done. If descriptors of the listening socket, the
 /// client's socket and the journal are kept open elsewhere, a successor process continues with them ([`Self::resume`]). Each
 /// request is then carried out and answered once, at whatever instruction the first process ended. The client does not notice.
 ///
 /// Such a process must ignore signal SIGPIPE, as Rust programs do by default.
 #[derive(Debug)]
-pub struct Server<D: Device> {
-    listener: Listener,
+pub struct VfioUserServer<D: VfioUserDevice> {
+    listener: SocketListener,
     device: D,
-    regions: Arc<Regions>,
-    client: Option<Client>,
+    regions: Arc<DeviceRegions>,
+    client: Option<ConnectedClient>,
     /// Client that waits for the end of a connection whose process has ended, and the time of the first check.
     newcomer: Option<(UnixStream, Option<Duration>)>,
     /// Request log for the successor process.
-    journal: Option<Journal>,
+    journal: Option<RequestLog>,
     /// Set after another process has taken over the sockets.
     left: bool,
 }
 
 #[derive(Debug)]
-struct Client {
-    session: Session,
+struct ConnectedClient {
+    session: VfioUserSession,
     /// Process that connected, if the kernel reports it.
-    peer: Option<Peer>,
+    peer: Option<PeerProcess>,
     /// Events of the socket that the watcher is set to.
     waits_for: EventSet,
     /// Number of other clients refused during this connection.
@@ -88,10 +88,10 @@ struct Client {
     seen: Option<Duration>,
 }
 
-impl Client {
+impl ConnectedClient {
     /// Returns whether the process that connected has ended. Another process may hold the socket.
     fn has_lost_its_process(&self) -> bool {
-        self.peer.as_ref().is_some_and(Peer::is_dead)
+        self.peer.as_ref().is_some_and(PeerProcess::is_dead)
     }
 
     /// Returns whether the client has sent its version.
@@ -100,23 +100,23 @@ impl Client {
     }
 
     /// Answers the client's requests. Returns the socket events to wait for, or `None` if the connection has ended.
-    fn run<D: Device>(
+    fn run<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
-        journal: Option<&mut Journal>,
+        journal: Option<&mut RequestLog>,
     ) -> Option<EventSet> {
         if let Some(journal) = journal {
             return self.session.run_kept(device, journal);
         }
         match self.session.run(device) {
-            Progress::Reading => Some(EventSet::IN),
-            Progress::Writing => Some(EventSet::OUT),
-            Progress::Ended => None,
+            SessionReadiness::Reading => Some(EventSet::IN),
+            SessionReadiness::Writing => Some(EventSet::OUT),
+            SessionReadiness::Ended => None,
         }
     }
 }
 
-impl<D: Device> Server<D> {
+impl<D: VfioUserDevice> VfioUserServer<D> {
     /// Tokens of the server's events. Other sources of the same event loop must use other tokens.
     pub const TOKENS: Range<u32> = LISTENER..CLIENT + 1;
 
@@ -152,7 +152,7 @@ impl<D: Device> Server<D> {
         path: impl AsRef<Path>,
         access: SocketAccess,
         mut device: D,
-        mut journal: Journal,
+        mut journal: RequestLog,
     ) -> Result<Self, Error> {
         let head = journal.head().with_client(None);
         journal.commit(head, device.save())?;
@@ -164,11 +164,11 @@ impl<D: Device> Server<D> {
         path: &Path,
         access: SocketAccess,
         device: D,
-        journal: Option<Journal>,
+        journal: Option<RequestLog>,
     ) -> Result<Self, Error> {
-        let regions = Arc::new(Regions::of(&device)?);
+        let regions = Arc::new(DeviceRegions::of(&device)?);
         Ok(Self {
-            listener: Listener::bind_with(path, access)?,
+            listener: SocketListener::bind_with(path, access)?,
             device,
             regions,
             client: None,
@@ -180,10 +180,10 @@ impl<D: Device> Server<D> {
 
     /// Continues for a process that has ended or has [left](Self::leave).
     ///
-    /// `device` is created from the [record](crate::Record::device) of the journal. `stream` is the client's socket, if the
-    /// device [kept](Device::keep_client) one. A request that was being answered is completed by the event loop.
+    /// `device` is created from the [record](crate::RequestLogContents::device) of the journal. `stream` is the client's socket, if the
+    /// device [kept](VfioUserDevice::keep_client) one. A request that was being answered is completed by the event loop.
     ///
-    /// - If a client was connected and there is no socket, the client is gone: the device is [told](Device::disconnected).
+    /// - If a client was connected and there is no socket, the client is gone: the device is [told](VfioUserDevice::disconnected).
     /// - If there is a socket, but no client in the journal, it is a new client's, unless it is closed. [`Self::is_connected`]
     ///   says whether it is in use.
     ///
@@ -194,13 +194,13 @@ impl<D: Device> Server<D> {
     /// The journal cannot be accessed, or a mappable area of the device is invalid. The sockets and the file are unchanged
     /// then.
     pub fn resume(
-        listener: Listener,
-        journal: Journal,
+        listener: SocketListener,
+        journal: RequestLog,
         stream: Option<UnixStream>,
         device: D,
     ) -> Result<Self, Error> {
         let mut this = Self {
-            regions: Arc::new(Regions::of(&device)?),
+            regions: Arc::new(DeviceRegions::of(&device)?),
             listener,
             device,
             client: None,
@@ -240,25 +240,25 @@ impl<D: Device> Server<D> {
         };
         stream.set_nonblocking(true).map_err(failed)?;
         let process = socket::process(&stream).ok();
-        let peer = Peer::of(&stream).ok();
+        let peer = PeerProcess::of(&stream).ok();
         let session = match head.client {
-            Some(connected) => Session::resume_kept(stream, regions, connected, journal)?,
+            Some(connected) => VfioUserSession::resume_kept(stream, regions, connected, journal)?,
             // The predecessor ended the connection, or the client has closed it.
             None if socket::hung_up(&stream).unwrap_or(true) => {
                 self.device.saved();
                 return Ok(());
             }
             None => {
-                let session = Session::begin_kept(stream, regions, journal)?;
+                let session = VfioUserSession::begin_kept(stream, regions, journal)?;
                 self.device.connected(process);
-                let head = head.with_client(Some(Connected::default()));
+                let head = head.with_client(Some(LoggedConnection::default()));
                 journal.commit(head, self.device.save())?;
                 self.device.saved();
                 session
             }
         };
         debug!("The client of {path} goes on");
-        self.client = Some(Client {
+        self.client = Some(ConnectedClient {
             waits_for: session.first_wait(journal),
             session,
             peer,
@@ -274,7 +274,7 @@ impl<D: Device> Server<D> {
     /// # Errors
     ///
     /// The journal cannot be written, or the state is too large.
-    pub fn commit(&mut self) -> Result<(), JournalError> {
+    pub fn commit(&mut self) -> Result<(), RequestLogError> {
         let Some(journal) = self.journal.as_mut().filter(|_| !self.left) else {
             return Ok(());
         };
@@ -296,12 +296,12 @@ impl<D: Device> Server<D> {
     }
 
     /// Returns the listening socket.
-    pub fn listener(&self) -> &Listener {
+    pub fn listener(&self) -> &SocketListener {
         &self.listener
     }
 
     /// Returns the journal, if the server has one.
-    pub fn journal(&self) -> Option<&Journal> {
+    pub fn journal(&self) -> Option<&RequestLog> {
         self.journal.as_ref()
     }
 
@@ -344,7 +344,7 @@ impl<D: Device> Server<D> {
     }
 
     /// Ends waits that are over: for a client's version, and for the end of a connection whose process has ended.
-    pub fn look(&mut self, now: Duration, watcher: &mut impl Watcher) {
+    pub fn look(&mut self, now: Duration, watcher: &mut impl SocketWatcher) {
         if self.left {
             return;
         }
@@ -376,7 +376,7 @@ impl<D: Device> Server<D> {
     /// # Errors
     ///
     /// Returns the watcher's error.
-    pub fn watch(&self, watcher: &mut impl Watcher) -> io::Result<()> {
+    pub fn watch(&self, watcher: &mut impl SocketWatcher) -> io::Result<()> {
         watcher.add(self.listener.as_raw_fd(), LISTENER, EventSet::IN)?;
         match &self.client {
             Some(client) => watcher.add(client.session.as_raw_fd(), CLIENT, client.waits_for),
@@ -385,7 +385,7 @@ impl<D: Device> Server<D> {
     }
 
     /// Handles an event that the watcher reports with `token`, one of [`Self::TOKENS`].
-    pub fn handle(&mut self, token: u32, watcher: &mut impl Watcher) {
+    pub fn handle(&mut self, token: u32, watcher: &mut impl SocketWatcher) {
         match token {
             _ if self.left => {}
             LISTENER => self.accept(watcher),
@@ -393,7 +393,7 @@ impl<D: Device> Server<D> {
         }
     }
 
-    fn accept(&mut self, watcher: &mut impl Watcher) {
+    fn accept(&mut self, watcher: &mut impl SocketWatcher) {
         for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
                 Ok(Some(stream)) => self.admit(stream, watcher),
@@ -409,7 +409,7 @@ impl<D: Device> Server<D> {
         }
     }
 
-    fn admit(&mut self, stream: UnixStream, watcher: &mut impl Watcher) {
+    fn admit(&mut self, stream: UnixStream, watcher: &mut impl SocketWatcher) {
         // A restarted VMM connects before this thread has noticed the end of its predecessor.
         if self
             .client
@@ -438,14 +438,14 @@ impl<D: Device> Server<D> {
             return error!("Cannot keep a client of {path}, which is refused: {error}");
         }
         step();
-        let peer = Peer::of(&stream)
+        let peer = PeerProcess::of(&stream)
             .inspect_err(|error| debug!("A client on {path} is of no known process: {error}"));
         let process = socket::process(&stream).ok();
         let regions = self.regions.clone();
         match begin(stream, regions, self.journal.as_mut(), watcher) {
             Ok(session) => {
                 info!("A client has connected to {path}");
-                self.client = Some(Client {
+                self.client = Some(ConnectedClient {
                     session,
                     peer: peer.ok(),
                     waits_for: EventSet::IN,
@@ -453,7 +453,7 @@ impl<D: Device> Server<D> {
                     seen: None,
                 });
                 self.device.connected(process);
-                if !self.note_client(Some(Connected::default())) {
+                if !self.note_client(Some(LoggedConnection::default())) {
                     self.disconnect(watcher);
                 }
             }
@@ -467,7 +467,7 @@ impl<D: Device> Server<D> {
         }
     }
 
-    fn serve(&mut self, watcher: &mut impl Watcher) {
+    fn serve(&mut self, watcher: &mut impl SocketWatcher) {
         let Some(client) = &mut self.client else {
             return;
         };
@@ -488,7 +488,7 @@ impl<D: Device> Server<D> {
     }
 
     /// Answers the remaining requests of a client that has closed its connection, and disconnects it.
-    fn finish(&mut self, watcher: &mut impl Watcher) {
+    fn finish(&mut self, watcher: &mut impl SocketWatcher) {
         if let Some(client) = &mut self.client {
             for _ in 0..LAST_TURNS {
                 if client.run(&mut self.device, self.journal.as_mut()) != Some(EventSet::IN) {
@@ -499,7 +499,7 @@ impl<D: Device> Server<D> {
         self.disconnect(watcher);
     }
 
-    fn disconnect(&mut self, watcher: &mut impl Watcher) {
+    fn disconnect(&mut self, watcher: &mut impl SocketWatcher) {
         let Some(client) = self.client.take() else {
             return;
         };
@@ -511,7 +511,7 @@ impl<D: Device> Server<D> {
         }
     }
 
-    fn end(&mut self, client: Client) {
+    fn end(&mut self, client: ConnectedClient) {
         if self.journal.is_some() {
             // The socket may be kept open elsewhere. The shutdown shows its end to the client and to the successor.
             let _ = client.session.stream.shutdown(Shutdown::Both);
@@ -523,7 +523,7 @@ impl<D: Device> Server<D> {
     }
 
     /// Commits the present client, or `None`, to the journal. Returns whether that succeeded.
-    fn note_client(&mut self, client: Option<Connected>) -> bool {
+    fn note_client(&mut self, client: Option<LoggedConnection>) -> bool {
         let Some(journal) = &mut self.journal else {
             return true;
         };
@@ -549,25 +549,25 @@ impl<D: Device> Server<D> {
 
 fn begin(
     stream: UnixStream,
-    regions: Arc<Regions>,
-    journal: Option<&mut Journal>,
-    watcher: &mut impl Watcher,
-) -> Result<Session, Box<dyn std::error::Error>> {
+    regions: Arc<DeviceRegions>,
+    journal: Option<&mut RequestLog>,
+    watcher: &mut impl SocketWatcher,
+) -> Result<VfioUserSession, Box<dyn std::error::Error>> {
     let session = match journal {
-        Some(journal) => Session::begin_kept(stream, regions, journal)?,
-        None => Session::with_regions(stream, regions),
+        Some(journal) => VfioUserSession::begin_kept(stream, regions, journal)?,
+        None => VfioUserSession::with_regions(stream, regions),
     };
     watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN)?;
     Ok(session)
 }
 
-fn unwatch(session: &Session, watcher: &mut impl Watcher) {
+fn unwatch(session: &VfioUserSession, watcher: &mut impl SocketWatcher) {
     if let Err(error) = watcher.remove(session.as_raw_fd()) {
         error!("Cannot stop watching a client's socket: {error}");
     }
 }
 
-impl<D: Device> MutEventSubscriber for Server<D> {
+impl<D: VfioUserDevice> MutEventSubscriber for VfioUserServer<D> {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         self.handle(events.data(), ops);
     }
@@ -579,7 +579,7 @@ impl<D: Device> MutEventSubscriber for Server<D> {
     }
 }
 
-impl<D: Device> Drop for Server<D> {
+impl<D: VfioUserDevice> Drop for VfioUserServer<D> {
     fn drop(&mut self) {
         if let Some(client) = self.client.take().filter(|_| !self.left) {
             self.end(client);
@@ -587,7 +587,7 @@ impl<D: Device> Drop for Server<D> {
     }
 }
 
-impl<D: Device> AsRawFd for Server<D> {
+impl<D: VfioUserDevice> AsRawFd for VfioUserServer<D> {
     /// The listening socket.
     fn as_raw_fd(&self) -> RawFd {
         self.listener.as_raw_fd()

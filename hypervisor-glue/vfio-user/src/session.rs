@@ -7,20 +7,20 @@ use std::sync::Arc;
 
 use log::{error, info, warn};
 
-use crate::connection::{Ended, Reader, Writer};
-use crate::device::Device;
-use crate::dispatch::{Dispatch, Regions};
+use crate::connection::{MessageReader, ReplyWriter, StreamEnd};
+use crate::device::VfioUserDevice;
+use crate::dispatch::{DeviceRegions, RequestDispatcher};
 use crate::error::{Error, chain};
-use crate::message::Header;
+use crate::message::VfioUserHeader;
 use crate::socket;
 
 /// Maximum number of messages answered before other event sources of the thread get a turn. Remaining messages make the socket
 /// readable again.
 pub(crate) const MESSAGES_PER_TURN: usize = 32;
 
-/// Event that a [`Session`] waits for.
+/// Event that a [`VfioUserSession`] waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum SessionReadiness {
     /// The socket becomes readable.
     Reading,
     /// The socket becomes writable: the client has not read its replies.
@@ -31,7 +31,7 @@ pub enum Progress {
 
 /// Unfinished part of the last request that was carried out.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pending {
+pub(crate) struct UnfinishedRequest {
     /// Number of bytes of the reply that were sent.
     pub(crate) sent: u32,
     /// Number of bytes of the request that are left in the socket.
@@ -40,31 +40,34 @@ pub(crate) struct Pending {
 
 /// Connection with one client.
 #[derive(Debug)]
-pub struct Session {
+pub struct VfioUserSession {
     pub(crate) stream: UnixStream,
-    pub(crate) reader: Reader,
-    pub(crate) writer: Writer,
-    pub(crate) dispatch: Dispatch,
+    pub(crate) reader: MessageReader,
+    pub(crate) writer: ReplyWriter,
+    pub(crate) dispatch: RequestDispatcher,
     /// Unfinished part of the last request, with a journal.
-    pub(crate) pending: Option<Pending>,
+    pub(crate) pending: Option<UnfinishedRequest>,
 }
 
-impl Session {
+impl VfioUserSession {
     /// Creates a session on a connected socket, with a client that has not sent anything yet.
     ///
     /// # Errors
     ///
     /// A mappable area of the device is invalid.
-    pub fn new<D: Device>(stream: UnixStream, device: &D) -> Result<Self, Error> {
-        Ok(Self::with_regions(stream, Arc::new(Regions::of(device)?)))
+    pub fn new<D: VfioUserDevice>(stream: UnixStream, device: &D) -> Result<Self, Error> {
+        Ok(Self::with_regions(
+            stream,
+            Arc::new(DeviceRegions::of(device)?),
+        ))
     }
 
-    pub(crate) fn with_regions(stream: UnixStream, regions: Arc<Regions>) -> Self {
+    pub(crate) fn with_regions(stream: UnixStream, regions: Arc<DeviceRegions>) -> Self {
         Self {
             stream,
-            reader: Reader::default(),
-            writer: Writer::default(),
-            dispatch: Dispatch::new(regions),
+            reader: MessageReader::default(),
+            writer: ReplyWriter::default(),
+            dispatch: RequestDispatcher::new(regions),
             pending: None,
         }
     }
@@ -73,18 +76,18 @@ impl Session {
     ///
     /// The socket must be non-blocking for sending. The device is not told of the end of the connection: the caller must do
     /// that.
-    pub fn run<D: Device>(&mut self, device: &mut D) -> Progress {
+    pub fn run<D: VfioUserDevice>(&mut self, device: &mut D) -> SessionReadiness {
         for _ in 0..MESSAGES_PER_TURN {
             match self.turn(device) {
                 Ok(None) => {}
                 Ok(Some(progress)) => return progress,
                 Err(ended) => {
                     self.end(ended);
-                    return Progress::Ended;
+                    return SessionReadiness::Ended;
                 }
             }
         }
-        Progress::Reading
+        SessionReadiness::Reading
     }
 
     /// Returns whether the client has closed the connection, even if requests are unanswered.
@@ -93,13 +96,16 @@ impl Session {
     }
 
     /// Answers one message. Returns the event to wait for, if any.
-    fn turn<D: Device>(&mut self, device: &mut D) -> Result<Option<Progress>, Ended> {
+    fn turn<D: VfioUserDevice>(
+        &mut self,
+        device: &mut D,
+    ) -> Result<Option<SessionReadiness>, StreamEnd> {
         // Sends the previous reply. No message is read before that, so there is at most one reply in memory.
-        if !self.writer.flush(&self.stream).map_err(Ended::Failed)? {
-            return Ok(Some(Progress::Writing));
+        if !self.writer.flush(&self.stream).map_err(StreamEnd::Failed)? {
+            return Ok(Some(SessionReadiness::Writing));
         }
         let Some(message) = self.reader.next(&self.stream)? else {
-            return Ok(Some(Progress::Reading));
+            return Ok(Some(SessionReadiness::Reading));
         };
 
         let header = message.header;
@@ -111,7 +117,7 @@ impl Session {
             }
             Err(refusal) => {
                 if refusal.ends_connection() {
-                    return Err(Ended::OutOfStep { header, refusal });
+                    return Err(StreamEnd::OutOfStep { header, refusal });
                 }
                 self.dispatch.complaints.log_refusal(&refusal);
                 self.writer.error_reply(&header, refusal.errno());
@@ -120,38 +126,40 @@ impl Session {
         if header.no_reply() {
             self.writer.discard();
         }
-        match self.writer.flush(&self.stream).map_err(Ended::Failed)? {
+        match self.writer.flush(&self.stream).map_err(StreamEnd::Failed)? {
             true => Ok(None),
-            false => Ok(Some(Progress::Writing)),
+            false => Ok(Some(SessionReadiness::Writing)),
         }
     }
 
-    pub(crate) fn end(&mut self, ended: Ended) {
+    pub(crate) fn end(&mut self, ended: StreamEnd) {
         match ended {
-            Ended::Closed { cut_short: false } => info!("vfio-user: the client has disconnected"),
-            Ended::Closed { cut_short: true } => {
+            StreamEnd::Closed { cut_short: false } => {
+                info!("vfio-user: the client has disconnected")
+            }
+            StreamEnd::Closed { cut_short: true } => {
                 warn!("vfio-user: the client has disconnected in the middle of a message");
             }
             // Happens when a client is killed.
-            Ended::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+            StreamEnd::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 info!("vfio-user: the client has disconnected without waiting for a reply");
             }
-            Ended::Failed(error) => warn!("vfio-user: the connection failed: {error}"),
-            Ended::OutOfStep { header, refusal } => {
+            StreamEnd::Failed(error) => warn!("vfio-user: the connection failed: {error}"),
+            StreamEnd::OutOfStep { header, refusal } => {
                 self.dispatch.complaints.log_refusal(&refusal);
                 warn!("vfio-user: the connection is closed");
                 self.say(&header, refusal.errno());
             }
-            Ended::Refused => warn!("vfio-user: the connection is closed"),
-            Ended::Journal(error) => {
+            StreamEnd::Refused => warn!("vfio-user: the connection is closed"),
+            StreamEnd::Journal(error) => {
                 error!("vfio-user: the connection is closed: {}", chain(&error))
             }
         }
     }
 
     /// Sends an error reply before the connection is closed, as far as the socket accepts it now.
-    fn say(&mut self, header: &Header, errno: u32) {
-        if header.message_type() == Header::TYPE_COMMAND && !header.no_reply() {
+    fn say(&mut self, header: &VfioUserHeader, errno: u32) {
+        if header.message_type() == VfioUserHeader::TYPE_COMMAND && !header.no_reply() {
             self.writer.error_reply(header, errno);
             // The connection ends in any case.
             let _ = self.writer.flush(&self.stream);
@@ -159,7 +167,7 @@ impl Session {
     }
 }
 
-impl AsRawFd for Session {
+impl AsRawFd for VfioUserSession {
     fn as_raw_fd(&self) -> RawFd {
         self.stream.as_raw_fd()
     }
@@ -173,8 +181,8 @@ mod tests {
     use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
     use super::*;
-    use crate::message::{Command, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE};
-    use crate::testing::{Conversation, Memo, Tracer, message};
+    use crate::message::{MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, VfioUserCommand};
+    use crate::testing::{DescriptorTracer, RecordingDevice, SessionFixture, message};
 
     const VERSION: &[u8] = b"\0\0\x01\0{\"capabilities\":{}}\0";
 
@@ -188,28 +196,28 @@ mod tests {
             .collect()
     }
 
-    fn write_all(talk: &Conversation, bytes: &[u8]) {
+    fn write_all(talk: &SessionFixture, bytes: &[u8]) {
         (&talk.client).write_all(bytes).unwrap();
     }
 
     #[test]
     fn messages_may_come_in_pieces_cut_anywhere() {
         let stream = [
-            message(1, Command::VERSION, 0, VERSION),
+            message(1, VfioUserCommand::VERSION, 0, VERSION),
             message(
                 2,
-                Command::REGION_WRITE,
+                VfioUserCommand::REGION_WRITE,
                 0,
                 &[&[0; 12][..], &[4, 0, 0, 0, 9, 9, 9, 9]].concat(),
             ),
-            message(3, Command::DEVICE_RESET, 0, &[]),
+            message(3, VfioUserCommand::DEVICE_RESET, 0, &[]),
         ]
         .concat();
         for cut in 0..=stream.len() {
-            let mut talk = Conversation::begin(Memo::new());
+            let mut talk = SessionFixture::begin(RecordingDevice::new());
             for piece in [&stream[..cut], &stream[cut..]] {
                 write_all(&talk, piece);
-                assert_eq!(talk.run(), Progress::Reading, "cut at {cut}");
+                assert_eq!(talk.run(), SessionReadiness::Reading, "cut at {cut}");
             }
             for id in 1..=3 {
                 let reply = talk.hear().unwrap();
@@ -223,23 +231,23 @@ mod tests {
     #[test]
     fn fds_belong_to_the_message_whose_bytes_they_come_with() {
         let stream = [
-            message(1, Command::VERSION, 0, VERSION),
-            message(2, Command::DEVICE_RESET, 0, &[]),
-            message(3, Command::DEVICE_SET_IRQS, 0, &irqs()),
-            message(4, Command::DEVICE_RESET, 0, &[]),
+            message(1, VfioUserCommand::VERSION, 0, VERSION),
+            message(2, VfioUserCommand::DEVICE_RESET, 0, &[]),
+            message(3, VfioUserCommand::DEVICE_SET_IRQS, 0, &irqs()),
+            message(4, VfioUserCommand::DEVICE_RESET, 0, &[]),
         ];
         let before = stream[..2].concat().len();
         let stream = stream.concat();
         // With any byte of the message: header, payload, the last one.
         for with in before..before + 36 {
-            let mut talk = Conversation::begin(Memo::new());
-            let (tracer, fd) = Tracer::new();
+            let mut talk = SessionFixture::begin(RecordingDevice::new());
+            let (tracer, fd) = DescriptorTracer::new();
             write_all(&talk, &stream[..with]);
             let one = [&stream[with..][..1]];
             talk.client.send_with_fds(&one, &[fd.as_raw_fd()]).unwrap();
             drop(fd);
             write_all(&talk, &stream[with + 1..]);
-            assert_eq!(talk.run(), Progress::Reading);
+            assert_eq!(talk.run(), SessionReadiness::Reading);
             for _ in 0..4 {
                 assert_eq!(talk.hear().unwrap().errno(), 0, "with byte {with}");
             }
@@ -253,14 +261,14 @@ mod tests {
     #[test]
     fn client_may_go_at_any_byte() {
         let stream = [
-            message(1, Command::VERSION, 0, VERSION),
-            message(2, Command::DEVICE_SET_IRQS, 0, &irqs()),
+            message(1, VfioUserCommand::VERSION, 0, VERSION),
+            message(2, VfioUserCommand::DEVICE_SET_IRQS, 0, &irqs()),
         ]
         .concat();
-        let first = message(1, Command::VERSION, 0, VERSION).len();
+        let first = message(1, VfioUserCommand::VERSION, 0, VERSION).len();
         for cut in 0..=stream.len() {
-            let mut talk = Conversation::begin(Memo::new());
-            let (tracer, fd) = Tracer::new();
+            let mut talk = SessionFixture::begin(RecordingDevice::new());
+            let (tracer, fd) = DescriptorTracer::new();
             write_all(&talk, &stream[..cut.min(first)]);
             if cut > first {
                 let rest = [&stream[first..cut]];
@@ -269,7 +277,7 @@ mod tests {
             drop(fd);
             talk.client.shutdown(std::net::Shutdown::Write).unwrap();
             assert!(talk.session.hung_up());
-            assert_eq!(talk.run(), Progress::Ended, "cut at {cut}");
+            assert_eq!(talk.run(), SessionReadiness::Ended, "cut at {cut}");
             assert_eq!(talk.device.irqs.len(), usize::from(cut == stream.len()));
             drop(talk);
             assert!(tracer.is_closed());
@@ -279,21 +287,21 @@ mod tests {
     #[test]
     fn sizes_that_no_message_has_end_the_connection_with_an_error() {
         let region_write = 32 + MAX_DATA_XFER_SIZE;
-        let control = (Header::SIZE + MAX_CONTROL_PAYLOAD) as u32;
+        let control = (VfioUserHeader::SIZE + MAX_CONTROL_PAYLOAD) as u32;
         for (command, size) in [
-            (Command::DEVICE_RESET, 0),
-            (Command::DEVICE_RESET, 15),
-            (Command::DEVICE_RESET, control + 1),
-            (Command::VERSION, control + 1),
-            (Command::DMA_MAP, u32::MAX),
-            (Command(999), u32::MAX),
-            (Command::REGION_WRITE, region_write + 1),
+            (VfioUserCommand::DEVICE_RESET, 0),
+            (VfioUserCommand::DEVICE_RESET, 15),
+            (VfioUserCommand::DEVICE_RESET, control + 1),
+            (VfioUserCommand::VERSION, control + 1),
+            (VfioUserCommand::DMA_MAP, u32::MAX),
+            (VfioUserCommand(999), u32::MAX),
+            (VfioUserCommand::REGION_WRITE, region_write + 1),
         ] {
-            let mut talk = Conversation::negotiated(Memo::new());
+            let mut talk = SessionFixture::negotiated(RecordingDevice::new());
             let mut message = message(7, command, 0, &[]);
             message[4..8].copy_from_slice(&size.to_le_bytes());
             write_all(&talk, &message);
-            assert_eq!(talk.run(), Progress::Ended, "{command} of {size}");
+            assert_eq!(talk.run(), SessionReadiness::Ended, "{command} of {size}");
             let reply = talk.hear().unwrap();
             assert_eq!(reply.errno(), libc::EINVAL as u32);
             assert_eq!(reply.header.message_id.get(), 7);
@@ -303,71 +311,86 @@ mod tests {
 
     #[test]
     fn largest_messages_are_taken() {
-        let mut talk = Conversation::negotiated(Memo::new());
+        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
         let payload = vec![0; MAX_CONTROL_PAYLOAD];
-        assert_ne!(talk.ask(Command(999), &payload).errno(), 0);
+        assert_ne!(talk.ask(VfioUserCommand(999), &payload).errno(), 0);
 
         let access = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
         let payload = [&access[..], &vec![3; MAX_DATA_XFER_SIZE as usize]].concat();
-        let message = message(8, Command::REGION_WRITE, 0, &payload);
+        let message = message(8, VfioUserCommand::REGION_WRITE, 0, &payload);
         for piece in message.chunks(100_000) {
             write_all(&talk, piece);
-            assert_eq!(talk.run(), Progress::Reading);
+            assert_eq!(talk.run(), SessionReadiness::Reading);
         }
         // Beyond the region's end, so that nothing is written.
         let reply = talk.hear().unwrap();
         assert_eq!((reply.errno(), reply.payload), (0, access));
-        assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     }
 
     #[test]
     fn replies_are_no_commands() {
-        let mut talk = Conversation::negotiated(Memo::new());
+        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
         for kind in [1, 2, 15] {
             write_all(
                 &talk,
-                &message(kind as u16, Command::DEVICE_RESET, kind, &[1, 2]),
+                &message(kind as u16, VfioUserCommand::DEVICE_RESET, kind, &[1, 2]),
             );
-            assert_eq!(talk.run(), Progress::Reading);
+            assert_eq!(talk.run(), SessionReadiness::Reading);
             assert_eq!(talk.hear().unwrap().errno(), libc::EINVAL as u32);
         }
         assert_eq!(talk.device.resets, 0);
-        assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     }
 
     #[test]
     fn no_reply_is_sent_where_none_is_wanted() {
-        let mut talk = Conversation::negotiated(Memo::new());
+        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
         let stream = [
-            message(1, Command::DEVICE_RESET, Header::NO_REPLY, &[]),
-            message(2, Command::REGION_READ, Header::NO_REPLY, &[0; 3]),
-            message(3, Command(999), Header::NO_REPLY, &[]),
-            message(4, Command::DEVICE_RESET, 0, &[]),
+            message(
+                1,
+                VfioUserCommand::DEVICE_RESET,
+                VfioUserHeader::NO_REPLY,
+                &[],
+            ),
+            message(
+                2,
+                VfioUserCommand::REGION_READ,
+                VfioUserHeader::NO_REPLY,
+                &[0; 3],
+            ),
+            message(3, VfioUserCommand(999), VfioUserHeader::NO_REPLY, &[]),
+            message(4, VfioUserCommand::DEVICE_RESET, 0, &[]),
         ];
         write_all(&talk, &stream.concat());
-        assert_eq!(talk.run(), Progress::Reading);
+        assert_eq!(talk.run(), SessionReadiness::Reading);
         assert_eq!(talk.hear().unwrap().header.message_id.get(), 4);
         assert!(talk.hear().is_none());
         assert_eq!(talk.device.resets, 2);
 
-        let mut bad_size = message(5, Command::DEVICE_RESET, Header::NO_REPLY, &[]);
+        let mut bad_size = message(
+            5,
+            VfioUserCommand::DEVICE_RESET,
+            VfioUserHeader::NO_REPLY,
+            &[],
+        );
         bad_size[4] = 1;
         write_all(&talk, &bad_size);
-        assert_eq!(talk.run(), Progress::Ended);
+        assert_eq!(talk.run(), SessionReadiness::Ended);
         assert!(talk.hear().is_none());
     }
 
     #[test]
     fn more_fds_than_a_message_can_have_end_the_connection() {
-        let mut talk = Conversation::negotiated(Memo::new());
-        let (tracer, fd) = Tracer::new();
-        let message = message(1, Command::DEVICE_SET_IRQS, 0, &irqs());
+        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let (tracer, fd) = DescriptorTracer::new();
+        let message = message(1, VfioUserCommand::DEVICE_SET_IRQS, 0, &irqs());
         let fds = [fd.as_raw_fd(); 100];
         for byte in message[..3].chunks(1) {
             talk.client.send_with_fds(&[byte], &fds).unwrap();
         }
         drop(fd);
-        assert_eq!(talk.run(), Progress::Ended);
+        assert_eq!(talk.run(), SessionReadiness::Ended);
         drop(talk);
         assert!(tracer.is_closed());
     }
@@ -375,14 +398,14 @@ mod tests {
     /// A client that sends and does not read: what it sends stays in its socket.
     #[test]
     fn unread_replies_stop_the_client_and_nothing_else() {
-        let mut talk = Conversation::negotiated(Memo::new());
+        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
         let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
         let asked = 20_u16;
         for id in 0..asked {
-            write_all(&talk, &message(id, Command::REGION_READ, 0, &read));
+            write_all(&talk, &message(id, VfioUserCommand::REGION_READ, 0, &read));
         }
         for _ in 0..100 {
-            assert_eq!(talk.run(), Progress::Writing);
+            assert_eq!(talk.run(), SessionReadiness::Writing);
         }
         assert!(talk.device.accesses.is_empty(), "beyond the end of BAR0");
 
@@ -399,33 +422,38 @@ mod tests {
             assert_eq!(reply[..2], id.to_le_bytes());
             assert!(reply[32..].iter().all(|&byte| byte == 0xff));
         }
-        assert_eq!(talk.run(), Progress::Reading);
-        assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(talk.run(), SessionReadiness::Reading);
+        assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     }
 
     #[test]
     fn client_that_goes_without_reading_ends_the_session() {
-        let mut talk = Conversation::negotiated(Memo::new());
+        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
         let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
-        write_all(&talk, &message(1, Command::REGION_READ, 0, &read));
-        assert_eq!(talk.run(), Progress::Writing);
-        let Conversation {
+        write_all(&talk, &message(1, VfioUserCommand::REGION_READ, 0, &read));
+        assert_eq!(talk.run(), SessionReadiness::Writing);
+        let SessionFixture {
             client,
             mut session,
             mut device,
             ..
         } = talk;
         drop(client);
-        assert_eq!(session.run(&mut device), Progress::Ended);
+        assert_eq!(session.run(&mut device), SessionReadiness::Ended);
     }
 
     #[test]
     fn one_client_does_not_keep_the_thread() {
-        let mut talk = Conversation::negotiated(Memo::new());
-        let posted = message(1, Command::DEVICE_RESET, Header::NO_REPLY, &[]);
+        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let posted = message(
+            1,
+            VfioUserCommand::DEVICE_RESET,
+            VfioUserHeader::NO_REPLY,
+            &[],
+        );
         let messages = 3 * MESSAGES_PER_TURN;
         write_all(&talk, &posted.repeat(messages));
-        assert_eq!(talk.run(), Progress::Reading);
+        assert_eq!(talk.run(), SessionReadiness::Reading);
         assert_eq!(talk.device.resets as usize, MESSAGES_PER_TURN);
         talk.run();
         talk.run();

@@ -22,7 +22,7 @@ use crate::message::MAX_FDS_ACCEPTED;
 
 /// Result of a recvmsg(2).
 #[derive(Debug)]
-pub(crate) struct Received {
+pub(crate) struct RecvmsgResult {
     /// Number of bytes; 0 at the end of the stream.
     pub(crate) bytes: usize,
     /// Set if file descriptors came that the kernel could not install.
@@ -43,7 +43,7 @@ pub(crate) fn receive(
     stream: &UnixStream,
     buffer: &mut [u8],
     fds: &mut Vec<OwnedFd>,
-) -> io::Result<Received> {
+) -> io::Result<RecvmsgResult> {
     receive_with(stream, buffer, fds, 0)
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn peek(
     stream: &UnixStream,
     buffer: &mut [u8],
     fds: &mut Vec<OwnedFd>,
-) -> io::Result<Received> {
+) -> io::Result<RecvmsgResult> {
     receive_with(stream, buffer, fds, libc::MSG_PEEK)
 }
 
@@ -62,7 +62,7 @@ fn receive_with(
     buffer: &mut [u8],
     fds: &mut Vec<OwnedFd>,
     flags: libc::c_int,
-) -> io::Result<Received> {
+) -> io::Result<RecvmsgResult> {
     let mut control = [const { MaybeUninit::<u64>::uninit() }; CONTROL_WORDS];
     let mut iovec = libc::iovec {
         iov_base: buffer.as_mut_ptr().cast(),
@@ -119,7 +119,7 @@ fn receive_with(
         header = unsafe { libc::CMSG_NXTHDR(&raw const message, header) };
     }
 
-    Ok(Received {
+    Ok(RecvmsgResult {
         bytes,
         fds_lost: message.msg_flags & libc::MSG_CTRUNC != 0,
     })
@@ -214,9 +214,9 @@ fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
 
 /// Process that made a connection, as a pidfd.
 #[derive(Debug)]
-pub(crate) struct Peer(OwnedFd);
+pub(crate) struct PeerProcess(OwnedFd);
 
-impl Peer {
+impl PeerProcess {
     /// Opens the process that made an accepted connection.
     pub(crate) fn of(stream: &UnixStream) -> io::Result<Self> {
         // Linux 6.5 (asm-generic/socket.h).
@@ -329,10 +329,10 @@ mod tests {
     #[test]
     fn a_process_that_lives_is_not_dead() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        assert!(!Peer::of(&ours).unwrap().is_dead());
+        assert!(!PeerProcess::of(&ours).unwrap().is_dead());
         let number = std::process::id() as libc::pid_t;
-        assert!(!Peer::of_number(number).unwrap().is_dead());
-        assert!(Peer::of_number(0).is_err());
+        assert!(!PeerProcess::of_number(number).unwrap().is_dead());
+        assert!(PeerProcess::of_number(0).is_err());
     }
 
     #[test]

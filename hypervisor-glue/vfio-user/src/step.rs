@@ -20,14 +20,14 @@ mod kill {
     }
 
     /// A process's end, where nothing but a kernel cleans up.
-    struct Killed;
+    struct SimulatedKill;
 
     /// Ends the process if its time has come.
     pub(super) fn step() {
         STEPS_LEFT.with(|left| match left.get() {
             Some(0) => {
                 left.set(None);
-                panic::resume_unwind(Box::new(Killed));
+                panic::resume_unwind(Box::new(SimulatedKill));
             }
             Some(steps) => left.set(Some(steps - 1)),
             None => {}
@@ -42,7 +42,7 @@ mod kill {
         let left = STEPS_LEFT.take();
         match ended {
             Ok(()) => left,
-            Err(reason) if reason.is::<Killed>() => None,
+            Err(reason) if reason.is::<SimulatedKill>() => None,
             Err(reason) => panic::resume_unwind(reason),
         }
     }

@@ -10,10 +10,11 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::device::{
-    Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, MappableArea, Region, RegionIndex,
+    DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, MappableArea, RegionIndex,
+    VfioUserDevice,
 };
-use crate::message::{Command, Header};
-use crate::session::{Progress, Session};
+use crate::message::{VfioUserCommand, VfioUserHeader};
+use crate::session::{SessionReadiness, VfioUserSession};
 use crate::socket;
 
 pub(crate) const BAR0_SIZE: u64 = 0x4000;
@@ -22,7 +23,7 @@ pub(crate) const MSIX_VECTORS: u32 = 128;
 
 /// Device that records its calls.
 #[derive(Debug)]
-pub(crate) struct Memo {
+pub(crate) struct RecordingDevice {
     pub(crate) bar0: Vec<u8>,
     pub(crate) memory: Option<Arc<OwnedFd>>,
     pub(crate) maps: Vec<DmaRegion>,
@@ -34,7 +35,7 @@ pub(crate) struct Memo {
     pub(crate) fail: Option<i32>,
 }
 
-impl Memo {
+impl RecordingDevice {
     pub(crate) fn new() -> Self {
         Self {
             bar0: (0..BAR0_SIZE).map(|byte| byte as u8).collect(),
@@ -65,14 +66,14 @@ impl Memo {
     }
 }
 
-impl Device for Memo {
-    fn region(&self, index: RegionIndex) -> Region {
+impl VfioUserDevice for RecordingDevice {
+    fn region(&self, index: RegionIndex) -> DeviceRegion {
         let (size, mappable) = match index {
             RegionIndex::Bar0 => (BAR0_SIZE, self.memory.clone()),
             RegionIndex::Config => (CONFIG_SIZE, None),
             _ => (0, None),
         };
-        Region {
+        DeviceRegion {
             size,
             readable: size > 0,
             writable: size > 0,
@@ -146,23 +147,23 @@ impl Device for Memo {
 
 /// Reply as the client received it.
 #[derive(Debug)]
-pub(crate) struct Reply {
-    pub(crate) header: Header,
+pub(crate) struct ReceivedReply {
+    pub(crate) header: VfioUserHeader,
     pub(crate) payload: Vec<u8>,
     pub(crate) fds: Vec<OwnedFd>,
 }
 
-impl Reply {
+impl ReceivedReply {
     /// Returns the errno, 0 for success. Checks the rules for all replies.
     pub(crate) fn errno(&self) -> u32 {
         let flags = self.header.flags.get();
-        if flags & Header::ERROR != 0 {
-            assert_eq!(flags, Header::TYPE_REPLY | Header::ERROR);
+        if flags & VfioUserHeader::ERROR != 0 {
+            assert_eq!(flags, VfioUserHeader::TYPE_REPLY | VfioUserHeader::ERROR);
             assert_eq!(self.payload.len(), 0, "an error reply is a header");
             assert_ne!(self.header.error.get(), 0);
             assert!(self.fds.is_empty());
         } else {
-            assert_eq!(flags, Header::TYPE_REPLY);
+            assert_eq!(flags, VfioUserHeader::TYPE_REPLY);
             assert_eq!(self.header.error.get(), 0);
         }
         self.header.error.get()
@@ -175,49 +176,54 @@ impl Reply {
 }
 
 /// Client whose server runs on the same thread.
-pub(crate) struct Conversation {
+pub(crate) struct SessionFixture {
     pub(crate) client: UnixStream,
-    pub(crate) session: Session,
-    pub(crate) device: Memo,
+    pub(crate) session: VfioUserSession,
+    pub(crate) device: RecordingDevice,
     next_id: u16,
 }
 
-impl Conversation {
+impl SessionFixture {
     /// Creates a connection before `VERSION`.
-    pub(crate) fn begin(device: Memo) -> Self {
+    pub(crate) fn begin(device: RecordingDevice) -> Self {
         let (client, server) = UnixStream::pair().unwrap();
         server.set_nonblocking(true).unwrap();
         client.set_nonblocking(true).unwrap();
         Self {
             client,
-            session: Session::new(server, &device).unwrap(),
+            session: VfioUserSession::new(server, &device).unwrap(),
             device,
             next_id: 0x1234,
         }
     }
 
     /// Creates a connection after `VERSION`.
-    pub(crate) fn negotiated(device: Memo) -> Self {
+    pub(crate) fn negotiated(device: RecordingDevice) -> Self {
         let mut this = Self::begin(device);
-        assert_eq!(this.ask(Command::VERSION, &[0, 0, 1, 0]).errno(), 0);
+        assert_eq!(this.ask(VfioUserCommand::VERSION, &[0, 0, 1, 0]).errno(), 0);
         this
     }
 
-    pub(crate) fn run(&mut self) -> Progress {
+    pub(crate) fn run(&mut self) -> SessionReadiness {
         self.session.run(&mut self.device)
     }
 
-    pub(crate) fn message(&mut self, command: Command, payload: &[u8]) -> Vec<u8> {
+    pub(crate) fn message(&mut self, command: VfioUserCommand, payload: &[u8]) -> Vec<u8> {
         self.next_id = self.next_id.wrapping_add(1);
         message(self.next_id, command, 0, payload)
     }
 
     /// Sends a command, and returns the reply.
-    pub(crate) fn ask(&mut self, command: Command, payload: &[u8]) -> Reply {
+    pub(crate) fn ask(&mut self, command: VfioUserCommand, payload: &[u8]) -> ReceivedReply {
         self.ask_with(command, payload, &[])
     }
 
-    pub(crate) fn ask_with(&mut self, command: Command, payload: &[u8], fds: &[RawFd]) -> Reply {
+    pub(crate) fn ask_with(
+        &mut self,
+        command: VfioUserCommand,
+        payload: &[u8],
+        fds: &[RawFd],
+    ) -> ReceivedReply {
         let message = self.message(command, payload);
         let sent = self.client.send_with_fds(&[&message[..]], fds).unwrap();
         assert_eq!(sent, message.len());
@@ -230,23 +236,23 @@ impl Conversation {
 
     /// Returns the next reply, if there is one. Header and payload must each arrive in one piece, and file descriptors with the
     /// header.
-    pub(crate) fn hear(&mut self) -> Option<Reply> {
-        let mut header = Header::default();
+    pub(crate) fn hear(&mut self) -> Option<ReceivedReply> {
+        let mut header = VfioUserHeader::default();
         let mut fds = Vec::new();
         match socket::receive(&self.client, header.as_mut_bytes(), &mut fds) {
             Ok(received) if received.bytes == 0 => return None,
-            Ok(received) => assert_eq!(received.bytes, Header::SIZE),
+            Ok(received) => assert_eq!(received.bytes, VfioUserHeader::SIZE),
             Err(error) => {
                 assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
                 return None;
             }
         }
-        let mut payload = vec![0; header.message_size.get() as usize - Header::SIZE];
+        let mut payload = vec![0; header.message_size.get() as usize - VfioUserHeader::SIZE];
         if !payload.is_empty() {
             let read = (&self.client).read(&mut payload).unwrap();
             assert_eq!(read, payload.len());
         }
-        Some(Reply {
+        Some(ReceivedReply {
             header,
             payload,
             fds,
@@ -263,11 +269,11 @@ impl Conversation {
     }
 }
 
-pub(crate) fn message(id: u16, command: Command, flags: u32, payload: &[u8]) -> Vec<u8> {
-    let header = Header {
+pub(crate) fn message(id: u16, command: VfioUserCommand, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let header = VfioUserHeader {
         message_id: id.into(),
         command: command.0.into(),
-        message_size: ((Header::SIZE + payload.len()) as u32).into(),
+        message_size: ((VfioUserHeader::SIZE + payload.len()) as u32).into(),
         flags: flags.into(),
         error: 0.into(),
     };
@@ -275,9 +281,9 @@ pub(crate) fn message(id: u16, command: Command, flags: u32, payload: &[u8]) -> 
 }
 
 /// Reading end of a pipe, which shows whether any copy of the writing end is open.
-pub(crate) struct Tracer(io::PipeReader);
+pub(crate) struct DescriptorTracer(io::PipeReader);
 
-impl Tracer {
+impl DescriptorTracer {
     pub(crate) fn new() -> (Self, OwnedFd) {
         let (reader, writer) = io::pipe().unwrap();
         (Self(reader), writer.into())

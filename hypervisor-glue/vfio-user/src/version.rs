@@ -3,8 +3,8 @@
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
-use crate::error::Refusal;
-use crate::journal::Agreed;
+use crate::error::RequestRefusal;
+use crate::journal::NegotiatedVersion;
 use crate::message::MAX_MSG_FDS;
 
 /// Major version of the protocol. Other major versions are incompatible.
@@ -21,7 +21,7 @@ const PAGE_SIZES: u64 = !0xfff;
 
 /// Version proposal of a client.
 #[derive(Clone, Debug, Default)]
-pub struct Proposal {
+pub struct VersionProposal {
     /// Minor version; the major version is 0.
     minor: u16,
     /// Capabilities from the client's version data; defaults without them.
@@ -45,11 +45,11 @@ struct ProposedCapabilities {
     _twin_socket: Option<IgnoredAny>,
 }
 
-impl Proposal {
+impl VersionProposal {
     /// Parses a proposal; `data` is everything after the two version numbers.
-    pub(crate) fn parse(major: u16, minor: u16, data: &[u8]) -> Result<Self, Refusal> {
+    pub(crate) fn parse(major: u16, minor: u16, data: &[u8]) -> Result<Self, RequestRefusal> {
         if major != MAJOR {
-            return Err(Refusal::Version { major, minor });
+            return Err(RequestRefusal::Version { major, minor });
         }
         // The size includes the terminating NUL. Bytes after it are not version data.
         let json = data.split(|&byte| byte == 0).next().unwrap_or_default();
@@ -57,7 +57,7 @@ impl Proposal {
             // Version data is optional, and a client in use sends none.
             VersionData::default()
         } else {
-            serde_json::from_slice(json).map_err(Refusal::VersionData)?
+            serde_json::from_slice(json).map_err(RequestRefusal::VersionData)?
         };
         Ok(Self {
             minor,
@@ -71,8 +71,8 @@ impl Proposal {
     }
 
     /// Returns the results on which later requests depend.
-    pub(crate) fn agreed(&self) -> Agreed {
-        Agreed {
+    pub(crate) fn agreed(&self) -> NegotiatedVersion {
+        NegotiatedVersion {
             takes_fds: self.takes_fds(),
         }
     }
@@ -84,8 +84,8 @@ impl Proposal {
     /// buffer size.
     pub(crate) fn answer(&self, max_dma_maps: u32, max_data_xfer_size: u32) -> VersionReply {
         let proposed = &self.capabilities;
-        let data = Answer {
-            capabilities: AnsweredCapabilities {
+        let data = VersionReplyData {
+            capabilities: ReplyCapabilities {
                 max_msg_fds: MAX_MSG_FDS,
                 max_data_xfer_size,
                 max_dma_maps: proposed
@@ -118,12 +118,12 @@ pub(crate) struct VersionReply {
 }
 
 #[derive(Serialize)]
-struct Answer {
-    capabilities: AnsweredCapabilities,
+struct VersionReplyData {
+    capabilities: ReplyCapabilities,
 }
 
 #[derive(Serialize)]
-struct AnsweredCapabilities {
+struct ReplyCapabilities {
     max_msg_fds: u32,
     max_data_xfer_size: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -145,7 +145,7 @@ mod tests {
         268435456}, \"pgsizes\": 4096, \"write_multiple\": true}}\0";
 
     fn answer(data: &[u8]) -> serde_json::Value {
-        let mut json = Proposal::parse(0, 1, data)
+        let mut json = VersionProposal::parse(0, 1, data)
             .unwrap()
             .answer(1000, MAX_DATA_XFER_SIZE)
             .data;
@@ -162,7 +162,7 @@ mod tests {
                 "pgsizes": 4096, "write_multiple": true,
             }})
         );
-        let reply = Proposal::parse(0, 0, QEMU)
+        let reply = VersionProposal::parse(0, 0, QEMU)
             .unwrap()
             .answer(65_535, MAX_DATA_XFER_SIZE)
             .data;
@@ -176,7 +176,7 @@ mod tests {
         }});
         for data in [&b""[..], b"\0", b"{}\0", b"{}", b"{\"capabilities\":{}}\0"] {
             assert_eq!(answer(data), limits, "{data:?}");
-            assert!(Proposal::parse(0, 1, data).unwrap().takes_fds());
+            assert!(VersionProposal::parse(0, 1, data).unwrap().takes_fds());
         }
     }
 
@@ -196,10 +196,10 @@ mod tests {
     #[test]
     fn minor_version_is_at_most_the_proposed_one() {
         for (theirs, agreed) in [(0, 0), (1, 1), (2, 1), (u16::MAX, 1)] {
-            let proposal = Proposal::parse(0, theirs, b"").unwrap();
+            let proposal = VersionProposal::parse(0, theirs, b"").unwrap();
             assert_eq!(proposal.answer(1, MAX_DATA_XFER_SIZE).minor, agreed);
         }
-        let refused = Proposal::parse(1, 0, b"").unwrap_err();
+        let refused = VersionProposal::parse(1, 0, b"").unwrap_err();
         assert!(refused.ends_connection());
     }
 
@@ -217,15 +217,18 @@ mod tests {
             b"\xff\xfe",
             &deep,
         ] {
-            let refused = Proposal::parse(0, 1, data).unwrap_err();
-            assert!(matches!(refused, Refusal::VersionData(_)), "{data:?}");
+            let refused = VersionProposal::parse(0, 1, data).unwrap_err();
+            assert!(
+                matches!(refused, RequestRefusal::VersionData(_)),
+                "{data:?}"
+            );
             assert!(!refused.ends_connection());
         }
     }
 
     #[test]
     fn a_client_that_takes_no_fds_says_so() {
-        let none = Proposal::parse(0, 1, b"{\"capabilities\":{\"max_msg_fds\":0}}").unwrap();
+        let none = VersionProposal::parse(0, 1, b"{\"capabilities\":{\"max_msg_fds\":0}}").unwrap();
         assert!(!none.takes_fds());
     }
 }

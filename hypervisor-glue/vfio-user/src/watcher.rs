@@ -6,8 +6,8 @@ use std::os::fd::RawFd;
 use event_manager::{EventOps, Events};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-/// Event loop that watches sockets for a [`Server`](crate::Server).
-pub trait Watcher {
+/// Event loop that watches sockets for a [`Server`](crate::VfioUserServer).
+pub trait SocketWatcher {
     /// Starts to watch `fd`: each of `events` is reported with `token`.
     ///
     /// # Errors
@@ -31,7 +31,7 @@ pub trait Watcher {
 }
 
 /// Event manager of the `event-manager` crate, with the server as a subscriber.
-impl Watcher for EventOps<'_> {
+impl SocketWatcher for EventOps<'_> {
     fn add(&mut self, fd: RawFd, token: u32, events: EventSet) -> io::Result<()> {
         Self::add(self, Events::with_data_raw(fd, token, events)).map_err(io::Error::other)
     }
@@ -46,7 +46,7 @@ impl Watcher for EventOps<'_> {
 }
 
 /// Epoll instance of the caller's own event loop. The token is the event's data.
-impl Watcher for &Epoll {
+impl SocketWatcher for &Epoll {
     fn add(&mut self, fd: RawFd, token: u32, events: EventSet) -> io::Result<()> {
         let event = EpollEvent::new(events, token.into());
         self.ctl(ControlOperation::Add, fd, event)

@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-use vfio_user_server::Server;
+use vfio_user_server::VfioUserServer;
 use vmm_sys_util::epoll::{Epoll, EpollEvent};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
@@ -55,14 +55,17 @@ fn received_connection(pass: &UnixStream) -> UnixStream {
 
 /// A server in its own loop, with a clock that the test advances.
 struct Loop {
-    server: Server<Nothing>,
+    server: VfioUserServer<Nothing>,
     epoll: Epoll,
     now: Duration,
 }
 
 impl Loop {
     fn new(path: &Path) -> Self {
-        let (server, epoll) = (Server::bind(path, Nothing).unwrap(), Epoll::new().unwrap());
+        let (server, epoll) = (
+            VfioUserServer::bind(path, Nothing).unwrap(),
+            Epoll::new().unwrap(),
+        );
         server.watch(&mut &epoll).unwrap();
         Self {
             server,

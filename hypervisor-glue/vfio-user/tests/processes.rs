@@ -16,8 +16,9 @@ use std::time::Duration;
 
 use event_manager::{EventManager, SubscriberOps};
 use vfio_user_server::{
-    Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Journal, Listener, Progress, Region,
-    RegionIndex, Server, Session, SocketAccess, Watcher,
+    DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, RegionIndex, RequestLog,
+    SessionReadiness, SocketAccess, SocketListener, SocketWatcher, VfioUserDevice, VfioUserServer,
+    VfioUserSession,
 };
 use vmm_sys_util::epoll::{Epoll, EpollEvent, EventSet};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -63,7 +64,7 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
     with_low_limit(name, || {
         let (mut client, server) = UnixStream::pair().unwrap();
         server.set_nonblocking(true).unwrap();
-        let mut session = Session::new(server, &Nothing).unwrap();
+        let mut session = VfioUserSession::new(server, &Nothing).unwrap();
         client.write_all(&VERSION).unwrap();
         session.run(&mut Nothing);
         assert_eq!(hear(&client), 0);
@@ -75,11 +76,11 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
             taken.truncate(taken.len() - room);
             let fds = [null.as_raw_fd(); 2];
             client.send_with_fds(&[&RESET[..]], &fds).unwrap();
-            assert_eq!(session.run(&mut Nothing), Progress::Reading);
+            assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
             assert_eq!(hear(&client), libc::EMFILE as u32);
         }
         client.write_all(&RESET).unwrap();
-        assert_eq!(session.run(&mut Nothing), Progress::Reading);
+        assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
         assert_eq!(hear(&client), 0);
         // The one that came was closed.
         drop(File::open("/dev/null").unwrap());
@@ -93,7 +94,7 @@ fn client_without_an_fd_is_turned_away_and_does_not_keep_the_thread_busy() {
         let directory = tempfile::TempDir::new().unwrap();
         let path = directory.path().join("full.sock");
         let mut manager = EventManager::new().unwrap();
-        manager.add_subscriber(Server::bind(&path, Nothing).unwrap());
+        manager.add_subscriber(VfioUserServer::bind(&path, Nothing).unwrap());
 
         let mut early = UnixStream::connect(&path).unwrap();
         let taken = exhaust();
@@ -120,9 +121,9 @@ struct Counter {
     kept: Option<OwnedFd>,
 }
 
-impl Device for Counter {
-    fn region(&self, _: RegionIndex) -> Region {
-        Region {
+impl VfioUserDevice for Counter {
+    fn region(&self, _: RegionIndex) -> DeviceRegion {
+        DeviceRegion {
             size: 4096,
             readable: true,
             writable: true,
@@ -166,19 +167,19 @@ fn server_of_a_process(keeper: &Path) {
         let (_, file) = keeper.recv_with_fd(&mut [0]).unwrap();
         OwnedFd::from(file.unwrap())
     });
-    let listener = Listener::from_kept(Path::new("kept.sock"), fds.next().unwrap()).unwrap();
-    let (journal, record) = Journal::from_kept(fds.next().unwrap()).unwrap();
+    let listener = SocketListener::from_kept(Path::new("kept.sock"), fds.next().unwrap()).unwrap();
+    let (journal, record) = RequestLog::from_kept(fds.next().unwrap()).unwrap();
     let client = fds.next().map(UnixStream::from);
     let device = Counter {
         writes: u64::from_le_bytes(record.device().try_into().unwrap()),
         saved: None,
         kept: None,
     };
-    let mut server = Server::resume(listener, journal, client, device).unwrap();
+    let mut server = VfioUserServer::resume(listener, journal, client, device).unwrap();
     let epoll = Epoll::new().unwrap();
     server.watch(&mut &epoll).unwrap();
-    let end = Server::<Counter>::TOKENS.end;
-    Watcher::add(&mut &epoll, keeper.as_raw_fd(), end, EventSet::IN).unwrap();
+    let end = VfioUserServer::<Counter>::TOKENS.end;
+    SocketWatcher::add(&mut &epoll, keeper.as_raw_fd(), end, EventSet::IN).unwrap();
     let mut events = [EpollEvent::default(); 4];
     loop {
         let ready = epoll.wait(-1, &mut events).unwrap();
@@ -238,11 +239,12 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
         saved: None,
         kept: None,
     };
-    let journal = Journal::new().unwrap();
-    let mut first = Server::bind_kept(&path, SocketAccess::default(), device, journal).unwrap();
+    let journal = RequestLog::new().unwrap();
+    let mut first =
+        VfioUserServer::bind_kept(&path, SocketAccess::default(), device, journal).unwrap();
     let epoll = Epoll::new().unwrap();
     let mut client = UnixStream::connect(&path).unwrap();
-    first.handle(Server::<Counter>::TOKENS.start, &mut &epoll);
+    first.handle(VfioUserServer::<Counter>::TOKENS.start, &mut &epoll);
     // A server that answers nothing more fails the test.
     let patience = Some(Duration::from_secs(60));
     client.set_read_timeout(patience).unwrap();

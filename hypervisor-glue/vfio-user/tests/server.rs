@@ -21,8 +21,8 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use tempfile::TempDir;
 use vfio_user::Client;
 use vfio_user_server::{
-    Device, DmaRegion, Error, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea, Region,
-    RegionIndex, Server,
+    DeviceRegion, DmaRegion, Error, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
+    RegionIndex, VfioUserDevice, VfioUserServer,
 };
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -47,8 +47,8 @@ struct TestDevice {
     gone: Sender<()>,
 }
 
-impl Device for TestDevice {
-    fn region(&self, index: RegionIndex) -> Region {
+impl VfioUserDevice for TestDevice {
+    fn region(&self, index: RegionIndex) -> DeviceRegion {
         let (size, mappable) = match index {
             RegionIndex::Bar0 => {
                 let area = MappableArea {
@@ -62,7 +62,7 @@ impl Device for TestDevice {
             RegionIndex::Config => (0x1000, None),
             _ => (0, None),
         };
-        Region {
+        DeviceRegion {
             size,
             readable: true,
             writable: true,
@@ -182,7 +182,7 @@ impl Running {
             };
             states.push(state);
             gone.push(receiver);
-            bound.push(Server::bind(socket(directory.path(), number), device).unwrap());
+            bound.push(VfioUserServer::bind(socket(directory.path(), number), device).unwrap());
         }
         let last = Stop {
             event: stop.try_clone().unwrap(),
@@ -418,7 +418,7 @@ fn client_may_be_replaced_without_a_pause() {
         gone: sender,
     };
     let mut manager = EventManager::new().unwrap();
-    let server = manager.add_subscriber(Server::bind(&path, device).unwrap());
+    let server = manager.add_subscriber(VfioUserServer::bind(&path, device).unwrap());
 
     let mut old = UnixStream::connect(&path).unwrap();
     old.write_all(&VERSION).unwrap();
@@ -505,14 +505,14 @@ fn socket_file_is_the_servers_own() {
         area: Arc::new(tempfile::tempfile().unwrap().into()),
         gone: gone.clone(),
     };
-    let refused = Server::bind(&path, other()).map(drop).unwrap_err();
+    let refused = VfioUserServer::bind(&path, other()).map(drop).unwrap_err();
     assert!(matches!(&refused, Error::SocketInUse { path: named } if *named == path));
     assert!(refused.to_string().contains(path.to_str().unwrap()));
     running.client().region_write(0, 0, &[1]).unwrap();
 
     running.stop();
     assert!(!path.exists());
-    let server = Server::bind(&path, other()).unwrap();
+    let server = VfioUserServer::bind(&path, other()).unwrap();
     assert_eq!(server.path(), path);
     assert!(!server.is_connected());
 }
@@ -532,12 +532,12 @@ fn server_that_stops_lets_go_of_the_clients_memory() {
 #[test]
 fn area_that_no_client_could_map_is_refused() {
     struct Odd(MappableArea);
-    impl Device for Odd {
-        fn region(&self, index: RegionIndex) -> Region {
-            Region {
+    impl VfioUserDevice for Odd {
+        fn region(&self, index: RegionIndex) -> DeviceRegion {
+            DeviceRegion {
                 size: BAR0_SIZE,
                 mappable: (index == RegionIndex::Bar2).then(|| self.0.clone()),
-                ..Region::default()
+                ..DeviceRegion::default()
             }
         }
         fn read(&mut self, _: RegionIndex, _: u64, _: &mut [u8]) {}
@@ -578,7 +578,7 @@ fn area_that_no_client_could_map_is_refused() {
             memory: memory.clone(),
             base,
         });
-        let result = Server::bind(directory.path().join("odd.sock"), device);
+        let result = VfioUserServer::bind(directory.path().join("odd.sock"), device);
         match result.map(drop) {
             Ok(()) => assert!(good, "{offset:#x}+{size:#x} at {base:#x}"),
             Err(Error::MappableArea { region, .. }) => {

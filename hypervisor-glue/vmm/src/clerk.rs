@@ -17,13 +17,13 @@ const QUIET: Duration = Duration::from_secs(1);
 
 /// Ledger writer thread. Dropping it ends the thread.
 #[derive(Debug)]
-pub(crate) struct Clerk {
+pub(crate) struct LedgerWriterThread {
     /// `None` once the thread is to end.
     asked: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Clerk {
+impl LedgerWriterThread {
     /// Starts the thread for a ledger.
     ///
     /// # Errors
@@ -46,7 +46,7 @@ impl Clerk {
     }
 }
 
-impl Drop for Clerk {
+impl Drop for LedgerWriterThread {
     fn drop(&mut self) {
         self.asked = None;
         if let Some(thread) = self.thread.take()

@@ -1,7 +1,7 @@
 //! The control thread of a function, independent of its transport.
 //!
 //! Each function has one control thread. It carries out admin commands and reports events to the guest, so that a slow admin
-//! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`Controlled`] is the transport's
+//! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`ControlLoopHandler`] is the transport's
 //! work in one turn of the loop.
 
 use std::io;
@@ -19,7 +19,7 @@ const READY_MAX: usize = 8;
 const WAKE: u64 = u64::MAX;
 
 /// Work that a control thread does for a function.
-pub trait Controlled {
+pub trait ControlLoopHandler {
     /// Returns the time after which a turn is due without any event; `None` to wait for events only.
     fn due_in(&mut self) -> Option<Duration>;
 
@@ -89,7 +89,7 @@ impl ControlLoop {
     }
 
     /// Runs the loop of the function `id` until [`Self::stop`] is called.
-    pub fn run(&self, id: &str, controlled: &mut impl Controlled) {
+    pub fn run(&self, id: &str, controlled: &mut impl ControlLoopHandler) {
         let mut events = [EpollEvent::default(); READY_MAX];
         let mut ready = [0; READY_MAX];
         loop {
@@ -131,13 +131,13 @@ mod tests {
     use super::*;
 
     /// Reports its turns.
-    struct Probe {
+    struct TurnProbe {
         due: Option<Duration>,
         turns: Sender<Vec<u64>>,
         source: EventFd,
     }
 
-    impl Controlled for Probe {
+    impl ControlLoopHandler for TurnProbe {
         fn due_in(&mut self) -> Option<Duration> {
             self.due.take()
         }
@@ -155,7 +155,7 @@ mod tests {
         let source = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         control.watch(source.as_raw_fd(), 7).unwrap();
         let (turns, seen) = mpsc::channel();
-        let mut probe = Probe {
+        let mut probe = TurnProbe {
             due: Some(Duration::from_millis(1)),
             turns,
             source: source.try_clone().unwrap(),

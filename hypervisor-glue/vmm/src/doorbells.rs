@@ -6,7 +6,7 @@
 //! eventfd does not transport it.
 //!
 //! The control thread maps and unmaps, not a poller or a vCPU: it may take long, and a shared poller has other guests
-//! ([`Hysteresis`] decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
+//! ([`DoorbellMappingPolicy`] decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
 //! [`NvmeFunction::end_mapped_doorbells`]. For pollers that never sleep, doorbells are mapped all the time. When a tie changes,
 //! the new poller is woken once, as a write may have gone to the previous poller.
 
@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::Gpa;
-use nvme_mpt::clock::{Rate, Ticks};
-use nvme_mpt::learn::Hysteresis;
-use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt::clock::{TickRate, Ticks};
+use nvme_mpt::learn::DoorbellMappingPolicy;
+use nvme_mpt::memory::{Mapping, MappingAccess};
 use nvme_mpt::seam::DoorbellWaker;
 use vmm_device::{Bar, NvmeFunction};
 
@@ -40,14 +40,14 @@ pub(super) struct MappedDoorbells {
     refused: bool,
     /// Set if pollers may sleep. Otherwise no wake-up is needed, and the doorbells stay mapped.
     parks: bool,
-    hysteresis: Hysteresis,
-    rate: Rate,
-    figures: DoorbellFigures,
+    hysteresis: DoorbellMappingPolicy,
+    rate: TickRate,
+    figures: DoorbellMappingStats,
 }
 
 /// Costs of mapping and unmapping doorbells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DoorbellFigures {
+pub struct DoorbellMappingStats {
     /// Number of times that they were mapped.
     pub mapped: u64,
     /// Number of times that they were unmapped.
@@ -65,8 +65,8 @@ impl MappedDoorbells {
         function.end_mapped_doorbells();
         let region = function.doorbell_memory();
         let len = usize::try_from(region.length).map_err(io::Error::other)?;
-        let memory = Mapping::shared(region.fd, region.offset, len, Access::ReadWrite)?;
-        let rate = Rate::of_this_machine();
+        let memory = Mapping::shared(region.fd, region.offset, len, MappingAccess::ReadWrite)?;
+        let rate = TickRate::of_this_machine();
         Ok(Some(Self {
             offset: region.offset,
             memory: Arc::new(memory),
@@ -74,13 +74,13 @@ impl MappedDoorbells {
             wanted: false,
             refused: false,
             parks: function.facts().parks,
-            hysteresis: Hysteresis::new(function.facts().learning.doorbells, rate),
+            hysteresis: DoorbellMappingPolicy::new(function.facts().learning.doorbells, rate),
             rate,
-            figures: DoorbellFigures::default(),
+            figures: DoorbellMappingStats::default(),
         }))
     }
 
-    pub(super) fn figures(&self) -> DoorbellFigures {
+    pub(super) fn figures(&self) -> DoorbellMappingStats {
         self.figures
     }
 
@@ -161,14 +161,14 @@ impl MappedDoorbells {
 
 /// Doorbells that are tied to eventfds, which wake pollers, by guest address.
 #[derive(Debug, Default)]
-pub(super) struct TiedDoorbells {
+pub(super) struct IoeventfdDoorbells {
     tied: BTreeMap<Gpa, DoorbellWaker>,
     /// Number of ties at which the VMM refused another one; forgotten once none is wanted. KVM limits them for all devices of a
     /// VM.
     most: Option<usize>,
 }
 
-impl TiedDoorbells {
+impl IoeventfdDoorbells {
     /// Updates the ties to the function's wakers and BAR0's present address.
     pub(super) fn follow(&mut self, function: &NvmeFunction, vmm: &dyn Vmm) {
         let wanted = Self::wanted(function);

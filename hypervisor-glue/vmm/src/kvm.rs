@@ -22,7 +22,7 @@ use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::apic::local_apic;
-use crate::vmm::{Pin, Vectors, Vmm, VmmError};
+use crate::vmm::{IntxPin, Vmm, VmmError, VmmVectors};
 
 /// Number of pins of KVM's I/O APIC, which are the first GSIs.
 const IOAPIC_PINS: u32 = 24;
@@ -36,7 +36,7 @@ const MAX_GSIS: u32 = 4096;
 pub struct KvmVmm {
     vm: Arc<VmFd>,
     /// Memory slots by guest address, with the memory that must outlive them.
-    slots: Mutex<BTreeMap<u64, Slot>>,
+    slots: Mutex<BTreeMap<u64, KvmMemorySlot>>,
     routes: Arc<Mutex<RouteTable>>,
     /// Threads of the vCPUs, by local APIC identifier.
     vcpus: Mutex<BTreeMap<u32, ThreadId>>,
@@ -44,7 +44,7 @@ pub struct KvmVmm {
     intx: Option<u32>,
 }
 
-struct Slot {
+struct KvmMemorySlot {
     number: u32,
     _memory: Arc<Mapping>,
 }
@@ -130,7 +130,7 @@ impl Vmm for KvmVmm {
         // deleted; it is only ever accessed by raw copies and atomics, which a guest may race with.
         unsafe { self.vm.set_user_memory_region(region) }
             .map_err(|error| VmmError::new(action(), io::Error::from(error)))?;
-        let slot = Slot {
+        let slot = KvmMemorySlot {
             number,
             _memory: memory.clone(),
         };
@@ -177,7 +177,7 @@ impl Vmm for KvmVmm {
             })
     }
 
-    fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError> {
+    fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
         let mut vectors = KvmVectors {
             vm: self.vm.clone(),
             routes: self.routes.clone(),
@@ -202,7 +202,7 @@ impl Vmm for KvmVmm {
         Ok(Box::new(vectors))
     }
 
-    fn pin(&self) -> Result<Option<Box<dyn Pin>>, VmmError> {
+    fn pin(&self) -> Result<Option<Box<dyn IntxPin>>, VmmError> {
         let Some(gsi) = self.intx else {
             return Ok(None);
         };
@@ -249,7 +249,7 @@ impl fmt::Debug for KvmPin {
     }
 }
 
-impl Pin for KvmPin {
+impl IntxPin for KvmPin {
     fn raise(&self) -> io::Result<EventFd> {
         self.raise.try_clone()
     }
@@ -282,7 +282,7 @@ impl fmt::Debug for KvmVectors {
     }
 }
 
-impl Vectors for KvmVectors {
+impl VmmVectors for KvmVectors {
     fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
         let (_, eventfd) = self
             .vectors
@@ -328,12 +328,12 @@ impl Drop for KvmVectors {
 /// Routing table of a virtual machine, which KVM replaces as a whole.
 struct RouteTable(
     /// Routes by GSI; `None` for a reserved GSI without a route.
-    BTreeMap<u32, Option<Route>>,
+    BTreeMap<u32, Option<GsiRoute>>,
 );
 
 /// Destination of a GSI.
 #[derive(Clone, Copy)]
-enum Route {
+enum GsiRoute {
     /// Pin of the I/O APIC, and of a PIC if it is one of the first sixteen.
     Pin,
     /// Message.
@@ -345,7 +345,7 @@ impl RouteTable {
     fn of_pins() -> Self {
         Self(
             (0..IOAPIC_PINS)
-                .map(|pin| (pin, Some(Route::Pin)))
+                .map(|pin| (pin, Some(GsiRoute::Pin)))
                 .collect(),
         )
     }
@@ -362,8 +362,8 @@ impl RouteTable {
         for (gsi, route) in &self.0 {
             match route {
                 None => {}
-                Some(Route::Message(message)) => entries.push(message_entry(*gsi, *message)),
-                Some(Route::Pin) => {
+                Some(GsiRoute::Message(message)) => entries.push(message_entry(*gsi, *message)),
+                Some(GsiRoute::Pin) => {
                     entries.push(pin_entry(*gsi, KVM_IRQCHIP_IOAPIC, *gsi));
                     match gsi.checked_sub(PIC_PINS) {
                         None => entries.push(pin_entry(*gsi, KVM_IRQCHIP_PIC_MASTER, *gsi)),
@@ -385,9 +385,9 @@ impl RouteTable {
     }
 }
 
-fn message_route(message: MsixMessage) -> Route {
+fn message_route(message: MsixMessage) -> GsiRoute {
     let [a0, a1, a2, a3, a4, a5, a6, a7] = message.address.to_le_bytes();
-    Route::Message(kvm_irq_routing_msi {
+    GsiRoute::Message(kvm_irq_routing_msi {
         address_lo: u32::from_le_bytes([a0, a1, a2, a3]),
         address_hi: u32::from_le_bytes([a4, a5, a6, a7]),
         data: message.data,

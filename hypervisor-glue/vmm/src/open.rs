@@ -7,24 +7,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::drive::{DriveName, Header, ReserveError, SpareKeeper};
+use nvme_mpt::drive::{DiskImageHeader, DriveName, ReserveError, SpareDescriptorStore};
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
-    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, LeaseState, Ledger, MIN_UNIT,
-    Room, Wanted,
+    Lease, LeaseClaim, LeaseError, LeaseExtents, LeaseHolderState, LeaseRequest, Ledger, MIN_UNIT,
+    NamespaceCapacity, PreviousDataPolicy, RequestedBytes,
 };
-use nvme_mpt::origin::IdentityRef;
+use nvme_mpt::origin::DriveIdentityRef;
 use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, Drive, FunctionParts, HostSide, Pollers,
+    ControllerBackend, Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
+    SharedPartsSource,
 };
 use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;
 
-use crate::clerk::Clerk;
+use crate::clerk::LedgerWriterThread;
 use crate::drives::{self, DrivePath, OpenDriveError};
-use crate::options::{AskedFunction, FunctionOptions, LeaseSize};
+use crate::options::{FunctionOptions, LeaseSize, ParsedFunctionOptions};
 use crate::sandbox;
 
 /// Errors of opening the drive and range of an option string.
@@ -95,10 +96,10 @@ pub enum OpenError {
     Wipe(#[from] WipeError),
     /// The data path cannot be set up.
     #[error(transparent)]
-    Attach(#[from] AttachError),
+    Attach(#[from] LocalBackendError),
     /// The server that has the drive gives no lease.
     #[error(transparent)]
-    Server(#[from] nvme_mpt_lease_protocol::AttachError),
+    Server(#[from] nvme_mpt_lease_protocol::LeaseAttachError),
     /// No server has the drive any more, and the sandbox of this process was made while one had it.
     #[error(
         "No drive server has {0} any more, and this process was confined while one had it, without the right to open the \
@@ -109,23 +110,23 @@ pub enum OpenError {
 
 /// Ledgers of leases, by the processes that may know of them.
 #[derive(Debug)]
-pub struct Ledgers {
+pub struct LeaseLedgers {
     /// All processes that use the same state folder.
     shared: Ledger,
     /// This process.
     private: Ledger,
     state_dir: PathBuf,
     /// Right by which leases are asked for.
-    claim: Claim,
+    claim: LeaseClaim,
     /// Names this process in the shared ledger. Without it, the thread that asks for a lease does.
-    clerk: Option<Arc<Clerk>>,
+    clerk: Option<Arc<LedgerWriterThread>>,
     /// Has spare descriptions of the files of leases, if this process has a keeper.
-    spares: Option<Arc<dyn SpareKeeper>>,
+    spares: Option<Arc<dyn SpareDescriptorStore>>,
     /// Memory limit of functions that have none of their own.
     memory_limit: Option<Bytes>,
 }
 
-impl Ledgers {
+impl LeaseLedgers {
     /// The ledger in a state folder, and one for drives that only this process has.
     #[must_use]
     pub fn open(state_dir: &Path) -> Self {
@@ -133,7 +134,7 @@ impl Ledgers {
             shared: Ledger::open(state_dir),
             private: Ledger::in_process(),
             state_dir: state_dir.to_owned(),
-            claim: Claim::Operator,
+            claim: LeaseClaim::Operator,
             clerk: None,
             spares: None,
             memory_limit: None,
@@ -155,7 +156,7 @@ impl Ledgers {
     /// # Errors
     /// Returns the kernel's error. There is no such thread.
     pub fn with_clerk(self) -> io::Result<Self> {
-        let clerk = Clerk::start(self.shared.clone())?;
+        let clerk = LedgerWriterThread::start(self.shared.clone())?;
         let clerk = Some(Arc::new(clerk));
         Ok(Self { clerk, ..self })
     }
@@ -173,7 +174,7 @@ impl Ledgers {
 
     /// The same, of a process whose keeper has spare descriptions of the files of leases.
     #[must_use]
-    pub fn with_spares(self, spares: Arc<dyn SpareKeeper>) -> Self {
+    pub fn with_spares(self, spares: Arc<dyn SpareDescriptorStore>) -> Self {
         let spares = Some(spares);
         Self { spares, ..self }
     }
@@ -185,7 +186,7 @@ impl Ledgers {
     pub fn find_ending(&self) -> Result<Option<String>, LeaseError> {
         let (shared, private) = (self.shared.list()?, self.private.list()?);
         let mut entries = shared.into_iter().chain(private);
-        let ending = entries.find(|entry| entry.state == LeaseState::Ending);
+        let ending = entries.find(|entry| entry.state == LeaseHolderState::Ending);
         Ok(ending.map(|entry| entry.id))
     }
 
@@ -198,7 +199,7 @@ impl Ledgers {
 
     /// Returns the same ledgers, which are asked for leases by the right of `claim`.
     #[must_use]
-    pub fn claiming(&self, claim: Claim) -> Self {
+    pub fn claiming(&self, claim: LeaseClaim) -> Self {
         Self {
             shared: self.shared.clone(),
             private: self.private.clone(),
@@ -214,7 +215,11 @@ impl Ledgers {
     ///
     /// # Errors
     /// The ledger's file cannot be used.
-    pub fn room(&self, drive: &Drive, unit: Option<NonZeroU64>) -> Result<(u64, Room), LeaseError> {
+    pub fn room(
+        &self,
+        drive: &Drive,
+        unit: Option<NonZeroU64>,
+    ) -> Result<(u64, NamespaceCapacity), LeaseError> {
         let unit = unit.map_or_else(|| default_unit(drive), NonZeroU64::get);
         let namespace = drive.namespace();
         let bytes = namespace.blocks << namespace.lba_shift;
@@ -226,7 +231,7 @@ impl Ledgers {
 
     /// Renames a drive in the ledger if an earlier version gave it another name in this boot.
     fn carry_over(&self, drive: &Drive) -> Result<(), LeaseError> {
-        let IdentityRef { name, formerly, .. } = drive.identity();
+        let DriveIdentityRef { name, formerly, .. } = drive.identity();
         for before in formerly {
             if self.ledger_of(drive).carry_over(before, name)? {
                 log::info!("What was leased of {before} is leased of {name} now");
@@ -244,15 +249,15 @@ impl Ledgers {
 
     /// Refuses the first lease of bytes that begin with the header of a disk image. A guest that wrote one later keeps its
     /// drive.
-    fn check_header(&self, drive: &Drive, wanted: Wanted) -> Result<(), OpenError> {
+    fn check_header(&self, drive: &Drive, wanted: RequestedBytes) -> Result<(), OpenError> {
         let nsid = drive.namespace().nsid;
         let begins = match wanted {
-            Wanted::At(range) if range.start() > 0 => vec![0, range.start()],
+            RequestedBytes::At(range) if range.start() > 0 => vec![0, range.start()],
             _ => vec![0],
         };
         for offset in begins {
             let block = ByteRange::new(offset, 1 << drive.lba_shift())?;
-            if let Some(header) = Header::at(drive, offset)
+            if let Some(header) = DiskImageHeader::at(drive, offset)
                 && self
                     .ledger_of(drive)
                     .is_unused(drive.identity().name, nsid, block)?
@@ -276,7 +281,7 @@ impl Ledgers {
         options: &FunctionOptions,
         drive: &Drive,
         id: &str,
-        wanted: Wanted,
+        wanted: RequestedBytes,
     ) -> Result<Lease, OpenError> {
         let namespace = drive.namespace();
         let ledger = self.ledger_of(drive);
@@ -289,10 +294,10 @@ impl Ledgers {
             blocks: namespace.blocks,
             former_data: match (&options.path, options.data) {
                 // It keeps nothing.
-                (DrivePath::Null(_), _) => FormerData::Kept,
+                (DrivePath::Null(_), _) => PreviousDataPolicy::Kept,
                 // Memory of this process begins with zeroes, and keys are not erased by their blocks.
-                (_, FormerData::Erased) if drive.is_private() || options.has_keys() => {
-                    FormerData::Wiped
+                (_, PreviousDataPolicy::Erased) if drive.is_private() || options.has_keys() => {
+                    PreviousDataPolicy::Wiped
                 }
                 (_, data) => data,
             },
@@ -327,7 +332,7 @@ fn default_unit(drive: &Drive) -> u64 {
 }
 
 /// Returns what `options` ask for by size.
-fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<Wanted, OpenError> {
+fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
     let LeaseSize { size, unit } = asked;
     let multiple = drive.controller().whole_lease();
     let unit = unit.map_or_else(|| default_unit(drive), |unit| unit.0);
@@ -341,7 +346,7 @@ fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<Wanted, OpenError> {
             unit: Bytes(unit),
             multiple: Bytes(multiple),
         }),
-        _ => Ok(Wanted::Size {
+        _ => Ok(RequestedBytes::Size {
             bytes: size.0,
             unit,
             whole: multiple.is_some(),
@@ -353,8 +358,8 @@ fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<Wanted, OpenError> {
 fn lease_of(
     options: &FunctionOptions,
     drive: &Drive,
-    ledgers: &Ledgers,
-) -> Result<(String, Wanted), OpenError> {
+    ledgers: &LeaseLedgers,
+) -> Result<(String, RequestedBytes), OpenError> {
     ledgers.carry_over(drive)?;
     if let (Some(size), Some(id)) = (options.size, &options.id) {
         return Ok((id.clone(), wanted_size(size, drive)?));
@@ -371,7 +376,7 @@ fn lease_of(
             default_id(&drive, namespace.nsid, range)
         }
     };
-    Ok((id, Wanted::At(range)))
+    Ok((id, RequestedBytes::At(range)))
 }
 
 /// Returns the id of a function's lease.
@@ -381,7 +386,7 @@ fn lease_of(
 pub fn lease_id(
     options: &FunctionOptions,
     drive: &Drive,
-    ledgers: &Ledgers,
+    ledgers: &LeaseLedgers,
 ) -> Result<String, OpenError> {
     Ok(lease_of(options, drive, ledgers)?.0)
 }
@@ -394,7 +399,7 @@ pub fn lease_id(
 pub fn lease_to_truncate(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
-    ledgers: &Ledgers,
+    ledgers: &LeaseLedgers,
     bytes: Bytes,
 ) -> Result<Lease, OpenError> {
     let Some(LeaseSize { unit, .. }) = options.size else {
@@ -420,9 +425,9 @@ pub fn reserve(
     options: &FunctionOptions,
     limits: Option<String>,
     drive: &Arc<Drive>,
-    ledgers: &Ledgers,
+    ledgers: &LeaseLedgers,
     stop: &AtomicBool,
-) -> Result<(String, Extents), OpenError> {
+) -> Result<(String, LeaseExtents), OpenError> {
     let (id, wanted) = lease_of(options, drive, ledgers)?;
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
@@ -439,15 +444,15 @@ pub fn reserve(
 /// A range with data of another id may have to be wiped first. That ends early when `stop` is set.
 ///
 /// # Errors
-/// [`OpenError::Range`], [`OpenError::Reserve`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
+/// [`OpenError::Range`], [`OpenError::ReserveArgs`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
 pub fn attach(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
-    ledgers: &Ledgers,
-    pollers: &Arc<Pollers>,
+    ledgers: &LeaseLedgers,
+    pollers: &Arc<PollerPool>,
     stop: &AtomicBool,
-) -> Result<Attachment, OpenError> {
-    let parts = FunctionParts::Own;
+) -> Result<LocalBackend, OpenError> {
+    let parts = SharedPartsSource::Own;
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
@@ -458,11 +463,11 @@ pub fn attach(
 pub fn attach_with(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
-    ledgers: &Ledgers,
-    pollers: &Arc<Pollers>,
-    parts: FunctionParts,
+    ledgers: &LeaseLedgers,
+    pollers: &Arc<PollerPool>,
+    parts: SharedPartsSource,
     stop: &AtomicBool,
-) -> Result<Attachment, OpenError> {
+) -> Result<LocalBackend, OpenError> {
     let (id, wanted) = lease_of(options, drive, ledgers)?;
     // First, since a refused reservation changes nothing: neither the ledger nor former data.
     let reservation = match options.reserve {
@@ -472,7 +477,7 @@ pub fn attach_with(
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
     let memory_limit = ledgers.memory_limit_of(options).map(|Bytes(limit)| limit);
-    let config = AttachmentConfig {
+    let config = LocalBackendConfig {
         drive: drive.clone(),
         lease,
         queue_pairs: options.queue_pairs(),
@@ -489,7 +494,7 @@ pub fn attach_with(
         serial: options.serial.clone(),
     };
     let spares = ledgers.spares.clone();
-    Ok(Attachment::with_spares(config, parts, spares)?)
+    Ok(LocalBackend::with_spares(config, parts, spares)?)
 }
 
 /// Opens the drive of `options` for a function alone, and attaches to it, as [`attach`] does.
@@ -498,10 +503,10 @@ pub fn attach_with(
 /// See [`OpenError`].
 pub fn open(
     options: &FunctionOptions,
-    ledgers: &Ledgers,
-    pollers: &Arc<Pollers>,
+    ledgers: &LeaseLedgers,
+    pollers: &Arc<PollerPool>,
     stop: &AtomicBool,
-) -> Result<Attachment, OpenError> {
+) -> Result<LocalBackend, OpenError> {
     let opened = drives::opened_options(&options.path);
     let drive = drives::open_on(
         &options.path,
@@ -518,11 +523,11 @@ pub fn open(
 /// See [`OpenError`]; [`OpenDriveError::Closed`] for a drive that is not open.
 pub fn attach_opened(
     options: &FunctionOptions,
-    ledgers: &Ledgers,
-    pollers: &Arc<Pollers>,
-    parts: FunctionParts,
+    ledgers: &LeaseLedgers,
+    pollers: &Arc<PollerPool>,
+    parts: SharedPartsSource,
     stop: &AtomicBool,
-) -> Result<Attachment, OpenError> {
+) -> Result<LocalBackend, OpenError> {
     let opened = drives::opened_options(&options.path);
     let drive = drives::find(&options.path, &options.of_drive(opened.as_ref()))?;
     attach_with(options, &drive, ledgers, pollers, parts, stop)
@@ -534,10 +539,10 @@ pub fn attach_opened(
 /// # Errors
 /// See [`OpenError`].
 pub fn host_side(
-    function: &AskedFunction,
-    ledgers: &Ledgers,
-    pollers: &Arc<Pollers>,
-) -> Result<(String, Arc<dyn HostSide>), OpenError> {
+    function: &ParsedFunctionOptions,
+    ledgers: &LeaseLedgers,
+    pollers: &Arc<PollerPool>,
+) -> Result<(String, Arc<dyn ControllerBackend>), OpenError> {
     let options = function.options();
     for caution in options.cautions() {
         log::warn!("A function on {}: {caution}", options.path);
@@ -564,11 +569,11 @@ mod tests {
     #[test]
     fn a_functions_own_memory_limit_goes_before_that_of_the_server() {
         let folder = tempfile::tempdir().unwrap();
-        let ledgers = Ledgers::open(folder.path());
-        let limited = ledgers.claiming(Claim::Operator);
+        let ledgers = LeaseLedgers::open(folder.path());
+        let limited = ledgers.claiming(LeaseClaim::Operator);
         let limited = limited.with_memory_limit(Some(Bytes(4 << 30)));
-        let of_vmm = limited.claiming(Claim::Own(7));
-        let limit = |ledgers: &Ledgers, options: &str| {
+        let of_vmm = limited.claiming(LeaseClaim::Own(7));
+        let limit = |ledgers: &LeaseLedgers, options: &str| {
             let limit = ledgers.memory_limit_of(&options.parse().unwrap());
             limit.map(|Bytes(limit)| limit >> 30)
         };

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Error)]
-    enum Layer {
+    enum LayeredError {
         #[error("Bottom")]
         Bottom,
         #[error(transparent)]
@@ -56,11 +56,11 @@ mod tests {
 
     #[derive(Debug, Error)]
     #[error("Cannot write")]
-    struct Write(#[source] io::Error);
+    struct WriteFailure(#[source] io::Error);
 
     #[test]
     fn a_file_system_that_cannot_be_written_may_be_a_sandbox() {
-        let text = |errno| chain(&Write(io::Error::from_raw_os_error(errno)));
+        let text = |errno| chain(&WriteFailure(io::Error::from_raw_os_error(errno)));
         let refused = text(libc::EROFS);
         assert!(refused.contains("Read-only file system"), "{refused}");
         assert!(
@@ -72,9 +72,9 @@ mod tests {
 
     #[test]
     fn every_cause_has_a_line() {
-        let error = Layer::Top(Box::new(Layer::Transparent(Box::new(Layer::Repeats(
-            Box::new(Layer::Bottom),
-        )))));
+        let error = LayeredError::Top(Box::new(LayeredError::Transparent(Box::new(
+            LayeredError::Repeats(Box::new(LayeredError::Bottom)),
+        ))));
         assert_eq!(chain(&error), "Same as its cause\n  Bottom");
     }
 }

@@ -4,11 +4,11 @@
 use std::io;
 use std::sync::Arc;
 
-use nvme_mpt::interrupt::PinFall;
+use nvme_mpt::interrupt::PinDeassertion;
 use vmm_device::{Bar, BarMove, MsixMessage, NvmeFunction};
 
 use crate::report;
-use crate::vmm::{Pin, Vectors, Vmm};
+use crate::vmm::{IntxPin, Vmm, VmmVectors};
 
 /// Size of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
 const ENTRY_SIZE: u64 = 16;
@@ -19,12 +19,12 @@ const DWORD: u64 = 4;
 
 /// Routes of one function's vectors.
 #[derive(Debug)]
-pub(super) struct Routes {
+pub(super) struct VectorRoutes {
     vmm: Arc<dyn Vmm>,
-    vectors: Box<dyn Vectors>,
+    vectors: Box<dyn VmmVectors>,
     /// Address and data of the hypervisor's present routes.
     told: Vec<Option<(u64, u32)>>,
-    pin: Option<Box<dyn Pin>>,
+    pin: Option<Box<dyn IntxPin>>,
     /// Set while the first vector is connected as the pin.
     is_pin: bool,
 }
@@ -32,12 +32,12 @@ pub(super) struct Routes {
 /// Vector that is replaced by the pin.
 const PIN_VECTOR: u16 = 0;
 
-impl Routes {
+impl VectorRoutes {
     /// Connects the vectors of `function`.
     pub(super) fn connect(
         vmm: Arc<dyn Vmm>,
-        vectors: Box<dyn Vectors>,
-        pin: Option<Box<dyn Pin>>,
+        vectors: Box<dyn VmmVectors>,
+        pin: Option<Box<dyn IntxPin>>,
         function: &NvmeFunction,
     ) -> io::Result<Self> {
         for (number, vector) in (0..).zip(function.vectors()) {
@@ -76,7 +76,7 @@ impl Routes {
             (Ok(eventfd), Some(vector)) => {
                 // Disconnected first, so that a pending interrupt is delivered only by the new way.
                 vector.set_eventfd(None);
-                function.set_pin(is_pin.then_some(PinFall::Acknowledgement));
+                function.set_pin(is_pin.then_some(PinDeassertion::Acknowledgement));
                 vector.set_eventfd(Some(eventfd));
                 self.is_pin = is_pin;
                 // The vCPU of a pin is not known.

@@ -14,7 +14,7 @@ use nvme_mpt::memory::user_faults::open_own_mappings;
 use nvme_mpt_lease_protocol::is_served;
 
 use crate::drives::DrivePath;
-use crate::options::{AskedFunction, FunctionConfig, OptionError};
+use crate::options::{FunctionConfig, OptionError, ParsedFunctionOptions};
 
 /// Absolute paths of the drives that this process leaves to servers.
 static LEFT: Mutex<Vec<DrivePath>> = Mutex::new(Vec::new());
@@ -59,7 +59,7 @@ pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
 }
 
 /// Returns whether this process leaves the function's drive to servers.
-pub(crate) fn is_left(asked: &AskedFunction) -> bool {
+pub(crate) fn is_left(asked: &ParsedFunctionOptions) -> bool {
     left().contains(&drive_of(asked))
 }
 
@@ -69,12 +69,12 @@ pub(crate) fn can_be_served(path: &DrivePath) -> bool {
 }
 
 /// Returns whether a server has the drive of a function at present.
-fn has_server(state_dir: &Path, asked: &AskedFunction) -> bool {
+fn has_server(state_dir: &Path, asked: &ParsedFunctionOptions) -> bool {
     can_be_served(&asked.options().path) && is_served(state_dir, &asked.text().to_string())
 }
 
 /// Returns the absolute path of a function's drive.
-fn drive_of(asked: &AskedFunction) -> DrivePath {
+fn drive_of(asked: &ParsedFunctionOptions) -> DrivePath {
     let absolute = asked.text().get("path").and_then(|path| path.parse().ok());
     absolute.unwrap_or_else(|| asked.options().path.clone())
 }
@@ -87,33 +87,35 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::thread::{self, JoinHandle};
 
-    use nvme_mpt::{HostSide, KeptParts, Pollers};
-    use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of, sockets};
+    use nvme_mpt::{ControllerBackend, PersistedBackendParts, PollerPool};
+    use nvme_mpt_lease_protocol::{
+        LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_of, sockets,
+    };
 
     use super::*;
-    use crate::open::{self, Ledgers, OpenError};
+    use crate::open::{self, LeaseLedgers, OpenError};
 
     /// A server that has one drive, and has it no more when a function wants a lease.
-    struct Going(String);
+    struct VanishingDriveServer(String);
 
-    impl Leases for Going {
+    impl LeaseSource for VanishingDriveServer {
         fn attach(
             &self,
-            _: Peer,
+            _: PeerIdentity,
             options: &str,
-            _: Option<KeptParts>,
+            _: Option<PersistedBackendParts>,
             _: &AtomicBool,
-        ) -> Admission {
+        ) -> LeaseAdmission {
             assert!(options.starts_with("path="), "{options}");
-            Admission::NotServed
+            LeaseAdmission::NotServed
         }
 
         fn serves(&self, options: &str) -> bool {
             options.contains(&self.0)
         }
 
-        fn ended(&self, _: &Arc<dyn HostSide>) -> End {
-            End::Gone
+        fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+            LeaseEndCause::Gone
         }
     }
 
@@ -121,10 +123,13 @@ mod tests {
     fn serve(state_dir: &Path, drive: &Path, count: usize) -> JoinHandle<()> {
         fs::create_dir_all(sockets(state_dir)).unwrap();
         let listener = UnixListener::bind(socket_of(state_dir, "1")).unwrap();
-        let leases = Going(drive.display().to_string());
+        let leases = VanishingDriveServer(drive.display().to_string());
         thread::spawn(move || {
             for stream in listener.incoming().take(count) {
-                Session::new(stream.unwrap()).unwrap().run(&leases).unwrap();
+                LeaseSession::new(stream.unwrap())
+                    .unwrap()
+                    .run(&leases)
+                    .unwrap();
             }
         })
     }
@@ -143,9 +148,9 @@ mod tests {
             state_dir: state_dir.clone(),
             ..FunctionConfig::default()
         };
-        let ledgers = Ledgers::open(&state_dir);
+        let ledgers = LeaseLedgers::open(&state_dir);
         let start = |config: &FunctionConfig| {
-            open::host_side(&config.asked().unwrap(), &ledgers, &Pollers::new())
+            open::host_side(&config.asked().unwrap(), &ledgers, &PollerPool::new())
         };
         // Each function asks when the sandbox is made, and when it starts.
         let server = serve(&state_dir, &served, 4);

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::Pollers;
+use nvme_mpt::PollerPool;
 use thiserror::Error;
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use crate::device::{DeviceError, FunctionDevice, Remake};
-use crate::open::{self, Ledgers, OpenError};
+use crate::device::{DeviceError, FunctionDevice, FunctionFactory};
+use crate::open::{self, LeaseLedgers, OpenError};
 use crate::options::{FunctionConfig, OptionError};
 use crate::vmm::Vmm;
 
@@ -39,9 +39,9 @@ pub fn start(
     config: &FunctionConfig,
     id: &str,
     vmm: Arc<dyn Vmm>,
-    pollers: &Arc<Pollers>,
+    pollers: &Arc<PollerPool>,
 ) -> Result<FunctionDevice, StartError> {
-    let ledgers = Ledgers::open(&config.state_dir);
+    let ledgers = LeaseLedgers::open(&config.state_dir);
     let asked = config.asked()?;
     let pollers = pollers.clone();
     let make = move || -> Result<NvmeFunction, OpenError> {
@@ -49,5 +49,5 @@ pub fn start(
         Ok(NvmeFunction::new(host, MsixMasking::Function))
     };
     let device = FunctionDevice::start(id, make()?, vmm)?;
-    Ok(device.remade_by(Remake::new(make, TAKE_BACK_PATIENCE)))
+    Ok(device.remade_by(FunctionFactory::new(make, TAKE_BACK_PATIENCE)))
 }

@@ -8,8 +8,8 @@ use std::thread::JoinHandle;
 
 use nvme_mpt::memory::Mapping;
 use nvme_mpt::memory::processors::ThreadId;
-use nvme_mpt::poller::{Threads, Work, start_thread};
-use nvme_mpt::{Gpa, Pollers};
+use nvme_mpt::poller::{ThreadSpawner, ThreadWork, start_thread};
+use nvme_mpt::{Gpa, PollerPool};
 use thiserror::Error;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
@@ -67,13 +67,13 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// There are not enough vectors left.
-    fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError>;
+    fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError>;
 
     /// Returns an INTx level for a function; `None` to offer the guest MSI-X and MSI only.
     ///
     /// # Errors
     /// The hypervisor cannot provide a level.
-    fn pin(&self) -> Result<Option<Box<dyn Pin>>, VmmError> {
+    fn pin(&self) -> Result<Option<Box<dyn IntxPin>>, VmmError> {
         Ok(None)
     }
 
@@ -92,13 +92,13 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
+    fn spawn(&self, name: &str, work: ThreadWork) -> io::Result<JoinHandle<()>> {
         start_thread(name, work)
     }
 }
 
 /// Interrupt vectors of one function. Dropping them frees them.
-pub trait Vectors: fmt::Debug + Send {
+pub trait VmmVectors: fmt::Debug + Send {
     /// Returns the eventfd that raises a vector when it is signalled.
     ///
     /// # Errors
@@ -114,7 +114,7 @@ pub trait Vectors: fmt::Debug + Send {
 }
 
 /// INTx level of one function. Several levels may share a line. Dropping the level frees it.
-pub trait Pin: fmt::Debug + Send {
+pub trait IntxPin: fmt::Debug + Send {
     /// Returns the eventfd that raises the level when it is signalled.
     ///
     /// # Errors
@@ -131,6 +131,8 @@ pub trait Pin: fmt::Debug + Send {
 
 /// Creates pollers whose threads are started by `vmm`, like the threads of functions.
 #[must_use]
-pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<Pollers> {
-    Pollers::on(Threads::from_spawn(move |name, work| vmm.spawn(name, work)))
+pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<PollerPool> {
+    PollerPool::on(ThreadSpawner::from_spawn(move |name, work| {
+        vmm.spawn(name, work)
+    }))
 }

@@ -22,8 +22,8 @@ use nvme_mpt::memory::memfd;
 use nvme_mpt_vmm::options::FunctionConfig;
 use nvme_mpt_vmm::report;
 use nvme_mpt_vmm::{
-    Access, Bar, DeviceError, FunctionDevice, Gpa, Mapping, MemoryRegion, MsixMessage, Vectors,
-    Vmm, VmmError, VmmMapping,
+    Bar, DeviceError, FunctionDevice, Gpa, Mapping, MappingAccess, MemoryRegion, MsixMessage, Vmm,
+    VmmError, VmmMapping, VmmVectors,
 };
 use tempfile::TempDir;
 use vmm_sys_util::eventfd::EventFd;
@@ -70,7 +70,7 @@ impl Vmm for NoHypervisor {
         Ok(())
     }
 
-    fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError> {
+    fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
         let vectors = (0..count).map(|_| EventFd::new(libc::EFD_NONBLOCK).unwrap());
         Ok(Box::new(Irqs(vectors.collect())))
     }
@@ -79,7 +79,7 @@ impl Vmm for NoHypervisor {
 #[derive(Debug)]
 struct Irqs(Vec<EventFd>);
 
-impl Vectors for Irqs {
+impl VmmVectors for Irqs {
     fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
         self.0[usize::from(vector)].try_clone()
     }
@@ -129,7 +129,7 @@ impl Ram {
         let fd = std::os::fd::AsFd::as_fd(&self.file);
         // SAFETY: this unmaps it when it is dropped, and makes no references to it.
         let memory =
-            unsafe { Mapping::borrowed(start, len, Access::ReadWrite, fd, 0, self.clone()) };
+            unsafe { Mapping::borrowed(start, len, MappingAccess::ReadWrite, fd, 0, self.clone()) };
         VmmMapping {
             memory: memory.unwrap(),
             is_complete,

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Weak;
 use std::thread;
 
-use nvme_mpt_vmm::options::AskedFunction;
+use nvme_mpt_vmm::options::ParsedFunctionOptions;
 
 use super::MachineError;
 
@@ -25,7 +25,7 @@ const REQUEST_MAX: u64 = 4096;
 /// A machine while it runs, as its control socket reaches it.
 pub(super) trait Requests: Send + Sync + 'static {
     /// Adds a function. Returns its name.
-    fn add(&self, options: &AskedFunction) -> Result<String, MachineError>;
+    fn add(&self, options: &ParsedFunctionOptions) -> Result<String, MachineError>;
 
     /// Removes a function: its slot is empty from now on. If its guest has not let go of it before, the
     /// guest sees a function that is pulled out.

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvm_ioctls::VmFd;
-use nvme_mpt_vmm::DoorbellFigures;
+use nvme_mpt_vmm::DoorbellMappingStats;
 use vm_device::MutDeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
 
@@ -142,8 +142,8 @@ impl Teller {
     }
 
     /// The figures of all functions.
-    fn doorbells(&self) -> DoorbellFigures {
-        let mut sum = DoorbellFigures::default();
+    fn doorbells(&self) -> DoorbellMappingStats {
+        let mut sum = DoorbellMappingStats::default();
         for function in self.root.functions() {
             let figures = function.doorbell_figures();
             sum.mapped += figures.mapped;

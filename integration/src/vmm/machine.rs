@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
-use nvme_mpt::Pollers;
+use nvme_mpt::PollerPool;
 use nvme_mpt_vmm::kvm::KvmVmm;
-use nvme_mpt_vmm::open::{self, Ledgers};
-use nvme_mpt_vmm::options::AskedFunction;
+use nvme_mpt_vmm::open::{self, LeaseLedgers};
+use nvme_mpt_vmm::options::ParsedFunctionOptions;
 use nvme_mpt_vmm::{self, FunctionDevice, Vmm};
 use vm_device::bus;
 use vmm_device::{MsixMasking, NvmeFunction};
@@ -44,7 +44,7 @@ pub struct MachineConfig {
     /// Memory in MiB.
     pub memory_mib: u64,
     /// Functions that are there from the start.
-    pub functions: Vec<AskedFunction>,
+    pub functions: Vec<ParsedFunctionOptions>,
     /// Folder with the ledger of leases.
     pub state_dir: PathBuf,
     /// True if a guest that writes to address FE000000h has KVM's counters of the machine printed.
@@ -80,8 +80,8 @@ struct Functions {
     vmm: Arc<KvmVmm>,
     memory: Memory,
     root: Arc<RootComplex>,
-    ledgers: Ledgers,
-    pollers: Arc<Pollers>,
+    ledgers: LeaseLedgers,
+    pollers: Arc<PollerPool>,
 }
 
 impl Machine {
@@ -129,7 +129,7 @@ impl Machine {
             vmm,
             memory,
             root,
-            ledgers: Ledgers::open(&config.state_dir),
+            ledgers: LeaseLedgers::open(&config.state_dir),
         };
         let shared = Arc::new(Shared {
             vcpus: Mutex::default(),
@@ -160,7 +160,7 @@ impl Machine {
     ///
     /// # Errors
     /// See [`MachineError`].
-    pub fn add(&self, options: &AskedFunction) -> Result<String, MachineError> {
+    pub fn add(&self, options: &ParsedFunctionOptions) -> Result<String, MachineError> {
         self.shared.add(options)
     }
 
@@ -178,7 +178,7 @@ impl Machine {
 }
 
 impl Requests for Shared {
-    fn add(&self, options: &AskedFunction) -> Result<String, MachineError> {
+    fn add(&self, options: &ParsedFunctionOptions) -> Result<String, MachineError> {
         let device = self.functions.make(options)?;
         let id = device.id().to_owned();
         self.functions
@@ -338,7 +338,7 @@ impl Shared {
 
 impl Functions {
     /// A function that has no slot yet.
-    fn make(&self, function: &AskedFunction) -> Result<Arc<FunctionDevice>, MachineError> {
+    fn make(&self, function: &ParsedFunctionOptions) -> Result<Arc<FunctionDevice>, MachineError> {
         let (id, host) = open::host_side(function, &self.ledgers, &self.pollers)?;
         let function = NvmeFunction::new(host, MsixMasking::Function);
         let vmm: Arc<dyn Vmm> = self.vmm.clone();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use nvme_mpt::Gpa;
 use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::memory::{Access, Mapping, memfd};
+use nvme_mpt::memory::{Mapping, MappingAccess, memfd};
 use nvme_mpt_vmm::Vmm;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 
@@ -36,7 +36,7 @@ impl Memory {
         let failed = || MachineError::kvm("map the guest's memory");
         let fd = memfd(c"guest-memory", len).map_err(failed())?;
         // At most 3 GiB.
-        let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite);
+        let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, MappingAccess::ReadWrite);
         vmm.map(Gpa(0), &Arc::new(mapping.map_err(failed())?))?;
         let file = File::from(fd.try_clone().map_err(failed())?);
         let range = (

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use nvme_mpt_vmm::options::AskedFunction;
+use nvme_mpt_vmm::options::ParsedFunctionOptions;
 
 use super::{Ended, Machine, MachineConfig, MachineError};
 
@@ -28,7 +28,7 @@ pub struct Options {
     memory: u64,
     /// An NVMe function, as in path=disk.img,range=0+1G; again for another one.
     #[arg(long = "nvme-mpt", value_name = "OPTIONS")]
-    functions: Vec<AskedFunction>,
+    functions: Vec<ParsedFunctionOptions>,
     /// Folder with the ledger of leases.
     #[arg(long, default_value = "/run/nvme-mpt")]
     state_dir: PathBuf,

@@ -13,7 +13,7 @@ use kvm_bindings::{MsrList, Msrs};
 use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 use vm_superio::SerialState;
-use vmm_device::FunctionState;
+use vmm_device::FunctionSnapshot;
 
 use super::MachineError;
 
@@ -47,7 +47,7 @@ pub(super) struct MachineState {
 pub(super) struct SlotState {
     pub(super) slot: usize,
     pub(super) id: String,
-    pub(super) function: FunctionState,
+    pub(super) function: FunctionSnapshot,
 }
 
 /// A processor.

@@ -8,7 +8,7 @@ use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig, HOTPLUG_BUS};
 use integration::process;
 use integration::server::{FunctionOptions, Server};
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::Group;
 use crate::fixture::{Bench, FUNCTION, Failure, PATIENCE, at, await_path, expect};
@@ -43,8 +43,8 @@ fn fitted(bench: &Bench) -> Result<(), Failure> {
     let fitted = folder.join("fitted.toml");
     write(&fitted, &text)?;
     // Tests of `fit` compare values, which depend on the speed of a guest here.
-    let parsed = Profile::parse(&fitted.display().to_string(), &text);
-    expect(matches!(parsed, Ok(Profile::Nvm(_))), || {
+    let parsed = DriveProfile::parse(&fitted.display().to_string(), &text);
+    expect(matches!(parsed, Ok(DriveProfile::Nvm(_))), || {
         format!("No profile of a drive: {parsed:?}:\n{text}")
     })?;
 

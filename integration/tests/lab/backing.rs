@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use integration::lab::{LabDrive, inside};
 use nvme_mpt::iova::{Iommu, IovaSpace};
-use nvme_mpt::memory::{Access, Cell32, Mapping};
+use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess};
 use nvme_vfio::function::PciAddress;
-use nvme_vfio::{Backing, VfioBacking, VfioError};
+use nvme_vfio::{DeviceBacking, VfioBacking, VfioError};
 
 use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect, sh};
 use crate::{Group, Refused};
@@ -126,7 +126,7 @@ fn reset(_: &Bench) -> Result<(), Failure> {
 }
 
 /// Maps all of a memory.
-fn map(iommu: &dyn Iommu, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
+fn map(iommu: &dyn Iommu, iova: u64, memory: &Mapping, access: MappingAccess) -> io::Result<()> {
     iommu.map(iova, memory, 0..memory.len(), access)
 }
 
@@ -135,9 +135,12 @@ fn mapping(_: &Bench) -> Result<(), Failure> {
     let iommu = a.iommu();
     let memory = kernel("memory", Mapping::anonymous(3 * 4096 + 1))?;
     let at = 1 << 32;
-    kernel("map", map(iommu.as_ref(), at, &memory, Access::ReadWrite))?;
+    kernel(
+        "map",
+        map(iommu.as_ref(), at, &memory, MappingAccess::ReadWrite),
+    )?;
     expect(
-        map(iommu.as_ref(), at + 4096, &memory, Access::Read).is_err(),
+        map(iommu.as_ref(), at + 4096, &memory, MappingAccess::Read).is_err(),
         || "Mapped on top of another".to_owned(),
     )?;
     // Part of what was mapped is not what was mapped: nothing may be taken for unmapped then.
@@ -149,14 +152,17 @@ fn mapping(_: &Bench) -> Result<(), Failure> {
     }
     // The last page counts as a whole.
     kernel("unmap", iommu.unmap(at, memory.len() as u64))?;
-    kernel("map again", map(iommu.as_ref(), at, &memory, Access::Read))?;
+    kernel(
+        "map again",
+        map(iommu.as_ref(), at, &memory, MappingAccess::Read),
+    )?;
     for (iova, what) in [
         (0xFEE0_0000, "interrupts"),
         (u64::MAX - 0xFFFF, "nowhere"),
         (7, "no page"),
     ] {
         expect(
-            map(iommu.as_ref(), iova, &memory, Access::Read).is_err(),
+            map(iommu.as_ref(), iova, &memory, MappingAccess::Read).is_err(),
             || format!("Mapped at {iova:#x}, which is {what}"),
         )?;
     }
@@ -164,7 +170,7 @@ fn mapping(_: &Bench) -> Result<(), Failure> {
     let space = Arc::new(IovaSpace::behind_iommu(iommu, &usable));
     let large = kernel("memory", Mapping::anonymous(64 << 20))?;
     for _ in 0..3 {
-        drop(kernel("map", space.map(&large, Access::ReadWrite))?);
+        drop(kernel("map", space.map(&large, MappingAccess::ReadWrite))?);
     }
     Ok(())
 }
@@ -182,7 +188,7 @@ fn too_many_mappings(_: &Bench) -> Result<(), Failure> {
                 iommu.as_ref(),
                 (1 << 32) + 4096 * number,
                 &page,
-                Access::Read,
+                MappingAccess::Read,
             ),
         )?;
     }
@@ -190,7 +196,7 @@ fn too_many_mappings(_: &Bench) -> Result<(), Failure> {
         iommu.as_ref(),
         (1 << 32) + 4096 * limit,
         &page,
-        Access::Read,
+        MappingAccess::Read,
     );
     let said = refused.map_err(|error| error.to_string());
     expect(
@@ -203,7 +209,7 @@ fn too_many_mappings(_: &Bench) -> Result<(), Failure> {
 /// Checks that every part of a function that was given up reports it.
 fn expect_gone(a: &VfioBacking) -> Result<(), Failure> {
     let (doorbells, at) = a.doorbells();
-    let doorbell = Cell32::new(&doorbells, at).ok_or_else(|| Failure::from("Unaligned"))?;
+    let doorbell = MappedWord32::new(&doorbells, at).ok_or_else(|| Failure::from("Unaligned"))?;
     doorbell.store(1);
     a.write32(CC, 1);
     let read = (a.read32(CC), a.read32(CSTS), a.read64(CAP));
@@ -215,7 +221,7 @@ fn expect_gone(a: &VfioBacking) -> Result<(), Failure> {
     let results = [
         a.reset(),
         a.set_bus_master(true),
-        map(a.iommu().as_ref(), 1 << 32, &page, Access::Read),
+        map(a.iommu().as_ref(), 1 << 32, &page, MappingAccess::Read),
     ];
     for result in results {
         let kind = result.as_ref().map_err(io::Error::kind);
@@ -231,7 +237,7 @@ fn released_while_read(_: &Bench) -> Result<(), Failure> {
         let a = open("a")?;
         let space = Arc::new(IovaSpace::behind_iommu(a.iommu(), &a.usable_iovas()));
         let memory = kernel("memory", Mapping::anonymous(1 << 20))?;
-        let mapped = kernel("map", space.map(&memory, Access::ReadWrite))?;
+        let mapped = kernel("map", space.map(&memory, MappingAccess::ReadWrite))?;
         thread::scope(|scope| {
             let reader = scope.spawn(|| {
                 loop {
@@ -309,7 +315,12 @@ fn pulled(_: &Bench) -> Result<(), Failure> {
     let memory = kernel("memory", Mapping::anonymous(1 << 20))?;
     kernel(
         "map",
-        map(a.iommu().as_ref(), 1 << 32, &memory, Access::ReadWrite),
+        map(
+            a.iommu().as_ref(),
+            1 << 32,
+            &memory,
+            MappingAccess::ReadWrite,
+        ),
     )?;
     inside::control("remove a")?;
     await_that("it is noticed", || Ok(a.is_gone()))?;

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use integration::server::{FunctionOptions, Server};
-use nvme_mpt::Pollers;
+use nvme_mpt::PollerPool;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -23,7 +23,7 @@ use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::prp::{self, Prepared};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, LBA_OUT_OF_RANGE};
-use nvme_mpt_vmm::open::{self, Ledgers};
+use nvme_mpt_vmm::open::{self, LeaseLedgers};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::fixture::{Failure, PATIENCE, at, expect};
@@ -85,8 +85,8 @@ impl Elsewhere {
     }
 
     fn attach_in(state_dir: &Path, options: &str, guest: u8) -> Result<Self, Failure> {
-        let ledgers = Ledgers::open(state_dir);
-        let (_, host) = open::host_side(&options.parse()?, &ledgers, &Pollers::new())?;
+        let ledgers = LeaseLedgers::open(state_dir);
+        let (_, host) = open::host_side(&options.parse()?, &ledgers, &PollerPool::new())?;
         let memory = GuestMemory::new(&[(base(guest), MEMORY)])?;
         let function = NvmeFunction::new(host, MsixMasking::Function);
         for region in memory.regions() {

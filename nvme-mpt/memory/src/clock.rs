@@ -47,11 +47,11 @@ impl Ticks {
 
 /// Speed of a clock. Code that uses passed-in [`Ticks`] gets a rate at set-up, so it works with any clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rate {
+pub struct TickRate {
     per_nanosecond: f64,
 }
 
-impl Rate {
+impl TickRate {
     /// Speed of a simulated clock with ticks of one nanosecond.
     pub const NANOSECOND: Self = Self {
         per_nanosecond: 1.0,
@@ -84,13 +84,13 @@ impl Rate {
 /// Returns the number of ticks in a duration. For use at set-up.
 #[must_use]
 pub fn ticks_in(time: Duration) -> u64 {
-    Rate::of_this_machine().ticks(time)
+    TickRate::of_this_machine().ticks(time)
 }
 
 /// Returns the duration of a number of ticks in nanoseconds.
 #[must_use]
 pub fn nanoseconds(ticks: u64) -> u64 {
-    Rate::of_this_machine().time(ticks).as_nanos() as u64
+    TickRate::of_this_machine().time(ticks).as_nanos() as u64
 }
 
 /// Returns the time since the first call in this process, by the system's monotonic clock.
@@ -162,7 +162,7 @@ mod tests {
         assert!((990_000..=1_010_000).contains(&nanos), "{nanos}");
         assert_eq!(Ticks(5).since(Ticks(9)), 0);
         let microsecond = Duration::from_micros(1);
-        assert_eq!(Rate::NANOSECOND.ticks(microsecond), 1000);
-        assert_eq!(Rate::NANOSECOND.time(1000), microsecond);
+        assert_eq!(TickRate::NANOSECOND.ticks(microsecond), 1000);
+        assert_eq!(TickRate::NANOSECOND.time(1000), microsecond);
     }
 }

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use super::sigbus::{install_handler, pass_on};
 use super::work::{self, count_crash};
-use super::{Cell64, Mapping};
+use super::{MappedWord64, Mapping};
 
 /// Signals with a handler here. SIGBUS already has one, which replaces lost pages.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGILL, libc::SIGFPE, libc::SIGABRT];
@@ -63,14 +63,14 @@ fn await_last() {
 /// Crash count of one work, in memory that outlives the process. Its content is untrusted, but any value is a valid
 /// count.
 #[derive(Clone, Debug)]
-pub struct CrashRecord(Arc<Cell64>);
+pub struct CrashRecord(Arc<MappedWord64>);
 
 impl CrashRecord {
     /// Creates a record in the 64 bits at `offset`, which are initially zero. Returns `None` if they are not aligned,
     /// not inside or not writable.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
-        Some(Self(Arc::new(Cell64::new(mapping, offset)?)))
+        Some(Self(Arc::new(MappedWord64::new(mapping, offset)?)))
     }
 
     /// Returns the number of crashes. A single crash expires: if the next one comes more than an hour later, the count

@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// Target of a table: a part of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Target {
+pub struct DeviceMapperTarget {
     /// First sector, in units of 512 bytes.
     pub start: u64,
     /// Number of sectors.
@@ -23,7 +23,7 @@ pub struct Target {
 /// `struct dm_ioctl`.
 #[derive(Clone, Copy, FromBytes, Immutable, IntoBytes, KnownLayout)]
 #[repr(C)]
-struct Header {
+struct DmIoctlHeader {
     version: [u32; 3],
     data_size: u32,
     data_start: u32,
@@ -41,7 +41,7 @@ struct Header {
 /// `struct dm_target_spec`, followed by zero-terminated parameters.
 #[derive(Clone, Copy, FromBytes, Immutable, IntoBytes, KnownLayout)]
 #[repr(C)]
-struct Spec {
+struct DmTargetSpec {
     start: u64,
     sectors: u64,
     status: i32,
@@ -50,7 +50,7 @@ struct Spec {
     kind: [u8; 16],
 }
 
-const _: () = assert!(size_of::<Header>() == 312 && size_of::<Spec>() == 40);
+const _: () = assert!(size_of::<DmIoctlHeader>() == 312 && size_of::<DmTargetSpec>() == 40);
 
 /// `_IOWR(DM_IOCTL, DM_TABLE_STATUS_CMD, struct dm_ioctl)`.
 const TABLE_STATUS: libc::Ioctl = 0xC138_FD0C_u32 as libc::Ioctl;
@@ -69,7 +69,7 @@ const LAST: usize = 16 << 20;
 ///
 /// # Errors
 /// Returns the kernel's error; `InvalidData` for a table that does not have the documented form.
-pub fn table(major: u32, minor: u32) -> io::Result<Vec<Target>> {
+pub fn table(major: u32, minor: u32) -> io::Result<Vec<DeviceMapperTarget>> {
     let control = File::options()
         .read(true)
         .write(true)
@@ -78,21 +78,21 @@ pub fn table(major: u32, minor: u32) -> io::Result<Vec<Target>> {
     loop {
         let mut buffer = vec![0_u64; len / 8];
         let bytes = buffer.as_mut_bytes();
-        let mut header = Header::new_zeroed();
+        let mut header = DmIoctlHeader::new_zeroed();
         header.version = [4, 0, 0];
         header.data_size = len as u32;
-        header.data_start = size_of::<Header>() as u32;
+        header.data_start = size_of::<DmIoctlHeader>() as u32;
         header.flags = STATUS_TABLE | SECURE_DATA;
         header.dev =
             u64::from(major) << 8 | u64::from(minor & 0xFF) | u64::from(minor & !0xFF) << 12;
-        bytes[..size_of::<Header>()].copy_from_slice(header.as_bytes());
+        bytes[..size_of::<DmIoctlHeader>()].copy_from_slice(header.as_bytes());
         // SAFETY: the buffer is aligned, begins with the structure that the call takes, and has the length given there.
         let result = unsafe { libc::ioctl(control.as_raw_fd(), TABLE_STATUS, bytes.as_mut_ptr()) };
         if result < 0 {
             return Err(io::Error::last_os_error());
         }
         let (header, _) =
-            Header::read_from_prefix(bytes).map_err(|_| io::ErrorKind::InvalidData)?;
+            DmIoctlHeader::read_from_prefix(bytes).map_err(|_| io::ErrorKind::InvalidData)?;
         if header.flags & BUFFER_FULL != 0 && len < LAST {
             len *= 4;
             continue;
@@ -106,11 +106,11 @@ pub fn table(major: u32, minor: u32) -> io::Result<Vec<Target>> {
 }
 
 /// Parses `count` targets.
-fn parse(data: &[u8], count: u32) -> Option<Vec<Target>> {
+fn parse(data: &[u8], count: u32) -> Option<Vec<DeviceMapperTarget>> {
     let mut targets = Vec::new();
     let mut at = 0;
     for _ in 0..count {
-        let (spec, rest) = Spec::read_from_prefix(data.get(at..)?).ok()?;
+        let (spec, rest) = DmTargetSpec::read_from_prefix(data.get(at..)?).ok()?;
         let text = |bytes: &[u8]| {
             let end = bytes.iter().position(|byte| *byte == 0)?;
             Some(String::from_utf8_lossy(&bytes[..end]).into_owned())
@@ -120,7 +120,7 @@ fn parse(data: &[u8], count: u32) -> Option<Vec<Target>> {
             "crypt" => String::new(),
             _ => text(rest)?,
         };
-        targets.push(Target {
+        targets.push(DeviceMapperTarget {
             start: spec.start,
             sectors: spec.sectors,
             kind,
@@ -139,9 +139,9 @@ mod tests {
     fn data(targets: &[(u64, u64, &str, &str)]) -> Vec<u8> {
         let mut data = Vec::new();
         for &(start, sectors, kind, parameters) in targets {
-            let next = data.len() + size_of::<Spec>() + parameters.len() + 1;
+            let next = data.len() + size_of::<DmTargetSpec>() + parameters.len() + 1;
             let next = next.next_multiple_of(8);
-            let mut spec = Spec {
+            let mut spec = DmTargetSpec {
                 start,
                 sectors,
                 status: 0,
@@ -169,7 +169,7 @@ mod tests {
             (2048, 8, "error", ""),
             (2056, 8, "crypt", ""),
         ];
-        let expected = expected.map(|(start, sectors, kind, parameters)| Target {
+        let expected = expected.map(|(start, sectors, kind, parameters)| DeviceMapperTarget {
             start,
             sectors,
             kind: kind.to_owned(),
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(parse(&data, 0).unwrap(), []);
         // Cut off anywhere, it is no table.
         let last = data.iter().rposition(|byte| *byte != 0).unwrap();
-        for len in 0..size_of::<Spec>() * 3 {
+        for len in 0..size_of::<DmTargetSpec>() * 3 {
             assert!(parse(&data[..len.min(last)], 3).is_none(), "{len}");
         }
     }

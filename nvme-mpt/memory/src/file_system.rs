@@ -180,13 +180,13 @@ pub const PAST_CACHE_BYTES: usize = 4096;
 /// Returns the kernel's error.
 pub fn read_past_cache(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usize> {
     #[repr(align(4096))]
-    struct Block([u8; PAST_CACHE_BYTES]);
+    struct AlignedBlock([u8; PAST_CACHE_BYTES]);
     let again = format!("/proc/self/fd/{}", file.as_raw_fd());
     let direct = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECT)
         .open(again);
-    let mut block = Block([0; PAST_CACHE_BYTES]);
+    let mut block = AlignedBlock([0; PAST_CACHE_BYTES]);
     let direct = direct.and_then(|direct| direct.read_at(&mut block.0, offset));
     match direct {
         Ok(read) => {

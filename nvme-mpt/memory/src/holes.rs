@@ -101,7 +101,7 @@ fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>
 
 /// Bytes of a range that are not allocated, as far as known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Missing {
+pub enum MissingBytes {
     /// No bytes are missing, or the file has huge pages, which come from their own pool.
     Nothing,
     /// Upper bound of the missing bytes.
@@ -112,17 +112,17 @@ pub enum Missing {
 ///
 /// # Errors
 /// Returns the kernel's error.
-pub fn missing_at_most(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Missing> {
+pub fn missing_at_most(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<MissingBytes> {
     // Simulations and fuzzers map their own memory many times a second.
     if cfg!(any(simulation, fuzzing)) || page_size(fd)? > host_page_size() {
-        return Ok(Missing::Nothing);
+        return Ok(MissingBytes::Nothing);
     }
     let file = File::from(fd.try_clone_to_owned()?);
     let missing = file.metadata()?.len();
     let missing = missing.saturating_sub(allocated_bytes(&file)?);
     Ok(match missing.min(range.end.saturating_sub(range.start)) {
-        0 => Missing::Nothing,
-        missing => Missing::AtMost(missing),
+        0 => MissingBytes::Nothing,
+        missing => MissingBytes::AtMost(missing),
     })
 }
 
@@ -172,7 +172,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
-    use crate::{Access, Mapping, allocate, memfd};
+    use crate::{Mapping, MappingAccess, allocate, memfd};
 
     const PAGE: u64 = 4096;
 
@@ -180,7 +180,7 @@ mod tests {
     fn pages_are_missing_that_were_never_there_or_are_freed_or_cut_off() {
         let file = File::from(memfd(c"guest", 8 * PAGE).unwrap());
         let memory =
-            Mapping::shared(file.as_fd(), 0, 8 * PAGE as usize, Access::ReadWrite).unwrap();
+            Mapping::shared(file.as_fd(), 0, 8 * PAGE as usize, MappingAccess::ReadWrite).unwrap();
         assert!(lacks_pages(&file, std::slice::from_ref(&(0..PAGE))).unwrap());
         memory.populate().unwrap();
         assert_eq!(allocated_bytes(&file).unwrap(), 8 * PAGE);
@@ -208,19 +208,19 @@ mod tests {
         let bound = |range: &Range<u64>| missing_at_most(file.as_fd(), range).unwrap();
         let finder = PageFinder::new(file.as_fd()).unwrap();
         let count = |range: &Range<u64>| finder.missing(range, u64::MAX).unwrap();
-        assert_eq!(bound(&all), Missing::AtMost(16 * page));
+        assert_eq!(bound(&all), MissingBytes::AtMost(16 * page));
         assert_eq!(count(&all), 16 * page);
         for at in [3, 4, 9] {
             file.write_at(&[1], at * page).unwrap();
         }
-        assert_eq!(bound(&all), Missing::AtMost(13 * page));
+        assert_eq!(bound(&all), MissingBytes::AtMost(13 * page));
         assert_eq!(count(&all), 13 * page);
         assert_eq!(count(&(3 * page..5 * page)), 0);
         assert_eq!(count(&(4 * page..10 * page)), 4 * page);
         assert_eq!(finder.missing(&all, page).unwrap(), 3 * page);
         // The position of the client's description is the client's.
         assert_eq!(std::io::Seek::stream_position(&mut &file).unwrap(), 0);
-        let access = crate::Access::ReadWrite;
+        let access = crate::MappingAccess::ReadWrite;
         let len = 16 * page as usize;
         let mapping = crate::Mapping::shared(file.as_fd(), 0, len, access).unwrap();
         match mapping.populate_part(0, len / 2) {
@@ -231,6 +231,6 @@ mod tests {
         assert!(mapping.populate_part(len, 1).is_err());
         // Pages that are allocated and never written count as holes, but not as missing blocks.
         allocate(file.as_fd(), 16 * page).unwrap();
-        assert_eq!(bound(&all), Missing::Nothing);
+        assert_eq!(bound(&all), MissingBytes::Nothing);
     }
 }

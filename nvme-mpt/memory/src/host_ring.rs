@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 
 use zerocopy::transmute;
 
-use super::ring::{CompletionEntry, Entries, SubmissionEntry};
-use super::{Access, Mapping, PhasedIndex, RingIndex, RingSize};
+use super::ring::{CompletionEntry, RingEntries, SubmissionEntry};
+use super::{Mapping, MappingAccess, PhasedIndex, RingIndex, RingSize};
 use nvme_spec::cqe::{Cqe, CqeHigh};
 use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
@@ -16,7 +16,7 @@ use nvme_spec::sqe::Sqe;
 /// Entries of a host Submission Queue, write only (Base 2.0, section 3.3.3.1), and its tail.
 #[derive(Debug)]
 pub struct HostSubmissionRing {
-    entries: Entries<SubmissionEntry>,
+    entries: RingEntries<SubmissionEntry>,
     tail: RingIndex,
 }
 
@@ -115,7 +115,7 @@ impl HostSubmissionRing {
 /// Entries of a host Completion Queue (Base 2.0, section 3.3.3.2), which are only read or cleared, and its head.
 #[derive(Debug)]
 pub struct HostCompletionRing {
-    entries: Entries<CompletionEntry>,
+    entries: RingEntries<CompletionEntry>,
     head: PhasedIndex,
 }
 
@@ -165,7 +165,7 @@ impl HostCompletionRing {
     pub fn take(&mut self) -> Option<Cqe> {
         #[cfg(simulation)]
         crate::simulation::turn(
-            crate::simulation::Step::LookForCompletion,
+            crate::simulation::ActorStep::LookForCompletion,
             [self.head.get().into(), 0],
         );
         let [low, high] = self.entry(self.head.get());
@@ -175,7 +175,7 @@ impl HostCompletionRing {
         }
         #[cfg(simulation)]
         crate::simulation::turn(
-            crate::simulation::Step::HalfTaken,
+            crate::simulation::ActorStep::HalfTaken,
             [self.head.get().into(), 0],
         );
         let low = u64::from_le(low.load(Ordering::Relaxed));
@@ -203,10 +203,10 @@ impl HostCompletionRing {
 }
 
 /// Returns the entries of a ring in a writable mapping.
-fn writable<T>(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Entries<T>> {
+fn writable<T>(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<RingEntries<T>> {
     match mapping.access() {
-        Access::ReadWrite => Entries::in_one_stretch(mapping, offset, entries),
-        Access::Read => None,
+        MappingAccess::ReadWrite => RingEntries::in_one_stretch(mapping, offset, entries),
+        MappingAccess::Read => None,
     }
 }
 

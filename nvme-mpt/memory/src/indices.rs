@@ -182,14 +182,14 @@ impl PhasedIndex {
 /// permit up.
 #[must_use]
 #[derive(Debug)]
-pub struct Room(());
+pub struct CompletionCredit(());
 
 /// Permits to fill several entries of a Completion Queue.
 #[must_use]
 #[derive(Debug)]
-pub struct Rooms(u32);
+pub struct CompletionCredits(u32);
 
-impl Rooms {
+impl CompletionCredits {
     /// Returns the number of permits.
     #[inline]
     #[must_use]
@@ -199,17 +199,17 @@ impl Rooms {
 
     /// Takes one permit out.
     #[inline]
-    pub const fn split_off(&mut self) -> Option<Room> {
+    pub const fn split_off(&mut self) -> Option<CompletionCredit> {
         if self.0 == 0 {
             return None;
         }
         self.0 -= 1;
-        Some(Room(()))
+        Some(CompletionCredit(()))
     }
 }
 
-impl From<Room> for Rooms {
-    fn from(_: Room) -> Self {
+impl From<CompletionCredit> for CompletionCredits {
+    fn from(_: CompletionCredit) -> Self {
         Self(1)
     }
 }
@@ -220,7 +220,7 @@ pub struct CompletionIndices {
     tail: PhasedIndex,
     /// Index up to which the host has consumed entries, below the size.
     head: u32,
-    /// Entries that are free and not reserved by a [`Room`].
+    /// Entries that are free and not reserved by a [`CompletionCredit`].
     room: u32,
 }
 
@@ -297,31 +297,31 @@ impl CompletionIndices {
 
     /// Reserves an entry if one is free.
     #[inline]
-    pub const fn reserve(&mut self) -> Option<Room> {
+    pub const fn reserve(&mut self) -> Option<CompletionCredit> {
         if self.room == 0 {
             return None;
         }
         self.room -= 1;
-        Some(Room(()))
+        Some(CompletionCredit(()))
     }
 
     /// Reserves up to `most` entries, as far as they are free.
     #[inline]
-    pub fn reserve_up_to(&mut self, most: u32) -> Rooms {
+    pub fn reserve_up_to(&mut self, most: u32) -> CompletionCredits {
         let count = most.min(self.room);
         self.room -= count;
-        Rooms(count)
+        CompletionCredits(count)
     }
 
     /// Returns unused permits.
     #[inline]
-    pub const fn give_back(&mut self, rooms: Rooms) {
+    pub const fn give_back(&mut self, rooms: CompletionCredits) {
         self.room += rooms.0;
     }
 
     /// Advances the tail past a filled entry, and uses up its permit.
     #[inline]
-    pub const fn spend(&mut self, _: Room) {
+    pub const fn spend(&mut self, _: CompletionCredit) {
         self.tail.advance();
     }
 

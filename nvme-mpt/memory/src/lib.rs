@@ -4,10 +4,10 @@
 //!
 //! - [`Mapping`] is a range of guest memory or of a device's registers. Lost memory (a truncated file, a removed drive)
 //!   is replaced by zeroes or ones instead of raising SIGBUS.
-//! - [`RawBytes`], [`RawWords`], [`Cell32`], [`Cell64`], [`SharedWords`] and [`Registers`] read and write bytes and
+//! - [`RawBytes`], [`RawWords`], [`MappedWord32`], [`MappedWord64`], [`SharedWords`] and [`MappedRegisters`] read and write bytes and
 //!   words of a mapping.
 //! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and [`HostCompletionRing`]
-//!   are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of both. [`Room`] is the permit to fill an
+//!   are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of both. [`CompletionCredit`] is the permit to fill an
 //!   entry of a Completion Queue.
 //! - [`SlotRecords`] records the commands in flight, in memory that outlives the writing process.
 //! - [`crash`] counts crashes of the process for the work that caused them.
@@ -89,14 +89,17 @@ mod words;
 mod work;
 
 pub use bytes::{RawBytes, RawWords};
-pub use cell::{Cell32, Cell64};
+pub use cell::{MappedWord32, MappedWord64};
 pub use file_system::{allocate, host_page_size, is_size_sealed, memfd, sealed_memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
-pub use indices::{CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize, Room, Rooms};
-pub use mapping::{Access, FilePlace, Mapping};
+pub use indices::{
+    CompletionCredit, CompletionCredits, CompletionIndices, InvalidIndex, PhasedIndex, RingIndex,
+    RingSize,
+};
+pub use mapping::{FilePlace, Mapping, MappingAccess};
 pub use private::PrivateWords;
 pub use records::SlotRecords;
-pub use registers::Registers;
+pub use registers::MappedRegisters;
 pub use ring::{CompletionRing, PAGE_SIZE, SubmissionRing};
 pub use sigbus::lost_memory_epoch;
 pub use words::SharedWords;

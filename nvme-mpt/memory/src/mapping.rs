@@ -15,7 +15,7 @@ use super::sigbus;
 
 /// Access to a mapping's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum MappingAccess {
     /// Loads only; stores fault.
     Read,
     /// Loads and stores.
@@ -52,9 +52,9 @@ pub struct Mapping {
     len: usize,
     /// Bytes that the kernel mapped: whole pages, or huge pages if the memory has them.
     mapped: usize,
-    access: Access,
+    access: MappingAccess,
     place: Option<FilePlace>,
-    guard: Option<sigbus::Guard>,
+    guard: Option<sigbus::SigbusGuard>,
     /// Owner of memory that it has mapped and will unmap.
     owner: Option<MemoryOwner>,
     /// See [`Mapping::lose`].
@@ -73,7 +73,12 @@ impl Mapping {
     /// # Errors
     /// Returns the error of `fstat` or `mmap`. Returns `InvalidInput` if the file ends before the range does, or if the
     /// range is empty or not aligned to the host's page size.
-    pub fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize, access: Access) -> io::Result<Self> {
+    pub fn shared(
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        access: MappingAccess,
+    ) -> io::Result<Self> {
         Self::of_file(fd, offset, len, access, libc::MAP_SHARED)
     }
 
@@ -86,7 +91,7 @@ impl Mapping {
         fd: BorrowedFd<'_>,
         offset: u64,
         len: usize,
-        access: Access,
+        access: MappingAccess,
     ) -> io::Result<Self> {
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
         Self::of_file(fd, offset, len, access, flags)
@@ -96,7 +101,7 @@ impl Mapping {
         fd: BorrowedFd<'_>,
         offset: u64,
         len: usize,
-        access: Access,
+        access: MappingAccess,
         flags: libc::c_int,
     ) -> io::Result<Self> {
         let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
@@ -117,8 +122,8 @@ impl Mapping {
             inode: stat.st_ino,
             offset,
         });
-        let (start, kind) = (mapping.start, sigbus::Kind::Memory);
-        mapping.guard = Some(sigbus::Guard::new(start, mapping.mapped, page, kind)?);
+        let (start, kind) = (mapping.start, sigbus::MappingKind::Memory);
+        mapping.guard = Some(sigbus::SigbusGuard::new(start, mapping.mapped, page, kind)?);
         Ok(mapping)
     }
 
@@ -138,7 +143,7 @@ impl Mapping {
     pub unsafe fn borrowed(
         start: NonNull<u8>,
         len: usize,
-        access: Access,
+        access: MappingAccess,
         fd: BorrowedFd<'_>,
         offset: u64,
         owner: Arc<dyn Any + Send + Sync>,
@@ -184,10 +189,10 @@ impl Mapping {
             let what = format!("file offset {offset:#x} is too large");
             io::Error::new(io::ErrorKind::InvalidInput, what)
         })?;
-        let (access, flags) = (Access::ReadWrite, libc::MAP_SHARED);
+        let (access, flags) = (MappingAccess::ReadWrite, libc::MAP_SHARED);
         let mut mapping = Self::map(len, access, flags, fd.as_raw_fd(), file_offset)?;
-        let (page, kind) = (host_page_size(), sigbus::Kind::Device);
-        mapping.guard = Some(sigbus::Guard::new(mapping.start, len, page, kind)?);
+        let (page, kind) = (host_page_size(), sigbus::MappingKind::Device);
+        mapping.guard = Some(sigbus::SigbusGuard::new(mapping.start, len, page, kind)?);
         Ok(mapping)
     }
 
@@ -198,7 +203,7 @@ impl Mapping {
     /// Returns the error of `mmap`; part of the device is then still mapped. Returns `InvalidInput` for memory.
     pub fn give_up_device(&self) -> io::Result<()> {
         match &self.guard {
-            Some(guard) if guard.kind() == sigbus::Kind::Device => guard.give_up_device(),
+            Some(guard) if guard.kind() == sigbus::MappingKind::Device => guard.give_up_device(),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
     }
@@ -209,7 +214,7 @@ impl Mapping {
     /// Returns the error of `mmap`.
     pub fn anonymous(len: usize) -> io::Result<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        Self::map(len, Access::ReadWrite, flags, -1, 0)
+        Self::map(len, MappingAccess::ReadWrite, flags, -1, 0)
     }
 
     /// Maps at least `len` bytes of zeroed private memory. Uses huge pages of 2 MiB if the kernel has reserved some,
@@ -223,7 +228,7 @@ impl Mapping {
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
         Self::map(
             len.next_multiple_of(HUGE_PAGE),
-            Access::ReadWrite,
+            MappingAccess::ReadWrite,
             flags,
             -1,
             0,
@@ -233,14 +238,14 @@ impl Mapping {
 
     fn map(
         len: usize,
-        access: Access,
+        access: MappingAccess,
         flags: libc::c_int,
         fd: libc::c_int,
         offset: libc::off_t,
     ) -> io::Result<Self> {
         let prot = match access {
-            Access::Read => libc::PROT_READ,
-            Access::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
+            MappingAccess::Read => libc::PROT_READ,
+            MappingAccess::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
         };
         // SAFETY: without MAP_FIXED the kernel chooses an unused range, so no memory of ours is replaced; the result is
         // checked.
@@ -295,8 +300,8 @@ impl Mapping {
     pub fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         let advice = match self.access {
-            Access::Read => libc::MADV_POPULATE_READ,
-            Access::ReadWrite => libc::MADV_POPULATE_WRITE,
+            MappingAccess::Read => libc::MADV_POPULATE_READ,
+            MappingAccess::ReadWrite => libc::MADV_POPULATE_WRITE,
         };
         // SAFETY: the range lies in this mapping; populating it changes no content.
         if unsafe { libc::madvise(bytes.as_ptr().cast(), len, advice) } < 0 {
@@ -356,7 +361,7 @@ impl Mapping {
     /// Returns the allowed access to the memory.
     #[inline]
     #[must_use]
-    pub fn access(&self) -> Access {
+    pub fn access(&self) -> MappingAccess {
         self.access
     }
 
@@ -395,7 +400,11 @@ impl Mapping {
     #[must_use]
     pub fn is_lost(&self) -> bool {
         let replaced = self.replaced.load(Ordering::Acquire);
-        replaced || self.guard.as_ref().is_some_and(sigbus::Guard::is_lost)
+        replaced
+            || self
+                .guard
+                .as_ref()
+                .is_some_and(sigbus::SigbusGuard::is_lost)
     }
 
     /// Marks the memory as lost, because pages that are pinned for a drive were freed. Queues detect this by
@@ -468,9 +477,11 @@ mod tests {
     #[test]
     fn a_file_that_is_too_short_is_refused() {
         let fd = memfd(4096);
-        let error = Mapping::shared(fd.as_fd(), 0, 8192, Access::ReadWrite).expect_err("too short");
+        let error =
+            Mapping::shared(fd.as_fd(), 0, 8192, MappingAccess::ReadWrite).expect_err("too short");
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
-        let error = Mapping::shared(fd.as_fd(), u64::MAX, 1, Access::Read).expect_err("overflow");
+        let error =
+            Mapping::shared(fd.as_fd(), u64::MAX, 1, MappingAccess::Read).expect_err("overflow");
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 
@@ -492,7 +503,7 @@ mod tests {
         assert!((0..4).all(|page| is_there(&mapping, page)));
         assert_eq!(read(&mapping, 4), [0, 7, 0, 0]);
         let fd = memfd(4096);
-        let read_only = Mapping::shared(fd.as_fd(), 0, 4096, Access::Read).expect("map");
+        let read_only = Mapping::shared(fd.as_fd(), 0, 4096, MappingAccess::Read).expect("map");
         assert!(read_only.populate().is_err());
     }
 
@@ -510,7 +521,7 @@ mod tests {
     #[test]
     fn discarded_parts_of_a_memory_file_read_as_zeroes_in_each_mapping() {
         let fd = memfd(8192);
-        let map = || Mapping::shared(fd.as_fd(), 0, 8192, Access::ReadWrite).expect("map");
+        let map = || Mapping::shared(fd.as_fd(), 0, 8192, MappingAccess::ReadWrite).expect("map");
         let (mapping, other) = (map(), map());
         for at in [0, 4096] {
             mapping
@@ -531,8 +542,9 @@ mod tests {
     #[test]
     fn memory_whose_file_is_cut_short_is_lost_not_fatal() {
         let fd = memfd(16384);
-        let mapping = Mapping::shared(fd.as_fd(), 0, 16384, Access::ReadWrite).expect("map");
-        let untouched = Mapping::shared(memfd(4096).as_fd(), 0, 4096, Access::Read).expect("map");
+        let mapping = Mapping::shared(fd.as_fd(), 0, 16384, MappingAccess::ReadWrite).expect("map");
+        let untouched =
+            Mapping::shared(memfd(4096).as_fd(), 0, 4096, MappingAccess::Read).expect("map");
         mapping
             .bytes(8192, 4)
             .expect("inside")
@@ -588,7 +600,7 @@ mod tests {
     fn a_device_that_is_given_up_is_reached_no_more() {
         let pages = 3 * crate::host_page_size();
         let (file, mapping) = device(pages as u64);
-        let witness = Mapping::shared(file.as_fd(), 0, pages, Access::Read).expect("map");
+        let witness = Mapping::shared(file.as_fd(), 0, pages, MappingAccess::Read).expect("map");
         mapping.bytes(0, 4).expect("inside").copy_from(&[1; 4]);
         mapping.give_up_device().expect("give up");
         assert!(mapping.is_lost());
@@ -600,7 +612,7 @@ mod tests {
         assert_eq!(read(&witness, 512), [0; 4]);
         mapping.give_up_device().expect("again");
 
-        let memory = Mapping::shared(file.as_fd(), 0, pages, Access::Read).expect("map");
+        let memory = Mapping::shared(file.as_fd(), 0, pages, MappingAccess::Read).expect("map");
         assert!(memory.give_up_device().is_err());
         assert!(
             Mapping::anonymous(4096)

@@ -36,7 +36,7 @@ const SIGNALS: u32 = 1;
 /// `struct iocb` of a little-endian machine (linux/aio_abi.h).
 #[repr(C)]
 #[derive(Default)]
-struct Request {
+struct AioControlBlock {
     data: u64,
     key: u32,
     rw_flags: u32,
@@ -54,26 +54,26 @@ struct Request {
 /// `struct io_event`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Completion {
+struct AioEvent {
     data: u64,
     request: u64,
     results: [i64; 2],
 }
 
-const _: () = assert!(size_of::<Request>() == 64 && size_of::<Completion>() == 32);
+const _: () = assert!(size_of::<AioControlBlock>() == 64 && size_of::<AioEvent>() == 32);
 
 /// Asynchronous I/O context that delivers signals.
 #[derive(Debug)]
-pub struct Notifier {
+pub struct EventfdNotifier {
     context: libc::c_ulong,
     nothing: File,
     signals: AtomicU32,
 }
 
 /// Context of the process, created at first use. Never destroyed, because that takes the kernel tens of milliseconds.
-static SHARED: Mutex<Option<Arc<Notifier>>> = Mutex::new(None);
+static SHARED: Mutex<Option<Arc<EventfdNotifier>>> = Mutex::new(None);
 
-impl Notifier {
+impl EventfdNotifier {
     /// Returns the context of this process.
     ///
     /// # Errors
@@ -138,12 +138,12 @@ impl Notifier {
     }
 
     fn submit(&self, eventfd: &EventFd) -> io::Result<()> {
-        let mut request = Request {
+        let mut request = AioControlBlock {
             opcode: PREAD,
             fd: self.nothing.as_raw_fd().cast_unsigned(),
             flags: SIGNALS,
             signalled_fd: eventfd.as_raw_fd().cast_unsigned(),
-            ..Request::default()
+            ..AioControlBlock::default()
         };
         let mut requests = [&raw mut request];
         // SAFETY: the kernel reads one request, which lives during the call and refers to no memory of ours: it reads
@@ -159,7 +159,7 @@ impl Notifier {
 
     /// Removes completions to make space for more.
     fn take(&self) {
-        let mut completions = [Completion::default(); TAKEN];
+        let mut completions = [AioEvent::default(); TAKEN];
         // SAFETY: the kernel writes at most as many completions as the array can hold, and waits for none.
         unsafe {
             libc::syscall(
@@ -174,7 +174,7 @@ impl Notifier {
     }
 }
 
-impl Drop for Notifier {
+impl Drop for EventfdNotifier {
     fn drop(&mut self) {
         // SAFETY: this value owns the context, and is its last user.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn each_signal_arrives() {
-        let notifier = Notifier::new().unwrap();
+        let notifier = EventfdNotifier::new().unwrap();
         let eventfd = EventFd::new(0).unwrap();
         for count in [1, 5, 1000] {
             (0..count).for_each(|_| notifier.signal(&eventfd).unwrap());
@@ -202,7 +202,7 @@ mod tests {
         // It blocks, as its other owner may have it at any time.
         let eventfd = EventFd::new(0).unwrap();
         eventfd.write(u64::MAX - 1).unwrap();
-        let notifier = Notifier::new().unwrap();
+        let notifier = EventfdNotifier::new().unwrap();
         (0..3).for_each(|_| notifier.signal(&eventfd).unwrap());
         eventfd.read().unwrap();
         notifier.signal(&eventfd).unwrap();
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn threads_share_a_notifier() {
-        let notifier = Notifier::new().unwrap();
+        let notifier = EventfdNotifier::new().unwrap();
         let eventfd = EventFd::new(0).unwrap();
         thread::scope(|scope| {
             for _ in 0..4 {

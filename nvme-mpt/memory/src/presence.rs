@@ -16,17 +16,17 @@ use std::sync::OnceLock;
 /// Number of descriptors that other processes watch.
 pub const SIGNS: usize = 2;
 
-static OF_THIS_PROCESS: OnceLock<Presence> = OnceLock::new();
+static OF_THIS_PROCESS: OnceLock<ProcessLiveness> = OnceLock::new();
 
 /// Descriptors that show the end of this process and of everything that it started.
 #[derive(Debug)]
-pub struct Presence {
+pub struct ProcessLiveness {
     process: OwnedFd,
     hangs_up: PipeReader,
     held: PipeWriter,
 }
 
-impl Presence {
+impl ProcessLiveness {
     /// Returns the descriptors of this process, and creates them at the first call. They cover everything that is
     /// started later.
     ///
@@ -54,7 +54,7 @@ impl Presence {
 }
 
 /// Returns the descriptor that must be kept open by everything that can outlive this process. `None` if
-/// [`Presence::announce`] was not called.
+/// [`ProcessLiveness::announce`] was not called.
 #[must_use]
 pub fn held() -> Option<BorrowedFd<'static>> {
     OF_THIS_PROCESS.get().map(|presence| presence.held.as_fd())
@@ -81,8 +81,8 @@ mod tests {
 
     #[test]
     fn the_signs_of_a_process_are_the_same_at_each_time() {
-        let first = Presence::announce().unwrap();
-        let second = Presence::announce().unwrap();
+        let first = ProcessLiveness::announce().unwrap();
+        let second = ProcessLiveness::announce().unwrap();
         assert_eq!(
             first.signs().map(|sign| sign.as_raw_fd()),
             second.signs().map(|sign| sign.as_raw_fd())

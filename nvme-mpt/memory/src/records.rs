@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
 
 use zerocopy::transmute;
 
-use super::{Access, Mapping};
+use super::{Mapping, MappingAccess};
 use nvme_spec::sqe::Sqe;
 
 /// A record: a command with the mark in place of its Metadata Pointer.
-type Record = [u64; size_of::<Sqe>() / size_of::<u64>()];
+type SlotRecord = [u64; size_of::<Sqe>() / size_of::<u64>()];
 
 /// Index of the mark in a record.
 const MARK: usize = offset_of!(Sqe, mptr) / size_of::<u64>();
@@ -25,7 +25,7 @@ const MARK: usize = offset_of!(Sqe, mptr) / size_of::<u64>();
 /// order of the instructions matters here, and compiler fences preserve it.
 #[derive(Debug)]
 pub struct SlotRecords {
-    first: *mut Record,
+    first: *mut SlotRecord,
     _mapping: Arc<Mapping>,
 }
 
@@ -37,18 +37,20 @@ impl SlotRecords {
     pub const COUNT: u16 = 1024;
 
     /// Size of all records in bytes.
-    pub const BYTES: usize = Self::COUNT as usize * size_of::<Record>();
+    pub const BYTES: usize = Self::COUNT as usize * size_of::<SlotRecord>();
 
     /// Returns the records at `offset`; `None` if they are not aligned or not inside a writable mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
-        if mapping.access() != Access::ReadWrite || !offset.is_multiple_of(size_of::<Record>()) {
+        if mapping.access() != MappingAccess::ReadWrite
+            || !offset.is_multiple_of(size_of::<SlotRecord>())
+        {
             return None;
         }
         let first = mapping
             .bytes(offset, Self::BYTES)?
             .as_ptr()
-            .cast::<Record>();
+            .cast::<SlotRecord>();
         // Records are copied in units of 16 bytes.
         first.addr().is_multiple_of(16).then(|| Self {
             first,
@@ -58,12 +60,12 @@ impl SlotRecords {
 
     /// Returns the record of a slot. The slot number wraps, so it is always valid.
     #[inline(always)]
-    fn at(&self, slot: u16) -> *mut Record {
+    fn at(&self, slot: u16) -> *mut SlotRecord {
         self.first.wrapping_add(usize::from(slot % Self::COUNT))
     }
 
     #[inline(always)]
-    fn word(record: *mut Record, index: usize) -> *mut u64 {
+    fn word(record: *mut SlotRecord, index: usize) -> *mut u64 {
         record.cast::<u64>().wrapping_add(index)
     }
 
@@ -73,7 +75,7 @@ impl SlotRecords {
         let record = self.at(slot);
         #[cfg(simulation)]
         crate::simulation::turn(
-            crate::simulation::Step::Record,
+            crate::simulation::ActorStep::Record,
             [slot.into(), command.cid().0.into()],
         );
         // SAFETY: the record lies inside the mapping by the constructor's check and `at`. The stores are volatile,
@@ -92,7 +94,7 @@ impl SlotRecords {
         // SAFETY: as above.
         #[cfg(not(target_arch = "x86_64"))]
         unsafe {
-            let words: Record = transmute!(*command);
+            let words: SlotRecord = transmute!(*command);
             for (index, word) in words
                 .into_iter()
                 .enumerate()
@@ -119,9 +121,9 @@ impl SlotRecords {
             reason = "the simulator alone has a use for the slot"
         )
     )]
-    fn store_mark(record: *mut Record, slot: u16, mark: u64) {
+    fn store_mark(record: *mut SlotRecord, slot: u16, mark: u64) {
         #[cfg(simulation)]
-        crate::simulation::turn(crate::simulation::Step::Mark, [slot.into(), mark]);
+        crate::simulation::turn(crate::simulation::ActorStep::Mark, [slot.into(), mark]);
         let place = Self::word(record, MARK);
         compiler_fence(Ordering::SeqCst);
         // SAFETY: the mark is aligned and lies in its record, as in `record`.
@@ -155,7 +157,7 @@ mod tests {
     use super::*;
     use crate::memfd;
 
-    fn mapping(len: usize, access: Access) -> Arc<Mapping> {
+    fn mapping(len: usize, access: MappingAccess) -> Arc<Mapping> {
         let file = memfd(c"records", len as u64).expect("memory");
         Arc::new(Mapping::shared(file.as_fd(), 0, len, access).expect("map"))
     }
@@ -163,10 +165,10 @@ mod tests {
     #[test]
     fn another_view_finds_what_was_recorded() {
         let len = 4096 + SlotRecords::BYTES;
-        let mapping = mapping(len, Access::ReadWrite);
+        let mapping = mapping(len, MappingAccess::ReadWrite);
         let records = SlotRecords::new(&mapping, 4096).expect("inside");
         // A pattern in each word.
-        let words: Record = core::array::from_fn(|index| 0x0101_0101 * (index as u64 + 1));
+        let words: SlotRecord = core::array::from_fn(|index| 0x0101_0101 * (index as u64 + 1));
         let mut command: Sqe = transmute!(words);
         records.record(SlotRecords::COUNT - 1, &command, 0x55);
         command.mptr = 0;
@@ -181,10 +183,10 @@ mod tests {
     #[test]
     fn records_lie_inside_and_can_be_written() {
         let len = SlotRecords::BYTES + 4096;
-        let rw = mapping(len, Access::ReadWrite);
+        let rw = mapping(len, MappingAccess::ReadWrite);
         assert!(SlotRecords::new(&rw, 4096).is_some());
         assert!(SlotRecords::new(&rw, 4096 + 64).is_none());
         assert!(SlotRecords::new(&rw, 32).is_none());
-        assert!(SlotRecords::new(&mapping(len, Access::Read), 0).is_none());
+        assert!(SlotRecords::new(&mapping(len, MappingAccess::Read), 0).is_none());
     }
 }

@@ -9,11 +9,11 @@ use super::Mapping;
 ///
 /// After the device is gone, all registers read as ones, even after writes.
 #[derive(Clone, Debug)]
-pub struct Registers {
+pub struct MappedRegisters {
     mapping: Arc<Mapping>,
 }
 
-impl Registers {
+impl MappedRegisters {
     /// Creates access to the registers of a mapping.
     #[must_use]
     pub fn new(mapping: Arc<Mapping>) -> Self {
@@ -39,7 +39,10 @@ impl Registers {
     #[must_use]
     pub fn read32(&self, offset: usize) -> Option<u32> {
         #[cfg(simulation)]
-        crate::simulation::turn(crate::simulation::Step::ReadRegister, [offset as u64, 0]);
+        crate::simulation::turn(
+            crate::simulation::ActorStep::ReadRegister,
+            [offset as u64, 0],
+        );
         let word = self.word::<u32>(offset)?;
         // SAFETY: the word is aligned and in the mapping, which lives as long as `self`.
         let value = u32::from_le(unsafe { word.read_volatile() });
@@ -55,7 +58,10 @@ impl Registers {
     #[must_use]
     pub fn read64(&self, offset: usize) -> Option<u64> {
         #[cfg(simulation)]
-        crate::simulation::turn(crate::simulation::Step::ReadRegister, [offset as u64, 0]);
+        crate::simulation::turn(
+            crate::simulation::ActorStep::ReadRegister,
+            [offset as u64, 0],
+        );
         let word = self.word::<u64>(offset)?;
         // SAFETY: as in `read32`.
         let value = u64::from_le(unsafe { word.read_volatile() });
@@ -70,7 +76,10 @@ impl Registers {
     #[inline]
     pub fn write32(&self, offset: usize, value: u32) -> Option<()> {
         #[cfg(simulation)]
-        crate::simulation::turn(crate::simulation::Step::WriteRegister, [offset as u64, 0]);
+        crate::simulation::turn(
+            crate::simulation::ActorStep::WriteRegister,
+            [offset as u64, 0],
+        );
         let word = self.word::<u32>(offset)?;
         // SAFETY: as in `read32`; a device is always mapped for writing.
         unsafe { word.write_volatile(value.to_le()) };
@@ -81,7 +90,10 @@ impl Registers {
     #[inline]
     pub fn write64(&self, offset: usize, value: u64) -> Option<()> {
         #[cfg(simulation)]
-        crate::simulation::turn(crate::simulation::Step::WriteRegister, [offset as u64, 0]);
+        crate::simulation::turn(
+            crate::simulation::ActorStep::WriteRegister,
+            [offset as u64, 0],
+        );
         let word = self.word::<u64>(offset)?;
         // SAFETY: as in `write32`.
         unsafe { word.write_volatile(value.to_le()) };
@@ -97,10 +109,10 @@ mod tests {
     use super::*;
     use crate::{host_page_size, memfd};
 
-    fn registers(len: usize) -> (File, Registers) {
+    fn registers(len: usize) -> (File, MappedRegisters) {
         let file = File::from(memfd(c"registers", len as u64).expect("memory"));
         let mapping = Mapping::device(file.as_fd(), 0, len).expect("map");
-        (file, Registers::new(Arc::new(mapping)))
+        (file, MappedRegisters::new(Arc::new(mapping)))
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use zerocopy::transmute;
 
-use super::{Access, Mapping};
+use super::{Mapping, MappingAccess};
 use nvme_spec::cqe::Cqe;
 use nvme_spec::sqe::Sqe;
 
@@ -24,7 +24,7 @@ pub(crate) type CompletionEntry = [AtomicU64; 2];
 /// so they may be anywhere. Entries after the first contiguous part are then found by their page. This costs nothing
 /// for contiguous rings, because the index has to be checked anyway.
 #[derive(Debug)]
-pub(crate) struct Entries<T> {
+pub(crate) struct RingEntries<T> {
     first: *const T,
     /// Number of contiguous entries from `first` on.
     in_first_stretch: u32,
@@ -43,7 +43,7 @@ pub const PAGE_SIZE: u64 = 4096;
 /// Size of a ring's pages in bytes, a multiple of the size of an entry.
 const PAGE: usize = PAGE_SIZE as usize;
 
-impl<T> Entries<T> {
+impl<T> RingEntries<T> {
     pub(crate) fn in_one_stretch(
         mapping: &Arc<Mapping>,
         offset: usize,
@@ -133,7 +133,7 @@ impl<T> Entries<T> {
 
 /// Entries of a Submission Queue, read only (Base 2.0, section 3.3.3.1).
 #[derive(Debug)]
-pub struct SubmissionRing(Entries<SubmissionEntry>);
+pub struct SubmissionRing(RingEntries<SubmissionEntry>);
 
 // SAFETY: the entries are only copied out by volatile reads, and the mappings are kept alive.
 unsafe impl Send for SubmissionRing {}
@@ -143,14 +143,14 @@ impl SubmissionRing {
     /// mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
-        Entries::in_one_stretch(mapping, offset, entries).map(Self)
+        RingEntries::in_one_stretch(mapping, offset, entries).map(Self)
     }
 
     /// Creates a ring of `entries` entries in these pages, each a mapping and an offset in it. Returns `None` if the
     /// number of pages is wrong, or if a page is not aligned or not inside its mapping.
     #[must_use]
     pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
-        Entries::in_pages(pages, entries).map(Self)
+        RingEntries::in_pages(pages, entries).map(Self)
     }
 
     /// Copies an entry out of guest memory with a single read.
@@ -171,7 +171,7 @@ impl SubmissionRing {
     #[must_use]
     pub fn read_ahead(&self, index: u32, ahead: u32) -> Sqe {
         #[cfg(simulation)]
-        crate::simulation::turn(crate::simulation::Step::ReadEntry, [index.into(), 0]);
+        crate::simulation::turn(crate::simulation::ActorStep::ReadEntry, [index.into(), 0]);
         let entry = self.0.at(index);
         fetch(entry.wrapping_add(ahead as usize));
         // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile,
@@ -218,7 +218,7 @@ fn fetch(entry: *const SubmissionEntry) {
 
 /// Entries of a Completion Queue, write only (Base 2.0, section 3.3.3.2).
 #[derive(Debug)]
-pub struct CompletionRing(Entries<CompletionEntry>);
+pub struct CompletionRing(RingEntries<CompletionEntry>);
 
 // SAFETY: the entries are only stored to atomically, and the mappings are kept alive.
 unsafe impl Send for CompletionRing {}
@@ -228,20 +228,21 @@ impl CompletionRing {
     /// writable mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
-        if mapping.access() != Access::ReadWrite {
+        if mapping.access() != MappingAccess::ReadWrite {
             return None;
         }
-        Entries::in_one_stretch(mapping, offset, entries).map(Self)
+        RingEntries::in_one_stretch(mapping, offset, entries).map(Self)
     }
 
     /// Like [`SubmissionRing::in_pages`], with writable mappings.
     #[must_use]
     pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
-        let is_writable = |(mapping, _): &(Arc<Mapping>, _)| mapping.access() == Access::ReadWrite;
+        let is_writable =
+            |(mapping, _): &(Arc<Mapping>, _)| mapping.access() == MappingAccess::ReadWrite;
         if !pages.iter().all(is_writable) {
             return None;
         }
-        Entries::in_pages(pages, entries).map(Self)
+        RingEntries::in_pages(pages, entries).map(Self)
     }
 
     /// Publishes an entry. The half with the Phase Tag is stored last, with release ordering.
@@ -257,7 +258,10 @@ impl CompletionRing {
         let [low, high] = unsafe { &*self.0.at(index) };
         low.store(entry.low, Ordering::Relaxed);
         #[cfg(simulation)]
-        crate::simulation::turn(crate::simulation::Step::HalfPublished, [index.into(), 0]);
+        crate::simulation::turn(
+            crate::simulation::ActorStep::HalfPublished,
+            [index.into(), 0],
+        );
         high.store(entry.high.0, Ordering::Release);
     }
 }
@@ -347,7 +351,7 @@ mod tests {
     #[test]
     fn completions_need_memory_that_can_be_written() {
         let file = crate::memfd(c"test", PAGE_SIZE).expect("memory");
-        let mapping = Mapping::shared(file.as_fd(), 0, PAGE, Access::Read).expect("map");
+        let mapping = Mapping::shared(file.as_fd(), 0, PAGE, MappingAccess::Read).expect("map");
         let mapping = Arc::new(mapping);
         assert!(SubmissionRing::new(&mapping, 0, 4).is_some());
         assert!(CompletionRing::new(&mapping, 0, 4).is_none());

@@ -29,14 +29,14 @@ const PART: usize = 256;
 
 /// Kind of a mapping, which determines the replacement of lost pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum MappingKind {
     /// Memory of a file. A truncated file is replaced by zeroes to the end of the mapping, until it is unmapped.
     Memory,
     /// Registers of a device, replaced by ones one page at a time.
     Device,
 }
 
-struct Entry {
+struct GuardedMapping {
     taken: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
@@ -48,7 +48,7 @@ struct Entry {
     handlers: AtomicUsize,
 }
 
-impl Entry {
+impl GuardedMapping {
     const fn new() -> Self {
         Self {
             taken: AtomicBool::new(false),
@@ -67,15 +67,15 @@ impl Entry {
     }
 }
 
-struct Part {
-    entries: [Entry; PART],
-    next: AtomicPtr<Part>,
+struct GuardedMappingChunk {
+    entries: [GuardedMapping; PART],
+    next: AtomicPtr<GuardedMappingChunk>,
 }
 
-impl Part {
+impl GuardedMappingChunk {
     const fn new() -> Self {
         Self {
-            entries: [const { Entry::new() }; PART],
+            entries: [const { GuardedMapping::new() }; PART],
             next: AtomicPtr::new(ptr::null_mut()),
         }
     }
@@ -86,7 +86,7 @@ impl Part {
     }
 }
 
-static TABLE: Part = Part::new();
+static TABLE: GuardedMappingChunk = GuardedMappingChunk::new();
 
 static EPOCH: AtomicUsize = AtomicUsize::new(0);
 static HOST_PAGE: AtomicUsize = AtomicUsize::new(4096);
@@ -107,25 +107,32 @@ pub(super) fn count_loss() {
 }
 
 /// Registration of a mapping in the table.
-pub(super) struct Guard(&'static Entry);
+pub(super) struct SigbusGuard(&'static GuardedMapping);
 
-impl std::fmt::Debug for Guard {
+impl std::fmt::Debug for SigbusGuard {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Guard").field(&self.0.range()).finish()
     }
 }
 
-impl Guard {
+impl SigbusGuard {
     /// Registers a mapping with pages of `page` bytes.
-    pub(super) fn new(start: NonNull<u8>, len: usize, page: usize, kind: Kind) -> io::Result<Self> {
+    pub(super) fn new(
+        start: NonNull<u8>,
+        len: usize,
+        page: usize,
+        kind: MappingKind,
+    ) -> io::Result<Self> {
         install_handler()?;
-        if kind == Kind::Device {
+        if kind == MappingKind::Device {
             make_ones()?;
         }
         let start = start.as_ptr() as usize;
         let entry = take_entry();
         entry.lost.store(false, Ordering::Relaxed);
-        entry.device.store(kind == Kind::Device, Ordering::Relaxed);
+        entry
+            .device
+            .store(kind == MappingKind::Device, Ordering::Relaxed);
         entry.page.store(page, Ordering::Relaxed);
         entry.start.store(start, Ordering::Relaxed);
         // The end is stored last, because an entry with end 0 contains no address.
@@ -138,11 +145,11 @@ impl Guard {
         self.0.lost.load(Ordering::Acquire)
     }
 
-    pub(super) fn kind(&self) -> Kind {
+    pub(super) fn kind(&self) -> MappingKind {
         if self.0.device.load(Ordering::Relaxed) {
-            Kind::Device
+            MappingKind::Device
         } else {
-            Kind::Memory
+            MappingKind::Memory
         }
     }
 
@@ -162,7 +169,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for SigbusGuard {
     fn drop(&mut self) {
         let entry = self.0;
         entry.end.store(0, Ordering::SeqCst);
@@ -177,10 +184,10 @@ impl Drop for Guard {
 }
 
 /// Takes a free entry, in a new part of the table if there is none.
-fn take_entry() -> &'static Entry {
+fn take_entry() -> &'static GuardedMapping {
     static TAKING: Mutex<()> = Mutex::new(());
     let _taking = lock(&TAKING);
-    let is_free = |entry: &&Entry| !entry.taken.load(Ordering::Acquire);
+    let is_free = |entry: &&GuardedMapping| !entry.taken.load(Ordering::Acquire);
     let mut part = &TABLE;
     loop {
         if let Some(entry) = part.entries.iter().find(is_free) {
@@ -190,7 +197,8 @@ fn take_entry() -> &'static Entry {
         part = match part.next() {
             Some(next) => next,
             None => {
-                let new: &'static Part = Box::leak(Box::new(Part::new()));
+                let new: &'static GuardedMappingChunk =
+                    Box::leak(Box::new(GuardedMappingChunk::new()));
                 let new = ptr::from_ref(new).cast_mut();
                 part.next.store(new, Ordering::Release);
                 continue;
@@ -261,7 +269,7 @@ fn make_ones() -> io::Result<()> {
 
 /// Reason why memory at an address is inaccessible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Cause {
+enum SigbusCause {
     /// The file ends before the address, or has no memory left.
     CutShort,
     /// The hardware lost a page.
@@ -278,8 +286,8 @@ extern "C" fn on_sigbus(
     // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
     let (address, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
     let cause = match code {
-        libc::BUS_MCEERR_AR | libc::BUS_MCEERR_AO => Some(Cause::MemoryError),
-        libc::BUS_ADRERR | libc::BUS_OBJERR => Some(Cause::CutShort),
+        libc::BUS_MCEERR_AR | libc::BUS_MCEERR_AO => Some(SigbusCause::MemoryError),
+        libc::BUS_ADRERR | libc::BUS_OBJERR => Some(SigbusCause::CutShort),
         // Other codes have no address, for example those of signals sent by a process.
         _ => None,
     };
@@ -338,7 +346,7 @@ pub(super) fn pass_on(
     }
 }
 
-fn replace_lost_pages(address: usize, cause: Cause) -> bool {
+fn replace_lost_pages(address: usize, cause: SigbusCause) -> bool {
     let mut part = Some(&TABLE);
     while let Some(entries) = part {
         for entry in &entries.entries {
@@ -360,7 +368,12 @@ fn replace_lost_pages(address: usize, cause: Cause) -> bool {
     false
 }
 
-fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) -> bool {
+fn replace_in(
+    entry: &GuardedMapping,
+    range: Range<usize>,
+    address: usize,
+    cause: SigbusCause,
+) -> bool {
     if entry.device.load(Ordering::Relaxed) {
         // Set before the page is replaced, as in `give_up_device`.
         entry.lost.store(true, Ordering::Release);
@@ -379,12 +392,17 @@ fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) 
 }
 
 /// Returns the part of a memory mapping that is replaced, in whole pages of the mapping.
-fn lost_part(mapping: &Range<usize>, page: usize, address: usize, cause: Cause) -> Range<usize> {
+fn lost_part(
+    mapping: &Range<usize>,
+    page: usize,
+    address: usize,
+    cause: SigbusCause,
+) -> Range<usize> {
     let start = address - (address - mapping.start) % page;
     let end = match cause {
         // A truncated file has lost the following bytes as well.
-        Cause::CutShort => mapping.end,
-        Cause::MemoryError => mapping.end.min(start + page),
+        SigbusCause::CutShort => mapping.end,
+        SigbusCause::MemoryError => mapping.end.min(start + page),
     };
     start..end
 }
@@ -429,7 +447,7 @@ mod tests {
     fn whole_pages_of_the_mappings_own_size_are_replaced() {
         let mapping = 64 * MIB..72 * MIB;
         let lost = |page, address, cause| lost_part(&mapping, page, address, cause);
-        let (cut, error) = (Cause::CutShort, Cause::MemoryError);
+        let (cut, error) = (SigbusCause::CutShort, SigbusCause::MemoryError);
         let at = 67 * MIB + 0x1234;
         assert_eq!(lost(4096, at, cut), 67 * MIB + 0x1000..72 * MIB);
         assert_eq!(lost(4096, at, error), 67 * MIB + 0x1000..67 * MIB + 0x2000);
@@ -451,7 +469,7 @@ mod tests {
         let memory = memfd(c"test", 4096).expect("memory");
         let map = |_| {
             use std::os::fd::AsFd;
-            let access = super::super::Access::Read;
+            let access = super::super::MappingAccess::Read;
             super::super::Mapping::shared(memory.as_fd(), 0, 4096, access)
         };
         let mappings: Vec<_> = (0..5000)

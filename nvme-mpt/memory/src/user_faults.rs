@@ -138,9 +138,9 @@ fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     let mut missing = false;
     for (range, faults) in registered(&maps, (device, inode)) {
         missing |= match faults {
-            Faults::OfKernel => false,
-            Faults::Minor => true,
-            Faults::Missing => has_hole(&file, &range)?,
+            UserFaultKind::OfKernel => false,
+            UserFaultKind::Minor => true,
+            UserFaultKind::Missing => has_hole(&file, &range)?,
         };
     }
     Ok(Some(missing))
@@ -148,23 +148,23 @@ fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
 
 /// Kinds of faults that the mapping's process resolves itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Faults {
+enum UserFaultKind {
     OfKernel,
     Missing,
     Minor,
 }
 
 /// Returns the mapped ranges of a file, from the text of `/proc/PID/smaps`.
-fn registered(maps: &str, (device, inode): (u64, u64)) -> Vec<(Range<u64>, Faults)> {
+fn registered(maps: &str, (device, inode): (u64, u64)) -> Vec<(Range<u64>, UserFaultKind)> {
     let mut found = Vec::new();
     let mut current = None;
     for line in maps.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             let has = |flag: &str| flags.split_ascii_whitespace().any(|known| known == flag);
             let faults = match (has("ui"), has("um")) {
-                (true, _) => Faults::Minor,
-                (false, true) => Faults::Missing,
-                (false, false) => Faults::OfKernel,
+                (true, _) => UserFaultKind::Minor,
+                (false, true) => UserFaultKind::Missing,
+                (false, false) => UserFaultKind::OfKernel,
             };
             found.extend(current.take().map(|range| (range, faults)));
         } else if let Some(range) = mapped_part(line, device, inode) {
@@ -223,9 +223,9 @@ VmFlags: rd wr sh mr mw me ms uw sd
     fn registrations_are_found_by_file() {
         let device = libc::makedev(0, 1);
         let expected = [
-            (0x1000..0x11000, Faults::Missing),
-            (0x10000..0x20000, Faults::Minor),
-            (0x20000..0x30000, Faults::OfKernel),
+            (0x1000..0x11000, UserFaultKind::Missing),
+            (0x10000..0x20000, UserFaultKind::Minor),
+            (0x20000..0x30000, UserFaultKind::OfKernel),
         ];
         assert_eq!(registered(MAPS, (device, 1025)), expected);
         assert_eq!(registered(MAPS, (device, 1027)), []);

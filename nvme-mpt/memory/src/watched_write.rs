@@ -2,7 +2,7 @@
 //!
 //! A process with an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one
 //! open file description. A write then blocks until that process reads. No flag of the write prevents this: eventfds do
-//! not support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::Notifier) never
+//! not support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::EventfdNotifier) never
 //! blocks, but takes three times as long.
 //!
 //! So a thread records when it starts a write, and a watcher thread interrupts a write that has not returned after some
@@ -36,7 +36,7 @@ const LONGEST: Duration = Duration::from_millis(10);
 const IDLE_LOOKS: u32 = 200;
 
 /// Threads that have written.
-static WRITERS: Mutex<Vec<Arc<Writer>>> = Mutex::new(Vec::new());
+static WRITERS: Mutex<Vec<Arc<WatchedWriter>>> = Mutex::new(Vec::new());
 
 /// Eventfd that wakes the watcher, once there is one. It is not shared with other processes.
 static WATCHER: OnceLock<EventFd> = OnceLock::new();
@@ -46,7 +46,7 @@ static IS_WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// A thread that has written.
 #[derive(Debug)]
-struct Writer {
+struct WatchedWriter {
     thread: ThreadId,
     /// Start of the pending write in ticks; 0 if no write is pending.
     since: AtomicU64,
@@ -55,11 +55,11 @@ struct Writer {
 }
 
 /// Entry of the calling thread in [`WRITERS`].
-struct Entry(Arc<Writer>);
+struct WriterRegistration(Arc<WatchedWriter>);
 
-impl Entry {
+impl WriterRegistration {
     fn new() -> Self {
-        let writer = Arc::new(Writer {
+        let writer = Arc::new(WatchedWriter {
             thread: ThreadId::of_this_thread(),
             since: AtomicU64::new(0),
             last: AtomicU64::new(0),
@@ -70,7 +70,7 @@ impl Entry {
     }
 }
 
-impl Drop for Entry {
+impl Drop for WriterRegistration {
     fn drop(&mut self) {
         // Afterwards, the thread's id may be reused.
         let mut writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -79,7 +79,7 @@ impl Drop for Entry {
 }
 
 thread_local! {
-    static ENTRY: Entry = Entry::new();
+    static ENTRY: WriterRegistration = WriterRegistration::new();
 }
 
 extern "C" fn do_nothing(_signal: libc::c_int) {}
@@ -185,7 +185,7 @@ fn interrupt(thread: ThreadId) {
 #[inline]
 pub fn signal(eventfd: &EventFd) -> io::Result<()> {
     let written = ENTRY.try_with(|entry| {
-        let Entry(writer) = entry;
+        let WriterRegistration(writer) = entry;
         let now = Ticks::now().0.max(1);
         writer.last.store(now, Ordering::Relaxed);
         writer.since.store(now, Ordering::SeqCst);

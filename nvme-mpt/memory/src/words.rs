@@ -52,7 +52,7 @@ impl SharedWords {
     /// Writes a word; does nothing beyond the end.
     #[inline]
     pub fn store(&self, index: usize, value: u64) {
-        debug_assert_eq!(self.mapping.access(), super::Access::ReadWrite);
+        debug_assert_eq!(self.mapping.access(), super::MappingAccess::ReadWrite);
         if let Some(word) = self.word(index) {
             word.store(value.to_le(), Ordering::Relaxed);
         }
@@ -64,12 +64,12 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::{Access, memfd};
+    use crate::{MappingAccess, memfd};
 
     #[test]
     fn words_are_where_another_mapping_finds_them() {
         let file = memfd(c"words", 4096).expect("memory");
-        let map = || Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite).expect("map");
+        let map = || Mapping::shared(file.as_fd(), 0, 4096, MappingAccess::ReadWrite).expect("map");
         let words = SharedWords::new(Arc::new(map()), 4000).expect("inside");
         words.store(1, 0x0102_0304_0506_0708);
         drop(words);

@@ -21,9 +21,9 @@ thread_local! {
 }
 
 /// Guard that restores the previous work, also after a panic.
-struct Before(*const AtomicU64);
+struct PreviousWorkGuard(*const AtomicU64);
 
-impl Drop for Before {
+impl Drop for PreviousWorkGuard {
     #[inline]
     fn drop(&mut self) {
         WORK.set(self.0);
@@ -36,7 +36,7 @@ impl Drop for Before {
 /// The word must be valid until this returns.
 #[inline]
 pub(super) unsafe fn during<T>(word: *const AtomicU64, work: impl FnOnce() -> T) -> T {
-    let _before = Before(WORK.replace(word));
+    let _before = PreviousWorkGuard(WORK.replace(word));
     work()
 }
 

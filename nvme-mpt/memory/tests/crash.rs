@@ -16,7 +16,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Arc;
 
 use nvme_mpt_memory::crash::{CrashRecord, record_crashes};
-use nvme_mpt_memory::{Access, Mapping};
+use nvme_mpt_memory::{Mapping, MappingAccess};
 
 /// Offset of the record.
 const OFFSET: usize = 128;
@@ -27,7 +27,7 @@ const FILE: &str = "NVME_MPT_TEST_FILE";
 
 fn record(path: &Path) -> CrashRecord {
     let file = File::options().read(true).write(true).open(path).unwrap();
-    let mapping = Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite).unwrap();
+    let mapping = Mapping::shared(file.as_fd(), 0, 4096, MappingAccess::ReadWrite).unwrap();
     CrashRecord::new(&Arc::new(mapping), OFFSET).unwrap()
 }
 

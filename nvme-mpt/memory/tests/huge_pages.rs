@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 
-use nvme_mpt_memory::{Access, Mapping};
+use nvme_mpt_memory::{Mapping, MappingAccess};
 
 const HUGE: usize = 2 << 20;
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
@@ -79,7 +79,7 @@ fn huge_pages_that_are_cut_off_are_lost_not_fatal() {
     };
     // From the middle of a page in the middle of the file on; what lies before stays.
     let file = memory(4);
-    let map = |len| Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite).unwrap();
+    let map = |len| Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite).unwrap();
     let mapping = map(4 * HUGE);
     let start = mapping.bytes(0, 1).unwrap().as_ptr() as usize;
     mapping.bytes(0, 4).unwrap().copy_from(&[5; 4]);

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use nvme_mpt_memory::{Access, Mapping, memfd};
+use nvme_mpt_memory::{Mapping, MappingAccess, memfd};
 
 const LEN: usize = 1 << 16;
 
@@ -83,7 +83,7 @@ fn each_handler_gets_the_faults_of_its_own_memory() {
     install(of_the_vmm);
     let ours = |fill: u8| {
         let fd = memfd(c"guest", LEN as u64).unwrap();
-        let mapping = Mapping::shared(fd.as_fd(), 0, LEN, Access::ReadWrite).unwrap();
+        let mapping = Mapping::shared(fd.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
         mapping.bytes(0, LEN).unwrap().copy_from(&[fill; LEN]);
         (File::from(fd), mapping)
     };

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use nvme_mpt_memory::user_faults::{MemoryHolder, is_incomplete};
-use nvme_mpt_memory::{Access, Mapping, memfd};
+use nvme_mpt_memory::{Mapping, MappingAccess, memfd};
 use vmm_sys_util::eventfd::EventFd;
 
 const LEN: usize = 1 << 16;
@@ -101,7 +101,7 @@ impl Guest {
         let start = NonNull::new(self.start as *mut u8).unwrap();
         let (fd, owner) = (self.memory.as_fd(), Arc::new(()));
         // SAFETY: the mapping is never unmapped, and reached through mappings alone.
-        unsafe { Mapping::borrowed(start, LEN, Access::ReadWrite, fd, 0, owner) }.unwrap()
+        unsafe { Mapping::borrowed(start, LEN, MappingAccess::ReadWrite, fd, 0, owner) }.unwrap()
     }
 }
 
@@ -172,7 +172,7 @@ fn a_mapping_of_the_file_reads_zeros_where_the_content_is_still_to_come() {
     };
     let guest = Guest::new();
     guest.register(&client, 0, LEN, MODE_MISSING);
-    let ours = Mapping::shared(guest.memory.as_fd(), 0, LEN, Access::ReadWrite).unwrap();
+    let ours = Mapping::shared(guest.memory.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
     let (thread, is_held_up) = run(&client, move || (byte(&ours, 5), ours));
     // So the file alone must not be used before it is complete.
     assert!(!is_held_up);
@@ -227,7 +227,8 @@ fn the_vmms_own_mapping_waits_for_minor_faults() {
     };
     let guest = Guest::new();
     // Something is there already, which is not the guest's yet.
-    let elsewhere = Mapping::shared(guest.memory.as_fd(), 0, LEN, Access::ReadWrite).unwrap();
+    let elsewhere =
+        Mapping::shared(guest.memory.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
     elsewhere.bytes(0, LEN).unwrap().copy_from(&[1; LEN]);
     guest.register(&client, 0, LEN, MODE_MINOR);
     assert!(guest.is_incomplete());

@@ -11,13 +11,15 @@ use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::PathError;
-use crate::walk::{self, Entry, Exposure, FileId, Status, is_safe, is_trusted, others_write, walk};
+use crate::walk::{
+    self, ExposedDirectory, FileId, FileStatus, PathEntry, is_safe, is_trusted, others_write, walk,
+};
 
 /// An open directory. Entries are accessed through the descriptor, so a rename of the directory does not redirect them.
 #[derive(Debug)]
-pub struct Directory(Entry);
+pub struct OpenDirectory(PathEntry);
 
-impl Directory {
+impl OpenDirectory {
     /// Opens a directory.
     ///
     /// # Errors
@@ -34,7 +36,7 @@ impl Directory {
         Self::of(walk(path, Some(Mode::from_raw_mode(mode)))?)
     }
 
-    fn of(entry: Entry) -> Result<Self, PathError> {
+    fn of(entry: PathEntry) -> Result<Self, PathError> {
         match entry.kind() {
             FileType::Directory => Ok(Self(entry)),
             _ => Err(PathError::io("use the directory", &entry.path)(
@@ -100,7 +102,7 @@ impl Directory {
         let is_sticky = stat.is_sticky();
         match is_trusted(stat.owner) && (is_sticky || !others_write(self.fd(), stat)) {
             true => Ok(()),
-            false => Err(Exposure::of(self.path(), stat).error(&path)),
+            false => Err(ExposedDirectory::of(self.path(), stat).error(&path)),
         }
     }
 
@@ -108,24 +110,24 @@ impl Directory {
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn entry(&self, name: &OsStr) -> Result<Option<Entry>, PathError> {
+    pub fn entry(&self, name: &OsStr) -> Result<Option<PathEntry>, PathError> {
         let path = self.path().join(name);
         let descriptor = match walk::open_entry(self.fd(), name) {
             Ok(descriptor) => descriptor,
             Err(Errno::NOENT) => return Ok(None),
             Err(error) => return Err(PathError::io("open", &path)(error)),
         };
-        let stat = Status::of(&descriptor).map_err(PathError::io("look at", &path))?;
+        let stat = FileStatus::of(&descriptor).map_err(PathError::io("look at", &path))?;
         let exposure = match self.protects(stat.owner) {
             true => None,
             false => Some(
                 self.0
                     .exposure
                     .clone()
-                    .unwrap_or_else(|| Exposure::of(self.path(), &self.0.stat)),
+                    .unwrap_or_else(|| ExposedDirectory::of(self.path(), &self.0.stat)),
             ),
         };
-        Ok(Some(Entry {
+        Ok(Some(PathEntry {
             descriptor,
             stat,
             path,
@@ -297,7 +299,7 @@ pub(crate) fn temporary_name(name: &OsStr) -> OsString {
 }
 
 /// Hook between two system calls, where tests act as another user.
-pub(crate) fn step(_name: &'static str, _directory: &Directory, _entry: &OsStr) {
+pub(crate) fn step(_name: &'static str, _directory: &OpenDirectory, _entry: &OsStr) {
     #[cfg(test)]
     crate::tests::at_step(_name, _directory, _entry);
 }

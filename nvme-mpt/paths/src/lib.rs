@@ -13,7 +13,7 @@
 //! - An **obeyed** file (configuration) is a regular file that only trusted users can write or replace. See
 //!   [`read_obeyed`].
 //! - A new file is created under a random name and renamed. A new socket has its owner and mode before it gets its
-//!   name. See [`Directory::replace`] and [`Directory::listen`].
+//!   name. See [`OpenDirectory::replace`] and [`OpenDirectory::listen`].
 
 mod directory;
 mod socket;
@@ -25,9 +25,9 @@ use std::path::{Path, PathBuf};
 pub use rustix::fs::OFlags;
 use thiserror::Error;
 
-pub use self::directory::Directory;
-pub use self::socket::{Occupant, SocketPermissions};
-pub use self::walk::{Entry, FileId, open};
+pub use self::directory::OpenDirectory;
+pub use self::socket::{SocketPathState, SocketPermissions};
+pub use self::walk::{FileId, PathEntry, open};
 
 /// Error of a path that cannot be used, or that another user could redirect.
 #[derive(Debug, Error)]
@@ -150,7 +150,7 @@ impl From<PathError> for io::Error {
 /// # Errors
 /// See [`PathError`]. A file with more than `longest` bytes is not read.
 pub fn read_obeyed(path: &Path, longest: u64) -> Result<(PathBuf, String), PathError> {
-    let entry = Entry::find(path)?;
+    let entry = PathEntry::find(path)?;
     entry.check_obeyed()?;
     let text = entry.read(longest)?;
     Ok((entry.path().to_owned(), text))

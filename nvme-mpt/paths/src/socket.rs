@@ -11,8 +11,8 @@ use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::PathError;
-use crate::directory::{Directory, step, temporary_name};
-use crate::walk::{Entry, FileId, is_trusted};
+use crate::directory::{OpenDirectory, step, temporary_name};
+use crate::walk::{FileId, PathEntry, is_trusted};
 
 /// Most pending connections: the limit of `net.core.somaxconn`, as in the standard library.
 const BACKLOG: i32 = -1;
@@ -30,7 +30,7 @@ pub struct SocketPermissions {
 
 /// Kind of the entry at a socket's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Occupant {
+pub enum SocketPathState {
     /// Nothing.
     Nothing,
     /// A socket that no process has open.
@@ -41,15 +41,15 @@ pub enum Occupant {
     NotASocket,
 }
 
-impl Entry {
+impl PathEntry {
     /// Determines the kind without connecting to a possible server. A datagram socket cannot connect to a listening
     /// socket, and the kernel's error shows whether that socket is dead.
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn occupant(&self) -> Result<Occupant, PathError> {
+    pub fn occupant(&self) -> Result<SocketPathState, PathError> {
         if self.kind() != FileType::Socket {
-            return Ok(Occupant::NotASocket);
+            return Ok(SocketPathState::NotASocket);
         }
         let failed = |action| PathError::io(action, &self.path);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -57,22 +57,22 @@ impl Entry {
         let asked = asked.map_err(failed("make a socket to look at"))?;
         let address = SocketAddrUnix::new(self.by_descriptor()).map_err(failed("name"))?;
         Ok(match net::connect(&asked, &address) {
-            Err(Errno::CONNREFUSED) => Occupant::Stale,
-            Err(Errno::NOENT) => Occupant::Nothing,
-            _ => Occupant::Live,
+            Err(Errno::CONNREFUSED) => SocketPathState::Stale,
+            Err(Errno::NOENT) => SocketPathState::Nothing,
+            _ => SocketPathState::Live,
         })
     }
 }
 
-impl Directory {
+impl OpenDirectory {
     /// Determines the kind of an entry.
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn occupant(&self, name: &OsStr) -> Result<Occupant, PathError> {
+    pub fn occupant(&self, name: &OsStr) -> Result<SocketPathState, PathError> {
         match self.entry(name)? {
             Some(entry) => entry.occupant(),
-            None => Ok(Occupant::Nothing),
+            None => Ok(SocketPathState::Nothing),
         }
     }
 
@@ -163,14 +163,14 @@ impl Directory {
     fn make_way(&self, name: &OsStr, path: &Path, user: Option<u32>) -> Result<(), PathError> {
         let failed = |action| PathError::io(action, path);
         let refuse = |occupant| match occupant {
-            Occupant::Nothing | Occupant::Stale => Ok(occupant),
-            Occupant::Live => Err(PathError::InUse { path: path.into() }),
-            Occupant::NotASocket => Err(PathError::NotASocket { path: path.into() }),
+            SocketPathState::Nothing | SocketPathState::Stale => Ok(occupant),
+            SocketPathState::Live => Err(PathError::InUse { path: path.into() }),
+            SocketPathState::NotASocket => Err(PathError::NotASocket { path: path.into() }),
         };
         let Some(entry) = self.entry(name)? else {
             return Ok(());
         };
-        if refuse(entry.occupant()?)? == Occupant::Nothing {
+        if refuse(entry.occupant()?)? == SocketPathState::Nothing {
             return Ok(());
         }
         let owner = entry.owner();
@@ -190,7 +190,7 @@ impl Directory {
             Err(error) => return Err(failed("move aside")(error)),
         }
         let found = self.occupant(&aside)?;
-        if found == Occupant::Live || found == Occupant::NotASocket {
+        if found == SocketPathState::Live || found == SocketPathState::NotASocket {
             let link = fs::linkat(self.fd(), &aside, self.fd(), name, AtFlags::empty());
             link.map_err(failed("put back"))?;
         }
@@ -200,7 +200,7 @@ impl Directory {
 }
 
 /// Returns whether a connection to a file reaches this socket. Sends nothing, because the file may be another server's.
-fn leads_to(file: &Entry, socket: &UnixListener) -> Result<bool, PathError> {
+fn leads_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathError> {
     let failed = |action| PathError::io(action, &file.path);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let client = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);

@@ -19,7 +19,7 @@ thread_local! {
     static ACT: RefCell<Option<Act>> = const { RefCell::new(None) };
 }
 
-pub(crate) fn at_step(step: &str, directory: &Directory, entry: &OsStr) {
+pub(crate) fn at_step(step: &str, directory: &OpenDirectory, entry: &OsStr) {
     ACT.with_borrow_mut(|act| {
         if let Some(act) = act {
             act(step, &directory.path().join(entry));
@@ -94,7 +94,7 @@ fn a_socket_has_owner_and_mode_before_it_has_its_name() {
             assert_eq!((mode(entry), owner(entry)), (0o600, 0));
         }
     });
-    let directory = Directory::open(&home).unwrap();
+    let directory = OpenDirectory::open(&home).unwrap();
     let (listener, id) = directory.listen(OsStr::new("a.sock"), OPEN).unwrap();
     assert_eq!((mode(&name), owner(&name)), (0o666, OTHER));
     assert!(directory.holds(OsStr::new("a.sock"), id));
@@ -134,7 +134,7 @@ fn what_is_swapped_for_a_socket_keeps_its_owner_and_mode() {
                     _ => fs::hard_link(&dead_path, entry).unwrap(),
                 }
             });
-            let directory = Directory::open(&home).unwrap();
+            let directory = OpenDirectory::open(&home).unwrap();
             let listened = directory.listen(OsStr::new("a.sock"), OPEN);
             for path in [&secret, &live, &dead] {
                 let case = format!("{kind} at {at}: {}", path.display());
@@ -176,7 +176,7 @@ fn a_live_socket_that_takes_the_place_of_a_stale_one_stays() {
         user: None,
         group: None,
     };
-    let opened = Directory::open(directory.path()).unwrap();
+    let opened = OpenDirectory::open(directory.path()).unwrap();
     let error = opened.listen(name, permissions).unwrap_err();
     assert!(matches!(error, PathError::InUse { .. }), "{error}");
     UnixStream::connect(&path).unwrap();
@@ -202,12 +202,14 @@ fn a_stale_socket_of_another_user_is_replaced_where_only_we_can_have_made_it() {
         fs::set_permissions(&folder, Permissions::from_mode(dir_mode)).unwrap();
         drop(UnixListener::bind(folder.join(name)).unwrap());
         chown(folder.join(name), Some(OTHER), None).unwrap();
-        let listened = Directory::open(&folder).unwrap().listen(name, permissions);
+        let listened = OpenDirectory::open(&folder)
+            .unwrap()
+            .listen(name, permissions);
         assert_eq!(listened.is_ok(), is_replaced, "{dir_mode:o}");
         let expected = if is_replaced { 0 } else { OTHER };
         assert_eq!(owner(&folder.join(name)), expected);
         // The user it is made for may have had it before.
-        let listened = Directory::open(&folder).unwrap().listen(
+        let listened = OpenDirectory::open(&folder).unwrap().listen(
             name,
             SocketPermissions {
                 user: Some(OTHER),
@@ -230,12 +232,12 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
     // As /var/run.
     let good = root.path().join("run");
     symlink("real", &good).unwrap();
-    assert_eq!(Directory::open(&good).unwrap().path(), real);
+    assert_eq!(OpenDirectory::open(&good).unwrap().path(), real);
     let twice = root.path().join("twice");
     symlink(&good, &twice).unwrap();
     let through = twice.join("../run/./");
-    assert_eq!(Directory::open(&through).unwrap().path(), real);
-    Directory::open(&good)
+    assert_eq!(OpenDirectory::open(&through).unwrap().path(), real);
+    OpenDirectory::open(&good)
         .unwrap()
         .check_not_exposed(OsStr::new("x"))
         .unwrap();
@@ -256,7 +258,7 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
     lchown(&of_all, Some(OTHER), None).unwrap();
     for link in [moved, others, of_all] {
         for path in [link.clone(), link.join("below")] {
-            let error = Entry::find(&path).unwrap_err();
+            let error = PathEntry::find(&path).unwrap_err();
             let named = matches!(&error, PathError::ForeignLink { path, owner: OTHER } if path.file_name() == link.file_name());
             assert!(named, "{error}");
         }
@@ -264,10 +266,10 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
     // Root's, in a directory of all: nobody else can replace it.
     let ours = all.join("ours");
     symlink(&real, &ours).unwrap();
-    assert_eq!(Directory::open(&ours).unwrap().path(), real);
+    assert_eq!(OpenDirectory::open(&ours).unwrap().path(), real);
 
     symlink("loop", root.path().join("loop")).unwrap();
-    let error = Entry::find(&root.path().join("loop")).unwrap_err();
+    let error = PathEntry::find(&root.path().join("loop")).unwrap_err();
     assert!(matches!(error, PathError::Io { .. }), "{error}");
 }
 
@@ -309,7 +311,7 @@ fn what_others_can_write_or_replace_is_not_obeyed() {
             assert!(told.contains(&*path.to_string_lossy()), "{told}");
             assert!(told.contains("owner"), "{told}");
         }
-        let makes = Directory::open(folder)
+        let makes = OpenDirectory::open(folder)
             .unwrap()
             .check_not_exposed(OsStr::new("file"));
         let exposed = [&open, &home, &below].iter().any(|other| **other == folder);
@@ -335,7 +337,7 @@ fn a_file_is_replaced_as_a_whole_and_no_link_is_written_through() {
     };
     let home = root.path().join("home");
     fs::create_dir(&home).unwrap();
-    let directory = Directory::open(&home).unwrap();
+    let directory = OpenDirectory::open(&home).unwrap();
     let name = OsStr::new("metrics.prom");
     symlink(&secret, home.join(name)).unwrap();
     // The name of the unfinished file is no secret to who reads the directory: it is swapped for a link.
@@ -381,7 +383,7 @@ fn a_file_of_another_user_in_a_directory_of_all_is_not_replaced() {
     let path = root.path().join("file");
     fs::write(&path, "theirs").unwrap();
     chown(&path, Some(OTHER), None).unwrap();
-    let directory = Directory::open(root.path()).unwrap();
+    let directory = OpenDirectory::open(root.path()).unwrap();
     let error = directory
         .replace(OsStr::new("file"), 0o600, |_| Ok(()))
         .unwrap_err();
@@ -393,20 +395,20 @@ fn a_file_of_another_user_in_a_directory_of_all_is_not_replaced() {
 fn directories_are_made_where_the_path_leads() {
     let root = tempfile::tempdir().unwrap();
     let deep = root.path().join("a/b");
-    let made = Directory::make(&deep, 0o700).unwrap();
+    let made = OpenDirectory::make(&deep, 0o700).unwrap();
     assert_eq!(mode(&deep), 0o700);
     made.set_mode(0o755).unwrap();
     assert_eq!(mode(&deep), 0o755);
-    Directory::make(&deep, 0o700).unwrap();
+    OpenDirectory::make(&deep, 0o700).unwrap();
     fs::write(deep.join("file"), "").unwrap();
-    assert!(Directory::make(&deep.join("file"), 0o700).is_err());
+    assert!(OpenDirectory::make(&deep.join("file"), 0o700).is_err());
     let file = deep.join("file");
-    let (directory, name) = Directory::holding(&file).unwrap();
+    let (directory, name) = OpenDirectory::holding(&file).unwrap();
     assert_eq!(
         (directory.path().ends_with("a/b"), name),
         (true, OsStr::new("file"))
     );
-    assert!(Directory::holding(Path::new("/")).is_err());
+    assert!(OpenDirectory::holding(Path::new("/")).is_err());
     assert!(
         !fs::metadata(directory.entry_path(name))
             .unwrap()

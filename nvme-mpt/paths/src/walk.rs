@@ -43,7 +43,7 @@ impl FileId {
 
 /// Status of a file: owner, mode and identity.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Status {
+pub(crate) struct FileStatus {
     pub(crate) id: FileId,
     pub(crate) owner: u32,
     pub(crate) group: u32,
@@ -52,7 +52,7 @@ pub(crate) struct Status {
     pub(crate) bytes: u64,
 }
 
-impl Status {
+impl FileStatus {
     pub(crate) fn of(file: impl AsFd) -> Result<Self, Errno> {
         let stat = fs::fstat(file)?;
         Ok(Self {
@@ -75,14 +75,14 @@ impl Status {
 
 /// A directory that another user may write.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Exposure {
+pub(crate) struct ExposedDirectory {
     pub(crate) directory: PathBuf,
     pub(crate) owner: u32,
     pub(crate) mode: u32,
 }
 
-impl Exposure {
-    pub(crate) fn of(directory: &Path, stat: &Status) -> Self {
+impl ExposedDirectory {
+    pub(crate) fn of(directory: &Path, stat: &FileStatus) -> Self {
         Self {
             directory: directory.to_owned(),
             owner: stat.owner,
@@ -102,13 +102,13 @@ impl Exposure {
 
 /// A file or directory at the end of a path, as a descriptor without read or write access (`O_PATH`).
 #[derive(Debug)]
-pub struct Entry {
+pub struct PathEntry {
     pub(crate) descriptor: OwnedFd,
-    pub(crate) stat: Status,
+    pub(crate) stat: FileStatus,
     /// Path without symbolic links.
     pub(crate) path: PathBuf,
     /// First exposed directory on the path, in which another user could replace the next entry.
-    pub(crate) exposure: Option<Exposure>,
+    pub(crate) exposure: Option<ExposedDirectory>,
 }
 
 /// Returns whether a user is trusted.
@@ -118,12 +118,12 @@ pub(crate) fn is_trusted(user: u32) -> bool {
 
 /// Returns whether other users than the owner may write the open file or directory. On a read-only mount, such as
 /// volumes of Kubernetes, no user may.
-pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &Status) -> bool {
+pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &FileStatus) -> bool {
     others_may_write(stat)
         && !fs::fstatvfs(file).is_ok_and(|mount| mount.f_flag.contains(StatVfsMountFlags::RDONLY))
 }
 
-fn others_may_write(stat: &Status) -> bool {
+fn others_may_write(stat: &FileStatus) -> bool {
     let user = process_user();
     // A group with the owner's number contains only the owner. On many distributions, this is the default group of a
     // user's files.
@@ -133,7 +133,7 @@ fn others_may_write(stat: &Status) -> bool {
 }
 
 /// Returns whether only trusted users can replace an entry with this owner.
-pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &Status, owner: u32) -> bool {
+pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &FileStatus, owner: u32) -> bool {
     let is_sticky = stat.is_sticky();
     is_trusted(stat.owner) && (is_sticky && is_trusted(owner) || !others_write(directory, stat))
 }
@@ -157,7 +157,7 @@ fn steps(path: &Path) -> impl Iterator<Item = OsString> + use<'_> {
 }
 
 /// Walks a path. With `make`, creates missing directories with that mode.
-pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> {
+pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathError> {
     let path = match path.as_os_str().is_empty() {
         true => Path::new("."),
         false => path,
@@ -171,11 +171,11 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> 
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = fs::open("/", flags, Mode::empty());
         let descriptor = opened.map_err(PathError::io("open", Path::new("/")))?;
-        let stat = Status::of(&descriptor).map_err(PathError::io("look at", Path::new("/")))?;
+        let stat = FileStatus::of(&descriptor).map_err(PathError::io("look at", Path::new("/")))?;
         Ok((descriptor, stat))
     };
     let (descriptor, stat) = root()?;
-    let mut here = Entry {
+    let mut here = PathEntry {
         descriptor,
         stat,
         path: "/".into(),
@@ -201,7 +201,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> 
             (opened, _) => opened,
         };
         let next = next.map_err(failed("open"))?;
-        let stat = Status::of(&next).map_err(failed("look at"))?;
+        let stat = FileStatus::of(&next).map_err(failed("look at"))?;
         let is_safe = is_safe(here.descriptor.as_fd(), &here.stat, stat.owner);
         if FileType::from_raw_mode(stat.mode) == FileType::Symlink {
             if !is_safe || !is_trusted(stat.owner) {
@@ -235,7 +235,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> 
             continue;
         }
         if !is_safe && here.exposure.is_none() {
-            here.exposure = Some(Exposure::of(&here.path, &here.stat));
+            here.exposure = Some(ExposedDirectory::of(&here.path, &here.stat));
         }
         here.descriptor = next;
         here.stat = stat;
@@ -244,7 +244,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> 
     Ok(here)
 }
 
-impl Entry {
+impl PathEntry {
     /// Walks a path to its end.
     ///
     /// # Errors
@@ -360,7 +360,7 @@ impl Entry {
 /// # Errors
 /// See [`PathError`].
 pub fn open(path: &Path, flags: OFlags) -> Result<File, PathError> {
-    let entry = Entry::find(path)?;
+    let entry = PathEntry::find(path)?;
     entry.reopen(flags).map_err(|source| PathError::Io {
         action: "open",
         path: entry.path,

@@ -1,4 +1,4 @@
-//! The software host controller: optional layers over a [`Medium`].
+//! The software host controller: optional layers over a [`BackingStore`].
 
 use std::any::Any;
 use std::io;
@@ -8,42 +8,42 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::drive::{
-    DriveLabel, DriveName, HostController, HostLease, HostLeaseError, HostLeaseRequest,
-    HostNamespace, Incidents,
+    DriveIncidents, DriveLabel, DriveName, HostController, HostLease, HostLeaseError,
+    HostLeaseRequest, HostNamespace,
 };
 use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits, Mdts};
+use nvme_mpt::host::{CommandSetDescription, ControllerLimits, LeaseChangeLog, LeaseDamage, Mdts};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::Choice;
-use nvme_mpt::live::{ChangeRecord, LossRecord};
-use nvme_mpt::origin::{Identity, IdentityRef};
-use nvme_mpt::range::{ByteRange, LbaRange};
+use nvme_mpt::learn::PolicyChoice;
+use nvme_mpt::live::{ChangeRecord, LeaseWriteErrorRecord};
+use nvme_mpt::origin::{DriveIdentity, DriveIdentityRef};
+use nvme_mpt::range::{BlockRange, ByteRange};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;
 
-use crate::faults::{FaultError, FaultPlan, FaultQueue, Faults};
-use crate::file::FileStore;
-use crate::medium::{LeasedMedium, Medium, Pace};
-use crate::memory::{Allocation, MemoryMedium};
-use crate::model::{Model, Profile, Wear, ZnsProfile};
-use crate::null::NullMedium;
-use crate::zones::{LeasedZones, ZoneError, ZonedQueue, Zones};
+use crate::faults::{FaultError, FaultInjector, FaultPlan, FaultQueue};
+use crate::file::FileBackingStore;
+use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::memory::{MemoryAllocationTime, MemoryBackingStore};
+use crate::model::{DriveModel, DriveProfile, FlashWear, ZnsProfile};
+use crate::null::NullBackingStore;
+use crate::zones::{DriveZones, LeasedZones, ZoneError, ZonedQueue};
 
 /// An NVMe controller in this process, with one namespace.
 #[derive(Debug)]
 pub struct SoftwareController {
-    identity: Identity,
+    identity: DriveIdentity,
     namespace: HostNamespace,
-    limits: Limits,
-    medium: Box<dyn Medium>,
+    limits: ControllerLimits,
+    medium: Box<dyn BackingStore>,
     /// Decides when commands complete. If `None`, commands complete as soon as the backing store is done.
-    timing: Option<Arc<Model>>,
+    timing: Option<Arc<DriveModel>>,
     /// Zone states, if the namespace is zoned.
-    zones: Option<Zones>,
+    zones: Option<DriveZones>,
     /// Injected faults and their lasting effects on the drive.
-    faults: Option<Arc<Faults>>,
+    faults: Option<Arc<FaultInjector>>,
     iova_space: Arc<IovaSpace>,
 }
 
@@ -51,7 +51,7 @@ pub struct SoftwareController {
 const MAX_TRANSFER_LOG2: u8 = 20;
 
 /// Limits of the software controller, before a backing store adapts them.
-pub(crate) const LIMITS: Limits = Limits {
+pub(crate) const LIMITS: ControllerLimits = ControllerLimits {
     mdts: MAX_TRANSFER_LOG2 - 12,
     entries_max: 4096,
     commands: Oncs(0)
@@ -78,7 +78,7 @@ pub(crate) const LIMITS: Limits = Limits {
 impl SoftwareController {
     /// Creates a drive over a backing store, with blocks of 2^`lba_shift` bytes.
     #[must_use]
-    pub fn over(medium: impl Medium + 'static, lba_shift: u8) -> Self {
+    pub fn over(medium: impl BackingStore + 'static, lba_shift: u8) -> Self {
         let namespace = HostNamespace {
             nsid: Nsid(1),
             blocks: medium.bytes() >> lba_shift,
@@ -99,31 +99,31 @@ impl SoftwareController {
     /// Creates a drive that stores no data.
     #[must_use]
     pub fn null(bytes: u64, lba_shift: u8) -> Self {
-        Self::over(NullMedium::new(bytes), lba_shift)
+        Self::over(NullBackingStore::new(bytes), lba_shift)
     }
 
     /// Creates a drive in memory.
     ///
     /// # Errors
     /// Returns the kernel's error if the address space is exhausted, or if there is too little memory for
-    /// [`Allocation::AtOnce`].
-    pub fn memory(bytes: u64, lba_shift: u8, allocation: Allocation) -> io::Result<Self> {
-        let medium = MemoryMedium::new(bytes, lba_shift, allocation)?;
+    /// [`MemoryAllocationTime::AtOnce`].
+    pub fn memory(bytes: u64, lba_shift: u8, allocation: MemoryAllocationTime) -> io::Result<Self> {
+        let medium = MemoryBackingStore::new(bytes, lba_shift, allocation)?;
         Ok(Self::over(medium, lba_shift))
     }
 
     /// Creates a drive in a memory file, which a successor process can take over.
     ///
     /// # Errors
-    /// Returns the kernel's error if the file cannot be mapped, or if there is too little memory for [`Allocation::AtOnce`].
+    /// Returns the kernel's error if the file cannot be mapped, or if there is too little memory for [`MemoryAllocationTime::AtOnce`].
     /// Returns [`io::ErrorKind::InvalidInput`] if the file is shorter than `bytes`.
     pub fn memory_file(
         file: &OwnedFd,
         bytes: u64,
         lba_shift: u8,
-        allocation: Allocation,
+        allocation: MemoryAllocationTime,
     ) -> io::Result<Self> {
-        let medium = MemoryMedium::of_file(file, bytes, lba_shift, allocation)?;
+        let medium = MemoryBackingStore::of_file(file, bytes, lba_shift, allocation)?;
         Ok(Self::over(medium, lba_shift))
     }
 
@@ -132,7 +132,7 @@ impl SoftwareController {
     /// # Errors
     /// Returns the kernel's error if the path cannot be opened.
     pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
-        Self::file_in_slices(path, lba_shift, Choice::Learned, None)
+        Self::file_in_slices(path, lba_shift, PolicyChoice::Learned, None)
     }
 
     /// Creates a drive over a file or a block device, like [`Self::file`]. `slices` chooses the [slice
@@ -143,10 +143,10 @@ impl SoftwareController {
     pub fn file_in_slices(
         path: &Path,
         lba_shift: u8,
-        slices: Choice,
+        slices: PolicyChoice,
         name: Option<&DriveName>,
     ) -> io::Result<Self> {
-        let store = FileStore::open(path, lba_shift, slices)?;
+        let store = FileBackingStore::open(path, lba_shift, slices)?;
         let store = store.by_label(name)?;
         Ok(Self::over(store, lba_shift))
     }
@@ -161,17 +161,17 @@ impl SoftwareController {
 
     /// Adds the timing of the drive that `profile` describes.
     #[must_use]
-    pub fn timed(mut self, profile: &Profile) -> Self {
+    pub fn timed(mut self, profile: &DriveProfile) -> Self {
         let HostNamespace {
             blocks, lba_shift, ..
         } = self.namespace;
-        if let Profile::Ssd(_) = profile {
+        if let DriveProfile::Ssd(_) = profile {
             self.limits.volatile_write_cache = true;
             // A deallocation looks up every page, and the poller's other queues wait for that.
             self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
             self.limits.dsm_ranges_max = self.limits.dsm_ranges_max.min(16);
         }
-        let Some(model) = Model::new(profile, blocks, lba_shift) else {
+        let Some(model) = DriveModel::new(profile, blocks, lba_shift) else {
             return self;
         };
         if let Some(path) = self.regular_file() {
@@ -184,13 +184,13 @@ impl SoftwareController {
     /// Divides the namespace into zones.
     ///
     /// # Errors
-    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
+    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::ServerLost`].
     pub fn zoned(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
         let path = self.medium.path();
         if let Some(path) = path.filter(|path| !path.is_file()) {
             return Err(ZoneError::NoPlace(path.to_owned()));
         }
-        let zones = Zones::new(profile, &self.namespace, path)?;
+        let zones = DriveZones::new(profile, &self.namespace, path)?;
         if let Some(file) = zones.file() {
             self.medium.keep_durable_with(file.clone());
         }
@@ -198,7 +198,7 @@ impl SoftwareController {
             model.fill_zones(zones.written());
         }
         self.namespace.blocks = zones.blocks();
-        self.limits = Limits {
+        self.limits = ControllerLimits {
             // The other commands move, name or discard blocks without regard to write pointers.
             commands: Oncs(0)
                 .with_compare(true)
@@ -216,10 +216,10 @@ impl SoftwareController {
     /// Adds the faults of a plan, and allows further faults to be injected later. Call it after `zoned`.
     ///
     /// # Errors
-    /// See [`Faults::inject`].
+    /// See [`FaultInjector::inject`].
     pub fn faulty(mut self, plan: &FaultPlan) -> Result<Self, FaultError> {
-        let unit = self.zones.as_ref().map_or(1, Zones::size);
-        self.faults = Some(Arc::new(Faults::new(plan, self.namespace, unit)?));
+        let unit = self.zones.as_ref().map_or(1, DriveZones::size);
+        self.faults = Some(Arc::new(FaultInjector::new(plan, self.namespace, unit)?));
         Ok(self)
     }
 
@@ -227,16 +227,21 @@ impl SoftwareController {
     /// empty. If the file already holds faults of a predecessor, the drive continues with these and ignores the plan.
     ///
     /// # Errors
-    /// See [`Faults::inject`].
+    /// See [`FaultInjector::inject`].
     pub fn faulty_kept(mut self, plan: &FaultPlan, file: &OwnedFd) -> Result<Self, FaultError> {
-        let unit = self.zones.as_ref().map_or(1, Zones::size);
-        self.faults = Some(Arc::new(Faults::kept(plan, self.namespace, unit, file)?));
+        let unit = self.zones.as_ref().map_or(1, DriveZones::size);
+        self.faults = Some(Arc::new(FaultInjector::kept(
+            plan,
+            self.namespace,
+            unit,
+            file,
+        )?));
         Ok(self)
     }
 
     /// Returns the injected faults, or `None` if the drive was opened without `faults=`.
     #[must_use]
-    pub fn faults(&self) -> Option<&Faults> {
+    pub fn faults(&self) -> Option<&FaultInjector> {
         self.faults.as_deref()
     }
 
@@ -259,7 +264,7 @@ impl SoftwareController {
 
     /// Returns the wear of the modelled flash, or `None` if the model has no flash.
     #[must_use]
-    pub fn wear(&self) -> Option<Wear> {
+    pub fn wear(&self) -> Option<FlashWear> {
         self.timing.as_ref()?.wear()
     }
 }
@@ -273,7 +278,7 @@ impl Drop for SoftwareController {
 }
 
 impl HostController for SoftwareController {
-    fn identity(&self) -> IdentityRef<'_> {
+    fn identity(&self) -> DriveIdentityRef<'_> {
         (&self.identity).into()
     }
 
@@ -281,7 +286,7 @@ impl HostController for SoftwareController {
         self.medium.model()
     }
 
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &ControllerLimits {
         &self.limits
     }
 
@@ -340,10 +345,10 @@ impl HostController for SoftwareController {
         Some(zones.size() << self.namespace.lba_shift)
     }
 
-    fn incidents(&self) -> Incidents {
-        Incidents {
+    fn incidents(&self) -> DriveIncidents {
+        DriveIncidents {
             gone: self.is_gone(),
-            ..Incidents::default()
+            ..DriveIncidents::default()
         }
     }
 
@@ -367,7 +372,7 @@ impl HostController for SoftwareController {
 /// A lease of a software drive.
 #[derive(Debug)]
 struct SoftwareLease {
-    medium: Box<dyn LeasedMedium>,
+    medium: Box<dyn LeasedBackingStore>,
     zones: Option<Arc<LeasedZones>>,
     drive: Arc<SoftwareController>,
 }
@@ -389,14 +394,14 @@ impl HostLease for SoftwareLease {
         }
         let queue = self
             .medium
-            .create_queue(slots, Pace(drive.timing.as_ref()))?;
+            .create_queue(slots, CommandTiming(drive.timing.as_ref()))?;
         Ok(match &drive.faults {
             Some(faults) => HostQueuePair::new(FaultQueue::new(queue, faults.clone(), slots)),
             None => queue,
         })
     }
 
-    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         match self.zones {
             Some(_) => Err(HostLeaseError::SeveralParts),
             None => self.medium.add(part),
@@ -404,7 +409,7 @@ impl HostLease for SoftwareLease {
     }
 
     /// If the drive has a model or faults, a wipe must issue every command, because both track each one.
-    fn leading_zeroes(&self, part: LbaRange) -> u64 {
+    fn leading_zeroes(&self, part: BlockRange) -> u64 {
         match (&self.drive.timing, &self.drive.faults) {
             (None, None) => self.medium.leading_zeroes(part),
             _ => 0,
@@ -431,13 +436,13 @@ impl HostLease for SoftwareLease {
         }
     }
 
-    fn damage(&self) -> Damage {
+    fn damage(&self) -> LeaseDamage {
         let zones_are_lost = self
             .zones
             .as_ref()
             .is_some_and(|zones| zones.check().is_err());
         let damage = self.medium.damage();
-        Damage {
+        LeaseDamage {
             lost_writes: damage.lost_writes || zones_are_lost,
             ..damage
         }
@@ -451,7 +456,7 @@ impl HostLease for SoftwareLease {
         self.medium.lose_earlier_writes();
     }
 
-    fn record_losses(&self, record: LossRecord) {
+    fn record_losses(&self, record: LeaseWriteErrorRecord) {
         self.medium.record_losses(record);
     }
 
@@ -473,11 +478,11 @@ impl HostLease for SoftwareLease {
         }
     }
 
-    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         self.medium.keep_marks(marks, ask);
     }
 
-    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+    fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         self.medium.store_marks(store);
     }
 
@@ -501,8 +506,8 @@ impl HostLease for SoftwareLease {
         self.zones.as_ref().map(|zones| zones.describe())
     }
 
-    fn changes(&self) -> Option<&dyn ChangeLog> {
+    fn changes(&self) -> Option<&dyn LeaseChangeLog> {
         let zones = self.zones.as_deref();
-        zones.map(|zones| zones as &dyn ChangeLog)
+        zones.map(|zones| zones as &dyn LeaseChangeLog)
     }
 }

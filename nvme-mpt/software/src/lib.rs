@@ -1,12 +1,12 @@
 //! NVMe drives in software: host controllers that run in this process, for tests and for hosts without a spare drive.
 //!
-//! A [`SoftwareController`] stores logical blocks in a backing store ([`Medium`]): memory, a file, or a null store that keeps
+//! A [`SoftwareController`] stores logical blocks in a backing store ([`BackingStore`]): memory, a file, or a null store that keeps
 //! no data. Between the guest and the backing store, commands pass optional layers: [zones], [faults] and a timing [model].
 //! Drives of [keys and values](key_value) have a separate host controller.
 //!
 //! # Example: a store
 //!
-//! A backing store implements [`Medium`], and [`Store`] for the queues that execute its commands. Every byte of this example
+//! A backing store implements [`BackingStore`], and [`CommandExecutor`] for the queues that execute its commands. Every byte of this example
 //! reads as the letter A, and writes fail:
 //!
 //! ```
@@ -121,6 +121,6 @@ pub use controller::SoftwareController;
 #[cfg(simulation)]
 pub use file::kernel::simulated;
 pub use file::survey::start as survey_files;
-pub use medium::{LeasedMedium, Medium, Pace};
-pub use memory::Allocation;
-pub use store::{SoftwareQueue, Store, StoreStep};
+pub use medium::{BackingStore, CommandTiming, LeasedBackingStore};
+pub use memory::MemoryAllocationTime;
+pub use store::{CommandExecutor, ExecutionStep, SoftwareQueue};

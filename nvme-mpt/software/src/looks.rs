@@ -20,7 +20,7 @@ pub(crate) fn looks_in(time: Duration) -> u32 {
 
 /// Look counter of one queue.
 #[derive(Debug)]
-pub(crate) struct Looks {
+pub(crate) struct RequestAgeTimer {
     /// Number of looks so far.
     pub(crate) count: u32,
     /// Moment of the next look.
@@ -28,7 +28,7 @@ pub(crate) struct Looks {
     interval: u64,
 }
 
-impl Looks {
+impl RequestAgeTimer {
     pub(crate) fn new() -> Self {
         Self {
             count: 0,

@@ -10,23 +10,23 @@ use std::time::Duration;
 
 use nvme_mpt::drive::{DriveLabel, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{Damage, Limits};
-use nvme_mpt::live::LossRecord;
-use nvme_mpt::origin::Identity;
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::host::{ControllerLimits, LeaseDamage};
+use nvme_mpt::live::LeaseWriteErrorRecord;
+use nvme_mpt::origin::DriveIdentity;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::status::Status;
 
-use crate::model::{Model, TimedQueue, TimedStore};
+use crate::model::{DriveModel, TimedQueue, TimedQueueBackend};
 
 /// Status of a command that discovers, or would hide, the loss of completed writes of its lease. The command's own blocks are
 /// unaffected.
 pub(crate) const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
 
 /// A backing store for the blocks of a software drive. Implement it to add a new kind of store.
-pub trait Medium: fmt::Debug + Send + Sync {
+pub trait BackingStore: fmt::Debug + Send + Sync {
     /// Returns a name that identifies the stored bytes independently of the path, together with the names of the storage below.
-    fn identity(&self) -> Identity;
+    fn identity(&self) -> DriveIdentity;
 
     /// Returns the Model Number, up to 40 characters.
     fn model(&self) -> &'static str;
@@ -35,7 +35,7 @@ pub trait Medium: fmt::Debug + Send + Sync {
     fn bytes(&self) -> u64;
 
     /// Adapts the limits of a software drive to this backing store.
-    fn limits(&self, limits: Limits) -> Limits {
+    fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
         limits
     }
 
@@ -83,29 +83,29 @@ pub trait Medium: fmt::Debug + Send + Sync {
     fn open_lease(
         &self,
         request: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError>;
+    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError>;
 }
 
 /// The part of a backing store that belongs to one lease. Dropping it ends the lease.
-pub trait LeasedMedium: fmt::Debug + Send + Sync {
+pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     /// Creates a queue pair for up to `slots` commands, timed by `pace`.
     ///
     /// # Errors
     /// Returns the kernel's error.
-    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair>;
+    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair>;
 
     /// Appends a part to the lease. A backing store without per-lease state has nothing to do.
     ///
     /// # Errors
     /// See [`HostLeaseError`]. On an error, the lease is unchanged.
-    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let _ = part;
         Ok(())
     }
 
     /// Returns how many blocks at the start of a part are known to be zero; see
     /// [`HostLease::leading_zeroes`](nvme_mpt::drive::HostLease::leading_zeroes).
-    fn leading_zeroes(&self, part: LbaRange) -> u64 {
+    fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let _ = part;
         0
     }
@@ -127,8 +127,8 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
     }
 
     /// Checks the lease's data for damage.
-    fn damage(&self) -> Damage {
-        Damage::default()
+    fn damage(&self) -> LeaseDamage {
+        LeaseDamage::default()
     }
 
     /// Returns whether damage can only be found by checking periodically.
@@ -140,7 +140,7 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
     fn lose_earlier_writes(&self) {}
 
     /// Makes `record` follow whether writes were lost, so that a successor process learns of it.
-    fn record_losses(&self, record: LossRecord) {
+    fn record_losses(&self, record: LeaseWriteErrorRecord) {
         let _ = record;
     }
 
@@ -167,12 +167,12 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
     fn take_up_losses(&self) {}
 
     /// Loads the unreadable blocks of the lease; see [`HostLease::keep_marks`](nvme_mpt::drive::HostLease::keep_marks).
-    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
     /// Stores the current unreadable blocks; see [`HostLease::store_marks`](nvme_mpt::drive::HostLease::store_marks).
-    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+    fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let _ = store;
     }
 
@@ -182,9 +182,9 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
 
 /// Timing of a drive's commands: a timing model, or the speed of the backing store.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace<'a>(pub(crate) Option<&'a Arc<Model>>);
+pub struct CommandTiming<'a>(pub(crate) Option<&'a Arc<DriveModel>>);
 
-impl Pace<'_> {
+impl CommandTiming<'_> {
     /// Returns whether commands complete without a model's delay.
     #[must_use]
     pub fn is_immediate(self) -> bool {
@@ -194,7 +194,7 @@ impl Pace<'_> {
     /// Wraps a queue of the backing store with the timing model, if there is one.
     pub fn queue<Q>(self, queue: Q, slots: u16) -> HostQueuePair
     where
-        Q: TimedStore + fmt::Debug + Send + 'static,
+        Q: TimedQueueBackend + fmt::Debug + Send + 'static,
     {
         match self.0 {
             None => HostQueuePair::new(queue),

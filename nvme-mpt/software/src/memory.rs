@@ -9,13 +9,13 @@ use std::os::unix::fs::MetadataExt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use nvme_mpt::control_group::{GroupLimit, memory_limit};
+use nvme_mpt::control_group::{ControlGroupLimit, memory_limit};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::{DataPointer, HostMemory, Limits};
-use nvme_mpt::memory::{self, Access, Mapping, RawBytes};
+use nvme_mpt::host::{ControllerLimits, DataPointer, HostMemory};
+use nvme_mpt::memory::{self, Mapping, MappingAccess, RawBytes};
 use nvme_mpt::memory_account::MemoryAccount;
-use nvme_mpt::origin::Identity;
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::origin::DriveIdentity;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::{
@@ -26,10 +26,10 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-use crate::medium::{LeasedMedium, Medium, Pace};
+use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::range::range;
-use crate::store::{SoftwareQueue, Store, StoreStep, TURN_BYTES};
-use crate::uncorrectable::{MarkChange, MarkRoom, UncorrectableBlocks};
+use crate::store::{CommandExecutor, ExecutionStep, SoftwareQueue, TURN_BYTES};
+use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks, UncorrectableMarkChange};
 
 /// Block size of `st_blocks`, in bytes (stat(2)).
 const STAT_BLOCK: u64 = 512;
@@ -39,7 +39,7 @@ const DISCARD_SPEED: u64 = 4;
 
 /// When a drive in memory allocates its memory from the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Allocation {
+pub enum MemoryAllocationTime {
     /// On the first write to each part, which makes that write slower.
     #[default]
     AsWritten,
@@ -47,7 +47,7 @@ pub enum Allocation {
     AtOnce,
 }
 
-impl FromStr for Allocation {
+impl FromStr for MemoryAllocationTime {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -61,7 +61,7 @@ impl FromStr for Allocation {
     }
 }
 
-impl fmt::Display for Allocation {
+impl fmt::Display for MemoryAllocationTime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::AsWritten => "off",
@@ -83,7 +83,7 @@ fn expect_available(bytes: u64) -> io::Result<()> {
     }
 }
 
-fn expect_within(bytes: u64, limit: Option<GroupLimit>) -> io::Result<()> {
+fn expect_within(bytes: u64, limit: Option<ControlGroupLimit>) -> io::Result<()> {
     match limit {
         Some(limit) if limit.left() < bytes => Err(io::Error::new(
             io::ErrorKind::OutOfMemory,
@@ -102,19 +102,23 @@ fn expect_within(bytes: u64, limit: Option<GroupLimit>) -> io::Result<()> {
 
 /// A backing store in memory.
 #[derive(Debug)]
-pub(crate) struct MemoryMedium {
+pub(crate) struct MemoryBackingStore {
     bytes: u64,
-    store: MemoryStore,
+    store: MemoryCommandExecutor,
 }
 
-impl MemoryMedium {
-    pub(crate) fn new(bytes: u64, lba_shift: u8, allocation: Allocation) -> io::Result<Self> {
+impl MemoryBackingStore {
+    pub(crate) fn new(
+        bytes: u64,
+        lba_shift: u8,
+        allocation: MemoryAllocationTime,
+    ) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        if allocation == Allocation::AtOnce {
+        if allocation == MemoryAllocationTime::AtOnce {
             expect_available(bytes)?;
         }
-        let store = MemoryStore::new(len, lba_shift, Arc::default())?;
-        if allocation == Allocation::AtOnce {
+        let store = MemoryCommandExecutor::new(len, lba_shift, Arc::default())?;
+        if allocation == MemoryAllocationTime::AtOnce {
             store.blocks.populate()?;
         }
         Ok(Self { bytes, store })
@@ -125,10 +129,10 @@ impl MemoryMedium {
         file: &OwnedFd,
         bytes: u64,
         lba_shift: u8,
-        allocation: Allocation,
+        allocation: MemoryAllocationTime,
     ) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        if allocation == Allocation::AtOnce {
+        if allocation == MemoryAllocationTime::AtOnce {
             // Allocate without populating the page tables: a successor finds the memory allocated, whereas populating would
             // pause its guests.
             let file = File::from(file.try_clone()?);
@@ -136,14 +140,14 @@ impl MemoryMedium {
             expect_available(bytes.saturating_sub(taken))?;
             memory::allocate(file.as_fd(), bytes)?;
         }
-        let blocks = Mapping::shared_unreserved(file.as_fd(), 0, len, Access::ReadWrite)?;
-        let store = MemoryStore::over(blocks, true, lba_shift, Arc::default());
+        let blocks = Mapping::shared_unreserved(file.as_fd(), 0, len, MappingAccess::ReadWrite)?;
+        let store = MemoryCommandExecutor::over(blocks, true, lba_shift, Arc::default());
         Ok(Self { bytes, store })
     }
 }
 
-impl Medium for MemoryMedium {
-    fn identity(&self) -> Identity {
+impl BackingStore for MemoryBackingStore {
+    fn identity(&self) -> DriveIdentity {
         format!("memory:{}", self.bytes).into()
     }
 
@@ -156,8 +160,8 @@ impl Medium for MemoryMedium {
     }
 
     /// Each range is deallocated in one step, so the limit keeps a step below 0.3 ms.
-    fn limits(&self, limits: Limits) -> Limits {
-        Limits {
+    fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
+        ControllerLimits {
             dsm_range_bytes_max: 4 << 20,
             ..limits
         }
@@ -166,7 +170,7 @@ impl Medium for MemoryMedium {
     fn open_lease(
         &self,
         request: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
         let store = self.store.clone();
         let marks = store.uncorrectable.make_room(request.parts);
         Ok(Box::new(MemoryLease { store, marks }))
@@ -175,44 +179,44 @@ impl Medium for MemoryMedium {
 
 #[derive(Debug)]
 struct MemoryLease {
-    store: MemoryStore,
-    marks: MarkRoom,
+    store: MemoryCommandExecutor,
+    marks: LeaseMarkRegistration,
 }
 
-impl LeasedMedium for MemoryLease {
-    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+impl LeasedBackingStore for MemoryLease {
+    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         self.marks.add(part);
         Ok(())
     }
 
-    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
         Ok(pace.queue(SoftwareQueue::new(self.store.clone(), slots), slots))
     }
 
-    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         self.marks.keep(marks, ask);
     }
 
-    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+    fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         self.marks.store(store);
     }
 }
 
 /// Access of one queue to the blocks of a memory drive. All queues share the same blocks.
 #[derive(Clone, Debug)]
-pub(crate) struct MemoryStore {
+pub(crate) struct MemoryCommandExecutor {
     blocks: Arc<Mapping>,
     /// True if the blocks lie in a memory file.
     is_file: bool,
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
     /// Last change of marks by the current command.
-    change: Option<MarkChange>,
+    change: Option<UncorrectableMarkChange>,
     /// Change that a long command waits for after all its other work.
-    awaited: Option<MarkChange>,
+    awaited: Option<UncorrectableMarkChange>,
 }
 
-impl MemoryStore {
+impl MemoryCommandExecutor {
     pub(super) fn new(
         bytes: usize,
         lba_shift: u8,
@@ -466,7 +470,7 @@ impl MemoryStore {
     }
 }
 
-impl Store for MemoryStore {
+impl CommandExecutor for MemoryCommandExecutor {
     const HAS_LONG: bool = true;
 
     /// All commands except Flush, Write and Read, which have the lowest opcodes.
@@ -482,7 +486,7 @@ impl Store for MemoryStore {
         is_write && !self.uncorrectable.is_empty() && self.has_marks(sqe)
     }
 
-    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
+    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
         if let Some(change) = self.awaited {
             return self.await_change(change);
         }
@@ -493,7 +497,7 @@ impl Store for MemoryStore {
         }
         match self.awaited {
             None => step,
-            Some(_) => StoreStep {
+            Some(_) => ExecutionStep {
                 status: None,
                 ..step
             },
@@ -525,7 +529,7 @@ impl Store for MemoryStore {
     }
 }
 
-impl MemoryStore {
+impl MemoryCommandExecutor {
     /// Returns whether a Write touches marked blocks.
     #[cold]
     fn has_marks(&self, sqe: &Sqe) -> bool {
@@ -534,12 +538,12 @@ impl MemoryStore {
     }
 
     /// Completes the command if its change of marks is stored. Otherwise ends the queue's turn.
-    fn await_change(&mut self, change: MarkChange) -> StoreStep {
+    fn await_change(&mut self, change: UncorrectableMarkChange) -> ExecutionStep {
         let end = self.uncorrectable.end_of(change);
         if end.is_some() {
             self.awaited = None;
         }
-        StoreStep {
+        ExecutionStep {
             bytes: TURN_BYTES,
             status: end.map(|end| match end {
                 Ok(()) => Status::SUCCESS,
@@ -549,22 +553,22 @@ impl MemoryStore {
     }
 
     /// Executes the next step of a long command, without waiting for marks.
-    fn work(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
+    fn work(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
         let lba_shift = self.lba_shift;
-        let whole = |status, blocks: u64| StoreStep {
+        let whole = |status, blocks: u64| ExecutionStep {
             bytes: blocks << lba_shift,
             status: Some(status),
         };
         match NvmOpcode(sqe.opcode()) {
             NvmOpcode::DATASET_MANAGEMENT => match self.manage_range(sqe, memory, steps) {
-                Ok(Some(blocks)) => StoreStep {
+                Ok(Some(blocks)) => ExecutionStep {
                     bytes: (blocks << self.lba_shift) / DISCARD_SPEED,
                     status: None,
                 },
                 Ok(None) => whole(Status::SUCCESS, 0),
                 Err(status) => whole(status, 0),
             },
-            NvmOpcode::COPY => StoreStep {
+            NvmOpcode::COPY => ExecutionStep {
                 bytes: TURN_BYTES,
                 status: Some(self.execute(sqe, memory)),
             },
@@ -582,7 +586,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    use crate::model::{Model, Profile};
+    use crate::model::{DriveModel, DriveProfile};
     use nvme_mpt::clock::Ticks;
     use nvme_mpt::dma::RegionTable;
     use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, ListMemory};
@@ -595,7 +599,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// Returns whether each page of a store is in memory: bit 63 of its entry says so (proc_pid_pagemap(5)).
-    fn is_there(store: &MemoryStore) -> bool {
+    fn is_there(store: &MemoryCommandExecutor) -> bool {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let bytes = store.blocks.bytes(0, store.blocks.len()).unwrap();
         let pages = (0..store.blocks.len()).step_by(host_page_size());
@@ -609,8 +613,11 @@ mod tests {
 
     #[test]
     fn memory_is_taken_at_once_where_that_is_asked_for() {
-        for (allocation, taken) in [(Allocation::AsWritten, false), (Allocation::AtOnce, true)] {
-            let medium = MemoryMedium::new(4 * MIB, 9, allocation).unwrap();
+        for (allocation, taken) in [
+            (MemoryAllocationTime::AsWritten, false),
+            (MemoryAllocationTime::AtOnce, true),
+        ] {
+            let medium = MemoryBackingStore::new(4 * MIB, 9, allocation).unwrap();
             assert_eq!(is_there(&medium.store), taken, "{allocation}");
 
             let file = memory::memfd(c"test", 4 * MIB).unwrap();
@@ -618,7 +625,7 @@ mod tests {
             content.write_all_at(&[7], MIB).unwrap();
             // Twice, as the next process finds it taken.
             for _ in 0..2 {
-                MemoryMedium::of_file(&file, 4 * MIB, 9, allocation).unwrap();
+                MemoryBackingStore::of_file(&file, 4 * MIB, 9, allocation).unwrap();
                 let bytes = content.metadata().unwrap().blocks() * STAT_BLOCK;
                 assert_eq!(bytes == 4 * MIB, taken, "{allocation}: {bytes}");
             }
@@ -631,13 +638,14 @@ mod tests {
     #[test]
     fn a_host_is_not_asked_for_more_memory_than_it_has() {
         const PIB: u64 = 1 << 50;
-        let error = MemoryMedium::new(PIB, 9, Allocation::AtOnce).unwrap_err();
+        let error = MemoryBackingStore::new(PIB, 9, MemoryAllocationTime::AtOnce).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::OutOfMemory);
         assert!(error.to_string().contains("available"), "{error}");
         let file = memory::memfd(c"test", PIB).unwrap();
-        let error = MemoryMedium::of_file(&file, PIB, 9, Allocation::AtOnce).unwrap_err();
+        let error =
+            MemoryBackingStore::of_file(&file, PIB, 9, MemoryAllocationTime::AtOnce).unwrap_err();
         assert!(error.to_string().contains("available"), "{error}");
-        let limit = |used| GroupLimit {
+        let limit = |used| ControlGroupLimit {
             file: "/sys/fs/cgroup/a/memory.max".into(),
             most: 1000,
             used,
@@ -651,15 +659,15 @@ mod tests {
         expect_within(u64::MAX, None).unwrap();
     }
 
-    struct Drive {
-        queue: SoftwareQueue<MemoryStore>,
+    struct MemoryTestDrive {
+        queue: SoftwareQueue<MemoryCommandExecutor>,
         table: RegionTable,
         lists: ListMemory,
     }
 
-    impl Drive {
+    impl MemoryTestDrive {
         fn new(bytes: u64) -> Self {
-            let store = MemoryStore::new(bytes as usize, 9, Arc::default()).unwrap();
+            let store = MemoryCommandExecutor::new(bytes as usize, 9, Arc::default()).unwrap();
             let space = Arc::new(IovaSpace::software());
             Self {
                 queue: SoftwareQueue::new(store, SLOTS),
@@ -727,7 +735,7 @@ mod tests {
 
     #[test]
     fn zeroes_are_written_in_turn_with_other_commands() {
-        let mut drive = Drive::new(64 * MIB);
+        let mut drive = MemoryTestDrive::new(64 * MIB);
         for slot in 0..8 {
             drive.zeroes(slot, slot.into());
         }
@@ -741,7 +749,7 @@ mod tests {
 
     #[test]
     fn ranges_are_deallocated_in_turn_with_other_commands() {
-        let mut drive = Drive::new(64 * MIB);
+        let mut drive = MemoryTestDrive::new(64 * MIB);
         let range = DsmRange {
             slba: Lba(0),
             nlb: (32 * MIB / 512) as u32,
@@ -771,9 +779,9 @@ mod tests {
             read = { latency = "10us", bandwidth = "1G" }
             write = { latency = "20us", bandwidth = "1G" }
         "#;
-        let profile = Profile::parse("test", PROFILE).unwrap();
-        let model = Model::new(&profile, 64 * MIB / 512, 9).unwrap();
-        let mut drive = Drive::new(64 * MIB);
+        let profile = DriveProfile::parse("test", PROFILE).unwrap();
+        let model = DriveModel::new(&profile, 64 * MIB / 512, 9).unwrap();
+        let mut drive = MemoryTestDrive::new(64 * MIB);
         let ranges = [0, 32].map(|mib| DsmRange {
             slba: Lba(mib * MIB / 512),
             nlb: (32 * MIB / 512) as u32,
@@ -784,7 +792,7 @@ mod tests {
         last.copy_from(&[1; 8]);
         let sqe = drive.deallocation(0, &ranges);
         let store = SoftwareQueue::new(drive.queue.store.clone(), SLOTS);
-        let mut queue = Pace(Some(&Arc::new(model))).queue(store, SLOTS);
+        let mut queue = CommandTiming(Some(&Arc::new(model))).queue(store, SLOTS);
         let memory = HostMemory {
             table: &drive.table,
             lists: &drive.lists,
@@ -804,7 +812,7 @@ mod tests {
 
     #[test]
     fn a_queue_that_is_cut_short_begins_no_further_step() {
-        let mut drive = Drive::new(64 * MIB);
+        let mut drive = MemoryTestDrive::new(64 * MIB);
         drive.zeroes(0, 0);
         drive.zeroes(1, 1);
         assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);

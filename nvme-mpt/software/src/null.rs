@@ -6,30 +6,30 @@ use std::os::fd::RawFd;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{
-    Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue,
+    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
 };
-use nvme_mpt::origin::Identity;
+use nvme_mpt::origin::DriveIdentity;
 use nvme_mpt::shadow::{HostQueuePair, NvmCommands};
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-use crate::medium::{LeasedMedium, Medium, Pace};
-use crate::store::{SoftwareQueue, Store};
+use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::store::{CommandExecutor, SoftwareQueue};
 
 /// A backing store that stores nothing.
 #[derive(Debug)]
-pub(crate) struct NullMedium {
+pub(crate) struct NullBackingStore {
     bytes: u64,
 }
 
-impl NullMedium {
+impl NullBackingStore {
     pub(crate) fn new(bytes: u64) -> Self {
         Self { bytes }
     }
 }
 
-impl Medium for NullMedium {
-    fn identity(&self) -> Identity {
+impl BackingStore for NullBackingStore {
+    fn identity(&self) -> DriveIdentity {
         format!("null:{}", self.bytes).into()
     }
 
@@ -44,7 +44,7 @@ impl Medium for NullMedium {
     fn open_lease(
         &self,
         _: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
         Ok(Box::new(NullLease))
     }
 }
@@ -52,12 +52,12 @@ impl Medium for NullMedium {
 #[derive(Debug)]
 struct NullLease;
 
-impl LeasedMedium for NullLease {
-    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+impl LeasedBackingStore for NullLease {
+    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
         Ok(if pace.is_immediate() {
             HostQueuePair::new(NullQueue::new(slots))
         } else {
-            pace.queue(SoftwareQueue::new(NullStore, slots), slots)
+            pace.queue(SoftwareQueue::new(NullCommandExecutor, slots), slots)
         })
     }
 }
@@ -95,7 +95,7 @@ impl HostBatch for &mut NullQueue {
 }
 
 impl HostQueue for NullQueue {
-    const COMPLETES: Completes = Completes::AtOnce;
+    const COMPLETES: CompletionTiming = CompletionTiming::AtOnce;
 
     type Commands = NvmCommands;
 
@@ -126,9 +126,9 @@ impl HostQueue for NullQueue {
 
 /// The store behind a timing model. Every command succeeds, and a Read leaves the guest's buffer unchanged.
 #[derive(Debug, Default)]
-pub(crate) struct NullStore;
+pub(crate) struct NullCommandExecutor;
 
-impl Store for NullStore {
+impl CommandExecutor for NullCommandExecutor {
     #[inline]
     fn execute(&mut self, _: &Sqe, _: HostMemory<'_>) -> Status {
         Status::SUCCESS

@@ -6,17 +6,17 @@ use std::os::fd::RawFd;
 
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::{
-    Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue,
+    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
 };
 use nvme_mpt::shadow::NvmCommands;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-use crate::model::TimedStore;
+use crate::model::TimedQueueBackend;
 
 /// A backing store that executes the commands of one queue synchronously, in the poller's thread.
-pub trait Store: fmt::Debug + Send {
+pub trait CommandExecutor: fmt::Debug + Send {
     /// Executes a command completely.
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
 
@@ -40,8 +40,8 @@ pub trait Store: fmt::Debug + Send {
     }
 
     /// Executes the next step of a long command. `steps` is the number of completed steps.
-    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> StoreStep {
-        StoreStep {
+    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> ExecutionStep {
+        ExecutionStep {
             bytes: 0,
             status: Some(self.execute(sqe, memory)),
         }
@@ -50,7 +50,7 @@ pub trait Store: fmt::Debug + Send {
 
 /// Result of one step of a long command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StoreStep {
+pub struct ExecutionStep {
     /// Bytes of the drive that the step wrote.
     pub bytes: u64,
     /// Status of the command, if this was its last step.
@@ -77,7 +77,7 @@ pub struct SoftwareQueue<S> {
     cut_short: bool,
 }
 
-impl<S: Store> SoftwareQueue<S> {
+impl<S: CommandExecutor> SoftwareQueue<S> {
     /// Creates a queue pair for up to `slots` commands.
     #[must_use]
     pub fn new(store: S, slots: u16) -> Self {
@@ -128,7 +128,7 @@ impl<S: Store> SoftwareQueue<S> {
 
 /// Executes all commands of `sq` in order, except those that `postpone` defers.
 #[inline]
-fn execute<S: Store>(
+fn execute<S: CommandExecutor>(
     store: &mut S,
     sq: &mut Vec<Sqe>,
     memory: HostMemory<'_>,
@@ -152,7 +152,7 @@ fn execute<S: Store>(
 
 /// Defers a long command, or a command that has to wait. Returns whether the command was deferred.
 #[inline]
-fn put_off<S: Store>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
+fn put_off<S: CommandExecutor>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
     let is_long = S::HAS_LONG && (S::is_long(sqe) || store.waits(sqe));
     if is_long {
         long.push_back(*sqe);
@@ -160,7 +160,7 @@ fn put_off<S: Store>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
     is_long
 }
 
-impl<S: Store> TimedStore for SoftwareQueue<S> {
+impl<S: CommandExecutor> TimedQueueBackend for SoftwareQueue<S> {
     const AT_ONCE: bool = true;
 
     fn arriving(&self) -> impl Iterator<Item = &Sqe> {
@@ -181,7 +181,7 @@ impl<S: Store> TimedStore for SoftwareQueue<S> {
     }
 }
 
-impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
+impl<S: CommandExecutor> HostBatch for &mut SoftwareQueue<S> {
     #[inline]
     fn announce(&mut self, _: u32, _: Ticks) {}
 
@@ -211,8 +211,8 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
     }
 }
 
-impl<S: Store> HostQueue for SoftwareQueue<S> {
-    const COMPLETES: Completes = Completes::AtOnce;
+impl<S: CommandExecutor> HostQueue for SoftwareQueue<S> {
+    const COMPLETES: CompletionTiming = CompletionTiming::AtOnce;
 
     type Commands = NvmCommands;
 

@@ -5,7 +5,7 @@
 //! write, the written data would be lost. If a mark ended before the data is durable, old data could be read. So the data
 //! becomes durable first, and then the mark is removed.
 //!
-//! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once ([`MarkRoom::store`]),
+//! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once ([`LeaseMarkRegistration::store`]),
 //! for all commands that wait then. If the store fails, these commands fail, and the marks in memory are reset to the stored
 //! marks.
 //!
@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use nvme_mpt::memory::sync::{AtomicBool, Mutex, MutexGuard};
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::spec::ids::Lba;
 
 /// Maximum of marked ranges per lease, which bounds the lease's part of the ledger. A command that would exceed the limit
@@ -31,31 +31,31 @@ const FAILURES_MAX: usize = 64;
 /// The unreadable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
-    state: Mutex<State>,
+    state: Mutex<UncorrectableState>,
     /// True if any lease has marks, in memory or in the ledger.
     any: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct UncorrectableState {
     /// Parts of leases by their first block. Parts do not overlap.
-    parts: BTreeMap<u64, Part>,
-    leases: BTreeMap<u64, LeaseMarks>,
+    parts: BTreeMap<u64, UncorrectableLeasePart>,
+    leases: BTreeMap<u64, LeaseUncorrectableBlocks>,
     next_lease: u64,
 }
 
 /// A part of a lease.
 #[derive(Debug)]
-struct Part {
+struct UncorrectableLeasePart {
     /// First block after the part.
     end: u64,
     lease: u64,
 }
 
 /// Callback that requests another thread to store the marks of a lease.
-struct Ask(Box<dyn Fn() + Send + Sync>);
+struct MarkStoreRequest(Box<dyn Fn() + Send + Sync>);
 
-impl fmt::Debug for Ask {
+impl fmt::Debug for MarkStoreRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Ask")
     }
@@ -63,10 +63,10 @@ impl fmt::Debug for Ask {
 
 /// The unreadable blocks of one lease.
 #[derive(Debug, Default)]
-struct LeaseMarks {
-    now: Ranges,
+struct LeaseUncorrectableBlocks {
+    now: BlockRangeSet,
     /// Marks in the ledger.
-    stored: Ranges,
+    stored: BlockRangeSet,
     /// Number of the latest change.
     change: u64,
     /// Number of the latest stored change.
@@ -74,29 +74,29 @@ struct LeaseMarks {
     /// First and last change of each failed store.
     failures: Vec<(u64, u64)>,
     /// `None` if the marks end with the lease and are not stored.
-    ask: Option<Ask>,
+    ask: Option<MarkStoreRequest>,
     /// True if a store was requested and has not begun.
     is_asked: bool,
 }
 
 /// A change of marks, which a command waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct MarkChange {
+pub(crate) struct UncorrectableMarkChange {
     lease: u64,
     number: u64,
 }
 
 /// Handle of one lease's marks. Dropping it removes the marks from memory.
 #[derive(Debug)]
-pub(crate) struct MarkRoom {
+pub(crate) struct LeaseMarkRegistration {
     blocks: Arc<UncorrectableBlocks>,
     lease: u64,
 }
 
-impl MarkRoom {
+impl LeaseMarkRegistration {
     /// Adds a part of the lease, which must not overlap any other part. If the part continues an existing part, the two are
     /// merged, because a command may cross the border.
-    pub(crate) fn add(&self, part: LbaRange) {
+    pub(crate) fn add(&self, part: BlockRange) {
         let (start, end) = bounds(&part);
         let mut state = self.blocks.lock();
         let its = state.parts.values_mut();
@@ -108,11 +108,13 @@ impl MarkRoom {
             return;
         }
         let lease = self.lease;
-        state.parts.insert(start, Part { end, lease });
+        state
+            .parts
+            .insert(start, UncorrectableLeasePart { end, lease });
     }
 
     /// Loads the marks of the ledger. From now on, each change calls `ask` to request a [store](Self::store) by another thread.
-    pub(crate) fn keep(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+    pub(crate) fn keep(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();
         if let Some(lease) = state.leases.get_mut(&self.lease) {
             for (start, end) in marks.iter().map(bounds) {
@@ -120,13 +122,13 @@ impl MarkRoom {
                 lease.now.insert(start, end);
             }
             lease.stored = lease.now.clone();
-            lease.ask = Some(Ask(ask));
+            lease.ask = Some(MarkStoreRequest(ask));
         }
         self.blocks.note(&state);
     }
 
     /// Makes the current marks durable with `store`.
-    pub(crate) fn store(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+    pub(crate) fn store(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let (marks, change) = {
             let mut state = self.blocks.lock();
             let Some(lease) = state.leases.get_mut(&self.lease) else {
@@ -153,7 +155,7 @@ impl MarkRoom {
     }
 }
 
-impl Drop for MarkRoom {
+impl Drop for LeaseMarkRegistration {
     fn drop(&mut self) {
         let mut state = self.blocks.lock();
         state.parts.retain(|_, part| part.lease != self.lease);
@@ -167,13 +169,15 @@ impl Drop for MarkRoom {
 
 impl UncorrectableBlocks {
     /// Registers a lease of these parts, which no other lease overlaps.
-    pub(crate) fn make_room(self: &Arc<Self>, parts: &[LbaRange]) -> MarkRoom {
+    pub(crate) fn make_room(self: &Arc<Self>, parts: &[BlockRange]) -> LeaseMarkRegistration {
         let mut state = self.lock();
         let lease = state.next_lease;
         state.next_lease += 1;
-        state.leases.insert(lease, LeaseMarks::default());
+        state
+            .leases
+            .insert(lease, LeaseUncorrectableBlocks::default());
         drop(state);
-        let room = MarkRoom {
+        let room = LeaseMarkRegistration {
             blocks: self.clone(),
             lease,
         };
@@ -213,7 +217,7 @@ impl UncorrectableBlocks {
 
     /// Makes `start..start+count` unreadable. The range lies in one part of a lease. Returns the change that the command waits
     /// for, or `None` if the lease has reached its limit of marks.
-    pub(crate) fn mark(&self, start: u64, count: u64) -> Option<MarkChange> {
+    pub(crate) fn mark(&self, start: u64, count: u64) -> Option<UncorrectableMarkChange> {
         let mut state = self.lock();
         let (key, lease) = state.lease_of(start)?;
         if !lease.now.has_room() {
@@ -228,7 +232,7 @@ impl UncorrectableBlocks {
 
     /// Makes `start..start+count` readable after a write. The range lies in one part of a lease. Returns the change that the
     /// command waits for, or `None` if the blocks had no marks.
-    pub(crate) fn clear(&self, start: u64, count: u64) -> Option<MarkChange> {
+    pub(crate) fn clear(&self, start: u64, count: u64) -> Option<UncorrectableMarkChange> {
         if self.is_empty() {
             return None;
         }
@@ -247,34 +251,34 @@ impl UncorrectableBlocks {
     ///
     /// # Errors
     /// Returns an error if the change could not be stored and was reverted.
-    pub(crate) fn end_of(&self, change: MarkChange) -> Option<Result<(), ()>> {
+    pub(crate) fn end_of(&self, change: UncorrectableMarkChange) -> Option<Result<(), ()>> {
         let state = self.lock();
         // The marks of an ended lease are gone.
         let lease = state.leases.get(&change.lease)?;
         lease.end_of(change.number)
     }
 
-    fn note(&self, state: &State) {
-        let any = state.leases.values().any(LeaseMarks::has_any);
+    fn note(&self, state: &UncorrectableState) {
+        let any = state.leases.values().any(LeaseUncorrectableBlocks::has_any);
         self.any.store(any, Ordering::Release);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, UncorrectableState> {
         // The state is consistent wherever a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl UncorrectableState {
     /// Returns the lease of a block and the lease's key.
-    fn lease_of(&mut self, block: u64) -> Option<(u64, &mut LeaseMarks)> {
+    fn lease_of(&mut self, block: u64) -> Option<(u64, &mut LeaseUncorrectableBlocks)> {
         let (_, part) = self.parts.range(..=block).next_back()?;
         let key = (block < part.end).then_some(part.lease)?;
         Some((key, self.leases.get_mut(&key)?))
     }
 }
 
-impl LeaseMarks {
+impl LeaseUncorrectableBlocks {
     /// Checks the stored marks too: a cleared mark stays in the ledger until the change is stored.
     fn touches(&self, start: u64, end: u64) -> bool {
         self.now.intersects(start, end) || self.stored.intersects(start, end)
@@ -289,7 +293,7 @@ impl LeaseMarks {
     }
 
     /// Numbers a change and requests its store.
-    fn begin_change(&mut self, lease: u64) -> MarkChange {
+    fn begin_change(&mut self, lease: u64) -> UncorrectableMarkChange {
         self.change += 1;
         let number = self.change;
         match &self.ask {
@@ -298,12 +302,12 @@ impl LeaseMarks {
                 self.stored_change = number;
             }
             Some(_) if self.is_asked => {}
-            Some(Ask(ask)) => {
+            Some(MarkStoreRequest(ask)) => {
                 ask();
                 self.is_asked = true;
             }
         }
-        MarkChange { lease, number }
+        UncorrectableMarkChange { lease, number }
     }
 
     /// Reverts all changes that are not stored.
@@ -326,22 +330,22 @@ impl LeaseMarks {
     }
 }
 
-fn bounds(range: &LbaRange) -> (u64, u64) {
+fn bounds(range: &BlockRange) -> (u64, u64) {
     let start = range.start.0;
     (start, start.saturating_add(range.blocks))
 }
 
 /// Disjoint ranges: start mapped to end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Ranges(BTreeMap<u64, u64>);
+struct BlockRangeSet(BTreeMap<u64, u64>);
 
-impl Ranges {
+impl BlockRangeSet {
     fn has_room(&self) -> bool {
         self.0.len() < MAX_RANGES
     }
 
-    fn list(&self) -> Vec<LbaRange> {
-        let ranges = self.0.iter().map(|(&start, &end)| LbaRange {
+    fn list(&self) -> Vec<BlockRange> {
+        let ranges = self.0.iter().map(|(&start, &end)| BlockRange {
             start: Lba(start),
             blocks: end - start,
         });
@@ -385,8 +389,8 @@ mod tests {
 
     use super::*;
 
-    fn range(start: u64, blocks: u64) -> LbaRange {
-        LbaRange {
+    fn range(start: u64, blocks: u64) -> BlockRange {
+        BlockRange {
             start: Lba(start),
             blocks,
         }
@@ -419,7 +423,13 @@ mod tests {
     }
 
     /// A lease of 80 blocks with marks of the ledger, and the number of requested stores.
-    fn kept(marks: &[LbaRange]) -> (Arc<UncorrectableBlocks>, MarkRoom, Arc<AtomicUsize>) {
+    fn kept(
+        marks: &[BlockRange],
+    ) -> (
+        Arc<UncorrectableBlocks>,
+        LeaseMarkRegistration,
+        Arc<AtomicUsize>,
+    ) {
         let blocks = Arc::new(UncorrectableBlocks::default());
         let room = blocks.make_room(&[range(0, 80)]);
         let asked = Arc::new(AtomicUsize::new(0));
@@ -468,7 +478,9 @@ mod tests {
     #[test]
     fn changes_that_cannot_be_stored_are_taken_back() {
         let (blocks, room, _) = kept(&[range(4, 2)]);
-        let fails = |room: &MarkRoom| room.store(&mut |_| Err(io::ErrorKind::StorageFull.into()));
+        let fails = |room: &LeaseMarkRegistration| {
+            room.store(&mut |_| Err(io::ErrorKind::StorageFull.into()))
+        };
         let changes = [blocks.mark(10, 1), blocks.clear(4, 2)].map(Option::unwrap);
         fails(&room);
         for change in changes {

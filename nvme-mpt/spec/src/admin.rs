@@ -68,7 +68,7 @@ command! {
 command! {
     /// Abort (Base 2.0, section 5.1). Bit 0 of completion dword 0 is clear if the command was
     /// aborted.
-    pub struct Abort {
+    pub struct AbortCommand {
         /// Submission Queue Identifier of the command to abort.
         sqid: QueueId(u16) = cdw10[15:0];
         /// Command Identifier of the command to abort.
@@ -78,7 +78,7 @@ command! {
 
 command! {
     /// Identify (Base 2.0, section 5.17).
-    pub struct Identify {
+    pub struct IdentifyCommand {
         /// Controller or Namespace Structure.
         cns: Cns(u8) = cdw10[7:0];
         /// Controller Identifier.
@@ -200,22 +200,22 @@ mod tests {
     #[test]
     fn identify_and_abort() {
         let mut sqe = Sqe::new(AdminOpcode::IDENTIFY.0);
-        let identify = Identify {
+        let identify = IdentifyCommand {
             cns: Cns::IOCS_NAMESPACE,
             csi: Csi(2),
-            ..Identify::default()
+            ..IdentifyCommand::default()
         };
         identify.write_to(&mut sqe);
         assert_eq!((sqe.cdw10, sqe.cdw11), (0x05, 0x0200_0000));
-        assert_eq!(Identify::from(&sqe), identify);
+        assert_eq!(IdentifyCommand::from(&sqe), identify);
 
         let sqe = Sqe {
             cdw10: 0xBEEF_0003,
             ..Sqe::default()
         };
         assert_eq!(
-            Abort::from(&sqe),
-            Abort {
+            AbortCommand::from(&sqe),
+            AbortCommand {
                 sqid: QueueId(3),
                 cid: CommandId(0xBEEF)
             }

@@ -88,9 +88,9 @@ impl CqeHigh {
 
 /// Source of completions: a Submission Queue and its head, at their bit positions in a [`CqeHigh`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Origin(u64);
+pub struct SubmissionQueuePosition(u64);
 
-impl Origin {
+impl SubmissionQueuePosition {
     /// Creates the origin for a Submission Queue with this head.
     #[inline]
     #[must_use]
@@ -111,13 +111,25 @@ impl Cqe {
         dw0: u32,
         dw1: u32,
     ) -> Self {
-        Self::of(Origin::new(sqid, sqhd), cid, status, dw0, dw1)
+        Self::of(
+            SubmissionQueuePosition::new(sqid, sqhd),
+            cid,
+            status,
+            dw0,
+            dw1,
+        )
     }
 
     /// Like [`Self::new`], with an origin that is shared by several completions.
     #[inline]
     #[must_use]
-    pub const fn of(origin: Origin, cid: CommandId, status: Status, dw0: u32, dw1: u32) -> Self {
+    pub const fn of(
+        origin: SubmissionQueuePosition,
+        cid: CommandId,
+        status: Status,
+        dw0: u32,
+        dw1: u32,
+    ) -> Self {
         Self {
             low: dw0 as u64 | (dw1 as u64) << 32,
             high: CqeHigh(CqeHigh(0).with_cid(cid).with_status(status).0 | origin.0),
@@ -254,7 +266,7 @@ mod tests {
     #[test]
     fn a_tag_in_its_place_is_the_phase() {
         let clear = Cqe::of(
-            Origin::new(QueueId(2), 7),
+            SubmissionQueuePosition::new(QueueId(2), 7),
             CommandId(0xFFFF),
             Status(0x7FFF),
             1,

@@ -99,7 +99,7 @@ bit_field! {
 }
 
 bit_field! {
-    /// LBA Range Type, FID 03h (NVM 1.0, section 4.1.3.1); the data are [`LbaRange`]s.
+    /// LBA Range Type, FID 03h (NVM 1.0, section 4.1.3.1); the data are [`LbaRangeTypeEntry`]s.
     pub struct LbaRangeType(u32) {
         /// Number of LBA Ranges.
         num_z / with_num_z: u8 [5:0];
@@ -111,7 +111,7 @@ bit_field! {
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
-pub struct LbaRange {
+pub struct LbaRangeTypeEntry {
     /// Type.
     pub range_type: LbaRangeKind,
     /// Attributes.
@@ -128,16 +128,16 @@ pub struct LbaRange {
     pub rsvd48: [u8; 16],
 }
 
-const _: () = assert!(size_of::<LbaRange>() == 64);
-const _: () = assert!(offset_of!(LbaRange, guid) == 32);
+const _: () = assert!(size_of::<LbaRangeTypeEntry>() == 64);
+const _: () = assert!(offset_of!(LbaRangeTypeEntry, guid) == 32);
 
-impl LbaRange {
+impl LbaRangeTypeEntry {
     /// Number of entries in the feature's data, used or not.
     pub const ENTRIES: usize = 64;
 }
 
 open_enum! {
-    /// Type of an [`LbaRange`] (NVM 1.0, section 4.1.3.1).
+    /// Type of an [`LbaRangeTypeEntry`] (NVM 1.0, section 4.1.3.1).
     pub struct LbaRangeKind(u8) {
         GENERAL_PURPOSE = 0x00, "General Purpose";
         FILESYSTEM = 0x01, "Filesystem";
@@ -148,7 +148,7 @@ open_enum! {
 }
 
 bit_field! {
-    /// Attributes of an [`LbaRange`] (NVM 1.0, section 4.1.3.1).
+    /// Attributes of an [`LbaRangeTypeEntry`] (NVM 1.0, section 4.1.3.1).
     pub struct LbaRangeAttributes(u8) {
         /// The range may be overwritten.
         overwritable / with_overwritable: bool [0];
@@ -419,17 +419,17 @@ mod tests {
 
     #[test]
     fn data_structures_are_laid_out_as_specified() {
-        let range = LbaRange {
+        let range = LbaRangeTypeEntry {
             range_type: LbaRangeKind::RAID,
             attributes: LbaRangeAttributes::default().with_hidden(true),
             slba: Lba(1),
             nlb_z: 2,
-            ..LbaRange::default()
+            ..LbaRangeTypeEntry::default()
         };
         assert_eq!(range.as_bytes()[..2], [2, 2]);
         assert_eq!((range.as_bytes()[16], range.as_bytes()[24]), (1, 2));
         assert_eq!(
-            LbaRange::ENTRIES,
+            LbaRangeTypeEntry::ENTRIES,
             usize::from(LbaRangeType(u32::MAX).num_z()) + 1
         );
         let mut behavior = HostBehaviorSupport::new_zeroed();

@@ -10,8 +10,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, transmute};
 use super::{identify::IDENTIFY_SIZE, sqe::Sqe};
 
 command! {
-    /// Store (KV 1.0, section 3.2.5). The [`Key`] is in the same dwords for all commands.
-    pub struct Store {
+    /// Store (KV 1.0, section 3.2.5). The [`KvKey`] is in the same dwords for all commands.
+    pub struct KvStoreCommand {
         /// Value Size, in bytes.
         vs: u32 = cdw10[31:0];
         /// Key Length, in bytes.
@@ -28,7 +28,7 @@ command! {
 command! {
     /// Retrieve (KV 1.0, section 3.2.4). Dword 0 of its completion is the full size of the value, even if the buffer is
     /// smaller.
-    pub struct Retrieve {
+    pub struct KvRetrieveCommand {
         /// Host Buffer Size, in bytes.
         hbs: u32 = cdw10[31:0];
         /// Key Length, in bytes.
@@ -40,7 +40,7 @@ command! {
 
 command! {
     /// List (KV 1.0, section 3.2.3).
-    pub struct List {
+    pub struct KvListCommand {
         /// Host Buffer Size, in bytes.
         hbs: u32 = cdw10[31:0];
         /// Key Length, in bytes; 0 lists from the first key on.
@@ -50,9 +50,9 @@ command! {
 
 command! {
     /// Batch, a vendor specific command: Stores, Deletes and Exists that are executed together. Its data begins with a
-    /// [`BatchOperation`] for each operation, and contains the values. Dword 0 of its completion has a [`StepStatus`]
+    /// [`KvBatchOperation`] for each operation, and contains the values. Dword 0 of its completion has a [`KvBatchStepStatus`]
     /// for each.
-    pub struct Batch {
+    pub struct KvBatchCommand {
         /// Size of the data in bytes.
         length: u32 = cdw10[31:0];
         /// Number of operations.
@@ -60,7 +60,7 @@ command! {
     }
 }
 
-impl Batch {
+impl KvBatchCommand {
     /// Most operations, limited by the statuses that fit dword 0 of the completion.
     pub const OPERATIONS_MAX: u8 = 8;
 
@@ -69,8 +69,8 @@ impl Batch {
 }
 
 bit_field! {
-    /// Options of a Store in a [`Batch`], with the bit order of [`Store`].
-    pub struct StoreOptions(u8) {
+    /// Options of a Store in a [`KvBatchCommand`], with the bit order of [`KvStoreCommand`].
+    pub struct KvStoreOptions(u8) {
         /// Fail if the key does not exist.
         must_exist / with_must_exist: bool [0];
         /// Fail if the key exists.
@@ -80,18 +80,18 @@ bit_field! {
     }
 }
 
-/// Operation of a [`Batch`].
+/// Operation of a [`KvBatchCommand`].
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
-pub struct BatchOperation {
+pub struct KvBatchOperation {
     /// Opcode of the corresponding command: Store, Delete or Exist.
     pub opcode: u8,
     /// Key Length, in bytes.
     pub key_length: u8,
     /// Options of a Store.
-    pub options: StoreOptions,
+    pub options: KvStoreOptions,
     /// Reserved.
     pub rsvd3: u8,
     /// Value Size of a Store, in bytes.
@@ -104,13 +104,13 @@ pub struct BatchOperation {
     pub rsvd28: u32,
 }
 
-const _: () = assert!(size_of::<BatchOperation>() == 32);
-const _: () = assert!(offset_of!(BatchOperation, key) == 8);
-const _: () = assert!(offset_of!(BatchOperation, value_offset) == 24);
+const _: () = assert!(size_of::<KvBatchOperation>() == 32);
+const _: () = assert!(offset_of!(KvBatchOperation, key) == 8);
+const _: () = assert!(offset_of!(KvBatchOperation, value_offset) == 24);
 
 open_enum! {
-    /// Status of an operation of a [`Batch`], in [`Batch::STATUS_BITS`] bits.
-    pub struct StepStatus(u8) {
+    /// Status of an operation of a [`KvBatchCommand`], in [`KvBatchCommand::STATUS_BITS`] bits.
+    pub struct KvBatchStepStatus(u8) {
         DONE = 0, "Done";
         KEY_DOES_NOT_EXIST = 1, "Key Does Not Exist";
         KEY_EXISTS = 2, "Key Exists";
@@ -127,13 +127,13 @@ pub const KEY_LENGTH_MAX: usize = 16;
 /// A key of 1 to 16 bytes. An empty key in a List means the first key. Keys are ordered by their bytes, and a prefix
 /// comes before longer keys.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct Key {
+pub struct KvKey {
     length: u8,
     /// Key bytes, padded with zeroes.
     bytes: [u8; KEY_LENGTH_MAX],
 }
 
-impl Key {
+impl KvKey {
     /// Creates a key; `None` if there are too many bytes.
     #[must_use]
     pub fn new(key: &[u8]) -> Option<Self> {
@@ -150,7 +150,7 @@ impl Key {
     pub fn of(sqe: &Sqe) -> Option<Self> {
         let bytes: [u8; KEY_LENGTH_MAX] = transmute!([sqe.cdw2, sqe.cdw3, sqe.cdw14, sqe.cdw15]);
         // The length field has the same position in all commands.
-        let Retrieve { kl, .. } = Retrieve::from(sqe);
+        let KvRetrieveCommand { kl, .. } = KvRetrieveCommand::from(sqe);
         Self::new(bytes.get(..usize::from(kl))?)
     }
 
@@ -174,19 +174,19 @@ impl Key {
     }
 }
 
-impl Ord for Key {
+impl Ord for KvKey {
     fn cmp(&self, other: &Self) -> Ordering {
         self.as_bytes().cmp(other.as_bytes())
     }
 }
 
-impl PartialOrd for Key {
+impl PartialOrd for KvKey {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl fmt::Debug for Key {
+impl fmt::Debug for KvKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Key({})", self.as_bytes().escape_ascii())
     }
@@ -195,13 +195,13 @@ impl fmt::Debug for Key {
 /// Data of List (KV 1.0, section 3.2.3): the Number of Returned Keys, then for each key a two-byte length and the key,
 /// padded to whole dwords.
 #[derive(Clone, Debug)]
-pub struct KeyList {
+pub struct KvKeyList {
     bytes: Vec<u8>,
     room: usize,
     count: u32,
 }
 
-impl KeyList {
+impl KvKeyList {
     /// Bytes before the first key.
     pub const HEADER: usize = 4;
 
@@ -216,7 +216,7 @@ impl KeyList {
     }
 
     /// Adds a key if there is space. Returns whether it was added.
-    pub fn push(&mut self, key: &Key) -> bool {
+    pub fn push(&mut self, key: &KvKey) -> bool {
         let key = key.as_bytes();
         let end = self.bytes.len() + (2 + key.len()).next_multiple_of(4);
         if end > self.room {
@@ -318,31 +318,31 @@ mod tests {
     use super::*;
     use crate::opcode::KvOpcode;
 
-    fn key(bytes: &[u8]) -> Key {
-        Key::new(bytes).expect("short enough")
+    fn key(bytes: &[u8]) -> KvKey {
+        KvKey::new(bytes).expect("short enough")
     }
 
     #[test]
     fn a_key_is_in_four_dwords() {
         let mut sqe = Sqe::new(KvOpcode::STORE.0);
-        Store {
+        KvStoreCommand {
             vs: 0x1234,
             must_not_exist: true,
-            ..Store::default()
+            ..KvStoreCommand::default()
         }
         .write_to(&mut sqe);
         key(b"abcdefghijk").write_to(&mut sqe);
         assert_eq!((sqe.cdw2, sqe.cdw3), (0x6463_6261, 0x6867_6665));
         assert_eq!((sqe.cdw14, sqe.cdw15), (0x006B_6A69, 0));
         assert_eq!((sqe.cdw10, sqe.cdw11), (0x1234, 0x020B));
-        assert_eq!(Key::of(&sqe), Some(key(b"abcdefghijk")));
+        assert_eq!(KvKey::of(&sqe), Some(key(b"abcdefghijk")));
         // Bytes behind a key's length are no part of the key.
         sqe.cdw15 = !0;
-        assert_eq!(Key::of(&sqe), Some(key(b"abcdefghijk")));
+        assert_eq!(KvKey::of(&sqe), Some(key(b"abcdefghijk")));
         sqe.cdw11 = 17;
-        assert_eq!(Key::of(&sqe), None);
+        assert_eq!(KvKey::of(&sqe), None);
         sqe.cdw11 = 0;
-        assert_eq!(Key::of(&sqe), Some(Key::default()));
+        assert_eq!(KvKey::of(&sqe), Some(KvKey::default()));
     }
 
     #[test]
@@ -351,19 +351,19 @@ mod tests {
         keys.sort();
         let sorted = [&b""[..], b"a", b"a\0", b"ab", b"abc", b"b", b"\xff"].map(key);
         assert_eq!(keys, sorted);
-        assert_eq!(Key::new(&[0; 17]), None);
+        assert_eq!(KvKey::new(&[0; 17]), None);
     }
 
     #[test]
     fn an_operation_of_a_batch_is_laid_out_as_documented() {
-        let operation = BatchOperation {
+        let operation = KvBatchOperation {
             opcode: KvOpcode::STORE.0,
             key_length: 3,
-            options: StoreOptions::default().with_must_not_exist(true),
+            options: KvStoreOptions::default().with_must_not_exist(true),
             value_size: 0x1234,
             key: *b"abc\0\0\0\0\0\0\0\0\0\0\0\0\0",
             value_offset: 0x20,
-            ..BatchOperation::default()
+            ..KvBatchOperation::default()
         };
         assert_eq!(
             operation.as_bytes(),
@@ -371,13 +371,13 @@ mod tests {
         );
         let mut sqe = Sqe::new(KvOpcode::BATCH.0);
         let (length, count) = (4096, 8);
-        Batch { length, count }.write_to(&mut sqe);
+        KvBatchCommand { length, count }.write_to(&mut sqe);
         assert_eq!((sqe.cdw10, sqe.cdw11), (4096, 8));
     }
 
     #[test]
     fn a_list_has_keys_in_whole_dwords() {
-        let mut list = KeyList::new(24);
+        let mut list = KvKeyList::new(24);
         assert!(list.push(&key(b"a")));
         assert!(list.push(&key(b"abc")));
         // Four bytes and eight are taken, of twenty; ten bytes of a key would make it twenty-four.

@@ -245,7 +245,7 @@ mod tests {
 
     open_enum! {
         /// A number of which two values have names.
-        pub struct Colour(u8) {
+        pub struct NamedNumber(u8) {
             RED = 1, "Red";
             BLUE = 2, "Blue";
         }
@@ -253,19 +253,19 @@ mod tests {
 
     bit_field! {
         /// Every kind of field.
-        pub struct Bits(u32) {
+        pub struct FieldKinds(u32) {
             /// One bit.
             flag / with_flag: bool [0];
             /// Several bits.
             count / with_count: u8 [7:4];
             /// Bits with a type of their own.
-            colour / with_colour: Colour(u8) [9:8];
+            colour / with_colour: NamedNumber(u8) [9:8];
         }
     }
 
     bit_field! {
         /// A field that fills its integer.
-        pub struct Whole(u16) {
+        pub struct WholeIntegerField(u16) {
             /// All bits.
             all / with_all: u16 [15:0];
         }
@@ -273,13 +273,13 @@ mod tests {
 
     command! {
         /// Every place that a field can have.
-        pub struct Everywhere {
+        pub struct FieldPlaces {
             /// One bit.
             flag: bool = cdw12[31];
             /// Several bits.
             count: u16 = cdw12[15:0];
             /// Bits with a type of their own.
-            colour: Colour(u8) = cdw12[17:16];
+            colour: NamedNumber(u8) = cdw12[17:16];
             /// A whole dword.
             whole: u32 = cdw13[31:0];
             /// Two dwords.
@@ -297,16 +297,16 @@ mod tests {
             cdw14: !0,
             ..Sqe::default()
         };
-        let read = Everywhere::from(&all);
+        let read = FieldPlaces::from(&all);
         assert_eq!(
             (read.flag, read.count, read.colour),
-            (true, 0xFFFF, Colour(3))
+            (true, 0xFFFF, NamedNumber(3))
         );
         assert_eq!((read.whole, read.wide), (!0, 0x1_0000_0002));
 
         let mut written = all;
-        Everywhere {
-            colour: Colour::BLUE,
+        FieldPlaces {
+            colour: NamedNumber::BLUE,
             wide: 5 << 32,
             ..Default::default()
         }
@@ -322,28 +322,31 @@ mod tests {
 
     #[test]
     fn values_without_a_name_are_kept_and_printed() {
-        assert_eq!(Colour::RED.to_string(), "Red");
-        assert_eq!(Colour(0x40).to_string(), "Colour 0x40");
-        assert_eq!(format!("{:?}", Colour::BLUE), "Colour(0x2, Blue)");
-        assert_eq!(Colour(0x40).name(), None);
+        assert_eq!(NamedNumber::RED.to_string(), "Red");
+        assert_eq!(NamedNumber(0x40).to_string(), "Colour 0x40");
+        assert_eq!(format!("{:?}", NamedNumber::BLUE), "Colour(0x2, Blue)");
+        assert_eq!(NamedNumber(0x40).name(), None);
     }
 
     #[test]
     fn a_field_reads_and_writes_only_its_own_bits() {
-        let all = Bits(u32::MAX);
+        let all = FieldKinds(u32::MAX);
         assert_eq!(
             (all.flag(), all.count(), all.colour()),
-            (true, 0xF, Colour(3))
+            (true, 0xF, NamedNumber(3))
         );
         assert_eq!(all.with_flag(false).0, 0xFFFF_FFFE);
         assert_eq!(all.with_count(0).0, 0xFFFF_FF0F);
-        assert_eq!(Bits::default().with_colour(Colour::BLUE).0, 0x200);
-        assert_eq!(Bits::default().with_count(5).with_count(3).0, 0x30);
+        assert_eq!(
+            FieldKinds::default().with_colour(NamedNumber::BLUE).0,
+            0x200
+        );
+        assert_eq!(FieldKinds::default().with_count(5).with_count(3).0, 0x30);
     }
 
     #[test]
     fn a_builder_keeps_what_fits() {
-        assert_eq!(Bits::default().with_count(0xAB).0, 0xB0);
-        assert_eq!(Whole::default().with_all(0xFFFF).all(), 0xFFFF);
+        assert_eq!(FieldKinds::default().with_count(0xAB).0, 0xB0);
+        assert_eq!(WholeIntegerField::default().with_all(0xFFFF).all(), 0xFFFF);
     }
 }

@@ -111,7 +111,7 @@ bit_field! {
 
 bit_field! {
     /// Version, `VS` (Base 2.0, section 3.1.3.2); Identify Controller's `VER` has the same form.
-    pub struct Version(u32) {
+    pub struct NvmeVersion(u32) {
         /// Tertiary Version Number.
         ter / with_ter: u8 [7:0];
         /// Minor Version Number.
@@ -121,7 +121,7 @@ bit_field! {
     }
 }
 
-impl Version {
+impl NvmeVersion {
     /// NVM Express Base Specification 2.0.
     pub const V2_0: Self = Self(0x0002_0000);
 }
@@ -340,8 +340,8 @@ mod tests {
         assert_eq!(Csts::default().with_cfs(true).with_nssro(true).0, 0b1_0010);
         let aqa = Aqa(0x001F_003F);
         assert_eq!((aqa.asqs_z(), aqa.acqs_z()), (63, 31));
-        assert_eq!(Version::V2_0, Version::default().with_mjr(2));
-        assert_eq!(Version(0x0001_0401).mnr(), 4);
+        assert_eq!(NvmeVersion::V2_0, NvmeVersion::default().with_mjr(2));
+        assert_eq!(NvmeVersion(0x0001_0401).mnr(), 4);
         assert_eq!(Crto(0x0003_0028).crwmt(), 40);
         assert_eq!(NSSR_RESET.to_be_bytes(), *b"NVMe");
     }

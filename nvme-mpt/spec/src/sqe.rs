@@ -18,7 +18,7 @@ bit_field! {
         /// Opcode.
         opcode / with_opcode: u8 [7:0];
         /// Fused Operation.
-        fuse / with_fuse: Fuse(u8) [9:8];
+        fuse / with_fuse: FusedOperation(u8) [9:8];
         /// PRP or SGL for Data Transfer.
         psdt / with_psdt: Psdt(u8) [15:14];
         /// Command Identifier.
@@ -28,7 +28,7 @@ bit_field! {
 
 open_enum! {
     /// Fused Operation, `CDW0.FUSE` (Base 2.0, section 3.3.3.1).
-    pub struct Fuse(u8) {
+    pub struct FusedOperation(u8) {
         NORMAL = 0b00, "Normal operation";
         FIRST = 0b01, "Fused operation, first command";
         SECOND = 0b10, "Fused operation, second command";
@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn cdw0_keeps_fuse_and_psdt_apart() {
         let cdw0 = Cdw0::default()
-            .with_fuse(Fuse::SECOND)
+            .with_fuse(FusedOperation::SECOND)
             .with_psdt(Psdt::SGL_MPTR_BUFFER);
         assert_eq!(cdw0.0, 0x4200);
         assert_eq!(Cdw0(0xC000).psdt().name(), None);

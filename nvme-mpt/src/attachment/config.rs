@@ -9,17 +9,17 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::dma::MemoryKinds;
 use crate::doorbell::{DoorbellMode, DoorbellStride};
 use crate::drive::Drive;
-use crate::drive::Reservation;
+use crate::drive::QueuePairReservation;
 use crate::host::Mdts;
 use crate::interrupt::EventReader;
-use crate::learn::Learning;
+use crate::learn::AdaptivePolicies;
 use crate::lease::Lease;
 use crate::limit::RateLimits;
-use crate::poller::{PollPolicy, Pollers};
+use crate::poller::{PollPolicy, PollerPool};
 
 /// Configuration for attaching a guest controller.
 #[derive(Debug)]
-pub struct AttachmentConfig {
+pub struct LocalBackendConfig {
     /// Drive of the lease.
     pub drive: Arc<Drive>,
     /// Lease of a part of the drive.
@@ -27,7 +27,7 @@ pub struct AttachmentConfig {
     /// Number of I/O queue pairs: 1 to [`DoorbellStride::queue_pairs_max`].
     pub queue_pairs: u16,
     /// Queue pairs of the drive that are reserved for the lease.
-    pub reservation: Option<Reservation>,
+    pub reservation: Option<QueuePairReservation>,
     /// Maximum data transfer size of a command; the drive's own if not given.
     pub mdts: Option<Mdts>,
     /// Path of doorbell writes to the pollers.
@@ -36,10 +36,10 @@ pub struct AttachmentConfig {
     pub doorbell_stride: DoorbellStride,
     /// Polling policy of the queues.
     pub poll: PollPolicy,
-    /// Choices of the adaptive policies; those [of the drive](Learning::of_drive) are set when the drive is opened.
-    pub learning: Learning,
+    /// Choices of the adaptive policies; those [of the drive](AdaptivePolicies::of_drive) are set when the drive is opened.
+    pub learning: AdaptivePolicies,
     /// Pollers of the process.
-    pub pollers: Arc<Pollers>,
+    pub pollers: Arc<PollerPool>,
     /// Kinds of files that may hold the VM's memory.
     pub memory: MemoryKinds,
     /// Maximum bytes that may be mapped if memory is pinned; all memory of the host if not given.
@@ -52,10 +52,10 @@ pub struct AttachmentConfig {
 
 /// Parts of a function that outlive the back end's process.
 #[derive(Debug)]
-pub struct KeptParts {
+pub struct PersistedBackendParts {
     /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::LiveState::fd).
+    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::InflightFile::fd).
     pub live: OwnedFd,
     /// Eventfd that is signalled when there are events.
     pub events: EventFd,
@@ -63,28 +63,28 @@ pub struct KeptParts {
 
 /// Source of the parts that a function and its back end share.
 #[derive(Debug)]
-pub enum FunctionParts {
+pub enum SharedPartsSource {
     /// The function is in this process and ends with it.
     Own,
     /// The function is new and in another process. Its queues have in-flight tracking.
     Outliving(EventReader),
     /// The function kept the parts of a process that ended. They are untrusted.
-    Kept(KeptParts, EventReader),
+    Kept(PersistedBackendParts, EventReader),
     /// The function is in this process and continues in the next one. Its queues have in-flight tracking. The files come from
     /// the old server, if there was one, and are untrusted.
-    Continued(Option<KeptFiles>),
+    Continued(Option<PersistedBackendFiles>),
 }
 
 /// Files of a function that continues in the next process.
 #[derive(Debug)]
-pub struct KeptFiles {
+pub struct PersistedBackendFiles {
     /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::LiveState::fd).
+    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::InflightFile::fd).
     pub live: OwnedFd,
 }
 
-impl KeptParts {
+impl PersistedBackendParts {
     /// Duplicates the descriptors of the parts.
     ///
     /// # Errors

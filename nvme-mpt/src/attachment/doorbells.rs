@@ -4,18 +4,18 @@ use std::io;
 
 use log::error;
 
-use super::Attachment;
-use super::io_queues::{Queues, next_id};
+use super::LocalBackend;
+use super::io_queues::{BackendQueues, next_id};
 use crate::address::Gpa;
 use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::poller::DoorbellWatch;
-use crate::processor_time::Bill;
+use crate::processor_time::ProcessorTimeCharge;
 use crate::seam::{DoorbellWaker, IoDoorbells, QueueError};
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
-impl Attachment {
+impl LocalBackend {
     /// Handles a trapped write to an I/O doorbell register. Returns whether the queue exists.
     pub fn ring_doorbell(&self, doorbell: Doorbell, value: u32) -> bool {
         let queues = self.queues();
@@ -63,7 +63,7 @@ impl Attachment {
     }
 
     /// Makes a poller signal the events when a doorbell of the admin queue has changed.
-    fn watch(&self, queues: &mut Queues) -> io::Result<()> {
+    fn watch(&self, queues: &mut BackendQueues) -> io::Result<()> {
         self.unwatch(queues);
         let doorbells = &self.context.doorbells;
         let (sq, cq) = (
@@ -91,14 +91,14 @@ impl Attachment {
             doorbells,
             seen: [0, 0],
             events: self.context.events.clone(),
-            bill: Bill::new(self.context.processor_time.clone()),
+            bill: ProcessorTimeCharge::new(self.context.processor_time.clone()),
         });
         queues.watch = Some((id, poller));
         Ok(())
     }
 
     /// Stops watching the admin queue's doorbells.
-    pub(super) fn unwatch(&self, queues: &mut Queues) {
+    pub(super) fn unwatch(&self, queues: &mut BackendQueues) {
         if let Some((id, poller)) = queues.watch.take() {
             poller.unwatch(id);
         }
@@ -143,7 +143,7 @@ impl Attachment {
     }
 
     /// Copies the doorbells of existing queues from the registers to the buffer.
-    fn carry_doorbells_over(&self, queues: &Queues, shadow: Gpa) {
+    fn carry_doorbells_over(&self, queues: &BackendQueues, shadow: Gpa) {
         let existing = queues.cqs.iter().flat_map(|(cqid, entry)| {
             let cq = std::iter::once(Doorbell::CqHead(QueueId(*cqid)));
             cq.chain(entry.sqs.iter().map(|sqid| Doorbell::SqTail(*sqid)))
@@ -164,7 +164,7 @@ impl Attachment {
     }
 }
 
-impl Attachment {
+impl LocalBackend {
     /// Returns the current doorbells of the I/O queues.
     pub(super) fn io_doorbells(&self) -> IoDoorbells {
         let queues = self.queues();

@@ -4,13 +4,13 @@ use std::io;
 
 use crate::drive::HostLeaseError;
 use crate::host::Mdts;
-use crate::lease::{Extents, LeaseError};
+use crate::lease::{LeaseError, LeaseExtents};
 use crate::poller::NoSuchProcessor;
 use crate::range::{ByteRange, Bytes};
 
 /// Reason why a guest controller cannot attach.
 #[derive(Debug, thiserror::Error)]
-pub enum AttachError {
+pub enum LocalBackendError {
     /// The number of queue pairs is 0 or above the maximum.
     #[error("{queue_pairs} I/O queue pairs are not possible; use 1 to {most}")]
     InvalidQueuePairs {
@@ -74,7 +74,7 @@ pub enum AttachError {
         /// Path of the drive.
         drive: String,
         /// Extents of the lease, in bytes.
-        range: Extents,
+        range: LeaseExtents,
         /// Error that names the processes that hold the lock.
         source: io::Error,
     },

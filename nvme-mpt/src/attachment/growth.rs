@@ -7,14 +7,14 @@
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicBool;
 
-use super::Attachment;
+use super::LocalBackend;
 use crate::drive::Drive;
 use crate::drive::HostLeaseError;
-use crate::event::{DriveEvent, Event};
+use crate::event::{DriveEvent, IoQueueEvent};
 use crate::lease::{Lease, LeaseError};
-use crate::range::{ByteRange, LbaRange};
+use crate::range::{BlockRange, ByteRange};
 use crate::seam::GUEST_NSID;
-use crate::shadow::{LeasedBlocks, Nsids};
+use crate::shadow::{LeasedBlocks, NamespaceIds};
 use crate::spec::ids::Lba;
 use crate::wipe::{WipeError, wipe_with};
 
@@ -51,12 +51,12 @@ pub enum GrowError {
 
 /// Progress of a lease's growth.
 #[derive(Debug)]
-pub(super) struct Growth {
+pub(super) struct LeaseGrowth {
     /// Blocks that the host controller has given so far.
     given: u64,
 }
 
-impl From<u64> for Growth {
+impl From<u64> for LeaseGrowth {
     fn from(given: u64) -> Self {
         Self { given }
     }
@@ -67,7 +67,7 @@ pub(super) fn unit_blocks(drive: &Drive, lease: &Lease) -> Option<u64> {
     lease.unit().map(|unit| unit >> drive.lba_shift())
 }
 
-impl Attachment {
+impl LocalBackend {
     /// Grows a lease by size to `bytes`. Takes as long as wiping the added blocks. The guest is told at the end. No further
     /// block is wiped after `stop` is set.
     ///
@@ -102,7 +102,7 @@ impl Attachment {
             growth.given += part.blocks;
         }
         wipe_with(drive, lease, host, stop)?;
-        let nsids = Nsids {
+        let nsids = NamespaceIds {
             guest: GUEST_NSID,
             host: lease.nsid(),
         };
@@ -112,19 +112,19 @@ impl Attachment {
             self.context.set_blocks(blocks);
             self.window.renew_table();
             let changed = DriveEvent::NamespaceChanged(lease.nsid());
-            self.context.events.report(Event::Drive(changed));
+            self.context.events.report(IoQueueEvent::Drive(changed));
         }
         Ok(())
     }
 }
 
 /// Returns the extents of a lease after its first `given` blocks.
-fn behind(parts: &[LbaRange], given: u64) -> Vec<LbaRange> {
+fn behind(parts: &[BlockRange], given: u64) -> Vec<BlockRange> {
     let mut skip = given;
     let parts = parts.iter().filter_map(|part| {
         let skipped = skip.min(part.blocks);
         skip -= skipped;
-        (skipped < part.blocks).then(|| LbaRange {
+        (skipped < part.blocks).then(|| BlockRange {
             start: Lba(part.start.0 + skipped),
             blocks: part.blocks - skipped,
         })

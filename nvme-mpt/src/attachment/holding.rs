@@ -6,34 +6,34 @@ use std::sync::Arc;
 use log::error;
 
 use crate::drive::Drive;
-use crate::drive::{HostLease, Reservation};
+use crate::drive::{HostLease, QueuePairReservation};
 use crate::lease::Lease;
 
-use super::spare::Spare;
+use super::spare::SpareDescriptors;
 
 /// A lease with its range lock and its drive.
 ///
 /// The attachment, each of its shadow queues and each flush have a share. So the lease lives until its last command has
 /// ended, even if the attachment has stopped waiting.
 #[derive(Debug)]
-pub(crate) struct Holding {
+pub(crate) struct OpenLease {
     /// Dropped before the lease, so that the lease's next holder finds the range unlocked.
     host: Box<dyn HostLease>,
     /// Dropped after `host` and while the drive is open. So its keeper is not the last to close a block device, which would
     /// wait for writes.
-    pub(super) spare: Option<Spare>,
+    pub(super) spare: Option<SpareDescriptors>,
     /// Dropped after all queues of the lease.
-    pub(super) reservation: Option<Reservation>,
+    pub(super) reservation: Option<QueuePairReservation>,
     pub(super) lease: Lease,
     pub(super) drive: Arc<Drive>,
 }
 
-impl Holding {
+impl OpenLease {
     pub(super) fn new(
         lease: Lease,
         host: Box<dyn HostLease>,
-        spare: Option<Spare>,
-        reservation: Option<Reservation>,
+        spare: Option<SpareDescriptors>,
+        reservation: Option<QueuePairReservation>,
         drive: Arc<Drive>,
     ) -> Self {
         Self {

@@ -3,46 +3,47 @@
 use std::io;
 use std::time::Duration;
 
-use super::Attachment;
-use super::io_queues::Overdue;
+use super::LocalBackend;
+use super::io_queues::OverdueQueuePolicy;
 use super::pause;
 use crate::address::Gpa;
 use crate::deadline::Deadline;
-use crate::dma::{DirtyRange, DmaError, HeldMemory, MemoryRegion, VmmMapping};
+use crate::dma::{DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping};
 use crate::doorbell::DoorbellBuffer;
-use crate::event::{DriveEvent, Event};
-use crate::host::{Changes, Damage};
+use crate::event::{DriveEvent, IoQueueEvent};
+use crate::host::{LeaseDamage, UnreportedChanges};
 use crate::limit::RateLimits;
 use crate::memory::crash::recorded;
 use crate::memory::user_faults::MemoryHolder;
 use crate::seam::{
-    AttachmentState, CqConfig, GUEST_NSID, KeptQueues, QueueError, SqConfig, StateError,
+    BackendState, BackendStateError, CqConfig, GUEST_NSID, PersistedQueues, QueueError, SqConfig,
 };
 use crate::seam::{
-    CoalescingConfig, HostSide, IoDoorbells, LastCommands, LeaseFacts, LeaseStatus, SharedParts,
+    CoalescingConfig, CommandDrainMode, ControllerBackend, IoDoorbells, LeaseFacts, LeaseStatus,
+    SharedParts,
 };
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
-use crate::stats::AttachmentStats;
-use crate::stats::Counters;
+use crate::stats::BackendStats;
+use crate::stats::LeaseCounters;
 
-impl Attachment {
+impl LocalBackend {
     fn within(&self, time: Duration) -> Deadline {
         Deadline::after(&self.clock, time)
     }
 
     /// Returns the event with the guest's namespace identifier; `None` if it is about another lease's namespace.
-    fn for_guest(&self, event: Event) -> Option<Event> {
-        let Event::Drive(DriveEvent::NamespaceChanged(nsid)) = event else {
+    fn for_guest(&self, event: IoQueueEvent) -> Option<IoQueueEvent> {
+        let IoQueueEvent::Drive(DriveEvent::NamespaceChanged(nsid)) = event else {
             return Some(event);
         };
         let ours = DriveEvent::NamespaceChanged(GUEST_NSID);
-        (nsid == self.lease().nsid()).then_some(Event::Drive(ours))
+        (nsid == self.lease().nsid()).then_some(IoQueueEvent::Drive(ours))
     }
 }
 
-impl HostSide for Attachment {
+impl ControllerBackend for LocalBackend {
     fn facts(&self) -> LeaseFacts {
         self.facts.clone()
     }
@@ -68,7 +69,7 @@ impl HostSide for Attachment {
         }
     }
 
-    fn damage(&self) -> Damage {
+    fn damage(&self) -> LeaseDamage {
         self.holding.host().damage()
     }
 
@@ -76,17 +77,17 @@ impl HostSide for Attachment {
         self.drive().controller().smart_health()
     }
 
-    fn changes(&self) -> Option<Changes> {
+    fn changes(&self) -> Option<UnreportedChanges> {
         self.change_log().map(|log| log.changes())
     }
 
-    fn forget_changes(&self, told: &Changes) {
+    fn forget_changes(&self, told: &UnreportedChanges) {
         if let Some(log) = self.change_log() {
             log.forget(told);
         }
     }
 
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> LeaseCounters {
         self.counted() + self.queues().counted_before
     }
 
@@ -95,11 +96,11 @@ impl HostSide for Attachment {
         commands.sum()
     }
 
-    fn stats(&self) -> AttachmentStats {
+    fn stats(&self) -> BackendStats {
         Self::stats(self)
     }
 
-    fn take_events(&self) -> Vec<Event> {
+    fn take_events(&self) -> Vec<IoQueueEvent> {
         let events = self.context.events.take().into_iter();
         events.filter_map(|event| self.for_guest(event)).collect()
     }
@@ -128,7 +129,7 @@ impl HostSide for Attachment {
         self.window.check_complete()
     }
 
-    fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+    fn map_held(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError> {
         self.window.map_held(memory)
     }
 
@@ -231,36 +232,36 @@ impl HostSide for Attachment {
         self.reset_by(&self.within(time))
     }
 
-    fn leave_within(&self, time: Duration, last: LastCommands) -> Result<(), QueueError> {
+    fn leave_within(&self, time: Duration, last: CommandDrainMode) -> Result<(), QueueError> {
         let mut queues = self.queues();
         self.unwatch(&mut queues);
         let deadline = self.within(time);
-        if last == LastCommands::Complete && !queues.paused {
+        if last == CommandDrainMode::Complete && !queues.paused {
             // Commands that need longer are cut short, and may end in the second half.
             let _ = pause::rest_by(&mut queues, &self.within(time / 2));
         }
-        self.delete_all_by(&mut queues, &deadline, Overdue::Left)
+        self.delete_all_by(&mut queues, &deadline, OverdueQueuePolicy::Left)
     }
 
     fn flush_within(&self, time: Duration) -> io::Result<()> {
         self.flush_by(&self.within(time))
     }
 
-    fn save(&self) -> Result<AttachmentState, StateError> {
+    fn save(&self) -> Result<BackendState, BackendStateError> {
         Self::save(self)
     }
 
-    fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
+    fn take_up(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
         let live = self.context.live.as_ref();
         let crashes = live.and_then(|live| live.crashes());
         recorded(crashes.as_ref(), || Self::take_up(self, kept))
     }
 
-    fn check(&self, state: &AttachmentState) -> Result<(), StateError> {
+    fn check(&self, state: &BackendState) -> Result<(), BackendStateError> {
         Self::check(self, state)
     }
 
-    fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
+    fn restore(&self, state: &BackendState) -> Result<(), BackendStateError> {
         Self::restore(self, state)
     }
 }

@@ -8,52 +8,53 @@ use std::time::Duration;
 
 use log::info;
 
-use super::Attachment;
+use super::LocalBackend;
 use super::queue_limits::QueueLimits;
 use super::state::gone;
-use super::steward::Leaving;
-use crate::clock::Rate;
+use super::steward::OutlivingQueue;
+use crate::clock::TickRate;
 use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::ListMemory;
-use crate::host::SharedPair;
-use crate::interrupt::{InterruptGate, InterruptVector};
+use crate::host::SharedQueuePair;
+use crate::interrupt::{InterruptCoalescer, InterruptVector};
 use crate::memory::sync::MutexGuard;
 use crate::memory::sync::mpsc::RecvTimeoutError;
-use crate::poller::{LeavingQueue, Neighbours, Poller};
+use crate::poller::{Poller, PollerLocality, QueueRemoval};
 use crate::seam::state::slots_of;
 use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
 use crate::shadow::{
-    CompletionQueue, HostEnd, HostQueuePair, PART_LISTS, ShadowQueue, SubmissionQueue, UnmappedRing,
+    CompletionQueue, HostQueuePair, HostQueueParts, PART_LISTS, ShadowQueue, SubmissionQueue,
+    UnmappedRing,
 };
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
-use crate::stats::{Counters, HostQueueUse};
+use crate::stats::{HostQueueUse, LeaseCounters};
 
 /// Existing Completion Queue with its Submission Queues.
 #[derive(Debug)]
-pub(super) struct QueueEntry {
+pub(super) struct CreatedCompletionQueue {
     pub(super) cqid: QueueId,
     /// Identifier of the shadow queue among the pollers' queues.
     pub(super) id: u64,
     pub(super) poller: Arc<Poller>,
     /// Drive's queue pair behind the queue, if the drive has a limited number of them.
-    pair: Option<Arc<dyn SharedPair>>,
+    pair: Option<Arc<dyn SharedQueuePair>>,
     pub(super) sqs: Vec<QueueId>,
     /// The shadow queue while it rests.
     pub(super) parked: Option<Box<ShadowQueue>>,
     /// The shadow queue while its poller hands it over. It takes no commands, and arrives once its last in-flight command has
     /// ended.
-    leaving: Option<LeavingQueue>,
+    leaving: Option<QueueRemoval>,
     /// True if the queue is deleted when it arrives. Its commands start no further step then.
     ends: bool,
     /// True if a wait for its in-flight commands has timed out.
     overdue: bool,
 }
 
-impl QueueEntry {
+impl CreatedCompletionQueue {
     pub(super) fn host_queue(&self) -> Option<HostQueueUse> {
         let pair = self.pair.as_ref()?;
         Some(match pair.members() {
@@ -148,21 +149,21 @@ impl QueueEntry {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Queues {
+pub(super) struct BackendQueues {
     /// Queues by the identifier of the Completion Queue.
-    pub(super) cqs: BTreeMap<u16, QueueEntry>,
+    pub(super) cqs: BTreeMap<u16, CreatedCompletionQueue>,
     pub(super) buffer: Option<DoorbellBuffer>,
     /// True if every I/O command fails until the next reset, because the lease is revoked.
     pub(super) revoked: bool,
     /// True if every queue rests here and none is polled.
     pub(super) paused: bool,
     /// Counts of the lease from before a restore or from an earlier process.
-    pub(super) counted_before: Counters,
+    pub(super) counted_before: LeaseCounters,
     /// Identifier of the watch of the admin queue's mapped doorbells, and its poller.
     pub(super) watch: Option<(u64, Arc<Poller>)>,
 }
 
-impl Queues {
+impl BackendQueues {
     pub(super) fn cq_of_sq(&self, sqid: QueueId) -> Option<u16> {
         self.cqs
             .iter()
@@ -178,7 +179,7 @@ impl Queues {
             .map(|entry| entry.cqid)
     }
 
-    fn entry(&mut self, cqid: QueueId) -> Result<&mut QueueEntry, QueueError> {
+    fn entry(&mut self, cqid: QueueId) -> Result<&mut CreatedCompletionQueue, QueueError> {
         self.cqs
             .get_mut(&cqid.0)
             .ok_or(QueueError::NoSuchQueue(cqid))
@@ -190,7 +191,7 @@ const LONG: Duration = Duration::from_secs(1);
 
 /// Treatment of overdue queues, whose in-flight commands have exceeded a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Overdue {
+pub(super) enum OverdueQueuePolicy {
     /// They are waited for again.
     WaitedFor,
     /// They are not waited for.
@@ -212,7 +213,7 @@ pub(super) fn next_id() -> u64 {
     NEXT_ID.fetch_add(1, Ordering::Relaxed)
 }
 
-impl Attachment {
+impl LocalBackend {
     /// Creates a Completion Queue.
     ///
     /// # Errors
@@ -241,7 +242,7 @@ impl Attachment {
     }
 
     /// Checks that a Completion Queue may be created now.
-    fn check_new(&self, queues: &Queues, config: &CqConfig) -> Result<(), QueueError> {
+    fn check_new(&self, queues: &BackendQueues, config: &CqConfig) -> Result<(), QueueError> {
         let qid = config.qid;
         if queues.revoked || !self.has_blocks() {
             let source = gone();
@@ -251,7 +252,7 @@ impl Attachment {
     }
 
     /// Checks the parameters of a Completion Queue, and that its identifier is free.
-    fn check_free(&self, queues: &Queues, config: &CqConfig) -> Result<(), QueueError> {
+    fn check_free(&self, queues: &BackendQueues, config: &CqConfig) -> Result<(), QueueError> {
         QueueLimits::of(self).check_cq(config)?;
         match queues.cqs.contains_key(&config.qid.0) {
             true => Err(QueueError::AlreadyExists(config.qid)),
@@ -269,11 +270,11 @@ impl Attachment {
     /// Creates a shadow queue without Submission Queues. No poller has it yet.
     fn new_queue(
         &self,
-        queues: &Queues,
+        queues: &BackendQueues,
         config: CqConfig,
         unmapped: UnmappedRing,
         host: HostQueuePair,
-    ) -> Result<(QueueEntry, Box<ShadowQueue>), QueueError> {
+    ) -> Result<(CreatedCompletionQueue, Box<ShadowQueue>), QueueError> {
         let CqConfig {
             qid,
             base: _,
@@ -310,11 +311,11 @@ impl Attachment {
         let lists = usize::from(slots) + usize::from(PART_LISTS);
         let lists = ListMemory::new(self.drive().controller().iova_space(), lists);
         let lists = lists.map_err(failed)?;
-        let gate = InterruptGate::new(
+        let gate = InterruptCoalescer::new(
             interrupt,
             self.coalescing.clone(),
             self.facts.learning.moderation,
-            Rate::of_this_machine(),
+            TickRate::of_this_machine(),
         );
         let used_table = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
@@ -327,7 +328,7 @@ impl Attachment {
             self.context.clone(),
             cq,
             buffer,
-            HostEnd {
+            HostQueueParts {
                 queue: host,
                 slots,
                 lists,
@@ -336,7 +337,7 @@ impl Attachment {
             },
             used_table,
         ));
-        let entry = QueueEntry {
+        let entry = CreatedCompletionQueue {
             cqid: qid,
             id,
             poller,
@@ -353,7 +354,7 @@ impl Attachment {
     /// Recreates a queue with its Submission Queues from a checked state. The queue rests until the attachment resumes.
     pub(super) fn restore_queue(
         &self,
-        queues: &mut Queues,
+        queues: &mut BackendQueues,
         state: &CompletionQueueState,
         unmapped: UnmappedRing,
     ) -> Result<(), QueueError> {
@@ -416,7 +417,7 @@ impl Attachment {
 
     fn new_sq(
         &self,
-        queues: &Queues,
+        queues: &BackendQueues,
         config: &SqConfig,
         unmapped: UnmappedRing,
     ) -> Result<SubmissionQueue, QueueError> {
@@ -514,7 +515,7 @@ impl Attachment {
     /// Resets as [`Self::reset`] does, until `deadline`, which is shared by all queues.
     pub(super) fn reset_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
-        let result = self.delete_all_by(&mut queues, deadline, Overdue::WaitedFor);
+        let result = self.delete_all_by(&mut queues, deadline, OverdueQueuePolicy::WaitedFor);
         self.context.doorbells.clear();
         result
     }
@@ -522,9 +523,9 @@ impl Attachment {
     /// Deletes all queues and drops the Doorbell Buffer, until `deadline`.
     pub(super) fn delete_all_by(
         &self,
-        queues: &mut Queues,
+        queues: &mut BackendQueues,
         deadline: &Deadline,
-        overdue: Overdue,
+        overdue: OverdueQueuePolicy,
     ) -> Result<(), QueueError> {
         queues.buffer = None;
         queues.revoked = false;
@@ -535,15 +536,15 @@ impl Attachment {
     }
 
     /// Ends all queues permanently. Returns those that could not be waited for.
-    pub(super) fn end_queues(&self) -> Vec<Leaving> {
+    pub(super) fn end_queues(&self) -> Vec<OutlivingQueue> {
         let mut queues = self.queues();
-        self.end_each(&mut queues, &self.deadline(), Overdue::Left);
+        self.end_each(&mut queues, &self.deadline(), OverdueQueuePolicy::Left);
         let entries = std::mem::take(&mut queues.cqs).into_values();
         let late = entries.filter_map(|entry| {
-            let QueueEntry {
+            let CreatedCompletionQueue {
                 leaving, poller, ..
             } = entry;
-            leaving.map(|queue| Leaving { queue, poller })
+            leaving.map(|queue| OutlivingQueue { queue, poller })
         });
         late.collect()
     }
@@ -551,9 +552,9 @@ impl Attachment {
     /// Deletes all queues. Returns one that still has commands in flight at the deadline; such queues stay in hand-over.
     fn end_each(
         &self,
-        queues: &mut Queues,
+        queues: &mut BackendQueues,
         deadline: &Deadline,
-        overdue: Overdue,
+        overdue: OverdueQueuePolicy,
     ) -> Option<QueueId> {
         let is_long = deadline.left() >= LONG;
         // All queues are stopped before the first wait.
@@ -561,7 +562,7 @@ impl Attachment {
             entry.begin_to_end();
         }
         queues.cqs.retain(|_, entry| {
-            let is_left = entry.overdue && overdue == Overdue::Left;
+            let is_left = entry.overdue && overdue == OverdueQueuePolicy::Left;
             let deadline = match is_left {
                 true => &deadline.at_once(),
                 false => deadline,
@@ -588,8 +589,8 @@ impl Attachment {
     }
 
     /// Returns the placement hints for the poller of a queue with this vector.
-    pub(super) fn neighbours(&self, vector: Option<Arc<InterruptVector>>) -> Neighbours {
-        Neighbours {
+    pub(super) fn neighbours(&self, vector: Option<Arc<InterruptVector>>) -> PollerLocality {
+        PollerLocality {
             vector,
             node: self.drive().controller().numa_node(),
         }
@@ -609,7 +610,7 @@ impl Attachment {
         vector.cloned().ok_or(QueueError::InvalidVector(number))
     }
 
-    pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {
+    pub(super) fn queues(&self) -> MutexGuard<'_, BackendQueues> {
         // Each change is complete before a panic is possible.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -2,16 +2,18 @@
 
 use std::collections::BTreeSet;
 
-use crate::live::{Head, LiveState, MarkedSlot};
+use crate::live::{InflightFile, InflightSlot, RecordedSqHead};
 use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
 use crate::seam::SubmissionQueueState;
 use crate::seam::state::words_of;
-use crate::seam::{CompletionQueueState, CqConfig, InFlightState, SqConfig, StateError};
+use crate::seam::{
+    BackendStateError, CompletionQueueState, CqConfig, InFlightCommandState, SqConfig,
+};
 use crate::spec::cqe::Cqe;
 
 /// Completion Queue to restore, with its Submission Queues, as created by the guest.
 #[derive(Debug)]
-pub(crate) struct KeptQueue<'a> {
+pub(crate) struct PersistedQueue<'a> {
     pub(crate) cq: CqConfig,
     pub(crate) sqs: Vec<&'a SqConfig>,
 }
@@ -22,12 +24,12 @@ pub(crate) struct KeptQueue<'a> {
 /// Neither the in-flight tracking nor the guest's memory is trusted: the result must be checked like a snapshot.
 ///
 /// # Errors
-/// [`StateError::Invalid`].
+/// [`BackendStateError::Invalid`].
 pub(crate) fn take_up(
-    live: &LiveState,
-    queue: &KeptQueue<'_>,
-    entry: impl Fn(u32) -> Result<Option<Cqe>, StateError>,
-) -> Result<CompletionQueueState, StateError> {
+    live: &InflightFile,
+    queue: &PersistedQueue<'_>,
+    entry: impl Fn(u32) -> Result<Option<Cqe>, BackendStateError>,
+) -> Result<CompletionQueueState, BackendStateError> {
     let CqConfig {
         qid,
         base,
@@ -35,7 +37,7 @@ pub(crate) fn take_up(
         vector,
     } = queue.cq;
     let name = format!("live state of completion queue {qid}");
-    let invalid = |value: &str| StateError::invalid(name.as_str(), value, "whole");
+    let invalid = |value: &str| BackendStateError::invalid(name.as_str(), value, "whole");
     let state = live.queue(qid).ok_or_else(|| invalid("not there"))?;
     let (recorded, head) = state.positions().ok_or_else(|| invalid("incomplete"))?;
     let size = RingSize::new(entries).ok_or_else(|| invalid("of no entries"))?;
@@ -48,7 +50,7 @@ pub(crate) fn take_up(
 
     let numbers: BTreeSet<_> = marked
         .iter()
-        .filter_map(|MarkedSlot { mark, .. }| Some((mark.sqid().0, mark.unsettled_number()?)))
+        .filter_map(|InflightSlot { mark, .. }| Some((mark.sqid().0, mark.unsettled_number()?)))
         .collect();
     let mut submission_queues = Vec::new();
     for sq in &queue.sqs {
@@ -74,7 +76,7 @@ pub(crate) fn take_up(
             break;
         };
         indices.spend(room);
-        let is_done = |MarkedSlot { mark, command, .. }: &MarkedSlot| {
+        let is_done = |InflightSlot { mark, command, .. }: &InflightSlot| {
             (entry.sqid(), entry.cid()) == (mark.sqid(), command.cid())
         };
         let slot = in_flight.iter().position(is_done);
@@ -84,7 +86,7 @@ pub(crate) fn take_up(
     }
 
     let in_flight = in_flight.into_iter();
-    let in_flight = in_flight.map(|marked| InFlightState {
+    let in_flight = in_flight.map(|marked| InFlightCommandState {
         slot: marked.slot,
         sqid: marked.mark.sqid().0,
         command: words_of(&marked.command),
@@ -107,15 +109,15 @@ pub(crate) fn take_up(
 
 /// Returns the head of a Submission Queue after all recorded commands.
 fn head_after(
-    recorded: Head,
+    recorded: RecordedSqHead,
     sq: &SqConfig,
     numbers: &BTreeSet<(u16, u32)>,
-) -> Result<u32, StateError> {
-    let Head { index, mut number } = recorded;
+) -> Result<u32, BackendStateError> {
+    let RecordedSqHead { index, mut number } = recorded;
     let head = RingSize::new(sq.entries).and_then(|size| RingIndex::at(size, index));
     let mut head = head.ok_or_else(|| {
         let name = format!("live head of submission queue {}", sq.qid);
-        StateError::invalid(name, index, format!("less than {}", sq.entries))
+        BackendStateError::invalid(name, index, format!("less than {}", sq.entries))
     })?;
     // Each iteration finds another number, so there are at most as many as marks.
     while numbers.contains(&(sq.qid.0, number)) {

@@ -33,42 +33,44 @@ use std::sync::{Arc, PoisonError};
 
 use log::{error, warn};
 
-pub use config::{AttachmentConfig, FunctionParts, KeptFiles, KeptParts};
-pub use error::AttachError;
+pub use config::{
+    LocalBackendConfig, PersistedBackendFiles, PersistedBackendParts, SharedPartsSource,
+};
+pub use error::LocalBackendError;
 pub use growth::GrowError;
-pub(crate) use holding::Holding;
+pub(crate) use holding::OpenLease;
 
-use crate::clock::{Rate, Ticks};
+use crate::clock::{TickRate, Ticks};
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds, MemoryLimit};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
-use crate::drive::{HostLeaseError, HostNamespace, Reservation, SpareKeeper};
+use crate::drive::{HostLeaseError, HostNamespace, QueuePairReservation, SpareDescriptorStore};
 use crate::event::EventQueue;
-use crate::host::{ChangeLog, CommandSets, Limits, Mdts};
-use crate::interrupt::{Coalescing, InterruptVector, vectors_of};
+use crate::host::{CommandSets, ControllerLimits, LeaseChangeLog, Mdts};
+use crate::interrupt::{CoalescingFeature, InterruptVector, vectors_of};
 use crate::lease::Lease;
-use crate::limit::{Limiter, RateLimits, Used};
-use crate::live::LiveState;
+use crate::limit::{RateLimiter, RateLimiterUse, RateLimits};
+use crate::live::InflightFile;
 use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use crate::memory::sync::{Mutex, try_lock};
 use crate::memory_account::MemoryAccount;
-use crate::park::Silence;
-use crate::poller::{Placement, PollPolicy, Pollers, Spin};
+use crate::park::UntrappedDoorbells;
+use crate::poller::{PollPolicy, PollerIdleMode, PollerPool, PollerSharing};
 use crate::range::Bytes;
-use crate::seam::{GUEST_NSID, HostSide, LeaseFacts, LeasedNamespace, QueueError};
+use crate::seam::{ControllerBackend, GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
 use crate::shadow::{
-    CommandSet, LeasedBlocks, Nsids, NvmCommands, NvmFacts, QueueContext, ShadowQueue,
+    CommandSet, LeasedBlocks, NamespaceIds, NvmCommands, NvmFacts, QueueContext, ShadowQueue,
 };
 use crate::spec::ids::QueueId;
 use crate::stats::{
-    AttachmentStats, Counters, Distribution, HostQueueUse, LeasePairStats, MemoryStats,
+    BackendStats, HostQueueUse, LatencyDistribution, LeaseCounters, LeasePairStats, MemoryStats,
     QueueCounters, QueueStats, StatusCounters,
 };
-use growth::{Growth, unit_blocks};
-use io_queues::{QueueEntry, Queues};
-use spare::Spare;
-use steward::Steward;
+use growth::{LeaseGrowth, unit_blocks};
+use io_queues::{BackendQueues, CreatedCompletionQueue};
+use spare::SpareDescriptors;
+use steward::FlushThread;
 
 /// Flush that the drive has not completed within the timeout.
 #[derive(Debug)]
@@ -82,7 +84,7 @@ struct LateFlush {
 
 impl LateFlush {
     /// Returns whether the drive is still flushing. If the result has arrived, it is kept for the next
-    /// [`Attachment::flush_by`].
+    /// [`LocalBackend::flush_by`].
     fn is_under_way(&mut self) -> bool {
         if self.ended.is_none() {
             match self.result.try_recv() {
@@ -97,41 +99,44 @@ impl LateFlush {
 
 /// Everything that one guest controller holds of a drive: lease, DMA window, doorbells and queues.
 #[derive(Debug)]
-pub struct Attachment {
+pub struct LocalBackend {
     facts: LeaseFacts,
     poll: PollPolicy,
-    pollers: Arc<Pollers>,
+    pollers: Arc<PollerPool>,
     window: DmaWindow,
     context: Arc<QueueContext>,
-    coalescing: Arc<Coalescing>,
+    coalescing: Arc<CoalescingFeature>,
     /// Vectors by number; their count is [`vectors_of`] the queue pairs.
     vectors: Vec<Arc<InterruptVector>>,
     /// Counters by queue; index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,
-    queues: Mutex<Queues>,
+    queues: Mutex<BackendQueues>,
     clock: Arc<dyn WaitClock>,
-    steward: Steward,
+    steward: FlushThread,
     /// Flush whose wait has timed out.
     flush: Mutex<Option<LateFlush>>,
-    growth: Mutex<Growth>,
-    /// Dropped last. Each queue has a share too: see [`Holding`].
-    holding: Arc<Holding>,
+    growth: Mutex<LeaseGrowth>,
+    /// Dropped last. Each queue has a share too: see [`OpenLease`].
+    holding: Arc<OpenLease>,
 }
 
-impl Attachment {
+impl LocalBackend {
     /// Attaches to a lease of a drive.
     ///
     /// # Errors
-    /// See [`AttachError`].
-    pub fn new(config: AttachmentConfig) -> Result<Self, AttachError> {
-        Self::with_parts(config, FunctionParts::Own)
+    /// See [`LocalBackendError`].
+    pub fn new(config: LocalBackendConfig) -> Result<Self, LocalBackendError> {
+        Self::with_parts(config, SharedPartsSource::Own)
     }
 
     /// Attaches for a function that may outlive this process.
     ///
     /// # Errors
-    /// As [`Self::new`]; [`AttachError::Io`] if the kept parts are invalid.
-    pub fn with_parts(config: AttachmentConfig, parts: FunctionParts) -> Result<Self, AttachError> {
+    /// As [`Self::new`]; [`LocalBackendError::Io`] if the kept parts are invalid.
+    pub fn with_parts(
+        config: LocalBackendConfig,
+        parts: SharedPartsSource,
+    ) -> Result<Self, LocalBackendError> {
         Self::with_spares(config, parts, None)
     }
 
@@ -140,11 +145,11 @@ impl Attachment {
     /// # Errors
     /// As [`Self::with_parts`].
     pub fn with_spares(
-        config: AttachmentConfig,
-        parts: FunctionParts,
-        spares: Option<Arc<dyn SpareKeeper>>,
-    ) -> Result<Self, AttachError> {
-        let AttachmentConfig {
+        config: LocalBackendConfig,
+        parts: SharedPartsSource,
+        spares: Option<Arc<dyn SpareDescriptorStore>>,
+    ) -> Result<Self, LocalBackendError> {
+        let LocalBackendConfig {
             drive,
             lease,
             queue_pairs,
@@ -162,14 +167,14 @@ impl Attachment {
         } = config;
         let most = doorbell_stride.queue_pairs_max(doorbells);
         if queue_pairs == 0 || queue_pairs > most {
-            return Err(AttachError::InvalidQueuePairs { queue_pairs, most });
+            return Err(LocalBackendError::InvalidQueuePairs { queue_pairs, most });
         }
         let mut limits = *drive.limits();
         if let Some(asked) = mdts {
             let most = drive.controller().mdts_max();
             let least = limits.own_bytes_max.max(Mdts::MIN.bytes());
             if asked > most || asked.bytes() < least {
-                return Err(AttachError::InvalidMdts {
+                return Err(LocalBackendError::InvalidMdts {
                     drive: drive.path().to_owned(),
                     asked,
                     least: Bytes(least),
@@ -179,28 +184,28 @@ impl Attachment {
             limits = limits.with_mdts(asked);
         }
         if let Some(range) = lease.unwiped().first().copied() {
-            return Err(AttachError::Unwiped(range));
+            return Err(LocalBackendError::Unwiped(range));
         }
         if memory == MemoryKinds::Any {
-            if poll.placement != Placement::Dedicated {
-                return Err(AttachError::MemoryMayWait);
+            if poll.placement != PollerSharing::Dedicated {
+                return Err(LocalBackendError::MemoryMayWait);
             }
             if drive.controller().iova_space().has_iommu() {
                 let drive = drive.path().to_string();
-                return Err(AttachError::MemoryIsPinned { drive });
+                return Err(LocalBackendError::MemoryIsPinned { drive });
             }
         }
         poll.check()?;
         let doorbells = poll.doorbells(doorbells);
-        if poll.spin == Spin::Event && doorbells == DoorbellMode::Mapped {
-            return Err(AttachError::NoEvents);
+        if poll.spin == PollerIdleMode::Event && doorbells == DoorbellMode::Mapped {
+            return Err(LocalBackendError::NoEvents);
         }
         let identity = lease.identity();
         let serial = match serial {
             Some(serial) => {
                 let fits = (1..=20).contains(&serial.len());
                 if !fits || !serial.bytes().all(|byte| (0x20..0x7F).contains(&byte)) {
-                    return Err(AttachError::InvalidSerial(serial));
+                    return Err(LocalBackendError::InvalidSerial(serial));
                 }
                 serial
             }
@@ -210,22 +215,22 @@ impl Attachment {
         let host = drive
             .open_lease(lease.id(), &extents, reservation.as_ref())
             .map_err(|error| match error {
-                HostLeaseError::InUse(source) => AttachError::InUse {
+                HostLeaseError::InUse(source) => LocalBackendError::InUse {
                     drive: drive.path().to_owned(),
                     range: lease.extents(),
                     source,
                 },
-                other => AttachError::Lease(other),
+                other => LocalBackendError::Lease(other),
             })?;
         host.set_weight(rates.weight.unwrap_or_default());
-        let reserved_pairs = reservation.as_ref().map_or(0, Reservation::pairs);
+        let reserved_pairs = reservation.as_ref().map_or(0, QueuePairReservation::pairs);
         lease.note_reserved(reserved_pairs)?;
-        let nsids = Nsids {
+        let nsids = NamespaceIds {
             guest: GUEST_NSID,
             host: lease.nsid(),
         };
         let blocks = LeasedBlocks::new(nsids, drive.lba_shift(), &extents, unit_blocks);
-        let blocks = blocks.ok_or_else(|| AttachError::Units(lease.id().to_owned()))?;
+        let blocks = blocks.ok_or_else(|| LocalBackendError::Units(lease.id().to_owned()))?;
         if unit_blocks.is_some() {
             // A command in parts is not atomic beyond a block.
             (limits.awun_z, limits.awupf_z) = (0, 0);
@@ -255,36 +260,36 @@ impl Attachment {
         let window = window.of_function(lease.id(), memory_limit);
         let goes_on = matches!(
             parts,
-            FunctionParts::Continued(Some(_)) | FunctionParts::Kept(..)
+            SharedPartsSource::Continued(Some(_)) | SharedPartsSource::Kept(..)
         );
         let (page, events, live) = match parts {
-            FunctionParts::Own => (
+            SharedPartsSource::Own => (
                 DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::new()?,
                 None,
             ),
-            FunctionParts::Outliving(reader) => (
+            SharedPartsSource::Outliving(reader) => (
                 DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::read_elsewhere(None, reader)?,
-                Some(LiveState::new(queue_pairs)?),
+                Some(InflightFile::new(queue_pairs)?),
             ),
-            FunctionParts::Continued(None) => (
+            SharedPartsSource::Continued(None) => (
                 DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::new()?,
-                Some(LiveState::new(queue_pairs)?),
+                Some(InflightFile::new(queue_pairs)?),
             ),
-            FunctionParts::Continued(Some(files)) => (
+            SharedPartsSource::Continued(Some(files)) => (
                 DoorbellPage::kept(files.doorbells, doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::new()?,
-                Some(LiveState::kept(files.live, queue_pairs)?),
+                Some(InflightFile::kept(files.live, queue_pairs)?),
             ),
-            FunctionParts::Kept(parts, reader) => (
+            SharedPartsSource::Kept(parts, reader) => (
                 DoorbellPage::kept(parts.doorbells, doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::read_elsewhere(Some(parts.events), reader)?,
-                Some(LiveState::kept(parts.live, queue_pairs)?),
+                Some(InflightFile::kept(parts.live, queue_pairs)?),
             ),
         };
-        let pinning = live.as_ref().and_then(LiveState::pinning);
+        let pinning = live.as_ref().and_then(InflightFile::pinning);
         if let Some(pinning) = &pinning {
             // The record of the old server has been read by now.
             pinning.clear();
@@ -295,8 +300,9 @@ impl Attachment {
         host.subscribe(&events);
         // A function without in-flight tracking ends with the process.
         let spares = spares.filter(|_| live.is_some());
-        let spare = spares.and_then(|keeper| Spare::begin(keeper, &drive, &lease, &*host, goes_on));
-        if let Some(record) = live.as_ref().and_then(LiveState::losses) {
+        let spare = spares
+            .and_then(|keeper| SpareDescriptors::begin(keeper, &drive, &lease, &*host, goes_on));
+        if let Some(record) = live.as_ref().and_then(InflightFile::losses) {
             if record.is_set() {
                 host.lose_earlier_writes();
             }
@@ -305,37 +311,37 @@ impl Attachment {
                 host.take_up_losses();
             }
         }
-        if let Some(record) = live.as_ref().and_then(LiveState::changes) {
+        if let Some(record) = live.as_ref().and_then(InflightFile::changes) {
             host.record_changes(record);
         }
-        let counted_before = live.as_ref().map(LiveState::counted_before);
+        let counted_before = live.as_ref().map(InflightFile::counted_before);
         let counted_before = counted_before.unwrap_or_default();
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(page),
-            silence: Silence::new(doorbells == DoorbellMode::Mapped),
+            silence: UntrappedDoorbells::new(doorbells == DoorbellMode::Mapped),
             events,
             tables: window.tables().clone(),
-            limiter: Limiter::new(rates, Rate::of_this_machine()),
+            limiter: RateLimiter::new(rates, TickRate::of_this_machine()),
             blocks: Mutex::new(Arc::new(blocks)),
             live: live.map(Arc::new),
             errors: StatusCounters::default(),
             processor_time: Arc::default(),
         });
-        let steward = Steward::start(pollers.threads())?;
+        let steward = FlushThread::start(pollers.threads())?;
         let blocks_at_first = namespace.blocks;
         let facts = LeaseFacts {
             namespace,
             limits,
             queue_pairs,
             doorbells,
-            parks: poll.spin != Spin::Busy,
+            parks: poll.spin != PollerIdleMode::Busy,
             thresholds: drive.controller().temperature_thresholds(),
             can_be_damaged: host.can_be_damaged(),
             is_private: drive.is_private(),
             unit_blocks,
             learning,
         };
-        let holding = Arc::new(Holding::new(lease, host, spare, reservation, drive));
+        let holding = Arc::new(OpenLease::new(lease, host, spare, reservation, drive));
         let marks = holding.lease.uncorrectable();
         holding
             .host()
@@ -356,14 +362,14 @@ impl Attachment {
             counters: std::iter::repeat_with(Arc::default)
                 .take(queue_pairs.into())
                 .collect(),
-            queues: Mutex::new(Queues {
+            queues: Mutex::new(BackendQueues {
                 counted_before,
-                ..Queues::default()
+                ..BackendQueues::default()
             }),
             clock: SystemClock::shared(),
             steward,
             flush: Mutex::default(),
-            growth: Mutex::new(Growth::from(blocks_at_first)),
+            growth: Mutex::new(LeaseGrowth::from(blocks_at_first)),
             holding,
         })
     }
@@ -446,12 +452,12 @@ impl Attachment {
 
     /// Returns the used part of the limits, for the lease's next attachment in this process.
     #[must_use]
-    pub fn limits_used(&self) -> Used {
+    pub fn limits_used(&self) -> RateLimiterUse {
         self.context.limiter.used()
     }
 
     /// Continues with the limits as used by an earlier attachment of the lease.
-    pub fn take_up_limits(&self, used: Used) {
+    pub fn take_up_limits(&self, used: RateLimiterUse) {
         self.context.limiter.take_up(used, Ticks::now());
     }
 
@@ -463,7 +469,7 @@ impl Attachment {
         self.lease().let_go();
     }
 
-    /// Leaves the [spare descriptions](SpareKeeper) of the lease with their keeper when this attachment ends, because the
+    /// Leaves the [spare descriptions](SpareDescriptorStore) of the lease with their keeper when this attachment ends, because the
     /// function continues later in this process or in a successor.
     pub fn leave_spare(&self) {
         if let Some(spare) = &self.holding.spare {
@@ -490,12 +496,12 @@ impl Attachment {
     }
 
     /// Returns the log of changes that the guest did not cause, if the command set has a change list.
-    fn change_log(&self) -> Option<&dyn ChangeLog> {
+    fn change_log(&self) -> Option<&dyn LeaseChangeLog> {
         self.holding.host().changes()
     }
 
     /// Returns the limits that may be promised to the guest.
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &ControllerLimits {
         &self.facts.limits
     }
 
@@ -528,7 +534,7 @@ impl Attachment {
         let has_queues = !self.queues().cqs.is_empty();
         // Locked after `queues` is released, because a pause locks this while it holds `queues`.
         let mut late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
-        let commands = HostSide::commands(self);
+        let commands = ControllerBackend::commands(self);
         let covers_all = |flush: &LateFlush| !has_queues && flush.commands == commands;
         let result = match late.take().filter(covers_all) {
             Some(LateFlush {
@@ -560,25 +566,25 @@ impl Attachment {
     }
 
     /// Returns the counts made by this attachment.
-    fn counted(&self) -> Counters {
+    fn counted(&self) -> LeaseCounters {
         let queues = self.counters.iter().map(|queue| queue.smart());
-        queues.fold(Counters::default(), |sum, queue| sum + queue)
+        queues.fold(LeaseCounters::default(), |sum, queue| sum + queue)
     }
 
     /// Returns statistics of the lease and its queues.
     #[must_use]
-    pub fn stats(&self) -> AttachmentStats {
+    pub fn stats(&self) -> BackendStats {
         self.stats_of(&self.queues(), self.window.stats())
     }
 
     /// Returns [`Self::stats`]; `None` while the queues or the memory change, which may take as long as in-flight commands.
     #[must_use]
-    pub fn try_stats(&self) -> Option<AttachmentStats> {
+    pub fn try_stats(&self) -> Option<BackendStats> {
         let existing = try_lock(&self.queues)?;
         Some(self.stats_of(&existing, self.window.try_stats()?))
     }
 
-    fn stats_of(&self, existing: &Queues, memory: MemoryStats) -> AttachmentStats {
+    fn stats_of(&self, existing: &BackendQueues, memory: MemoryStats) -> BackendStats {
         let namespace = &self.facts.namespace;
         let host_queue = |sqid| {
             let cqid = existing.cq_of_sq(QueueId(sqid))?;
@@ -598,7 +604,7 @@ impl Attachment {
                 ..stats
             }
         });
-        AttachmentStats {
+        BackendStats {
             queue_pairs: self.pair_stats(existing),
             id: self.lease().id().to_owned(),
             model: namespace.model.clone(),
@@ -609,21 +615,25 @@ impl Attachment {
             queues: queues
                 .filter(|queue| queue.commands + queue.doorbell_exits + queue.in_flight > 0)
                 .collect(),
-            latency: Distribution::sum(self.counters.iter().map(|queue| &queue.latency)).buckets(),
+            latency: LatencyDistribution::sum(self.counters.iter().map(|queue| &queue.latency))
+                .buckets(),
             errors: self.context.errors.stats(),
             processor_seconds: self.context.processor_time.seconds(),
         }
     }
 
     /// Returns the use of the drive's queue pairs; `None` if the drive has no limit on them.
-    fn pair_stats(&self, queues: &Queues) -> Option<LeasePairStats> {
+    fn pair_stats(&self, queues: &BackendQueues) -> Option<LeasePairStats> {
         self.drive().controller().queue_pairs()?;
-        let uses = queues.cqs.values().filter_map(QueueEntry::host_queue);
+        let uses = queues
+            .cqs
+            .values()
+            .filter_map(CreatedCompletionQueue::host_queue);
         let uses: Vec<_> = uses.collect();
         let with = |wanted| uses.iter().filter(|queue| **queue == wanted).count() as u16;
         let reservation = self.holding.reservation.as_ref();
         Some(LeasePairStats {
-            reserved: reservation.map_or(0, Reservation::pairs),
+            reserved: reservation.map_or(0, QueuePairReservation::pairs),
             exclusive: with(HostQueueUse::Exclusive),
             shared: with(HostQueueUse::Shared),
         })
@@ -634,7 +644,7 @@ impl Attachment {
     }
 }
 
-impl Drop for Attachment {
+impl Drop for LocalBackend {
     fn drop(&mut self) {
         self.unwatch(&mut self.queues());
         let overdue = self.end_queues();

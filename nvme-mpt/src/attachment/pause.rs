@@ -6,13 +6,13 @@
 
 use std::time::Duration;
 
-use super::Attachment;
-use super::io_queues::Queues;
+use super::LocalBackend;
+use super::io_queues::BackendQueues;
 use crate::deadline::Deadline;
 use crate::seam::QueueError;
 use crate::spec::ids::QueueId;
 
-impl Attachment {
+impl LocalBackend {
     /// Stops the pollers from taking commands, and waits for in-flight commands until `deadline`. On success, neither the
     /// pollers nor the host controller access the VM's memory afterwards. Every taken command has its completion in the guest's
     /// queue, and the guest was interrupted for it. Other commands stay in their queues.
@@ -73,7 +73,7 @@ impl Attachment {
         }
     }
 
-    pub(super) fn go_on(&self, queues: &mut Queues) {
+    pub(super) fn go_on(&self, queues: &mut BackendQueues) {
         queues.paused = false;
         for entry in queues.cqs.values_mut() {
             entry.stay();
@@ -89,8 +89,8 @@ impl Attachment {
 /// Takes the queues from their pollers once their in-flight commands have completed. Waits until `deadline`.
 ///
 /// # Errors
-/// As [`Attachment::pause_by`].
-pub(super) fn rest_by(queues: &mut Queues, deadline: &Deadline) -> Result<(), QueueError> {
+/// As [`LocalBackend::pause_by`].
+pub(super) fn rest_by(queues: &mut BackendQueues, deadline: &Deadline) -> Result<(), QueueError> {
     // All queues are stopped before the first wait.
     for entry in queues.cqs.values_mut() {
         entry.begin_to_leave();

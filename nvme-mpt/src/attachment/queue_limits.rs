@@ -3,11 +3,11 @@
 
 use std::collections::BTreeSet;
 
-use super::Attachment;
+use super::LocalBackend;
 use crate::address::Gpa;
 use crate::seam::state::slots_of;
 use crate::seam::{
-    CompletionQueueState, CqConfig, InFlightState, QueueError, SqConfig, StateError,
+    BackendStateError, CompletionQueueState, CqConfig, InFlightCommandState, QueueError, SqConfig,
     SubmissionQueueState,
 };
 use crate::spec::ids::QueueId;
@@ -24,7 +24,7 @@ pub(crate) struct QueueLimits {
 }
 
 impl QueueLimits {
-    pub(super) fn of(attachment: &Attachment) -> Self {
+    pub(super) fn of(attachment: &LocalBackend) -> Self {
         Self {
             pairs: attachment.max_queue_pairs(),
             entries: attachment.limits().entries_max,
@@ -71,22 +71,22 @@ impl QueueLimits {
 /// Checks of saved queues.
 impl QueueLimits {
     /// Checks that the number of queues is possible.
-    pub(crate) fn check_number(&self, field: &str, number: usize) -> Result<(), StateError> {
+    pub(crate) fn check_number(&self, field: &str, number: usize) -> Result<(), BackendStateError> {
         if number <= usize::from(self.pairs) {
             return Ok(());
         }
         let valid = format!("at most {}", self.pairs);
-        Err(StateError::invalid(field, number, valid))
+        Err(BackendStateError::invalid(field, number, valid))
     }
 
     /// Checks the parameters of a saved Completion Queue.
-    pub(crate) fn check_configured(&self, cq: &CqConfig) -> Result<(), StateError> {
+    pub(crate) fn check_configured(&self, cq: &CqConfig) -> Result<(), BackendStateError> {
         let checked = self.check_cq(cq);
         checked.map_err(|error| self.unlike_created(&format!("completion queue {}", cq.qid), error))
     }
 
     /// Checks each queue, and that identifiers are unique.
-    pub(crate) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), StateError> {
+    pub(crate) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), BackendStateError> {
         let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
         for cq in queues {
             self.check_saved_cq(cq)?;
@@ -99,7 +99,7 @@ impl QueueLimits {
         Ok(())
     }
 
-    fn check_saved_cq(&self, cq: &CompletionQueueState) -> Result<(), StateError> {
+    fn check_saved_cq(&self, cq: &CompletionQueueState) -> Result<(), BackendStateError> {
         let CompletionQueueState {
             qid,
             base: _,
@@ -121,7 +121,7 @@ impl QueueLimits {
         let room = cq.indices().map_or(0, |indices| indices.room());
         if held.len() > room as usize {
             let valid = format!("at most {room}");
-            return Err(StateError::invalid(
+            return Err(BackendStateError::invalid(
                 format!("completions held by {name}"),
                 held.len(),
                 valid,
@@ -131,7 +131,11 @@ impl QueueLimits {
         check_in_flight(&name, cq, room, in_flight)
     }
 
-    fn check_saved_sq(&self, cqid: u16, sq: &SubmissionQueueState) -> Result<(), StateError> {
+    fn check_saved_sq(
+        &self,
+        cqid: u16,
+        sq: &SubmissionQueueState,
+    ) -> Result<(), BackendStateError> {
         let SubmissionQueueState {
             qid,
             base: _,
@@ -146,25 +150,25 @@ impl QueueLimits {
     }
 
     /// Returns the error for a saved queue that no guest can have created.
-    fn unlike_created(&self, name: &str, error: QueueError) -> StateError {
+    fn unlike_created(&self, name: &str, error: QueueError) -> BackendStateError {
         match error {
             QueueError::InvalidQueueId(qid) => {
                 let valid = format!("1 to {}", self.pairs);
-                StateError::invalid("identifier of a queue", qid, valid)
+                BackendStateError::invalid("identifier of a queue", qid, valid)
             }
             QueueError::InvalidSize(entries) => {
                 let valid = format!("{ENTRIES_MIN} to {}", self.entries);
-                StateError::invalid(format!("entries of {name}"), entries, valid)
+                BackendStateError::invalid(format!("entries of {name}"), entries, valid)
             }
             QueueError::InvalidVector(vector) => {
                 let valid = format!("less than {}", self.vectors);
-                StateError::invalid(format!("vector of {name}"), vector, valid)
+                BackendStateError::invalid(format!("vector of {name}"), vector, valid)
             }
             QueueError::Misaligned(base) => {
                 let base = format!("{:#x}", base.0);
-                StateError::invalid(format!("base of {name}"), base, "the start of a page")
+                BackendStateError::invalid(format!("base of {name}"), base, "the start of a page")
             }
-            other => StateError::invalid(name, other, "a queue that a guest can create"),
+            other => BackendStateError::invalid(name, other, "a queue that a guest can create"),
         }
     }
 }
@@ -174,16 +178,16 @@ fn check_in_flight(
     name: &str,
     cq: &CompletionQueueState,
     room: usize,
-    in_flight: &[InFlightState],
-) -> Result<(), StateError> {
+    in_flight: &[InFlightCommandState],
+) -> Result<(), BackendStateError> {
     if in_flight.len() > room {
         let valid = format!("at most {room}");
         let field = format!("commands in flight of {name}");
-        return Err(StateError::invalid(field, in_flight.len(), valid));
+        return Err(BackendStateError::invalid(field, in_flight.len(), valid));
     }
     let mut slots = BTreeSet::new();
     for command in in_flight {
-        let InFlightState {
+        let InFlightCommandState {
             slot,
             sqid,
             command: _,
@@ -192,32 +196,32 @@ fn check_in_flight(
         if slot >= count || !slots.insert(slot) {
             let valid = format!("less than {count}, and each there once");
             let field = format!("slot of a command in flight of {name}");
-            return Err(StateError::invalid(field, slot, valid));
+            return Err(BackendStateError::invalid(field, slot, valid));
         }
         if !cq.submission_queues.iter().any(|sq| sq.qid == sqid) {
             let field = format!("submission queue of a command in flight of {name}");
-            return Err(StateError::invalid(field, sqid, "one of its own"));
+            return Err(BackendStateError::invalid(field, sqid, "one of its own"));
         }
     }
     Ok(())
 }
 
-fn below(field: String, value: u32, entries: u32) -> Result<(), StateError> {
+fn below(field: String, value: u32, entries: u32) -> Result<(), BackendStateError> {
     if value < entries {
         return Ok(());
     }
-    Err(StateError::invalid(
+    Err(BackendStateError::invalid(
         field,
         value,
         format!("less than its entries, {entries}"),
     ))
 }
 
-fn unique(kind: &str, qid: u16, seen: &mut BTreeSet<u16>) -> Result<(), StateError> {
+fn unique(kind: &str, qid: u16, seen: &mut BTreeSet<u16>) -> Result<(), BackendStateError> {
     if seen.insert(qid) {
         return Ok(());
     }
-    Err(StateError::invalid(
+    Err(BackendStateError::invalid(
         format!("{kind} {qid}"),
         "there twice",
         "there once",

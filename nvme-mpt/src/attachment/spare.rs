@@ -5,26 +5,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use log::{error, warn};
 
-use crate::drive::{Drive, HostLease, SpareKeeper};
+use crate::drive::{Drive, HostLease, SpareDescriptorStore};
 use crate::lease::Lease;
 
 /// Entry of a keeper, which is removed at the end of the lease.
 #[derive(Debug)]
-pub(super) struct Spare {
-    keeper: Arc<dyn SpareKeeper>,
+pub(super) struct SpareDescriptors {
+    keeper: Arc<dyn SpareDescriptorStore>,
     drive: Arc<Drive>,
     lease: String,
     /// True if the function continues without this attachment.
     stays: AtomicBool,
 }
 
-impl Spare {
+impl SpareDescriptors {
     /// Restores the descriptions that the keeper has for a lease, if its function continues from another process; otherwise
     /// keeps new ones. Returns `None` for a lease without spare descriptions.
     ///
     /// Until it is [settled](Self::settle), a restored function may continue without this attachment.
     pub(super) fn begin(
-        keeper: Arc<dyn SpareKeeper>,
+        keeper: Arc<dyn SpareDescriptorStore>,
         drive: &Arc<Drive>,
         lease: &Lease,
         host: &dyn HostLease,
@@ -82,7 +82,7 @@ impl Spare {
     }
 }
 
-impl Drop for Spare {
+impl Drop for SpareDescriptors {
     fn drop(&mut self) {
         if !self.stays.load(Ordering::Relaxed) {
             self.keeper.forget(self.drive.identity().name, &self.lease);

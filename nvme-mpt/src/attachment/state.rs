@@ -5,15 +5,15 @@
 use std::fmt::{Display, Write};
 use std::io;
 
-use super::Attachment;
+use super::LocalBackend;
 use super::queue_limits::QueueLimits;
 use crate::address::PAGE_SIZE;
 use crate::doorbell::DoorbellBuffer;
-use crate::event::{DriveEvent, Event};
-use crate::host::{Changes, Limits};
+use crate::event::{DriveEvent, IoQueueEvent};
+use crate::host::{ControllerLimits, UnreportedChanges};
 use crate::seam::LeasedNamespace;
 use crate::seam::state::{
-    AttachmentState, ChangesState, DoorbellBufferState, PromiseState, StateError,
+    BackendState, BackendStateError, DoorbellBufferState, GuestPromiseState, UnreportedChangesState,
 };
 use crate::shadow::UnmappedRing;
 use crate::spec::ids::QueueId;
@@ -29,22 +29,22 @@ const NO_PROMISES: [&str; 3] = [
     "Dataset Management ranges",
 ];
 
-impl Attachment {
+impl LocalBackend {
     /// Saves the attachment, while it is [paused](Self::pause).
     ///
     /// # Errors
-    /// [`StateError::NotPaused`].
-    pub(super) fn save(&self) -> Result<AttachmentState, StateError> {
+    /// [`BackendStateError::NotPaused`].
+    pub(super) fn save(&self) -> Result<BackendState, BackendStateError> {
         let queues = self.queues();
         if !queues.paused {
-            return Err(StateError::NotPaused);
+            return Err(BackendStateError::NotPaused);
         }
         let doorbells = self.doorbells();
         let saved = queues.cqs.values().filter_map(|entry| {
             let queue = entry.parked.as_ref()?;
             Some(queue.save(&self.vectors))
         });
-        Ok(AttachmentState {
+        Ok(BackendState {
             promises: self.promises(),
             doorbells: doorbell_registers(self.max_queue_pairs())
                 .map(|doorbell| doorbells.load(doorbell))
@@ -61,12 +61,12 @@ impl Attachment {
         })
     }
 
-    fn save_changes(&self) -> ChangesState {
+    fn save_changes(&self) -> UnreportedChangesState {
         let Some(log) = self.change_log() else {
-            return ChangesState::default();
+            return UnreportedChangesState::default();
         };
         let changes = log.changes();
-        ChangesState {
+        UnreportedChangesState {
             ids: changes.ids().to_vec(),
             more: changes.are_more(),
         }
@@ -75,10 +75,10 @@ impl Attachment {
     /// Restores a saved state into an attachment that has no queues, is paused, and has the guest's memory in its window.
     ///
     /// # Errors
-    /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.
-    pub(super) fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
+    /// All of [`BackendStateError`]; after [`BackendStateError::Queue`] some queues exist, until the next reset.
+    pub(super) fn restore(&self, state: &BackendState) -> Result<(), BackendStateError> {
         self.check(state)?;
-        let AttachmentState {
+        let BackendState {
             promises,
             doorbells,
             doorbell_buffer,
@@ -90,10 +90,10 @@ impl Attachment {
         } = state;
         let mut queues = self.queues();
         if !queues.paused {
-            return Err(StateError::NotPaused);
+            return Err(BackendStateError::NotPaused);
         }
         if !queues.cqs.is_empty() {
-            return Err(StateError::NotEmpty(queues.cqs.len()));
+            return Err(BackendStateError::NotEmpty(queues.cqs.len()));
         }
         for (doorbell, value) in doorbell_registers(self.max_queue_pairs()).zip(doorbells) {
             self.doorbells().store(doorbell, *value);
@@ -105,8 +105,8 @@ impl Attachment {
             live.set_counted_before(*counters);
         }
         if let Some(log) = self.change_log() {
-            let ChangesState { ids, more } = changes;
-            log.recall(&Changes::new(ids, *more));
+            let UnreportedChangesState { ids, more } = changes;
+            log.recall(&UnreportedChanges::new(ids, *more));
         }
         if *lost_writes {
             self.holding.host().lose_earlier_writes();
@@ -116,12 +116,12 @@ impl Attachment {
         for state in saved {
             let qid = QueueId(state.qid);
             self.restore_queue(&mut queues, state, UnmappedRing::Refused)
-                .map_err(|source| StateError::Queue { qid, source })?;
+                .map_err(|source| BackendStateError::Queue { qid, source })?;
         }
         let mut blocks = promises.iter().filter(|promise| promise.name == BLOCKS);
         if blocks.any(|promise| self.has_grown(&promise.value)) {
             let changed = DriveEvent::NamespaceChanged(self.lease().nsid());
-            self.context.events.report(Event::Drive(changed));
+            self.context.events.report(IoQueueEvent::Drive(changed));
         }
         Ok(())
     }
@@ -129,9 +129,9 @@ impl Attachment {
     /// Checks a state as far as possible before anything is created from it.
     ///
     /// # Errors
-    /// [`StateError::Mismatch`] and [`StateError::Invalid`].
-    pub(super) fn check(&self, state: &AttachmentState) -> Result<(), StateError> {
-        let AttachmentState {
+    /// [`BackendStateError::Mismatch`] and [`BackendStateError::Invalid`].
+    pub(super) fn check(&self, state: &BackendState) -> Result<(), BackendStateError> {
+        let BackendState {
             promises,
             doorbells,
             doorbell_buffer,
@@ -144,7 +144,7 @@ impl Attachment {
         self.check_promises(promises)?;
         self.check_changes(changes)?;
         if !revoked && !self.has_blocks() {
-            return Err(StateError::Mismatch {
+            return Err(BackendStateError::Mismatch {
                 promise: "namespace".to_owned(),
                 saved: "attached".to_owned(),
                 here: "gone, or formatted to other blocks".to_owned(),
@@ -153,7 +153,11 @@ impl Attachment {
         let count = doorbell_registers(self.max_queue_pairs()).count();
         if doorbells.len() != count {
             let valid = format!("{count} registers");
-            return Err(StateError::invalid("doorbells", doorbells.len(), valid));
+            return Err(BackendStateError::invalid(
+                "doorbells",
+                doorbells.len(),
+                valid,
+            ));
         }
         self.check_doorbell_buffer(doorbell_buffer.map(DoorbellBuffer::from))?;
         QueueLimits::of(self).check(queues)
@@ -163,32 +167,40 @@ impl Attachment {
     pub(super) fn check_doorbell_buffer(
         &self,
         buffer: Option<DoorbellBuffer>,
-    ) -> Result<(), StateError> {
+    ) -> Result<(), BackendStateError> {
         let Some(DoorbellBuffer { shadow, event_idx }) = buffer else {
             return Ok(());
         };
         if !self.facts.doorbells.offers_buffer() {
             let valid = "null, as Doorbell Buffer Config is not offered";
-            return Err(StateError::invalid("doorbell_buffer", shadow.0, valid));
+            return Err(BackendStateError::invalid(
+                "doorbell_buffer",
+                shadow.0,
+                valid,
+            ));
         }
         page_aligned("doorbell_buffer.shadow", shadow.0)?;
         page_aligned("doorbell_buffer.event_idx", event_idx.0)
     }
 
-    fn check_changes(&self, state: &ChangesState) -> Result<(), StateError> {
+    fn check_changes(&self, state: &UnreportedChangesState) -> Result<(), BackendStateError> {
         let namespace = self.namespace();
         let Some(list) = &namespace.command_sets.own().change_list else {
             if state.is_empty() {
                 return Ok(());
             }
             let (count, valid) = (state.ids.len(), "left out, as no list of changes exists");
-            return Err(StateError::invalid(ChangesState::NAME, count, valid));
+            return Err(BackendStateError::invalid(
+                UnreportedChangesState::NAME,
+                count,
+                valid,
+            ));
         };
-        let field = format!("{}.starts", ChangesState::NAME);
-        if state.ids.len() > Changes::CAPACITY {
-            let (count, valid) = (state.ids.len(), Changes::CAPACITY);
+        let field = format!("{}.starts", UnreportedChangesState::NAME);
+        if state.ids.len() > UnreportedChanges::CAPACITY {
+            let (count, valid) = (state.ids.len(), UnreportedChanges::CAPACITY);
             let valid = format!("up to {valid} changes");
-            return Err(StateError::invalid(field, count, valid));
+            return Err(BackendStateError::invalid(field, count, valid));
         }
         let (unit, blocks) = (list.unit, namespace.blocks);
         let is_wrong = |id: &&u64| !id.is_multiple_of(unit) || **id >= blocks;
@@ -196,7 +208,7 @@ impl Attachment {
             None => Ok(()),
             Some(id) => {
                 let valid = format!("a multiple of {unit} below {blocks}");
-                Err(StateError::invalid(field, id, valid))
+                Err(BackendStateError::invalid(field, id, valid))
             }
         }
     }
@@ -208,14 +220,14 @@ impl Attachment {
         blocks.may_grow() && saved.is_ok_and(|saved| saved < blocks.blocks())
     }
 
-    fn check_promises(&self, saved: &[PromiseState]) -> Result<(), StateError> {
+    fn check_promises(&self, saved: &[GuestPromiseState]) -> Result<(), BackendStateError> {
         let here = self.promises();
-        let value = |promises: &[PromiseState], name: &str| {
+        let value = |promises: &[GuestPromiseState], name: &str| {
             let promise = promises.iter().find(|promise| promise.name == name);
             promise.map_or_else(|| "not there".to_owned(), |promise| promise.value.clone())
         };
         // The first mismatch is reported: `here` begins with the most important promises. Those only in `saved` follow.
-        for PromiseState { name, .. } in here.iter().chain(saved) {
+        for GuestPromiseState { name, .. } in here.iter().chain(saved) {
             let (saved, here) = (value(saved, name), value(&here, name));
             let is_kept = match name.as_str() {
                 BLOCKS => self.has_grown(&saved),
@@ -223,7 +235,7 @@ impl Attachment {
                 _ => false,
             };
             if saved != here && !is_kept {
-                return Err(StateError::Mismatch {
+                return Err(BackendStateError::Mismatch {
                     promise: name.clone(),
                     saved,
                     here,
@@ -234,7 +246,7 @@ impl Attachment {
     }
 
     /// Returns the promises that the guest may rely on as long as its controller exists.
-    fn promises(&self) -> Vec<PromiseState> {
+    fn promises(&self) -> Vec<GuestPromiseState> {
         let LeasedNamespace {
             nsid,
             lba_shift,
@@ -247,7 +259,7 @@ impl Attachment {
             uuid,
             command_sets,
         } = self.namespace();
-        let Limits {
+        let ControllerLimits {
             mdts,
             entries_max,
             commands,
@@ -301,7 +313,7 @@ impl Attachment {
         promises
             .into_iter()
             .chain(own)
-            .map(|(name, value)| PromiseState {
+            .map(|(name, value)| GuestPromiseState {
                 name: name.to_owned(),
                 value: value.to_string(),
             })
@@ -309,12 +321,16 @@ impl Attachment {
     }
 }
 
-fn page_aligned(field: &str, value: u64) -> Result<(), StateError> {
+fn page_aligned(field: &str, value: u64) -> Result<(), BackendStateError> {
     if value.is_multiple_of(PAGE_SIZE) {
         return Ok(());
     }
     let value = format!("{value:#x}");
-    Err(StateError::invalid(field, value, "the start of a page"))
+    Err(BackendStateError::invalid(
+        field,
+        value,
+        "the start of a page",
+    ))
 }
 
 /// Returns all doorbell registers in the order of their offsets.

@@ -4,35 +4,35 @@
 use std::io;
 use std::sync::{Arc, PoisonError, Weak};
 
-use super::holding::Holding;
+use super::holding::OpenLease;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
-use crate::poller::{LeavingQueue, Poller, Threads};
+use crate::poller::{Poller, QueueRemoval, ThreadSpawner};
 
 /// Shadow queue that its poller hands over once none of its commands is in flight.
 #[derive(Debug)]
-pub(super) struct Leaving {
-    pub(super) queue: LeavingQueue,
+pub(super) struct OutlivingQueue {
+    pub(super) queue: QueueRemoval,
     /// Runs the queue until then.
     pub(super) poller: Arc<Poller>,
 }
 
-enum Task {
-    Flush(Arc<Holding>, SyncSender<io::Result<()>>),
-    Outlive(Vec<Leaving>),
-    StoreMarks(Weak<Holding>),
+enum FlushThreadTask {
+    Flush(Arc<OpenLease>, SyncSender<io::Result<()>>),
+    Outlive(Vec<OutlivingQueue>),
+    StoreMarks(Weak<OpenLease>),
 }
 
 /// Handle of the background thread, which ends when this is dropped and its tasks are done.
 #[derive(Debug)]
-pub(super) struct Steward {
-    tasks: Sender<Task>,
+pub(super) struct FlushThread {
+    tasks: Sender<FlushThreadTask>,
     /// True while marks may be stored. Locked while they are stored.
     stores_marks: Arc<Mutex<bool>>,
 }
 
-impl Steward {
-    pub(super) fn start(threads: &Threads) -> io::Result<Self> {
+impl FlushThread {
+    pub(super) fn start(threads: &ThreadSpawner) -> io::Result<Self> {
         let (sender, tasks) = channel();
         let stores_marks = Arc::new(Mutex::new(true));
         let may_store = stores_marks.clone();
@@ -50,19 +50,19 @@ impl Steward {
     }
 
     /// Flushes the drive in the background. The result arrives when the drive is done.
-    pub(super) fn flush(&self, holding: Arc<Holding>) -> Receiver<io::Result<()>> {
+    pub(super) fn flush(&self, holding: Arc<OpenLease>) -> Receiver<io::Result<()>> {
         let (reply, result) = sync_channel(1);
         // If the thread has ended, the reply is dropped, and the receiver reports that.
-        let _ = self.tasks.send(Task::Flush(holding, reply));
+        let _ = self.tasks.send(FlushThreadTask::Flush(holding, reply));
         result
     }
 
     /// Returns a callback that requests storing the unreadable blocks of a lease, without waiting.
-    pub(super) fn storing_marks(&self, holding: &Arc<Holding>) -> Box<dyn Fn() + Send + Sync> {
+    pub(super) fn storing_marks(&self, holding: &Arc<OpenLease>) -> Box<dyn Fn() + Send + Sync> {
         // The drive keeps the callback and is part of `holding`, so a strong reference would be a cycle.
         let (sender, holding) = (self.tasks.clone(), Arc::downgrade(holding));
         // If the thread has ended, commands wait until their queue ends.
-        Box::new(move || drop(sender.send(Task::StoreMarks(holding.clone()))))
+        Box::new(move || drop(sender.send(FlushThreadTask::StoreMarks(holding.clone()))))
     }
 
     /// Stops the storing of marks, once no command waits for it. The thread then takes no share of the lease, so the lease ends
@@ -75,21 +75,21 @@ impl Steward {
     }
 
     /// Keeps queues until their last commands have ended. Pollers do not drop them, because releasing a lease writes a file.
-    pub(super) fn outlive(&self, queues: Vec<Leaving>) {
-        let _ = self.tasks.send(Task::Outlive(queues));
+    pub(super) fn outlive(&self, queues: Vec<OutlivingQueue>) {
+        let _ = self.tasks.send(FlushThreadTask::Outlive(queues));
     }
 }
 
-fn carry_out(task: Task, stores_marks: &Mutex<bool>) {
+fn carry_out(task: FlushThreadTask, stores_marks: &Mutex<bool>) {
     match task {
-        Task::Flush(holding, reply) => {
+        FlushThreadTask::Flush(holding, reply) => {
             let result = holding.flush();
             // Before the reply, so that the waiting thread becomes the last holder of the lease.
             drop(holding);
             // The requester may have given up waiting.
             let _ = reply.send(result);
         }
-        Task::StoreMarks(holding) => {
+        FlushThreadTask::StoreMarks(holding) => {
             let stores_marks = stores_marks.lock();
             if *stores_marks.unwrap_or_else(PoisonError::into_inner)
                 && let Some(holding) = holding.upgrade()
@@ -97,8 +97,8 @@ fn carry_out(task: Task, stores_marks: &Mutex<bool>) {
                 holding.store_marks();
             }
         }
-        Task::Outlive(queues) => {
-            for Leaving { queue, poller } in queues {
+        FlushThreadTask::Outlive(queues) => {
+            for OutlivingQueue { queue, poller } in queues {
                 // A queue that does not arrive has ended with its poller.
                 drop(queue.recv());
                 drop(poller);

@@ -2,31 +2,31 @@
 
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::Attachment;
-use super::kept_queue::{KeptQueue, take_up};
+use super::LocalBackend;
+use super::kept_queue::{PersistedQueue, take_up};
 use super::queue_limits::QueueLimits;
 use crate::address::Gpa;
-use crate::event::{Event, QueueFailure};
-use crate::seam::{CompletionQueueState, CqConfig, KeptQueues, StateError};
+use crate::event::{IoQueueEvent, QueueFailure};
+use crate::seam::{BackendStateError, CompletionQueueState, CqConfig, PersistedQueues};
 use crate::shadow::{CompletionQueue, UnmappedRing};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 
-impl Attachment {
+impl LocalBackend {
     /// Restores queues from their in-flight tracking. Commands that were in flight are executed again, or complete with Command
     /// Interrupted. The guest's memory must be mapped as under the old server, and no queues may exist. A queue whose rings the
     /// VMM has unmapped still waits for their memory.
     ///
     /// # Errors
-    /// [`StateError::Invalid`], [`StateError::NotEmpty`] and [`StateError::Queue`]. No queues exist then, and the in-flight
+    /// [`BackendStateError::Invalid`], [`BackendStateError::NotEmpty`] and [`BackendStateError::Queue`]. No queues exist then, and the in-flight
     /// tracking is unchanged.
-    pub(super) fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
+    pub(super) fn take_up(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
         let mut queues = self.queues();
         if !queues.cqs.is_empty() {
-            return Err(StateError::NotEmpty(queues.cqs.len()));
+            return Err(BackendStateError::NotEmpty(queues.cqs.len()));
         }
         let states = self.read_live_state(kept)?;
-        let KeptQueues {
+        let PersistedQueues {
             cqs: _,
             sqs: _,
             doorbell_buffer,
@@ -42,12 +42,12 @@ impl Attachment {
                 queues.cqs.clear();
                 queues.buffer = None;
                 queues.revoked = false;
-                return Err(StateError::Queue { qid, source });
+                return Err(BackendStateError::Queue { qid, source });
             }
         }
         for state in states.iter().filter(|state| state.failed) {
             // The old server may have ended before its function was told.
-            self.context.events.report(Event::QueueFailed {
+            self.context.events.report(IoQueueEvent::QueueFailed {
                 qid: QueueId(state.qid),
                 reason: QueueFailure::HostQueue,
             });
@@ -59,9 +59,13 @@ impl Attachment {
     }
 
     /// Reads the in-flight tracking of queues once, and checks the result like a snapshot.
-    fn read_live_state(&self, kept: &KeptQueues) -> Result<Vec<CompletionQueueState>, StateError> {
+    fn read_live_state(
+        &self,
+        kept: &PersistedQueues,
+    ) -> Result<Vec<CompletionQueueState>, BackendStateError> {
         let live = self.context.live.as_ref();
-        let live = live.ok_or_else(|| StateError::invalid("live state", "not there", "a file"))?;
+        let live =
+            live.ok_or_else(|| BackendStateError::invalid("live state", "not there", "a file"))?;
         let limits = QueueLimits::of(self);
         self.check_doorbell_buffer(kept.doorbell_buffer)?;
         limits.check_number("completion queues", kept.cqs.len())?;
@@ -70,7 +74,7 @@ impl Attachment {
         for cq in &kept.cqs {
             limits.check_configured(cq)?;
             let sqs = kept.sqs.iter().filter(|sq| sq.cqid == cq.qid);
-            let queue = KeptQueue {
+            let queue = PersistedQueue {
                 cq: *cq,
                 sqs: sqs.collect(),
             };
@@ -87,7 +91,7 @@ impl Attachment {
     }
 
     /// Copies an entry of a Completion Queue from the guest's memory.
-    fn posted(&self, cq: &CqConfig, index: u32) -> Result<Cqe, StateError> {
+    fn posted(&self, cq: &CqConfig, index: u32) -> Result<Cqe, BackendStateError> {
         let offset = u64::from(index) * size_of::<Cqe>() as u64;
         let mut entry = Cqe::new_zeroed();
         let read = cq.base.checked_add(offset).map(|gpa: Gpa| {
@@ -99,7 +103,11 @@ impl Attachment {
             _ => {
                 let name = format!("base of completion queue {}", cq.qid);
                 let base = format_args!("{:#x}", cq.base.0).to_string();
-                Err(StateError::invalid(name, base, "in the guest's memory"))
+                Err(BackendStateError::invalid(
+                    name,
+                    base,
+                    "in the guest's memory",
+                ))
             }
         }
     }

@@ -3,27 +3,27 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::*;
 use crate::dma::MemoryRegion;
 use crate::drive::idle::IdleController;
-use crate::event::{DriveEvent, Event};
-use crate::learn::Learning;
-use crate::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use crate::event::{DriveEvent, IoQueueEvent};
+use crate::learn::AdaptivePolicies;
+use crate::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use crate::memory::memfd;
-use crate::seam::state::PromiseState;
-use crate::seam::{CqConfig, HostSide, StateError};
+use crate::seam::state::GuestPromiseState;
+use crate::seam::{BackendStateError, ControllerBackend, CqConfig};
 use crate::spec::ids::Nsid;
 use crate::spec::registers::Doorbell;
 
-fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
+fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
     // A ledger of its own, as a server with another state folder has.
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id: "test",
         drive: drive.identity(),
         nsid: Nsid(1),
-        wanted: Wanted::At(range.parse().expect("a range")),
+        wanted: RequestedBytes::At(range.parse().expect("a range")),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: FormerData::Refused,
+        former_data: PreviousDataPolicy::Refused,
     });
-    AttachmentConfig {
+    LocalBackendConfig {
         drive: drive.clone(),
         lease: lease.expect("free"),
         queue_pairs: 1,
@@ -32,8 +32,8 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         doorbell_stride: crate::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
+        learning: AdaptivePolicies::default(),
+        pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
         rates: crate::limit::RateLimits::default(),
@@ -44,10 +44,10 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
 #[test]
 fn impossible_attachments_are_refused_by_name() {
     let drive = IdleController::drive();
-    let attach = |change: fn(&mut AttachmentConfig)| {
+    let attach = |change: fn(&mut LocalBackendConfig)| {
         let mut config = config(&drive, "0+1M");
         change(&mut config);
-        Attachment::new(config).expect_err("refused").to_string()
+        LocalBackend::new(config).expect_err("refused").to_string()
     };
     assert!(attach(|config| config.queue_pairs = 0).contains("1 to 511"));
     assert!(attach(|config| config.queue_pairs = 512).contains("512"));
@@ -67,8 +67,8 @@ fn impossible_attachments_are_refused_by_name() {
     assert!(attach(|config| config.serial = Some("a\nb".into())).contains("20 printable"));
 }
 
-fn attachment() -> Attachment {
-    Attachment::new(config(&IdleController::drive(), "0+1M")).expect("an attachment")
+fn attachment() -> LocalBackend {
+    LocalBackend::new(config(&IdleController::drive(), "0+1M")).expect("an attachment")
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn limits_beyond_which_commands_are_carried_out_in_parts_are_no_promises() {
     let mut state = attachment.save().expect("a state");
     let mut check = |name: &str| {
         // As an older version saved it.
-        state.promises.push(PromiseState {
+        state.promises.push(GuestPromiseState {
             name: name.to_owned(),
             value: "8388608".to_owned(),
         });
@@ -88,14 +88,17 @@ fn limits_beyond_which_commands_are_carried_out_in_parts_are_no_promises() {
     check("bytes of a Dataset Management range").expect("no promise");
     check("Dataset Management ranges").expect("no promise");
     let refused = check("something else").expect_err("a promise that is not kept");
-    assert!(matches!(refused, StateError::Mismatch { .. }), "{refused}");
+    assert!(
+        matches!(refused, BackendStateError::Mismatch { .. }),
+        "{refused}"
+    );
 }
 
 #[test]
 fn a_guest_hears_of_its_own_namespace_alone() {
     let attachment = attachment();
-    let changed = |nsid| Event::Drive(DriveEvent::NamespaceChanged(Nsid(nsid)));
-    let health = Event::Drive(DriveEvent::Health);
+    let changed = |nsid| IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(nsid)));
+    let health = IoQueueEvent::Drive(DriveEvent::Health);
     for event in [changed(7), health, changed(1)] {
         attachment.context.events.report(event);
     }
@@ -119,7 +122,7 @@ fn a_queue_that_the_drive_takes_its_time_with_holds_up_no_figures_and_no_doorbel
     let controller = IdleController::new();
     let on_queue = controller.on_queue();
     let drive = Drive::new("idle", controller, None).expect("a namespace");
-    let attachment = Attachment::new(config(&drive, "0+1M")).expect("an attachment");
+    let attachment = LocalBackend::new(config(&drive, "0+1M")).expect("an attachment");
     let attachment = Arc::new(attachment);
     let looks = Arc::new(AtomicU32::new(0));
     let (watched, counted) = (Arc::downgrade(&attachment), looks.clone());

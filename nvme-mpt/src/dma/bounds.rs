@@ -10,8 +10,8 @@ use thiserror::Error;
 
 use super::DmaError;
 use crate::address::Gpa;
-use crate::learn::NoShare;
-use crate::memory_account::Shortage;
+use crate::learn::IommuShareRefusal;
+use crate::memory_account::MemoryShortage;
 use crate::range::Bytes;
 
 /// Maximum number of bytes that a function may have mapped if memory is pinned.
@@ -48,12 +48,12 @@ impl fmt::Display for MemoryLimit {
 
 /// Name and limit of a function.
 #[derive(Clone, Debug)]
-pub(super) struct Bounds {
+pub(super) struct FunctionMemoryLimit {
     pub(super) function: String,
     pub(super) limit: Option<MemoryLimit>,
 }
 
-impl Default for Bounds {
+impl Default for FunctionMemoryLimit {
     fn default() -> Self {
         Self {
             function: "(without a name)".to_owned(),
@@ -95,7 +95,7 @@ pub enum MemoryRefusal {
         /// Missing bytes of the region or of the refused step.
         missing: u64,
         /// Memory that is left.
-        shortage: Shortage,
+        shortage: MemoryShortage,
     },
     /// The IOVAs are reserved for other functions.
     #[error(
@@ -118,8 +118,8 @@ pub enum MemoryRefusal {
 }
 
 impl MemoryRefusal {
-    pub(super) fn of_iovas(function: &str, asked: u64, share: NoShare) -> Self {
-        let NoShare { taken, left, max } = share;
+    pub(super) fn of_iovas(function: &str, asked: u64, share: IommuShareRefusal) -> Self {
+        let IommuShareRefusal { taken, left, max } = share;
         Self::Iovas {
             function: function.to_owned(),
             taken,

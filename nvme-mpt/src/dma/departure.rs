@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::lock;
-use super::notes::{DirtyRange, Notes};
-use super::region::Region;
+use super::notes::{DirtyRange, RegionDirtyBitmap};
+use super::region::MappedRegion;
 use crate::address::Gpa;
 use crate::memory::sync::Mutex;
 
@@ -12,33 +12,33 @@ use crate::memory::sync::Mutex;
 ///
 /// The memory stays mapped for this process and for the drive until [`Self::release`].
 #[derive(Debug)]
-pub(crate) struct Departure {
+pub(crate) struct PendingUnmap {
     generation: u64,
     /// Regions sorted by IOVA, not overlapping.
-    parts: Vec<Part>,
-    regions: Mutex<Vec<Arc<Region>>>,
+    parts: Vec<UnmappedPart>,
+    regions: Mutex<Vec<Arc<MappedRegion>>>,
 }
 
 /// Address range of one region.
 #[derive(Debug)]
-struct Part {
+struct UnmappedPart {
     iova: u64,
     gpa: u64,
     len: u64,
     /// Dirty pages, if the dirty log is on.
-    notes: Option<Arc<Notes>>,
+    notes: Option<Arc<RegionDirtyBitmap>>,
 }
 
-impl Departure {
+impl PendingUnmap {
     /// Creates a pending unmap of regions, each with its dirty pages if there are any. `generation` is that of the first table
     /// without the regions.
     pub(super) fn new(
         generation: u64,
-        regions: impl Iterator<Item = (Arc<Region>, Option<Arc<Notes>>)>,
+        regions: impl Iterator<Item = (Arc<MappedRegion>, Option<Arc<RegionDirtyBitmap>>)>,
     ) -> Self {
         let (mut parts, mut kept) = (Vec::new(), Vec::new());
         for (region, notes) in regions {
-            parts.push(Part {
+            parts.push(UnmappedPart {
                 iova: region.iova(),
                 gpa: region.place.gpa,
                 len: region.place.len,
@@ -60,7 +60,7 @@ impl Departure {
     }
 
     /// Returns the last part that starts before an IOVA.
-    fn before(&self, iova: u64) -> Option<&Part> {
+    fn before(&self, iova: u64) -> Option<&UnmappedPart> {
         let after = self.parts.partition_point(|part| part.iova < iova);
         self.parts.get(after.checked_sub(1)?)
     }
@@ -73,7 +73,7 @@ impl Departure {
 
     /// Returns whether any of the `len` bytes at a guest address is in one of the regions.
     pub(crate) fn has_gpa(&self, gpa: Gpa, len: u64) -> bool {
-        let overlaps = |part: &Part| {
+        let overlaps = |part: &UnmappedPart| {
             let (first, other) = (part.gpa.max(gpa.0), part.gpa.min(gpa.0));
             let len = if part.gpa < gpa.0 { part.len } else { len };
             first - other < len

@@ -7,9 +7,9 @@
 
 use std::sync::Arc;
 
-use super::notes::{DirtyRange, Notes};
-use super::region::Place;
-use super::sorted::Sorted;
+use super::notes::{DirtyRange, RegionDirtyBitmap};
+use super::region::GuestMemoryPart;
+use super::sorted::SharedSortedMap;
 use super::{DmaError, DmaWindow, RegionTable};
 use crate::address::Gpa;
 use crate::deadline::DRAIN_DEADLINE;
@@ -50,7 +50,7 @@ impl RegionTable {
 
     /// Takes all dirty pages, in order of ascending guest addresses.
     pub(super) fn take_notes(&self, ranges: &mut Vec<DirtyRange>) {
-        for notes in self.dirty.iter().flat_map(Sorted::values) {
+        for notes in self.dirty.iter().flat_map(SharedSortedMap::values) {
             notes.take(ranges);
         }
     }
@@ -63,14 +63,16 @@ impl DmaWindow {
     /// Except for the pollers, the function must be idle: no register access and no admin command in progress.
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if a poller does not adopt a table with bitmaps. The log is off then.
+    /// [`DmaError::DieBusyTimes`] if a poller does not adopt a table with bitmaps. The log is off then.
     pub fn start_dirty_log(&self) -> Result<(), DmaError> {
         let generation = {
             let mut changes = self.changes();
             changes.departed.clear();
-            let mut dirty = Sorted::default();
-            for Place { gpa, len, .. } in changes.regions.values().map(|region| &region.place) {
-                dirty.insert(*gpa, Arc::new(Notes::new(*gpa, *len)));
+            let mut dirty = SharedSortedMap::default();
+            for GuestMemoryPart { gpa, len, .. } in
+                changes.regions.values().map(|region| &region.place)
+            {
+                dirty.insert(*gpa, Arc::new(RegionDirtyBitmap::new(*gpa, *len)));
             }
             let mut table = self.next_table();
             table.dirty = Some(dirty);

@@ -4,20 +4,22 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Direction, DmaError, HeldMemory, RegionHint, RegionTable, Tables, lock};
+use super::{
+    DetachedGuestMemory, DmaDirection, DmaError, PublishedTable, RegionHint, RegionTable, lock,
+};
 use crate::address::Gpa;
 use crate::clock::{Ticks, nanoseconds};
-use crate::memory::{Cell32, RawBytes};
+use crate::memory::{MappedWord32, RawBytes};
 
 /// Access to a VM's memory in this process. Clones share it.
 ///
 /// An access uses the memory map of the [window](super::DmaWindow) at the time of the access. This value keeps the memory
 /// mapped for this process and for the host controller, even after the window is dropped.
 #[derive(Clone, Debug)]
-pub struct GuestMemory(Arc<Tables>);
+pub struct GuestMemory(Arc<PublishedTable>);
 
 impl GuestMemory {
-    pub(super) fn new(tables: Arc<Tables>) -> Self {
+    pub(super) fn new(tables: Arc<PublishedTable>) -> Self {
         Self(tables)
     }
 
@@ -27,7 +29,7 @@ impl GuestMemory {
     /// [`DmaError::NotMapped`]. Bytes copied before the error stay in `buffer`.
     pub fn read(&self, gpa: Gpa, buffer: &mut [u8]) -> Result<(), DmaError> {
         let len = buffer.len();
-        self.each_part(gpa, len, Direction::FromGuest, |bytes, range| {
+        self.each_part(gpa, len, DmaDirection::FromGuest, |bytes, range| {
             bytes.copy_to(&mut buffer[range]);
         })
     }
@@ -38,7 +40,7 @@ impl GuestMemory {
     /// [`DmaError::NotMapped`]. Bytes copied before the error stay in the VM's memory.
     pub fn write(&self, gpa: Gpa, buffer: &[u8]) -> Result<(), DmaError> {
         let len = buffer.len();
-        let written = self.each_part(gpa, len, Direction::ToGuest, |bytes, range| {
+        let written = self.each_part(gpa, len, DmaDirection::ToGuest, |bytes, range| {
             bytes.copy_from(&buffer[range]);
         });
         note(&self.table(), gpa, len as u64);
@@ -74,8 +76,8 @@ impl GuestMemory {
 
     /// Returns the current memory, for [mapping it again](super::DmaWindow::map_held).
     #[must_use]
-    pub fn hold(&self) -> HeldMemory {
-        HeldMemory::of(&lock(&self.0.changes))
+    pub fn hold(&self) -> DetachedGuestMemory {
+        DetachedGuestMemory::of(&lock(&self.0.changes))
     }
 
     fn table(&self) -> Arc<RegionTable> {
@@ -86,7 +88,7 @@ impl GuestMemory {
         &self,
         gpa: Gpa,
         len: usize,
-        direction: Direction,
+        direction: DmaDirection,
         mut part: impl FnMut(RawBytes<'_>, Range<usize>),
     ) -> Result<(), DmaError> {
         let table = self.table();
@@ -111,9 +113,9 @@ impl GuestMemory {
     }
 }
 
-fn word(table: &RegionTable, gpa: Gpa) -> Option<Cell32> {
+fn word(table: &RegionTable, gpa: Gpa) -> Option<MappedWord32> {
     let (mapping, offset) = table.locate(gpa, size_of::<u32>() as u64)?;
-    Cell32::new(mapping, offset)
+    MappedWord32::new(mapping, offset)
 }
 
 /// Notes a finished write in the dirty log, if the log is on.

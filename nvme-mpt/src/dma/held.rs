@@ -2,28 +2,28 @@
 
 use std::io;
 
-use super::region::Place;
-use super::{Changes, DmaError, DmaWindow, MemoryRegion};
-use crate::iova::Demand;
+use super::region::GuestMemoryPart;
+use super::{DmaError, DmaWindow, MemoryRegion, WindowRegions};
+use crate::iova::BudgetEntitlement;
 
 /// Memory of a window, which may be gone. No drive can access memory through this.
 #[derive(Clone, Debug)]
-pub struct HeldMemory(Vec<Place>);
+pub struct DetachedGuestMemory(Vec<GuestMemoryPart>);
 
-impl HeldMemory {
-    pub(super) fn of(changes: &Changes) -> Self {
+impl DetachedGuestMemory {
+    pub(super) fn of(changes: &WindowRegions) -> Self {
         let places = changes.regions.values().map(|region| region.place.clone());
         Self(places.collect())
     }
 }
 
-impl HeldMemory {
+impl DetachedGuestMemory {
     /// Returns the memory in the form in which it is handed over, for mapping in another process.
     ///
     /// # Errors
     /// Returns the kernel's error if no descriptors are left.
     pub fn regions(&self) -> io::Result<Vec<MemoryRegion>> {
-        self.0.iter().map(Place::region).collect()
+        self.0.iter().map(GuestMemoryPart::region).collect()
     }
 }
 
@@ -32,12 +32,12 @@ impl DmaWindow {
     ///
     /// # Errors
     /// As [`Self::map`]. Regions mapped before the error stay mapped.
-    pub fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+    pub fn map_held(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError> {
         let _change = self.tables.under_way.begin();
         for place in &memory.0 {
             let mut changes = self.changes();
             changes.check_free(place.gpa, place.len)?;
-            self.insert(&mut changes, place.clone(), Demand::New)?;
+            self.insert(&mut changes, place.clone(), BudgetEntitlement::New)?;
         }
         Ok(())
     }
@@ -47,7 +47,7 @@ impl DmaWindow {
 mod tests {
     use crate::address::Gpa;
     use crate::dma::tests::{region, window};
-    use crate::dma::{Direction, DmaError, MemoryRegion, RegionHint};
+    use crate::dma::{DmaDirection, DmaError, MemoryRegion, RegionHint};
 
     #[test]
     fn memory_outlives_its_window_and_is_mapped_into_another() {
@@ -75,8 +75,8 @@ mod tests {
         let table = after.table();
         let translate =
             |direction| table.translate(Gpa(0x8000), 8, direction, &mut RegionHint::default());
-        assert!(translate(Direction::FromGuest).is_some());
-        assert!(translate(Direction::ToGuest).is_none());
+        assert!(translate(DmaDirection::FromGuest).is_some());
+        assert!(translate(DmaDirection::ToGuest).is_none());
         let error = after.map_held(&held).expect_err("it is there already");
         assert!(matches!(error, DmaError::Overlap { .. }), "{error}");
     }

@@ -53,13 +53,13 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 pub use bounds::{MemoryLimit, MemoryRefusal};
-pub(crate) use departure::Departure;
+pub(crate) use departure::PendingUnmap;
 pub use error::DmaError;
 pub use guest_memory::GuestMemory;
-pub use held::HeldMemory;
+pub use held::DetachedGuestMemory;
 pub use kinds::MemoryKinds;
 pub use notes::DirtyRange;
-pub use table::{Direction, RegionHint, RegionTable};
+pub use table::{DmaDirection, RegionHint, RegionTable};
 pub(crate) use table::{IovaHint, RunPages};
 pub use under_way::is_gone_for_good;
 pub(crate) use users::TableUse;
@@ -67,20 +67,20 @@ pub(crate) use users::TableUse;
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
-use crate::iova::{Demand, IovaSpace, MappingOwner, NoIovas, VmShares};
-use crate::learn::NoShare;
+use crate::iova::{BudgetEntitlement, IovaRefusal, IovaSpace, MappingOwner, VmShares};
+use crate::learn::IommuShareRefusal;
 use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard, try_lock};
 use crate::memory::user_faults::{MemoryHolder, is_incomplete};
-use crate::memory::{Access, Mapping};
+use crate::memory::{Mapping, MappingAccess};
 use crate::memory_account::{MemoryAccount, PinningRecord};
-use crate::park::Waker;
+use crate::park::PollerWaker;
 use crate::stats::MemoryStats;
-use bounds::Bounds;
-use pinning::Pinning;
-use published::Published;
-use region::{Extent, GuestFile, Pinned, Place, Region};
-use under_way::UnderWay;
+use bounds::FunctionMemoryLimit;
+use pinning::RegionPinning;
+use published::PublishedSnapshot;
+use region::{GuestFile, GuestMemoryPart, IovaExtent, MappedByteCount, MappedRegion};
+use under_way::OngoingChanges;
 use users::{TableUser, wait_left};
 
 /// Maximum number of regions of one VM: enough for 16 GiB of memory plugged in blocks of 2 MiB. The drive's limit for all
@@ -122,10 +122,10 @@ impl MemoryRegion {
     }
 
     /// Returns the access rights of the region's mapping.
-    fn access(&self) -> Access {
+    fn access(&self) -> MappingAccess {
         match self.writable {
-            true => Access::ReadWrite,
-            false => Access::Read,
+            true => MappingAccess::ReadWrite,
+            false => MappingAccess::Read,
         }
     }
 }
@@ -146,17 +146,17 @@ pub struct VmmMapping {
 
 /// Current table of a window and its users.
 #[derive(Debug)]
-pub(crate) struct Tables {
-    published: Published<RegionTable>,
+pub(crate) struct PublishedTable {
+    published: PublishedSnapshot<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
-    under_way: UnderWay,
+    under_way: OngoingChanges,
     /// Locked during a change. A user that keeps the tables, such as a queue with commands in flight, keeps the memory mapped.
-    changes: Arc<Mutex<Changes>>,
+    changes: Arc<Mutex<WindowRegions>>,
 }
 
 /// Unmaps the memory with its last user. Threads that [check the memory](IovaSpace::shrunk_memory) hold only
 /// `changes`, so they never have to unmap memory.
-impl Drop for Tables {
+impl Drop for PublishedTable {
     fn drop(&mut self) {
         let changes = std::mem::take(&mut *lock(&self.changes));
         drop(changes);
@@ -170,8 +170,8 @@ pub(crate) struct UsedTable {
     pub(crate) table: Arc<RegionTable>,
 }
 
-impl Tables {
-    /// Returns whether no table is newer than `generation`, with one load. [`Published`] says when to ask.
+impl PublishedTable {
+    /// Returns whether no table is newer than `generation`, with one load. [`PublishedSnapshot`] says when to ask.
     #[inline]
     pub(crate) fn is_newest(&self, generation: u64) -> bool {
         self.published.generation() <= generation
@@ -183,7 +183,7 @@ impl Tables {
     }
 
     /// Registers a user of the current table with no commands in flight.
-    pub(crate) fn register(&self, waker: Arc<Waker>) -> UsedTable {
+    pub(crate) fn register(&self, waker: Arc<PollerWaker>) -> UsedTable {
         // The users' lock orders the registration: a change either waits for this user or is already in its table.
         let mut users = lock(&self.users);
         let table = self.current();
@@ -215,7 +215,7 @@ impl Tables {
     }
 
     /// Publishes the next table and returns its generation. The caller holds [`Self::changes`].
-    fn publish(&self, changes: &Changes, mut table: RegionTable) -> u64 {
+    fn publish(&self, changes: &WindowRegions, mut table: RegionTable) -> u64 {
         table.complete(changes.departures.clone());
         let generation = table.generation();
         self.published.publish(generation, Arc::new(table));
@@ -231,10 +231,10 @@ pub struct DmaWindow {
     space: Arc<IovaSpace>,
     kinds: MemoryKinds,
     shares: VmShares,
-    bounds: Bounds,
+    bounds: FunctionMemoryLimit,
     account: MemoryAccount,
     record: Option<PinningRecord>,
-    tables: Arc<Tables>,
+    tables: Arc<PublishedTable>,
     clock: Arc<dyn WaitClock>,
     /// Process that may resolve page faults in the memory.
     holder: Mutex<MemoryHolder>,
@@ -242,9 +242,9 @@ pub struct DmaWindow {
 
 /// State for changes of the memory, in addition to the current table.
 #[derive(Debug, Default)]
-struct Changes {
+struct WindowRegions {
     /// Regions by guest address, not overlapping.
-    regions: BTreeMap<u64, Arc<Region>>,
+    regions: BTreeMap<u64, Arc<MappedRegion>>,
     /// Bytes of all regions.
     mapped: u64,
     /// IOVAs taken by regions and pending unmaps.
@@ -254,7 +254,7 @@ struct Changes {
     /// Files of the regions, for use by further regions.
     files: Vec<Weak<GuestFile>>,
     /// Pending unmaps, until no user uses their memory.
-    departures: Vec<Arc<Departure>>,
+    departures: Vec<Arc<PendingUnmap>>,
     /// Dirty pages of regions that were unmapped since the dirty log was last read.
     departed: Vec<DirtyRange>,
     /// Number of regions mapped so far.
@@ -269,18 +269,18 @@ impl DmaWindow {
     /// Creates an empty window in a host controller's address space.
     #[must_use]
     pub fn new(space: Arc<IovaSpace>) -> Self {
-        let tables = Tables {
-            published: Published::new(Arc::default()),
+        let tables = PublishedTable {
+            published: PublishedSnapshot::new(Arc::default()),
             users: Mutex::default(),
-            under_way: UnderWay::default(),
+            under_way: OngoingChanges::default(),
             changes: Arc::default(),
         };
-        let memory: Weak<Mutex<Changes>> = Arc::downgrade(&tables.changes);
+        let memory: Weak<Mutex<WindowRegions>> = Arc::downgrade(&tables.changes);
         space.watch(memory);
         let tables = Arc::new(tables);
         Self {
             shares: space.new_vm(),
-            bounds: Bounds::default(),
+            bounds: FunctionMemoryLimit::default(),
             account: MemoryAccount::of_host(),
             record: None,
             space,
@@ -305,7 +305,7 @@ impl DmaWindow {
     /// Sets the function's name. With an IOMMU, also sets the limit of its mapped memory.
     #[must_use]
     pub fn of_function(self, function: &str, limit: Option<MemoryLimit>) -> Self {
-        let bounds = Bounds {
+        let bounds = FunctionMemoryLimit {
             function: function.to_owned(),
             limit: limit.filter(|_| self.space.has_iommu()),
         };
@@ -337,12 +337,12 @@ impl DmaWindow {
         self.clock = clock;
     }
 
-    pub(crate) fn tables(&self) -> &Arc<Tables> {
+    pub(crate) fn tables(&self) -> &Arc<PublishedTable> {
         &self.tables
     }
 
     /// Locks the state for a change, and releases pending unmaps whose memory is not used any longer.
-    fn changes(&self) -> MutexGuard<'_, Changes> {
+    fn changes(&self) -> MutexGuard<'_, WindowRegions> {
         let mut changes = lock(&self.tables.changes);
         changes.departures.retain(|departure| {
             let used = !self.tables.have_left(departure.generation());
@@ -366,7 +366,7 @@ impl DmaWindow {
     /// # Errors
     /// All of [`DmaError`] except those of unmapping.
     pub fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_complete(memory, Demand::New)
+        self.map_complete(memory, BudgetEntitlement::New)
     }
 
     /// Maps memory that the function had mapped under the old server. The bytes count, but no limit and no share refuses
@@ -376,7 +376,7 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`].
     pub fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_complete(memory, Demand::Former)
+        self.map_complete(memory, BudgetEntitlement::Former)
     }
 
     /// Maps memory that was mapped under the old server according to the VMM. No limit and no share refuses memory that is
@@ -386,10 +386,14 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`].
     pub fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_complete(memory, Demand::Claimed)
+        self.map_complete(memory, BudgetEntitlement::Claimed)
     }
 
-    fn map_complete(&self, memory: MemoryRegion, demand: Demand) -> Result<(), DmaError> {
+    fn map_complete(
+        &self,
+        memory: MemoryRegion,
+        demand: BudgetEntitlement,
+    ) -> Result<(), DmaError> {
         memory.check_shape()?;
         self.check_use(&memory, |file| file.serves(&memory))?;
         self.map_by(memory, None, demand)
@@ -400,7 +404,7 @@ impl DmaWindow {
     /// # Errors
     /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
     pub fn map_checked(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_by(memory, None, Demand::New)
+        self.map_by(memory, None, BudgetEntitlement::New)
     }
 
     /// Checks that the region's file can be used: its memory is complete, as far as this process can see. A file with a
@@ -457,14 +461,14 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping does not contain the whole region.
     pub fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
-        self.map_by(memory, Some(own.memory), Demand::New)
+        self.map_by(memory, Some(own.memory), BudgetEntitlement::New)
     }
 
     fn map_by(
         &self,
         memory: MemoryRegion,
         own: Option<Mapping>,
-        demand: Demand,
+        demand: BudgetEntitlement,
     ) -> Result<(), DmaError> {
         memory.check_shape()?;
         self.check_kind(&memory)?;
@@ -486,7 +490,7 @@ impl DmaWindow {
         files.retain(|file| file.strong_count() > 0);
         let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
         let file = match own {
-            Some(own) if own.access() == Access::Read && writable => {
+            Some(own) if own.access() == MappingAccess::Read && writable => {
                 return Err(DmaError::InvalidRegion { gpa, len });
             }
             Some(own) => GuestFile::find_or_borrow(&known, fd, own).map_err(failed)?,
@@ -510,7 +514,7 @@ impl DmaWindow {
         let offset = file
             .offset_of(offset, bytes)
             .ok_or(DmaError::InvalidRegion { gpa, len })?;
-        let place = Place {
+        let place = GuestMemoryPart {
             gpa: gpa.0,
             len,
             rights: [readable, writable],
@@ -561,8 +565,13 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Maps a region that was [found free](Changes::check_free).
-    fn insert(&self, changes: &mut Changes, place: Place, demand: Demand) -> Result<(), DmaError> {
+    /// Maps a region that was [found free](WindowRegions::check_free).
+    fn insert(
+        &self,
+        changes: &mut WindowRegions,
+        place: GuestMemoryPart,
+        demand: BudgetEntitlement,
+    ) -> Result<(), DmaError> {
         let (gpa, len) = (Gpa(place.gpa), place.len);
         let refused = |refusal: MemoryRefusal| refusal.of_region(gpa, len);
         let extent = match changes.extent_of(&place) {
@@ -570,22 +579,24 @@ impl DmaWindow {
             None => {
                 let (vm, spare) = (&self.shares, changes.spare_iovas());
                 let place = (&place, demand);
-                let extent = Extent::new(&self.space, vm, place, spare, &changes.taken);
+                let extent = IovaExtent::new(&self.space, vm, place, spare, &changes.taken);
                 let function = &self.bounds.function;
                 extent.map_err(|error| match error {
-                    NoIovas::Room => DmaError::NoIova { len },
-                    NoIovas::Share(share) => refused(MemoryRefusal::of_iovas(function, len, share)),
+                    IovaRefusal::Room => DmaError::NoIova { len },
+                    IovaRefusal::Share(share) => {
+                        refused(MemoryRefusal::of_iovas(function, len, share))
+                    }
                 })?
             }
         };
-        let pinning = Pinning {
+        let pinning = RegionPinning {
             space: &self.space,
             account: &self.account,
             function: &self.bounds.function,
             place: &place.clone(),
         };
         // Mappings left by the old server were allowed there, and are not pinned again.
-        let had = demand != Demand::New;
+        let had = demand != BudgetEntitlement::New;
         let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
         if !is_there {
             extent.disinherit(&place);
@@ -593,15 +604,17 @@ impl DmaWindow {
             self.space.disinherit(self.shares.owner, memory, &part);
         }
         // A claim is bounded once other memory was mapped, so that old and new memory do not add up beyond the limit.
-        let is_bounded = !is_there || (demand == Demand::Claimed && changes.has_new);
+        let is_bounded = !is_there || (demand == BudgetEntitlement::Claimed && changes.has_new);
         let demand = match demand {
-            Demand::New | Demand::Claimed if is_bounded => Demand::New,
-            _ => Demand::Former,
+            BudgetEntitlement::New | BudgetEntitlement::Claimed if is_bounded => {
+                BudgetEntitlement::New
+            }
+            _ => BudgetEntitlement::Former,
         };
         let pinned = self.pin(changes, len, demand).map_err(refused)?;
         let permit = self.shares.mappings.demand(1, demand);
         let permit = permit.map_err(|no_share| {
-            let NoShare { taken, left, max } = no_share;
+            let IommuShareRefusal { taken, left, max } = no_share;
             DmaError::TooManyMappings {
                 function: self.bounds.function.clone(),
                 taken,
@@ -617,7 +630,7 @@ impl DmaWindow {
             Some(prepared) => prepared.look_again(part),
             None => Ok(()),
         };
-        let region = Region::new(place, extent, permit, pinned, before)
+        let region = MappedRegion::new(place, extent, permit, pinned, before)
             .map_err(|source| DmaError::Iommu { gpa, len, source })?;
         if let Some(prepared) = prepared {
             prepared.end();
@@ -634,9 +647,18 @@ impl DmaWindow {
     }
 
     /// Counts the bytes of a region to map. Refuses them above the function's limit, unless the function had them before.
-    fn pin(&self, changes: &Changes, asked: u64, demand: Demand) -> Result<Pinned, MemoryRefusal> {
+    fn pin(
+        &self,
+        changes: &WindowRegions,
+        asked: u64,
+        demand: BudgetEntitlement,
+    ) -> Result<MappedByteCount, MemoryRefusal> {
         let mapped = changes.pinned.load(Ordering::Relaxed);
-        match self.bounds.limit.filter(|_| demand != Demand::Former) {
+        match self
+            .bounds
+            .limit
+            .filter(|_| demand != BudgetEntitlement::Former)
+        {
             Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
                 Err(MemoryRefusal::Limit {
                     function: self.bounds.function.clone(),
@@ -645,7 +667,7 @@ impl DmaWindow {
                     limit,
                 })
             }
-            _ => Ok(Pinned::new(&changes.pinned, asked)),
+            _ => Ok(MappedByteCount::new(&changes.pinned, asked)),
         }
     }
 
@@ -669,7 +691,7 @@ impl DmaWindow {
     /// bytes, which may be 0.
     ///
     /// # Errors
-    /// [`DmaError::PartialUnmap`] if the range cuts a region; nothing is unmapped then. [`DmaError::Busy`] if in-flight
+    /// [`DmaError::PartialUnmap`] if the range cuts a region; nothing is unmapped then. [`DmaError::DieBusyTimes`] if in-flight
     /// commands that use the memory do not finish. New commands cannot use the memory then, but it stays mapped in this process
     /// until the first change after those commands have finished.
     pub fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
@@ -713,7 +735,7 @@ impl DmaWindow {
                 let notes = table.take_away(&region);
                 (region, notes)
             });
-            let departure = Departure::new(self.table().generation() + 1, gone);
+            let departure = PendingUnmap::new(self.table().generation() + 1, gone);
             let departure = Arc::new(departure);
             changes.mapped -= bytes;
             changes.departures.push(departure.clone());
@@ -748,7 +770,7 @@ impl DmaWindow {
     /// Unmaps everything. Returns the number of unmapped bytes.
     ///
     /// # Errors
-    /// [`DmaError::Busy`] as in [`Self::unmap`].
+    /// [`DmaError::DieBusyTimes`] as in [`Self::unmap`].
     pub fn unmap_all(&self) -> Result<u64, DmaError> {
         self.unmap(Gpa(0), u64::MAX)
     }
@@ -776,7 +798,7 @@ impl DmaWindow {
     }
 }
 
-impl Changes {
+impl WindowRegions {
     fn stats(&self) -> MemoryStats {
         MemoryStats {
             regions: self.regions.len() as u64,
@@ -799,12 +821,12 @@ impl Changes {
 
     /// Returns the extent of an adjacent region, if it has spare IOVAs for `place`. Memory that is mapped again while in-flight
     /// commands still use its old IOVAs gets other IOVAs.
-    fn extent_of(&self, place: &Place) -> Option<Arc<Extent>> {
+    fn extent_of(&self, place: &GuestMemoryPart) -> Option<Arc<IovaExtent>> {
         let before = self.regions.range(..place.gpa).next_back();
         let next = self.regions.range(place.gpa..).next();
         let neighbours = before.into_iter().chain(next);
         let mut extents = neighbours.map(|(_, region)| &region.extent);
-        let is_free = |extent: &&Arc<Extent>| {
+        let is_free = |extent: &&Arc<IovaExtent>| {
             let iova = extent.iova_of(place);
             iova.is_some_and(|iova| !self.is_leaving(iova, place.len))
         };

@@ -17,7 +17,7 @@ pub struct DirtyRange {
 
 /// Dirty pages of one region.
 #[derive(Debug)]
-pub(super) struct Notes {
+pub(super) struct RegionDirtyBitmap {
     /// Guest address of the region.
     pub(super) gpa: u64,
     /// Length of the region in bytes.
@@ -26,7 +26,7 @@ pub(super) struct Notes {
     written: Box<[AtomicU64]>,
 }
 
-impl Notes {
+impl RegionDirtyBitmap {
     pub(super) fn new(gpa: u64, len: u64) -> Self {
         let words = (len / PAGE_SIZE).div_ceil(64);
         let written = (0..words).map(|_| AtomicU64::new(0)).collect();
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn runs_of_bits_become_ranges() {
-        let pages = Notes::new(0, 200 * PAGE_SIZE);
+        let pages = RegionDirtyBitmap::new(0, 200 * PAGE_SIZE);
         for run in [0..1, 3..64, 65..66, 127..130, 199..200] {
             pages.note(run.start * PAGE_SIZE, (run.end - run.start) * PAGE_SIZE);
         }

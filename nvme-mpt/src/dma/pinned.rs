@@ -20,7 +20,7 @@ use std::sync::{Arc, Weak};
 use log::error;
 
 use super::region::GuestFile;
-use super::{Changes, lock};
+use super::{WindowRegions, lock};
 use crate::iova::PinnedMemory;
 use crate::memory::holes::lacks_pages;
 use crate::memory::sync::{Mutex, try_lock};
@@ -33,7 +33,7 @@ struct PinnedFile {
     ranges: Vec<Range<u64>>,
 }
 
-impl PinnedMemory for Mutex<Changes> {
+impl PinnedMemory for Mutex<WindowRegions> {
     fn has_shrunk(&self) -> bool {
         // Pinning in progress holds the lock for long. The next check comes soon.
         let Some(changes) = try_lock(self) else {
@@ -69,7 +69,7 @@ impl PinnedMemory for Mutex<Changes> {
 }
 
 /// Returns the files with mapped parts; `None` while memory changes.
-fn files(changes: &Mutex<Changes>) -> Option<Vec<PinnedFile>> {
+fn files(changes: &Mutex<WindowRegions>) -> Option<Vec<PinnedFile>> {
     let changes = try_lock(changes)?;
     let files = changes.files.iter().filter_map(Weak::upgrade);
     let with_ranges = files.map(|file| {
@@ -80,7 +80,7 @@ fn files(changes: &Mutex<Changes>) -> Option<Vec<PinnedFile>> {
 }
 
 /// Checks once more a file with missing pages, because they may have been unmapped before they were freed.
-fn check_again(changes: &Mutex<Changes>, file: &Arc<GuestFile>) {
+fn check_again(changes: &Mutex<WindowRegions>, file: &Arc<GuestFile>) {
     // The lock prevents unmapping during the check.
     let Some(changes) = try_lock(changes) else {
         file.look_again();
@@ -99,7 +99,7 @@ fn check_again(changes: &Mutex<Changes>, file: &Arc<GuestFile>) {
     }
 }
 
-impl Changes {
+impl WindowRegions {
     fn ranges_of(&self, file: &Arc<GuestFile>) -> Vec<Range<u64>> {
         let regions = self.regions.values();
         let of_file = regions.filter(|region| Arc::ptr_eq(&region.place.file, file));
@@ -132,11 +132,11 @@ mod tests {
     use super::*;
     use crate::address::Gpa;
     use crate::dma::tests::{memfd, part, window};
-    use crate::memory::{Access, Mapping};
+    use crate::memory::{Mapping, MappingAccess};
 
     const PAGE: u64 = 4096;
 
-    fn look(memory: &Mutex<Changes>) -> bool {
+    fn look(memory: &Mutex<WindowRegions>) -> bool {
         let shrunk = memory.has_shrunk();
         if shrunk {
             memory.find_freed();
@@ -148,7 +148,13 @@ mod tests {
     fn a_page_that_is_freed_while_it_is_mapped_is_found_and_others_are_not() {
         let window = window();
         let file = memfd(16 * PAGE);
-        let vmm = Mapping::shared(file.as_fd(), 0, 16 * PAGE as usize, Access::ReadWrite).unwrap();
+        let vmm = Mapping::shared(
+            file.as_fd(),
+            0,
+            16 * PAGE as usize,
+            MappingAccess::ReadWrite,
+        )
+        .unwrap();
         vmm.populate().unwrap();
         let free = |page: u64| {
             let page = (page * PAGE) as usize;
@@ -182,7 +188,13 @@ mod tests {
     fn memory_that_is_cut_off_is_missing() {
         let window = window();
         let file = memfd(16 * PAGE);
-        let vmm = Mapping::shared(file.as_fd(), 0, 16 * PAGE as usize, Access::ReadWrite).unwrap();
+        let vmm = Mapping::shared(
+            file.as_fd(),
+            0,
+            16 * PAGE as usize,
+            MappingAccess::ReadWrite,
+        )
+        .unwrap();
         vmm.populate().unwrap();
         window.map(part(&file, 0, 0, 16 * PAGE)).unwrap();
         File::from(file).set_len(8 * PAGE).unwrap();

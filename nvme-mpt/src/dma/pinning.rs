@@ -21,11 +21,11 @@ use std::mem;
 use std::ops::Range;
 
 use super::bounds::MemoryRefusal;
-use super::region::Place;
+use super::region::GuestMemoryPart;
 use crate::iova::IovaSpace;
-use crate::memory::holes::{Missing, PageFinder, may_lack_pages, missing_at_most};
+use crate::memory::holes::{MissingBytes, PageFinder, may_lack_pages, missing_at_most};
 use crate::memory_account::{
-    MemoryAccount, PinningRecord, PinningUnderWay, Promise, SMALL, Shortage,
+    MemoryAccount, MemoryPromise, MemoryShortage, OngoingPinning, PinningRecord, SMALL,
 };
 
 /// Bytes to allocate between two checks of the free memory.
@@ -40,26 +40,26 @@ const PIECE: u64 = 1 << 30;
 
 /// Memory of a region that is about to be pinned.
 #[derive(Debug)]
-pub(super) struct Pinning<'a> {
+pub(super) struct RegionPinning<'a> {
     pub(super) space: &'a IovaSpace,
     pub(super) account: &'a MemoryAccount,
     pub(super) function: &'a str,
-    pub(super) place: &'a Place,
+    pub(super) place: &'a GuestMemoryPart,
 }
 
 /// Promise and record for a region that is being pinned, until this is dropped.
 #[derive(Debug)]
-pub(super) struct Prepared<'a> {
-    pinning: &'a Pinning<'a>,
+pub(super) struct PreparedPinning<'a> {
+    pinning: &'a RegionPinning<'a>,
     record: Option<&'a PinningRecord>,
     finder: OnceCell<Option<PageFinder>>,
-    promise: Promise,
-    under_way: Option<PinningUnderWay<'a>>,
+    promise: MemoryPromise,
+    under_way: Option<OngoingPinning<'a>>,
     /// Missing bytes of the part that is being pinned.
     being_taken: u64,
 }
 
-impl<'a> Pinning<'a> {
+impl<'a> RegionPinning<'a> {
     /// Allocates missing pages. If no page is missing, this takes a system call or two. The result has the promise and the
     /// record, and must be kept until the memory is pinned.
     ///
@@ -68,12 +68,12 @@ impl<'a> Pinning<'a> {
     pub(super) fn prepare(
         &'a self,
         record: Option<&'a PinningRecord>,
-    ) -> Result<Option<Prepared<'a>>, MemoryRefusal> {
+    ) -> Result<Option<PreparedPinning<'a>>, MemoryRefusal> {
         // Page faults of a VMM's own mapping may be resolved by the VMM.
         if !self.space.has_iommu() || self.place.file.mapping().is_borrowed() {
             return Ok(None);
         }
-        let mut prepared = Prepared {
+        let mut prepared = PreparedPinning {
             pinning: self,
             record,
             finder: OnceCell::new(),
@@ -98,7 +98,7 @@ impl<'a> Pinning<'a> {
         may_lack_pages(self.place.file.file(), &self.place.in_file()).unwrap_or(true)
     }
 
-    fn refused(&self, missing: u64, shortage: Shortage) -> MemoryRefusal {
+    fn refused(&self, missing: u64, shortage: MemoryShortage) -> MemoryRefusal {
         MemoryRefusal::Unavailable {
             function: self.function.to_owned(),
             asked: self.place.len,
@@ -110,8 +110,8 @@ impl<'a> Pinning<'a> {
     /// Returns an upper bound of the missing bytes of a file range; `None` if none is missing or the number is unknown.
     fn missing_at_most(&self, range: &Range<u64>) -> Option<u64> {
         match missing_at_most(self.place.file.as_fd(), range) {
-            Ok(Missing::AtMost(missing)) => Some(missing),
-            Ok(Missing::Nothing) | Err(_) => None,
+            Ok(MissingBytes::AtMost(missing)) => Some(missing),
+            Ok(MissingBytes::Nothing) | Err(_) => None,
         }
     }
 
@@ -127,7 +127,7 @@ impl<'a> Pinning<'a> {
     }
 }
 
-impl Prepared<'_> {
+impl PreparedPinning<'_> {
     /// Gets a promise for the missing bytes of the region, and returns their number.
     fn promise_all(&mut self) -> Result<u64, MemoryRefusal> {
         let all = self.pinning.place.in_file();
@@ -159,7 +159,7 @@ impl Prepared<'_> {
 
     /// Allocates missing pages step by step.
     fn take_pages(&mut self) -> Result<(), MemoryRefusal> {
-        let Pinning { space, place, .. } = self.pinning;
+        let RegionPinning { space, place, .. } = self.pinning;
         for (step, part) in self.pinning.steps() {
             let Some(most) = self.pinning.missing_at_most(&step) else {
                 break;
@@ -225,28 +225,28 @@ mod tests {
     use super::*;
     use crate::dma::tests::region;
     use crate::dma::{DmaError, DmaWindow, MemoryLimit, MemoryRegion};
-    use crate::iova::{Iommu, Outdated};
-    use crate::live::LiveState;
+    use crate::iova::{Iommu, StaleMappingsFlag};
+    use crate::live::InflightFile;
     use crate::memory::sync::Mutex;
-    use crate::memory::{Access, Cell64, Mapping};
+    use crate::memory::{MappedWord64, Mapping, MappingAccess};
 
     /// An IOMMU that looks at a function's live state at each call.
     #[derive(Debug)]
-    struct Looking {
-        live: Arc<LiveState>,
+    struct InflightReadingIommu {
+        live: Arc<InflightFile>,
         seen: Mutex<Vec<Option<u64>>>,
         refuses: bool,
     }
 
-    impl Looking {
+    impl InflightReadingIommu {
         fn look(&self) {
-            let seen = LiveState::pinning_in(self.live.fd()).unwrap();
+            let seen = InflightFile::pinning_in(self.live.fd()).unwrap();
             self.seen.lock().unwrap().push(seen.interrupted());
         }
     }
 
-    impl Iommu for Looking {
-        fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
+    impl Iommu for InflightReadingIommu {
+        fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: MappingAccess) -> io::Result<()> {
             self.look();
             match self.refuses {
                 true => Err(io::ErrorKind::OutOfMemory.into()),
@@ -271,8 +271,8 @@ mod tests {
     #[test]
     fn memory_that_the_process_before_left_mapped_is_neither_bounded_nor_taken_again() {
         const LEN: u64 = 4 << 20;
-        let live = Arc::new(LiveState::new(1).unwrap());
-        let iommu = Arc::new(Looking {
+        let live = Arc::new(InflightFile::new(1).unwrap());
+        let iommu = Arc::new(InflightReadingIommu {
             live: live.clone(),
             seen: Mutex::default(),
             refuses: false,
@@ -292,10 +292,11 @@ mod tests {
         };
         window.map(of_file(0)).unwrap();
         // As an IOMMU does that pins it.
-        let pinned = Mapping::shared(file.as_fd(), 0, LEN as usize, Access::ReadWrite).unwrap();
+        let pinned =
+            Mapping::shared(file.as_fd(), 0, LEN as usize, MappingAccess::ReadWrite).unwrap();
         pinned.populate().unwrap();
-        let word = Cell64::new(&live_words(), 0).unwrap();
-        let left = before.mappings(Outdated::new(word));
+        let word = MappedWord64::new(&live_words(), 0).unwrap();
+        let left = before.mappings(StaleMappingsFlag::new(word));
         crate::kept::keep_for_good(window);
         let calls = iommu.seen.lock().unwrap().len();
 
@@ -323,8 +324,8 @@ mod tests {
     /// A VM frees memory and has it again while there is no process, and the next process ends soon.
     #[test]
     fn memory_that_is_mapped_anew_is_not_found_where_an_earlier_process_had_it() {
-        let live = Arc::new(LiveState::new(1).unwrap());
-        let iommu = Arc::new(Looking {
+        let live = Arc::new(InflightFile::new(1).unwrap());
+        let iommu = Arc::new(InflightReadingIommu {
             live,
             seen: Mutex::default(),
             refuses: false,
@@ -334,7 +335,7 @@ mod tests {
             fd: file.try_clone().unwrap(),
             ..region(gpa, 4096)
         };
-        let pinned = Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite).unwrap();
+        let pinned = Mapping::shared(file.as_fd(), 0, 4096, MappingAccess::ReadWrite).unwrap();
         pinned.populate().unwrap();
         let usable = [0..=(1 << 39) - 1];
         let process = |left: Vec<_>, map: fn(&DmaWindow, MemoryRegion) -> Result<(), DmaError>| {
@@ -342,8 +343,8 @@ mod tests {
             let space = Arc::new(space.inheriting(left).unwrap());
             let window = DmaWindow::new(space.clone()).of_function("a", None);
             map(&window, of_file(0)).unwrap();
-            let word = Cell64::new(&live_words(), 0).unwrap();
-            let left = space.mappings(Outdated::new(word));
+            let word = MappedWord64::new(&live_words(), 0).unwrap();
+            let left = space.mappings(StaleMappingsFlag::new(word));
             crate::kept::keep_for_good(window);
             left
         };
@@ -358,8 +359,8 @@ mod tests {
     #[test]
     fn what_a_vm_says_that_it_had_does_not_come_on_top_of_its_limit() {
         const LEN: u64 = 1 << 20;
-        let live = Arc::new(LiveState::new(1).unwrap());
-        let iommu = Arc::new(Looking {
+        let live = Arc::new(InflightFile::new(1).unwrap());
+        let iommu = Arc::new(InflightReadingIommu {
             live,
             seen: Mutex::default(),
             refuses: false,
@@ -374,10 +375,11 @@ mod tests {
             ..region(gpa, LEN)
         };
         window.map(of_file(0)).unwrap();
-        let pinned = Mapping::shared(file.as_fd(), 0, LEN as usize, Access::ReadWrite).unwrap();
+        let pinned =
+            Mapping::shared(file.as_fd(), 0, LEN as usize, MappingAccess::ReadWrite).unwrap();
         pinned.populate().unwrap();
-        let word = Cell64::new(&live_words(), 0).unwrap();
-        let left = space.mappings(Outdated::new(word));
+        let word = MappedWord64::new(&live_words(), 0).unwrap();
+        let left = space.mappings(StaleMappingsFlag::new(word));
         crate::kept::keep_for_good(window);
 
         let space = IovaSpace::behind_iommu(iommu, &usable);
@@ -404,8 +406,8 @@ mod tests {
         const LEN: u64 = 4 << 20;
         const LARGE: u64 = 48 << 20;
         for refuses in [false, true] {
-            let live = Arc::new(LiveState::new(1).unwrap());
-            let iommu = Arc::new(Looking {
+            let live = Arc::new(InflightFile::new(1).unwrap());
+            let iommu = Arc::new(InflightReadingIommu {
                 live: live.clone(),
                 seen: Mutex::default(),
                 refuses,

@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::{Direction, DmaError, DmaWindow, MemoryRegion, RegionHint, UsedTable};
+use super::{DmaDirection, DmaError, DmaWindow, MemoryRegion, RegionHint, UsedTable};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::{Iommu, IovaSpace};
 use crate::memory::sync::Mutex;
-use crate::memory::{Access, Mapping, memfd};
-use crate::park::Waker;
+use crate::memory::{Mapping, MappingAccess, memfd};
+use crate::park::PollerWaker;
 
 /// Number of pages of the guest and of each file.
 const PAGES: u64 = 48;
@@ -23,13 +23,13 @@ const FILES: usize = 2;
 
 /// Mappings of the mock IOMMU: IOVA to length in bytes and address.
 #[derive(Debug, Default)]
-struct Mapped {
+struct WindowTestIommu {
     maps: Mutex<BTreeMap<u64, (u64, usize)>>,
     /// True if every unmapping fails.
     keeps_all: AtomicBool,
 }
 
-impl Mapped {
+impl WindowTestIommu {
     fn maps(&self) -> crate::memory::sync::MutexGuard<'_, BTreeMap<u64, (u64, usize)>> {
         self.maps.lock().expect("no panic")
     }
@@ -43,8 +43,14 @@ impl Mapped {
     }
 }
 
-impl Iommu for Mapped {
-    fn map(&self, iova: u64, memory: &Mapping, part: Range<usize>, _: Access) -> io::Result<()> {
+impl Iommu for WindowTestIommu {
+    fn map(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        _: MappingAccess,
+    ) -> io::Result<()> {
         let bytes = memory
             .bytes(part.start, part.len())
             .expect("in the mapping");
@@ -75,7 +81,7 @@ impl Iommu for Mapped {
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum WindowTestStep {
     Map {
         page: u64,
         count: u64,
@@ -90,9 +96,9 @@ enum Step {
     },
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = WindowTestStep> {
     let map = (0..PAGES, 1..6_u64, 0..FILES, 0..PAGES, 0..5_u8).prop_map(
-        |(page, count, file, from, kind)| Step::Map {
+        |(page, count, file, from, kind)| WindowTestStep::Map {
             page,
             count,
             file,
@@ -101,25 +107,26 @@ fn step() -> impl Strategy<Value = Step> {
             writable: kind != 1,
         },
     );
-    let unmap = (0..PAGES, 1..12_u64).prop_map(|(page, count)| Step::Unmap { page, count });
+    let unmap =
+        (0..PAGES, 1..12_u64).prop_map(|(page, count)| WindowTestStep::Unmap { page, count });
     prop_oneof![3 => map, 1 => unmap]
 }
 
 /// Page of the model: the mapping that it came with, its place in a file, and its rights.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Page {
+struct WindowTestPage {
     mapping: usize,
     file: usize,
     page: u64,
     writable: bool,
 }
 
-struct Scene {
-    iommu: Arc<Mapped>,
+struct WindowTest {
+    iommu: Arc<WindowTestIommu>,
     space: Arc<IovaSpace>,
     window: DmaWindow,
     files: Vec<OwnedFd>,
-    model: BTreeMap<u64, Page>,
+    model: BTreeMap<u64, WindowTestPage>,
 }
 
 /// Returns the stamp of a page of a file.
@@ -127,9 +134,9 @@ fn stamp(file: usize, page: u64) -> [u8; 2] {
     [file as u8 + 1, page as u8]
 }
 
-impl Scene {
+impl WindowTest {
     fn new() -> Self {
-        let iommu = Arc::new(Mapped::default());
+        let iommu = Arc::new(WindowTestIommu::default());
         let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &[0..=(1 << 39) - 1]));
         let files = (0..FILES).map(|file| {
             let fd = memfd(c"test", PAGES * PAGE_SIZE).expect("memory");
@@ -150,9 +157,9 @@ impl Scene {
         }
     }
 
-    fn apply(&mut self, number: usize, step: &Step) {
+    fn apply(&mut self, number: usize, step: &WindowTestStep) {
         match *step {
-            Step::Map {
+            WindowTestStep::Map {
                 page,
                 count,
                 file,
@@ -174,7 +181,7 @@ impl Scene {
                 } else {
                     result.expect("free, and in the file");
                     for i in 0..count {
-                        let here = Page {
+                        let here = WindowTestPage {
                             mapping: number,
                             file,
                             page: from + i,
@@ -184,7 +191,7 @@ impl Scene {
                     }
                 }
             }
-            Step::Unmap { page, count } => {
+            WindowTestStep::Unmap { page, count } => {
                 let range = page..page + count;
                 let is_cut = self.model.range(range.clone()).any(|(_, inside)| {
                     let mut others = self.model.iter().filter(|(at, _)| !range.contains(at));
@@ -210,8 +217,8 @@ impl Scene {
         for at in 0..PAGES + 6 {
             let gpa = Gpa(at * PAGE_SIZE);
             let mut translate = |len, direction| table.translate(gpa, len, direction, &mut hint);
-            let found = translate(PAGE_SIZE, Direction::FromGuest);
-            let writable = translate(PAGE_SIZE, Direction::ToGuest);
+            let found = translate(PAGE_SIZE, DmaDirection::FromGuest);
+            let writable = translate(PAGE_SIZE, DmaDirection::ToGuest);
             let Some(page) = self.model.get(&at) else {
                 assert!(found.is_none(), "page {at} is not mapped");
                 continue;
@@ -228,7 +235,7 @@ impl Scene {
             for pages in 2..8 {
                 let len = pages * PAGE_SIZE;
                 let last = self.model.get(&(at + pages - 1));
-                match translate(len, Direction::FromGuest) {
+                match translate(len, DmaDirection::FromGuest) {
                     Some(whole) => {
                         let last = last.expect("mapped");
                         assert_eq!(whole.bits(), iova);
@@ -252,8 +259,8 @@ impl Scene {
 }
 
 /// Returns the step that maps a page at the same place as in the first file.
-fn map(page: u64) -> Step {
-    Step::Map {
+fn map(page: u64) -> WindowTestStep {
+    WindowTestStep::Map {
         page,
         count: 1,
         file: 0,
@@ -263,8 +270,8 @@ fn map(page: u64) -> Step {
 }
 
 /// Creates a scene of three pages, where the last one has IOVAs beside the second.
-fn three_pages() -> Scene {
-    let mut scene = Scene::new();
+fn three_pages() -> WindowTest {
+    let mut scene = WindowTest::new();
     for page in 0..3 {
         scene.apply(page as usize, &map(page));
     }
@@ -276,7 +283,7 @@ fn three_pages() -> Scene {
 fn iova_of(window: &DmaWindow, page: u64) -> u64 {
     let (gpa, mut hint) = (Gpa(page * PAGE_SIZE), RegionHint::default());
     let table = window.table();
-    let iova = table.translate(gpa, PAGE_SIZE, Direction::ToGuest, &mut hint);
+    let iova = table.translate(gpa, PAGE_SIZE, DmaDirection::ToGuest, &mut hint);
     iova.expect("mapped").bits()
 }
 
@@ -284,7 +291,7 @@ fn iova_of(window: &DmaWindow, page: u64) -> u64 {
 fn memory_that_comes_back_before_its_last_command_has_ended_lies_elsewhere() {
     let mut scene = three_pages();
     let before = iova_of(&scene.window, 2);
-    let waker = Waker::new().expect("eventfd");
+    let waker = PollerWaker::new().expect("eventfd");
     let UsedTable { table_use, .. } = scene.window.tables().register(waker);
     let unmapped = scene
         .window
@@ -321,7 +328,7 @@ fn memory_that_comes_back_where_the_iommu_keeps_it_lies_elsewhere() {
 proptest! {
     #[test]
     fn every_page_is_where_it_was_mapped(steps in prop::collection::vec(step(), 1..60)) {
-        let mut scene = Scene::new();
+        let mut scene = WindowTest::new();
         for (number, step) in steps.iter().enumerate() {
             scene.apply(number, step);
             scene.check();
@@ -337,7 +344,7 @@ proptest! {
         steps in prop::collection::vec(step(), 1..30),
         writes in prop::collection::vec((0..PAGES * PAGE_SIZE, 1..5 * PAGE_SIZE), 1..8),
     ) {
-        let mut scene = Scene::new();
+        let mut scene = WindowTest::new();
         let (before, after) = steps.split_at(steps.len() / 2);
         for (number, step) in before.iter().enumerate() {
             scene.apply(number, step);
@@ -350,7 +357,7 @@ proptest! {
             let (mut at, end) = (at, at + len);
             while at < end {
                 let run = table.translate_some(
-                    Gpa(at), end - at, Direction::ToGuest, &mut RegionHint::default(),
+                    Gpa(at), end - at, DmaDirection::ToGuest, &mut RegionHint::default(),
                 );
                 let Some((iova, bytes)) = run else { break };
                 prop_assert_eq!(table.note_written_by_drive(iova.bits(), bytes), bytes);

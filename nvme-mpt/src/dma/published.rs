@@ -1,4 +1,4 @@
-//! Published snapshot, which users keep until they find a newer one.
+//! PublishedSnapshot snapshot, which users keep until they find a newer one.
 
 use std::sync::{Arc, PoisonError};
 
@@ -11,12 +11,12 @@ use crate::sync::{AtomicU64, Mutex, Ordering};
 /// command for memory that was just mapped, the poller finds the memory mapped. If the user checked before it loaded the word,
 /// it could use a snapshot without that memory.
 #[derive(Debug)]
-pub(super) struct Published<T> {
+pub(super) struct PublishedSnapshot<T> {
     generation: AtomicU64,
     current: Mutex<Arc<T>>,
 }
 
-impl<T> Published<T> {
+impl<T> PublishedSnapshot<T> {
     /// Creates generation 0.
     pub(super) fn new(value: Arc<T>) -> Self {
         Self {
@@ -56,14 +56,15 @@ mod loom_models {
 
     use super::*;
 
-    /// Snapshot of the memory map: true if the memory is mapped.
-    type Snapshot = bool;
+    /// MemorySnapshot of the memory map: true if the memory is mapped.
+    type MemorySnapshot = bool;
 
     /// A VMM maps memory, then its guest submits a command that uses it. The poller adopts snapshots at the start of its pass,
     /// and checks again if `asks_again` is set. The model asserts that the command finds the memory mapped.
     fn command_on_new_memory(asks_again: bool) {
         loom::model(move || {
-            let published = loom::sync::Arc::new(Published::<Snapshot>::new(Arc::new(false)));
+            let published =
+                loom::sync::Arc::new(PublishedSnapshot::<MemorySnapshot>::new(Arc::new(false)));
             let doorbell = loom::sync::Arc::new(AtomicU32::new(0));
             let guest = {
                 let (published, doorbell) = (published.clone(), doorbell.clone());

@@ -12,10 +12,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::MemoryRegion;
 use crate::address::Gpa;
 use crate::iova::{
-    BeforePinning, Demand, IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShares,
+    BeforePinning, BudgetEntitlement, BudgetPermit, IovaPart, IovaRange, IovaRefusal, IovaSpace,
+    VmShares,
 };
 use crate::memory::holes::allocated_bytes;
-use crate::memory::{Access, Mapping, host_page_size};
+use crate::memory::{Mapping, MappingAccess, host_page_size};
 
 /// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are adjacent in
 /// the address space too. The table has the parts that the VM may use. If the whole file does not fit, each region has its own
@@ -41,7 +42,7 @@ impl GuestFile {
         fd: OwnedFd,
         offset: u64,
         len: usize,
-        access: Access,
+        access: MappingAccess,
         room: u64,
     ) -> io::Result<Option<Arc<Self>>> {
         if !offset.is_multiple_of(host_page_size() as u64) {
@@ -113,7 +114,7 @@ impl GuestFile {
     }
 
     /// Returns whether the mapping covers this part of the file with this access.
-    fn has(&self, offset: u64, len: usize, access: Access) -> bool {
+    fn has(&self, offset: u64, len: usize, access: MappingAccess) -> bool {
         // After a truncation, a file that grew again has other pages than the mapping, which got replacement pages.
         self.mapping.access() == access
             && !self.mapping.is_lost()
@@ -177,19 +178,19 @@ impl GuestFile {
 
 /// Part of a VM's memory, with its guest address and its location in the file.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(super) struct GuestMemoryPart {
     /// Guest address.
     pub(super) gpa: u64,
     /// Length in bytes.
     pub(super) len: u64,
-    /// A device's rights to read and to write the memory, indexed by [`Direction`](super::Direction).
+    /// A device's rights to read and to write the memory, indexed by [`Direction`](super::DmaDirection).
     pub(super) rights: [bool; 2],
     pub(super) file: Arc<GuestFile>,
     /// Offset in the file's mapping.
     pub(super) offset: u64,
 }
 
-impl Place {
+impl GuestMemoryPart {
     /// Returns the place in the form in which memory is handed over.
     pub(super) fn region(&self) -> io::Result<MemoryRegion> {
         let [readable, writable] = self.rights;
@@ -233,37 +234,37 @@ impl Place {
 /// Range of IOVA space for a part of a VM's memory, mapped at least partly. Regions in it keep the distances of their guest
 /// addresses.
 #[derive(Debug)]
-pub(super) struct Extent {
-    place: Place,
+pub(super) struct IovaExtent {
+    place: GuestMemoryPart,
     iova: Arc<IovaRange>,
     /// Bytes of all extents of the VM.
     taken: Arc<AtomicU64>,
 }
 
-impl Extent {
+impl IovaExtent {
     /// Allocates IOVAs of a VM's share for `place`, as justified by `demand`. If they are not needed by others, also takes up
     /// to `spare` IOVAs for the following bytes of the file. `taken` counts all of them.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
         vm: &VmShares,
-        (place, demand): (&Place, Demand),
+        (place, demand): (&GuestMemoryPart, BudgetEntitlement),
         spare: u64,
         taken: &Arc<AtomicU64>,
-    ) -> Result<Arc<Self>, NoIovas> {
+    ) -> Result<Arc<Self>, IovaRefusal> {
         let mapped = place.file.mapping.len() as u64;
         let follows = (mapped - place.offset - place.len)
             .min(spare)
             .min(u64::MAX - place.last());
         let part = place.part();
         let memory = &place.file.mapping;
-        let had = demand != Demand::New;
+        let had = demand != BudgetEntitlement::New;
         let iova = |len, demand| {
             let range = space.allocate_for(vm, (demand, had), len, memory, &part)?;
             Ok((len, range))
         };
-        let (len, iova) =
-            iova(place.len + follows, Demand::New).or_else(|_| iova(place.len, demand))?;
-        let place = Place {
+        let (len, iova) = iova(place.len + follows, BudgetEntitlement::New)
+            .or_else(|_| iova(place.len, demand))?;
+        let place = GuestMemoryPart {
             len,
             ..place.clone()
         };
@@ -276,26 +277,26 @@ impl Extent {
     }
 
     /// Returns the first IOVA for a place, if the extent has IOVAs for it.
-    pub(super) fn iova_of(&self, place: &Place) -> Option<u64> {
+    pub(super) fn iova_of(&self, place: &GuestMemoryPart) -> Option<u64> {
         let has_it = self.place.has(place) && !self.iova.is_stuck();
         has_it.then(|| self.start_of(place))
     }
 
     /// Returns the first IOVA of a place in this extent.
-    fn start_of(&self, place: &Place) -> u64 {
+    fn start_of(&self, place: &GuestMemoryPart) -> u64 {
         self.iova.start() + (place.gpa - self.place.gpa)
     }
 
     /// Returns whether the old server left the place mapped. The place must lie in this extent.
-    pub(super) fn is_inherited(&self, place: &Place) -> bool {
+    pub(super) fn is_inherited(&self, place: &GuestMemoryPart) -> bool {
         let (iova, memory) = (self.start_of(place), &place.file.mapping);
         self.iova.is_inherited(iova, memory, &place.part())
     }
 }
 
-impl Extent {
+impl IovaExtent {
     /// Unmaps everything that the old server had mapped at a place that is mapped again.
-    pub(super) fn disinherit(&self, place: &Place) {
+    pub(super) fn disinherit(&self, place: &GuestMemoryPart) {
         if let Some(iova) = self.iova_of(place) {
             self.iova.disinherit(iova..iova + place.len);
         }
@@ -308,7 +309,7 @@ impl Extent {
     }
 }
 
-impl Drop for Extent {
+impl Drop for IovaExtent {
     fn drop(&mut self) {
         self.taken.fetch_sub(self.place.len, Ordering::Relaxed);
     }
@@ -316,22 +317,22 @@ impl Drop for Extent {
 
 /// Part of a VM's memory that its VMM has mapped and can unmap.
 #[derive(Debug)]
-pub(super) struct Region {
+pub(super) struct MappedRegion {
     /// Mapping for the drive. Dropped first, so that the drive's mapping ends before the memory is unmapped.
     part: IovaPart,
-    pub(super) place: Place,
-    pub(super) extent: Arc<Extent>,
-    _pinned: Pinned,
+    pub(super) place: GuestMemoryPart,
+    pub(super) extent: Arc<IovaExtent>,
+    _pinned: MappedByteCount,
 }
 
 /// Bytes that count as mapped until this is dropped.
 #[derive(Debug)]
-pub(super) struct Pinned {
+pub(super) struct MappedByteCount {
     count: Arc<AtomicU64>,
     bytes: u64,
 }
 
-impl Pinned {
+impl MappedByteCount {
     pub(super) fn new(count: &Arc<AtomicU64>, bytes: u64) -> Self {
         count.fetch_add(bytes, Ordering::Relaxed);
         let count = count.clone();
@@ -339,20 +340,20 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for MappedByteCount {
     fn drop(&mut self) {
         self.count.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
-impl Region {
+impl MappedRegion {
     /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` may refuse each part of
     /// the file's mapping.
     pub(super) fn new(
-        place: Place,
-        extent: Arc<Extent>,
-        permit: Permit,
-        pinned: Pinned,
+        place: GuestMemoryPart,
+        extent: Arc<IovaExtent>,
+        permit: BudgetPermit,
+        pinned: MappedByteCount,
         before: &mut BeforePinning<'_>,
     ) -> io::Result<Self> {
         let mapping = &place.file.mapping;

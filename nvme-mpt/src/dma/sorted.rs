@@ -10,20 +10,20 @@ const JOINED: usize = CHUNK / 2;
 
 /// Values by key, in chunks that copies of the map share.
 #[derive(Clone, Debug)]
-pub(super) struct Sorted<V> {
+pub(super) struct SharedSortedMap<V> {
     /// Chunks by ascending keys. No chunk is empty.
-    chunks: Vec<Chunk<V>>,
+    chunks: Vec<SortedMapChunk<V>>,
     len: usize,
 }
 
 #[derive(Clone, Debug)]
-struct Chunk<V> {
+struct SortedMapChunk<V> {
     /// First key.
     first: u64,
     entries: Arc<Vec<(u64, V)>>,
 }
 
-impl<V> Default for Sorted<V> {
+impl<V> Default for SharedSortedMap<V> {
     fn default() -> Self {
         Self {
             chunks: Vec::new(),
@@ -32,7 +32,7 @@ impl<V> Default for Sorted<V> {
     }
 }
 
-impl<V> Sorted<V> {
+impl<V> SharedSortedMap<V> {
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -74,12 +74,12 @@ impl<V> Sorted<V> {
     }
 }
 
-impl<V: Clone> Sorted<V> {
+impl<V: Clone> SharedSortedMap<V> {
     /// Inserts an entry, replacing the entry of the same key.
     pub(super) fn insert(&mut self, key: u64, value: V) {
         let index = match self.chunks.partition_point(|chunk| chunk.first <= key) {
             0 if self.chunks.is_empty() => {
-                self.chunks.push(Chunk::new(vec![(key, value)]));
+                self.chunks.push(SortedMapChunk::new(vec![(key, value)]));
                 self.len = 1;
                 return;
             }
@@ -96,7 +96,7 @@ impl<V: Clone> Sorted<V> {
         }
         chunk.first = chunk.first.min(key);
         if entries.len() > CHUNK {
-            let second = Chunk::new(entries.split_off(CHUNK / 2));
+            let second = SortedMapChunk::new(entries.split_off(CHUNK / 2));
             self.chunks.insert(index + 1, second);
         }
     }
@@ -138,7 +138,7 @@ impl<V: Clone> Sorted<V> {
     }
 }
 
-impl<V> Chunk<V> {
+impl<V> SortedMapChunk<V> {
     /// Creates a chunk from entries, at least one.
     fn new(entries: Vec<(u64, V)>) -> Self {
         let first = entries.first().map_or(0, |(key, _)| *key);
@@ -157,7 +157,7 @@ mod tests {
 
     const KEYS: u64 = 2000;
 
-    fn check(map: &Sorted<u64>, model: &BTreeMap<u64, u64>) {
+    fn check(map: &SharedSortedMap<u64>, model: &BTreeMap<u64, u64>) {
         assert_eq!(map.len(), model.len());
         assert!(map.values().eq(model.values()));
         for key in (0..KEYS).step_by(37) {
@@ -185,7 +185,7 @@ mod tests {
         fn it_is_a_map_and_copies_do_not_change(
             steps in prop::collection::vec((0..KEYS, 0..200_u64, any::<bool>()), 1..60),
         ) {
-            let (mut map, mut model) = (Sorted::default(), BTreeMap::new());
+            let (mut map, mut model) = (SharedSortedMap::default(), BTreeMap::new());
             let mut copies = Vec::new();
             for (number, (start, count, inserts)) in (0..).zip(steps) {
                 copies.push((map.clone(), model.clone()));

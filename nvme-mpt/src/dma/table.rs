@@ -2,20 +2,20 @@
 
 use std::sync::Arc;
 
-use super::departure::Departure;
-use super::notes::Notes;
-use super::region::{Place, Region};
-use super::sorted::Sorted;
+use super::departure::PendingUnmap;
+use super::notes::RegionDirtyBitmap;
+use super::region::{GuestMemoryPart, MappedRegion};
+use super::sorted::SharedSortedMap;
 use crate::address::{Gpa, Iova};
 use crate::memory::{Mapping, RawBytes};
 
 /// Regions that are adjacent in guest memory, in this process's address space and in the IOVA space. Translation treats
 /// them as one.
 #[derive(Clone, Debug)]
-pub(super) struct Run {
+pub(super) struct RegionRun {
     gpa: u64,
     len: u64,
-    /// Bytes that a device may read and write, indexed by `Direction`: `len` or 0.
+    /// Bytes that a device may read and write, indexed by `DmaDirection`: `len` or 0.
     limits: [u64; 2],
     iova: u64,
     mapping: Arc<Mapping>,
@@ -25,15 +25,15 @@ pub(super) struct Run {
 
 /// Direction of a data transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+pub enum DmaDirection {
     /// From the guest's memory to the drive.
     FromGuest = 0,
     /// From the drive to the guest's memory.
     ToGuest = 1,
 }
 
-impl Run {
-    fn new(region: &Region) -> Self {
+impl RegionRun {
+    fn new(region: &MappedRegion) -> Self {
         let place = &region.place;
         Self {
             gpa: place.gpa,
@@ -85,7 +85,7 @@ impl Run {
 
     /// Returns the offset of `gpa..gpa+len` in the run, if a device may access all of it in this direction.
     #[inline(always)]
-    fn offset_of(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<u64> {
+    fn offset_of(&self, gpa: Gpa, len: u64, direction: DmaDirection) -> Option<u64> {
         offset_of(self.gpa, &self.limits, gpa, len, direction)
     }
 
@@ -110,7 +110,7 @@ fn offset_of(
     limits: &[u64; 2],
     gpa: Gpa,
     len: u64,
-    direction: Direction,
+    direction: DmaDirection,
 ) -> Option<u64> {
     let offset = gpa.0.wrapping_sub(first);
     let limit = limits[direction as usize];
@@ -127,13 +127,13 @@ const FEW: usize = 64;
 pub struct RegionTable {
     generation: u64,
     /// All runs by guest address, not overlapping, if there are at most [`FEW`]; else empty.
-    few: Vec<Run>,
-    by_gpa: Sorted<Arc<Run>>,
-    by_iova: Sorted<Arc<Run>>,
+    few: Vec<RegionRun>,
+    by_gpa: SharedSortedMap<Arc<RegionRun>>,
+    by_iova: SharedSortedMap<Arc<RegionRun>>,
     /// Dirty pages of each region, if the dirty log is on.
-    pub(super) dirty: Option<Sorted<Arc<Notes>>>,
+    pub(super) dirty: Option<SharedSortedMap<Arc<RegionDirtyBitmap>>>,
     /// Pending unmaps that users may have in-flight commands for.
-    departures: Vec<Arc<Departure>>,
+    departures: Vec<Arc<PendingUnmap>>,
 }
 
 /// Page range of one run for one direction, used by loops over page lists.
@@ -163,14 +163,14 @@ pub(crate) struct IovaHint {
 impl IovaHint {
     /// Returns the IOVA of `gpa..gpa+len`, if it lies completely in the copied run and the access is allowed.
     #[inline(always)]
-    pub(crate) fn translate(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<Iova> {
+    pub(crate) fn translate(&self, gpa: Gpa, len: u64, direction: DmaDirection) -> Option<Iova> {
         let offset = offset_of(self.gpa, &self.limits, gpa, len, direction)?;
         Some(Iova(self.iova + offset))
     }
 
     /// Returns the pages of the copied run for translating whole pages, if the access is allowed.
     #[inline(always)]
-    pub(crate) fn pages(&self, direction: Direction) -> Option<RunPages> {
+    pub(crate) fn pages(&self, direction: DmaDirection) -> Option<RunPages> {
         Some(RunPages {
             first: self.gpa,
             last_byte: self.limits[direction as usize].checked_sub(1)?,
@@ -181,29 +181,33 @@ impl IovaHint {
 
 impl RegionTable {
     /// Completes the next snapshot with its generation and pending unmaps.
-    pub(super) fn complete(&mut self, departures: Vec<Arc<Departure>>) {
+    pub(super) fn complete(&mut self, departures: Vec<Arc<PendingUnmap>>) {
         self.generation += 1;
         self.departures = departures;
         self.few = match self.by_gpa.len() <= FEW {
-            true => self.by_gpa.values().map(|run| Run::clone(run)).collect(),
+            true => self
+                .by_gpa
+                .values()
+                .map(|run| RegionRun::clone(run))
+                .collect(),
             false => Vec::new(),
         };
     }
 
-    fn insert(&mut self, run: Run) {
+    fn insert(&mut self, run: RegionRun) {
         let run = Arc::new(run);
         self.by_gpa.insert(run.gpa, run.clone());
         self.by_iova.insert(run.iova, run);
     }
 
-    fn remove(&mut self, run: &Run) {
+    fn remove(&mut self, run: &RegionRun) {
         self.by_gpa.remove(run.gpa);
         self.by_iova.remove(run.iova);
     }
 
     /// Adds a region that does not overlap others.
-    pub(super) fn add(&mut self, region: &Region) {
-        let mut run = Run::new(region);
+    pub(super) fn add(&mut self, region: &MappedRegion) {
+        let mut run = RegionRun::new(region);
         let before = self.by_gpa.at_or_before(run.gpa);
         if let Some(before) = before.filter(|before| before.goes_on_in(&run)).cloned() {
             self.remove(&before);
@@ -217,13 +221,13 @@ impl RegionTable {
         }
         self.insert(run);
         if let Some(dirty) = &mut self.dirty {
-            let Place { gpa, len, .. } = region.place;
-            dirty.insert(gpa, Arc::new(Notes::new(gpa, len)));
+            let GuestMemoryPart { gpa, len, .. } = region.place;
+            dirty.insert(gpa, Arc::new(RegionDirtyBitmap::new(gpa, len)));
         }
     }
 
     /// Removes a region. Returns its dirty pages.
-    pub(super) fn take_away(&mut self, region: &Region) -> Option<Arc<Notes>> {
+    pub(super) fn take_away(&mut self, region: &MappedRegion) -> Option<Arc<RegionDirtyBitmap>> {
         let place = &region.place;
         if let Some(run) = self.by_gpa.at_or_before(place.gpa).cloned() {
             self.remove(&run);
@@ -241,7 +245,7 @@ impl RegionTable {
     pub(crate) fn departures_since(
         &self,
         generation: u64,
-    ) -> impl Iterator<Item = &Arc<Departure>> {
+    ) -> impl Iterator<Item = &Arc<PendingUnmap>> {
         let departures = self.departures.iter();
         departures.filter(move |departure| departure.generation() > generation)
     }
@@ -257,9 +261,9 @@ impl RegionTable {
         &self,
         gpa: Gpa,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut RegionHint,
-    ) -> Option<(&Run, u64)> {
+    ) -> Option<(&RegionRun, u64)> {
         self.in_run(gpa, len, direction, hint, |run, offset| Some((run, offset)))
     }
 
@@ -271,9 +275,9 @@ impl RegionTable {
         &'a self,
         gpa: Gpa,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut RegionHint,
-        then: impl Fn(&'a Run, u64) -> Option<T>,
+        then: impl Fn(&'a RegionRun, u64) -> Option<T>,
     ) -> Option<T> {
         if let Some(run) = self.few.get(hint.0)
             && let Some(offset) = run.offset_of(gpa, len, direction)
@@ -289,9 +293,9 @@ impl RegionTable {
         &self,
         gpa: Gpa,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut RegionHint,
-    ) -> Option<(&Run, u64)> {
+    ) -> Option<(&RegionRun, u64)> {
         let Some(index) = self
             .few
             .partition_point(|run| run.gpa <= gpa.0)
@@ -314,7 +318,7 @@ impl RegionTable {
         &self,
         gpa: Gpa,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut RegionHint,
     ) -> Option<Iova> {
         self.in_run(gpa, len, direction, hint, |run, offset| {
@@ -328,7 +332,7 @@ impl RegionTable {
         &self,
         gpa: Gpa,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut IovaHint,
     ) -> Option<Iova> {
         if let Some(iova) = hint.translate(gpa, len, direction) {
@@ -350,7 +354,7 @@ impl RegionTable {
         &self,
         gpa: Gpa,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut RegionHint,
     ) -> Option<(Iova, u64)> {
         let (run, offset) = self.find(gpa, 1, direction, hint)?;
@@ -364,7 +368,7 @@ impl RegionTable {
         &self,
         gpa: Gpa,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut RegionHint,
     ) -> Option<RawBytes<'_>> {
         let size = usize::try_from(len).ok()?;
@@ -378,7 +382,7 @@ impl RegionTable {
         &self,
         gpa: Gpa,
         len: usize,
-        direction: Direction,
+        direction: DmaDirection,
         hint: &mut RegionHint,
     ) -> Option<RawBytes<'_>> {
         let (run, offset) = self.find(gpa, 1, direction, hint)?;
@@ -389,8 +393,8 @@ impl RegionTable {
     #[must_use]
     pub fn locate(&self, gpa: Gpa, len: u64) -> Option<(&Arc<Mapping>, usize)> {
         let mut hint = RegionHint::default();
-        let (run, offset) = self.find(gpa, len, Direction::ToGuest, &mut hint)?;
-        run.offset_of(gpa, len, Direction::FromGuest)?;
+        let (run, offset) = self.find(gpa, len, DmaDirection::ToGuest, &mut hint)?;
+        run.offset_of(gpa, len, DmaDirection::FromGuest)?;
         Some((&run.mapping, usize::try_from(run.offset + offset).ok()?))
     }
 
@@ -409,7 +413,7 @@ impl RegionTable {
     }
 
     #[cold]
-    fn find_iova(&self, iova: u64, hint: &mut RegionHint) -> Option<(&Run, u64)> {
+    fn find_iova(&self, iova: u64, hint: &mut RegionHint) -> Option<(&RegionRun, u64)> {
         let run = self.by_iova.at_or_before(iova)?;
         let offset = run.offset_of_iova(iova)?;
         if let Ok(index) = self.few.binary_search_by_key(&run.gpa, |run| run.gpa) {

@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 
 use super::*;
-use crate::deadline::StillClock;
+use crate::deadline::FrozenClock;
 use crate::iova::Iommu;
 use crate::memory;
 
@@ -14,7 +14,7 @@ pub(super) fn memfd(len: u64) -> OwnedFd {
 
 pub(super) fn window() -> DmaWindow {
     let mut window = DmaWindow::new(Arc::new(IovaSpace::software()));
-    window.set_clock(Arc::new(StillClock));
+    window.set_clock(Arc::new(FrozenClock));
     window
 }
 
@@ -71,7 +71,7 @@ fn an_access_must_lie_in_one_region_for_a_device_but_not_for_the_control_path() 
     window.map(region(0x2000, 0x1000)).expect("map");
     let table = window.table();
     let mut hint = RegionHint::default();
-    let mut translate = |gpa, len| table.translate(Gpa(gpa), len, Direction::ToGuest, &mut hint);
+    let mut translate = |gpa, len| table.translate(Gpa(gpa), len, DmaDirection::ToGuest, &mut hint);
     assert!(translate(0x1F00, 0x100).is_some());
     assert!(translate(0x1F00, 0x101).is_none());
     assert!(translate(0x1000, u64::MAX).is_none());
@@ -97,12 +97,12 @@ fn a_region_is_used_only_as_it_may_be() {
     let mut hint = RegionHint::default();
     assert!(
         table
-            .translate(Gpa(0x1000), 8, Direction::FromGuest, &mut hint)
+            .translate(Gpa(0x1000), 8, DmaDirection::FromGuest, &mut hint)
             .is_some()
     );
     assert!(
         table
-            .translate(Gpa(0x1000), 8, Direction::ToGuest, &mut hint)
+            .translate(Gpa(0x1000), 8, DmaDirection::ToGuest, &mut hint)
             .is_none()
     );
     assert!(table.locate(Gpa(0x1000), 8).is_none());
@@ -119,7 +119,7 @@ fn iovas_resolve_to_the_same_bytes_and_windows_stay_apart() {
     let mut hint = RegionHint::default();
     let iova = a
         .table()
-        .translate(Gpa(0x1800), 4, Direction::ToGuest, &mut hint)
+        .translate(Gpa(0x1800), 4, DmaDirection::ToGuest, &mut hint)
         .expect("in");
     let mut read = [0; 4];
     let table = a.table();
@@ -160,7 +160,9 @@ fn an_unmap_waits_for_who_uses_the_memory() {
     let UsedTable {
         table_use: user,
         table,
-    } = window.tables().register(Waker::new().expect("eventfd"));
+    } = window
+        .tables()
+        .register(PollerWaker::new().expect("eventfd"));
     let unmapper = {
         let window = window.clone();
         std::thread::spawn(move || window.unmap_all())
@@ -256,7 +258,7 @@ fn blocks_are_one_run_only_where_all_of_it_goes_on() {
     let table = window.table();
     let mut translate = |number: u64, len| {
         let gpa = Gpa((4 << 30) + number * BLOCK - 512);
-        table.translate(gpa, len, Direction::FromGuest, &mut hint)
+        table.translate(gpa, len, DmaDirection::FromGuest, &mut hint)
     };
     assert!(translate(1, 1024).is_some());
     for number in 2..=5 {
@@ -412,7 +414,7 @@ impl Few {
 }
 
 impl Iommu for Few {
-    fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
+    fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: MappingAccess) -> io::Result<()> {
         if self.made.fetch_add(1, Ordering::Relaxed) < self.most {
             return Ok(());
         }
@@ -443,7 +445,13 @@ fn memory_is_unmapped_when_its_window_is_dropped_while_another_thread_looks_at_i
     let space = Arc::new(IovaSpace::behind_iommu(few.clone(), &[0..=(1 << 39) - 1]));
     let window = DmaWindow::new(space.clone());
     let file = memfd(4 * PAGE_SIZE);
-    let vmm = Mapping::shared(file.as_fd(), 0, 4 * PAGE_SIZE as usize, Access::ReadWrite).unwrap();
+    let vmm = Mapping::shared(
+        file.as_fd(),
+        0,
+        4 * PAGE_SIZE as usize,
+        MappingAccess::ReadWrite,
+    )
+    .unwrap();
     vmm.populate().unwrap();
     window.map(part(&file, 0, 0, 4 * PAGE_SIZE)).unwrap();
     vmm.discard_file(0, PAGE_SIZE as usize).unwrap();

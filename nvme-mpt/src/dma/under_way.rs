@@ -22,16 +22,16 @@ pub fn is_gone_for_good(gone: Duration, quiet: Duration) -> bool {
 
 /// Number of changes in progress, and the end of the last one.
 #[derive(Debug, Default)]
-pub(super) struct UnderWay {
+pub(super) struct OngoingChanges {
     count: AtomicUsize,
     ended: AtomicU64,
 }
 
-impl UnderWay {
+impl OngoingChanges {
     /// Starts a change, which ends when the result is dropped.
-    pub(super) fn begin(&self) -> Change<'_> {
+    pub(super) fn begin(&self) -> OngoingChange<'_> {
         self.count.fetch_add(1, Ordering::Relaxed);
-        Change(self)
+        OngoingChange(self)
     }
 
     /// Returns the time at which the last change ended; `now` while a change is in progress.
@@ -45,9 +45,9 @@ impl UnderWay {
 
 /// A change in progress.
 #[derive(Debug)]
-pub(super) struct Change<'a>(&'a UnderWay);
+pub(super) struct OngoingChange<'a>(&'a OngoingChanges);
 
-impl Drop for Change<'_> {
+impl Drop for OngoingChange<'_> {
     fn drop(&mut self) {
         self.0.ended.store(Ticks::now().0, Ordering::Relaxed);
         // After the time, so that a reader that sees no change sees the end of the last one.

@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::deadline::{Deadline, SystemClock};
-use crate::park::Waker;
+use crate::park::PollerWaker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// Checks of a user before the wait sleeps. They last longer than a pass of an awake poller.
@@ -12,14 +12,14 @@ const EAGER_LOOKS: u32 = 500;
 
 /// Tables and pending unmaps that a user still uses, as reported by the user.
 #[derive(Debug)]
-struct Progress {
+struct TableUserProgress {
     /// Generation of the table in use; `u64::MAX` after the user has ended.
     taken_up: AtomicU64,
     /// Pending unmaps up to that generation whose memory is used by the user's in-flight commands.
     held: Mutex<Vec<u64>>,
 }
 
-impl Progress {
+impl TableUserProgress {
     fn new(generation: u64) -> Self {
         Self {
             taken_up: AtomicU64::new(generation),
@@ -54,15 +54,15 @@ impl Progress {
 /// User of tables, as seen by threads that change the memory.
 #[derive(Debug)]
 pub(super) struct TableUser {
-    progress: Progress,
+    progress: TableUserProgress,
     /// Waker of the poller that must adopt a new table.
-    waker: Arc<Waker>,
+    waker: Arc<PollerWaker>,
 }
 
 impl TableUser {
-    pub(super) fn new(generation: u64, waker: Arc<Waker>) -> Self {
+    pub(super) fn new(generation: u64, waker: Arc<PollerWaker>) -> Self {
         Self {
-            progress: Progress::new(generation),
+            progress: TableUserProgress::new(generation),
             waker,
         }
     }
@@ -137,7 +137,7 @@ mod loom_models {
     use loom::sync::atomic::AtomicU32;
     use loom::thread;
 
-    use super::super::published::Published;
+    use super::super::published::PublishedSnapshot;
     use super::*;
 
     /// Last writers of the memory.
@@ -149,8 +149,8 @@ mod loom_models {
     fn unmap(command_in_flight: bool) {
         loom::model(move || {
             const DEPARTURE: u64 = 1;
-            let published = loom::sync::Arc::new(Published::new(Arc::new(true)));
-            let progress = loom::sync::Arc::new(Progress::new(0));
+            let published = loom::sync::Arc::new(PublishedSnapshot::new(Arc::new(true)));
+            let progress = loom::sync::Arc::new(TableUserProgress::new(0));
             let memory = loom::sync::Arc::new(AtomicU32::new(0));
             let unmapper = {
                 let (published, progress) = (published.clone(), progress.clone());

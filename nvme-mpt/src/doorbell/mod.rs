@@ -25,7 +25,7 @@ pub use stride::DoorbellStride;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
-use crate::memory::{Access, Cell32, Mapping, RingIndex, RingSize};
+use crate::memory::{MappedWord32, Mapping, MappingAccess, RingIndex, RingSize};
 use crate::spec::registers::Doorbell;
 use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
@@ -36,7 +36,7 @@ pub const MAX_QUEUE_PAIRS: u16 = 1024;
 /// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DoorbellMode {
-    /// [`Self::Shadow`] for guests that set up a Doorbell Buffer. For other guests, [`Self::Mapped`] if the function is in the
+    /// [`Self::Shadow`] for guests that set up a Doorbell Buffer. For other guests, [`Self::WindowTestIommu`] if the function is in the
     /// VMM's own process, otherwise [`Self::Shadow`].
     #[default]
     Auto,
@@ -111,7 +111,7 @@ impl DoorbellPage {
         let dstrd = stride.dstrd(mode, queue_pairs);
         let len = Self::file_len(dstrd, queue_pairs);
         let fd = crate::memory::sealed_memfd(c"nvme-mpt-doorbells", len)?;
-        let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite)?;
+        let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, MappingAccess::ReadWrite)?;
         Ok(Self {
             fd,
             mapping: Arc::new(mapping),
@@ -154,7 +154,7 @@ impl DoorbellPage {
         if file.metadata()?.len() < len {
             return Err(too_small());
         }
-        let mapping = Mapping::shared(file.as_fd(), 0, len as usize, Access::ReadWrite)?;
+        let mapping = Mapping::shared(file.as_fd(), 0, len as usize, MappingAccess::ReadWrite)?;
         Ok(Self {
             fd: file.into(),
             mapping: Arc::new(mapping),
@@ -222,10 +222,10 @@ impl DoorbellPage {
         doorbell.index() / 2 <= u32::from(self.queue_pairs)
     }
 
-    pub(crate) fn cell(&self, doorbell: Doorbell) -> Option<Cell32> {
+    pub(crate) fn cell(&self, doorbell: Doorbell) -> Option<MappedWord32> {
         let offset = doorbell.bar_offset(self.dstrd) as usize;
         self.exists(doorbell)
-            .then(|| Cell32::new(&self.mapping, offset))
+            .then(|| MappedWord32::new(&self.mapping, offset))
             .flatten()
     }
 }
@@ -240,21 +240,21 @@ pub struct DoorbellBuffer {
 }
 
 /// 32-bit word shared with the other side. Models of the protocol implement it too.
-pub(crate) trait Word {
+pub(crate) trait SharedWord {
     /// Loads the word with acquire semantics.
     fn load(&self) -> u32;
     /// Stores the word with release semantics.
     fn store(&self, value: u32);
 }
 
-impl Word for Cell32 {
+impl SharedWord for MappedWord32 {
     #[inline]
     fn load(&self) -> u32 {
-        Cell32::load(self)
+        MappedWord32::load(self)
     }
     #[inline]
     fn store(&self, value: u32) {
-        Cell32::store(self, value);
+        MappedWord32::store(self, value);
     }
 }
 
@@ -270,7 +270,7 @@ pub(crate) struct EventIdx<W> {
     is_stored: bool,
 }
 
-impl<W: Word> EventIdx<W> {
+impl<W: SharedWord> EventIdx<W> {
     /// Creates the EventIdx without storing a value, because a queue at rest must not access memory. Until the first command or
     /// sleep, a guest sees the old content, and may do one unnecessary register write.
     pub(crate) fn new(word: W, consumed: RingIndex) -> Self {
@@ -330,8 +330,8 @@ impl<W: Word> EventIdx<W> {
 /// Location from which a poller reads one doorbell of an I/O queue.
 #[derive(Debug)]
 pub(crate) struct DoorbellSource {
-    value: Cell32,
-    event_idx: Option<EventIdx<Cell32>>,
+    value: MappedWord32,
+    event_idx: Option<EventIdx<MappedWord32>>,
 }
 
 impl DoorbellSource {
@@ -353,7 +353,7 @@ impl DoorbellSource {
         let offset = doorbell.offset(page.dstrd());
         let word = |start: Gpa| {
             let (mapping, offset) = table.locate(start.checked_add(offset)?, 4)?;
-            Cell32::new(mapping, offset)
+            MappedWord32::new(mapping, offset)
         };
         let (value, event_idx) = (word(buffer.shadow)?, word(buffer.event_idx)?);
         let event_idx = Some(EventIdx::new(event_idx, consumed));
@@ -363,7 +363,7 @@ impl DoorbellSource {
     /// Returns the guest's last value. Everything that the guest wrote before it is visible.
     #[inline]
     pub(crate) fn load(&self) -> u32 {
-        Word::load(&self.value)
+        SharedWord::load(&self.value)
     }
 
     /// Suppresses notifications. The doorbell was seen at `consumed`.
@@ -401,7 +401,7 @@ pub(crate) mod tests {
     use crate::spec::ids::QueueId;
     use std::cell::Cell;
 
-    impl Word for &Cell<u32> {
+    impl SharedWord for &Cell<u32> {
         fn load(&self) -> u32 {
             self.get()
         }

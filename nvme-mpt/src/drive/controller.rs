@@ -10,12 +10,12 @@ use std::time::Duration;
 use super::label::DriveLabel;
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
 use super::namespace::HostNamespace;
-use super::reservation::{Reservation, ReserveError};
+use super::reservation::{QueuePairReservation, ReserveError};
 use crate::event::EventQueue;
-use crate::host::{Limits, Mdts, TemperatureThresholds};
+use crate::host::{ControllerLimits, Mdts, TemperatureThresholds};
 use crate::iova::IovaSpace;
-use crate::limit::Weight;
-use crate::origin::IdentityRef;
+use crate::limit::LeaseWeight;
+use crate::origin::DriveIdentityRef;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 
 /// I/O queue pairs of a host controller that has a number of them.
@@ -41,7 +41,7 @@ impl QueuePairUse {
 
 /// Incidents of a drive since it was opened, and the reactions to them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Incidents {
+pub struct DriveIncidents {
     /// Commands that did not complete within their deadline.
     pub timeouts: u64,
     /// Abort commands for such commands.
@@ -55,13 +55,13 @@ pub struct Incidents {
 /// The control path of a host controller.
 pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Returns the name that stays the same for the same drive, whatever path leads to it, and its other names.
-    fn identity(&self) -> IdentityRef<'_>;
+    fn identity(&self) -> DriveIdentityRef<'_>;
 
     /// Model Number, up to 40 characters.
     fn model(&self) -> &str;
 
     /// Returns its abilities.
-    fn limits(&self) -> &Limits;
+    fn limits(&self) -> &ControllerLimits;
 
     /// Returns the most data of one command that a function on it can be given; that of [`Self::limits`] unless the
     /// operator chooses.
@@ -109,8 +109,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         self: Arc<Self>,
         lease: &str,
         pairs: u16,
-        weight: Weight,
-    ) -> Result<Reservation, ReserveError> {
+        weight: LeaseWeight,
+    ) -> Result<QueuePairReservation, ReserveError> {
         let _ = (lease, pairs, weight);
         Err(ReserveError::Unbounded)
     }
@@ -161,8 +161,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     }
 
     /// Returns its incidents so far.
-    fn incidents(&self) -> Incidents {
-        Incidents::default()
+    fn incidents(&self) -> DriveIncidents {
+        DriveIncidents::default()
     }
 
     /// Returns whether a namespace whose size changes keeps its blocks, as far as it has them. That of a
@@ -197,7 +197,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         let _ = time;
     }
 
-    /// Tells of the drive's events ([`Event::Drive`](crate::event::Event::Drive)) from now on, as
+    /// Tells of the drive's events ([`Event::Drive`](crate::event::IoQueueEvent::Drive)) from now on, as
     /// long as the queue lives.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;

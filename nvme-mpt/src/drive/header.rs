@@ -7,7 +7,7 @@ use crate::drive::Drive;
 
 /// A kind of disk image, or of encryption.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct DiskImageHeader {
     /// Name of the kind.
     pub name: &'static str,
     /// Way to what the guest is to see.
@@ -39,7 +39,7 @@ const HEADERS: &[(usize, &[u8], &str, &str)] = &[
 /// Bytes that are looked at.
 const LENGTH: usize = 512;
 
-impl Header {
+impl DiskImageHeader {
     /// Returns the kind of header that bytes begin with.
     #[must_use]
     pub fn of(bytes: &[u8]) -> Option<Self> {
@@ -67,13 +67,20 @@ mod tests {
         for (at, mark, name, _) in HEADERS {
             let mut bytes = vec![0x55; 512];
             bytes[*at..*at + mark.len()].copy_from_slice(mark);
-            assert_eq!(Header::of(&bytes).map(|header| header.name), Some(*name));
+            assert_eq!(
+                DiskImageHeader::of(&bytes).map(|header| header.name),
+                Some(*name)
+            );
             // One byte off, or cut short, it is none.
             bytes[at + mark.len() - 1] ^= 0xFF;
-            assert_eq!(Header::of(&bytes), None, "{name}");
-            assert_eq!(Header::of(&bytes[..at + mark.len() - 1]), None, "{name}");
+            assert_eq!(DiskImageHeader::of(&bytes), None, "{name}");
+            assert_eq!(
+                DiskImageHeader::of(&bytes[..at + mark.len() - 1]),
+                None,
+                "{name}"
+            );
         }
-        assert_eq!(Header::of(&[]), None);
-        assert_eq!(Header::of(&[0; 512]), None);
+        assert_eq!(DiskImageHeader::of(&[]), None);
+        assert_eq!(DiskImageHeader::of(&[0; 512]), None);
     }
 }

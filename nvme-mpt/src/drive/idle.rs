@@ -7,9 +7,9 @@ use std::sync::{Arc, OnceLock};
 
 use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
 use crate::clock::Ticks;
-use crate::host::{CompletionTaker, HostBatch, HostMemory, HostQueue, Limits};
+use crate::host::{CompletionTaker, ControllerLimits, HostBatch, HostMemory, HostQueue};
 use crate::iova::IovaSpace;
-use crate::origin::IdentityRef;
+use crate::origin::DriveIdentityRef;
 use crate::shadow::{HostQueuePair, NvmCommands};
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
@@ -17,16 +17,16 @@ use crate::spec::sqe::Sqe;
 
 /// Look of a test at what goes on while a queue is created.
 #[derive(Clone, Default)]
-pub(crate) struct OnQueue(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
+pub(crate) struct QueueCreationHook(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
 
-impl OnQueue {
+impl QueueCreationHook {
     /// Has `look` called whenever a queue is created from now on.
     pub(crate) fn set(&self, look: impl Fn() + Send + Sync + 'static) {
         assert!(self.0.set(Box::new(look)).is_ok(), "one look");
     }
 }
 
-impl fmt::Debug for OnQueue {
+impl fmt::Debug for QueueCreationHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("OnQueue")
     }
@@ -36,15 +36,15 @@ impl fmt::Debug for OnQueue {
 #[derive(Debug)]
 pub(crate) struct IdleController {
     space: Arc<IovaSpace>,
-    limits: Limits,
-    on_queue: OnQueue,
+    limits: ControllerLimits,
+    on_queue: QueueCreationHook,
 }
 
 impl IdleController {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self {
             space: Arc::new(IovaSpace::software()),
-            limits: Limits {
+            limits: ControllerLimits {
                 mdts: 8,
                 entries_max: 4096,
                 commands: Oncs(0).with_compare(true),
@@ -60,12 +60,12 @@ impl IdleController {
                 copy_ranges_max: 1,
                 own_bytes_max: 0,
             },
-            on_queue: OnQueue::default(),
+            on_queue: QueueCreationHook::default(),
         })
     }
 
     /// Returns the place of a test's look at the creation of queues.
-    pub(crate) fn on_queue(&self) -> OnQueue {
+    pub(crate) fn on_queue(&self) -> QueueCreationHook {
         self.on_queue.clone()
     }
 
@@ -76,7 +76,7 @@ impl IdleController {
 }
 
 impl HostController for IdleController {
-    fn identity(&self) -> IdentityRef<'_> {
+    fn identity(&self) -> DriveIdentityRef<'_> {
         "idle".into()
     }
 
@@ -84,7 +84,7 @@ impl HostController for IdleController {
         "Idle drive"
     }
 
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &ControllerLimits {
         &self.limits
     }
 
@@ -109,11 +109,11 @@ impl HostController for IdleController {
 }
 
 #[derive(Debug)]
-struct IdleLease(OnQueue);
+struct IdleLease(QueueCreationHook);
 
 impl HostLease for IdleLease {
     fn create_queue(&self, _: u16) -> io::Result<HostQueuePair> {
-        let OnQueue(look) = &self.0;
+        let QueueCreationHook(look) = &self.0;
         if let Some(look) = look.get() {
             look();
         }

@@ -10,7 +10,7 @@ use std::str::FromStr;
 use uuid::{Builder, Uuid};
 
 use crate::memory::system::random;
-use crate::origin::{Identity, IdentityRef, extent};
+use crate::origin::{DriveIdentity, DriveIdentityRef, extent};
 
 /// Bytes at the end of a drive that belong to its label.
 const ROOM: u64 = 1 << 20;
@@ -118,9 +118,9 @@ impl DriveLabel {
     /// Returns the identity of the drive: the label over the bytes that the identity `of` names, as far as leases may have them.
     /// The drive was given its label while it had the names of `of`.
     #[must_use]
-    pub fn identity(&self, of: IdentityRef<'_>, bytes: u64) -> Identity {
+    pub fn identity(&self, of: DriveIdentityRef<'_>, bytes: u64) -> DriveIdentity {
         let formerly = of.formerly.iter().map(String::as_str).chain([of.name]);
-        Identity {
+        DriveIdentity {
             name: extent::over(&self.base(), of.name, bytes),
             formerly: formerly.map(str::to_owned).collect(),
             others: of.others.to_vec(),
@@ -167,11 +167,11 @@ mod tests {
         let identity = label.identity("1048576+4194304 of disk:d".into(), 1 << 20);
         let identity = identity.name;
         let range = "0+4K".parse().unwrap();
-        let on = |drive, range: &str| extent::Stretch {
+        let on = |drive, range: &str| extent::DriveByteRange {
             drive,
             range: range.parse().unwrap(),
         };
-        let ours = extent::Stretch {
+        let ours = extent::DriveByteRange {
             drive: &identity,
             range,
         };

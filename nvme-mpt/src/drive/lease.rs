@@ -7,12 +7,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::namespace::HostNamespace;
-use super::reservation::Reservation;
+use super::reservation::QueuePairReservation;
 use crate::event::EventQueue;
-use crate::host::{ChangeLog, CommandSetDescription, Damage};
-use crate::limit::Weight;
-use crate::live::{ChangeRecord, LossRecord};
-use crate::range::{ByteRange, LbaRange};
+use crate::host::{CommandSetDescription, LeaseChangeLog, LeaseDamage};
+use crate::limit::LeaseWeight;
+use crate::live::{ChangeRecord, LeaseWriteErrorRecord};
+use crate::range::{BlockRange, ByteRange};
 use crate::shadow::HostQueuePair;
 
 /// A lease to open at a host controller.
@@ -23,9 +23,9 @@ pub struct HostLeaseRequest<'a> {
     /// The namespace.
     pub namespace: HostNamespace,
     /// Its parts that are leased, in the order of the lease's blocks.
-    pub parts: &'a [LbaRange],
+    pub parts: &'a [BlockRange],
     /// Queue pairs that belong to it, if the drive has a bound on them.
-    pub reservation: Option<&'a Reservation>,
+    pub reservation: Option<&'a QueuePairReservation>,
 }
 
 impl HostLeaseRequest<'_> {
@@ -39,7 +39,7 @@ impl HostLeaseRequest<'_> {
     ///
     /// # Errors
     /// [`HostLeaseError::SeveralParts`].
-    pub fn only(&self) -> Result<LbaRange, HostLeaseError> {
+    pub fn only(&self) -> Result<BlockRange, HostLeaseError> {
         match self.parts {
             [part] => Ok(*part),
             _ => Err(HostLeaseError::SeveralParts),
@@ -90,20 +90,20 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`HostController::open_lease`](super::HostController::open_lease). The lease is as it was then.
-    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let _ = part;
         Err(HostLeaseError::SeveralParts)
     }
 
     /// Changes the weight of the lease among those whose queues share queue pairs with its own. Queues may exist.
-    fn set_weight(&self, weight: Weight) {
+    fn set_weight(&self, weight: LeaseWeight) {
         let _ = weight;
     }
 
     /// Returns the number of blocks from the first one of a part on that are known to be zeroes, as those of a hole are.
     /// A wipe leaves them out. After [`Self::flush`], they are zeroes for good. The part lies in the lease, and nothing
     /// writes to it meanwhile.
-    fn leading_zeroes(&self, part: LbaRange) -> u64 {
+    fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let _ = part;
         0
     }
@@ -124,8 +124,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     }
 
     /// Looks for damage of the lease's data, which takes system calls, and returns it.
-    fn damage(&self) -> Damage {
-        Damage::default()
+    fn damage(&self) -> LeaseDamage {
+        LeaseDamage::default()
     }
 
     /// Returns whether its damage has to be looked for now and then.
@@ -137,11 +137,11 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     fn lose_earlier_writes(&self) {}
 
     /// Records from now on whether writes were lost, for the process after this one.
-    fn record_losses(&self, record: LossRecord) {
+    fn record_losses(&self, record: LeaseWriteErrorRecord) {
         let _ = record;
     }
 
-    /// Opens a spare description of each file that the lease writes, for a [keeper](super::SpareKeeper). The lease keeps
+    /// Opens a spare description of each file that the lease writes, for a [keeper](super::SpareDescriptorStore). The lease keeps
     /// copies, and asks them when a VMM connects. Empty for a lease whose writes are in no file, or in one that may hold
     /// up the process that closes it.
     ///
@@ -173,12 +173,12 @@ pub trait HostLease: fmt::Debug + Send + Sync {
 
     /// Loads the unreadable blocks of the lease's id. From now on `ask` makes another thread call [`Self::store_marks`] after
     /// each change of them. A drive that keeps its own marks has nothing to do.
-    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
     /// Makes the present unreadable blocks durable by `store`. Commands wait for that, and it takes as long as a disk write.
-    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+    fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let _ = store;
     }
 
@@ -196,7 +196,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     }
 
     /// Returns what changed by itself; `None` if its command set has no list of changes.
-    fn changes(&self) -> Option<&dyn ChangeLog> {
+    fn changes(&self) -> Option<&dyn LeaseChangeLog> {
         None
     }
 

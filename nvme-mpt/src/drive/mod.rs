@@ -14,23 +14,23 @@ mod spare;
 
 use std::sync::Arc;
 
-pub use controller::{HostController, Incidents, QueuePairUse};
-pub use header::Header;
+pub use controller::{DriveIncidents, HostController, QueuePairUse};
+pub use header::DiskImageHeader;
 pub use label::{DriveLabel, DriveName, LABEL_BYTES};
 pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
 pub use namespace::HostNamespace;
-pub use reservation::{Reservation, ReserveError, ReservedPairs};
-pub use spare::SpareKeeper;
+pub use reservation::{QueuePairReservation, ReserveError, ReservedPairs};
+pub use spare::SpareDescriptorStore;
 
-use crate::host::Limits;
-use crate::limit::Weight;
-use crate::origin::IdentityRef;
-use crate::range::LbaRange;
+use crate::host::ControllerLimits;
+use crate::limit::LeaseWeight;
+use crate::origin::DriveIdentityRef;
+use crate::range::BlockRange;
 use crate::spec::ids::Nsid;
 
 /// Errors of a namespace that cannot be leased.
 #[derive(Debug, thiserror::Error)]
-pub enum DriveError {
+pub enum DriveNamespaceError {
     /// The drive has no namespace that is active.
     #[error("Drive `{0}` has no active namespace; create and attach one with `nvme create-ns`")]
     NoNamespace(String),
@@ -66,28 +66,28 @@ impl Drive {
     /// A namespace of a host controller that is there already.
     ///
     /// # Errors
-    /// [`DriveError::NoSuchNamespace`] and [`DriveError::TooSmall`].
+    /// [`DriveNamespaceError::NoSuchNamespace`] and [`DriveNamespaceError::TooSmall`].
     pub fn new(
         path: impl Into<String>,
         controller: Arc<dyn HostController>,
         nsid: Option<Nsid>,
-    ) -> Result<Arc<Self>, DriveError> {
+    ) -> Result<Arc<Self>, DriveNamespaceError> {
         let path = path.into();
         let namespaces = controller.namespaces();
         let wanted = |namespace: &&HostNamespace| nsid.is_none_or(|nsid| namespace.nsid == nsid);
         let Some(&namespace) = namespaces.iter().find(wanted) else {
             let active = namespaces.iter().map(|namespace| namespace.nsid.0);
             return Err(match nsid {
-                Some(nsid) => DriveError::NoSuchNamespace {
+                Some(nsid) => DriveNamespaceError::NoSuchNamespace {
                     path,
                     nsid,
                     active: active.collect(),
                 },
-                None => DriveError::NoNamespace(path),
+                None => DriveNamespaceError::NoNamespace(path),
             });
         };
         if namespace.blocks == 0 {
-            return Err(DriveError::TooSmall {
+            return Err(DriveNamespaceError::TooSmall {
                 path,
                 lba_size: 1 << namespace.lba_shift,
             });
@@ -103,7 +103,7 @@ impl Drive {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn sibling(&self, nsid: Option<Nsid>) -> Result<Arc<Self>, DriveError> {
+    pub fn sibling(&self, nsid: Option<Nsid>) -> Result<Arc<Self>, DriveNamespaceError> {
         Self::new(self.path.clone(), self.controller.clone(), nsid)
     }
 
@@ -115,7 +115,7 @@ impl Drive {
 
     /// Returns the name that stays the same for the same drive, whatever path leads to it, and its other names.
     #[must_use]
-    pub fn identity(&self) -> IdentityRef<'_> {
+    pub fn identity(&self) -> DriveIdentityRef<'_> {
         self.controller.identity()
     }
 
@@ -157,7 +157,7 @@ impl Drive {
 
     /// Returns the abilities of the host controller.
     #[must_use]
-    pub fn limits(&self) -> &Limits {
+    pub fn limits(&self) -> &ControllerLimits {
         self.controller.limits()
     }
 
@@ -175,8 +175,8 @@ impl Drive {
         &self,
         lease: &str,
         pairs: u16,
-        weight: Weight,
-    ) -> Result<Reservation, ReserveError> {
+        weight: LeaseWeight,
+    ) -> Result<QueuePairReservation, ReserveError> {
         self.controller.clone().reserve(lease, pairs, weight)
     }
 
@@ -187,8 +187,8 @@ impl Drive {
     pub fn open_lease(
         &self,
         name: &str,
-        parts: &[LbaRange],
-        reservation: Option<&Reservation>,
+        parts: &[BlockRange],
+        reservation: Option<&QueuePairReservation>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         self.controller.clone().open_lease(&HostLeaseRequest {
             name,

@@ -8,13 +8,13 @@ use std::io;
 ///
 /// It outlives the queues of the lease: a queue that has a pair of it shares the pair afterwards.
 #[derive(Debug)]
-pub struct Reservation {
+pub struct QueuePairReservation {
     key: u64,
     pairs: u16,
     _grant: Box<dyn Any + Send + Sync>,
 }
 
-impl Reservation {
+impl QueuePairReservation {
     /// A reservation of `pairs` pairs, which its host controller knows by `key` and takes back when `grant` is dropped.
     pub fn new(key: u64, pairs: u16, grant: impl Any + Send + Sync) -> Self {
         Self {

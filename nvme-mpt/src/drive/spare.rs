@@ -8,7 +8,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 
 /// A place for spare descriptions of leases, by the identity of their drive and their id.
-pub trait SpareKeeper: fmt::Debug + Send + Sync {
+pub trait SpareDescriptorStore: fmt::Debug + Send + Sync {
     /// Returns the descriptions that are kept for a lease, by this process or one before.
     fn kept(&self, drive: &str, lease: &str) -> Vec<OwnedFd>;
 

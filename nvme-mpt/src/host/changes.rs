@@ -6,26 +6,26 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::spec::log::ChangeList;
 
 /// Store of changes of a lease that its guest did not cause.
-pub trait ChangeLog {
+pub trait LeaseChangeLog {
     /// Returns the changes that the guest has not been told of.
-    fn changes(&self) -> Changes;
+    fn changes(&self) -> UnreportedChanges;
 
     /// Adds changes that the guest has not been told of.
-    fn recall(&self, untold: &Changes);
+    fn recall(&self, untold: &UnreportedChanges);
 
     /// Removes changes that the guest has been told of. Later changes stay.
-    fn forget(&self, told: &Changes);
+    fn forget(&self, told: &UnreportedChanges);
 }
 
 /// Changes that a guest has not been told of.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Changes {
+pub struct UnreportedChanges {
     ids: Vec<u64>,
     /// True if there are changes whose identifiers are unknown.
     more: bool,
 }
 
-impl Changes {
+impl UnreportedChanges {
     /// Maximum number of known identifiers: the capacity of the log page.
     pub const CAPACITY: usize = ChangeList::CAPACITY;
 
@@ -99,13 +99,13 @@ mod tests {
 
     #[test]
     fn a_page_lists_all_changes_or_none() {
-        let mut changes = Changes::new(&[3, 5, 3], false);
+        let mut changes = UnreportedChanges::new(&[3, 5, 3], false);
         let page = changes.page();
         assert_eq!(page[..8], [2, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!((page[8], page[16], page.len()), (3, 5, 4096));
-        changes.forget(&Changes::new(&[3], false));
+        changes.forget(&UnreportedChanges::new(&[3], false));
         assert_eq!(changes.page()[..9], [1, 0, 0, 0, 0, 0, 0, 0, 5]);
-        (10..10 + Changes::CAPACITY as u64).for_each(|id| changes.add(id));
+        (10..10 + UnreportedChanges::CAPACITY as u64).for_each(|id| changes.add(id));
         assert!(changes.are_more());
         assert_eq!(changes.page()[..9], [0xFF, 0xFF, 0, 0, 0, 0, 0, 0, 0]);
     }

@@ -67,30 +67,30 @@ pub struct CommandSetDescription {
     /// Command Set Identifier.
     pub csi: Csi,
     /// Contents of the namespace.
-    pub contents: Contents,
+    pub contents: NamespaceContents,
     /// I/O commands that are executed, in addition to those of the NVM Command Set if the contents are blocks.
     pub commands: Vec<IoCommand>,
     /// I/O Command Set specific Identify Namespace (CNS 05h).
     pub namespace: IdentifyNamespaceData,
     /// I/O Command Set specific Identify Controller (CNS 06h).
-    pub controller: Structure,
+    pub controller: SparseStructure,
     /// Change list, if the command set has one.
     pub change_list: Option<ChangeListDescription>,
     /// Promises to the guest, which are saved in a snapshot.
-    pub promises: Vec<Promise>,
+    pub promises: Vec<GuestPromise>,
 }
 
 impl CommandSetDescription {
     /// Returns whether the namespace has logical blocks, and so the commands of the NVM Command Set.
     #[must_use]
     pub fn has_blocks(&self) -> bool {
-        matches!(self.contents, Contents::Blocks { .. })
+        matches!(self.contents, NamespaceContents::Blocks { .. })
     }
 }
 
 /// Contents of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Contents {
+pub enum NamespaceContents {
     /// Logical blocks in units.
     Blocks {
         /// Blocks per unit.
@@ -102,7 +102,7 @@ pub enum Contents {
     Other(String),
 }
 
-impl Contents {
+impl NamespaceContents {
     /// Logical blocks that are all writable.
     pub const BLOCKS: Self = Self::Blocks {
         unit: 1,
@@ -155,14 +155,14 @@ impl IoCommand {
 
 /// Property that a guest may rely on as long as its controller exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Promise {
+pub struct GuestPromise {
     /// Readable name. Snapshots have it, so it must not change.
     pub name: String,
     /// Value.
     pub value: u64,
 }
 
-impl Promise {
+impl GuestPromise {
     /// Creates a promise.
     #[must_use]
     pub fn new(name: &str, value: impl Into<u64>) -> Self {
@@ -190,7 +190,7 @@ pub struct ChangeListDescription {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IdentifyNamespaceData {
     /// The data structure.
-    pub structure: Structure,
+    pub structure: SparseStructure,
     /// Facts that the function fills in.
     pub facts: Vec<PlacedFact>,
 }
@@ -229,27 +229,27 @@ pub enum NamespaceFact {
 
 /// Data structure, stored as its runs of nonzero bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Structure(Vec<Run>);
+pub struct SparseStructure(Vec<StructureRun>);
 
 /// Consecutive nonzero bytes of a data structure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Run {
+struct StructureRun {
     offset: u16,
     bytes: Vec<u8>,
 }
 
-impl Structure {
+impl SparseStructure {
     /// Stores a data structure of at most 64 KiB.
     #[must_use]
     pub fn of(structure: &(impl IntoBytes + Immutable)) -> Self {
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<StructureRun> = Vec::new();
         for (offset, byte) in (0..=u16::MAX).zip(structure.as_bytes()) {
             match runs.last_mut() {
                 _ if *byte == 0 => {}
                 Some(run) if usize::from(run.offset) + run.bytes.len() == usize::from(offset) => {
                     run.bytes.push(*byte);
                 }
-                _ => runs.push(Run {
+                _ => runs.push(StructureRun {
                     offset,
                     bytes: vec![*byte],
                 }),
@@ -262,7 +262,7 @@ impl Structure {
     #[must_use]
     pub fn to_bytes(&self, len: usize) -> Vec<u8> {
         let mut structure = vec![0; len];
-        for Run { offset, bytes } in &self.0 {
+        for StructureRun { offset, bytes } in &self.0 {
             put(&mut structure, *offset, bytes);
         }
         structure
@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn a_structure_is_kept_as_its_bytes_that_are_not_zero() {
         let bytes = [0_u8, 7, 8, 0, 0, 9, 0];
-        let structure = Structure::of(&bytes);
+        let structure = SparseStructure::of(&bytes);
         let kept = serde_json::to_string(&structure).unwrap();
         let runs = r#"[{"offset":1,"bytes":[7,8]},{"offset":5,"bytes":[9]}]"#;
         assert_eq!(kept, runs);
@@ -294,15 +294,15 @@ mod tests {
             [0, 7],
             "bytes beyond it are left out"
         );
-        assert_eq!(Structure::default().to_bytes(3), [0; 3]);
+        assert_eq!(SparseStructure::default().to_bytes(3), [0; 3]);
     }
 
     #[test]
     fn a_unit_of_no_blocks_has_no_capacity() {
-        let contents = |unit, writable| Contents::Blocks { unit, writable };
-        assert_eq!(Contents::BLOCKS.capacity(17), Some(17));
+        let contents = |unit, writable| NamespaceContents::Blocks { unit, writable };
+        assert_eq!(NamespaceContents::BLOCKS.capacity(17), Some(17));
         assert_eq!(contents(8, 6).capacity(17), Some(12));
         assert_eq!(contents(0, 6).capacity(17), Some(0));
-        assert_eq!(Contents::Other(String::new()).capacity(17), None);
+        assert_eq!(NamespaceContents::Other(String::new()).capacity(17), None);
     }
 }

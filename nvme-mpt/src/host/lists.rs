@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::address::{Iova, PAGE_SIZE};
 use crate::iova::{IovaPart, IovaSpace};
-use crate::memory::{Access, PrivateWords, RawBytes};
+use crate::memory::{MappingAccess, PrivateWords, RawBytes};
 
 /// Bytes per slot: two memory pages, for the 257 SGL descriptors of 1 MiB that starts within a page. A PRP list, a Dataset
 /// Management range list and a Copy source list take one page at most.
@@ -30,7 +30,7 @@ impl ListMemory {
     pub fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
         // Without an IOMMU, pages are allocated when a slot first uses them. Most slots never need a list.
         let words = PrivateWords::new(slots * LIST_WORDS)?;
-        let iova = space.map(words.mapping(), Access::Read)?;
+        let iova = space.map(words.mapping(), MappingAccess::Read)?;
         Ok(Self { iova, words })
     }
 

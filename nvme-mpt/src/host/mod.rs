@@ -18,22 +18,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::spec::identify::Oncs;
 use crate::spec::opcode::NvmOpcode;
-pub use changes::{ChangeLog, Changes};
+pub use changes::{LeaseChangeLog, UnreportedChanges};
 pub use data::DataPointer;
 pub use description::{
-    ChangeListDescription, CommandSetDescription, CommandSets, Contents, IdentifyNamespaceData,
-    IoCommand, NamespaceFact, PlacedFact, Promise, Structure,
+    ChangeListDescription, CommandSetDescription, CommandSets, GuestPromise, IdentifyNamespaceData,
+    IoCommand, NamespaceContents, NamespaceFact, PlacedFact, SparseStructure,
 };
 pub(crate) use lists::LIST_BYTES;
 pub use lists::ListMemory;
 pub use mdts::Mdts;
 pub use queue::{
-    Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
+    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
+    SharedQueuePair,
 };
 
 /// Abilities of a host controller, which limit the promises of a guest controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Limits {
+pub struct ControllerLimits {
     /// Maximum Data Transfer Size, as a power of two of 4 KiB pages.
     pub mdts: u8,
     /// Maximum number of entries of a queue (CAP.MQES + 1).
@@ -65,7 +66,7 @@ pub struct Limits {
     pub own_bytes_max: u64,
 }
 
-impl Limits {
+impl ControllerLimits {
     /// Returns the maximum data bytes of a command.
     #[must_use]
     pub fn max_transfer(&self) -> u64 {
@@ -150,7 +151,7 @@ pub struct TemperatureThresholds {
 
 /// Damage of a lease's data: differences from the data that its guest wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Damage {
+pub struct LeaseDamage {
     /// Completed writes or their metadata were lost before they were durable. The lease is read-only until its VMM connects
     /// again, or until the drive is reopened if its leases share the lost data.
     pub lost_writes: bool,

@@ -32,7 +32,7 @@ pub struct HostMemory<'a> {
 
 /// Point at which the commands of a host queue complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Completes {
+pub enum CompletionTiming {
     /// All commands complete while they are rung in, except those that are [put off](HostQueue::puts_off).
     AtOnce,
     /// Some commands complete while they are rung in.
@@ -44,7 +44,7 @@ pub enum Completes {
 /// Data path of one host queue pair. Only one thread uses it at a time.
 pub trait HostQueue {
     /// Point at which commands complete, so that the poller knows when to reap.
-    const COMPLETES: Completes = Completes::SoonOrLater;
+    const COMPLETES: CompletionTiming = CompletionTiming::SoonOrLater;
 
     /// True if a reset of the drive completes commands with Command Interrupted. The shadow queue resubmits these.
     const IS_INTERRUPTED: bool = false;
@@ -115,13 +115,13 @@ pub trait HostQueue {
 
     /// Returns the drive's queue pair behind this queue, which other host queues may share; `None` if the drive creates a pair
     /// for each queue.
-    fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
+    fn shared_pair(&self) -> Option<Arc<dyn SharedQueuePair>> {
         None
     }
 }
 
 /// Queue pair of a drive that several host queues may share. A host queue may move to another pair.
-pub trait SharedPair: fmt::Debug + Send + Sync {
+pub trait SharedQueuePair: fmt::Debug + Send + Sync {
     /// Returns the number of host queues that share the pair.
     fn members(&self) -> usize;
 

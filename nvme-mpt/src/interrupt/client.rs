@@ -24,7 +24,7 @@ use std::time::Duration;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::clock::{self, Ticks, ticks_in};
-use crate::memory::notifier::Notifier;
+use crate::memory::notifier::EventfdNotifier;
 use crate::memory::processors::{ThreadId, own_processors, run_on};
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, Sender, channel};
@@ -79,7 +79,7 @@ pub enum EventReader {
 /// Signals to the eventfds of one client.
 #[derive(Debug)]
 pub struct ClientSignals {
-    manner: Arc<Manner>,
+    manner: Arc<ClientSignalState>,
     thread: Mutex<SignalThread>,
 }
 
@@ -93,7 +93,7 @@ struct SignalThread {
 
 /// Measurements and path of a client's signals.
 #[derive(Debug)]
-struct Manner {
+struct ClientSignalState {
     name: String,
     way: AtomicU8,
     /// Number of signals whose processor time is still to be measured.
@@ -104,7 +104,7 @@ struct Manner {
     suspicions: AtomicU32,
     /// True if the client is trusted and no write has blocked, so that writes signal it.
     writes: AtomicBool,
-    notifier: OnceLock<Arc<Notifier>>,
+    notifier: OnceLock<Arc<EventfdNotifier>>,
     /// Number of times that the client left its thread after slow signals.
     returns: AtomicU32,
     slow_ticks: u64,
@@ -124,7 +124,7 @@ impl ClientSignals {
     #[must_use]
     pub fn new(name: &str, client: EventReader) -> Arc<Self> {
         let signals = Self {
-            manner: Arc::new(Manner {
+            manner: Arc::new(ClientSignalState {
                 name: name.to_owned(),
                 way: AtomicU8::new(DIRECT),
                 suspected: AtomicU32::new(0),
@@ -243,7 +243,7 @@ impl ClientEventFd {
     }
 }
 
-impl Manner {
+impl ClientSignalState {
     fn signal(&self, eventfd: &EventFd) -> io::Result<()> {
         match self.notifier.get() {
             Some(notifier) if !self.writes.load(Ordering::Relaxed) => notifier.signal(eventfd),
@@ -254,7 +254,7 @@ impl Manner {
     /// Switches to asynchronous I/O, or to the client's thread if there is no asynchronous I/O.
     fn stop_writing(&self) {
         if self.notifier.get().is_none() {
-            match Notifier::shared() {
+            match EventfdNotifier::shared() {
                 Ok(notifier) => drop(self.notifier.set(notifier)),
                 Err(error) => {
                     log::warn!(
@@ -524,10 +524,10 @@ mod tests {
     }
 
     /// Client among five on one poller, in simulated time: one tick is a nanosecond.
-    struct Attacker {
+    struct SignalTestClient {
         name: &'static str,
         /// Returns the time of its next direct signal, and whether that was a write that had to wait.
-        signal: fn(&Manner) -> (u64, bool),
+        signal: fn(&ClientSignalState) -> (u64, bool),
     }
 
     /// Time of a signal to a vCPU, of one by asynchronous I/O, and of one that is left to a thread.
@@ -536,30 +536,30 @@ mod tests {
     const HAND_OVER: u64 = 100;
 
     /// All effects that a client can give its signals. A new kind of effect is a new entry.
-    const ATTACKERS: &[Attacker] = &[
-        Attacker {
+    const ATTACKERS: &[SignalTestClient] = &[
+        SignalTestClient {
             name: "100,000 watches",
             signal: |_| (10_000_000, false),
         },
-        Attacker {
+        SignalTestClient {
             name: "1,500 watches",
             signal: |_| (67_500, false),
         },
-        Attacker {
+        SignalTestClient {
             name: "a blocking eventfd that is full",
             signal: |manner| match manner.writes.load(Ordering::Relaxed) {
                 true => (15_000_000, true),
                 false => (NOTIFY, false),
             },
         },
-        Attacker {
+        SignalTestClient {
             name: "watches that come and go, as soon as its signals are direct again",
             signal: |manner| match manner.way.load(Ordering::Relaxed) {
                 THREAD => (WRITE, false),
                 _ => (10_000_000, false),
             },
         },
-        Attacker {
+        SignalTestClient {
             name: "one of its eventfds is watched, and signalled whenever signals are not measured",
             signal: |manner| match manner.way.load(Ordering::Relaxed) {
                 DIRECT => (10_000_000, false),
@@ -570,11 +570,11 @@ mod tests {
 
     /// Returns the longest time of 999 in 1,000 passes, each with a command of each client. All but the last have direct
     /// signals that are quick.
-    fn pass_of_1000(attacker: Option<&Attacker>) -> u64 {
+    fn pass_of_1000(attacker: Option<&SignalTestClient>) -> u64 {
         const PASSES: u64 = 100_000;
         const COMMAND: u64 = 500;
         let signals = signals(EventReader::Trusted);
-        let manner = Manner {
+        let manner = ClientSignalState {
             slow_ticks: SLOW.as_nanos() as u64,
             ..Arc::into_inner(Arc::into_inner(signals).expect("one").manner).expect("one")
         };

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Coalescing, FALLS_BY_ACCESS, InterruptVector, NO_COALESCING, PinEpoch};
-use crate::clock::{Rate, Ticks};
-use crate::learn::{Choice, Moderation, Owed};
+use super::{CoalescingFeature, FALLS_BY_ACCESS, InterruptVector, NO_COALESCING, PinEpoch};
+use crate::clock::{TickRate, Ticks};
+use crate::learn::{CoalescingPolicy, PolicyChoice, UnsignaledCompletions};
 
 /// Outstanding work of a guest.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Standing {
+pub(crate) struct OutstandingCommands {
     /// Completions that the guest has not consumed.
     pub(crate) unconsumed: u32,
     /// Commands that are not completed.
@@ -20,19 +20,19 @@ pub(crate) struct Standing {
 ///
 /// A guest that is still consuming completions finds newer ones without another interrupt, because it consumes in order. It
 /// is owed an interrupt only if it stops before them. The CQ head doorbell shows this, and is read until the guest has
-/// consumed all completions. An interrupt may also wait for [more completions](Moderation). A sleeping poller wakes up
+/// consumed all completions. An interrupt may also wait for [more completions](CoalescingPolicy). A sleeping poller wakes up
 /// [in time](Self::due) for that interrupt, and settles everything else before it sleeps.
 ///
 /// The INTx pin is a level, which stays owed until the guest has consumed all entries (PCIe 1.0, section 3.5.1). So the gate
 /// raises the level again if a guest acknowledges the interrupt but leaves entries.
 #[derive(Debug)]
-pub(crate) struct InterruptGate {
+pub(crate) struct InterruptCoalescer {
     vector: Option<Arc<InterruptVector>>,
-    coalescing: Arc<Coalescing>,
+    coalescing: Arc<CoalescingFeature>,
     /// Number of completions posted since the last signal, combined with [`TOLD`].
     owed: u32,
     owed_since: Ticks,
-    moderation: Moderation,
+    moderation: CoalescingPolicy,
     /// Time until which an interrupt is held back for more completions.
     held_until: Option<Ticks>,
     patience: u64,
@@ -52,20 +52,20 @@ const PATIENCE_GROWTH: u64 = 64;
 /// but reported its head late. A guest whose interrupt handler is merely slow gets a spurious interrupt.
 const PATIENCE: Duration = Duration::from_millis(1);
 
-impl InterruptGate {
+impl InterruptCoalescer {
     /// Creates a gate for `vector`. Ticks have the given `rate`.
     pub(crate) fn new(
         vector: Option<Arc<InterruptVector>>,
-        coalescing: Arc<Coalescing>,
-        moderation: Choice,
-        rate: Rate,
+        coalescing: Arc<CoalescingFeature>,
+        moderation: PolicyChoice,
+        rate: TickRate,
     ) -> Self {
         Self {
             vector,
             coalescing,
             owed: 0,
             owed_since: Ticks::default(),
-            moderation: Moderation::new(moderation, rate),
+            moderation: CoalescingPolicy::new(moderation, rate),
             held_until: None,
             patience: rate.ticks(PATIENCE),
             told_at: Ticks::default(),
@@ -110,7 +110,7 @@ impl InterruptGate {
 
     /// Signals if an interrupt is due to a guest with this outstanding work. Returns whether it did.
     #[inline]
-    pub(crate) fn settle(&mut self, standing: Standing, now: Ticks) -> bool {
+    pub(crate) fn settle(&mut self, standing: OutstandingCommands, now: Ticks) -> bool {
         let unconsumed = standing.unconsumed;
         if !self.owes(unconsumed) {
             return false;
@@ -130,7 +130,7 @@ impl InterruptGate {
         } else if may_wait {
             // The guest may already have found some of them.
             let unknown = self.owed.min(unconsumed);
-            let owed = Owed {
+            let owed = UnsignaledCompletions {
                 completions: unknown,
                 since: self.owed_since,
             };
@@ -152,7 +152,12 @@ impl InterruptGate {
     /// Settles the interrupt as [`Self::settle`] does, for the pin. `epoch` must be read before the caller reads the guest's
     /// head.
     #[cold]
-    pub(crate) fn settle_pin(&mut self, standing: Standing, now: Ticks, epoch: PinEpoch) -> bool {
+    pub(crate) fn settle_pin(
+        &mut self,
+        standing: OutstandingCommands,
+        now: Ticks,
+        epoch: PinEpoch,
+    ) -> bool {
         let unconsumed = standing.unconsumed;
         if !self.owes(unconsumed) {
             return false;
@@ -193,7 +198,7 @@ impl InterruptGate {
     }
 
     /// Returns whether an interrupt waits for more completions. `untold` is the number that the guest has not been told of.
-    fn holds_back(&mut self, untold: u32, standing: Standing, now: Ticks) -> bool {
+    fn holds_back(&mut self, untold: u32, standing: OutstandingCommands, now: Ticks) -> bool {
         let (threshold, time) = self.coalescing.get();
         let waited = now.since(self.owed_since);
         if time != 0 {
@@ -202,7 +207,7 @@ impl InterruptGate {
             self.held_until = holds.then(|| Ticks(self.owed_since.0.saturating_add(ticks)));
             return holds;
         }
-        let owed = Owed {
+        let owed = UnsignaledCompletions {
             completions: untold.min(standing.unconsumed),
             since: self.owed_since,
         };
@@ -212,7 +217,7 @@ impl InterruptGate {
 
     /// Signals the owed interrupt unless it is held back until [due](Self::due), because the poller is about to sleep. Returns
     /// whether it did.
-    pub(crate) fn settle_for_sleep(&mut self, standing: Standing, now: Ticks) -> bool {
+    pub(crate) fn settle_for_sleep(&mut self, standing: OutstandingCommands, now: Ticks) -> bool {
         self.settle(standing, now)
             || (self.held_until.is_none() && self.settle_now(standing.unconsumed))
     }
@@ -254,24 +259,31 @@ mod tests {
     use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
-    use crate::interrupt::PinFall;
+    use crate::interrupt::PinDeassertion;
 
     /// A guest with so many completions before it, and no more to come.
-    fn left(unconsumed: u32) -> Standing {
+    fn left(unconsumed: u32) -> OutstandingCommands {
         let in_flight = 0;
-        Standing {
+        OutstandingCommands {
             unconsumed,
             in_flight,
         }
     }
 
-    fn gate() -> (Arc<InterruptVector>, Arc<Coalescing>, InterruptGate) {
-        let (vector, coalescing) = (InterruptVector::new(), Arc::new(Coalescing::default()));
-        let gate = InterruptGate::new(
+    fn gate() -> (
+        Arc<InterruptVector>,
+        Arc<CoalescingFeature>,
+        InterruptCoalescer,
+    ) {
+        let (vector, coalescing) = (
+            InterruptVector::new(),
+            Arc::new(CoalescingFeature::default()),
+        );
+        let gate = InterruptCoalescer::new(
             Some(vector.clone()),
             coalescing.clone(),
-            Choice::Learned,
-            Rate::NANOSECOND,
+            PolicyChoice::Learned,
+            TickRate::NANOSECOND,
         );
         (vector, coalescing, gate)
     }
@@ -331,7 +343,7 @@ mod tests {
         assert!(gate.settle(left(1), Ticks(0)));
     }
 
-    fn settle_pin(gate: &mut InterruptGate, unconsumed: u32, now: Ticks) -> bool {
+    fn settle_pin(gate: &mut InterruptCoalescer, unconsumed: u32, now: Ticks) -> bool {
         let epoch = gate.pin().expect("the pin").epoch();
         gate.settle_pin(left(unconsumed), now, epoch)
     }
@@ -341,7 +353,7 @@ mod tests {
         let (vector, _, mut gate) = gate();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
-        vector.set_pin(Some(PinFall::Acknowledgement));
+        vector.set_pin(Some(PinDeassertion::Acknowledgement));
         gate.post(2, Ticks(1));
         assert!(settle_pin(&mut gate, 2, Ticks(1)));
         gate.post(1, Ticks(2));
@@ -372,7 +384,7 @@ mod tests {
         let (vector, _, mut gate) = gate();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
-        vector.set_pin(Some(PinFall::Access));
+        vector.set_pin(Some(PinDeassertion::Access));
         gate.post(2, Ticks(1));
         assert!(settle_pin(&mut gate, 2, Ticks(1)));
         vector.end_of_interrupt();
@@ -403,7 +415,7 @@ mod tests {
         let (vector, coalescing, mut gate) = gate();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
-        vector.set_pin(Some(PinFall::Acknowledgement));
+        vector.set_pin(Some(PinDeassertion::Acknowledgement));
         coalescing.set(3, 2);
         let time = 2 * gate.ticks_per_100us;
         gate.post(3, Ticks(0));
@@ -430,12 +442,12 @@ mod tests {
         let (vector, _, mut gate) = gate();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
-        vector.set_pin(Some(PinFall::Acknowledgement));
+        vector.set_pin(Some(PinDeassertion::Acknowledgement));
         // Four completions share an interrupt, and each takes a microsecond.
         gate.moderation.learned(2, 1000);
-        let settle = |gate: &mut InterruptGate, unconsumed, now| {
+        let settle = |gate: &mut InterruptCoalescer, unconsumed, now| {
             let epoch = gate.pin().expect("the pin").epoch();
-            let standing = Standing {
+            let standing = OutstandingCommands {
                 unconsumed,
                 in_flight: 8,
             };
@@ -458,7 +470,12 @@ mod tests {
 
     #[test]
     fn a_queue_without_interrupts_owes_none() {
-        let mut gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
+        let mut gate = InterruptCoalescer::new(
+            None,
+            Arc::default(),
+            PolicyChoice::Learned,
+            TickRate::NANOSECOND,
+        );
         gate.post(1, Ticks(0));
         assert!(!gate.is_owed());
         assert!(!gate.settle(left(1), Ticks(u64::MAX)));
@@ -466,7 +483,7 @@ mod tests {
 
     /// Event at a gate.
     #[derive(Clone, Debug)]
-    enum Step {
+    enum CoalescerTestStep {
         /// The guest submits, and the poller takes it.
         Take(u32),
         /// The drive completes commands that are in flight.
@@ -479,13 +496,13 @@ mod tests {
         Sleep,
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = CoalescerTestStep> {
         prop_oneof![
-            (1..40_u32).prop_map(Step::Take),
-            (1..40_u32).prop_map(Step::Complete),
-            (1..40_u32).prop_map(Step::Consume),
-            (0..200_000_u64).prop_map(Step::Look),
-            Just(Step::Sleep),
+            (1..40_u32).prop_map(CoalescerTestStep::Take),
+            (1..40_u32).prop_map(CoalescerTestStep::Complete),
+            (1..40_u32).prop_map(CoalescerTestStep::Consume),
+            (0..200_000_u64).prop_map(CoalescerTestStep::Look),
+            Just(CoalescerTestStep::Sleep),
         ]
     }
 
@@ -498,16 +515,16 @@ mod tests {
         ) {
             let (vector, _, mut gate) = gate();
             gate.moderation.learned(level, 20_000);
-            let (mut standing, mut now) = (Standing::default(), Ticks(1 << 40));
+            let (mut standing, mut now) = (OutstandingCommands::default(), Ticks(1 << 40));
             // Completions that the guest was told of.
             let (mut told, mut signals) = (0, 0);
             for step in steps {
                 match step {
-                    Step::Take(commands) => {
+                    CoalescerTestStep::Take(commands) => {
                         standing.in_flight += commands;
                         gate.taken(now);
                     }
-                    Step::Complete(commands) => {
+                    CoalescerTestStep::Complete(commands) => {
                         let done = commands.min(standing.in_flight);
                         standing.in_flight -= done;
                         standing.unconsumed += done;
@@ -515,16 +532,16 @@ mod tests {
                             gate.post(done, now);
                         }
                     }
-                    Step::Consume(entries) => {
+                    CoalescerTestStep::Consume(entries) => {
                         let consumed = entries.min(standing.unconsumed);
                         standing.unconsumed -= consumed;
                         told = u32::min(told, standing.unconsumed);
                     }
-                    Step::Look(ticks) => {
+                    CoalescerTestStep::Look(ticks) => {
                         now.0 += ticks;
                         gate.settle(standing, now);
                     }
-                    Step::Sleep => {
+                    CoalescerTestStep::Sleep => {
                         gate.settle_for_sleep(standing, now);
                         if let Some(due) = gate.due() {
                             prop_assert!(due > now && due.since(now) <= 4_000_000);

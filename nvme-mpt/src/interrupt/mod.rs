@@ -30,7 +30,7 @@ pub const fn vectors_of(queue_pairs: u16) -> u16 {
 }
 
 pub use client::{ClientEventFd, ClientSignals, EventReader};
-pub(crate) use gate::{InterruptGate, Standing};
+pub(crate) use gate::{InterruptCoalescer, OutstandingCommands};
 
 /// Link to the same vector in another process, which raises it for I/O queues.
 ///
@@ -58,7 +58,7 @@ pub trait VectorLink: fmt::Debug + Send + Sync {
 /// owner of a Completion Queue that is not empty signals again.
 #[derive(Debug, Default)]
 pub struct InterruptVector {
-    state: Mutex<VectorState>,
+    state: Mutex<InterruptVectorState>,
     signals: AtomicU64,
     /// Combination of [`NO_COALESCING`], [`PIN`] and [`FALLS_BY_ACCESS`].
     flags: AtomicU8,
@@ -76,7 +76,7 @@ const FALLS_BY_ACCESS: u8 = 1 << 2;
 
 /// Event at which a VMM lowers the level of the INTx pin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PinFall {
+pub enum PinDeassertion {
     /// The guest's interrupt controller acknowledges the interrupt.
     Acknowledgement,
     /// The guest accesses any register of a BAR. If a driver stores its doorbells only to memory, the level stays high.
@@ -85,14 +85,14 @@ pub enum PinFall {
 
 /// Destination of a vector.
 #[derive(Debug)]
-enum Target {
+enum VectorTarget {
     Own(EventFd),
     Client(Arc<ClientEventFd>),
 }
 
 #[derive(Debug, Default)]
-struct VectorState {
-    target: Option<Target>,
+struct InterruptVectorState {
+    target: Option<VectorTarget>,
     masked: bool,
     /// Masked by the controller's registers.
     register_masked: bool,
@@ -108,7 +108,7 @@ struct VectorState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PinEpoch(u64);
 
-impl VectorState {
+impl InterruptVectorState {
     fn is_masked(&self) -> bool {
         self.masked || self.register_masked
     }
@@ -121,8 +121,8 @@ impl VectorState {
         let delivered = match &self.target {
             _ if self.is_masked() => false,
             // A full counter already holds a notification, so a failure loses none.
-            Some(Target::Own(eventfd)) => eventfd::signal(eventfd).is_ok(),
-            Some(Target::Client(eventfd)) => eventfd.signal(),
+            Some(VectorTarget::Own(eventfd)) => eventfd::signal(eventfd).is_ok(),
+            Some(VectorTarget::Client(eventfd)) => eventfd.signal(),
             None => false,
         };
         self.pending = !delivered;
@@ -161,16 +161,20 @@ impl InterruptVector {
             // One signal covers all that were pending.
             state.pending = false;
         }
-        self.connect(state, eventfd.map(Target::Own));
+        self.connect(state, eventfd.map(VectorTarget::Own));
     }
 
     /// Connects the vector to another process's eventfd. Delivers a pending signal.
     pub fn set_client(&self, eventfd: Arc<ClientEventFd>) {
         debug_assert!(self.link.is_none(), "the host side connects it");
-        self.connect(self.state(), Some(Target::Client(eventfd)));
+        self.connect(self.state(), Some(VectorTarget::Client(eventfd)));
     }
 
-    fn connect(&self, mut state: MutexGuard<'_, VectorState>, target: Option<Target>) {
+    fn connect(
+        &self,
+        mut state: MutexGuard<'_, InterruptVectorState>,
+        target: Option<VectorTarget>,
+    ) {
         let before = std::mem::replace(&mut state.target, target);
         if state.pending {
             state.deliver();
@@ -191,7 +195,7 @@ impl InterruptVector {
         self.change_masks(|state| state.register_masked = masked);
     }
 
-    fn change_masks(&self, change: impl FnOnce(&mut VectorState)) {
+    fn change_masks(&self, change: impl FnOnce(&mut InterruptVectorState)) {
         let mut state = self.state();
         let before = state.is_masked();
         change(&mut state);
@@ -208,14 +212,14 @@ impl InterruptVector {
     }
 
     /// Makes the vector the INTx pin with a low level, or a message if `pin` is `None`.
-    pub fn set_pin(&self, pin: Option<PinFall>) {
+    pub fn set_pin(&self, pin: Option<PinDeassertion>) {
         let mut state = self.state();
         state.is_pin = pin.is_some();
         state.asserted = false;
         let flags = match pin {
             None => 0,
-            Some(PinFall::Acknowledgement) => PIN,
-            Some(PinFall::Access) => PIN | FALLS_BY_ACCESS,
+            Some(PinDeassertion::Acknowledgement) => PIN,
+            Some(PinDeassertion::Access) => PIN | FALLS_BY_ACCESS,
         };
         self.flags
             .fetch_and(!(PIN | FALLS_BY_ACCESS), Ordering::Relaxed);
@@ -340,7 +344,7 @@ impl InterruptVector {
         self.flags.load(Ordering::Relaxed)
     }
 
-    fn state(&self) -> MutexGuard<'_, VectorState> {
+    fn state(&self) -> MutexGuard<'_, InterruptVectorState> {
         // Each change of the state is complete before a panic is possible.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -348,9 +352,9 @@ impl InterruptVector {
 
 /// Interrupt Coalescing feature of a guest controller (Base 2.0, section 5.27.1.6).
 #[derive(Debug, Default)]
-pub struct Coalescing(AtomicU16);
+pub struct CoalescingFeature(AtomicU16);
 
-impl Coalescing {
+impl CoalescingFeature {
     /// Sets the Aggregation Threshold (zero-based, in completions) and the Aggregation Time (in 100 us; 0 turns coalescing
     /// off).
     pub fn set(&self, threshold_z: u8, time_100us: u8) {
@@ -412,7 +416,7 @@ mod tests {
         let vector = InterruptVector::new();
         let (ours, theirs) = eventfd();
         vector.set_eventfd(Some(ours));
-        vector.set_pin(Some(PinFall::Acknowledgement));
+        vector.set_pin(Some(PinDeassertion::Acknowledgement));
         vector.signal();
         vector.signal();
         assert_eq!(theirs.read().expect("raised"), 1);

@@ -4,16 +4,16 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 
-use super::{Coalescing, InterruptGate, InterruptVector, Standing};
-use crate::clock::{Rate, Ticks};
-use crate::learn::Choice;
+use super::{CoalescingFeature, InterruptCoalescer, InterruptVector, OutstandingCommands};
+use crate::clock::{TickRate, Ticks};
+use crate::learn::PolicyChoice;
 
 /// Number of commands of guests with a constant load.
 const COMMANDS: u32 = 8_000;
 
 /// A guest with one processor.
 #[derive(Clone, Copy, Debug)]
-struct Guest {
+struct CoalescingTestGuest {
     /// Cost of an interrupt, without the completions that it reports.
     interrupt: u64,
     /// Cost of a completion and of the next command.
@@ -22,17 +22,17 @@ struct Guest {
 
 /// Drive that takes `latency` per command, and processes `parallel` commands at a time.
 #[derive(Clone, Copy, Debug)]
-struct Drive {
+struct CoalescingTestDrive {
     latency: u64,
     parallel: usize,
 }
 
 /// Number of commands that a guest keeps outstanding, and number of completions after which the phase ends.
-type Phase = (u32, u32);
+type CoalescingTestLoad = (u32, u32);
 
 /// Result of a phase.
 #[derive(Clone, Copy, Debug)]
-struct Outcome {
+struct CoalescingTestResult {
     ticks: u64,
     interrupts: u64,
     /// Maximum time for which a completion waited to be consumed.
@@ -42,7 +42,7 @@ struct Outcome {
 /// The guest's processor. A step ends before an interrupt is taken, and the interrupt handler ends before the next
 /// submission.
 #[derive(Debug, Default)]
-struct Processor {
+struct CoalescingTestProcessor {
     free_at: u64,
     handles: bool,
     interrupts: u64,
@@ -50,22 +50,22 @@ struct Processor {
 
 /// Runs a guest through phases.
 fn run<const N: usize>(
-    guest: Guest,
-    drive: Drive,
-    moderation: Choice,
-    phases: [Phase; N],
-) -> [Outcome; N] {
+    guest: CoalescingTestGuest,
+    drive: CoalescingTestDrive,
+    moderation: PolicyChoice,
+    phases: [CoalescingTestLoad; N],
+) -> [CoalescingTestResult; N] {
     // Time of a pass of the poller: a guest and its host have about the same speed.
     let pass = guest.command / 20;
     let vector = InterruptVector::new();
-    let coalescing = Arc::<Coalescing>::default();
+    let coalescing = Arc::<CoalescingFeature>::default();
     let raised = Some(vector.clone());
-    let mut gate = InterruptGate::new(raised, coalescing, moderation, Rate::NANOSECOND);
+    let mut gate = InterruptCoalescer::new(raised, coalescing, moderation, TickRate::NANOSECOND);
     let mut servers = vec![0_u64; drive.parallel];
     let mut flying = BinaryHeap::new();
     // Times at which completions were posted that are not consumed yet.
     let mut posted = VecDeque::new();
-    let mut processor = Processor::default();
+    let mut processor = CoalescingTestProcessor::default();
     let (mut now, mut outstanding) = (0_u64, 0_u32);
     phases.map(|(depth, commands)| {
         let (began, before) = (now, vector.count());
@@ -117,13 +117,13 @@ fn run<const N: usize>(
             if done > 0 {
                 gate.post(done, Ticks(now));
             }
-            let standing = Standing {
+            let standing = OutstandingCommands {
                 unconsumed: posted.len() as u32,
                 in_flight: flying.len() as u32,
             };
             gate.settle(standing, Ticks(now));
         }
-        Outcome {
+        CoalescingTestResult {
             ticks: now - began,
             interrupts: vector.count() - before,
             longest,
@@ -132,54 +132,54 @@ fn run<const N: usize>(
 }
 
 /// Flash drives, one with little parallelism, a fast drive, and drives that process one command at a time.
-const DRIVES: [Drive; 5] = [
-    Drive {
+const DRIVES: [CoalescingTestDrive; 5] = [
+    CoalescingTestDrive {
         latency: 80_000,
         parallel: 64,
     },
-    Drive {
+    CoalescingTestDrive {
         latency: 80_000,
         parallel: 4,
     },
-    Drive {
+    CoalescingTestDrive {
         latency: 10_000,
         parallel: 16,
     },
-    Drive {
+    CoalescingTestDrive {
         latency: 1000,
         parallel: 1,
     },
-    Drive {
+    CoalescingTestDrive {
         latency: 20_000,
         parallel: 1,
     },
 ];
 
 /// Guests in KVM and in an emulator, and guests with very low and very high interrupt costs.
-const GUESTS: [Guest; 4] = [
-    Guest {
+const GUESTS: [CoalescingTestGuest; 4] = [
+    CoalescingTestGuest {
         interrupt: 3000,
         command: 2000,
     },
-    Guest {
+    CoalescingTestGuest {
         interrupt: 100_000,
         command: 50_000,
     },
-    Guest {
+    CoalescingTestGuest {
         interrupt: 200,
         command: 2000,
     },
-    Guest {
+    CoalescingTestGuest {
         interrupt: 10_000,
         command: 3000,
     },
 ];
 
 /// Choices to compare: without coalescing, and with it.
-const CHOICES: [Choice; 2] = [Choice::Fixed, Choice::Learned];
+const CHOICES: [PolicyChoice; 2] = [PolicyChoice::Fixed, PolicyChoice::Learned];
 
 /// Checks the results of each guest on each drive, without coalescing and with it.
-fn each(depths: &[u32], mut check: impl FnMut(String, Outcome, Outcome)) {
+fn each(depths: &[u32], mut check: impl FnMut(String, CoalescingTestResult, CoalescingTestResult)) {
     for guest in GUESTS {
         for drive in DRIVES {
             for depth in depths {
@@ -223,11 +223,11 @@ fn a_guest_with_one_command_outstanding_has_its_interrupts_at_once() {
 #[test]
 fn guests_that_interrupts_keep_from_their_work_get_more_done() {
     // Each completion arrives right after its command, while the guest submits the next one.
-    let drive = Drive {
+    let drive = CoalescingTestDrive {
         latency: 1000,
         parallel: 1,
     };
-    let emulated = Guest {
+    let emulated = CoalescingTestGuest {
         interrupt: 100_000,
         command: 50_000,
     };

@@ -1,20 +1,20 @@
-//! Budgets of an IOMMU's mappings and addresses, shared by its VMs. [`Budget`] decides which VM may have more.
+//! Budgets of an IOMMU's mappings and addresses, shared by its VMs. [`IommuBudget`] decides which VM may have more.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
-use crate::learn::{Budget, NoShare, Used};
+use crate::learn::{IommuBudget, IommuBudgetUse, IommuShareRefusal};
 use crate::memory::sync::{Mutex, MutexGuard};
 
 /// Mappings or addresses that VMs and the driver share.
 #[derive(Debug)]
 pub(super) struct SharedBudget {
-    rule: Budget,
-    used: Mutex<Used>,
+    rule: IommuBudget,
+    used: Mutex<IommuBudgetUse>,
 }
 
 impl SharedBudget {
-    pub(super) fn new(rule: Budget) -> Arc<Self> {
+    pub(super) fn new(rule: IommuBudget) -> Arc<Self> {
         Arc::new(Self {
             rule,
             used: Mutex::default(),
@@ -22,12 +22,12 @@ impl SharedBudget {
     }
 
     /// Takes an amount for the driver itself.
-    pub(super) fn for_driver(self: &Arc<Self>, amount: u64) -> Permit {
+    pub(super) fn for_driver(self: &Arc<Self>, amount: u64) -> BudgetPermit {
         self.used().by_driver += amount;
-        Permit::new(Holder::Driver(self.clone()), amount)
+        BudgetPermit::new(BudgetHolder::Driver(self.clone()), amount)
     }
 
-    fn used(&self) -> MutexGuard<'_, Used> {
+    fn used(&self) -> MutexGuard<'_, IommuBudgetUse> {
         // Each change is a single step.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -35,7 +35,7 @@ impl SharedBudget {
 
 /// Justification for giving a VM an amount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Demand {
+pub(crate) enum BudgetEntitlement {
     /// Additional amount: the budget's rule decides.
     New,
     /// Amount that the VM had under the old server, which has already decided about it.
@@ -62,7 +62,7 @@ impl VmShare {
     }
 
     /// Takes an amount, which is returned when the permit is dropped.
-    pub(crate) fn take(self: &Arc<Self>, amount: u64) -> Result<Permit, NoShare> {
+    pub(crate) fn take(self: &Arc<Self>, amount: u64) -> Result<BudgetPermit, IommuShareRefusal> {
         let used = self.budget.used();
         let taken = self.taken.load(Ordering::Relaxed);
         self.budget.rule.allow(taken, amount, *used)?;
@@ -70,41 +70,49 @@ impl VmShare {
     }
 
     /// Takes an amount with this justification, which is returned when the permit is dropped.
-    pub(crate) fn demand(self: &Arc<Self>, amount: u64, demand: Demand) -> Result<Permit, NoShare> {
+    pub(crate) fn demand(
+        self: &Arc<Self>,
+        amount: u64,
+        demand: BudgetEntitlement,
+    ) -> Result<BudgetPermit, IommuShareRefusal> {
         match demand {
-            Demand::New | Demand::Claimed => self.take(amount),
-            Demand::Former => Ok(self.inherit(amount)),
+            BudgetEntitlement::New | BudgetEntitlement::Claimed => self.take(amount),
+            BudgetEntitlement::Former => Ok(self.inherit(amount)),
         }
     }
 
     /// Takes an amount that the VM had under the old server, regardless of what other VMs have.
-    pub(crate) fn inherit(self: &Arc<Self>, amount: u64) -> Permit {
+    pub(crate) fn inherit(self: &Arc<Self>, amount: u64) -> BudgetPermit {
         self.add(self.budget.used(), amount)
     }
 
-    fn add(self: &Arc<Self>, mut used: MutexGuard<'_, Used>, amount: u64) -> Permit {
+    fn add(
+        self: &Arc<Self>,
+        mut used: MutexGuard<'_, IommuBudgetUse>,
+        amount: u64,
+    ) -> BudgetPermit {
         used.by_vms += amount;
         self.taken.fetch_add(amount, Ordering::Relaxed);
-        Permit::new(Holder::Vm(self.clone()), amount)
+        BudgetPermit::new(BudgetHolder::Vm(self.clone()), amount)
     }
 }
 
 #[derive(Debug)]
-enum Holder {
+enum BudgetHolder {
     Driver(Arc<SharedBudget>),
     Vm(Arc<VmShare>),
 }
 
 /// Permitted amount of a [`SharedBudget`], returned when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Permit {
-    holder: Holder,
+pub(crate) struct BudgetPermit {
+    holder: BudgetHolder,
     amount: u64,
     is_stuck: bool,
 }
 
-impl Permit {
-    fn new(holder: Holder, amount: u64) -> Self {
+impl BudgetPermit {
+    fn new(holder: BudgetHolder, amount: u64) -> Self {
         let is_stuck = false;
         Self {
             holder,
@@ -119,14 +127,14 @@ impl Permit {
     }
 }
 
-impl Drop for Permit {
+impl Drop for BudgetPermit {
     fn drop(&mut self) {
         if self.is_stuck {
             return;
         }
         match &self.holder {
-            Holder::Driver(budget) => budget.used().by_driver -= self.amount,
-            Holder::Vm(vm) => {
+            BudgetHolder::Driver(budget) => budget.used().by_driver -= self.amount,
+            BudgetHolder::Vm(vm) => {
                 let mut used = vm.budget.used();
                 used.by_vms -= self.amount;
                 vm.taken.fetch_sub(self.amount, Ordering::Relaxed);
@@ -140,34 +148,34 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::learn::{ASSURED, Choice, FOR_ASSURED, FOR_DRIVER};
+    use crate::learn::{ASSURED, FOR_ASSURED, FOR_DRIVER, PolicyChoice};
 
     /// VFIO's default.
     const MAX: u64 = 65_535;
 
     /// Takes mappings until no more are given, `most` at most.
-    fn take(vm: &Arc<VmShare>, most: usize) -> Vec<Permit> {
+    fn take(vm: &Arc<VmShare>, most: usize) -> Vec<BudgetPermit> {
         std::iter::from_fn(|| vm.take(1).ok()).take(most).collect()
     }
 
-    fn mappings(choice: Choice, max: Option<u64>) -> Arc<SharedBudget> {
-        SharedBudget::new(Budget::of_mappings(choice, max))
+    fn mappings(choice: PolicyChoice, max: Option<u64>) -> Arc<SharedBudget> {
+        SharedBudget::new(IommuBudget::of_mappings(choice, max))
     }
 
     #[test]
     fn a_vm_that_is_alone_has_all_regions_that_it_may_have() {
-        let budget = mappings(Choice::Learned, Some(MAX));
+        let budget = mappings(PolicyChoice::Learned, Some(MAX));
         let vms = [(); 3].map(|()| VmShare::new(&budget));
         let taken = vms.each_ref().map(|vm| take(vm, crate::dma::MAX_REGIONS));
         // The first of them; two more fit beside it.
         assert_eq!(taken.map(|taken| taken.len()), [crate::dma::MAX_REGIONS; 3]);
-        let boundless = VmShare::new(&mappings(Choice::Learned, None));
+        let boundless = VmShare::new(&mappings(PolicyChoice::Learned, None));
         assert_eq!(take(&boundless, 100_000).len(), 100_000);
     }
 
     #[test]
     fn hostile_vms_leave_mappings_for_others_and_for_the_driver() {
-        let budget = mappings(Choice::Learned, Some(MAX));
+        let budget = mappings(PolicyChoice::Learned, Some(MAX));
         let hostile: Vec<_> = (0..8)
             .map(|_| take(&VmShare::new(&budget), crate::dma::MAX_REGIONS))
             .collect();
@@ -188,12 +196,12 @@ mod tests {
         assert!(used.by_driver + used.by_vms <= MAX);
         drop(used);
         drop((hostile, taken, others, driver));
-        let Used { by_driver, by_vms } = *budget.used();
+        let IommuBudgetUse { by_driver, by_vms } = *budget.used();
         assert_eq!((by_driver, by_vms), (0, 0));
     }
 
     /// Mappings of VMs that come one after the other, and that each map as much as they can.
-    fn greedy(choice: Choice, vms: usize) -> Vec<usize> {
+    fn greedy(choice: PolicyChoice, vms: usize) -> Vec<usize> {
         let budget = mappings(choice, Some(MAX));
         let taken = (0..vms).map(|_| take(&VmShare::new(&budget), crate::dma::MAX_REGIONS));
         let taken: Vec<_> = taken.collect();
@@ -203,10 +211,10 @@ mod tests {
     #[test]
     fn few_vms_have_more_than_a_fixed_part() {
         assert_eq!(
-            greedy(Choice::Learned, 9),
+            greedy(PolicyChoice::Learned, 9),
             [8192, 8192, 8192, 6827, 4551, 3034, 2023, 1349, 899]
         );
-        assert_eq!(greedy(Choice::Fixed, 9), [4095; 9]);
+        assert_eq!(greedy(PolicyChoice::Fixed, 9), [4095; 9]);
     }
 
     /// Bytes of a space of 39 bits.
@@ -215,25 +223,25 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     /// Addresses for as many regions of so many bytes as the VM can have.
-    fn grasp(vm: &Arc<VmShare>, bytes: u64) -> Vec<Permit> {
+    fn grasp(vm: &Arc<VmShare>, bytes: u64) -> Vec<BudgetPermit> {
         std::iter::from_fn(|| vm.take(bytes).ok()).collect()
     }
 
     #[test]
     fn a_vm_that_is_alone_has_addresses_for_large_memory() {
-        let budget = SharedBudget::new(Budget::of_iovas(Choice::Learned, NARROW));
+        let budget = SharedBudget::new(IommuBudget::of_iovas(PolicyChoice::Learned, NARROW));
         let vm = VmShare::new(&budget);
         let low = vm.take(3 * GIB).expect("the memory below 4 GiB");
         let high = vm.take(215 * GIB).expect("the memory above");
         assert!(vm.take(GIB).is_err());
         drop((low, high));
-        assert_eq!(*budget.used(), Used::default());
+        assert_eq!(*budget.used(), IommuBudgetUse::default());
     }
 
     #[test]
     fn hostile_vms_leave_addresses_for_others_and_for_the_driver() {
-        for choice in [Choice::Learned, Choice::Fixed] {
-            let budget = SharedBudget::new(Budget::of_iovas(choice, NARROW));
+        for choice in [PolicyChoice::Learned, PolicyChoice::Fixed] {
+            let budget = SharedBudget::new(IommuBudget::of_iovas(choice, NARROW));
             let hostile = |_| grasp(&VmShare::new(&budget), 256 << 20);
             let hostile: Vec<_> = (0..16).map(hostile).collect();
             let first = hostile[0].len();
@@ -244,7 +252,7 @@ mod tests {
             let refused = late.take(GIB).expect_err("beyond");
             assert_eq!((refused.taken, refused.max), (2 * GIB, NARROW));
             let driver = budget.for_driver(GIB);
-            let Used { by_driver, by_vms } = *budget.used();
+            let IommuBudgetUse { by_driver, by_vms } = *budget.used();
             assert!(by_vms + NARROW / 64 <= NARROW, "{by_vms}");
             assert_eq!(by_driver, GIB);
             drop((assured, driver));
@@ -253,17 +261,17 @@ mod tests {
 
     #[test]
     fn what_a_vm_had_before_is_never_refused() {
-        let budget = SharedBudget::new(Budget::of_iovas(Choice::Learned, NARROW));
+        let budget = SharedBudget::new(IommuBudget::of_iovas(PolicyChoice::Learned, NARROW));
         let [first, second] = [(); 2].map(|()| VmShare::new(&budget));
         let had = [first.inherit(200 * GIB), second.inherit(200 * GIB)];
         assert!(first.take(GIB).is_err());
         drop(had);
-        assert_eq!(*budget.used(), Used::default());
+        assert_eq!(*budget.used(), IommuBudgetUse::default());
     }
 
     #[test]
     fn a_mapping_that_cannot_be_undone_is_not_given_back() {
-        let budget = mappings(Choice::Learned, Some(MAX));
+        let budget = mappings(PolicyChoice::Learned, Some(MAX));
         let mut permit = VmShare::new(&budget).take(1).expect("all are left");
         permit.stick();
         drop(permit);
@@ -278,11 +286,11 @@ mod tests {
             max in 256..5000_u64,
             steps in prop::collection::vec((0..16_usize, 0..600_usize, any::<bool>()), 1..60),
         ) {
-            let choice = if learned { Choice::Learned } else { Choice::Fixed };
+            let choice = if learned { PolicyChoice::Learned } else { PolicyChoice::Fixed };
             let budget = mappings(choice, Some(max));
             let vms = max / FOR_ASSURED / ASSURED;
             let vms: Vec<_> = (0..vms.min(16)).map(|_| VmShare::new(&budget)).collect();
-            let mut taken: Vec<Vec<Permit>> = vms.iter().map(|_| Vec::new()).collect();
+            let mut taken: Vec<Vec<BudgetPermit>> = vms.iter().map(|_| Vec::new()).collect();
             for (vm, count, takes) in steps {
                 let vm = vm % vms.len();
                 if takes {

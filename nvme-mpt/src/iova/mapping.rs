@@ -5,7 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use uuid::{Uuid, uuid};
 
-use crate::memory::{Access, FilePlace, Mapping};
+use crate::memory::{FilePlace, Mapping, MappingAccess};
 
 /// Mapping of an IOMMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,7 +66,7 @@ impl IommuMapping {
         iova: u64,
         memory: &Mapping,
         part: &Range<usize>,
-        access: Access,
+        access: MappingAccess,
         owner: MappingOwner,
     ) -> Self {
         let file = memory.place().map(|place| {
@@ -84,7 +84,7 @@ impl IommuMapping {
         Self {
             iova,
             len: part.len() as u64,
-            writable: access == Access::ReadWrite,
+            writable: access == MappingAccess::ReadWrite,
             file,
             owner,
         }
@@ -95,7 +95,7 @@ impl IommuMapping {
     }
 
     /// Returns the identity of the memory; `None` for memory that ends with its process.
-    pub(super) fn memory(&self) -> Option<Memory> {
+    pub(super) fn memory(&self) -> Option<MappedMemoryKey> {
         Some((self.owner, self.file?, self.len, self.writable))
     }
 
@@ -122,4 +122,4 @@ impl IommuMapping {
 }
 
 /// Identity of mapped memory: owner, place in a file, length in bytes, and whether the device may write.
-pub(super) type Memory = (MappingOwner, MappedFile, u64, bool);
+pub(super) type MappedMemoryKey = (MappingOwner, MappedFile, u64, bool);

@@ -9,18 +9,18 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-use super::mapping::{IommuMapping, MappedFile, MappingOwner, Memory};
+use super::mapping::{IommuMapping, MappedFile, MappedMemoryKey, MappingOwner};
 use super::table::MappingTable;
-use crate::memory::Cell64;
+use crate::memory::MappedWord64;
 
 /// Word in a shared file that tells another process that its list of mappings is outdated.
 #[derive(Debug)]
-pub struct Outdated(Cell64);
+pub struct StaleMappingsFlag(MappedWord64);
 
-impl Outdated {
+impl StaleMappingsFlag {
     /// Wraps the word, which is 0 until a change.
     #[must_use]
-    pub fn new(word: Cell64) -> Self {
+    pub fn new(word: MappedWord64) -> Self {
         Self(word)
     }
 
@@ -32,34 +32,34 @@ impl Outdated {
 
 /// Mappings of an IOMMU by first address.
 #[derive(Debug, Default)]
-pub(super) struct Mappings {
+pub(super) struct IommuMappings {
     present: BTreeMap<u64, IommuMapping>,
-    inherited: BTreeMap<u64, Inherited>,
+    inherited: BTreeMap<u64, InheritedMapping>,
     /// First addresses of inherited mappings, by owner.
     by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
     /// Mappings of the old server that cannot be found any longer and are about to be unmapped.
     leaving: BTreeMap<u64, IommuMapping>,
     /// First addresses of inherited mappings outside of ranges in use, by their memory.
-    by_memory: BTreeMap<Memory, BTreeSet<u64>>,
+    by_memory: BTreeMap<MappedMemoryKey, BTreeSet<u64>>,
     /// Set at each change.
-    outdated: Option<Outdated>,
+    outdated: Option<StaleMappingsFlag>,
     /// Table of all mappings for a successor, if this process dies.
     table: Option<MappingTable>,
 }
 
 /// Mapping of the old server that was not found yet.
 #[derive(Debug)]
-struct Inherited {
+struct InheritedMapping {
     mapping: IommuMapping,
     /// True if its addresses lie in a range in use.
     is_in_range: bool,
 }
 
-impl Mappings {
+impl IommuMappings {
     /// Adds the mappings of the old server.
     pub(super) fn inherit(&mut self, mappings: Vec<IommuMapping>) {
         for mapping in mappings {
-            let inherited = Inherited {
+            let inherited = InheritedMapping {
                 mapping,
                 is_in_range: false,
             };
@@ -103,7 +103,7 @@ impl Mappings {
     }
 
     /// Returns all mappings. `outdated` is set at each later change.
-    pub(super) fn tell(&mut self, outdated: Outdated) -> Vec<IommuMapping> {
+    pub(super) fn tell(&mut self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
         self.outdated = Some(outdated);
         self.all().copied().collect()
     }
@@ -223,7 +223,7 @@ impl Mappings {
         is_it
     }
 
-    fn remove_inherited(&mut self, iova: u64) -> Option<Inherited> {
+    fn remove_inherited(&mut self, iova: u64) -> Option<InheritedMapping> {
         let entry = self.inherited.remove(&iova)?;
         let owner = entry.mapping.owner;
         if let Some(owned) = self.by_owner.get_mut(&owner) {

@@ -16,15 +16,15 @@ use std::sync::{Arc, PoisonError, Weak};
 use log::{error, warn};
 
 use crate::address::Iova;
-use crate::learn::{Budget, Choice, NoShare};
+use crate::learn::{IommuBudget, IommuShareRefusal, PolicyChoice};
 use crate::memory::sync::{Mutex, MutexGuard};
-use crate::memory::{Access, Mapping, host_page_size};
+use crate::memory::{Mapping, MappingAccess, host_page_size};
 use budget::SharedBudget;
-pub(crate) use budget::{Demand, Permit, VmShare};
+pub(crate) use budget::{BudgetEntitlement, BudgetPermit, VmShare};
 pub use mapping::{IommuMapping, MappedFile, MappingOwner};
-use mappings::Mappings;
-pub use mappings::Outdated;
-pub use table::LeftMappings;
+use mappings::IommuMappings;
+pub use mappings::StaleMappingsFlag;
+pub use table::RecordedMappings;
 
 /// Ranges of at least this size start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
@@ -43,7 +43,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
-        access: Access,
+        access: MappingAccess,
     ) -> io::Result<()>;
 
     /// Maps as [`Self::map`] does, and calls `before` for each part of the memory before the part is pinned. If `before` fails,
@@ -56,7 +56,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
-        access: Access,
+        access: MappingAccess,
         before: &mut BeforePinning<'_>,
     ) -> io::Result<()> {
         before(part.clone())?;
@@ -106,7 +106,7 @@ pub trait PinnedMemory: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub struct IovaSpace {
     end: u64,
-    taken: Mutex<Taken>,
+    taken: Mutex<AllocatedIovas>,
     /// IOMMU; `None` if only the [table](crate::dma::RegionTable) resolves addresses.
     iommu: Option<Arc<dyn Iommu>>,
     /// Budget of mappings for VMs.
@@ -114,21 +114,21 @@ pub struct IovaSpace {
     /// Budget of addresses for VMs.
     iovas: Arc<SharedBudget>,
     /// Mappings of the IOMMU.
-    mappings: Mutex<Mappings>,
+    mappings: Mutex<IommuMappings>,
     /// Memory of all VMs, if it is pinned.
     pinned: Mutex<Vec<Weak<dyn PinnedMemory>>>,
 }
 
 /// Allocated ranges of a space.
 #[derive(Debug)]
-struct Taken {
+struct AllocatedIovas {
     /// End of each range by its start. The first range starts at 0.
     parts: BTreeMap<u64, u64>,
     /// Start of the range that was allocated last.
     last: u64,
 }
 
-impl Taken {
+impl AllocatedIovas {
     fn new(parts: BTreeMap<u64, u64>) -> Self {
         Self { parts, last: 0 }
     }
@@ -164,7 +164,7 @@ impl IovaSpace {
     #[must_use]
     pub fn software() -> Self {
         let taken = BTreeMap::from([(0, 1 << 32)]);
-        Self::new(1 << 52, taken, None, Choice::Learned)
+        Self::new(1 << 52, taken, None, PolicyChoice::Learned)
     }
 
     /// Creates the space below `end`. The ranges in `taken` are never allocated.
@@ -172,15 +172,15 @@ impl IovaSpace {
         end: u64,
         taken: BTreeMap<u64, u64>,
         iommu: Option<Arc<dyn Iommu>>,
-        choice: Choice,
+        choice: PolicyChoice,
     ) -> Self {
         let never: u64 = taken.iter().map(|(start, end)| end - start).sum();
         let mappings_max = iommu.as_ref().and_then(|iommu| iommu.mappings_max());
-        let mappings = Budget::of_mappings(choice, mappings_max);
-        let iovas = Budget::of_iovas(choice, end.saturating_sub(never));
+        let mappings = IommuBudget::of_mappings(choice, mappings_max);
+        let iovas = IommuBudget::of_iovas(choice, end.saturating_sub(never));
         Self {
             end,
-            taken: Mutex::new(Taken::new(taken)),
+            taken: Mutex::new(AllocatedIovas::new(taken)),
             iommu,
             budget: SharedBudget::new(mappings),
             iovas: SharedBudget::new(iovas),
@@ -201,12 +201,12 @@ impl IovaSpace {
             }
             next = next.max(range.end().saturating_add(1));
         }
-        Self::new(next, taken, Some(iommu), Choice::Learned)
+        Self::new(next, taken, Some(iommu), PolicyChoice::Learned)
     }
 
     /// Returns an unused space with this choice for the budgets of a VM.
     #[must_use]
-    pub fn with_budget(self, budget: Choice) -> Self {
+    pub fn with_budget(self, budget: PolicyChoice) -> Self {
         let taken = lock(&self.taken).parts.clone();
         Self::new(self.end, taken, self.iommu, budget)
     }
@@ -244,11 +244,11 @@ impl IovaSpace {
     ///
     /// # Errors
     /// The kernel's error. The IOMMU may then have unknown mappings.
-    pub fn surviving(self, left: LeftMappings) -> io::Result<Self> {
+    pub fn surviving(self, left: RecordedMappings) -> io::Result<Self> {
         let Some(iommu) = self.iommu.clone() else {
             return Ok(self);
         };
-        let LeftMappings { there, uncertain } = left;
+        let RecordedMappings { there, uncertain } = left;
         let before = lock(&self.taken).parts.clone();
         let refused = match uncertain.iter().all(|range| range.end <= self.end) {
             true => self.inherit(there).err().map(|error| error.to_string()),
@@ -270,7 +270,7 @@ impl IovaSpace {
     }
 
     /// Starts to record all mappings in a table, from which a successor restores them if this process dies. Returns the
-    /// table's file, for [`LeftMappings::read`].
+    /// table's file, for [`RecordedMappings::read`].
     ///
     /// # Errors
     /// Returns the kernel's error if there is no memory for the table.
@@ -322,7 +322,7 @@ impl IovaSpace {
     }
 
     /// Returns all mappings for a successor. `outdated` is set at each later change.
-    pub fn mappings(&self, outdated: Outdated) -> Vec<IommuMapping> {
+    pub fn mappings(&self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
         lock(&self.mappings).tell(outdated)
     }
 
@@ -371,7 +371,7 @@ impl IovaSpace {
         self: &Arc<Self>,
         len: u64,
         owner: MappingOwner,
-        permit: impl FnOnce() -> Permit,
+        permit: impl FnOnce() -> BudgetPermit,
     ) -> Option<IovaRange> {
         if len == 0 {
             return None;
@@ -386,7 +386,7 @@ impl IovaSpace {
         Some(self.range(start, owner, permit()))
     }
 
-    fn range(self: &Arc<Self>, start: u64, owner: MappingOwner, permit: Permit) -> IovaRange {
+    fn range(self: &Arc<Self>, start: u64, owner: MappingOwner, permit: BudgetPermit) -> IovaRange {
         IovaRange {
             space: self.clone(),
             start,
@@ -402,30 +402,30 @@ impl IovaSpace {
     /// pages.
     ///
     /// # Errors
-    /// [`NoIovas`].
+    /// [`IovaRefusal`].
     pub(crate) fn allocate_for(
         self: &Arc<Self>,
         vm: &VmShares,
-        (demand, had): (Demand, bool),
+        (demand, had): (BudgetEntitlement, bool),
         len: u64,
         memory: &Mapping,
         part: &Range<usize>,
-    ) -> Result<IovaRange, NoIovas> {
+    ) -> Result<IovaRange, IovaRefusal> {
         let VmShares { owner, iovas, .. } = vm;
         let wanted = IommuMapping::new(0, memory, part, memory.access(), *owner);
         if had && let Some(inherited) = self.inherited_range(len, &wanted, || iovas.inherit(len)) {
             return Ok(inherited);
         }
-        let permit = iovas.demand(len, demand).map_err(NoIovas::Share)?;
+        let permit = iovas.demand(len, demand).map_err(IovaRefusal::Share)?;
         let range = self.allocate_by(len, *owner, || permit);
-        range.ok_or(NoIovas::Room)
+        range.ok_or(IovaRefusal::Room)
     }
 
     fn inherited_range(
         self: &Arc<Self>,
         len: u64,
         wanted: &IommuMapping,
-        permit: impl FnOnce() -> Permit,
+        permit: impl FnOnce() -> BudgetPermit,
     ) -> Option<IovaRange> {
         let mut mappings = lock(&self.mappings);
         let start = mappings.place_of(wanted)?;
@@ -501,7 +501,7 @@ impl IovaSpace {
     ///
     /// # Errors
     /// Returns an error if no addresses are left, or the kernel's error.
-    pub fn map(self: &Arc<Self>, memory: &Mapping, access: Access) -> io::Result<IovaPart> {
+    pub fn map(self: &Arc<Self>, memory: &Mapping, access: MappingAccess) -> io::Result<IovaPart> {
         let (len, part) = (memory.len() as u64, 0..memory.len());
         let wanted = IommuMapping::new(0, memory, &part, memory.access(), MappingOwner::DRIVER);
         let inherited = self.inherited_range(len, &wanted, || self.iovas.for_driver(len));
@@ -530,9 +530,9 @@ pub(crate) struct VmShares {
 
 /// Reason why a VM gets no addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NoIovas {
+pub(crate) enum IovaRefusal {
     /// The addresses are reserved for other VMs.
-    Share(NoShare),
+    Share(IommuShareRefusal),
     /// No free range is large enough.
     Room,
 }
@@ -545,7 +545,7 @@ pub struct IovaRange {
     owner: MappingOwner,
     /// True if a part cannot be unmapped.
     stuck: AtomicBool,
-    permit: Permit,
+    permit: BudgetPermit,
 }
 
 impl IovaRange {
@@ -584,8 +584,8 @@ impl IovaRange {
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
-        access: Access,
-        permit: Permit,
+        access: MappingAccess,
+        permit: BudgetPermit,
         before: &mut BeforePinning<'_>,
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
@@ -626,7 +626,7 @@ pub struct IovaPart {
     range: Arc<IovaRange>,
     iova: u64,
     len: u64,
-    permit: Permit,
+    permit: BudgetPermit,
 }
 
 impl IovaPart {

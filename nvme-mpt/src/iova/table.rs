@@ -27,7 +27,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use super::mapping::{IommuMapping, MappedFile, MappingOwner};
-use crate::memory::{Access, Cell64, Mapping, host_page_size, sealed_memfd};
+use crate::memory::{MappedWord64, Mapping, MappingAccess, host_page_size, sealed_memfd};
 
 /// First word of a valid table.
 const HOLDS: u64 = u64::from_le_bytes(*b"nvmpmap\x01");
@@ -55,7 +55,7 @@ const SLOTS_MAX: usize = 1 << 20;
 
 /// Mappings left by a process that died.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LeftMappings {
+pub struct RecordedMappings {
     /// Mappings that exist.
     pub(super) there: Vec<IommuMapping>,
     /// Address ranges in which a mapping may exist.
@@ -66,7 +66,7 @@ fn invalid(what: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-impl LeftMappings {
+impl RecordedMappings {
     /// Reads the table of another process.
     ///
     /// # Errors
@@ -168,7 +168,7 @@ impl MappingTable {
         let slots = slots.unwrap_or(SLOTS).clamp(1, SLOTS_MAX);
         let len = SLOTS_AT + slots * SLOT;
         let file = sealed_memfd(c"nvme-mpt-mappings", len as u64)?;
-        let memory = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite)?;
+        let memory = Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite)?;
         let mut table = Self {
             memory: Arc::new(memory),
             places: BTreeMap::new(),
@@ -262,7 +262,7 @@ impl MappingTable {
     }
 
     fn store(&self, at: usize, word: u64) {
-        if let Some(cell) = Cell64::new(&self.memory, at) {
+        if let Some(cell) = MappedWord64::new(&self.memory, at) {
             cell.store(word);
         }
         #[cfg(test)]
@@ -275,14 +275,14 @@ impl MappingTable {
 pub(super) mod cuts {
     use std::cell::RefCell;
 
-    type Look = Box<dyn FnMut()>;
+    type CutHook = Box<dyn FnMut()>;
 
     thread_local! {
-        static LOOK: RefCell<Option<Look>> = const { RefCell::new(None) };
+        static LOOK: RefCell<Option<CutHook>> = const { RefCell::new(None) };
     }
 
     /// Sets a function to call at each of these points in this thread.
-    pub(crate) fn watch(look: Option<Look>) {
+    pub(crate) fn watch(look: Option<CutHook>) {
         LOOK.set(look);
     }
 

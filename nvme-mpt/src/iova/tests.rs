@@ -12,14 +12,14 @@ use proptest::prelude::*;
 use super::table::{MappingTable, cuts};
 use super::*;
 use crate::kept::keep_for_good;
-use crate::memory::{Cell64, memfd};
+use crate::memory::{MappedWord64, memfd};
 
 const PAGE: u64 = 4096;
 
 const DRIVER: MappingOwner = MappingOwner::DRIVER;
 
 /// The demand of a function for memory that it had under the process before.
-const HAD: (Demand, bool) = (Demand::Former, true);
+const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Former, true);
 
 /// Mappings as the kernel has them: no two overlap, and one is taken away as it was made.
 #[derive(Debug, Default)]
@@ -29,7 +29,7 @@ struct SharedIommu {
 }
 
 impl Iommu for SharedIommu {
-    fn map(&self, iova: u64, _: &Mapping, part: Range<usize>, _: Access) -> io::Result<()> {
+    fn map(&self, iova: u64, _: &Mapping, part: Range<usize>, _: MappingAccess) -> io::Result<()> {
         let end = iova + part.len() as u64;
         let mut mapped = lock(&self.mapped);
         let before = mapped.range(..end).next_back();
@@ -83,15 +83,15 @@ fn space(iommu: &Arc<SharedIommu>, inherited: Vec<IommuMapping>) -> Arc<IovaSpac
     Arc::new(space.expect("mappings that can be"))
 }
 
-fn outdated() -> (Outdated, Cell64) {
+fn outdated() -> (StaleMappingsFlag, MappedWord64) {
     let words = memfd(c"words", PAGE).expect("memory");
-    let words = Mapping::shared(words.as_fd(), 0, PAGE as usize, Access::ReadWrite);
+    let words = Mapping::shared(words.as_fd(), 0, PAGE as usize, MappingAccess::ReadWrite);
     let words = Arc::new(words.expect("map"));
-    let word = || Cell64::new(&words, 0).expect("inside");
-    (Outdated::new(word()), word())
+    let word = || MappedWord64::new(&words, 0).expect("inside");
+    (StaleMappingsFlag::new(word()), word())
 }
 
-fn memory(file: &OwnedFd, offset: u64, pages: u64, access: Access) -> Mapping {
+fn memory(file: &OwnedFd, offset: u64, pages: u64, access: MappingAccess) -> Mapping {
     let len = (pages * PAGE) as usize;
     Mapping::shared(file.as_fd(), offset, len, access).expect("map")
 }
@@ -100,20 +100,25 @@ fn memory(file: &OwnedFd, offset: u64, pages: u64, access: Access) -> Mapping {
 fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
     let file = memfd(c"guest", 16 * PAGE).expect("memory");
     let space = space(iommu, Vec::new());
-    let whole = memory(&file, 0, 16, Access::ReadWrite);
+    let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
     let range = space.allocate(16 * PAGE).expect("room");
     let range = Arc::new(range);
     for page in [0, 2] {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = range.start() + page * PAGE;
         let permit = space.budget.for_driver(1);
-        let mapped = range.map(iova, &whole, part, Access::ReadWrite, permit, &mut |_| {
-            Ok(())
-        });
+        let mapped = range.map(
+            iova,
+            &whole,
+            part,
+            MappingAccess::ReadWrite,
+            permit,
+            &mut |_| Ok(()),
+        );
         keep_for_good(mapped.expect("map"));
     }
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
-    let lists = space.map(&own, Access::Read).expect("map");
+    let lists = space.map(&own, MappingAccess::Read).expect("map");
     let mappings = space.mappings(outdated().0);
     let starts = iommu.starts();
     keep_for_good((lists, range, own, whole));
@@ -126,7 +131,7 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
     let (inherited, file, starts) = ended(&iommu);
     let made = iommu.made();
     let next = space(&iommu, inherited);
-    let whole = memory(&file, 0, 16, Access::ReadWrite);
+    let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
     let first = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
     let first = Arc::new(first.expect("room"));
     assert_eq!(first.start(), starts[0]);
@@ -134,9 +139,14 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = first.start() + page * PAGE;
         let permit = next.budget.for_driver(1);
-        first.map(iova, &whole, part, Access::ReadWrite, permit, &mut |_| {
-            Ok(())
-        })
+        first.map(
+            iova,
+            &whole,
+            part,
+            MappingAccess::ReadWrite,
+            permit,
+            &mut |_| Ok(()),
+        )
     };
     let pages = [map(0).expect("it is there"), map(2).expect("it is there")];
     assert_eq!(iommu.made(), made);
@@ -159,11 +169,17 @@ fn other_memory_is_mapped_elsewhere() {
     let next = space(&iommu, inherited);
     let other = memfd(c"other", 16 * PAGE).expect("memory");
     for (memory, first) in [
-        (memory(&other, 0, 16, Access::ReadWrite), 0..PAGE as usize),
-        (memory(&file, 0, 16, Access::Read), 0..PAGE as usize),
-        (memory(&file, PAGE, 15, Access::ReadWrite), 0..PAGE as usize),
         (
-            memory(&file, 0, 16, Access::ReadWrite),
+            memory(&other, 0, 16, MappingAccess::ReadWrite),
+            0..PAGE as usize,
+        ),
+        (memory(&file, 0, 16, MappingAccess::Read), 0..PAGE as usize),
+        (
+            memory(&file, PAGE, 15, MappingAccess::ReadWrite),
+            0..PAGE as usize,
+        ),
+        (
+            memory(&file, 0, 16, MappingAccess::ReadWrite),
             0..2 * PAGE as usize,
         ),
         (
@@ -196,9 +212,9 @@ fn inherited_memory_counts_for_those_whose_memory_it_is() {
     let (inherited, file, _) = ended(&iommu);
     let next = space(&iommu, inherited);
     let place = |file: &OwnedFd, page: u64, pages: u64| {
-        let memory = memory(file, page * PAGE, pages, Access::ReadWrite);
+        let memory = memory(file, page * PAGE, pages, MappingAccess::ReadWrite);
         let part = 0..memory.len();
-        let mapping = IommuMapping::new(0, &memory, &part, Access::ReadWrite, DRIVER);
+        let mapping = IommuMapping::new(0, &memory, &part, MappingAccess::ReadWrite, DRIVER);
         (mapping.file.expect("a file"), mapping.len)
     };
     // Of pages 0, 1 and 2, the one between was not mapped.
@@ -218,8 +234,8 @@ fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
     let iommu = Arc::new(SharedIommu::default());
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
-    let whole = memory(&file, 0, 16, Access::ReadWrite);
-    let (vm, new) = (next.new_vm(), (Demand::New, false));
+    let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
+    let (vm, new) = (next.new_vm(), (BudgetEntitlement::New, false));
     let range = next.allocate_for(&vm, new, 16 * PAGE, &whole, &(0..PAGE as usize));
     let range = range.expect("room");
     let taken = range.start()..range.start() + 16 * PAGE;
@@ -232,7 +248,7 @@ fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
 fn memory_of_one_function_is_not_found_for_another() {
     let iommu = Arc::new(SharedIommu::default());
     let file = memfd(c"guest", 4 * PAGE).expect("memory");
-    let whole = memory(&file, 0, 4, Access::ReadWrite);
+    let whole = memory(&file, 0, 4, MappingAccess::ReadWrite);
     let vm_of = |space: &Arc<IovaSpace>, id: &str| VmShares {
         owner: MappingOwner::of_function(id),
         ..space.new_vm()
@@ -244,7 +260,7 @@ fn memory_of_one_function_is_not_found_for_another() {
         let range = Arc::new(range.expect("room"));
         let start = range.start();
         let permit = space.budget.for_driver(1);
-        let access = Access::ReadWrite;
+        let access = MappingAccess::ReadWrite;
         let mapped = range.map(start, &whole, page(0), access, permit, &mut |_| Ok(()));
         keep_for_good(mapped.expect("map"));
         start
@@ -275,7 +291,7 @@ fn an_address_that_is_mapped_twice_ends_the_table() {
     };
     table.begin(&mapping);
     table.settle(PAGE);
-    let read = || LeftMappings::read(file.try_clone().expect("a copy"));
+    let read = || RecordedMappings::read(file.try_clone().expect("a copy"));
     assert_eq!(read().expect("a table").there().len(), 1);
     table.begin(&mapping);
     read().expect_err("it does not hold any more");
@@ -286,7 +302,7 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     let iommu = Arc::new(SharedIommu::default());
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
-    let whole = memory(&file, 0, 16, Access::ReadWrite);
+    let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
     let range = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
     assert_eq!(range.expect("room").start(), starts[0]);
     // Nobody has mapped its pages; that of lists is there still.
@@ -299,7 +315,7 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
         again.start(),
         &whole,
         0..PAGE as usize,
-        Access::ReadWrite,
+        MappingAccess::ReadWrite,
         permit,
         &mut |_| Ok(()),
     );
@@ -311,7 +327,7 @@ fn changes_are_told_once_somebody_has_asked() {
     let iommu = Arc::new(SharedIommu::default());
     let space = space(&iommu, Vec::new());
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
-    let first = space.map(&own, Access::Read).expect("map");
+    let first = space.map(&own, MappingAccess::Read).expect("map");
     let (told, word) = outdated();
     let listed = space.mappings(told);
     assert_eq!((listed.len(), word.load()), (1, 0));
@@ -319,7 +335,7 @@ fn changes_are_told_once_somebody_has_asked() {
     assert_eq!(word.load(), 1);
     let (told, word) = outdated();
     assert_eq!(space.mappings(told), []);
-    let mapped = space.map(&own, Access::Read).expect("map");
+    let mapped = space.map(&own, MappingAccess::Read).expect("map");
     assert_eq!(word.load(), 1);
     drop(mapped);
 }
@@ -443,7 +459,7 @@ fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Res
         range.start(),
         whole,
         page(number),
-        Access::ReadWrite,
+        MappingAccess::ReadWrite,
         permit,
         &mut |_| Ok(()),
     )
@@ -456,7 +472,7 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
     let space = space(&iommu, Vec::new());
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
     // Mappings that are there before the table, and after.
-    let before = space.map(&own, Access::Read).expect("map");
+    let before = space.map(&own, MappingAccess::Read).expect("map");
     let table = space.record().expect("memory");
     let pages: Rc<RefCell<BTreeSet<u64>>> = Rc::default();
     let cuts_seen: Rc<RefCell<Vec<Cut>>> = Rc::default();
@@ -482,7 +498,7 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
             pages.borrow_mut().insert(*number);
         }
     }
-    let after = space.map(&own, Access::Read).expect("map");
+    let after = space.map(&own, MappingAccess::Read).expect("map");
     drop((before, after));
     cuts::watch(None);
     keep_for_good(parts);
@@ -491,7 +507,7 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
 
 /// The process after one that was killed.
 fn check_next(cut: &Cut, whole: &Mapping) {
-    let read = || LeftMappings::read(table_of(&cut.table)).expect("a table");
+    let read = || RecordedMappings::read(table_of(&cut.table)).expect("a table");
     let left = read();
     let there: BTreeMap<u64, u64> = left
         .there()
@@ -521,11 +537,11 @@ fn check_next(cut: &Cut, whole: &Mapping) {
     let pages = cut.pages.iter();
     let pages: Vec<_> = pages.map(|page| map_page(&next, whole, *page)).collect();
     assert_eq!(iommu.made(), 0, "memory was pinned again");
-    let all = LeftMappings::read(table_of(&bytes_of(&own))).expect("a table");
+    let all = RecordedMappings::read(table_of(&bytes_of(&own))).expect("a table");
     assert_eq!(all.there().len(), there.len());
     next.end_inheritance();
     assert_eq!(iommu.starts().len(), pages.len());
-    let all = LeftMappings::read(table_of(&bytes_of(&own))).expect("a table");
+    let all = RecordedMappings::read(table_of(&bytes_of(&own))).expect("a table");
     assert_eq!((all.there().len(), all.uncertain.len()), (pages.len(), 0));
 }
 
@@ -537,7 +553,7 @@ proptest! {
         changes in proptest::collection::vec(0_u64..8, 1..24),
     ) {
         let file = memfd(c"guest", 8 * PAGE).expect("memory");
-        let whole = memory(&file, 0, 8, Access::ReadWrite);
+        let whole = memory(&file, 0, 8, MappingAccess::ReadWrite);
         let cuts = killed(&changes, &whole);
         prop_assert!(cuts.len() > changes.len());
         for cut in &cuts {
@@ -557,7 +573,7 @@ proptest! {
         ),
     ) {
         let file = memfd(c"guest", 8 * PAGE).expect("memory");
-        let whole = memory(&file, 0, 8, Access::ReadWrite);
+        let whole = memory(&file, 0, 8, MappingAccess::ReadWrite);
         let cut = killed(&[1, 2, 3, 2], &whole).pop().expect("a moment");
         let mut bytes = cut.table;
         for (word, value) in words {
@@ -565,7 +581,7 @@ proptest! {
             let at = if word % 2 == 0 { 4096 + 8 * (word % 40) } else { 8 * (word % 16) };
             bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
         }
-        if let Ok(left) = LeftMappings::read(table_of(&bytes)) {
+        if let Ok(left) = RecordedMappings::read(table_of(&bytes)) {
             let iommu = Arc::new(SharedIommu {
                 mapped: Mutex::new(cut.mapped),
                 ..SharedIommu::default()
@@ -573,7 +589,7 @@ proptest! {
             let next = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(left);
             let next = Arc::new(next.expect("an IOMMU that can be asked"));
             let other = memfd(c"other", 8 * PAGE).expect("memory");
-            let other = memory(&other, 0, 8, Access::ReadWrite);
+            let other = memory(&other, 0, 8, MappingAccess::ReadWrite);
             let made = iommu.made();
             // A mapping that the table does not have is in the way of others, which is an error.
             let mapped = try_map_page(&next, &other, 0);
@@ -588,9 +604,13 @@ proptest! {
 #[test]
 fn a_table_that_does_not_hold_is_refused() {
     let file = memfd(c"guest", 8 * PAGE).expect("memory");
-    let whole = memory(&file, 0, 8, Access::ReadWrite);
+    let whole = memory(&file, 0, 8, MappingAccess::ReadWrite);
     let good = killed(&[1, 2, 3, 2], &whole).pop().expect("a moment").table;
-    let refused = |bytes: &[u8]| LeftMappings::read(table_of(bytes)).unwrap_err().to_string();
+    let refused = |bytes: &[u8]| {
+        RecordedMappings::read(table_of(bytes))
+            .unwrap_err()
+            .to_string()
+    };
     let with = |at: usize, word: u64| {
         let mut bytes = good.clone();
         bytes[at..at + 8].copy_from_slice(&word.to_le_bytes());
@@ -620,7 +640,7 @@ fn a_table_that_does_not_hold_is_refused() {
 #[test]
 fn mappings_that_the_space_cannot_have_cost_all_of_them() {
     let file = memfd(c"guest", 8 * PAGE).expect("memory");
-    let whole = memory(&file, 0, 8, Access::ReadWrite);
+    let whole = memory(&file, 0, 8, MappingAccess::ReadWrite);
     let cut = killed(&[1, 2], &whole).pop().expect("a moment");
     let mut slots = (0..64).map(|slot| 4096 + 64 * slot);
     let there = slots.find(|at| cut.table[*at] == 2).expect("one");
@@ -628,7 +648,7 @@ fn mappings_that_the_space_cannot_have_cost_all_of_them() {
         let mut bytes = cut.table.clone();
         bytes[there] = state;
         bytes[there + 8..there + 16].copy_from_slice(&iova.to_le_bytes());
-        let left = LeftMappings::read(table_of(&bytes)).expect("a table");
+        let left = RecordedMappings::read(table_of(&bytes)).expect("a table");
         let iommu = Arc::new(SharedIommu {
             mapped: Mutex::new(cut.mapped.clone()),
             ..SharedIommu::default()
@@ -653,7 +673,7 @@ fn a_table_that_is_full_holds_no_more() {
     };
     let first = mapping(ALIGNMENT);
     let (mut table, file) = MappingTable::new(Some(1), [first].iter()).expect("memory");
-    let read = || LeftMappings::read(file.try_clone().expect("a copy"));
+    let read = || RecordedMappings::read(file.try_clone().expect("a copy"));
     assert_eq!(read().expect("a table").there(), [first]);
     table.remove(ALIGNMENT);
     table.begin(&mapping(2 * ALIGNMENT));

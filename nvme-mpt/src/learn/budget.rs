@@ -12,7 +12,7 @@
 //!
 //! The fixed alternative limits each VM to a fixed part of the total instead.
 
-use super::Choice;
+use super::PolicyChoice;
 
 /// Number of mappings assured to every VM.
 pub(crate) const ASSURED: u64 = 64;
@@ -26,7 +26,7 @@ pub(crate) const FOR_DRIVER: u64 = 16;
 
 /// Division of a resource into its parts.
 #[derive(Clone, Copy, Debug)]
-struct Division {
+struct IommuBudgetDivision {
     /// Amount assured to every VM.
     assured: u64,
     /// Divisor for the assured part.
@@ -37,7 +37,7 @@ struct Division {
     fixed: u64,
 }
 
-const MAPPINGS: Division = Division {
+const MAPPINGS: IommuBudgetDivision = IommuBudgetDivision {
     assured: ASSURED,
     for_assured: FOR_ASSURED,
     for_driver: FOR_DRIVER,
@@ -46,7 +46,7 @@ const MAPPINGS: Division = Division {
 
 /// Of 512 GiB (39 bits), 8 GiB are for the driver and 64 GiB are assured, for 32 VMs. A single VM can have 220 GiB in one
 /// region.
-const IOVAS: Division = Division {
+const IOVAS: IommuBudgetDivision = IommuBudgetDivision {
     assured: 2 << 30,
     for_assured: 8,
     for_driver: 64,
@@ -55,7 +55,7 @@ const IOVAS: Division = Division {
 
 /// Amounts in use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Used {
+pub struct IommuBudgetUse {
     /// Amount used by the driver.
     pub by_driver: u64,
     /// Amount used by all VMs.
@@ -64,7 +64,7 @@ pub struct Used {
 
 /// Refusal of a further amount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NoShare {
+pub struct IommuShareRefusal {
     /// Amount that the VM has.
     pub taken: u64,
     /// Amount left for all VMs.
@@ -75,17 +75,17 @@ pub struct NoShare {
 
 /// Rule that decides whether a VM gets more of an IOMMU's resource. It has no clock and no state.
 #[derive(Clone, Copy, Debug)]
-pub struct Budget {
-    choice: Choice,
-    division: Division,
+pub struct IommuBudget {
+    choice: PolicyChoice,
+    division: IommuBudgetDivision,
     /// Total amount; `None` if unlimited.
     max: Option<u64>,
 }
 
-impl Budget {
+impl IommuBudget {
     /// Creates the rule for an IOMMU with at most `max` mappings.
     #[must_use]
-    pub fn of_mappings(choice: Choice, max: Option<u64>) -> Self {
+    pub fn of_mappings(choice: PolicyChoice, max: Option<u64>) -> Self {
         let division = MAPPINGS;
         Self {
             choice,
@@ -96,7 +96,7 @@ impl Budget {
 
     /// Creates the rule for a space of `max` addresses.
     #[must_use]
-    pub fn of_iovas(choice: Choice, max: u64) -> Self {
+    pub fn of_iovas(choice: PolicyChoice, max: u64) -> Self {
         Self {
             choice,
             division: IOVAS,
@@ -107,12 +107,17 @@ impl Budget {
     /// Checks whether a VM that has `taken` may take `wanted` more.
     ///
     /// # Errors
-    /// [`NoShare`] if the amount is reserved for others.
-    pub fn allow(&self, taken: u64, wanted: u64, used: Used) -> Result<(), NoShare> {
+    /// [`IommuShareRefusal`] if the amount is reserved for others.
+    pub fn allow(
+        &self,
+        taken: u64,
+        wanted: u64,
+        used: IommuBudgetUse,
+    ) -> Result<(), IommuShareRefusal> {
         let Some(max) = self.max else {
             return Ok(());
         };
-        let Division {
+        let IommuBudgetDivision {
             assured,
             for_assured,
             for_driver,
@@ -126,13 +131,13 @@ impl Budget {
             wanted <= left
         } else {
             match self.choice {
-                Choice::Learned => total <= shared / 2,
-                Choice::Fixed => wanted <= shared && total <= max / fixed,
+                PolicyChoice::Learned => total <= shared / 2,
+                PolicyChoice::Fixed => wanted <= shared && total <= max / fixed,
             }
         };
         match may {
             true => Ok(()),
-            false => Err(NoShare { taken, left, max }),
+            false => Err(IommuShareRefusal { taken, left, max }),
         }
     }
 }

@@ -15,8 +15,8 @@
 
 use std::time::Duration;
 
-use super::Choice;
-use crate::clock::{Rate, Ticks};
+use super::PolicyChoice;
+use crate::clock::{TickRate, Ticks};
 
 /// Spin time after which a preempted thread has delayed others.
 const LONG: Duration = Duration::from_micros(200);
@@ -41,7 +41,7 @@ const EAGER: Duration = Duration::from_micros(5);
 
 /// Processor time of a thread so far.
 #[derive(Clone, Copy, Debug)]
-pub struct OnProcessor {
+pub struct ThreadProcessorUse {
     /// Ticks that the thread has run.
     pub ticks: u64,
     /// Number of times that another thread took the processor; `None` if the kernel cannot be asked.
@@ -50,10 +50,10 @@ pub struct OnProcessor {
 
 /// Adaptive policy that detects whether other threads need the thread's processor.
 #[derive(Debug)]
-pub struct Courtesy {
-    choice: Choice,
+pub struct PreemptionBackoff {
+    choice: PolicyChoice,
     /// Time of the last check and the thread's processor time then; `None` while its spin is short.
-    looked: Option<(Ticks, OnProcessor)>,
+    looked: Option<(Ticks, ThreadProcessorUse)>,
     /// Time of the last preemption.
     preempted: Option<Ticks>,
     span: u64,
@@ -67,10 +67,10 @@ pub struct Courtesy {
     eager: u64,
 }
 
-impl Courtesy {
+impl PreemptionBackoff {
     /// Creates the policy without any preemption so far.
     #[must_use]
-    pub fn new(choice: Choice, rate: Rate) -> Self {
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let shortest = rate.ticks(SHORTEST);
         Self {
             choice,
@@ -96,7 +96,7 @@ impl Courtesy {
         now: Ticks,
         spun: u64,
         took: u64,
-        on_processor: impl FnOnce() -> OnProcessor,
+        on_processor: impl FnOnce() -> ThreadProcessorUse,
     ) -> bool {
         if spun < self.long {
             self.looked = None;
@@ -109,7 +109,7 @@ impl Courtesy {
     }
 
     #[cold]
-    fn look(&mut self, now: Ticks, on_processor: OnProcessor) -> bool {
+    fn look(&mut self, now: Ticks, on_processor: ThreadProcessorUse) -> bool {
         let Some((then, before)) = self.looked.replace((now, on_processor)) else {
             return false;
         };
@@ -120,7 +120,7 @@ impl Courtesy {
                 .preemptions
                 .is_some_and(|before| preemptions > before)
         });
-        if away <= self.switch || !was_preempted || self.choice == Choice::Fixed {
+        if away <= self.switch || !was_preempted || self.choice == PolicyChoice::Fixed {
             return false;
         }
         let before = self.preempted.replace(now);
@@ -151,20 +151,20 @@ mod tests {
     const US: u64 = 1_000;
     const MS: u64 = 1_000_000;
 
-    fn learned() -> Courtesy {
-        Courtesy::new(Choice::Learned, Rate::NANOSECOND)
+    fn learned() -> PreemptionBackoff {
+        PreemptionBackoff::new(PolicyChoice::Learned, TickRate::NANOSECOND)
     }
 
     /// A thread that has had its processor for so long, in a sandbox.
-    fn ticks(ticks: u64) -> OnProcessor {
-        OnProcessor {
+    fn ticks(ticks: u64) -> ThreadProcessorUse {
+        ThreadProcessorUse {
             ticks,
             preemptions: None,
         }
     }
 
     /// Preempts a thread twice that has spun for long, so that it spins again at `now`.
-    fn preempt(courtesy: &mut Courtesy, now: u64) -> bool {
+    fn preempt(courtesy: &mut PreemptionBackoff, now: u64) -> bool {
         let mut once = |now| {
             assert!(!courtesy.passed(Ticks(now), 0, 100, || unreachable!()));
             assert!(!courtesy.passed(Ticks(now - 320 * US), 200 * US, 100, || ticks(700)));
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn time_that_no_thread_took_is_no_harm() {
-        let counted = |ticks, preemptions| OnProcessor {
+        let counted = |ticks, preemptions| ThreadProcessorUse {
             ticks,
             preemptions: Some(preemptions),
         };
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_fixed_thread_never_sleeps() {
-        let mut courtesy = Courtesy::new(Choice::Fixed, Rate::NANOSECOND);
+        let mut courtesy = PreemptionBackoff::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
         assert!(!preempt(&mut courtesy, MS));
         assert!(!courtesy.is_due(Ticks(MS), MS));
     }

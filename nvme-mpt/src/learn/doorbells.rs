@@ -10,8 +10,8 @@
 
 use std::time::Duration;
 
-use super::Choice;
-use crate::clock::{Rate, Ticks};
+use super::PolicyChoice;
+use crate::clock::{TickRate, Ticks};
 
 /// Number of exits within a hold after which doorbells are mapped. This is little compared with the thousands of I/Os that
 /// are possible in a hold, and more than a mostly idle guest writes.
@@ -34,28 +34,28 @@ const GUESS: Duration = Duration::from_millis(2);
 
 /// Policy for one function's doorbells.
 #[derive(Debug)]
-pub struct Hysteresis {
-    choice: Choice,
-    rate: Rate,
+pub struct DoorbellMappingPolicy {
+    choice: PolicyChoice,
+    rate: TickRate,
     hold_min: u64,
     /// Last cost, in ticks.
     mapping: u64,
     unmapping: u64,
-    phase: Phase,
+    phase: DoorbellMappingPhase,
 }
 
 #[derive(Debug)]
-enum Phase {
+enum DoorbellMappingPhase {
     /// Writes exit. `exits` counts them since the hold started.
     Trapped { since: Ticks, exits: u32 },
     /// Writes are plain stores. `done` is the number of I/Os at the start of the hold.
     Mapped { since: Ticks, done: u64 },
 }
 
-impl Hysteresis {
+impl DoorbellMappingPolicy {
     /// Creates the policy, with trapped doorbells.
     #[must_use]
-    pub fn new(choice: Choice, rate: Rate) -> Self {
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let guess = rate.ticks(GUESS);
         Self {
             choice,
@@ -63,7 +63,7 @@ impl Hysteresis {
             hold_min: rate.ticks(HOLD_MIN),
             mapping: guess,
             unmapping: guess,
-            phase: Phase::Trapped {
+            phase: DoorbellMappingPhase::Trapped {
                 since: Ticks::default(),
                 exits: 0,
             },
@@ -78,7 +78,7 @@ impl Hysteresis {
     /// Notes a write that exited. Returns whether the result of [`Self::wants_mapped`] has changed.
     pub fn exited(&mut self, now: Ticks) -> bool {
         let hold = self.hold();
-        let Phase::Trapped { since, exits } = &mut self.phase else {
+        let DoorbellMappingPhase::Trapped { since, exits } = &mut self.phase else {
             // The exit was in progress while the doorbells were mapped.
             return false;
         };
@@ -91,13 +91,13 @@ impl Hysteresis {
 
     /// Returns whether doorbells should be mapped. `done` is the number of I/Os so far.
     pub fn wants_mapped(&mut self, now: Ticks, done: u64) -> bool {
-        if self.choice == Choice::Fixed {
+        if self.choice == PolicyChoice::Fixed {
             return true;
         }
         let hold = self.hold();
         match &mut self.phase {
-            Phase::Trapped { exits, .. } => *exits >= EXITS,
-            Phase::Mapped {
+            DoorbellMappingPhase::Trapped { exits, .. } => *exits >= EXITS,
+            DoorbellMappingPhase::Mapped {
                 since,
                 done: before,
             } => {
@@ -115,7 +115,7 @@ impl Hysteresis {
     /// limit.
     pub fn unchanged_for(&self, now: Ticks) -> Option<Duration> {
         match (self.choice, &self.phase) {
-            (Choice::Learned, Phase::Mapped { since, .. }) => {
+            (PolicyChoice::Learned, DoorbellMappingPhase::Mapped { since, .. }) => {
                 let left = self.hold().saturating_sub(now.since(*since));
                 Some(self.rate.time(left))
             }
@@ -126,13 +126,13 @@ impl Hysteresis {
     /// Notes that the doorbells were mapped, which took `took` ticks. `done` is the number of I/Os so far.
     pub fn mapped(&mut self, now: Ticks, took: u64, done: u64) {
         self.mapping = took;
-        self.phase = Phase::Mapped { since: now, done };
+        self.phase = DoorbellMappingPhase::Mapped { since: now, done };
     }
 
     /// Notes that the doorbells were unmapped, which took `took` ticks, or could not be mapped.
     pub fn unmapped(&mut self, now: Ticks, took: u64) {
         self.unmapping = took;
-        self.phase = Phase::Trapped {
+        self.phase = DoorbellMappingPhase::Trapped {
             since: now,
             exits: 0,
         };
@@ -148,8 +148,8 @@ mod tests {
     const MS: u64 = 1000 * US;
 
     /// A guest, its VMM and time, all made up.
-    struct Scene {
-        hysteresis: Hysteresis,
+    struct DoorbellMappingTest {
+        hysteresis: DoorbellMappingPolicy,
         now: Ticks,
         done: u64,
         is_mapped: bool,
@@ -160,10 +160,10 @@ mod tests {
         toggling: u64,
     }
 
-    impl Scene {
+    impl DoorbellMappingTest {
         fn new(costs: [u64; 2]) -> Self {
             Self {
-                hysteresis: Hysteresis::new(Choice::Learned, Rate::NANOSECOND),
+                hysteresis: DoorbellMappingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND),
                 now: Ticks(1000 * MS),
                 done: 0,
                 is_mapped: false,
@@ -196,9 +196,9 @@ mod tests {
         fn pass(&mut self, ticks: u64) {
             let end = Ticks(self.now.0 + ticks);
             while let Some(time) = self.hysteresis.unchanged_for(self.now)
-                && self.now.0 + Rate::NANOSECOND.ticks(time) <= end.0
+                && self.now.0 + TickRate::NANOSECOND.ticks(time) <= end.0
             {
-                self.now.0 += Rate::NANOSECOND.ticks(time);
+                self.now.0 += TickRate::NANOSECOND.ticks(time);
                 self.decide();
             }
             self.now = self.now.max(end);
@@ -233,7 +233,7 @@ mod tests {
             (300 * US, [MS, 2 * MS]),
             (MS, [20 * MS, 30 * MS]),
         ] {
-            let mut scene = Scene::new(costs);
+            let mut scene = DoorbellMappingTest::new(costs);
             scene.ios(10_000, every);
             assert_eq!(scene.toggles, 1, "{every}");
             assert_eq!(scene.exits, u64::from(EXITS));
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn io_now_and_then_is_never_mapped() {
-        let mut scene = Scene::new([100 * US, 100 * US]);
+        let mut scene = DoorbellMappingTest::new([100 * US, 100 * US]);
         scene.hysteresis.unmapped(scene.now, 100 * US);
         scene.hysteresis.mapping = 100 * US;
         // A hold is 20 ms, and sees ten I/Os of two exits each.
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn io_that_becomes_rare_is_unmapped_and_stays_so() {
-        let mut scene = Scene::new([100 * US, 100 * US]);
+        let mut scene = DoorbellMappingTest::new([100 * US, 100 * US]);
         scene.hysteresis.unmapped(scene.now, 100 * US);
         scene.ios(1000, 100 * US);
         assert!(scene.is_mapped);
@@ -268,9 +268,9 @@ mod tests {
     }
 
     /// One second of I/O, one of idleness: the exits, and the time that doorbells are mapped without use.
-    fn second_of_io(choice: Choice) -> (u64, u64) {
-        let mut scene = Scene::new([50 * US, 80 * US]);
-        scene.hysteresis = Hysteresis::new(choice, Rate::NANOSECOND);
+    fn second_of_io(choice: PolicyChoice) -> (u64, u64) {
+        let mut scene = DoorbellMappingTest::new([50 * US, 80 * US]);
+        scene.hysteresis = DoorbellMappingPolicy::new(choice, TickRate::NANOSECOND);
         scene.decide();
         scene.ios(10_000, 100 * US);
         let idle = scene.now;
@@ -284,14 +284,14 @@ mod tests {
 
     #[test]
     fn few_writes_exit_and_idle_guests_have_no_mapped_doorbells() {
-        assert_eq!(second_of_io(Choice::Learned), (u64::from(EXITS), 232));
-        assert_eq!(second_of_io(Choice::Fixed), (0, 1000));
+        assert_eq!(second_of_io(PolicyChoice::Learned), (u64::from(EXITS), 232));
+        assert_eq!(second_of_io(PolicyChoice::Fixed), (0, 1000));
     }
 
     #[test]
     fn fixed_doorbells_are_mapped_before_the_first_write_and_stay_so() {
-        let mut scene = Scene::new([100 * US, 100 * US]);
-        scene.hysteresis = Hysteresis::new(Choice::Fixed, Rate::NANOSECOND);
+        let mut scene = DoorbellMappingTest::new([100 * US, 100 * US]);
+        scene.hysteresis = DoorbellMappingPolicy::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
         scene.decide();
         scene.ios(1000, 100 * US);
         scene.pass(10_000 * MS);
@@ -302,7 +302,8 @@ mod tests {
 
     #[test]
     fn writes_under_way_when_they_are_mapped_change_nothing() {
-        let mut hysteresis = Hysteresis::new(Choice::Learned, Rate::NANOSECOND);
+        let mut hysteresis =
+            DoorbellMappingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         hysteresis.mapped(Ticks(MS), MS, 0);
         assert!(!(0..2 * EXITS).any(|_| hysteresis.exited(Ticks(MS))));
         assert!(hysteresis.wants_mapped(Ticks(MS), 0));
@@ -317,7 +318,7 @@ mod tests {
             bursts in proptest::collection::vec((1_u32..100, 0_u64..1000, 0_u64..2_000_000), 1..200),
         ) {
             let costs = [mapping * US, unmapping * US];
-            let mut scene = Scene::new(costs);
+            let mut scene = DoorbellMappingTest::new(costs);
             let began = scene.now;
             for (ios, every, pause) in bursts {
                 scene.ios(ios, every * US);

@@ -1,6 +1,6 @@
 //! Share of a drive that busy users may fill while light users use it.
 //!
-//! A user of a drive is *light* while it has few and small commands outstanding ([`Class::is_heavy`]). All others are
+//! A user of a drive is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]). All others are
 //! *heavy*. While there is a light user, the heavy ones together have at most the *window* in flight, in bytes.
 //!
 //! The best window depends on the drive. A serial drive makes a light command wait for all commands before it. A parallel
@@ -25,8 +25,8 @@
 
 use std::time::Duration;
 
-use super::Choice;
-use crate::clock::{Rate, Ticks};
+use super::PolicyChoice;
+use crate::clock::{TickRate, Ticks};
 use crate::spec::opcode::NvmOpcode;
 
 /// Maximum window: enough to keep any drive busy.
@@ -66,9 +66,9 @@ const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
 
 /// Class of a command on a shared drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Class(u8);
+pub struct CommandClass(u8);
 
-impl Class {
+impl CommandClass {
     /// Command of a heavy user.
     pub const HEAVY: Self = Self(0);
     /// Command of a light user whose latency is not measured.
@@ -108,7 +108,7 @@ const TURN: u64 = 8;
 
 /// Times in ticks.
 #[derive(Clone, Copy, Debug)]
-struct Times {
+struct HeavyWindowTimes {
     /// Time between two measurements of the latency alone.
     probe_interval: u64,
     /// Time until the next measurement if a kind of command was missing in the last one.
@@ -125,7 +125,7 @@ const SAMPLES: usize = 8;
 
 /// Measurement of light commands while heavy users pause.
 #[derive(Debug)]
-struct Probe {
+struct LatencyProbe {
     began: Ticks,
     settling: u32,
     samples: [(u8, u64); SAMPLES],
@@ -134,7 +134,7 @@ struct Probe {
 
 /// Parameters for sharing a drive between queue pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Terms {
+pub struct SharingParameters {
     /// Bytes that heavy users may have in flight while there is a light user.
     pub window: u64,
     /// Length of a queue pair's turn at the window, in ticks.
@@ -148,12 +148,12 @@ pub struct Terms {
 /// Adaptive parameters, derived from the latencies of light commands.
 #[derive(Debug)]
 pub struct HeavyWindow {
-    choice: Choice,
-    times: Times,
-    terms: Terms,
+    choice: PolicyChoice,
+    times: HeavyWindowTimes,
+    terms: SharingParameters,
     /// Median latency alone of each kind, in ticks; 0 if unknown.
     alone: [u64; KINDS],
-    probe: Option<Probe>,
+    probe: Option<LatencyProbe>,
     /// Latencies of the last light commands relative to alone, in 256ths.
     longer: [u64; SAMPLES],
     count: usize,
@@ -171,20 +171,20 @@ pub struct HeavyWindow {
 impl HeavyWindow {
     /// Creates the policy for an unknown drive.
     #[must_use]
-    pub fn new(choice: Choice, rate: Rate) -> Self {
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let millisecond = rate.ticks(Duration::from_millis(1));
         let (window, next_probe) = match choice {
-            Choice::Learned => (WINDOW_FIRST, 0),
-            Choice::Fixed => (WINDOW_FIXED, u64::MAX),
+            PolicyChoice::Learned => (WINDOW_FIRST, 0),
+            PolicyChoice::Fixed => (WINDOW_FIXED, u64::MAX),
         };
         Self {
             choice,
-            times: Times {
+            times: HeavyWindowTimes {
                 probe_interval: 10_000 * millisecond,
                 probe_again: 500 * millisecond,
                 pause: 50 * millisecond,
             },
-            terms: Terms {
+            terms: SharingParameters {
                 window,
                 turn: millisecond,
                 pause_until: Ticks(0),
@@ -204,7 +204,7 @@ impl HeavyWindow {
 
     /// Returns the current parameters.
     #[must_use]
-    pub fn terms(&self) -> Terms {
+    pub fn terms(&self) -> SharingParameters {
         self.terms
     }
 
@@ -215,7 +215,7 @@ impl HeavyWindow {
         }
         self.terms.next_probe = after(now, self.times.probe_interval);
         self.terms.pause_until = after(now, self.times.pause);
-        self.probe = Some(Probe {
+        self.probe = Some(LatencyProbe {
             began: now,
             settling: PROBE_SETTLES,
             samples: [(0, 0); SAMPLES],
@@ -224,9 +224,9 @@ impl HeavyWindow {
     }
 
     /// Notes the completion of a light command that arrived at `arrived`.
-    pub fn completed(&mut self, class: Class, arrived: Ticks, now: Ticks) {
+    pub fn completed(&mut self, class: CommandClass, arrived: Ticks, now: Ticks) {
         let Some(kind) = class.kind() else { return };
-        if self.choice == Choice::Fixed {
+        if self.choice == PolicyChoice::Fixed {
             return;
         }
         let latency = now.since(arrived);
@@ -326,7 +326,7 @@ fn after(now: Ticks, ticks: u64) -> Ticks {
     Ticks(now.0.saturating_add(ticks))
 }
 
-impl Probe {
+impl LatencyProbe {
     /// Takes a sample. Returns whether it was counted.
     fn take(&mut self, kind: usize, latency: u64) -> bool {
         if self.settling > 0 {
@@ -351,14 +351,14 @@ mod tests {
     /// Returns the window after 400,000 light commands. `latency` of a command depends on a random number below 100 and on the
     /// bytes that heavy users have in flight.
     fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
-        let mut learned = HeavyWindow::new(Choice::Learned, Rate::NANOSECOND);
-        let class = Class::light(NvmOpcode::READ, 1);
+        let mut learned = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let class = CommandClass::light(NvmOpcode::READ, 1);
         let mut now = Ticks(1);
         let mut random: u64 = 1;
         for _ in 0..400_000 {
             random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
             learned.arrived(now);
-            let Terms {
+            let SharingParameters {
                 window,
                 pause_until,
                 ..

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use super::Choice;
+use super::PolicyChoice;
 
 /// Shortest interval.
 const MIN: Duration = Duration::from_micros(50);
@@ -20,14 +20,14 @@ const SELDOM: (u32, Duration) = (64, Duration::from_millis(20));
 
 /// Policy for the poll interval.
 #[derive(Clone, Copy, Debug)]
-pub struct Looks {
-    choice: Choice,
+pub struct PollInterval {
+    choice: PolicyChoice,
 }
 
-impl Looks {
+impl PollInterval {
     /// Creates the policy. Intervals grow to 20 ms; fixed ones to one millisecond.
     #[must_use]
-    pub fn new(choice: Choice) -> Self {
+    pub fn new(choice: PolicyChoice) -> Self {
         Self { choice }
     }
 
@@ -35,8 +35,8 @@ impl Looks {
     #[must_use]
     pub fn at_doorbells(self, idle: Duration) -> Duration {
         match self.choice {
-            Choice::Learned => Self::at_work(idle).max(part(idle, SELDOM)),
-            Choice::Fixed => Self::at_work(idle),
+            PolicyChoice::Learned => Self::at_work(idle).max(part(idle, SELDOM)),
+            PolicyChoice::Fixed => Self::at_work(idle),
         }
     }
 
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     /// Looks at doorbells from the moment on at which a poller has spun, until so much time has passed.
-    fn looks_within(looks: Looks, time: Duration) -> (usize, Duration) {
+    fn looks_within(looks: PollInterval, time: Duration) -> (usize, Duration) {
         let mut idle = Duration::from_micros(20);
         let (mut count, mut pause) = (0, Duration::ZERO);
         while idle < time {
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn an_idle_guest_is_looked_at_fifty_times_a_second() {
-        let looks = Looks::new(Choice::Learned);
+        let looks = PollInterval::new(PolicyChoice::Learned);
         let (first, _) = looks_within(looks, Duration::from_secs(2));
         let (all, pause) = looks_within(looks, Duration::from_secs(12));
         assert_eq!(all - first, 500);
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn fixed_looks_go_on_each_millisecond() {
-        let looks = Looks::new(Choice::Fixed);
+        let looks = PollInterval::new(PolicyChoice::Fixed);
         let (first, _) = looks_within(looks, Duration::from_secs(2));
         let (all, pause) = looks_within(looks, Duration::from_secs(12));
         assert_eq!(all - first, 10_000);
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn a_command_waits_for_a_small_part_of_the_time_that_its_guest_was_idle() {
-        let looks = Looks::new(Choice::Learned);
+        let looks = PollInterval::new(PolicyChoice::Learned);
         for micros in [400, 5_000, 8_000] {
             let idle = Duration::from_micros(micros);
             assert_eq!(looks.at_doorbells(idle), idle / 8);
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn a_drive_that_has_commands_is_looked_at_each_millisecond() {
         for seconds in [1, 3_600] {
-            let pause = Looks::at_work(Duration::from_secs(seconds));
+            let pause = PollInterval::at_work(Duration::from_secs(seconds));
             assert_eq!(pause, Duration::from_millis(1));
         }
     }

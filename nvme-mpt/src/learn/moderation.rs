@@ -20,8 +20,8 @@
 
 use std::time::Duration;
 
-use super::Choice;
-use crate::clock::{Rate, Ticks};
+use super::PolicyChoice;
+use crate::clock::{TickRate, Ticks};
 
 /// Completions after which an epoch is judged.
 const EPOCH: u32 = 128;
@@ -55,19 +55,19 @@ const WAIT_MAX: u32 = 128;
 
 /// Trial of another level.
 #[derive(Clone, Copy, Debug)]
-struct Trial {
+struct CoalescingTrial {
     level: u8,
-    /// Value of [`Moderation::interval`] before the trial.
+    /// Value of [`CoalescingPolicy::interval`] before the trial.
     reference: u64,
 }
 
 /// Adaptive number of completions of a queue per interrupt.
 #[derive(Debug)]
-pub struct Moderation {
-    choice: Choice,
+pub struct CoalescingPolicy {
+    choice: PolicyChoice,
     /// Logarithm (base 2) of the completions per interrupt.
     level: u8,
-    trial: Option<Trial>,
+    trial: Option<CoalescingTrial>,
     /// True if the next trial is of more completions per interrupt.
     rises: bool,
     /// Epochs until the next trial, and the wait after it if it fails.
@@ -75,7 +75,7 @@ pub struct Moderation {
     next_wait: u32,
     /// Ticks for [`FINE`] completions in the last epoch; 0 if there was none.
     interval: u64,
-    epoch: Epoch,
+    epoch: CoalescingEpoch,
     last_post: Ticks,
     last_taken: Ticks,
     hold_max: u64,
@@ -87,7 +87,7 @@ pub struct Moderation {
 const FINE: u64 = 16;
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Epoch {
+struct CoalescingEpoch {
     began: Ticks,
     completions: u32,
     /// Holds that ended with enough completions, and holds that timed out.
@@ -97,17 +97,17 @@ struct Epoch {
 
 /// Completions that the guest has not been told of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Owed {
+pub struct UnsignaledCompletions {
     /// Number of completions.
     pub completions: u32,
     /// Time of the first one.
     pub since: Ticks,
 }
 
-impl Moderation {
+impl CoalescingPolicy {
     /// Creates the policy, which starts with an interrupt per batch.
     #[must_use]
-    pub fn new(choice: Choice, rate: Rate) -> Self {
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         Self {
             choice,
             level: 0,
@@ -116,7 +116,7 @@ impl Moderation {
             wait: 1,
             next_wait: 1,
             interval: 0,
-            epoch: Epoch::default(),
+            epoch: CoalescingEpoch::default(),
             last_post: Ticks::default(),
             last_taken: Ticks::default(),
             hold_max: rate.ticks(HOLD_MAX),
@@ -159,13 +159,18 @@ impl Moderation {
     /// Returns the time until which the owed interrupt may wait; `None` if it is due. `in_flight` is the number of in-flight
     /// commands.
     #[inline]
-    pub fn until(&mut self, owed: Owed, in_flight: u32, now: Ticks) -> Option<Ticks> {
+    pub fn until(
+        &mut self,
+        owed: UnsignaledCompletions,
+        in_flight: u32,
+        now: Ticks,
+    ) -> Option<Ticks> {
         let level = self.trial.map_or(self.level, |trial| trial.level);
         if level == 0 {
             return None;
         }
         let enough = 1 << level;
-        let Owed { completions, since } = owed;
+        let UnsignaledCompletions { completions, since } = owed;
         if completions >= enough {
             self.epoch.full += 1;
             return None;
@@ -184,14 +189,14 @@ impl Moderation {
     }
 
     fn begin_epoch(&mut self, now: Ticks) {
-        self.epoch = Epoch {
+        self.epoch = CoalescingEpoch {
             began: now,
-            ..Epoch::default()
+            ..CoalescingEpoch::default()
         };
     }
 
     fn is_hopeless(&self, now: Ticks) -> bool {
-        let Epoch {
+        let CoalescingEpoch {
             began, completions, ..
         } = self.epoch;
         let took = now.since(began) * FINE * 100;
@@ -202,7 +207,7 @@ impl Moderation {
     #[cold]
     fn waited_in_vain(&mut self, now: Ticks) {
         self.epoch.in_vain += 1;
-        let Epoch { full, in_vain, .. } = self.epoch;
+        let CoalescingEpoch { full, in_vain, .. } = self.epoch;
         if in_vain < VAIN_MAX || in_vain <= full {
             return;
         }
@@ -216,13 +221,13 @@ impl Moderation {
 
     #[cold]
     fn judge(&mut self, now: Ticks) {
-        let Epoch {
+        let CoalescingEpoch {
             began, completions, ..
         } = self.epoch;
         let interval = now.since(began) * FINE / u64::from(completions);
         self.begin_epoch(now);
         // Checked here rather than per completion: only this function starts a first trial.
-        if self.choice == Choice::Fixed {
+        if self.choice == PolicyChoice::Fixed {
             return;
         }
         let before = std::mem::replace(&mut self.interval, interval);
@@ -232,7 +237,7 @@ impl Moderation {
             return;
         }
         match self.trial {
-            Some(Trial { level, reference }) => {
+            Some(CoalescingTrial { level, reference }) => {
                 let percent = if level > self.level { BETTER } else { WORSE };
                 if interval * 100 < reference * percent {
                     (self.level, self.trial) = (level, None);
@@ -251,7 +256,7 @@ impl Moderation {
                 };
                 // The average of two epochs, so that a single disturbed epoch does not decide.
                 let reference = u64::midpoint(before, interval);
-                self.trial = Some(Trial { level, reference });
+                self.trial = Some(CoalescingTrial { level, reference });
             }
         }
     }
@@ -270,8 +275,8 @@ mod tests {
     use super::*;
 
     /// One completion, as of now.
-    const fn one(since: Ticks) -> Owed {
-        Owed {
+    const fn one(since: Ticks) -> UnsignaledCompletions {
+        UnsignaledCompletions {
             completions: 1,
             since,
         }
@@ -279,7 +284,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_pauses_after_each_command_does_not_wait_for_ever() {
-        let mut moderation = Moderation::new(Choice::Learned, Rate::NANOSECOND);
+        let mut moderation = CoalescingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         moderation.learned(LEVEL_MAX, 500_000);
         let (mut now, mut late) = (Ticks(1 << 40), 0);
         for _ in 0..100 {

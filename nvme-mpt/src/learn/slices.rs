@@ -7,8 +7,8 @@
 
 use std::time::Duration;
 
-use super::Choice;
-use crate::clock::Rate;
+use super::PolicyChoice;
+use crate::clock::TickRate;
 use crate::range::BOUNDARY;
 
 /// Target time of a slice.
@@ -28,7 +28,7 @@ const SHARED_MAX: u64 = 256 << 10;
 /// Adaptive length of slices.
 #[derive(Debug)]
 pub struct SliceLength {
-    choice: Choice,
+    choice: PolicyChoice,
     target: u64,
     bytes: u64,
 }
@@ -36,7 +36,7 @@ pub struct SliceLength {
 impl SliceLength {
     /// Creates the policy with the initial length, which is also the fixed one.
     #[must_use]
-    pub fn new(choice: Choice, rate: Rate) -> Self {
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         Self {
             choice,
             target: rate.ticks(TARGET),
@@ -56,7 +56,7 @@ impl SliceLength {
             true => SHARED_MAX,
             false => MAX,
         };
-        if self.choice == Choice::Learned {
+        if self.choice == PolicyChoice::Learned {
             self.bytes = next_slice(self.bytes, bytes, took, self.target).min(max);
         }
     }
@@ -96,7 +96,7 @@ mod tests {
     }
 
     /// A range, in nanoseconds: what each of its extents takes.
-    struct Range {
+    struct SliceTestRange {
         bytes: u64,
         extent: u64,
         cost: u64,
@@ -104,8 +104,8 @@ mod tests {
     }
 
     /// Deallocates a range. Returns the number of slices, and the longest time of one behind the first.
-    fn deallocate(choice: Choice, range: &Range) -> (u64, Duration) {
-        let mut slices = SliceLength::new(choice, Rate::NANOSECOND);
+    fn deallocate(choice: PolicyChoice, range: &SliceTestRange) -> (u64, Duration) {
+        let mut slices = SliceLength::new(choice, TickRate::NANOSECOND);
         let (mut left, mut count, mut longest) = (range.bytes, 0, 0);
         while left > 0 {
             let bytes = slices.bytes().min(left);
@@ -123,32 +123,32 @@ mod tests {
     #[test]
     fn slices_of_a_fragmented_file_are_short_and_few_in_one_extent() {
         // As on ext4, with others beside it; and a range that is one extent, in a file that nothing else uses.
-        let fragmented = Range {
+        let fragmented = SliceTestRange {
             bytes: 64 << 20,
             extent: 4096,
             cost: 400_000,
             is_shared: true,
         };
-        let whole = Range {
+        let whole = SliceTestRange {
             bytes: 1 << 30,
             extent: 1 << 30,
             cost: 20_000,
             is_shared: false,
         };
-        let (_, learned) = deallocate(Choice::Learned, &fragmented);
-        let (_, fixed) = deallocate(Choice::Fixed, &fragmented);
+        let (_, learned) = deallocate(PolicyChoice::Learned, &fragmented);
+        let (_, fixed) = deallocate(PolicyChoice::Fixed, &fragmented);
         println!("4 KiB extents: {learned:?} a slice, {fixed:?} with `fixed`");
         assert_eq!(learned, Duration::from_micros(400));
         assert_eq!(fixed, Duration::from_micros(25_600));
-        let (learned, _) = deallocate(Choice::Learned, &whole);
-        let (fixed, _) = deallocate(Choice::Fixed, &whole);
+        let (learned, _) = deallocate(PolicyChoice::Learned, &whole);
+        let (fixed, _) = deallocate(PolicyChoice::Fixed, &whole);
         println!("one extent of 1 GiB: {learned} slices, {fixed} with `fixed`");
         assert_eq!((learned, fixed), (515, 4096));
     }
 
     #[test]
     fn a_slice_has_64_blocks_at_most_while_others_use_the_file() {
-        let mut slices = SliceLength::new(Choice::Learned, Rate::NANOSECOND);
+        let mut slices = SliceLength::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         for (is_shared, longest) in [(false, MAX), (true, SHARED_MAX), (false, MAX)] {
             for _ in 0..20 {
                 slices.done(slices.bytes(), 1, is_shared);
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn a_fixed_slice_stays() {
-        let mut slices = SliceLength::new(Choice::Fixed, Rate::NANOSECOND);
+        let mut slices = SliceLength::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
         for (took, is_shared) in [(1, false), (1, true), (1 << 40, true)] {
             slices.done(FIRST, took, is_shared);
             assert_eq!(slices.bytes(), FIRST);

@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
-use super::Choice;
-use crate::clock::Rate;
+use super::PolicyChoice;
+use crate::clock::TickRate;
 
 /// Limits of the spin time.
 const MIN: Duration = Duration::from_micros(20);
@@ -27,10 +27,10 @@ pub struct SpinTime {
 impl SpinTime {
     /// Creates the policy with the shortest time, or with the fixed one.
     #[must_use]
-    pub fn new(choice: Choice, rate: Rate) -> Self {
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let [min, max] = match choice {
-            Choice::Learned => [MIN, MAX],
-            Choice::Fixed => [FIXED; 2],
+            PolicyChoice::Learned => [MIN, MAX],
+            PolicyChoice::Fixed => [FIXED; 2],
         };
         let [min, max] = [min, max].map(|time| rate.ticks(time));
         Self {
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn short_sleeps_lengthen_the_spin_and_long_ones_shorten_it() {
-        let mut spin = SpinTime::new(Choice::Learned, Rate::NANOSECOND);
+        let mut spin = SpinTime::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         assert_eq!(spin.ticks(), 20_000);
         for expected in [40_000, 80_000, 160_000] {
             spin.slept(100_000, true);
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_fixed_spin_stays() {
-        let mut spin = SpinTime::new(Choice::Fixed, Rate::NANOSECOND);
+        let mut spin = SpinTime::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
         for (ticks, found_work) in [(1, true), (1, true), (1 << 40, false)] {
             spin.slept(ticks, found_work);
             assert_eq!(spin.ticks(), 100_000);

@@ -2,13 +2,13 @@
 
 use super::by_size;
 use super::entry::LeaseEntry;
-use super::holder::Slot;
-use super::outcome::{Admitted, Refusal};
-use super::request::{LeaseRequest, Wanted};
-use super::store::{Record, Records, StoreError};
-use super::tenants::{self, FormerData};
-use crate::origin::Host;
-use crate::origin::extent::{self, Stretch};
+use super::holder::LeaseSlot;
+use super::outcome::{AdmittedLease, LeaseRefusal};
+use super::request::{LeaseRequest, RequestedBytes};
+use super::store::{LedgerRecord, LedgerRecords, LedgerStoreError};
+use super::tenants::{self, PreviousDataPolicy};
+use crate::origin::HostDisks;
+use crate::origin::extent::{self, DriveByteRange};
 use crate::origin::nvme;
 use crate::range::ByteRange;
 
@@ -18,32 +18,32 @@ use crate::range::ByteRange;
 ///
 /// A lease by size gets the extents that its id had, and free units (`by_size`).
 pub(super) fn admit(
-    records: &Records,
+    records: &LedgerRecords,
     request: &LeaseRequest<'_>,
-    is_held: impl Fn(Slot) -> Result<bool, StoreError>,
-) -> Result<Admitted, Refusal> {
-    if let Some(earlier) = records.find_earlier(request, Host::now) {
-        return Err(Refusal::Earlier(earlier));
+    is_held: impl Fn(LeaseSlot) -> Result<bool, LedgerStoreError>,
+) -> Result<AdmittedLease, LeaseRefusal> {
+    if let Some(earlier) = records.find_earlier(request, HostDisks::now) {
+        return Err(LeaseRefusal::Earlier(earlier));
     }
     records.check_known(request)?;
     if records.is_unlasting(request) {
-        return Err(Refusal::Unlasting);
+        return Err(LeaseRefusal::Unlasting);
     }
     match request.wanted {
-        Wanted::At(range) => admit_range(records, request, range, is_held),
-        Wanted::Size { bytes, unit, whole } => {
-            let demand = by_size::Demand { bytes, unit, whole };
+        RequestedBytes::At(range) => admit_range(records, request, range, is_held),
+        RequestedBytes::Size { bytes, unit, whole } => {
+            let demand = by_size::SizeDemand { bytes, unit, whole };
             by_size::admit(records, &request.area(), demand, is_held)
         }
     }
 }
 
 fn admit_range(
-    records: &Records,
+    records: &LedgerRecords,
     request: &LeaseRequest<'_>,
     range: ByteRange,
-    is_held: impl Fn(Slot) -> Result<bool, StoreError>,
-) -> Result<Admitted, Refusal> {
+    is_held: impl Fn(LeaseSlot) -> Result<bool, LedgerStoreError>,
+) -> Result<AdmittedLease, LeaseRefusal> {
     let mut taken_over = None;
     for record in &records.leases {
         let overlaps = overlaps(record, request, range);
@@ -51,30 +51,30 @@ fn admit_range(
         if !overlaps && !same_id {
             continue;
         }
-        let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
+        let held = is_held(LeaseSlot(record.slot)).map_err(LeaseRefusal::Store)?;
         let is_it = (overlaps && has_same_bytes(record, request, range))
             || was_at_range(record, request, range);
         if same_id && is_it && !held {
-            taken_over = Some(Slot(record.slot));
+            taken_over = Some(LeaseSlot(record.slot));
         } else if overlaps {
-            return Err(Refusal::Overlap(
+            return Err(LeaseRefusal::Overlap(
                 range,
                 LeaseEntry::new(record, held).into(),
             ));
         } else {
-            return Err(Refusal::IdTaken(LeaseEntry::new(record, held).into()));
+            return Err(LeaseRefusal::IdTaken(LeaseEntry::new(record, held).into()));
         }
     }
     if let Some(whole) = by_size::torn_by(records, &request.area(), range) {
-        return Err(Refusal::Torn(range, whole));
+        return Err(LeaseRefusal::Torn(range, whole));
     }
     let place = request.area().place(range, None);
-    if request.former_data == FormerData::Refused
+    if request.former_data == PreviousDataPolicy::Refused
         && let Some(left) = tenants::in_the_way(&records.tenants, &place)
     {
-        return Err(Refusal::OthersData(range, left));
+        return Err(LeaseRefusal::OthersData(range, left));
     }
-    Ok(Admitted {
+    Ok(AdmittedLease {
         taken_over,
         extents: range.into(),
         former: None,
@@ -83,7 +83,7 @@ fn admit_range(
 
 /// Returns whether a lease had the same range of a drive that was named in an earlier boot of the host. The operator
 /// has decided about its data, because otherwise the request would have been refused before.
-fn was_at_range(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
+fn was_at_range(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let boots = [record.drive.as_str(), request.drive.name].map(extent::boot_of_drive);
     matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)
         && record.extents.only() == Some(range)
@@ -91,7 +91,7 @@ fn was_at_range(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -
 
 /// Returns whether a lease overlaps the range. Compares bytes, because a disk and its partition are two overlapping
 /// drives.
-fn overlaps(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
+fn overlaps(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, our_nsid) = nvme::as_block_device(request.drive.name, request.nsid.0);
     let mut parts = record.extents.parts().iter();
@@ -99,12 +99,12 @@ fn overlaps(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bo
         && parts.any(|part| extent::overlap(stretch(&theirs, *part), stretch(&ours, range)))
 }
 
-const fn stretch(drive: &str, range: ByteRange) -> Stretch<'_> {
-    Stretch { drive, range }
+const fn stretch(drive: &str, range: ByteRange) -> DriveByteRange<'_> {
+    DriveByteRange { drive, range }
 }
 
 /// Returns whether a lease that overlaps the range has exactly its bytes.
-fn has_same_bytes(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
+fn has_same_bytes(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, _) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, _) = nvme::as_block_device(request.drive.name, request.nsid.0);
     let only = record.extents.only();

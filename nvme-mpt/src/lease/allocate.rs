@@ -8,7 +8,7 @@ use crate::range::ByteRange;
 
 /// Free units of a drive, as runs in the drive's order. Runs of one list do not touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Free {
+pub(super) struct FreeUnits {
     /// Units without data.
     pub(super) clean: Vec<Range<u64>>,
     /// Units without data, and units with data that has to be wiped first.
@@ -17,7 +17,7 @@ pub(super) struct Free {
 
 /// Request for units of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Need {
+pub(super) struct UnitDemand {
     /// Number of units, above 0.
     pub(super) units: u64,
     /// The unit directly after the lease's last extent.
@@ -28,12 +28,12 @@ pub(super) struct Need {
 
 /// Returns the free units of a drive of `units` units of `unit` bytes. A unit with any `taken` or `dirty` byte is taken
 /// or dirty as a whole.
-pub(super) fn free(units: u64, unit: u64, taken: &[ByteRange], dirty: &[ByteRange]) -> Free {
+pub(super) fn free(units: u64, unit: u64, taken: &[ByteRange], dirty: &[ByteRange]) -> FreeUnits {
     let whole = |range: &ByteRange| range.start() / unit..range.end().div_ceil(unit);
     let mut used: Vec<_> = taken.iter().map(whole).collect();
     let usable = gaps(units, &mut used);
     used.extend(dirty.iter().map(whole));
-    Free {
+    FreeUnits {
         clean: gaps(units, &mut used),
         usable,
     }
@@ -58,11 +58,11 @@ fn gaps(units: u64, used: &mut [Range<u64>]) -> Vec<Range<u64>> {
 
 /// Chooses units for a lease, in the lease's order; `None` if there are not enough. Units without data are preferred if
 /// they suffice.
-pub(super) fn choose(free: &Free, need: Need) -> Option<Vec<Range<u64>>> {
+pub(super) fn choose(free: &FreeUnits, need: UnitDemand) -> Option<Vec<Range<u64>>> {
     choose_of(&free.clean, need).or_else(|| choose_of(&free.usable, need))
 }
 
-fn choose_of(runs: &[Range<u64>], need: Need) -> Option<Vec<Range<u64>>> {
+fn choose_of(runs: &[Range<u64>], need: UnitDemand) -> Option<Vec<Range<u64>>> {
     let length = |run: &Range<u64>| run.end - run.start;
     let mut chosen = Vec::new();
     let mut left = need.units;
@@ -112,16 +112,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn need(units: u64, behind: Option<u64>) -> Need {
-        Need {
+    fn need(units: u64, behind: Option<u64>) -> UnitDemand {
+        UnitDemand {
             units,
             behind,
             whole: false,
         }
     }
 
-    fn whole(units: u64, behind: Option<u64>) -> Need {
-        Need {
+    fn whole(units: u64, behind: Option<u64>) -> UnitDemand {
+        UnitDemand {
             whole: true,
             ..need(units, behind)
         }
@@ -146,7 +146,7 @@ mod tests {
         );
         let none = free(10, unit, &ranges(&["0+40K"]), &dirty);
         assert_eq!((none.clean.len(), none.usable.len()), (0, 0));
-        assert_eq!(free(0, unit, &[], &[]), Free::default());
+        assert_eq!(free(0, unit, &[], &[]), FreeUnits::default());
     }
 
     #[test]
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn units_with_data_are_taken_where_others_do_not_do() {
         let clean = vec![4..6, 8..9];
-        let free = Free {
+        let free = FreeUnits {
             clean,
             usable: vec![0..6, 8..9],
         };
@@ -218,7 +218,7 @@ mod tests {
             prop_assert_eq!(&free.clean, &free.usable);
             let lengths = || free.usable.iter().map(|run| run.end - run.start);
             prop_assert_eq!(lengths().sum::<u64>(), units.iter().filter(|free| **free).count() as u64);
-            let need = Need { units: want, behind, whole: is_whole };
+            let need = UnitDemand { units: want, behind, whole: is_whole };
             let ahead = behind.map(|unit| {
                 units.iter().skip(unit as usize).take_while(|free| **free).count() as u64
             });

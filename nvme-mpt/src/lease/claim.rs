@@ -1,15 +1,15 @@
 //! Claims: the right by which a lease is requested, checked against the [terms](super::terms) of its id.
 
-use super::area::Area;
+use super::area::LeaseTarget;
 use super::error::LeaseError;
-use super::extents::Extents;
-use super::store::Records;
+use super::extents::LeaseExtents;
+use super::store::LedgerRecords;
 use super::tenants;
-use super::terms::{LeaseTerms, TermsOfIds};
+use super::terms::{LeaseSettings, LeaseSettingsById};
 
 /// Right by which a lease is requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Claim {
+pub enum LeaseClaim {
     /// The operator requests a lease. The lease keeps its owner.
     #[default]
     Operator,
@@ -21,9 +21,9 @@ pub enum Claim {
     Own(u32),
 }
 
-impl Claim {
+impl LeaseClaim {
     /// Checks that the claim is allowed by the owner of the lease `id`.
-    pub(super) fn check_owner(self, records: &Records, id: &str) -> Result<(), LeaseError> {
+    pub(super) fn check_owner(self, records: &LedgerRecords, id: &str) -> Result<(), LeaseError> {
         let Self::Own(user) = self else {
             return Ok(());
         };
@@ -45,9 +45,9 @@ impl Claim {
     /// host.
     pub(super) fn check_extents(
         self,
-        records: &Records,
-        area: &Area<'_>,
-        extents: &Extents,
+        records: &LedgerRecords,
+        area: &LeaseTarget<'_>,
+        extents: &LeaseExtents,
     ) -> Result<(), LeaseError> {
         let Self::Own(user) = self else {
             return Ok(());
@@ -73,7 +73,7 @@ impl Claim {
     }
 
     /// Records the owner of a granted lease.
-    pub(super) fn enter(self, terms: &mut TermsOfIds, id: &str) {
+    pub(super) fn enter(self, terms: &mut LeaseSettingsById, id: &str) {
         let owner = match self {
             Self::Operator | Self::Own(_) => return,
             Self::For(user) => Some(user),
@@ -83,7 +83,7 @@ impl Claim {
     }
 }
 
-impl Records {
+impl LedgerRecords {
     /// Returns the user that owns leases of `id`.
     pub(super) fn owner(&self, id: &str) -> Option<u32> {
         self.terms.get(id)?.owner
@@ -98,7 +98,7 @@ impl Records {
     /// Removes default terms, terms of ids without lease and data, and facts about drives without either.
     pub(super) fn forget_unknown(&mut self) {
         let mut terms = std::mem::take(&mut self.terms);
-        terms.retain(|id, terms| *terms != LeaseTerms::default() && self.knows(id));
+        terms.retain(|id, terms| *terms != LeaseSettings::default() && self.knows(id));
         self.terms = terms;
         let mut marks = std::mem::take(&mut self.uncorrectable);
         marks.retain(|marks| self.knows(marks.id()));
@@ -118,10 +118,10 @@ impl Records {
 
 #[cfg(test)]
 mod tests {
-    use super::super::entry::LeaseState;
+    use super::super::entry::LeaseHolderState;
     use super::super::ledger::Ledger;
-    use super::super::request::{LeaseRequest, Wanted};
-    use super::super::tenants::FormerData;
+    use super::super::request::{LeaseRequest, RequestedBytes};
+    use super::super::tenants::PreviousDataPolicy;
     use super::*;
     use crate::range::Bytes;
     use crate::spec::ids::Nsid;
@@ -135,17 +135,17 @@ mod tests {
             id,
             drive: "file:/drive".into(),
             nsid: Nsid(1),
-            wanted: Wanted::At(range.parse().unwrap()),
+            wanted: RequestedBytes::At(range.parse().unwrap()),
             lba_shift: 9,
             blocks: 1 << 23,
-            former_data: FormerData::Refused,
+            former_data: PreviousDataPolicy::Refused,
         }
     }
 
     fn size<'a>(id: &'a str, bytes: &str) -> LeaseRequest<'a> {
         let Bytes(bytes) = bytes.parse().unwrap();
         LeaseRequest {
-            wanted: Wanted::Size {
+            wanted: RequestedBytes::Size {
                 bytes,
                 unit: 1 << 20,
                 whole: false,
@@ -161,7 +161,7 @@ mod tests {
     }
 
     fn reserve(ledger: &Ledger, request: &LeaseRequest<'_>, user: u32) {
-        let lease = ledger.acquire_by(Claim::For(user), request).unwrap();
+        let lease = ledger.acquire_by(LeaseClaim::For(user), request).unwrap();
         lease.release().unwrap();
     }
 
@@ -176,32 +176,38 @@ mod tests {
         for ledger in ledgers {
             let wanted = range("a", "1M+1M");
             // A user cannot reserve for itself.
-            let error = ledger.acquire_by(Claim::Own(ALICE), &wanted).unwrap_err();
+            let error = ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .unwrap_err();
             assert!(
                 error.to_string().contains("path=…,id=a,owner=1001"),
                 "{error}"
             );
             assert_eq!(owners(&ledger), []);
             reserve(&ledger, &wanted, ALICE);
-            let error = ledger.acquire_by(Claim::Own(BOB), &wanted).unwrap_err();
+            let error = ledger
+                .acquire_by(LeaseClaim::Own(BOB), &wanted)
+                .unwrap_err();
             assert_eq!(
                 error.to_string(),
                 "Lease \"a\" belongs to user 1001, and user 1002 asks for it: run the VMM as user 1001, or give \
                  the lease to user 1002 with `nvme-mpt leases give a 1002`"
             );
             assert_eq!(ledger.list().unwrap(), []);
-            let held = ledger.acquire_by(Claim::Own(ALICE), &wanted).unwrap();
+            let held = ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap();
             assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
             held.release().unwrap();
             // The operator may have it, and it stays hers.
-            for claim in [Claim::Operator, Claim::Every(OPERATOR)] {
+            for claim in [LeaseClaim::Operator, LeaseClaim::Every(OPERATOR)] {
                 let held = ledger.acquire_by(claim, &wanted).unwrap();
                 assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
                 drop(held);
             }
-            ledger.decide_data("a", FormerData::Wiped).unwrap();
+            ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
             assert_eq!(owners(&ledger), []);
-            ledger.acquire_by(Claim::Own(ALICE), &wanted).unwrap_err();
+            ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .unwrap_err();
         }
     }
 
@@ -212,11 +218,17 @@ mod tests {
             let wanted = range("a", "0+1M");
             drop(ledger.acquire(&wanted).unwrap());
             assert_eq!(owners(&ledger), [], "no process asked as a user");
-            drop(ledger.acquire_by(Claim::Every(OPERATOR), &wanted).unwrap());
+            drop(
+                ledger
+                    .acquire_by(LeaseClaim::Every(OPERATOR), &wanted)
+                    .unwrap(),
+            );
             assert_eq!(owners(&ledger), [("a".to_owned(), Some(OPERATOR))]);
-            ledger.acquire_by(Claim::Own(BOB), &wanted).unwrap_err();
-            drop(ledger.acquire_by(Claim::For(BOB), &wanted).unwrap());
-            drop(ledger.acquire_by(Claim::Own(BOB), &wanted).unwrap());
+            ledger
+                .acquire_by(LeaseClaim::Own(BOB), &wanted)
+                .unwrap_err();
+            drop(ledger.acquire_by(LeaseClaim::For(BOB), &wanted).unwrap());
+            drop(ledger.acquire_by(LeaseClaim::Own(BOB), &wanted).unwrap());
         }
     }
 
@@ -227,32 +239,34 @@ mod tests {
             reserve(&ledger, &range("a", "1M+1M"), ALICE);
             drop(ledger.acquire(&range("b", "3M+1M")).unwrap());
             for (asked, data) in [
-                ("0+1M", FormerData::Refused),
-                ("1M+2M", FormerData::Refused),
-                ("0+2M", FormerData::Wiped),
-                ("3M+1M", FormerData::Kept),
-                ("3M+1M", FormerData::Wiped),
+                ("0+1M", PreviousDataPolicy::Refused),
+                ("1M+2M", PreviousDataPolicy::Refused),
+                ("0+2M", PreviousDataPolicy::Wiped),
+                ("3M+1M", PreviousDataPolicy::Kept),
+                ("3M+1M", PreviousDataPolicy::Wiped),
             ] {
                 let asked = LeaseRequest {
                     former_data: data,
                     ..range("a", asked)
                 };
-                let error = ledger.acquire_by(Claim::Own(ALICE), &asked).unwrap_err();
+                let error = ledger
+                    .acquire_by(LeaseClaim::Own(ALICE), &asked)
+                    .unwrap_err();
                 assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             }
             // A part of it is reserved, too.
             drop(
                 ledger
-                    .acquire_by(Claim::Own(ALICE), &range("a", "1M+512K"))
+                    .acquire_by(LeaseClaim::Own(ALICE), &range("a", "1M+512K"))
                     .unwrap(),
             );
             reserve(&ledger, &size("c", "4M"), BOB);
             let held = ledger
-                .acquire_by(Claim::Own(BOB), &size("c", "2M"))
+                .acquire_by(LeaseClaim::Own(BOB), &size("c", "2M"))
                 .unwrap();
             assert_eq!(held.extents().length(), 4 << 20);
             drop(held);
-            let more = ledger.acquire_by(Claim::Own(BOB), &size("c", "5M"));
+            let more = ledger.acquire_by(LeaseClaim::Own(BOB), &size("c", "5M"));
             let error = more.unwrap_err();
             assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             assert_eq!(ledger.list().unwrap(), []);
@@ -264,11 +278,19 @@ mod tests {
         let (_dir, [ledger, _]) = both();
         let wanted = range("a", "0+1M");
         reserve(&ledger, &wanted, ALICE);
-        ledger.acquire_by(Claim::Own(ALICE), &wanted).unwrap().die();
+        ledger
+            .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+            .unwrap()
+            .die();
         let stale = &ledger.list().unwrap()[0];
-        assert_eq!((stale.state, stale.owner), (LeaseState::Stale, Some(ALICE)));
-        ledger.acquire_by(Claim::Own(BOB), &wanted).unwrap_err();
-        drop(ledger.acquire_by(Claim::Own(ALICE), &wanted).unwrap());
+        assert_eq!(
+            (stale.state, stale.owner),
+            (LeaseHolderState::Stale, Some(ALICE))
+        );
+        ledger
+            .acquire_by(LeaseClaim::Own(BOB), &wanted)
+            .unwrap_err();
+        drop(ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap());
     }
 
     #[test]
@@ -276,25 +298,31 @@ mod tests {
         let (_dir, [ledger, _]) = both();
         drop(ledger.acquire(&range("b", "0+2M")).unwrap());
         let wiping = LeaseRequest {
-            former_data: FormerData::Wiped,
+            former_data: PreviousDataPolicy::Wiped,
             ..range("a", "0+2M")
         };
-        let lease = ledger.acquire_by(Claim::For(ALICE), &wiping).unwrap();
+        let lease = ledger.acquire_by(LeaseClaim::For(ALICE), &wiping).unwrap();
         assert_eq!(lease.unwiped().len(), 1);
         lease.die();
-        for data in [FormerData::Refused, FormerData::Kept, FormerData::Wiped] {
+        for data in [
+            PreviousDataPolicy::Refused,
+            PreviousDataPolicy::Kept,
+            PreviousDataPolicy::Wiped,
+        ] {
             let asked = LeaseRequest {
                 former_data: data,
                 ..range("a", "0+2M")
             };
-            ledger.acquire_by(Claim::Own(ALICE), &asked).unwrap_err();
+            ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &asked)
+                .unwrap_err();
         }
         // Reserved again, it is wiped to the end.
-        let lease = ledger.acquire_by(Claim::For(ALICE), &wiping).unwrap();
+        let lease = ledger.acquire_by(LeaseClaim::For(ALICE), &wiping).unwrap();
         lease.wiped().unwrap();
         drop(lease);
         let asked = range("a", "0+2M");
-        drop(ledger.acquire_by(Claim::Own(ALICE), &asked).unwrap());
+        drop(ledger.acquire_by(LeaseClaim::Own(ALICE), &asked).unwrap());
     }
 
     #[test]
@@ -305,12 +333,14 @@ mod tests {
             assert!(matches!(error, LeaseError::NoSuchLease { .. }), "{error}");
             let wanted = range("a", "0+1M");
             reserve(&ledger, &wanted, ALICE);
-            let held = ledger.acquire_by(Claim::Own(ALICE), &wanted).unwrap();
+            let held = ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap();
             ledger.give("a", BOB).unwrap();
             assert_eq!(ledger.list().unwrap()[0].owner, Some(BOB));
             drop(held);
-            ledger.acquire_by(Claim::Own(ALICE), &wanted).unwrap_err();
-            drop(ledger.acquire_by(Claim::Own(BOB), &wanted).unwrap());
+            ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .unwrap_err();
+            drop(ledger.acquire_by(LeaseClaim::Own(BOB), &wanted).unwrap());
         }
     }
 
@@ -331,7 +361,7 @@ mod tests {
             drop(lease);
             // Nothing is left of the id when another one has its bytes.
             let other = LeaseRequest {
-                former_data: FormerData::Kept,
+                former_data: PreviousDataPolicy::Kept,
                 ..range("b", "0+1M")
             };
             let other = ledger.acquire(&other).unwrap();

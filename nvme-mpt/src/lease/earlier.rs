@@ -15,20 +15,20 @@
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
 
-use super::error::Likeness;
+use super::error::DriveLikeness;
 use super::outcome::EarlierDrive;
-use super::request::{LeaseRequest, Wanted};
-use super::store::{Record, Records};
-use super::tenants::{self, FormerData, Tenant};
+use super::request::{LeaseRequest, RequestedBytes};
+use super::store::{LedgerRecord, LedgerRecords};
+use super::tenants::{self, PreviousDataPolicy, RangeOwner};
 use crate::drive::DriveLabel;
-use crate::origin::extent::{self, Stretch};
-use crate::origin::{Host, IdentityRef};
+use crate::origin::extent::{self, DriveByteRange};
+use crate::origin::{DriveIdentityRef, HostDisks};
 use crate::range::ByteRange;
 
-impl Records {
+impl LedgerRecords {
     /// Returns whether an id has a lease or data on a base.
     pub(super) fn knows_base(&self, base: &str) -> bool {
-        let has = |record: &Record| extent::bases(&record.drive).iter().any(|of| of == base);
+        let has = |record: &LedgerRecord| extent::bases(&record.drive).iter().any(|of| of == base);
         self.tenants.iter().any(|tenant| tenant.drive() == base) || self.leases.iter().any(has)
     }
 
@@ -120,23 +120,23 @@ impl Records {
     pub(super) fn find_earlier(
         &self,
         request: &LeaseRequest<'_>,
-        host: impl FnOnce() -> Host,
+        host: impl FnOnce() -> HostDisks,
     ) -> Option<EarlierDrive> {
-        let is_decided =
-            matches!(request.wanted, Wanted::At(_)) && request.former_data == FormerData::Kept;
+        let is_decided = matches!(request.wanted, RequestedBytes::At(_))
+            && request.former_data == PreviousDataPolicy::Kept;
         if is_decided {
             return None;
         }
-        Search::new(self, request, host).find_undecided()
+        EarlierDriveSearch::new(self, request, host).find_undecided()
     }
 
     /// Like [`Self::find_earlier`], without drives of earlier boots.
     pub(super) fn find_lost(
         &self,
         request: &LeaseRequest<'_>,
-        host: impl FnOnce() -> Host,
+        host: impl FnOnce() -> HostDisks,
     ) -> Option<EarlierDrive> {
-        let search = Search::new(self, request, host);
+        let search = EarlierDriveSearch::new(self, request, host);
         let lost = search.find_of(|base| extent::boot_of(base).is_none());
         lost.or_else(|| search.find_below_label())
     }
@@ -150,7 +150,7 @@ impl Records {
     }
 
     /// Records the other names of a drive, in case it loses the present one.
-    pub(super) fn note_names(&mut self, drive: IdentityRef<'_>) {
+    pub(super) fn note_names(&mut self, drive: DriveIdentityRef<'_>) {
         let ours = extent::bases(drive.name);
         let all = || drive.formerly.iter().chain(drive.others);
         if let [base] = &ours[..]
@@ -182,7 +182,7 @@ impl Records {
         let is_label = DriveLabel::of_base(base).is_some();
         let boot = extent::boot_of_drive(request.drive.name);
         let is_asked_for = |range: &ByteRange| match (request.wanted, &boot) {
-            (Wanted::At(wanted), Some(_)) if !is_label => {
+            (RequestedBytes::At(wanted), Some(_)) if !is_label => {
                 let places = extent::places(request.drive.name, wanted);
                 let ranges = places.iter();
                 let mut ranges = ranges.flat_map(|at| ByteRange::new(at.start, at.length));
@@ -211,18 +211,20 @@ impl Records {
                 .collect::<Vec<_>>()
         };
         match (request.wanted, area.all()) {
-            (Wanted::At(range), _) => {
+            (RequestedBytes::At(range), _) => {
                 let lengths = of_id(range).into_iter().map(|(_, length)| length);
                 lengths.fold(0, u64::saturating_add) == range.length()
             }
-            (Wanted::Size { .. }, Some(all)) => of_id(all.range).iter().any(|(at, _)| at.is_some()),
-            (Wanted::Size { .. }, None) => false,
+            (RequestedBytes::Size { .. }, Some(all)) => {
+                of_id(all.range).iter().any(|(at, _)| at.is_some())
+            }
+            (RequestedBytes::Size { .. }, None) => false,
         }
     }
 
     /// Returns whether the request is for a new lease by size on a drive whose name is only valid for this boot.
     pub(super) fn is_unlasting(&self, request: &LeaseRequest<'_>) -> bool {
-        matches!(request.wanted, Wanted::Size { .. })
+        matches!(request.wanted, RequestedBytes::Size { .. })
             && extent::boot_of_drive(request.drive.name).is_some()
             && !self.has_all(request)
     }
@@ -233,13 +235,13 @@ impl Records {
         &mut self,
         request: &LeaseRequest<'_>,
         range: ByteRange,
-        host: impl FnOnce() -> Host,
+        host: impl FnOnce() -> HostDisks,
     ) {
         let without = LeaseRequest {
-            former_data: FormerData::Refused,
+            former_data: PreviousDataPolicy::Refused,
             ..*request
         };
-        let search = Search::new(self, &without, host);
+        let search = EarlierDriveSearch::new(self, &without, host);
         if search.find_undecided().is_none() {
             return;
         }
@@ -255,7 +257,7 @@ impl Records {
         let [place] = &places[..] else {
             return;
         };
-        let is_it = |tenant: &Tenant| {
+        let is_it = |tenant: &RangeOwner| {
             tenant.id == request.id
                 && (tenant.range.start(), tenant.range.length()) == (place.start, place.length)
                 && alike.contains(tenant.drive())
@@ -268,16 +270,16 @@ impl Records {
 }
 
 /// Search for the requested drive among drives that the ledger knows under other names.
-struct Search<'a, F> {
-    records: &'a Records,
+struct EarlierDriveSearch<'a, F> {
+    records: &'a LedgerRecords,
     request: &'a LeaseRequest<'a>,
     /// Bases of the requested drive.
     ours: Vec<String>,
-    host: LazyCell<Host, F>,
+    host: LazyCell<HostDisks, F>,
 }
 
-impl<'a, F: FnOnce() -> Host> Search<'a, F> {
-    fn new(records: &'a Records, request: &'a LeaseRequest<'a>, host: F) -> Self {
+impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
+    fn new(records: &'a LedgerRecords, request: &'a LeaseRequest<'a>, host: F) -> Self {
         Self {
             records,
             request,
@@ -320,7 +322,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
         })
     }
 
-    fn with_ids(&self, likeness: Likeness, name: String) -> Option<EarlierDrive> {
+    fn with_ids(&self, likeness: DriveLikeness, name: String) -> Option<EarlierDrive> {
         let ids = self.records.ids_on(&name, self.request);
         (!ids.is_empty()).then_some(EarlierDrive {
             name,
@@ -330,7 +332,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
     }
 
     /// Returns why a base without a label may belong to the requested drive; `None` if it cannot.
-    fn likeness(&self, base: &str) -> Option<Likeness> {
+    fn likeness(&self, base: &str) -> Option<DriveLikeness> {
         // A host without a boot id may have given the same name to another disk before.
         let is_ours = extent::boot_of(base) != Some(extent::UNKNOWN_BOOT)
             && self.ours.iter().any(|ours| ours == base);
@@ -338,7 +340,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
             return None;
         }
         if self.shares_name(base) {
-            return Some(Likeness::OtherName);
+            return Some(DriveLikeness::OtherName);
         }
         let mut ours = self.ours.iter();
         let can_be = match extent::boot_of(base) {
@@ -365,32 +367,32 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
     }
 
     /// Returns why no present disk can be the disk of a base; `None` if that disk is present.
-    fn is_gone(&self, base: &str) -> Option<Likeness> {
+    fn is_gone(&self, base: &str) -> Option<DriveLikeness> {
         let own = self.ours.iter().find_map(|base| extent::boot_of(base));
         match extent::boot_of(base) {
             Some(boot) if extent::is_earlier(boot, own.unwrap_or(&self.host.boot)) => {
-                Some(Likeness::EarlierBoot)
+                Some(DriveLikeness::EarlierBoot)
             }
             // The disks of another boot cannot be seen.
             Some(boot) if boot != self.host.boot => None,
             None if own.is_some_and(|own| own != self.host.boot) => None,
-            _ => (!self.host.has(base)).then_some(Likeness::Absent),
+            _ => (!self.host.has(base)).then_some(DriveLikeness::Absent),
         }
     }
 
-    fn likeness_of_label(&self, label: &str) -> Option<Likeness> {
+    fn likeness_of_label(&self, label: &str) -> Option<DriveLikeness> {
         let all = ByteRange::new(0, u64::MAX).ok()?;
         let wanted = match self.request.wanted {
-            Wanted::At(range) => range,
-            Wanted::Size { .. } => all,
+            RequestedBytes::At(range) => range,
+            RequestedBytes::Size { .. } => all,
         };
         let is_on = |below: &str, drive: &str| {
             let range = wanted;
-            let below = Stretch {
+            let below = DriveByteRange {
                 drive: below,
                 range: all,
             };
-            extent::overlap(Stretch { drive, range }, below)
+            extent::overlap(DriveByteRange { drive, range }, below)
         };
         let drive = self.request.drive;
         let names = || drive.others.iter().map(String::as_str).chain([drive.name]);
@@ -399,7 +401,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
             .iter()
             .any(|below| names().any(|name| is_on(below, name)))
         {
-            return Some(Likeness::OtherName);
+            return Some(DriveLikeness::OtherName);
         }
         let mut of_boot = self
             .ours
@@ -415,7 +417,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
                 .iter()
                 .any(|below| is_on(&extent::renamed(below, rename), drive.name))
         });
-        is_renamed.then_some(Likeness::Absent)
+        is_renamed.then_some(DriveLikeness::Absent)
     }
 }
 
@@ -424,14 +426,14 @@ mod tests {
     use super::super::error::LeaseError;
     use super::super::ledger::Ledger;
     use super::*;
-    use crate::origin::{self, Identity};
+    use crate::origin::{self, DriveIdentity};
     use crate::spec::ids::Nsid;
     use std::collections::HashMap;
 
     /// A sequence of numbers that a seed decides (SplitMix64).
-    struct Random(u64);
+    struct EarlierDriveTestRandom(u64);
 
-    impl Random {
+    impl EarlierDriveTestRandom {
         fn below(&mut self, end: usize) -> usize {
             self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
             let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -442,7 +444,7 @@ mod tests {
 
     const OLD: &str = "0d000000-0000-4000-8000-000000000001";
 
-    fn request<'a>(id: &'a str, drive: &'a str, wanted: Wanted) -> LeaseRequest<'a> {
+    fn request<'a>(id: &'a str, drive: &'a str, wanted: RequestedBytes) -> LeaseRequest<'a> {
         LeaseRequest {
             id,
             drive: drive.into(),
@@ -450,22 +452,22 @@ mod tests {
             wanted,
             lba_shift: 9,
             blocks: 1 << 20,
-            former_data: FormerData::Refused,
+            former_data: PreviousDataPolicy::Refused,
         }
     }
 
-    fn at(text: &str) -> Wanted {
-        Wanted::At(text.parse().unwrap())
+    fn at(text: &str) -> RequestedBytes {
+        RequestedBytes::At(text.parse().unwrap())
     }
 
-    const SIZE: Wanted = Wanted::Size {
+    const SIZE: RequestedBytes = RequestedBytes::Size {
         bytes: 64 << 20,
         unit: 1 << 20,
         whole: false,
     };
 
     fn kept<'a>(request: LeaseRequest<'a>) -> LeaseRequest<'a> {
-        let former_data = FormerData::Kept;
+        let former_data = PreviousDataPolicy::Kept;
         LeaseRequest {
             former_data,
             ..request
@@ -493,8 +495,8 @@ mod tests {
     }
 
     /// An identity with these other names.
-    fn named(name: &str, others: &[&str]) -> Identity {
-        Identity {
+    fn named(name: &str, others: &[&str]) -> DriveIdentity {
+        DriveIdentity {
             name: name.to_owned(),
             formerly: Vec::new(),
             others: others.iter().map(|&other| other.to_owned()).collect(),
@@ -503,11 +505,11 @@ mod tests {
     }
 
     /// The identity of a labelled drive on the base `below`.
-    fn labelled(name: &str, below: &Identity) -> Identity {
+    fn labelled(name: &str, below: &DriveIdentity) -> DriveIdentity {
         DriveLabel::new(name.parse().unwrap()).identity(below.into(), 1 << 29)
     }
 
-    fn of<'a>(id: &'a str, drive: &'a Identity, wanted: Wanted) -> LeaseRequest<'a> {
+    fn of<'a>(id: &'a str, drive: &'a DriveIdentity, wanted: RequestedBytes) -> LeaseRequest<'a> {
         LeaseRequest {
             drive: drive.into(),
             ..request(id, "", wanted)
@@ -598,7 +600,7 @@ mod tests {
                 is_earlier(ledger.acquire(&of("c", after, SIZE)));
             }
             is_earlier(ledger.acquire(&of("c", after, at("1M+1M"))));
-            ledger.decide_data("b", FormerData::Kept).unwrap();
+            ledger.decide_data("b", PreviousDataPolicy::Kept).unwrap();
         }
         for (before, after) in &cases {
             let dir = tempfile::tempdir().unwrap();
@@ -637,7 +639,7 @@ mod tests {
         let both = named(names[0], &names[1..]);
         let (one, other) = (named(names[0], &[]), named(names[1], &[]));
         let label = DriveLabel::new("pool".parse().unwrap());
-        let over = |below: &Identity| label.identity(below.into(), 1 << 29);
+        let over = |below: &DriveIdentity| label.identity(below.into(), 1 << 29);
         for (first, next) in [(both.clone(), one.clone()), (over(&both), over(&one))] {
             let dir = tempfile::tempdir().unwrap();
             let ledger = Ledger::open(&dir.path().join("state"));
@@ -768,7 +770,7 @@ mod tests {
             let wanted = request(id, &drive, at(range));
             let error = is_earlier(ledger.acquire(&wanted));
             assert!(error.contains(&before), "{error}");
-            let wiping = FormerData::Wiped;
+            let wiping = PreviousDataPolicy::Wiped;
             is_earlier(ledger.acquire(&LeaseRequest {
                 former_data: wiping,
                 ..wanted
@@ -889,7 +891,10 @@ mod tests {
         is_earlier(ledger.acquire(&other));
         drop(ledger.acquire(&kept(other)).unwrap());
         is_earlier(ledger.acquire(&request("y", "disk:serial", SIZE)));
-        for (fate, is_refused) in [(FormerData::Wiped, true), (FormerData::Kept, false)] {
+        for (fate, is_refused) in [
+            (PreviousDataPolicy::Wiped, true),
+            (PreviousDataPolicy::Kept, false),
+        ] {
             for id in ["a", "b"] {
                 ledger.decide_data(id, fate).unwrap();
             }
@@ -938,7 +943,7 @@ mod tests {
     #[test]
     fn disks_in_changed_order_give_no_data_of_others() {
         for seed in 0..20 {
-            let mut random = Random(seed);
+            let mut random = EarlierDriveTestRandom(seed);
             let dir = tempfile::tempdir().unwrap();
             let ledger = Ledger::open(&dir.path().join("state"));
             // The ledger knows the disk with a name from before.

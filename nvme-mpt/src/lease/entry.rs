@@ -4,15 +4,15 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::extents::{Extents, LISTED};
-use super::store::Record;
+use super::extents::{LISTED, LeaseExtents};
+use super::store::LedgerRecord;
 use crate::memory::system::process_id;
 use crate::range::ByteRange;
 
 /// State of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum LeaseState {
+pub enum LeaseHolderState {
     /// The holder is alive.
     Held,
     /// The holder gave the lease up, and some of its commands are still in flight. The lease is removed from the ledger
@@ -22,7 +22,7 @@ pub enum LeaseState {
     Stale,
 }
 
-impl fmt::Display for LeaseState {
+impl fmt::Display for LeaseHolderState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Held => "held",
@@ -42,7 +42,7 @@ pub struct LeaseEntry {
     /// Namespace of the drive.
     pub nsid: u32,
     /// Its extents of the namespace, in the lease's order.
-    pub extents: Extents,
+    pub extents: LeaseExtents,
     /// The extent, if there is exactly one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<ByteRange>,
@@ -52,7 +52,7 @@ pub struct LeaseEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<u32>,
     /// State of the lease.
-    pub state: LeaseState,
+    pub state: LeaseHolderState,
     /// I/O queue pairs of the drive that are reserved for the lease.
     #[serde(default)]
     pub reserved_pairs: u16,
@@ -63,8 +63,8 @@ impl LeaseEntry {
         Self { owner, ..self }
     }
 
-    pub(super) fn new(record: &Record, held: bool) -> Self {
-        let Record {
+    pub(super) fn new(record: &LedgerRecord, held: bool) -> Self {
+        let LedgerRecord {
             id,
             drive,
             nsid,
@@ -84,9 +84,9 @@ impl LeaseEntry {
             pid,
             owner: None,
             state: match (held, ending) {
-                (true, false) => LeaseState::Held,
-                (true, true) => LeaseState::Ending,
-                (false, _) => LeaseState::Stale,
+                (true, false) => LeaseHolderState::Held,
+                (true, true) => LeaseHolderState::Ending,
+                (false, _) => LeaseHolderState::Stale,
             },
             // The pairs of a stale lease ended with its process.
             reserved_pairs: if held { reserved_pairs } else { 0 },
@@ -107,14 +107,16 @@ impl fmt::Display for LeaseEntry {
             self.id, self.extents, self.drive
         )?;
         match self.state {
-            LeaseState::Held if self.pid == process_id() => write!(f, "held by this process)"),
-            LeaseState::Held => write!(f, "held by process {})", self.pid),
-            LeaseState::Ending => write!(
+            LeaseHolderState::Held if self.pid == process_id() => {
+                write!(f, "held by this process)")
+            }
+            LeaseHolderState::Held => write!(f, "held by process {})", self.pid),
+            LeaseHolderState::Ending => write!(
                 f,
                 "ending: commands of process {} are still in flight)",
                 self.pid
             ),
-            LeaseState::Stale => {
+            LeaseHolderState::Stale => {
                 write!(f, "stale: process {} ended without releasing it)", self.pid)
             }
         }

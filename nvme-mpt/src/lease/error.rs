@@ -5,8 +5,8 @@ use std::fmt;
 use thiserror::Error;
 
 use super::entry::LeaseEntry;
-use super::store::StoreError;
-use super::tenants::Left;
+use super::store::LedgerStoreError;
+use super::tenants::LeftoverData;
 use crate::range::{ByteRange, Bytes, RangeError};
 use crate::spec::ids::Nsid;
 
@@ -15,7 +15,7 @@ pub(super) const ID_MAX: usize = 64;
 
 /// Reason to think that the ledger knows a drive under another name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Likeness {
+pub enum DriveLikeness {
     /// The known drive's name is from an earlier boot, so this drive may be the same.
     EarlierBoot,
     /// The known drive is absent from the host, so this drive may be it without the name.
@@ -24,7 +24,7 @@ pub enum Likeness {
     OtherName,
 }
 
-impl fmt::Display for Likeness {
+impl fmt::Display for DriveLikeness {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::EarlierBoot => "may be the one that was known until the host was started anew as",
@@ -41,8 +41,8 @@ impl fmt::Display for Likeness {
      if not, say range= and data=keep (or --keep-data) to take the range as it is{}",
     ids.join("\", \""),
     match likeness {
-        Likeness::OtherName => ", or give a copied file system another UUID",
-        Likeness::EarlierBoot | Likeness::Absent => "",
+        DriveLikeness::OtherName => ", or give a copied file system another UUID",
+        DriveLikeness::EarlierBoot | DriveLikeness::Absent => "",
     }
 )]
 pub struct EarlierNameError {
@@ -53,7 +53,7 @@ pub struct EarlierNameError {
     /// Ids that have data on the known drive.
     pub ids: Vec<String>,
     /// Reason to think that both are the same drive.
-    pub likeness: Likeness,
+    pub likeness: DriveLikeness,
     /// Steps that carry the leases over if both are the same drive.
     pub remedy: String,
 }
@@ -122,7 +122,7 @@ pub enum LeaseError {
         /// The requesting id.
         id: String,
         /// The other id's data.
-        left: Box<Left>,
+        left: Box<LeftoverData>,
     },
     /// Ids have data on a known drive that may be the requested one under another name.
     #[error(transparent)]
@@ -355,5 +355,5 @@ pub enum LeaseError {
     },
     /// The ledger's file cannot be used.
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] LedgerStoreError),
 }

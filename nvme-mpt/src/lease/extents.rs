@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::range::{ByteRange, Bytes, LbaRange, RangeError};
+use crate::range::{BlockRange, ByteRange, Bytes, RangeError};
 
 /// Most extents that are listed one by one in texts.
 pub(super) const LISTED: usize = 3;
@@ -13,9 +13,9 @@ pub(super) const LISTED: usize = 3;
 /// that are consecutive on the drive and in the lease are joined.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Vec<ByteRange>", into = "Vec<ByteRange>")]
-pub struct Extents(Vec<ByteRange>);
+pub struct LeaseExtents(Vec<ByteRange>);
 
-impl Extents {
+impl LeaseExtents {
     /// Creates extents from `parts`, in the order of the lease.
     ///
     /// # Errors
@@ -66,7 +66,7 @@ impl Extents {
     ///
     /// # Errors
     /// A part is not a whole number of blocks, or ends beyond the drive.
-    pub fn to_blocks(&self, lba_shift: u8, blocks: u64) -> Result<Vec<LbaRange>, RangeError> {
+    pub fn to_blocks(&self, lba_shift: u8, blocks: u64) -> Result<Vec<BlockRange>, RangeError> {
         let parts = self.0.iter();
         parts
             .map(|part| part.to_blocks(lba_shift, blocks))
@@ -104,19 +104,19 @@ impl Extents {
     }
 }
 
-impl From<ByteRange> for Extents {
+impl From<ByteRange> for LeaseExtents {
     fn from(range: ByteRange) -> Self {
         Self(vec![range])
     }
 }
 
-impl From<Extents> for Vec<ByteRange> {
-    fn from(extents: Extents) -> Self {
+impl From<LeaseExtents> for Vec<ByteRange> {
+    fn from(extents: LeaseExtents) -> Self {
         extents.0
     }
 }
 
-impl TryFrom<Vec<ByteRange>> for Extents {
+impl TryFrom<Vec<ByteRange>> for LeaseExtents {
     type Error = RangeError;
 
     fn try_from(parts: Vec<ByteRange>) -> Result<Self, RangeError> {
@@ -124,7 +124,7 @@ impl TryFrom<Vec<ByteRange>> for Extents {
     }
 }
 
-impl fmt::Display for Extents {
+impl fmt::Display for LeaseExtents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&list(&self.0))
     }
@@ -165,8 +165,8 @@ mod tests {
         texts.iter().map(|text| text.parse().unwrap()).collect()
     }
 
-    fn extents(texts: &[&str]) -> Extents {
-        Extents::new(ranges(texts)).unwrap()
+    fn extents(texts: &[&str]) -> LeaseExtents {
+        LeaseExtents::new(ranges(texts)).unwrap()
     }
 
     #[test]
@@ -187,15 +187,15 @@ mod tests {
 
     #[test]
     fn no_part_and_parts_that_overlap_are_refused() {
-        assert_eq!(Extents::new(Vec::new()), Err(RangeError::NoExtents));
+        assert_eq!(LeaseExtents::new(Vec::new()), Err(RangeError::NoExtents));
         for texts in [&["0+2G", "1G+1G"][..], &["4G+1G", "0+1G", "4G+1G"]] {
-            let error = Extents::new(ranges(texts)).unwrap_err();
+            let error = LeaseExtents::new(ranges(texts)).unwrap_err();
             assert!(
                 matches!(error, RangeError::ExtentsOverlap { .. }),
                 "{error}"
             );
         }
-        let error = Extents::new(ranges(&["1G+1G", "0+2G"])).unwrap_err();
+        let error = LeaseExtents::new(ranges(&["1G+1G", "0+2G"])).unwrap_err();
         assert_eq!(
             error.to_string(),
             "The extents 0+2G and 1G+1G overlap: those of a lease have no byte in common"
@@ -221,7 +221,7 @@ mod tests {
             json,
             r#"[{"start":4096,"length":4096},{"start":0,"length":4096}]"#
         );
-        let read: Extents = serde_json::from_str(&json).unwrap();
+        let read: LeaseExtents = serde_json::from_str(&json).unwrap();
         assert_eq!(read, extents(&["4K+4K", "0+4K"]));
         for bad in [
             "[]",
@@ -229,14 +229,14 @@ mod tests {
             r#"[{"start":0,"length":2},{"start":1,"length":2}]"#,
             r#"{"start":0,"length":2}"#,
         ] {
-            assert!(serde_json::from_str::<Extents>(bad).is_err(), "{bad}");
+            assert!(serde_json::from_str::<LeaseExtents>(bad).is_err(), "{bad}");
         }
     }
 
     #[test]
     fn each_part_becomes_whole_blocks() {
         let blocks = extents(&["8K+8K", "0+4K"]).to_blocks(12, 4).unwrap();
-        let range = |start, blocks| LbaRange {
+        let range = |start, blocks| BlockRange {
             start: Lba(start),
             blocks,
         };

@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use crate::origin::extent::{self, Extent};
+use crate::origin::extent::{self, BackingExtent};
 use crate::origin::nvme;
 use crate::range::ByteRange;
 use crate::spec::ids::Nsid;
@@ -94,7 +94,7 @@ fn place(drive: &str, range: ByteRange) -> String {
     let (start, length) = (range.start(), range.length());
     match &extent::places(drive, range)[..] {
         [
-            Extent {
+            BackingExtent {
                 base,
                 start,
                 length: part,

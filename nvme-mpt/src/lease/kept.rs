@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::store::{Records, StoreError};
+use super::store::{LedgerRecords, LedgerStoreError};
 
 /// Places of the records: one has the valid records, the other is written next.
 const PLACES: [u64; 2] = [4096, 4096 + BYTES_MAX as u64];
@@ -20,7 +20,7 @@ const BYTES_MAX: usize = 16 << 20;
 
 /// Memory file that outlives the process.
 #[derive(Debug)]
-pub(super) struct KeptRecords {
+pub(super) struct LedgerMemoryFile {
     file: File,
     next: usize,
     /// True if the successor process has the file.
@@ -29,14 +29,14 @@ pub(super) struct KeptRecords {
 
 /// Content of the file.
 #[derive(Serialize, Deserialize)]
-struct Kept<R> {
+struct LedgerMemoryContent<R> {
     salt: u64,
     records: R,
 }
 
-impl KeptRecords {
+impl LedgerMemoryFile {
     /// Opens a file. Returns the salt and the records of the predecessor; `None` for a new file.
-    pub(super) fn open(file: File) -> io::Result<(Self, Option<(u64, Records)>)> {
+    pub(super) fn open(file: File) -> io::Result<(Self, Option<(u64, LedgerRecords)>)> {
         if file.metadata()?.len() < 8 {
             return Ok((Self::of(file, 0), None));
         }
@@ -48,7 +48,7 @@ impl KeptRecords {
         let len = len.filter(|len| *len <= BYTES_MAX - 8);
         let mut bytes = vec![0; len.ok_or_else(|| invalid("the kept ledger is too long"))?];
         file.read_exact_at(&mut bytes, PLACES[place] + 8)?;
-        let Kept { salt, records } = serde_json::from_slice(&bytes)?;
+        let LedgerMemoryContent { salt, records } = serde_json::from_slice(&bytes)?;
         Ok((Self::of(file, 1 - place), Some((salt, records))))
     }
 
@@ -66,19 +66,24 @@ impl KeptRecords {
     }
 
     /// Replaces the stored records.
-    pub(super) fn store(&mut self, salt: u64, records: &Records) -> Result<(), StoreError> {
+    pub(super) fn store(
+        &mut self,
+        salt: u64,
+        records: &LedgerRecords,
+    ) -> Result<(), LedgerStoreError> {
         if self.is_left {
             return Ok(());
         }
-        self.write(salt, records).map_err(|source| StoreError::Io {
-            action: "keep the ledger in",
-            path: PathBuf::from("a memory file"),
-            source,
-        })
+        self.write(salt, records)
+            .map_err(|source| LedgerStoreError::Io {
+                action: "keep the ledger in",
+                path: PathBuf::from("a memory file"),
+                source,
+            })
     }
 
-    fn write(&mut self, salt: u64, records: &Records) -> io::Result<()> {
-        let bytes = serde_json::to_vec(&Kept { salt, records })?;
+    fn write(&mut self, salt: u64, records: &LedgerRecords) -> io::Result<()> {
+        let bytes = serde_json::to_vec(&LedgerMemoryContent { salt, records })?;
         if bytes.len() > BYTES_MAX - 8 {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
@@ -107,26 +112,26 @@ mod tests {
     fn records_are_those_of_the_last_change_that_was_complete() {
         let file = tempfile::tempfile().expect("a file");
         let share = || file.try_clone().expect("a descriptor");
-        let (mut kept, before) = KeptRecords::open(share()).expect("new");
+        let (mut kept, before) = LedgerMemoryFile::open(share()).expect("new");
         assert!(before.is_none());
         let records = |next_slot| {
-            let mut records = Records::default();
+            let mut records = LedgerRecords::default();
             records.next_slot = next_slot;
             records
         };
         for slot in 1..4 {
             kept.store(7, &records(slot)).expect("stored");
-            let (_, found) = KeptRecords::open(share()).expect("kept");
+            let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
             assert_eq!(found, Some((7, records(slot))));
         }
         // The process ends before the last word of a change.
         let place = PLACES[kept.next];
         file.write_all_at(b"\xFF\xFF\xFF{\"", place)
             .expect("written");
-        let (_, found) = KeptRecords::open(share()).expect("kept");
+        let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
         assert_eq!(found, Some((7, records(3))));
         // Nothing of a file is trusted.
         file.write_all_at(&5_u64.to_ne_bytes(), 0).expect("written");
-        assert!(KeptRecords::open(share()).is_err());
+        assert!(LedgerMemoryFile::open(share()).is_err());
     }
 }

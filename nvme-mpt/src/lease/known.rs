@@ -6,10 +6,10 @@
 //! with leases or data, and the facts about its namespaces, and compares both at each lease.
 
 use super::facts::KnownNamespace;
-use super::outcome::Refusal;
+use super::outcome::LeaseRefusal;
 use super::request::LeaseRequest;
-use super::store::{Record, Records};
-use super::tenants::Tenant;
+use super::store::{LedgerRecord, LedgerRecords};
+use super::tenants::RangeOwner;
 use crate::origin::extent;
 
 /// Returns the facts about the requested namespace; `None` if the drive is not a physical drive.
@@ -22,10 +22,10 @@ fn facts_of(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
     })
 }
 
-impl Records {
+impl LedgerRecords {
     /// Refuses a lease of a namespace with possibly changed content, and a lease of a drive at the address of the id's
     /// own drive.
-    pub(super) fn check_known(&self, request: &LeaseRequest<'_>) -> Result<(), Refusal> {
+    pub(super) fn check_known(&self, request: &LeaseRequest<'_>) -> Result<(), LeaseRefusal> {
         let (Some(facts), Some(now)) = (request.drive.facts, facts_of(request)) else {
             return Ok(());
         };
@@ -33,7 +33,7 @@ impl Records {
         let before = self.known.get(ours);
         let before = before.and_then(|drive| drive.namespaces.get(&request.nsid.0));
         if let Some(change) = before.and_then(|before| before.change(&now)) {
-            return Err(Refusal::Changed(change));
+            return Err(LeaseRefusal::Changed(change));
         }
         let mut others = self.known.iter();
         let was_here = others.find(|(name, drive)| {
@@ -41,17 +41,19 @@ impl Records {
         });
         match was_here {
             // An id that also has data on this drive has moved, or uses both drives.
-            Some((name, _)) if !self.has_data_on(request.id, ours) => Err(Refusal::Exchanged {
-                before: name.clone(),
-                address: facts.address.clone(),
-            }),
+            Some((name, _)) if !self.has_data_on(request.id, ours) => {
+                Err(LeaseRefusal::Exchanged {
+                    before: name.clone(),
+                    address: facts.address.clone(),
+                })
+            }
             _ => Ok(()),
         }
     }
 
     fn has_data_on(&self, id: &str, drive: &str) -> bool {
         // Released data no longer belongs to its id, even before it is wiped.
-        let is_theirs = |tenant: &Tenant| tenant.id == id && tenant.drive() == drive;
+        let is_theirs = |tenant: &RangeOwner| tenant.id == id && tenant.drive() == drive;
         let mut tenants = self.tenants.iter();
         let is_leased = |of: &str| extent::bases(of).iter().any(|base| base == drive);
         let mut leases = self.leases.iter();
@@ -82,7 +84,7 @@ impl Records {
 
     /// Returns whether there is a lease or data on a namespace.
     fn has_leased(&self, drive: &str, nsid: u32) -> bool {
-        let is_on = |record: &Record| {
+        let is_on = |record: &LedgerRecord| {
             record.nsid == nsid
                 && extent::bases(&record.drive)
                     .iter()
@@ -103,17 +105,17 @@ impl Records {
 mod tests {
     use super::super::error::LeaseError;
     use super::super::ledger::{Lease, Ledger};
-    use super::super::request::Wanted;
-    use super::super::tenants::{self, FormerData};
+    use super::super::request::RequestedBytes;
+    use super::super::tenants::{self, PreviousDataPolicy};
     use super::*;
-    use crate::origin::{DriveFacts, Identity};
+    use crate::origin::{DriveFacts, DriveIdentity};
     use crate::range::ByteRange;
     use crate::spec::ids::Nsid;
 
     const ADDRESS: &str = "0000:01:00.0";
 
-    fn drive(name: &str, address: &str, id: &str) -> Identity {
-        Identity {
+    fn drive(name: &str, address: &str, id: &str) -> DriveIdentity {
+        DriveIdentity {
             facts: Some(DriveFacts {
                 address: address.to_owned(),
                 ids: [(1, id.to_owned())].into(),
@@ -125,17 +127,17 @@ mod tests {
     fn lease(
         ledger: &Ledger,
         id: &str,
-        drive: &Identity,
+        drive: &DriveIdentity,
         (blocks, lba_shift): (u64, u8),
     ) -> Result<Lease, LeaseError> {
         ledger.acquire(&LeaseRequest {
             id,
             drive: drive.into(),
             nsid: Nsid(1),
-            wanted: Wanted::At(ByteRange::new(0, 4096).unwrap()),
+            wanted: RequestedBytes::At(ByteRange::new(0, 4096).unwrap()),
             lba_shift,
             blocks,
-            former_data: FormerData::Kept,
+            former_data: PreviousDataPolicy::Kept,
         })
     }
 
@@ -195,7 +197,9 @@ mod tests {
         let elsewhere = Ledger::open(folder.path());
         drop(lease(&elsewhere, "vm", &known, (1000, 9)).unwrap());
         lease(&elsewhere, "vm", &other, (1000, 9)).unwrap_err();
-        elsewhere.decide_data("vm", FormerData::Wiped).unwrap();
+        elsewhere
+            .decide_data("vm", PreviousDataPolicy::Wiped)
+            .unwrap();
         drop(lease(&elsewhere, "vm", &other, (1000, 9)).unwrap());
         // Another id may have what is new, and the known drive is found in any place.
         drop(lease(&ledger, "new", &other, (1000, 9)).unwrap());
@@ -207,16 +211,16 @@ mod tests {
 
     #[test]
     fn facts_are_forgotten_with_the_last_data_of_a_drive() {
-        let mut records = Records::default();
+        let mut records = LedgerRecords::default();
         let known = drive("nvme:a", ADDRESS, "");
         let request = LeaseRequest {
             id: "vm",
             drive: (&known).into(),
             nsid: Nsid(1),
-            wanted: Wanted::At(ByteRange::new(0, 4096).unwrap()),
+            wanted: RequestedBytes::At(ByteRange::new(0, 4096).unwrap()),
             lba_shift: 9,
             blocks: 1000,
-            former_data: FormerData::Kept,
+            former_data: PreviousDataPolicy::Kept,
         };
         records.note_facts(&request);
         assert_eq!(records.known.len(), 1);
@@ -225,7 +229,7 @@ mod tests {
             ..request
         });
         let place = request.area().place(ByteRange::new(0, 4096).unwrap(), None);
-        tenants::enter(&mut records.tenants, &place, FormerData::Kept);
+        tenants::enter(&mut records.tenants, &place, PreviousDataPolicy::Kept);
         records.forget_unknown();
         let namespaces = records.known["nvme:a"].namespaces.keys();
         assert_eq!(namespaces.collect::<Vec<_>>(), [&1]);

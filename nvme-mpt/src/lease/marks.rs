@@ -6,13 +6,13 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 use super::extents::joined;
-use super::tenants::{Part, Place, is_same_base, parts, split};
+use super::tenants::{BackingPart, RangeCandidate, is_same_base, parts, split};
 use crate::range::ByteRange;
 
 /// Unreadable bytes of an id in one base.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct MarkedBytes {
+pub(super) struct UncorrectableBytes {
     id: String,
     drive: String,
     nsid: u32,
@@ -33,8 +33,8 @@ fn read_ranges<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ByteRan
     ranges.collect::<Result<_, _>>().map_err(D::Error::custom)
 }
 
-impl MarkedBytes {
-    fn is_on(&self, place: &Place<'_>) -> bool {
+impl UncorrectableBytes {
+    fn is_on(&self, place: &RangeCandidate<'_>) -> bool {
         is_same_base((&self.drive, self.nsid), (place.drive, place.nsid))
     }
 
@@ -66,8 +66,8 @@ pub(super) fn without(ranges: &[ByteRange], cut: &ByteRange) -> Vec<ByteRange> {
 }
 
 /// Returns the marks of the place's id within the place, by offsets of the place's drive.
-pub(super) fn find(marks: &[MarkedBytes], place: &Place<'_>) -> Vec<ByteRange> {
-    let of_part = |part: &Part| {
+pub(super) fn find(marks: &[UncorrectableBytes], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
+    let of_part = |part: &BackingPart| {
         let place = part.place(place);
         let its = marks
             .iter()
@@ -82,7 +82,11 @@ pub(super) fn find(marks: &[MarkedBytes], place: &Place<'_>) -> Vec<ByteRange> {
 }
 
 /// Replaces all marks of the place's id within the place. `ranges` are offsets of the place's drive.
-pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &[ByteRange]) {
+pub(super) fn replace(
+    marks: &mut Vec<UncorrectableBytes>,
+    place: &RangeCandidate<'_>,
+    ranges: &[ByteRange],
+) {
     let mut at = place.range.start();
     for part in parts(place) {
         let on_drive = ByteRange::new(at, part.range.length());
@@ -100,7 +104,7 @@ pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &
         if within.is_empty() {
             continue;
         }
-        let is_its = |marks: &MarkedBytes| {
+        let is_its = |marks: &UncorrectableBytes| {
             (marks.id.as_str(), marks.drive.as_str(), marks.nsid)
                 == (place.id, place.drive, place.nsid)
         };
@@ -110,7 +114,7 @@ pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &
             its.ranges = joined(&its.ranges);
         } else {
             within.sort_by_key(ByteRange::start);
-            marks.push(MarkedBytes {
+            marks.push(UncorrectableBytes {
                 id: place.id.to_owned(),
                 drive: place.drive.to_owned(),
                 nsid: place.nsid,
@@ -122,16 +126,20 @@ pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &
 }
 
 /// Forgets the marks of other ids in a place that is given to its id.
-pub(super) fn forget_others(marks: &mut Vec<MarkedBytes>, place: &Place<'_>) {
+pub(super) fn forget_others(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
     forget_where(marks, place, |id| id != place.id);
 }
 
 /// Forgets all marks in a place that was wiped.
-pub(super) fn forget(marks: &mut Vec<MarkedBytes>, place: &Place<'_>) {
+pub(super) fn forget(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
     forget_where(marks, place, |_| true);
 }
 
-fn forget_where(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, is_of: impl Fn(&str) -> bool) {
+fn forget_where(
+    marks: &mut Vec<UncorrectableBytes>,
+    place: &RangeCandidate<'_>,
+    is_of: impl Fn(&str) -> bool,
+) {
     // The common case.
     if marks.is_empty() {
         return;
@@ -142,7 +150,7 @@ fn forget_where(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, is_of: impl Fn(
     marks.retain(|marks| !marks.ranges.is_empty());
 }
 
-fn cut(marks: &mut [MarkedBytes], place: &Place<'_>, is_of: impl Fn(&str) -> bool) {
+fn cut(marks: &mut [UncorrectableBytes], place: &RangeCandidate<'_>, is_of: impl Fn(&str) -> bool) {
     for marks in marks {
         if is_of(&marks.id) && marks.is_on(place) {
             marks.cut(&place.range);
@@ -156,8 +164,8 @@ mod tests {
 
     use super::*;
 
-    fn place<'a>(id: &'a str, drive: &'a str, start: u64, length: u64) -> Place<'a> {
-        Place {
+    fn place<'a>(id: &'a str, drive: &'a str, start: u64, length: u64) -> RangeCandidate<'a> {
+        RangeCandidate {
             id,
             drive,
             nsid: 1,
@@ -200,11 +208,11 @@ mod tests {
         replace(&mut marks, &its, &[range(512, 512), range(1536, 4096)]);
         let text = serde_json::to_string(&marks).unwrap();
         assert!(text.contains("\"512+512 1536+4K\""), "{text}");
-        let read: Vec<MarkedBytes> = serde_json::from_str(&text).unwrap();
+        let read: Vec<UncorrectableBytes> = serde_json::from_str(&text).unwrap();
         assert_eq!(read, marks);
         for wrong in ["512", "x+1", "1+0"] {
             let text = text.replace("512+512", wrong);
-            serde_json::from_str::<Vec<MarkedBytes>>(&text).unwrap_err();
+            serde_json::from_str::<Vec<UncorrectableBytes>>(&text).unwrap_err();
         }
     }
 

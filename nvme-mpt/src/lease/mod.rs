@@ -48,15 +48,19 @@ mod tenants;
 mod terms;
 
 pub use by_size::MIN_UNIT;
-pub use claim::Claim;
-pub use entry::{LeaseEntry, LeaseState};
-pub use error::{ChangedDriveError, EarlierNameError, ExchangedDriveError, LeaseError, Likeness};
-pub use extents::Extents;
+pub use claim::LeaseClaim;
+pub use entry::{LeaseEntry, LeaseHolderState};
+pub use error::{
+    ChangedDriveError, DriveLikeness, EarlierNameError, ExchangedDriveError, LeaseError,
+};
+pub use extents::LeaseExtents;
 pub use identity::LeaseIdentity;
-pub use ledger::{Lease, LeaseMarks, Ledger};
-pub use private::PrivateError;
-pub use request::{LeaseRequest, Wanted};
-pub use room::{Room, RoomUse};
-pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder, open_state_folder};
-pub use tenants::{FormerData, Left};
-pub use terms::LeaseTerms;
+pub use ledger::{Lease, Ledger, LedgerUncorrectableMarks};
+pub use private::PrivateFileError;
+pub use request::{LeaseRequest, RequestedBytes};
+pub use room::{CapacityUse, NamespaceCapacity};
+pub use store::{
+    CONTROL_SOCKET, LedgerStoreError, SERVER_SOCKETS, make_state_folder, open_state_folder,
+};
+pub use tenants::{LeftoverData, PreviousDataPolicy};
+pub use terms::LeaseSettings;

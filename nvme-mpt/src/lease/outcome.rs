@@ -3,16 +3,16 @@
 use std::fmt;
 use std::path::Path;
 
-use super::allocate::Need;
-use super::area::Area;
-use super::entry::{LeaseEntry, LeaseState};
+use super::allocate::UnitDemand;
+use super::area::LeaseTarget;
+use super::entry::{LeaseEntry, LeaseHolderState};
 use super::error::{
-    ChangedDriveError, EarlierNameError, ExchangedDriveError, LeaseError, Likeness,
+    ChangedDriveError, DriveLikeness, EarlierNameError, ExchangedDriveError, LeaseError,
 };
-use super::extents::{Extents, list};
-use super::holder::Slot;
-use super::store::StoreError;
-use super::tenants::Left;
+use super::extents::{LeaseExtents, list};
+use super::holder::LeaseSlot;
+use super::store::LedgerStoreError;
+use super::tenants::LeftoverData;
 use crate::drive::DriveLabel;
 use crate::memory::system::process_id;
 use crate::origin::nvme;
@@ -23,41 +23,41 @@ use crate::range::{ByteRange, Bytes};
 pub(super) struct EarlierDrive {
     pub(super) name: String,
     pub(super) ids: Vec<String>,
-    pub(super) likeness: Likeness,
+    pub(super) likeness: DriveLikeness,
 }
 
 /// Lease by size whose data the id still has.
 #[derive(Clone, Debug)]
-pub(super) struct FormerLeaseBySize {
-    pub(super) extents: Extents,
+pub(super) struct PreviousLeaseBySize {
+    pub(super) extents: LeaseExtents,
     /// Largest unit that fits its extents.
     pub(super) unit: Bytes,
 }
 
 /// A granted lease.
-pub(super) struct Admitted {
+pub(super) struct AdmittedLease {
     /// Slot of the stale lease that is taken over.
-    pub(super) taken_over: Option<Slot>,
-    pub(super) extents: Extents,
+    pub(super) taken_over: Option<LeaseSlot>,
+    pub(super) extents: LeaseExtents,
     /// Extents at the start of the lease that the id had before.
-    pub(super) former: Option<Former>,
+    pub(super) former: Option<PreviousExtents>,
 }
 
 /// Extents of an id that its lease by size reuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Former {
-    pub(super) extents: Extents,
+pub(super) struct PreviousExtents {
+    pub(super) extents: LeaseExtents,
     /// True if the id leased them as a range.
     pub(super) named: bool,
 }
 
 /// Reason for refusing a lease or a resize.
-pub(super) enum Refusal {
+pub(super) enum LeaseRefusal {
     Overlap(ByteRange, Box<LeaseEntry>),
     IdTaken(Box<LeaseEntry>),
-    OthersData(ByteRange, Left),
+    OthersData(ByteRange, LeftoverData),
     /// The range would split the id's lease by size.
-    Torn(ByteRange, FormerLeaseBySize),
+    Torn(ByteRange, PreviousLeaseBySize),
     /// Ids have data on a known drive that may be this one.
     Earlier(EarlierDrive),
     /// The namespace may have other content than when it was leased.
@@ -70,24 +70,24 @@ pub(super) enum Refusal {
     /// The drive's name is only valid until the next boot.
     Unlasting,
     /// The id has data that cannot become part of a lease by size.
-    Former(Vec<ByteRange>, Unfit),
+    Former(Vec<ByteRange>, PreviousExtentsMismatch),
     NoRoom {
         bytes: u64,
         unit: u64,
         free: u64,
         largest: u64,
-        need: Need,
+        need: UnitDemand,
         /// True if smaller units would give enough capacity.
         smaller: bool,
     },
     /// The lease is not in the ledger.
     Gone,
-    Store(StoreError),
+    Store(LedgerStoreError),
 }
 
 /// Reason why a lease by size cannot reuse the data of its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unfit {
+pub(super) enum PreviousExtentsMismatch {
     /// Parts of the former lease are missing.
     Parts,
     /// The ranges that the id leased are not contiguous.
@@ -98,22 +98,22 @@ pub(super) enum Unfit {
     NotWhole,
 }
 
-impl Refusal {
-    pub(super) fn into_error(self, of: &Area<'_>, folder: &Path) -> LeaseError {
+impl LeaseRefusal {
+    pub(super) fn into_error(self, of: &LeaseTarget<'_>, folder: &Path) -> LeaseError {
         let (id, drive) = (of.id.to_owned(), of.drive.to_owned());
         match self {
             Self::Overlap(range, other) => LeaseError::Overlap {
                 range,
                 drive,
                 remedy: match other.state {
-                    LeaseState::Held if other.pid == process_id() => {
+                    LeaseHolderState::Held if other.pid == process_id() => {
                         "choose ranges that do not overlap".to_owned()
                     }
-                    LeaseState::Held => {
+                    LeaseHolderState::Held => {
                         "choose a range that does not overlap, or stop that process".to_owned()
                     }
-                    LeaseState::Ending => wait_for_end(folder),
-                    LeaseState::Stale => format!(
+                    LeaseHolderState::Ending => wait_for_end(folder),
+                    LeaseHolderState::Stale => format!(
                         "choose a range that does not overlap, or {}",
                         take_over_or_release(&other.id, folder)
                     ),
@@ -123,9 +123,11 @@ impl Refusal {
             Self::IdTaken(other) => LeaseError::IdTaken {
                 id,
                 remedy: match other.state {
-                    LeaseState::Held => "choose another id".to_owned(),
-                    LeaseState::Ending => format!("choose another id, or {}", wait_for_end(folder)),
-                    LeaseState::Stale => {
+                    LeaseHolderState::Held => "choose another id".to_owned(),
+                    LeaseHolderState::Ending => {
+                        format!("choose another id, or {}", wait_for_end(folder))
+                    }
+                    LeaseHolderState::Stale => {
                         format!(
                             "choose another id, or {}",
                             take_over_or_release(&other.id, folder)
@@ -169,7 +171,7 @@ impl Refusal {
                     remedy,
                 }))
             }
-            Self::Torn(range, FormerLeaseBySize { extents, unit }) => LeaseError::Torn {
+            Self::Torn(range, PreviousLeaseBySize { extents, unit }) => LeaseError::Torn {
                 id,
                 range,
                 left: format!("{} on {drive}", list(extents.parts())),
@@ -195,13 +197,17 @@ impl Refusal {
             Self::Former(ranges, unfit) => {
                 let release = command(&format!("leases release {id}"), folder);
                 let keeps = match unfit {
-                    Unfit::Unit {
+                    PreviousExtentsMismatch::Unit {
                         fits: Some(fits), ..
                     } => format!("say unit={}, or lease it with range=", Bytes(fits)),
-                    Unfit::Parts | Unfit::Apart | Unfit::NotWhole => {
+                    PreviousExtentsMismatch::Parts
+                    | PreviousExtentsMismatch::Apart
+                    | PreviousExtentsMismatch::NotWhole => {
                         "lease each part with range=, and a name of its own".to_owned()
                     }
-                    Unfit::Unit { fits: None, .. } => "lease it with range=".to_owned(),
+                    PreviousExtentsMismatch::Unit { fits: None, .. } => {
+                        "lease it with range=".to_owned()
+                    }
                 };
                 LeaseError::Former {
                     id,
@@ -252,7 +258,7 @@ impl Refusal {
     }
 }
 
-impl fmt::Display for Unfit {
+impl fmt::Display for PreviousExtentsMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Parts => write!(

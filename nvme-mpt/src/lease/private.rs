@@ -22,7 +22,7 @@ const PERMISSIONS: u32 = 0o7777;
 
 /// Error of making a directory or file private.
 #[derive(Debug, Error)]
-pub enum PrivateError {
+pub enum PrivateFileError {
     /// A system call failed.
     #[error("Cannot {action} {}", path.display())]
     Io {
@@ -70,19 +70,19 @@ fn become_user(owner: u32, user: u32) -> String {
     }
 }
 
-fn failed(action: &'static str, path: &Path) -> impl Fn(io::Error) -> PrivateError {
-    move |source| PrivateError::Io {
+fn failed(action: &'static str, path: &Path) -> impl Fn(io::Error) -> PrivateFileError {
+    move |source| PrivateFileError::Io {
         action,
         path: path.to_owned(),
         source,
     }
 }
 
-fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateError> {
+fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateFileError> {
     if owner == user {
         return Ok(());
     }
-    Err(PrivateError::Foreign {
+    Err(PrivateFileError::Foreign {
         path: path.to_owned(),
         owner,
         user,
@@ -94,8 +94,11 @@ fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateError> {
 /// it.
 ///
 /// # Errors
-/// See [`PrivateError`].
-pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<(), PrivateError> {
+/// See [`PrivateFileError`].
+pub(super) fn make_folder(
+    path: &Path,
+    is_own: impl Fn(&str) -> bool,
+) -> Result<(), PrivateFileError> {
     if let Some(parent) = path.parent() {
         files::create_dir_all(parent).map_err(failed("make the folder", parent))?;
     }
@@ -125,7 +128,7 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
             .map_err(failed("take permissions from others at", path));
     }
     if mode & OTHERS_WRITE != 0 {
-        return Err(PrivateError::Shared {
+        return Err(PrivateFileError::Shared {
             path: path.to_owned(),
             mode,
         });
@@ -141,8 +144,8 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
 /// Gives other users search permission on a directory of [`make_folder`], so that they reach their sockets in it.
 ///
 /// # Errors
-/// See [`PrivateError`].
-pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateError> {
+/// See [`PrivateFileError`].
+pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateFileError> {
     let status = files::metadata(path).map_err(failed("look at the state folder", path))?;
     let mode = status.mode() & PERMISSIONS;
     if mode & OTHERS_SEARCH == OTHERS_SEARCH {
@@ -159,8 +162,8 @@ pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateError> {
 /// Opens a private file, and creates it if it does not exist.
 ///
 /// # Errors
-/// See [`PrivateError`].
-pub(super) fn open_file(path: &Path, options: &mut OpenOptions) -> Result<File, PrivateError> {
+/// See [`PrivateFileError`].
+pub(super) fn open_file(path: &Path, options: &mut OpenOptions) -> Result<File, PrivateFileError> {
     let file = options
         .mode(FILE_MODE)
         // A symbolic link could lead to another user's file.
@@ -241,7 +244,7 @@ mod tests {
         assert_eq!(mode_of(dir.path()), 0o755);
         open(0o1777);
         let error = make_folder(dir.path(), |_| false).unwrap_err();
-        assert!(matches!(error, PrivateError::Shared { .. }), "{error}");
+        assert!(matches!(error, PrivateFileError::Shared { .. }), "{error}");
         assert!(error.to_string().contains("mode 1777"), "{error}");
         assert_eq!(mode_of(dir.path()), 0o1777);
     }
@@ -267,10 +270,10 @@ mod tests {
             fs::write(&file, "").unwrap();
             std::os::unix::fs::chown(&file, Some(65534), None).unwrap();
             let error = open_file(&file, OpenOptions::new().write(true)).unwrap_err();
-            assert!(matches!(error, PrivateError::Foreign { .. }), "{error}");
+            assert!(matches!(error, PrivateFileError::Foreign { .. }), "{error}");
             std::os::unix::fs::chown(dir.path(), Some(65534), None).unwrap();
             let error = make_folder(dir.path(), |_| true).unwrap_err();
-            assert!(matches!(error, PrivateError::Foreign { .. }), "{error}");
+            assert!(matches!(error, PrivateFileError::Foreign { .. }), "{error}");
         }
         let target = dir.path().join("target");
         let link = dir.path().join("link");

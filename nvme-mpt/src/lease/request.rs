@@ -1,16 +1,16 @@
 //! Requests for leases.
 
-use super::area::Area;
+use super::area::LeaseTarget;
 use super::by_size;
 use super::error::{ID_MAX, LeaseError};
-use super::tenants::FormerData;
-use crate::origin::IdentityRef;
+use super::tenants::PreviousDataPolicy;
+use crate::origin::DriveIdentityRef;
 use crate::range::ByteRange;
 use crate::spec::ids::Nsid;
 
 /// Bytes that a lease is requested for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
+pub enum RequestedBytes {
     /// This range of the namespace.
     At(ByteRange),
     /// Any bytes of the namespace, starting with the extents that the id already has.
@@ -30,23 +30,23 @@ pub struct LeaseRequest<'a> {
     /// Id of the lease, unique in the ledger.
     pub id: &'a str,
     /// The drive's stable name, and its other names.
-    pub drive: IdentityRef<'a>,
+    pub drive: DriveIdentityRef<'a>,
     /// Namespace of the drive.
     pub nsid: Nsid,
     /// The requested bytes.
-    pub wanted: Wanted,
+    pub wanted: RequestedBytes,
     /// Size of the namespace's logical blocks, as a power of two.
     pub lba_shift: u8,
     /// Size of the namespace in logical blocks.
     pub blocks: u64,
     /// Treatment of other ids' data in the range. A lease by size always wipes it.
-    pub former_data: FormerData,
+    pub former_data: PreviousDataPolicy,
 }
 
 impl<'a> LeaseRequest<'a> {
     /// Returns the namespace, and the requesting id.
-    pub(super) fn area(&self) -> Area<'a> {
-        Area {
+    pub(super) fn area(&self) -> LeaseTarget<'a> {
+        LeaseTarget {
             id: self.id,
             drive: self.drive.name,
             nsid: self.nsid,
@@ -60,11 +60,11 @@ impl<'a> LeaseRequest<'a> {
         check_id(self.id)?;
         let area = self.area();
         match self.wanted {
-            Wanted::At(range) => {
+            RequestedBytes::At(range) => {
                 range.to_blocks(self.lba_shift, self.blocks)?;
                 Ok(range.check_boundaries(area.capacity)?)
             }
-            Wanted::Size { bytes, unit, .. } => {
+            RequestedBytes::Size { bytes, unit, .. } => {
                 by_size::check_unit(unit, self.lba_shift, &area)?;
                 by_size::check_size(bytes, unit)
             }

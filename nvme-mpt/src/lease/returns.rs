@@ -5,22 +5,22 @@
 
 use std::sync::{Arc, OnceLock, PoisonError};
 
-use super::holder::Slot;
-use super::store::StoreError;
+use super::holder::LeaseSlot;
+use super::store::LedgerStoreError;
 use crate::memory::sync::{Mutex, MutexGuard};
 
 /// Result of the change that returned a lease.
-type Outcome = Arc<OnceLock<Result<(), Arc<StoreError>>>>;
+type LeaseReturnResult = Arc<OnceLock<Result<(), Arc<LedgerStoreError>>>>;
 
 /// Leases that are being returned.
 #[derive(Debug, Default)]
-pub(super) struct Returns {
-    waiting: Mutex<Vec<(Slot, Outcome)>>,
+pub(super) struct PendingLeaseReturns {
+    waiting: Mutex<Vec<(LeaseSlot, LeaseReturnResult)>>,
     /// Held by the thread that changes the ledger for all waiting threads.
     turn: Mutex<()>,
 }
 
-impl Returns {
+impl PendingLeaseReturns {
     /// Returns a lease together with all other waiting ones. `change` removes several leases from the ledger. Waits
     /// while another thread is in its `change`.
     ///
@@ -28,14 +28,14 @@ impl Returns {
     /// Returns the error of the change to each of its leases.
     pub(super) fn give_back(
         &self,
-        slot: Slot,
-        change: impl FnOnce(&[Slot]) -> Result<(), StoreError>,
-    ) -> Result<(), StoreError> {
-        let outcome = Outcome::default();
+        slot: LeaseSlot,
+        change: impl FnOnce(&[LeaseSlot]) -> Result<(), LedgerStoreError>,
+    ) -> Result<(), LedgerStoreError> {
+        let outcome = LeaseReturnResult::default();
         lock(&self.waiting).push((slot, outcome.clone()));
         let _turn = lock(&self.turn);
         if let Some(outcome) = outcome.get() {
-            return outcome.clone().map_err(StoreError::Together);
+            return outcome.clone().map_err(LedgerStoreError::Together);
         }
         let mut waiting = std::mem::take(&mut *lock(&self.waiting));
         if !waiting
@@ -51,7 +51,7 @@ impl Returns {
             // Only this thread sets the outcome.
             let _ = outcome.set(result.clone());
         }
-        result.map_err(StoreError::Together)
+        result.map_err(LedgerStoreError::Together)
     }
 }
 
@@ -71,15 +71,15 @@ mod tests {
 
     #[test]
     fn leases_that_are_given_back_at_the_same_time_are_one_change() {
-        let returns = Returns::default();
+        let returns = PendingLeaseReturns::default();
         let changes = Mutex::new(Vec::new());
         let (begins, began) = channel();
         let (end, ends) = channel::<()>();
         let give_back = |slot| {
-            returns.give_back(Slot(slot), |slots| {
+            returns.give_back(LeaseSlot(slot), |slots| {
                 let mut changes = changes.lock().unwrap();
                 changes.push(slots.to_vec());
-                Err(StoreError::Io {
+                Err(LedgerStoreError::Io {
                     action: "write the ledger to",
                     path: PathBuf::from("/run/ledger"),
                     source: io::ErrorKind::StorageFull.into(),
@@ -89,8 +89,8 @@ mod tests {
         thread::scope(|scope| {
             let returns = &returns;
             let first = scope.spawn(move || {
-                returns.give_back(Slot(0), |slots| {
-                    assert_eq!(slots, [Slot(0)]);
+                returns.give_back(LeaseSlot(0), |slots| {
+                    assert_eq!(slots, [LeaseSlot(0)]);
                     begins.send(()).unwrap();
                     ends.recv().unwrap();
                     Ok(())
@@ -118,6 +118,6 @@ mod tests {
         let mut changes = changes.into_inner().unwrap();
         assert_eq!(changes.len(), 1);
         changes[0].sort_unstable_by_key(|slot| slot.0);
-        assert_eq!(changes[0], (1..9).map(Slot).collect::<Vec<_>>());
+        assert_eq!(changes[0], (1..9).map(LeaseSlot).collect::<Vec<_>>());
     }
 }

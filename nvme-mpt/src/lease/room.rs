@@ -4,22 +4,22 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::area::Area;
+use super::area::LeaseTarget;
 use super::by_size;
-use super::store::Records;
+use super::store::LedgerRecords;
 
 /// Capacity of a namespace of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Room {
+pub struct NamespaceCapacity {
     /// Free bytes for leases by size, in whole units.
     pub free: u64,
     /// Ids with parts of the namespace, sorted by id.
-    pub uses: Vec<RoomUse>,
+    pub uses: Vec<CapacityUse>,
 }
 
 /// Part of a namespace that belongs to an id.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RoomUse {
+pub struct CapacityUse {
     /// The id.
     pub id: String,
     /// Bytes that are leased to the id, or have data of the id that was not released.
@@ -29,11 +29,15 @@ pub struct RoomUse {
 }
 
 /// Returns the capacity of `area` for leases in units of `unit` bytes.
-pub(super) fn room(records: &Records, area: &Area<'_>, unit: u64) -> Room {
+pub(super) fn room(
+    records: &LedgerRecords,
+    area: &LeaseTarget<'_>,
+    unit: u64,
+) -> NamespaceCapacity {
     let (free, used) = by_size::uses(records, area, unit);
-    let mut uses = BTreeMap::<String, RoomUse>::new();
+    let mut uses = BTreeMap::<String, CapacityUse>::new();
     for (id, range, leased) in used {
-        let entry = uses.entry(id.to_owned()).or_insert_with(|| RoomUse {
+        let entry = uses.entry(id.to_owned()).or_insert_with(|| CapacityUse {
             id: id.to_owned(),
             bytes: 0,
             leased: false,
@@ -44,7 +48,7 @@ pub(super) fn room(records: &Records, area: &Area<'_>, unit: u64) -> Room {
         }
         entry.leased |= leased;
     }
-    Room {
+    NamespaceCapacity {
         free,
         uses: uses.into_values().collect(),
     }
@@ -52,13 +56,13 @@ pub(super) fn room(records: &Records, area: &Area<'_>, unit: u64) -> Room {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
+    use super::super::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
     use crate::range::ByteRange;
     use crate::spec::ids::Nsid;
 
     const GIB: u64 = 1 << 30;
 
-    fn request(id: &str, wanted: Wanted) -> LeaseRequest<'_> {
+    fn request(id: &str, wanted: RequestedBytes) -> LeaseRequest<'_> {
         LeaseRequest {
             id,
             drive: "file:/drive".into(),
@@ -66,14 +70,14 @@ mod tests {
             wanted,
             lba_shift: 9,
             blocks: (10 * GIB + 4096) >> 9,
-            former_data: FormerData::Refused,
+            former_data: PreviousDataPolicy::Refused,
         }
     }
 
     fn by_size(id: &str, gib: u64) -> LeaseRequest<'_> {
         request(
             id,
-            Wanted::Size {
+            RequestedBytes::Size {
                 bytes: gib * GIB,
                 unit: GIB,
                 whole: false,
@@ -82,9 +86,9 @@ mod tests {
     }
 
     /// GiB that are free; ids, their GiB, and whether they have leases.
-    type Shown = (u64, Vec<(String, u64, bool)>);
+    type CapacityInGib = (u64, Vec<(String, u64, bool)>);
 
-    fn shown(ledger: &Ledger) -> Result<Shown, LeaseError> {
+    fn shown(ledger: &Ledger) -> Result<CapacityInGib, LeaseError> {
         let room = ledger.room("file:/drive", Nsid(1), 10 * GIB + 4096, GIB)?;
         let uses = room.uses.into_iter();
         let uses = uses.map(|entry| (entry.id, entry.bytes / GIB, entry.leased));
@@ -105,7 +109,7 @@ mod tests {
             b.release().unwrap();
             let of_b = use_of("b", 2, false);
             assert_eq!(shown(&ledger).unwrap(), (5, vec![of_a.clone(), of_b]));
-            ledger.decide_data("b", FormerData::Wiped).unwrap();
+            ledger.decide_data("b", PreviousDataPolicy::Wiped).unwrap();
             assert_eq!(shown(&ledger).unwrap(), (7, vec![of_a]));
             drop(a);
         }
@@ -115,7 +119,9 @@ mod tests {
     fn a_part_of_a_unit_takes_the_unit() {
         let ledger = Ledger::in_process();
         let half: ByteRange = "512M+1M".parse().unwrap();
-        let _half = ledger.acquire(&request("half", Wanted::At(half))).unwrap();
+        let _half = ledger
+            .acquire(&request("half", RequestedBytes::At(half)))
+            .unwrap();
         assert_eq!(shown(&ledger).unwrap().0, 9);
         let room = ledger.room("file:/other", Nsid(1), 10 * GIB, GIB).unwrap();
         assert_eq!((room.free, room.uses), (10 * GIB, vec![]));

@@ -31,20 +31,20 @@ use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::extents::Extents;
+use super::extents::LeaseExtents;
 use super::facts::KnownDrives;
-use super::holder::{Holder, Holders, Slot, users};
-use super::marks::MarkedBytes;
-use super::private::{PrivateError, let_others_through, make_folder, open_file};
-use super::tenants::{self, Place, Tenant};
-use super::terms::TermsOfIds;
+use super::holder::{LeaseSlot, LeaseSlotHolder, LeaseSlotProbe, users};
+use super::marks::UncorrectableBytes;
+use super::private::{PrivateFileError, let_others_through, make_folder, open_file};
+use super::tenants::{self, RangeCandidate, RangeOwner};
+use super::terms::LeaseSettingsById;
 use crate::deadline::{Deadline, SystemClock};
 use crate::memory::files::{self, File, OpenOptions};
 use crate::range::ByteRange;
-use crate::range_lock::{Holders as LockHolders, Kind, describe};
+use crate::range_lock::{FileLockHolders as LockHolders, ProcLockKind, describe};
 
 /// For each base, the name from which its guests' names are derived.
-pub(super) type Namings = BTreeMap<String, String>;
+pub(super) type GuestNameSources = BTreeMap<String, String>;
 
 /// For each base, the other identities that its bytes had at the last lease.
 pub(super) type OtherNames = BTreeMap<String, BTreeSet<String>>;
@@ -83,10 +83,10 @@ const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
 /// Error of the ledger's file, or of a file beside it.
 #[derive(Debug, Error)]
-pub enum StoreError {
+pub enum LedgerStoreError {
     /// The directory or a file in it is not private.
     #[error(transparent)]
-    Private(#[from] PrivateError),
+    Private(#[from] PrivateFileError),
     /// A step of reading or changing the ledger failed.
     #[error("Cannot {action} {}{}", path.display(), remedy(source))]
     Io {
@@ -134,7 +134,7 @@ pub enum StoreError {
     },
     /// A change for several leases failed.
     #[error(transparent)]
-    Together(Arc<StoreError>),
+    Together(Arc<LedgerStoreError>),
     /// There is a live holder of a lease that the ledger does not list.
     #[error(
         "The ledger {} was removed or replaced while leases were held, according to locks on {} by {users}: stop these \
@@ -169,12 +169,12 @@ fn remedy(error: &io::Error) -> &'static str {
 /// A lease in the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Record {
+pub(super) struct LedgerRecord {
     pub(super) id: String,
     pub(super) drive: String,
     pub(super) nsid: u32,
     /// Extents of the namespace, in the lease's order.
-    pub(super) extents: Extents,
+    pub(super) extents: LeaseExtents,
     /// Unit size of a lease by size in bytes; `None` if the lease has a fixed range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) unit: Option<u64>,
@@ -213,7 +213,7 @@ struct RangeRecord {
     reserved_pairs: u16,
 }
 
-impl From<RangeRecord> for Record {
+impl From<RangeRecord> for LedgerRecord {
     fn from(record: RangeRecord) -> Self {
         Self {
             id: record.id,
@@ -229,10 +229,10 @@ impl From<RangeRecord> for Record {
     }
 }
 
-impl Record {
+impl LedgerRecord {
     /// Returns the places of the lease's extents.
-    pub(super) fn places(&self) -> impl Iterator<Item = Place<'_>> {
-        self.extents.placed().map(|(at, range)| Place {
+    pub(super) fn places(&self) -> impl Iterator<Item = RangeCandidate<'_>> {
+        self.extents.placed().map(|(at, range)| RangeCandidate {
             id: &self.id,
             drive: &self.drive,
             nsid: self.nsid,
@@ -251,18 +251,18 @@ struct RangeRecords {
     next_slot: u64,
     leases: Vec<RangeRecord>,
     #[serde(default)]
-    tenants: Vec<Tenant>,
+    tenants: Vec<RangeOwner>,
 }
 
-impl From<RangeRecords> for Records {
+impl From<RangeRecords> for LedgerRecords {
     fn from(records: RangeRecords) -> Self {
         Self {
             version: VERSION,
             next_slot: records.next_slot,
-            leases: records.leases.into_iter().map(Record::from).collect(),
+            leases: records.leases.into_iter().map(LedgerRecord::from).collect(),
             tenants: records.tenants,
-            terms: TermsOfIds::new(),
-            namings: Namings::new(),
+            terms: LeaseSettingsById::new(),
+            namings: GuestNameSources::new(),
             partly_known: BTreeSet::new(),
             other_names: OtherNames::new(),
             known: KnownDrives::new(),
@@ -274,21 +274,21 @@ impl From<RangeRecords> for Records {
 /// Content of the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Records {
+pub(super) struct LedgerRecords {
     version: u32,
     /// The next slot to assign. Slots are not reused, so the same slot always means the same lease. A lease that is
     /// taken over keeps its slot.
     pub(super) next_slot: u64,
-    pub(super) leases: Vec<Record>,
+    pub(super) leases: Vec<LedgerRecord>,
     /// Previous owners of ranges.
     #[serde(default)]
-    pub(super) tenants: Vec<Tenant>,
+    pub(super) tenants: Vec<RangeOwner>,
     /// Terms of ids.
-    #[serde(default, skip_serializing_if = "TermsOfIds::is_empty")]
-    pub(super) terms: TermsOfIds,
+    #[serde(default, skip_serializing_if = "LeaseSettingsById::is_empty")]
+    pub(super) terms: LeaseSettingsById,
     /// Names of drives from which their guests' names are derived.
-    #[serde(default, skip_serializing_if = "Namings::is_empty")]
-    pub(super) namings: Namings,
+    #[serde(default, skip_serializing_if = "GuestNameSources::is_empty")]
+    pub(super) namings: GuestNameSources,
     /// Bases that may be drives of an earlier boot, where the operator has decided about some ranges only.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(super) partly_known: BTreeSet<String>,
@@ -300,18 +300,18 @@ pub(super) struct Records {
     pub(super) known: KnownDrives,
     /// Blocks that guests made unreadable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) uncorrectable: Vec<MarkedBytes>,
+    pub(super) uncorrectable: Vec<UncorrectableBytes>,
 }
 
-impl Default for Records {
+impl Default for LedgerRecords {
     fn default() -> Self {
         Self {
             version: VERSION,
             next_slot: 0,
             leases: Vec::new(),
             tenants: Vec::new(),
-            terms: TermsOfIds::new(),
-            namings: Namings::new(),
+            terms: LeaseSettingsById::new(),
+            namings: GuestNameSources::new(),
             partly_known: BTreeSet::new(),
             other_names: OtherNames::new(),
             known: KnownDrives::new(),
@@ -320,20 +320,20 @@ impl Default for Records {
     }
 }
 
-impl Records {
-    pub(super) fn find(&self, slot: Slot) -> Option<&Record> {
+impl LedgerRecords {
+    pub(super) fn find(&self, slot: LeaseSlot) -> Option<&LedgerRecord> {
         self.leases.iter().find(|record| record.slot == slot.0)
     }
 
     /// Marks the lease of `slot` as ending. Returns `false` if it already is, or if there is no such lease.
-    pub(super) fn mark_ending(&mut self, slot: Slot) -> bool {
+    pub(super) fn mark_ending(&mut self, slot: LeaseSlot) -> bool {
         self.of_slot(slot)
             .is_some_and(|record| !std::mem::replace(&mut record.ending, true))
     }
 
     /// Records the number of reserved queue pairs of the lease of `slot`. Returns `false` if it is unchanged, or if
     /// there is no such lease.
-    pub(super) fn note_reserved(&mut self, slot: Slot, pairs: u16) -> bool {
+    pub(super) fn note_reserved(&mut self, slot: LeaseSlot, pairs: u16) -> bool {
         self.of_slot(slot)
             .is_some_and(|record| std::mem::replace(&mut record.reserved_pairs, pairs) != pairs)
     }
@@ -343,7 +343,7 @@ impl Records {
         let same_leases = self.leases.len() == other.leases.len()
             && self.leases.iter().zip(&other.leases).all(|(one, other)| {
                 let pid = other.pid;
-                Record { pid, ..one.clone() } == *other
+                LedgerRecord { pid, ..one.clone() } == *other
             });
         same_leases
             && tenants::are_same(&self.tenants, &other.tenants)
@@ -355,28 +355,28 @@ impl Records {
             && self.uncorrectable == other.uncorrectable
     }
 
-    pub(super) fn of_slot(&mut self, slot: Slot) -> Option<&mut Record> {
+    pub(super) fn of_slot(&mut self, slot: LeaseSlot) -> Option<&mut LedgerRecord> {
         self.leases.iter_mut().find(|record| record.slot == slot.0)
     }
 
     /// Removes the lease of `slot`; returns `false` if there is none.
-    pub(super) fn remove(&mut self, slot: Slot) -> bool {
+    pub(super) fn remove(&mut self, slot: LeaseSlot) -> bool {
         let before = self.leases.len();
         self.leases.retain(|record| record.slot != slot.0);
         self.leases.len() != before
     }
 
-    fn parse(path: &Path, text: &[u8]) -> Result<Self, StoreError> {
+    fn parse(path: &Path, text: &[u8]) -> Result<Self, LedgerStoreError> {
         /// Parsed first, because the rest of another version's ledger cannot be judged.
         #[derive(Deserialize)]
-        struct Header {
+        struct LedgerVersionHeader {
             version: u64,
         }
-        let damaged = |source| StoreError::Damaged {
+        let damaged = |source| LedgerStoreError::Damaged {
             path: path.to_owned(),
             source,
         };
-        let header: Header = serde_json::from_slice(text).map_err(damaged)?;
+        let header: LedgerVersionHeader = serde_json::from_slice(text).map_err(damaged)?;
         let ranges = || serde_json::from_slice::<RangeRecords>(text);
         let mut records: Self = match header.version {
             version if version == u64::from(VERSION) => {
@@ -388,15 +388,15 @@ impl Records {
             },
             VERSION_OF_RANGES | VERSION_WITHOUT_TENANTS => ranges().map_err(damaged)?.into(),
             found => {
-                return Err(StoreError::Version {
+                return Err(LedgerStoreError::Version {
                     path: path.to_owned(),
                     found,
                 });
             }
         };
         if header.version == VERSION_WITHOUT_TENANTS {
-            let places = records.leases.iter().flat_map(Record::places);
-            let tenants = places.flat_map(|place| Tenant::of(&place));
+            let places = records.leases.iter().flat_map(LedgerRecord::places);
+            let tenants = places.flat_map(|place| RangeOwner::of(&place));
             records.tenants = tenants.collect();
         }
         if let Some(tenant) = records.tenants.iter().find(|tenant| !tenant.is_sound()) {
@@ -415,7 +415,7 @@ impl Records {
                 record.id, record.slot, records.next_slot
             ))));
         }
-        if !Slot(records.next_slot).is_valid() {
+        if !LeaseSlot(records.next_slot).is_valid() {
             return Err(damaged(serde_json::Error::custom(format!(
                 "next_slot is {}, beyond what can be locked",
                 records.next_slot
@@ -427,7 +427,7 @@ impl Records {
 
 /// Step of a change to the ledger, after which tests simulate a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
+enum LedgerWriteStep {
     Created,
     Written,
     Synced,
@@ -441,20 +441,20 @@ enum Step {
     clippy::unnecessary_wraps,
     reason = "tests return an error here in place of a crash"
 )]
-const fn reached(_: Step) -> io::Result<()> {
+const fn reached(_: LedgerWriteStep) -> io::Result<()> {
     Ok(())
 }
 
 /// The state directory with the ledger.
 #[derive(Debug)]
-pub(super) struct Folder {
+pub(super) struct LedgerDirectory {
     path: PathBuf,
 }
 
 /// Exclusive right to change the ledger, until dropped.
 #[derive(Debug)]
-pub(super) struct Exclusive<'folder> {
-    folder: &'folder Folder,
+pub(super) struct LedgerWriteLock<'folder> {
+    folder: &'folder LedgerDirectory,
     lock: File,
 }
 
@@ -467,8 +467,8 @@ pub const SERVER_SOCKETS: &str = "servers";
 /// Creates a private state directory, or makes an existing one private.
 ///
 /// # Errors
-/// See [`PrivateError`].
-pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
+/// See [`PrivateFileError`].
+pub fn make_state_folder(path: &Path) -> Result<(), PrivateFileError> {
     let starts = [LEDGER, LOCK, HOLDERS, CONTROL_SOCKET, SERVER_SOCKETS];
     // Temporary files of sockets and files have longer names, some with a leading dot. A crash may leave them behind.
     let hidden = [".vfio-user.", ".nvme-mpt."];
@@ -483,13 +483,13 @@ pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
 /// files.
 ///
 /// # Errors
-/// See [`PrivateError`].
-pub fn open_state_folder(path: &Path) -> Result<(), PrivateError> {
+/// See [`PrivateFileError`].
+pub fn open_state_folder(path: &Path) -> Result<(), PrivateFileError> {
     make_state_folder(path)?;
     let_others_through(path)
 }
 
-impl Folder {
+impl LedgerDirectory {
     pub(super) fn new(path: &Path) -> Self {
         Self {
             path: path.to_owned(),
@@ -509,12 +509,12 @@ impl Folder {
     }
 
     /// Returns the present ledger. Before the first lease, the file does not exist, and the ledger is empty.
-    pub(super) fn read(&self) -> Result<Records, StoreError> {
+    pub(super) fn read(&self) -> Result<LedgerRecords, LedgerStoreError> {
         let path = self.ledger();
         match files::read(&path) {
-            Ok(text) => Records::parse(&path, &text),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Records::default()),
-            Err(source) => Err(StoreError::Io {
+            Ok(text) => LedgerRecords::parse(&path, &text),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(LedgerRecords::default()),
+            Err(source) => Err(LedgerStoreError::Io {
                 action: "read the ledger",
                 path,
                 source,
@@ -522,9 +522,9 @@ impl Folder {
         }
     }
 
-    pub(super) fn holders(&self) -> Result<Holders, StoreError> {
+    pub(super) fn holders(&self) -> Result<LeaseSlotProbe, LedgerStoreError> {
         let path = self.holders_lock();
-        Holders::open(&path).map_err(|source| StoreError::Io {
+        LeaseSlotProbe::open(&path).map_err(|source| LedgerStoreError::Io {
             action: "open the holders' locks",
             path,
             source,
@@ -532,14 +532,18 @@ impl Folder {
     }
 
     /// Returns whether the holder of `slot` is alive.
-    pub(super) fn is_held(&self, holders: &Holders, slot: Slot) -> Result<bool, StoreError> {
+    pub(super) fn is_held(
+        &self,
+        holders: &LeaseSlotProbe,
+        slot: LeaseSlot,
+    ) -> Result<bool, LedgerStoreError> {
         holders
             .holds(slot)
             .map_err(|error| self.holders_error(error))
     }
 
-    fn holders_error(&self, source: io::Error) -> StoreError {
-        StoreError::Io {
+    fn holders_error(&self, source: io::Error) -> LedgerStoreError {
+        LedgerStoreError::Io {
             action: "test a holder's lock in",
             path: self.holders_lock(),
             source,
@@ -548,15 +552,15 @@ impl Folder {
 
     /// Waits until no other process changes the ledger, and creates the directory if needed. Then the ledger is
     /// durable.
-    pub(super) fn lock(&self) -> Result<Exclusive<'_>, StoreError> {
+    pub(super) fn lock(&self) -> Result<LedgerWriteLock<'_>, LedgerStoreError> {
         self.lock_by(&Deadline::after(&SystemClock::shared(), LOCK_PATIENCE))
     }
 
     /// Like [`Self::lock`], with a deadline.
-    fn lock_by(&self, deadline: &Deadline) -> Result<Exclusive<'_>, StoreError> {
+    fn lock_by(&self, deadline: &Deadline) -> Result<LedgerWriteLock<'_>, LedgerStoreError> {
         make_state_folder(&self.path)?;
         let path = self.path.join(LOCK);
-        let error = |source| StoreError::Io {
+        let error = |source| LedgerStoreError::Io {
             action: "lock the ledger with",
             path: path.clone(),
             source,
@@ -569,14 +573,14 @@ impl Folder {
         loop {
             match lock.try_lock() {
                 Ok(()) => {
-                    let exclusive = Exclusive { folder: self, lock };
+                    let exclusive = LedgerWriteLock { folder: self, lock };
                     exclusive.settle()?;
                     return Ok(exclusive);
                 }
                 Err(TryLockError::Error(source)) => return Err(error(source)),
                 Err(TryLockError::WouldBlock) if deadline.has_passed() => {
-                    let holders = describe(&users(&lock, Kind::Whole, &(0..u64::MAX)));
-                    return Err(StoreError::Locked { path, holders });
+                    let holders = describe(&users(&lock, ProcLockKind::Whole, &(0..u64::MAX)));
+                    return Err(LedgerStoreError::Locked { path, holders });
                 }
                 // Polled, because a blocking lock request has no timeout.
                 Err(TryLockError::WouldBlock) => deadline.sleep(LOCK_PAUSE),
@@ -585,12 +589,15 @@ impl Folder {
     }
 }
 
-impl Exclusive<'_> {
+impl LedgerWriteLock<'_> {
     /// Takes the next free slot of `records` for a holder in this process.
-    pub(super) fn take_slot(&self, records: &mut Records) -> Result<(Slot, Holder), StoreError> {
-        let slot = Slot(records.next_slot);
+    pub(super) fn take_slot(
+        &self,
+        records: &mut LedgerRecords,
+    ) -> Result<(LeaseSlot, LeaseSlotHolder), LedgerStoreError> {
+        let slot = LeaseSlot(records.next_slot);
         let path = self.folder.holders_lock();
-        let lost = |users: &LockHolders| StoreError::Lost {
+        let lost = |users: &LockHolders| LedgerStoreError::Lost {
             path: self.folder.ledger(),
             holders: path.clone(),
             users: describe(users),
@@ -612,10 +619,10 @@ impl Exclusive<'_> {
     }
 
     /// Takes the slot of a stale lease.
-    pub(super) fn take_over(&self, slot: Slot) -> Result<Holder, StoreError> {
+    pub(super) fn take_over(&self, slot: LeaseSlot) -> Result<LeaseSlotHolder, LedgerStoreError> {
         let path = self.folder.holders_lock();
         // Slots are only taken under the ledger's lock, which this process holds.
-        self.hold(slot)?.ok_or_else(|| StoreError::Io {
+        self.hold(slot)?.ok_or_else(|| LedgerStoreError::Io {
             action: "take over a lease in",
             path,
             source: io::ErrorKind::WouldBlock.into(),
@@ -623,12 +630,12 @@ impl Exclusive<'_> {
     }
 
     /// Takes a slot; `None` if it is held.
-    fn hold(&self, slot: Slot) -> Result<Option<Holder>, StoreError> {
+    fn hold(&self, slot: LeaseSlot) -> Result<Option<LeaseSlotHolder>, LedgerStoreError> {
         let path = self.folder.holders_lock();
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false);
         let file = open_file(&path, &mut options)?;
-        Holder::take(file, slot).map_err(|source| StoreError::Io {
+        LeaseSlotHolder::take(file, slot).map_err(|source| LedgerStoreError::Io {
             action: "take a holder's lock in",
             path,
             source,
@@ -636,12 +643,12 @@ impl Exclusive<'_> {
     }
 
     /// Replaces the ledger by `records`.
-    pub(super) fn write(&self, records: &Records) -> Result<(), StoreError> {
+    pub(super) fn write(&self, records: &LedgerRecords) -> Result<(), LedgerStoreError> {
         let ledger = self.folder.ledger();
         let temporary = self.folder.path.join("leases.json.new");
         let failed = |action: &'static str, path: &Path| {
             let path = path.to_owned();
-            move |source| StoreError::Io {
+            move |source| LedgerStoreError::Io {
                 action,
                 path,
                 source,
@@ -665,14 +672,14 @@ impl Exclusive<'_> {
     fn rename_synced(&self, temporary: &Path, ledger: &Path) -> io::Result<()> {
         self.lock.write_all_at(&[REPLACING], 0)?;
         files::rename(temporary, ledger)?;
-        reached(Step::Renamed)?;
+        reached(LedgerWriteStep::Renamed)?;
         self.sync_folder()
     }
 
     /// Makes the ledger's name durable.
     fn sync_folder(&self) -> io::Result<()> {
         File::open(&self.folder.path)?.sync_all()?;
-        reached(Step::FolderSynced)?;
+        reached(LedgerWriteStep::FolderSynced)?;
         // If the byte cannot be reset, the next process syncs the directory again.
         let _ = self.lock.write_all_at(&[DURABLE], 0);
         Ok(())
@@ -680,13 +687,13 @@ impl Exclusive<'_> {
 
     /// Makes the ledger durable if the process that replaced it died too early. Decisions based on a ledger must not
     /// outlive it.
-    fn settle(&self) -> Result<(), StoreError> {
+    fn settle(&self) -> Result<(), LedgerStoreError> {
         let mut state = [DURABLE];
         let settled = match self.lock.read_at(&mut state, 0) {
             Ok(_) if state == [REPLACING] => self.sync_folder(),
             read => read.map(|_| ()),
         };
-        settled.map_err(|source| StoreError::Io {
+        settled.map_err(|source| LedgerStoreError::Io {
             action: "make durable what a process that died left of the ledger in",
             path: self.folder.path.clone(),
             source,
@@ -699,28 +706,28 @@ impl Exclusive<'_> {
         for folder in path.ancestors().skip(1) {
             files::sync_names(folder)?;
         }
-        reached(Step::AboveSynced)
+        reached(LedgerWriteStep::AboveSynced)
     }
 }
 
 /// Writes and syncs a file before it is renamed, because a rename can reach the disk before the content.
 fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
-    reached(Step::Created)?;
+    reached(LedgerWriteStep::Created)?;
     file.write_all(text)?;
     file.write_all(b"\n")?;
-    reached(Step::Written)?;
+    reached(LedgerWriteStep::Written)?;
     file.sync_all()?;
-    reached(Step::Synced)
+    reached(LedgerWriteStep::Synced)
 }
 
 #[cfg(test)]
 thread_local! {
     /// Step after which the next change of the ledger on this thread fails, as if the machine had crashed.
-    static CRASH_AFTER: std::cell::Cell<Option<Step>> = const { std::cell::Cell::new(None) };
+    static CRASH_AFTER: std::cell::Cell<Option<LedgerWriteStep>> = const { std::cell::Cell::new(None) };
 }
 
 #[cfg(test)]
-fn reached(step: Step) -> io::Result<()> {
+fn reached(step: LedgerWriteStep) -> io::Result<()> {
     if CRASH_AFTER.get() == Some(step) {
         CRASH_AFTER.set(None);
         return Err(io::Error::other("crash"));
@@ -732,11 +739,11 @@ fn reached(step: Step) -> io::Result<()> {
 mod tests {
     use std::fs;
 
-    use super::super::terms::LeaseTerms;
+    use super::super::terms::LeaseSettings;
     use super::*;
 
-    fn record(id: &str, slot: u64) -> Record {
-        Record {
+    fn record(id: &str, slot: u64) -> LedgerRecord {
+        LedgerRecord {
             id: id.to_owned(),
             drive: "file:/drive".to_owned(),
             nsid: 1,
@@ -749,11 +756,11 @@ mod tests {
         }
     }
 
-    fn records(ids: &[&str]) -> Records {
-        Records {
+    fn records(ids: &[&str]) -> LedgerRecords {
+        LedgerRecords {
             next_slot: ids.len() as u64,
             leases: (0..).zip(ids).map(|(slot, id)| record(id, slot)).collect(),
-            ..Records::default()
+            ..LedgerRecords::default()
         }
     }
 
@@ -761,14 +768,14 @@ mod tests {
     fn a_crash_at_any_step_leaves_the_old_state_or_the_new() {
         let (old, new) = (records(&["a"]), records(&["a", "b"]));
         for (step, survives) in [
-            (Step::Created, &old),
-            (Step::Written, &old),
-            (Step::Synced, &old),
-            (Step::Renamed, &new),
-            (Step::FolderSynced, &new),
+            (LedgerWriteStep::Created, &old),
+            (LedgerWriteStep::Written, &old),
+            (LedgerWriteStep::Synced, &old),
+            (LedgerWriteStep::Renamed, &new),
+            (LedgerWriteStep::FolderSynced, &new),
         ] {
             let dir = tempfile::tempdir().unwrap();
-            let folder = Folder::new(dir.path());
+            let folder = LedgerDirectory::new(dir.path());
             folder.lock().unwrap().write(&old).unwrap();
 
             CRASH_AFTER.set(Some(step));
@@ -785,44 +792,48 @@ mod tests {
     #[test]
     fn a_ledger_whose_process_died_before_it_was_durable_is_made_so_first() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
-        CRASH_AFTER.set(Some(Step::Renamed));
+        let folder = LedgerDirectory::new(dir.path());
+        CRASH_AFTER.set(Some(LedgerWriteStep::Renamed));
         folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
         // It would reach the sync of the folder, and no further.
-        CRASH_AFTER.set(Some(Step::FolderSynced));
+        CRASH_AFTER.set(Some(LedgerWriteStep::FolderSynced));
         let error = folder.lock().unwrap_err();
         assert!(error.to_string().contains("that died left"), "{error}");
         assert_eq!(CRASH_AFTER.get(), None);
         // Now it does, once.
         drop(folder.lock().unwrap());
-        CRASH_AFTER.set(Some(Step::FolderSynced));
+        CRASH_AFTER.set(Some(LedgerWriteStep::FolderSynced));
         drop(folder.lock().unwrap());
-        assert_eq!(CRASH_AFTER.take(), Some(Step::FolderSynced));
+        assert_eq!(CRASH_AFTER.take(), Some(LedgerWriteStep::FolderSynced));
         assert_eq!(folder.read().unwrap(), records(&["a"]));
     }
 
     #[test]
     fn the_folders_above_are_durable_before_the_first_ledger_appears() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(&dir.path().join("above/state"));
-        CRASH_AFTER.set(Some(Step::AboveSynced));
+        let folder = LedgerDirectory::new(&dir.path().join("above/state"));
+        CRASH_AFTER.set(Some(LedgerWriteStep::AboveSynced));
         folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
         assert_eq!(CRASH_AFTER.get(), None);
-        assert_eq!(folder.read().unwrap(), Records::default());
+        assert_eq!(folder.read().unwrap(), LedgerRecords::default());
         folder.lock().unwrap().write(&records(&["a"])).unwrap();
-        CRASH_AFTER.set(Some(Step::AboveSynced));
+        CRASH_AFTER.set(Some(LedgerWriteStep::AboveSynced));
         folder.lock().unwrap().write(&records(&["b"])).unwrap();
-        assert_eq!(CRASH_AFTER.take(), Some(Step::AboveSynced), "once only");
+        assert_eq!(
+            CRASH_AFTER.take(),
+            Some(LedgerWriteStep::AboveSynced),
+            "once only"
+        );
     }
 
     #[test]
     fn a_process_that_keeps_the_ledger_locked_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let _exclusive = folder.lock().unwrap();
         let passed = Deadline::after(&SystemClock::shared(), Duration::ZERO);
         let error = folder.lock_by(&passed).unwrap_err();
-        assert!(matches!(error, StoreError::Locked { .. }), "{error}");
+        assert!(matches!(error, LedgerStoreError::Locked { .. }), "{error}");
         let message = error.to_string();
         let holder = format!("by process {} (", std::process::id());
         for part in [&*holder, "leases.lock", "end it"] {
@@ -833,13 +844,13 @@ mod tests {
     #[test]
     fn what_lies_under_the_temporary_name_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let temporary = dir.path().join("leases.json.new");
         let whole = serde_json::to_vec(&records(&["stray"])).unwrap();
 
         for left in [&b""[..], b"\0\0\0\0", &whole[..whole.len() / 2], &whole] {
             fs::write(&temporary, left).unwrap();
-            assert_eq!(folder.read().unwrap(), Records::default());
+            assert_eq!(folder.read().unwrap(), LedgerRecords::default());
         }
         folder.lock().unwrap().write(&records(&["a"])).unwrap();
         assert_eq!(folder.read().unwrap(), records(&["a"]));
@@ -849,14 +860,14 @@ mod tests {
     #[test]
     fn a_damaged_ledger_is_an_error_that_names_the_file() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
         let whole = serde_json::to_vec(&records(&["a", "b"])).unwrap();
 
         for length in 0..whole.len() {
             fs::write(&path, &whole[..length]).unwrap();
             let error = folder.read().unwrap_err();
-            assert!(matches!(error, StoreError::Damaged { .. }), "{error}");
+            assert!(matches!(error, LedgerStoreError::Damaged { .. }), "{error}");
             assert!(error.to_string().contains(path.to_str().unwrap()));
             assert_eq!(fs::read(&path).unwrap(), &whole[..length], "left as found");
         }
@@ -875,20 +886,20 @@ mod tests {
         ] {
             fs::write(&path, bad).unwrap();
             let error = folder.read().unwrap_err();
-            assert!(matches!(error, StoreError::Damaged { .. }), "{bad}");
+            assert!(matches!(error, LedgerStoreError::Damaged { .. }), "{bad}");
         }
     }
 
     #[test]
     fn leases_of_the_format_before_are_tenants() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let before = r#"{"version":1,"next_slot":4,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":512},"pid":1,"slot":3}]}"#;
         fs::write(dir.path().join("leases.json"), before).unwrap();
         let records = folder.read().unwrap();
         let tenants: Vec<_> = records.leases[0]
             .places()
-            .flat_map(|place| Tenant::of(&place))
+            .flat_map(|place| RangeOwner::of(&place))
             .collect();
         assert_eq!((records.tenants.len(), &records.tenants), (1, &tenants));
         folder.lock().unwrap().write(&records).unwrap();
@@ -898,12 +909,12 @@ mod tests {
     #[test]
     fn leases_of_the_format_of_ranges_are_read() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
         let before = r#"{"version":2,"next_slot":4,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":512},"pid":1,"slot":3,"ending":true,"reserved_pairs":2}],"tenants":[{"id":"b","drive":"d","nsid":1,"range":{"start":512,"length":512},"released":true}]}"#;
         fs::write(&path, before).unwrap();
         let read = folder.read().unwrap();
-        let record = Record {
+        let record = LedgerRecord {
             id: "a".to_owned(),
             drive: "d".to_owned(),
             extents: ByteRange::new(0, 512).unwrap().into(),
@@ -926,13 +937,13 @@ mod tests {
     #[test]
     fn terms_of_ids_are_read_and_formats_before_have_none() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
         let before = r#"{"version":3,"next_slot":4,"leases":[],"tenants":[]}"#;
         fs::write(&path, before).unwrap();
         let mut read = folder.read().unwrap();
         assert!(read.terms.is_empty());
-        let terms = LeaseTerms {
+        let terms = LeaseSettings {
             owner: Some(1001),
             limits: Some("iops=100".to_owned()),
         };
@@ -949,22 +960,22 @@ mod tests {
     #[test]
     fn leases_by_size_are_read_as_they_were_written() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let parts = ["5M+1M", "1M+2M"].map(|text| text.parse().unwrap());
-        let by_size = Record {
-            extents: Extents::new(parts.to_vec()).unwrap(),
+        let by_size = LedgerRecord {
+            extents: LeaseExtents::new(parts.to_vec()).unwrap(),
             unit: Some(1 << 20),
             ..record("a", 0)
         };
         let tenants = by_size
             .places()
-            .flat_map(|place| Tenant::of(&place))
+            .flat_map(|place| RangeOwner::of(&place))
             .collect();
-        let records = Records {
+        let records = LedgerRecords {
             next_slot: 1,
             leases: vec![by_size],
             tenants,
-            ..Records::default()
+            ..LedgerRecords::default()
         };
         folder.lock().unwrap().write(&records).unwrap();
         assert_eq!(folder.read().unwrap(), records);
@@ -975,7 +986,7 @@ mod tests {
     #[test]
     fn a_ledger_of_another_version_is_not_touched() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
+        let folder = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
         fs::write(&path, r#"{"version":6,"unknown":[]}"#).unwrap();
         assert_eq!(
@@ -990,23 +1001,23 @@ mod tests {
     #[test]
     fn a_ledger_that_was_removed_under_living_leases_gives_out_no_more() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path());
-        let mut ledger = Records::default();
+        let folder = LedgerDirectory::new(dir.path());
+        let mut ledger = LedgerRecords::default();
         let (slot, holder) = folder.lock().unwrap().take_slot(&mut ledger).unwrap();
-        assert_eq!((slot, ledger.next_slot), (Slot(0), 1));
+        assert_eq!((slot, ledger.next_slot), (LeaseSlot(0), 1));
 
         // A new ledger starts at slot 0 again, which is still held.
         let error = folder
             .lock()
             .unwrap()
-            .take_slot(&mut Records::default())
+            .take_slot(&mut LedgerRecords::default())
             .unwrap_err();
-        assert!(matches!(error, StoreError::Lost { .. }), "{error}");
+        assert!(matches!(error, LedgerStoreError::Lost { .. }), "{error}");
         drop(holder);
         folder
             .lock()
             .unwrap()
-            .take_slot(&mut Records::default())
+            .take_slot(&mut LedgerRecords::default())
             .unwrap();
     }
 }

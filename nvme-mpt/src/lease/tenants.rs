@@ -1,7 +1,7 @@
 //! Previous owners: the id that last held each range, whose data stays until someone decides about it.
 //!
 //! Each granted lease records its id for its range, and the entry outlives the lease. So the next lease of any part of
-//! that range either has the same id, or says what to do with the data ([`FormerData`]). An operator may also decide in
+//! that range either has the same id, or says what to do with the data ([`PreviousDataPolicy`]). An operator may also decide in
 //! advance about all data of an id.
 //!
 //! A range is marked before its first block is wiped. The mark is removed when all blocks are zero and durable. After a
@@ -22,7 +22,7 @@ use crate::range::ByteRange;
 
 /// Treatment of data that another id has in the range of a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum FormerData {
+pub enum PreviousDataPolicy {
     /// The lease is refused.
     #[default]
     Refused,
@@ -30,12 +30,12 @@ pub enum FormerData {
     Kept,
     /// The data is wiped before the lease can be attached.
     Wiped,
-    /// Like [`Self::Wiped`], and bytes that no lease has held are wiped too, as they may have data of the host. A lease
+    /// Like [`Self::WipeStats`], and bytes that no lease has held are wiped too, as they may have data of the host. A lease
     /// by size does not wipe these bytes.
     Erased,
 }
 
-impl FromStr for FormerData {
+impl FromStr for PreviousDataPolicy {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -52,7 +52,7 @@ impl FromStr for FormerData {
 /// A range and the id that last held it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Tenant {
+pub(super) struct RangeOwner {
     pub(super) id: String,
     drive: String,
     nsid: u32,
@@ -76,13 +76,13 @@ pub(super) struct Tenant {
 
 /// Data that blocks a lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Left {
+pub struct LeftoverData {
     id: String,
     range: ByteRange,
     wiping: bool,
 }
 
-impl fmt::Display for Left {
+impl fmt::Display for LeftoverData {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { id, range, wiping } = self;
         match wiping {
@@ -97,7 +97,7 @@ impl fmt::Display for Left {
 
 /// A range to lease, and the requesting id.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place<'a> {
+pub(super) struct RangeCandidate<'a> {
     pub(super) id: &'a str,
     pub(super) drive: &'a str,
     pub(super) nsid: u32,
@@ -106,7 +106,7 @@ pub(super) struct Place<'a> {
     pub(super) at: Option<u64>,
 }
 
-impl Place<'_> {
+impl RangeCandidate<'_> {
     /// Returns the place of a part of the range.
     fn part(&self, range: ByteRange) -> Self {
         let moved = range.start().saturating_sub(self.range.start());
@@ -119,7 +119,7 @@ impl Place<'_> {
 }
 
 /// Part of a place in one of the bases that store its bytes.
-pub(super) struct Part {
+pub(super) struct BackingPart {
     base: String,
     /// Bytes of the base.
     pub(super) range: ByteRange,
@@ -127,10 +127,10 @@ pub(super) struct Part {
     at: u64,
 }
 
-impl Part {
-    pub(super) fn place<'a>(&'a self, of: &Place<'a>) -> Place<'a> {
+impl BackingPart {
+    pub(super) fn place<'a>(&'a self, of: &RangeCandidate<'a>) -> RangeCandidate<'a> {
         let moved = self.at.saturating_sub(of.range.start());
-        Place {
+        RangeCandidate {
             drive: &self.base,
             range: self.range,
             at: of.at.map(|at| at.saturating_add(moved)),
@@ -146,10 +146,10 @@ impl Part {
 }
 
 /// Splits `place` into parts by the bases of its drive.
-pub(super) fn parts(place: &Place<'_>) -> Vec<Part> {
+pub(super) fn parts(place: &RangeCandidate<'_>) -> Vec<BackingPart> {
     let mut at = place.range.start();
-    let part = |extent: extent::Extent| {
-        let part = Part {
+    let part = |extent: extent::BackingExtent| {
+        let part = BackingPart {
             range: ByteRange::new(extent.start, extent.length).ok()?,
             base: extent.base,
             at,
@@ -161,15 +161,15 @@ pub(super) fn parts(place: &Place<'_>) -> Vec<Part> {
     extents.into_iter().filter_map(part).collect()
 }
 
-impl Tenant {
+impl RangeOwner {
     /// Creates the entries that give a place to its id.
-    pub(super) fn of(place: &Place<'_>) -> Vec<Self> {
+    pub(super) fn of(place: &RangeCandidate<'_>) -> Vec<Self> {
         let parts = parts(place);
         let tenants = parts.iter().map(|part| Self::new(part.place(place)));
         tenants.collect()
     }
 
-    fn new(place: Place<'_>) -> Self {
+    fn new(place: RangeCandidate<'_>) -> Self {
         Self {
             id: place.id.to_owned(),
             drive: place.drive.to_owned(),
@@ -217,12 +217,12 @@ impl Tenant {
 
     /// Returns whether the entry's data is foreign to a lease of `place`. In a lease by size, bytes at another offset
     /// are foreign too.
-    fn is_foreign(&self, place: &Place<'_>) -> bool {
+    fn is_foreign(&self, place: &RangeCandidate<'_>) -> bool {
         self.wiping || self.id != place.id || (place.at.is_some() && !self.is_at_home(place))
     }
 
     /// Returns whether the entry's bytes have the same offsets in the lease as in `place`.
-    fn is_at_home(&self, place: &Place<'_>) -> bool {
+    fn is_at_home(&self, place: &RangeCandidate<'_>) -> bool {
         let first =
             |at: Option<u64>, range: &ByteRange| at.map(|at| at.wrapping_sub(range.start()));
         first(self.at, &self.range) == first(place.at, &place.range)
@@ -234,7 +234,7 @@ impl Tenant {
     }
 
     /// Returns whether the data blocks a lease that does not say what to do with it.
-    fn refuses(&self, place: &Place<'_>) -> bool {
+    fn refuses(&self, place: &RangeCandidate<'_>) -> bool {
         self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)
     }
 
@@ -265,17 +265,17 @@ impl Tenant {
     }
 
     /// Returns whether a lease of `place` has to wipe the data.
-    fn is_wiped(&self, place: &Place<'_>, fate: FormerData) -> bool {
+    fn is_wiped(&self, place: &RangeCandidate<'_>, fate: PreviousDataPolicy) -> bool {
         self.is_foreign(place)
             && match fate {
-                FormerData::Refused => self.released,
-                FormerData::Kept => false,
-                FormerData::Wiped | FormerData::Erased => true,
+                PreviousDataPolicy::Refused => self.released,
+                PreviousDataPolicy::Kept => false,
+                PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => true,
             }
     }
 
     /// Returns the marked entry for a part that a lease of `place` has to wipe.
-    fn marked(&self, range: ByteRange, place: &Place<'_>) -> Self {
+    fn marked(&self, range: ByteRange, place: &RangeCandidate<'_>) -> Self {
         let entry = match place.at {
             // The part belongs to the lease by size, which keeps it at this offset.
             Some(_) => Self::new(place.part(range)),
@@ -290,7 +290,7 @@ impl Tenant {
         }
     }
 
-    fn overlaps(&self, place: &Place<'_>) -> bool {
+    fn overlaps(&self, place: &RangeCandidate<'_>) -> bool {
         self.range.overlaps(&place.range)
             && is_same_base((&self.drive, self.nsid), (place.drive, place.nsid))
     }
@@ -302,36 +302,39 @@ pub(super) fn is_same_base(one: (&str, u32), other: (&str, u32)) -> bool {
 }
 
 /// Returns whether two lists have the same entries in any order.
-pub(super) fn are_same(some: &[Tenant], others: &[Tenant]) -> bool {
+pub(super) fn are_same(some: &[RangeOwner], others: &[RangeOwner]) -> bool {
     some.len() == others.len() && sorted(some) == sorted(others)
 }
 
 /// Returns entries sorted by the bytes that they address.
-fn sorted(tenants: &[Tenant]) -> Vec<&Tenant> {
-    let mut sorted: Vec<&Tenant> = tenants.iter().collect();
+fn sorted(tenants: &[RangeOwner]) -> Vec<&RangeOwner> {
+    let mut sorted: Vec<&RangeOwner> = tenants.iter().collect();
     sorted.sort_by_key(|&tenant| (tenant.nsid, tenant.range.start(), &tenant.drive));
     sorted
 }
 
 /// An entry with offsets of a drive that has its bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Found<'a> {
-    pub(super) tenant: &'a Tenant,
+pub(super) struct LocatedRangeOwner<'a> {
+    pub(super) tenant: &'a RangeOwner,
     pub(super) range: ByteRange,
     /// Offset in bytes of the range within a lease by size.
     pub(super) at: Option<u64>,
 }
 
 /// Returns the entries in `place`.
-pub(super) fn find<'a>(tenants: &'a [Tenant], place: &Place<'_>) -> Vec<Found<'a>> {
-    let in_part = |part: &Part| {
+pub(super) fn find<'a>(
+    tenants: &'a [RangeOwner],
+    place: &RangeCandidate<'_>,
+) -> Vec<LocatedRangeOwner<'a>> {
+    let in_part = |part: &BackingPart| {
         let place = part.place(place);
         let there = tenants.iter().filter(|tenant| tenant.overlaps(&place));
         let found = there.filter_map(|tenant| {
             let [_, within, _] = split(&tenant.range, &place.range);
             let within = within?;
             let moved = within.start() - tenant.range.start();
-            Some(Found {
+            Some(LocatedRangeOwner {
                 tenant,
                 range: part.on_drive(within)?,
                 at: tenant.at.map(|at| at.saturating_add(moved)),
@@ -343,19 +346,19 @@ pub(super) fn find<'a>(tenants: &'a [Tenant], place: &Place<'_>) -> Vec<Found<'a
 }
 
 /// Turns the id's lease-by-size data in `place` into remnants, because a new lease by size of the id begins.
-pub(super) fn abandon(tenants: &mut [Tenant], place: &Place<'_>) {
+pub(super) fn abandon(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
     for part in parts(place) {
         let place = part.place(place);
         let its = tenants
             .iter_mut()
             .filter(|tenant| tenant.id == place.id && tenant.overlaps(&place));
         its.filter(|tenant| tenant.at.is_some())
-            .for_each(Tenant::abandon);
+            .for_each(RangeOwner::abandon);
     }
 }
 
 /// Releases `place`, the truncated end of a lease by size.
-pub(super) fn release(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
+pub(super) fn release(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     for part in parts(place) {
         let place = part.place(place);
         let mut parts = Vec::new();
@@ -363,7 +366,7 @@ pub(super) fn release(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
             let [before, within, behind] = split(&tenant.range, &place.range);
             let outside = before.into_iter().chain(behind);
             parts.extend(outside.map(|range| tenant.part(range)));
-            parts.extend(within.map(|range| Tenant {
+            parts.extend(within.map(|range| RangeOwner {
                 at: None,
                 given_up: false,
                 released: true,
@@ -376,15 +379,18 @@ pub(super) fn release(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
 }
 
 /// Returns the first data that blocks a lease of `place`: data of another id, or an unfinished wipe.
-pub(super) fn in_the_way(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
+pub(super) fn in_the_way(
+    tenants: &[RangeOwner],
+    place: &RangeCandidate<'_>,
+) -> Option<LeftoverData> {
     let parts = parts(place);
-    let left = |part: &Part| in_the_way_of_part(tenants, &part.place(place));
+    let left = |part: &BackingPart| in_the_way_of_part(tenants, &part.place(place));
     parts.iter().find_map(left)
 }
 
-fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
-    let foreign = |tenant: &&Tenant| tenant.overlaps(place) && tenant.refuses(place);
-    tenants.iter().find(foreign).map(|tenant| Left {
+fn in_the_way_of_part(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Option<LeftoverData> {
+    let foreign = |tenant: &&RangeOwner| tenant.overlaps(place) && tenant.refuses(place);
+    tenants.iter().find(foreign).map(|tenant| LeftoverData {
         id: tenant.id.clone(),
         range: tenant.range,
         wiping: tenant.wiping,
@@ -393,20 +399,28 @@ fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
 
 /// Decides in advance what happens to an id's data when another id leases it. Returns the ranges. A partly wiped range
 /// can only be wiped, because its data is mixed.
-pub(super) fn decide(tenants: &mut [Tenant], id: &str, fate: FormerData) -> Vec<ByteRange> {
+pub(super) fn decide(
+    tenants: &mut [RangeOwner],
+    id: &str,
+    fate: PreviousDataPolicy,
+) -> Vec<ByteRange> {
     let its = tenants
         .iter_mut()
-        .filter(|tenant| tenant.id == id && (!tenant.wiping || fate != FormerData::Kept));
+        .filter(|tenant| tenant.id == id && (!tenant.wiping || fate != PreviousDataPolicy::Kept));
     its.map(|tenant| {
-        tenant.given_up = fate == FormerData::Kept;
-        tenant.released = matches!(fate, FormerData::Wiped | FormerData::Erased);
+        tenant.given_up = fate == PreviousDataPolicy::Kept;
+        tenant.released = matches!(fate, PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased);
         tenant.range
     })
     .collect()
 }
 
 /// Gives `place` to its id. Parts that have to be wiped are marked instead.
-pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerData) {
+pub(super) fn enter(
+    tenants: &mut Vec<RangeOwner>,
+    place: &RangeCandidate<'_>,
+    fate: PreviousDataPolicy,
+) {
     let mut broken = HashSet::new();
     for part in parts(place) {
         enter_part(tenants, &part.place(place), fate, &mut broken);
@@ -415,18 +429,18 @@ pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerDa
     if !broken.is_empty() {
         let parts = tenants.iter_mut();
         let parts = parts.filter(|tenant| tenant.released && broken.contains(&tenant.lease()));
-        parts.for_each(Tenant::abandon);
+        parts.for_each(RangeOwner::abandon);
     }
 }
 
 /// Enters a part of a place. Adds released leases that lose a part to `broken`.
 fn enter_part(
-    tenants: &mut Vec<Tenant>,
-    place: &Place<'_>,
-    fate: FormerData,
+    tenants: &mut Vec<RangeOwner>,
+    place: &RangeCandidate<'_>,
+    fate: PreviousDataPolicy,
     broken: &mut HashSet<(String, bool)>,
 ) {
-    if fate == FormerData::Erased {
+    if fate == PreviousDataPolicy::Erased {
         mark_unknown(tenants, place);
     }
     let mut marked = Vec::new();
@@ -446,7 +460,7 @@ fn enter_part(
     tenants.append(&mut kept);
     // The rest of the range goes to the new id.
     let mut at = place.range.start();
-    marked.sort_by_key(|tenant: &Tenant| tenant.range.start());
+    marked.sort_by_key(|tenant: &RangeOwner| tenant.range.start());
     for tenant in marked {
         tenants.extend(between(place, at, tenant.range.start()));
         at = tenant.range.end();
@@ -456,7 +470,7 @@ fn enter_part(
 }
 
 /// Marks the bytes of a place that no lease has held as not completely wiped data of the place's id.
-fn mark_unknown(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
+fn mark_unknown(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
     let known = known.filter_map(|tenant| {
         let [_, within, _] = split(&tenant.range, &place.range);
@@ -472,16 +486,16 @@ fn mark_unknown(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
     tenants.extend(between(place, at, place.range.end()).map(unwiped));
 }
 
-fn unwiped(tenant: Tenant) -> Tenant {
-    Tenant {
+fn unwiped(tenant: RangeOwner) -> RangeOwner {
+    RangeOwner {
         wiping: true,
         ..tenant
     }
 }
 
 /// Returns the marked parts of `place`, by offsets of its drive.
-pub(super) fn marked(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
-    let of_part = |part: &Part| {
+pub(super) fn marked(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
+    let of_part = |part: &BackingPart| {
         let marked = marked_in_part(tenants, &part.place(place));
         let moved = marked.into_iter().map(|range| part.on_drive(range));
         moved.flatten().collect::<Vec<_>>()
@@ -489,7 +503,7 @@ pub(super) fn marked(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
     parts(place).iter().flat_map(of_part).collect()
 }
 
-fn marked_in_part(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
+fn marked_in_part(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
     let marked = tenants
         .iter()
         .filter(|tenant| tenant.wiping && tenant.overlaps(place));
@@ -503,9 +517,9 @@ fn marked_in_part(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
     joined(&marked)
 }
 
-fn between(place: &Place<'_>, start: u64, end: u64) -> Option<Tenant> {
+fn between(place: &RangeCandidate<'_>, start: u64, end: u64) -> Option<RangeOwner> {
     let range = ByteRange::new(start, end.checked_sub(start)?).ok()?;
-    Some(Tenant::new(place.part(range)))
+    Some(RangeOwner::new(place.part(range)))
 }
 
 /// Splits `range` into the parts before, within and after `other`, which it overlaps.
@@ -527,8 +541,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn place(id: &'static str, start: u64, length: u64) -> Place<'static> {
-        Place {
+    fn place(id: &'static str, start: u64, length: u64) -> RangeCandidate<'static> {
+        RangeCandidate {
             id,
             drive: "file:/drive",
             nsid: 1,
@@ -540,10 +554,14 @@ mod tests {
     #[test]
     fn data_is_in_the_way_of_other_ids_alone() {
         let mut tenants = Vec::new();
-        enter(&mut tenants, &place("a", 10, 10), FormerData::Refused);
+        enter(
+            &mut tenants,
+            &place("a", 10, 10),
+            PreviousDataPolicy::Refused,
+        );
         assert_eq!(in_the_way(&tenants, &place("a", 0, 30)), None);
         assert_eq!(in_the_way(&tenants, &place("b", 0, 10)), None);
-        let other = Place {
+        let other = RangeCandidate {
             drive: "file:/other",
             ..place("b", 10, 10)
         };
@@ -551,7 +569,7 @@ mod tests {
         let left = in_the_way(&tenants, &place("b", 19, 1)).unwrap();
         assert_eq!(left.to_string(), "data of lease \"a\" in 10+10");
 
-        enter(&mut tenants, &place("b", 15, 2), FormerData::Wiped);
+        enter(&mut tenants, &place("b", 15, 2), PreviousDataPolicy::Wiped);
         assert_eq!(
             marked(&tenants, &place("b", 0, 30)),
             [ByteRange::new(15, 2).unwrap()]
@@ -559,7 +577,11 @@ mod tests {
         // A range whose wipe has not ended belongs to no id.
         let left = in_the_way(&tenants, &place("b", 15, 2)).unwrap();
         assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
-        enter(&mut tenants, &place("b", 15, 2), FormerData::Refused);
+        enter(
+            &mut tenants,
+            &place("b", 15, 2),
+            PreviousDataPolicy::Refused,
+        );
         assert_eq!(in_the_way(&tenants, &place("b", 15, 2)), None);
         assert!(in_the_way(&tenants, &place("b", 10, 7)).is_some());
         assert!(in_the_way(&tenants, &place("b", 17, 3)).is_some());
@@ -569,13 +591,17 @@ mod tests {
     fn lists_are_the_same_in_any_order() {
         let mut tenants = Vec::new();
         for (id, start) in [("a", 10), ("b", 30), ("c", 50)] {
-            enter(&mut tenants, &place(id, start, 10), FormerData::Refused);
+            enter(
+                &mut tenants,
+                &place(id, start, 10),
+                PreviousDataPolicy::Refused,
+            );
         }
-        let other = Place {
+        let other = RangeCandidate {
             drive: "file:/other",
             ..place("b", 10, 10)
         };
-        enter(&mut tenants, &other, FormerData::Refused);
+        enter(&mut tenants, &other, PreviousDataPolicy::Refused);
         let mut others = tenants.clone();
         others.rotate_left(1);
         others.swap(0, 2);
@@ -590,20 +616,36 @@ mod tests {
     #[test]
     fn data_that_was_given_up_is_in_the_way_of_no_id() {
         let mut tenants = Vec::new();
-        enter(&mut tenants, &place("a", 10, 10), FormerData::Refused);
-        enter(&mut tenants, &place("c", 30, 10), FormerData::Refused);
-        let given_up = decide(&mut tenants, "a", FormerData::Kept);
+        enter(
+            &mut tenants,
+            &place("a", 10, 10),
+            PreviousDataPolicy::Refused,
+        );
+        enter(
+            &mut tenants,
+            &place("c", 30, 10),
+            PreviousDataPolicy::Refused,
+        );
+        let given_up = decide(&mut tenants, "a", PreviousDataPolicy::Kept);
         assert_eq!(given_up, [ByteRange::new(10, 10).unwrap()]);
-        assert_eq!(decide(&mut tenants, "none", FormerData::Kept), []);
+        assert_eq!(decide(&mut tenants, "none", PreviousDataPolicy::Kept), []);
         assert_eq!(in_the_way(&tenants, &place("b", 10, 10)), None);
         assert!(in_the_way(&tenants, &place("b", 10, 21)).is_some());
         // A request to wipe wipes it all the same.
         let mut wiped = tenants.clone();
-        enter(&mut wiped, &place("b", 10, 10), FormerData::Wiped);
+        enter(&mut wiped, &place("b", 10, 10), PreviousDataPolicy::Wiped);
         assert_eq!(marked(&wiped, &place("b", 10, 10)), given_up);
-        assert_eq!(decide(&mut wiped, "a", FormerData::Kept), [], "mixed data");
+        assert_eq!(
+            decide(&mut wiped, "a", PreviousDataPolicy::Kept),
+            [],
+            "mixed data"
+        );
         // The new id has it like any other data, and what it does not lease stays given up.
-        enter(&mut tenants, &place("b", 10, 5), FormerData::Refused);
+        enter(
+            &mut tenants,
+            &place("b", 10, 5),
+            PreviousDataPolicy::Refused,
+        );
         assert!(in_the_way(&tenants, &place("a", 10, 5)).is_some());
         assert_eq!(in_the_way(&tenants, &place("d", 15, 5)), None);
     }
@@ -612,38 +654,54 @@ mod tests {
     fn what_no_lease_has_held_is_erased_on_request_alone() {
         let range = |start, length| ByteRange::new(start, length).unwrap();
         let mut tenants = Vec::new();
-        enter(&mut tenants, &place("a", 10, 5), FormerData::Refused);
-        enter(&mut tenants, &place("b", 20, 5), FormerData::Refused);
+        enter(
+            &mut tenants,
+            &place("a", 10, 5),
+            PreviousDataPolicy::Refused,
+        );
+        enter(
+            &mut tenants,
+            &place("b", 20, 5),
+            PreviousDataPolicy::Refused,
+        );
         let mut wiped = tenants.clone();
-        enter(&mut wiped, &place("a", 5, 25), FormerData::Wiped);
+        enter(&mut wiped, &place("a", 5, 25), PreviousDataPolicy::Wiped);
         assert_eq!(marked(&wiped, &place("a", 0, 40)), [range(20, 5)]);
-        enter(&mut tenants, &place("a", 5, 25), FormerData::Erased);
+        enter(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
         let all = [range(5, 5), range(15, 15)];
         assert_eq!(marked(&tenants, &place("a", 0, 40)), all);
         // What is its own stays so, and what is wiped becomes so.
         for range in all {
             let place = place("a", range.start(), range.length());
-            enter(&mut tenants, &place, FormerData::Kept);
+            enter(&mut tenants, &place, PreviousDataPolicy::Kept);
         }
-        enter(&mut tenants, &place("a", 5, 25), FormerData::Erased);
+        enter(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
         assert_eq!(marked(&tenants, &place("a", 0, 40)), []);
     }
 
     #[test]
     fn a_partition_has_the_tenants_of_its_disk() {
         let mut tenants = Vec::new();
-        let disk = |id, start, length| Place {
+        let disk = |id, start, length| RangeCandidate {
             drive: "disk:one",
             ..place(id, start, length)
         };
-        let partition = |id, start, length| Place {
+        let partition = |id, start, length| RangeCandidate {
             drive: "100+50 of disk:one",
             ..place(id, start, length)
         };
-        enter(&mut tenants, &disk("a", 110, 10), FormerData::Refused);
+        enter(
+            &mut tenants,
+            &disk("a", 110, 10),
+            PreviousDataPolicy::Refused,
+        );
         assert_eq!(in_the_way(&tenants, &partition("b", 0, 10)), None);
         assert!(in_the_way(&tenants, &partition("b", 15, 10)).is_some());
-        enter(&mut tenants, &partition("b", 15, 10), FormerData::Wiped);
+        enter(
+            &mut tenants,
+            &partition("b", 15, 10),
+            PreviousDataPolicy::Wiped,
+        );
         assert_eq!(
             marked(&tenants, &partition("b", 15, 10)),
             [ByteRange::new(15, 5).unwrap()]
@@ -654,13 +712,13 @@ mod tests {
     #[test]
     fn a_block_device_has_the_tenants_of_its_namespace() {
         let mut tenants = Vec::new();
-        let physical = Place {
+        let physical = RangeCandidate {
             drive: "nvme:nqn.a:s",
             nsid: 2,
             ..place("a", 110, 10)
         };
-        enter(&mut tenants, &physical, FormerData::Refused);
-        let block = |drive| Place {
+        enter(&mut tenants, &physical, PreviousDataPolicy::Refused);
+        let block = |drive| RangeCandidate {
             drive,
             ..place("b", 0, 50)
         };
@@ -673,39 +731,39 @@ mod tests {
     }
 
     #[derive(Clone, Copy, Debug)]
-    enum Doing {
+    enum OwnerModelAction {
         Enter(u64, u64),
         Decide,
     }
 
     /// A byte of the model: whose it is, whether it is marked, and what was decided.
     #[derive(Clone, Copy, Debug, PartialEq)]
-    struct Byte(&'static str, bool, FormerData);
+    struct OwnerModelByte(&'static str, bool, PreviousDataPolicy);
 
-    impl Byte {
+    impl OwnerModelByte {
         fn is_foreign(self, id: &str) -> bool {
             self.1 || self.0 != id
         }
 
         fn refuses(self, id: &str) -> bool {
             let decided = match self.2 {
-                FormerData::Refused => false,
-                FormerData::Kept => !self.1,
-                FormerData::Wiped | FormerData::Erased => true,
+                PreviousDataPolicy::Refused => false,
+                PreviousDataPolicy::Kept => !self.1,
+                PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => true,
             };
             self.is_foreign(id) && !decided
         }
     }
 
-    fn doing() -> impl Strategy<Value = Doing> {
+    fn doing() -> impl Strategy<Value = OwnerModelAction> {
         prop_oneof![
-            3 => (0..60_u64, 1..20_u64).prop_map(|(start, length)| Doing::Enter(start, length)),
-            1 => Just(Doing::Decide),
+            3 => (0..60_u64, 1..20_u64).prop_map(|(start, length)| OwnerModelAction::Enter(start, length)),
+            1 => Just(OwnerModelAction::Decide),
         ]
     }
 
-    fn fate() -> impl Strategy<Value = FormerData> {
-        use FormerData::{Erased, Kept, Refused, Wiped};
+    fn fate() -> impl Strategy<Value = PreviousDataPolicy> {
+        use PreviousDataPolicy::{Erased, Kept, Refused, Wiped};
         prop::sample::select(vec![Refused, Kept, Wiped, Erased])
     }
 
@@ -714,11 +772,11 @@ mod tests {
         fn every_byte_has_the_tenant_that_last_entered(
             steps in prop::collection::vec((prop::sample::select(vec!["a", "b", "c"]), doing(), fate()), 1..40)
         ) {
-            let mut model: [Option<Byte>; 80] = [None; 80];
+            let mut model: [Option<OwnerModelByte>; 80] = [None; 80];
             let mut tenants = Vec::new();
             for (id, doing, fate) in steps {
                 match doing {
-                    Doing::Enter(start, length) => {
+                    OwnerModelAction::Enter(start, length) => {
                         let place = place(id, start, length);
                         let bytes = &mut model[start as usize..(start + length) as usize];
                         let refused = bytes.iter().flatten().any(|byte| byte.refuses(id));
@@ -726,25 +784,25 @@ mod tests {
                         enter(&mut tenants, &place, fate);
                         for byte in bytes {
                             let wiped = byte.filter(|byte| {
-                                let fate = if fate == FormerData::Refused { byte.2 } else { fate };
-                                let given = matches!(fate, FormerData::Wiped | FormerData::Erased);
+                                let fate = if fate == PreviousDataPolicy::Refused { byte.2 } else { fate };
+                                let given = matches!(fate, PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased);
                                 byte.is_foreign(id) && given
                             });
                             *byte = Some(match wiped {
-                                Some(Byte(owner, _, decided)) => Byte(owner, true, decided),
+                                Some(OwnerModelByte(owner, _, decided)) => OwnerModelByte(owner, true, decided),
                                 None => {
-                                    let is_unknown = byte.is_none() && fate == FormerData::Erased;
-                                    Byte(id, is_unknown, FormerData::Refused)
+                                    let is_unknown = byte.is_none() && fate == PreviousDataPolicy::Erased;
+                                    OwnerModelByte(id, is_unknown, PreviousDataPolicy::Refused)
                                 }
                             });
                         }
                     }
-                    Doing::Decide => {
+                    OwnerModelAction::Decide => {
                         decide(&mut tenants, id, fate);
                         for byte in model.iter_mut().flatten() {
-                            if byte.0 == id && (!byte.1 || fate != FormerData::Kept) {
+                            if byte.0 == id && (!byte.1 || fate != PreviousDataPolicy::Kept) {
                                 byte.2 = match fate {
-                                    FormerData::Erased => FormerData::Wiped,
+                                    PreviousDataPolicy::Erased => PreviousDataPolicy::Wiped,
                                     fate => fate,
                                 };
                             }
@@ -757,9 +815,9 @@ mod tests {
                         .filter(|tenant| (tenant.range.start()..tenant.range.end()).contains(&(at as u64)))
                         .map(|tenant| {
                             let decided = match (tenant.given_up, tenant.released) {
-                                (false, false) => FormerData::Refused,
-                                (_, false) => FormerData::Kept,
-                                (_, true) => FormerData::Wiped,
+                                (false, false) => PreviousDataPolicy::Refused,
+                                (_, false) => PreviousDataPolicy::Kept,
+                                (_, true) => PreviousDataPolicy::Wiped,
                             };
                             (tenant.id.as_str(), tenant.wiping, decided)
                         })

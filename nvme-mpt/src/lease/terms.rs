@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// Terms of an id.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct LeaseTerms {
+pub struct LeaseSettings {
     /// User id of the owner of the id's leases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<u32>,
@@ -20,4 +20,4 @@ pub struct LeaseTerms {
 }
 
 /// Terms by id.
-pub(super) type TermsOfIds = BTreeMap<String, LeaseTerms>;
+pub(super) type LeaseSettingsById = BTreeMap<String, LeaseSettings>;

@@ -16,9 +16,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use weight::{NoWeight, Weight};
+pub use weight::{LeaseWeight, LeaseWeightError};
 
-use crate::clock::{Rate, Ticks};
+use crate::clock::{TickRate, Ticks};
 use crate::range::Bytes;
 
 /// Default burst of a limit, as the time in which it fills.
@@ -50,7 +50,7 @@ pub struct RateLimits {
     pub bandwidth: Option<RateLimit>,
     /// Weight relative to other leases that share queue pairs; `None` means the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub weight: Option<Weight>,
+    pub weight: Option<LeaseWeight>,
 }
 
 impl fmt::Display for RateLimits {
@@ -76,7 +76,7 @@ impl fmt::Display for RateLimits {
 
 /// Error of parsing a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoLimit {
+pub enum RateLimitError {
     /// The text is not a number of commands.
     #[error(
         "A limit of commands is a number per second, as in 20000; a burst may follow, as in 20000+500"
@@ -104,31 +104,31 @@ impl RateLimit {
     /// Parses `NUMBER` or `NUMBER+BURST`, in commands.
     ///
     /// # Errors
-    /// [`NoLimit::Commands`].
-    pub fn of_commands(text: &str) -> Result<Self, NoLimit> {
+    /// [`RateLimitError::Commands`].
+    pub fn of_commands(text: &str) -> Result<Self, RateLimitError> {
         let number = |text: &str| {
             let digits = text.bytes().all(|byte| byte.is_ascii_digit());
             digits.then(|| text.parse().ok())?
         };
-        Self::parse(text, number).ok_or(NoLimit::Commands)
+        Self::parse(text, number).ok_or(RateLimitError::Commands)
     }
 
     /// Parses `SIZE` or `SIZE+BURST`, in bytes.
     ///
     /// # Errors
-    /// [`NoLimit::Bytes`].
-    pub fn of_bytes(text: &str) -> Result<Self, NoLimit> {
+    /// [`RateLimitError::Bytes`].
+    pub fn of_bytes(text: &str) -> Result<Self, RateLimitError> {
         let number = |text: &str| Some(text.parse::<Bytes>().ok()?.0);
-        Self::parse(text, number).ok_or(NoLimit::Bytes)
+        Self::parse(text, number).ok_or(RateLimitError::Bytes)
     }
 
     /// Rejects a limit of bytes below [`Self::BYTES_MIN`]. Lower limits that are already in force are not checked here.
     ///
     /// # Errors
-    /// [`NoLimit::TooFewBytes`].
-    pub fn check_bytes(self) -> Result<(), NoLimit> {
+    /// [`RateLimitError::TooFewBytes`].
+    pub fn check_bytes(self) -> Result<(), RateLimitError> {
         match Bytes(self.per_second.get()) < Self::BYTES_MIN {
-            true => Err(NoLimit::TooFewBytes),
+            true => Err(RateLimitError::TooFewBytes),
             false => Ok(()),
         }
     }
@@ -156,20 +156,20 @@ impl RateLimit {
 
 /// Limiter of one lease, shared by its queues.
 #[derive(Debug)]
-pub struct Limiter {
-    rate: Rate,
-    iops: Bucket,
-    bandwidth: Bucket,
+pub struct RateLimiter {
+    rate: TickRate,
+    iops: TokenBucket,
+    bandwidth: TokenBucket,
 }
 
-impl Limiter {
+impl RateLimiter {
     /// Creates a limiter with full buckets, by the clock of `rate`.
     #[must_use]
-    pub fn new(limits: RateLimits, rate: Rate) -> Self {
+    pub fn new(limits: RateLimits, rate: TickRate) -> Self {
         let limiter = Self {
             rate,
-            iops: Bucket::default(),
-            bandwidth: Bucket::default(),
+            iops: TokenBucket::default(),
+            bandwidth: TokenBucket::default(),
         };
         // Without a debt, the present time does not matter.
         limiter.set(limits, Ticks(0));
@@ -226,15 +226,15 @@ impl Limiter {
 
     /// Returns the present use of the limits, for the limiter of the lease's next attachment.
     #[must_use]
-    pub fn used(&self) -> Used {
-        Used {
+    pub fn used(&self) -> RateLimiterUse {
+        RateLimiterUse {
             iops: self.iops.used(),
             bandwidth: self.bandwidth.used(),
         }
     }
 
     /// Restores the use of the limits by the same lease's previous attachment.
-    pub fn take_up(&self, used: Used, now: Ticks) {
+    pub fn take_up(&self, used: RateLimiterUse, now: Ticks) {
         self.iops.take_up(used.iops, now);
         self.bandwidth.take_up(used.bandwidth, now);
     }
@@ -248,12 +248,12 @@ impl Limiter {
 
 /// Use of a lease's limits in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Used {
+pub struct RateLimiterUse {
     iops: BucketUse,
     bandwidth: BucketUse,
 }
 
-impl Used {
+impl RateLimiterUse {
     /// Returns whether the buckets are full again.
     #[must_use]
     pub fn is_made_up_for(self, now: Ticks) -> bool {
@@ -284,7 +284,7 @@ const FRACTION: u32 = 20;
 
 /// Token bucket of one limit.
 #[derive(Debug, Default)]
-struct Bucket {
+struct TokenBucket {
     /// Ticks per unit, in fixed point with [`FRACTION`] fractional bits; 0 without a limit.
     cost: AtomicU64,
     /// Ticks in which an empty bucket fills.
@@ -293,8 +293,8 @@ struct Bucket {
     even: AtomicU64,
 }
 
-impl Bucket {
-    fn set(&self, limit: Option<RateLimit>, rate: Rate, now: Ticks) {
+impl TokenBucket {
+    fn set(&self, limit: Option<RateLimit>, rate: TickRate, now: Ticks) {
         let Some(RateLimit { per_second, burst }) = limit else {
             return self.set_cost(0, now);
         };
@@ -402,7 +402,7 @@ mod tests {
     }
 
     /// Takes batches of at most `most` commands of `bytes` each whenever it may. Returns the commands in `seconds`.
-    fn taken(limiter: &Limiter, from: u64, seconds: u64, most: u32, bytes: u64) -> u64 {
+    fn taken(limiter: &RateLimiter, from: u64, seconds: u64, most: u32, bytes: u64) -> u64 {
         let (mut now, mut sum) = (from, 0);
         while now < from + seconds * SECOND {
             let count = limiter.allowance(Ticks(now)).min(most);
@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn the_longest_bursts_come_at_once() {
         let longest = format!("1+{}", u64::MAX);
-        let limiter = Limiter::new(limits(&longest, &longest), Rate::NANOSECOND);
+        let limiter = RateLimiter::new(limits(&longest, &longest), TickRate::NANOSECOND);
         assert_eq!(limiter.allowance(Ticks(SECOND)), u32::MAX);
         limiter.charge(1000, 1000 << 20, Ticks(SECOND));
         assert!(limiter.allowance(Ticks(SECOND)) > 1000);
@@ -443,10 +443,14 @@ mod tests {
         for text in ["", "0", "1+0", "+1", "1+", "-1", "none", "1.5", "1+2+3"] {
             assert_eq!(
                 RateLimit::of_commands(text),
-                Err(NoLimit::Commands),
+                Err(RateLimitError::Commands),
                 "{text}"
             );
-            assert_eq!(RateLimit::of_bytes(text), Err(NoLimit::Bytes), "{text}");
+            assert_eq!(
+                RateLimit::of_bytes(text),
+                Err(RateLimitError::Bytes),
+                "{text}"
+            );
         }
         for (iops, bandwidth, text) in [
             ("", "", ""),
@@ -469,7 +473,7 @@ mod tests {
 
     #[test]
     fn a_burst_comes_at_once_and_then_the_rate() {
-        let limiter = Limiter::new(limits("1000+50", ""), Rate::NANOSECOND);
+        let limiter = RateLimiter::new(limits("1000+50", ""), TickRate::NANOSECOND);
         // The 51st is the credit of a rest.
         assert_eq!(limiter.allowance(Ticks(SECOND)), 51);
         limiter.charge(51, 0, Ticks(SECOND));
@@ -484,7 +488,7 @@ mod tests {
 
     #[test]
     fn a_debt_is_paid_off() {
-        let limiter = Limiter::new(limits("", "1M"), Rate::NANOSECOND);
+        let limiter = RateLimiter::new(limits("", "1M"), TickRate::NANOSECOND);
         assert!(limiter.allowance(Ticks(SECOND)) > 0);
         limiter.charge(1, 4 << 20, Ticks(SECOND));
         assert_eq!(limiter.allowance(Ticks(4 * SECOND)), 0);
@@ -498,18 +502,22 @@ mod tests {
     fn limits_of_too_few_bytes_are_refused() {
         let check = |text| RateLimit::of_bytes(text).and_then(RateLimit::check_bytes);
         for text in ["1", "255K", "262143", "1+1G"] {
-            assert_eq!(check(text), Err(NoLimit::TooFewBytes), "{text}");
+            assert_eq!(check(text), Err(RateLimitError::TooFewBytes), "{text}");
         }
         for text in ["256K", "256K+1", "1G"] {
             assert_eq!(check(text), Ok(()), "{text}");
         }
-        assert!(NoLimit::TooFewBytes.to_string().contains(" 256K per"));
+        assert!(
+            RateLimitError::TooFewBytes
+                .to_string()
+                .contains(" 256K per")
+        );
     }
 
     #[test]
     fn the_least_limit_pays_off_a_batch_before_drivers_give_up() {
         let least = RateLimit::BYTES_MIN.to_string();
-        let limiter = Limiter::new(limits("", &least), Rate::NANOSECOND);
+        let limiter = RateLimiter::new(limits("", &least), TickRate::NANOSECOND);
         limiter.charge(64, 6 << 20, Ticks(SECOND));
         let due = limiter.due();
         assert!(due.since(Ticks(SECOND)) < 25 * SECOND, "{due:?}");
@@ -517,7 +525,7 @@ mod tests {
 
     #[test]
     fn limits_change_while_they_are_used() {
-        let limiter = Limiter::new(RateLimits::default(), Rate::NANOSECOND);
+        let limiter = RateLimiter::new(RateLimits::default(), TickRate::NANOSECOND);
         assert!(!limiter.is_limited());
         assert_eq!(limiter.allowance(Ticks(0)), u32::MAX);
         limiter.set(limits("1000", ""), Ticks(SECOND));
@@ -534,7 +542,7 @@ mod tests {
     #[test]
     fn a_limit_that_is_raised_holds_up_nobody_for_the_one_before() {
         // A hundred bytes per second, where megabytes were meant.
-        let limiter = Limiter::new(limits("", "100"), Rate::NANOSECOND);
+        let limiter = RateLimiter::new(limits("", "100"), TickRate::NANOSECOND);
         limiter.charge(1, 4 << 20, Ticks(SECOND));
         let hours = limiter.due().since(Ticks(SECOND)) / (3600 * SECOND);
         assert_eq!(hours, 11);
@@ -554,7 +562,7 @@ mod tests {
     #[test]
     fn the_next_limiter_of_a_lease_takes_up_what_was_used() {
         let now = Ticks(SECOND);
-        let new = || Limiter::new(limits("1000", "1M+4M"), Rate::NANOSECOND);
+        let new = || RateLimiter::new(limits("1000", "1M+4M"), TickRate::NANOSECOND);
         let (limiter, next) = (new(), new());
         limiter.charge(1, 6 << 20, now);
         assert_eq!(limiter.allowance(now), 0);
@@ -579,7 +587,7 @@ mod tests {
         ) {
             let limit = |per_second| RateLimit { per_second: NonZeroU64::new(per_second).expect("not 0"), burst: None };
             let limits = RateLimits { iops: Some(limit(iops)), bandwidth: bandwidth.map(limit), weight: None };
-            let limiter = Limiter::new(limits, Rate::NANOSECOND);
+            let limiter = RateLimiter::new(limits, TickRate::NANOSECOND);
             let wanted = iops.min(bandwidth.unwrap_or(u64::MAX) / bytes) as f64;
             // A command every microsecond at most, in batches.
             let wanted = wanted.min(1e6 * f64::from(most));

@@ -7,9 +7,9 @@
 use std::sync::Arc;
 
 use super::{PAIR, POSITIONS};
-use crate::memory::{Cell64, Mapping};
+use crate::memory::{MappedWord64, Mapping};
 use crate::spec::ids::QueueId;
-use crate::stats::{Counters, QueueCounters};
+use crate::stats::{LeaseCounters, QueueCounters};
 
 /// Number of words of a record.
 const WORDS: usize = 6;
@@ -29,16 +29,16 @@ fn place(qid: QueueId) -> Option<usize> {
 
 /// Words that hold counts.
 #[derive(Debug)]
-struct Record([Cell64; WORDS]);
+struct LeaseCountersRecord([MappedWord64; WORDS]);
 
-impl Record {
+impl LeaseCountersRecord {
     fn at(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
-        let word = |index: usize| Cell64::new(mapping, offset + 8 * index);
+        let word = |index: usize| MappedWord64::new(mapping, offset + 8 * index);
         let words = [word(0)?, word(1)?, word(2)?, word(3)?, word(4)?, word(5)?];
         Some(Self(words))
     }
 
-    fn load(&self) -> Counters {
+    fn load(&self) -> LeaseCounters {
         let [
             reads,
             writes,
@@ -46,8 +46,8 @@ impl Record {
             bytes_written,
             media_errors,
             errors,
-        ] = self.0.each_ref().map(Cell64::load);
-        Counters {
+        ] = self.0.each_ref().map(MappedWord64::load);
+        LeaseCounters {
             reads,
             writes,
             bytes_read,
@@ -58,8 +58,8 @@ impl Record {
     }
 
     #[inline]
-    fn store(&self, counters: Counters) {
-        let Counters {
+    fn store(&self, counters: LeaseCounters) {
+        let LeaseCounters {
             reads,
             writes,
             bytes_read,
@@ -83,14 +83,14 @@ impl Record {
 
 /// Counts from before this process opened the tracking file.
 #[derive(Debug)]
-pub(super) struct CountsBefore {
-    of_function: Counters,
-    of_pairs: Box<[Counters]>,
+pub(super) struct PredecessorCounts {
+    of_function: LeaseCounters,
+    of_pairs: Box<[LeaseCounters]>,
 }
 
-impl CountsBefore {
+impl PredecessorCounts {
     pub(super) fn read(mapping: &Arc<Mapping>, queue_pairs: u16) -> Self {
-        let read = |offset| Record::at(mapping, offset).map(|record| record.load());
+        let read = |offset| LeaseCountersRecord::at(mapping, offset).map(|record| record.load());
         let pairs = (1..=queue_pairs).map(|qid| place(QueueId(qid)).and_then(read));
         Self {
             of_function: read(OF_FUNCTION).unwrap_or_default(),
@@ -98,24 +98,24 @@ impl CountsBefore {
         }
     }
 
-    pub(super) fn sum(&self) -> Counters {
+    pub(super) fn sum(&self) -> LeaseCounters {
         let pairs = self.of_pairs.iter().copied();
         pairs.fold(self.of_function, |sum, pair| sum + pair)
     }
 
     /// Stores the total that the next process reads.
-    pub(super) fn set_sum(&self, mapping: &Arc<Mapping>, sum: Counters) {
+    pub(super) fn set_sum(&self, mapping: &Arc<Mapping>, sum: LeaseCounters) {
         let pairs = self.of_pairs.iter().copied();
-        let pairs = pairs.fold(Counters::default(), |sum, pair| sum + pair);
-        if let Some(record) = Record::at(mapping, OF_FUNCTION) {
+        let pairs = pairs.fold(LeaseCounters::default(), |sum, pair| sum + pair);
+        if let Some(record) = LeaseCountersRecord::at(mapping, OF_FUNCTION) {
             record.store(sum - pairs);
         }
     }
 
-    pub(super) fn of(&self, mapping: &Arc<Mapping>, qid: QueueId) -> Option<LiveCounts> {
+    pub(super) fn of(&self, mapping: &Arc<Mapping>, qid: QueueId) -> Option<PersistedQueueCounts> {
         let before = self.of_pairs.get(usize::from(qid.0).checked_sub(1)?)?;
-        Some(LiveCounts {
-            record: Record::at(mapping, place(qid)?)?,
+        Some(PersistedQueueCounts {
+            record: LeaseCountersRecord::at(mapping, place(qid)?)?,
             before: *before,
             commands: 0,
         })
@@ -124,14 +124,14 @@ impl CountsBefore {
 
 /// Record of a queue pair's counts, written by the queue's poller.
 #[derive(Debug)]
-pub(crate) struct LiveCounts {
-    record: Record,
-    before: Counters,
+pub(crate) struct PersistedQueueCounts {
+    record: LeaseCountersRecord,
+    before: LeaseCounters,
     /// Completed commands of this process that the record includes.
     commands: u64,
 }
 
-impl LiveCounts {
+impl PersistedQueueCounts {
     /// Records the present counts if they have changed.
     #[inline]
     pub(crate) fn follow(&mut self, counters: &QueueCounters) {
@@ -145,11 +145,11 @@ impl LiveCounts {
 
 #[cfg(test)]
 mod tests {
-    use super::super::LiveState;
+    use super::super::InflightFile;
     use super::*;
 
-    fn counters(number: u64) -> Counters {
-        Counters {
+    fn counters(number: u64) -> LeaseCounters {
+        LeaseCounters {
             reads: number,
             writes: number + 1,
             bytes_read: number + 2,
@@ -178,8 +178,8 @@ mod tests {
 
     #[test]
     fn the_next_process_counts_on() {
-        let mut state = LiveState::new(2).expect("memory");
-        assert_eq!(state.counted_before(), Counters::default());
+        let mut state = InflightFile::new(2).expect("memory");
+        assert_eq!(state.counted_before(), LeaseCounters::default());
         state.set_counted_before(counters(1000));
         let mut sum = counters(1000);
         for round in 0..3 {
@@ -190,7 +190,7 @@ mod tests {
                 sum = sum + counters(by);
             }
             let fd = state.fd().try_clone_to_owned().expect("descriptor");
-            state = LiveState::kept(fd, 2).expect("kept");
+            state = InflightFile::kept(fd, 2).expect("kept");
             assert_eq!(state.counted_before(), sum);
         }
         // A snapshot replaces all.
@@ -198,7 +198,7 @@ mod tests {
         let mut counts = state.counts(QueueId(1)).expect("a pair");
         counts.follow(&count(5));
         let fd = state.fd().try_clone_to_owned().expect("descriptor");
-        let state = LiveState::kept(fd, 2).expect("kept");
+        let state = InflightFile::kept(fd, 2).expect("kept");
         assert_eq!(state.counted_before(), counters(7) + counters(5));
         assert!(state.counts(QueueId(0)).is_none() && state.counts(QueueId(3)).is_none());
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::{MAGIC, PAIR, POSITIONS};
 use crate::doorbell::MAX_QUEUE_PAIRS;
-use crate::memory::{Access, Cell64, Mapping};
+use crate::memory::{MappedWord64, Mapping, MappingAccess};
 use crate::spec::ids::QueueId;
 
 /// Offset of the words in the tracking file.
@@ -34,10 +34,10 @@ fn place(index: usize) -> usize {
     }
 }
 
-fn words(mapping: &Arc<Mapping>) -> Box<[Cell64]> {
+fn words(mapping: &Arc<Mapping>) -> Box<[MappedWord64]> {
     let words = 0..usize::from(MAX_QUEUE_PAIRS);
     words
-        .map_while(|index| Cell64::new(mapping, place(index)))
+        .map_while(|index| MappedWord64::new(mapping, place(index)))
         .collect()
 }
 
@@ -47,7 +47,7 @@ fn index(qid: QueueId) -> Option<usize> {
 
 /// Counter of a VMM's doorbell exits, in the tracking file.
 #[derive(Debug)]
-pub struct ExitCounter(Box<[Cell64]>);
+pub struct ExitCounter(Box<[MappedWord64]>);
 
 impl ExitCounter {
     /// Opens the counters in the tracking file that a server passed.
@@ -64,9 +64,9 @@ impl ExitCounter {
         }
         // At most 100 MB of address space. Pages are only allocated for existing queues.
         let len = len.min(most) as usize;
-        let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite)?;
+        let mapping = Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite)?;
         let mapping = Arc::new(mapping);
-        match Cell64::new(&mapping, 0) {
+        match MappedWord64::new(&mapping, 0) {
             Some(magic) if magic.load() == MAGIC => Ok(Self(words(&mapping))),
             _ => Err(invalid()),
         }
@@ -83,14 +83,14 @@ impl ExitCounter {
 /// Exits that the VMM has counted since this process opened the tracking file.
 #[derive(Debug)]
 pub(super) struct CountedExits {
-    words: Box<[Cell64]>,
+    words: Box<[MappedWord64]>,
     before: Box<[u64]>,
 }
 
 impl CountedExits {
     pub(super) fn new(mapping: &Arc<Mapping>) -> Self {
         let words = words(mapping);
-        let before = words.iter().map(Cell64::load).collect();
+        let before = words.iter().map(MappedWord64::load).collect();
         Self { words, before }
     }
 
@@ -107,12 +107,12 @@ impl CountedExits {
 
 #[cfg(test)]
 mod tests {
-    use super::super::LiveState;
+    use super::super::InflightFile;
     use super::*;
 
     #[test]
     fn exits_are_those_since_the_server_has_the_file() {
-        let first = LiveState::new(2).expect("memory");
+        let first = InflightFile::new(2).expect("memory");
         let counter = ExitCounter::of_file(first.fd()).expect("the layout");
         for _ in 0..3 {
             counter.count(QueueId(1));
@@ -121,12 +121,12 @@ mod tests {
         for none in [0, MAX_QUEUE_PAIRS + 1] {
             counter.count(QueueId(none));
         }
-        let exits = |state: &LiveState| {
+        let exits = |state: &InflightFile| {
             [0, 1, 2, 64, MAX_QUEUE_PAIRS + 1].map(|qid| state.exits(QueueId(qid)))
         };
         assert_eq!(exits(&first), [0, 3, 0, 1, 0]);
         let fd = first.fd().try_clone_to_owned().expect("descriptor");
-        let next = LiveState::kept(fd, 2).expect("the layout");
+        let next = InflightFile::kept(fd, 2).expect("the layout");
         assert_eq!(exits(&next), [0; 5]);
         counter.count(QueueId(2));
         assert_eq!(exits(&next), [0, 0, 1, 0, 0]);
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn each_pair_has_a_word_of_its_own_beside_its_positions() {
-        let state = LiveState::new(MAX_QUEUE_PAIRS).expect("memory");
+        let state = InflightFile::new(MAX_QUEUE_PAIRS).expect("memory");
         let counter = ExitCounter::of_file(state.fd()).expect("the layout");
         for qid in 1..=MAX_QUEUE_PAIRS {
             let queue = state.queue(QueueId(qid)).expect("a queue");
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn any_number_may_be_there() {
-        let state = LiveState::new(1).expect("memory");
+        let state = InflightFile::new(1).expect("memory");
         let word = state.word(EXITS).expect("inside");
         for (number, believed) in [(7, 7), (EXITS_MAX + 1, EXITS_MAX), (u64::MAX, EXITS_MAX)] {
             word.store(number);
@@ -167,7 +167,7 @@ mod tests {
             let error = ExitCounter::of_file(fd).expect_err("refused");
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         };
-        let state = LiveState::new(1).expect("memory");
+        let state = InflightFile::new(1).expect("memory");
         state.word(0).expect("inside").store(MAGIC + (1 << 56));
         refused(state.fd());
         let short = crate::memory::memfd(c"short", 64).expect("memory");

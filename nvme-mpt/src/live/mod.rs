@@ -50,18 +50,18 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-pub(crate) use counts::LiveCounts;
+pub(crate) use counts::PersistedQueueCounts;
 pub use exits::ExitCounter;
-pub(crate) use queue::{Head, LiveHead, LiveQueue, Mark, MarkedSlot};
+pub(crate) use queue::{InflightMark, InflightQueue, InflightSlot, InflightSqHead, RecordedSqHead};
 
-use self::counts::CountsBefore;
+use self::counts::PredecessorCounts;
 use self::exits::CountedExits;
 use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::crash::CrashRecord;
-use crate::memory::{Access, Cell64, Mapping, SlotRecords};
+use crate::memory::{MappedWord64, Mapping, MappingAccess, SlotRecords};
 use crate::memory_account::PinningRecord;
 use crate::spec::ids::QueueId;
-use crate::stats::Counters;
+use crate::stats::LeaseCounters;
 
 /// Most in-flight commands of a shadow queue. The commands of all Submission Queues that share a Completion Queue count
 /// together.
@@ -97,15 +97,15 @@ const SQ_HEAD: usize = 64;
 
 /// In-flight tracking file of a function.
 #[derive(Debug)]
-pub struct LiveState {
+pub struct InflightFile {
     fd: OwnedFd,
     mapping: Arc<Mapping>,
     queue_pairs: u16,
     exits: CountedExits,
-    counts: CountsBefore,
+    counts: PredecessorCounts,
 }
 
-impl LiveState {
+impl InflightFile {
     /// Creates a tracking file without queues, for up to `queue_pairs` queue pairs.
     ///
     /// # Errors
@@ -113,12 +113,12 @@ impl LiveState {
     pub fn new(queue_pairs: u16) -> io::Result<Self> {
         let len = Self::file_len(queue_pairs);
         let fd = crate::memory::sealed_memfd(c"nvme-mpt-live", len as u64)?;
-        let mapping = Mapping::shared(fd.as_fd(), 0, len, Access::ReadWrite)?;
+        let mapping = Mapping::shared(fd.as_fd(), 0, len, MappingAccess::ReadWrite)?;
         let mapping = Arc::new(mapping);
         let state = Self {
             fd,
             exits: CountedExits::new(&mapping),
-            counts: CountsBefore::read(&mapping, queue_pairs),
+            counts: PredecessorCounts::read(&mapping, queue_pairs),
             mapping,
             queue_pairs,
         };
@@ -145,12 +145,12 @@ impl LiveState {
                 "the file of the live state has not the size for the function's queues",
             ));
         }
-        let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite)?;
+        let mapping = Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite)?;
         let mapping = Arc::new(mapping);
         let state = Self {
             fd: file.into(),
             exits: CountedExits::new(&mapping),
-            counts: CountsBefore::read(&mapping, queue_pairs),
+            counts: PredecessorCounts::read(&mapping, queue_pairs),
             mapping,
             queue_pairs,
         };
@@ -190,8 +190,8 @@ impl LiveState {
         if !crate::memory::is_size_sealed(fd) || file.metadata()?.len() < POSITIONS as u64 {
             return Err(Self::no_file());
         }
-        let mapping = Arc::new(Mapping::shared(fd, 0, POSITIONS, Access::ReadWrite)?);
-        let magic = Cell64::new(&mapping, 0).map(|magic| magic.load());
+        let mapping = Arc::new(Mapping::shared(fd, 0, POSITIONS, MappingAccess::ReadWrite)?);
+        let magic = MappedWord64::new(&mapping, 0).map(|magic| magic.load());
         match magic {
             Some(MAGIC) => Ok(mapping),
             _ => Err(Self::no_file()),
@@ -219,14 +219,14 @@ impl LiveState {
         self.fd.as_fd()
     }
 
-    fn word(&self, offset: usize) -> Option<Cell64> {
-        Cell64::new(&self.mapping, offset)
+    fn word(&self, offset: usize) -> Option<MappedWord64> {
+        MappedWord64::new(&self.mapping, offset)
     }
 
     /// Returns the record of lost writes. Never `None`, because each file has one.
     #[must_use]
-    pub fn losses(&self) -> Option<LossRecord> {
-        Some(LossRecord(self.word(LOSSES)?))
+    pub fn losses(&self) -> Option<LeaseWriteErrorRecord> {
+        Some(LeaseWriteErrorRecord(self.word(LOSSES)?))
     }
 
     /// Returns the record of changes that were not reported to the guest. Never `None`, because each file has one.
@@ -241,17 +241,17 @@ impl LiveState {
     }
 
     /// Returns the counts of the lease from before this process opened the tracking file.
-    pub(crate) fn counted_before(&self) -> Counters {
+    pub(crate) fn counted_before(&self) -> LeaseCounters {
         self.counts.sum()
     }
 
     /// Replaces the counts from before this process opened the tracking file by those of a snapshot.
-    pub(crate) fn set_counted_before(&self, counters: Counters) {
+    pub(crate) fn set_counted_before(&self, counters: LeaseCounters) {
         self.counts.set_sum(&self.mapping, counters);
     }
 
     /// Returns the record of a queue pair's counts; `None` if there is no such pair.
-    pub(crate) fn counts(&self, qid: QueueId) -> Option<LiveCounts> {
+    pub(crate) fn counts(&self, qid: QueueId) -> Option<PersistedQueueCounts> {
         self.pair(qid)?;
         self.counts.of(&self.mapping, qid)
     }
@@ -262,9 +262,9 @@ impl LiveState {
     }
 
     /// Returns the tracked state of a Completion Queue; `None` if there is no such queue.
-    pub(crate) fn queue(&self, qid: QueueId) -> Option<LiveQueue> {
+    pub(crate) fn queue(&self, qid: QueueId) -> Option<InflightQueue> {
         let pair = self.pair(qid)?;
-        Some(LiveQueue {
+        Some(InflightQueue {
             tail: self.word(pair + CQ_TAIL)?,
             head: self.word(pair + CQ_HEAD)?,
             slots: SlotRecords::new(&self.mapping, pair + POSITIONS)?,
@@ -272,23 +272,23 @@ impl LiveState {
     }
 
     /// Returns the tracked state of a Submission Queue; `None` if there is no such queue.
-    pub(crate) fn head(&self, qid: QueueId) -> Option<LiveHead> {
+    pub(crate) fn head(&self, qid: QueueId) -> Option<InflightSqHead> {
         let place = self.pair(qid)? + SQ_HEAD;
-        Some(LiveHead::new(self.word(place)?, qid))
+        Some(InflightSqHead::new(self.word(place)?, qid))
     }
 }
 
 fn pinning(mapping: &Arc<Mapping>) -> Option<PinningRecord> {
-    let word = |offset| Cell64::new(mapping, offset);
+    let word = |offset| MappedWord64::new(mapping, offset);
     let (bytes, kills) = (word(PINNING)?, word(PINNING + 8)?);
     Some(PinningRecord::new(bytes, kills))
 }
 
 /// Record of completed writes that were lost before they were durable, for the successor process.
 #[derive(Debug)]
-pub struct LossRecord(Cell64);
+pub struct LeaseWriteErrorRecord(MappedWord64);
 
-impl LossRecord {
+impl LeaseWriteErrorRecord {
     /// Returns whether writes were lost since the VMM connected.
     #[must_use]
     pub fn is_set(&self) -> bool {
@@ -304,12 +304,12 @@ impl LossRecord {
 /// Record of whether a lease has [changes](crate::host::Changes) that were not reported to the guest, for the successor
 /// process. It does not say which changes.
 #[derive(Debug)]
-pub struct ChangeRecord(Cell64);
+pub struct ChangeRecord(MappedWord64);
 
 impl ChangeRecord {
     /// Creates the record in a word, which is 0 while there are no changes.
     #[must_use]
-    pub fn new(word: Cell64) -> Self {
+    pub fn new(word: MappedWord64) -> Self {
         Self(word)
     }
 
@@ -367,7 +367,7 @@ mod tests {
 
     #[test]
     fn the_state_of_this_version_is_as_it_was_stored() {
-        let state = LiveState::new(2).expect("memory");
+        let state = InflightFile::new(2).expect("memory");
         let size = RingSize::new(8).expect("entries");
         let at = |index| RingIndex::at(size, index).expect("below");
         let qid = QueueId(2);
@@ -382,7 +382,7 @@ mod tests {
         queue.store_tail(PhasedIndex::at(at(5), true), false);
         state.losses().expect("a record").set(true);
         state.changes().expect("a record").set(true);
-        assert_eq!(LiveState::file_len(2), STORED_LEN);
+        assert_eq!(InflightFile::file_len(2), STORED_LEN);
         let words = (0..STORED_LEN).step_by(8).filter_map(|offset| {
             let word = state.word(offset).expect("inside").load();
             (word != 0).then_some((offset, word))
@@ -403,7 +403,7 @@ mod tests {
             file.write_all_at(&word.to_le_bytes(), *offset as u64)
                 .expect("written");
         }
-        let state = LiveState::kept(fd, 2).expect("taken up");
+        let state = InflightFile::kept(fd, 2).expect("taken up");
         let qid = QueueId(2);
         let queue = state.queue(qid).expect("a queue");
         let (tail, head) = queue.positions().expect("a queue that goes on");
@@ -427,44 +427,44 @@ mod tests {
     #[test]
     fn a_file_of_another_size_or_layout_or_that_can_shrink_is_refused() {
         let kept = |fd: OwnedFd, pairs| {
-            let error = LiveState::kept(fd, pairs).expect_err("refused");
+            let error = InflightFile::kept(fd, pairs).expect_err("refused");
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
             error.to_string()
         };
-        let state = LiveState::new(2).expect("memory");
+        let state = InflightFile::new(2).expect("memory");
         let share = || state.fd().try_clone_to_owned().expect("descriptor");
-        assert!(LiveState::kept(share(), 2).is_ok());
+        assert!(InflightFile::kept(share(), 2).is_ok());
         assert!(kept(share(), 1).contains("size"));
         assert!(kept(share(), 3).contains("size"));
         let magic = state.word(0).expect("inside");
         magic.store(MAGIC + (1 << 56));
         assert!(kept(share(), 2).contains("another release"));
-        let len = LiveState::file_len(2) as u64;
+        let len = InflightFile::file_len(2) as u64;
         let open = crate::memory::memfd(c"open", len).expect("memory");
         assert!(kept(open, 2).contains("cut short"));
     }
 
     #[test]
     fn crashes_are_read_of_any_file_of_live_state_and_no_other() {
-        let state = LiveState::new(2).expect("memory");
-        let crashes = LiveState::crashes_in(state.fd()).expect("a record");
+        let state = InflightFile::new(2).expect("memory");
+        let crashes = InflightFile::crashes_in(state.fd()).expect("a record");
         assert_eq!(crashes.crashes(), 0);
         state.word(CRASHES).expect("inside").store(7 << 32 | 3);
         assert_eq!(crashes.crashes(), 3);
         assert_eq!(state.crashes().expect("a record").crashes(), 3);
         state.word(0).expect("inside").store(0);
-        let len = LiveState::file_len(2) as u64;
+        let len = InflightFile::file_len(2) as u64;
         let open = crate::memory::memfd(c"open", len).expect("memory");
         let short = crate::memory::sealed_memfd(c"short", 4095).expect("memory");
         for file in [state.fd(), open.as_fd(), short.as_fd()] {
-            let error = LiveState::crashes_in(file).expect_err("refused");
+            let error = InflightFile::crashes_in(file).expect_err("refused");
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
         }
     }
 
     #[test]
     fn only_queues_that_can_exist_have_live_state() {
-        let state = LiveState::new(2).expect("memory");
+        let state = InflightFile::new(2).expect("memory");
         for (qid, exists) in [(0, false), (1, true), (2, true), (3, false)] {
             assert_eq!(state.queue(QueueId(qid)).is_some(), exists);
             assert_eq!(state.head(QueueId(qid)).is_some(), exists);

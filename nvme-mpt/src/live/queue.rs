@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use crate::memory::{Cell64, CompletionIndices, PhasedIndex, RingIndex, SlotRecords};
+use crate::memory::{CompletionIndices, MappedWord64, PhasedIndex, RingIndex, SlotRecords};
 use crate::spec::ids::QueueId;
 use crate::spec::sqe::Sqe;
 
@@ -14,9 +14,9 @@ const BATCH_MAX: u32 = 1 << 10;
 
 /// Mark of a slot with a command in flight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Mark(u64);
+pub(crate) struct InflightMark(u64);
 
-impl Mark {
+impl InflightMark {
     const IN_FLIGHT: u64 = 1 << 63;
     /// The recorded head of the queue is known to be after the command.
     const SETTLED: u64 = 1 << 62;
@@ -63,12 +63,12 @@ impl Mark {
 
 /// Recorded head of a Submission Queue, and the number of the command at the head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Head {
+pub(crate) struct RecordedSqHead {
     pub(crate) index: u32,
     pub(crate) number: u32,
 }
 
-impl Head {
+impl RecordedSqHead {
     pub(crate) const fn of_word(word: u64) -> Self {
         Self {
             index: word as u32,
@@ -79,13 +79,13 @@ impl Head {
 
 /// Recorded tail of a Completion Queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Tail {
+pub(crate) struct RecordedCqTail {
     pub(crate) index: u32,
     pub(crate) phase: bool,
     pub(crate) failed: bool,
 }
 
-impl Tail {
+impl RecordedCqTail {
     /// The queue exists, and its slots include all of its in-flight commands.
     const COMPLETE: u64 = 1 << 63;
     const FAILED: u64 = 1 << 62;
@@ -113,13 +113,13 @@ impl Tail {
 
 /// Tracked state of a Completion Queue and its slots.
 #[derive(Debug)]
-pub(crate) struct LiveQueue {
-    pub(crate) tail: Cell64,
-    pub(crate) head: Cell64,
+pub(crate) struct InflightQueue {
+    pub(crate) tail: MappedWord64,
+    pub(crate) head: MappedWord64,
     pub(crate) slots: SlotRecords,
 }
 
-impl LiveQueue {
+impl InflightQueue {
     /// Initializes a queue without in-flight commands.
     pub(crate) fn begin(&self, indices: &CompletionIndices) {
         // If the process ends here, the queue cannot be restored.
@@ -136,13 +136,14 @@ impl LiveQueue {
 
     /// Records a fetched command before it is submitted to the host controller.
     #[inline(always)]
-    pub(crate) fn record(&self, slot: u16, command: &Sqe, mark: Mark) {
+    pub(crate) fn record(&self, slot: u16, command: &Sqe, mark: InflightMark) {
         self.slots.record(slot, command, mark.0);
     }
 
     /// Records a command of a restored queue. The recorded head is after the command.
     pub(crate) fn record_again(&self, slot: u16, command: &Sqe, sqid: QueueId) {
-        self.slots.record(slot, command, Mark::settled(sqid).0);
+        self.slots
+            .record(slot, command, InflightMark::settled(sqid).0);
     }
 
     /// Clears the mark of a slot after the completion of its command is published.
@@ -170,7 +171,7 @@ impl LiveQueue {
     #[inline(always)]
     pub(crate) fn store_tail(&self, tail: PhasedIndex, failed: bool) {
         compiler_fence(Ordering::SeqCst);
-        self.tail.store(Tail::word(tail, failed));
+        self.tail.store(RecordedCqTail::word(tail, failed));
         compiler_fence(Ordering::SeqCst);
     }
 
@@ -183,17 +184,17 @@ impl LiveQueue {
     }
 
     /// Returns the recorded tail and head; `None` for a queue that cannot be restored.
-    pub(crate) fn positions(&self) -> Option<(Tail, u32)> {
+    pub(crate) fn positions(&self) -> Option<(RecordedCqTail, u32)> {
         let head = u32::try_from(self.head.load()).ok()?;
-        Some((Tail::of_word(self.tail.load())?, head))
+        Some((RecordedCqTail::of_word(self.tail.load())?, head))
     }
 
     /// Returns the slots that are marked as in flight.
-    pub(crate) fn marked(&self) -> Vec<MarkedSlot> {
-        let slots = (0..SlotRecords::COUNT).map(|slot| (slot, Mark(self.slots.mark(slot))));
+    pub(crate) fn marked(&self) -> Vec<InflightSlot> {
+        let slots = (0..SlotRecords::COUNT).map(|slot| (slot, InflightMark(self.slots.mark(slot))));
         let slots = slots.filter(|(_, mark)| mark.is_in_flight());
         slots
-            .map(|(slot, mark)| MarkedSlot {
+            .map(|(slot, mark)| InflightSlot {
                 slot,
                 mark,
                 command: self.slots.command(slot),
@@ -204,28 +205,28 @@ impl LiveQueue {
 
 /// A slot whose command was in flight.
 #[derive(Debug)]
-pub(crate) struct MarkedSlot {
+pub(crate) struct InflightSlot {
     pub(crate) slot: u16,
-    pub(crate) mark: Mark,
+    pub(crate) mark: InflightMark,
     pub(crate) command: Sqe,
 }
 
 /// Tracked state of a Submission Queue.
 #[derive(Debug)]
-pub(crate) struct LiveHead {
-    head: Cell64,
+pub(crate) struct InflightSqHead {
+    head: MappedWord64,
     /// Mark of the next command, with its number.
-    next: Mark,
+    next: InflightMark,
 }
 
-impl LiveHead {
-    pub(crate) fn new(head: Cell64, qid: QueueId) -> Self {
-        let next = Mark::of(qid);
+impl InflightSqHead {
+    pub(crate) fn new(head: MappedWord64, qid: QueueId) -> Self {
+        let next = InflightMark::of(qid);
         Self { head, next }
     }
 
-    pub(crate) fn recorded(&self) -> Head {
-        Head::of_word(self.head.load())
+    pub(crate) fn recorded(&self) -> RecordedSqHead {
+        RecordedSqHead::of_word(self.head.load())
     }
 
     /// Initializes a queue of which no command was fetched.
@@ -238,7 +239,7 @@ impl LiveHead {
 
     /// Continues a restored queue.
     pub(crate) fn resume(&mut self, head: RingIndex) {
-        let Head { index, number } = self.recorded();
+        let RecordedSqHead { index, number } = self.recorded();
         let entries = head.size().entries();
         let taken = head.size().distance(index % entries, head.get());
         self.next = self.next.with_number(number.wrapping_add(taken));
@@ -246,13 +247,13 @@ impl LiveHead {
     }
 
     /// Returns the mark of the next command.
-    pub(crate) fn next(&self) -> Mark {
+    pub(crate) fn next(&self) -> InflightMark {
         self.next
     }
 
     /// Begins a batch of up to [`BATCH_MAX`] commands at `head`. Returns the mark of the first command.
     #[inline(always)]
-    pub(crate) fn begin_batch(&mut self, head: RingIndex) -> Mark {
+    pub(crate) fn begin_batch(&mut self, head: RingIndex) -> InflightMark {
         if self.next.number() > u32::MAX - BATCH_MAX {
             self.renumber(head);
         }
@@ -268,7 +269,7 @@ impl LiveHead {
 
     /// Stores the head and the number of the command there, after all commands before it were recorded.
     #[inline(always)]
-    pub(crate) fn store(&mut self, head: RingIndex, next: Mark) {
+    pub(crate) fn store(&mut self, head: RingIndex, next: InflightMark) {
         self.next = next;
         compiler_fence(Ordering::SeqCst);
         self.head
@@ -279,13 +280,13 @@ impl LiveHead {
 
 #[cfg(test)]
 mod tests {
-    use super::super::LiveState;
+    use super::super::InflightFile;
     use super::*;
     use crate::memory::RingSize;
 
     #[test]
     fn numbers_begin_anew_before_they_reach_the_queues_identifier() {
-        let state = LiveState::new(1).expect("memory");
+        let state = InflightFile::new(1).expect("memory");
         let qid = QueueId(1);
         let mut live = state.head(qid).expect("a queue");
         let head = RingIndex::at(RingSize::new(8).expect("entries"), 5).expect("below");
@@ -300,7 +301,7 @@ mod tests {
         assert_eq!((mark.sqid(), mark.is_in_flight()), (qid, true));
         assert_eq!(
             live.recorded(),
-            Head {
+            RecordedSqHead {
                 index: 5,
                 number: 0
             }
@@ -311,11 +312,11 @@ mod tests {
         next.resume(later);
         assert_eq!(
             next.recorded(),
-            Head {
+            RecordedSqHead {
                 index: 1,
                 number: 4
             }
         );
-        assert_eq!(Mark::settled(qid).unsettled_number(), None);
+        assert_eq!(InflightMark::settled(qid).unsettled_number(), None);
     }
 }

@@ -4,11 +4,11 @@ use std::fs::{self, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use nvme_mpt_memory::device_mapper::Target;
+use nvme_mpt_memory::device_mapper::DeviceMapperTarget;
 
-use super::extent::{self, Extent};
-use super::nvme::{self, Controller};
-use super::system::{DeviceNumber, Naming, System};
+use super::extent::{self, BackingExtent};
+use super::nvme::{self, ControllerNameFields};
+use super::system::{DeviceNaming, DeviceNumber, KernelFiles};
 use super::{BackingFile, file_extent, stacked};
 
 /// Most stacked devices that are resolved, more than occur in practice.
@@ -20,30 +20,30 @@ const SECTOR: u64 = 512;
 
 /// Resolved block device or file.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Device {
+pub(super) struct BackingDevice {
     /// Extents, in the order of the device's bytes.
-    pub(super) extents: Vec<Extent>,
+    pub(super) extents: Vec<BackingExtent>,
     /// Backing files of loop devices, and files below overlay.
     pub(super) files: Vec<BackingFile>,
     /// Reason why the bytes could be leased twice.
     pub(super) refusal: Option<String>,
 }
 
-impl Device {
-    pub(super) fn of(extent: Extent) -> Self {
+impl BackingDevice {
+    pub(super) fn of(extent: BackingExtent) -> Self {
         Self {
             extents: vec![extent],
             ..Self::default()
         }
     }
 
-    pub(super) fn resolve(system: &System, device: DeviceNumber) -> Self {
+    pub(super) fn resolve(system: &KernelFiles, device: DeviceNumber) -> Self {
         resolve(system, device, DEPTH)
     }
 
     /// Resolves a file. A file on overlay is resolved to the file below, which is locked as well.
-    pub(super) fn of_file(system: &System, path: &Path, metadata: &Metadata) -> Self {
-        if system.naming == Naming::Former {
+    pub(super) fn of_file(system: &KernelFiles, path: &Path, metadata: &Metadata) -> Self {
+        if system.naming == DeviceNaming::Former {
             return Self::of(file_extent(system, path, metadata));
         }
         match stacked::file_below(system, path) {
@@ -118,7 +118,7 @@ impl Device {
     }
 
     /// Returns the extents, each followed by the extents below it.
-    fn flat(self) -> impl Iterator<Item = Extent> {
+    fn flat(self) -> impl Iterator<Item = BackingExtent> {
         self.extents.into_iter().flat_map(|mut extent| {
             let below = std::mem::take(&mut extent.below);
             std::iter::once(extent).chain(below)
@@ -126,12 +126,12 @@ impl Device {
     }
 }
 
-fn resolve(system: &System, device: DeviceNumber, depth: u32) -> Device {
+fn resolve(system: &KernelFiles, device: DeviceNumber, depth: u32) -> BackingDevice {
     let number = |name: &str| system.attribute(device, name)?.parse::<u64>().ok();
     let length = number("size").map_or(u64::MAX, |sectors| sectors.saturating_mul(SECTOR));
     let next = |device| match depth.checked_sub(1) {
         Some(depth) => resolve(system, device, depth),
-        None => Device::default(),
+        None => BackingDevice::default(),
     };
     if system.attribute(device, "partition").is_some()
         && let (Some(start), Some(disk)) = (number("start"), system.parent(device))
@@ -155,7 +155,7 @@ fn resolve(system: &System, device: DeviceNumber, depth: u32) -> Device {
     {
         return mapped;
     }
-    Device::of(Extent {
+    BackingDevice::of(BackingExtent {
         base: name(system, device),
         start: 0,
         length,
@@ -166,12 +166,12 @@ fn resolve(system: &System, device: DeviceNumber, depth: u32) -> Device {
 /// Resolves a device-mapper device. `linear` targets become the bytes of the devices below. Other targets become bytes
 /// of the device itself, over all devices below.
 fn resolve_table(
-    system: &System,
+    system: &KernelFiles,
     device: DeviceNumber,
-    table: &[Target],
-    next: &impl Fn(DeviceNumber) -> Device,
-) -> Option<Device> {
-    let mut mapped = Device::default();
+    table: &[DeviceMapperTarget],
+    next: &impl Fn(DeviceNumber) -> BackingDevice,
+) -> Option<BackingDevice> {
+    let mut mapped = BackingDevice::default();
     let mut end = 0;
     for target in table {
         let (start, length) = (
@@ -191,7 +191,7 @@ fn resolve_table(
                 Some(base) => (base, 0),
                 None => (name(system, device), start),
             };
-            Device::of(Extent {
+            BackingDevice::of(BackingExtent {
                 base,
                 start,
                 length,
@@ -207,8 +207,8 @@ fn resolve_table(
 fn resolve_linear(
     parameters: &str,
     length: u64,
-    next: &impl Fn(DeviceNumber) -> Device,
-) -> Option<Device> {
+    next: &impl Fn(DeviceNumber) -> BackingDevice,
+) -> Option<BackingDevice> {
     let (device, start) = parameters.trim().split_once(' ')?;
     let start: u64 = start.parse().ok()?;
     let part = next(DeviceNumber::parse(device)?).part(start.checked_mul(SECTOR)?, length);
@@ -217,7 +217,7 @@ fn resolve_linear(
 }
 
 /// Returns the name of a `thin` target: the pool's name and the target's number in it.
-fn thin(system: &System, target: &Target) -> Option<String> {
+fn thin(system: &KernelFiles, target: &DeviceMapperTarget) -> Option<String> {
     let mut words = target.parameters.split_whitespace();
     let pool = DeviceNumber::parse(words.next()?)?;
     let number = words.next()?;
@@ -226,11 +226,11 @@ fn thin(system: &System, target: &Target) -> Option<String> {
 
 /// Returns the extents below a target whose changes also change the target's bytes.
 fn below(
-    system: &System,
+    system: &KernelFiles,
     device: DeviceNumber,
-    target: &Target,
-    next: &impl Fn(DeviceNumber) -> Device,
-) -> Vec<Extent> {
+    target: &DeviceMapperTarget,
+    next: &impl Fn(DeviceNumber) -> BackingDevice,
+) -> Vec<BackingExtent> {
     let mut words = target.parameters.split_whitespace();
     let devices = match target.kind.as_str() {
         "error" | "zero" => Vec::new(),
@@ -246,7 +246,10 @@ fn below(
 }
 
 /// Returns the extents of `devices` and everything below them, without duplicates.
-fn gather(devices: Vec<DeviceNumber>, next: &impl Fn(DeviceNumber) -> Device) -> Vec<Extent> {
+fn gather(
+    devices: Vec<DeviceNumber>,
+    next: &impl Fn(DeviceNumber) -> BackingDevice,
+) -> Vec<BackingExtent> {
     let mut all = Vec::new();
     for extent in devices.into_iter().flat_map(|device| next(device).flat()) {
         if !all.contains(&extent) {
@@ -258,16 +261,16 @@ fn gather(devices: Vec<DeviceNumber>, next: &impl Fn(DeviceNumber) -> Device) ->
 
 /// Resolves the backing file of a loop device. The kernel shows its present path, or that it has none.
 fn resolve_loop(
-    system: &System,
+    system: &KernelFiles,
     device_number: DeviceNumber,
     path: &Path,
-    next: &impl Fn(DeviceNumber) -> Device,
-) -> Option<Device> {
+    next: &impl Fn(DeviceNumber) -> BackingDevice,
+) -> Option<BackingDevice> {
     let metadata = fs::metadata(path).ok()?;
     if metadata.file_type().is_block_device() {
         return Some(next(DeviceNumber(metadata.rdev())));
     }
-    let mut device = Device::of_file(system, path, &metadata);
+    let mut device = BackingDevice::of_file(system, path, &metadata);
     for extent in &mut device.extents {
         // The file may grow below its device.
         extent.length = u64::MAX;
@@ -285,14 +288,14 @@ fn resolve_loop(
 
 /// Returns the name of an NVMe namespace: the drive's name as derived from Identify Controller, and the namespace's
 /// number.
-fn nvme_name(system: &System, device: DeviceNumber) -> Option<String> {
+fn nvme_name(system: &KernelFiles, device: DeviceNumber) -> Option<String> {
     let attribute = |name| system.attribute(device, name);
     let nsid = attribute("nsid")?.parse().ok()?;
     let vendor = attribute("device/device/vendor");
     let vendor = vendor.and_then(|vendor| u16::from_str_radix(vendor.strip_prefix("0x")?, 16).ok());
     let [nqn, model, serial] = ["device/subsysnqn", "device/model", "device/serial"].map(attribute);
     let (nqn, model, serial) = (nqn?, model?, serial?);
-    let drive = Controller {
+    let drive = ControllerNameFields {
         nqn: nqn.as_bytes(),
         vendor,
         model: model.as_bytes(),
@@ -300,27 +303,27 @@ fn nvme_name(system: &System, device: DeviceNumber) -> Option<String> {
     };
     let numbered = drive
         .numbered()
-        .filter(|_| system.naming == Naming::Numbered);
+        .filter(|_| system.naming == DeviceNaming::Numbered);
     Some(nvme::namespace(&numbered.or_else(|| drive.name())?, nsid))
 }
 
 /// Returns the name of a device that is not part of another one. Kernel names are not used, because the kernel numbers
 /// devices in the order of their discovery.
-pub(super) fn name(system: &System, device: DeviceNumber) -> String {
+pub(super) fn name(system: &KernelFiles, device: DeviceNumber) -> String {
     if let Some(name) = nvme_name(system, device) {
         return name;
     }
     let mut names = lasting_names(system, device);
     match system.naming {
-        Naming::Nth(nth) if nth < names.len() => names.swap_remove(nth),
-        Naming::ByBoot => name_of_boot(system, device),
+        DeviceNaming::Nth(nth) if nth < names.len() => names.swap_remove(nth),
+        DeviceNaming::ByBoot => name_of_boot(system, device),
         _ if names.is_empty() => name_of_boot(system, device),
         _ => names.swap_remove(0),
     }
 }
 
 /// Returns all names of a device that is not part of another one.
-pub(super) fn names(system: &System, device: DeviceNumber) -> Vec<String> {
+pub(super) fn names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
     let mut names = lasting_names(system, device);
     names.extend(nvme_name(system, device));
     names.push(name_of_boot(system, device));
@@ -328,7 +331,7 @@ pub(super) fn names(system: &System, device: DeviceNumber) -> Vec<String> {
 }
 
 /// Returns the names that survive a boot, the best one first.
-fn lasting_names(system: &System, device: DeviceNumber) -> Vec<String> {
+fn lasting_names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
     // Attributes of NVMe, SCSI, virtio and MMC disks; of device mapper and RAID devices. An NVMe namespace always has a
     // `wwid`. The serial number of its controller would be ambiguous, because other namespaces share it.
     const NAMES: [(&str, &str); 7] = [
@@ -353,10 +356,10 @@ fn lasting_names(system: &System, device: DeviceNumber) -> Vec<String> {
 }
 
 /// Returns a device's name for this boot. The kernel gives each disk a unique sequence number.
-fn name_of_boot(system: &System, device: DeviceNumber) -> String {
+fn name_of_boot(system: &KernelFiles, device: DeviceNumber) -> String {
     let sequence = system.attribute(device, "diskseq");
     let sequence = sequence.unwrap_or_else(|| device.to_string());
-    let kind = match system.is_in_memory(device) && system.naming != Naming::Former {
+    let kind = match system.is_in_memory(device) && system.naming != DeviceNaming::Former {
         true => "ram",
         false => extent::DISK,
     };

@@ -6,7 +6,7 @@ use crate::range::ByteRange;
 
 /// Part of a base.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Extent {
+pub(crate) struct BackingExtent {
     /// Name of the base, without spaces.
     pub(crate) base: String,
     /// The first byte.
@@ -14,10 +14,10 @@ pub(crate) struct Extent {
     /// Number of bytes.
     pub(crate) length: u64,
     /// Extents below the base, if the mapping of single bytes is not known.
-    pub(crate) below: Vec<Extent>,
+    pub(crate) below: Vec<BackingExtent>,
 }
 
-impl Extent {
+impl BackingExtent {
     /// Returns whether the extents may have a byte in common.
     ///
     /// Extents of the same base are compared by offset. For different bases, all extents below them are compared.
@@ -168,7 +168,7 @@ pub(crate) fn over(base: &str, of: &str, bytes: u64) -> String {
         let below = std::mem::take(&mut extent.below);
         std::iter::once(extent).chain(below)
     });
-    join(&[Extent {
+    join(&[BackingExtent {
         base: base.to_owned(),
         start: 0,
         length: bytes,
@@ -181,7 +181,7 @@ pub(crate) fn over(base: &str, of: &str, bytes: u64) -> String {
 pub(crate) fn beginning(identity: &str) -> String {
     let first = ByteRange::new(0, 1).map(|first| places(identity, first));
     match first.unwrap_or_default().first() {
-        Some(Extent { base, start, .. }) => format!("{start}{OF}{base}"),
+        Some(BackingExtent { base, start, .. }) => format!("{start}{OF}{base}"),
         None => identity.to_owned(),
     }
 }
@@ -195,7 +195,7 @@ pub(crate) fn bases(identity: &str) -> Vec<String> {
 
 /// Renames the bases of an identity with `rename`. The rest is unchanged.
 pub(crate) fn renamed(identity: &str, rename: impl Fn(&str) -> Option<String>) -> String {
-    let mut extents: Vec<Extent> = match identity.split(AND).map(parse).collect() {
+    let mut extents: Vec<BackingExtent> = match identity.split(AND).map(parse).collect() {
         Some(extents) => extents,
         None => return rename(identity).unwrap_or_else(|| identity.to_owned()),
     };
@@ -208,7 +208,7 @@ pub(crate) fn renamed(identity: &str, rename: impl Fn(&str) -> Option<String>) -
 }
 
 /// Returns the part of `extents` from `offset` on with `length` bytes.
-pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> {
+pub(crate) fn part(extents: &[BackingExtent], offset: u64, length: u64) -> Vec<BackingExtent> {
     let (mut skip, mut left) = (offset, length);
     let mut part = Vec::new();
     for extent in extents {
@@ -218,7 +218,7 @@ pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> 
         }
         let length = (extent.length - skip).min(left);
         if length > 0 {
-            part.push(Extent {
+            part.push(BackingExtent {
                 start: extent.start + skip,
                 length,
                 ..extent.clone()
@@ -232,7 +232,7 @@ pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> 
 
 /// Formats extents as the identity of a drive. A single extent from the start of its base is written as the base alone,
 /// because its length is the drive's.
-pub(crate) fn join(extents: &[Extent]) -> String {
+pub(crate) fn join(extents: &[BackingExtent]) -> String {
     if let [extent] = extents
         && extent.start == 0
         && extent.below.is_empty()
@@ -241,7 +241,7 @@ pub(crate) fn join(extents: &[Extent]) -> String {
     }
     let mut text = String::new();
     for (i, extent) in extents.iter().enumerate() {
-        let Extent {
+        let BackingExtent {
             base,
             start,
             length,
@@ -250,7 +250,7 @@ pub(crate) fn join(extents: &[Extent]) -> String {
         let and = if i > 0 { AND } else { "" };
         // Writing to a string does not fail.
         let _ = write!(text, "{and}{start}+{length}{OF}{base}");
-        for Extent {
+        for BackingExtent {
             base,
             start,
             length,
@@ -264,16 +264,16 @@ pub(crate) fn join(extents: &[Extent]) -> String {
 }
 
 /// Returns the extents of a range of a drive. If the identity is not a list of extents, it names a base.
-pub(crate) fn places(identity: &str, range: ByteRange) -> Vec<Extent> {
+pub(crate) fn places(identity: &str, range: ByteRange) -> Vec<BackingExtent> {
     let whole = || {
-        vec![Extent {
+        vec![BackingExtent {
             base: identity.to_owned(),
             start: 0,
             length: u64::MAX,
             below: Vec::new(),
         }]
     };
-    let extents: Option<Vec<Extent>> = identity.split(AND).map(parse).collect();
+    let extents: Option<Vec<BackingExtent>> = identity.split(AND).map(parse).collect();
     part(
         &extents.unwrap_or_else(whole),
         range.start(),
@@ -281,12 +281,12 @@ pub(crate) fn places(identity: &str, range: ByteRange) -> Vec<Extent> {
     )
 }
 
-fn parse(text: &str) -> Option<Extent> {
+fn parse(text: &str) -> Option<BackingExtent> {
     let (bytes, rest) = text.split_once(OF)?;
     let mut parts = rest.split(OVER);
     let extent = |bytes: &str, base: &str, below| {
         let (start, length) = bytes.split_once('+')?;
-        Some(Extent {
+        Some(BackingExtent {
             base: base.to_owned(),
             start: start.parse().ok()?,
             length: length.parse().ok()?,
@@ -303,26 +303,26 @@ fn parse(text: &str) -> Option<Extent> {
 
 /// Range of a drive, which is given by its identity.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Stretch<'a> {
+pub(crate) struct DriveByteRange<'a> {
     pub(crate) drive: &'a str,
     pub(crate) range: ByteRange,
 }
 
-impl Stretch<'_> {
-    fn places(self) -> Vec<Extent> {
+impl DriveByteRange<'_> {
+    fn places(self) -> Vec<BackingExtent> {
         places(self.drive, self.range)
     }
 }
 
 /// Returns whether two ranges of two drives are the same bytes in the same order.
-pub(crate) fn same_bytes(one: Stretch<'_>, other: Stretch<'_>) -> bool {
+pub(crate) fn same_bytes(one: DriveByteRange<'_>, other: DriveByteRange<'_>) -> bool {
     let (ours, others) = (one.places(), other.places());
     let mut pairs = ours.iter().zip(&others);
     ours.len() == others.len() && pairs.all(|(ours, other)| ours.is_at_place_of(other))
 }
 
 /// Returns whether two ranges of two drives have a byte in common.
-pub(crate) fn overlap(one: Stretch<'_>, other: Stretch<'_>) -> bool {
+pub(crate) fn overlap(one: DriveByteRange<'_>, other: DriveByteRange<'_>) -> bool {
     let others = other.places();
     let ours = one.places();
     ours.iter()
@@ -331,7 +331,11 @@ pub(crate) fn overlap(one: Stretch<'_>, other: Stretch<'_>) -> bool {
 
 /// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`. The parts are
 /// offsets on the drive of `one`.
-pub(crate) fn shared(one: Stretch<'_>, other: &str, of_other: &[ByteRange]) -> Vec<ByteRange> {
+pub(crate) fn shared(
+    one: DriveByteRange<'_>,
+    other: &str,
+    of_other: &[ByteRange],
+) -> Vec<ByteRange> {
     let ours = one.places();
     let all = ByteRange::new(0, u64::MAX).ok();
     let whole = all.map_or_else(Vec::new, |all| places(other, all));
@@ -359,15 +363,15 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn stretch<'a>(drive: &'a str, text: &str) -> Stretch<'a> {
-        Stretch {
+    fn stretch<'a>(drive: &'a str, text: &str) -> DriveByteRange<'a> {
+        DriveByteRange {
             drive,
             range: range(text),
         }
     }
 
-    fn extent(base: &str, start: u64, length: u64) -> Extent {
-        Extent {
+    fn extent(base: &str, start: u64, length: u64) -> BackingExtent {
+        BackingExtent {
             base: base.to_owned(),
             start,
             length,
@@ -478,7 +482,7 @@ mod tests {
 
     #[test]
     fn what_is_below_is_part_of_an_identity() {
-        let crypt = |start, length| Extent {
+        let crypt = |start, length| BackingExtent {
             below: vec![extent("disk:a", 4096, 8192), extent("file:7@disk:b", 0, 8)],
             ..extent("dm:crypt", start, length)
         };
@@ -544,14 +548,14 @@ mod tests {
     }
 
     /// Makes a part of one of few bases, maybe with parts below it.
-    fn some_extent() -> impl Strategy<Value = Extent> {
+    fn some_extent() -> impl Strategy<Value = BackingExtent> {
         let part = |bases: &'static [&'static str]| {
             let base = prop::sample::select(bases);
             (base, 0..8_u64, 1..8_u64).prop_map(|(base, start, length)| extent(base, start, length))
         };
         let below = prop::collection::vec(part(&["disk:a", "disk:b"]), 0..3);
         let bases = &["disk:a", "disk:b", "dm:c", "dm:p#1", "dm:p#2"];
-        (part(bases), below).prop_map(|(extent, below)| Extent {
+        (part(bases), below).prop_map(|(extent, below)| BackingExtent {
             below: if extent.base.starts_with("dm") {
                 below
             } else {
@@ -572,9 +576,9 @@ mod tests {
             let (ours, theirs) = (join(&ours), join(&theirs));
             let of = ByteRange::new(of.0, of.1).unwrap();
             let all = ByteRange::new(0, length).unwrap();
-            let ours = |range| Stretch { drive: &ours, range };
+            let ours = |range| DriveByteRange { drive: &ours, range };
             let found = shared(ours(all), &theirs, &[of]);
-            let theirs = Stretch { drive: &theirs, range: of };
+            let theirs = DriveByteRange { drive: &theirs, range: of };
             for byte in 0..length {
                 let byte = ByteRange::new(byte, 1).unwrap();
                 let is_shared = found.iter().any(|range| range.overlaps(&byte));
@@ -585,7 +589,7 @@ mod tests {
 
     #[test]
     fn what_lies_below_overlaps_wholly() {
-        let over = |base: &str, below: Extent| Extent {
+        let over = |base: &str, below: BackingExtent| BackingExtent {
             below: vec![below],
             ..extent(base, 0, 4096)
         };
@@ -593,7 +597,7 @@ mod tests {
         assert!(crypt.overlaps(&extent("disk:a", 8192, 4096)));
         assert!(extent("disk:a", 8192, 4096).overlaps(&crypt));
         assert!(!crypt.overlaps(&extent("disk:a", 0, 4096)));
-        let behind = Extent {
+        let behind = BackingExtent {
             start: 4096,
             ..crypt.clone()
         };

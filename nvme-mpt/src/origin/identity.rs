@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// Names of the bytes of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Identity {
+pub struct DriveIdentity {
     /// Name that leases, locks and guests use.
     pub name: String,
     /// Names that these bytes certainly had in this boot: with an earlier version, or before they got a label. Ledger
@@ -26,7 +26,7 @@ pub struct DriveFacts {
     pub ids: BTreeMap<u32, String>,
 }
 
-impl From<String> for Identity {
+impl From<String> for DriveIdentity {
     fn from(name: String) -> Self {
         Self {
             name,
@@ -35,22 +35,22 @@ impl From<String> for Identity {
     }
 }
 
-/// Borrowed form of an [`Identity`].
+/// Borrowed form of an [`DriveIdentity`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IdentityRef<'a> {
-    /// See [`Identity::name`].
+pub struct DriveIdentityRef<'a> {
+    /// See [`DriveIdentity::name`].
     pub name: &'a str,
-    /// See [`Identity::formerly`].
+    /// See [`DriveIdentity::formerly`].
     pub formerly: &'a [String],
-    /// See [`Identity::others`].
+    /// See [`DriveIdentity::others`].
     pub others: &'a [String],
-    /// See [`Identity::facts`].
+    /// See [`DriveIdentity::facts`].
     pub facts: Option<&'a DriveFacts>,
 }
 
-impl<'a> From<&'a Identity> for IdentityRef<'a> {
-    fn from(identity: &'a Identity) -> Self {
-        let Identity {
+impl<'a> From<&'a DriveIdentity> for DriveIdentityRef<'a> {
+    fn from(identity: &'a DriveIdentity) -> Self {
+        let DriveIdentity {
             name,
             formerly,
             others,
@@ -65,7 +65,7 @@ impl<'a> From<&'a Identity> for IdentityRef<'a> {
     }
 }
 
-impl<'a> From<&'a str> for IdentityRef<'a> {
+impl<'a> From<&'a str> for DriveIdentityRef<'a> {
     fn from(name: &'a str) -> Self {
         Self {
             name,
@@ -76,7 +76,7 @@ impl<'a> From<&'a str> for IdentityRef<'a> {
     }
 }
 
-impl<'a> From<&'a String> for IdentityRef<'a> {
+impl<'a> From<&'a String> for DriveIdentityRef<'a> {
     fn from(name: &'a String) -> Self {
         name.as_str().into()
     }

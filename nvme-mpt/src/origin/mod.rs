@@ -31,22 +31,22 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use device::Device;
-pub(crate) use extent::Extent;
-pub use identity::{DriveFacts, Identity, IdentityRef};
-pub(crate) use system::System;
-use system::{DeviceNumber, Mount, Naming};
+use device::BackingDevice;
+pub(crate) use extent::BackingExtent;
+pub use identity::{DriveFacts, DriveIdentity, DriveIdentityRef};
+pub(crate) use system::KernelFiles;
+use system::{DeviceNaming, DeviceNumber, MountedFileSystem};
 
 use crate::memory;
 
 /// Storage location of the bytes behind a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Origin {
+pub struct BackingId {
     /// Extents, in the order of the drive's bytes.
-    extents: Vec<Extent>,
+    extents: Vec<BackingExtent>,
     /// Files below the path, behind loop devices or overlay.
     files: Vec<BackingFile>,
-    identity: Identity,
+    identity: DriveIdentity,
 }
 
 /// Backing file of a loop device, or the file that overlay shows.
@@ -85,7 +85,7 @@ impl BackingFile {
     }
 }
 
-impl Origin {
+impl BackingId {
     /// Resolves a path without symbolic links.
     ///
     /// # Errors
@@ -93,16 +93,16 @@ impl Origin {
     /// because it also has another name. If facts about a device are unknown, the name is only valid until the next
     /// boot.
     pub fn of(path: &Path) -> io::Result<Self> {
-        Self::of_path(&System::real(), path)
+        Self::of_path(&KernelFiles::real(), path)
     }
 
-    fn of_path(system: &System, path: &Path) -> io::Result<Self> {
+    fn of_path(system: &KernelFiles, path: &Path) -> io::Result<Self> {
         let metadata = fs::metadata(path)?;
-        let resolve = |system: &System| match metadata.file_type().is_block_device() {
-            true => Device::resolve(system, DeviceNumber(metadata.rdev())),
-            false => Device::of_file(system, path, &metadata),
+        let resolve = |system: &KernelFiles| match metadata.file_type().is_block_device() {
+            true => BackingDevice::resolve(system, DeviceNumber(metadata.rdev())),
+            false => BackingDevice::of_file(system, path, &metadata),
         };
-        let Device {
+        let BackingDevice {
             extents,
             files,
             refusal,
@@ -112,19 +112,19 @@ impl Origin {
         }
         let name = extent::join(&extents);
         let by = |naming| extent::join(&resolve(&system.by(naming)).extents);
-        let formerly: Vec<String> = Some(by(Naming::Former))
+        let formerly: Vec<String> = Some(by(DeviceNaming::Former))
             .filter(|former| *former != name)
             .into_iter()
             .collect();
         let mut others = Vec::new();
-        for naming in Naming::OTHERS {
+        for naming in DeviceNaming::OTHERS {
             let other = by(naming);
             if other != name && !formerly.contains(&other) && !others.contains(&other) {
                 others.push(other);
             }
         }
         Ok(Self {
-            identity: Identity {
+            identity: DriveIdentity {
                 name,
                 formerly,
                 others,
@@ -136,7 +136,7 @@ impl Origin {
     }
 
     /// Returns the names of the bytes.
-    pub fn identity(&self) -> &Identity {
+    pub fn identity(&self) -> &DriveIdentity {
         &self.identity
     }
 
@@ -147,23 +147,23 @@ impl Origin {
 
     /// Describes a mount or swap that uses the bytes, if any.
     pub fn user(&self) -> Option<String> {
-        self.user_in(&System::real())
+        self.user_in(&KernelFiles::real())
     }
 
-    fn user_in(&self, system: &System) -> Option<String> {
-        let is_ours = |device: &Device| {
+    fn user_in(&self, system: &KernelFiles) -> Option<String> {
+        let is_ours = |device: &BackingDevice| {
             let mut all = device.extents.iter();
             all.any(|extent| self.extents.iter().any(|ours| ours.overlaps(extent)))
         };
-        let mount = |mount: &Mount| {
-            let device = Device::resolve(system, mount.block_device()?);
+        let mount = |mount: &MountedFileSystem| {
+            let device = BackingDevice::resolve(system, mount.block_device()?);
             is_ours(&device).then(|| format!("the file system on {}", mount.point.display()))
         };
         let swap = |path: &PathBuf| {
             let metadata = fs::metadata(path).ok()?;
             let device = match metadata.file_type().is_block_device() {
-                true => Device::resolve(system, DeviceNumber(metadata.rdev())),
-                false => Device::of_file(system, path, &metadata),
+                true => BackingDevice::resolve(system, DeviceNumber(metadata.rdev())),
+                false => BackingDevice::of_file(system, path, &metadata),
             };
             is_ours(&device).then(|| format!("swap ({})", path.display()))
         };
@@ -178,20 +178,20 @@ impl Origin {
 
 /// Boot id and disks of the host.
 #[derive(Clone, Debug)]
-pub(crate) struct Host {
+pub(crate) struct HostDisks {
     /// Identifier of this boot.
     pub(crate) boot: String,
     /// All names of all disks.
     disks: Vec<String>,
 }
 
-impl Host {
+impl HostDisks {
     /// Queries this host.
     pub(crate) fn now() -> Self {
-        Self::of(&System::real())
+        Self::of(&KernelFiles::real())
     }
 
-    fn of(system: &System) -> Self {
+    fn of(system: &KernelFiles) -> Self {
         let disks = system.block_devices().into_iter();
         Self {
             boot: system.boot(),
@@ -217,10 +217,10 @@ impl Host {
 /// Returns the identifier of this boot of the host.
 #[cfg(test)]
 pub(crate) fn boot() -> String {
-    System::real().boot()
+    KernelFiles::real().boot()
 }
 
-/// Returns the location of a drive's first byte, by its [identity](Identity). Unlike the identity, the location does
+/// Returns the location of a drive's first byte, by its [identity](DriveIdentity). Unlike the identity, the location does
 /// not change when the drive grows or a device below it changes, such as a member of a RAID.
 #[must_use]
 pub fn beginning(identity: &str) -> String {
@@ -230,25 +230,25 @@ pub fn beginning(identity: &str) -> String {
 /// Names the devices that prevent a block device from being opened exclusively, if the kernel reports any.
 pub fn holder(path: &Path) -> Option<String> {
     let device = DeviceNumber(fs::metadata(path).ok()?.rdev());
-    let holders = System::real().holders(device);
+    let holders = KernelFiles::real().holders(device);
     (!holders.is_empty()).then(|| format!("the device {}", holders.join(", ")))
 }
 
 /// Returns the extent of a whole file, named by inode and file system.
-fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
+fn file_extent(system: &KernelFiles, path: &Path, metadata: &Metadata) -> BackingExtent {
     let device = DeviceNumber(metadata.dev());
     let file_system = if system.is_mapped(device) {
         // Few processes can read the device's table, but a file must have the same name for all.
         device::name(system, device)
     } else if system.is_block_device(device) {
-        extent::join(&Device::resolve(system, device).extents)
+        extent::join(&BackingDevice::resolve(system, device).extents)
     } else {
         file_system(system, path, device)
     };
     let is_labelled = match system.naming {
-        Naming::Former | Naming::ByBoot => false,
-        Naming::ByFileSystem => true,
-        Naming::Present | Naming::Nth(_) | Naming::Numbered => {
+        DeviceNaming::Former | DeviceNaming::ByBoot => false,
+        DeviceNaming::ByFileSystem => true,
+        DeviceNaming::Present | DeviceNaming::Nth(_) | DeviceNaming::Numbered => {
             extent::boot_of(&file_system).is_some()
         }
     };
@@ -260,7 +260,7 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
         }
         false => file_system,
     };
-    Extent {
+    BackingExtent {
         base: extent::base("file", &format!("{}@{file_system}", metadata.ino())),
         start: 0,
         length: metadata.len(),
@@ -269,9 +269,9 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
 }
 
 /// Returns a name of a file system without a block device.
-fn file_system(system: &System, path: &Path, device: DeviceNumber) -> String {
+fn file_system(system: &KernelFiles, path: &Path, device: DeviceNumber) -> String {
     let mounts = system.mounts();
-    match Mount::holding(&mounts, path) {
+    match MountedFileSystem::holding(&mounts, path) {
         // A file system in memory ends with this boot.
         None => format!("{}/{device}", system.boot()),
         Some(mount) if matches!(mount.kind.as_str(), "tmpfs" | "ramfs" | "devtmpfs") => {
@@ -279,7 +279,7 @@ fn file_system(system: &System, path: &Path, device: DeviceNumber) -> String {
         }
         Some(mount) => {
             let source = match mount.block_device() {
-                Some(device) => extent::join(&Device::resolve(system, device).extents),
+                Some(device) => extent::join(&BackingDevice::resolve(system, device).extents),
                 None => mount.whole_source(),
             };
             format!(

@@ -12,7 +12,7 @@ const MADE_UP: &str = "nqn.2014.08.org.nvmexpress:";
 
 /// Fields of Identify Controller that name a drive.
 #[derive(Clone, Copy, Debug)]
-pub struct Controller<'a> {
+pub struct ControllerNameFields<'a> {
     /// `SUBNQN`.
     pub nqn: &'a [u8],
     /// PCI vendor, if known.
@@ -23,7 +23,7 @@ pub struct Controller<'a> {
     pub serial: &'a [u8],
 }
 
-impl Controller<'_> {
+impl ControllerNameFields<'_> {
     /// Returns the drive's name: its NVM subsystem's NQN, or vendor, model and serial number for a drive without one.
     /// Returns `None` if the vendor is needed but unknown.
     #[must_use]
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_drive_has_one_name_with_and_without_a_subsystem() {
-        let drive = Controller {
+        let drive = ControllerNameFields {
             nqn: b"nqn.2014-08.org.nvmexpress:uuid:1 ",
             vendor: Some(0x144D),
             model: b"SSD 980 PRO   ",
@@ -100,9 +100,12 @@ mod tests {
         assert_eq!(drive.name().as_deref(), Some(name));
         let older = Some("nvme:144d:SSD_980_PRO:S4_EV");
         for nqn in [&b""[..], b"nqn.2014.08.org.nvmexpress:144d144dS4 EV  SSD"] {
-            assert_eq!(Controller { nqn, ..drive }.name().as_deref(), older);
+            assert_eq!(
+                ControllerNameFields { nqn, ..drive }.name().as_deref(),
+                older
+            );
         }
-        let unknown = Controller {
+        let unknown = ControllerNameFields {
             nqn: b"",
             vendor: None,
             ..drive
@@ -110,7 +113,7 @@ mod tests {
         assert_eq!(unknown.name(), None);
         assert_eq!(unknown.numbered(), None);
         for (nqn, model) in [(&b""[..], &b"SSD"[..]), (b"nqn.2014:x", b"Other")] {
-            let numbered = Controller {
+            let numbered = ControllerNameFields {
                 nqn,
                 model,
                 ..drive
@@ -119,7 +122,7 @@ mod tests {
             assert_eq!(numbered.as_deref(), Some("nvme:144d:S4_EV"));
         }
         for serial in [&b""[..], b"  ", b"0000"] {
-            assert_eq!(Controller { serial, ..drive }.numbered(), None);
+            assert_eq!(ControllerNameFields { serial, ..drive }.numbered(), None);
         }
     }
 

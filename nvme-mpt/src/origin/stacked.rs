@@ -12,7 +12,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::system::{Mount, System};
+use super::system::{KernelFiles, MountedFileSystem};
 
 /// Stacked file systems. FUSE file systems report the kind `fuse.` followed by their own name.
 const STACKED: &[&str] = &[
@@ -58,9 +58,9 @@ const OVERLAY: &str = "overlay";
 ///
 /// # Errors
 /// `Unsupported` for a file that has another name and could be leased twice.
-pub(super) fn file_below(system: &System, path: &Path) -> io::Result<Option<PathBuf>> {
+pub(super) fn file_below(system: &KernelFiles, path: &Path) -> io::Result<Option<PathBuf>> {
     let mounts = system.mounts();
-    let Some(mount) = Mount::holding(&mounts, path) else {
+    let Some(mount) = MountedFileSystem::holding(&mounts, path) else {
         return Ok(None);
     };
     let kind = mount.kind.as_str();
@@ -103,13 +103,13 @@ fn refused(kind: &str, why: &str, remedy: &str) -> io::Error {
 }
 
 /// Returns the directory to which overlay writes.
-fn upper(mount: &Mount) -> Option<PathBuf> {
+fn upper(mount: &MountedFileSystem) -> Option<PathBuf> {
     let upper = mount.option("upperdir")?;
     upper.is_absolute().then_some(upper)
 }
 
 /// Returns the file at `path` in the directory to which overlay writes, if it is certainly the same file.
-fn file_in(upper: &Path, mount: &Mount, path: &Path) -> Option<PathBuf> {
+fn file_in(upper: &Path, mount: &MountedFileSystem, path: &Path) -> Option<PathBuf> {
     let folder = mount.root.strip_prefix("/").ok()?;
     let file = upper
         .join(folder)

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use nvme_mpt_memory::device_mapper::{self, Target};
+use nvme_mpt_memory::device_mapper::{self, DeviceMapperTarget};
 
 use super::extent::UNKNOWN_BOOT;
 
@@ -37,7 +37,7 @@ impl fmt::Display for DeviceNumber {
 
 /// A mounted file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Mount {
+pub(super) struct MountedFileSystem {
     device: DeviceNumber,
     /// Mounted directory of the file system.
     pub(super) root: PathBuf,
@@ -54,7 +54,7 @@ pub(super) struct Mount {
 /// Inode number of the root of each btrfs subvolume, and of no other directory there (`BTRFS_FIRST_FREE_OBJECTID`).
 const SUBVOLUME_ROOT: u64 = 256;
 
-impl Mount {
+impl MountedFileSystem {
     /// Returns the mount that contains a path without symbolic links.
     pub(super) fn holding<'a>(mounts: &'a [Self], path: &Path) -> Option<&'a Self> {
         let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
@@ -117,7 +117,7 @@ impl Mount {
 
 /// Choice among several names of a device or file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Naming {
+pub(super) enum DeviceNaming {
     /// The best name.
     Present,
     /// The name given by versions that did not use the UUID of file systems.
@@ -132,7 +132,7 @@ pub(super) enum Naming {
     ByBoot,
 }
 
-impl Naming {
+impl DeviceNaming {
     /// Other names under which a ledger may know something.
     pub(super) const OTHERS: [Self; 5] = [
         Self::ByFileSystem,
@@ -145,17 +145,17 @@ impl Naming {
 
 /// Access to sysfs and proc.
 #[derive(Clone, Debug)]
-pub(crate) struct System {
+pub(crate) struct KernelFiles {
     root: PathBuf,
-    pub(super) naming: Naming,
+    pub(super) naming: DeviceNaming,
 }
 
-impl System {
+impl KernelFiles {
     /// Returns sysfs and proc of this machine.
     pub(crate) fn real() -> Self {
         Self {
             root: "/".into(),
-            naming: Naming::Present,
+            naming: DeviceNaming::Present,
         }
     }
 
@@ -164,12 +164,12 @@ impl System {
     pub(super) fn below(root: &Path) -> Self {
         Self {
             root: root.to_owned(),
-            naming: Naming::Present,
+            naming: DeviceNaming::Present,
         }
     }
 
     /// Returns a copy with another choice of names.
-    pub(super) fn by(&self, naming: Naming) -> Self {
+    pub(super) fn by(&self, naming: DeviceNaming) -> Self {
         Self {
             naming,
             ..self.clone()
@@ -235,7 +235,7 @@ impl System {
     }
 
     /// Returns the table of a device-mapper device, if this process may read it.
-    pub(super) fn table(&self, device: DeviceNumber) -> Option<Vec<Target>> {
+    pub(super) fn table(&self, device: DeviceNumber) -> Option<Vec<DeviceMapperTarget>> {
         #[cfg(test)]
         if self.root != Path::new("/") {
             let text = self.text(&format!("tables/{device}"))?;
@@ -277,7 +277,7 @@ impl System {
     }
 
     /// Returns the mounts that this process sees.
-    pub(super) fn mounts(&self) -> Vec<Mount> {
+    pub(super) fn mounts(&self) -> Vec<MountedFileSystem> {
         let text = self.text("proc/self/mountinfo").unwrap_or_default();
         let lines = text.split(|byte| *byte == b'\n');
         lines.filter_map(parse_mount).collect()
@@ -285,7 +285,7 @@ impl System {
 
     /// Returns whether a path without symbolic links is on tmpfs.
     pub(super) fn is_in_tmpfs(&self, path: &Path) -> bool {
-        Mount::holding(&self.mounts(), path).is_some_and(|mount| mount.kind == "tmpfs")
+        MountedFileSystem::holding(&self.mounts(), path).is_some_and(|mount| mount.kind == "tmpfs")
     }
 
     /// Returns the files and devices that are used for swap.
@@ -306,7 +306,7 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Parses a line of mountinfo (`proc_pid_mountinfo(5)`).
-fn parse_mount(line: &[u8]) -> Option<Mount> {
+fn parse_mount(line: &[u8]) -> Option<MountedFileSystem> {
     let mut fields = line.split(|byte| *byte == b' ');
     let device = fields.nth(2)?;
     let (root, point) = (fields.next()?, fields.next()?);
@@ -316,7 +316,7 @@ fn parse_mount(line: &[u8]) -> Option<Mount> {
     let options = String::from_utf8_lossy(rest.next().unwrap_or_default());
     let subvolume = options.split_once(",subvol=");
     let subvolume = subvolume.map(|(_, folder)| unescape(folder.as_bytes()));
-    Some(Mount {
+    Some(MountedFileSystem {
         device: DeviceNumber::parse(std::str::from_utf8(device).ok()?)?,
         root: unescape(root),
         point: unescape(point),
@@ -355,9 +355,9 @@ fn unescape(text: &[u8]) -> PathBuf {
 
 /// Parses a line of `dmsetup table`, with which tests define tables.
 #[cfg(test)]
-fn parse_target(line: &str) -> Option<Target> {
+fn parse_target(line: &str) -> Option<DeviceMapperTarget> {
     let mut words = line.splitn(4, ' ');
-    Some(Target {
+    Some(DeviceMapperTarget {
         start: words.next()?.parse().ok()?,
         sectors: words.next()?.parse().ok()?,
         kind: words.next()?.to_owned(),
@@ -388,7 +388,7 @@ mod tests {
             "Filename\tType\tSize\n/swap\\040file   file 1 2 3\n/dev/sda2 partition 1 2 3\n",
         )
         .unwrap();
-        let system = System::below(dir.path());
+        let system = KernelFiles::below(dir.path());
         let mounts = system.mounts();
         assert_eq!(mounts.len(), 2);
         assert_eq!(mounts[0].device.to_string(), "98:5");
@@ -401,7 +401,7 @@ mod tests {
         assert_eq!(mounts[1].block_device(), None);
         let swaps: [PathBuf; 2] = ["/swap file".into(), "/dev/sda2".into()];
         assert_eq!(system.swaps(), swaps);
-        let nothing = System::below(&dir.path().join("none"));
+        let nothing = KernelFiles::below(&dir.path().join("none"));
         assert_eq!(nothing.boot(), UNKNOWN_BOOT);
         fs::create_dir_all(proc.join("sys/kernel/random")).unwrap();
         fs::write(proc.join("sys/kernel/random/boot_id"), "\n").unwrap();

@@ -9,13 +9,13 @@ use super::*;
 /// A machine's sysfs and proc.
 struct Tree {
     dir: TempDir,
-    system: System,
+    system: KernelFiles,
 }
 
 impl Tree {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let system = System::below(dir.path());
+        let system = KernelFiles::below(dir.path());
         let tree = Self { dir, system };
         tree.write("proc/sys/kernel/random/boot_id", "this-boot\n");
         tree
@@ -68,9 +68,9 @@ impl Tree {
         self.write("proc/self/mountinfo", &line);
     }
 
-    fn origin(&self, device: DeviceNumber) -> Origin {
-        let Device { extents, files, .. } = Device::resolve(&self.system, device);
-        Origin {
+    fn origin(&self, device: DeviceNumber) -> BackingId {
+        let BackingDevice { extents, files, .. } = BackingDevice::resolve(&self.system, device);
+        BackingId {
             identity: extent::join(&extents).into(),
             extents,
             files,
@@ -107,8 +107,8 @@ impl Tree {
         self.origin(device).identity.name
     }
 
-    fn of_file(&self, path: &Path) -> Origin {
-        Origin::of_path(&self.system, path).unwrap()
+    fn of_file(&self, path: &Path) -> BackingId {
+        BackingId::of_path(&self.system, path).unwrap()
     }
 }
 
@@ -337,7 +337,7 @@ fn what_is_mounted_or_swapped_on_is_in_use() {
     tree.device("virtual/dm-0", "253:0", &crypt);
     tree.write("sys/devices/virtual/dm-0/slaves/loop0/dev", "7:0\n");
 
-    let user = |origin: &Origin| origin.user_in(&tree.system);
+    let user = |origin: &BackingId| origin.user_in(&tree.system);
     let all = [disk, first, second, whole, far].map(|device| tree.origin(device));
     let used = || {
         let devices = all.each_ref().map(|origin| user(origin).is_some());
@@ -451,7 +451,7 @@ fn a_mapping_that_moves_bytes_overlaps_all_that_is_below() {
     let overlaps = |one: DeviceNumber, other: DeviceNumber| {
         let range = "0+4K".parse().unwrap();
         let (one, other) = (tree.identity(one), tree.identity(other));
-        let of = |drive| extent::Stretch { drive, range };
+        let of = |drive| extent::DriveByteRange { drive, range };
         let found = extent::overlap(of(&one), of(&other));
         assert_eq!(extent::overlap(of(&other), of(&one)), found);
         found
@@ -490,7 +490,7 @@ fn thin_volumes_and_snapshots_are_apart() {
     let overlaps = |one: DeviceNumber, other: DeviceNumber| {
         let range = "0+4K".parse().unwrap();
         let (one, other) = (tree.identity(one), tree.identity(other));
-        let of = |drive| extent::Stretch { drive, range };
+        let of = |drive| extent::DriveByteRange { drive, range };
         extent::overlap(of(&one), of(&other))
     };
     assert_eq!(tree.identity(one), tree.identity(again));
@@ -598,9 +598,9 @@ fn a_drive_has_all_names_that_it_may_be_known_by() {
     tree.write("proc/sys/kernel/random/boot_id", boot);
     let names = |device: DeviceNumber| {
         let resolved =
-            |naming| extent::join(&Device::resolve(&tree.system.by(naming), device).extents);
-        let mut names = vec![resolved(Naming::Present)];
-        names.extend(Naming::OTHERS.map(resolved));
+            |naming| extent::join(&BackingDevice::resolve(&tree.system.by(naming), device).extents);
+        let mut names = vec![resolved(DeviceNaming::Present)];
+        names.extend(DeviceNaming::OTHERS.map(resolved));
         names.dedup();
         names
     };
@@ -617,7 +617,7 @@ fn a_drive_has_all_names_that_it_may_be_known_by() {
     let bare = tree.device("vdb", "252:16", &[("diskseq", "8")]);
     assert_eq!(names(bare), [format!("disk:{boot}/8")]);
     // What the host has, by any of its names.
-    let host = Host::of(&tree.system);
+    let host = HostDisks::of(&tree.system);
     assert_eq!(host.boot, boot);
     for known in [
         "disk:eui.1",
@@ -695,7 +695,7 @@ fn a_file_that_others_have_under_another_name_is_refused() {
     let path = shown.join("x");
     fs::write(&path, "data").unwrap();
     let refusal = || {
-        let error = Origin::of_path(&tree.system, &path).unwrap_err();
+        let error = BackingId::of_path(&tree.system, &path).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Unsupported);
         error.to_string()
     };
@@ -722,7 +722,7 @@ fn a_file_that_others_have_under_another_name_is_refused() {
         mount(kind, "");
         assert!(refusal().contains(kind), "{}", refusal());
         let device = tree.loop_device(0, &path, (0, 8));
-        let resolved = Device::resolve(&tree.system, device);
+        let resolved = BackingDevice::resolve(&tree.system, device);
         assert!(resolved.refusal.is_some(), "{kind}");
         fs::remove_file(tree.dir.path().join("sys/dev/block/7:0")).unwrap();
     }

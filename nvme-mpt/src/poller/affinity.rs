@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use log::{info, warn};
 
-use crate::clock::{Rate, Ticks};
+use crate::clock::{TickRate, Ticks};
 use crate::memory::processors::{ProcessorSet, own_processors, pin_this_thread};
 
 /// Interval for checking the processors of a poller's thread. A sleeping poller checks when it wakes up.
@@ -49,7 +49,7 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
 /// If CPU sets change or a processor goes offline, the kernel silently moves the thread to other processors. Before Linux
 /// 6.2, the thread stays there when the processor is back.
 #[derive(Debug)]
-pub(super) struct Pinning {
+pub(super) struct ThreadPinning {
     processor: usize,
     next: Ticks,
     period: u64,
@@ -64,7 +64,7 @@ enum PinningChange {
     Restored,
 }
 
-impl Pinning {
+impl ThreadPinning {
     /// Pins the calling thread, or logs why that failed.
     pub(super) fn begin(processor: usize, name: &str) -> Self {
         let pinned = pin_this_thread(processor);
@@ -73,7 +73,7 @@ impl Pinning {
                 "Poller {name} stays unpinned: processor {processor} cannot be used: {error}. It is pinned once that can be"
             );
         }
-        let period = Rate::of_this_machine().ticks(PERIOD);
+        let period = TickRate::of_this_machine().ticks(PERIOD);
         Self {
             processor,
             next: Ticks(Ticks::now().0.saturating_add(period)),
@@ -135,7 +135,7 @@ mod tests {
         let moved = || {
             let all = own_processors().expect("it lives");
             let processor = all.iter().next().expect("a processor");
-            let mut pinning = Pinning::begin(processor, "a");
+            let mut pinning = ThreadPinning::begin(processor, "a");
             // As a CPU set without the processor, and one with it again, leave it on Linux 6.1.
             run_on(&all).expect("allowed");
             let before = pinning.next.0 - 1;
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_processor_that_is_gone_is_reported_once_and_taken_again_once_it_is_back() {
-        let mut pinning = Pinning {
+        let mut pinning = ThreadPinning {
             processor: 1,
             next: Ticks(0),
             period: 1,

@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use crate::clock::Rate;
+use crate::clock::TickRate;
 
 /// Time of a function per round.
 const QUANTUM: Duration = Duration::from_micros(50);
@@ -19,13 +19,13 @@ const DEBT_MAX: i64 = 200;
 
 /// Quantum and maximum debt in ticks.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Quantum {
+pub(super) struct FunctionQuantum {
     ticks: i64,
     debt_max: i64,
 }
 
-impl Quantum {
-    pub(super) fn new(rate: Rate) -> Self {
+impl FunctionQuantum {
+    pub(super) fn new(rate: TickRate) -> Self {
         let ticks = i64::try_from(rate.ticks(QUANTUM))
             .unwrap_or(i64::MAX)
             .max(1);
@@ -38,20 +38,20 @@ impl Quantum {
 
 /// Arbitration state of one function.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct FunctionTurns {
+pub(super) struct FunctionArbitration {
     /// Index of the queue to poll next.
     next: usize,
     /// Ticks left; a debt if negative.
     deficit: i64,
 }
 
-impl FunctionTurns {
+impl FunctionArbitration {
     /// Gives the function with its `queues` queues a turn. `poll` polls a queue by index and returns the ticks that it took.
     /// Returns whether queues were skipped because the time was used up.
     #[inline]
     pub(super) fn turn(
         &mut self,
-        quantum: Quantum,
+        quantum: FunctionQuantum,
         queues: usize,
         mut poll: impl FnMut(usize) -> u64,
     ) -> bool {
@@ -84,19 +84,19 @@ mod tests {
     const TURN: u64 = QUANTUM.as_nanos() as u64;
 
     /// Functions with so many queues each.
-    struct Rounds(Vec<(FunctionTurns, usize)>);
+    struct ArbiterTestRounds(Vec<(FunctionArbitration, usize)>);
 
-    impl Rounds {
+    impl ArbiterTestRounds {
         fn of(queues: &[usize]) -> Self {
             let functions = queues
                 .iter()
-                .map(|&count| (FunctionTurns::default(), count));
+                .map(|&count| (FunctionArbitration::default(), count));
             Self(functions.collect())
         }
 
         /// Makes a round. `poll` is given a function and one of its queues.
         fn round(&mut self, mut poll: impl FnMut(usize, usize) -> u64) -> bool {
-            let quantum = Quantum::new(Rate::NANOSECOND);
+            let quantum = FunctionQuantum::new(TickRate::NANOSECOND);
             let mut left_out = false;
             for (function, (turns, count)) in self.0.iter_mut().enumerate() {
                 left_out |= turns.turn(quantum, *count, |queue| poll(function, queue));
@@ -108,7 +108,7 @@ mod tests {
     /// Runs for so long with queues that take `cost` each whenever they are polled, by function. Returns the time of each
     /// function, and the longest time between two polls of the last function's first queue.
     fn run(queues: &[usize], costs: &[u64], time: u64) -> (Vec<u64>, u64) {
-        let mut rounds = Rounds::of(queues);
+        let mut rounds = ArbiterTestRounds::of(queues);
         let (mut spent, mut now, mut last, mut longest) = (vec![0; queues.len()], 0, 0, 0);
         while now < time {
             rounds.round(|function, queue| {
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn queues_of_a_function_take_turns() {
-        let mut rounds = Rounds::of(&[4, 1]);
+        let mut rounds = ArbiterTestRounds::of(&[4, 1]);
         let mut polled = Vec::new();
         for _ in 0..6 {
             assert!(rounds.round(|function, queue| {
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_round_without_work_polls_all_queues() {
-        let mut rounds = Rounds::of(&[16, 3, 1]);
+        let mut rounds = ArbiterTestRounds::of(&[16, 3, 1]);
         for _ in 0..3 {
             let mut polled = 0;
             let left_out = rounds.round(|_, _| {
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn a_debt_is_paid() {
-        let mut rounds = Rounds::of(&[2, 1]);
+        let mut rounds = ArbiterTestRounds::of(&[2, 1]);
         rounds.round(|function, _| if function == 0 { 4 * TURN } else { 1 });
         let mut polls = [0; 2];
         let mut poll = |function: usize, _| {

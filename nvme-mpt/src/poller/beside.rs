@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use log::{debug, warn};
 
-use crate::clock::{Rate, Ticks};
+use crate::clock::{TickRate, Ticks};
 use crate::interrupt::InterruptVector;
 use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, run_on};
 
@@ -20,7 +20,7 @@ const PERIOD: Duration = Duration::from_millis(100);
 
 /// Hints for the placement of a poller.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Neighbours {
+pub(crate) struct PollerLocality {
     /// Vector whose interrupts go to the vCPU.
     pub(crate) vector: Option<Arc<InterruptVector>>,
     /// NUMA node of the drive, used if the vCPU is unknown.
@@ -29,7 +29,7 @@ pub(crate) struct Neighbours {
 
 /// Processors of the host, in groups.
 #[derive(Debug, Default)]
-struct Topology {
+struct ProcessorTopology {
     /// Hardware threads of each core.
     cores: Vec<ProcessorSet>,
     /// Processors that share each last-level cache.
@@ -37,10 +37,10 @@ struct Topology {
     nodes: Vec<(u32, ProcessorSet)>,
 }
 
-impl Topology {
+impl ProcessorTopology {
     /// Returns the topology of this host. Groups are missing if the kernel does not report them, as in a sandbox.
     fn of_this_host() -> &'static Self {
-        static HOST: OnceLock<Topology> = OnceLock::new();
+        static HOST: OnceLock<ProcessorTopology> = OnceLock::new();
         HOST.get_or_init(|| Self::read(Path::new("/sys/devices/system")))
     }
 
@@ -124,9 +124,9 @@ fn around<'a>(
 
 /// Placement of a poller's thread that follows its vCPU. The value must stay on that thread.
 #[derive(Debug)]
-pub(super) struct Beside {
+pub(super) struct VcpuAffinity {
     vector: Option<Arc<InterruptVector>>,
-    topology: &'static Topology,
+    topology: &'static ProcessorTopology,
     /// Processors of the thread at its start.
     allowed: ProcessorSet,
     /// Allowed processors to use if the vCPU is unknown or may run on all.
@@ -141,10 +141,10 @@ pub(super) struct Beside {
     refused: bool,
 }
 
-impl Beside {
+impl VcpuAffinity {
     /// Starts on the poller's thread. Returns `None` if the kernel does not report the thread's processors, which is logged.
-    pub(super) fn begin(neighbours: Neighbours, name: &str) -> Option<Self> {
-        let Neighbours { vector, node } = neighbours;
+    pub(super) fn begin(neighbours: PollerLocality, name: &str) -> Option<Self> {
+        let PollerLocality { vector, node } = neighbours;
         let allowed = match own_processors() {
             Ok(allowed) => allowed,
             Err(error) => {
@@ -152,7 +152,7 @@ impl Beside {
                 return None;
             }
         };
-        let topology = Topology::of_this_host();
+        let topology = ProcessorTopology::of_this_host();
         let node = node.and_then(|number| topology.node(number));
         let home = node.map(|node| node.and(&allowed));
         let mut beside = Self {
@@ -163,7 +163,7 @@ impl Beside {
             place: allowed,
             given: allowed,
             next: Ticks::now(),
-            period: Rate::of_this_machine().ticks(PERIOD),
+            period: TickRate::of_this_machine().ticks(PERIOD),
             refused: false,
         };
         beside.follow(beside.next, name);
@@ -220,7 +220,7 @@ mod tests {
 
     /// Two nodes of four cores with two threads each. Two cores share their last cache. Thread N + 8 is the second of
     /// core N.
-    fn host() -> Topology {
+    fn host() -> ProcessorTopology {
         let root = tempfile::tempdir().expect("a folder");
         let write = |path: String, text: &str| {
             let path = root.path().join(path);
@@ -243,7 +243,7 @@ mod tests {
         write("node/node0/cpulist".to_owned(), "0-3,8-11\n");
         write("node/node1/cpulist".to_owned(), "4-7,12-15\n");
         write("node/possible".to_owned(), "0-1\n");
-        Topology::read(root.path())
+        ProcessorTopology::read(root.path())
     }
 
     #[test]
@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(host.node(1), Some(&ProcessorSet::of_list("4-7,12-15")));
         assert_eq!(host.node(2), None);
         // A kernel that tells nothing.
-        let bare = Topology::default();
+        let bare = ProcessorTopology::default();
         let [vcpu, allowed] = ["1", "0-2"].map(ProcessorSet::of_list);
         let beside = bare.beside(&vcpu, &allowed);
         assert_eq!(beside, Some(ProcessorSet::of_list("0,2")));

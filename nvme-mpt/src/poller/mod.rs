@@ -15,9 +15,9 @@ mod seat;
 mod watch;
 mod worker;
 
-pub use crate::threads::{Threads, Work, run_beside, start_thread};
+pub use crate::threads::{ThreadSpawner, ThreadWork, run_beside, start_thread};
 pub use affinity::NoSuchProcessor;
-pub(crate) use beside::Neighbours;
-pub use placement::Pollers;
-pub use policy::{Placement, PollPolicy, Processors, Spin};
-pub(crate) use worker::{DoorbellWatch, LeavingQueue, Poller};
+pub(crate) use beside::PollerLocality;
+pub use placement::PollerPool;
+pub use policy::{PollPolicy, PollerIdleMode, PollerProcessors, PollerSharing};
+pub(crate) use worker::{DoorbellWatch, Poller, QueueRemoval};

@@ -7,23 +7,23 @@ use std::time::Duration;
 
 use log::warn;
 
-use super::beside::Neighbours;
-use super::policy::{Placement, PollPolicy, Processors, Spin};
-use super::worker::{Home, Poller};
+use super::beside::PollerLocality;
+use super::policy::{PollPolicy, PollerIdleMode, PollerProcessors, PollerSharing};
+use super::worker::{Poller, ThreadPlacement};
 use crate::clock;
-use crate::learn::Learning;
+use crate::learn::AdaptivePolicies;
 use crate::memory::sync::Mutex;
 use crate::stats::PollerStats;
-use crate::threads::Threads;
+use crate::threads::ThreadSpawner;
 
 /// Processors per shared poller, unless processors are named. The other processors run guests.
 const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 
 /// All pollers of the process.
 #[derive(Debug, Default)]
-pub struct Pollers {
-    threads: Threads,
-    groups: Mutex<Vec<Group>>,
+pub struct PollerPool {
+    threads: ThreadSpawner,
+    groups: Mutex<Vec<PollerGroup>>,
     /// True once a thread watches shared pollers.
     are_watched: AtomicBool,
     /// Processors for which a warning about several pollers was logged.
@@ -32,10 +32,10 @@ pub struct Pollers {
 
 /// Pollers started for one policy with the same adaptive choices.
 #[derive(Debug)]
-struct Group {
+struct PollerGroup {
     policy: PollPolicy,
     /// Adaptive choices of the pollers.
-    learning: Learning,
+    learning: AdaptivePolicies,
     /// Shared pollers live as long as the group, dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
@@ -55,20 +55,26 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, |number| number.get())
 }
 
-impl Group {
-    fn start(&mut self, neighbours: Neighbours, threads: &Threads) -> io::Result<Arc<Poller>> {
+impl PollerGroup {
+    fn start(
+        &mut self,
+        neighbours: PollerLocality,
+        threads: &ThreadSpawner,
+    ) -> io::Result<Arc<Poller>> {
         let in_turn = |named: &[usize]| {
             let turn = self.started.checked_rem(named.len())?;
             named.get(turn).copied()
         };
         let home = match &self.policy.processors {
-            Processors::Any => Home::Anywhere,
-            Processors::Named(named) => in_turn(named).map_or(Home::Anywhere, Home::Processor),
-            Processors::Vcpu => Home::Beside(neighbours),
+            PollerProcessors::Any => ThreadPlacement::Anywhere,
+            PollerProcessors::Named(named) => {
+                in_turn(named).map_or(ThreadPlacement::Anywhere, ThreadPlacement::Processor)
+            }
+            PollerProcessors::Vcpu => ThreadPlacement::Beside(neighbours),
         };
         let kind = match self.policy.placement {
-            Placement::Shared => "shared",
-            Placement::Dedicated => "queue",
+            PollerSharing::Shared => "shared",
+            PollerSharing::Dedicated => "queue",
         };
         let poller = Poller::start(
             &format!("poll-{kind}-{}", self.started),
@@ -92,8 +98,8 @@ impl Group {
     /// Returns the maximum number of shared pollers of the group.
     fn shared_max(&self) -> usize {
         match &self.policy.processors {
-            Processors::Named(named) => named.len().max(1),
-            Processors::Any | Processors::Vcpu => {
+            PollerProcessors::Named(named) => named.len().max(1),
+            PollerProcessors::Any | PollerProcessors::Vcpu => {
                 let processors = processors();
                 (processors / PROCESSORS_PER_SHARED_POLLER).max(1)
             }
@@ -101,7 +107,7 @@ impl Group {
     }
 }
 
-impl Pollers {
+impl PollerPool {
     /// Creates an empty set. Pollers are started when queues need them.
     #[must_use]
     pub fn new() -> Arc<Self> {
@@ -110,7 +116,7 @@ impl Pollers {
 
     /// Creates an empty set whose threads are started by `threads`.
     #[must_use]
-    pub fn on(threads: Threads) -> Arc<Self> {
+    pub fn on(threads: ThreadSpawner) -> Arc<Self> {
         Arc::new(Self {
             threads,
             groups: Mutex::default(),
@@ -121,7 +127,7 @@ impl Pollers {
 
     /// Returns the thread starter of the pollers, which drives opened for them use too.
     #[must_use]
-    pub fn threads(&self) -> &Threads {
+    pub fn threads(&self) -> &ThreadSpawner {
         &self.threads
     }
 
@@ -143,7 +149,8 @@ impl Pollers {
     /// Notes the poller of a function that blocked the poller `held`.
     pub(super) fn note_apart(&self, held: &Arc<Poller>, apart: &Arc<Poller>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let its = |group: &&mut Group| group.shared.iter().any(|poller| Arc::ptr_eq(poller, held));
+        let its =
+            |group: &&mut PollerGroup| group.shared.iter().any(|poller| Arc::ptr_eq(poller, held));
         if let Some(group) = groups.iter_mut().find(its) {
             group.apart.retain(|poller| poller.strong_count() > 0);
             group.apart.push(Arc::downgrade(apart));
@@ -155,12 +162,12 @@ impl Pollers {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn prepare(&self, policy: &PollPolicy, learning: Learning) -> io::Result<()> {
+    pub fn prepare(&self, policy: &PollPolicy, learning: AdaptivePolicies) -> io::Result<()> {
         match policy.placement {
-            Placement::Shared => self
-                .place(policy, learning, Neighbours::default(), None)
+            PollerSharing::Shared => self
+                .place(policy, learning, PollerLocality::default(), None)
                 .map(drop),
-            Placement::Dedicated => Ok(()),
+            PollerSharing::Dedicated => Ok(()),
         }
     }
 
@@ -169,7 +176,7 @@ impl Pollers {
     pub fn await_passes(&self, patience: Duration) {
         let running: Vec<_> = {
             let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-            groups.iter().flat_map(Group::running).collect()
+            groups.iter().flat_map(PollerGroup::running).collect()
         };
         let deadline = clock::monotonic() + patience;
         // All pollers are asked before the first wait.
@@ -186,8 +193,8 @@ impl Pollers {
     pub(crate) fn place(
         &self,
         policy: &PollPolicy,
-        learning: Learning,
-        neighbours: Neighbours,
+        learning: AdaptivePolicies,
+        neighbours: PollerLocality,
         blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
@@ -215,18 +222,18 @@ impl Pollers {
 
     fn place_among(
         &self,
-        groups: &mut Vec<Group>,
+        groups: &mut Vec<PollerGroup>,
         policy: &PollPolicy,
-        learning: Learning,
-        neighbours: Neighbours,
+        learning: AdaptivePolicies,
+        neighbours: PollerLocality,
         blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
-        let is_same = |group: &Group| group.policy == *policy && group.learning == learning;
+        let is_same = |group: &PollerGroup| group.policy == *policy && group.learning == learning;
         let index = match groups.iter().position(is_same) {
             Some(index) => index,
             None => {
                 let policy = policy.clone();
-                groups.push(Group {
+                groups.push(PollerGroup {
                     policy,
                     learning,
                     shared: Vec::new(),
@@ -240,13 +247,13 @@ impl Pollers {
         };
         let group = &mut groups[index];
         match policy.placement {
-            Placement::Dedicated => {
+            PollerSharing::Dedicated => {
                 let poller = group.start(neighbours, &self.threads)?;
                 group.dedicated.retain(|poller| poller.strong_count() > 0);
                 group.dedicated.push(Arc::downgrade(&poller));
                 Ok(poller)
             }
-            Placement::Shared if blocks.is_some() => {
+            PollerSharing::Shared if blocks.is_some() => {
                 let drive = blocks.unwrap_or_default();
                 let same = group.of_drives.iter().find(|(other, _)| *other == drive);
                 if let Some(poller) = same.and_then(|(_, poller)| poller.upgrade()) {
@@ -259,7 +266,7 @@ impl Pollers {
                 group.of_drives.push((drive, Arc::downgrade(&poller)));
                 Ok(poller)
             }
-            Placement::Shared => {
+            PollerSharing::Shared => {
                 let idlest = group.shared.iter().min_by_key(|poller| poller.queues());
                 match idlest {
                     Some(poller)
@@ -284,19 +291,19 @@ impl Pollers {
     #[must_use]
     pub fn stats(&self) -> Vec<PollerStats> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = groups.iter().flat_map(Group::running);
+        let all = groups.iter().flat_map(PollerGroup::running);
         all.map(|poller| poller.stats()).collect()
     }
 }
 
 /// Returns the names of a processor's pollers, if there are several and one of them never sleeps.
-fn crowd(groups: &[Group], cpu: usize) -> Option<Vec<String>> {
+fn crowd(groups: &[PollerGroup], cpu: usize) -> Option<Vec<String>> {
     let (mut names, mut busy) = (Vec::new(), false);
     for group in groups {
         let pinned = group.running().into_iter();
         for poller in pinned.filter(|poller| poller.cpu() == Some(cpu)) {
             names.push(poller.name().to_owned());
-            busy |= group.policy.spin == Spin::Busy;
+            busy |= group.policy.spin == PollerIdleMode::Busy;
         }
     }
     (busy && names.len() > 1).then_some(names)
@@ -310,8 +317,13 @@ mod tests {
     use crate::interrupt::InterruptVector;
     use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, pin_this_thread};
 
-    fn place_in(pollers: &Pollers, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
-        pollers.place(policy, Learning::default(), Neighbours::default(), None)
+    fn place_in(pollers: &PollerPool, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
+        pollers.place(
+            policy,
+            AdaptivePolicies::default(),
+            PollerLocality::default(),
+            None,
+        )
     }
 
     #[test]
@@ -350,9 +362,9 @@ mod tests {
 
     #[test]
     fn dedicated_pollers_are_not_shared_and_end_with_their_queue() {
-        let pollers = Pollers::new();
+        let pollers = PollerPool::new();
         let policy = PollPolicy {
-            placement: Placement::Dedicated,
+            placement: PollerSharing::Dedicated,
             ..PollPolicy::default()
         };
         let first = place_in(&pollers, &policy).expect("thread");
@@ -367,7 +379,7 @@ mod tests {
                 .place(
                     &PollPolicy::default(),
                     learning,
-                    Neighbours::default(),
+                    PollerLocality::default(),
                     None,
                 )
                 .expect("thread")
@@ -382,7 +394,7 @@ mod tests {
 
     #[test]
     fn a_busy_poller_without_queues_sleeps() {
-        let pollers = Pollers::new();
+        let pollers = PollerPool::new();
         let policy = "shared:busy".parse().expect("valid");
         let _poller = place_in(&pollers, &policy).expect("thread");
         while pollers.stats()[0].parks == 0 {
@@ -392,9 +404,9 @@ mod tests {
 
     #[test]
     fn a_shared_poller_that_was_prepared_gets_the_first_queue() {
-        let pollers = Pollers::new();
+        let pollers = PollerPool::new();
         let prepare = |policy: &PollPolicy| {
-            let prepared = pollers.prepare(policy, Learning::default());
+            let prepared = pollers.prepare(policy, AdaptivePolicies::default());
             prepared.expect("thread");
         };
         prepare(&"dedicated".parse().expect("valid"));
@@ -413,7 +425,7 @@ mod tests {
         let gate = Mutex::new(Some(gate));
         let runs = Arc::new(AtomicBool::new(false));
         let seen = runs.clone();
-        let threads = Threads::from_spawn(move |_, work| {
+        let threads = ThreadSpawner::from_spawn(move |_, work| {
             let gate = gate.lock().expect("not poisoned").take();
             let gate = gate.expect("one poller");
             let runs = runs.clone();
@@ -423,7 +435,7 @@ mod tests {
                 work();
             })
         });
-        let pollers = Pollers::on(threads);
+        let pollers = PollerPool::on(threads);
         let _poller = place_in(&pollers, &PollPolicy::default()).expect("a thread");
         // It makes no pass yet.
         pollers.await_passes(Duration::ZERO);
@@ -441,7 +453,7 @@ mod tests {
     #[test]
     fn busy_pollers_that_share_a_processor_are_told_of_once() {
         let place = |policies: &[&str]| {
-            let pollers = Pollers::new();
+            let pollers = PollerPool::new();
             let policies = policies.iter().map(|text| text.parse().expect("valid"));
             let placed: Vec<_> = policies
                 .map(|policy: PollPolicy| place_in(&pollers, &policy).expect("thread"))
@@ -461,7 +473,7 @@ mod tests {
         ] {
             assert!(place(alone).is_empty(), "{alone:?}");
         }
-        let pollers = Pollers::new();
+        let pollers = PollerPool::new();
         let policy = "dedicated:busy@0".parse().expect("valid");
         drop(place_in(&pollers, &policy).expect("thread"));
         let _next = place_in(&pollers, &policy).expect("thread");
@@ -475,7 +487,7 @@ mod tests {
     fn threads_are_started_by_whoever_wants_to() {
         let started = Arc::new(Mutex::new(Vec::new()));
         let names = started.clone();
-        let threads = Threads::from_spawn(move |name, work| {
+        let threads = ThreadSpawner::from_spawn(move |name, work| {
             let mut names = names.lock().expect("not poisoned");
             if names.len() == 2 {
                 return Err(io::Error::other("enough"));
@@ -483,9 +495,9 @@ mod tests {
             names.push(name.to_owned());
             std::thread::Builder::new().spawn(work)
         });
-        let pollers = Pollers::on(threads);
+        let pollers = PollerPool::on(threads);
         let dedicated = PollPolicy {
-            placement: Placement::Dedicated,
+            placement: PollerSharing::Dedicated,
             ..PollPolicy::default()
         };
         let _shared = place_in(&pollers, &PollPolicy::default()).expect("a thread");
@@ -500,13 +512,13 @@ mod tests {
     }
 
     /// A thread in the place of a vCPU's, which runs where it is told to.
-    struct Vcpu {
+    struct PlacementTestVcpu {
         thread: ThreadId,
         orders: mpsc::Sender<usize>,
         done: mpsc::Receiver<()>,
     }
 
-    impl Vcpu {
+    impl PlacementTestVcpu {
         fn start() -> Self {
             let (orders, asked) = mpsc::channel();
             let (tell, done) = mpsc::channel();
@@ -556,7 +568,7 @@ mod tests {
             return;
         };
         let (names, started) = mpsc::channel();
-        let threads = Threads::from_spawn(move |name, work| {
+        let threads = ThreadSpawner::from_spawn(move |name, work| {
             let names = names.clone();
             std::thread::Builder::new()
                 .name(name.to_owned())
@@ -565,23 +577,23 @@ mod tests {
                     work();
                 })
         });
-        let pollers = Pollers::on(threads);
+        let pollers = PollerPool::on(threads);
         let vector = InterruptVector::new();
-        let neighbours = Neighbours {
+        let neighbours = PollerLocality {
             vector: Some(vector.clone()),
             node: None,
         };
         // One that never sleeps looks by itself.
         let policy = "dedicated:busy@vcpu".parse().expect("valid");
         let _poller = pollers
-            .place(&policy, Learning::default(), neighbours, None)
+            .place(&policy, AdaptivePolicies::default(), neighbours, None)
             .expect("a thread");
         let poller = started.recv().expect("it started");
         let is_beside =
             |vcpu| move |place: &ProcessorSet| !place.contains(vcpu) && !place.is_empty();
         await_place(poller, |place| *place == allowed);
 
-        let [one, other] = [Vcpu::start(), Vcpu::start()];
+        let [one, other] = [PlacementTestVcpu::start(), PlacementTestVcpu::start()];
         one.pin(first);
         other.pin(last);
         vector.set_vcpu_thread(Some(one.thread));

@@ -10,7 +10,7 @@ use crate::memory::processors::PROCESSORS_MAX;
 
 /// Sharing of pollers between queues.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Placement {
+pub enum PollerSharing {
     /// A few pollers run all shadow queues of all VMs.
     #[default]
     Shared,
@@ -24,7 +24,7 @@ const DUE_SOON: Duration = Duration::from_micros(100);
 
 /// Behaviour of a poller without work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Spin {
+pub enum PollerIdleMode {
     /// The poller spins for a limited time and then parks.
     #[default]
     Adaptive,
@@ -35,7 +35,7 @@ pub enum Spin {
     Event,
 }
 
-impl Spin {
+impl PollerIdleMode {
     /// Returns the ticks without work after which a poller parks; `None` if it never does. `spin` is the adaptive spin time.
     #[inline]
     pub(super) fn patience(self, spin: u64) -> Option<u64> {
@@ -57,14 +57,14 @@ impl Spin {
 
 /// Processors of pollers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Processors {
+pub enum PollerProcessors {
     /// Chosen by the kernel. A pinned poller could not move away from other threads on its processor.
     #[default]
     Any,
     /// These processors in turn; at least one.
     Named(Vec<usize>),
     /// Processors beside the vCPU that receives a queue's interrupts, if the VMM reports the vCPU; otherwise those of the
-    /// drive's NUMA node. Only for [`Placement::Dedicated`], because a shared poller works for many vCPUs.
+    /// drive's NUMA node. Only for [`PollerSharing::Dedicated`], because a shared poller works for many vCPUs.
     Vcpu,
 }
 
@@ -72,11 +72,11 @@ pub enum Processors {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PollPolicy {
     /// Sharing of pollers between queues.
-    pub placement: Placement,
+    pub placement: PollerSharing,
     /// Behaviour of a poller without work.
-    pub spin: Spin,
+    pub spin: PollerIdleMode,
     /// Processors of the pollers.
-    pub processors: Processors,
+    pub processors: PollerProcessors,
 }
 
 impl FromStr for PollPolicy {
@@ -91,14 +91,14 @@ impl FromStr for PollPolicy {
         let form = "use shared or dedicated, then :adaptive, :busy or :event, then @ and \
                     processor numbers joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated";
         let placement = match placement {
-            "shared" => Placement::Shared,
-            "dedicated" => Placement::Dedicated,
+            "shared" => PollerSharing::Shared,
+            "dedicated" => PollerSharing::Dedicated,
             _ => return Err(format!("`{placement}` is no way of polling; {form}")),
         };
         let spin = match spin {
-            "adaptive" => Spin::Adaptive,
-            "busy" => Spin::Busy,
-            "event" => Spin::Event,
+            "adaptive" => PollerIdleMode::Adaptive,
+            "busy" => PollerIdleMode::Busy,
+            "event" => PollerIdleMode::Event,
             _ => return Err(format!("`{spin}` is no way of spinning; {form}")),
         };
         let parse = |cpu: &str| {
@@ -108,15 +108,15 @@ impl FromStr for PollPolicy {
                 .ok_or_else(|| format!("`{cpu}` is no processor number; {form}"))
         };
         let processors = match processors {
-            None => Processors::Any,
-            Some("vcpu") if placement == Placement::Dedicated => Processors::Vcpu,
+            None => PollerProcessors::Any,
+            Some("vcpu") if placement == PollerSharing::Dedicated => PollerProcessors::Vcpu,
             Some("vcpu") => {
                 return Err(format!(
                     "a shared poller works for many vCPUs, so @vcpu needs dedicated; {form}"
                 ));
             }
             Some(named) => {
-                Processors::Named(named.split('+').map(parse).collect::<Result<_, _>>()?)
+                PollerProcessors::Named(named.split('+').map(parse).collect::<Result<_, _>>()?)
             }
         };
         Ok(Self {
@@ -134,7 +134,7 @@ impl PollPolicy {
     #[must_use]
     pub fn doorbells(&self, asked: DoorbellMode) -> DoorbellMode {
         match (self.spin, asked) {
-            (Spin::Event, DoorbellMode::Auto) => DoorbellMode::Shadow,
+            (PollerIdleMode::Event, DoorbellMode::Auto) => DoorbellMode::Shadow,
             (_, asked) => asked,
         }
     }
@@ -145,8 +145,8 @@ impl PollPolicy {
     /// [`NoSuchProcessor`].
     pub fn check(&self) -> Result<(), NoSuchProcessor> {
         match &self.processors {
-            Processors::Named(named) => affinity::check(named),
-            Processors::Any | Processors::Vcpu => Ok(()),
+            PollerProcessors::Named(named) => affinity::check(named),
+            PollerProcessors::Any | PollerProcessors::Vcpu => Ok(()),
         }
     }
 }
@@ -154,22 +154,22 @@ impl PollPolicy {
 impl fmt::Display for PollPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.placement {
-            Placement::Shared => "shared",
-            Placement::Dedicated => "dedicated",
+            PollerSharing::Shared => "shared",
+            PollerSharing::Dedicated => "dedicated",
         })?;
         f.write_str(match self.spin {
-            Spin::Adaptive => "",
-            Spin::Busy => ":busy",
-            Spin::Event => ":event",
+            PollerIdleMode::Adaptive => "",
+            PollerIdleMode::Busy => ":busy",
+            PollerIdleMode::Event => ":event",
         })?;
         match &self.processors {
-            Processors::Any => {}
-            Processors::Named(named) => {
+            PollerProcessors::Any => {}
+            PollerProcessors::Named(named) => {
                 for (i, cpu) in named.iter().enumerate() {
                     write!(f, "{}{cpu}", if i == 0 { '@' } else { '+' })?;
                 }
             }
-            Processors::Vcpu => f.write_str("@vcpu")?,
+            PollerProcessors::Vcpu => f.write_str("@vcpu")?,
         }
         Ok(())
     }
@@ -181,15 +181,15 @@ mod tests {
 
     #[test]
     fn the_way_of_spinning_bounds_the_time_without_work() {
-        assert_eq!(Spin::Adaptive.patience(7), Some(7));
-        assert_eq!(Spin::Busy.patience(7), None);
-        assert_eq!(Spin::Event.patience(7), Some(0));
+        assert_eq!(PollerIdleMode::Adaptive.patience(7), Some(7));
+        assert_eq!(PollerIdleMode::Busy.patience(7), None);
+        assert_eq!(PollerIdleMode::Event.patience(7), Some(0));
     }
 
     #[test]
     fn an_event_driven_poller_spins_for_no_command_that_is_due_soon() {
-        assert_eq!(Spin::Event.spins_before_due(), Duration::ZERO);
-        assert!(!Spin::Adaptive.spins_before_due().is_zero());
+        assert_eq!(PollerIdleMode::Event.spins_before_due(), Duration::ZERO);
+        assert!(!PollerIdleMode::Adaptive.spins_before_due().is_zero());
     }
 
     #[test]

@@ -16,13 +16,13 @@ use crate::memory::processors::ThreadId;
 use crate::memory::sync::{Mutex, MutexGuard};
 
 /// Seat for functions of type `P`, with tickets of type `T`.
-pub(super) struct Seat<P, T> {
+pub(super) struct TakeoverSlot<P, T> {
     is_watched: AtomicBool,
     thread: AtomicI32,
-    turn: Mutex<Turn<P, T>>,
+    turn: Mutex<WatchedTurn<P, T>>,
 }
 
-struct Turn<P, T> {
+struct WatchedTurn<P, T> {
     /// All functions, while one has its turn. That function is here without its queues.
     polled: Option<P>,
     /// Index of the function that has its turn.
@@ -31,12 +31,12 @@ struct Turn<P, T> {
     ticket: Option<T>,
 }
 
-impl<P, T> Default for Seat<P, T> {
+impl<P, T> Default for TakeoverSlot<P, T> {
     fn default() -> Self {
         Self {
             is_watched: AtomicBool::new(false),
             thread: AtomicI32::new(0),
-            turn: Mutex::new(Turn {
+            turn: Mutex::new(WatchedTurn {
                 polled: None,
                 index: 0,
                 began: Ticks::default(),
@@ -46,7 +46,7 @@ impl<P, T> Default for Seat<P, T> {
     }
 }
 
-impl<P, T> Seat<P, T> {
+impl<P, T> TakeoverSlot<P, T> {
     pub(super) fn begin_watch(&self) {
         self.is_watched.store(true, Ordering::Relaxed);
     }
@@ -107,7 +107,7 @@ impl<P, T> Seat<P, T> {
         Some((polled, turn.index))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Turn<P, T>> {
+    fn lock(&self) -> MutexGuard<'_, WatchedTurn<P, T>> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use log::warn;
 
-use super::placement::Pollers;
+use super::placement::PollerPool;
 use crate::clock::{self, ticks_in};
 
 /// Maximum time for which a function's turn may block before the other functions move to another thread.
@@ -17,7 +17,7 @@ const AWAKE: Duration = Duration::from_millis(4);
 const ASLEEP: Duration = Duration::from_millis(40);
 
 /// Watches pollers until they end.
-pub(super) fn watch(pollers: &Weak<Pollers>) {
+pub(super) fn watch(pollers: &Weak<PollerPool>) {
     let limit = ticks_in(LIMIT);
     let mut number = 0;
     let mut is_told = false;
@@ -46,12 +46,12 @@ pub(super) fn watch(pollers: &Weak<Pollers>) {
 }
 
 /// Returns the work of a thread that runs [`watch`].
-pub(super) fn work(pollers: &Arc<Pollers>) -> super::Work {
+pub(super) fn work(pollers: &Arc<PollerPool>) -> super::ThreadWork {
     let pollers = Arc::downgrade(pollers);
     Box::new(move || watch(&pollers))
 }
 
-impl Pollers {
+impl PollerPool {
     /// Starts a thread that watches shared pollers: a function that blocks its poller is left alone on that thread. The
     /// watching thread reads thread states from /proc.
     ///

@@ -14,34 +14,36 @@ use log::{error, warn};
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::affinity::Pinning;
-use super::arbiter::{FunctionTurns, Quantum};
-use super::beside::{Beside, Neighbours};
-use super::policy::Spin;
-use super::seat::{Seat as SeatOf, is_blocked};
-use crate::clock::{Rate, Ticks};
+use super::affinity::ThreadPinning;
+use super::arbiter::{FunctionArbitration, FunctionQuantum};
+use super::beside::{PollerLocality, VcpuAffinity};
+use super::policy::PollerIdleMode;
+use super::seat::{TakeoverSlot as SeatOf, is_blocked};
+use crate::clock::{TickRate, Ticks};
 use crate::event::EventQueue;
-use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
+use crate::learn::{
+    AdaptivePolicies, PollInterval, PreemptionBackoff, SpinTime, ThreadProcessorUse,
+};
 use crate::memory::processors::{ThreadId, are_virtual, own_processors, run_on};
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, SendError, SyncSender, sync_channel};
 use crate::memory::system::{thread_preemptions, thread_time};
-use crate::memory::{Cell32, eventfd};
-use crate::park::Waker;
-use crate::processor_time::{self, Bill, ProcessorTime, Settlement};
+use crate::memory::{MappedWord32, eventfd};
+use crate::park::PollerWaker;
+use crate::processor_time::{self, ProcessorTime, ProcessorTimeCharge, ProcessorTimeDivision};
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
-use crate::threads::Threads;
+use crate::threads::ThreadSpawner;
 
 /// New identity for a thread whose seat was taken over.
-pub(super) struct Ticket {
-    pub(super) shared: Arc<Shared>,
-    pub(super) sleeper: Sleeper,
+pub(super) struct TakeoverTicket {
+    pub(super) shared: Arc<PollerState>,
+    pub(super) sleeper: PollerSleep,
 }
 
 /// Seat of a poller's thread.
-type Seat = SeatOf<PolledFunctions, Ticket>;
+type PollerTakeoverSlot = SeatOf<PolledFunctions, TakeoverTicket>;
 
 /// Number of consecutive passes without work that are made without a pause. A guest with one command in flight answers
 /// within them, and a pause would add to its latency.
@@ -64,11 +66,11 @@ const LOOK: Duration = Duration::from_micros(500);
 #[derive(Debug)]
 pub(crate) struct DoorbellWatch {
     pub(crate) id: u64,
-    pub(crate) doorbells: [Cell32; 2],
+    pub(crate) doorbells: [MappedWord32; 2],
     pub(crate) seen: [u32; 2],
     pub(crate) events: Arc<EventQueue>,
     /// Processor time spent on the watch by its poller.
-    pub(crate) bill: Bill,
+    pub(crate) bill: ProcessorTimeCharge,
 }
 
 impl DoorbellWatch {
@@ -85,7 +87,7 @@ impl DoorbellWatch {
 
 /// Treatment of the commands of a queue that leaves its poller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Departure {
+enum QueueRemovalMode {
     /// Commands complete.
     Drains,
     /// Commands end after their current step.
@@ -94,12 +96,12 @@ enum Departure {
 
 /// Shadow queue that its poller hands over.
 #[derive(Debug)]
-pub(crate) struct LeavingQueue {
+pub(crate) struct QueueRemoval {
     queue: Receiver<Box<ShadowQueue>>,
     is_decided: Arc<AtomicBool>,
 }
 
-impl LeavingQueue {
+impl QueueRemoval {
     /// Keeps the queue with its poller, after [`Poller::stay`]. Returns the queue if it has already left.
     ///
     /// Does not wait for the poller's next pass, because a function may block the thread in the kernel.
@@ -112,7 +114,7 @@ impl LeavingQueue {
     }
 }
 
-impl Deref for LeavingQueue {
+impl Deref for QueueRemoval {
     type Target = Receiver<Box<ShadowQueue>>;
 
     fn deref(&self) -> &Self::Target {
@@ -122,19 +124,19 @@ impl Deref for LeavingQueue {
 
 /// Requester of a queue's hand-over.
 #[derive(Clone)]
-struct Requester {
+struct QueueRemovalReply {
     reply: SyncSender<Box<ShadowQueue>>,
     /// Set by the poller when it hands over the queue, or by the requester to keep the queue with the poller. The first one to
     /// set it decides.
     is_decided: Arc<AtomicBool>,
 }
 
-enum Mail {
+enum PollerRequest {
     Add(Box<ShadowQueue>),
-    Remove(u64, Departure, Requester),
+    Remove(u64, QueueRemovalMode, QueueRemovalReply),
     /// Cuts the commands of a leaving queue short, because the queue is deleted.
     CutShort(u64),
-    /// Keeps a leaving queue. Its requester also calls [`LeavingQueue::stay`], which returns the queue if it has already left.
+    /// Keeps a leaving queue. Its requester also calls [`QueueRemoval::stay`], which returns the queue if it has already left.
     Stay(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
@@ -144,11 +146,11 @@ enum Mail {
 }
 
 /// State of a poller that other threads can see.
-pub(super) struct Shared {
+pub(super) struct PollerState {
     name: String,
     cpu: Option<usize>,
-    waker: Arc<Waker>,
-    mail: Mutex<Vec<Mail>>,
+    waker: Arc<PollerWaker>,
+    mail: Mutex<Vec<PollerRequest>>,
     has_mail: AtomicBool,
     queues: AtomicUsize,
     busy_ticks: AtomicU64,
@@ -160,27 +162,27 @@ pub(super) struct Shared {
     parks: AtomicU64,
     spurious_wakes: AtomicU64,
     started: Ticks,
-    spin: Spin,
-    learning: Learning,
-    threads: Threads,
+    spin: PollerIdleMode,
+    learning: AdaptivePolicies,
+    threads: ThreadSpawner,
     /// Seat of the thread that currently runs the poller.
-    seat: Mutex<Arc<Seat>>,
+    seat: Mutex<Arc<PollerTakeoverSlot>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Processors for a poller's thread.
-pub(super) enum Home {
+pub(super) enum ThreadPlacement {
     /// Chosen by the kernel.
     Anywhere,
     /// This processor.
     Processor(usize),
     /// Processors beside a vCPU.
-    Beside(Neighbours),
+    Beside(PollerLocality),
 }
 
 /// Handle of a poller. Its thread ends when the handle is dropped.
 pub(crate) struct Poller {
-    shared: Arc<Shared>,
+    shared: Arc<PollerState>,
 }
 
 impl std::fmt::Debug for Poller {
@@ -194,20 +196,20 @@ impl std::fmt::Debug for Poller {
 impl Poller {
     pub(super) fn start(
         name: &str,
-        home: Home,
-        spin: Spin,
-        learning: Learning,
-        threads: &Threads,
+        home: ThreadPlacement,
+        spin: PollerIdleMode,
+        learning: AdaptivePolicies,
+        threads: &ThreadSpawner,
     ) -> io::Result<Self> {
         let cpu = match home {
-            Home::Processor(cpu) => Some(cpu),
-            Home::Anywhere | Home::Beside(_) => None,
+            ThreadPlacement::Processor(cpu) => Some(cpu),
+            ThreadPlacement::Anywhere | ThreadPlacement::Beside(_) => None,
         };
-        let shared = Shared::new(name, cpu, spin, learning, threads)?;
-        let mut worker = Worker::new(&shared)?;
+        let shared = PollerState::new(name, cpu, spin, learning, threads)?;
+        let mut worker = PollerThread::new(&shared)?;
         let work = Box::new(move || {
-            if let Home::Beside(neighbours) = home {
-                worker.beside = Beside::begin(neighbours, &worker.shared.name);
+            if let ThreadPlacement::Beside(neighbours) = home {
+                worker.beside = VcpuAffinity::begin(neighbours, &worker.shared.name);
             }
             worker.run();
         });
@@ -235,7 +237,7 @@ impl Poller {
         &self,
         limit: u64,
         number: usize,
-        threads: &Threads,
+        threads: &ThreadSpawner,
     ) -> io::Result<Option<Arc<Self>>> {
         let shared = &self.shared;
         let seat = shared.seat();
@@ -253,7 +255,7 @@ impl Poller {
         }
         // Everything that can fail comes first. If the new thread is not needed after all, it ends at once.
         let (sender, receiver) = sync_channel::<PolledFunctions>(1);
-        let mut worker = Worker::new(shared)?;
+        let mut worker = PollerThread::new(shared)?;
         worker.seat = Arc::default();
         worker.seat.begin_watch();
         let next = worker.seat.clone();
@@ -263,15 +265,15 @@ impl Poller {
                 worker.run();
             }
         });
-        let apart = Shared::new(
+        let apart = PollerState::new(
             &format!("poll-apart-{number}"),
             None,
             shared.spin,
             shared.learning,
             threads,
         )?;
-        let ticket = Ticket {
-            sleeper: Sleeper::new(&apart.waker)?,
+        let ticket = TakeoverTicket {
+            sleeper: PollerSleep::new(&apart.waker)?,
             shared: apart.clone(),
         };
         let thread = threads.spawn(&shared.name, work)?;
@@ -297,9 +299,13 @@ impl Poller {
             .partition(|(id, _)| is_its(*id));
         polled.leaving = others;
         for (id, requester) in its {
-            poller.send(Mail::Remove(id, Departure::Drains, requester));
+            poller.send(PollerRequest::Remove(
+                id,
+                QueueRemovalMode::Drains,
+                requester,
+            ));
         }
-        polled.apart.push(Apart {
+        polled.apart.push(IsolatedFunction {
             function: Arc::downgrade(&function.function),
             poller: poller.clone(),
         });
@@ -309,7 +315,7 @@ impl Poller {
     }
 
     /// Returns the waker of the poller.
-    pub(crate) fn waker(&self) -> &Arc<Waker> {
+    pub(crate) fn waker(&self) -> &Arc<PollerWaker> {
         &self.shared.waker
     }
 
@@ -331,58 +337,58 @@ impl Poller {
     /// Adds a shadow queue to run.
     pub(crate) fn add(&self, queue: Box<ShadowQueue>) {
         self.shared.queues.fetch_add(1, Ordering::Relaxed);
-        self.send(Mail::Add(queue));
+        self.send(PollerRequest::Add(queue));
     }
 
     /// Removes a shadow queue. The queue takes no more commands from now on, and arrives when the host controller has none of
     /// its commands.
-    pub(crate) fn remove(&self, id: u64) -> LeavingQueue {
-        self.let_leave(id, Departure::Drains)
+    pub(crate) fn remove(&self, id: u64) -> QueueRemoval {
+        self.let_leave(id, QueueRemovalMode::Drains)
     }
 
     /// Removes a queue as [`Self::remove`] does, and cuts its commands short, because the queue is deleted.
-    pub(crate) fn end(&self, id: u64) -> LeavingQueue {
-        self.let_leave(id, Departure::Ends)
+    pub(crate) fn end(&self, id: u64) -> QueueRemoval {
+        self.let_leave(id, QueueRemovalMode::Ends)
     }
 
-    fn let_leave(&self, id: u64, departure: Departure) -> LeavingQueue {
+    fn let_leave(&self, id: u64, departure: QueueRemovalMode) -> QueueRemoval {
         let (reply, queue) = sync_channel(1);
         let is_decided = Arc::new(AtomicBool::new(false));
-        let requester = Requester {
+        let requester = QueueRemovalReply {
             reply,
             is_decided: is_decided.clone(),
         };
-        self.send(Mail::Remove(id, departure, requester));
-        LeavingQueue { queue, is_decided }
+        self.send(PollerRequest::Remove(id, departure, requester));
+        QueueRemoval { queue, is_decided }
     }
 
     /// Cuts the commands of a leaving queue short, as [`Self::end`] does.
     pub(crate) fn cut_short(&self, id: u64) {
-        self.send(Mail::CutShort(id));
+        self.send(PollerRequest::CutShort(id));
     }
 
-    /// Keeps a leaving queue. Call [`LeavingQueue::stay`] next, which returns the queue if it has already left.
+    /// Keeps a leaving queue. Call [`QueueRemoval::stay`] next, which returns the queue if it has already left.
     pub(crate) fn stay(&self, id: u64) {
-        self.send(Mail::Stay(id));
+        self.send(PollerRequest::Stay(id));
     }
 
     /// Starts to watch doorbells.
     pub(crate) fn watch(&self, watch: DoorbellWatch) {
-        self.send(Mail::Watch(watch));
+        self.send(PollerRequest::Watch(watch));
     }
 
     pub(crate) fn unwatch(&self, id: u64) {
-        self.send(Mail::Unwatch(id));
+        self.send(PollerRequest::Unwatch(id));
     }
 
     /// Requests a pass over everything that the poller has been given so far. The answer follows the pass.
     pub(super) fn ask_for_pass(&self) -> Receiver<()> {
         let (sender, receiver) = sync_channel(1);
-        self.send(Mail::AfterPass(sender));
+        self.send(PollerRequest::AfterPass(sender));
         receiver
     }
 
-    fn send(&self, mail: Mail) {
+    fn send(&self, mail: PollerRequest) {
         self.shared
             .mail
             .lock()
@@ -422,7 +428,7 @@ impl Poller {
 
 impl Drop for Poller {
     fn drop(&mut self) {
-        self.send(Mail::Stop);
+        self.send(PollerRequest::Stop);
         let thread = self
             .shared
             .thread
@@ -439,7 +445,7 @@ impl Drop for Poller {
 
 /// Extent to which a poller's queues wait for the limits of their leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Rests {
+enum ThrottledQueues {
     None,
     Some,
     All,
@@ -447,24 +453,24 @@ enum Rests {
 
 /// Queues and watches of a function.
 #[derive(Default)]
-struct Members {
+struct FunctionQueues {
     #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
     queues: Vec<Box<ShadowQueue>>,
     watches: Vec<DoorbellWatch>,
 }
 
 /// Function that a poller runs.
-struct Function {
+struct PolledFunction {
     function: Arc<ProcessorTime>,
-    turns: FunctionTurns,
+    turns: FunctionArbitration,
     /// Empty while the function has its turn.
-    members: Members,
+    members: FunctionQueues,
     /// Identifiers of its queues, with the descriptors that end a sleep for them.
     ids: Vec<(u64, Option<RawFd>)>,
 }
 
 /// Function that once blocked all others and now has its own poller.
-struct Apart {
+struct IsolatedFunction {
     /// A weak reference: several pollers may know the function, and strong ones would keep it alive among them.
     function: Weak<ProcessorTime>,
     poller: Arc<Poller>,
@@ -473,10 +479,10 @@ struct Apart {
 /// All functions of a poller. Another thread may take them over while a function has its turn.
 #[derive(Default)]
 pub(super) struct PolledFunctions {
-    functions: Vec<Function>,
+    functions: Vec<PolledFunction>,
     /// Queues to hand over once none of their commands is in flight.
-    leaving: Vec<(u64, Requester)>,
-    apart: Vec<Apart>,
+    leaving: Vec<(u64, QueueRemovalReply)>,
+    apart: Vec<IsolatedFunction>,
 }
 
 impl PolledFunctions {
@@ -501,17 +507,17 @@ impl PolledFunctions {
     }
 
     /// Returns the function that a bill is charged to, and adds it if it is new.
-    fn function(&mut self, bill: &Bill) -> &mut Function {
+    fn function(&mut self, bill: &ProcessorTimeCharge) -> &mut PolledFunction {
         let own = bill.function();
         let at = self
             .functions
             .iter()
             .position(|function| Arc::ptr_eq(&function.function, own));
         let at = at.unwrap_or_else(|| {
-            self.functions.push(Function {
+            self.functions.push(PolledFunction {
                 function: own.clone(),
-                turns: FunctionTurns::default(),
-                members: Members::default(),
+                turns: FunctionArbitration::default(),
+                members: FunctionQueues::default(),
                 ids: Vec::new(),
             });
             self.functions.len() - 1
@@ -520,7 +526,7 @@ impl PolledFunctions {
     }
 
     /// Returns the function that a bill is charged to, if the function has its own poller.
-    fn apart(&mut self, bill: &Bill) -> Option<&mut Apart> {
+    fn apart(&mut self, bill: &ProcessorTimeCharge) -> Option<&mut IsolatedFunction> {
         let own = bill.function();
         self.apart
             .iter_mut()
@@ -528,12 +534,12 @@ impl PolledFunctions {
     }
 }
 
-struct Worker {
-    shared: Arc<Shared>,
-    seat: Arc<Seat>,
-    sleeper: Sleeper,
+struct PollerThread {
+    shared: Arc<PollerState>,
+    seat: Arc<PollerTakeoverSlot>,
+    sleeper: PollerSleep,
     polled: PolledFunctions,
-    quantum: Quantum,
+    quantum: FunctionQuantum,
     stop: bool,
     /// True if all queues and watches belong to one function, which is charged all of the time, and none is leaving.
     is_plain: bool,
@@ -544,21 +550,21 @@ struct Worker {
     /// Nanoseconds of processor time to add to the thread's time for the poller's time.
     beside_nanoseconds: u64,
     /// Placement beside a vCPU, if requested.
-    beside: Option<Beside>,
+    beside: Option<VcpuAffinity>,
 }
 
-impl Shared {
+impl PollerState {
     fn new(
         name: &str,
         cpu: Option<usize>,
-        spin: Spin,
-        learning: Learning,
-        threads: &Threads,
+        spin: PollerIdleMode,
+        learning: AdaptivePolicies,
+        threads: &ThreadSpawner,
     ) -> io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             name: name.to_owned(),
             cpu,
-            waker: Waker::new()?,
+            waker: PollerWaker::new()?,
             mail: Mutex::default(),
             has_mail: AtomicBool::new(false),
             queues: AtomicUsize::new(0),
@@ -577,7 +583,7 @@ impl Shared {
         }))
     }
 
-    fn seat(&self) -> Arc<Seat> {
+    fn seat(&self) -> Arc<PollerTakeoverSlot> {
         self.seat
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -587,7 +593,7 @@ impl Shared {
     /// Returns whether the poller has, or is about to get, functions other than the one at `index`.
     fn has_others(&self, polled: &PolledFunctions, index: usize) -> bool {
         let function = polled.functions.get(index);
-        let is_other = |bill: &Bill| {
+        let is_other = |bill: &ProcessorTimeCharge| {
             function.is_none_or(|function| !Arc::ptr_eq(&function.function, bill.function()))
         };
         polled.functions.len() > 1
@@ -598,21 +604,21 @@ impl Shared {
                     .unwrap_or_else(PoisonError::into_inner)
                     .iter()
                     .any(|mail| match mail {
-                        Mail::Add(queue) => is_other(queue.bill()),
-                        Mail::Watch(watch) => is_other(&watch.bill),
+                        PollerRequest::Add(queue) => is_other(queue.bill()),
+                        PollerRequest::Watch(watch) => is_other(&watch.bill),
                         _ => false,
                     })
     }
 }
 
-impl Worker {
-    fn new(shared: &Arc<Shared>) -> io::Result<Self> {
+impl PollerThread {
+    fn new(shared: &Arc<PollerState>) -> io::Result<Self> {
         Ok(Self {
             shared: shared.clone(),
             seat: shared.seat(),
-            sleeper: Sleeper::new(&shared.waker)?,
+            sleeper: PollerSleep::new(&shared.waker)?,
             polled: PolledFunctions::default(),
-            quantum: Quantum::new(Rate::of_this_machine()),
+            quantum: FunctionQuantum::new(TickRate::of_this_machine()),
             stop: false,
             is_plain: true,
             is_apart: false,
@@ -633,7 +639,12 @@ impl Worker {
     /// Gives a function its turn, which starts at `began`. If another thread takes over the other functions during the turn,
     /// this thread runs only this function from then on.
     #[inline]
-    fn turn<R>(&mut self, index: usize, began: Ticks, work: impl FnOnce(&mut Members) -> R) -> R {
+    fn turn<R>(
+        &mut self,
+        index: usize,
+        began: Ticks,
+        work: impl FnOnce(&mut FunctionQueues) -> R,
+    ) -> R {
         let mut members = std::mem::take(&mut self.polled.functions[index].members);
         if !self.seat.is_watched() {
             let result = work(&mut members);
@@ -655,8 +666,8 @@ impl Worker {
 
     /// Continues with one function, after another thread has taken over the others.
     #[cold]
-    fn go_apart(&mut self, ticket: Option<Ticket>, members: Members, began: Ticks) {
-        let Some(Ticket { shared, sleeper }) = ticket else {
+    fn go_apart(&mut self, ticket: Option<TakeoverTicket>, members: FunctionQueues, began: Ticks) {
+        let Some(TakeoverTicket { shared, sleeper }) = ticket else {
             // A take-over always leaves a ticket.
             error!("Poller {} lost its place", self.shared.name);
             return;
@@ -674,7 +685,7 @@ impl Worker {
         let time = u64::try_from(thread_time().as_nanos()).unwrap_or(u64::MAX);
         self.beside_nanoseconds = 0_u64.wrapping_sub(time);
         self.settled = thread_time();
-        let Members { queues, watches } = members;
+        let FunctionQueues { queues, watches } = members;
         for queue in queues {
             self.take_in(queue);
         }
@@ -705,13 +716,13 @@ impl Worker {
         let processor = self.shared.cpu;
         // Processors for the thread if it loses its seat.
         let anywhere = processor.and_then(|_| own_processors().ok());
-        let mut pinning = processor.map(|cpu| Pinning::begin(cpu, &self.shared.name));
-        let rate = Rate::of_this_machine();
+        let mut pinning = processor.map(|cpu| ThreadPinning::begin(cpu, &self.shared.name));
+        let rate = TickRate::of_this_machine();
         let early = spin.spins_before_due();
         let due_soon = rate.ticks(early);
         let mut spin_time = SpinTime::new(learning.spin, rate);
-        let mut courtesy = Courtesy::new(learning.courtesy, rate);
-        let looks = Looks::new(learning.looks);
+        let mut courtesy = PreemptionBackoff::new(learning.courtesy, rate);
+        let looks = PollInterval::new(learning.looks);
         let mut idle_since = None;
         // Like `idle_since`, but since the last sleep.
         let mut spin_since = None;
@@ -752,7 +763,7 @@ impl Worker {
                 settles_at = Ticks(now.0.saturating_add(period));
             }
             let spun = spin_since.map_or(0, |since| pass_began.since(since));
-            let on_processor = || OnProcessor {
+            let on_processor = || ThreadProcessorUse {
                 ticks: rate.ticks(thread_time()),
                 preemptions: thread_preemptions(),
             };
@@ -776,16 +787,16 @@ impl Worker {
             }
             let rests = self.rests();
             let patience = match rests {
-                Rests::None => spin_time.ticks(),
-                Rests::Some => spin_time.shortest(),
-                Rests::All => 0,
+                ThrottledQueues::None => spin_time.ticks(),
+                ThrottledQueues::Some => spin_time.shortest(),
+                ThrottledQueues::All => 0,
             };
             // A poller that follows a vCPU must check the vCPU's processors.
             let has_nothing =
                 self.has_no_queues() && self.has_no_watches() && self.beside.is_none();
             // A separated function's poller must not occupy a processor permanently.
             let spin = match self.is_apart {
-                true if spin == Spin::Busy => Spin::Adaptive,
+                true if spin == PollerIdleMode::Busy => PollerIdleMode::Adaptive,
                 _ => spin,
             };
             let parks = has_nothing
@@ -800,7 +811,7 @@ impl Worker {
             if parks {
                 let (found_work, slept) = self.park(idle, early, looks);
                 // The timer ends a rest, however long the poller spins before it.
-                if rests == Rests::None {
+                if rests == ThrottledQueues::None {
                     spin_time.slept(slept, found_work);
                 }
                 pass_began = Ticks::now();
@@ -834,7 +845,7 @@ impl Worker {
         if self.polled.functions.is_empty() {
             return false;
         }
-        self.turn(0, began, |Members { queues, watches }| {
+        self.turn(0, began, |FunctionQueues { queues, watches }| {
             let mut worked = false;
             for queue in queues {
                 worked |= queue.poll();
@@ -857,7 +868,7 @@ impl Worker {
         while let Some(function) = self.polled.functions.get(index) {
             let mut turns = function.turns;
             let turns_of = &mut turns;
-            (worked, began) = self.turn(index, began, move |Members { queues, watches }| {
+            (worked, began) = self.turn(index, began, move |FunctionQueues { queues, watches }| {
                 let (mut worked, mut last) = (worked, began);
                 let mut taken = || {
                     let now = Ticks::now();
@@ -901,7 +912,7 @@ impl Worker {
 
     /// Calls a closure with the queues and watches of each function, in that function's turn. Returns whether any call returned
     /// `true`.
-    fn each(&mut self, mut work: impl FnMut(&mut Members) -> bool) -> bool {
+    fn each(&mut self, mut work: impl FnMut(&mut FunctionQueues) -> bool) -> bool {
         let (mut index, mut any) = (0, false);
         while index < self.polled.functions.len() {
             any |= self.turn(index, Ticks::now(), &mut work);
@@ -921,8 +932,8 @@ impl Worker {
         self.shared
             .processor_nanoseconds
             .store(nanoseconds, Ordering::Relaxed);
-        let settlement = Settlement::new(spent, self.bills());
-        for Function { members, .. } in &mut self.polled.functions {
+        let settlement = ProcessorTimeDivision::new(spent, self.bills());
+        for PolledFunction { members, .. } in &mut self.polled.functions {
             let queues = members.queues.iter_mut().map(|queue| queue.bill_mut());
             let watches = members.watches.iter_mut().map(|watch| &mut watch.bill);
             queues
@@ -931,7 +942,7 @@ impl Worker {
         }
     }
 
-    fn bills(&self) -> impl Iterator<Item = &Bill> {
+    fn bills(&self) -> impl Iterator<Item = &ProcessorTimeCharge> {
         let queues = self.polled.queues().map(ShadowQueue::bill);
         queues.chain(self.polled.watches().map(|watch| &watch.bill))
     }
@@ -939,7 +950,7 @@ impl Worker {
     /// Updates derived state after a change of the queues and watches.
     fn follow_change(&mut self) {
         let functions = &mut self.polled.functions;
-        functions.retain(|Function { members, .. }| {
+        functions.retain(|PolledFunction { members, .. }| {
             !(members.queues.is_empty() && members.watches.is_empty())
         });
         let is_of_one = functions.len() <= 1;
@@ -954,7 +965,7 @@ impl Worker {
 
     /// Sleeps until there is work, or until `early` before a command is due. Returns whether there was work afterwards, and the
     /// ticks slept.
-    fn park(&mut self, idle: u64, early: Duration, looks: Looks) -> (bool, u64) {
+    fn park(&mut self, idle: u64, early: Duration, looks: PollInterval) -> (bool, u64) {
         self.each(|members| {
             for queue in &mut members.queues {
                 queue.arm();
@@ -966,7 +977,7 @@ impl Worker {
         // Between arming and the second check: see `Silence`.
         let timed = self.is_timed();
         let mut found = self.shared.has_mail.load(Ordering::Acquire);
-        found |= self.each(|Members { queues, watches }| {
+        found |= self.each(|FunctionQueues { queues, watches }| {
             let mut found = false;
             for queue in queues {
                 found |= queue.look_again();
@@ -984,7 +995,7 @@ impl Worker {
             let silent = timed.then(|| {
                 let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
                 if self.polled.queues().any(ShadowQueue::has_silent_work) {
-                    Looks::at_work(idle)
+                    PollInterval::at_work(idle)
                 } else {
                     looks.at_doorbells(idle)
                 }
@@ -1017,12 +1028,14 @@ impl Worker {
     }
 
     /// Returns whether queues wait for the limits of their leases.
-    fn rests(&self) -> Rests {
+    fn rests(&self) -> ThrottledQueues {
         let rests = self.polled.queues().filter_map(ShadowQueue::rests_until);
         match rests.count() {
-            0 => Rests::None,
-            count if count == self.polled.queues().count() && self.has_no_watches() => Rests::All,
-            _ => Rests::Some,
+            0 => ThrottledQueues::None,
+            count if count == self.polled.queues().count() && self.has_no_watches() => {
+                ThrottledQueues::All
+            }
+            _ => ThrottledQueues::Some,
         }
     }
 
@@ -1055,17 +1068,17 @@ impl Worker {
         let mut answers = Vec::new();
         for mail in mail {
             match mail {
-                Mail::Add(queue) => match self.polled.apart(queue.bill()) {
+                PollerRequest::Add(queue) => match self.polled.apart(queue.bill()) {
                     Some(apart) => {
                         self.shared.queues.fetch_sub(1, Ordering::Relaxed);
                         apart.poller.add(queue);
                     }
                     None => self.take_in(queue),
                 },
-                Mail::Remove(id, departure, requester) => match self.polled.queue(id) {
+                PollerRequest::Remove(id, departure, requester) => match self.polled.queue(id) {
                     Some(queue) => {
                         queue.stop();
-                        if departure == Departure::Ends {
+                        if departure == QueueRemovalMode::Ends {
                             queue.cut_short();
                         }
                         // An earlier requester has stopped waiting.
@@ -1073,12 +1086,12 @@ impl Worker {
                         self.polled.leaving.push((id, requester));
                     }
                     None => {
-                        for Apart { poller, .. } in &self.polled.apart {
-                            poller.send(Mail::Remove(id, departure, requester.clone()));
+                        for IsolatedFunction { poller, .. } in &self.polled.apart {
+                            poller.send(PollerRequest::Remove(id, departure, requester.clone()));
                         }
                     }
                 },
-                Mail::CutShort(id) => match self.polled.queue(id) {
+                PollerRequest::CutShort(id) => match self.polled.queue(id) {
                     Some(queue) => queue.cut_short(),
                     None => self
                         .polled
@@ -1086,7 +1099,7 @@ impl Worker {
                         .iter()
                         .for_each(|apart| apart.poller.cut_short(id)),
                 },
-                Mail::Stay(id) => {
+                PollerRequest::Stay(id) => {
                     match self.polled.queue(id) {
                         Some(queue) => queue.resume(),
                         None => self
@@ -1097,7 +1110,7 @@ impl Worker {
                     }
                     self.polled.leaving.retain(|(other, _)| *other != id);
                 }
-                Mail::Watch(watch) => match self.polled.apart(&watch.bill) {
+                PollerRequest::Watch(watch) => match self.polled.apart(&watch.bill) {
                     Some(apart) => apart.poller.watch(watch),
                     None => self
                         .polled
@@ -1106,7 +1119,7 @@ impl Worker {
                         .watches
                         .push(watch),
                 },
-                Mail::Unwatch(id) => {
+                PollerRequest::Unwatch(id) => {
                     for function in &mut self.polled.functions {
                         function.members.watches.retain(|watch| watch.id != id);
                     }
@@ -1114,8 +1127,8 @@ impl Worker {
                         apart.poller.unwatch(id);
                     }
                 }
-                Mail::AfterPass(answer) => answers.push(answer),
-                Mail::Stop => self.stop = true,
+                PollerRequest::AfterPass(answer) => answers.push(answer),
+                PollerRequest::Stop => self.stop = true,
             }
         }
         self.follow_change();
@@ -1181,7 +1194,7 @@ impl Worker {
 
 /// Drops queues whose requesters are gone, on a separate thread, because the drop may wait for the drive and the ledger.
 #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
-fn end_apart(threads: &Threads, queues: Vec<Box<ShadowQueue>>) {
+fn end_apart(threads: &ThreadSpawner, queues: Vec<Box<ShadowQueue>>) {
     if queues.is_empty() {
         return;
     }
@@ -1198,14 +1211,14 @@ fn add(counter: &AtomicU64, by: u64) {
 }
 
 /// Sleep of a parked poller.
-pub(super) struct Sleeper {
+pub(super) struct PollerSleep {
     timer: TimerFd,
     bell: RawFd,
-    waker: Arc<Waker>,
+    waker: Arc<PollerWaker>,
 }
 
-impl Sleeper {
-    fn new(waker: &Arc<Waker>) -> io::Result<Self> {
+impl PollerSleep {
+    fn new(waker: &Arc<PollerWaker>) -> io::Result<Self> {
         let sleeper = Self {
             timer: TimerFd::new()?,
             bell: waker.eventfd().as_raw_fd(),

@@ -43,7 +43,7 @@ impl fmt::Display for LockHolder {
 
 /// The locks on a file.
 #[derive(Debug, Default)]
-pub(crate) struct Holders {
+pub(crate) struct FileLockHolders {
     pub(super) seen: Vec<LockHolder>,
     /// True if there are locks without a visible holder.
     pub(super) unseen: bool,
@@ -51,14 +51,14 @@ pub(crate) struct Holders {
 
 /// Kinds of locks, as the kernel names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ProcLockKind {
     /// Locks of `fcntl` on ranges, by process or by open file description.
     Range,
     /// Locks of `flock` on whole files.
     Whole,
 }
 
-impl Kind {
+impl ProcLockKind {
     fn of(name: &str) -> Option<Self> {
         match name {
             "POSIX" | "OFDLCK" => Some(Self::Range),
@@ -70,8 +70,8 @@ impl Kind {
 
 /// A line about a lock: `1: OFDLCK ADVISORY  WRITE -1 fe:00:5243 0 4095`.
 #[derive(Debug, PartialEq, Eq)]
-struct Line<'a> {
-    kind: Kind,
+struct ProcLockLine<'a> {
+    kind: ProcLockKind,
     exclusive: bool,
     /// Device and inode as printed.
     file: &'a str,
@@ -79,10 +79,10 @@ struct Line<'a> {
     last: u64,
 }
 
-impl<'a> Line<'a> {
+impl<'a> ProcLockLine<'a> {
     fn parse(text: &'a str) -> Option<Self> {
         let mut words = text.split_whitespace();
-        let kind = Kind::of(words.nth(1)?)?;
+        let kind = ProcLockKind::of(words.nth(1)?)?;
         let exclusive = words.nth(1)? == "WRITE";
         let file = words.nth(1)?;
         let first = words.next()?.parse().ok()?;
@@ -99,7 +99,7 @@ impl<'a> Line<'a> {
         })
     }
 
-    fn concerns(&self, kind: Kind, range: &Range<u64>) -> bool {
+    fn concerns(&self, kind: ProcLockKind, range: &Range<u64>) -> bool {
         self.kind == kind && self.first < range.end && self.last >= range.start
     }
 }
@@ -108,16 +108,16 @@ impl<'a> Line<'a> {
 const LOOKS: u32 = 5;
 
 /// Finds the locks of `kind` in `range` of `file`, except those of `file`'s own descriptor.
-pub(crate) fn find(file: &File, kind: Kind, range: &Range<u64>) -> Holders {
+pub(crate) fn find(file: &File, kind: ProcLockKind, range: &Range<u64>) -> FileLockHolders {
     settled(|| look(Path::new("/proc"), file, kind, range))
 }
 
 /// Repeats the scan while a holder is unseen, because one scan is not atomic. The kernel may print a lock of
 /// `/proc/locks` twice when another lock is taken during the scan. A lock may also be newer than the scan of its
 /// process.
-fn settled(mut look: impl FnMut() -> io::Result<Holders>) -> Holders {
+fn settled(mut look: impl FnMut() -> io::Result<FileLockHolders>) -> FileLockHolders {
     let mut look = || {
-        look().unwrap_or(Holders {
+        look().unwrap_or(FileLockHolders {
             seen: Vec::new(),
             unseen: true,
         })
@@ -132,10 +132,15 @@ fn settled(mut look: impl FnMut() -> io::Result<Holders>) -> Holders {
     holders
 }
 
-fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<Holders> {
+fn look(
+    proc: &Path,
+    file: &File,
+    kind: ProcLockKind,
+    range: &Range<u64>,
+) -> io::Result<FileLockHolders> {
     let wanted = file.metadata()?;
     let own = (std::process::id(), file.as_raw_fd());
-    let mut holders = Holders::default();
+    let mut holders = FileLockHolders::default();
     let mut found = 0;
     // The file's name in /proc/locks. Some file systems report another device there than `stat` does.
     let mut name = None;
@@ -186,7 +191,7 @@ fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<
         .lines()
         // Pending lock requests are printed with an arrow.
         .filter(|line| !line.contains("->"))
-        .filter_map(Line::parse)
+        .filter_map(ProcLockLine::parse)
         .filter(|line| line.concerns(kind, range))
         .filter(|line| match &name {
             Some(name) => line.file == name,
@@ -196,10 +201,10 @@ fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<
     Ok(holders)
 }
 
-fn locks_in(info: &str) -> impl Iterator<Item = Line<'_>> {
+fn locks_in(info: &str) -> impl Iterator<Item = ProcLockLine<'_>> {
     info.lines()
         .filter_map(|line| line.strip_prefix("lock:"))
-        .filter_map(Line::parse)
+        .filter_map(ProcLockLine::parse)
 }
 
 /// Returns whether a descriptor is writable, by its `/proc/PID/fdinfo`.
@@ -217,21 +222,21 @@ mod tests {
     #[test]
     fn lines_of_the_kernel_are_understood() {
         let text = "1: OFDLCK ADVISORY  READ -1 fe:00:5243 100 100";
-        let line = Line::parse(text).expect("a lock");
+        let line = ProcLockLine::parse(text).expect("a lock");
         assert_eq!((line.exclusive, line.file), (false, "fe:00:5243"));
-        assert!(line.concerns(Kind::Range, &(0..101)));
-        assert!(!line.concerns(Kind::Range, &(0..100)));
-        assert!(!line.concerns(Kind::Range, &(101..200)));
-        assert!(!line.concerns(Kind::Whole, &(0..101)));
+        assert!(line.concerns(ProcLockKind::Range, &(0..101)));
+        assert!(!line.concerns(ProcLockKind::Range, &(0..100)));
+        assert!(!line.concerns(ProcLockKind::Range, &(101..200)));
+        assert!(!line.concerns(ProcLockKind::Whole, &(0..101)));
         let text = "\t12: FLOCK  ADVISORY  WRITE 77 00:2b:33 0 EOF";
-        let line = Line::parse(text).expect("a lock");
-        assert!(line.exclusive && line.concerns(Kind::Whole, &(5..6)));
+        let line = ProcLockLine::parse(text).expect("a lock");
+        assert!(line.exclusive && line.concerns(ProcLockKind::Whole, &(5..6)));
         for no_lock in [
             "",
             "1: LEASE  ACTIVE    READ 5 fe:00:1 0 EOF",
             "1: POSIX ADVISORY",
         ] {
-            assert_eq!(Line::parse(no_lock), None);
+            assert_eq!(ProcLockLine::parse(no_lock), None);
         }
         assert!(may_write("pos:\t0\nflags:\t0100002\n"));
         assert!(!may_write("pos:\t0\nflags:\t0100000\n"));
@@ -240,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_holder_is_unseen_only_if_it_stays_so() {
-        let holders = |unseen| Holders {
+        let holders = |unseen| FileLockHolders {
             seen: Vec::new(),
             unseen,
         };

@@ -2,12 +2,12 @@
 //! after SIGKILL. They exclude other descriptions in this process as well as in other processes.
 //!
 //! A killed process may leave I/O to the kernel. So the I/O holds a reference to the lock's description
-//! ([`RangeLock::file`]), and the lock lasts until the last I/O has ended. No process owns such a lock, so a claim
+//! ([`FileRangeLock::file`]), and the lock lasts until the last I/O has ended. No process owns such a lock, so a claim
 //! waits for a while if no holder is visible.
 //!
 //! The range of an image that a lease has is locked in the image itself. Servers with another state directory, and
 //! VMMs, check no other place. Any user who may read the image can put a shared lock there, which blocks an exclusive
-//! one. So [`RangeLock::claim`] distinguishes:
+//! one. So [`FileRangeLock::claim`] distinguishes:
 //!
 //! * A lock that is exclusive, or was taken through a writable descriptor, belongs to a user of the image: QEMU takes
 //!   shared locks on images that it writes. The claim is refused, and its holder named.
@@ -31,7 +31,7 @@ use crate::deadline::{Deadline, SystemClock};
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::system::{LockKind, is_lock_excluded, process_user, try_lock, unlock};
 
-pub(crate) use holders::{Holders, Kind, find};
+pub(crate) use holders::{FileLockHolders, ProcLockKind, find};
 
 /// Timeout of a claim that waits for an invisible holder, such as the I/O of a killed process.
 pub const PATIENCE: Duration = Duration::from_secs(10);
@@ -64,7 +64,7 @@ impl From<ClaimError> for io::Error {
 
 /// A lock on ranges of a file, held until dropped.
 #[derive(Debug)]
-pub struct RangeLock {
+pub struct FileRangeLock {
     // The lock belongs to this open file description, so each lock has its own. Rust opens the file with O_CLOEXEC, so
     // a program that is started later does not inherit the lock.
     file: File,
@@ -72,7 +72,7 @@ pub struct RangeLock {
     ranges: Mutex<Vec<(u64, u64)>>,
 }
 
-impl RangeLock {
+impl FileRangeLock {
     /// Creates a lock without ranges. The file must have been opened for this lock alone, for reading and writing.
     #[must_use]
     pub const fn new(file: File) -> Self {
@@ -87,7 +87,7 @@ impl RangeLock {
     }
 
     /// Returns the open file that has the lock. A holder that keeps it open for I/O keeps the lock, unless the
-    /// `RangeLock` is dropped.
+    /// `FileRangeLock` is dropped.
     pub const fn file(&self) -> &File {
         &self.file
     }
@@ -141,7 +141,7 @@ impl RangeLock {
     /// [`ClaimError::Taken`] if another process has an exclusive lock on it; otherwise the error of `fcntl`.
     pub fn share(&self, byte: u64) -> Result<(), ClaimError> {
         if !try_lock(&self.file, LockKind::Shared, byte, 1)? {
-            let holders = describe(&find(&self.file, Kind::Range, &(byte..byte + 1)));
+            let holders = describe(&find(&self.file, ProcLockKind::Range, &(byte..byte + 1)));
             return Err(ClaimError::Taken { holders });
         }
         self.ranges().push((byte, 1));
@@ -158,7 +158,7 @@ impl RangeLock {
             return Ok(None);
         }
         let user = process_user();
-        let mut holders = find(&self.file, Kind::Range, &(byte..byte + 1));
+        let mut holders = find(&self.file, ProcLockKind::Range, &(byte..byte + 1));
         holders.seen.retain(|holder| !holder.only_reads(user));
         let are_some = holders.unseen || !holders.seen.is_empty();
         Ok(are_some.then(|| describe(&holders)))
@@ -200,7 +200,7 @@ fn claim(
         }
         // The shared lock comes first and the check second: of two concurrent claims, at least one sees the other.
         let shared = try_lock(file, LockKind::Shared, start, length)?;
-        let holders = find(file, Kind::Range, range);
+        let holders = find(file, ProcLockKind::Range, range);
         let reads_only = |holder: &holders::LockHolder| holder.only_reads(user);
         if shared && !holders.unseen && holders.seen.iter().all(reads_only) {
             if !holders.seen.is_empty() {
@@ -223,7 +223,7 @@ fn claim(
     }
 }
 
-impl Drop for RangeLock {
+impl Drop for FileRangeLock {
     fn drop(&mut self) {
         // The description may outlive this value, in a forked child or in the lease's pending I/O.
         for &(start, length) in &*self.ranges() {
@@ -235,7 +235,7 @@ impl Drop for RangeLock {
 }
 
 /// Names the holders of locks, for messages.
-pub(crate) fn describe(holders: &Holders) -> String {
+pub(crate) fn describe(holders: &FileLockHolders) -> String {
     let mut names: Vec<String> = holders.seen.iter().map(ToString::to_string).collect();
     if names.is_empty() || holders.unseen {
         names.push(
@@ -263,9 +263,9 @@ mod tests {
 
     const EOF: Range<u64> = 0..u64::MAX;
 
-    struct Image(tempfile::NamedTempFile);
+    struct LockTestImage(tempfile::NamedTempFile);
 
-    impl Image {
+    impl LockTestImage {
         fn new() -> Self {
             let file = tempfile::NamedTempFile::new().expect("a file");
             file.as_file().set_len(1 << 20).expect("room");
@@ -289,8 +289,8 @@ mod tests {
         }
 
         /// Claims a part of it, as a server of another user than this test's, which is not root.
-        fn claim(&self, user: u32, start: u64) -> Result<RangeLock, ClaimError> {
-            let lock = RangeLock::new(self.open(true));
+        fn claim(&self, user: u32, start: u64) -> Result<FileRangeLock, ClaimError> {
+            let lock = FileRangeLock::new(self.open(true));
             lock.add_as(user, start, 1 << 10)?;
             Ok(lock)
         }
@@ -298,13 +298,13 @@ mod tests {
 
     #[test]
     fn ranges_are_let_go_of_while_something_keeps_the_file_open() {
-        let image = Image::new();
+        let image = LockTestImage::new();
         let user = process_user();
         let lock = image.claim(user, 0).expect("free");
         lock.add_as(user, 1 << 12, 1 << 10).expect("free");
         let kept = lock.file().try_clone().expect("descriptor");
         let is_free = |start| {
-            let taken = RangeLock::take(image.open(true), start, 1 << 10).expect("fcntl");
+            let taken = FileRangeLock::take(image.open(true), start, 1 << 10).expect("fcntl");
             taken.is_some()
         };
         assert!(!is_free(0) && !is_free(1 << 12));
@@ -315,7 +315,7 @@ mod tests {
 
     #[test]
     fn a_range_that_was_refused_is_not_locked_by_the_lock_that_asked() {
-        let image = Image::new();
+        let image = LockTestImage::new();
         let user = process_user();
         let lock = image.claim(user, 0).expect("free");
         let (start, length) = (1 << 12, 1 << 10);
@@ -323,7 +323,7 @@ mod tests {
         assert!(try_lock(&sharer, LockKind::Shared, start, length).expect("fcntl"));
         lock.add_as(user, start, length).expect_err("in use");
         drop(sharer);
-        let taken = RangeLock::take(image.open(true), start, length).expect("fcntl");
+        let taken = FileRangeLock::take(image.open(true), start, length).expect("fcntl");
         assert!(taken.is_some(), "the lock that was refused has it");
         lock.add_as(user, start, length).expect_err("in use");
     }
@@ -339,7 +339,7 @@ mod tests {
         if process_user() == 0 {
             return;
         }
-        let image = Image::new();
+        let image = LockTestImage::new();
         let reader = image.share(false);
         assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
         // The server's user: locks of this process are foreign to a user that this test is not.
@@ -353,7 +353,7 @@ mod tests {
 
     #[test]
     fn a_reader_of_our_own_refuses() {
-        let image = Image::new();
+        let image = LockTestImage::new();
         let _reader = image.share(false);
         let own = image.claim(process_user(), 0).expect_err("our own user's");
         let pid = format!("process {} (", std::process::id());
@@ -363,7 +363,7 @@ mod tests {
     #[test]
     fn a_user_of_the_image_is_refused_by_name() {
         for exclusive in [true, false] {
-            let image = Image::new();
+            let image = LockTestImage::new();
             let vmm = match exclusive {
                 true => {
                     let file = image.open(true);
@@ -376,7 +376,7 @@ mod tests {
             let taken = image.claim(other_user(), 4096).expect_err("in use");
             let pid = format!("process {} (", std::process::id());
             assert!(taken.to_string().contains(&pid), "{taken}");
-            let found = find(&image.open(true), Kind::Range, &EOF);
+            let found = find(&image.open(true), ProcLockKind::Range, &EOF);
             assert_eq!((found.seen.len(), found.unseen), (1, false));
             assert_eq!(
                 (found.seen[0].exclusive, found.seen[0].writes),
@@ -389,11 +389,11 @@ mod tests {
 
     #[test]
     fn shared_locks_of_readers_make_no_holder() {
-        let image = Image::new();
+        let image = LockTestImage::new();
         let _reader = image.share(false);
         assert!(!is_locked(&image.open(false), 0, 0).expect("fcntl"));
-        let other = Image::new();
-        let _holder = RangeLock::take(other.open(true), 7, 1)
+        let other = LockTestImage::new();
+        let _holder = FileRangeLock::take(other.open(true), 7, 1)
             .expect("fcntl")
             .expect("free");
         assert!(is_locked(&other.open(false), 0, 0).expect("fcntl"));

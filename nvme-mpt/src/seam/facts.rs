@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::doorbell::DoorbellMode;
-use crate::host::{CommandSets, Limits, TemperatureThresholds};
-use crate::learn::Learning;
+use crate::host::{CommandSets, ControllerLimits, TemperatureThresholds};
+use crate::learn::AdaptivePolicies;
 use crate::spec::ids::Nsid;
 
 /// Namespace identifier under which every guest sees its lease.
@@ -39,7 +39,7 @@ pub struct LeaseFacts {
     /// The lease as the guest sees it, with its initial number of blocks.
     pub namespace: LeasedNamespace,
     /// Limits that may be promised to the guest.
-    pub limits: Limits,
+    pub limits: ControllerLimits,
     /// Number of possible I/O queue pairs, with identifiers from 1.
     pub queue_pairs: u16,
     /// Path of doorbell writes to the pollers.
@@ -48,7 +48,7 @@ pub struct LeaseFacts {
     pub parks: bool,
     /// Temperatures at which the drive warns; `None` if it has no temperature sensor.
     pub thresholds: Option<TemperatureThresholds>,
-    /// True if [`HostSide::damage`](crate::seam::HostSide::damage) can change, so that it has to be checked periodically.
+    /// True if [`HostSide::damage`](crate::seam::ControllerBackend::damage) can change, so that it has to be checked periodically.
     pub can_be_damaged: bool,
     /// True if the drive exists only in the back end's process, so that no other process can take over its lease.
     pub is_private: bool,
@@ -56,7 +56,7 @@ pub struct LeaseFacts {
     /// boundary may be executed in parts.
     pub unit_blocks: Option<u64>,
     /// Settings of the adaptive policies.
-    pub learning: Learning,
+    pub learning: AdaptivePolicies,
 }
 
 impl LeaseFacts {

@@ -1,7 +1,7 @@
 //! Interface between a function and the back end that does its I/O.
 //!
-//! A function implements registers, configuration space and admin commands. For everything else it calls [`HostSide`].
-//! In a single process, [`Attachment`](crate::Attachment) implements the trait by direct calls.
+//! A function implements registers, configuration space and admin commands. For everything else it calls [`ControllerBackend`].
+//! In a single process, [`Attachment`](crate::LocalBackend) implements the trait by direct calls.
 //!
 //! If the back end is another process, the implementation in the function's process sends messages. For this reason,
 //! arguments and results are numbers, guest addresses, plain structs and descriptors, and timeouts are durations. I/O
@@ -18,13 +18,13 @@
 //! | [`SharedParts::doorbells`] | the memory file, `CAP.DSTRD` and the number of queue pairs; both sides map the file |
 //! | [`SharedParts::events`] | the eventfd |
 //! | [`SharedParts::live`] | the memory file, which the function keeps for the next back end |
-//! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] itself |
+//! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`ControllerBackend::map`] itself |
 //! | [`SharedParts::vectors`] | after each change, the eventfd that raises the vector: the VMM's eventfd; while the vector is masked, an eventfd of the function, which holds the pending bit |
 //! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
-//! | [`HostSide::map_in_place`], [`HostSide::set_memory_holder`], [`HostSide::check_memory`] | nothing of the mapping: the function's process checks itself whether its memory is complete |
-//! | [`HostSide::map_held`] | the descriptors; a [`HeldMemory`] does not keep them yet |
-//! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`StateError`] | errno or kind, and text |
+//! | [`ControllerBackend::map_in_place`], [`ControllerBackend::set_memory_holder`], [`ControllerBackend::check_memory`] | nothing of the mapping: the function's process checks itself whether its memory is complete |
+//! | [`ControllerBackend::map_held`] | the descriptors; a [`DetachedGuestMemory`] does not keep them yet |
+//! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`BackendStateError`] | errno or kind, and text |
 
 mod facts;
 mod queue;
@@ -41,26 +41,29 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
 use crate::deadline::DRAIN_DEADLINE;
-use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion, VmmMapping};
+use crate::dma::{
+    DetachedGuestMemory, DirtyRange, DmaError, GuestMemory, MemoryRegion, VmmMapping,
+};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
-use crate::event::Event;
-use crate::host::{Changes, Damage};
+use crate::event::IoQueueEvent;
+use crate::host::{LeaseDamage, UnreportedChanges};
 use crate::interrupt::InterruptVector;
 use crate::limit::RateLimits;
-use crate::live::LiveState;
+use crate::live::InflightFile;
 use crate::memory::user_faults::MemoryHolder;
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
-use crate::stats::AttachmentStats;
-use crate::stats::Counters;
+use crate::stats::BackendStats;
+use crate::stats::LeaseCounters;
 
 pub use facts::{GUEST_NSID, LeaseFacts, LeasedNamespace};
-pub use queue::{CqConfig, KeptQueues, QueueError, SqConfig};
+pub use queue::{CqConfig, PersistedQueues, QueueError, SqConfig};
 pub use state::{
-    AttachmentState, CompletionQueueState, InFlightState, StateError, SubmissionQueueState,
+    BackendState, BackendStateError, CompletionQueueState, InFlightCommandState,
+    SubmissionQueueState,
 };
-pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
+pub use wakers::{DoorbellWaker, EventfdDoorbellWaker, IoDoorbells};
 
 /// State of a lease that can change while a function holds the lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,7 +72,7 @@ pub struct LeaseStatus {
     pub blocks: u64,
     /// Bytes in use if the command set counts them, else 0.
     pub used: u64,
-    /// True if the leased blocks exist and the lease is not [revoked](HostSide::revoke).
+    /// True if the leased blocks exist and the lease is not [revoked](ControllerBackend::revoke).
     pub is_backed: bool,
     /// True if the drive failed permanently or was removed. Every command fails then.
     pub is_gone: bool,
@@ -82,17 +85,17 @@ pub struct LeaseStatus {
 pub struct SharedParts {
     /// Doorbell registers. The function and the guest store to them; the pollers load them.
     pub doorbells: Arc<DoorbellPage>,
-    /// Readable while [`HostSide::take_events`] has events. The function signals the eventfd too, to wake its own thread.
+    /// Readable while [`ControllerBackend::take_events`] has events. The function signals the eventfd too, to wake its own thread.
     pub events: Arc<EventFd>,
-    /// The VM's memory, in which the function accesses the admin queue. Changes with [`HostSide::map`] and
-    /// [`HostSide::unmap`].
+    /// The VM's memory, in which the function accesses the admin queue. Changes with [`ControllerBackend::map`] and
+    /// [`ControllerBackend::unmap`].
     pub memory: GuestMemory,
     /// Interrupt vectors by number: the admin queue's, then those of the I/O queue pairs. The back end raises them; the
     /// function masks them and connects their eventfds.
     pub vectors: Vec<Arc<InterruptVector>>,
     /// In-flight tracking of the queues, if the function outlives the back end's process. The function keeps the file
     /// and never reads it.
-    pub live: Option<Arc<LiveState>>,
+    pub live: Option<Arc<InflightFile>>,
 }
 
 /// Interrupt Coalescing and Interrupt Vector Configuration as set by the guest's driver (Base 2.0, sections 5.27.1.6
@@ -109,7 +112,7 @@ pub struct CoalescingConfig {
 
 /// Treatment of in-flight commands when a back end leaves its function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LastCommands {
+pub enum CommandDrainMode {
     /// They have half of the timeout to complete. Then they are cut short.
     Complete,
     /// They start no further step.
@@ -119,7 +122,7 @@ pub enum LastCommands {
 /// Back end of one function: its lease, its guest's memory, and the queues that do its I/O.
 ///
 /// The [module](self) describes the calls and their form as messages.
-pub trait HostSide: fmt::Debug + Send + Sync {
+pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Returns the facts of the lease.
     fn facts(&self) -> LeaseFacts;
 
@@ -141,7 +144,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     }
 
     /// Checks the lease's data for damage, which takes system calls.
-    fn damage(&self) -> Damage;
+    fn damage(&self) -> LeaseDamage;
 
     /// Returns the drive's SMART / Health Information, which covers all users of the drive together; `None` if the drive
     /// has none.
@@ -151,22 +154,22 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     fn smart_health(&self) -> io::Result<Option<SmartHealth>>;
 
     /// Returns changes that the guest did not cause and has not been told of; `None` if the command set has no change list.
-    fn changes(&self) -> Option<Changes>;
+    fn changes(&self) -> Option<UnreportedChanges>;
 
     /// Removes changes that the guest has been told of. Later changes stay.
-    fn forget_changes(&self, told: &Changes);
+    fn forget_changes(&self, told: &UnreportedChanges);
 
     /// Returns the amounts read and written so far. Snapshots carry them.
-    fn counters(&self) -> Counters;
+    fn counters(&self) -> LeaseCounters;
 
     /// Returns the number of I/O commands completed so far.
     fn commands(&self) -> u64;
 
     /// Returns the statistics of the lease and its queues.
-    fn stats(&self) -> AttachmentStats;
+    fn stats(&self) -> BackendStats;
 
     /// Takes the events of the I/O queues and the drive, oldest first.
-    fn take_events(&self) -> Vec<Event>;
+    fn take_events(&self) -> Vec<IoQueueEvent>;
 
     /// Maps a region of the VM's memory. Commands that arrive after the call may use the region.
     ///
@@ -212,13 +215,13 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`Self::map`]. Regions mapped before the error stay mapped.
-    fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError>;
+    fn map_held(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError>;
 
     /// Unmaps the regions in `gpa..gpa+len` and waits for the in-flight commands that use them. Returns the number of
     /// bytes that were mapped there.
     ///
     /// # Errors
-    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::Busy`] if in-flight commands still use the regions
+    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::DieBusyTimes`] if in-flight commands still use the regions
     /// after `time`.
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError>;
 
@@ -233,7 +236,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Unmaps all regions, as [`Self::unmap`] does.
     ///
     /// # Errors
-    /// [`DmaError::Busy`].
+    /// [`DmaError::DieBusyTimes`].
     fn unmap_all(&self) -> Result<u64, DmaError> {
         self.unmap_all_within(DRAIN_DEADLINE)
     }
@@ -241,7 +244,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Unmaps all regions, as [`Self::unmap_within`] does.
     ///
     /// # Errors
-    /// [`DmaError::Busy`].
+    /// [`DmaError::DieBusyTimes`].
     fn unmap_all_within(&self, time: Duration) -> Result<u64, DmaError> {
         self.unmap_within(Gpa(0), u64::MAX, time)
     }
@@ -249,7 +252,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Starts to log the pages written by commands and through [`SharedParts::memory`].
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if in-flight commands do not finish.
+    /// [`DmaError::DieBusyTimes`] if in-flight commands do not finish.
     fn start_dirty_log(&self) -> Result<(), DmaError>;
 
     /// Takes the pages written since the previous call.
@@ -330,7 +333,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     fn end_silent_doorbells(&self);
 
     /// Watches the doorbells of the admin queue until the next reset, if doorbells are untrapped. With
-    /// [`DoorbellMode::Mapped`](crate::DoorbellMode::Mapped), doorbells are untrapped from the start.
+    /// [`DoorbellMode::Mapped`](crate::DoorbellMode::WindowTestIommu), doorbells are untrapped from the start.
     ///
     /// # Errors
     /// Returns the kernel's error if no poller can be started. If the back end's process is gone and a successor is awaited,
@@ -381,7 +384,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`Self::reset_within`].
-    fn leave_within(&self, time: Duration, _last: LastCommands) -> Result<(), QueueError> {
+    fn leave_within(&self, time: Duration, _last: CommandDrainMode) -> Result<(), QueueError> {
         self.reset_within(time)
     }
 
@@ -394,8 +397,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Saves the queues and the promises made to the guest, while the back end is paused.
     ///
     /// # Errors
-    /// [`StateError::NotPaused`].
-    fn save(&self) -> Result<AttachmentState, StateError>;
+    /// [`BackendStateError::NotPaused`].
+    fn save(&self) -> Result<BackendState, BackendStateError>;
 
     /// Restores the queues of a back end whose process ended, from its in-flight tracking.
     ///
@@ -403,18 +406,18 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// with Command Interrupted.
     ///
     /// # Errors
-    /// All of [`StateError`] except [`StateError::Mismatch`]. No queues exist then.
-    fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError>;
+    /// All of [`BackendStateError`] except [`BackendStateError::Mismatch`]. No queues exist then.
+    fn take_up(&self, kept: &PersistedQueues) -> Result<(), BackendStateError>;
 
     /// Checks an untrusted state as far as possible before anything is created from it.
     ///
     /// # Errors
-    /// [`StateError::Mismatch`] and [`StateError::Invalid`].
-    fn check(&self, state: &AttachmentState) -> Result<(), StateError>;
+    /// [`BackendStateError::Mismatch`] and [`BackendStateError::Invalid`].
+    fn check(&self, state: &BackendState) -> Result<(), BackendStateError>;
 
     /// Recreates the queues of a state. The back end must have no queues, be paused, and have the guest's memory mapped.
     ///
     /// # Errors
-    /// All of [`StateError`]. After [`StateError::Queue`], some queues exist until the next reset.
-    fn restore(&self, state: &AttachmentState) -> Result<(), StateError>;
+    /// All of [`BackendStateError`]. After [`BackendStateError::Queue`], some queues exist until the next reset.
+    fn restore(&self, state: &BackendState) -> Result<(), BackendStateError>;
 }

@@ -39,7 +39,7 @@ pub struct SqConfig {
 /// Queues that a guest has created, as recorded by its function. Together with the in-flight tracking, they suffice to
 /// restore the queues.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeptQueues {
+pub struct PersistedQueues {
     /// Completion Queues.
     pub cqs: Vec<CqConfig>,
     /// Submission Queues.
@@ -50,7 +50,7 @@ pub struct KeptQueues {
     pub revoked: bool,
 }
 
-impl KeptQueues {
+impl PersistedQueues {
     /// Returns whether the doorbell's queue exists.
     #[must_use]
     pub fn has(&self, doorbell: Doorbell) -> bool {

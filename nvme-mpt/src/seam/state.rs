@@ -15,7 +15,7 @@ use std::io;
 use serde::{Deserialize, Serialize};
 use zerocopy::transmute;
 
-use super::queue::{CqConfig, KeptQueues, QueueError, SqConfig};
+use super::queue::{CqConfig, PersistedQueues, QueueError, SqConfig};
 use crate::address::Gpa;
 use crate::crossing;
 use crate::doorbell::DoorbellBuffer;
@@ -23,11 +23,11 @@ use crate::live::MAX_SLOTS;
 use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
 use crate::spec::ids::QueueId;
 use crate::spec::sqe::Sqe;
-use crate::stats::Counters;
+use crate::stats::LeaseCounters;
 
 /// Error of saving or restoring the state of an attachment.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
-pub enum StateError {
+pub enum BackendStateError {
     /// Queues are still polled, so the state changes.
     #[error("The state cannot be saved or restored while queues are polled; pause first")]
     NotPaused,
@@ -79,7 +79,7 @@ pub enum StateError {
     },
 }
 
-impl StateError {
+impl BackendStateError {
     /// Returns the error for a `field` with a value that no controller saves.
     pub fn invalid(
         field: impl Into<String>,
@@ -97,9 +97,9 @@ impl StateError {
 /// Saved state of an attachment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct AttachmentState {
+pub struct BackendState {
     /// Promises made to the guest.
-    pub promises: Vec<PromiseState>,
+    pub promises: Vec<GuestPromiseState>,
     /// Doorbell registers in register order: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
     pub doorbells: Vec<u32>,
     /// Pages of Doorbell Buffer Config.
@@ -109,15 +109,15 @@ pub struct AttachmentState {
     /// True if every I/O command fails until the next reset.
     pub revoked: bool,
     /// Statistics of the lease so far.
-    pub counters: Counters,
+    pub counters: LeaseCounters,
     /// Changes that the guest has not been told of. The field is omitted if it is empty, for compatibility with older
     /// snapshots. Its serialized name, `changed_zones`, comes from the first command set that had a change list.
     #[serde(
         rename = "changed_zones",
         default,
-        skip_serializing_if = "ChangesState::is_empty"
+        skip_serializing_if = "UnreportedChangesState::is_empty"
     )]
-    pub changes: ChangesState,
+    pub changes: UnreportedChangesState,
     /// True if completed writes were lost. The field is omitted if false, for compatibility with older snapshots.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
@@ -126,7 +126,7 @@ pub struct AttachmentState {
 /// Changes in a lease that the guest has not been told of.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ChangesState {
+pub struct UnreportedChangesState {
     /// First LBA of each changed unit.
     #[serde(rename = "starts")]
     pub ids: Vec<u64>,
@@ -134,7 +134,7 @@ pub struct ChangesState {
     pub more: bool,
 }
 
-impl ChangesState {
+impl UnreportedChangesState {
     /// Serialized name of the field.
     pub(crate) const NAME: &str = "changed_zones";
 
@@ -147,7 +147,7 @@ impl ChangesState {
 /// Property that a guest was told of and may rely on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct PromiseState {
+pub struct GuestPromiseState {
     /// Its name.
     pub name: String,
     /// Its value in readable form.
@@ -200,7 +200,7 @@ pub struct CompletionQueueState {
     /// In-flight commands to execute again. The field is omitted if it is empty. It is empty in every snapshot of a
     /// function whose process did not end.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub in_flight: Vec<InFlightState>,
+    pub in_flight: Vec<InFlightCommandState>,
     /// Submission Queues of this Completion Queue.
     pub submission_queues: Vec<SubmissionQueueState>,
 }
@@ -208,7 +208,7 @@ pub struct CompletionQueueState {
 /// Command that was in flight when the pollers' process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct InFlightState {
+pub struct InFlightCommandState {
     /// Its slot number.
     pub slot: u16,
     /// Identifier of its Submission Queue.
@@ -217,12 +217,12 @@ pub struct InFlightState {
     pub command: [u64; 8],
 }
 
-/// Returns the words of an entry in the form of [`InFlightState::command`].
+/// Returns the words of an entry in the form of [`InFlightCommandState::command`].
 pub(crate) fn words_of(command: &Sqe) -> [u64; 8] {
     transmute!(*command)
 }
 
-impl InFlightState {
+impl InFlightCommandState {
     /// Returns the guest's submission queue entry.
     pub(crate) fn command(&self) -> Sqe {
         transmute!(self.command)
@@ -276,10 +276,10 @@ impl CompletionQueueState {
     }
 }
 
-impl KeptQueues {
+impl PersistedQueues {
     /// Returns the queues of a restored state.
     #[must_use]
-    pub fn of(state: &AttachmentState) -> Self {
+    pub fn of(state: &BackendState) -> Self {
         let cqs = state.queues.iter();
         let sqs = cqs.clone().flat_map(|cq| {
             let sqs = cq.submission_queues.iter();

@@ -9,38 +9,38 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::memory::eventfd;
-use crate::park::{ForeignBell, Waker};
+use crate::park::{EventfdWaker, PollerWaker};
 use crate::spec::registers::Doorbell;
 
 /// Waker of a queue's poller.
 #[derive(Clone)]
-pub struct DoorbellWaker(Bell);
+pub struct DoorbellWaker(DoorbellWakerKind);
 
 #[derive(Clone)]
-enum Bell {
-    Poller(Arc<Waker>),
+enum DoorbellWakerKind {
+    Poller(Arc<PollerWaker>),
     Eventfd(Arc<EventFd>),
 }
 
 /// Creates a waker for the poller that reads the eventfd. Wakers of the same poller must share one `Arc`.
 impl From<Arc<EventFd>> for DoorbellWaker {
     fn from(eventfd: Arc<EventFd>) -> Self {
-        Self(Bell::Eventfd(eventfd))
+        Self(DoorbellWakerKind::Eventfd(eventfd))
     }
 }
 
 impl DoorbellWaker {
     /// Creates the waker of a poller in this process.
-    pub(crate) fn of_poller(waker: Arc<Waker>) -> Self {
-        Self(Bell::Poller(waker))
+    pub(crate) fn of_poller(waker: Arc<PollerWaker>) -> Self {
+        Self(DoorbellWakerKind::Poller(waker))
     }
 
     /// Returns the eventfd that wakes the poller. Signalling an awake poller has no effect.
     #[must_use]
     pub fn eventfd(&self) -> &EventFd {
         match &self.0 {
-            Bell::Poller(waker) => waker.eventfd(),
-            Bell::Eventfd(eventfd) => eventfd,
+            DoorbellWakerKind::Poller(waker) => waker.eventfd(),
+            DoorbellWakerKind::Eventfd(eventfd) => eventfd,
         }
     }
 
@@ -48,19 +48,21 @@ impl DoorbellWaker {
     ///
     /// # Errors
     /// Returns the kernel's error if no descriptors are left.
-    pub fn foreign(&self) -> io::Result<Option<ForeignDoorbellWaker>> {
+    pub fn foreign(&self) -> io::Result<Option<EventfdDoorbellWaker>> {
         match &self.0 {
-            Bell::Poller(waker) => Ok(Some(ForeignDoorbellWaker(ForeignBell::new(waker.clone())?))),
-            Bell::Eventfd(_) => Ok(None),
+            DoorbellWakerKind::Poller(waker) => Ok(Some(EventfdDoorbellWaker(EventfdWaker::new(
+                waker.clone(),
+            )?))),
+            DoorbellWakerKind::Eventfd(_) => Ok(None),
         }
     }
 }
 
 /// Waker that another process signals to wake a queue's poller. It cannot suppress the wakers of others.
 #[derive(Debug)]
-pub struct ForeignDoorbellWaker(ForeignBell);
+pub struct EventfdDoorbellWaker(EventfdWaker);
 
-impl ForeignDoorbellWaker {
+impl EventfdDoorbellWaker {
     /// Returns a descriptor for the other process to write to.
     ///
     /// # Errors
@@ -72,7 +74,7 @@ impl ForeignDoorbellWaker {
     /// Returns whether both wake the same poller.
     #[must_use]
     pub fn is_of(&self, waker: &DoorbellWaker) -> bool {
-        matches!(&waker.0, Bell::Poller(waker) if Arc::ptr_eq(waker, self.0.waker()))
+        matches!(&waker.0, DoorbellWakerKind::Poller(waker) if Arc::ptr_eq(waker, self.0.waker()))
     }
 }
 
@@ -97,7 +99,7 @@ pub struct IoDoorbells {
     /// True if the doorbells are in a Doorbell Buffer. A register write then carries no value and only wakes the poller.
     pub are_buffered: bool,
     /// True if the guest may store to the registers without an exit, see
-    /// [`begin_silent_doorbells`](super::HostSide::begin_silent_doorbells).
+    /// [`begin_silent_doorbells`](super::ControllerBackend::begin_silent_doorbells).
     pub are_silent: bool,
     /// Each doorbell, with the waker of its queue's poller.
     pub wakers: Vec<(Doorbell, DoorbellWaker)>,

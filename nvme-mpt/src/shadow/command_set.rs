@@ -2,8 +2,8 @@
 //!
 //! A [`HostQueue`](crate::host::HostQueue) names its command set as a type, so that commands are dispatched at compile time.
 
-use super::Untranslated;
-use super::translate::Translator;
+use super::UntranslatedCommand;
+use super::translate::CommandTranslator;
 use crate::host::{CommandSetDescription, HostQueue, IoCommand};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
@@ -11,7 +11,7 @@ use crate::spec::status::Status;
 
 /// Data moved by a completed command, for the statistics of the lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Traffic {
+pub enum CommandTraffic {
     /// Bytes read by the guest.
     Read(u32),
     /// Bytes written by the guest.
@@ -52,13 +52,13 @@ pub trait CommandSet {
     /// they are copied to the slot's list.
     ///
     /// # Errors
-    /// [`Untranslated`] if the command does not reach the host controller as a single command.
+    /// [`UntranslatedCommand`] if the command does not reach the host controller as a single command.
     fn translate(
-        translator: &mut Translator,
+        translator: &mut CommandTranslator,
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated>;
+    ) -> Result<u32, UntranslatedCommand>;
 
     /// Returns the first LBA of a command for the error log.
     #[must_use]
@@ -70,7 +70,7 @@ pub trait CommandSet {
     /// Returns dwords 0 and 1 of the guest's completion.
     #[must_use]
     #[inline(always)]
-    fn result(translator: &Translator, completed: &CompletedCommand) -> (u32, u32) {
+    fn result(translator: &CommandTranslator, completed: &CompletedCommand) -> (u32, u32) {
         let _ = translator;
         (completed.dw0, 0)
     }
@@ -82,11 +82,11 @@ pub trait CommandSet {
     /// Returns the data that a command moved.
     #[must_use]
     #[inline(always)]
-    fn traffic(completed: &CompletedCommand) -> Traffic {
+    fn traffic(completed: &CompletedCommand) -> CommandTraffic {
         match completed.opcode {
-            NvmOpcode::WRITE => Traffic::Written(completed.bytes),
-            NvmOpcode::READ => Traffic::Read(completed.bytes),
-            _ => Traffic::Other,
+            NvmOpcode::WRITE => CommandTraffic::Written(completed.bytes),
+            NvmOpcode::READ => CommandTraffic::Read(completed.bytes),
+            _ => CommandTraffic::Other,
         }
     }
 }

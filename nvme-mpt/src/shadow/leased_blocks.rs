@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use super::{Failure, Untranslated, location};
-use crate::range::LbaRange;
+use super::{CommandFailure, UntranslatedCommand, location};
+use crate::range::BlockRange;
 use crate::spec::ids::{Lba, Nsid};
 use crate::spec::status::Status;
 
 /// Identifiers of a namespace for the guest and for the host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Nsids {
+pub struct NamespaceIds {
     /// Identifier for the guest.
     pub guest: Nsid,
     /// Identifier for the host controller.
@@ -22,7 +22,7 @@ pub struct Nsids {
 /// Blocks of a lease, which the guest sees as its namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeasedBlocks {
-    nsids: Nsids,
+    nsids: NamespaceIds,
     lba_shift: u8,
     /// True if units may be added.
     grows: bool,
@@ -46,9 +46,9 @@ impl LeasedBlocks {
     /// whole units, and the unit's number of blocks must be a power of two; otherwise, and without extents, returns `None`.
     #[must_use]
     pub fn new(
-        nsids: Nsids,
+        nsids: NamespaceIds,
         lba_shift: u8,
-        parts: &[LbaRange],
+        parts: &[BlockRange],
         unit_blocks: Option<u64>,
     ) -> Option<Self> {
         let grows = unit_blocks.is_some();
@@ -60,7 +60,7 @@ impl LeasedBlocks {
                 if parts.iter().any(|part| !part.blocks.is_multiple_of(unit)) {
                     return None;
                 }
-                let units = |part: &LbaRange| {
+                let units = |part: &BlockRange| {
                     let start = part.start.0;
                     (0..part.blocks / unit).map(move |index| Lba(start + index * unit))
                 };
@@ -122,7 +122,7 @@ impl LeasedBlocks {
     /// Returns the lease without blocks, so that no command is translated.
     pub(super) fn revoked(&self) -> Self {
         Self {
-            nsids: Nsids {
+            nsids: NamespaceIds {
                 guest: Nsid::NONE,
                 ..self.nsids
             },
@@ -160,9 +160,9 @@ impl LeasedBlocks {
     /// Returns the host LBA of the first of `count` blocks, if they are contiguous at the host. `count` must fit in 48 bits.
     ///
     /// # Errors
-    /// LBA Out of Range if a block is not leased; [`Untranslated::InParts`] if the blocks are not contiguous at the host.
+    /// LBA Out of Range if a block is not leased; [`UntranslatedCommand::InParts`] if the blocks are not contiguous at the host.
     #[inline(always)]
-    pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Untranslated> {
+    pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, UntranslatedCommand> {
         let offset = self.offset_in_unit(slba);
         match self.units.get(self.unit_of(slba)) {
             Some(unit) if offset + count <= self.unit_blocks => Ok(Lba(unit.0 + offset)),
@@ -173,16 +173,16 @@ impl LeasedBlocks {
     /// Translates blocks that cross a unit boundary or are not leased.
     #[cold]
     #[inline(never)]
-    fn translate_across(&self, slba: Lba, count: u64) -> Result<Lba, Untranslated> {
+    fn translate_across(&self, slba: Lba, count: u64) -> Result<Lba, UntranslatedCommand> {
         match slba.checked_add(count) {
             Some(end) if end.0 <= self.blocks => {
                 let (start, run) = self.run(slba, count);
                 match run == count {
                     true => Ok(start),
-                    false => Err(Untranslated::InParts),
+                    false => Err(UntranslatedCommand::InParts),
                 }
             }
-            _ => Err(Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10).into()),
+            _ => Err(CommandFailure::at(Status::LBA_OUT_OF_RANGE, location::CDW10).into()),
         }
     }
 
@@ -227,21 +227,21 @@ mod tests {
 
     use super::*;
 
-    const NSIDS: Nsids = Nsids {
+    const NSIDS: NamespaceIds = NamespaceIds {
         guest: Nsid(1),
         host: Nsid(7),
     };
     /// Blocks of a unit here.
     const UNIT: u64 = 8;
 
-    fn range(start: u64, blocks: u64) -> LbaRange {
+    fn range(start: u64, blocks: u64) -> BlockRange {
         let start = Lba(start);
-        LbaRange { start, blocks }
+        BlockRange { start, blocks }
     }
 
     #[test]
     fn parts_are_whole_units() {
-        let new = |parts: &[LbaRange], unit| LeasedBlocks::new(NSIDS, 9, parts, unit);
+        let new = |parts: &[BlockRange], unit| LeasedBlocks::new(NSIDS, 9, parts, unit);
         assert!(new(&[range(5, 3)], None).is_some());
         assert!(new(&[range(8, 8), range(32, 16)], Some(UNIT)).is_some());
         for (parts, unit) in [
@@ -279,7 +279,7 @@ mod tests {
                 let there = model.get(slba as usize..(slba + count) as usize);
                 let translated = blocks.translate(Lba(slba), count);
                 let Some(there) = there else {
-                    let outside = Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10);
+                    let outside = CommandFailure::at(Status::LBA_OUT_OF_RANGE, location::CDW10);
                     prop_assert_eq!(translated, Err(outside.into()));
                     continue;
                 };
@@ -289,7 +289,7 @@ mod tests {
                     prop_assert_eq!(blocks.run(Lba(slba), count), (Lba(*first), run));
                     let expected = match run == count {
                         true => Ok(Lba(*first)),
-                        false => Err(Untranslated::InParts),
+                        false => Err(UntranslatedCommand::InParts),
                     };
                     prop_assert_eq!(translated, expected);
                 } else {

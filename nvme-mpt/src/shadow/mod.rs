@@ -15,14 +15,16 @@ mod slot;
 mod translate;
 
 pub(crate) use command_set::TranslatedQueue;
-pub use command_set::{CommandSet, CompletedCommand, Traffic};
-pub use leased_blocks::{LeasedBlocks, Nsids};
+pub use command_set::{CommandSet, CommandTraffic, CompletedCommand};
+pub use leased_blocks::{LeasedBlocks, NamespaceIds};
 pub use nvm::{NvmCommands, NvmFacts};
 pub(crate) use parts::PART_LISTS;
-pub(crate) use queue::{CompletionQueue, HostEnd, QueueContext, SubmissionQueue, UnmappedRing};
+pub(crate) use queue::{
+    CompletionQueue, HostQueueParts, QueueContext, SubmissionQueue, UnmappedRing,
+};
 pub use queue::{HostQueuePair, ShadowQueue};
 pub use sgl::MAX_DESCRIPTORS as MAX_SGL_DESCRIPTORS;
-pub use translate::Translator;
+pub use translate::CommandTranslator;
 
 use crate::spec::status::Status;
 
@@ -31,9 +33,9 @@ use crate::spec::status::Status;
 ///
 /// Both are packed into one word, so that translation returns them in a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Failure(u32);
+pub struct CommandFailure(u32);
 
-impl Failure {
+impl CommandFailure {
     /// Creates a failure with Do Not Retry: the same command would fail again.
     #[must_use]
     pub const fn at(status: Status, location: u16) -> Self {
@@ -58,17 +60,17 @@ impl Failure {
 
 /// Reason why a guest's command does not become a single command for the host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Untranslated {
+pub enum UntranslatedCommand {
     /// No part of the command reaches the host controller.
-    Failed(Failure),
+    Failed(CommandFailure),
     /// The command is executed in parts: its blocks lie in several extents of the host's namespace, or exceed the host
     /// controller's limit for one command.
     InParts,
 }
 
-impl From<Failure> for Untranslated {
+impl From<CommandFailure> for UntranslatedCommand {
     #[inline(always)]
-    fn from(failure: Failure) -> Self {
+    fn from(failure: CommandFailure) -> Self {
         Self::Failed(failure)
     }
 }

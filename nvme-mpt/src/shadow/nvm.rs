@@ -2,12 +2,13 @@
 
 use zerocopy::FromZeros;
 
-use super::Untranslated;
+use super::UntranslatedCommand;
 use super::command_set::CommandSet;
-use super::translate::Translator;
+use super::translate::CommandTranslator;
 use crate::address::log2_pages;
 use crate::host::{
-    CommandSetDescription, Contents, IdentifyNamespaceData, IoCommand, Limits, Structure,
+    CommandSetDescription, ControllerLimits, IdentifyNamespaceData, IoCommand, NamespaceContents,
+    SparseStructure,
 };
 use crate::spec::identify::{Csi, IdentifyControllerNvm};
 use crate::spec::opcode::NvmOpcode;
@@ -25,7 +26,7 @@ pub struct NvmCommands;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmFacts {
     /// Limits of the host controller.
-    pub limits: Limits,
+    pub limits: ControllerLimits,
     /// Logical block size in bytes, as a power of two.
     pub lba_shift: u8,
 }
@@ -65,12 +66,12 @@ impl CommandSet for NvmCommands {
         let offered = Self::COMMANDS.iter().copied();
         CommandSetDescription {
             csi: Csi::NVM,
-            contents: Contents::BLOCKS,
+            contents: NamespaceContents::BLOCKS,
             commands: offered
                 .filter(|command| limits.offers(NvmOpcode(command.opcode)))
                 .collect(),
             namespace: IdentifyNamespaceData::default(),
-            controller: Structure::of(&id),
+            controller: SparseStructure::of(&id),
             change_list: None,
             // The limits are promised elsewhere.
             promises: Vec::new(),
@@ -79,11 +80,11 @@ impl CommandSet for NvmCommands {
 
     #[inline(always)]
     fn translate(
-        translator: &mut Translator,
+        translator: &mut CommandTranslator,
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         translator.translate(guest, slot, host)
     }
 
@@ -104,7 +105,7 @@ mod tests {
 
     /// Returns the limit of a range that guests of a drive with such a limit are told, in bytes.
     fn told(dsm_range_bytes_max: u64, lba_shift: u8) -> u64 {
-        let limits = Limits {
+        let limits = ControllerLimits {
             commands: Oncs(0).with_dsm(true),
             dsm_range_bytes_max,
             ..*IdleController::new().limits()

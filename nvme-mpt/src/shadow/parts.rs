@@ -19,8 +19,8 @@ use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes, transmute};
 
 use super::LeasedBlocks;
-use super::slot::Slots;
-use super::translate::{PartMeans, Translator};
+use super::slot::CommandSlots;
+use super::translate::{CommandTranslator, PartContext};
 use crate::address::PAGE_SIZE;
 use crate::clock::{Ticks, ticks_in};
 use crate::host::ListMemory;
@@ -43,7 +43,7 @@ const RANGE_WORDS: usize = PAGE_SIZE as usize / 8;
 
 /// Progress of a command in parts, in blocks.
 #[derive(Clone, Copy, Debug, Default)]
-struct Progress {
+struct MultiPartProgress {
     total: u64,
     done: u64,
     /// Blocks of the part in flight.
@@ -54,9 +54,9 @@ struct Progress {
 
 /// Commands of a shadow queue that are executed in parts.
 #[derive(Debug)]
-pub(super) struct Parts {
+pub(super) struct MultiPartCommands {
     /// Progress by slot.
-    progress: Box<[Progress]>,
+    progress: Box<[MultiPartProgress]>,
     /// Slots of commands that have no part in flight.
     waiting: VecDeque<u16>,
     /// Numbers of free part lists. They follow the numbers of the slots' lists.
@@ -64,30 +64,30 @@ pub(super) struct Parts {
     /// Number of commands in parts.
     count: usize,
     is_cut_short: bool,
-    cutter: Cutter,
+    cutter: PartBuilder,
     deallocate_ticks: u64,
 }
 
 /// Next step of a command in parts.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) enum MultiPartStep {
     /// Submits this part to the host controller.
     Submit(Sqe),
     /// Completes the command in this slot with this status.
     End(u16, Status),
 }
 
-impl Parts {
+impl MultiPartCommands {
     /// Creates the state for `slots` slots, whose lists are followed by [`PART_LISTS`] part lists.
     pub(super) fn new(slots: u16) -> Self {
         let count = usize::from(slots);
         Self {
-            progress: vec![Progress::default(); count].into_boxed_slice(),
+            progress: vec![MultiPartProgress::default(); count].into_boxed_slice(),
             waiting: VecDeque::with_capacity(count),
             lists: (slots..slots + PART_LISTS).collect(),
             count: 0,
             is_cut_short: false,
-            cutter: Cutter::new(),
+            cutter: PartBuilder::new(),
             deallocate_ticks: ticks_in(DEALLOCATE),
         }
     }
@@ -107,9 +107,9 @@ impl Parts {
     pub(super) fn begin(&mut self, slot: u16, whole: &Sqe, lists: &mut ListMemory) {
         let total = self.cutter.total(whole, slot, lists);
         if let Some(progress) = self.progress.get_mut(usize::from(slot)) {
-            *progress = Progress {
+            *progress = MultiPartProgress {
                 total,
-                ..Progress::default()
+                ..MultiPartProgress::default()
             };
         }
         self.count += 1;
@@ -122,13 +122,13 @@ impl Parts {
     #[cold]
     pub(super) fn next(
         &mut self,
-        slots: &Slots,
-        translator: &mut Translator,
+        slots: &CommandSlots,
+        translator: &mut CommandTranslator,
         now: Ticks,
         gives_up: bool,
-    ) -> Option<Step> {
+    ) -> Option<MultiPartStep> {
         let number = *self.waiting.front()?;
-        let ended = |status| Some(Step::End(number, status));
+        let ended = |status| Some(MultiPartStep::End(number, status));
         let (Some(whole), Some(progress)) = (
             slots.command(number),
             self.progress.get_mut(usize::from(number)),
@@ -158,7 +158,7 @@ impl Parts {
         match self.cutter.cut(whole, progress.done, place, translator) {
             Ok((part, blocks)) => {
                 progress.part = blocks;
-                Some(Step::Submit(part))
+                Some(MultiPartStep::Submit(part))
             }
             Err(status) => ended(status),
         }
@@ -204,14 +204,14 @@ struct PartPlace {
 
 /// Builder of the parts of commands.
 #[derive(Debug)]
-struct Cutter {
+struct PartBuilder {
     /// Contiguous pieces of a part's data, as IOVA and length.
     stretches: Vec<(u64, u64)>,
     /// Ranges of the command, copied from the list of its slot.
     ranges: Box<[u64]>,
 }
 
-impl Cutter {
+impl PartBuilder {
     fn new() -> Self {
         Self {
             stretches: Vec::with_capacity(RANGE_WORDS),
@@ -258,7 +258,7 @@ impl Cutter {
         whole: &Sqe,
         done: u64,
         place: PartPlace,
-        translator: &mut Translator,
+        translator: &mut CommandTranslator,
     ) -> Result<(Sqe, u64), Status> {
         let means = translator.for_parts();
         let mut part = *whole;
@@ -267,7 +267,7 @@ impl Cutter {
             NvmOpcode::DATASET_MANAGEMENT => self.deallocate(&mut part, done, place, means),
             NvmOpcode::COPY => self.copy(&mut part, done, place, means),
             _ => {
-                let PartMeans {
+                let PartContext {
                     blocks,
                     limits,
                     lists,
@@ -370,9 +370,9 @@ impl Cutter {
         part: &mut Sqe,
         done: u64,
         place: PartPlace,
-        means: PartMeans<'_>,
+        means: PartContext<'_>,
     ) -> Result<u64, Status> {
-        let PartMeans {
+        let PartContext {
             blocks,
             limits,
             lists,
@@ -402,9 +402,9 @@ impl Cutter {
         part: &mut Sqe,
         done: u64,
         place: PartPlace,
-        means: PartMeans<'_>,
+        means: PartContext<'_>,
     ) -> Result<u64, Status> {
-        let PartMeans {
+        let PartContext {
             blocks,
             limits,
             lists,

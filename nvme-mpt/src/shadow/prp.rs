@@ -3,9 +3,9 @@
 //! Each entry is read from guest memory once. A list is rebuilt, entry by entry, in the slot's own memory. So the host
 //! controller never reads a list that the guest can still write.
 
-use super::Failure;
+use super::CommandFailure;
 use crate::address::{Gpa, PAGE_SIZE};
-use crate::dma::{Direction, IovaHint, RegionHint, RegionTable, RunPages};
+use crate::dma::{DmaDirection, IovaHint, RegionHint, RegionTable, RunPages};
 use crate::host::ListMemory;
 use crate::memory::RawBytes;
 use crate::spec::dma::{PrpEntry, PrpList, PrpListPage};
@@ -34,7 +34,7 @@ pub(super) fn translate_page(
     hints: &PrpHints,
     prp1: u64,
     len: u64,
-    direction: Direction,
+    direction: DmaDirection,
 ) -> Option<u64> {
     if prp1.is_multiple_of(4) && prp1 % PAGE_SIZE + len <= PAGE_SIZE {
         let iova = hints.page.translate(Gpa(prp1), len, direction)?;
@@ -52,15 +52,15 @@ pub(super) fn translate(
     hints: &mut PrpHints,
     [prp1, prp2]: [u64; 2],
     len: u64,
-    direction: Direction,
+    direction: DmaDirection,
     lists: &mut ListMemory,
     slot: u16,
-) -> Result<[u64; 2], Failure> {
+) -> Result<[u64; 2], CommandFailure> {
     if !prp1.is_multiple_of(4) {
-        return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP1));
+        return Err(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP1));
     }
     let first = (PAGE_SIZE - prp1 % PAGE_SIZE).min(len);
-    let outside = |location| Failure::at(Status::DATA_TRANSFER_ERROR, location);
+    let outside = |location| CommandFailure::at(Status::DATA_TRANSFER_ERROR, location);
     let host_prp1 = table
         .translate_for_hint(Gpa(prp1), first, direction, &mut hints.page)
         .ok_or(outside(PRP1))?
@@ -71,7 +71,7 @@ pub(super) fn translate(
     }
     if rest <= PAGE_SIZE {
         if prp2 & PAGE_OFFSET != 0 {
-            return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
+            return Err(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP2));
         }
         let host_prp2 = table.translate_for_hint(Gpa(prp2), rest, direction, &mut hints.page);
         return Ok([host_prp1, host_prp2.ok_or(outside(PRP2))?.bits()]);
@@ -87,10 +87,10 @@ fn translate_list(
     hints: &mut PrpHints,
     pointer: u64,
     len: u64,
-    direction: Direction,
+    direction: DmaDirection,
     lists: &mut ListMemory,
     slot: u16,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let (host_list, _) = lists.of_slot(slot);
     // Regions are whole pages, so the page of the last entry lies in one region even if its end is unused.
     let entries = (len - 1) / PAGE_SIZE + 1;
@@ -105,9 +105,9 @@ fn translate_list(
 
 /// Returns the current page of the walk through a list.
 #[inline(always)]
-fn page_of(list: &PrpList) -> Result<PrpListPage, Failure> {
+fn page_of(list: &PrpList) -> Result<PrpListPage, CommandFailure> {
     list.page()
-        .ok_or(Failure::at(Status::PRP_OFFSET_INVALID, PRP2))
+        .ok_or(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP2))
 }
 
 /// Returns the entries of a list page in guest memory.
@@ -116,11 +116,11 @@ fn entries_of<'a>(
     table: &'a RegionTable,
     hints: &mut PrpHints,
     page: PrpListPage,
-) -> Result<RawBytes<'a>, Failure> {
+) -> Result<RawBytes<'a>, CommandFailure> {
     let len = PrpEntry::SIZE as u64 * page.count;
     table
-        .bytes(Gpa(page.at), len, Direction::FromGuest, &mut hints.list)
-        .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))
+        .bytes(Gpa(page.at), len, DmaDirection::FromGuest, &mut hints.list)
+        .ok_or(CommandFailure::at(Status::DATA_TRANSFER_ERROR, PRP2))
 }
 
 /// Copies and translates a PRP list of several pages.
@@ -129,9 +129,9 @@ fn translate_chain(
     table: &RegionTable,
     hints: &mut PrpHints,
     mut list: PrpList,
-    direction: Direction,
+    direction: DmaDirection,
     mut host_list: &mut [u64],
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     loop {
         let page = page_of(&list)?;
         let guest_list = entries_of(table, hints, page)?;
@@ -139,7 +139,7 @@ fn translate_chain(
             return translate_entries(table, hints, guest_list, direction, host_list);
         }
         let here = page.of_data() as usize;
-        let internal = Failure::at(Status::INTERNAL_ERROR, PRP2);
+        let internal = CommandFailure::at(Status::INTERNAL_ERROR, PRP2);
         // The list's address is a multiple of an entry's size, and regions are whole pages. So entries are aligned.
         let next = guest_list.words().ok_or(internal)?.read(here);
         list.go_on(page, PrpEntry(next));
@@ -156,22 +156,22 @@ fn translate_entries(
     table: &RegionTable,
     hints: &mut PrpHints,
     guest_list: RawBytes<'_>,
-    direction: Direction,
+    direction: DmaDirection,
     host_list: &mut [u64],
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     // The largest transfer uses half of the entries of a list.
     let host_list = host_list
         .get_mut(..guest_list.len() / PrpEntry::SIZE)
-        .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
+        .ok_or(CommandFailure::at(Status::INTERNAL_ERROR, PRP2))?;
     let run = hints
         .page
         .pages(direction)
-        .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
+        .ok_or(CommandFailure::at(Status::INTERNAL_ERROR, PRP2))?;
     // No branch per entry: nearly always, all pages lie in one run.
     let offsets = guest_list.copy_moved_words_to(host_list, run.first, run.iova);
     // Runs start at page boundaries, so the offset in the run includes the offset in the page.
     if offsets & PAGE_OFFSET != 0 {
-        return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
+        return Err(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP2));
     }
     // `offsets` is the bitwise OR of all offsets, so no offset is larger. Runs end at page boundaries, so a page whose first
     // byte lies in the run lies completely in the run.
@@ -188,15 +188,15 @@ fn translate_one_by_one(
     hints: &mut PrpHints,
     entries: &mut [u64],
     run: RunPages,
-    direction: Direction,
-) -> Result<(), Failure> {
+    direction: DmaDirection,
+) -> Result<(), CommandFailure> {
     for entry in entries {
         let offset = entry.wrapping_sub(run.iova);
         if offset > run.last_byte {
             let guest = Gpa(offset.wrapping_add(run.first));
             let iova = table.translate(guest, PAGE_SIZE, direction, &mut hints.data);
             *entry = iova
-                .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?
+                .ok_or(CommandFailure::at(Status::DATA_TRANSFER_ERROR, PRP2))?
                 .bits();
         }
     }

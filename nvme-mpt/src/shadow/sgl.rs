@@ -6,9 +6,9 @@
 
 use zerocopy::transmute;
 
-use super::Failure;
+use super::CommandFailure;
 use crate::address::{Gpa, Iova};
-use crate::dma::{Direction, RegionHint, RegionTable};
+use crate::dma::{DmaDirection, RegionHint, RegionTable};
 use crate::host::{LIST_BYTES, ListMemory};
 use crate::memory::{RawBytes, RawWords};
 use crate::spec::dma::{SglDescriptor, SglSubType, SglType};
@@ -20,15 +20,15 @@ pub const MAX_DESCRIPTORS: u32 = (LIST_BYTES / SglDescriptor::SIZE) as u32;
 /// Byte offset of the descriptor in a command, for the error log.
 const SGL1: u16 = 24;
 
-fn failure(status: Status) -> Failure {
-    Failure::at(status, SGL1)
+fn failure(status: Status) -> CommandFailure {
+    CommandFailure::at(status, SGL1)
 }
 
 /// Builder of the host controller's data blocks.
-struct Builder<'a> {
+struct SglBuilder<'a> {
     table: &'a RegionTable,
     hint: &'a mut RegionHint,
-    direction: Direction,
+    direction: DmaDirection,
     /// Bytes of the command's data that no descriptor has covered yet.
     missing: u64,
     lists: &'a mut ListMemory,
@@ -37,8 +37,8 @@ struct Builder<'a> {
     first: SglDescriptor,
 }
 
-impl Builder<'_> {
-    fn data_block(&mut self, guest: SglDescriptor) -> Result<(), Failure> {
+impl SglBuilder<'_> {
+    fn data_block(&mut self, guest: SglDescriptor) -> Result<(), CommandFailure> {
         let len = u64::from(guest.length);
         if len == 0 {
             return Ok(());
@@ -56,7 +56,7 @@ impl Builder<'_> {
 
     /// Adds a data block for each piece of a guest range that is not contiguous for the host controller.
     #[cold]
-    fn block_in_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), Failure> {
+    fn block_in_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), CommandFailure> {
         let outside = failure(Status::DATA_TRANSFER_ERROR);
         loop {
             let (iova, piece) = self
@@ -74,7 +74,7 @@ impl Builder<'_> {
         }
     }
 
-    fn push(&mut self, iova: Iova, len: u32) -> Result<(), Failure> {
+    fn push(&mut self, iova: Iova, len: u32) -> Result<(), CommandFailure> {
         let host = SglDescriptor::data_block(iova.bits(), len);
         if self.count == 0 {
             self.first = host;
@@ -89,7 +89,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    fn finish(self) -> Result<[u64; 2], Failure> {
+    fn finish(self) -> Result<[u64; 2], CommandFailure> {
         if self.missing != 0 {
             return Err(failure(Status::DATA_SGL_LENGTH_INVALID));
         }
@@ -103,28 +103,28 @@ impl Builder<'_> {
 }
 
 /// Segment in the guest's memory. Each word is read once.
-enum Segment<'a> {
+enum SglSegment<'a> {
     /// Contiguous in this process's address space.
     Whole(RawWords<'a>),
     /// In scattered pages, starting at a guest address.
     Scattered(&'a RegionTable, Gpa),
 }
 
-impl<'a> Segment<'a> {
+impl<'a> SglSegment<'a> {
     fn find(
         table: &'a RegionTable,
         descriptor: &SglDescriptor,
         hint: &mut RegionHint,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CommandFailure> {
         let (start, len) = (Gpa(descriptor.address), u64::from(descriptor.length));
-        match table.bytes(start, len, Direction::FromGuest, hint) {
+        match table.bytes(start, len, DmaDirection::FromGuest, hint) {
             Some(bytes) => words(bytes).map(Self::Whole),
             None => Ok(Self::Scattered(table, start)),
         }
     }
 
     #[inline]
-    fn read(&self, index: u32, hint: &mut RegionHint) -> Result<SglDescriptor, Failure> {
+    fn read(&self, index: u32, hint: &mut RegionHint) -> Result<SglDescriptor, CommandFailure> {
         match self {
             Self::Whole(words) => {
                 let word = 2 * index as usize;
@@ -142,12 +142,12 @@ fn read_scattered(
     start: Gpa,
     index: u32,
     hint: &mut RegionHint,
-) -> Result<SglDescriptor, Failure> {
+) -> Result<SglDescriptor, CommandFailure> {
     let offset = u64::from(index) * SglDescriptor::SIZE as u64;
     let mut word = |offset| {
         let bytes = start
             .checked_add(offset)
-            .and_then(|at| table.bytes(at, 8, Direction::FromGuest, hint));
+            .and_then(|at| table.bytes(at, 8, DmaDirection::FromGuest, hint));
         let bytes = bytes.ok_or(failure(Status::DATA_TRANSFER_ERROR))?;
         Ok(words(bytes)?.read(0))
     };
@@ -155,7 +155,7 @@ fn read_scattered(
 }
 
 /// Returns a segment's words (Base 2.0, section 4.1.2).
-fn words(bytes: RawBytes<'_>) -> Result<RawWords<'_>, Failure> {
+fn words(bytes: RawBytes<'_>) -> Result<RawWords<'_>, CommandFailure> {
     let words = bytes.words();
     words.ok_or(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR))
 }
@@ -166,15 +166,15 @@ pub(super) fn translate(
     hint: &mut RegionHint,
     dptr: [u64; 2],
     len: u64,
-    direction: Direction,
+    direction: DmaDirection,
     lists: &mut ListMemory,
     slot: u16,
-) -> Result<[u64; 2], Failure> {
+) -> Result<[u64; 2], CommandFailure> {
     let mut descriptor: SglDescriptor = transmute!(dptr);
     let mut segment_hint = RegionHint::default();
     let mut seen = 0;
     let first = SglDescriptor::default();
-    let mut builder = Builder {
+    let mut builder = SglBuilder {
         table,
         hint,
         direction,
@@ -207,7 +207,7 @@ pub(super) fn translate(
         if seen > MAX_DESCRIPTORS {
             return Err(failure(Status::INVALID_NUMBER_OF_SGL_DESCRIPTORS));
         }
-        let segment = Segment::find(table, &descriptor, &mut segment_hint)?;
+        let segment = SglSegment::find(table, &descriptor, &mut segment_hint)?;
         let mut read = |index| segment.read(index, &mut segment_hint);
         let blocks = if last { count } else { count - 1 };
         for i in 0..blocks {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::clock::{Ticks, ticks_in};
 use crate::host::DataPointer;
-use crate::memory::Room;
+use crate::memory::CompletionCredit;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Sqe};
@@ -16,9 +16,9 @@ const AGAIN: Duration = Duration::from_secs(15);
 
 /// Rare extra work at the end of a command. A single check finds whether there is any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Special(u8);
+pub(crate) struct CompletionWork(u8);
 
-impl Special {
+impl CompletionWork {
     /// Memory of the command's data was unmapped since the command was taken.
     pub(crate) const STALE: Self = Self(1);
     /// The command is executed in parts.
@@ -53,17 +53,17 @@ impl Special {
 
 /// State of an in-flight command.
 #[derive(Debug, Default)]
-pub(crate) struct Slot {
+pub(crate) struct CommandSlot {
     /// Dword 0 of the guest's command: opcode and identifier.
     cdw0: Cdw0,
     /// Index of the Submission Queue in the shadow queue.
     pub(crate) sq: u16,
-    /// Reservation of a completion entry, from [`Permit::occupy`] to [`Slots::release`].
-    room: Option<Room>,
+    /// Reservation of a completion entry, from [`SlotPermit::occupy`] to [`CommandSlots::release`].
+    room: Option<CompletionCredit>,
     /// Number of the next free slot, while this slot is free.
     next_free: u16,
     /// Extra work at the end of the command.
-    pub(crate) special: Special,
+    pub(crate) special: CompletionWork,
     /// Data bytes in the VM's memory. Ranges to deallocate or copy do not count, because the host has a copy of them.
     pub(crate) bytes: u32,
     /// First LBA as sent by the guest, for the error log; 0 in command sets without LBAs.
@@ -75,7 +75,7 @@ pub(crate) struct Slot {
     pub(crate) host: Sqe,
 }
 
-impl Slot {
+impl CommandSlot {
     /// Returns the guest's command identifier.
     #[inline(always)]
     pub(crate) const fn cid(&self) -> CommandId {
@@ -93,8 +93,8 @@ impl Slot {
     /// resubmitted: its memory was unmapped, it is executed in parts, it is not repeatable, or the guest has waited too long.
     #[cold]
     pub(crate) fn begins_again(&mut self, is_repeatable: impl FnOnce(&Sqe) -> bool) -> bool {
-        !self.special.has(Special::IN_PARTS)
-            && !self.special.has(Special::STALE)
+        !self.special.has(CompletionWork::IN_PARTS)
+            && !self.special.has(CompletionWork::STALE)
             && Ticks::now().since(self.taken) < ticks_in(AGAIN)
             && is_repeatable(&self.host)
             && self.special.count_again()
@@ -109,16 +109,16 @@ impl Slot {
 /// Permission to put one command in flight. If the permit is dropped, the slot stays free.
 #[must_use]
 #[derive(Debug)]
-pub(crate) struct Permit<'a> {
+pub(crate) struct SlotPermit<'a> {
     number: u16,
-    slot: &'a mut Slot,
-    free: &'a mut Free,
+    slot: &'a mut CommandSlot,
+    free: &'a mut FreeSlots,
 }
 
-/// Facts of a command that is put in flight; see [`Slot`].
+/// Facts of a command that is put in flight; see [`CommandSlot`].
 #[derive(Debug)]
-pub(crate) struct Taken {
-    pub(crate) room: Room,
+pub(crate) struct SlotCommand {
+    pub(crate) room: CompletionCredit,
     pub(crate) cdw0: Cdw0,
     pub(crate) sq: u16,
     pub(crate) bytes: u32,
@@ -126,7 +126,7 @@ pub(crate) struct Taken {
     pub(crate) taken: Ticks,
 }
 
-impl<'a> Permit<'a> {
+impl<'a> SlotPermit<'a> {
     /// Returns the slot's number and the entry for the host controller's command.
     #[inline]
     pub(crate) fn host(&mut self) -> (u16, &mut Sqe) {
@@ -135,9 +135,9 @@ impl<'a> Permit<'a> {
 
     /// Puts the command in flight. Returns the command for the host controller.
     #[inline]
-    pub(crate) fn occupy(self, command: Taken) -> &'a Sqe {
+    pub(crate) fn occupy(self, command: SlotCommand) -> &'a Sqe {
         let Self { slot, free, .. } = self;
-        let Taken {
+        let SlotCommand {
             room,
             cdw0,
             sq,
@@ -159,8 +159,8 @@ impl<'a> Permit<'a> {
 
     /// Puts a command in parts in flight. Returns the whole command.
     #[cold]
-    pub(crate) fn occupy_in_parts(self, command: Taken) -> &'a Sqe {
-        self.slot.special.add(Special::IN_PARTS);
+    pub(crate) fn occupy_in_parts(self, command: SlotCommand) -> &'a Sqe {
+        self.slot.special.add(CompletionWork::IN_PARTS);
         self.occupy(command)
     }
 }
@@ -170,7 +170,7 @@ const NO_SLOT: u16 = u16::MAX;
 
 /// Linked list of free slots. Each free slot has the number of the next one.
 #[derive(Debug)]
-struct Free {
+struct FreeSlots {
     /// Number of the next slot to take, or [`NO_SLOT`].
     first: u16,
     count: usize,
@@ -178,25 +178,25 @@ struct Free {
 
 /// Slots of a shadow queue. A slot's index is the command identifier at the host controller.
 #[derive(Debug)]
-pub(crate) struct Slots {
-    slots: Box<[Slot]>,
-    free: Free,
+pub(crate) struct CommandSlots {
+    slots: Box<[CommandSlot]>,
+    free: FreeSlots,
     /// Slots of in-flight commands that must be resubmitted to the host controller.
     interrupted: Vec<u16>,
 }
 
-impl Slots {
+impl CommandSlots {
     pub(crate) fn new(count: u16) -> Self {
         // Lowest first: the same few slots and their list pages stay in the cache.
         let first = |from: u16| if from < count { from } else { NO_SLOT };
-        let slots = (0..count).map(|number| Slot {
+        let slots = (0..count).map(|number| CommandSlot {
             next_free: first(number + 1),
-            ..Slot::default()
+            ..CommandSlot::default()
         });
         Self {
             slots: slots.collect(),
             interrupted: Vec::new(),
-            free: Free {
+            free: FreeSlots {
                 first: first(0),
                 count: usize::from(count),
             },
@@ -219,9 +219,9 @@ impl Slots {
 
     /// Reserves a free slot; `None` if there is none.
     #[inline]
-    pub(crate) fn reserve(&mut self) -> Option<Permit<'_>> {
+    pub(crate) fn reserve(&mut self) -> Option<SlotPermit<'_>> {
         let number = self.free.first;
-        Some(Permit {
+        Some(SlotPermit {
             number,
             slot: self.slots.get_mut(usize::from(number))?,
             free: &mut self.free,
@@ -230,7 +230,7 @@ impl Slots {
 
     /// Reserves the slot with this number; `None` if it is in use.
     #[cold]
-    pub(crate) fn reserve_at(&mut self, number: u16) -> Option<Permit<'_>> {
+    pub(crate) fn reserve_at(&mut self, number: u16) -> Option<SlotPermit<'_>> {
         self.bring_to_front(number)?;
         self.reserve()
     }
@@ -258,7 +258,7 @@ impl Slots {
 
     /// Frees a slot and returns it with its completion reservation; `None` if no in-flight command has this number.
     #[inline]
-    pub(crate) fn release(&mut self, index: u16) -> Option<(&mut Slot, Room)> {
+    pub(crate) fn release(&mut self, index: u16) -> Option<(&mut CommandSlot, CompletionCredit)> {
         // Checked before it is taken, so that nothing is written to a free slot.
         let slot = self
             .slots
@@ -273,7 +273,7 @@ impl Slots {
 
     /// Occupies the most recently released slot again.
     #[cold]
-    pub(crate) fn retake(&mut self, index: u16, room: Room) {
+    pub(crate) fn retake(&mut self, index: u16, room: CompletionCredit) {
         if let Some(slot) = self.slots.get_mut(usize::from(index))
             && self.free.first == index
         {
@@ -286,7 +286,7 @@ impl Slots {
     /// Occupies a slot again as [`Self::retake`] does, for a command that must be resubmitted to the host controller.
     #[cold]
     #[inline(never)]
-    pub(crate) fn retake_interrupted(&mut self, index: u16, room: Room) {
+    pub(crate) fn retake_interrupted(&mut self, index: u16, room: CompletionCredit) {
         self.retake(index, room);
         self.interrupted.push(index);
     }
@@ -299,7 +299,7 @@ impl Slots {
     /// Returns whether memory of the slot's command was unmapped.
     pub(crate) fn is_stale(&self, index: u16) -> bool {
         let slot = self.slots.get(usize::from(index));
-        slot.is_some_and(|slot| slot.special.has(Special::STALE))
+        slot.is_some_and(|slot| slot.special.has(CompletionWork::STALE))
     }
 
     /// Takes the slots of the commands that must be resubmitted to the host controller.
@@ -321,7 +321,7 @@ impl Slots {
     }
 
     /// Returns the in-flight commands with their slot numbers.
-    pub(crate) fn in_flight_mut(&mut self) -> impl Iterator<Item = (usize, &mut Slot)> {
+    pub(crate) fn in_flight_mut(&mut self) -> impl Iterator<Item = (usize, &mut CommandSlot)> {
         let slots = self.slots.iter_mut().enumerate();
         slots.filter(|(_, slot)| slot.room.is_some())
     }
@@ -332,11 +332,11 @@ mod tests {
     use super::*;
     use crate::memory::{CompletionIndices, RingSize};
 
-    fn occupy(slots: &mut Slots, cid: CommandId) -> u16 {
+    fn occupy(slots: &mut CommandSlots, cid: CommandId) -> u16 {
         let mut permit = slots.reserve().expect("a free slot");
         let (number, _) = permit.host();
         let size = RingSize::new(2).expect("entries");
-        permit.occupy(Taken {
+        permit.occupy(SlotCommand {
             room: CompletionIndices::new(size).reserve().expect("room"),
             cdw0: Cdw0::default().with_cid(cid),
             sq: 0,
@@ -349,7 +349,7 @@ mod tests {
 
     #[test]
     fn slots_come_back_once() {
-        let mut slots = Slots::new(3);
+        let mut slots = CommandSlots::new(3);
         assert_eq!(occupy(&mut slots, CommandId(7)), 0);
         assert_eq!(slots.in_flight(), 1);
         assert_eq!(occupy(&mut slots, CommandId(8)), 1);
@@ -372,7 +372,7 @@ mod tests {
 
     #[test]
     fn any_free_slot_can_be_had() {
-        let mut slots = Slots::new(3);
+        let mut slots = CommandSlots::new(3);
         let permit = slots.reserve_at(1).expect("free");
         assert_eq!(permit.number, 1);
         drop(permit);
@@ -384,7 +384,7 @@ mod tests {
 
     #[test]
     fn free_slots_keep_their_order_when_another_one_is_taken() {
-        let mut slots = Slots::new(4);
+        let mut slots = CommandSlots::new(4);
         // The last one, whose number no other slot names after it.
         for (number, free) in [(2, 3), (0, 2), (3, 1), (1, 0)] {
             let mut permit = slots.reserve_at(number).expect("free");
@@ -410,7 +410,7 @@ mod tests {
 
     #[test]
     fn a_permit_that_is_dropped_takes_no_slot() {
-        let mut slots = Slots::new(1);
+        let mut slots = CommandSlots::new(1);
         drop(slots.reserve().expect("a free slot"));
         assert_eq!((slots.in_flight(), slots.free()), (0, 1));
         assert!(slots.release(0).is_none());

@@ -8,19 +8,19 @@ use std::sync::Arc;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::prp::{self, PrpHints};
-use super::{Failure, LeasedBlocks, Untranslated, location, sgl};
+use super::{CommandFailure, LeasedBlocks, UntranslatedCommand, location, sgl};
 use crate::address::{Gpa, Iova, PAGE_SIZE};
-use crate::dma::{Direction, RegionHint, RegionTable};
+use crate::dma::{DmaDirection, RegionHint, RegionTable};
 use crate::host::DataPointer;
 use crate::host::ListMemory;
-use crate::host::{HostMemory, Limits};
+use crate::host::{ControllerLimits, HostMemory};
 use crate::spec::ids::{CommandId, Nsid};
 use crate::spec::nvm::{
     CompareVerify, CopyCommand, CopyFormat, CopyRange0, DatasetManagement, DsmRange, ReadWrite,
     WriteUncorrectable, WriteZeroes,
 };
 use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::{Cdw0, Fuse, Psdt, Sqe};
+use crate::spec::sqe::{Cdw0, FusedOperation, Psdt, Sqe};
 use crate::spec::status::Status;
 
 /// Bits of dword 12 of Read and Write that reach the host controller: NLB, FUA and LR. Directives and protection
@@ -31,19 +31,21 @@ const READ_WRITE_CDW12: u32 = 0xC000_FFFF;
 const OPCODE: Cdw0 = Cdw0(0).with_opcode(u8::MAX);
 
 /// Bits of dword 0 that are clear in a command that is not fused and uses PRPs.
-const FUSE_AND_PSDT: Cdw0 = Cdw0(0).with_fuse(Fuse(0b11)).with_psdt(Psdt(0b11));
+const FUSE_AND_PSDT: Cdw0 = Cdw0(0)
+    .with_fuse(FusedOperation(0b11))
+    .with_psdt(Psdt(0b11));
 
 /// Translator of guest commands for one shadow queue.
 #[derive(Debug)]
-pub struct Translator {
+pub struct CommandTranslator {
     table: Arc<RegionTable>,
     lists: ListMemory,
     blocks: LeasedBlocks,
     /// Blocks with identity translation, for [whole commands](Self::translate_whole).
     of_lease: LeasedBlocks,
-    limits: Limits,
+    limits: ControllerLimits,
     /// Limits of [whole commands](Self::translate_whole), which are executed in parts.
-    of_wholes: Limits,
+    of_wholes: ControllerLimits,
     max_transfer: u64,
     prp_hints: PrpHints,
     sgl_hint: RegionHint,
@@ -53,19 +55,19 @@ pub struct Translator {
 
 /// References that are needed to build the parts of commands.
 #[derive(Debug)]
-pub(super) struct PartMeans<'a> {
+pub(super) struct PartContext<'a> {
     pub(super) blocks: &'a LeasedBlocks,
-    pub(super) limits: &'a Limits,
+    pub(super) limits: &'a ControllerLimits,
     /// Lists of the slots and of the parts.
     pub(super) lists: &'a mut ListMemory,
 }
 
-impl Translator {
+impl CommandTranslator {
     pub(super) fn new(
         table: Arc<RegionTable>,
         lists: ListMemory,
         blocks: LeasedBlocks,
-        limits: Limits,
+        limits: ControllerLimits,
     ) -> Self {
         Self {
             table,
@@ -105,7 +107,7 @@ impl Translator {
         }
     }
 
-    /// Translates a command that is executed [in parts](Untranslated::InParts). The result keeps the LBAs of the lease and
+    /// Translates a command that is executed [in parts](UntranslatedCommand::InParts). The result keeps the LBAs of the lease and
     /// may exceed the host controller's limits. It is never submitted itself; its parts are made from it.
     ///
     /// # Errors
@@ -113,15 +115,17 @@ impl Translator {
     #[cold]
     pub(super) fn translate_whole(
         &mut self,
-        translate: impl FnOnce(&mut Self) -> Result<u32, Untranslated>,
-    ) -> Result<u32, Failure> {
+        translate: impl FnOnce(&mut Self) -> Result<u32, UntranslatedCommand>,
+    ) -> Result<u32, CommandFailure> {
         self.swap_for_wholes();
         let translated = translate(self);
         self.swap_for_wholes();
         translated.map_err(|error| match error {
-            Untranslated::Failed(failure) => failure,
+            UntranslatedCommand::Failed(failure) => failure,
             // The blocks of a whole command are contiguous, and their number is not limited.
-            Untranslated::InParts => Failure::at(Status::INTERNAL_ERROR, location::CDW10),
+            UntranslatedCommand::InParts => {
+                CommandFailure::at(Status::INTERNAL_ERROR, location::CDW10)
+            }
         })
     }
 
@@ -131,8 +135,8 @@ impl Translator {
     }
 
     /// Returns the references that are needed to build the parts of commands.
-    pub(super) fn for_parts(&mut self) -> PartMeans<'_> {
-        PartMeans {
+    pub(super) fn for_parts(&mut self) -> PartContext<'_> {
+        PartContext {
             blocks: &self.blocks,
             limits: &self.limits,
             lists: &mut self.lists,
@@ -156,7 +160,7 @@ impl Translator {
 
     /// Returns the limits that were promised to the guest.
     #[must_use]
-    pub fn limits(&self) -> &Limits {
+    pub fn limits(&self) -> &ControllerLimits {
         &self.limits
     }
 
@@ -165,14 +169,14 @@ impl Translator {
     /// not count, because they are copied.
     ///
     /// # Errors
-    /// [`Untranslated`] if the command does not reach the host controller as a single command.
+    /// [`UntranslatedCommand`] if the command does not reach the host controller as a single command.
     #[inline(always)]
     pub fn translate(
         &mut self,
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         const READ: u32 = NvmOpcode::READ.0 as u32;
         const WRITE: u32 = NvmOpcode::WRITE.0 as u32;
         let opcode = NvmOpcode(guest.opcode());
@@ -191,13 +195,13 @@ impl Translator {
         opcode: NvmOpcode,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
             self.check_common(guest)?;
             return self.read_write::<false>(guest, opcode, slot, host);
         }
         if !self.limits.offers(opcode) {
-            return Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE).into());
+            return Err(CommandFailure::at(Status::INVALID_OPCODE, location::OPCODE).into());
         }
         match opcode {
             NvmOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
@@ -227,7 +231,7 @@ impl Translator {
                     _ => self.without_data(guest, opcode, slot, host),
                 }
             }
-            _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE).into()),
+            _ => Err(CommandFailure::at(Status::INVALID_OPCODE, location::OPCODE).into()),
         }
     }
 
@@ -236,21 +240,24 @@ impl Translator {
     /// # Errors
     /// Invalid Field, or Invalid Namespace or Format.
     #[inline(always)]
-    pub fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
+    pub fn check_common(&self, guest: &Sqe) -> Result<(), CommandFailure> {
         let cdw0 = guest.cdw0;
         if cdw0.0 & FUSE_AND_PSDT.0 != 0 {
             let sgl = cdw0.psdt() == Psdt::SGL_MPTR_BUFFER && self.limits.sgl_descriptors_max > 0;
-            if cdw0.fuse() != Fuse::NORMAL || !sgl {
-                return Err(Failure::at(Status::INVALID_FIELD, location::FUSE_AND_PSDT));
+            if cdw0.fuse() != FusedOperation::NORMAL || !sgl {
+                return Err(CommandFailure::at(
+                    Status::INVALID_FIELD,
+                    location::FUSE_AND_PSDT,
+                ));
             }
         }
         self.check_nsid(guest)
     }
 
     #[inline(always)]
-    fn check_nsid(&self, guest: &Sqe) -> Result<(), Failure> {
+    fn check_nsid(&self, guest: &Sqe) -> Result<(), CommandFailure> {
         if guest.nsid != self.blocks.guest_nsid() {
-            return Err(Failure::at(
+            return Err(CommandFailure::at(
                 Status::INVALID_NAMESPACE_OR_FORMAT,
                 location::NSID,
             ));
@@ -274,16 +281,16 @@ impl Translator {
     /// Translates a Data Pointer into `host`.
     ///
     /// # Errors
-    /// [`Failure`] if the data does not lie in the VM's memory.
+    /// [`CommandFailure`] if the data does not lie in the VM's memory.
     #[inline(always)]
     pub fn data(
         &mut self,
         guest: &Sqe,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CommandFailure> {
         if guest.cdw0.psdt() == Psdt::PRP {
             self.prps(guest, len, direction, slot, host)?;
         } else {
@@ -308,10 +315,10 @@ impl Translator {
         &mut self,
         guest: &Sqe,
         len: u64,
-        direction: Direction,
+        direction: DmaDirection,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CommandFailure> {
         // Each branch stores its own result. A common result variable would cost another copy.
         if let Some(prp1) = prp::translate_page(&self.prp_hints, guest.prp1(), len, direction) {
             debug_assert_eq!(
@@ -347,18 +354,18 @@ impl Translator {
         opcode: NvmOpcode,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         let command = ReadWrite::from(guest);
         let count = u64::from(command.nlb_z) + 1;
         let slba = self.blocks.translate(command.slba, count)?;
         let len = count << self.blocks.lba_shift();
         if len > self.max_transfer {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
+            return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW12).into());
         }
         let direction = if opcode == NvmOpcode::READ {
-            Direction::ToGuest
+            DmaDirection::ToGuest
         } else {
-            Direction::FromGuest
+            DmaDirection::FromGuest
         };
         self.begin(host, opcode.0, slot);
         host.set_cdw10_11(slba.0);
@@ -371,13 +378,18 @@ impl Translator {
         Ok(len as u32)
     }
 
-    fn compare(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Untranslated> {
+    fn compare(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, UntranslatedCommand> {
         let command = CompareVerify::from(guest);
         let count = u64::from(command.nlb_z) + 1;
         let slba = self.blocks.translate(command.slba, count)?;
         let len = count << self.blocks.lba_shift();
         if len > self.max_transfer {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
+            return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW12).into());
         }
         self.begin(host, NvmOpcode::COMPARE.0, slot);
         let CompareVerify { nlb_z, fua, lr, .. } = command;
@@ -389,7 +401,7 @@ impl Translator {
             ..CompareVerify::default()
         }
         .write_to(host);
-        self.data(guest, len, Direction::FromGuest, slot, host)?;
+        self.data(guest, len, DmaDirection::FromGuest, slot, host)?;
         Ok(len as u32)
     }
 
@@ -400,14 +412,14 @@ impl Translator {
         opcode: NvmOpcode,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         // All three commands have the range in the same fields.
         let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(guest);
         let count = u64::from(nlb_z) + 1;
         let slba = self.blocks.translate(slba, count)?;
         // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4). Drivers older than NVMe 2.0 do not know them.
         if count << self.blocks.lba_shift() > self.limits.no_data_bytes_max {
-            return Err(Untranslated::InParts);
+            return Err(UntranslatedCommand::InParts);
         }
         self.begin(host, opcode.0, slot);
         match opcode {
@@ -445,12 +457,12 @@ impl Translator {
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         let command = DatasetManagement::from(guest);
         let count = usize::from(command.nr_z) + 1;
         // DMRL and DMRSL (NVM 1.0, section 4.1.5.4). Drivers older than NVMe 2.0 do not know them.
         if count as u64 > u64::from(self.limits.dsm_ranges_max) {
-            return Err(Untranslated::InParts);
+            return Err(UntranslatedCommand::InParts);
         }
         self.begin(host, NvmOpcode::DATASET_MANAGEMENT.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<DsmRange>(), slot)?;
@@ -459,7 +471,7 @@ impl Translator {
         for range in ranges_mut::<DsmRange>(&mut self.ranges.as_mut_bytes()[..len])? {
             total += u64::from(range.nlb) << blocks.lba_shift();
             if command.ad && total > most {
-                return Err(Untranslated::InParts);
+                return Err(UntranslatedCommand::InParts);
             }
             range.slba = blocks.translate(range.slba, u64::from(range.nlb))?;
             range.cattr = 0;
@@ -470,13 +482,13 @@ impl Translator {
         Ok(0)
     }
 
-    fn copy(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Untranslated> {
+    fn copy(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, UntranslatedCommand> {
         let command = CopyCommand::from(guest);
-        let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
+        let invalid = CommandFailure::at(Status::INVALID_FIELD, location::CDW12);
         if command.desfmt != CopyFormat::FORMAT_0 {
             return Err(invalid.into());
         }
-        let too_large = Failure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::CDW12);
+        let too_large = CommandFailure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::CDW12);
         let count = usize::from(command.nr_z) + 1;
         if count as u64 > u64::from(self.limits.copy_ranges_max) {
             return Err(too_large.into());
@@ -520,9 +532,20 @@ impl Translator {
     }
 
     /// Copies a command's ranges from guest memory, reading each byte once.
-    fn fetch_ranges(&mut self, guest: &Sqe, len: usize, slot: u16) -> Result<usize, Failure> {
+    fn fetch_ranges(
+        &mut self,
+        guest: &Sqe,
+        len: usize,
+        slot: u16,
+    ) -> Result<usize, CommandFailure> {
         let mut fetched = Sqe::default();
-        self.data(guest, len as u64, Direction::FromGuest, slot, &mut fetched)?;
+        self.data(
+            guest,
+            len as u64,
+            DmaDirection::FromGuest,
+            slot,
+            &mut fetched,
+        )?;
         let memory = HostMemory {
             table: &self.table,
             lists: &self.lists,
@@ -534,7 +557,7 @@ impl Translator {
                 part.copy_to(&mut ranges[done..]);
                 done += part.len();
             })
-            .map_err(|status| Failure::at(status, location::DATA))?;
+            .map_err(|status| CommandFailure::at(status, location::DATA))?;
         Ok(len)
     }
 
@@ -547,8 +570,8 @@ impl Translator {
 }
 
 /// Returns the limits for translating whole commands: no limit on ranges and on blocks without data.
-fn of_wholes(limits: Limits) -> Limits {
-    Limits {
+fn of_wholes(limits: ControllerLimits) -> ControllerLimits {
+    ControllerLimits {
         no_data_bytes_max: u64::MAX,
         dsm_range_bytes_max: u64::MAX,
         dsm_ranges_max: 256,
@@ -559,6 +582,7 @@ fn of_wholes(limits: Limits) -> Limits {
 /// Returns the bytes as ranges. The length must be that of the ranges.
 fn ranges_mut<T: FromBytes + IntoBytes + zerocopy::KnownLayout>(
     bytes: &mut [u8],
-) -> Result<&mut [T], Failure> {
-    <[T]>::mut_from_bytes(bytes).map_err(|_| Failure::at(Status::INTERNAL_ERROR, location::DATA))
+) -> Result<&mut [T], CommandFailure> {
+    <[T]>::mut_from_bytes(bytes)
+        .map_err(|_| CommandFailure::at(Status::INTERNAL_ERROR, location::DATA))
 }

@@ -16,7 +16,7 @@ use nvme_mpt::memory::Mapping;
 /// A function may disappear at any time (hot removal). Then registers read as all ones, writes go
 /// nowhere, and everything else says [`io::ErrorKind::NotConnected`]; nothing faults. The same holds for a while where its
 /// link is down or the kernel resets it, and [`Self::is_gone`] tells the two apart.
-pub trait Backing: Send + Sync + fmt::Debug {
+pub trait DeviceBacking: Send + Sync + fmt::Debug {
     /// Returns its name for messages: a PCI address, as in `0000:01:00.0`.
     fn name(&self) -> &str;
 

@@ -20,7 +20,7 @@ use super::function::{HostRoot, PciAddress, PciFunction};
 use super::ioctl;
 use nvme_mpt::iova::{BeforePinning, Iommu, IommuMapping};
 use nvme_mpt::memory::sync::RwLock;
-use nvme_mpt::memory::{Access, Mapping, host_page_size};
+use nvme_mpt::memory::{Mapping, MappingAccess, host_page_size};
 
 /// VFIO's layer between a function and memory: the type 1 container, or a replacement of it.
 pub(super) trait IommuContext: Iommu {
@@ -84,7 +84,7 @@ fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
 pub(super) struct Type1Container {
     address: PciAddress,
     /// `None` once released. Written to be released; mapping and unmapping only read.
-    files: RwLock<Option<Files>>,
+    files: RwLock<Option<ContainerFiles>>,
     usable: Vec<RangeInclusive<u64>>,
     /// Smallest page that the IOMMU maps.
     page: u64,
@@ -93,7 +93,7 @@ pub(super) struct Type1Container {
 }
 
 #[derive(Debug)]
-struct Files {
+struct ContainerFiles {
     group: File,
     container: File,
 }
@@ -142,7 +142,7 @@ impl Type1Container {
                 refused("set up the IOMMU")(source)
             }
         })?;
-        Self::new(root, function, Files { group, container }, 0)
+        Self::new(root, function, ContainerFiles { group, container }, 0)
     }
 
     /// Goes on with the group and the container of another process, which has these mappings in it.
@@ -165,14 +165,14 @@ impl Type1Container {
             u32::try_from(pieces.count()).unwrap_or(u32::MAX)
         });
         let mapped = entries.fold(0, u32::saturating_add);
-        Self::new(root, function, Files { group, container }, mapped)
+        Self::new(root, function, ContainerFiles { group, container }, mapped)
     }
 
     /// A container that is set up, with so many mappings.
     fn new(
         root: &HostRoot,
         function: &PciFunction,
-        files: Files,
+        files: ContainerFiles,
         mapped: u32,
     ) -> Result<Self, VfioError> {
         let address = function.address;
@@ -255,7 +255,7 @@ impl Iommu for Type1Container {
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
-        access: Access,
+        access: MappingAccess,
     ) -> io::Result<()> {
         self.map_after(iova, memory, part, access, &mut |_| Ok(()))
     }
@@ -265,16 +265,16 @@ impl Iommu for Type1Container {
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
-        access: Access,
+        access: MappingAccess,
         before: &mut BeforePinning<'_>,
     ) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(Files { container, .. }) = &*files else {
+        let Some(ContainerFiles { container, .. }) = &*files else {
             return Err(io::ErrorKind::NotConnected.into());
         };
         let size = self.whole_pages(iova, part.len() as u64)?;
-        let mut writable = access == Access::ReadWrite;
-        if !writable && memory.access() == Access::ReadWrite {
+        let mut writable = access == MappingAccess::ReadWrite;
+        if !writable && memory.access() == MappingAccess::ReadWrite {
             match memory.populate() {
                 Ok(()) => {}
                 // A kernel that cannot do it gives a device that may write what we write.
@@ -306,7 +306,7 @@ impl Iommu for Type1Container {
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(Files { container, .. }) = &*files else {
+        let Some(ContainerFiles { container, .. }) = &*files else {
             // The function was given up, and all of its mappings with it.
             return Ok(());
         };
@@ -332,7 +332,7 @@ impl Iommu for Type1Container {
 
     fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(Files { container, .. }) = &*files else {
+        let Some(ContainerFiles { container, .. }) = &*files else {
             return Ok(());
         };
         let len = self.whole_pages(iova, len)?;
@@ -352,7 +352,7 @@ impl IommuContext for Type1Container {
             source,
         };
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(Files { group, .. }) = &*files else {
+        let Some(ContainerFiles { group, .. }) = &*files else {
             return Err(refused(io::ErrorKind::NotConnected.into()));
         };
         let name = CString::new(self.address.to_string()).map_err(|error| refused(error.into()))?;
@@ -361,7 +361,7 @@ impl IommuContext for Type1Container {
 
     fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(Files { group, container }) = &*files else {
+        let Some(ContainerFiles { group, container }) = &*files else {
             return Err(io::ErrorKind::NotConnected.into());
         };
         Ok(vec![
@@ -376,7 +376,7 @@ impl IommuContext for Type1Container {
 
     fn release(&self) {
         let mut files = self.files.write().unwrap_or_else(PoisonError::into_inner);
-        let Some(Files { group, container }) = files.take() else {
+        let Some(ContainerFiles { group, container }) = files.take() else {
             return;
         };
         // The last group to go takes all mappings with it. When a function is pulled, the kernel takes the group out

@@ -15,7 +15,7 @@ pub struct ArbitrationDescription {
 
 /// Description of a drive by Identify, its health log and its registers.
 #[derive(Clone, Debug)]
-pub struct Description {
+pub struct DriveDescription {
     /// Identify Controller.
     pub controller: IdentifyController,
     /// Identify Namespace of each active namespace.

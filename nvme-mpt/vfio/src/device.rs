@@ -19,14 +19,14 @@ use std::sync::{Arc, PoisonError};
 use log::{debug, info, warn};
 use vfio_bindings::bindings::vfio as abi;
 
-use super::backing::Backing;
+use super::backing::DeviceBacking;
 use super::container::{IommuContext, Type1Container};
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
-use super::ioctl::{self, Region};
+use super::ioctl::{self, VfioDeviceRegion};
 use nvme_mpt::iova::{Iommu, IommuMapping};
 use nvme_mpt::memory::sync::RwLock;
-use nvme_mpt::memory::{Mapping, Registers, eventfd};
+use nvme_mpt::memory::{MappedRegisters, Mapping, eventfd};
 
 /// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
 const DOORBELLS: u64 = 0x1000;
@@ -55,37 +55,37 @@ pub struct VfioBacking {
     context: Arc<dyn IommuContext>,
     has_reset: bool,
     numa_node: Option<u32>,
-    config: Region,
-    bar0: Region,
-    doorbells: Window,
+    config: VfioDeviceRegion,
+    bar0: VfioDeviceRegion,
+    doorbells: BarWindow,
     /// `None` if they cannot be mapped: then they are read and written through the file.
-    registers: Option<Window>,
+    registers: Option<BarWindow>,
     removal: Option<OwnedFd>,
     gone: AtomicBool,
 }
 
 /// A mapped part of BAR0.
 #[derive(Clone, Debug)]
-struct Window {
+struct BarWindow {
     /// Offset in BAR0.
     start: usize,
-    registers: Registers,
+    registers: MappedRegisters,
 }
 
-impl Window {
-    fn map(device: &File, bar: &Region, start: u64, end: u64) -> io::Result<Self> {
+impl BarWindow {
+    fn map(device: &File, bar: &VfioDeviceRegion, start: u64, end: u64) -> io::Result<Self> {
         let too_large = |_| io::Error::from(io::ErrorKind::InvalidInput);
         let len = usize::try_from(end - start).map_err(too_large)?;
         let mapping = Mapping::device(device.as_fd(), bar.offset + start, len)?;
         Ok(Self {
             start: usize::try_from(start).map_err(too_large)?,
-            registers: Registers::new(Arc::new(mapping)),
+            registers: MappedRegisters::new(Arc::new(mapping)),
         })
     }
 }
 
 /// The part of BAR0 to map that has `offset` in it, as start and end.
-fn part_with(bar: &Region, offset: u64) -> Option<(u64, u64)> {
+fn part_with(bar: &VfioDeviceRegion, offset: u64) -> Option<(u64, u64)> {
     let last = DOORBELLS + DOORBELLS_LEN_MAX;
     bar.mappable
         .iter()
@@ -95,7 +95,7 @@ fn part_with(bar: &Region, offset: u64) -> Option<(u64, u64)> {
 
 impl VfioBacking {
     /// Takes the function at `address`, which must be bound to `vfio-pci`. It is reset by that, and
-    /// can do no DMA before [`set_bus_master`](Backing::set_bus_master) lets it.
+    /// can do no DMA before [`set_bus_master`](DeviceBacking::set_bus_master) lets it.
     ///
     /// # Errors
     /// Returns the obstacle to its use, with the remedy.
@@ -103,7 +103,7 @@ impl VfioBacking {
         Self::open_in(&HostRoot::default(), address)
     }
 
-    /// Goes on with the function at `address`, as another process [handed it over](Backing::hand_over), with these
+    /// Goes on with the function at `address`, as another process [handed it over](DeviceBacking::hand_over), with these
     /// mappings of its IOMMU. The function is not reset by that.
     ///
     /// # Errors
@@ -121,7 +121,7 @@ impl VfioBacking {
         Self::new(&function, Arc::new(context), device.into(), 0)
     }
 
-    /// Takes the function at `address` as [`Self::open`] does, with the [IOMMU](Backing::keep_iommu) of another process,
+    /// Takes the function at `address` as [`Self::open`] does, with the [IOMMU](DeviceBacking::keep_iommu) of another process,
     /// which has died, and these mappings of it.
     ///
     /// # Errors
@@ -189,11 +189,11 @@ impl VfioBacking {
             .map_err(refused("enable the memory space"))?;
         let (start, end) =
             part_with(&bar0, DOORBELLS).ok_or(VfioError::DoorbellsNotMappable { address })?;
-        let doorbells = Window::map(&device, &bar0, start, end).map_err(refused("map BAR0"))?;
+        let doorbells = BarWindow::map(&device, &bar0, start, end).map_err(refused("map BAR0"))?;
         let registers = match part_with(&bar0, 0) {
             Some(same) if same == (start, end) => Some(doorbells.clone()),
             Some((start, end)) => {
-                Some(Window::map(&device, &bar0, start, end).map_err(refused("map BAR0"))?)
+                Some(BarWindow::map(&device, &bar0, start, end).map_err(refused("map BAR0"))?)
             }
             None => None,
         };
@@ -261,7 +261,7 @@ impl VfioBacking {
     }
 
     /// Returns the mapped parts of BAR0.
-    fn windows(&self) -> impl Iterator<Item = &Window> {
+    fn windows(&self) -> impl Iterator<Item = &BarWindow> {
         self.registers.iter().chain([&self.doorbells])
     }
 
@@ -278,13 +278,13 @@ impl VfioBacking {
     }
 
     /// The mapped registers, and where this one is among them.
-    fn mapped(&self, offset: usize) -> Option<(&Registers, usize)> {
+    fn mapped(&self, offset: usize) -> Option<(&MappedRegisters, usize)> {
         let window = self.registers.as_ref()?;
         Some((&window.registers, offset.checked_sub(window.start)?))
     }
 }
 
-impl Backing for VfioBacking {
+impl DeviceBacking for VfioBacking {
     fn name(&self) -> &str {
         &self.name
     }
@@ -331,7 +331,7 @@ impl Backing for VfioBacking {
     }
 
     fn doorbells(&self) -> (Arc<Mapping>, usize) {
-        let Window { start, registers } = &self.doorbells;
+        let BarWindow { start, registers } = &self.doorbells;
         (registers.mapping().clone(), DOORBELLS as usize - start)
     }
 
@@ -436,7 +436,12 @@ impl Drop for VfioBacking {
 }
 
 /// Sets and clears bits of the Command register.
-fn change_command(device: &File, config: &Region, set: u16, clear: u16) -> io::Result<()> {
+fn change_command(
+    device: &File,
+    config: &VfioDeviceRegion,
+    set: u16,
+    clear: u16,
+) -> io::Result<()> {
     let at = config.offset + COMMAND;
     let mut bytes = [0; 2];
     device.read_exact_at(&mut bytes, at)?;
@@ -449,7 +454,7 @@ fn change_command(device: &File, config: &Region, set: u16, clear: u16) -> io::R
 }
 
 /// Returns whether nothing answers in the function's place, at least for now.
-fn is_absent(device: &File, config: &Region) -> bool {
+fn is_absent(device: &File, config: &VfioDeviceRegion) -> bool {
     let mut word = [0; 4];
     let read = device.read_exact_at(&mut word, config.offset + REVISION_AND_CLASS);
     read.is_err() || word == [0xFF; 4]
@@ -477,8 +482,8 @@ fn gives_back_without_users(release: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn bar(mappable: &[(u64, u64)]) -> Region {
-        Region {
+    fn bar(mappable: &[(u64, u64)]) -> VfioDeviceRegion {
+        VfioDeviceRegion {
             size: 1 << 30,
             offset: 0,
             mappable: mappable.to_vec(),

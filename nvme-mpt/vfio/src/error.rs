@@ -3,11 +3,11 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::function::{PciAddress, PciFunctionError, User};
+use super::function::{DiskUser, PciAddress, PciFunctionError};
 
 /// Returns the processes that have a group, for a person.
-fn group_users(group: &Path, users: &[User]) -> String {
-    let users: Vec<String> = users.iter().map(User::to_string).collect();
+fn group_users(group: &Path, users: &[DiskUser]) -> String {
+    let users: Vec<String> = users.iter().map(DiskUser::to_string).collect();
     match users.as_slice() {
         [] => format!(
             "{} is open in a process that this user may not see",
@@ -82,7 +82,7 @@ pub enum VfioError {
         /// Its group's file.
         group: PathBuf,
         /// Processes that have the group, as far as this one may know.
-        users: Vec<User>,
+        users: Vec<DiskUser>,
     },
     /// Another function of the group has a driver of the host's.
     #[error(
@@ -186,7 +186,7 @@ mod tests {
             group: "/dev/vfio/7".into(),
             users,
         };
-        let process = User::Process {
+        let process = DiskUser::Process {
             device: "/dev/vfio/7".to_owned(),
             pid: 77,
             command: "cloud-hypervisor".to_owned(),

@@ -52,7 +52,7 @@ const NVME_ADMIN: c_ulong = 0xC048_4E41;
 /// `struct nvme_passthru_cmd` (Linux, `include/uapi/linux/nvme_ioctl.h`).
 #[derive(Default)]
 #[repr(C)]
-struct PassedCommand {
+struct NvmePassthroughCommand {
     opcode: u8,
     flags: u8,
     rsvd1: u16,
@@ -68,7 +68,7 @@ struct PassedCommand {
     result: u32,
 }
 
-const _: () = assert!(size_of::<PassedCommand>() == 72);
+const _: () = assert!(size_of::<NvmePassthroughCommand>() == 72);
 
 /// Longest structure that the kernel is believed to have to tell, in bytes.
 const INFO_MAX: usize = 1 << 20;
@@ -90,7 +90,7 @@ const fn argsz<T>() -> u32 {
 /// Passes an admin command that transfers exactly `data` to the controller of a file of the `nvme` driver. Returns dword 0
 /// of its completion.
 pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::Result<u32> {
-    let mut command = PassedCommand {
+    let mut command = NvmePassthroughCommand {
         opcode: sqe.cdw0.opcode(),
         nsid: sqe.nsid.0,
         cdw2: sqe.cdw2,
@@ -100,7 +100,7 @@ pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::R
         cdw10: [
             sqe.cdw10, sqe.cdw11, sqe.cdw12, sqe.cdw13, sqe.cdw14, sqe.cdw15,
         ],
-        ..PassedCommand::default()
+        ..NvmePassthroughCommand::default()
     };
     // SAFETY: the kernel reads and writes the structure, whose size is in the number of the call. The drive
     // writes `data_len` bytes at `addr`, which are those of `data`: as many as the command transfers.
@@ -178,7 +178,7 @@ pub(super) fn device_flags(device: &File) -> io::Result<u32> {
 
 /// A region of a device, such as a BAR.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Region {
+pub(super) struct VfioDeviceRegion {
     /// Its length in bytes; 0 if the device has no such region.
     pub(super) size: u64,
     /// Offset in the device's file.
@@ -188,9 +188,9 @@ pub(super) struct Region {
 }
 
 /// Asks for a region by its index.
-pub(super) fn region(device: &File, index: u32) -> io::Result<Region> {
+pub(super) fn region(device: &File, index: u32) -> io::Result<VfioDeviceRegion> {
     type Fixed = abi::vfio_region_info;
-    let info = Info::ask(
+    let info = VfioCapabilityChain::ask(
         device,
         DEVICE_GET_REGION_INFO,
         size_of::<Fixed>(),
@@ -199,7 +199,7 @@ pub(super) fn region(device: &File, index: u32) -> io::Result<Region> {
     Ok(parse_region(&info))
 }
 
-fn parse_region(info: &Info) -> Region {
+fn parse_region(info: &VfioCapabilityChain) -> VfioDeviceRegion {
     type Fixed = abi::vfio_region_info;
     type Sparse = abi::vfio_region_info_cap_sparse_mmap;
     let flags = info.u32(offset_of!(Fixed, flags));
@@ -220,7 +220,7 @@ fn parse_region(info: &Info) -> Region {
             }
         }
     }
-    Region {
+    VfioDeviceRegion {
         size,
         offset: info.u64(offset_of!(Fixed, offset)),
         mappable,
@@ -291,7 +291,7 @@ pub(super) struct IommuInfo {
 /// Asks a container for its IOMMU.
 pub(super) fn iommu_info(container: &File) -> io::Result<IommuInfo> {
     let fixed = size_of::<abi::vfio_iommu_type1_info>();
-    Ok(parse_iommu(&Info::ask(
+    Ok(parse_iommu(&VfioCapabilityChain::ask(
         container,
         IOMMU_GET_INFO,
         fixed,
@@ -299,7 +299,7 @@ pub(super) fn iommu_info(container: &File) -> io::Result<IommuInfo> {
     )?))
 }
 
-fn parse_iommu(info: &Info) -> IommuInfo {
+fn parse_iommu(info: &VfioCapabilityChain) -> IommuInfo {
     type Fixed = abi::vfio_iommu_type1_info;
     type Ranges = abi::vfio_iommu_type1_info_cap_iova_range;
     type Avail = abi::vfio_iommu_type1_info_dma_avail;
@@ -372,12 +372,12 @@ pub(super) fn unmap_dma(container: &File, iova: u64, size: u64) -> io::Result<u6
 /// A structure of the kernel's that is followed by a chain of capabilities.
 ///
 /// Fields outside of it read as zero.
-struct Info {
+struct VfioCapabilityChain {
     /// In words, for their alignment.
     words: Vec<u64>,
 }
 
-impl Info {
+impl VfioCapabilityChain {
     /// Asks for a structure of `fixed` bytes and all that belongs to it. `argument` is a word that
     /// goes to the kernel, and its offset.
     fn ask(
@@ -463,12 +463,12 @@ impl Info {
 mod tests {
     use super::*;
 
-    fn info(words: &[u32]) -> Info {
+    fn info(words: &[u32]) -> VfioCapabilityChain {
         let words = words.chunks(2).map(|pair| {
             let high = pair.get(1).copied().unwrap_or(0);
             u64::from(pair[0]) | u64::from(high) << 32
         });
-        Info {
+        VfioCapabilityChain {
             words: words.collect(),
         }
     }

@@ -1,6 +1,6 @@
 //! The VFIO host controller: a physical NVMe drive, driven from user space.
 //!
-//! The driver proper knows no VFIO: it reaches the function through a [`Backing`]. So it runs on a
+//! The driver proper knows no VFIO: it reaches the function through a [`DeviceBacking`]. So it runs on a
 //! PCI function behind `vfio-pci` as well as on an emulated one in tests.
 //!
 //! The drive is polled and raises no interrupts. [`pair`] shares queue pairs, `controller` brings the drive up,
@@ -26,12 +26,12 @@ pub mod function;
 mod ioctl;
 pub mod pair;
 
-pub use backing::Backing;
+pub use backing::DeviceBacking;
 pub use controller::{
-    ArbitrationChoice, ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept,
-    LeftIommu, VfioController,
+    ArbitrationChoice, ControllerError, ControllerOptions, DescriptorStore, HandedOverDrive,
+    PersistedIommu, PredecessorIommu, VfioController,
 };
-pub use description::{ArbitrationDescription, Description};
+pub use description::{ArbitrationDescription, DriveDescription};
 pub use device::VfioBacking;
 pub use error::VfioError;
 pub use pair::VfioQueue;

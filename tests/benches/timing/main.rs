@@ -19,11 +19,11 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
-use nvme_mpt::{Attachment, AttachmentConfig, Learning, PollPolicy, Pollers};
+use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
 use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::memory::DmaBuffer;
@@ -31,7 +31,7 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::model::{NvmProfile, Profile, SsdProfile};
+use nvme_software::model::{DriveProfile, NvmProfile, SsdProfile};
 
 const ENTRIES: u32 = 256;
 const DRIVE: &str = "null:512M";
@@ -47,7 +47,7 @@ const AT_ONCE: &str = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
 
 /// A guest's queue pair on a drive, and the shadow queue that serves it.
 struct Rig {
-    attachment: Arc<Attachment>,
+    attachment: Arc<LocalBackend>,
     queue: QueuePair,
     shadow: Box<ShadowQueue>,
     guest: AttachedGuest,
@@ -55,7 +55,7 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(profile: Option<Profile>) -> Self {
+    fn new(profile: Option<DriveProfile>) -> Self {
         let options = DriveOptions {
             profile: profile.map(Arc::new),
             ..DriveOptions::default()
@@ -65,12 +65,12 @@ impl Rig {
             id: "bench",
             drive: drive.identity(),
             nsid: Nsid(1),
-            wanted: Wanted::At(ByteRange::new(0, BYTES).unwrap()),
+            wanted: RequestedBytes::At(ByteRange::new(0, BYTES).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::FormerData::Kept,
+            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
         };
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             lease: Ledger::in_process().acquire(&request).unwrap(),
             drive,
             queue_pairs: 1,
@@ -79,14 +79,14 @@ impl Rig {
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
-            learning: Learning::default(),
-            pollers: Pollers::new(),
+            learning: AdaptivePolicies::default(),
+            pollers: PollerPool::new(),
             memory: nvme_mpt::MemoryKinds::default(),
             memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         };
-        let attachment = Arc::new(Attachment::new(config).unwrap());
+        let attachment = Arc::new(LocalBackend::new(config).unwrap());
         let guest = AttachedGuest::new(attachment.clone(), 128 << 20);
         let queue = guest.queue_pair(1, ENTRIES, None);
         let shadow = attachment.take_queue(QueueId(1)).unwrap();
@@ -257,14 +257,14 @@ fn of_ssd(profile: &SsdProfile) -> Vec<Case> {
     ]
 }
 
-fn cases(profile: &Profile) -> Vec<Case> {
+fn cases(profile: &DriveProfile) -> Vec<Case> {
     match profile {
-        Profile::Nvm(profile) => of_nvm(profile),
-        Profile::Ssd(profile) => of_ssd(profile),
+        DriveProfile::Nvm(profile) => of_nvm(profile),
+        DriveProfile::Ssd(profile) => of_ssd(profile),
         // Its time is that of model `nvm`, or is compared with exact times beside the model.
-        Profile::Zns(_) => Vec::new(),
+        DriveProfile::Zns(_) => Vec::new(),
         // As that: it is about keys, and this bench sends reads and writes.
-        Profile::Kv(_) => Vec::new(),
+        DriveProfile::Kv(_) => Vec::new(),
     }
 }
 
@@ -279,10 +279,10 @@ fn fill(rig: &mut Rig) {
     rig.run(&fill, (BYTES >> 17) as usize);
 }
 
-fn report(name: &str, profile: &Profile, smoke: bool) {
+fn report(name: &str, profile: &DriveProfile, smoke: bool) {
     for case in cases(profile) {
         let mut rig = Rig::new(Some(profile.clone()));
-        if matches!(profile, Profile::Ssd(_)) && !case.write {
+        if matches!(profile, DriveProfile::Ssd(_)) && !case.write {
             fill(&mut rig);
         }
         let commands = if smoke { 500 } else { 20_000 };
@@ -342,7 +342,7 @@ fn main() -> ExitCode {
     if let [flag, name, commands] = arguments.as_slice()
         && flag == "--run"
     {
-        let profile = (name == "timed").then(|| Profile::parse("bench", AT_ONCE).unwrap());
+        let profile = (name == "timed").then(|| DriveProfile::parse("bench", AT_ONCE).unwrap());
         let mut rig = Rig::new(profile);
         rig.run(&counted(), commands.parse().expect("a number"));
         rig.finish();
@@ -361,7 +361,7 @@ fn main() -> ExitCode {
     let smoke = arguments.iter().any(|argument| argument == "--smoke");
     println!("profile  case             figure configured   achieved         difference");
     for name in ["nvm", "ssd"] {
-        report(name, &Profile::named(name).unwrap(), smoke);
+        report(name, &DriveProfile::named(name).unwrap(), smoke);
     }
     if !smoke && let (Some(with), Some(without)) = (instructions("timed"), instructions("plain")) {
         println!(

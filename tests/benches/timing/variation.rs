@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 use plotters::prelude::*;
 
 use super::{Configured, Rig, cases, fill};
@@ -58,14 +58,14 @@ pub(super) fn draw_to(path: &Path) -> Result<(), Box<dyn Error>> {
 }
 
 fn measure(name: &'static str, colour: RGBColor) -> Result<Runs, Box<dyn Error>> {
-    let profile = Profile::named(name)?;
+    let profile = DriveProfile::named(name)?;
     let cases = cases(&profile);
     let case = cases.first().ok_or("A profile without a case")?;
     let Configured::Latency(configured) = case.configured else {
         return Err("The first case of a profile is its latency".into());
     };
     let mut rig = Rig::new(Some(profile.clone()));
-    if matches!(profile, Profile::Ssd(_)) {
+    if matches!(profile, DriveProfile::Ssd(_)) {
         fill(&mut rig);
     }
     let runs = (0..RUNS).map(|_| {

@@ -16,15 +16,15 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, Learning, MemoryRegion,
-    PollPolicy, Pollers, SqConfig,
+    AdaptivePolicies, CqConfig, DoorbellMode, Drive, Gpa, LocalBackend, LocalBackendConfig,
+    MemoryRegion, PollPolicy, PollerPool, SqConfig,
 };
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
@@ -76,7 +76,7 @@ enum Fate {
 
 /// A guest, of whose queue pair this thread is the poller.
 struct Lane {
-    attachment: Attachment,
+    attachment: LocalBackend,
     memory: File,
     shadow: Option<Box<ShadowQueue>>,
     tail: u32,
@@ -86,17 +86,17 @@ struct Lane {
 }
 
 impl Lane {
-    fn new(drive: &Arc<Drive>, ledger: &Ledger, pollers: &Arc<Pollers>, index: u64) -> Self {
+    fn new(drive: &Arc<Drive>, ledger: &Ledger, pollers: &Arc<PollerPool>, index: u64) -> Self {
         let request = LeaseRequest {
             id: &format!("lease-{index}"),
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: Wanted::At(ByteRange::new(index * LEASE, LEASE).expect("a range")),
+            wanted: RequestedBytes::At(ByteRange::new(index * LEASE, LEASE).expect("a range")),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::FormerData::Kept,
+            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
         };
-        let attachment = Attachment::new(AttachmentConfig {
+        let attachment = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
@@ -105,7 +105,7 @@ impl Lane {
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             memory_limit: None,
@@ -268,11 +268,11 @@ impl Fixture {
             deadline: Duration::from_secs(3600),
             ..ControllerOptions::default()
         };
-        let controller =
-            VfioController::open(model.clone(), options, &Threads::default()).expect("a drive");
+        let controller = VfioController::open(model.clone(), options, &ThreadSpawner::default())
+            .expect("a drive");
         let path = "0000:01:00.0";
         let drive = Drive::new(path, controller, None).expect("a namespace");
-        let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
+        let (ledger, pollers) = (Ledger::in_process(), PollerPool::new());
         let lanes = (0..GUESTS as u64)
             .map(|index| Lane::new(&drive, &ledger, &pollers, index))
             .collect();

@@ -8,8 +8,8 @@
 //! that can be kept, and the drive is given back in order; what a guest would read of its health is read.
 
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
-use nvme_mpt::poller::Threads;
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::poller::ThreadSpawner;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt_tests::drive::{DoorbellBufferUse, ModelDrive, NamespaceOptions, Options};
 use nvme_vfio::{ControllerOptions, VfioController};
@@ -58,7 +58,7 @@ pub fn run(input: &[u8]) {
     if let Ok(controller) = VfioController::open(
         model.clone(),
         ControllerOptions::default(),
-        &Threads::default(),
+        &ThreadSpawner::default(),
     ) {
         let limits = controller.limits();
         assert!(limits.max_transfer() >= 4096 && limits.entries_max >= 2);
@@ -88,7 +88,7 @@ pub fn run(input: &[u8]) {
             let request = HostLeaseRequest {
                 name: "fuzz",
                 namespace,
-                parts: &[LbaRange {
+                parts: &[BlockRange {
                     start: Lba(0),
                     blocks: namespace.blocks,
                 }],

@@ -33,8 +33,8 @@ use std::sync::{Arc, LazyLock};
 
 use tempfile::TempDir;
 use vfio_user_server::{
-    Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Journal, Listener, MappableArea, Region,
-    RegionIndex, Server, SocketAccess, Watcher,
+    DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, MappableArea, RegionIndex, RequestLog,
+    SocketAccess, SocketListener, SocketWatcher, VfioUserDevice, VfioUserServer,
 };
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::signal;
@@ -91,15 +91,15 @@ impl Model {
     }
 }
 
-impl Device for Model {
-    fn region(&self, index: RegionIndex) -> Region {
+impl VfioUserDevice for Model {
+    fn region(&self, index: RegionIndex) -> DeviceRegion {
         let has_area = self.has_area && index == RegionIndex::Bar0;
         let size = match index {
             RegionIndex::Bar0 => 0x4000,
             RegionIndex::Config => 0x100,
             _ => 0,
         };
-        Region {
+        DeviceRegion {
             size,
             readable: true,
             writable: true,
@@ -164,7 +164,7 @@ impl Device for Model {
 /// An event loop that handles each event, whether there is one or not.
 struct Anything;
 
-impl Watcher for Anything {
+impl SocketWatcher for Anything {
     fn add(&mut self, _: RawFd, _: u32, _: EventSet) -> io::Result<()> {
         Ok(())
     }
@@ -256,10 +256,10 @@ fn damage(journal: &File, choices: u8, input: &mut Input<'_>) {
 fn converse(choices: u8, mut input: Input<'_>) {
     let is_chosen = |bit: u8| choices & 1 << bit != 0;
     let model = Model::new(is_chosen(2));
-    let journal = Journal::new().expect("memory");
+    let journal = RequestLog::new().expect("memory");
     let file = journal.as_fd().try_clone_to_owned().expect("a descriptor");
-    let mut server =
-        Server::bind_kept(socket(), SocketAccess::default(), model, journal).expect("a server");
+    let mut server = VfioUserServer::bind_kept(socket(), SocketAccess::default(), model, journal)
+        .expect("a server");
     let listener = server.listener().as_fd().try_clone_to_owned();
     let listener = listener.expect("a descriptor");
 
@@ -286,7 +286,7 @@ fn converse(choices: u8, mut input: Input<'_>) {
     drop(shared);
     let mut client = Some(client).filter(|_| !is_chosen(3));
     let stream = stream.filter(|_| !is_chosen(4)).map(UnixStream::from);
-    let Ok((journal, record)) = Journal::from_kept(file) else {
+    let Ok((journal, record)) = RequestLog::from_kept(file) else {
         return;
     };
     let requests = record.device().try_into().map_or(0, u32::from_le_bytes);
@@ -295,8 +295,8 @@ fn converse(choices: u8, mut input: Input<'_>) {
     model.stream = stream
         .as_ref()
         .map(|stream| stream.as_fd().try_clone_to_owned().expect("a descriptor"));
-    let listener = Listener::from_kept(&socket(), listener).expect("it listens");
-    let Ok(mut server) = Server::resume(listener, journal, stream, model) else {
+    let listener = SocketListener::from_kept(&socket(), listener).expect("it listens");
+    let Ok(mut server) = VfioUserServer::resume(listener, journal, stream, model) else {
         return;
     };
     server.watch(&mut Anything).expect("anything is watched");

@@ -25,12 +25,13 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use nvme_mpt::live::LiveState;
+use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    AttachError, DoorbellMode, DoorbellPage, FunctionParts, Gpa, KeptFiles, MemoryRegion,
+    DoorbellMode, DoorbellPage, Gpa, LocalBackendError, MemoryRegion, PersistedBackendFiles,
+    SharedPartsSource,
 };
 use serde_json::{Value, json};
 use vmm_device::{Bar, ControlState, MsixMasking, NvmeFunction};
@@ -70,15 +71,15 @@ impl Files {
     fn new(mode: DoorbellMode) -> Self {
         let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS)
             .expect("memory");
-        let live = LiveState::new(QUEUE_PAIRS).expect("memory");
+        let live = InflightFile::new(QUEUE_PAIRS).expect("memory");
         let memory = memfd(c"guest", MEMORY).expect("memory");
         Self([share(doorbells.fd()), share(live.fd()), File::from(memory)])
     }
 
     /// A function as after power-on, with these files.
-    fn function(&self, mode: DoorbellMode) -> Result<NvmeFunction, AttachError> {
+    fn function(&self, mode: DoorbellMode) -> Result<NvmeFunction, LocalBackendError> {
         let [doorbells, live, memory] = self.0.each_ref().map(AsFd::as_fd).map(share);
-        let parts = FunctionParts::Continued(Some(KeptFiles {
+        let parts = SharedPartsSource::Continued(Some(PersistedBackendFiles {
             doorbells: doorbells.into(),
             live: live.into(),
         }));
@@ -424,7 +425,7 @@ fn take_up(files: &Files, mode: DoorbellMode, state: &ControlState) -> Option<Nv
     let mut function = match files.function(mode) {
         Ok(function) => function,
         Err(error) => {
-            assert!(matches!(error, AttachError::Io(_)), "{error}");
+            assert!(matches!(error, LocalBackendError::Io(_)), "{error}");
             return None;
         }
     };

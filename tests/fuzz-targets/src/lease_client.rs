@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::memfd;
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{CqConfig, Gpa, HostSide, MemoryRegion, SqConfig};
+use nvme_mpt::{ControllerBackend, CqConfig, Gpa, MemoryRegion, SqConfig};
 use nvme_mpt_lease_protocol::attach_over;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -23,7 +23,7 @@ const MEMORY: u64 = 1 << 20;
 const TIME: Duration = Duration::from_secs(1);
 
 /// Asks for everything once.
-fn ask(host: &dyn HostSide) {
+fn ask(host: &dyn ControllerBackend) {
     let qid = QueueId(1);
     let _ = host.map(MemoryRegion {
         gpa: Gpa(0),
@@ -88,7 +88,7 @@ pub fn run(input: &[u8]) {
         talk::say(&server, &input);
         talk::listen(&server);
     });
-    let threads = Threads::default();
+    let threads = ThreadSpawner::default();
     if let Ok(Some(host)) = attach_over(vmm, Path::new("pair"), "options", &threads) {
         ask(&host);
     }

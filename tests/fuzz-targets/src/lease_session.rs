@@ -8,27 +8,35 @@ use std::sync::{Arc, LazyLock};
 use std::thread;
 
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::{Attachment, DoorbellMode, HostSide, KeptParts};
-use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session};
+use nvme_mpt::{ControllerBackend, DoorbellMode, LocalBackend, PersistedBackendParts};
+use nvme_mpt_lease_protocol::{
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity,
+};
 
 use crate::{attachment, talk};
 
-static HOST: LazyLock<Arc<Attachment>> =
+static HOST: LazyLock<Arc<LocalBackend>> =
     LazyLock::new(|| Arc::new(attachment(DoorbellMode::Shadow)));
 
 struct Always;
 
-impl Leases for Always {
-    fn attach(&self, _: Peer, options: &str, _: Option<KeptParts>, _: &AtomicBool) -> Admission {
+impl LeaseSource for Always {
+    fn attach(
+        &self,
+        _: PeerIdentity,
+        options: &str,
+        _: Option<PersistedBackendParts>,
+        _: &AtomicBool,
+    ) -> LeaseAdmission {
         match options {
-            "refused" => Admission::Refused("as it says".to_owned()),
-            "other" => Admission::NotServed,
-            _ => Admission::Attached(HOST.clone()),
+            "refused" => LeaseAdmission::Refused("as it says".to_owned()),
+            "other" => LeaseAdmission::NotServed,
+            _ => LeaseAdmission::Attached(HOST.clone()),
         }
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
-        End::Removed
+    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        LeaseEndCause::Removed
     }
 }
 
@@ -36,7 +44,7 @@ impl Leases for Always {
 pub fn run(input: &[u8]) {
     let (server, vmm) = UnixStream::pair().expect("a pair");
     let session = thread::spawn(move || {
-        let _ = Session::new(server).expect("credentials").run(&Always);
+        let _ = LeaseSession::new(server).expect("credentials").run(&Always);
     });
     talk::say(&vmm, input);
     talk::listen(&vmm);

@@ -21,11 +21,11 @@ pub mod vfio_user_message;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, DoorbellMode, Drive, EventReader, FunctionParts,
-    Gpa, Learning, MemoryRegion, PollPolicy, Pollers,
+    AdaptivePolicies, DoorbellMode, Drive, EventReader, Gpa, LocalBackend, LocalBackendConfig,
+    LocalBackendError, MemoryRegion, PollPolicy, PollerPool, SharedPartsSource,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
@@ -75,7 +75,7 @@ pub const QUEUE_PAIRS: u16 = 4;
 /// A drive that keeps nothing, with the pollers of its attachments.
 pub struct Host {
     drive: Arc<Drive>,
-    pollers: Arc<Pollers>,
+    pollers: Arc<PollerPool>,
 }
 
 impl Host {
@@ -85,7 +85,7 @@ impl Host {
         let path = "null:1G".parse().expect("a drive");
         Self {
             drive: drives::open(&path, DriveOptions::default()).expect("null"),
-            pollers: Pollers::new(),
+            pollers: PollerPool::new(),
         }
     }
 
@@ -96,21 +96,21 @@ impl Host {
     pub fn attachment(
         &self,
         mode: DoorbellMode,
-        parts: FunctionParts,
-    ) -> Result<Attachment, AttachError> {
+        parts: SharedPartsSource,
+    ) -> Result<LocalBackend, LocalBackendError> {
         let drive = self.drive.clone();
         let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
         let request = LeaseRequest {
             id: "fuzz",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: Wanted::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
+            wanted: RequestedBytes::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
             lba_shift,
             blocks,
-            former_data: nvme_mpt::lease::FormerData::Kept,
+            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
         };
         let lease = Ledger::in_process().acquire(&request).expect("a lease");
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             drive,
             lease,
             queue_pairs: QUEUE_PAIRS,
@@ -119,22 +119,23 @@ impl Host {
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: mode,
             poll: PollPolicy::default(),
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
             pollers: self.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         };
-        Attachment::with_parts(config, parts)
+        LocalBackend::with_parts(config, parts)
     }
 }
 
 /// An attachment to a drive that keeps nothing.
 #[must_use]
-pub fn attachment(mode: DoorbellMode) -> Attachment {
+pub fn attachment(mode: DoorbellMode) -> LocalBackend {
     // Its queues have live state, as a function in a VMM needs.
-    let attachment = Host::open().attachment(mode, FunctionParts::Outliving(EventReader::Trusted));
+    let attachment =
+        Host::open().attachment(mode, SharedPartsSource::Outliving(EventReader::Trusted));
     attachment.expect("an attachment")
 }
 

@@ -25,13 +25,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::LazyLock;
 
-use nvme_mpt::live::LiveState;
+use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    AttachError, Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader,
-    FunctionParts, Gpa, HostSide, KeptParts, KeptQueues, MemoryRegion, SqConfig,
+    ControllerBackend, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa,
+    LocalBackend, LocalBackendError, MemoryRegion, PersistedBackendParts, PersistedQueues,
+    SharedPartsSource, SqConfig,
 };
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -66,7 +67,12 @@ struct Left {
 }
 
 impl Left {
-    fn new(mode: DoorbellMode, queues: &KeptQueues, input: &mut Input<'_>, choices: u8) -> Self {
+    fn new(
+        mode: DoorbellMode,
+        queues: &PersistedQueues,
+        input: &mut Input<'_>,
+        choices: u8,
+    ) -> Self {
         let memory = File::from(memfd(c"guest", MEMORY).expect("memory"));
         let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS)
             .expect("memory");
@@ -84,7 +90,7 @@ impl Left {
             }
         }
 
-        let live = LiveState::new(QUEUE_PAIRS).expect("memory");
+        let live = InflightFile::new(QUEUE_PAIRS).expect("memory");
         let live = live.fd().try_clone_to_owned().expect("a descriptor");
         let file = share(live.as_fd());
         let len = file.metadata().expect("a file").len();
@@ -109,9 +115,9 @@ impl Left {
     }
 
     /// An attachment of the process that comes next, with the guest's memory.
-    fn attach(&self, mode: DoorbellMode) -> Result<Attachment, AttachError> {
-        let parts = FunctionParts::Kept(
-            KeptParts {
+    fn attach(&self, mode: DoorbellMode) -> Result<LocalBackend, LocalBackendError> {
+        let parts = SharedPartsSource::Kept(
+            PersistedBackendParts {
                 doorbells: share(self.doorbells.fd()).into(),
                 live: share(self.live.as_fd()).into(),
                 events: EventFd::new(EFD_NONBLOCK).expect("eventfd"),
@@ -127,7 +133,7 @@ impl Left {
             readable: true,
             writable: true,
         };
-        HostSide::map(&attachment, region).expect("memory");
+        ControllerBackend::map(&attachment, region).expect("memory");
         Ok(attachment)
     }
 }
@@ -141,7 +147,7 @@ fn write(file: &File, at: u64, bytes: &[u8]) {
 }
 
 /// The queues that the guest has created.
-fn queues(choices: u8, input: &mut Input<'_>) -> KeptQueues {
+fn queues(choices: u8, input: &mut Input<'_>) -> PersistedQueues {
     let mut entries = || u32::from(input.byte() % (ENTRIES - 1)) + 2;
     let cq = CqConfig {
         qid: FIRST,
@@ -160,7 +166,7 @@ fn queues(choices: u8, input: &mut Input<'_>) -> KeptQueues {
         })
         .collect();
     sqs.truncate(usize::from(choices & 1) + 1);
-    KeptQueues {
+    PersistedQueues {
         cqs: vec![cq],
         sqs,
         doorbell_buffer: (choices & 2 != 0).then_some(BUFFER),
@@ -169,14 +175,14 @@ fn queues(choices: u8, input: &mut Input<'_>) -> KeptQueues {
 }
 
 /// Checks that nothing is wrong with the state of a function that rests.
-fn check(attachment: &Attachment, queues: &KeptQueues) {
-    let state = HostSide::save(attachment).expect("paused");
-    HostSide::check(attachment, &state).expect("a state as any other");
-    assert_eq!(KeptQueues::of(&state), *queues);
+fn check(attachment: &LocalBackend, queues: &PersistedQueues) {
+    let state = ControllerBackend::save(attachment).expect("paused");
+    ControllerBackend::check(attachment, &state).expect("a state as any other");
+    assert_eq!(PersistedQueues::of(&state), *queues);
 }
 
 /// Has the queue work until there is nothing left to do.
-fn work(attachment: &Attachment, queues: &KeptQueues) {
+fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
     let mut queue = attachment.take_queue(FIRST).expect("the queue");
     for _ in 0..POLLS {
         queue.poll();
@@ -194,26 +200,26 @@ fn work(attachment: &Attachment, queues: &KeptQueues) {
 }
 
 /// Goes on where the process before ended. Returns whether that is possible.
-fn take_up(left: &Left, mode: DoorbellMode, queues: &KeptQueues) -> bool {
+fn take_up(left: &Left, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
     let attachment = match left.attach(mode) {
         Ok(attachment) => attachment,
         Err(error) => {
-            assert!(matches!(error, AttachError::Io(_)), "{error}");
+            assert!(matches!(error, LocalBackendError::Io(_)), "{error}");
             return false;
         }
     };
     // Without pollers, until its state is seen.
-    HostSide::pause(&attachment).expect("idle");
-    if let Err(error) = HostSide::take_up(&attachment, queues) {
+    ControllerBackend::pause(&attachment).expect("idle");
+    if let Err(error) = ControllerBackend::take_up(&attachment, queues) {
         assert!(!error.to_string().is_empty());
-        let state = HostSide::save(&attachment).expect("paused");
+        let state = ControllerBackend::save(&attachment).expect("paused");
         assert!(state.queues.is_empty(), "a queue is left");
         return false;
     }
     check(&attachment, queues);
-    HostSide::resume(&attachment);
+    ControllerBackend::resume(&attachment);
     work(&attachment, queues);
-    HostSide::pause(&attachment).expect("nothing takes long");
+    ControllerBackend::pause(&attachment).expect("nothing takes long");
     check(&attachment, queues);
     true
 }

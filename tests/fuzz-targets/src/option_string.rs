@@ -9,7 +9,7 @@ use std::path::Path;
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt_vmm::options::{
-    FunctionOptions, OptionError, OptionText, RateChange, ServedDrive, ServedFunction,
+    FunctionOptions, OptionError, OptionText, RateChange, ServerDriveOptions, ServerFunctionOptions,
 };
 use nvme_mpt_vmm::report;
 
@@ -47,7 +47,7 @@ pub fn run(input: &[u8]) {
         Ok(options) => check(&options),
         Err(error) => check_error(&error),
     }
-    match text.parse::<ServedFunction>() {
+    match text.parse::<ServerFunctionOptions>() {
         Ok(served) => {
             assert!((1..=107).contains(&served.socket.as_os_str().as_bytes().len()));
             assert!(served.mode.is_none_or(|mode| mode <= 0o777));
@@ -55,7 +55,7 @@ pub fn run(input: &[u8]) {
         }
         Err(error) => check_error(&error),
     }
-    match text.parse::<ServedDrive>() {
+    match text.parse::<ServerDriveOptions>() {
         Ok(served) => check(&served.drive),
         Err(error) => check_error(&error),
     }

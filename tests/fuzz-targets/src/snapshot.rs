@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use nvme_mpt::DoorbellMode;
 use serde_json::Value;
-use vmm_device::{Bar, FunctionState, MsixMasking};
+use vmm_device::{Bar, FunctionSnapshot, MsixMasking};
 
 use crate::Fixture;
 
@@ -26,7 +26,7 @@ fn fixture(choice: u8) -> Fixture {
     Fixture::new(mode, MsixMasking::Function)
 }
 
-fn check(fixture: &mut Fixture, state: &FunctionState) {
+fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
     let cap = [fixture.register(0x00), fixture.register(0x04)];
     match fixture.function.restore(state) {
         Ok(_) => {
@@ -69,7 +69,7 @@ fn check(fixture: &mut Fixture, state: &FunctionState) {
 }
 
 /// A state that promises what the function does.
-fn guessed(input: &[u8], fixture: &mut Fixture) -> Option<FunctionState> {
+fn guessed(input: &[u8], fixture: &mut Fixture) -> Option<FunctionSnapshot> {
     let mut state: Value = serde_json::from_slice(input).ok()?;
     fixture.function.pause().expect("idle");
     let own = fixture.function.save().expect("paused");
@@ -89,7 +89,7 @@ pub fn run(input: &[u8]) {
         let fixture = fixtures.entry(mode).or_insert_with(|| fixture(mode));
         fixture.reset(&[]);
         let state = if choice & 2 == 0 {
-            FunctionState::from_bytes(input).ok()
+            FunctionSnapshot::from_bytes(input).ok()
         } else {
             guessed(input, fixture)
         };

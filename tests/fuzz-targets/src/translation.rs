@@ -19,18 +19,18 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::memory::clock;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, Learning, MemoryRegion,
-    PollPolicy, Pollers, SqConfig,
+    AdaptivePolicies, CqConfig, DoorbellMode, Drive, Gpa, LocalBackend, LocalBackendConfig,
+    MemoryRegion, PollPolicy, PollerPool, SqConfig,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::{Input, RINGS};
 
@@ -124,7 +124,7 @@ thread_local! {
 
 /// A guest's queue pair, of which this thread is the poller.
 struct Lane {
-    attachment: Attachment,
+    attachment: LocalBackend,
     rings: File,
     shadow: Option<Box<ShadowQueue>>,
     tail: u32,
@@ -134,8 +134,8 @@ impl Lane {
     fn new(
         drive: &Arc<Drive>,
         ledger: &Ledger,
-        pollers: &Arc<Pollers>,
-        (id, wanted): (&str, Wanted),
+        pollers: &Arc<PollerPool>,
+        (id, wanted): (&str, RequestedBytes),
     ) -> Self {
         let request = LeaseRequest {
             id,
@@ -144,9 +144,9 @@ impl Lane {
             wanted,
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::FormerData::Kept,
+            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
         };
-        let attachment = Attachment::new(AttachmentConfig {
+        let attachment = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
@@ -156,7 +156,7 @@ impl Lane {
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             memory_limit: None,
@@ -242,7 +242,7 @@ impl Lane {
 }
 
 /// Commands that were completed so far.
-fn completed(attachment: &Attachment) -> u64 {
+fn completed(attachment: &LocalBackend) -> u64 {
     let stats = attachment.stats();
     stats.queues.first().map_or(0, |queue| queue.commands)
 }
@@ -264,7 +264,7 @@ impl Fixture {
             Kind::Zones => Some(ZONES),
             Kind::Pairs => Some(PAIRS),
         };
-        let profile = profile.map(|text| Profile::parse("fuzz", text).expect("a profile"));
+        let profile = profile.map(|text| DriveProfile::parse("fuzz", text).expect("a profile"));
         let path = format!("memory:{}", 4 * LEASE).parse().expect("a drive");
         let options = DriveOptions {
             lba_size,
@@ -272,8 +272,8 @@ impl Fixture {
             ..DriveOptions::default()
         };
         let drive = drives::open(&path, options).expect("memory");
-        let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
-        let at = |index| Wanted::At(ByteRange::new(index * LEASE, LEASE).expect("a range"));
+        let (ledger, pollers) = (Ledger::in_process(), PollerPool::new());
+        let at = |index| RequestedBytes::At(ByteRange::new(index * LEASE, LEASE).expect("a range"));
         let lane = |id, wanted| Lane::new(&drive, &ledger, &pollers, (id, wanted));
         let mut neighbours = [lane("below", at(0)), lane("above", at(2))];
         let neighbours_memory = file(2 * EDGE);
@@ -297,7 +297,7 @@ impl Fixture {
         Self {
             guest: match kind {
                 Kind::Extents => {
-                    let wanted = Wanted::Size {
+                    let wanted = RequestedBytes::Size {
                         bytes: 2 * LEASE,
                         unit: LEASE,
                         whole: false,
@@ -394,7 +394,7 @@ fn file(len: u64) -> File {
 
 /// Maps the beginning of a file; false where there is a region already.
 fn map(
-    attachment: &Attachment,
+    attachment: &LocalBackend,
     file: &File,
     gpa: u64,
     pages: u64,
@@ -404,7 +404,7 @@ fn map(
 }
 
 fn map_part(
-    attachment: &Attachment,
+    attachment: &LocalBackend,
     file: &File,
     (gpa, pages): (u64, u64),
     offset: u64,

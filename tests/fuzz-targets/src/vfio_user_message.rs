@@ -20,8 +20,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, LazyLock};
 
 use vfio_user_server::{
-    Device, DmaRegion, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea, Progress, Region,
-    RegionIndex, Session,
+    DeviceRegion, DmaRegion, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea, RegionIndex,
+    SessionReadiness, VfioUserDevice, VfioUserSession,
 };
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
@@ -71,14 +71,14 @@ impl Model {
     }
 }
 
-impl Device for Model {
-    fn region(&self, index: RegionIndex) -> Region {
+impl VfioUserDevice for Model {
+    fn region(&self, index: RegionIndex) -> DeviceRegion {
         let (size, area) = match index {
             RegionIndex::Bar0 => (BAR0_SIZE, self.area.clone()),
             RegionIndex::Config => (0x100, None),
             _ => (0, None),
         };
-        Region {
+        DeviceRegion {
             size,
             readable: true,
             writable: true,
@@ -243,7 +243,7 @@ fn converse(mode: u8, data: &[u8]) {
         maps: Vec::new(),
         vectors: Vec::new(),
     };
-    let mut session = Session::new(server, &device).expect("good regions");
+    let mut session = VfioUserSession::new(server, &device).expect("good regions");
     let mut client = Client {
         stream,
         heard: Vec::new(),
@@ -272,9 +272,9 @@ fn converse(mode: u8, data: &[u8]) {
                     let progress = session.run(&mut device);
                     client.hear();
                     match progress {
-                        Progress::Reading => break,
-                        Progress::Writing => {}
-                        Progress::Ended => return device.disconnected(),
+                        SessionReadiness::Reading => break,
+                        SessionReadiness::Writing => {}
+                        SessionReadiness::Ended => return device.disconnected(),
                     }
                 }
                 if rest.is_empty() {

@@ -9,15 +9,17 @@ use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::memory::RawBytes;
 use nvme_mpt::memory::simulation::costs;
-use nvme_mpt::origin::Identity;
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::origin::DriveIdentity;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
-use nvme_software::{LeasedMedium, Medium, Pace, SoftwareQueue, Store, StoreStep};
+use nvme_software::{
+    BackingStore, CommandExecutor, CommandTiming, ExecutionStep, LeasedBackingStore, SoftwareQueue,
+};
 
 use crate::history::BLOCK;
 
@@ -58,8 +60,8 @@ impl Blocks {
     }
 }
 
-impl Medium for Blocks {
-    fn identity(&self) -> Identity {
+impl BackingStore for Blocks {
+    fn identity(&self) -> DriveIdentity {
         "simulated:blocks".to_owned().into()
     }
 
@@ -78,7 +80,7 @@ impl Medium for Blocks {
     fn open_lease(
         &self,
         request: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
         Ok(Box::new(Leased {
             blocks: self.clone(),
             range: request.only()?,
@@ -90,16 +92,16 @@ impl Medium for Blocks {
 #[derive(Clone, Debug)]
 struct Leased {
     blocks: Blocks,
-    range: LbaRange,
+    range: BlockRange,
 }
 
-impl Store for Leased {
+impl CommandExecutor for Leased {
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let blocks = u64::from(nlb_z) + 1;
         let opcode = NvmOpcode(sqe.opcode());
         if [NvmOpcode::READ, NvmOpcode::WRITE, NvmOpcode::WRITE_ZEROES].contains(&opcode) {
-            let LbaRange {
+            let BlockRange {
                 start,
                 blocks: most,
             } = self.range;
@@ -149,7 +151,7 @@ impl Store for Leased {
     }
 
     /// Zeroes one block a turn, so that other queues come in between.
-    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
+    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let mut block = *sqe;
         ReadWrite {
@@ -160,15 +162,15 @@ impl Store for Leased {
         .write_to(&mut block);
         let status = self.execute(&block, memory);
         let is_last = steps == usize::from(nlb_z) || !status.is_success();
-        StoreStep {
+        ExecutionStep {
             bytes: u64::MAX,
             status: is_last.then_some(status),
         }
     }
 }
 
-impl LeasedMedium for Leased {
-    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+impl LeasedBackingStore for Leased {
+    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
         Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
     }
 }

@@ -17,7 +17,7 @@ use nvme_mpt::memory::clock;
 use nvme_mpt::memory::simulation::{acted, costs};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Pollers};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
 use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
@@ -28,7 +28,7 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::simulated as disk;
-use nvme_software::{Allocation, SoftwareController};
+use nvme_software::{MemoryAllocationTime, SoftwareController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
@@ -93,15 +93,15 @@ impl Client {
         drive: &Arc<Drive>,
         range: ByteRange,
         queues: u16,
-        pollers: &Arc<Pollers>,
+        pollers: &Arc<PollerPool>,
         rng: &mut Rng,
     ) -> Self {
         let lease = lease_on(drive, "guest", range);
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             queue_pairs: queues,
             ..config(drive, lease, DoorbellMode::Trap, "shared:event", pollers)
         };
-        let attachment = Attachment::with_parts(config, FunctionParts::Own);
+        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
         let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
         let memory = GuestMemory::new(&[(LOW, LOW_LEN)]).unwrap_or_else(|error| panic!("{error}"));
@@ -223,11 +223,11 @@ fn range_of(guest: usize) -> ByteRange {
 }
 
 /// Begins a world with one poller that all share, and is watched.
-fn begin() -> Arc<Pollers> {
+fn begin() -> Arc<PollerPool> {
     let engine = Engine::of_thread().expect("a scheduler");
     engine.charge_calls_alone();
     costs::share_one_poller();
-    let pollers = Pollers::new();
+    let pollers = PollerPool::new();
     pollers.watch().expect("an actor");
     pollers
 }
@@ -324,7 +324,7 @@ fn drive_of(attack: Attack, shared: &Arc<Drive>, guests: usize) -> (Arc<Drive>, 
     let controller = match attack {
         Attack::Submissions => SoftwareController::file("/drive".as_ref(), 9)
             .unwrap_or_else(|error| panic!("the file does not open: {error}")),
-        Attack::Holes => SoftwareController::memory(HOLES, 9, Allocation::AsWritten)
+        Attack::Holes => SoftwareController::memory(HOLES, 9, MemoryAllocationTime::AsWritten)
             .unwrap_or_else(|error| panic!("no memory for a drive: {error}")),
         _ => return (shared.clone(), range_of(guests)),
     };
@@ -394,9 +394,9 @@ pub(crate) fn run_attackers(less: Less, rng: &mut Rng) {
     let guests = 4.min(less.guests.unwrap_or(u64::MAX)) as usize;
     disk::format(
         1 << 20,
-        disk::Habits {
+        disk::DiskModelParameters {
             time_bits: 12,
-            ..disk::Habits::default()
+            ..disk::DiskModelParameters::default()
         },
         0,
     );

@@ -4,8 +4,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::Pollers;
-use nvme_mpt::lease::{Lease, LeaseError, LeaseState};
+use nvme_mpt::PollerPool;
+use nvme_mpt::lease::{Lease, LeaseError, LeaseHolderState};
 use nvme_mpt::memory::clock;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive};
 use nvme_mpt_tests::function::InProcess;
@@ -71,7 +71,7 @@ impl Tenant {
 /// # Panics
 /// If that one gets it too early, or never.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
-    let host = Host::new(Scenario::Endings, 1, Pollers::new(), rng);
+    let host = Host::new(Scenario::Endings, 1, PollerPool::new(), rng);
     let history = Arc::new(Mutex::new(History::new(0, BLOCKS)));
     let lease = host.lease("first", 0);
     let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
@@ -121,7 +121,7 @@ fn next_lease(host: &Host, rng: &mut Rng) -> Lease {
         match host.lease("next", 0) {
             Ok(lease) => return lease,
             Err(LeaseError::Overlap { other, .. }) => {
-                assert_eq!(other.state, LeaseState::Ending, "{other:?}");
+                assert_eq!(other.state, LeaseHolderState::Ending, "{other:?}");
             }
             Err(error) => panic!("no lease: {error}"),
         }

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use generator::{Generator, Gn};
 use nvme_mpt::memory::files::simulated as files;
-use nvme_mpt::memory::simulation::{self, Event, Simulator, Step, Work, costs, stores};
+use nvme_mpt::memory::simulation::{
+    self, ActorEvent, ActorStep, ActorWork, Simulator, costs, stores,
+};
 use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::simulated as drives;
@@ -119,14 +121,14 @@ struct Core {
     looked: u64,
     actors: Vec<Actor>,
     processes: u64,
-    last: VecDeque<(u64, usize, Event)>,
+    last: VecDeque<(u64, usize, ActorEvent)>,
 }
 
 /// The scheduler of the thread.
 pub(crate) struct Engine {
     core: RefCell<Core>,
     /// Actors that were started, and have no stack in the scheduler yet.
-    started: RefCell<Vec<Work>>,
+    started: RefCell<Vec<ActorWork>>,
     current: Cell<Option<usize>>,
 }
 
@@ -308,7 +310,7 @@ impl Engine {
         })
     }
 
-    fn add(&self, name: &str, process: u64, work: Work) {
+    fn add(&self, name: &str, process: u64, work: ActorWork) {
         self.started.borrow_mut().push(work);
         self.with_core(|core| {
             core.effects += 1;
@@ -350,7 +352,7 @@ impl Engine {
             return String::new();
         };
         let mut text = String::new();
-        for (now, actor, Event { step, numbers }) in &core.last {
+        for (now, actor, ActorEvent { step, numbers }) in &core.last {
             let name = core.actors.get(*actor).map_or("?", |actor| &actor.name);
             let [a, b] = numbers;
             let _infallible = writeln!(
@@ -407,13 +409,13 @@ impl Core {
     }
 
     /// Takes note of a step of an actor. Returns whether another one goes on.
-    fn step(&mut self, actor: usize, event: Event) -> bool {
+    fn step(&mut self, actor: usize, event: ActorEvent) -> bool {
         if self.last.len() == LAST_STEPS {
             self.last.pop_front();
         }
         self.last.push_back((self.now, actor, event));
         self.steps += 1;
-        self.commands += u64::from(event.step == Step::ReadEntry);
+        self.commands += u64::from(event.step == ActorStep::ReadEntry);
         let random = self.rng.next_u64();
         self.now += 1 + share(random, 2 * self.habits.step);
         self.effects += u64::from(event.step.has_effect());
@@ -529,7 +531,7 @@ impl Simulator for Engine {
         actor.map_or(0, |actor| self.with_core(|core| core.actors[actor].process))
     }
 
-    fn turn(&self, event: Event) {
+    fn turn(&self, event: ActorEvent) {
         let Some(actor) = self.current.get() else {
             return;
         };
@@ -556,7 +558,7 @@ impl Simulator for Engine {
         self.lets_go_on(Yield::Wait(until));
     }
 
-    fn start(&self, name: &str, work: Work) {
+    fn start(&self, name: &str, work: ActorWork) {
         self.add(name, self.process(), work);
     }
 

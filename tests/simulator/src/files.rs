@@ -381,14 +381,14 @@ impl Work for Tenant {
 }
 
 /// Habits of a disk.
-pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::Habits {
+pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::DiskModelParameters {
     let fails = !less.no_trouble;
     let write_backs = [8, 40][rng.below(2) as usize];
     let mut one_in = |of: u64, worlds: u64| match fails && rng.below(worlds) == 0 {
         true => of + rng.below(of),
         false => 0,
     };
-    disk::Habits {
+    disk::DiskModelParameters {
         failed_write_backs: one_in(write_backs, 2),
         failed_flushes: one_in(20, 6),
         interruptions: one_in(10, 2),

@@ -16,7 +16,7 @@ use nvme_mpt::memory::simulation::acted;
 use nvme_mpt::memory::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{Attachment, Drive, FunctionParts, Pollers};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedPartsSource};
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
@@ -62,14 +62,19 @@ const REFUSED: Duration = Duration::from_secs(20);
 struct Frozen {
     guest: Guest<files::Tenant>,
     bar: Arc<InProcess>,
-    attachment: Weak<Attachment>,
+    attachment: Weak<LocalBackend>,
     shared: Arc<Shared>,
     /// Before its end, the guest does not end.
     trouble: Arc<Shared>,
 }
 
 impl Frozen {
-    fn new(pollers: &Arc<Pollers>, less: Less, timeouts: Option<Timeouts>, rng: &mut Rng) -> Self {
+    fn new(
+        pollers: &Arc<PollerPool>,
+        less: Less,
+        timeouts: Option<Timeouts>,
+        rng: &mut Rng,
+    ) -> Self {
         let controller = SoftwareController::file("/drive".as_ref(), 9);
         let controller =
             controller.unwrap_or_else(|error| panic!("the file does not open: {error}"));
@@ -80,7 +85,7 @@ impl Frozen {
         let persona = patient_persona(rng);
         let doorbells = persona.doorbells();
         let config = config(&drive, lease, doorbells, policy(doorbells, rng), pollers);
-        let attachment = Attachment::with_parts(config, FunctionParts::Own);
+        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
         let attachment =
             Arc::new(attachment.unwrap_or_else(|error| panic!("no attachment: {error}")));
         let weak = Arc::downgrade(&attachment);
@@ -180,7 +185,7 @@ fn ask_to_rest(
 ///
 /// # Panics
 /// If it is refused for a function whose drive works, or not refused while the disk has requests that it does not answer.
-fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<Attachment>, until: Duration) {
+fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Duration) {
     let is_refused = || {
         let is_still = disk::transfers() > 0 && clock::monotonic() + REFUSED < until;
         move |refused: bool| assert!(refused || !is_still, "the disk stands still")
@@ -209,7 +214,7 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<Attachment>, until: Dura
 /// Has the disk stand still some times.
 fn freeze(
     functions: &[Weak<InProcess>],
-    attachment: &Weak<Attachment>,
+    attachment: &Weak<LocalBackend>,
     upgrades: bool,
     mut rng: Rng,
 ) {
@@ -232,7 +237,7 @@ fn freeze(
 /// Has a disk stand still under a guest, beside guests of other drives.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
-    let pollers = Pollers::new();
+    let pollers = PollerPool::new();
     if rng.below(2) == 0 {
         pollers.watch().expect("an actor");
     }

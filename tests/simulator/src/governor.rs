@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::Pollers;
+use nvme_mpt::PollerPool;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_tests::rng::Rng;
 
@@ -27,7 +27,7 @@ const LOUD: Duration = Duration::from_secs(5);
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let scenario = Scenario::Governor;
     let loud = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX));
-    let host = Host::new(scenario, loud + 1, Pollers::new(), rng);
+    let host = Host::new(scenario, loud + 1, PollerPool::new(), rng);
     let is_troubled = !less.no_trouble && rng.below(3) == 0;
     let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
     let patience = |time: Duration| match is_troubled {

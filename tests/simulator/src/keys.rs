@@ -11,7 +11,7 @@ use nvme_mpt_tests::registers::CC_CSS_ALL;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status;
 use nvme_software::key_value::KeyValueController;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::guest::{Data, End, Work};
 use crate::history::History;
@@ -312,8 +312,8 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         }
     };
     let text = format!("model = \"kv\"\nmax_value = \"4K\"\n{timing}");
-    let profile = Profile::parse("simulated", &text);
-    let Ok(Profile::Kv(profile)) = profile else {
+    let profile = DriveProfile::parse("simulated", &text);
+    let Ok(DriveProfile::Kv(profile)) = profile else {
         panic!("no profile of keys: {profile:?}");
     };
     let capacity = 1 << 20;

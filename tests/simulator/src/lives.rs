@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::drive::{HostController, SpareKeeper};
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
-use nvme_mpt::live::LiveState;
+use nvme_mpt::drive::{HostController, SpareDescriptorStore};
+use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::{clock, eventfd};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
@@ -18,8 +18,8 @@ use nvme_mpt::seam::DoorbellWaker;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, CqConfig, DoorbellMode, DoorbellPage, Drive, EventReader, FunctionParts, Gpa,
-    HostSide, KeptParts, KeptQueues, MemoryRegion, Pollers, SqConfig,
+    ControllerBackend, CqConfig, DoorbellMode, DoorbellPage, Drive, EventReader, Gpa, LocalBackend,
+    MemoryRegion, PersistedBackendParts, PersistedQueues, PollerPool, SharedPartsSource, SqConfig,
 };
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::doorbell::{Doorbell as GuestDoorbell, DoorbellMode as Doorbells};
@@ -37,8 +37,8 @@ use crate::scenario::{QUEUE_PAIRS, config};
 pub(crate) struct Kept {
     memory: GuestMemory,
     doorbells: DoorbellPage,
-    live: LiveState,
-    queues: KeptQueues,
+    live: InflightFile,
+    queues: PersistedQueues,
     wakers: Mutex<Vec<(Doorbell, DoorbellWaker)>>,
     /// Spare descriptions of its lease's file, which a keeper has.
     spare: Mutex<Vec<OwnedFd>>,
@@ -46,7 +46,7 @@ pub(crate) struct Kept {
     is_served: AtomicBool,
 }
 
-impl SpareKeeper for Kept {
+impl SpareDescriptorStore for Kept {
     fn kept(&self, _: &str, _: &str) -> Vec<OwnedFd> {
         let copies = self.spare().iter().map(OwnedFd::try_clone).collect();
         Result::expect(copies, "descriptors")
@@ -73,7 +73,7 @@ impl Kept {
         .expect("memory");
         let stride = 4_u64 << doorbells.dstrd();
         let count = 1 + rng.below(2) as u16;
-        let mut queues = KeptQueues {
+        let mut queues = PersistedQueues {
             cqs: Vec::new(),
             sqs: Vec::new(),
             doorbell_buffer: None,
@@ -104,7 +104,7 @@ impl Kept {
         let kept = Arc::new(Kept {
             memory: memory.clone(),
             doorbells,
-            live: LiveState::new(QUEUE_PAIRS).expect("memory"),
+            live: InflightFile::new(QUEUE_PAIRS).expect("memory"),
             queues,
             wakers: Mutex::default(),
             spare: Mutex::default(),
@@ -264,19 +264,19 @@ pub(crate) fn attach(
     id: &str,
     range: ByteRange,
     life: u64,
-) -> Attachment {
+) -> LocalBackend {
     let lease = ledger.acquire(&LeaseRequest {
         id,
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        wanted: Wanted::At(range),
+        wanted: RequestedBytes::At(range),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: FormerData::Kept,
+        former_data: PreviousDataPolicy::Kept,
     });
     let share = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned().expect("descriptors");
-    let parts = FunctionParts::Kept(
-        KeptParts {
+    let parts = SharedPartsSource::Kept(
+        PersistedBackendParts {
             doorbells: share(kept.doorbells.fd()),
             live: share(kept.live.fd()),
             events: EventFd::new(0).expect("descriptors"),
@@ -284,8 +284,14 @@ pub(crate) fn attach(
         EventReader::Trusted,
     );
     let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
-    let config = config(drive, lease, Doorbells::Trap, "dedicated", &Pollers::new());
-    let attachment = Attachment::with_spares(config, parts, Some(kept.clone()))
+    let config = config(
+        drive,
+        lease,
+        Doorbells::Trap,
+        "dedicated",
+        &PollerPool::new(),
+    );
+    let attachment = LocalBackend::with_spares(config, parts, Some(kept.clone()))
         .unwrap_or_else(|error| panic!("no attachment: {error}"));
     for region in kept.memory.regions() {
         for piece in region.pieces() {
@@ -302,7 +308,7 @@ pub(crate) fn attach(
     }
     if life == 0 {
         // As its VMM connects.
-        HostSide::begin_anew(&attachment);
+        ControllerBackend::begin_anew(&attachment);
         for cq in &kept.queues.cqs {
             attachment
                 .create_cq(*cq)
@@ -314,10 +320,10 @@ pub(crate) fn attach(
                 .unwrap_or_else(|error| panic!("{error}"));
         }
     } else {
-        HostSide::take_up(&attachment, &kept.queues)
+        ControllerBackend::take_up(&attachment, &kept.queues)
             .unwrap_or_else(|error| panic!("life {life} takes nothing up: {error}"));
     }
-    let wakers = HostSide::io_doorbells(&attachment).wakers;
+    let wakers = ControllerBackend::io_doorbells(&attachment).wakers;
     *kept.wakers() = wakers;
     kept.is_served.store(true, Ordering::Relaxed);
     // A doorbell that was stored before its waker was known.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use nvme_mpt::Pollers;
+use nvme_mpt::PollerPool;
 use nvme_mpt::memory::clock;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_tests::command::admin;
@@ -24,7 +24,7 @@ const AT_LAST: Duration = Duration::from_secs(2);
 /// Has guests use two drives, one of which is removed.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
-    let host = Host::new(Scenario::Removal, count, Pollers::new(), rng);
+    let host = Host::new(Scenario::Removal, count, PollerPool::new(), rng);
     let other = Host::new(Scenario::Physical, 1, host.pollers(), rng);
     let mut guests = Vec::new();
     let mut shared = Vec::new();

@@ -5,13 +5,16 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
-use nvme_mpt::lease::{FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{
+    Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes,
+};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::memory::clock;
-use nvme_mpt::poller::{Threads, start_thread};
+use nvme_mpt::poller::{ThreadSpawner, start_thread};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, MemoryKinds, Pollers,
+    AdaptivePolicies, Drive, Gpa, LocalBackend, LocalBackendConfig, MemoryKinds, PollerPool,
+    SharedPartsSource,
 };
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -21,8 +24,8 @@ use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece};
 use nvme_mpt_tests::rng::{Rng, mix};
 use nvme_mpt_tests::status;
-use nvme_software::model::Profile;
-use nvme_software::{Allocation, SoftwareController};
+use nvme_software::model::DriveProfile;
+use nvme_software::{MemoryAllocationTime, SoftwareController};
 use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
@@ -260,7 +263,7 @@ pub(crate) struct Host {
     drive: Arc<Drive>,
     pub(crate) model: Option<Arc<ModelDrive>>,
     ledger: Ledger,
-    pollers: Arc<Pollers>,
+    pollers: Arc<PollerPool>,
 }
 
 /// Options of a physical drive.
@@ -287,7 +290,7 @@ impl Host {
     pub(crate) fn new(
         scenario: Scenario,
         guests: u64,
-        pollers: Arc<Pollers>,
+        pollers: Arc<PollerPool>,
         rng: &mut Rng,
     ) -> Self {
         let bytes = guests * LEASE;
@@ -304,10 +307,10 @@ impl Host {
                 },
                 ..ControllerOptions::default()
             };
-            VfioController::open(drive, options, &Threads::default())
+            VfioController::open(drive, options, &ThreadSpawner::default())
                 .unwrap_or_else(|error| panic!("the drive does not open: {error}"))
         } else {
-            let software = SoftwareController::memory(bytes, 9, Allocation::AsWritten)
+            let software = SoftwareController::memory(bytes, 9, MemoryAllocationTime::AsWritten)
                 .unwrap_or_else(|error| panic!("no memory for a drive: {error}"));
             let is_timed = matches!(
                 scenario,
@@ -329,7 +332,7 @@ impl Host {
     }
 
     /// Returns the pollers, for another drive's guests.
-    pub(crate) fn pollers(&self) -> Arc<Pollers> {
+    pub(crate) fn pollers(&self) -> Arc<PollerPool> {
         self.pollers.clone()
     }
 
@@ -386,10 +389,10 @@ impl Host {
             id,
             drive: self.drive.identity(),
             nsid: self.drive.namespace().nsid,
-            wanted: Wanted::At(range),
+            wanted: RequestedBytes::At(range),
             lba_shift: self.drive.lba_shift(),
             blocks: self.drive.blocks(),
-            former_data: FormerData::Kept,
+            former_data: PreviousDataPolicy::Kept,
         })
     }
 
@@ -414,14 +417,14 @@ impl Host {
         rng: &mut Rng,
     ) -> NvmeFunction {
         let policy = policy(doorbells, rng);
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             rates: match scenario {
                 Scenario::Limits => limits(rng),
                 _ => RateLimits::default(),
             },
             ..config(&self.drive, lease, doorbells, policy, &self.pollers)
         };
-        let attachment = Attachment::with_parts(config, FunctionParts::Own)
+        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
     }
@@ -443,9 +446,9 @@ pub(crate) fn config(
     lease: Lease,
     doorbells: DoorbellMode,
     policy: &str,
-    pollers: &Arc<Pollers>,
-) -> AttachmentConfig {
-    AttachmentConfig {
+    pollers: &Arc<PollerPool>,
+) -> LocalBackendConfig {
+    LocalBackendConfig {
         drive: drive.clone(),
         lease,
         queue_pairs: QUEUE_PAIRS,
@@ -458,7 +461,7 @@ pub(crate) fn config(
             DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
         },
         poll: policy.parse().expect("a policy"),
-        learning: Learning::default(),
+        learning: AdaptivePolicies::default(),
         pollers: pollers.clone(),
         memory: MemoryKinds::default(),
         memory_limit: None,
@@ -478,9 +481,9 @@ fn limits(rng: &mut Rng) -> RateLimits {
 }
 
 /// A timing model of a drive.
-pub(crate) fn profile(rng: &mut Rng) -> Profile {
+pub(crate) fn profile(rng: &mut Rng) -> DriveProfile {
     let text = format!("model = \"nvm\"\n{}", timing(rng));
-    Profile::parse("simulated", &text).unwrap_or_else(|error| panic!("{error}"))
+    DriveProfile::parse("simulated", &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Times of a drive's commands.
@@ -517,7 +520,7 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     // The last lease is that of a guest that lies, if there is one.
-    let host = Host::new(scenario, count + 1, Pollers::new(), &mut rng);
+    let host = Host::new(scenario, count + 1, PollerPool::new(), &mut rng);
     let patience = host.pin_slowly(scenario, seed, less);
     let is_hostile = !less.no_trouble && rng.below(3) == 0;
     let guests: Vec<_> = (0..count)
@@ -561,10 +564,10 @@ pub(crate) fn lease_on(drive: &Drive, id: &str, range: ByteRange) -> Lease {
         id,
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        wanted: Wanted::At(range),
+        wanted: RequestedBytes::At(range),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: FormerData::Kept,
+        former_data: PreviousDataPolicy::Kept,
     });
     lease.unwrap_or_else(|error| panic!("no lease: {error}"))
 }
@@ -583,8 +586,8 @@ pub(crate) fn run_alone<W: Work + 'static>(
     let lease = lease_on(&drive, "guest", range);
     let doorbells = persona.doorbells();
     let policy = policy(doorbells, rng);
-    let config = config(&drive, lease, doorbells, policy, &Pollers::new());
-    let attachment = Attachment::with_parts(config, FunctionParts::Own);
+    let config = config(&drive, lease, doorbells, policy, &PollerPool::new());
+    let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
     let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
     let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
     let (bar, interrupts) = plug(function, &memory);

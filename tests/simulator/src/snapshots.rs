@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use nvme_mpt::lease::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt::memory::sync::mpsc::{self, Receiver, Sender};
 use nvme_mpt::memory::{clock, eventfd};
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Pollers};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::function::{InProcess, map};
@@ -24,8 +24,8 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::registers::{CC, CC_ENABLE};
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::SoftwareController;
-use nvme_software::model::Profile;
-use vmm_device::{FunctionState, MsixMasking, NvmeFunction, SnapshotError};
+use nvme_software::model::DriveProfile;
+use vmm_device::{FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
 use crate::blocks::Blocks;
 use crate::engine::{Engine, Process};
@@ -53,7 +53,7 @@ const PERSONAS: [Persona; 5] = [
 #[derive(Debug)]
 struct World {
     blocks: Blocks,
-    profile: Option<Profile>,
+    profile: Option<DriveProfile>,
     doorbells: DoorbellMode,
     memory: GuestMemory,
     interrupts: Vec<Arc<Interrupt>>,
@@ -95,22 +95,22 @@ impl Slot {
             id: "guest",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: Wanted::At(ByteRange::new(0, LEASE).expect("a range")),
+            wanted: RequestedBytes::At(ByteRange::new(0, LEASE).expect("a range")),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: FormerData::Kept,
+            former_data: PreviousDataPolicy::Kept,
         })?;
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             queue_pairs: build.queue_pairs,
             ..config(
                 &drive,
                 lease,
                 build.doorbells,
                 build.policy,
-                &Pollers::new(),
+                &PollerPool::new(),
             )
         };
-        let attachment = Attachment::with_parts(config, FunctionParts::Own)
+        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
         if build.has_memory {
@@ -132,7 +132,7 @@ impl Slot {
     }
 
     fn restore(&self, snapshot: &[u8]) -> Result<(), SnapshotError> {
-        let state = FunctionState::from_bytes(snapshot)?;
+        let state = FunctionSnapshot::from_bytes(snapshot)?;
         let restored = self.function().function().restore(&state);
         restored.map(drop)
     }
@@ -456,7 +456,7 @@ impl Mover<'_> {
                     0 => bytes.truncate(at),
                     _ => bytes[at] ^= 1 << self.rng.below(8),
                 }
-                let refused = FunctionState::from_bytes(&bytes);
+                let refused = FunctionSnapshot::from_bytes(&bytes);
                 assert!(refused.is_err(), "a damaged snapshot is none");
             }
             _ => {
@@ -464,7 +464,7 @@ impl Mover<'_> {
                 self.rest(16);
                 let again = save(&vmm);
                 let [before, after] = [&*snapshot, &again].map(|bytes| {
-                    let state = FunctionState::from_bytes(bytes);
+                    let state = FunctionSnapshot::from_bytes(bytes);
                     let state = state.unwrap_or_else(|error| panic!("no snapshot: {error}"));
                     state.attachment().clone()
                 });

@@ -11,14 +11,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use nvme_mpt::learn::Choice;
-use nvme_mpt::lease::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
-use nvme_mpt::limit::{RateLimits, Weight};
+use nvme_mpt::learn::PolicyChoice;
+use nvme_mpt::lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_mpt::limit::{LeaseWeight, RateLimits};
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::simulation::acted;
-use nvme_mpt::poller::{Threads, start_thread};
+use nvme_mpt::poller::{ThreadSpawner, start_thread};
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, Pollers};
+use nvme_mpt::{
+    AdaptivePolicies, Drive, Gpa, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource,
+};
 use nvme_mpt_tests::command::{Sqe, dsm_range};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -314,7 +316,7 @@ impl fmt::Display for Cell {
 struct World {
     drive: Arc<Drive>,
     ledger: Ledger,
-    pollers: Arc<Pollers>,
+    pollers: Arc<PollerPool>,
 }
 
 /// A queue of a guest.
@@ -347,10 +349,10 @@ impl World {
                 id: &format!("tenant-{number}"),
                 drive: self.drive.identity(),
                 nsid: self.drive.namespace().nsid,
-                wanted: Wanted::At(range),
+                wanted: RequestedBytes::At(range),
                 lba_shift: self.drive.lba_shift(),
                 blocks: self.drive.blocks(),
-                former_data: FormerData::Kept,
+                former_data: PreviousDataPolicy::Kept,
             });
             match lease {
                 Ok(lease) => break lease,
@@ -359,16 +361,16 @@ impl World {
                 Err(error) => panic!("no lease: {error}"),
             }
         };
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             queue_pairs: behaviour.queues,
             rates: RateLimits {
-                weight: Some(Weight::try_from(weight).expect("within bounds")),
+                weight: Some(LeaseWeight::try_from(weight).expect("within bounds")),
                 ..RateLimits::default()
             },
             // A trial that holds interrupts back would be most of p99.
-            learning: Learning {
-                moderation: Choice::Fixed,
-                ..Learning::default()
+            learning: AdaptivePolicies {
+                moderation: PolicyChoice::Fixed,
+                ..AdaptivePolicies::default()
             },
             ..config(
                 &self.drive,
@@ -378,7 +380,7 @@ impl World {
                 &self.pollers,
             )
         };
-        let attachment = Attachment::with_parts(config, FunctionParts::Own);
+        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
         let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
         let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
@@ -629,13 +631,13 @@ fn measure(cell: Cell) -> Figures {
         ..Options::default()
     });
     let options = ControllerOptions::default();
-    let controller = VfioController::open(model.clone(), options, &Threads::default());
+    let controller = VfioController::open(model.clone(), options, &ThreadSpawner::default());
     let controller = controller.unwrap_or_else(|error| panic!("the drive does not open: {error}"));
     let drive = Drive::new("simulated", controller, None);
     let world = Arc::new(World {
         drive: drive.unwrap_or_else(|error| panic!("the drive has no namespace: {error}")),
         ledger: Ledger::in_process(),
-        pollers: Pollers::new(),
+        pollers: PollerPool::new(),
     });
     let [own, others] = cell.weights;
     let mut client = world.connect(0, cell.tenant, own);

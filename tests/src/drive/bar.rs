@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use nvme_mpt::iova::Iommu;
-use nvme_mpt::memory::{Access, Cell32, Mapping};
+use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess};
 
 use super::function::ModelDrive;
 use crate::bar::{Bar, DoorbellWindow};
@@ -38,7 +38,7 @@ impl DriveBar {
                        len,
                        fd_offset,
                    }| {
-            let (len, access) = (len as usize, Access::ReadWrite);
+            let (len, access) = (len as usize, MappingAccess::ReadWrite);
             let mapping = Mapping::shared(memory.fd(), fd_offset, len, access);
             let mapping = mapping.expect("a guest's memory");
             let mapped = drive.model_iommu().map(gpa, &mapping, 0..len, access);
@@ -86,7 +86,7 @@ impl Bar for DriveBar {
             return self.drive.set_register(offset, value.into());
         }
         let doorbells = self.drive.controller().doorbells.clone();
-        let doorbell = Cell32::new(&doorbells.mapping, (offset - DOORBELLS) as usize);
+        let doorbell = MappedWord32::new(&doorbells.mapping, (offset - DOORBELLS) as usize);
         doorbell.expect("a doorbell").store(value);
     }
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use nvme_software::faults::Occasions;
+use nvme_software::faults::FaultSchedule;
 
 use crate::admin::feature;
 use crate::command::{Sqe, admin};
@@ -91,7 +91,7 @@ pub struct Fault {
     /// Commands that it meets.
     pub meets: Meets,
     /// Which of them.
-    pub occasions: Occasions,
+    pub occasions: FaultSchedule,
     /// Their fate.
     pub effect: Effect,
 }
@@ -101,7 +101,7 @@ impl Fault {
     pub fn once(meets: Meets, effect: Effect) -> Self {
         Self {
             meets,
-            occasions: Occasions::new(0, Some(1)),
+            occasions: FaultSchedule::new(0, Some(1)),
             effect,
         }
     }

@@ -12,7 +12,7 @@ use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::memory::{Mapping, clock};
 use nvme_mpt::poller::start_thread;
-use nvme_vfio::Backing;
+use nvme_vfio::DeviceBacking;
 
 use super::faults::{Aborts, Effect, Fault, Resets};
 use super::iommu::{DoorbellRegisters, ModelIommu};
@@ -27,7 +27,7 @@ const IDLE_TURNS: u32 = 200;
 /// Time that it then sleeps.
 const IDLE: Duration = Duration::from_micros(100);
 
-/// Longest such time in a simulation. A drive with a [`Service`](super::Service) also looks whenever something happened.
+/// Longest such time in a simulation. A drive with a [`Service`](super::ControlService) also looks whenever something happened.
 const IDLE_SIMULATED: Duration = Duration::from_millis(10);
 
 /// Longest time of an admin command, unless a test awaits it: much longer than a loaded machine needs.
@@ -434,7 +434,7 @@ fn gone() -> io::Error {
     io::ErrorKind::NotConnected.into()
 }
 
-impl Backing for ModelDrive {
+impl DeviceBacking for ModelDrive {
     fn name(&self) -> &str {
         &self.name
     }

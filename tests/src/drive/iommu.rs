@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use nvme_mpt::iova::{BeforePinning, Iommu};
 use nvme_mpt::memory::sync::{Condvar, Mutex, RwLock};
-use nvme_mpt::memory::{Access, Mapping, clock};
+use nvme_mpt::memory::{Mapping, MappingAccess, clock};
 
 use crate::bar::DoorbellWindow;
 use crate::mapping;
@@ -47,7 +47,7 @@ pub struct DmaFault {
 struct Mapped {
     len: u64,
     start: NonNull<u8>,
-    access: Access,
+    access: MappingAccess,
 }
 
 // SAFETY: an address range; it is accessed under the IOMMU's lock only, by copies and atomics.
@@ -250,7 +250,7 @@ impl ModelIommu {
                 let (&start, mapped) = maps.range(..=at).next_back()?;
                 let offset = at - start;
                 let bytes = mapped.len.checked_sub(offset).filter(|bytes| *bytes > 0)?;
-                let allowed = !write || mapped.access == Access::ReadWrite;
+                let allowed = !write || mapped.access == MappingAccess::ReadWrite;
                 // SAFETY: `offset` is less than the length of the mapped range.
                 let first = unsafe { mapped.start.add(offset as usize) };
                 allowed.then_some((first, (bytes as usize).min(len - done)))
@@ -328,7 +328,7 @@ impl Iommu for ModelIommu {
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
-        access: Access,
+        access: MappingAccess,
     ) -> io::Result<()> {
         let len = part.len() as u64;
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
@@ -362,7 +362,7 @@ impl Iommu for ModelIommu {
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
-        access: Access,
+        access: MappingAccess,
         before: &mut BeforePinning<'_>,
     ) -> io::Result<()> {
         for start in part.clone().step_by(PIECE) {
@@ -432,7 +432,7 @@ impl DoorbellRegisters {
     pub(super) fn new(len: usize) -> io::Result<Self> {
         let memfd = mapping::memfd().map_err(io::Error::other)?;
         memfd.set_len(len as u64)?;
-        let mapping = Mapping::shared(memfd.as_fd(), 0, len, Access::ReadWrite)?;
+        let mapping = Mapping::shared(memfd.as_fd(), 0, len, MappingAccess::ReadWrite)?;
         let registers = Self {
             mapping: mapping.into(),
             memfd,
@@ -482,10 +482,10 @@ mod tests {
         let iommu = ModelIommu::default();
         let [a, b] = [8192, 4096].map(|len| Mapping::anonymous(len).unwrap());
         let map = |iova, memory: &Mapping, access| iommu.map(iova, memory, 0..memory.len(), access);
-        map(0x10_0000, &a, Access::ReadWrite).unwrap();
-        map(0x10_2000, &b, Access::Read).unwrap();
-        map(0x10_1000, &b, Access::Read).unwrap_err();
-        map(0xF_F000, &a, Access::Read).unwrap_err();
+        map(0x10_0000, &a, MappingAccess::ReadWrite).unwrap();
+        map(0x10_2000, &b, MappingAccess::Read).unwrap();
+        map(0x10_1000, &b, MappingAccess::Read).unwrap_err();
+        map(0xF_F000, &a, MappingAccess::Read).unwrap_err();
         iommu.write(0x10_0FFE, &[1, 2, 3, 4]).unwrap();
         let mut bytes = [0; 3];
         a.bytes(0xFFF, 3).unwrap().copy_to(&mut bytes);
@@ -516,10 +516,12 @@ mod tests {
         });
         let memfd = mapping::memfd().unwrap();
         memfd.set_len(8192).unwrap();
-        let memory = Mapping::shared(memfd.as_fd(), 0, 8192, Access::ReadWrite).unwrap();
+        let memory = Mapping::shared(memfd.as_fd(), 0, 8192, MappingAccess::ReadWrite).unwrap();
         for iova in [0x10_0000, 0x20_0000] {
             let began = clock::monotonic();
-            iommu.map(iova, &memory, 0..8192, Access::Read).unwrap();
+            iommu
+                .map(iova, &memory, 0..8192, MappingAccess::Read)
+                .unwrap();
             assert!(clock::monotonic() - began >= times.start);
         }
     }
@@ -528,7 +530,7 @@ mod tests {
     fn a_doorbell_is_taken_once() {
         let registers = DoorbellRegisters::new(4096).unwrap();
         assert_eq!(registers.take(8), None);
-        let cell = nvme_mpt::memory::Cell32::new(&registers.mapping, 8).unwrap();
+        let cell = nvme_mpt::memory::MappedWord32::new(&registers.mapping, 8).unwrap();
         for value in [0, 7, 7] {
             cell.store(value);
             assert_eq!(registers.take(8), Some(value));

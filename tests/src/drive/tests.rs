@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::memory::clock;
-use nvme_vfio::Backing;
+use nvme_vfio::DeviceBacking;
 
 use super::*;
 use crate::command::admin;

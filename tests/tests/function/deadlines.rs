@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt_tests::registers::{CSTS_FATAL, CSTS_SHST_COMPLETE, CSTS_SHST_MASK};
 use vmm_device::EndError;
 
@@ -93,10 +93,11 @@ fn a_function_ends_although_its_drive_does_not_flush() {
     }
     drop(machine);
     assert_eq!(host.clock.waited(), DEADLINE);
-    host.lease("next", &Setup::nth(0), FormerData::Kept)
+    host.lease("next", &Setup::nth(0), PreviousDataPolicy::Kept)
         .unwrap_err();
     drive.hold_flushes(false);
     wait_for("the end of the flush", || {
-        host.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
+        host.lease("next", &Setup::nth(0), PreviousDataPolicy::Kept)
+            .is_ok()
     });
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{FormerData, Lease, LeaseError};
-use nvme_mpt::range_lock::RangeLock;
+use nvme_mpt::lease::{Lease, LeaseError, PreviousDataPolicy};
+use nvme_mpt::range_lock::FileRangeLock;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::command::Sqe;
@@ -19,7 +19,7 @@ use nvme_mpt_tests::status::{
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::SoftwareController;
 use nvme_software::faults::FaultPlan;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, Host, Machine, Setup, queue_pair, status, wait_for};
@@ -203,7 +203,7 @@ fn failure(result: Result<(), Error>) -> StatusCode {
 fn faulty(plan: &str, profile: Option<&str>) -> Host {
     let options = DriveOptions {
         faults: Some(Arc::new(FaultPlan::parse("test", plan).unwrap())),
-        profile: profile.map(|name| Arc::new(Profile::named(name).unwrap())),
+        profile: profile.map(|name| Arc::new(DriveProfile::named(name).unwrap())),
         ..DriveOptions::default()
     };
     Host::of(drives::open(&"memory:32M".parse().unwrap(), options).unwrap())
@@ -294,7 +294,7 @@ fn a_lease_grows_under_its_guest() {
             fill(&mut former.disk().1);
         }
         host.ledger
-            .decide_data("lease-0", FormerData::Wiped)
+            .decide_data("lease-0", PreviousDataPolicy::Wiped)
             .unwrap();
         let bystander = Bystander::start(
             &host,
@@ -353,7 +353,9 @@ fn growth_that_fails_leaves_the_guest_what_it_had_and_goes_on_the_next_time() {
     let host = Host::of_file(file.path(), 512);
     drop(host.occupy([(4 * UNIT, DRIVE - 4 * UNIT)]));
     let former = format!("at-{}", 4 * UNIT);
-    host.ledger.decide_data(&former, FormerData::Wiped).unwrap();
+    host.ledger
+        .decide_data(&former, PreviousDataPolicy::Wiped)
+        .unwrap();
     let machine = host.machine(&units(1));
     let attachment = host.attached.lock().unwrap().upgrade().unwrap();
     let (mut controller, mut disk) = listening(&machine);
@@ -364,7 +366,9 @@ fn growth_that_fails_leaves_the_guest_what_it_had_and_goes_on_the_next_time() {
     // Somebody without a lease has part of the room.
     let mut options = OpenOptions::new();
     let opened = options.read(true).write(true).open(file.path()).unwrap();
-    let lock = RangeLock::take(opened, 3 * UNIT, UNIT).unwrap().unwrap();
+    let lock = FileRangeLock::take(opened, 3 * UNIT, UNIT)
+        .unwrap()
+        .unwrap();
     let error = grow(4, false).unwrap_err();
     assert!(matches!(error, GrowError::Host { .. }), "{error}");
     assert_eq!(attachment.lease().extents().length(), UNIT);
@@ -397,7 +401,7 @@ fn a_lease_of_zones_does_not_grow() {
     let zones = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"1M\"\n\
                  max_open = 8\nmax_active = 8\nappend_limit = \"16K\"\n";
     let options = DriveOptions {
-        profile: Some(Arc::new(Profile::parse("test", zones).unwrap())),
+        profile: Some(Arc::new(DriveProfile::parse("test", zones).unwrap())),
         ..DriveOptions::default()
     };
     let host = Host::of(drives::open(&"memory:32M".parse().unwrap(), options).unwrap());

@@ -15,8 +15,8 @@ use nvme_mpt_tests::status::{
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::SoftwareController;
-use nvme_software::faults::{FaultPlan, Faults};
-use nvme_software::model::Profile;
+use nvme_software::faults::{FaultInjector, FaultPlan};
+use nvme_software::model::DriveProfile;
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
@@ -48,7 +48,7 @@ impl Faulty {
         };
         let options = DriveOptions {
             faults: Some(Arc::new(FaultPlan::parse("test", plan).unwrap())),
-            profile: profile.map(|name| Arc::new(Profile::named(name).unwrap())),
+            profile: profile.map(|name| Arc::new(DriveProfile::named(name).unwrap())),
             ..DriveOptions::default()
         };
         Self {
@@ -57,7 +57,7 @@ impl Faulty {
         }
     }
 
-    fn faults(&self) -> &Faults {
+    fn faults(&self) -> &FaultInjector {
         let drive = SoftwareController::of(self.host.drive.controller());
         drive.and_then(SoftwareController::faults).unwrap()
     }

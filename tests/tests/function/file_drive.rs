@@ -9,7 +9,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
@@ -608,7 +608,10 @@ fn a_wipe_erases_all_data_and_leaves_holes_out() {
                 file.write_all_at(&data, at).unwrap();
             }
             let host = Host::of_file(drive.path(), lba_size);
-            drop(host.lease("former", &setup, FormerData::Kept).unwrap());
+            drop(
+                host.lease("former", &setup, PreviousDataPolicy::Kept)
+                    .unwrap(),
+            );
             host.wipe(&setup);
             let block = |at: u64| {
                 let mut block = [1; 4096];

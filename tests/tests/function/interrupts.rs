@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::interrupt::PinFall;
+use nvme_mpt::interrupt::PinDeassertion;
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
@@ -280,7 +280,9 @@ fn the_pin_is_high_until_all_is_consumed() {
             if remote::is_chosen() {
                 continue;
             }
-            machine.function().set_pin(Some(PinFall::Acknowledgement));
+            machine
+                .function()
+                .set_pin(Some(PinDeassertion::Acknowledgement));
             let acknowledge = || machine.function().end_of_interrupt();
             let mut controller = machine.attach();
             let pin = Arc::clone(&machine.interrupts[0]);
@@ -331,7 +333,7 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     }
     let host = Host::new("memory:16M", 512);
     let machine = host.machine(&Setup::nth(0));
-    machine.function().set_pin(Some(PinFall::Access));
+    machine.function().set_pin(Some(PinDeassertion::Access));
     let mut controller = machine.attach();
     let pin = Arc::clone(&machine.interrupts[0]);
     let options = QueueOptions::interrupting(64, 0, Arc::clone(&pin));

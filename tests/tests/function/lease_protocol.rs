@@ -8,16 +8,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
-use nvme_mpt::lease::FormerData;
-use nvme_mpt::memory::{Access, Mapping, memfd};
+use nvme_mpt::lease::PreviousDataPolicy;
+use nvme_mpt::memory::{Mapping, MappingAccess, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, CqConfig, DmaError, EventReader, FunctionParts, Gpa, HostSide, KeptParts,
-    MemoryRegion, SqConfig, VmmMapping,
+    ControllerBackend, CqConfig, DmaError, EventReader, Gpa, LocalBackend, MemoryRegion,
+    PersistedBackendParts, SharedPartsSource, SqConfig, VmmMapping,
 };
 use nvme_mpt_lease_protocol::{
-    Admission, End, Leases, MESSAGE_MAX, Peer, Session, SessionError, VERSION,
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, MESSAGE_MAX, PeerIdentity,
+    SessionError, VERSION,
 };
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
@@ -36,7 +37,7 @@ fn opening() -> Vec<u8> {
 }
 
 /// End of a session, what it said, and its lease.
-type Ended = (Result<(), SessionError>, Vec<u8>, Weak<Attachment>);
+type Ended = (Result<(), SessionError>, Vec<u8>, Weak<LocalBackend>);
 
 /// Has a session hear what a VMM says until that goes.
 fn heard(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
@@ -44,11 +45,11 @@ fn heard(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
     let attachment = host.attachment_with(
         "lease",
         &Setup::nth(0),
-        FunctionParts::Outliving(EventReader::Trusted),
+        SharedPartsSource::Outliving(EventReader::Trusted),
     );
-    let attached: Weak<Attachment> = Arc::downgrade(&attachment);
+    let attached: Weak<LocalBackend> = Arc::downgrade(&attachment);
     let lease = OneLease(Mutex::new(Some(attachment)));
-    let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
+    let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&lease));
     vmm_says(&mut vmm);
     let _ = vmm.shutdown(Shutdown::Write);
     let mut answers = Vec::new();
@@ -63,10 +64,10 @@ fn said(host: &Host, bytes: &[u8]) -> Ended {
 }
 
 /// Returns whether the lease of a session is free.
-fn is_free(host: &Host, attached: &Weak<Attachment>) -> bool {
+fn is_free(host: &Host, attached: &Weak<LocalBackend>) -> bool {
     attached.upgrade().is_none()
         && host
-            .lease("lease", &Setup::nth(0), FormerData::Kept)
+            .lease("lease", &Setup::nth(0), PreviousDataPolicy::Kept)
             .is_ok()
 }
 
@@ -149,10 +150,10 @@ fn a_descriptor_that_nobody_asked_for_is_refused() {
     let attachment = host.attachment_with(
         "lease",
         &Setup::nth(0),
-        FunctionParts::Outliving(EventReader::Trusted),
+        SharedPartsSource::Outliving(EventReader::Trusted),
     );
     let lease = OneLease(Mutex::new(Some(attachment)));
-    let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
+    let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&lease));
     let sent = [opening(), message("\"status\"", 0)];
     vmm.send_with_fds(&[&sent[0][..]], &[]).unwrap();
     vmm.send_with_fd(&sent[1][..], vmm.as_raw_fd()).unwrap();
@@ -183,20 +184,26 @@ fn another_version_is_refused_by_name() {
 /// A lease that takes until it is stopped, as one whose range is wiped may, of a server that ends.
 struct Endless;
 
-impl Leases for Endless {
-    fn attach(&self, _: Peer, _: &str, _: Option<KeptParts>, stop: &AtomicBool) -> Admission {
+impl LeaseSource for Endless {
+    fn attach(
+        &self,
+        _: PeerIdentity,
+        _: &str,
+        _: Option<PersistedBackendParts>,
+        stop: &AtomicBool,
+    ) -> LeaseAdmission {
         wait_for("the stop of a lease that is made", || {
             stop.load(Ordering::Relaxed)
         });
-        Admission::Refused("it was stopped".to_owned())
+        LeaseAdmission::Refused("it was stopped".to_owned())
     }
 
     fn server_ends(&self) -> bool {
         true
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
-        End::Gone
+    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        LeaseEndCause::Gone
     }
 }
 
@@ -205,7 +212,7 @@ fn a_server_that_ends_waits_for_no_lease_that_is_being_made() {
     let (mut vmm, server) = UnixStream::pair().unwrap();
     // Its VMM waits for it, and stays.
     vmm.write_all(&opening()).unwrap();
-    let session = std::thread::spawn(move || Session::new(server).unwrap().run(&Endless));
+    let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&Endless));
     session.join().unwrap().unwrap();
     let mut answers = String::new();
     vmm.read_to_string(&mut answers).unwrap();
@@ -219,7 +226,7 @@ fn doorbell_writes_that_come_to_a_vmm_are_figures_of_the_server() {
     let attachment = host.attachment_with(
         "lease",
         &Setup::nth(0),
-        FunctionParts::Outliving(EventReader::Trusted),
+        SharedPartsSource::Outliving(EventReader::Trusted),
     );
     let function = remote::host_side(attachment.clone());
     let region = MemoryRegion {
@@ -265,7 +272,7 @@ fn a_server_gets_no_memory_that_its_vmm_has_not_completed() {
     let attachment = host.attachment_with(
         "lease",
         &Setup::nth(0),
-        FunctionParts::Outliving(EventReader::Trusted),
+        SharedPartsSource::Outliving(EventReader::Trusted),
     );
     let function = remote::host_side(attachment.clone());
     let len = 4 * 4096;
@@ -279,7 +286,7 @@ fn a_server_gets_no_memory_that_its_vmm_has_not_completed() {
             readable: true,
             writable: true,
         };
-        let own = Mapping::shared(file.as_fd(), 0, len as usize, Access::ReadWrite);
+        let own = Mapping::shared(file.as_fd(), 0, len as usize, MappingAccess::ReadWrite);
         let own = VmmMapping {
             memory: own.unwrap(),
             is_complete,

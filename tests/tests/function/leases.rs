@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
@@ -122,10 +122,10 @@ fn ranges_that_touch_within_a_page_are_refused() {
             id: "half",
             drive: host.drive.identity(),
             nsid: host.drive.namespace().nsid,
-            wanted: Wanted::At(ByteRange::new(start, length).unwrap()),
+            wanted: RequestedBytes::At(ByteRange::new(start, length).unwrap()),
             lba_shift: 9,
             blocks: host.drive.blocks(),
-            former_data: FormerData::Refused,
+            former_data: PreviousDataPolicy::Refused,
         };
         let refusal = host.ledger.acquire(&request).unwrap_err();
         let refusal = refusal.to_string();
@@ -240,15 +240,17 @@ fn each_extent_of_a_lease_is_wiped() {
                 wanted,
                 lba_shift: host.drive.lba_shift(),
                 blocks: host.drive.blocks(),
-                former_data: FormerData::Kept,
+                former_data: PreviousDataPolicy::Kept,
             };
             host.ledger.acquire(&request).unwrap()
         };
-        let at = |start, length| Wanted::At(ByteRange::new(start, length).unwrap());
+        let at = |start, length| RequestedBytes::At(ByteRange::new(start, length).unwrap());
         drop(lease("old", at(0, SIZE)));
-        host.ledger.decide_data("old", FormerData::Wiped).unwrap();
+        host.ledger
+            .decide_data("old", PreviousDataPolicy::Wiped)
+            .unwrap();
         let between = lease("between", at(4 * MIB, MIB));
-        let wanted = Wanted::Size {
+        let wanted = RequestedBytes::Size {
             bytes: SIZE - 2 * MIB,
             unit: MIB,
             whole: false,
@@ -282,8 +284,11 @@ fn what_another_id_left_is_gone_after_a_wipe() {
             fill(&mut disk, 0);
             disk.flush().unwrap();
         }
-        host.lease("next", &ours, FormerData::Refused).unwrap_err();
-        let unwiped = host.lease("next", &ours, FormerData::Wiped).unwrap();
+        host.lease("next", &ours, PreviousDataPolicy::Refused)
+            .unwrap_err();
+        let unwiped = host
+            .lease("next", &ours, PreviousDataPolicy::Wiped)
+            .unwrap();
         assert_eq!(unwiped.unwiped().len(), 1);
         drop(unwiped);
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::Attachment;
+use nvme_mpt::LocalBackend;
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -28,7 +28,7 @@ fn limited(doorbells: DoorbellMode, rates: RateLimits) -> Setup {
 }
 
 /// The attachment of the only function.
-fn attachment(host: &Host) -> Arc<Attachment> {
+fn attachment(host: &Host) -> Arc<LocalBackend> {
     host.attached.lock().unwrap().upgrade().unwrap()
 }
 

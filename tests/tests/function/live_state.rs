@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, gettid};
-use nvme_mpt::live::LiveState;
-use nvme_mpt::memory::{Access, Cell32, Mapping, memfd, sealed_memfd};
-use nvme_mpt::seam::LastCommands;
+use nvme_mpt::live::InflightFile;
+use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess, memfd, sealed_memfd};
+use nvme_mpt::seam::CommandDrainMode;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::{CommandId, Lba, Nsid, QueueId};
@@ -30,12 +30,13 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::spec::zns::ZoneAppend;
 use nvme_mpt::{
-    Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, FunctionParts,
-    Gpa, HostSide, KeptParts, KeptQueues, MemoryRegion, SqConfig,
+    ControllerBackend, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa,
+    LocalBackend, MemoryRegion, PersistedBackendParts, PersistedQueues, SharedPartsSource,
+    SqConfig,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::faults::FaultPlan;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -88,14 +89,14 @@ struct Files {
 
 /// The words in which parent and child meet.
 struct Meeting {
-    thread: Cell32,
-    go: Cell32,
-    done: Cell32,
+    thread: MappedWord32,
+    go: MappedWord32,
+    done: MappedWord32,
 }
 
 impl Meeting {
     fn of(memory: &Arc<Mapping>) -> Self {
-        let cell = |index: usize| Cell32::new(memory, MEETING + 4 * index).unwrap();
+        let cell = |index: usize| MappedWord32::new(memory, MEETING + 4 * index).unwrap();
         Self {
             thread: cell(0),
             go: cell(1),
@@ -105,7 +106,7 @@ impl Meeting {
 }
 
 fn map(file: &File) -> Arc<Mapping> {
-    Arc::new(Mapping::shared(file.as_fd(), 0, MEMORY, Access::ReadWrite).unwrap())
+    Arc::new(Mapping::shared(file.as_fd(), 0, MEMORY, MappingAccess::ReadWrite).unwrap())
 }
 
 /// Returns whether a drive has zones: it is in a file then.
@@ -134,7 +135,7 @@ fn host(kind: &str) -> Host {
     };
     let options = DriveOptions {
         lba_size: if is_zoned(kind) { 4096 } else { 512 },
-        profile: profile.map(|text| Arc::new(Profile::parse("test", text).unwrap())),
+        profile: profile.map(|text| Arc::new(DriveProfile::parse("test", text).unwrap())),
         faults: faults.map(|text| Arc::new(FaultPlan::parse("test", text).unwrap())),
         ..DriveOptions::default()
     };
@@ -143,14 +144,14 @@ fn host(kind: &str) -> Host {
 }
 
 /// A queue's owner, with the parts that these files are.
-fn attach(host: &Host, files: Files) -> Arc<Attachment> {
+fn attach(host: &Host, files: Files) -> Arc<LocalBackend> {
     let Files {
         memory,
         live,
         doorbells,
     } = files;
-    let parts = FunctionParts::Kept(
-        KeptParts {
+    let parts = SharedPartsSource::Kept(
+        PersistedBackendParts {
             doorbells,
             live,
             events: EventFd::new(0).unwrap(),
@@ -170,9 +171,9 @@ fn attach(host: &Host, files: Files) -> Arc<Attachment> {
     attachment
 }
 
-fn queues() -> KeptQueues {
+fn queues() -> PersistedQueues {
     let (qid, entries) = (QUEUE, ENTRIES);
-    KeptQueues {
+    PersistedQueues {
         cqs: vec![CqConfig {
             qid,
             base: Gpa(CQ),
@@ -321,7 +322,7 @@ fn child() {
             doorbells: doorbells.into(),
         },
     );
-    let KeptQueues { cqs, sqs, .. } = queues();
+    let PersistedQueues { cqs, sqs, .. } = queues();
     attachment.create_cq(cqs[0]).unwrap();
     attachment.create_sq(sqs[0]).unwrap();
     let mut queue = attachment.take_queue(QUEUE).unwrap();
@@ -420,7 +421,7 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     put(&guest, SQ, &left.rings);
     put_data(&guest);
     let live = sealed_memfd(c"live", live_len).unwrap();
-    let mapping = Mapping::shared(live.as_fd(), 0, LIVE, Access::ReadWrite).unwrap();
+    let mapping = Mapping::shared(live.as_fd(), 0, LIVE, MappingAccess::ReadWrite).unwrap();
     mapping.bytes(0, LIVE).unwrap().copy_from(&left.live);
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
@@ -445,7 +446,7 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
         doorbells: doorbells.fd().try_clone_to_owned().unwrap(),
     };
     let attachment = attach(&host, files);
-    HostSide::take_up(&*attachment, &queues()).unwrap();
+    ControllerBackend::take_up(&*attachment, &queues()).unwrap();
     let mut queue = attachment.take_queue(QUEUE).unwrap();
     let began = Instant::now();
     while completions(&guest).len() < usize::from(SECOND) {
@@ -510,10 +511,10 @@ fn end_anywhere(kind: &str) -> Vec<usize> {
     let memory = File::from(memfd(c"guest", MEMORY as u64).unwrap());
     let guest = map(&memory);
     let setup = Setup::default();
-    let live = LiveState::new(setup.queue_pairs).unwrap();
+    let live = InflightFile::new(setup.queue_pairs).unwrap();
     let live_len = File::from(live.fd().try_clone_to_owned().unwrap());
     let live_len = live_len.metadata().unwrap().len();
-    let live_memory = Mapping::shared(live.fd(), 0, LIVE, Access::ReadWrite).unwrap();
+    let live_memory = Mapping::shared(live.fd(), 0, LIVE, MappingAccess::ReadWrite).unwrap();
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
         nvme_mpt::DoorbellStride::default(),
@@ -583,7 +584,7 @@ fn a_process_may_end_at_any_instruction() {
 /// Parts of a function that is new.
 fn new_files() -> Files {
     let pairs = Setup::default().queue_pairs;
-    let live = LiveState::new(pairs).unwrap();
+    let live = InflightFile::new(pairs).unwrap();
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
         nvme_mpt::DoorbellStride::default(),
@@ -601,13 +602,13 @@ fn new_files() -> Files {
 fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
     let host = host("null:16M");
     let attachment = attach(&host, new_files());
-    let refused = |kept: &KeptQueues, reason: &str| {
-        let error = HostSide::take_up(&*attachment, kept).unwrap_err();
+    let refused = |kept: &PersistedQueues, reason: &str| {
+        let error = ControllerBackend::take_up(&*attachment, kept).unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");
     };
     let kept = queues();
     refused(&kept, "live state of completion queue 1 is incomplete");
-    let many = KeptQueues {
+    let many = PersistedQueues {
         cqs: kept.cqs.repeat(5),
         ..kept.clone()
     };
@@ -618,7 +619,7 @@ fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
     elsewhere.cqs[0].base = Gpa(CQ + 8);
     refused(&elsewhere, "base of completion queue 1");
 
-    let misplaced = KeptQueues {
+    let misplaced = PersistedQueues {
         doorbell_buffer: Some(DoorbellBuffer {
             shadow: Gpa(0x4004),
             event_idx: Gpa(0x5000),
@@ -629,18 +630,18 @@ fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
 
     attachment.create_cq(kept.cqs[0]).unwrap();
     attachment.create_sq(kept.sqs[0]).unwrap();
-    let error = HostSide::take_up(&*attachment, &kept).unwrap_err();
+    let error = ControllerBackend::take_up(&*attachment, &kept).unwrap_err();
     assert!(error.to_string().contains("without I/O queues"), "{error}");
     attachment.reset().unwrap();
     // A guest without queues has nothing to take up.
-    HostSide::take_up(&*attachment, &KeptQueues::default()).unwrap();
+    ControllerBackend::take_up(&*attachment, &PersistedQueues::default()).unwrap();
 }
 
 #[test]
 fn a_function_without_live_state_cannot_be_taken_up() {
     let host = host("null:16M");
-    let attachment = host.attachment_with("function", &Setup::default(), FunctionParts::Own);
-    let error = HostSide::take_up(&*attachment, &queues()).unwrap_err();
+    let attachment = host.attachment_with("function", &Setup::default(), SharedPartsSource::Own);
+    let error = ControllerBackend::take_up(&*attachment, &queues()).unwrap_err();
     assert!(
         error.to_string().contains("live state is not there"),
         "{error}"
@@ -658,7 +659,7 @@ fn a_command_that_is_cut_short_is_left_to_the_next_process() {
     let guest = map(&files.memory);
     let cid = CommandId(7);
     put(&guest, SQ, command("", 0, cid).as_bytes());
-    let KeptQueues { cqs, sqs, .. } = queues();
+    let PersistedQueues { cqs, sqs, .. } = queues();
     {
         let host = host("lost");
         let attachment = attach(&host, files);
@@ -669,13 +670,13 @@ fn a_command_that_is_cut_short_is_left_to_the_next_process() {
         assert!(queue.poll(), "the drive has the command");
         attachment.give_queue_back(queue).unwrap();
         let time = Duration::from_secs(30);
-        HostSide::leave_within(&*attachment, time, LastCommands::CutShort).unwrap();
+        ControllerBackend::leave_within(&*attachment, time, CommandDrainMode::CutShort).unwrap();
     }
     assert!(completion(&guest, 0, true).is_none(), "it has not ended");
 
     let host = host("memory:16M");
     let attachment = attach(&host, next);
-    HostSide::take_up(&*attachment, &queues()).unwrap();
+    ControllerBackend::take_up(&*attachment, &queues()).unwrap();
     wait_for("it completes", || completion(&guest, 0, true).is_some());
     let ended = completion(&guest, 0, true).unwrap();
     assert_eq!((ended.cid(), ended.status()), (cid, Status::SUCCESS));

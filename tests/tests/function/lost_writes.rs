@@ -8,8 +8,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use nvme_mpt::drive::SpareKeeper;
-use nvme_mpt::{Attachment, EventReader, FunctionParts, HostSide, KeptParts};
+use nvme_mpt::drive::SpareDescriptorStore;
+use nvme_mpt::{
+    ControllerBackend, EventReader, LocalBackend, PersistedBackendParts, SharedPartsSource,
+};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
 use nvme_mpt_tests::controller::Controller;
@@ -176,11 +178,11 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
 }
 
 /// The parts of a function whose host side ends, for the next one.
-pub(crate) fn kept(attachment: &Attachment) -> FunctionParts {
+pub(crate) fn kept(attachment: &LocalBackend) -> SharedPartsSource {
     let parts = attachment.shared();
     let share = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().unwrap();
-    FunctionParts::Kept(
-        KeptParts {
+    SharedPartsSource::Kept(
+        PersistedBackendParts {
             doorbells: share(parts.doorbells.fd()),
             live: share(parts.live.unwrap().fd()),
             events: EventFd::new(0).unwrap(),
@@ -205,8 +207,11 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
     };
 
     let server = host();
-    let attachment =
-        server.attachment_with("a", &setup, FunctionParts::Outliving(EventReader::Trusted));
+    let attachment = server.attachment_with(
+        "a",
+        &setup,
+        SharedPartsSource::Outliving(EventReader::Trusted),
+    );
     assert!(!attachment.damage().lost_writes);
     write().unwrap();
     // The one that ends flushes, and no guest hears of it.
@@ -230,8 +235,11 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
     attachment.flush_within(MINUTE).expect("another VMM");
 
     // Its neighbour hears of it, and the server is killed before this one flushes.
-    let neighbour =
-        server.attachment_with("b", &other, FunctionParts::Outliving(EventReader::Trusted));
+    let neighbour = server.attachment_with(
+        "b",
+        &other,
+        SharedPartsSource::Outliving(EventReader::Trusted),
+    );
     write().unwrap();
     neighbour.flush_within(MINUTE).unwrap_err();
     let parts = kept(&attachment);
@@ -247,7 +255,7 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
 #[derive(Debug, Default)]
 struct Shelf(Mutex<BTreeMap<(String, String), Vec<OwnedFd>>>);
 
-impl SpareKeeper for Shelf {
+impl SpareDescriptorStore for Shelf {
     fn kept(&self, drive: &str, lease: &str) -> Vec<OwnedFd> {
         let kept = self.0.lock().unwrap();
         let kept = kept.get(&(drive.to_owned(), lease.to_owned()));
@@ -276,7 +284,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
     };
     let host = || Host::of_file(device.device(), 4096);
     let setup = Setup::nth(0);
-    let new = || FunctionParts::Outliving(EventReader::Trusted);
+    let new = || SharedPartsSource::Outliving(EventReader::Trusted);
     let lose = || {
         let told = File::open(device.device()).unwrap();
         let file = File::options().write(true).open(device.device()).unwrap();
@@ -286,7 +294,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
         told.sync_all().unwrap_err();
     };
     let shelf = Arc::new(Shelf::default());
-    for spares in [None, Some(shelf.clone() as Arc<dyn SpareKeeper>)] {
+    for spares in [None, Some(shelf.clone() as Arc<dyn SpareDescriptorStore>)] {
         let server = host();
         let attachment = server.attachment_of("a", &setup, new(), spares.clone());
         lose();
@@ -302,7 +310,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
     }
     assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");
 
-    let spares = Some(shelf.clone() as Arc<dyn SpareKeeper>);
+    let spares = Some(shelf.clone() as Arc<dyn SpareDescriptorStore>);
     let server = host();
     let attachment = server.attachment_of("a", &setup, new(), spares.clone());
     lose();
@@ -344,7 +352,11 @@ fn a_function_that_is_taken_up_late_knows_what_its_neighbour_was_told_before() {
     let [setup, other] = [0, 1].map(Setup::nth);
     let server = Host::of_file(device.device(), 4096);
     let functions = [("a", &setup), ("b", &other)].map(|(name, setup)| {
-        server.attachment_with(name, setup, FunctionParts::Outliving(EventReader::Trusted))
+        server.attachment_with(
+            name,
+            setup,
+            SharedPartsSource::Outliving(EventReader::Trusted),
+        )
     });
     let [first, late] = functions.each_ref().map(|function| kept(function));
     drop((functions, server));

@@ -5,10 +5,10 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_mpt::lease::{Lease, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{Lease, LeaseError, LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive};
-use nvme_mpt::{DoorbellMode, Learning, MemoryKinds, PollPolicy, Pollers};
+use nvme_mpt::{AdaptivePolicies, DoorbellMode, MemoryKinds, PollPolicy, PollerPool};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, LocalBackendError};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::report;
 
@@ -27,15 +27,15 @@ fn lease(ledger: &Ledger, id: &str, drive: &Drive, start: u64) -> Result<Lease, 
         id,
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        wanted: Wanted::At(ByteRange::new(start, LEASE).unwrap()),
+        wanted: RequestedBytes::At(ByteRange::new(start, LEASE).unwrap()),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: nvme_mpt::lease::FormerData::Kept,
+        former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
     })
 }
 
-fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
-    Attachment::new(AttachmentConfig {
+fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<LocalBackend, LocalBackendError> {
+    LocalBackend::new(LocalBackendConfig {
         drive: drive.clone(),
         lease,
         queue_pairs: 1,
@@ -44,8 +44,8 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
+        learning: AdaptivePolicies::default(),
+        pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
@@ -103,7 +103,7 @@ fn a_loop_device_and_its_file_are_locked_as_one_whatever_ledger_there_is() {
         let held = ours(holds, at).unwrap();
         for (wants, at) in [(file, LEASE), (whole, LEASE), (part, 0)] {
             let error = ours(wants, at).unwrap_err();
-            assert!(matches!(error, AttachError::InUse { .. }), "{error}");
+            assert!(matches!(error, LocalBackendError::InUse { .. }), "{error}");
         }
         let beside = [(file, 0), (whole, 2 * LEASE), (part, 2 * LEASE)];
         let beside = beside.map(|(drive, at)| ours(drive, at).unwrap());

@@ -6,8 +6,8 @@ use std::thread;
 
 use nix::time::ClockId;
 use nix::unistd::{Pid, gettid};
-use nvme_mpt::poller::Threads;
-use nvme_mpt::{Attachment, Pollers};
+use nvme_mpt::poller::ThreadSpawner;
+use nvme_mpt::{LocalBackend, PollerPool};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::prp;
 
@@ -23,7 +23,7 @@ const ENOUGH: f64 = 0.2;
 fn host() -> (Host, Receiver<Pid>) {
     let (sender, threads) = channel();
     let mut host = Host::new("memory:32M", 512);
-    host.pollers = Pollers::on(Threads::from_spawn(move |name, work| {
+    host.pollers = PollerPool::on(ThreadSpawner::from_spawn(move |name, work| {
         let sender = name.starts_with("poll-").then(|| sender.clone());
         thread::Builder::new().spawn(move || {
             if let Some(sender) = sender {
@@ -44,14 +44,14 @@ fn kernel_seconds(thread: Pid) -> f64 {
 }
 
 /// A machine and the attachment of its function.
-fn machine(host: &Host, index: u64, poll: &'static str) -> (Machine, Arc<Attachment>) {
+fn machine(host: &Host, index: u64, poll: &'static str) -> (Machine, Arc<LocalBackend>) {
     let machine = host.machine(&Setup::nth(index).poll(poll));
     let attached = host.attached.lock();
     let attached = attached.unwrap_or_else(PoisonError::into_inner).upgrade();
     (machine, attached.unwrap())
 }
 
-fn charged(attachments: &[&Attachment]) -> f64 {
+fn charged(attachments: &[&LocalBackend]) -> f64 {
     let seconds = attachments
         .iter()
         .map(|attachment| attachment.stats().processor_seconds);
@@ -62,7 +62,7 @@ fn charged(attachments: &[&Attachment]) -> f64 {
 struct Reading([f64; 3]);
 
 impl Reading {
-    fn of(thread: Pid, attachments: &[&Attachment]) -> Self {
+    fn of(thread: Pid, attachments: &[&LocalBackend]) -> Self {
         let before = kernel_seconds(thread);
         let charged = charged(attachments);
         Self([before, charged, kernel_seconds(thread)])

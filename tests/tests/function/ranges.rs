@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt_tests::command::{
     DEAC, DSM_DEALLOCATE, DataPointer, FUA, Sqe, copy_range, dsm_range, io,
 };
@@ -250,7 +250,7 @@ fn check_deallocated(firsts: &[u8], took: Duration) {
 /// As drivers from before version 2.0 send them: Linux up to 5.12, and Windows.
 #[test]
 fn commands_of_drivers_that_know_no_limits() {
-    nvme_software::survey_files(&Threads::default()).unwrap();
+    nvme_software::survey_files(&ThreadSpawner::default()).unwrap();
     everywhere(|mut scene| {
         let blocks = scene.disk.blocks();
         let block = scene.disk.block_size();
@@ -306,7 +306,7 @@ fn commands_of_drivers_that_know_no_limits() {
 
 #[test]
 fn a_file_gets_its_room_back_from_a_driver_that_knows_no_limit() {
-    nvme_software::survey_files(&Threads::default()).unwrap();
+    nvme_software::survey_files(&ThreadSpawner::default()).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(2 * LEASE).unwrap();
     let host = Host::of_file(file.path(), 512);

@@ -10,12 +10,12 @@ use nvme_mpt_tests::model::{Limits, Model, Op};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, Host, LEASE, Setup, queue_pair, wait_for};
 
-fn host(path: &str, profile: Profile) -> Host {
+fn host(path: &str, profile: DriveProfile) -> Host {
     let options = DriveOptions {
         profile: Some(Arc::new(profile)),
         ..DriveOptions::default()
@@ -24,13 +24,13 @@ fn host(path: &str, profile: Profile) -> Host {
 }
 
 /// A drive whose commands take this long, at any depth.
-fn slow(latency: &str) -> Profile {
+fn slow(latency: &str) -> DriveProfile {
     let text = format!(
         "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
          read = {{ latency = \"{latency}\", bandwidth = \"64G\" }}\n\
          write = {{ latency = \"{latency}\", bandwidth = \"64G\" }}\n"
     );
-    Profile::parse("test", &text).unwrap()
+    DriveProfile::parse("test", &text).unwrap()
 }
 
 /// Any commands do what they do without a profile.
@@ -61,7 +61,7 @@ fn every_model_changes_nothing_but_time() {
             .set_len(2 * LEASE)
             .unwrap();
         for path in ["memory:32M", file.to_str().unwrap()] {
-            let host = host(path, Profile::named(name).unwrap());
+            let host = host(path, DriveProfile::named(name).unwrap());
             std::thread::scope(|scope| {
                 for index in 0..2 {
                     let host = &host;
@@ -131,7 +131,7 @@ fn a_reset_waits_for_no_command_that_waits_for_its_time() {
 
 #[test]
 fn a_guest_that_keeps_a_drive_busy_leaves_the_others_whole() {
-    let host = host("memory:32M", Profile::named("ssd").unwrap());
+    let host = host("memory:32M", DriveProfile::named("ssd").unwrap());
     let bystander = Bystander::start(&host, &Setup::nth(1));
     verify(&host, &Setup::nth(0), 9);
     bystander.finish();

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{io, thread};
 
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{
     DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, ONCS_ALL, Options,
@@ -12,7 +12,7 @@ use nvme_mpt_tests::drive::{
 };
 use nvme_mpt_tests::identify::{IdentifyController, ONCS_DSM, ONCS_WRITE_ZEROES};
 use nvme_mpt_tests::status;
-use nvme_vfio::{Backing, ControllerError, ControllerOptions, VfioController};
+use nvme_vfio::{ControllerError, ControllerOptions, DeviceBacking, VfioController};
 
 use crate::common::{Host, LEASE, LONG, READY_TIMEOUT, Setup, open, wait_for};
 use crate::load::Load;
@@ -322,7 +322,7 @@ fn a_drive_that_was_left_enabled_is_begun_anew() {
             0x1000,
             &memory,
             0..8192,
-            nvme_mpt::memory::Access::ReadWrite,
+            nvme_mpt::memory::MappingAccess::ReadWrite,
         )
         .unwrap();
     model.write32(0x24, 0x1F_001F);
@@ -429,7 +429,7 @@ fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
 fn whoever_starts_threads_starts_the_one_that_watches_over_a_drive() {
     let started = Arc::new(Mutex::new(Vec::new()));
     let names = started.clone();
-    let threads = Threads::from_spawn(move |name, work| {
+    let threads = ThreadSpawner::from_spawn(move |name, work| {
         names.lock().unwrap().push(name.to_owned());
         thread::Builder::new().spawn(work)
     });
@@ -438,7 +438,7 @@ fn whoever_starts_threads_starts_the_one_that_watches_over_a_drive() {
     drop(controller);
     assert_eq!(*started.lock().unwrap(), ["nvme-supervisor"]);
 
-    let refuse = Threads::from_spawn(|_, _| Err(io::Error::other("no more threads")));
+    let refuse = ThreadSpawner::from_spawn(|_, _| Err(io::Error::other("no more threads")));
     let refused = VfioController::open(ModelDrive::start(plain()), options, &refuse).unwrap_err();
     assert!(
         matches!(refused, ControllerError::Supervisor(_)),
@@ -455,7 +455,7 @@ fn a_drive_describes_itself_while_it_is_used() {
     let controller = VfioController::open(
         model.clone(),
         ControllerOptions::default(),
-        &Threads::default(),
+        &ThreadSpawner::default(),
     )
     .unwrap();
     let description = controller.describe().unwrap();

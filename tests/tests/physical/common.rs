@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::Drive;
-use nvme_mpt::drive::Incidents;
+use nvme_mpt::drive::DriveIncidents;
 use nvme_mpt::lease::Ledger;
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_vfio::{ControllerError, ControllerOptions, VfioController};
@@ -56,7 +56,7 @@ pub(crate) fn open_with(
     model: &Arc<ModelDrive>,
     options: ControllerOptions,
 ) -> Result<Arc<Drive>, ControllerError> {
-    let controller = VfioController::open(model.clone(), options, &Threads::default())?;
+    let controller = VfioController::open(model.clone(), options, &ThreadSpawner::default())?;
     let path = "0000:01:00.0";
     Ok(Drive::new(path, controller, None).expect("a namespace"))
 }
@@ -124,7 +124,7 @@ impl Host {
     }
 
     /// Returns the incidents of the drive so far.
-    pub(crate) fn incidents(&self) -> Incidents {
+    pub(crate) fn incidents(&self) -> DriveIncidents {
         self.drive.controller().incidents()
     }
 

@@ -9,10 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{FormerData, LeaseState};
-use nvme_mpt::poller::Threads;
-use nvme_mpt::{EventReader, FunctionParts, HostSide, KeptParts};
-use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, attach_over};
+use nvme_mpt::lease::{LeaseHolderState, PreviousDataPolicy};
+use nvme_mpt::poller::ThreadSpawner;
+use nvme_mpt::{ControllerBackend, EventReader, PersistedBackendParts, SharedPartsSource};
+use nvme_mpt_lease_protocol::{
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_over,
+};
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{HandQueue, NamespaceOptions, Options};
@@ -143,13 +145,13 @@ fn a_lease_lives_until_its_last_command_has_ended() {
     drop((driver, controller, machine));
     pollers_look(&host);
 
-    let next = || host.lease("next", &Setup::nth(0), FormerData::Kept);
+    let next = || host.lease("next", &Setup::nth(0), PreviousDataPolicy::Kept);
     let error = next().expect_err("the drive has commands of the range");
     assert!(error.to_string().contains("ending"), "{error}");
     let [entry] = &host.ledger.list().unwrap()[..] else {
         panic!("one lease");
     };
-    assert_eq!(entry.state, LeaseState::Ending);
+    assert_eq!(entry.state, LeaseHolderState::Ending);
     assert!(
         host.model.model_iommu().mapped() >= mapped,
         "the drive can reach the memory that its commands name"
@@ -201,7 +203,7 @@ fn all_queues_of_a_reset_share_one_deadline() {
         return;
     }
     drop((drivers, controller, bar, machine));
-    host.lease("next", &Setup::nth(0), FormerData::Kept)
+    host.lease("next", &Setup::nth(0), PreviousDataPolicy::Kept)
         .unwrap();
     host.finish();
 }
@@ -351,14 +353,14 @@ fn memory_is_not_waited_for_after_a_reset_in_vain() {
 /// The lease of a server that ends when its session does.
 struct LastLease(OneLease);
 
-impl Leases for LastLease {
+impl LeaseSource for LastLease {
     fn attach(
         &self,
-        peer: Peer,
+        peer: PeerIdentity,
         options: &str,
-        parts: Option<KeptParts>,
+        parts: Option<PersistedBackendParts>,
         stop: &AtomicBool,
-    ) -> Admission {
+    ) -> LeaseAdmission {
         self.0.attach(peer, options, parts, stop)
     }
 
@@ -366,7 +368,7 @@ impl Leases for LastLease {
         true
     }
 
-    fn ended(&self, host: &Arc<dyn HostSide>) -> End {
+    fn ended(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
         self.0.ended(host)
     }
 }
@@ -384,17 +386,17 @@ impl Server {
         let attachment = host.attachment_with(
             "served",
             &setup,
-            FunctionParts::Outliving(EventReader::Trusted),
+            SharedPartsSource::Outliving(EventReader::Trusted),
         );
         let clock = host.clock.clone();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let stream = theirs.try_clone().unwrap();
         let session = thread::spawn(move || {
             let leases = LastLease(OneLease(Mutex::new(Some(attachment))));
-            let session = Session::new(theirs).unwrap().with_clock(clock);
+            let session = LeaseSession::new(theirs).unwrap().with_clock(clock);
             session.run(&leases).unwrap();
         });
-        let threads = Threads::default();
+        let threads = ThreadSpawner::default();
         let remote = attach_over(ours, Path::new("pair"), "options", &threads).unwrap();
         let function = NvmeFunction::new(Arc::new(remote.unwrap()), setup.masking);
         let function = function.with_clock(host.clock.clone());

@@ -5,10 +5,10 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
-use nvme_mpt::drive::{HostController, Incidents, ReserveError};
-use nvme_mpt::lease::{FormerData, Lease};
-use nvme_mpt::limit::Weight;
-use nvme_mpt::poller::Threads;
+use nvme_mpt::drive::{DriveIncidents, HostController, ReserveError};
+use nvme_mpt::lease::{Lease, PreviousDataPolicy};
+use nvme_mpt::limit::LeaseWeight;
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt_tests::command::{Sqe, admin, io};
@@ -61,7 +61,7 @@ fn scarce_with(queue_pairs: u16) -> Options {
 pub(crate) struct Outcome {
     pub(crate) tally: Tally,
     drive: Counters,
-    pub(crate) incidents: Incidents,
+    pub(crate) incidents: DriveIncidents,
 }
 
 /// Three guests, two queues each, under load while something goes wrong that the drive or its driver
@@ -188,7 +188,7 @@ fn slow_commands_within_the_deadline_are_let_be() {
         let slow = Effect::Delay(Duration::from_millis(150));
         met(host, Fault::once(Meets::Io, slow).times(20));
     });
-    assert_eq!(outcome.incidents, Incidents::default());
+    assert_eq!(outcome.incidents, DriveIncidents::default());
     assert_eq!(outcome.tally.interrupted, 0);
 }
 
@@ -324,7 +324,7 @@ fn a_deep_queue_on_a_slow_drive_is_not_late() {
     for load in [busy, quiet] {
         load.finish_undisturbed();
     }
-    assert_eq!(host.incidents(), Incidents::default());
+    assert_eq!(host.incidents(), DriveIncidents::default());
     host.finish();
 }
 
@@ -514,7 +514,7 @@ fn a_drive_that_goes_while_it_is_reset_is_gone_before_it_is_given_back() {
     let release = host.model.hold_release();
     host.model.vanish();
     wait_for("the end", || host.incidents().gone);
-    let refused = host.drive.reserve("a lease", 1, Weight::default());
+    let refused = host.drive.reserve("a lease", 1, LeaseWeight::default());
     let Err(ReserveError::Io(error)) = &refused else {
         panic!("{refused:?}");
     };
@@ -565,7 +565,8 @@ fn admin_commands_that_are_lost_end_in_a_reset() {
 fn a_description_that_gets_no_answer_ends_in_a_reset() {
     let model = ModelDrive::start(scarce());
     let options = ControllerOptions::default();
-    let controller = VfioController::open(model.clone(), options, &Threads::default()).unwrap();
+    let controller =
+        VfioController::open(model.clone(), options, &ThreadSpawner::default()).unwrap();
     assert!(controller.describe().unwrap().health.is_some());
     model.set_admin_timeout(Some(ADMIN_TIMEOUT));
     model.inject(Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose));
@@ -736,7 +737,7 @@ fn unwiped(host: &Host) -> Lease {
     }
     let mut lease = None;
     wait_for("the end of the lease before", || {
-        lease = host.lease("wipes", &setup, FormerData::Wiped).ok();
+        lease = host.lease("wipes", &setup, PreviousDataPolicy::Wiped).ok();
         lease.is_some()
     });
     lease.unwrap()

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use nvme_mpt::Drive;
-use nvme_mpt::iova::LeftMappings;
-use nvme_mpt::memory::{Access, Mapping};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::iova::RecordedMappings;
+use nvme_mpt::memory::{Mapping, MappingAccess};
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::{
@@ -21,8 +21,8 @@ use nvme_mpt_tests::drive::{
 };
 use nvme_mpt_tests::status::INTERNAL_ERROR;
 use nvme_vfio::{
-    Backing, ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept, LeftIommu,
-    VfioController,
+    ControllerError, ControllerOptions, DescriptorStore, DeviceBacking, HandedOverDrive,
+    PersistedIommu, PredecessorIommu, VfioController,
 };
 
 use crate::common::{Host, LEASE, LONG, Machine, Setup, Suspended, queue_pair, wait_for};
@@ -57,8 +57,8 @@ pub(crate) fn go_on_with(
     handed: Vec<OwnedFd>,
     options: ControllerOptions,
 ) -> Result<Host, ControllerError> {
-    let handed = HandedOver::read(handed)?;
-    let threads = Threads::default();
+    let handed = HandedOverDrive::read(handed)?;
+    let threads = ThreadSpawner::default();
     let controller = VfioController::handed_over(model.clone(), handed, options, &threads, None)?;
     let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
     Ok(Host::of(drive, model.clone()))
@@ -82,7 +82,7 @@ fn abandon(machine: Machine) -> Suspended {
 }
 
 fn refused(handed: Vec<OwnedFd>) -> String {
-    HandedOver::read(handed).unwrap_err().to_string()
+    HandedOverDrive::read(handed).unwrap_err().to_string()
 }
 
 fn copies(descriptors: &[OwnedFd]) -> Vec<OwnedFd> {
@@ -232,13 +232,14 @@ fn a_state_holds_for_one_process_and_no_longer_than_nothing_changes() {
     let handed = hand_over(&host);
     drop(other);
     wait_for("its end", || {
-        HandedOver::read(copies(&handed)).is_err_and(|error| error.to_string().contains("no more"))
+        HandedOverDrive::read(copies(&handed))
+            .is_err_and(|error| error.to_string().contains("no more"))
     });
     host.drive.controller().take_back();
 
     // Another process has read it.
     let handed = hand_over(&host);
-    assert!(HandedOver::read(copies(&handed)).is_ok());
+    assert!(HandedOverDrive::read(copies(&handed)).is_ok());
     assert!(refused(handed).contains("holds no more"));
     host.drive.controller().take_back();
 
@@ -302,7 +303,7 @@ impl Shelf {
     }
 }
 
-impl DescriptorKeeper for Shelf {
+impl DescriptorStore for Shelf {
     fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> std::io::Result<()> {
         let copies = descriptors.iter().map(BorrowedFd::try_clone_to_owned);
         *self.0.lock().unwrap() = copies.collect::<std::io::Result<_>>()?;
@@ -318,8 +319,8 @@ impl DescriptorKeeper for Shelf {
 /// Opens the drive with what a process has left that died.
 fn open_kept(model: &Arc<ModelDrive>, shelf: &Arc<Shelf>) -> Host {
     let contents = shelf.contents();
-    let left = (!contents.is_empty()).then(|| LeftIommu::read(contents).unwrap());
-    let kept = Kept {
+    let left = (!contents.is_empty()).then(|| PredecessorIommu::read(contents).unwrap());
+    let kept = PersistedIommu {
         keeper: Some(shelf.clone()),
         left,
     };
@@ -327,7 +328,7 @@ fn open_kept(model: &Arc<ModelDrive>, shelf: &Arc<Shelf>) -> Host {
         deadline: LONG,
         ..ControllerOptions::default()
     };
-    let threads = Threads::default();
+    let threads = ThreadSpawner::default();
     let controller = VfioController::open_kept(model.clone(), options, &threads, kept).unwrap();
     let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
     Host::of(drive, model.clone())
@@ -420,20 +421,20 @@ fn a_drive_that_goes_on_or_is_given_up_leaves_what_its_iommu_has() {
     let handed = hand_over(&host);
     std::mem::forget(host);
     let before = shelf.contents();
-    let handed = HandedOver::read(handed).unwrap();
-    let threads = Threads::default();
+    let handed = HandedOverDrive::read(handed).unwrap();
+    let threads = ThreadSpawner::default();
     let options = ControllerOptions {
         deadline: LONG,
         ..ControllerOptions::default()
     };
-    let keeper: Arc<dyn DescriptorKeeper> = shelf.clone();
+    let keeper: Arc<dyn DescriptorStore> = shelf.clone();
     let controller =
         VfioController::handed_over(model.clone(), handed, options, &threads, Some(keeper));
     let drive = Drive::new("0000:01:00.0", controller.unwrap(), None).unwrap();
     let host = Host::of(drive, model.clone());
     let machine = host.machine(&Setup::nth(0));
     // The table is that of the process which has the drive now.
-    let read = |mut table: Vec<OwnedFd>| LeftMappings::read(table.remove(0)).unwrap();
+    let read = |mut table: Vec<OwnedFd>| RecordedMappings::read(table.remove(0)).unwrap();
     let (before, now) = (read(before), read(shelf.contents()));
     assert!(now.there().len() > before.there().len());
     let mapped: Vec<u64> = now.there().iter().map(|mapping| mapping.iova).collect();
@@ -464,7 +465,7 @@ fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
     close(&model);
     let file = suspended.memory.fd();
     let len = usize::try_from(freed.len).unwrap();
-    let vmm = Mapping::shared(file, freed.fd_offset, len, Access::ReadWrite).unwrap();
+    let vmm = Mapping::shared(file, freed.fd_offset, len, MappingAccess::ReadWrite).unwrap();
     vmm.discard_file(len / 2, 4096).unwrap();
     let mut copy = Command::new("cp");
     let copied = copy.arg("-a").args([before, after.clone()]);

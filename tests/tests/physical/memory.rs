@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt::memory::{Mapping, MappingAccess};
 use nvme_mpt::memory_account::MemoryAccount;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::{DmaError, DmaWindow, Gpa, MemoryLimit, MemoryRefusal, MemoryRegion};
@@ -122,7 +122,7 @@ fn a_function_has_the_limit_that_its_options_give_it() {
     let file = sparse(MIB);
     let map = |nth| {
         let fd = file.try_clone().unwrap().into();
-        nvme_mpt::HostSide::map(
+        nvme_mpt::ControllerBackend::map(
             &*attachment,
             MemoryRegion {
                 gpa: Gpa(nth * MIB),
@@ -253,7 +253,13 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
     let hostile = files.window(&host, "vm-1");
     let file = sparse(3 * PIECE);
     nvme_mpt::memory::allocate(file.as_fd(), 3 * PIECE).unwrap();
-    let own = Mapping::shared(file.as_fd(), 0, 3 * PIECE as usize, Access::ReadWrite).unwrap();
+    let own = Mapping::shared(
+        file.as_fd(),
+        0,
+        3 * PIECE as usize,
+        MappingAccess::ReadWrite,
+    )
+    .unwrap();
     iommu.when_a_piece_is_pinned(move |pinned| {
         if pinned < 3 * PIECE {
             own.discard_file(pinned as usize, PIECE as usize).unwrap();
@@ -452,7 +458,7 @@ fn a_guest_whose_pages_were_freed_under_the_drive_stops_and_others_go_on() {
     // As pinning does.
     let vmm = regions.iter().map(|region| {
         let len = region.len as usize;
-        Mapping::shared(fd, region.fd_offset, len, Access::ReadWrite).unwrap()
+        Mapping::shared(fd, region.fd_offset, len, MappingAccess::ReadWrite).unwrap()
     });
     let vmm: Vec<_> = vmm.collect();
     vmm.iter().for_each(|mapping| mapping.populate().unwrap());

@@ -3,8 +3,8 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::drive::{QueuePairUse, Reservation, ReserveError, ReservedPairs};
-use nvme_mpt::limit::Weight;
+use nvme_mpt::drive::{QueuePairReservation, QueuePairUse, ReserveError, ReservedPairs};
+use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
@@ -48,10 +48,10 @@ fn usage(host: &Host) -> [u16; 4] {
 }
 
 /// Reserves pairs of a drive, which may be being reset.
-fn reserved(host: &Host, lease: &str, pairs: u16) -> Reservation {
+fn reserved(host: &Host, lease: &str, pairs: u16) -> QueuePairReservation {
     let mut reservation = None;
     wait_for("a reservation", || {
-        match host.drive.reserve(lease, pairs, Weight::default()) {
+        match host.drive.reserve(lease, pairs, LeaseWeight::default()) {
             Ok(made) => reservation = Some(made),
             Err(ReserveError::Io(error)) if error.kind() == io::ErrorKind::ResourceBusy => {}
             Err(error) => panic!("{error}"),
@@ -64,10 +64,13 @@ fn reserved(host: &Host, lease: &str, pairs: u16) -> Reservation {
 #[test]
 fn a_refused_reservation_names_the_holders_and_changes_nothing() {
     let host = host(8);
-    let a = host.drive.reserve("a", 4, Weight::default()).unwrap();
-    let b = host.drive.reserve("b", 2, Weight::default()).unwrap();
+    let a = host.drive.reserve("a", 4, LeaseWeight::default()).unwrap();
+    let b = host.drive.reserve("b", 2, LeaseWeight::default()).unwrap();
     assert_eq!(usage(&host), [6, 0, 0, 2]);
-    let error = host.drive.reserve("c", 2, Weight::default()).unwrap_err();
+    let error = host
+        .drive
+        .reserve("c", 2, LeaseWeight::default())
+        .unwrap_err();
     let ReserveError::TooFew {
         asked,
         left,
@@ -91,11 +94,11 @@ fn a_refused_reservation_names_the_holders_and_changes_nothing() {
     );
     assert_eq!(usage(&host), [6, 0, 0, 2]);
     // The one pair that is left can be had, and the last one always stays.
-    let c = host.drive.reserve("c", 1, Weight::default()).unwrap();
-    assert!(host.drive.reserve("d", 1, Weight::default()).is_err());
+    let c = host.drive.reserve("c", 1, LeaseWeight::default()).unwrap();
+    assert!(host.drive.reserve("d", 1, LeaseWeight::default()).is_err());
     drop((a, c));
     assert_eq!(usage(&host), [2, 0, 0, 6]);
-    let d = host.drive.reserve("d", 5, Weight::default()).unwrap();
+    let d = host.drive.reserve("d", 5, LeaseWeight::default()).unwrap();
     drop((b, d));
     assert_eq!(usage(&host), [0, 0, 0, 8]);
     host.finish();
@@ -106,7 +109,7 @@ fn a_drive_of_one_pair_has_none_to_reserve() {
     let host = host(1);
     let error = host
         .drive
-        .reserve("a", 1, Weight::default())
+        .reserve("a", 1, LeaseWeight::default())
         .unwrap_err()
         .to_string();
     assert!(
@@ -307,13 +310,16 @@ fn reservations_wait_for_no_reset() {
     let host = host(4);
     let load = Load::start(&host, &Setup::nth(0), 1, 8);
     load.goes_on();
-    let before = host.drive.reserve("before", 2, Weight::default()).unwrap();
+    let before = host
+        .drive
+        .reserve("before", 2, LeaseWeight::default())
+        .unwrap();
     // The reset waits for the answer to Number of Queues.
     let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
     wait_for("the reset", || host.model.counters().faults_met == 1);
-    let refused = host.drive.reserve("meanwhile", 1, Weight::default());
+    let refused = host.drive.reserve("meanwhile", 1, LeaseWeight::default());
     let Err(ReserveError::Io(error)) = &refused else {
         panic!("{refused:?}");
     };

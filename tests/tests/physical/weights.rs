@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::Attachment;
-use nvme_mpt::limit::{RateLimits, Weight};
+use nvme_mpt::LocalBackend;
+use nvme_mpt::limit::{LeaseWeight, RateLimits};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{HandQueue, NamespaceOptions, Options};
@@ -45,14 +45,14 @@ fn host() -> Host {
 
 pub(crate) fn rates(weight: u16) -> RateLimits {
     RateLimits {
-        weight: Some(Weight::try_from(weight).unwrap()),
+        weight: Some(LeaseWeight::try_from(weight).unwrap()),
         ..RateLimits::default()
     }
 }
 
 /// A guest with one queue.
 pub(crate) struct Guest {
-    pub(crate) attachment: Arc<Attachment>,
+    pub(crate) attachment: Arc<LocalBackend>,
     pub(crate) queue: QueuePair,
     data: DmaBuffer,
     _controller: Controller,

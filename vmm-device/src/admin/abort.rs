@@ -4,9 +4,9 @@
 //! host controller and complete on their own. An Abort of an I/O command returns "not aborted" at once, and the host then waits
 //! or resets.
 
-use nvme_mpt::spec::{admin::Abort, ids::QueueId};
+use nvme_mpt::spec::{admin::AbortCommand, ids::QueueId};
 
-use super::{async_events::AsyncEvents, ring::Completion};
+use super::{async_events::AsyncEvents, ring::AdminCompletion};
 
 /// Abort Command Limit, `ACL`: four, the recommended value, although an Abort never waits.
 pub(super) const LIMIT_Z: u8 = 3;
@@ -17,7 +17,10 @@ const NOT_ABORTED: u32 = 1;
 
 /// Aborts a command if possible. Returns the completion of the aborted command, which precedes the Abort's, and the Abort's
 /// dword 0.
-pub(super) fn abort(command: Abort, events: &mut AsyncEvents) -> (Option<Completion>, u32) {
+pub(super) fn abort(
+    command: AbortCommand,
+    events: &mut AsyncEvents,
+) -> (Option<AdminCompletion>, u32) {
     let request = if command.sqid == QueueId::ADMIN {
         events.abort(command.cid)
     } else {
@@ -41,11 +44,11 @@ mod tests {
     fn a_request_for_events_is_aborted() {
         let mut events = AsyncEvents::default();
         events.request(CommandId(5)).unwrap();
-        let command = Abort {
+        let command = AbortCommand {
             sqid: QueueId::ADMIN,
             cid: CommandId(5),
         };
-        let completion = Completion {
+        let completion = AdminCompletion {
             cid: CommandId(5),
             status: Status::ABORT_REQUESTED,
             dw0: 0,
@@ -62,7 +65,7 @@ mod tests {
     fn an_io_command_is_not_aborted() {
         let mut events = AsyncEvents::default();
         events.request(CommandId(5)).unwrap();
-        let command = Abort {
+        let command = AbortCommand {
             sqid: QueueId(1),
             cid: CommandId(5),
         };

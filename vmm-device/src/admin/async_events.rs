@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use nvme_mpt::{
-    StateError,
+    BackendStateError,
     spec::{
         event::{AsyncEvent, AsyncEventType},
         ids::CommandId,
@@ -12,7 +12,7 @@ use nvme_mpt::{
     },
 };
 
-use super::ring::Completion;
+use super::ring::AdminCompletion;
 use crate::state::parts::AsyncEventsState;
 
 /// Asynchronous Event Request Limit, `AERL`: four, the recommended minimum.
@@ -40,10 +40,10 @@ impl AsyncEvents {
     }
 
     /// Aborts a waiting request.
-    pub(super) fn abort(&mut self, cid: CommandId) -> Option<Completion> {
+    pub(super) fn abort(&mut self, cid: CommandId) -> Option<AdminCompletion> {
         let index = self.requests.iter().position(|request| *request == cid)?;
         self.requests.remove(index)?;
-        Some(Completion {
+        Some(AdminCompletion {
             cid,
             status: Status::ABORT_REQUESTED,
             dw0: 0,
@@ -67,8 +67,8 @@ impl AsyncEvents {
 
     /// Completes a request without an event, so that the guest finds an entry. No event type is masked, as no log page would
     /// unmask it.
-    pub(super) fn report_nothing(&mut self) -> Option<Completion> {
-        Some(Completion {
+    pub(super) fn report_nothing(&mut self) -> Option<AdminCompletion> {
+        Some(AdminCompletion {
             cid: self.requests.pop_front()?,
             status: Status::SUCCESS,
             dw0: AsyncEvent::NOTHING.0,
@@ -81,7 +81,7 @@ impl AsyncEvents {
     }
 
     /// Returns the completion of a request with an event, if there are both. Masks the event's type.
-    pub(super) fn report(&mut self) -> Option<Completion> {
+    pub(super) fn report(&mut self) -> Option<AdminCompletion> {
         let masked = self.masked;
         let index = self
             .events
@@ -90,7 +90,7 @@ impl AsyncEvents {
         let cid = self.requests.pop_front()?;
         let event = self.events.remove(index)?;
         self.masked |= bit(event.event_type());
-        Some(Completion {
+        Some(AdminCompletion {
             cid,
             status: Status::SUCCESS,
             dw0: event.0,
@@ -115,7 +115,7 @@ impl AsyncEvents {
         }
     }
 
-    pub(super) fn check(state: &AsyncEventsState) -> Result<(), StateError> {
+    pub(super) fn check(state: &AsyncEventsState) -> Result<(), BackendStateError> {
         let AsyncEventsState {
             requests,
             events,
@@ -130,7 +130,11 @@ impl AsyncEvents {
             ("asynchronous events", events.len(), EVENTS_MAX),
         ] {
             if count > most {
-                return Err(StateError::invalid(name, count, format!("at most {most}")));
+                return Err(BackendStateError::invalid(
+                    name,
+                    count,
+                    format!("at most {most}"),
+                ));
             }
         }
         Ok(())
@@ -161,8 +165,8 @@ mod tests {
 
     use super::*;
 
-    fn completion(cid: u16, dw0: u32) -> Option<Completion> {
-        Some(Completion {
+    fn completion(cid: u16, dw0: u32) -> Option<AdminCompletion> {
+        Some(AdminCompletion {
             cid: CommandId(cid),
             status: Status::SUCCESS,
             dw0,

@@ -1,10 +1,13 @@
 //! Parsing of submission queue entries into admin commands.
 
 use nvme_mpt::spec::{
-    admin::{Abort, CreateIoCq, CreateIoSq, DeleteQueue, GetFeatures, Identify, SetFeatures},
+    admin::{
+        AbortCommand, CreateIoCq, CreateIoSq, DeleteQueue, GetFeatures, IdentifyCommand,
+        SetFeatures,
+    },
     log::LogPageRequest,
     opcode::AdminOpcode,
-    sqe::{Fuse, Psdt, Sqe},
+    sqe::{FusedOperation, Psdt, Sqe},
     status::Status,
 };
 
@@ -16,8 +19,8 @@ pub(super) enum AdminCommand {
     GetLogPage(LogPageRequest),
     DeleteIoCq(DeleteQueue),
     CreateIoCq(CreateIoCq),
-    Identify(Identify),
-    Abort(Abort),
+    Identify(IdentifyCommand),
+    Abort(AbortCommand),
     SetFeatures(SetFeatures),
     GetFeatures(GetFeatures),
     AsyncEventRequest,
@@ -43,7 +46,7 @@ impl AdminCommand {
             _ => return Err(Status::INVALID_OPCODE),
         };
         // Admin commands are never fused, and use no SGLs on PCIe.
-        if sqe.cdw0.fuse() != Fuse::NORMAL || sqe.cdw0.psdt() != Psdt::PRP {
+        if sqe.cdw0.fuse() != FusedOperation::NORMAL || sqe.cdw0.psdt() != Psdt::PRP {
             return Err(Status::INVALID_FIELD);
         }
         Ok(command)

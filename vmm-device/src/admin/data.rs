@@ -12,17 +12,17 @@ use nvme_mpt::{
 };
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::failure::Failure;
+use super::failure::AdminCommandFailure;
 
 /// Page size for CC.MPS = 0, the only value that CAP offers.
 const PAGE_SHIFT: u32 = 12;
 
 /// Part of a data buffer within one memory page.
-type Segment = (Gpa, usize);
+type DataBufferSegment = (Gpa, usize);
 
 /// Returns the failure for an access to unmapped memory.
-fn not_mapped(_: DmaError) -> Failure {
-    Failure::NotMapped(Status::DATA_TRANSFER_ERROR)
+fn not_mapped(_: DmaError) -> AdminCommandFailure {
+    AdminCommandFailure::NotMapped(Status::DATA_TRANSFER_ERROR)
 }
 
 /// Data buffer of one admin command.
@@ -44,7 +44,7 @@ impl<'a> DataBuffer<'a> {
     }
 
     /// Writes the first `data.len()` bytes of the buffer, at most all of it.
-    pub(super) fn write(&self, data: &[u8]) -> Result<(), Failure> {
+    pub(super) fn write(&self, data: &[u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(data.len() as u64)? {
             let (here, after) = rest.split_at(length);
@@ -55,7 +55,7 @@ impl<'a> DataBuffer<'a> {
     }
 
     /// Reads the first `data.len()` bytes of the buffer, at most all of it.
-    pub(super) fn read(&self, data: &mut [u8]) -> Result<(), Failure> {
+    pub(super) fn read(&self, data: &mut [u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(rest.len() as u64)? {
             let (here, after) = rest.split_at_mut(length);
@@ -66,7 +66,7 @@ impl<'a> DataBuffer<'a> {
     }
 
     /// Returns the first `wanted` bytes of the buffer, split by page. A PRP list is read once, and only as far as needed.
-    fn segments(&self, wanted: u64) -> Result<Vec<Segment>, Failure> {
+    fn segments(&self, wanted: u64) -> Result<Vec<DataBufferSegment>, AdminCommandFailure> {
         let [first, second] = self.prp;
         let wanted = wanted.min(self.length);
         if wanted == 0 {
@@ -103,7 +103,12 @@ impl<'a> DataBuffer<'a> {
     }
 
     /// Reads the first `wanted` of a PRP list's `entries` entries.
-    fn list(&self, list: PrpEntry, entries: u64, wanted: u64) -> Result<Vec<PrpEntry>, Failure> {
+    fn list(
+        &self,
+        list: PrpEntry,
+        entries: u64,
+        wanted: u64,
+    ) -> Result<Vec<PrpEntry>, AdminCommandFailure> {
         let mut list = PrpList::new(list, entries, PAGE_SHIFT);
         let mut found = Vec::new();
         loop {

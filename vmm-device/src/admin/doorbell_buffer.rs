@@ -1,7 +1,7 @@
 //! Doorbell Buffer Config (Base 2.0, section 5.8).
 //!
 //! I/O queues are served from the buffers. The admin queue's buffer entries are kept such that every doorbell move leads to a
-//! register write, see [`AdminRings`](super::ring::AdminRings). A controller reset drops the buffers: the next driver may use
+//! register write, see [`AdminRings`](super::ring::GuestAdminRings). A controller reset drops the buffers: the next driver may use
 //! their pages for other data.
 
 use nvme_mpt::{
@@ -9,7 +9,7 @@ use nvme_mpt::{
     spec::{sqe::Sqe, status::Status},
 };
 
-use super::{Controller, failure::Failure};
+use super::{AdminCommandContext, failure::AdminCommandFailure};
 
 /// Returns whether the controller offers the command.
 pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
@@ -17,7 +17,10 @@ pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
 }
 
 /// Sets the Doorbell Buffer and returns its pages.
-pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<DoorbellBuffer, Failure> {
+pub(super) fn configure(
+    controller: AdminCommandContext<'_>,
+    sqe: &Sqe,
+) -> Result<DoorbellBuffer, AdminCommandFailure> {
     if !is_supported(controller.facts) {
         return Err(Status::INVALID_OPCODE.into());
     }
@@ -32,8 +35,8 @@ pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<Doorbel
         .host
         .set_doorbell_buffer_within(buffer, controller.deadline.left())
         .map_err(|error| match error {
-            QueueError::Timeout(_) => Failure::Waits,
-            QueueError::NotMapped { .. } => Failure::NotMapped(Status::INVALID_FIELD),
+            QueueError::Timeout(_) => AdminCommandFailure::Waits,
+            QueueError::NotMapped { .. } => AdminCommandFailure::NotMapped(Status::INVALID_FIELD),
             error => {
                 log::warn!("Doorbell Buffer Config failed: {error}");
                 Status::INVALID_FIELD.into()

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use nvme_mpt::{
-    ErrorEntry, StateError,
+    BackendStateError, ErrorEntry,
     spec::{
         ids::{CommandId, Lba, Nsid, QueueId},
         log::{ErrorInformation, ErrorStatus, ParameterErrorLocation},
@@ -80,14 +80,18 @@ impl ErrorLog {
         }
     }
 
-    pub(super) fn check(state: &ErrorLogState) -> Result<(), StateError> {
+    pub(super) fn check(state: &ErrorLogState) -> Result<(), BackendStateError> {
         let len = state.entries.len();
         let entry = size_of::<ErrorInformation>();
         if len.is_multiple_of(entry) && len <= ENTRIES * entry {
             return Ok(());
         }
         let valid = format!("up to {ENTRIES} times {entry}");
-        Err(StateError::invalid("bytes of the error log", len, valid))
+        Err(BackendStateError::invalid(
+            "bytes of the error log",
+            len,
+            valid,
+        ))
     }
 
     /// Restores a checked state.

@@ -6,7 +6,7 @@ use nvme_mpt::{QueueError, spec::status::Status};
 
 /// Failure of an admin command.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum AdminCommandFailure {
     /// The command fails, and would fail again if retried.
     Command(Status),
     /// The command fails, but may succeed if retried.
@@ -18,7 +18,7 @@ pub(super) enum Failure {
     Waits,
 }
 
-impl Failure {
+impl AdminCommandFailure {
     /// Returns the status that completes the command.
     pub(super) fn status(&self) -> Status {
         match self {
@@ -29,13 +29,13 @@ impl Failure {
     }
 }
 
-impl From<Status> for Failure {
+impl From<Status> for AdminCommandFailure {
     fn from(status: Status) -> Self {
         Self::Command(status)
     }
 }
 
-impl From<QueueError> for Failure {
+impl From<QueueError> for AdminCommandFailure {
     /// Converts the failure to create, delete or change a queue.
     fn from(error: QueueError) -> Self {
         Self::Command(match &error {

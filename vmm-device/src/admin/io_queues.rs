@@ -12,24 +12,28 @@ use nvme_mpt::{
     },
 };
 
-use super::{Controller, failure::Failure};
+use super::{AdminCommandContext, failure::AdminCommandFailure};
 
 /// Context for creating and deleting I/O queues.
 pub(super) struct IoQueues<'a> {
-    pub(super) controller: Controller<'a>,
+    pub(super) controller: AdminCommandContext<'a>,
     /// Numbers of queues allocated by the Number of Queues feature.
-    pub(super) allocated: Allocated,
+    pub(super) allocated: IoQueueAllocation,
 }
 
 /// Numbers of I/O queues that a host may create. Valid identifiers are 1 to these numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Allocated {
+pub(super) struct IoQueueAllocation {
     pub(super) submission: u16,
     pub(super) completion: u16,
 }
 
 impl IoQueues<'_> {
-    pub(super) fn create_cq(&self, command: CreateIoCq, base: Gpa) -> Result<CqConfig, Failure> {
+    pub(super) fn create_cq(
+        &self,
+        command: CreateIoCq,
+        base: Gpa,
+    ) -> Result<CqConfig, AdminCommandFailure> {
         require_id(command.qid, self.allocated.completion)?;
         // CAP.CQR: queues must be physically contiguous.
         require(command.pc, Status::INVALID_FIELD)?;
@@ -48,7 +52,11 @@ impl IoQueues<'_> {
         Ok(config)
     }
 
-    pub(super) fn create_sq(&self, command: CreateIoSq, base: Gpa) -> Result<SqConfig, Failure> {
+    pub(super) fn create_sq(
+        &self,
+        command: CreateIoSq,
+        base: Gpa,
+    ) -> Result<SqConfig, AdminCommandFailure> {
         require_id(command.qid, self.allocated.submission)?;
         // An identifier beyond the allocated range is an invalid queue identifier; an unused one in the range is an invalid
         // completion queue.
@@ -68,26 +76,28 @@ impl IoQueues<'_> {
             .host
             .create_sq_within(config, self.controller.deadline.left())
             .map_err(|error| match error {
-                QueueError::NoSuchQueue { .. } => Failure::from(Status::COMPLETION_QUEUE_INVALID),
+                QueueError::NoSuchQueue { .. } => {
+                    AdminCommandFailure::from(Status::COMPLETION_QUEUE_INVALID)
+                }
                 error => error.into(),
             })?;
         Ok(config)
     }
 
-    pub(super) fn delete_sq(&self, command: DeleteQueue) -> Result<(), Failure> {
+    pub(super) fn delete_sq(&self, command: DeleteQueue) -> Result<(), AdminCommandFailure> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
             .host
             .delete_sq_within(command.qid, self.controller.deadline.left())
-            .map_err(Failure::from)
+            .map_err(AdminCommandFailure::from)
     }
 
-    pub(super) fn delete_cq(&self, command: DeleteQueue) -> Result<(), Failure> {
+    pub(super) fn delete_cq(&self, command: DeleteQueue) -> Result<(), AdminCommandFailure> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
             .host
             .delete_cq_within(command.qid, self.controller.deadline.left())
-            .map_err(Failure::from)
+            .map_err(AdminCommandFailure::from)
     }
 }
 

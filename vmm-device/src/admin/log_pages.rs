@@ -1,8 +1,8 @@
 //! Get Log Page (Base 2.0, section 5.16).
 
 use nvme_mpt::{
-    Counters,
-    host::{ChangeListDescription, Changes},
+    LeaseCounters,
+    host::{ChangeListDescription, UnreportedChanges},
     spec::{
         event::AsyncEventType,
         feature::FeatureId,
@@ -21,10 +21,10 @@ use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
     error_log::ErrorLog,
-    features::{self, FeatureContext, Features},
-    health::Health,
+    features::{self, ControllerFeatures, FeatureContext},
+    health::GuestDriveHealth,
     identify::FIRMWARE_REVISION,
-    subject::Subject,
+    subject::IdentifySubject,
 };
 
 /// Log pages that are always supported, including all that version 2.0 requires of an I/O controller (Base 2.0, section
@@ -55,16 +55,16 @@ const ADMIN_COMMANDS: [AdminOpcode; 10] = [
 
 /// Sources of the log pages' data.
 pub(super) struct LogPages<'a> {
-    pub(super) subject: Subject<'a>,
-    pub(super) features: &'a Features,
+    pub(super) subject: IdentifySubject<'a>,
+    pub(super) features: &'a ControllerFeatures,
     pub(super) context: FeatureContext<'a>,
     pub(super) errors: &'a ErrorLog,
-    pub(super) counters: Counters,
-    pub(super) health: &'a Health,
+    pub(super) counters: LeaseCounters,
+    pub(super) health: &'a GuestDriveHealth,
     /// Set if the namespace has changed since the host last read the list.
     pub(super) namespace_changed: bool,
     /// Changes since the host last read the list, if the command set has a change list.
-    pub(super) changes: Option<&'a Changes>,
+    pub(super) changes: Option<&'a UnreportedChanges>,
 }
 
 impl LogPages<'_> {
@@ -213,7 +213,7 @@ fn wide(value: u64) -> U128 {
 #[cfg(test)]
 mod tests {
     use nvme_mpt::{
-        DoorbellMode, ErrorEntry, LeasedNamespace, Limits,
+        ControllerLimits, DoorbellMode, ErrorEntry, LeasedNamespace,
         spec::{
             identify::Oncs,
             ids::{CommandId, QueueId},
@@ -223,33 +223,33 @@ mod tests {
     use super::*;
     use crate::fixtures;
 
-    struct Fixture {
+    struct LogPagesFixture {
         namespace: LeasedNamespace,
-        limits: Limits,
-        features: Features,
+        limits: ControllerLimits,
+        features: ControllerFeatures,
         errors: ErrorLog,
-        counters: Counters,
-        health: Health,
+        counters: LeaseCounters,
+        health: GuestDriveHealth,
         namespace_changed: bool,
     }
 
-    impl Fixture {
+    impl LogPagesFixture {
         fn new() -> Self {
-            let mut health = Health::new(None, fixtures::still_clock());
+            let mut health = GuestDriveHealth::new(None, fixtures::still_clock());
             health.refresh(&fixtures::attachment(DoorbellMode::Trap));
             Self {
                 namespace: fixtures::namespace(),
                 limits: fixtures::limits(),
-                features: Features::new(&fixtures::still_clock()),
+                features: ControllerFeatures::new(&fixtures::still_clock()),
                 errors: ErrorLog::default(),
-                counters: Counters::default(),
+                counters: LeaseCounters::default(),
                 health,
                 namespace_changed: false,
             }
         }
 
         fn read(&self, request: LogPageRequest, nsid: u32) -> Result<Vec<u8>, Status> {
-            let subject = Subject {
+            let subject = IdentifySubject {
                 namespace: &self.namespace,
                 blocks: self.namespace.blocks,
                 used: 0,
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn each_page_has_its_size_and_ends_there() {
-        let fixture = Fixture::new();
+        let fixture = LogPagesFixture::new();
         for (lid, size) in [
             (0, 1024),
             (1, 4096),
@@ -318,7 +318,7 @@ mod tests {
 
     #[test]
     fn pages_are_read_from_an_offset() {
-        let fixture = Fixture::new();
+        let fixture = LogPagesFixture::new();
         let whole = fixture.read(request(0x05, 1024), 0).expect("a page");
         let at = |lpo, dwords| {
             fixture.read(
@@ -343,7 +343,7 @@ mod tests {
 
     #[test]
     fn more_than_mdts_is_refused() {
-        let fixture = Fixture::new();
+        let fixture = LogPagesFixture::new();
         assert!(fixture.read(request(0x02, 1 << 18), 0).is_ok());
         assert_eq!(
             fixture.read(request(0x02, (1 << 18) + 1), 0),
@@ -359,7 +359,9 @@ mod tests {
 
     #[test]
     fn supported_pages_are_listed() {
-        let page = Fixture::new().read(request(0x00, 256), 0).expect("a page");
+        let page = LogPagesFixture::new()
+            .read(request(0x00, 256), 0)
+            .expect("a page");
         for (lid, entry) in page.chunks(4).enumerate() {
             let supported = lid < 6 || lid == 0x12;
             assert_eq!(entry, [u8::from(supported), 0, 0, 0], "log page {lid:#x}");
@@ -368,7 +370,7 @@ mod tests {
 
     #[test]
     fn features_are_listed_as_get_features_has_them() {
-        let mut fixture = Fixture::new();
+        let mut fixture = LogPagesFixture::new();
         for cache in [true, false] {
             fixture.limits.volatile_write_cache = cache;
             let page = fixture.read(request(0x12, 256), 0).expect("a page");
@@ -386,8 +388,8 @@ mod tests {
 
     #[test]
     fn health_counts_what_was_done() {
-        let mut fixture = Fixture::new();
-        fixture.counters = Counters {
+        let mut fixture = LogPagesFixture::new();
+        fixture.counters = LeaseCounters {
             reads: 3,
             writes: 0x1_0000_0000,
             bytes_read: 512_000,
@@ -429,7 +431,7 @@ mod tests {
 
     #[test]
     fn a_changed_namespace_is_listed_as_the_guest_numbers_it() {
-        let mut fixture = Fixture::new();
+        let mut fixture = LogPagesFixture::new();
         assert_eq!(fixture.read(request(0x04, 1024), 0), Ok(vec![0; 4096]));
         fixture.namespace_changed = true;
         let page = fixture.read(request(0x04, 1024), 0).expect("a page");
@@ -438,7 +440,9 @@ mod tests {
 
     #[test]
     fn firmware_is_in_its_one_slot() {
-        let page = Fixture::new().read(request(0x03, 128), 0).expect("a page");
+        let page = LogPagesFixture::new()
+            .read(request(0x03, 128), 0)
+            .expect("a page");
         assert_eq!(page[..8], [1, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(&page[8..16], b"0.1.0   ");
         assert_eq!(page[16..24], [0; 8]);
@@ -446,7 +450,7 @@ mod tests {
 
     #[test]
     fn effects_list_the_commands() {
-        let fixture = Fixture::new();
+        let fixture = LogPagesFixture::new();
         let page = fixture
             .read(request(0x05, 1024), 0xFFFF_FFFF)
             .expect("a page");
@@ -466,7 +470,7 @@ mod tests {
             };
             assert_eq!(entry, [expected, 0, 0, 0], "I/O command {opcode:#x}");
         }
-        let mut fewer = Fixture::new();
+        let mut fewer = LogPagesFixture::new();
         fewer.limits.commands = Oncs::default().with_dsm(true);
         fewer.namespace.command_sets = fixtures::command_sets(&fewer.limits, 9);
         let page = fewer.read(request(0x05, 1024), 0).expect("a page");

@@ -1,6 +1,6 @@
 //! The admin queue and its commands (Base 2.0, section 5).
 //!
-//! Commands are taken, carried out and completed one after the other, on the thread that calls [`Admin::run`], never on a
+//! Commands are taken, carried out and completed one after the other, on the thread that calls [`GuestAdminQueue::run`], never on a
 //! poller. Two kinds wait: requests for asynchronous events, and commands that change an I/O queue with commands in flight.
 
 mod abort;
@@ -27,8 +27,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use nvme_mpt::{
-    DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, KeptQueues, LeaseFacts,
-    SharedParts,
+    ControllerBackend, DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Gpa, IoQueueEvent,
+    LeaseFacts, PersistedQueues, SharedParts,
     deadline::{Deadline, WaitClock},
     memory::eventfd,
     spec::{
@@ -48,59 +48,59 @@ use self::{
     command::AdminCommand,
     data::DataBuffer,
     error_log::ErrorLog,
-    failure::Failure,
-    features::{FeatureContext, Features},
-    health::Health,
+    failure::AdminCommandFailure,
+    features::{ControllerFeatures, FeatureContext},
+    health::GuestDriveHealth,
     io_queues::IoQueues,
     log_pages::LogPages,
-    ring::{AdminRings, Completion},
-    subject::Subject,
-    suspension::{Moment, Suspension},
+    ring::{AdminCompletion, GuestAdminRings},
+    subject::IdentifySubject,
+    suspension::{MemorySuspension, SuspensionTime},
 };
 pub(crate) use self::{health::WATCH_INTERVAL, suspension::LOOK_INTERVAL};
-use crate::{registers::AdminQueues, state::parts::AdminState};
+use crate::{registers::AdminQueues, state::parts::SavedAdminState};
 
 /// Callback that stores the admin queue's state together with the existing I/O queues.
-pub(crate) type Keep<'a> = &'a dyn Fn(AdminState, &KeptQueues);
+pub(crate) type StoreAdminState<'a> = &'a dyn Fn(SavedAdminState, &PersistedQueues);
 
 /// Parts of the function that admin commands act upon.
 #[derive(Clone, Copy)]
-pub(crate) struct Controller<'a> {
-    pub(crate) host: &'a dyn HostSide,
+pub(crate) struct AdminCommandContext<'a> {
+    pub(crate) host: &'a dyn ControllerBackend,
     pub(crate) facts: &'a LeaseFacts,
     pub(crate) shared: &'a SharedParts,
     pub(crate) cc: Cc,
     /// Deadline for all waits for commands in flight.
     pub(crate) deadline: &'a Deadline,
     /// Stores the state before each completion is posted, for the successor process.
-    pub(crate) keep: Option<Keep<'a>>,
+    pub(crate) keep: Option<StoreAdminState<'a>>,
 }
 
 /// Admin queue, and the state that admin commands read and change.
 #[derive(Debug)]
-pub(crate) struct Admin {
-    rings: Option<AdminRings>,
+pub(crate) struct GuestAdminQueue {
+    rings: Option<GuestAdminRings>,
     /// Wait for memory of the rings that the VMM has unmapped.
-    suspension: Suspension,
+    suspension: MemorySuspension,
     /// Wait for memory that a command names. The command is in `postponed` then.
-    command_suspension: Suspension,
+    command_suspension: MemorySuspension,
     /// Completions that were not posted yet, in order. No command is taken while there are any, so their number is limited to
     /// what one Abort produces.
-    unposted: VecDeque<Completion>,
+    unposted: VecDeque<AdminCompletion>,
     /// Set after a restore: the predecessor may have posted the first of `unposted`, and the guest may have consumed it.
     may_be_posted: bool,
     /// Command to carry out again: after the host side's next process has connected, or once memory that it names is back.
     postponed: Option<Sqe>,
-    features: Features,
+    features: ControllerFeatures,
     events: AsyncEvents,
     errors: ErrorLog,
-    health: Health,
+    health: GuestDriveHealth,
     /// Present critical warnings that were already reported.
     warned: CriticalWarning,
     /// Set if the namespace is in the Changed Namespace List.
     namespace_changed: bool,
     /// I/O queues that the guest has created.
-    queues: KeptQueues,
+    queues: PersistedQueues,
     commands: u64,
     aborts: u64,
     /// Doorbell Buffer that the current command has set up.
@@ -109,36 +109,36 @@ pub(crate) struct Admin {
     /// Commands that wait for commands in flight on the I/O queue that they change, in order of arrival.
     held: VecDeque<Sqe>,
     /// Events that were read together with command errors, for the function to take.
-    put_off: Vec<Event>,
+    put_off: Vec<IoQueueEvent>,
 }
 
 /// Maximum length of `held`. A further such command blocks all commands behind it.
 const HELD_MAX: usize = 64;
 
 /// Result of executing a command.
-enum Outcome {
+enum AdminCommandOutcome {
     /// The command completes, with this dword 0.
     Done(u32),
     /// The command waits for an event.
     Waits,
 }
 
-impl Admin {
+impl GuestAdminQueue {
     pub(crate) fn new(facts: &LeaseFacts, clock: Arc<dyn WaitClock>) -> Self {
         Self {
             rings: None,
-            suspension: Suspension::default(),
-            command_suspension: Suspension::default(),
+            suspension: MemorySuspension::default(),
+            command_suspension: MemorySuspension::default(),
             unposted: VecDeque::new(),
             may_be_posted: false,
             postponed: None,
-            features: Features::new(&clock),
+            features: ControllerFeatures::new(&clock),
             events: AsyncEvents::default(),
             errors: ErrorLog::default(),
-            health: Health::new(facts.thresholds, clock.clone()),
+            health: GuestDriveHealth::new(facts.thresholds, clock.clone()),
             warned: CriticalWarning::default(),
             namespace_changed: false,
-            queues: KeptQueues::default(),
+            queues: PersistedQueues::default(),
             commands: 0,
             aborts: 0,
             new_buffer: None,
@@ -150,16 +150,16 @@ impl Admin {
 
     /// Replaces the clock, before the first command.
     pub(crate) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
-        self.features = Features::new(&clock);
+        self.features = ControllerFeatures::new(&clock);
         self.health.set_clock(clock.clone());
         self.clock = clock;
     }
 
     /// Sets up empty admin queues after the controller was enabled.
-    pub(crate) fn enable(&mut self, queues: AdminQueues, host: &dyn HostSide) {
+    pub(crate) fn enable(&mut self, queues: AdminQueues, host: &dyn ControllerBackend) {
         self.reset();
         host.set_coalescing(self.features.coalescing());
-        self.rings = AdminRings::new(queues);
+        self.rings = GuestAdminRings::new(queues);
     }
 
     /// Resets the admin state with the controller. The error log and the counters live as long as the function.
@@ -170,12 +170,12 @@ impl Admin {
         self.unposted.clear();
         self.may_be_posted = false;
         self.postponed = None;
-        self.features = Features::new(&self.clock);
+        self.features = ControllerFeatures::new(&self.clock);
         self.held.clear();
         self.events = AsyncEvents::default();
         self.warned = CriticalWarning::default();
         self.namespace_changed = false;
-        self.queues = KeptQueues::default();
+        self.queues = PersistedQueues::default();
     }
 
     /// Returns whether unmapped memory must be checked for every [`LOOK_INTERVAL`].
@@ -184,7 +184,7 @@ impl Admin {
     }
 
     /// Returns the I/O queues that the guest has created.
-    pub(crate) fn queues(&self) -> &KeptQueues {
+    pub(crate) fn queues(&self) -> &PersistedQueues {
         &self.queues
     }
 
@@ -225,22 +225,24 @@ impl Admin {
     }
 
     /// Reports an event of an I/O queue or the drive to the guest.
-    pub(crate) fn report(&mut self, event: &Event, host: &dyn HostSide) {
+    pub(crate) fn report(&mut self, event: &IoQueueEvent, host: &dyn ControllerBackend) {
         match event {
-            Event::InvalidDoorbell { .. } => {
+            IoQueueEvent::InvalidDoorbell { .. } => {
                 self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
             }
-            Event::CommandFailed(error) => self.errors.command_failed(error),
-            Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
-            Event::Drive(event) => self.report_drive(*event, host),
-            Event::Changes => self.report_changes(host),
+            IoQueueEvent::CommandFailed(error) => self.errors.command_failed(error),
+            IoQueueEvent::QueueFailed { .. } => {
+                self.errors.controller_failed(Status::INTERNAL_ERROR)
+            }
+            IoQueueEvent::Drive(event) => self.report_drive(*event, host),
+            IoQueueEvent::Changes => self.report_changes(host),
             // The function decides what to report of it.
-            Event::HostSide(_) => {}
+            IoQueueEvent::HostSide(_) => {}
         }
     }
 
     /// Reports a new entry in the command set's change list.
-    fn report_changes(&mut self, host: &dyn HostSide) {
+    fn report_changes(&mut self, host: &dyn ControllerBackend) {
         let Some(list) = host.facts().namespace.command_sets.own().change_list else {
             return;
         };
@@ -257,7 +259,7 @@ impl Admin {
     }
 
     /// Reports an event of the drive or its namespaces.
-    fn report_drive(&mut self, event: DriveEvent, host: &dyn HostSide) {
+    fn report_drive(&mut self, event: DriveEvent, host: &dyn ControllerBackend) {
         match event {
             DriveEvent::Health => self.read_health(host),
             DriveEvent::NamespaceChanged(_) => self.report_namespace(),
@@ -288,13 +290,13 @@ impl Admin {
     }
 
     /// Polls the drive's health if that is due.
-    pub(crate) fn watch_health(&mut self, controller: Controller<'_>) {
+    pub(crate) fn watch_health(&mut self, controller: AdminCommandContext<'_>) {
         if self.watches_health(controller.facts) && self.health.is_due() {
             self.read_health(controller.host);
         }
     }
 
-    fn read_health(&mut self, host: &dyn HostSide) {
+    fn read_health(&mut self, host: &dyn ControllerBackend) {
         self.health.note(host.damage());
         self.health.read(host);
         self.report_health();
@@ -335,7 +337,7 @@ impl Admin {
     ///
     /// # Errors
     /// A queue's memory cannot be accessed and was waited for long enough: the controller must fail.
-    pub(crate) fn run(&mut self, controller: Controller<'_>) -> Result<bool, DmaError> {
+    pub(crate) fn run(&mut self, controller: AdminCommandContext<'_>) -> Result<bool, DmaError> {
         // Taken out to borrow the rest of `self` for the commands.
         let Some(mut rings) = self.rings.take() else {
             return Ok(false);
@@ -350,7 +352,7 @@ impl Admin {
             Err(error) => {
                 let is_gone = matches!(error, DmaError::NotMapped { .. });
                 let after = self.moment(controller);
-                let Moment { now, quiet } = self.suspension.moment(before, after);
+                let SuspensionTime { now, quiet } = self.suspension.moment(before, after);
                 if !is_gone || self.suspension.is_over(now, quiet) {
                     return Err(error);
                 }
@@ -368,12 +370,12 @@ impl Admin {
     /// error, the failed entry is the next one again.
     fn run_rings(
         &mut self,
-        rings: &mut AdminRings,
-        controller: Controller<'_>,
+        rings: &mut GuestAdminRings,
+        controller: AdminCommandContext<'_>,
         posted: &mut bool,
     ) -> Result<(), DmaError> {
         let memory = &controller.shared.memory;
-        let at_once = Controller {
+        let at_once = AdminCommandContext {
             deadline: &controller.deadline.at_once(),
             ..controller
         };
@@ -413,7 +415,12 @@ impl Admin {
     }
 
     /// Carries out one command like [`Self::carry_out`], and enters a new Doorbell Buffer.
-    fn carry_out_in(&mut self, sqe: &Sqe, rings: &mut AdminRings, controller: Controller<'_>) {
+    fn carry_out_in(
+        &mut self,
+        sqe: &Sqe,
+        rings: &mut GuestAdminRings,
+        controller: AdminCommandContext<'_>,
+    ) {
         self.carry_out(sqe, controller);
         // Must precede the completion: after it, the driver may use the buffer.
         if let Some(buffer) = self.new_buffer.take() {
@@ -422,14 +429,14 @@ impl Admin {
     }
 
     /// Carries out one command. Queues its completion, or postpones the command until the host side or memory is back.
-    fn carry_out(&mut self, sqe: &Sqe, controller: Controller<'_>) {
+    fn carry_out(&mut self, sqe: &Sqe, controller: AdminCommandContext<'_>) {
         let cid = sqe.cid();
         let host = controller.host;
         let successors = host.successors();
         let before = self.moment(controller);
         let completion = match self.execute(sqe, controller) {
-            Ok(Outcome::Waits) => return,
-            Ok(Outcome::Done(dw0)) => Completion {
+            Ok(AdminCommandOutcome::Waits) => return,
+            Ok(AdminCommandOutcome::Done(dw0)) => AdminCompletion {
                 cid,
                 status: Status::SUCCESS,
                 dw0,
@@ -440,16 +447,18 @@ impl Admin {
                 return;
             }
             // The command has changed nothing yet.
-            Err(Failure::NotMapped(_)) if !self.is_memory_gone_for_good(before, controller) => {
+            Err(AdminCommandFailure::NotMapped(_))
+                if !self.is_memory_gone_for_good(before, controller) =>
+            {
                 self.postponed = Some(*sqe);
                 return;
             }
             // Its I/O queue has commands in flight. Other commands, such as an Abort, are carried out before it.
-            Err(Failure::Waits) if self.held.len() < HELD_MAX => {
+            Err(AdminCommandFailure::Waits) if self.held.len() < HELD_MAX => {
                 self.held.push_back(*sqe);
                 return;
             }
-            Err(Failure::Waits) => {
+            Err(AdminCommandFailure::Waits) => {
                 self.postponed = Some(*sqe);
                 return;
             }
@@ -463,7 +472,7 @@ impl Admin {
                     nsid: sqe.nsid,
                     parameter_location: ParameterErrorLocation::NONE.0,
                 });
-                Completion {
+                AdminCompletion {
                     cid,
                     status,
                     dw0: 0,
@@ -475,21 +484,29 @@ impl Admin {
     }
 
     /// Returns the time, and how long the VM's memory has not changed.
-    fn moment(&self, controller: Controller<'_>) -> Moment {
-        Moment {
+    fn moment(&self, controller: AdminCommandContext<'_>) -> SuspensionTime {
+        SuspensionTime {
             now: self.clock.now(),
             quiet: controller.shared.memory.quiet_for(),
         }
     }
 
     /// Returns whether to give up waiting for memory that a command names. The access failed after `before`.
-    fn is_memory_gone_for_good(&mut self, before: Moment, controller: Controller<'_>) -> bool {
+    fn is_memory_gone_for_good(
+        &mut self,
+        before: SuspensionTime,
+        controller: AdminCommandContext<'_>,
+    ) -> bool {
         let after = self.moment(controller);
-        let Moment { now, quiet } = self.command_suspension.moment(before, after);
+        let SuspensionTime { now, quiet } = self.command_suspension.moment(before, after);
         self.command_suspension.is_over_for_command(now, quiet)
     }
 
-    fn execute(&mut self, sqe: &Sqe, controller: Controller<'_>) -> Result<Outcome, Failure> {
+    fn execute(
+        &mut self,
+        sqe: &Sqe,
+        controller: AdminCommandContext<'_>,
+    ) -> Result<AdminCommandOutcome, AdminCommandFailure> {
         let memory = &controller.shared.memory;
         let mut dw0 = 0;
         match AdminCommand::parse(sqe)? {
@@ -512,7 +529,7 @@ impl Admin {
             AdminCommand::SetFeatures(command) => {
                 let context = self.feature_context(controller);
                 features::check_set(command.fid, command.sv, sqe.nsid, &context)?;
-                let mut data = vec![0; Features::data_length(command.fid)];
+                let mut data = vec![0; ControllerFeatures::data_length(command.fid)];
                 DataBuffer::new(memory, sqe, data.len() as u64).read(&mut data)?;
                 dw0 = self
                     .features
@@ -545,7 +562,7 @@ impl Admin {
             }
             AdminCommand::AsyncEventRequest => {
                 self.events.request(sqe.cid())?;
-                return Ok(Outcome::Waits);
+                return Ok(AdminCommandOutcome::Waits);
             }
             AdminCommand::DoorbellBufferConfig => {
                 let buffer = doorbell_buffer::configure(controller, sqe)?;
@@ -553,16 +570,16 @@ impl Admin {
                 self.queues.doorbell_buffer = Some(buffer);
             }
         }
-        Ok(Outcome::Done(dw0))
+        Ok(AdminCommandOutcome::Done(dw0))
     }
 
     fn get_log_page(
         &mut self,
         request: &LogPageRequest,
         sqe: &Sqe,
-        controller: Controller<'_>,
-    ) -> Result<(), Failure> {
-        let Controller {
+        controller: AdminCommandContext<'_>,
+    ) -> Result<(), AdminCommandFailure> {
+        let AdminCommandContext {
             host,
             facts,
             shared,
@@ -612,10 +629,10 @@ impl Admin {
 
     /// Logs the errors that queues have reported by now. The guest may have seen these commands' completions before it
     /// requested the log, but after the function read the events.
-    fn take_up_errors(&mut self, controller: Controller<'_>) {
+    fn take_up_errors(&mut self, controller: AdminCommandContext<'_>) {
         for event in controller.host.take_events() {
             match event {
-                Event::CommandFailed(error) => self.errors.command_failed(&error),
+                IoQueueEvent::CommandFailed(error) => self.errors.command_failed(&error),
                 other => self.put_off.push(other),
             }
         }
@@ -624,12 +641,12 @@ impl Admin {
     }
 
     /// Returns the events that are waiting for the function.
-    pub(crate) fn take_put_off(&mut self) -> Vec<Event> {
+    pub(crate) fn take_put_off(&mut self) -> Vec<IoQueueEvent> {
         std::mem::take(&mut self.put_off)
     }
 
     /// Applies the new value of a feature.
-    fn feature_changed(&mut self, fid: FeatureId, controller: Controller<'_>) {
+    fn feature_changed(&mut self, fid: FeatureId, controller: AdminCommandContext<'_>) {
         match fid {
             FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
                 controller.host.set_coalescing(self.features.coalescing());
@@ -648,7 +665,7 @@ impl Admin {
         }
     }
 
-    fn feature_context<'a>(&self, controller: Controller<'a>) -> FeatureContext<'a> {
+    fn feature_context<'a>(&self, controller: AdminCommandContext<'a>) -> FeatureContext<'a> {
         let facts = controller.facts;
         FeatureContext {
             namespace: &facts.namespace,
@@ -661,22 +678,22 @@ impl Admin {
         }
     }
 
-    fn io_queues<'a>(&self, controller: Controller<'a>) -> IoQueues<'a> {
+    fn io_queues<'a>(&self, controller: AdminCommandContext<'a>) -> IoQueues<'a> {
         IoQueues {
             controller,
             allocated: self.features.allocated(&self.feature_context(controller)),
         }
     }
 
-    fn subject<'a>(&self, controller: Controller<'a>) -> Subject<'a> {
-        let Controller {
+    fn subject<'a>(&self, controller: AdminCommandContext<'a>) -> IdentifySubject<'a> {
+        let AdminCommandContext {
             host, facts, cc, ..
         } = controller;
         let status = host.status();
         // A namespace of a disabled command set is inactive (Base 2.0, section 3.1.3.5).
         let is_basic = facts.namespace.command_sets.own().csi == Csi::NVM;
         let enabled = is_basic || cc.css() == CommandSetSelected::ALL;
-        Subject {
+        IdentifySubject {
             namespace: &facts.namespace,
             blocks: status.blocks,
             used: status.used,

@@ -7,8 +7,8 @@
 use std::sync::atomic::{Ordering, fence};
 
 use nvme_mpt::{
-    DmaError, DoorbellBuffer, Gpa, GuestMemory, SharedParts, StateError,
-    memory::{CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize, Room},
+    BackendStateError, DmaError, DoorbellBuffer, Gpa, GuestMemory, SharedParts,
+    memory::{CompletionCredit, CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize},
     spec::{
         cqe::Cqe,
         ids::{CommandId, QueueId},
@@ -26,7 +26,7 @@ const ENTRIES_MAX: u32 = 4096;
 
 /// Completion of an admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Completion {
+pub(super) struct AdminCompletion {
     pub(super) cid: CommandId,
     pub(super) status: Status,
     pub(super) dw0: u32,
@@ -34,7 +34,7 @@ pub(super) struct Completion {
 
 /// Result of reading the doorbells.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Look {
+pub(super) struct AdminDoorbellPoll {
     /// A doorbell had a value that is invalid for its queue.
     pub(super) invalid: bool,
     /// The driver keeps moving a doorbell: read it again.
@@ -43,7 +43,7 @@ pub(super) struct Look {
 
 /// Admin queue pair of an enabled controller.
 #[derive(Debug)]
-pub(super) struct AdminRings {
+pub(super) struct GuestAdminRings {
     sq_base: Gpa,
     sq_head: RingIndex,
     /// Less than the size of the queue.
@@ -62,7 +62,7 @@ pub(super) struct AdminRings {
 /// Maximum number of reads of a doorbell that its driver keeps moving.
 const LOOKS: u32 = 4;
 
-impl AdminRings {
+impl GuestAdminRings {
     /// Creates empty rings; `None` if a queue has no entries.
     pub(super) fn new(queues: AdminQueues) -> Option<Self> {
         Some(Self {
@@ -79,8 +79,8 @@ impl AdminRings {
     }
 
     /// Reads both doorbells.
-    pub(super) fn look(&mut self, shared: &SharedParts) -> Look {
-        let mut look = Look::default();
+    pub(super) fn look(&mut self, shared: &SharedParts) -> AdminDoorbellPoll {
+        let mut look = AdminDoorbellPoll::default();
         // Each is read even if the other is invalid.
         for doorbell in [
             Doorbell::CqHead(QueueId::ADMIN),
@@ -101,7 +101,7 @@ impl AdminRings {
     ///
     /// A changed value in the buffer is the driver's newest. Later register writes may still deliver older values, which the
     /// buffer has already shown.
-    fn look_at(&mut self, doorbell: Doorbell, shared: &SharedParts, look: &mut Look) {
+    fn look_at(&mut self, doorbell: Doorbell, shared: &SharedParts, look: &mut AdminDoorbellPoll) {
         let place = place(doorbell);
         for _ in 0..LOOKS {
             // The register is read first: a driver stores to the buffer before it writes the register.
@@ -215,7 +215,7 @@ impl AdminRings {
     }
 
     /// Reserves space for a completion; `None` while the queue is full of unconsumed ones.
-    pub(super) fn reserve(&mut self) -> Option<Room> {
+    pub(super) fn reserve(&mut self) -> Option<CompletionCredit> {
         self.cq.reserve()
     }
 
@@ -235,7 +235,7 @@ impl AdminRings {
     /// waits for an event must not hold it.
     pub(super) fn take(
         &mut self,
-        room: Room,
+        room: CompletionCredit,
         memory: &GuestMemory,
     ) -> Result<Option<Sqe>, DmaError> {
         self.cq.give_back(room.into());
@@ -254,8 +254,8 @@ impl AdminRings {
     /// Posts a completion into its reserved space. On failure, the space is returned.
     pub(super) fn post(
         &mut self,
-        room: Room,
-        completion: Completion,
+        room: CompletionCredit,
+        completion: AdminCompletion,
         memory: &GuestMemory,
     ) -> Result<(), DmaError> {
         let posted = self.write(completion, memory);
@@ -267,8 +267,8 @@ impl AdminRings {
     }
 
     /// Writes a completion at the tail.
-    fn write(&self, completion: Completion, memory: &GuestMemory) -> Result<(), DmaError> {
-        let Completion { cid, status, dw0 } = completion;
+    fn write(&self, completion: AdminCompletion, memory: &GuestMemory) -> Result<(), DmaError> {
+        let AdminCompletion { cid, status, dw0 } = completion;
         // Fits: indices stay below 4,096, the maximum of AQA.
         let sqhd = self.sq_head.get() as u16;
         let tail = self.cq.tail();
@@ -281,7 +281,7 @@ impl AdminRings {
     }
 }
 
-impl AdminRings {
+impl GuestAdminRings {
     pub(super) fn save(&self) -> AdminRingsState {
         let Self {
             sq_base,
@@ -312,7 +312,7 @@ impl AdminRings {
     }
 
     /// Checks a saved state.
-    pub(super) fn check(state: &AdminRingsState) -> Result<(), StateError> {
+    pub(super) fn check(state: &AdminRingsState) -> Result<(), BackendStateError> {
         let AdminRingsState {
             sq_entries,
             sq_head,
@@ -326,7 +326,7 @@ impl AdminRings {
             if !(2..=ENTRIES_MAX).contains(&entries) {
                 let field = format!("entries of the admin {name} queue");
                 let valid = format!("2 to {ENTRIES_MAX}");
-                return Err(StateError::invalid(field, entries, valid));
+                return Err(BackendStateError::invalid(field, entries, valid));
             }
         }
         for (name, index, entries) in [
@@ -337,7 +337,7 @@ impl AdminRings {
         ] {
             if index >= entries {
                 let valid = format!("less than its entries, {entries}");
-                return Err(StateError::invalid(name, index, valid));
+                return Err(BackendStateError::invalid(name, index, valid));
             }
         }
         Ok(())

@@ -3,26 +3,27 @@
 use std::time::Duration;
 
 use nvme_mpt::{
-    HostSide, KeptQueues, LeaseFacts, StateError,
+    BackendStateError, ControllerBackend, LeaseFacts, PersistedQueues,
     spec::{ids::CommandId, log::CriticalWarning, status::Status},
 };
 use zerocopy::transmute;
 
 use super::{
-    Admin, AdminRings, AsyncEvents, Completion, ErrorLog, Features, HELD_MAX, async_events,
+    AdminCompletion, AsyncEvents, ControllerFeatures, ErrorLog, GuestAdminQueue, GuestAdminRings,
+    HELD_MAX, async_events,
 };
-use crate::state::parts::{AdminState, CompletionState};
+use crate::state::parts::{CompletionState, SavedAdminState};
 
 /// Maximum number of waiting completions: an Abort's own, and those of the requests that it ends.
 const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
 
-impl Admin {
-    pub(crate) fn save(&self) -> AdminState {
+impl GuestAdminQueue {
+    pub(crate) fn save(&self) -> SavedAdminState {
         self.save_with(self.rings.as_ref())
     }
 
     /// Saves the state while the rings are taken out of `self`.
-    pub(super) fn save_with(&self, rings: Option<&AdminRings>) -> AdminState {
+    pub(super) fn save_with(&self, rings: Option<&GuestAdminRings>) -> SavedAdminState {
         let Self {
             rings: _,
             // Waits start again in the successor.
@@ -50,8 +51,8 @@ impl Admin {
             // Empty: taken before the state is saved.
             put_off: _,
         } = self;
-        AdminState {
-            rings: rings.map(AdminRings::save),
+        SavedAdminState {
+            rings: rings.map(GuestAdminRings::save),
             unposted: unposted.iter().map(save_completion).collect(),
             postponed: postponed.map(|sqe| transmute!(sqe)),
             held: held.iter().map(|sqe| transmute!(*sqe)).collect(),
@@ -68,11 +69,11 @@ impl Admin {
 
     pub(crate) fn check(
         &self,
-        state: &AdminState,
+        state: &SavedAdminState,
         vectors: usize,
         facts: &LeaseFacts,
-    ) -> Result<(), StateError> {
-        let AdminState {
+    ) -> Result<(), BackendStateError> {
+        let SavedAdminState {
             rings,
             unposted,
             // Checked when it is carried out, like any command.
@@ -88,11 +89,11 @@ impl Admin {
             powered_seconds: _,
         } = state;
         if let Some(rings) = rings {
-            AdminRings::check(rings)?;
+            GuestAdminRings::check(rings)?;
         }
         if unposted.len() > UNPOSTED_MAX {
             let valid = format!("at most {UNPOSTED_MAX}");
-            return Err(StateError::invalid(
+            return Err(BackendStateError::invalid(
                 "admin completions that wait",
                 unposted.len(),
                 valid,
@@ -100,13 +101,13 @@ impl Admin {
         }
         if held.len() > HELD_MAX {
             let valid = format!("at most {HELD_MAX}");
-            return Err(StateError::invalid(
+            return Err(BackendStateError::invalid(
                 "admin commands that wait",
                 held.len(),
                 valid,
             ));
         }
-        Features::check(features, vectors, facts)?;
+        ControllerFeatures::check(features, vectors, facts)?;
         AsyncEvents::check(events)?;
         ErrorLog::check(errors)
     }
@@ -115,12 +116,12 @@ impl Admin {
     /// the save; `None` if its clock stood still.
     pub(crate) fn restore(
         &mut self,
-        state: &AdminState,
-        queues: KeptQueues,
-        host: &dyn HostSide,
+        state: &SavedAdminState,
+        queues: PersistedQueues,
+        host: &dyn ControllerBackend,
         since: Option<Duration>,
     ) {
-        let AdminState {
+        let SavedAdminState {
             rings,
             unposted,
             postponed,
@@ -137,12 +138,12 @@ impl Admin {
         let buffer = queues.doorbell_buffer;
         self.rings = rings
             .as_ref()
-            .and_then(|rings| AdminRings::restored(rings, buffer));
+            .and_then(|rings| GuestAdminRings::restored(rings, buffer));
         self.unposted = unposted.iter().map(restored_completion).collect();
         self.may_be_posted = !self.unposted.is_empty();
         self.postponed = postponed.map(|words| transmute!(words));
         self.held = held.iter().map(|words| transmute!(*words)).collect();
-        self.features = Features::restored(features, &self.clock, since);
+        self.features = ControllerFeatures::restored(features, &self.clock, since);
         let powered = Duration::from_secs(*powered_seconds);
         self.health
             .go_on(powered.saturating_add(since.unwrap_or_default()));
@@ -158,12 +159,14 @@ impl Admin {
 
     /// Returns whether there are completions that the host has not consumed.
     pub(crate) fn has_unconsumed(&self) -> bool {
-        self.rings.as_ref().is_some_and(AdminRings::has_unconsumed)
+        self.rings
+            .as_ref()
+            .is_some_and(GuestAdminRings::has_unconsumed)
     }
 }
 
-fn save_completion(completion: &Completion) -> CompletionState {
-    let Completion { cid, status, dw0 } = *completion;
+fn save_completion(completion: &AdminCompletion) -> CompletionState {
+    let AdminCompletion { cid, status, dw0 } = *completion;
     CompletionState {
         cid: cid.0,
         status: status.0,
@@ -171,9 +174,9 @@ fn save_completion(completion: &Completion) -> CompletionState {
     }
 }
 
-fn restored_completion(state: &CompletionState) -> Completion {
+fn restored_completion(state: &CompletionState) -> AdminCompletion {
     let CompletionState { cid, status, dw0 } = *state;
-    Completion {
+    AdminCompletion {
         cid: CommandId(cid),
         status: Status(status),
         dw0,

@@ -1,19 +1,20 @@
 //! Data for Identify commands, and conversions for data structures.
 
 use nvme_mpt::{
-    LeasedNamespace, Limits, host::TemperatureThresholds, spec::feature::AsyncEventConfiguration,
+    ControllerLimits, LeasedNamespace, host::TemperatureThresholds,
+    spec::feature::AsyncEventConfiguration,
 };
 use zerocopy::IntoBytes;
 
 /// Namespace and limits that Identify commands describe.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Subject<'a> {
+pub(super) struct IdentifySubject<'a> {
     pub(super) namespace: &'a LeasedNamespace,
     /// Present size of the namespace in logical blocks.
     pub(super) blocks: u64,
     /// Bytes in use, if the command set counts them.
     pub(super) used: u64,
-    pub(super) limits: &'a Limits,
+    pub(super) limits: &'a ControllerLimits,
     /// Set if Doorbell Buffer Config is offered.
     pub(super) doorbell_buffer: bool,
     /// Set if the namespace is active. It is not once the drive is gone.
@@ -23,7 +24,7 @@ pub(super) struct Subject<'a> {
     pub(super) unit_blocks: Option<u64>,
 }
 
-impl Subject<'_> {
+impl IdentifySubject<'_> {
     /// Returns the notices of the namespace's command set.
     pub(super) fn notices(&self) -> AsyncEventConfiguration {
         notices(self.namespace)

@@ -10,23 +10,23 @@ pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Point in time: the clock, and the time since the VM's memory last changed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Moment {
+pub(super) struct SuspensionTime {
     pub(super) now: Duration,
     pub(super) quiet: Duration,
 }
 
 /// Wait of the admin queues, or of a command, for memory.
 #[derive(Debug, Default)]
-pub(super) struct Suspension {
+pub(super) struct MemorySuspension {
     since: Option<Duration>,
 }
 
-impl Suspension {
+impl MemorySuspension {
     /// Returns the moment of a failed access between `before` and `after`. The thread may have been preempted after the access,
     /// and the memory may be back; the next access finds it then.
-    pub(super) fn moment(&self, before: Moment, after: Moment) -> Moment {
+    pub(super) fn moment(&self, before: SuspensionTime, after: SuspensionTime) -> SuspensionTime {
         let begun = if self.is_on() { before } else { after };
-        Moment {
+        SuspensionTime {
             now: begun.now,
             quiet: before.quiet.min(after.quiet),
         }
@@ -65,7 +65,7 @@ mod tests {
     fn memory_is_waited_for_while_it_changes_and_a_second_longer() {
         let ms = Duration::from_millis;
         let quiet = ms(60_000);
-        let mut suspension = Suspension::default();
+        let mut suspension = MemorySuspension::default();
         assert!(!suspension.is_over(ms(5_000), quiet));
         assert!(suspension.is_on());
         assert!(!suspension.is_over(ms(6_000), quiet));
@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn a_command_waits_until_a_second_after_the_last_change() {
         let ms = Duration::from_millis;
-        let mut suspension = Suspension::default();
+        let mut suspension = MemorySuspension::default();
         assert!(!suspension.is_over_for_command(ms(5_000), ms(0)));
         assert!(!suspension.is_over_for_command(ms(5_100), ms(1_000)));
         assert!(suspension.is_over_for_command(ms(5_101), ms(1_001)));

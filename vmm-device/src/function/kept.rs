@@ -2,7 +2,7 @@
 //!
 //! A snapshot is taken of a paused function. The control state, by contrast, is stored while the function runs; the in-flight
 //! tracking of its queues ([`nvme_mpt::live`]) holds the rest. The owner of the function stores the state after each access and
-//! each turn ([`NvmeFunction::control_state`]). In between, the function itself stores it through its [`ControlKeeper`]:
+//! each turn ([`NvmeFunction::control_state`]). In between, the function itself stores it through its [`ControlStateStore`]:
 //!
 //! 1. Before an admin completion is posted. After that the guest may act on the command, so the successor must not carry it out
 //!    again. It posts the same entry once more.
@@ -15,7 +15,7 @@
 use std::{fmt, time::Duration};
 
 use nvme_mpt::{
-    KeptQueues, LeaseFacts, StateError,
+    BackendStateError, LeaseFacts, PersistedQueues,
     memory::{
         eventfd,
         system::{self, is_exhaustion},
@@ -26,11 +26,11 @@ use thiserror::Error;
 
 use super::{NvmeFunction, ResetStats};
 use crate::{
-    pci::{config_space::ConfigSpace, msix::Msix},
-    registers::{Capabilities, Registers, Transition},
+    pci::{config_space::ConfigSpace, msix::MsixTable},
+    registers::{ControllerCapabilities, ControllerProperties, ControllerTransition},
     state::{
         is_false,
-        parts::{AdminState, MsixState, RegistersState},
+        parts::{MsixState, RegistersState, SavedAdminState},
     },
 };
 
@@ -46,14 +46,14 @@ const VERSION: u32 = 2;
 const VERSION_MSIX_ALONE: u32 = 1;
 
 /// Storage for a function's control state that outlives the process.
-pub trait ControlKeeper: fmt::Debug + Send {
+pub trait ControlStateStore: fmt::Debug + Send {
     /// Replaces the stored state. When this returns, the state survives the end of the process.
     fn store(&self, state: ControlState);
 }
 
 /// Error of restoring a control state.
 #[derive(Debug, Error)]
-pub enum TakeUpError {
+pub enum ControlRestoreError {
     /// The state has a version that this program cannot restore.
     #[error(
         "The function's state has version {found}, but this program takes up versions up to {VERSION}; detach the drive and \
@@ -70,7 +70,7 @@ pub enum TakeUpError {
     Promise,
     /// The state is invalid.
     #[error(transparent)]
-    State(#[from] StateError),
+    State(#[from] BackendStateError),
 }
 
 /// Control state of a function: everything that its guest was told and that the queues' in-flight tracking does not hold.
@@ -86,8 +86,8 @@ pub struct ControlState {
     switched_off: bool,
     pub(super) msix: MsixState,
     pub(super) registers: RegistersState,
-    pub(super) admin: AdminState,
-    pub(super) queues: KeptQueues,
+    pub(super) admin: SavedAdminState,
+    pub(super) queues: PersistedQueues,
     /// Omitted if there was no reset.
     #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
     resets: ResetStats,
@@ -100,11 +100,11 @@ impl ControlState {
     /// Checks whether this program can restore a state of this version.
     ///
     /// # Errors
-    /// [`TakeUpError::Version`].
-    pub fn check_version(&self) -> Result<(), TakeUpError> {
+    /// [`ControlRestoreError::Version`].
+    pub fn check_version(&self) -> Result<(), ControlRestoreError> {
         match self.version {
             VERSION_MSIX_ALONE..=VERSION => Ok(()),
-            found => Err(TakeUpError::Version { found }),
+            found => Err(ControlRestoreError::Version { found }),
         }
     }
 
@@ -125,13 +125,13 @@ impl ControlState {
 pub(super) struct ControlParts<'a> {
     pub(super) facts: &'a LeaseFacts,
     pub(super) config: &'a ConfigSpace,
-    pub(super) msix: &'a Msix,
-    pub(super) registers: &'a Registers,
+    pub(super) msix: &'a MsixTable,
+    pub(super) registers: &'a ControllerProperties,
     pub(super) resets: ResetStats,
 }
 
 impl ControlParts<'_> {
-    pub(super) fn with(&self, admin: AdminState, queues: KeptQueues) -> ControlState {
+    pub(super) fn with(&self, admin: SavedAdminState, queues: PersistedQueues) -> ControlState {
         ControlState {
             version: match self.config.is_of_first_releases() {
                 true => VERSION_MSIX_ALONE,
@@ -152,7 +152,7 @@ impl ControlParts<'_> {
 
 impl NvmeFunction {
     /// Sets the `keeper` in which the function stores its control state during accesses and turns.
-    pub fn keep_with(&mut self, keeper: Box<dyn ControlKeeper>) {
+    pub fn keep_with(&mut self, keeper: Box<dyn ControlStateStore>) {
         self.keeper = Some(keeper);
     }
 
@@ -189,9 +189,9 @@ impl NvmeFunction {
     /// error. Each vector is raised once, since the predecessor may have ended before it raised it.
     ///
     /// # Errors
-    /// See [`TakeUpError`]; the guest is unaffected then. If the cause of a [`TakeUpError::State`] is that the host lacks a
+    /// See [`ControlRestoreError`]; the guest is unaffected then. If the cause of a [`ControlRestoreError::State`] is that the host lacks a
     /// resource, another function may restore the state later.
-    pub fn take_up(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
+    pub fn take_up(&mut self, state: &ControlState) -> Result<(), ControlRestoreError> {
         let ControlState {
             version: _,
             facts: _,
@@ -210,7 +210,7 @@ impl NvmeFunction {
         let existing = queues.cqs.len() + usize::from(admin.rings.is_some());
         if existing > 0 && !registers.is_enabled() {
             let valid = "0, as the controller is disabled";
-            return Err(StateError::invalid("queues", existing, valid).into());
+            return Err(BackendStateError::invalid("queues", existing, valid).into());
         }
 
         self.is_touched = true;
@@ -264,8 +264,8 @@ impl NvmeFunction {
     /// power-on, and the state is untrusted.
     ///
     /// # Errors
-    /// See [`TakeUpError`]; the function is unchanged then.
-    pub fn set_aside(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
+    /// See [`ControlRestoreError`]; the function is unchanged then.
+    pub fn set_aside(&mut self, state: &ControlState) -> Result<(), ControlRestoreError> {
         let facts = self.check_registers(state)?;
         self.facts = facts;
         self.registers.restore(&state.registers);
@@ -282,10 +282,12 @@ impl NvmeFunction {
     }
 
     /// Checks the saved configuration space and registers. Returns the facts that the guest was told.
-    fn check_registers(&self, state: &ControlState) -> Result<LeaseFacts, TakeUpError> {
+    fn check_registers(&self, state: &ControlState) -> Result<LeaseFacts, ControlRestoreError> {
         state.check_version()?;
-        let facts = state.facts_for(&self.facts).ok_or(TakeUpError::Promise)?;
-        let told = Registers::new(Capabilities {
+        let facts = state
+            .facts_for(&self.facts)
+            .ok_or(ControlRestoreError::Promise)?;
+        let told = ControllerProperties::new(ControllerCapabilities {
             queue_entries_max: facts.limits.entries_max,
             dstrd: self.shared.doorbells.dstrd(),
         });
@@ -295,11 +297,11 @@ impl NvmeFunction {
     }
 
     /// Completes a register write's transition on a quarantined function, and leaves the controller failed.
-    pub(super) fn stay_failed(&mut self, transition: Option<Transition>) {
+    pub(super) fn stay_failed(&mut self, transition: Option<ControllerTransition>) {
         match transition {
-            Some(Transition::Disable) => self.registers.disabled(),
-            Some(Transition::Shutdown(_)) => self.registers.shut_down(),
-            Some(Transition::Enable(_)) | None => {}
+            Some(ControllerTransition::Disable) => self.registers.disabled(),
+            Some(ControllerTransition::Shutdown(_)) => self.registers.shut_down(),
+            Some(ControllerTransition::Enable(_)) | None => {}
         }
         self.registers.fail();
     }
@@ -314,7 +316,7 @@ pub(super) mod tests {
     };
 
     use nvme_mpt::{
-        DoorbellMode, Drive, FunctionParts, KeptFiles, LeasedNamespace,
+        DoorbellMode, Drive, LeasedNamespace, PersistedBackendFiles, SharedPartsSource,
         lease::Ledger,
         spec::{ids::QueueId, registers::Doorbell, sqe::Sqe, status::Status},
     };
@@ -324,7 +326,7 @@ pub(super) mod tests {
     use super::*;
     use crate::{
         Bar, MsixMasking,
-        fixtures::{self, DATA, Guest},
+        fixtures::{self, DATA, TestGuest},
     };
 
     const IO_CQ: u64 = DATA + 0x10_0000;
@@ -334,7 +336,7 @@ pub(super) mod tests {
     const BUS_MASTER: u16 = 1 << 2;
 
     /// Parts that outlive the processes of a function.
-    pub(in crate::function) struct Survivors {
+    pub(in crate::function) struct PersistedFunctionParts {
         pub(in crate::function) drive: Arc<Drive>,
         pub(in crate::function) ledger: File,
         pub(in crate::function) memory: OwnedFd,
@@ -344,15 +346,15 @@ pub(super) mod tests {
 
     /// Keeps all states, the oldest first.
     #[derive(Clone, Debug, Default)]
-    struct Recorder(Arc<Mutex<Vec<ControlState>>>);
+    struct ControlStateRecorder(Arc<Mutex<Vec<ControlState>>>);
 
-    impl ControlKeeper for Recorder {
+    impl ControlStateStore for ControlStateRecorder {
         fn store(&self, state: ControlState) {
             self.0.lock().unwrap().push(state);
         }
     }
 
-    impl Recorder {
+    impl ControlStateRecorder {
         fn take(&self) -> Vec<ControlState> {
             std::mem::take(&mut self.0.lock().unwrap())
         }
@@ -365,10 +367,10 @@ pub(super) mod tests {
     pub(in crate::function) fn function_on(
         drive: &Arc<Drive>,
         ledger: &File,
-        files: Option<KeptFiles>,
+        files: Option<PersistedBackendFiles>,
     ) -> NvmeFunction {
         let ledger = Ledger::kept(ledger.try_clone().unwrap()).unwrap();
-        let parts = FunctionParts::Continued(files);
+        let parts = SharedPartsSource::Continued(files);
         let mode = DoorbellMode::Trap;
         let attachment = fixtures::attachment_with(mode, drive.clone(), &ledger, parts);
         NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
@@ -376,29 +378,29 @@ pub(super) mod tests {
     }
 
     /// A guest whose function goes on in other processes.
-    fn guest() -> (Guest, Survivors, Recorder) {
+    fn guest() -> (TestGuest, PersistedFunctionParts, ControlStateRecorder) {
         let (drive, ledger) = (fixtures::drive(), tempfile::tempfile().unwrap());
         let memory = fixtures::guest_memory();
         let mut function = function_on(&drive, &ledger, None);
         let shared = function.host().shared();
-        let survivors = Survivors {
+        let survivors = PersistedFunctionParts {
             drive,
             ledger,
             doorbells: clone(shared.doorbells.fd()),
             live: clone(shared.live.unwrap().fd()),
             memory: clone(&memory),
         };
-        let recorder = Recorder::default();
+        let recorder = ControlStateRecorder::default();
         function.keep_with(Box::new(recorder.clone()));
-        let mut guest = Guest::on(function, memory);
+        let mut guest = TestGuest::on(function, memory);
         guest.enable();
         (guest, survivors, recorder)
     }
 
-    impl Survivors {
+    impl PersistedFunctionParts {
         /// Returns a function with what survived, as after power-on.
         fn next_function(&self) -> NvmeFunction {
-            let files = KeptFiles {
+            let files = PersistedBackendFiles {
                 doorbells: clone(&self.doorbells),
                 live: clone(&self.live),
             };
@@ -408,7 +410,7 @@ pub(super) mod tests {
         }
 
         /// Ends the function, and has the next one take its place.
-        fn replace(&self, guest: &mut Guest, state: &ControlState) {
+        fn replace(&self, guest: &mut TestGuest, state: &ControlState) {
             // Its lease goes first. Its queues leave the doorbells as they are.
             let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
             drop(std::mem::replace(&mut guest.function, unused));
@@ -558,7 +560,7 @@ pub(super) mod tests {
     #[test]
     fn a_guest_that_switched_its_function_off_is_left_alone_by_the_next_process() {
         let (mut guest, survivors, _) = guest();
-        let command = |guest: &mut Guest, value: u16| {
+        let command = |guest: &mut TestGuest, value: u16| {
             drop(guest.function.write_config(4, &value.to_le_bytes()));
         };
         command(&mut guest, MEMORY_SPACE | BUS_MASTER);
@@ -589,7 +591,7 @@ pub(super) mod tests {
         let [begun] = &recorder.take()[..] else {
             panic!("stored once, before the queues go");
         };
-        assert_eq!(begun.queues, KeptQueues::default());
+        assert_eq!(begun.queues, PersistedQueues::default());
         assert!(begun.registers.is_enabled());
         survivors.replace(&mut guest, &pass_on(begun));
         assert_eq!(guest.function.reset_stats().controller, 0);
@@ -706,11 +708,11 @@ pub(super) mod tests {
         let mut other = state.clone();
         other.facts.namespace.blocks -= 1;
         let refused = guest.function.set_aside(&other).unwrap_err();
-        assert!(matches!(refused, TakeUpError::Promise));
+        assert!(matches!(refused, ControlRestoreError::Promise));
     }
 
     /// Returns the offset of a capability in configuration space.
-    fn config_capability(guest: &Guest, id: u8) -> u64 {
+    fn config_capability(guest: &TestGuest, id: u8) -> u64 {
         let byte = |offset| {
             let mut byte = [0];
             guest.function.read_config(offset, &mut byte);
@@ -733,31 +735,33 @@ pub(super) mod tests {
         let mut refused = |state: &ControlState| function.take_up(state).unwrap_err();
         let mut other = state.clone();
         other.version = VERSION + 1;
-        assert!(matches!(refused(&other), TakeUpError::Version { found } if found == VERSION + 1));
+        assert!(
+            matches!(refused(&other), ControlRestoreError::Version { found } if found == VERSION + 1)
+        );
         let mut other = state.clone();
         other.facts.namespace.serial = "another".into();
-        assert!(matches!(refused(&other), TakeUpError::Promise));
+        assert!(matches!(refused(&other), ControlRestoreError::Promise));
         let mut other = state.clone();
         other.facts.limits.mdts += 1;
-        assert!(matches!(refused(&other), TakeUpError::Promise));
+        assert!(matches!(refused(&other), ControlRestoreError::Promise));
         let mut other = state.clone();
         other.facts.namespace.blocks -= 1;
-        assert!(matches!(refused(&other), TakeUpError::Promise));
+        assert!(matches!(refused(&other), ControlRestoreError::Promise));
         let mut other = state.clone();
         other.registers.cap ^= 4 << 32;
         let error = refused(&other);
-        assert!(matches!(error, TakeUpError::State(_)));
+        assert!(matches!(error, ControlRestoreError::State(_)));
         assert!(error.to_string().contains("doorbell stride (CAP.DSTRD)"));
         let mut other = state.clone();
         other.registers.csts = 0xFFFF;
-        assert!(matches!(refused(&other), TakeUpError::State(_)));
+        assert!(matches!(refused(&other), ControlRestoreError::State(_)));
         let mut other = state.clone();
         other.admin.rings.as_mut().unwrap().sq_head = 4096;
-        assert!(matches!(refused(&other), TakeUpError::State(_)));
+        assert!(matches!(refused(&other), ControlRestoreError::State(_)));
         let mut other = state.clone();
         other.registers.cc = 0;
         other.registers.csts = 0;
-        assert!(matches!(refused(&other), TakeUpError::State(_)));
+        assert!(matches!(refused(&other), ControlRestoreError::State(_)));
         function.take_up(&state).unwrap();
     }
 
@@ -778,7 +782,7 @@ pub(super) mod tests {
 
     /// A guest that has set all that a function remembers: queues, requests for events, features, an error, and two
     /// vectors that are masked, of which one is pending.
-    fn eventful_guest() -> (Guest, Survivors) {
+    fn eventful_guest() -> (TestGuest, PersistedFunctionParts) {
         let (mut guest, survivors, _) = guest();
         // MSI-X Enable; messages of three vectors, of which the first one is not masked.
         let _ = guest.function.write_config(0x53, &[0x80]);

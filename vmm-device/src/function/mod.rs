@@ -12,10 +12,10 @@ mod tests;
 use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
-    DmaError, DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent,
-    InterruptVector, KeptQueues, LeaseFacts, QueueError, SharedParts,
+    BackendEvent, ControllerBackend, DmaError, DoorbellMode, DriveEvent, GuestMemory,
+    InterruptVector, IoQueueEvent, LeaseFacts, PersistedQueues, QueueError, SharedParts,
     deadline::{ACCESS_DEADLINE, DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
-    interrupt::PinFall,
+    interrupt::PinDeassertion,
     memory::eventfd,
     spec::{
         ids::QueueId,
@@ -30,16 +30,16 @@ use vm_device::{
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::{
-    admin::{Admin, Controller, LOOK_INTERVAL, WATCH_INTERVAL},
+    admin::{AdminCommandContext, GuestAdminQueue, LOOK_INTERVAL, WATCH_INTERVAL},
     pci::{
-        config_space::{Bar, BarMove, ConfigSpace, Offer, set_interrupt_status},
-        msix::{Msix, MsixControl, MsixMasking, MsixMessage},
+        config_space::{Bar, BarMove, ConfigSpace, OfferedInterrupts, set_interrupt_status},
+        msix::{MsixControl, MsixMasking, MsixMessage, MsixTable},
     },
-    registers::{Capabilities, Registers, Transition},
+    registers::{ControllerCapabilities, ControllerProperties, ControllerTransition},
 };
 
 use kept::ControlParts;
-pub use kept::{ControlKeeper, ControlState, TakeUpError};
+pub use kept::{ControlRestoreError, ControlState, ControlStateStore};
 use memory_checks::MemoryChecks;
 use pin::{PIN_INTERVAL, PinWatch};
 
@@ -76,7 +76,7 @@ pub struct DoorbellRegion<'a> {
 
 /// Counters of the admin queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AdminStats {
+pub struct AdminQueueStats {
     /// Admin commands taken.
     pub commands: u64,
     /// Writes to admin doorbells that exited to the VMM.
@@ -113,13 +113,13 @@ impl ResetStats {
 #[derive(Debug)]
 pub struct NvmeFunction {
     config: ConfigSpace,
-    msix: Msix,
-    registers: Registers,
-    admin: Admin,
+    msix: MsixTable,
+    registers: ControllerProperties,
+    admin: GuestAdminQueue,
     /// Must be dropped before `host`: it keeps guest memory mapped, and the memory must be unmapped before the lease is
     /// released.
     shared: SharedParts,
-    host: Arc<dyn HostSide>,
+    host: Arc<dyn ControllerBackend>,
     facts: LeaseFacts,
     pub(crate) clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
@@ -137,12 +137,12 @@ pub struct NvmeFunction {
     away: bool,
     /// Incomplete transition, as `CSTS` shows it. It waits for the host side's next process, for commands in flight, for a
     /// flush, or for a check of the memory.
-    waiting: Option<Transition>,
+    waiting: Option<ControllerTransition>,
     /// Time since which `waiting` waits for the storage.
     held_since: Option<Duration>,
-    keeper: Option<Box<dyn ControlKeeper>>,
+    keeper: Option<Box<dyn ControlStateStore>>,
     /// Registers before the access in progress. The successor process repeats that access, so these are stored for it.
-    before_access: Option<Registers>,
+    before_access: Option<ControllerProperties>,
     /// Set if the control state may have changed since `take_change` was called last.
     is_touched: bool,
     /// Set for a quarantined function: its controller stays failed.
@@ -161,15 +161,15 @@ impl NvmeFunction {
     /// Creates a function as after power-on. `host` does its I/O. The function has one vector for each I/O queue pair and one
     /// for the admin queue.
     #[must_use]
-    pub fn new(host: Arc<dyn HostSide>, masking: MsixMasking) -> Self {
+    pub fn new(host: Arc<dyn ControllerBackend>, masking: MsixMasking) -> Self {
         let (facts, shared) = (host.facts(), host.shared());
         let clock = SystemClock::shared();
-        let msix = Msix::new(shared.vectors.clone(), masking);
-        let capabilities = Capabilities {
+        let msix = MsixTable::new(shared.vectors.clone(), masking);
+        let capabilities = ControllerCapabilities {
             queue_entries_max: facts.limits.entries_max,
             dstrd: shared.doorbells.dstrd(),
         };
-        let offer = Offer {
+        let offer = OfferedInterrupts {
             msi: true,
             // A vfio-user client can drive a pin. A VMM that embeds the function calls `with_pin`.
             pin: masking == MsixMasking::Client && can_be_pin(&shared.vectors),
@@ -177,8 +177,8 @@ impl NvmeFunction {
         Self {
             config: ConfigSpace::new(shared.doorbells.len() as u64, msix.count(), offer),
             msix,
-            registers: Registers::new(capabilities),
-            admin: Admin::new(&facts, clock.clone()),
+            registers: ControllerProperties::new(capabilities),
+            admin: GuestAdminQueue::new(&facts, clock.clone()),
             host,
             facts,
             shared,
@@ -213,7 +213,7 @@ impl NvmeFunction {
     /// is then as after power-on. A function whose host side is another process offers MSI and MSI-X only.
     #[must_use]
     pub fn with_pin(mut self) -> Self {
-        let offer = Offer {
+        let offer = OfferedInterrupts {
             msi: true,
             pin: can_be_pin(&self.shared.vectors),
         };
@@ -312,7 +312,7 @@ impl NvmeFunction {
                     self.carry_out(transition, &self.access_deadline());
                     self.before_access = None;
                     self.begin_looks();
-                    if matches!(transition, Transition::Disable) {
+                    if matches!(transition, ControllerTransition::Disable) {
                         self.resets.controller += 1;
                     }
                     // A reset clears the mask.
@@ -419,7 +419,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the guest memory that the VMM has [mapped](HostSide::map) for the function.
+    /// Returns the guest memory that the VMM has [mapped](ControllerBackend::map) for the function.
     #[must_use]
     pub fn memory(&self) -> &GuestMemory {
         &self.shared.memory
@@ -447,14 +447,14 @@ impl NvmeFunction {
     ///
     /// The function owns the host side's state: callers only map memory and read statistics.
     #[must_use]
-    pub fn host(&self) -> &dyn HostSide {
+    pub fn host(&self) -> &dyn ControllerBackend {
         self.host.as_ref()
     }
 
     /// Returns the costs of the admin queue so far.
     #[must_use]
-    pub fn admin_stats(&self) -> AdminStats {
-        AdminStats {
+    pub fn admin_stats(&self) -> AdminQueueStats {
+        AdminQueueStats {
             commands: self.admin.commands(),
             doorbell_exits: self.admin_doorbell_exits,
             interrupts: self
@@ -474,7 +474,7 @@ impl NvmeFunction {
     /// Stops all work and flushes the drive, within 30 seconds in all. Call it last, before the function is dropped.
     ///
     /// # Errors
-    /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease lives
+    /// [`EndError::DieBusyTimes`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease lives
     /// until both are done.
     pub fn end(&mut self) -> Result<(), EndError> {
         let deadline = self.deadline();
@@ -540,7 +540,7 @@ impl NvmeFunction {
     /// power-on addresses. Returns the number of bytes that were mapped.
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if commands are still in flight. They keep the memory mapped, but no new command can reach it.
+    /// [`DmaError::DieBusyTimes`] if commands are still in flight. They keep the memory mapped, but no new command can reach it.
     pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
         let deadline = self.access_deadline();
         drop(self.reset_by(&deadline));
@@ -624,9 +624,9 @@ impl NvmeFunction {
         };
         let keeper = self.keeper.as_deref();
         let keep = keeper.map(|keeper| {
-            move |admin, queues: &KeptQueues| keeper.store(parts.with(admin, queues.clone()))
+            move |admin, queues: &PersistedQueues| keeper.store(parts.with(admin, queues.clone()))
         });
-        let controller = Controller {
+        let controller = AdminCommandContext {
             host: &*self.host,
             facts: &self.facts,
             shared: &self.shared,
@@ -647,7 +647,7 @@ impl NvmeFunction {
     }
 
     /// Returns the pending events, the deferred ones first.
-    fn events(&mut self) -> Vec<Event> {
+    fn events(&mut self) -> Vec<IoQueueEvent> {
         let mut events = self.admin.take_put_off();
         events.extend(self.host.take_events());
         events
@@ -657,14 +657,16 @@ impl NvmeFunction {
     fn take_events(&mut self) {
         for event in self.events() {
             match &event {
-                Event::QueueFailed { qid, reason } => {
+                IoQueueEvent::QueueFailed { qid, reason } => {
                     self.fail(&format!("I/O queue {qid}: {reason}"));
                 }
-                Event::Drive(DriveEvent::NamespaceChanged(_)) if !self.host.status().is_backed => {
+                IoQueueEvent::Drive(DriveEvent::NamespaceChanged(_))
+                    if !self.host.status().is_backed =>
+                {
                     self.revoke();
                 }
-                Event::HostSide(event) => self.follow_host_side(*event),
-                Event::Drive(DriveEvent::Gone) => self.away = false,
+                IoQueueEvent::HostSide(event) => self.follow_host_side(*event),
+                IoQueueEvent::Drive(DriveEvent::Gone) => self.away = false,
                 _ => {}
             }
             self.admin.report(&event, &*self.host);
@@ -673,15 +675,15 @@ impl NvmeFunction {
 
     /// Handles the loss or the return of the host side's process. While it is away, the guest sees a slow drive. If its queues
     /// are lost, the controller fails: the guest's driver resets it and submits its commands again.
-    fn follow_host_side(&mut self, event: HostSideEvent) {
-        self.away = event == HostSideEvent::Away;
+    fn follow_host_side(&mut self, event: BackendEvent) {
+        self.away = event == BackendEvent::Away;
         if self.away {
             return;
         }
         if let Some(transition) = self.waiting.take() {
             self.carry_out(transition, &self.access_deadline());
             self.begin_looks();
-        } else if event == HostSideEvent::BackWithoutQueues && self.registers.is_running() {
+        } else if event == BackendEvent::BackWithoutQueues && self.registers.is_running() {
             // A driver notices `CSTS.CFS` only after its commands time out.
             self.admin.report_lost_queues();
             self.run_admin();
@@ -704,7 +706,7 @@ impl NvmeFunction {
     }
 
     /// Carries out a transition, as far as that is possible by `deadline`. The rest is deferred.
-    fn carry_out(&mut self, transition: Transition, deadline: &Deadline) {
+    fn carry_out(&mut self, transition: ControllerTransition, deadline: &Deadline) {
         // Each transition ends the previous state: a guest that enables the controller finds no leftovers, and doorbell stores
         // from before count for nothing. Until that is done, CSTS.RDY and CSTS.SHST show an incomplete reset or shutdown (Base
         // 2.0, sections 3.1.3.6 and 3.6.1).
@@ -712,12 +714,12 @@ impl NvmeFunction {
             return self.hold(transition, &error);
         }
         match transition {
-            Transition::Enable(_) if self.away => self.waiting = Some(transition),
+            ControllerTransition::Enable(_) if self.away => self.waiting = Some(transition),
             // The guest has caused many memory checks. Enabling is delayed.
-            Transition::Enable(_) if !self.memory_checks.may_begin(self.clock.now()) => {
+            ControllerTransition::Enable(_) if !self.memory_checks.may_begin(self.clock.now()) => {
                 self.waiting = Some(transition);
             }
-            Transition::Enable(queues) => {
+            ControllerTransition::Enable(queues) => {
                 // No guest memory was used since the reset.
                 let began = self.clock.now();
                 let checked = self.host.check_memory();
@@ -735,13 +737,13 @@ impl NvmeFunction {
                 self.admin.enable(queues, &*self.host);
                 self.registers.enabled();
             }
-            Transition::Disable => {
+            ControllerTransition::Disable => {
                 // The reset clears the masks. The interrupts that they held back have no queue entry left.
                 self.msix.clear_pending();
                 self.owed.clear();
                 self.registers.disabled();
             }
-            Transition::Shutdown(notification) => {
+            ControllerTransition::Shutdown(notification) => {
                 // An abrupt shutdown skips the flush. A drive that is gone keeps nothing.
                 let successors = self.host.successors();
                 if notification == ShutdownNotification::NORMAL
@@ -762,14 +764,14 @@ impl NvmeFunction {
     }
 
     /// Defers a transition until the host side's next process has connected.
-    fn wait(&mut self, transition: Transition) {
+    fn wait(&mut self, transition: ControllerTransition) {
         self.away = true;
         self.waiting = Some(transition);
     }
 
     /// Defers a transition because the storage has not finished. A later transition replaces this one.
-    fn hold(&mut self, transition: Transition, why: &dyn std::error::Error) {
-        if matches!(transition, Transition::Disable) {
+    fn hold(&mut self, transition: ControllerTransition, why: &dyn std::error::Error) {
+        if matches!(transition, ControllerTransition::Disable) {
             self.registers.hold_reset();
         }
         if self.held_since.is_none() {
@@ -854,7 +856,7 @@ impl NvmeFunction {
     }
 
     /// Turns the first vector into the pin, for a VMM that has connected an interrupt line, or back into a message.
-    pub fn set_pin(&self, pin: Option<PinFall>) {
+    pub fn set_pin(&self, pin: Option<PinDeassertion>) {
         if let Some(vector) = self.msix.vector(ADMIN_VECTOR) {
             vector.set_pin(pin);
         }
@@ -910,7 +912,7 @@ impl NvmeFunction {
         self.apply_masks();
         self.owed.clear();
         if let Err(error) = &stopped {
-            self.hold(Transition::Disable, error);
+            self.hold(ControllerTransition::Disable, error);
             self.begin_looks();
         }
         stopped
@@ -930,9 +932,9 @@ impl NvmeFunction {
         // again.
         for event in self.events() {
             match event {
-                Event::CommandFailed(_) => self.admin.report(&event, &*self.host),
-                Event::HostSide(event) => self.away = event == HostSideEvent::Away,
-                Event::Drive(DriveEvent::Gone) => self.away = false,
+                IoQueueEvent::CommandFailed(_) => self.admin.report(&event, &*self.host),
+                IoQueueEvent::HostSide(event) => self.away = event == BackendEvent::Away,
+                IoQueueEvent::Drive(DriveEvent::Gone) => self.away = false,
                 _ => {}
             }
         }

@@ -3,7 +3,7 @@
 use std::{fs::File, os::unix::fs::FileExt, time::Duration};
 
 use nvme_mpt::{
-    DoorbellMode, Gpa, KeptFiles, MemoryRegion,
+    DoorbellMode, Gpa, MemoryRegion, PersistedBackendFiles,
     spec::{
         ids::{Nsid, QueueId},
         registers::Doorbell,
@@ -15,9 +15,9 @@ use proptest::test_runner::{Config, TestCaseError};
 use zerocopy::IntoBytes;
 
 use super::NvmeFunction;
-use super::kept::tests::{Survivors, clone, function_on, pass_on};
+use super::kept::tests::{PersistedFunctionParts, clone, function_on, pass_on};
 use crate::fixtures::{self, ADMIN_ENTRIES, ADMIN_SQ, MEMORY, NOWHERE};
-use crate::{Bar, FunctionState, MsixMasking};
+use crate::{Bar, FunctionSnapshot, MsixMasking};
 
 /// Size of a part of the guest's memory, the unit that the VMM maps and unmaps.
 const PART: u64 = 1 << 20;
@@ -31,7 +31,7 @@ const PROPERTIES: u64 = 0x60;
 
 /// Step of the guest or of its VMM.
 #[derive(Clone, Debug)]
-enum Step {
+enum FunctionModelStep {
     /// A write to Controller Configuration.
     Configure(u32),
     /// A write to any property.
@@ -177,47 +177,47 @@ fn any_io() -> impl Strategy<Value = [u64; 8]> {
     )
 }
 
-fn any_step() -> impl Strategy<Value = Step> {
+fn any_step() -> impl Strategy<Value = FunctionModelStep> {
     let vectors = 0..8_usize;
     prop_oneof![
-        3 => any_cc().prop_map(Step::Configure),
-        2 => (0..PROPERTIES, any_bytes()).prop_map(|(offset, data)| Step::Property { offset, data }),
-        3 => (0..256_u64, any_bytes()).prop_map(|(offset, data)| Step::Config { offset, data }),
-        1 => Just(Step::Config { offset: 4, data: vec![6, 0] }),
-        2 => (0..0x1000_u64, any_bytes()).prop_map(|(offset, data)| Step::Msix { offset, data }),
+        3 => any_cc().prop_map(FunctionModelStep::Configure),
+        2 => (0..PROPERTIES, any_bytes()).prop_map(|(offset, data)| FunctionModelStep::Property { offset, data }),
+        3 => (0..256_u64, any_bytes()).prop_map(|(offset, data)| FunctionModelStep::Config { offset, data }),
+        1 => Just(FunctionModelStep::Config { offset: 4, data: vec![6, 0] }),
+        2 => (0..0x1000_u64, any_bytes()).prop_map(|(offset, data)| FunctionModelStep::Msix { offset, data }),
         2 => (0..6_u16, any::<bool>(), prop_oneof![4 => 0..20_u32, 1 => any::<u32>()])
-            .prop_map(|(qid, head, value)| Step::Doorbell { qid, head, value }),
-        12 => any_admin().prop_map(Step::Admin),
-        4 => (1..5_u16, any_io()).prop_map(|(qid, words)| Step::Io { qid, words }),
-        3 => Just(Step::Enable),
-        5 => (1..5_u16).prop_map(Step::CreatePair),
-        4 => (0..PARTS, any::<bool>()).prop_map(|(part, mapped)| Step::Map { part, mapped }),
-        1 => (vectors.clone(), any::<bool>()).prop_map(|(vector, masked)| Step::Mask { vector, masked }),
-        1 => vectors.prop_map(Step::Signal),
-        2 => Just(Step::Events),
-        1 => Just(Step::Wait),
-        4 => Just(Step::Replace),
-        2 => Just(Step::Snapshot),
+            .prop_map(|(qid, head, value)| FunctionModelStep::Doorbell { qid, head, value }),
+        12 => any_admin().prop_map(FunctionModelStep::Admin),
+        4 => (1..5_u16, any_io()).prop_map(|(qid, words)| FunctionModelStep::Io { qid, words }),
+        3 => Just(FunctionModelStep::Enable),
+        5 => (1..5_u16).prop_map(FunctionModelStep::CreatePair),
+        4 => (0..PARTS, any::<bool>()).prop_map(|(part, mapped)| FunctionModelStep::Map { part, mapped }),
+        1 => (vectors.clone(), any::<bool>()).prop_map(|(vector, masked)| FunctionModelStep::Mask { vector, masked }),
+        1 => vectors.prop_map(FunctionModelStep::Signal),
+        2 => Just(FunctionModelStep::Events),
+        1 => Just(FunctionModelStep::Wait),
+        4 => Just(FunctionModelStep::Replace),
+        2 => Just(FunctionModelStep::Snapshot),
     ]
 }
 
 /// A function with its guest and its VMM.
-struct Machine {
+struct FunctionModelMachine {
     function: NvmeFunction,
-    survivors: Survivors,
+    survivors: PersistedFunctionParts,
     /// Set for each part of the memory that is mapped.
     mapped: [bool; PARTS as usize],
     /// The guest's tail of the admin queue.
     tail: u32,
 }
 
-impl Machine {
+impl FunctionModelMachine {
     fn new() -> Self {
         let (drive, ledger) = (fixtures::drive(), tempfile::tempfile().unwrap());
         let memory = fixtures::guest_memory();
         let function = function_on(&drive, &ledger, None);
         let shared = function.host().shared();
-        let survivors = Survivors {
+        let survivors = PersistedFunctionParts {
             drive,
             ledger,
             doorbells: clone(shared.doorbells.fd()),
@@ -279,13 +279,17 @@ impl Machine {
         self.write_register(offset, &value.to_le_bytes());
     }
 
-    fn take(&mut self, step: &Step) -> Result<(), TestCaseError> {
+    fn take(&mut self, step: &FunctionModelStep) -> Result<(), TestCaseError> {
         match step {
-            Step::Configure(cc) => self.write_register(CC, &cc.to_le_bytes()),
-            Step::Property { offset, data } => self.write_register(*offset, data),
-            Step::Config { offset, data } => drop(self.function.write_config(*offset, data)),
-            Step::Msix { offset, data } => self.function.write_bar(Bar::Msix, *offset, data),
-            Step::Doorbell { qid, head, value } => {
+            FunctionModelStep::Configure(cc) => self.write_register(CC, &cc.to_le_bytes()),
+            FunctionModelStep::Property { offset, data } => self.write_register(*offset, data),
+            FunctionModelStep::Config { offset, data } => {
+                drop(self.function.write_config(*offset, data))
+            }
+            FunctionModelStep::Msix { offset, data } => {
+                self.function.write_bar(Bar::Msix, *offset, data)
+            }
+            FunctionModelStep::Doorbell { qid, head, value } => {
                 let qid = QueueId(*qid);
                 let doorbell = match head {
                     true => Doorbell::CqHead(qid),
@@ -293,7 +297,7 @@ impl Machine {
                 };
                 self.ring(doorbell, *value);
             }
-            Step::Admin(words) => {
+            FunctionModelStep::Admin(words) => {
                 self.store(ADMIN_SQ + u64::from(self.tail) * 64, words.as_bytes());
                 self.tail = (self.tail + 1) % ADMIN_ENTRIES;
                 self.ring(Doorbell::SqTail(QueueId::ADMIN), self.tail);
@@ -307,7 +311,7 @@ impl Machine {
                     .map_or(0, |rings| rings.cq_tail);
                 self.ring(Doorbell::CqHead(QueueId::ADMIN), head);
             }
-            Step::Io { qid, words } => {
+            FunctionModelStep::Io { qid, words } => {
                 let qid = QueueId(*qid);
                 let queues = self.function.control_state().queues;
                 let sq = queues.sqs.iter().find(|sq| sq.qid == qid);
@@ -317,8 +321,8 @@ impl Machine {
                 }
                 self.ring(Doorbell::SqTail(qid), 1);
             }
-            Step::Enable => self.enable(),
-            Step::CreatePair(qid) => {
+            FunctionModelStep::Enable => self.enable(),
+            FunctionModelStep::CreatePair(qid) => {
                 let place = u64::from(*qid) << 12;
                 let queue = |opcode, part, dword| Sqe {
                     dptr: [MEMORY.start + part * PART + place, 0],
@@ -328,10 +332,10 @@ impl Machine {
                 };
                 let (cq, sq) = (queue(0x05, 2, 3), queue(0x01, 3, u32::from(*qid) << 16 | 1));
                 for sqe in [cq, sq] {
-                    self.take(&Step::Admin(zerocopy::transmute!(sqe)))?;
+                    self.take(&FunctionModelStep::Admin(zerocopy::transmute!(sqe)))?;
                 }
             }
-            Step::Map { part, mapped } => {
+            FunctionModelStep::Map { part, mapped } => {
                 let region = self.region(*part);
                 let place = usize::try_from(*part).unwrap();
                 if self.mapped[place] != *mapped {
@@ -342,23 +346,23 @@ impl Machine {
                     self.mapped[place] = *mapped;
                 }
             }
-            Step::Mask { vector, masked } => {
+            FunctionModelStep::Mask { vector, masked } => {
                 if let Some(vector) = self.function.vectors().get(*vector) {
                     vector.set_masked(*masked);
                 }
             }
-            Step::Signal(vector) => {
+            FunctionModelStep::Signal(vector) => {
                 if let Some(vector) = self.function.vectors().get(*vector) {
                     vector.signal();
                 }
             }
-            Step::Events => self.function.process_events(),
-            Step::Wait => {
+            FunctionModelStep::Events => self.function.process_events(),
+            FunctionModelStep::Wait => {
                 self.function.clock.sleep(Duration::from_millis(300));
                 self.function.process_events();
             }
-            Step::Replace => self.replace()?,
-            Step::Snapshot => self.snapshot()?,
+            FunctionModelStep::Replace => self.replace()?,
+            FunctionModelStep::Snapshot => self.snapshot()?,
         }
         Ok(())
     }
@@ -370,7 +374,7 @@ impl Machine {
         before.stored_at = None;
         let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
         drop(std::mem::replace(&mut self.function, unused));
-        let files = KeptFiles {
+        let files = PersistedBackendFiles {
             doorbells: clone(&self.survivors.doorbells),
             live: clone(&self.survivors.live),
         };
@@ -398,7 +402,7 @@ impl Machine {
     /// Restores a snapshot of the function, with all guest memory mapped.
     fn snapshot(&mut self) -> Result<(), TestCaseError> {
         for part in 0..PARTS {
-            self.take(&Step::Map { part, mapped: true })?;
+            self.take(&FunctionModelStep::Map { part, mapped: true })?;
         }
         self.function.pause().unwrap();
         let mut before = self.function.save().unwrap();
@@ -407,7 +411,7 @@ impl Machine {
         drop(std::mem::replace(&mut self.function, unused));
         let mut next = function_on(&self.survivors.drive, &self.survivors.ledger, None);
         self.map_all(&next);
-        let restored = next.restore(&FunctionState::from_bytes(&bytes).unwrap());
+        let restored = next.restore(&FunctionSnapshot::from_bytes(&bytes).unwrap());
         prop_assert!(restored.is_ok(), "{restored:?} of {before:?}");
         let mut after = next.save().unwrap();
         if before.registers.is_being_disabled() {
@@ -431,9 +435,9 @@ impl Machine {
     fn check_usable(&mut self) -> Result<(), TestCaseError> {
         drop(self.function.reset());
         for part in 0..PARTS {
-            self.take(&Step::Map { part, mapped: true })?;
+            self.take(&FunctionModelStep::Map { part, mapped: true })?;
         }
-        self.take(&Step::Config {
+        self.take(&FunctionModelStep::Config {
             offset: 4,
             data: vec![6, 0],
         })?;
@@ -455,7 +459,7 @@ fn the_next_process_takes_up_whatever_state_a_function_is_in() {
         ..Config::default()
     };
     proptest!(config, |(steps in prop::collection::vec(any_step(), 1..48))| {
-        let mut machine = Machine::new();
+        let mut machine = FunctionModelMachine::new();
         machine.enable();
         for step in &steps {
             machine.take(step)?;

@@ -2,12 +2,12 @@
 
 use std::{io, time::Duration};
 
-use nvme_mpt::{KeptQueues, QueueError, StateError, deadline::DRAIN_DEADLINE};
+use nvme_mpt::{BackendStateError, PersistedQueues, QueueError, deadline::DRAIN_DEADLINE};
 
 use super::{ADMIN_VECTOR, NvmeFunction};
 use crate::{
     pci::config_space::BarMove,
-    state::{FunctionState, SnapshotError, VERSION},
+    state::{FunctionSnapshot, SnapshotError, VERSION},
 };
 
 impl NvmeFunction {
@@ -59,19 +59,19 @@ impl NvmeFunction {
     ///
     /// # Errors
     /// [`StateError::NotPaused`]; [`StateError::Unreachable`] while a transition waits for the host side or its storage.
-    pub fn save(&self) -> Result<FunctionState, StateError> {
+    pub fn save(&self) -> Result<FunctionSnapshot, BackendStateError> {
         if self.waiting.is_some() {
             let text = "the guest enables its controller or shuts it down, which waits for the host side: save it again \
                         later";
             let source = io::Error::new(io::ErrorKind::NotConnected, text);
-            return Err(StateError::Unreachable { source });
+            return Err(BackendStateError::Unreachable { source });
         }
         let mut msix = self.msix.save();
         // A restored function that was not resumed yet still has to raise these vectors.
         msix.pending.extend(&self.owed);
         msix.pending.sort_unstable();
         msix.pending.dedup();
-        Ok(FunctionState {
+        Ok(FunctionSnapshot {
             version: VERSION,
             config_space: self.config.save(),
             switched_off: self.config.is_switched_off(),
@@ -88,7 +88,7 @@ impl NvmeFunction {
     /// # Errors
     /// All of [`SnapshotError`] except those about bytes. If a check fails, the function is unchanged. Otherwise it is as after
     /// power-on, and not paused.
-    pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, SnapshotError> {
+    pub fn restore(&mut self, state: &FunctionSnapshot) -> Result<Vec<BarMove>, SnapshotError> {
         state.check_version()?;
         // Everything is checked before anything is applied. The host side comes first, as its errors are the most telling.
         self.host.check(&state.attachment)?;
@@ -111,21 +111,21 @@ impl NvmeFunction {
     }
 
     /// Checks that there are queues only if the controller is enabled.
-    fn check_enabled(&self, state: &FunctionState) -> Result<(), StateError> {
+    fn check_enabled(&self, state: &FunctionSnapshot) -> Result<(), BackendStateError> {
         let queues = state.attachment.queues.len() + usize::from(state.admin.rings.is_some());
         if queues > 0 && !state.registers.is_enabled() {
             let valid = "0, as the controller is disabled";
-            return Err(StateError::invalid("queues", queues, valid));
+            return Err(BackendStateError::invalid("queues", queues, valid));
         }
         Ok(())
     }
 
     fn apply(
         &mut self,
-        state: &FunctionState,
+        state: &FunctionSnapshot,
         moves: &mut Vec<BarMove>,
     ) -> Result<(), SnapshotError> {
-        let FunctionState {
+        let FunctionSnapshot {
             version: _,
             config_space,
             switched_off,
@@ -140,7 +140,7 @@ impl NvmeFunction {
             // The commands that the disable waited for do not exist here.
             self.registers.disabled();
         }
-        let queues = KeptQueues::of(attachment);
+        let queues = PersistedQueues::of(attachment);
         self.admin.restore(admin, queues, &*self.host, None);
         if self.registers.is_running()
             && let Err(error) = self.host.watch_admin_doorbells()

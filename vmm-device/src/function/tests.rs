@@ -8,7 +8,7 @@ use vm_device::DeviceMmio;
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
-use crate::fixtures::{self, DATA, Guest, MEMORY, NOWHERE, QUEUE_PAIRS};
+use crate::fixtures::{self, DATA, MEMORY, NOWHERE, QUEUE_PAIRS, TestGuest};
 
 const IO_CQ: u64 = DATA + 0x10_0000;
 const IO_SQ: u64 = DATA + 0x11_0000;
@@ -34,7 +34,7 @@ fn identify() -> Sqe {
 }
 
 /// Queue pair 1, of 16 entries, on vector 1.
-fn create_queue_pair(guest: &mut Guest) {
+fn create_queue_pair(guest: &mut TestGuest) {
     let cq = Sqe {
         dptr: [IO_CQ, 0],
         cdw10: 0x000F_0001,
@@ -53,7 +53,7 @@ fn create_queue_pair(guest: &mut Guest) {
     }
 }
 
-fn flr(guest: &mut Guest) {
+fn flr(guest: &mut TestGuest) {
     let _ = guest.function.write_config(0x68, &[0x10, 0xA8]);
 }
 
@@ -64,7 +64,7 @@ fn io_runs_through_the_queues_that_admin_commands_made() {
         DoorbellMode::Shadow,
         DoorbellMode::Mapped,
     ] {
-        let mut guest = Guest::ready(mode);
+        let mut guest = TestGuest::ready(mode);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         let ours = interrupt.try_clone().expect("eventfd");
         guest.function.vectors()[1].set_eventfd(Some(ours));
@@ -123,7 +123,7 @@ fn io_runs_through_the_queues_that_admin_commands_made() {
 
 #[test]
 fn a_reset_ends_all_and_can_be_repeated() {
-    let mut guest = Guest::new(DoorbellMode::Shadow);
+    let mut guest = TestGuest::new(DoorbellMode::Shadow);
     for round in 0..12 {
         guest.enable();
         if round % 3 > 0 {
@@ -164,7 +164,7 @@ fn a_reset_ends_all_and_can_be_repeated() {
 
 #[test]
 fn a_reset_forgets_the_doorbell_buffer() {
-    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
     let config = Sqe {
         dptr: [DATA, DATA + 0x1000],
         ..Sqe::new(0x7C)
@@ -188,7 +188,7 @@ fn a_reset_forgets_the_doorbell_buffer() {
 
 #[test]
 fn a_controller_that_is_not_running_ignores_its_doorbells() {
-    let mut guest = Guest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::ready(DoorbellMode::Trap);
     guest.write_register(0x14, 0x0046_4001);
     assert_eq!(guest.csts(), 0b1001);
     guest.submit(identify());
@@ -203,7 +203,7 @@ fn a_controller_that_is_not_running_ignores_its_doorbells() {
 
 #[test]
 fn doorbells_are_dwords() {
-    let mut guest = Guest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::ready(DoorbellMode::Trap);
     guest.enqueue(identify());
     for data in [&[1][..], &[1, 0], &[1, 0, 0]] {
         guest.function.write_bar(Bar::Registers, 0x1000, data);
@@ -227,7 +227,7 @@ fn doorbells_are_dwords() {
 
 #[test]
 fn mapped_doorbells_wake_the_admin_queue() {
-    let mut guest = Guest::ready(DoorbellMode::Mapped);
+    let mut guest = TestGuest::ready(DoorbellMode::Mapped);
     let region = guest.function.doorbell_region().expect("doorbells to map");
     assert_eq!(region.offset, 0x1000);
     assert_eq!(region.length % 4096, 0);
@@ -253,13 +253,13 @@ fn mapped_doorbells_wake_the_admin_queue() {
 #[test]
 fn doorbells_are_mapped_in_mapped_mode_only() {
     for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
-        assert!(Guest::new(mode).function.doorbell_region().is_none());
+        assert!(TestGuest::new(mode).function.doorbell_region().is_none());
     }
 }
 
 #[test]
 fn a_queue_that_lost_its_memory_fails_the_controller() {
-    let mut guest = Guest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::ready(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
     guest.function.host().unmap_all().expect("unmapped");
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
@@ -272,10 +272,10 @@ fn a_queue_that_lost_its_memory_fails_the_controller() {
 }
 
 /// A guest whose controller is ready, and its memory.
-fn guest_with_memory() -> (Guest, OwnedFd) {
+fn guest_with_memory() -> (TestGuest, OwnedFd) {
     let memory = fixtures::guest_memory();
     let function = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
-    let mut guest = Guest::on(function, memory.try_clone().expect("a descriptor"));
+    let mut guest = TestGuest::on(function, memory.try_clone().expect("a descriptor"));
     guest.enable();
     (guest, memory)
 }
@@ -345,8 +345,8 @@ fn data_memory() -> MemoryRegion {
 
 /// Checks that a command waits for memory at [`NOWHERE`], which is unmapped right before it. Returns whether it could be
 /// checked, and the guest.
-fn waits_for_memory(command: Sqe) -> (bool, Guest) {
-    let mut guest = Guest::ready(DoorbellMode::Shadow);
+fn waits_for_memory(command: Sqe) -> (bool, TestGuest) {
+    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
     let interval = guest.function.events_interval();
     guest.function.host().map(data_memory()).expect("mapped");
     let len = MEMORY.end - MEMORY.start;
@@ -372,8 +372,8 @@ fn waits_for_memory(command: Sqe) -> (bool, Guest) {
 
 #[test]
 fn a_guest_that_enables_its_controller_often_waits_for_the_check_of_its_memory() {
-    let mut guest = Guest::new(DoorbellMode::Shadow);
-    let clock = Arc::new(fixtures::StillClock::default());
+    let mut guest = TestGuest::new(DoorbellMode::Shadow);
+    let clock = Arc::new(fixtures::FixtureClock::default());
     guest.function.clock = clock.clone();
     guest.enable();
     guest.write_register(0x14, 0);
@@ -431,7 +431,7 @@ fn rings_and_doorbell_pages_are_waited_for_when_they_are_set_up() {
 
 #[test]
 fn data_that_stays_unmapped_fails_the_command_alone() {
-    let mut guest = Guest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::ready(DoorbellMode::Trap);
     let nowhere = Sqe {
         dptr: [NOWHERE, 0],
         ..identify()
@@ -456,7 +456,7 @@ fn data_that_stays_unmapped_fails_the_command_alone() {
 /// A clock at one of whose readings the thread stands still for 40 s. Memory that was gone is back afterwards.
 #[derive(Debug)]
 struct StallingClock {
-    host: Arc<dyn HostSide>,
+    host: Arc<dyn ControllerBackend>,
     stall: Mutex<Stall>,
 }
 
@@ -503,7 +503,7 @@ fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
     });
     let function = NvmeFunction::new(host, MsixMasking::Client).with_clock(clock.clone());
     let memory = fixtures::guest_memory();
-    let mut guest = Guest::on(function, memory.try_clone().expect("a descriptor"));
+    let mut guest = TestGuest::on(function, memory.try_clone().expect("a descriptor"));
     guest.enable();
     let data = data_memory();
     let data_fd = data.fd.try_clone().expect("a descriptor");
@@ -563,7 +563,7 @@ fn memory_that_came_back_while_the_thread_stood_still_is_found() {
 
 #[test]
 fn what_a_queue_reported_before_a_reset_fails_no_controller_after_it() {
-    let mut guest = Guest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::ready(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
     guest.function.host().unmap_all().expect("unmapped");
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
@@ -575,7 +575,7 @@ fn what_a_queue_reported_before_a_reset_fails_no_controller_after_it() {
 
 #[test]
 fn an_io_doorbell_value_that_cannot_be_is_an_event() {
-    let mut guest = Guest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::ready(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
     guest.submit(Sqe::new(0x0C));
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 16);
@@ -591,7 +591,7 @@ fn an_io_doorbell_value_that_cannot_be_is_an_event() {
 
 #[test]
 fn both_bars_are_reached_where_the_guest_put_them() {
-    let guest = Guest::new(DoorbellMode::Shadow);
+    let guest = TestGuest::new(DoorbellMode::Shadow);
     let mut function = guest.function;
     let (bar0, bar4) = (0x8_FEBF_0000_u64, 0xC000_0000_u64);
     assert!(function.write_config(0x10, &bar0.to_le_bytes()).is_empty());
@@ -700,8 +700,10 @@ fn intms_and_intmc_mask_msi_and_not_msix() {
 fn a_controller_reset_forgets_interrupts_that_were_held_back() {
     const INTMS: u64 = 0x0C;
     const CC: u64 = 0x14;
-    let mut guest = Guest::ready(DoorbellMode::Shadow);
-    guest.function.set_pin(Some(PinFall::Acknowledgement));
+    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    guest
+        .function
+        .set_pin(Some(PinDeassertion::Acknowledgement));
     let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
     guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
     guest.write_register(INTMS, 1);
@@ -732,8 +734,8 @@ fn a_controller_reset_forgets_interrupts_that_were_held_back() {
 
 #[test]
 fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
-    let mut guest = Guest::ready(DoorbellMode::Shadow);
-    guest.function.set_pin(Some(PinFall::Access));
+    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    guest.function.set_pin(Some(PinDeassertion::Access));
     let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
     guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
     guest.function.end_of_interrupt();
@@ -755,8 +757,8 @@ fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
 
 #[test]
 fn intms_holds_the_pin_back_until_intmc() {
-    for fall in [PinFall::Acknowledgement, PinFall::Access] {
-        let mut guest = Guest::ready(DoorbellMode::Shadow);
+    for fall in [PinDeassertion::Acknowledgement, PinDeassertion::Access] {
+        let mut guest = TestGuest::ready(DoorbellMode::Shadow);
         guest.function.set_pin(Some(fall));
         let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
@@ -781,8 +783,10 @@ fn intms_holds_the_pin_back_until_intmc() {
 
 #[test]
 fn a_pin_that_fell_in_a_pause_rises_for_admin_completions_that_were_left() {
-    let mut guest = Guest::ready(DoorbellMode::Shadow);
-    guest.function.set_pin(Some(PinFall::Acknowledgement));
+    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    guest
+        .function
+        .set_pin(Some(PinDeassertion::Acknowledgement));
     let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
     guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
     guest.submit(Sqe::new(0x7F));
@@ -807,9 +811,9 @@ fn a_pin_that_fell_in_a_pause_rises_for_admin_completions_that_were_left() {
 
 #[test]
 fn interrupt_status_tells_of_the_pin() {
-    let mut guest = Guest::ready(DoorbellMode::Shadow);
-    guest.function.set_pin(Some(PinFall::Access));
-    let has_interrupt = |guest: &Guest| {
+    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    guest.function.set_pin(Some(PinDeassertion::Access));
+    let has_interrupt = |guest: &TestGuest| {
         let (mut status, mut with_command) = ([0; 2], [0; 4]);
         guest.function.read_config(6, &mut status);
         guest.function.read_config(4, &mut with_command);
@@ -837,7 +841,7 @@ fn interrupt_status_tells_of_the_pin() {
 
 #[test]
 fn the_guests_memory_can_go_once_the_controller_is_disabled() {
-    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
     create_queue_pair(&mut guest);
     guest.write_register(0x14, 0);
     let unmapped = guest.function.host().unmap_all().expect("unmapped");

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use nvme_mpt::{InterruptVector, StateError};
+use nvme_mpt::{BackendStateError, InterruptVector};
 
 use crate::state::parts::{MsixEntryState, MsixState};
 
@@ -106,13 +106,13 @@ impl MsixMessage {
 
 /// MSI-X of one function: the table and the vectors.
 #[derive(Debug)]
-pub(crate) struct Msix {
+pub(crate) struct MsixTable {
     masking: MsixMasking,
     table: Vec<MsixMessage>,
     vectors: Vec<Arc<InterruptVector>>,
 }
 
-impl Msix {
+impl MsixTable {
     /// Creates a table for these vectors, masked as after power-on. Vectors beyond [`MSIX_VECTORS_MAX`] are dropped.
     pub(crate) fn new(mut vectors: Vec<Arc<InterruptVector>>, masking: MsixMasking) -> Self {
         vectors.truncate(MSIX_VECTORS_MAX.into());
@@ -206,10 +206,10 @@ impl Msix {
     }
 
     /// Checks a saved state.
-    pub(crate) fn check(&self, state: &MsixState) -> Result<(), StateError> {
+    pub(crate) fn check(&self, state: &MsixState) -> Result<(), BackendStateError> {
         let MsixState { table, pending } = state;
         if table.len() != self.table.len() {
-            return Err(StateError::Mismatch {
+            return Err(BackendStateError::Mismatch {
                 promise: "MSI-X vectors".to_owned(),
                 saved: table.len().to_string(),
                 here: self.table.len().to_string(),
@@ -218,14 +218,18 @@ impl Msix {
         for vector in pending {
             if usize::from(*vector) >= table.len() {
                 let valid = format!("less than {}", table.len());
-                return Err(StateError::invalid("pending vector", vector, valid));
+                return Err(BackendStateError::invalid("pending vector", vector, valid));
             }
         }
         for entry in table {
             if entry.address & 0b11 != 0 {
                 let address = format!("{:#x}", entry.address);
                 let valid = "a multiple of 4";
-                return Err(StateError::invalid("MSI-X message address", address, valid));
+                return Err(BackendStateError::invalid(
+                    "MSI-X message address",
+                    address,
+                    valid,
+                ));
             }
         }
         Ok(())
@@ -251,14 +255,14 @@ impl Msix {
     /// Reads any number of bytes at any offset in BAR4. Bytes outside the table and the pending bits read as zero.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        for (byte, at) in data.iter_mut().zip(Offsets(offset)) {
+        for (byte, at) in data.iter_mut().zip(ConsecutiveOffsets(offset)) {
             *byte = self.byte(at).unwrap_or(0);
         }
     }
 
     /// Writes any number of bytes at any offset in BAR4; [`Self::apply`] must follow. Pending bits are read-only.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
-        for (byte, at) in data.iter().zip(Offsets(offset)) {
+        for (byte, at) in data.iter().zip(ConsecutiveOffsets(offset)) {
             let Some((number, within)) = Self::entry_at(at) else {
                 continue;
             };
@@ -296,9 +300,9 @@ impl Msix {
 }
 
 /// Consecutive offsets, which end instead of wrapping.
-struct Offsets(u64);
+struct ConsecutiveOffsets(u64);
 
-impl Iterator for Offsets {
+impl Iterator for ConsecutiveOffsets {
     type Item = u64;
 
     fn next(&mut self) -> Option<u64> {
@@ -330,12 +334,12 @@ mod tests {
         msi: None,
     };
 
-    fn msix(vectors: usize, masking: MsixMasking) -> Msix {
+    fn msix(vectors: usize, masking: MsixMasking) -> MsixTable {
         let vectors = (0..vectors).map(|_| InterruptVector::new());
-        Msix::new(vectors.collect(), masking)
+        MsixTable::new(vectors.collect(), masking)
     }
 
-    fn with_eventfd(msix: &Msix, vector: u16) -> EventFd {
+    fn with_eventfd(msix: &MsixTable, vector: u16) -> EventFd {
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
         msix.vector(vector)
             .unwrap()
@@ -343,16 +347,16 @@ mod tests {
         eventfd
     }
 
-    fn write(msix: &mut Msix, offset: u64, data: &[u8], control: MsixControl) {
+    fn write(msix: &mut MsixTable, offset: u64, data: &[u8], control: MsixControl) {
         msix.write(offset, data);
         msix.apply(control);
     }
 
-    fn unmask(msix: &mut Msix, vector: u64) {
+    fn unmask(msix: &mut MsixTable, vector: u64) {
         write(msix, vector * 16 + 12, &[0; 4], ENABLED);
     }
 
-    fn read_u32(msix: &Msix, offset: u64) -> u32 {
+    fn read_u32(msix: &MsixTable, offset: u64) -> u32 {
         let mut data = [0xA5; 4];
         msix.read(offset, &mut data);
         u32::from_le_bytes(data)

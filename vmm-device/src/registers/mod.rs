@@ -1,6 +1,6 @@
 //! Controller properties in BAR0, up to the doorbells (Base 2.0, section 3.1.3; PCIe 1.0, section 3.1).
 //!
-//! A write that requests work (enable, reset, shut down) is returned as a [`Transition`]. The caller carries it out and reports
+//! A write that requests work (enable, reset, shut down) is returned as a [`ControllerTransition`]. The caller carries it out and reports
 //! back, and only then does `CSTS` change.
 
 use nvme_mpt::{
@@ -8,8 +8,8 @@ use nvme_mpt::{
     spec::{
         cqe::IOCQES,
         registers::{
-            Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts,
-            ShutdownNotification, ShutdownStatus, Version, offset,
+            Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, NvmeVersion,
+            ShutdownNotification, ShutdownStatus, offset,
         },
         sqe::IOSQES,
     },
@@ -28,7 +28,7 @@ const AQA_MASK: u32 = 0x0FFF_0FFF;
 
 /// Work that a guest has requested by writing a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Transition {
+pub(crate) enum ControllerTransition {
     /// `CC.EN` changed from 0 to 1, with valid settings.
     Enable(AdminQueues),
     /// `CC.EN` changed from 1 to 0: a Controller Reset (Base 2.0, section 3.7.2).
@@ -48,7 +48,7 @@ pub(crate) struct AdminQueues {
 
 /// Values in `CAP` that depend on the lower layers.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Capabilities {
+pub(crate) struct ControllerCapabilities {
     /// Largest number of entries of an I/O queue, 2 to 65,536.
     pub(crate) queue_entries_max: u32,
     /// `CAP.DSTRD`.
@@ -57,7 +57,7 @@ pub(crate) struct Capabilities {
 
 /// Properties of one controller.
 #[derive(Clone, Debug)]
-pub(crate) struct Registers {
+pub(crate) struct ControllerProperties {
     cap: Cap,
     interrupt_mask: u32,
     cc: Cc,
@@ -67,9 +67,9 @@ pub(crate) struct Registers {
     acq: u64,
 }
 
-impl Registers {
+impl ControllerProperties {
     /// Creates the properties of a disabled controller.
-    pub(crate) fn new(capabilities: Capabilities) -> Self {
+    pub(crate) fn new(capabilities: ControllerCapabilities) -> Self {
         let mqes_z = capabilities.queue_entries_max.clamp(2, 1 << 16) - 1;
         let cap = Cap::default()
             .with_mqes_z(u16::try_from(mqes_z).unwrap_or(u16::MAX))
@@ -105,7 +105,7 @@ impl Registers {
     }
 
     /// Writes any number of bytes at any offset. If a property is written in part, its other bytes keep their values.
-    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Option<Transition> {
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Option<ControllerTransition> {
         let mut transition = None;
         let mut bytes = data.iter().zip(offset..offset::DOORBELLS).peekable();
         while let Some((_, first)) = bytes.peek() {
@@ -161,15 +161,15 @@ impl Registers {
     }
 
     /// Returns the incomplete transition that these properties show.
-    pub(crate) fn incomplete(&self) -> Option<Transition> {
+    pub(crate) fn incomplete(&self) -> Option<ControllerTransition> {
         if self.csts.cfs() {
             return None;
         }
         match (self.cc.en(), self.csts.rdy()) {
-            (false, true) => Some(Transition::Disable),
-            (true, false) => Some(Transition::Enable(self.admin_queues())),
+            (false, true) => Some(ControllerTransition::Disable),
+            (true, false) => Some(ControllerTransition::Enable(self.admin_queues())),
             _ if self.csts.shst() == ShutdownStatus::OCCURRING => {
-                Some(Transition::Shutdown(self.cc.shn()))
+                Some(ControllerTransition::Shutdown(self.cc.shn()))
             }
             _ => None,
         }
@@ -197,7 +197,7 @@ impl Registers {
         match at {
             offset::CAP => self.cap.0 as u32,
             CAP_HIGH => (self.cap.0 >> 32) as u32,
-            offset::VS => Version::V2_0.0,
+            offset::VS => NvmeVersion::V2_0.0,
             // Undefined while MSI-X is in use, but some drivers rely on reading back the masks that they set.
             offset::INTMS | offset::INTMC => self.interrupt_mask,
             offset::CC => self.cc.0,
@@ -212,7 +212,7 @@ impl Registers {
         }
     }
 
-    fn write_dword(&mut self, at: u64, value: u32, mask: u32) -> Option<Transition> {
+    fn write_dword(&mut self, at: u64, value: u32, mask: u32) -> Option<ControllerTransition> {
         const ASQ_HIGH: u64 = offset::ASQ + 4;
         const ACQ_HIGH: u64 = offset::ACQ + 4;
 
@@ -235,13 +235,13 @@ impl Registers {
     }
 
     /// Writes Controller Configuration (Base 2.0, section 3.1.3.5).
-    fn write_cc(&mut self, value: Cc) -> Option<Transition> {
+    fn write_cc(&mut self, value: Cc) -> Option<ControllerTransition> {
         // CRIME is read-only without CAP.CRMS.CRIMS.
         let value = value.with_crime(false);
         match (self.cc.en(), value.en()) {
             (true, false) => {
                 self.cc = value;
-                Some(Transition::Disable)
+                Some(ControllerTransition::Disable)
             }
             (false, true) => self.enable(value),
             (true, true) => {
@@ -253,7 +253,7 @@ impl Registers {
         }
     }
 
-    fn enable(&mut self, value: Cc) -> Option<Transition> {
+    fn enable(&mut self, value: Cc) -> Option<ControllerTransition> {
         self.cc = value.with_shn(ShutdownNotification::NONE);
         self.csts = Csts::default();
         let queues = self.admin_queues();
@@ -262,7 +262,7 @@ impl Registers {
             self.fail();
             return None;
         }
-        Some(Transition::Enable(queues))
+        Some(ControllerTransition::Enable(queues))
     }
 
     fn admin_queues(&self) -> AdminQueues {
@@ -274,7 +274,7 @@ impl Registers {
         }
     }
 
-    fn notify_shutdown(&mut self, value: Cc) -> Option<Transition> {
+    fn notify_shutdown(&mut self, value: Cc) -> Option<ControllerTransition> {
         let notified = self.cc.shn();
         self.cc = value;
         let asked = matches!(
@@ -286,7 +286,7 @@ impl Registers {
             return None;
         }
         self.csts = self.csts.with_shst(ShutdownStatus::OCCURRING);
-        Some(Transition::Shutdown(value.shn()))
+        Some(ControllerTransition::Shutdown(value.shn()))
     }
 }
 

@@ -1,14 +1,14 @@
 //! Controller properties in a snapshot.
 
 use nvme_mpt::{
-    StateError,
+    BackendStateError,
     spec::registers::{Aqa, Cap, Cc, Csts, ShutdownStatus},
 };
 
-use super::{AQA_MASK, BASE_MASK, Registers, has_supported_constants};
+use super::{AQA_MASK, BASE_MASK, ControllerProperties, has_supported_constants};
 use crate::state::parts::RegistersState;
 
-impl Registers {
+impl ControllerProperties {
     /// Returns the properties for a snapshot.
     pub(crate) fn save(&self) -> RegistersState {
         let Self {
@@ -32,7 +32,7 @@ impl Registers {
     }
 
     /// Checks saved properties against this controller's `CAP`, and for values that accesses cannot produce.
-    pub(crate) fn check(&self, state: &RegistersState) -> Result<(), StateError> {
+    pub(crate) fn check(&self, state: &RegistersState) -> Result<(), BackendStateError> {
         let RegistersState {
             cap,
             interrupt_mask: _,
@@ -44,7 +44,7 @@ impl Registers {
         } = *state;
         let (saved, here) = (Cap(cap).dstrd(), self.cap.dstrd());
         if saved != here {
-            return Err(StateError::Mismatch {
+            return Err(BackendStateError::Mismatch {
                 promise: "doorbell stride (CAP.DSTRD)".to_owned(),
                 saved: saved.to_string(),
                 here: here.to_string(),
@@ -52,7 +52,7 @@ impl Registers {
         }
         // `CAP.TO` may differ: the guest keeps the value that it was told.
         if Cap(cap).with_to(0) != self.cap.with_to(0) {
-            return Err(StateError::Mismatch {
+            return Err(BackendStateError::Mismatch {
                 promise: "CAP".to_owned(),
                 saved: format!("{cap:#018x}"),
                 here: format!("{:#018x}", self.cap.0),
@@ -72,11 +72,11 @@ impl Registers {
         if csts != known || ready || !shut_down {
             let valid = format!("what CC {:#010x} leads to", cc.0);
             let value = format!("{:#010x}", csts.0);
-            return Err(StateError::invalid("CSTS", value, valid));
+            return Err(BackendStateError::invalid("CSTS", value, valid));
         }
         if cc.crime() {
             let value = format!("{:#010x}", cc.0);
-            return Err(StateError::invalid("CC", value, "without CRIME"));
+            return Err(BackendStateError::invalid("CC", value, "without CRIME"));
         }
         for (name, value, mask) in [
             ("AQA", u64::from(aqa), u64::from(AQA_MASK)),
@@ -85,7 +85,11 @@ impl Registers {
         ] {
             if value & !mask != 0 {
                 let valid = "without reserved bits";
-                return Err(StateError::invalid(name, format!("{value:#x}"), valid));
+                return Err(BackendStateError::invalid(
+                    name,
+                    format!("{value:#x}"),
+                    valid,
+                ));
             }
         }
         Ok(())

@@ -2,29 +2,33 @@
 
 use super::*;
 
-fn registers() -> Registers {
-    Registers::new(Capabilities {
+fn registers() -> ControllerProperties {
+    ControllerProperties::new(ControllerCapabilities {
         queue_entries_max: 1024,
         dstrd: 4,
     })
 }
 
-fn read<const N: usize>(registers: &Registers, offset: u64) -> [u8; N] {
+fn read<const N: usize>(registers: &ControllerProperties, offset: u64) -> [u8; N] {
     let mut data = [0xA5; N];
     registers.read(offset, &mut data);
     data
 }
 
-fn read_u32(registers: &Registers, offset: u64) -> u32 {
+fn read_u32(registers: &ControllerProperties, offset: u64) -> u32 {
     u32::from_le_bytes(read(registers, offset))
 }
 
-fn write_u32(registers: &mut Registers, offset: u64, value: u32) -> Option<Transition> {
+fn write_u32(
+    registers: &mut ControllerProperties,
+    offset: u64,
+    value: u32,
+) -> Option<ControllerTransition> {
     registers.write(offset, &value.to_le_bytes())
 }
 
 /// As Linux does: AQA, ASQ, ACQ, then CC.
-fn enable(registers: &mut Registers, cc: u32) -> Option<Transition> {
+fn enable(registers: &mut ControllerProperties, cc: u32) -> Option<ControllerTransition> {
     write_u32(registers, 0x24, 0x001F_003F);
     registers.write(0x28, &0x1_0000_1000_u64.to_le_bytes());
     registers.write(0x30, &0x1_0000_2000_u64.to_le_bytes());
@@ -38,11 +42,11 @@ const QUEUES: AdminQueues = AdminQueues {
     cq_entries: 32,
 };
 
-fn running() -> Registers {
+fn running() -> ControllerProperties {
     let mut registers = registers();
     assert_eq!(
         enable(&mut registers, 0x0046_0001),
-        Some(Transition::Enable(QUEUES))
+        Some(ControllerTransition::Enable(QUEUES))
     );
     assert_eq!(
         read_u32(&registers, 0x1C),
@@ -63,7 +67,7 @@ fn capabilities_are_what_drivers_expect() {
     );
     assert_eq!(read_u32(&registers, 0x08), 0x0002_0000);
     assert_eq!(read_u32(&registers, 0x68), 255, "CRTO.CRWMT is CAP.TO");
-    let largest = Registers::new(Capabilities {
+    let largest = ControllerProperties::new(ControllerCapabilities {
         queue_entries_max: 65_536,
         dstrd: 0,
     });
@@ -86,7 +90,7 @@ fn all_command_sets_may_be_selected() {
     let mut registers = registers();
     assert_eq!(
         enable(&mut registers, 0x0046_0061),
-        Some(Transition::Enable(QUEUES))
+        Some(ControllerTransition::Enable(QUEUES))
     );
 }
 
@@ -106,7 +110,7 @@ fn an_invalid_configuration_fails_the_controller() {
         assert!(!registers.is_running());
         assert_eq!(
             write_u32(&mut registers, 0x14, 0),
-            Some(Transition::Disable)
+            Some(ControllerTransition::Disable)
         );
         registers.disabled();
         assert_eq!(read_u32(&registers, 0x1C), 0);
@@ -126,7 +130,10 @@ fn an_invalid_configuration_fails_the_controller() {
 #[test]
 fn entry_sizes_may_come_later() {
     let mut registers = registers();
-    assert_eq!(enable(&mut registers, 1), Some(Transition::Enable(QUEUES)));
+    assert_eq!(
+        enable(&mut registers, 1),
+        Some(ControllerTransition::Enable(QUEUES))
+    );
     registers.enabled();
     assert_eq!(write_u32(&mut registers, 0x14, 0x0046_0001), None);
     assert_eq!((registers.cc().iosqes(), registers.cc().iocqes()), (6, 4));
@@ -144,7 +151,7 @@ fn ready_stays_until_the_reset_is_complete() {
     let mut registers = running();
     assert_eq!(
         write_u32(&mut registers, 0x14, 0x0046_0000),
-        Some(Transition::Disable)
+        Some(ControllerTransition::Disable)
     );
     assert_eq!(read_u32(&registers, 0x1C), 1);
     registers.disabled();
@@ -174,7 +181,7 @@ fn a_shutdown_is_notified_once_and_left_by_reset() {
         let cc = 0x0046_0001 | shn;
         assert_eq!(
             write_u32(&mut registers, 0x14, cc),
-            Some(Transition::Shutdown(kind))
+            Some(ControllerTransition::Shutdown(kind))
         );
         assert_eq!(read_u32(&registers, 0x1C), 0b0101);
         assert!(!registers.is_running());
@@ -185,7 +192,7 @@ fn a_shutdown_is_notified_once_and_left_by_reset() {
         assert_eq!(read_u32(&registers, 0x1C), 0b1001);
         assert_eq!(
             write_u32(&mut registers, 0x14, 0),
-            Some(Transition::Disable)
+            Some(ControllerTransition::Disable)
         );
         registers.disabled();
         assert_eq!(read_u32(&registers, 0x1C), 0);
@@ -197,13 +204,13 @@ fn a_disabled_controller_can_be_shut_down_and_enabled_again() {
     let mut registers = registers();
     assert_eq!(
         write_u32(&mut registers, 0x14, 0x4000),
-        Some(Transition::Shutdown(ShutdownNotification::NORMAL))
+        Some(ControllerTransition::Shutdown(ShutdownNotification::NORMAL))
     );
     registers.shut_down();
     assert_eq!(read_u32(&registers, 0x1C), 0b1000);
     assert_eq!(
         enable(&mut registers, 0x0046_0001),
-        Some(Transition::Enable(QUEUES))
+        Some(ControllerTransition::Enable(QUEUES))
     );
     assert_eq!(read_u32(&registers, 0x1C), 0);
 }
@@ -263,7 +270,7 @@ fn partial_and_odd_accesses_are_safe() {
     assert_eq!(read_u32(&registers, 0x14), 0x0046_0000);
     assert!(matches!(
         registers.write(0x14, &[1]),
-        Some(Transition::Enable(_))
+        Some(ControllerTransition::Enable(_))
     ));
     assert_eq!(read(&registers, 0x15), [0x00, 0x46, 0x00, 0, 0]);
     for offset in [
@@ -287,7 +294,10 @@ fn partial_and_odd_accesses_are_safe() {
 #[test]
 fn one_write_over_everything_makes_one_transition() {
     let mut registers = running();
-    assert_eq!(registers.write(0, &[0; 4096]), Some(Transition::Disable));
+    assert_eq!(
+        registers.write(0, &[0; 4096]),
+        Some(ControllerTransition::Disable)
+    );
     registers.disabled();
     assert_eq!(
         read(&registers, 0x24),

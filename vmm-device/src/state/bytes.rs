@@ -6,7 +6,7 @@ use std::fmt;
 
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 
-use super::{FunctionState, SnapshotError, VERSION};
+use super::{FunctionSnapshot, SnapshotError, VERSION};
 
 /// First bytes of every snapshot.
 pub(super) const MAGIC: &str = "nvme-mpt function state";
@@ -17,14 +17,14 @@ const STATE_MAX: usize = MAX_QUEUE_PAIRS as usize * (128 << 10);
 /// Longest header line in bytes, including its newline.
 const LINE_MAX: usize = 128;
 
-impl FunctionState {
+impl FunctionSnapshot {
     /// Encodes the state as bytes, for a file.
     ///
     /// # Errors
     /// [`SnapshotError::Syntax`], which numbers and text never cause.
     pub fn to_bytes(&self) -> Result<Vec<u8>, SnapshotError> {
         let state = serde_json::to_vec(self)?;
-        let line = Line {
+        let line = SnapshotHeader {
             version: self.version,
             len: state.len(),
             crc32: crc32(&state),
@@ -44,8 +44,8 @@ impl FunctionState {
             (Some(line), Some(end)) => (line, &bytes[end + 1..]),
             _ => return Err(SnapshotError::NotASnapshot),
         };
-        let parsed = Line::parse(line).ok_or(SnapshotError::NotASnapshot)?;
-        let Line {
+        let parsed = SnapshotHeader::parse(line).ok_or(SnapshotError::NotASnapshot)?;
+        let SnapshotHeader {
             version,
             len,
             crc32: expected,
@@ -83,13 +83,13 @@ impl FunctionState {
 }
 
 /// Header line of a snapshot.
-struct Line {
+struct SnapshotHeader {
     version: u32,
     len: usize,
     crc32: u32,
 }
 
-impl fmt::Display for Line {
+impl fmt::Display for SnapshotHeader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             version,
@@ -100,7 +100,7 @@ impl fmt::Display for Line {
     }
 }
 
-impl Line {
+impl SnapshotHeader {
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.strip_prefix(MAGIC)?.strip_prefix(' ')?.split(' ');
         let mut value = |name: &str| words.next()?.strip_prefix(name)?.strip_prefix('=');
@@ -147,7 +147,7 @@ mod tests {
     }
 
     fn error(bytes: &[u8]) -> String {
-        FunctionState::from_bytes(bytes).unwrap_err().to_string()
+        FunctionSnapshot::from_bytes(bytes).unwrap_err().to_string()
     }
 
     #[test]

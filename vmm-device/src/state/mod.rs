@@ -1,18 +1,18 @@
 //! Snapshot of a paused function: configuration space, MSI-X, properties, the admin queue with the effects of admin commands,
 //! and the attachment with its I/O queues. It contains no guest memory and no data of the drive.
 //!
-//! A VMM stores [`FunctionState`] by `serde` in its own format, or as the bytes of `to_bytes`, which reveal
+//! A VMM stores [`FunctionSnapshot`] by `serde` in its own format, or as the bytes of `to_bytes`, which reveal
 //! truncation and damage. A state that is read back is untrusted: everything is checked before anything is applied. The types
 //! of the parts are in `parts`; a change to one of them needs a new [`VERSION`].
 
 mod bytes;
 pub(crate) mod parts;
 
-use nvme_mpt::{AttachmentState, QueueError, StateError};
+use nvme_mpt::{BackendState, BackendStateError, QueueError};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use parts::{AdminState, MsixState, RegistersState};
+use parts::{MsixState, RegistersState, SavedAdminState};
 
 /// Version of the snapshots that are taken, and the only version that is restored.
 pub const VERSION: u32 = 1;
@@ -59,7 +59,7 @@ pub enum SnapshotError {
     Syntax(#[from] serde_json::Error),
     /// The state does not fit this function, or is invalid.
     #[error(transparent)]
-    State(#[from] StateError),
+    State(#[from] BackendStateError),
     /// The function to restore into cannot be stopped.
     #[error("The function cannot be stopped, so that nothing can be restored into it")]
     Stop(#[from] QueueError),
@@ -68,7 +68,7 @@ pub enum SnapshotError {
 /// Saved state of a function.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct FunctionState {
+pub struct FunctionSnapshot {
     pub(crate) version: u32,
     /// The first 256 bytes of configuration space.
     pub(crate) config_space: Vec<u8>,
@@ -77,8 +77,8 @@ pub struct FunctionState {
     pub(crate) switched_off: bool,
     pub(crate) msix: MsixState,
     pub(crate) registers: RegistersState,
-    pub(crate) admin: AdminState,
-    pub(crate) attachment: AttachmentState,
+    pub(crate) admin: SavedAdminState,
+    pub(crate) attachment: BackendState,
 }
 
 /// Returns whether to omit a field that is false.
@@ -87,7 +87,7 @@ pub(crate) fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-impl FunctionState {
+impl FunctionSnapshot {
     /// Returns the version with which the state was saved.
     #[must_use]
     pub fn version(&self) -> u32 {
@@ -96,7 +96,7 @@ impl FunctionState {
 
     /// Returns the attachment's part: the queues, and the facts that the guest was told.
     #[must_use]
-    pub fn attachment(&self) -> &AttachmentState {
+    pub fn attachment(&self) -> &BackendState {
         &self.attachment
     }
 }

@@ -36,7 +36,7 @@ pub(crate) struct RegistersState {
 /// State of the admin queue, and the effects of admin commands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct AdminState {
+pub(crate) struct SavedAdminState {
     /// Present if the controller is enabled.
     pub(crate) rings: Option<AdminRingsState>,
     /// Completions that wait for space in the queue.

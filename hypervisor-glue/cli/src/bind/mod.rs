@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use nvme_vfio::function::{
-    HostRoot, PciAddress, PciFunction, PciFunctionError, User, UsersError, VFIO_PCI,
+    DiskUser, DiskUsersError, HostRoot, PciAddress, PciFunction, PciFunctionError, VFIO_PCI,
 };
 use thiserror::Error;
 
@@ -24,7 +24,7 @@ pub enum BindError {
     Function(#[from] PciFunctionError),
     /// The drive's users cannot be determined.
     #[error(transparent)]
-    Users(#[from] UsersError),
+    Users(#[from] DiskUsersError),
     /// The function is not an NVMe controller.
     #[error(
         "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
@@ -44,7 +44,7 @@ pub enum BindError {
     #[error(
         "{address} is in use: {}; {}",
         list(users),
-        if users.iter().all(User::can_be_overridden) {
+        if users.iter().all(DiskUser::can_be_overridden) {
             "end that first, or take the drive from it with --force"
         } else {
             "end that first (--force does not change this)"
@@ -54,7 +54,7 @@ pub enum BindError {
         /// The function.
         address: PciAddress,
         /// The drive's users.
-        users: Vec<User>,
+        users: Vec<DiskUser>,
     },
     /// A process uses the drive through VFIO.
     #[error("{address} is in use: {}; end that first", list(users))]
@@ -62,7 +62,7 @@ pub enum BindError {
         /// The function.
         address: PciAddress,
         /// The drive's users.
-        users: Vec<User>,
+        users: Vec<DiskUser>,
     },
     /// The drive has a driver whose users are unknown.
     #[error(
@@ -112,31 +112,31 @@ pub enum BindError {
     },
 }
 
-fn list(users: &[User]) -> String {
-    let users: Vec<String> = users.iter().map(User::to_string).collect();
+fn list(users: &[DiskUser]) -> String {
+    let users: Vec<String> = users.iter().map(DiskUser::to_string).collect();
     users.join(", ")
 }
 
 /// Outcome of binding a drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Bound {
+pub struct BindResult {
     address: PciAddress,
     /// The driver that the drive is bound to.
     driver: &'static str,
-    change: Change,
+    change: DriverChange,
     /// Remaining obstacles to the drive's use.
     remarks: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Change {
+enum DriverChange {
     /// The drive was already bound to the driver.
     None,
     /// The previous driver, if there was one.
     From(Option<String>),
 }
 
-impl fmt::Display for Bound {
+impl fmt::Display for BindResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             address,
@@ -145,11 +145,11 @@ impl fmt::Display for Bound {
             remarks,
         } = self;
         match change {
-            Change::None => write!(f, "{address} is bound to {driver} already")?,
-            Change::From(Some(before)) => {
+            DriverChange::None => write!(f, "{address} is bound to {driver} already")?,
+            DriverChange::From(Some(before)) => {
                 write!(f, "{address} is bound to {driver} now, and was to {before}")?;
             }
-            Change::From(None) => write!(f, "{address} is bound to {driver} now")?,
+            DriverChange::From(None) => write!(f, "{address} is bound to {driver} now")?,
         }
         for remark in remarks {
             write!(f, "\n{remark}")?;
@@ -163,19 +163,19 @@ impl fmt::Display for Bound {
 ///
 /// # Errors
 /// Returns the obstacle. The drive keeps its driver.
-pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, BindError> {
+pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindResult, BindError> {
     let function = find(root, address)?;
     if function.iommu_group.is_none() {
         return Err(BindError::NoIommu(address));
     }
-    let done = |change| Bound {
+    let done = |change| BindResult {
         address,
         driver: VFIO_PCI,
         change,
         remarks: group_remarks(&function),
     };
     if function.driver.as_deref() == Some(VFIO_PCI) {
-        return Ok(done(Change::None));
+        return Ok(done(DriverChange::None));
     }
     expect_driver(root, VFIO_PCI)?;
     let claim = match (&function.driver, &function.controller) {
@@ -206,17 +206,17 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, 
         }
     }
     taken?;
-    Ok(done(Change::From(function.driver.clone())))
+    Ok(done(DriverChange::From(function.driver.clone())))
 }
 
 /// Binds a drive to the kernel's `nvme` driver.
 ///
 /// # Errors
 /// Returns the obstacle, such as a process that uses the drive.
-pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> {
+pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<BindResult, BindError> {
     let function = find(root, address)?;
     let folder = root.function_folder(address);
-    let done = |change| Bound {
+    let done = |change| BindResult {
         address,
         driver: NVME,
         change,
@@ -230,7 +230,7 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> 
     match function.driver.as_deref() {
         Some(NVME) => {
             clear(&function)?;
-            return Ok(done(Change::None));
+            return Ok(done(DriverChange::None));
         }
         Some(VFIO_PCI) => {
             let group = function.iommu_group.as_ref();
@@ -248,7 +248,7 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> 
     expect_driver(root, NVME)?;
     clear(&function)?;
     rebind(root, &function, NVME)?;
-    Ok(done(Change::From(function.driver.clone())))
+    Ok(done(DriverChange::From(function.driver.clone())))
 }
 
 /// Returns the function, if it is an NVMe controller.

@@ -9,16 +9,16 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_vfio::function::HostRoot;
 use thiserror::Error;
 
-use super::{State, told};
-use crate::doctor::scratch::Subject;
-use crate::doctor::{Host, Outcome, examine};
+use super::{StateDirArgs, told};
+use crate::doctor::scratch::ScratchNamespace;
+use crate::doctor::{CheckOutcome, DoctorHost, examine};
 
 /// Check a host, and a drive, for what serving needs, and print a report to attach to an issue
 ///
 /// Without --scratch, nothing is changed. A drive that is bound to vfio-pci, and that no process uses, is reset to ask it
 /// for its abilities. The command fails if there is a problem; a warning names a drawback.
 #[derive(Args, Debug)]
-pub(super) struct Doctor {
+pub(super) struct DoctorArgs {
     /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices; with --scratch any drive, as in
     /// path=
     #[arg(value_parser = |text: &str| text.parse::<DrivePath>().map_err(|error| told(&error)))]
@@ -39,7 +39,7 @@ pub(super) struct Doctor {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    state: State,
+    state: StateDirArgs,
 }
 
 /// A drive that can be tried out, and not examined.
@@ -60,14 +60,14 @@ struct ProblemsFound(usize);
 #[error("Nothing was tried out, and nothing was written; the report has the reason")]
 struct NotTried;
 
-impl Doctor {
+impl DoctorArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let address = match (&self.drive, self.scratch) {
             (Some(DrivePath::Pci(address)), _) => Some(*address),
             (Some(other), None) => return Err(NotPhysical(other.clone()).into()),
             _ => None,
         };
-        let host = Host {
+        let host = DoctorHost {
             root: HostRoot::default(),
             state_dir: self.state.state_dir,
             physical: address.is_some(),
@@ -76,7 +76,7 @@ impl Doctor {
         let mut tried = true;
         if let (Some(path), Some(nsid)) = (&self.drive, self.scratch) {
             let time = Duration::from_secs(self.seconds);
-            let mut consent = |subject: &Subject| consents(subject, self.yes);
+            let mut consent = |subject: &ScratchNamespace| consents(subject, self.yes);
             report.try_out(&host, path, nsid, time, &mut consent);
             let last = report.sections.last();
             tried = last.is_some_and(|section| section.checks.len() > 1);
@@ -86,7 +86,7 @@ impl Doctor {
             true => writeln!(out, "{}", serde_json::to_string(&report)?)?,
             false => write!(out, "{report}")?,
         }
-        match report.count(Outcome::Problem) {
+        match report.count(CheckOutcome::Problem) {
             0 if tried => Ok(()),
             0 => Err(NotTried.into()),
             problems => Err(ProblemsFound(problems).into()),
@@ -95,8 +95,8 @@ impl Doctor {
 }
 
 /// Asks for consent to erase a namespace. Uses standard error, so that standard output contains only the report.
-fn consents(subject: &Subject, yes: bool) -> bool {
-    let Subject {
+fn consents(subject: &ScratchNamespace, yes: bool) -> bool {
+    let ScratchNamespace {
         drive,
         nsid,
         word,

@@ -10,20 +10,20 @@ use std::path::PathBuf;
 use clap::Args;
 use nvme_mpt::lease::MIN_UNIT;
 use nvme_mpt::range::Bytes;
-use nvme_mpt_vmm::options::{OptionText, RateChange, Reservation, table};
+use nvme_mpt_vmm::options::{LeaseReservation, OptionText, RateChange, table};
 use thiserror::Error;
 
-use super::{RunningServer, told};
-use crate::change::{Change, Changed, Reserved};
+use super::{RunningServerArgs, told};
+use crate::change::{ChangeResult, FunctionChange, ReservedLease};
 use crate::serve::{introduce, user_name};
-use crate::stats::{KEEPER_ENDED, KeeperState};
+use crate::stats::{KEEPER_ENDED, SupervisorStatus};
 use crate::{control, list, room};
 
 /// Add a function to a running server, also for its next start
 ///
 /// Prints the arguments with which Cloud Hypervisor and QEMU attach it.
 #[derive(Args, Debug)]
-pub(super) struct Add {
+pub(super) struct AddArgs {
     #[arg(
         value_name = "OPTIONS",
         help = function_synopsis(),
@@ -32,7 +32,7 @@ pub(super) struct Add {
     )]
     options: OptionText,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Reserve a lease of a running server's drive for the VMMs of a user
@@ -40,30 +40,30 @@ pub(super) struct Add {
 /// VMMs of other users are refused the lease, but for root and the user of the server. The reservation lasts until
 /// `nvme-mpt leases release ID`. Data of other ids in the range has to be erased or kept, as for every lease.
 #[derive(Args, Debug)]
-pub(super) struct Reserve {
+pub(super) struct ReserveArgs {
     #[arg(
         value_name = "OPTIONS",
         help = "path=DRIVE,owner=USER,id=ID and range= or size=, as of `add`; limits, as of `limit`",
-        value_parser = |text: &str| match text.parse::<Reservation>() {
+        value_parser = |text: &str| match text.parse::<LeaseReservation>() {
             Ok(_) => text.parse::<OptionText>().map_err(|error| told(&error)),
             Err(error) => Err(told(&error)),
         }
     )]
     options: OptionText,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Remove a function from a running server, and give its lease back
 #[derive(Args, Debug)]
-pub(super) struct Remove {
+pub(super) struct RemoveArgs {
     /// The function's id, or its socket
     id: String,
     /// Remove it although a VMM is connected. Its guest loses the drive
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Change the limits of a function of a running server, under its guest
@@ -71,7 +71,7 @@ pub(super) struct Remove {
 /// Those of a function that was added are there again after a restart. Those of a function in a VMM hold until
 /// `nvme-mpt leases release ID`.
 #[derive(Args, Debug)]
-pub(super) struct Limit {
+pub(super) struct LimitArgs {
     /// The function's id, or its socket
     id: String,
     /// iops=NUMBER[+BURST] and bandwidth=SIZE[+BURST], each per second, or none for no limit; weight=N beside other
@@ -82,7 +82,7 @@ pub(super) struct Limit {
     )]
     limits: String,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Change the size of a function of a running server that has size=, under its guest
@@ -90,7 +90,7 @@ pub(super) struct Limit {
 /// It grows while its guest runs, which is told of it. It shrinks only with --truncate, and only while no VMM is
 /// connected: data at its end is lost. The size of a function that was added is there again after a restart.
 #[derive(Args, Debug)]
-pub(super) struct Resize {
+pub(super) struct ResizeArgs {
     /// The function's id, or its socket
     id: String,
     /// New size, as in 128G
@@ -100,27 +100,27 @@ pub(super) struct Resize {
     #[arg(long)]
     truncate: bool,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Show the functions of a running server
 #[derive(Args, Debug)]
-pub(super) struct List {
+pub(super) struct ListArgs {
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Show the ids that have parts of each drive of a running server, and what is free
 ///
 /// Data of an id takes room until `nvme-mpt leases release ID`.
 #[derive(Args, Debug)]
-pub(super) struct ShowRoom {
+pub(super) struct CapacityArgs {
     /// Count what is free in units of so many bytes, as in 16M: a power of two from 1M on [default: 1G; of zones, one
     /// zone]
     #[arg(long, value_name = "SIZE", value_parser = parse_unit)]
     unit: Option<Bytes>,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Make the functions of a running server those of its file
@@ -128,13 +128,13 @@ pub(super) struct ShowRoom {
 /// Functions that did not change go on. If a function of the file is wrong, or a VMM is connected to one that changes
 /// or goes or has a lease on a drive that goes, all stays as it is.
 #[derive(Args, Debug)]
-pub(super) struct Reload {
+pub(super) struct ReloadArgs {
     /// Reload although a VMM is connected to a function that changes or goes, or has a lease on a drive that goes. Its
     /// guest loses the drive
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Replace a running server by a new process, without its VMs noticing more than a pause
@@ -143,7 +143,7 @@ pub(super) struct Reload {
 /// arguments, and serves the same functions even if the file was edited: differences are reported, and `nvme-mpt reload`
 /// applies them. If it cannot take over the state of a function, the server goes on.
 #[derive(Args, Debug)]
-pub(super) struct Upgrade {
+pub(super) struct UpgradeArgs {
     /// Program of the new process [default: the server's own path, where an update has put its new version]
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
@@ -151,7 +151,7 @@ pub(super) struct Upgrade {
     #[arg(long)]
     strict: bool,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Error of the program given to `nvme-mpt upgrade --binary`.
@@ -167,7 +167,7 @@ struct BinaryError {
 #[error("The file differs from what is served: apply it with `nvme-mpt reload`, or change it back")]
 pub(super) struct DiffersError;
 
-impl Upgrade {
+impl UpgradeArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let binary = self.binary.as_ref().map(|path| {
             fs::canonicalize(path).map_err(|source| BinaryError {
@@ -175,11 +175,11 @@ impl Upgrade {
                 source,
             })
         });
-        let upgrade = Change::Upgrade {
+        let upgrade = FunctionChange::Upgrade {
             binary: binary.transpose()?,
         };
         let before = control::listening_process(&self.server.control());
-        let Changed::Upgraded { process, pending } = self.server.change(upgrade)? else {
+        let ChangeResult::Upgraded { process, pending } = self.server.change(upgrade)? else {
             return Err(UNEXPECTED.into());
         };
         control::await_server(&self.server.control(), before, process)?;
@@ -202,12 +202,12 @@ impl Upgrade {
     }
 }
 
-impl Add {
+impl AddArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
-        let add = Change::Add {
+        let add = FunctionChange::Add {
             options: self.options.absolute(&env::current_dir()?).to_string(),
         };
-        let Changed::Added(entry) = self.server.change(add)? else {
+        let ChangeResult::Added(entry) = self.server.change(add)? else {
             return Err(UNEXPECTED.into());
         };
         let mut out = io::stdout().lock();
@@ -219,12 +219,12 @@ impl Add {
     }
 }
 
-impl Reserve {
+impl ReserveArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
-        let reserve = Change::Reserve {
+        let reserve = FunctionChange::Reserve {
             options: self.options.absolute(&env::current_dir()?).to_string(),
         };
-        let Changed::Reserved(reserved) = self.server.change(reserve)? else {
+        let ChangeResult::Reserved(reserved) = self.server.change(reserve)? else {
             return Err(UNEXPECTED.into());
         };
         let mut out = io::stdout().lock();
@@ -232,7 +232,7 @@ impl Reserve {
             writeln!(out, "{}", serde_json::to_string(&reserved)?)?;
             return Ok(());
         }
-        let Reserved {
+        let ReservedLease {
             id,
             owner,
             drive,
@@ -244,13 +244,13 @@ impl Reserve {
     }
 }
 
-impl Remove {
+impl RemoveArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
-        let remove = Change::Remove {
+        let remove = FunctionChange::Remove {
             id: socket_or_id(self.id),
             force: self.force,
         };
-        let Changed::Removed { function, trouble } = self.server.change(remove)? else {
+        let ChangeResult::Removed { function, trouble } = self.server.change(remove)? else {
             return Err(UNEXPECTED.into());
         };
         let mut out = io::stdout().lock();
@@ -265,13 +265,13 @@ impl Remove {
     }
 }
 
-impl Limit {
+impl LimitArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
-        let limit = Change::Limit {
+        let limit = FunctionChange::Limit {
             id: socket_or_id(self.id),
             limits: self.limits.clone(),
         };
-        let Changed::Limited(entry) = self.server.change(limit)? else {
+        let ChangeResult::Limited(entry) = self.server.change(limit)? else {
             return Err(UNEXPECTED.into());
         };
         let mut out = io::stdout().lock();
@@ -283,14 +283,14 @@ impl Limit {
     }
 }
 
-impl Resize {
+impl ResizeArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
-        let resize = Change::Resize {
+        let resize = FunctionChange::Resize {
             id: socket_or_id(self.id),
             bytes: self.size.0,
             truncate: self.truncate,
         };
-        let Changed::Resized(entry) = self.server.change(resize)? else {
+        let ChangeResult::Resized(entry) = self.server.change(resize)? else {
             return Err(UNEXPECTED.into());
         };
         let mut out = io::stdout().lock();
@@ -302,7 +302,7 @@ impl Resize {
     }
 }
 
-impl List {
+impl ListArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let functions = control::query_functions(&self.server.control())?;
         let mut out = io::stdout().lock();
@@ -315,7 +315,7 @@ impl List {
         }
         drop(out);
         let stats = control::query_stats(&self.server.control())?;
-        if stats.keeper == KeeperState::Ended {
+        if stats.keeper == SupervisorStatus::Ended {
             // If standard error is closed, the warning cannot be shown.
             let _ = writeln!(io::stderr(), "nvme-mpt: warning: {KEEPER_ENDED}");
         }
@@ -331,7 +331,7 @@ fn parse_unit(text: &str) -> Result<Bytes, String> {
     }
 }
 
-impl ShowRoom {
+impl CapacityArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let unit = self.unit.and_then(|unit| NonZeroU64::new(unit.0));
         let rooms = control::query_room(&self.server.control(), unit)?;
@@ -350,10 +350,10 @@ impl ShowRoom {
     }
 }
 
-impl Reload {
+impl ReloadArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
-        let reload = Change::Reload { force: self.force };
-        let Changed::Reloaded(reloaded) = self.server.change(reload)? else {
+        let reload = FunctionChange::Reload { force: self.force };
+        let ChangeResult::Reloaded(reloaded) = self.server.change(reload)? else {
             return Err(UNEXPECTED.into());
         };
         let mut out = io::stdout().lock();

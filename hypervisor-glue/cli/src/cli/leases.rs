@@ -9,28 +9,30 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 
 use nvme_mpt::drive::DriveName;
-use nvme_mpt::lease::{FormerData, LeaseEntry, LeaseError, LeaseState, LeaseTerms, Ledger};
+use nvme_mpt::lease::{
+    LeaseEntry, LeaseError, LeaseHolderState, LeaseSettings, Ledger, PreviousDataPolicy,
+};
 use nvme_mpt::stats::LeasePairStats;
 
 use nvme_mpt_vmm::drives;
 
-use super::{Control, JsonError, State, told};
+use super::{ControlSocketArgs, JsonError, StateDirArgs, told};
 use crate::control;
 use crate::serve::{user_name, user_number};
-use crate::table::Table;
+use crate::table::TextTable;
 
 /// Show the holder of each leased range, or release the lease of a dead holder
 #[derive(Args, Debug)]
-pub(super) struct Leases {
+pub(super) struct LeasesArgs {
     #[command(subcommand)]
     command: Option<LeasesCommand>,
     /// As JSON
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    state: State,
+    state: StateDirArgs,
     #[command(flatten)]
-    control: Control,
+    control: ControlSocketArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -118,7 +120,7 @@ struct ShownLease {
     queue_pairs: Option<LeasePairStats>,
 }
 
-pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
+pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
     let control = options.control.path(&options.state);
     let state_dir = options.state.state_dir;
     let ledger = Ledger::open(&state_dir);
@@ -188,8 +190,11 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
                 Err(error) => return Err(error.into()),
             };
             let (fate, told) = match keep {
-                true => (FormerData::Kept, "goes to the next lease of"),
-                false => (FormerData::Wiped, "is erased before another id gets"),
+                true => (PreviousDataPolicy::Kept, "goes to the next lease of"),
+                false => (
+                    PreviousDataPolicy::Wiped,
+                    "is erased before another id gets",
+                ),
             };
             let decided = ledger.decide_data(&id, fate);
             if let Some(LeaseEntry { extents, drive, .. }) = &released {
@@ -216,9 +221,9 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn terms_table(terms: &BTreeMap<String, LeaseTerms>) -> Table {
-    let mut table = Table::new(&["ID", "OWNER", "LIMITS"]);
-    for (id, LeaseTerms { owner, limits }) in terms {
+fn terms_table(terms: &BTreeMap<String, LeaseSettings>) -> TextTable {
+    let mut table = TextTable::new(&["ID", "OWNER", "LIMITS"]);
+    for (id, LeaseSettings { owner, limits }) in terms {
         let limits = limits.clone().unwrap_or_else(|| "-".to_owned());
         table.row(vec![id.clone(), owner_name(*owner), limits]);
     }
@@ -231,7 +236,9 @@ fn owner_name(owner: Option<u32>) -> String {
 
 /// Adds the use of queue pairs to leases that the server on `control` knows.
 fn shown(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
-    let held = leases.iter().any(|lease| lease.state == LeaseState::Held);
+    let held = leases
+        .iter()
+        .any(|lease| lease.state == LeaseHolderState::Held);
     // Leases of VMMs, and of servers with another control socket, are shown even without a server.
     let stats = held
         .then(|| control::query_stats(control).ok())
@@ -305,7 +312,7 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
     }
     if leases
         .iter()
-        .any(|lease| lease.entry.state == LeaseState::Ending)
+        .any(|lease| lease.entry.state == LeaseHolderState::Ending)
     {
         writeln!(
             out,
@@ -315,7 +322,7 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
     }
     if leases
         .iter()
-        .any(|lease| lease.entry.state == LeaseState::Stale)
+        .any(|lease| lease.entry.state == LeaseHolderState::Stale)
     {
         writeln!(
             out,

@@ -9,11 +9,11 @@ use clap::{Args, CommandFactory};
 use clap_complete::Shell;
 use thiserror::Error;
 
-use super::Cli;
+use super::CommandLine;
 
 /// Write the manual pages of all commands into a folder
 #[derive(Args, Debug)]
-pub(super) struct Man {
+pub(super) struct ManArgs {
     /// The folder, such as /usr/local/share/man/man1. It is made if it is absent
     #[arg(value_name = "DIR")]
     folder: PathBuf,
@@ -23,7 +23,7 @@ pub(super) struct Man {
 ///
 /// In bash: source <(nvme-mpt completions bash)
 #[derive(Args, Debug)]
-pub(super) struct Completions {
+pub(super) struct CompletionsArgs {
     /// The shell
     shell: Shell,
 }
@@ -38,19 +38,24 @@ struct ManError {
     source: io::Error,
 }
 
-impl Man {
+impl ManArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let Self { folder } = self;
         let pages = fs::create_dir_all(&folder);
-        let pages = pages.and_then(|()| clap_mangen::generate_to(Cli::command(), &folder));
+        let pages = pages.and_then(|()| clap_mangen::generate_to(CommandLine::command(), &folder));
         pages.map_err(|source| ManError { folder, source }.into())
     }
 }
 
-impl Completions {
+impl CompletionsArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let mut script = Vec::new();
-        clap_complete::generate(self.shell, &mut Cli::command(), "nvme-mpt", &mut script);
+        clap_complete::generate(
+            self.shell,
+            &mut CommandLine::command(),
+            "nvme-mpt",
+            &mut script,
+        );
         if self.shell == Shell::Bash {
             // clap_complete 4.6.11 writes the subcommands of a hyphenated program name in two ways, so that none is found.
             // Unify them.

@@ -22,36 +22,36 @@ use clap::{Args, Parser, Subcommand};
 use serde_json::json;
 use thiserror::Error;
 
-use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
+use nvme_mpt::lease::{CONTROL_SOCKET, PreviousDataPolicy};
 use nvme_mpt::range::Bytes;
-use nvme_mpt_keep::{Inherited, KeepOptions};
+use nvme_mpt_keep::{InheritedDescriptors, SuperviseOptions};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
-use self::doctor::Doctor;
+use self::doctor::DoctorArgs;
 use self::functions::{
-    Add, DiffersError, Limit, List, Reload, Remove, Reserve, Resize, ShowRoom, Upgrade,
-    function_help, function_synopsis,
+    AddArgs, CapacityArgs, DiffersError, LimitArgs, ListArgs, ReloadArgs, RemoveArgs, ReserveArgs,
+    ResizeArgs, UpgradeArgs, function_help, function_synopsis,
 };
-use self::leases::{Leases, run_leases};
-use self::manual::{Completions, Man};
-use self::output::PatientOutput;
-use self::top::Top;
-use self::watch::Stats;
-use crate::change::{Change, Changed};
-use crate::confine::{Confinement, FileRule, Seccomp};
+use self::leases::{LeasesArgs, run_leases};
+use self::manual::{CompletionsArgs, ManArgs};
+use self::output::ThreadedOutput;
+use self::top::TopArgs;
+use self::watch::StatsArgs;
+use crate::change::{ChangeResult, FunctionChange};
+use crate::confine::{ConfinementOptions, FileRule, SeccompMode};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::kept::predecessor::FailureReport;
 use crate::kept::{FIRST_STAGE, has_kept_configuration};
 use crate::logging::{self, LevelFilter, LogFilter};
 use crate::metrics::{MetricsAddress, MetricsOptions};
-use crate::serve::{Given, ServeOptions, descriptions, serve};
+use crate::serve::{ParsedDeclaration, ServeOptions, descriptions, serve};
 use crate::{bind, control, drives, profile};
 use nvme_mpt_vmm::options::{
-    OptionError, OptionText, STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_memory_limit,
-    parse_socket_path,
+    OptionError, OptionText, STATE_DIR, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
+    parse_memory_limit, parse_socket_path,
 };
 use nvme_mpt_vmm::report;
 
@@ -66,36 +66,36 @@ or levels of modules, as in RUST_LOG=warn,nvme_mpt_cli=info";
 /// Lets many virtual machines share one NVMe drive.
 #[derive(Debug, Parser)]
 #[command(name = "nvme-mpt", version, max_term_width = 100, after_help = LOG_HELP)]
-struct Cli {
+struct CommandLine {
     #[command(subcommand)]
-    command: Command,
+    command: MainCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
-    Serve(Box<Serve>),
-    Keep(Keep),
-    Upgrade(Upgrade),
-    Add(Add),
-    Reserve(Reserve),
-    Remove(Remove),
-    Limit(Limit),
-    Resize(Resize),
-    List(List),
-    Room(ShowRoom),
-    Reload(Reload),
-    Leases(Leases),
-    Stats(Stats),
-    Top(Top),
-    Log(ChangeLog),
-    Fault(Fault),
-    Profile(Profile),
-    Drives(Drives),
-    Bind(Bind),
-    Unbind(Unbind),
-    Doctor(Doctor),
-    Man(Man),
-    Completions(Completions),
+enum MainCommand {
+    Serve(Box<ServeArgs>),
+    Keep(SuperviseArgs),
+    Upgrade(UpgradeArgs),
+    Add(AddArgs),
+    Reserve(ReserveArgs),
+    Remove(RemoveArgs),
+    Limit(LimitArgs),
+    Resize(ResizeArgs),
+    List(ListArgs),
+    Room(CapacityArgs),
+    Reload(ReloadArgs),
+    Leases(LeasesArgs),
+    Stats(StatsArgs),
+    Top(TopArgs),
+    Log(LogArgs),
+    Fault(FaultArgs),
+    Profile(ProfileArgs),
+    Drives(DrivesArgs),
+    Bind(BindArgs),
+    Unbind(UnbindArgs),
+    Doctor(DoctorArgs),
+    Man(ManArgs),
+    Completions(CompletionsArgs),
 }
 
 /// Offer NVMe functions to VMMs over vfio-user, until SIGTERM or SIGINT
@@ -104,22 +104,22 @@ enum Command {
 /// "ready". Functions can be added and removed while it runs.
 #[derive(Args, Debug)]
 #[command(after_help = LOG_HELP)]
-struct Serve {
+struct ServeArgs {
     #[arg(
         long = "function",
         value_name = "OPTIONS",
         help = function_synopsis(),
         long_help = format!("{}\n\nCan be given many times.", function_help()),
-        value_parser = Argument::<ServedFunction>::parse
+        value_parser = OptionsArgument::<ServerFunctionOptions>::parse
     )]
-    functions: Vec<Argument<ServedFunction>>,
+    functions: Vec<OptionsArgument<ServerFunctionOptions>>,
     #[arg(
         long = "drive",
         value_name = "OPTIONS",
         help = drive_help(),
-        value_parser = Argument::<ServedDrive>::parse
+        value_parser = OptionsArgument::<ServerDriveOptions>::parse
     )]
-    drives: Vec<Argument<ServedDrive>>,
+    drives: Vec<OptionsArgument<ServerDriveOptions>>,
     /// File with functions and drives, like resources/serve.toml; `reload` reads it again
     #[arg(long = "config", value_name = "FILE")]
     file: Option<PathBuf>,
@@ -172,9 +172,9 @@ struct Serve {
         long,
         value_name = "true|false|log",
         default_value = "true",
-        value_parser = |text: &str| text.parse::<Seccomp>().map_err(|error| told(&error))
+        value_parser = |text: &str| text.parse::<SeccompMode>().map_err(|error| told(&error))
     )]
-    seccomp: Seccomp,
+    seccomp: SeccompMode,
     /// Let the server use the files of its functions, drives and folders alone, by Landlock
     ///
     /// That is what the arguments, the file and earlier runs name at its start. The log reports what the kernel enforces.
@@ -192,25 +192,25 @@ struct Serve {
     )]
     landlock_rules: Vec<FileRule>,
     #[command(flatten)]
-    state: State,
+    state: StateDirArgs,
     #[command(flatten)]
-    control: Control,
+    control: ControlSocketArgs,
 }
 
 /// Show or change the messages that a running server logs
 ///
 /// The change lasts until the server ends or is replaced. `serve --log` is for good.
 #[derive(Args, Debug)]
-struct ChangeLog {
+struct LogArgs {
     /// New filter: a least level (off, error, warn, info, debug, trace), or levels of modules, as in
     /// warn,nvme_vfio=debug
     #[arg(value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| told(&error)))]
     filter: Option<LogFilter>,
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
-impl ChangeLog {
+impl LogArgs {
     fn run(&self) -> Result<(), Box<dyn Error>> {
         let filter = control::request_log(&self.server.control(), self.filter.as_ref())?;
         let mut out = io::stdout().lock();
@@ -230,7 +230,7 @@ impl ChangeLog {
 ///
 /// If a keeper dies, its server goes on and says so in its log, list and stats. `nvme-mpt keep --adopt` is its next keeper.
 #[derive(Args, Debug)]
-struct Keep {
+struct SuperviseArgs {
     /// Become the keeper of a running server whose keeper has died. COMMAND is started once that server dies
     #[arg(long)]
     adopt: bool,
@@ -257,16 +257,16 @@ struct Keep {
 ///
 /// The drive must have been served with faults=none, or with faults of its own.
 #[derive(Args, Debug)]
-struct Fault {
+struct FaultArgs {
     #[command(subcommand)]
     command: Option<FaultCommand>,
     /// As JSON, one line
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    state: State,
+    state: StateDirArgs,
     #[command(flatten)]
-    control: Control,
+    control: ControlSocketArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -293,7 +293,7 @@ enum FaultCommand {
 
 /// Make profiles of drives for profile=
 #[derive(Args, Debug)]
-struct Profile {
+struct ProfileArgs {
     #[command(subcommand)]
     command: ProfileCommand,
 }
@@ -311,9 +311,9 @@ enum ProfileCommand {
 
 /// Show the NVMe functions of this host, with the obstacles to serving each
 #[derive(Args, Debug)]
-struct Drives {
+struct DrivesArgs {
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
 }
 
 /// Take a drive from the host's own driver, so that it can be served
@@ -321,7 +321,7 @@ struct Drives {
 /// Refuses a drive that is mounted, swap space, part of another block device, or open. The modules
 /// vfio-pci and vfio_iommu_type1 must be loaded.
 #[derive(Args, Debug)]
-struct Bind {
+struct BindArgs {
     /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
     address: PciAddress,
     /// Take it also if a process has it open, or if an unknown driver has it
@@ -333,20 +333,20 @@ struct Bind {
 ///
 /// Refuses a drive that is served, or that a virtual machine has.
 #[derive(Args, Debug)]
-struct Unbind {
+struct UnbindArgs {
     /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
     address: PciAddress,
 }
 
 #[derive(Args, Debug)]
-struct State {
+struct StateDirArgs {
     /// Folder with the ledger of leases, the same for all servers that share a drive
     #[arg(long, value_name = "DIR", default_value = STATE_DIR, global = true)]
     state_dir: PathBuf,
 }
 
 #[derive(Args, Debug)]
-struct Control {
+struct ControlSocketArgs {
     /// Control socket of the server [default: control.sock in the state folder]
     #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path, global = true)]
     control: Option<PathBuf>,
@@ -355,36 +355,36 @@ struct Control {
 fn drive_help() -> String {
     format!(
         "A drive that stays open without functions: {}",
-        ServedDrive::KEYS.join(", ")
+        ServerDriveOptions::KEYS.join(", ")
     )
 }
 
 /// Options of all requests to a running server.
 #[derive(Args, Debug)]
-struct RunningServer {
+struct RunningServerArgs {
     #[command(flatten)]
-    state: State,
+    state: StateDirArgs,
     #[command(flatten)]
-    control: Control,
+    control: ControlSocketArgs,
     /// As JSON, one line
     #[arg(long)]
     json: bool,
 }
 
-impl RunningServer {
+impl RunningServerArgs {
     /// Returns the server's control socket.
     fn control(&self) -> PathBuf {
         self.control.path(&self.state)
     }
 
     /// Requests a change from the server.
-    fn change(&self, change: Change) -> Result<Changed, ControlError> {
+    fn change(&self, change: FunctionChange) -> Result<ChangeResult, ControlError> {
         control::request_change(&self.control(), change)
     }
 }
 
-impl Control {
-    fn path(&self, state: &State) -> PathBuf {
+impl ControlSocketArgs {
+    fn path(&self, state: &StateDirArgs) -> PathBuf {
         self.control
             .clone()
             .unwrap_or_else(|| state.state_dir.join(CONTROL_SOCKET))
@@ -398,17 +398,17 @@ struct JsonError(&'static str);
 
 /// An option string argument, with the files that it names.
 #[derive(Clone, Debug)]
-struct Argument<T> {
+struct OptionsArgument<T> {
     /// The parsed argument, or the message about an invalid one.
-    given: Result<Given<T>, String>,
+    given: Result<ParsedDeclaration<T>, String>,
     described: Vec<PathBuf>,
 }
 
-impl<T: FromStr<Err = OptionError>> Argument<T> {
+impl<T: FromStr<Err = OptionError>> OptionsArgument<T> {
     fn parse(text: &str) -> Result<Self, String> {
         let given = || {
             let options: OptionText = text.parse()?;
-            Ok((descriptions(&options), Given::read(options)?))
+            Ok((descriptions(&options), ParsedDeclaration::read(options)?))
         };
         match given() {
             Ok((described, given)) => Ok(Self {
@@ -430,10 +430,10 @@ impl<T: FromStr<Err = OptionError>> Argument<T> {
 
 /// Returns the valid arguments with absolute paths, relative to `folder`. Appends messages about invalid ones to `mistakes`.
 fn given<T: FromStr<Err = OptionError>>(
-    arguments: Vec<Argument<T>>,
+    arguments: Vec<OptionsArgument<T>>,
     folder: &Path,
     mistakes: &mut Vec<String>,
-) -> Vec<Given<T>> {
+) -> Vec<ParsedDeclaration<T>> {
     let all = arguments.into_iter().filter_map(|argument| {
         let given = argument.given.map_err(|mistake| mistakes.push(mistake));
         given.ok().map(|given| given.absolute(folder))
@@ -453,38 +453,38 @@ pub fn run() -> ExitCode {
     if arguments.nth(1).is_some_and(|first| first == FIRST_STAGE) {
         return failure(&nvme_mpt_keep::first_stage(arguments));
     }
-    let Cli { command } = Cli::try_parse().unwrap_or_else(|error| refuse(&error));
-    if matches!(command, Command::Serve(_) | Command::Keep(_)) {
+    let CommandLine { command } = CommandLine::try_parse().unwrap_or_else(|error| refuse(&error));
+    if matches!(command, MainCommand::Serve(_) | MainCommand::Keep(_)) {
         logging::wait_for_a_thread();
     }
     match &command {
-        Command::Serve(serve) => logging::start(serve.log.clone(), LevelFilter::Info),
+        MainCommand::Serve(serve) => logging::start(serve.log.clone(), LevelFilter::Info),
         _ => logging::start(None, LevelFilter::Warn),
     }
     let result = match command {
-        Command::Serve(options) => run_serve(*options),
-        Command::Keep(options) => return run_keep(&options),
-        Command::Upgrade(options) => options.run(),
-        Command::Add(options) => options.run(),
-        Command::Reserve(options) => options.run(),
-        Command::Remove(options) => options.run(),
-        Command::Limit(options) => options.run(),
-        Command::Resize(options) => options.run(),
-        Command::List(options) => options.run(),
-        Command::Room(options) => options.run(),
-        Command::Reload(options) => options.run(),
-        Command::Leases(options) => run_leases(options),
-        Command::Stats(options) => options.run(),
-        Command::Top(options) => options.run(),
-        Command::Log(options) => options.run(),
-        Command::Fault(options) => run_fault(options),
-        Command::Profile(options) => run_profile(&options),
-        Command::Drives(options) => run_drives(options),
-        Command::Bind(options) => run_bind(&options),
-        Command::Unbind(options) => run_unbind(&options),
-        Command::Doctor(options) => options.run(),
-        Command::Man(options) => options.run(),
-        Command::Completions(options) => options.run(),
+        MainCommand::Serve(options) => run_serve(*options),
+        MainCommand::Keep(options) => return run_keep(&options),
+        MainCommand::Upgrade(options) => options.run(),
+        MainCommand::Add(options) => options.run(),
+        MainCommand::Reserve(options) => options.run(),
+        MainCommand::Remove(options) => options.run(),
+        MainCommand::Limit(options) => options.run(),
+        MainCommand::Resize(options) => options.run(),
+        MainCommand::List(options) => options.run(),
+        MainCommand::Room(options) => options.run(),
+        MainCommand::Reload(options) => options.run(),
+        MainCommand::Leases(options) => run_leases(options),
+        MainCommand::Stats(options) => options.run(),
+        MainCommand::Top(options) => options.run(),
+        MainCommand::Log(options) => options.run(),
+        MainCommand::Fault(options) => run_fault(options),
+        MainCommand::Profile(options) => run_profile(&options),
+        MainCommand::Drives(options) => run_drives(options),
+        MainCommand::Bind(options) => run_bind(&options),
+        MainCommand::Unbind(options) => run_unbind(&options),
+        MainCommand::Doctor(options) => options.run(),
+        MainCommand::Man(options) => options.run(),
+        MainCommand::Completions(options) => options.run(),
     };
     let status = match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -503,7 +503,7 @@ pub fn run() -> ExitCode {
 /// Exits because of invalid arguments. Reports the error also to the server that this process should replace.
 fn refuse(error: &clap::Error) -> ! {
     if error.use_stderr()
-        && let Ok(inherited) = Inherited::from_env()
+        && let Ok(inherited) = InheritedDescriptors::from_env()
         && let Some(failure) = FailureReport::to_predecessor(&inherited)
     {
         failure.tell(error.to_string().trim_end());
@@ -524,8 +524,8 @@ fn no_server(control: PathBuf) -> ControlError {
     }
 }
 
-fn run_keep(options: &Keep) -> ExitCode {
-    let mut keep = KeepOptions::new(vec![FIRST_STAGE.into()]);
+fn run_keep(options: &SuperviseArgs) -> ExitCode {
+    let mut keep = SuperviseOptions::new(vec![FIRST_STAGE.into()]);
     keep.deaths = options.deaths as usize;
     keep.first_delay = Duration::from_millis(options.delay.into());
     if let Err(error) = logging::write_on_a_thread() {
@@ -563,12 +563,12 @@ fn is_broken_pipe(error: &(dyn Error + 'static)) -> bool {
         .is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
-fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
+fn run_serve(options: ServeArgs) -> Result<(), Box<dyn Error>> {
     let control = options.control.path(&options.state);
     let data = match (options.keep_data, options.wipe) {
-        (true, _) => FormerData::Kept,
-        (_, true) => FormerData::Wiped,
-        _ => FormerData::Refused,
+        (true, _) => PreviousDataPolicy::Kept,
+        (_, true) => PreviousDataPolicy::Wiped,
+        _ => PreviousDataPolicy::Refused,
     };
     let described = options.functions.iter();
     let described = described.flat_map(|argument| &argument.described);
@@ -592,17 +592,17 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
             hosts: options.metrics_host,
             file: options.metrics_file,
         },
-        confinement: Confinement {
+        confinement: ConfinementOptions {
             seccomp: options.seccomp,
             landlock: options.landlock,
             rules: options.landlock_rules,
         },
         described,
     };
-    Ok(serve(options, &mut PatientOutput::new(io::stdout()))?)
+    Ok(serve(options, &mut ThreadedOutput::new(io::stdout()))?)
 }
 
-fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
+fn run_fault(options: FaultArgs) -> Result<(), Box<dyn Error>> {
     let path = options.control.path(&options.state);
     let command = options
         .command
@@ -641,7 +641,7 @@ fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn run_profile(options: &Profile) -> Result<(), Box<dyn Error>> {
+fn run_profile(options: &ProfileArgs) -> Result<(), Box<dyn Error>> {
     let ProfileCommand::Fit { file } = &options.command;
     write!(io::stdout(), "{}", profile::fit(file)?)?;
     Ok(())
@@ -655,7 +655,7 @@ fn canonical(path: DrivePath) -> DrivePath {
     }
 }
 
-fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
+fn run_drives(options: DrivesArgs) -> Result<(), Box<dyn Error>> {
     let path = options.server.control();
     let served = match control::query_stats(&path) {
         Ok(stats) => stats.drives,
@@ -678,13 +678,13 @@ fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn run_bind(options: &Bind) -> Result<(), Box<dyn Error>> {
+fn run_bind(options: &BindArgs) -> Result<(), Box<dyn Error>> {
     let bound = bind::bind(&HostRoot::default(), options.address, options.force)?;
     writeln!(io::stdout(), "{bound}")?;
     Ok(())
 }
 
-fn run_unbind(options: &Unbind) -> Result<(), Box<dyn Error>> {
+fn run_unbind(options: &UnbindArgs) -> Result<(), Box<dyn Error>> {
     let bound = bind::unbind(&HostRoot::default(), options.address)?;
     writeln!(io::stdout(), "{bound}")?;
     Ok(())
@@ -698,6 +698,6 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        Cli::command().debug_assert();
+        CommandLine::command().debug_assert();
     }
 }

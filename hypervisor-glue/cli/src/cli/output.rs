@@ -11,10 +11,10 @@ use crate::signals::without_signals;
 /// Timeout for the reader.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Output written by a thread. [`flush`](Write::flush) waits at most one second for the reader. The thread writes the rest when
+/// Output written by a thread. [`flush`](WriteFailure::flush) waits at most one second for the reader. The thread writes the rest when
 /// the reader continues.
 #[derive(Debug)]
-pub(crate) struct PatientOutput<W> {
+pub(crate) struct ThreadedOutput<W> {
     out: Option<W>,
     thread: Option<OutputThread>,
     unsent: Vec<u8>,
@@ -28,8 +28,8 @@ struct OutputThread {
     is_late: bool,
 }
 
-impl<W: Write + Send + 'static> PatientOutput<W> {
-    /// Creates an output, whose thread starts with the first [`flush`](Write::flush).
+impl<W: Write + Send + 'static> ThreadedOutput<W> {
+    /// Creates an output, whose thread starts with the first [`flush`](WriteFailure::flush).
     pub(crate) fn new(out: W) -> Self {
         Self {
             out: Some(out),
@@ -61,7 +61,7 @@ impl<W: Write + Send + 'static> PatientOutput<W> {
     }
 }
 
-impl<W: Write + Send + 'static> Write for PatientOutput<W> {
+impl<W: Write + Send + 'static> Write for ThreadedOutput<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.unsent.extend_from_slice(bytes);
         Ok(bytes.len())
@@ -102,7 +102,7 @@ mod tests {
     #[test]
     fn a_reader_that_takes_nothing_is_not_waited_for_and_gets_all_later() {
         let (mut reader, writer) = io::pipe().unwrap();
-        let mut out = PatientOutput::new(writer);
+        let mut out = ThreadedOutput::new(writer);
         // More than any pipe takes by default.
         let text = "x".repeat(1 << 20);
         out.write_all(text.as_bytes()).unwrap();
@@ -118,7 +118,7 @@ mod tests {
     fn a_reader_that_is_gone_is_an_error() {
         let (reader, writer) = io::pipe().unwrap();
         drop(reader);
-        let mut out = PatientOutput::new(writer);
+        let mut out = ThreadedOutput::new(writer);
         out.write_all(b"ready\n").unwrap();
         let error = out.flush().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);

@@ -7,21 +7,21 @@ use std::time::Duration;
 use clap::Args;
 
 use super::watch::parse_interval;
-use super::{Control, State};
-use crate::top::{Board, Column, Subject, run, run_once};
+use super::{ControlSocketArgs, StateDirArgs};
+use crate::top::{TopColumn, TopSubject, TopView, run, run_once};
 
 /// Show rates of the functions or drives of a running server, the busiest first, until q is pressed
 ///
 /// Left and right choose the column to sort by, Tab functions or drives. Rates and percentiles are those of the last
 /// interval.
 #[derive(Args, Debug)]
-pub(super) struct Top {
+pub(super) struct TopArgs {
     /// Functions or drives
     #[arg(long, value_enum, value_name = "WHAT", default_value_t)]
-    show: Subject,
+    show: TopSubject,
     /// Column to sort by
     #[arg(long, value_enum, value_name = "COLUMN", default_value_t)]
-    sort: Column,
+    sort: TopColumn,
     /// Time between two looks
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = parse_interval)]
     interval: Duration,
@@ -29,15 +29,15 @@ pub(super) struct Top {
     #[arg(long)]
     once: bool,
     #[command(flatten)]
-    state: State,
+    state: StateDirArgs,
     #[command(flatten)]
-    control: Control,
+    control: ControlSocketArgs,
 }
 
-impl Top {
+impl TopArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let control = self.control.path(&self.state);
-        let board = Board::new(self.show, self.sort);
+        let board = TopView::new(self.show, self.sort);
         match self.once {
             true => run_once(&control, board, self.interval, &mut io::stdout().lock())?,
             false => run(control, board, self.interval)?,

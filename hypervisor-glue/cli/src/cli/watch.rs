@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use nvme_mpt::clock;
 use serde::Serialize;
 
-use super::RunningServer;
+use super::RunningServerArgs;
 use crate::control;
 use crate::stats::ServerStats;
 
@@ -18,9 +18,9 @@ const CLEAR: &str = "\x1b[H\x1b[J";
 
 /// Show figures of the functions, queues, pollers and drives of a running server
 #[derive(Args, Debug)]
-pub(super) struct Stats {
+pub(super) struct StatsArgs {
     #[command(flatten)]
-    server: RunningServer,
+    server: RunningServerArgs,
     /// Repeat at this interval; each further table counts from the one before. A terminal is cleared for each
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     watch: Option<Duration>,
@@ -35,7 +35,7 @@ pub(super) fn parse_interval(text: &str) -> Result<Duration, &'static str> {
 }
 
 /// Statistics with the time of taking them.
-struct Sample {
+struct StatsSample {
     at: Duration,
     time: Timestamp,
     stats: ServerStats,
@@ -43,17 +43,17 @@ struct Sample {
 
 /// Statistics as `stats --json` prints them.
 #[derive(Serialize)]
-struct Dated<'a> {
+struct DatedStats<'a> {
     /// Time of the statistics.
     time: String,
     #[serde(flatten)]
     stats: &'a ServerStats,
 }
 
-impl Sample {
+impl StatsSample {
     /// Prints the statistics as JSON.
     fn write_json(&self, out: &mut dyn Write) -> io::Result<()> {
-        let dated = Dated {
+        let dated = DatedStats {
             time: seconds(self.time),
             stats: &self.stats,
         };
@@ -86,7 +86,7 @@ fn seconds(time: Timestamp) -> String {
     format!("{time:.0}")
 }
 
-impl Stats {
+impl StatsArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let path = self.server.control();
         let mut out = io::stdout().lock();
@@ -95,7 +95,7 @@ impl Stats {
         let mut next = clock::monotonic();
         loop {
             let stats = control::query_stats(&path)?;
-            let sample = Sample {
+            let sample = StatsSample {
                 at: clock::monotonic(),
                 time: Timestamp::now(),
                 stats,
@@ -131,15 +131,15 @@ mod tests {
         }
     }
 
-    fn sample(second: u64) -> Sample {
-        Sample {
+    fn sample(second: u64) -> StatsSample {
+        StatsSample {
             at: Duration::from_secs(second),
             time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
             stats: ServerStats::default(),
         }
     }
 
-    fn text(earlier: Option<&Sample>, now: &Sample, clear: bool) -> String {
+    fn text(earlier: Option<&StatsSample>, now: &StatsSample, clear: bool) -> String {
         let mut out = Vec::new();
         now.write(earlier, clear, &mut out).unwrap();
         String::from_utf8(out).unwrap()

@@ -45,7 +45,7 @@ const REFUSAL: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
 
 /// Mode of the seccomp filter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Seccomp {
+pub enum SeccompMode {
     /// System calls that are not on the list fail.
     #[default]
     On,
@@ -55,12 +55,12 @@ pub enum Seccomp {
     Off,
 }
 
-/// Error of parsing a [`Seccomp`] mode.
+/// Error of parsing a [`SeccompMode`] mode.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("\"{0}\" is no choice for seccomp: use true, false or log")]
 pub struct SeccompTextError(String);
 
-impl FromStr for Seccomp {
+impl FromStr for SeccompMode {
     type Err = SeccompTextError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -88,9 +88,9 @@ pub enum ConfineError {
 
 /// Requested confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Confinement {
+pub struct ConfinementOptions {
     /// Mode of the seccomp filter.
-    pub seccomp: Seccomp,
+    pub seccomp: SeccompMode,
     /// True to restrict files with Landlock.
     pub landlock: bool,
     /// Landlock rules of the operator, in addition to those for the initial configuration.
@@ -99,14 +99,14 @@ pub struct Confinement {
 
 /// Confinement in effect.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Confined {
+pub(crate) struct ProcessConfinement {
     /// Items of [`INHERITED`].
     words: Vec<&'static str>,
     /// Landlock rules in effect.
     files: Option<FileRules>,
 }
 
-impl Confined {
+impl ProcessConfinement {
     /// Returns the environment variable that names the confinement to a successor.
     pub(crate) fn variable(&self) -> (&'static str, String) {
         (INHERITED, self.words.join(","))
@@ -175,12 +175,12 @@ fn is_refusal(error: &dyn Error) -> bool {
 /// # Errors
 /// [`ConfineError`]. If a service manager's filter forbids adding a filter, logs a warning and succeeds.
 pub(crate) fn confine(
-    confinement: &Confinement,
+    confinement: &ConfinementOptions,
     rules: Option<FileRules>,
-) -> Result<Confined, ConfineError> {
+) -> Result<ProcessConfinement, ConfineError> {
     let inherited = env::var(INHERITED).unwrap_or_default();
     let inherits = |word| inherited.split(',').any(|inherited| inherited == word);
-    let mut confined = Confined::default();
+    let mut confined = ProcessConfinement::default();
     if let Some(rules) = rules {
         let enforced = match inherits(LANDLOCK) {
             true => {
@@ -198,7 +198,7 @@ pub(crate) fn confine(
         }
     }
     match confinement.seccomp {
-        Seccomp::Off => log::info!("Not confined by seccomp, as --seccomp false asks for"),
+        SeccompMode::Off => log::info!("Not confined by seccomp, as --seccomp false asks for"),
         // The variable alone proves nothing, so check for a filter.
         _ if inherits(SECCOMP) && has_filter() => {
             log::info!("Confined by seccomp, by the filter of the server before");
@@ -238,9 +238,9 @@ fn restrict_files(rules: &FileRules) -> Result<bool, LandlockError> {
     Ok(version.is_some())
 }
 
-fn filter_calls(seccomp: Seccomp) -> Result<(), ConfineError> {
+fn filter_calls(seccomp: SeccompMode) -> Result<(), ConfineError> {
     let refusal = match seccomp {
-        Seccomp::Log => SeccompAction::Log,
+        SeccompMode::Log => SeccompAction::Log,
         _ => REFUSAL,
     };
     let filter = system_calls::filter(refusal);
@@ -269,13 +269,13 @@ mod tests {
     #[test]
     fn choices_are_those_of_cloud_hypervisor() {
         for (text, choice) in [
-            ("true", Seccomp::On),
-            ("log", Seccomp::Log),
-            ("false", Seccomp::Off),
+            ("true", SeccompMode::On),
+            ("log", SeccompMode::Log),
+            ("false", SeccompMode::Off),
         ] {
             assert_eq!(text.parse(), Ok(choice));
         }
-        let error = "off".parse::<Seccomp>().unwrap_err();
+        let error = "off".parse::<SeccompMode>().unwrap_err();
         assert!(error.to_string().contains("true, false or log"), "{error}");
     }
 }

@@ -7,10 +7,10 @@ use nvme_mpt::range::Bytes;
 use nvme_mpt::spec::identify::{DeallocatedRead, IdentifyController, IdentifyNamespace};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::SmartHealth;
-use nvme_vfio::function::{HostRoot, PciFunction, User, VFIO_PCI};
-use nvme_vfio::{ArbitrationDescription, Description};
+use nvme_vfio::function::{DiskUser, HostRoot, PciFunction, VFIO_PCI};
+use nvme_vfio::{ArbitrationDescription, DriveDescription};
 
-use super::report::{Check, Outcome};
+use super::report::{CheckOutcome, DoctorCheck};
 
 /// The host's own driver.
 const NVME: &str = "nvme";
@@ -25,7 +25,7 @@ const WORN: u8 = 90;
 const KELVIN: i32 = 273;
 
 /// Checks the function in its host.
-pub(super) fn placed(root: &HostRoot, function: &PciFunction) -> Vec<Check> {
+pub(super) fn placed(root: &HostRoot, function: &PciFunction) -> Vec<DoctorCheck> {
     vec![
         class(function),
         driver(function),
@@ -36,7 +36,7 @@ pub(super) fn placed(root: &HostRoot, function: &PciFunction) -> Vec<Check> {
     ]
 }
 
-fn class(function: &PciFunction) -> Check {
+fn class(function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.function";
     let PciFunction {
         address,
@@ -47,43 +47,43 @@ fn class(function: &PciFunction) -> Check {
     } = function;
     let finding = format!("{address}, PCI ID {vendor:04x}:{device:04x}, class {class:06x}h");
     match function.is_nvme() {
-        true => Check::ok(NAME, finding),
-        false => Check::new(
+        true => DoctorCheck::ok(NAME, finding),
+        false => DoctorCheck::new(
             NAME,
-            Outcome::Problem,
+            CheckOutcome::Problem,
             format!("{finding}: no NVMe controller"),
         )
         .remedy("nvme-mpt drives lists those of this host"),
     }
 }
 
-fn driver(function: &PciFunction) -> Check {
+fn driver(function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.driver";
     let bind = format!("nvme-mpt bind {}", function.address);
     match function.driver.as_deref() {
-        Some(VFIO_PCI) => Check::ok(NAME, "vfio-pci: it can be served"),
-        Some(NVME) => Check::new(
+        Some(VFIO_PCI) => DoctorCheck::ok(NAME, "vfio-pci: it can be served"),
+        Some(NVME) => DoctorCheck::new(
             NAME,
-            Outcome::Warning,
+            CheckOutcome::Warning,
             "nvme: the host's own driver has it, so it cannot be served",
         )
         .remedy(bind),
-        Some(other) => Check::new(
+        Some(other) => DoctorCheck::new(
             NAME,
-            Outcome::Problem,
+            CheckOutcome::Problem,
             format!("{other}: its users are not known"),
         )
         .remedy(format!("{bind} --force")),
-        None => Check::new(NAME, Outcome::Warning, "none").remedy(bind),
+        None => DoctorCheck::new(NAME, CheckOutcome::Warning, "none").remedy(bind),
     }
 }
 
-fn group(function: &PciFunction) -> Check {
+fn group(function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.iommu_group";
     let Some(group) = &function.iommu_group else {
-        return Check::new(
+        return DoctorCheck::new(
             NAME,
-            Outcome::Problem,
+            CheckOutcome::Problem,
             "none: it would reach all memory of the host",
         )
         .remedy("enable the IOMMU, as host.iommu shows");
@@ -98,7 +98,7 @@ fn group(function: &PciFunction) -> Check {
         .collect();
     let number = group.number;
     if others.is_empty() {
-        return Check::ok(NAME, format!("{number}, the drive alone"));
+        return DoctorCheck::ok(NAME, format!("{number}, the drive alone"));
     }
     let finding = format!("{number}, with {}", others.join(", "));
     let in_the_way: Vec<&str> = function
@@ -106,38 +106,39 @@ fn group(function: &PciFunction) -> Check {
         .map(|(address, _)| address)
         .collect();
     match in_the_way.is_empty() {
-        true => Check::ok(NAME, finding),
-        false => Check::new(NAME, Outcome::Problem, finding).remedy(format!(
+        true => DoctorCheck::ok(NAME, finding),
+        false => DoctorCheck::new(NAME, CheckOutcome::Problem, finding).remedy(format!(
             "bind to vfio-pci as well, or to no driver: {}",
             in_the_way.join(", ")
         )),
     }
 }
 
-fn users(root: &HostRoot, function: &PciFunction) -> Check {
+fn users(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.users";
     let users = match (&function.controller, &function.iommu_group) {
         (Some(controller), _) => match controller.users(root) {
             Ok(users) => users,
-            Err(error) => return Check::not_checked(NAME, error.to_string()),
+            Err(error) => return DoctorCheck::not_checked(NAME, error.to_string()),
         },
         (None, Some(group)) if function.driver.as_deref() == Some(VFIO_PCI) => group.users(root),
         _ => Vec::new(),
     };
     if users.is_empty() {
-        return Check::ok(NAME, "none");
+        return DoctorCheck::ok(NAME, "none");
     }
     let lost = users.iter().any(|user| !user.can_be_overridden());
-    let listed: Vec<String> = users.iter().map(User::to_string).collect();
+    let listed: Vec<String> = users.iter().map(DiskUser::to_string).collect();
     let listed = listed.join("; ");
     match lost {
-        true => Check::new(NAME, Outcome::Problem, listed)
+        true => DoctorCheck::new(NAME, CheckOutcome::Problem, listed)
             .remedy("end that use; the drive is not to be taken from it"),
-        false => Check::new(NAME, Outcome::Warning, listed).remedy("end these processes first"),
+        false => DoctorCheck::new(NAME, CheckOutcome::Warning, listed)
+            .remedy("end these processes first"),
     }
 }
 
-fn link(root: &HostRoot, function: &PciFunction) -> Check {
+fn link(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.link";
     let folder = root.function_folder(function.address);
     let values = [
@@ -149,15 +150,15 @@ fn link(root: &HostRoot, function: &PciFunction) -> Check {
     let [Some(speed), Some(width), Some(max_speed), Some(max_width)] =
         values.map(|file| read(&folder.join(file)))
     else {
-        return Check::not_checked(NAME, "the kernel does not report the PCIe link");
+        return DoctorCheck::not_checked(NAME, "the kernel does not report the PCIe link");
     };
     let finding = format!("{speed}, {width} lanes");
     if (&speed, &width) == (&max_speed, &max_width) {
-        return Check::ok(NAME, finding);
+        return DoctorCheck::ok(NAME, finding);
     }
-    Check::new(
+    DoctorCheck::new(
         NAME,
-        Outcome::Warning,
+        CheckOutcome::Warning,
         format!("{finding}; the drive can do {max_speed}, {max_width} lanes"),
     )
     .remedy(
@@ -165,14 +166,14 @@ fn link(root: &HostRoot, function: &PciFunction) -> Check {
     )
 }
 
-fn node(function: &PciFunction) -> Check {
+fn node(function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.numa_node";
     match function.numa_node {
-        Some(node) => Check::ok(
+        Some(node) => DoctorCheck::ok(
             NAME,
             format!("{node}: pollers of its functions are best on this node"),
         ),
-        None => Check::ok(NAME, "one node, or none reported"),
+        None => DoctorCheck::ok(NAME, "one node, or none reported"),
     }
 }
 
@@ -182,8 +183,8 @@ fn read(path: &Path) -> Option<String> {
 }
 
 /// Checks what the drive reports about itself.
-pub(super) fn described(description: &Description) -> Vec<Check> {
-    let Description {
+pub(super) fn described(description: &DriveDescription) -> Vec<DoctorCheck> {
+    let DriveDescription {
         controller,
         namespaces,
         health,
@@ -196,7 +197,7 @@ pub(super) fn described(description: &Description) -> Vec<Check> {
     checks.push(transfer(controller));
     match namespaces.is_empty() {
         true => checks.push(
-            Check::new("drive.namespaces", Outcome::Problem, "none is active")
+            DoctorCheck::new("drive.namespaces", CheckOutcome::Problem, "none is active")
                 .remedy("nvme create-ns and nvme attach-ns, with the host's own driver"),
         ),
         false => checks.extend(namespaces.iter().map(|(nsid, it)| namespace(*nsid, it))),
@@ -216,9 +217,9 @@ pub(super) fn described(description: &Description) -> Vec<Check> {
     checks
 }
 
-fn model(controller: &IdentifyController) -> Check {
+fn model(controller: &IdentifyController) -> DoctorCheck {
     let version = controller.ver;
-    Check::ok(
+    DoctorCheck::ok(
         "drive.model",
         format!(
             "{}, serial {}, firmware {}, NVMe {}.{}.{}",
@@ -232,10 +233,10 @@ fn model(controller: &IdentifyController) -> Check {
     )
 }
 
-fn health(health: Option<&SmartHealth>) -> Check {
+fn health(health: Option<&SmartHealth>) -> DoctorCheck {
     const NAME: &str = "drive.health";
     let Some(health) = health else {
-        return Check::not_checked(NAME, "the drive does not return its health log");
+        return DoctorCheck::not_checked(NAME, "the drive does not return its health log");
     };
     let warning = health.critical_warning;
     let critical: Vec<&str> = [
@@ -262,25 +263,30 @@ fn health(health: Option<&SmartHealth>) -> Check {
         health.percentage_used, health.available_spare
     );
     if !critical.is_empty() {
-        return Check::new(
+        return DoctorCheck::new(
             NAME,
-            Outcome::Problem,
+            CheckOutcome::Problem,
             format!("{}; {figures}", critical.join(", ")),
         )
         .remedy("replace the drive, or cool it if the temperature alone is reported");
     }
     if health.percentage_used >= WORN || media_errors > 0 {
-        return Check::new(NAME, Outcome::Warning, figures).remedy("plan to replace the drive");
+        return DoctorCheck::new(NAME, CheckOutcome::Warning, figures)
+            .remedy("plan to replace the drive");
     }
-    Check::ok(NAME, figures)
+    DoctorCheck::ok(NAME, figures)
 }
 
-fn queue_pairs(pairs: Option<u16>) -> Check {
+fn queue_pairs(pairs: Option<u16>) -> DoctorCheck {
     const NAME: &str = "drive.queue_pairs";
     match pairs {
-        None => Check::not_checked(NAME, "the drive does not report them"),
-        Some(1) => Check::new(NAME, Outcome::Warning, "1: all functions share it in turn"),
-        Some(pairs) => Check::ok(
+        None => DoctorCheck::not_checked(NAME, "the drive does not report them"),
+        Some(1) => DoctorCheck::new(
+            NAME,
+            CheckOutcome::Warning,
+            "1: all functions share it in turn",
+        ),
+        Some(pairs) => DoctorCheck::ok(
             NAME,
             format!("{pairs}; guests' queues beyond that share pairs in turn"),
         ),
@@ -288,12 +294,12 @@ fn queue_pairs(pairs: Option<u16>) -> Check {
 }
 
 /// Most bytes of one command.
-fn transfer(controller: &IdentifyController) -> Check {
+fn transfer(controller: &IdentifyController) -> DoctorCheck {
     const NAME: &str = "drive.transfer";
     let bytes = 1_u64
         .checked_shl((controller.mdts.saturating_add(PAGE_SHIFT)).into())
         .filter(|_| controller.mdts > 0);
-    Check::ok(
+    DoctorCheck::ok(
         NAME,
         match bytes {
             Some(bytes) if bytes < 1 << 20 => format!(
@@ -306,12 +312,12 @@ fn transfer(controller: &IdentifyController) -> Check {
     )
 }
 
-fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> Check {
+fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> DoctorCheck {
     let name = format!("drive.namespace.{}", nsid.0);
     let Some(format) = namespace.current_lba_format() else {
-        return Check::new(
+        return DoctorCheck::new(
             name,
-            Outcome::Problem,
+            CheckOutcome::Problem,
             "its LBA format is not one that it lists",
         );
     };
@@ -340,11 +346,11 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> Check {
         others.join(", ")
     );
     if metadata == 0 && matches!(shift, 9 | 12) && size.is_some() {
-        return Check::ok(name, finding);
+        return DoctorCheck::ok(name, finding);
     }
-    Check::new(
+    DoctorCheck::new(
         name,
-        Outcome::Problem,
+        CheckOutcome::Problem,
         format!("{finding}; it cannot be served"),
     )
     .remedy(
@@ -367,17 +373,20 @@ fn not_zeroes(namespaces: &[(Nsid, IdentifyNamespace)]) -> Vec<String> {
     others.map(|(nsid, _)| nsid.0.to_string()).collect()
 }
 
-fn wiping(controller: &IdentifyController, namespaces: &[(Nsid, IdentifyNamespace)]) -> Check {
+fn wiping(
+    controller: &IdentifyController,
+    namespaces: &[(Nsid, IdentifyNamespace)],
+) -> DoctorCheck {
     const NAME: &str = "drive.wiping";
     if !controller.oncs.write_zeroes() {
-        return Check::new(
+        return DoctorCheck::new(
             NAME,
-            Outcome::Warning,
+            CheckOutcome::Warning,
             "no Write Zeroes: data of a former tenant cannot be erased",
         )
         .remedy("give ranges to one tenant alone, or erase them by other means and use data=keep");
     }
-    Check::ok(
+    DoctorCheck::ok(
         NAME,
         match not_zeroes(namespaces).is_empty() {
             true => "Write Zeroes, and deallocated blocks read as zeroes: wipes are fast",
@@ -389,13 +398,13 @@ fn wiping(controller: &IdentifyController, namespaces: &[(Nsid, IdentifyNamespac
 fn deallocation(
     controller: &IdentifyController,
     namespaces: &[(Nsid, IdentifyNamespace)],
-) -> Check {
+) -> DoctorCheck {
     const NAME: &str = "drive.deallocate";
     if !controller.oncs.dsm() {
-        return Check::ok(NAME, "no Dataset Management: guests cannot discard");
+        return DoctorCheck::ok(NAME, "no Dataset Management: guests cannot discard");
     }
     let others = not_zeroes(namespaces);
-    Check::ok(
+    DoctorCheck::ok(
         NAME,
         match others.is_empty() {
             true => "guests can discard, and deallocated blocks read as zeroes".to_owned(),
@@ -407,16 +416,19 @@ fn deallocation(
     )
 }
 
-fn copying(controller: &IdentifyController, namespaces: &[(Nsid, IdentifyNamespace)]) -> Check {
+fn copying(
+    controller: &IdentifyController,
+    namespaces: &[(Nsid, IdentifyNamespace)],
+) -> DoctorCheck {
     const NAME: &str = "drive.copy";
     if !controller.oncs.copy() || controller.cdfs & 1 == 0 {
-        return Check::ok(NAME, "no Copy of format 0");
+        return DoctorCheck::ok(NAME, "no Copy of format 0");
     }
     let blocks = namespaces
         .iter()
         .map(|(_, namespace)| namespace.mcl.min(namespace.mssrl.into()))
         .min();
-    Check::ok(
+    DoctorCheck::ok(
         NAME,
         match blocks {
             Some(0) => "Copy whose limits are 0, which guests are not offered".to_owned(),
@@ -426,7 +438,7 @@ fn copying(controller: &IdentifyController, namespaces: &[(Nsid, IdentifyNamespa
     )
 }
 
-fn commands(controller: &IdentifyController) -> Check {
+fn commands(controller: &IdentifyController) -> DoctorCheck {
     let oncs = controller.oncs;
     let (there, missing): (Vec<_>, Vec<_>) = [
         (oncs.compare(), "Compare"),
@@ -445,14 +457,14 @@ fn commands(controller: &IdentifyController) -> Check {
             names.join(", ")
         }
     };
-    Check::ok(
+    DoctorCheck::ok(
         "drive.commands",
         format!("optional: {}; missing: {}", list(there), list(missing)),
     )
 }
 
-fn sgl(controller: &IdentifyController) -> Check {
-    Check::ok(
+fn sgl(controller: &IdentifyController) -> DoctorCheck {
+    DoctorCheck::ok(
         "drive.sgl",
         match controller.sgls.support() {
             0 => "no SGLs",
@@ -462,8 +474,8 @@ fn sgl(controller: &IdentifyController) -> Check {
     )
 }
 
-fn doorbells(controller: &IdentifyController) -> Check {
-    Check::ok(
+fn doorbells(controller: &IdentifyController) -> DoctorCheck {
+    DoctorCheck::ok(
         "drive.doorbell_buffer",
         match controller.oacs.doorbell_buffer_config() {
             true => "shadow doorbells: an emulated drive",
@@ -472,8 +484,8 @@ fn doorbells(controller: &IdentifyController) -> Check {
     )
 }
 
-fn cache(controller: &IdentifyController) -> Check {
-    Check::ok(
+fn cache(controller: &IdentifyController) -> DoctorCheck {
+    DoctorCheck::ok(
         "drive.write_cache",
         match controller.vwc.present() {
             true => "volatile: guests see one, and their Flush reaches the drive",
@@ -482,12 +494,12 @@ fn cache(controller: &IdentifyController) -> Check {
     )
 }
 
-fn arbitration(arbitration: ArbitrationDescription) -> Check {
+fn arbitration(arbitration: ArbitrationDescription) -> DoctorCheck {
     let ArbitrationDescription {
         has_weighted,
         is_weighted,
     } = arbitration;
-    Check::ok(
+    DoctorCheck::ok(
         "drive.arbitration",
         match (is_weighted, has_weighted) {
             (true, _) => "weighted round robin, which is in use",
@@ -499,14 +511,14 @@ fn arbitration(arbitration: ArbitrationDescription) -> Check {
     )
 }
 
-fn controller_memory(is_there: Option<bool>) -> Check {
+fn controller_memory(is_there: Option<bool>) -> DoctorCheck {
     const NAME: &str = "drive.controller_memory";
     match is_there {
-        Some(true) => Check::ok(
+        Some(true) => DoctorCheck::ok(
             NAME,
             "a Controller Memory Buffer, which nvme-mpt does not use",
         ),
-        Some(false) => Check::ok(NAME, "no Controller Memory Buffer"),
-        None => Check::not_checked(NAME, "the drive's registers cannot be read"),
+        Some(false) => DoctorCheck::ok(NAME, "no Controller Memory Buffer"),
+        None => DoctorCheck::not_checked(NAME, "the drive's registers cannot be read"),
     }
 }

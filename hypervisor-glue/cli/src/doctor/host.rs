@@ -9,9 +9,9 @@ use nvme_mpt_vmm::report::chain;
 use nvme_vfio::function::{HostRoot, VFIO_PCI};
 use rustix::fs::Access;
 
-use super::report::{Check, Outcome};
+use super::report::{CheckOutcome, DoctorCheck};
 use crate::control::{ControlError, query_stats};
-use crate::stats::KeeperState;
+use crate::stats::SupervisorStatus;
 
 /// Oldest kernel that the tests run on.
 const OLDEST_KERNEL: (u32, u32) = (6, 1);
@@ -28,7 +28,7 @@ const CAP_SYS_ADMIN: u32 = 21;
 
 /// The host, as this process sees it.
 #[derive(Clone, Debug)]
-pub struct Host {
+pub struct DoctorHost {
     /// Root of the kernel's file systems.
     pub root: HostRoot,
     /// Folder with the ledger of leases.
@@ -37,10 +37,10 @@ pub struct Host {
     pub physical: bool,
 }
 
-impl Host {
+impl DoctorHost {
     /// Makes all checks of the host.
     #[must_use]
-    pub fn checks(&self) -> Vec<Check> {
+    pub fn checks(&self) -> Vec<DoctorCheck> {
         vec![
             self.kernel(),
             self.io_uring(),
@@ -66,47 +66,48 @@ impl Host {
     }
 
     /// Outcome of a check that physical drives depend on.
-    fn unmet(&self) -> Outcome {
+    fn unmet(&self) -> CheckOutcome {
         match self.physical {
-            true => Outcome::Problem,
-            false => Outcome::Warning,
+            true => CheckOutcome::Problem,
+            false => CheckOutcome::Warning,
         }
     }
 
-    fn kernel(&self) -> Check {
+    fn kernel(&self) -> DoctorCheck {
         const NAME: &str = "host.kernel";
         let Some(release) = self.proc("sys/kernel/osrelease") else {
-            return Check::not_checked(NAME, "the kernel does not report its release");
+            return DoctorCheck::not_checked(NAME, "the kernel does not report its release");
         };
         let mut numbers = release
             .split(|c: char| !c.is_ascii_digit())
             .map_while(|number| number.parse::<u32>().ok());
         let version = (numbers.next(), numbers.next());
         let (Some(major), Some(minor)) = version else {
-            return Check::not_checked(NAME, format!("a release of unknown form: {release}"));
+            return DoctorCheck::not_checked(NAME, format!("a release of unknown form: {release}"));
         };
         let finding = format!("Linux {release}");
         if (major, minor) >= OLDEST_KERNEL {
-            return Check::ok(NAME, finding);
+            return DoctorCheck::ok(NAME, finding);
         }
         let (major, minor) = OLDEST_KERNEL;
-        Check::new(NAME, Outcome::Warning, finding).remedy(format!(
+        DoctorCheck::new(NAME, CheckOutcome::Warning, finding).remedy(format!(
             "use Linux {major}.{minor} or newer, as the tests do"
         ))
     }
 
-    fn io_uring(&self) -> Check {
+    fn io_uring(&self) -> DoctorCheck {
         const NAME: &str = "host.io_uring";
         let Some(text) = self.proc("sys/kernel/io_uring_disabled") else {
-            return Check::ok(NAME, "allowed; the kernel has no switch for it");
+            return DoctorCheck::ok(NAME, "allowed; the kernel has no switch for it");
         };
         let lost = "files and block devices cannot be drives; physical drives can";
         let refused = |finding| {
-            Check::new(NAME, Outcome::Warning, finding).remedy("sysctl kernel.io_uring_disabled=0")
+            DoctorCheck::new(NAME, CheckOutcome::Warning, finding)
+                .remedy("sysctl kernel.io_uring_disabled=0")
         };
         match text.as_str() {
-            "0" => Check::ok(NAME, "allowed"),
-            "1" if self.is_capable(CAP_SYS_ADMIN) => Check::ok(
+            "0" => DoctorCheck::ok(NAME, "allowed"),
+            "1" if self.is_capable(CAP_SYS_ADMIN) => DoctorCheck::ok(
                 NAME,
                 "allowed for this user, as kernel.io_uring_disabled is 1",
             ),
@@ -114,14 +115,14 @@ impl Host {
                 "kernel.io_uring_disabled is 1, which refuses it to most users: {lost}"
             )),
             "2" => refused(format!("kernel.io_uring_disabled is 2: {lost}")),
-            other => Check::not_checked(
+            other => DoctorCheck::not_checked(
                 NAME,
                 format!("kernel.io_uring_disabled has an unknown value: {other}"),
             ),
         }
     }
 
-    fn iommu(&self) -> Check {
+    fn iommu(&self) -> DoctorCheck {
         const NAME: &str = "host.iommu";
         let groups = names(&self.root.sys.join("kernel/iommu_groups"));
         let units = names(&self.root.sys.join("class/iommu"));
@@ -130,19 +131,19 @@ impl Host {
                 true => String::new(),
                 false => format!(" by {}", units.join(", ")),
             };
-            return Check::ok(NAME, format!("on: {} IOMMU groups{units}", groups.len()));
+            return DoctorCheck::ok(NAME, format!("on: {} IOMMU groups{units}", groups.len()));
         }
         let finding = match units.is_empty() {
             true => "no IOMMU: physical drives cannot be served",
             false => "the IOMMU makes no groups: physical drives cannot be served",
         };
-        Check::new(NAME, self.unmet(), finding).remedy(
+        DoctorCheck::new(NAME, self.unmet(), finding).remedy(
             "enable VT-d, AMD-Vi or SMMU in the firmware's setup, and on Intel hosts add intel_iommu=on to the kernel's \
              command line",
         )
     }
 
-    fn vfio_pci(&self) -> Check {
+    fn vfio_pci(&self) -> DoctorCheck {
         const NAME: &str = "host.vfio_pci";
         match self
             .root
@@ -151,20 +152,20 @@ impl Host {
             .join(VFIO_PCI)
             .exists()
         {
-            true => Check::ok(NAME, "the driver vfio-pci is loaded"),
-            false => Check::new(NAME, self.unmet(), "the driver vfio-pci is not loaded")
+            true => DoctorCheck::ok(NAME, "the driver vfio-pci is loaded"),
+            false => DoctorCheck::new(NAME, self.unmet(), "the driver vfio-pci is not loaded")
                 .remedy("modprobe vfio-pci"),
         }
     }
 
-    fn vfio_type1(&self) -> Check {
+    fn vfio_type1(&self) -> DoctorCheck {
         const NAME: &str = "host.vfio_iommu_type1";
         if !self.root.sys.join("module/vfio_iommu_type1").exists() {
-            return Check::new(NAME, self.unmet(), "the module is not loaded")
+            return DoctorCheck::new(NAME, self.unmet(), "the module is not loaded")
                 .remedy("modprobe vfio_iommu_type1");
         }
         let limit = self.sys("module/vfio_iommu_type1/parameters/dma_entry_limit");
-        Check::ok(
+        DoctorCheck::ok(
             NAME,
             match limit {
                 Some(limit) => format!("loaded; a drive takes {limit} mappings for all its VMs"),
@@ -173,61 +174,67 @@ impl Host {
         )
     }
 
-    fn vfio_device(&self) -> Check {
+    fn vfio_device(&self) -> DoctorCheck {
         const NAME: &str = "host.vfio_device";
         let path = self.root.dev.join("vfio/vfio");
         self.accessible(NAME, &path, self.unmet(), "modprobe vfio_iommu_type1")
     }
 
-    fn kvm(&self) -> Check {
+    fn kvm(&self) -> DoctorCheck {
         const NAME: &str = "host.kvm";
         let path = self.root.dev.join("kvm");
         let remedy = "enable virtualisation in the firmware's setup, and load kvm_intel or kvm_amd";
-        self.accessible(NAME, &path, Outcome::Warning, remedy)
+        self.accessible(NAME, &path, CheckOutcome::Warning, remedy)
     }
 
     /// Checks that this user may read and write a device's file.
-    fn accessible(&self, name: &str, path: &Path, unmet: Outcome, to_have_it: &str) -> Check {
+    fn accessible(
+        &self,
+        name: &str,
+        path: &Path,
+        unmet: CheckOutcome,
+        to_have_it: &str,
+    ) -> DoctorCheck {
         let shown = path.display();
         match rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK) {
-            Ok(()) => Check::ok(name, format!("{shown} can be read and written")),
+            Ok(()) => DoctorCheck::ok(name, format!("{shown} can be read and written")),
             Err(_) if !path.exists() => {
-                Check::new(name, unmet, format!("{shown} does not exist")).remedy(to_have_it)
+                DoctorCheck::new(name, unmet, format!("{shown} does not exist")).remedy(to_have_it)
             }
-            Err(error) => Check::new(name, unmet, format!("{shown} cannot be used: {error}"))
+            Err(error) => DoctorCheck::new(name, unmet, format!("{shown} cannot be used: {error}"))
                 .remedy(format!(
                     "run as root, or let a group of this user have it: chgrp GROUP {shown} && chmod g+rw {shown}"
                 )),
         }
     }
 
-    fn locked_memory(&self) -> Check {
+    fn locked_memory(&self) -> DoctorCheck {
         const NAME: &str = "host.locked_memory";
         if self.is_capable(CAP_IPC_LOCK) {
-            return Check::ok(NAME, "without a limit for this user (CAP_IPC_LOCK)");
+            return DoctorCheck::ok(NAME, "without a limit for this user (CAP_IPC_LOCK)");
         }
         let Some(limits) = self.limit("Max locked memory") else {
-            return Check::not_checked(NAME, "the kernel does not report the limit");
+            return DoctorCheck::not_checked(NAME, "the kernel does not report the limit");
         };
         let limit = match limits.0 {
-            None => return Check::ok(NAME, "without a limit"),
+            None => return DoctorCheck::ok(NAME, "without a limit"),
             Some(limit) => limit,
         };
         let memory = self.total_memory();
         let enough = memory.is_some_and(|memory| limit >= memory);
         if enough {
-            return Check::ok(NAME, format!("{}, all memory of this host", Bytes(limit)));
+            return DoctorCheck::ok(NAME, format!("{}, all memory of this host", Bytes(limit)));
         }
         let outcome = match limit < LOCKED_BESIDES {
             true => self.unmet(),
-            false => Outcome::Warning,
+            false => CheckOutcome::Warning,
         };
         let finding = format!(
             "{} may be locked; the memory of all VMs on a physical drive is, and {} besides",
             Bytes(limit),
             Bytes(LOCKED_BESIDES)
         );
-        Check::new(NAME, outcome, finding)
+        DoctorCheck::new(NAME, outcome, finding)
             .remedy("ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit")
     }
 
@@ -240,24 +247,24 @@ impl Host {
         kib.checked_mul(1024)
     }
 
-    fn descriptors(&self) -> Check {
+    fn descriptors(&self) -> DoctorCheck {
         const NAME: &str = "host.descriptors";
         let Some((soft, hard)) = self.limit("Max open files") else {
-            return Check::not_checked(NAME, "the kernel does not report the limit");
+            return DoctorCheck::not_checked(NAME, "the kernel does not report the limit");
         };
         let shown = |limit: Option<u64>| {
             limit.map_or("without a limit".to_owned(), |limit| limit.to_string())
         };
         let finding = format!("{} (at most {})", shown(soft), shown(hard));
         if soft.is_none_or(|soft| soft >= DESCRIPTORS) {
-            return Check::ok(NAME, finding);
+            return DoctorCheck::ok(NAME, finding);
         }
         let finding = format!("{finding}: few for a server with many functions");
-        Check::new(NAME, Outcome::Warning, finding)
+        DoctorCheck::new(NAME, CheckOutcome::Warning, finding)
             .remedy("ulimit -n 524288, or LimitNOFILE=524288 in the unit")
     }
 
-    fn huge_pages(&self) -> Check {
+    fn huge_pages(&self) -> DoctorCheck {
         const NAME: &str = "host.huge_pages";
         let folder = "kernel/mm/hugepages";
         let mut sizes = Vec::new();
@@ -280,30 +287,30 @@ impl Host {
             .as_deref()
             .and_then(|text| Some(text.split_once('[')?.1.split_once(']')?.0));
         match choice {
-            Some("never") => Check::new(
+            Some("never") => DoctorCheck::new(
                 NAME,
-                Outcome::Warning,
+                CheckOutcome::Warning,
                 format!(
                     "{reserved}; transparent huge pages are off, so mapping a large VM takes long"
                 ),
             )
             .remedy("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"),
-            Some(choice) => Check::ok(NAME, format!("{reserved}; transparent: {choice}")),
-            None => Check::ok(NAME, reserved),
+            Some(choice) => DoctorCheck::ok(NAME, format!("{reserved}; transparent: {choice}")),
+            None => DoctorCheck::ok(NAME, reserved),
         }
     }
 
-    fn state_folder(&self) -> Check {
+    fn state_folder(&self) -> DoctorCheck {
         const NAME: &str = "host.state_folder";
         let folder = &self.state_dir;
         let shown = folder.display();
         let writable = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
         if folder.is_dir() {
             return match rustix::fs::access(folder, writable) {
-                Ok(()) => Check::ok(NAME, format!("{shown} can be written")),
-                Err(error) => Check::new(
+                Ok(()) => DoctorCheck::ok(NAME, format!("{shown} can be written")),
+                Err(error) => DoctorCheck::new(
                     NAME,
-                    Outcome::Problem,
+                    CheckOutcome::Problem,
                     format!("{shown} cannot be written: {error}"),
                 )
                 .remedy("run as its owner or as root, or choose another folder with --state-dir"),
@@ -311,20 +318,20 @@ impl Host {
         }
         let elsewhere = "run as root, or choose another folder with --state-dir";
         if folder.exists() {
-            return Check::new(NAME, Outcome::Problem, format!("{shown} is no folder"))
+            return DoctorCheck::new(NAME, CheckOutcome::Problem, format!("{shown} is no folder"))
                 .remedy(elsewhere);
         }
         let nearest = folder.ancestors().skip(1).find(|parent| parent.exists());
         // A relative path may have no other folder.
         let parent = nearest.unwrap_or(Path::new("."));
         match rustix::fs::access(parent, writable) {
-            Ok(()) if parent.is_dir() => Check::ok(
+            Ok(()) if parent.is_dir() => DoctorCheck::ok(
                 NAME,
                 format!("{shown} does not exist yet; the first server makes it"),
             ),
-            _ => Check::new(
+            _ => DoctorCheck::new(
                 NAME,
-                Outcome::Problem,
+                CheckOutcome::Problem,
                 format!(
                     "{shown} does not exist and cannot be made in {}",
                     parent.display()
@@ -335,21 +342,21 @@ impl Host {
     }
 
     /// The keeper of the server with the control socket of the state folder.
-    fn keeper(&self) -> Check {
+    fn keeper(&self) -> DoctorCheck {
         const NAME: &str = "server.keeper";
         match query_stats(&self.state_dir.join(CONTROL_SOCKET)).map(|stats| stats.keeper) {
-            Err(ControlError::NoServer { .. }) => Check::ok(NAME, "no server runs"),
-            Err(error) => Check::not_checked(NAME, chain(&error)),
-            Ok(KeeperState::Runs) => Check::ok(NAME, "VMs on vfio-user outlive the server"),
-            Ok(KeeperState::None) => Check::new(
+            Err(ControlError::NoServer { .. }) => DoctorCheck::ok(NAME, "no server runs"),
+            Err(error) => DoctorCheck::not_checked(NAME, chain(&error)),
+            Ok(SupervisorStatus::Runs) => DoctorCheck::ok(NAME, "VMs on vfio-user outlive the server"),
+            Ok(SupervisorStatus::None) => DoctorCheck::new(
                 NAME,
-                Outcome::Warning,
+                CheckOutcome::Warning,
                 "the server has no keeper: VMs on vfio-user lose their drives when it ends",
             )
             .remedy("start it by `nvme-mpt keep`, or by systemd with resources/nvme-mpt.service"),
-            Ok(KeeperState::Ended) => Check::new(
+            Ok(SupervisorStatus::Ended) => DoctorCheck::new(
                 NAME,
-                Outcome::Problem,
+                CheckOutcome::Problem,
                 "the server's keeper has ended: VMs on vfio-user lose their drives if the server dies",
             )
             .remedy("start another keeper with `nvme-mpt keep --adopt -- nvme-mpt serve ...`"),

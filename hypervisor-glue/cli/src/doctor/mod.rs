@@ -3,7 +3,7 @@
 //! [`examine`] changes nothing. A drive that `vfio-pci` has and no process uses is taken into use for a moment, which resets it
 //! and leaves its data alone. All that is read from the host's kernel may be any text, and none of it ends the checks.
 //!
-//! [`Report::try_out`] overwrites a namespace that was given up for it: see [`scratch`].
+//! [`DoctorReport::try_out`] overwrites a namespace that was given up for it: see [`scratch`].
 
 mod drive;
 mod host;
@@ -16,46 +16,46 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::report::chain;
 use nvme_vfio::function::{PciAddress, PciFunction, VFIO_PCI};
-use nvme_vfio::{ControllerOptions, Description, VfioBacking, VfioController};
+use nvme_vfio::{ControllerOptions, DriveDescription, VfioBacking, VfioController};
 
-pub use host::Host;
-pub use report::{Check, Outcome, Report, Section};
+pub use host::DoctorHost;
+pub use report::{CheckOutcome, DoctorCheck, DoctorReport, ReportSection};
 
 /// Examines a host, and a drive if there is an address.
 #[must_use]
-pub fn examine(host: &Host, address: Option<PciAddress>) -> Report {
-    let mut sections = vec![Section {
+pub fn examine(host: &DoctorHost, address: Option<PciAddress>) -> DoctorReport {
+    let mut sections = vec![ReportSection {
         subject: "Host".to_owned(),
         checks: host.checks(),
     }];
     if let Some(address) = address {
-        sections.push(Section {
+        sections.push(ReportSection {
             subject: format!("Drive {address}"),
             checks: drive_checks(host, address, |function| describe(host, function)),
         });
     }
-    Report {
+    DoctorReport {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         time: format!("{:.0}", Timestamp::now()),
         sections,
     }
 }
 
-impl Report {
+impl DoctorReport {
     /// Tries a namespace out, whose data `consent` gives up, and appends the checks. Each measurement takes `time`.
     ///
     /// Nothing is done while the drive has problems.
     pub fn try_out(
         &mut self,
-        host: &Host,
+        host: &DoctorHost,
         path: &DrivePath,
         nsid: u32,
         time: Duration,
-        consent: &mut scratch::Consent<'_>,
+        consent: &mut scratch::ErasureConsent<'_>,
     ) {
         const NAME: &str = "scratch.setup";
         let drive = self
@@ -63,18 +63,18 @@ impl Report {
             .iter()
             .skip(1)
             .flat_map(|section| &section.checks);
-        let problems = drive.filter(|check| check.outcome == Outcome::Problem);
+        let problems = drive.filter(|check| check.outcome == CheckOutcome::Problem);
         let checks = match problems.count() {
             0 => match scratch::try_out(host, path, nsid, time, consent) {
                 Ok(checks) => checks,
                 Err(error @ scratch::ScratchError::NotConfirmed) => {
-                    vec![Check::not_checked(NAME, chain(&error))]
+                    vec![DoctorCheck::not_checked(NAME, chain(&error))]
                 }
-                Err(error) => vec![Check::new(NAME, Outcome::Problem, chain(&error))],
+                Err(error) => vec![DoctorCheck::new(NAME, CheckOutcome::Problem, chain(&error))],
             },
-            _ => vec![Check::not_checked(NAME, "the drive has problems")],
+            _ => vec![DoctorCheck::not_checked(NAME, "the drive has problems")],
         };
-        self.sections.push(Section {
+        self.sections.push(ReportSection {
             subject: format!("Namespace {nsid} of {path}"),
             checks,
         });
@@ -83,16 +83,16 @@ impl Report {
 
 /// Checks a drive, whose description `describe` returns or says why there is none.
 fn drive_checks(
-    host: &Host,
+    host: &DoctorHost,
     address: PciAddress,
-    describe: impl FnOnce(&PciFunction) -> Result<Description, String>,
-) -> Vec<Check> {
+    describe: impl FnOnce(&PciFunction) -> Result<DriveDescription, String>,
+) -> Vec<DoctorCheck> {
     let function = match PciFunction::find(&host.root, address) {
         Ok(function) => function,
         Err(error) => {
-            return vec![Check::new(
+            return vec![DoctorCheck::new(
                 "drive.function",
-                Outcome::Problem,
+                CheckOutcome::Problem,
                 chain(&error),
             )];
         }
@@ -103,13 +103,13 @@ fn drive_checks(
     }
     match describe(&function) {
         Ok(description) => checks.extend(drive::described(&description)),
-        Err(reason) => checks.push(Check::not_checked("drive.model", reason)),
+        Err(reason) => checks.push(DoctorCheck::not_checked("drive.model", reason)),
     }
     checks
 }
 
 /// Asks a drive to describe itself, through the driver that it has.
-fn describe(host: &Host, function: &PciFunction) -> Result<Description, String> {
+fn describe(host: &DoctorHost, function: &PciFunction) -> Result<DriveDescription, String> {
     if let Some(controller) = &function.controller {
         return controller
             .describe(&host.root)
@@ -126,7 +126,7 @@ fn describe(host: &Host, function: &PciFunction) -> Result<Description, String> 
     let controller = VfioController::open(
         Arc::new(backing),
         ControllerOptions::default(),
-        &Threads::default(),
+        &ThreadSpawner::default(),
     );
     let controller = controller.map_err(|error| chain(&error))?;
     controller.describe().map_err(|error| chain(&error))

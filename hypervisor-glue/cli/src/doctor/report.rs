@@ -4,11 +4,11 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use crate::table::Table;
+use crate::table::TextTable;
 
 /// Outcome of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum CheckOutcome {
     /// Nothing to do.
     Ok,
     /// It works, with a drawback.
@@ -19,7 +19,7 @@ pub enum Outcome {
     NotChecked,
 }
 
-impl Outcome {
+impl CheckOutcome {
     /// Its name, in text and in JSON.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -32,7 +32,7 @@ impl Outcome {
     }
 }
 
-impl Serialize for Outcome {
+impl Serialize for CheckOutcome {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name())
     }
@@ -40,21 +40,21 @@ impl Serialize for Outcome {
 
 /// A check, and its result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Check {
+pub struct DoctorCheck {
     /// Name that stays the same from version to version, as in `host.iommu`.
     pub name: String,
     /// Outcome.
-    pub outcome: Outcome,
+    pub outcome: CheckOutcome,
     /// Observation, with its value.
     pub finding: String,
     /// Step that changes the outcome, with a command where there is one.
     pub remedy: Option<String>,
 }
 
-impl Check {
+impl DoctorCheck {
     /// A check without a remedy.
     #[must_use]
-    pub fn new(name: impl Into<String>, outcome: Outcome, finding: impl Into<String>) -> Self {
+    pub fn new(name: impl Into<String>, outcome: CheckOutcome, finding: impl Into<String>) -> Self {
         Self {
             name: name.into(),
             outcome,
@@ -66,13 +66,13 @@ impl Check {
     /// A check that found nothing to do.
     #[must_use]
     pub fn ok(name: impl Into<String>, finding: impl Into<String>) -> Self {
-        Self::new(name, Outcome::Ok, finding)
+        Self::new(name, CheckOutcome::Ok, finding)
     }
 
     /// A check that could not be made.
     #[must_use]
     pub fn not_checked(name: impl Into<String>, reason: impl Into<String>) -> Self {
-        Self::new(name, Outcome::NotChecked, reason)
+        Self::new(name, CheckOutcome::NotChecked, reason)
     }
 
     /// The same check, with a remedy.
@@ -85,28 +85,28 @@ impl Check {
 
 /// Checks of one subject.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Section {
+pub struct ReportSection {
     /// Subject, as in `Host`.
     pub subject: String,
     /// Its checks.
-    pub checks: Vec<Check>,
+    pub checks: Vec<DoctorCheck>,
 }
 
 /// All that `nvme-mpt doctor` found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Report {
+pub struct DoctorReport {
     /// Version of the program.
     pub version: String,
     /// Moment of the report.
     pub time: String,
     /// The sections, in the order of the checks.
-    pub sections: Vec<Section>,
+    pub sections: Vec<ReportSection>,
 }
 
-impl Report {
+impl DoctorReport {
     /// Returns the number of checks with an outcome.
     #[must_use]
-    pub fn count(&self, outcome: Outcome) -> usize {
+    pub fn count(&self, outcome: CheckOutcome) -> usize {
         let checks = self.sections.iter().flat_map(|section| &section.checks);
         checks.filter(|check| check.outcome == outcome).count()
     }
@@ -118,7 +118,7 @@ fn printable(text: &str) -> String {
     text.chars().map(clean).collect()
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for DoctorReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             version,
@@ -127,9 +127,9 @@ impl fmt::Display for Report {
         } = self;
         writeln!(f, "nvme-mpt {version}, {time}")?;
         // One table for all, so that the columns of all sections are equally wide.
-        let mut table = Table::of_text();
+        let mut table = TextTable::of_text();
         let mut lines = Vec::new();
-        for Section { checks, .. } in sections {
+        for ReportSection { checks, .. } in sections {
             for check in checks {
                 table.row(vec![
                     check.name.clone(),
@@ -146,16 +146,19 @@ impl fmt::Display for Report {
         let text = table.to_string();
         let mut rows = text.lines();
         let mut lines = lines.into_iter();
-        for Section { subject, checks } in sections {
+        for ReportSection { subject, checks } in sections {
             writeln!(f, "\n{}", printable(subject))?;
             let count = lines.by_ref().take(checks.len()).sum();
             for row in rows.by_ref().take(count) {
                 writeln!(f, "{row}")?;
             }
         }
-        let [problems, warnings, not_checked] =
-            [Outcome::Problem, Outcome::Warning, Outcome::NotChecked]
-                .map(|outcome| self.count(outcome));
+        let [problems, warnings, not_checked] = [
+            CheckOutcome::Problem,
+            CheckOutcome::Warning,
+            CheckOutcome::NotChecked,
+        ]
+        .map(|outcome| self.count(outcome));
         writeln!(
             f,
             "\nproblems: {problems}, warnings: {warnings}, not checked: {not_checked}"
@@ -167,21 +170,22 @@ impl fmt::Display for Report {
 mod tests {
     use super::*;
 
-    fn report() -> Report {
-        Report {
+    fn report() -> DoctorReport {
+        DoctorReport {
             version: "1.0.0".to_owned(),
             time: "2026-01-01T00:00:00Z".to_owned(),
             sections: vec![
-                Section {
+                ReportSection {
                     subject: "Host".to_owned(),
                     checks: vec![
-                        Check::ok("host.kernel", "Linux 6.12"),
-                        Check::new("host.iommu", Outcome::Problem, "no\nIOMMU").remedy("enable it"),
+                        DoctorCheck::ok("host.kernel", "Linux 6.12"),
+                        DoctorCheck::new("host.iommu", CheckOutcome::Problem, "no\nIOMMU")
+                            .remedy("enable it"),
                     ],
                 },
-                Section {
+                ReportSection {
                     subject: "Drive".to_owned(),
-                    checks: vec![Check::not_checked("drive.health", "served")],
+                    checks: vec![DoctorCheck::not_checked("drive.health", "served")],
                 },
             ],
         }

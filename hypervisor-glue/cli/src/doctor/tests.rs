@@ -102,7 +102,7 @@ const FILES: &[(&str, &str)] = &[
 
 struct Folder {
     folder: tempfile::TempDir,
-    host: Host,
+    host: DoctorHost,
 }
 
 impl Folder {
@@ -110,7 +110,7 @@ impl Folder {
     fn new(driver: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        let host = Host {
+        let host = DoctorHost {
             root: HostRoot {
                 sys: at("sys"),
                 proc: at("proc"),
@@ -168,7 +168,7 @@ impl Folder {
         }
     }
 
-    fn checks(&self) -> Vec<Check> {
+    fn checks(&self) -> Vec<DoctorCheck> {
         let mut checks = self.host.checks();
         let drive = drive_checks(&self.host, ADDRESS.parse().unwrap(), |_| Ok(description()));
         checks.extend(drive);
@@ -176,13 +176,13 @@ impl Folder {
     }
 
     #[track_caller]
-    fn expect(&self, name: &str, outcome: Outcome, finding: &str, remedy: &str) {
+    fn expect(&self, name: &str, outcome: CheckOutcome, finding: &str, remedy: &str) {
         expect(&self.checks(), name, outcome, finding, remedy);
     }
 }
 
 #[track_caller]
-fn expect(checks: &[Check], name: &str, outcome: Outcome, finding: &str, remedy: &str) {
+fn expect(checks: &[DoctorCheck], name: &str, outcome: CheckOutcome, finding: &str, remedy: &str) {
     let check = checks.iter().find(|check| check.name == name);
     let check = check.unwrap_or_else(|| panic!("no {name} in {checks:#?}"));
     assert_eq!(check.outcome, outcome, "{check:?}");
@@ -193,7 +193,7 @@ fn expect(checks: &[Check], name: &str, outcome: Outcome, finding: &str, remedy:
 }
 
 /// A healthy drive with all optional commands.
-fn description() -> Description {
+fn description() -> DriveDescription {
     let mut controller = IdentifyController::new_zeroed();
     controller.mn[..7].copy_from_slice(b"A drive");
     controller.sn[..2].copy_from_slice(b"S1");
@@ -213,7 +213,7 @@ fn description() -> Description {
     let mut health = SmartHealth::new_zeroed();
     health.composite_temperature.set(310);
     health.available_spare = 100;
-    Description {
+    DriveDescription {
         controller,
         namespaces: vec![(Nsid(1), namespace)],
         health: Some(health),
@@ -231,7 +231,7 @@ fn all_is_well_on_a_host_and_a_drive_as_they_should_be() {
     let folder = Folder::new("vfio-pci");
     let checks = folder.checks();
     for check in &checks {
-        assert_eq!(check.outcome, Outcome::Ok, "{check:?}");
+        assert_eq!(check.outcome, CheckOutcome::Ok, "{check:?}");
     }
     let mut names: Vec<&str> = checks.iter().map(|check| &*check.name).collect();
     let count = names.len();
@@ -256,13 +256,13 @@ fn all_is_well_on_a_host_and_a_drive_as_they_should_be() {
         ("drive.namespace.1", "1G, blocks of 512 bytes; formats: 512"),
         ("drive.copy", "up to 128 blocks a range"),
     ] {
-        expect(&checks, name, Outcome::Ok, finding, "");
+        expect(&checks, name, CheckOutcome::Ok, finding, "");
     }
 }
 
 #[test]
 fn each_obstacle_of_a_host_has_its_remedy() {
-    use Outcome::{NotChecked, Problem, Warning};
+    use CheckOutcome::{NotChecked, Problem, Warning};
     let folder = Folder::new("vfio-pci");
     let changed = |path: &str, text: &str| folder.write(path, text.as_bytes());
     changed("proc/sys/kernel/osrelease", "5.10.0-28-amd64\n");
@@ -309,7 +309,12 @@ fn each_obstacle_of_a_host_has_its_remedy() {
         "proc/self/limits",
         "Max locked memory  unlimited unlimited bytes\n",
     );
-    folder.expect("host.locked_memory", Outcome::Ok, "without a limit", "");
+    folder.expect(
+        "host.locked_memory",
+        CheckOutcome::Ok,
+        "without a limit",
+        "",
+    );
     folder.expect("host.descriptors", NotChecked, "does not report", "");
     changed(
         "sys/kernel/mm/transparent_hugepage/enabled",
@@ -334,9 +339,14 @@ fn each_obstacle_of_a_host_has_its_remedy() {
     folder.remove("sys/class/iommu");
     folder.expect("host.iommu", Problem, "no IOMMU", "intel_iommu=on");
     folder.remove("state");
-    folder.expect("host.state_folder", Outcome::Ok, "does not exist yet", "");
+    folder.expect(
+        "host.state_folder",
+        CheckOutcome::Ok,
+        "does not exist yet",
+        "",
+    );
     folder.write("state", b"");
-    let host = Host {
+    let host = DoctorHost {
         physical: false,
         state_dir: folder.host.state_dir.join("below/a/file"),
         ..folder.host.clone()
@@ -355,7 +365,7 @@ fn each_obstacle_of_a_host_has_its_remedy() {
 
 #[test]
 fn each_obstacle_of_a_drive_has_its_remedy() {
-    use Outcome::{NotChecked, Problem, Warning};
+    use CheckOutcome::{NotChecked, Problem, Warning};
     let folder = Folder::new("nvme");
     folder.expect(
         "drive.driver",
@@ -417,7 +427,7 @@ fn each_obstacle_of_a_drive_has_its_remedy() {
 
 #[test]
 fn abilities_that_are_missing_are_named() {
-    use Outcome::{NotChecked, Ok, Problem, Warning};
+    use CheckOutcome::{NotChecked, Ok, Problem, Warning};
     let mut poor = description();
     poor.controller.oncs = Oncs(0);
     poor.queue_pairs = Some(1);
@@ -537,10 +547,10 @@ proptest! {
         for ((path, _), text) in FILES.iter().zip(&texts) {
             write_or_remove(&folder, path, text.as_deref());
         }
-        let report = Report {
+        let report = DoctorReport {
             version: String::new(),
             time: String::new(),
-            sections: vec![Section { subject: "All".to_owned(), checks: folder.checks() }],
+            sections: vec![ReportSection { subject: "All".to_owned(), checks: folder.checks() }],
         };
         // Each check has its lines, whatever its text.
         let text = report.to_string();
@@ -558,7 +568,7 @@ proptest! {
         health in proptest::collection::vec(any::<u8>(), 512),
     ) {
         use zerocopy::FromBytes;
-        let any = Description {
+        let any = DriveDescription {
             controller: IdentifyController::read_from_bytes(&controller).unwrap(),
             namespaces: vec![(Nsid(u32::MAX), IdentifyNamespace::read_from_bytes(&namespace).unwrap())],
             health: Some(SmartHealth::read_from_bytes(&health).unwrap()),
@@ -572,7 +582,7 @@ proptest! {
 
 #[test]
 fn the_host_of_this_test_is_examined() {
-    let host = Host {
+    let host = DoctorHost {
         root: HostRoot::default(),
         state_dir: Path::new("/nonexistent/state").to_owned(),
         physical: false,
@@ -580,11 +590,15 @@ fn the_host_of_this_test_is_examined() {
     let report = examine(&host, None);
     assert_eq!(report.sections.len(), 1);
     let kernel = &report.sections[0].checks[0];
-    assert_ne!(kernel.outcome, Outcome::NotChecked, "{report}");
+    assert_ne!(kernel.outcome, CheckOutcome::NotChecked, "{report}");
 }
 
 /// Tries a namespace of the drive out. Returns the only check, and what was to be given up.
-fn try_out(folder: &Folder, nsid: u32, consent: bool) -> (Check, Option<scratch::Subject>) {
+fn try_out(
+    folder: &Folder,
+    nsid: u32,
+    consent: bool,
+) -> (DoctorCheck, Option<scratch::ScratchNamespace>) {
     let address = ADDRESS.parse().unwrap();
     let mut report = examine(&folder.host, Some(address));
     let mut asked = None;
@@ -602,7 +616,7 @@ fn try_out(folder: &Folder, nsid: u32, consent: bool) -> (Check, Option<scratch:
 
 #[test]
 fn a_drive_of_the_host_is_taken_after_consent_alone() {
-    use Outcome::{NotChecked, Problem};
+    use CheckOutcome::{NotChecked, Problem};
     let folder = Folder::new("nvme");
     folder.write("sys/bus/pci/drivers/nvme/unbind", b"");
     folder.write("sys/bus/pci/drivers_probe", b"");

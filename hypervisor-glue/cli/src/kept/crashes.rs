@@ -31,10 +31,10 @@ use std::panic;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
-use nvme_mpt::lease::{PrivateError, make_state_folder};
+use nvme_mpt::lease::{PrivateFileError, make_state_folder};
 use nvme_mpt::memory::crash;
-use nvme_mpt::poller::{Threads, start_thread};
-use nvme_mpt_paths::{Directory, PathError};
+use nvme_mpt::poller::{ThreadSpawner, start_thread};
+use nvme_mpt_paths::{OpenDirectory, PathError};
 use thiserror::Error;
 
 /// Number of crashes from which a function is quarantined.
@@ -54,10 +54,10 @@ const CATCHES: &str = "key-values";
 
 /// Error of storing a report.
 #[derive(Debug, Error)]
-pub(crate) enum ReportError {
+pub(crate) enum QuarantineReportError {
     /// The directory cannot be made private to the server's user.
     #[error("Cannot use the folder of reports")]
-    Folder(#[from] PrivateError),
+    Folder(#[from] PrivateFileError),
     /// A file cannot be written.
     #[error("Cannot write the report")]
     File(#[from] PathError),
@@ -75,18 +75,21 @@ pub(super) fn write_report(
     id: &str,
     state: &[u8],
     live: Option<BorrowedFd<'_>>,
-) -> Result<PathBuf, ReportError> {
+) -> Result<PathBuf, QuarantineReportError> {
     let folder = state_dir.join(REPORTS).join(name_of(id));
     make_state_folder(&state_dir.join(REPORTS))?;
     make_state_folder(&folder)?;
-    let report = Directory::open(&folder)?;
+    let report = OpenDirectory::open(&folder)?;
     let write = |name: &str, bytes: &[u8]| {
         let name = OsStr::new(name);
         report.replace(name, 0o600, |file| file.write_all(bytes))
     };
     write("state.json", state)?;
     if let Some(live) = live {
-        write("live", &contents(live).map_err(ReportError::State)?)?;
+        write(
+            "live",
+            &contents(live).map_err(QuarantineReportError::State)?,
+        )?;
     }
     Ok(folder)
 }
@@ -135,8 +138,8 @@ pub(super) fn let_panics_end_the_process() {
 }
 
 /// Returns a thread spawner whose threads end the process by a panic.
-pub(crate) fn threads() -> Threads {
-    Threads::from_spawn(|name, work| {
+pub(crate) fn threads() -> ThreadSpawner {
+    ThreadSpawner::from_spawn(|name, work| {
         let catches = name == CATCHES;
         start_thread(name, move || {
             if !catches {

@@ -5,7 +5,7 @@
 //! drive. After a crash, the bag has no such descriptors, and the next server resets the drive.
 //!
 //! If a server crashes, the kernel resets the device when its last descriptor closes. The bag still holds the drive's IOMMU and
-//! its mapping table while the drive is open. So guest memory stays pinned and mapped. See `nvme_vfio::DescriptorKeeper`.
+//! its mapping table while the drive is open. So guest memory stays pinned and mapped. See `nvme_vfio::DescriptorStore`.
 //!
 //! A handed-over drive may still execute in-flight commands of functions in VMMs, even while no server runs. Therefore, the bag
 //! also holds the old server's end of its [presence] pipe until the drive is open again.
@@ -17,13 +17,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt::Drive;
 use nvme_mpt::memory::presence;
-use nvme_mpt_keep::{Bag, KeepError};
-use nvme_mpt_vmm::drives::OutlivingDrive;
+use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
+use nvme_mpt_vmm::drives::PersistedDriveDescriptors;
 use nvme_mpt_vmm::report;
-use nvme_vfio::DescriptorKeeper;
+use nvme_vfio::DescriptorStore;
 
-use super::registry::Registry;
-use super::{Keeping, KeepingError};
+use super::registry::FdStoreRegistry;
+use super::{PersistenceError, ServerPersistence};
 
 /// Name prefix of drives.
 pub(super) const DRIVE: &str = "drive-";
@@ -39,24 +39,24 @@ const MAPPINGS: u64 = 2;
 
 /// Bags of physical drives, by entry name.
 #[derive(Debug, Default)]
-pub(super) struct DriveBags(BTreeMap<String, SharedBag>);
+pub(super) struct DriveDescriptorQueues(BTreeMap<String, SharedDescriptorQueue>);
 
 /// A drive's bag, shared with the driver, which stores the IOMMU in it.
 #[derive(Clone, Debug)]
-struct SharedBag(Arc<Mutex<Bag>>);
+struct SharedDescriptorQueue(Arc<Mutex<DescriptorQueue>>);
 
-impl SharedBag {
-    fn new(bag: Bag) -> Self {
+impl SharedDescriptorQueue {
+    fn new(bag: DescriptorQueue) -> Self {
         Self(Arc::new(Mutex::new(bag)))
     }
 
-    fn bag(&self) -> MutexGuard<'_, Bag> {
+    fn bag(&self) -> MutexGuard<'_, DescriptorQueue> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl DescriptorKeeper for SharedBag {
+impl DescriptorStore for SharedDescriptorQueue {
     fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut bag = self.bag();
         bag.put(MAPPINGS, descriptors).map_err(io::Error::other)?;
@@ -81,14 +81,21 @@ fn name_of(path: &str) -> String {
     format!("{DRIVE}{path}").replace(':', "_")
 }
 
-impl DriveBags {
+impl DriveDescriptorQueues {
     /// Adds a bag of the old server.
-    pub(super) fn add(&mut self, name: String, ends: Vec<OwnedFd>) -> Result<(), KeepError> {
-        self.0.insert(name, SharedBag::new(Bag::from_kept(ends)?));
+    pub(super) fn add(&mut self, name: String, ends: Vec<OwnedFd>) -> Result<(), FdStoreError> {
+        self.0.insert(
+            name,
+            SharedDescriptorQueue::new(DescriptorQueue::from_kept(ends)?),
+        );
         Ok(())
     }
 
-    fn take(&mut self, registry: &Registry, name: String) -> Result<OutlivingDrive, KeepError> {
+    fn take(
+        &mut self,
+        registry: &FdStoreRegistry,
+        name: String,
+    ) -> Result<PersistedDriveDescriptors, FdStoreError> {
         if let Some(shared) = self.0.get(&name) {
             let mut bag = shared.bag();
             let contents = bag.contents()?;
@@ -96,31 +103,34 @@ impl DriveBags {
             drop(bag);
             let mut contents: BTreeMap<_, _> = contents.into_iter().collect();
             let mut message = |number| contents.remove(&number).unwrap_or_default();
-            return Ok(OutlivingDrive {
+            return Ok(PersistedDriveDescriptors {
                 handed: message(HANDED_OVER),
                 left: message(MAPPINGS),
                 keeper: Some(Arc::new(shared.clone())),
             });
         }
-        let bag = Bag::new()?;
+        let bag = DescriptorQueue::new()?;
         // An empty bag that the keeper has no room for makes no difference: the next server resets the drive either way.
         registry.keep(&name, &bag.ends())?;
-        let bag = SharedBag::new(bag);
+        let bag = SharedDescriptorQueue::new(bag);
         self.0.insert(name, bag.clone());
-        Ok(OutlivingDrive {
+        Ok(PersistedDriveDescriptors {
             keeper: Some(Arc::new(bag)),
-            ..OutlivingDrive::default()
+            ..PersistedDriveDescriptors::default()
         })
     }
 }
 
-impl Keeping {
+impl ServerPersistence {
     /// Returns the descriptors that the old server left for a drive. VMMs see the old server as present until
     /// [`Self::take_drive_back`].
     ///
     /// # Errors
-    /// [`KeepingError::Keeper`].
-    pub(crate) fn open_drive(&self, path: &str) -> Result<OutlivingDrive, KeepingError> {
+    /// [`PersistenceError::DiscardingFdStore`].
+    pub(crate) fn open_drive(
+        &self,
+        path: &str,
+    ) -> Result<PersistedDriveDescriptors, PersistenceError> {
         let mut state = self.state();
         Ok(state.drives.take(&self.registry, name_of(path))?)
     }
@@ -130,7 +140,7 @@ impl Keeping {
         &self,
         path: &str,
         descriptors: &[OwnedFd],
-    ) -> Result<(), KeepingError> {
+    ) -> Result<(), PersistenceError> {
         let state = self.state();
         if let Some(bag) = state.drives.0.get(&name_of(path)) {
             let bag = bag.bag();
@@ -190,7 +200,7 @@ mod tests {
 
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-    use super::super::function::Shelf;
+    use super::super::function::FdStoreKey;
     use super::*;
 
     fn hangs_up_within(pipe: &PipeReader, seconds: i64) -> bool {
@@ -214,12 +224,13 @@ mod tests {
     #[test]
     fn a_server_is_present_until_its_drive_is_open_again() {
         let folder = tempfile::tempdir().unwrap();
-        let (Shelf { registry, .. }, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let (FdStoreKey { registry, .. }, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let (hangs_up, held) = io::pipe().unwrap();
         let state = OwnedFd::from(tempfile::tempfile().unwrap());
         let name = name_of("0000:01:00.0");
-        let mut bags = DriveBags::default();
-        let handed = |bags: &mut DriveBags| bags.take(&registry, name.clone()).unwrap().handed;
+        let mut bags = DriveDescriptorQueues::default();
+        let handed =
+            |bags: &mut DriveDescriptorQueues| bags.take(&registry, name.clone()).unwrap().handed;
         assert!(handed(&mut bags).is_empty());
         let bag = bags.0[&name].clone();
         bag.bag().put(PRESENCE, &[held.as_fd()]).unwrap();
@@ -237,9 +248,9 @@ mod tests {
     #[test]
     fn the_iommu_of_a_drive_is_kept_until_it_is_let_go_of() {
         let folder = tempfile::tempdir().unwrap();
-        let (Shelf { registry, .. }, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let (FdStoreKey { registry, .. }, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let name = name_of("0000:01:00.0");
-        let mut bags = DriveBags::default();
+        let mut bags = DriveDescriptorQueues::default();
         let keeper = bags.take(&registry, name.clone()).unwrap().keeper.unwrap();
         let keep = |count: usize| {
             let (hangs_up, held) = io::pipe().unwrap();

@@ -4,7 +4,7 @@
 //!
 //! | number | descriptor |
 //! |---|---|
-//! | 0 | the journal: the request log of the client's connection, and the [state](DeviceState) |
+//! | 0 | the journal: the request log of the client's connection, and the [state](PersistedFunctionState) |
 //! | 1 | the listening socket |
 //! | 2, 3 | doorbells, in-flight state |
 //! | 4 and up | the client's socket, files of its memory and eventfds of its vectors; each number is used once |
@@ -25,24 +25,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::iova::MappedFile;
-use nvme_mpt::live::LiveState;
+use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::crash::{CrashRecord, recorded};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt::memory_account::{MemoryAccount, PinningRecord};
 use nvme_mpt::range::Bytes;
-use nvme_mpt::{FunctionParts, Gpa, KeptFiles, SharedParts};
-use nvme_mpt_keep::{Bag, KeepError};
+use nvme_mpt::{Gpa, PersistedBackendFiles, SharedParts, SharedPartsSource};
+use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vfio_user_server::{Journal, JournalError, Record, StateStore};
-use vmm_device::{ControlKeeper, ControlState, TakeUpError};
+use vfio_user_server::{RequestLog, RequestLogContents, RequestLogError, StateStore};
+use vmm_device::{ControlRestoreError, ControlState, ControlStateStore};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, ReportError, write_report};
-use super::registry::Registry;
+use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, QuarantineReportError, write_report};
+use super::registry::FdStoreRegistry;
 
-/// Version of [`DeviceState`] and of the layouts of doorbells and in-flight state. Earlier versions are read as well. A
+/// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. Earlier versions are read as well. A
 /// successor checks the version before the old server ends, and the layouts afterwards.
 ///
 /// | version | change |
@@ -65,16 +65,16 @@ const WASTE: usize = 64;
 
 /// Error of reading a stored function.
 #[derive(Debug, Error)]
-pub(crate) enum SurvivorError {
+pub(crate) enum RestoreError {
     /// The descriptors are not a valid bag.
     #[error(transparent)]
-    Bag(#[from] KeepError),
+    Bag(#[from] FdStoreError),
     /// The bag lacks a descriptor.
     #[error("descriptor {0} is missing")]
     Missing(u64),
     /// The journal is invalid.
     #[error(transparent)]
-    Journal(#[from] JournalError),
+    Journal(#[from] RequestLogError),
     /// The state is invalid.
     #[error("its state cannot be read")]
     State(#[from] serde_json::Error),
@@ -83,7 +83,7 @@ pub(crate) enum SurvivorError {
     Version(u32),
     /// Another release wrote the controller's state.
     #[error(transparent)]
-    Control(#[from] TakeUpError),
+    Control(#[from] ControlRestoreError),
     /// The function crashed the server too often, so its state is not read.
     #[error("it brought the server down {0} times")]
     Crashes(u32),
@@ -94,20 +94,20 @@ pub(crate) enum SurvivorError {
 
 /// Entry of a function in the keeper.
 #[derive(Clone, Debug)]
-pub(crate) struct Shelf {
+pub(crate) struct FdStoreKey {
     pub(super) name: String,
-    pub(super) registry: Arc<Registry>,
+    pub(super) registry: Arc<FdStoreRegistry>,
 }
 
-impl Shelf {
+impl FdStoreKey {
     #[cfg(test)]
     pub(crate) fn of_silent_keeper(folder: &Path) -> (Self, std::os::unix::net::UnixDatagram) {
         let path = folder.join("notify");
         let keeper = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
-        let store = nvme_mpt_keep::Store::connect(path.as_os_str(), 4096).unwrap();
+        let store = nvme_mpt_keep::FdStoreClient::connect(path.as_os_str(), 4096).unwrap();
         let shelf = Self {
             name: "function-0".to_owned(),
-            registry: Arc::new(Registry::new(store)),
+            registry: Arc::new(FdStoreRegistry::new(store)),
         };
         (shelf, keeper)
     }
@@ -139,26 +139,26 @@ impl Shelf {
 /// State of a function for the next process, apart from the contents of its files.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct DeviceState {
+struct PersistedFunctionState {
     version: u32,
     socket: PathBuf,
     control: ControlState,
-    client: ClientState,
+    client: PersistedClient,
 }
 
 /// State of a function's client.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ClientState {
+pub(crate) struct PersistedClient {
     /// Number of the client's socket in the bag.
     stream: Option<u64>,
     /// User id of the client's process.
     pub(crate) user: Option<u32>,
-    regions: Vec<RegionState>,
-    pub(crate) vectors: Vec<VectorState>,
+    regions: Vec<PersistedRegion>,
+    pub(crate) vectors: Vec<PersistedVector>,
     /// Type of the connected interrupts. Omitted for MSI-X.
-    #[serde(default, skip_serializing_if = "Interrupts::are_msix")]
-    interrupts: Interrupts,
+    #[serde(default, skip_serializing_if = "InterruptType::are_msix")]
+    interrupts: InterruptType,
     /// Number of the eventfd by which the client reports that the INTx pin's level fell. Omitted if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     acknowledged: Option<u64>,
@@ -167,7 +167,7 @@ pub(crate) struct ClientState {
 /// Type of a client's connected interrupts. Only one type is connected at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Interrupts {
+pub(crate) enum InterruptType {
     /// INTx.
     Pin,
     /// MSI.
@@ -177,7 +177,7 @@ pub(crate) enum Interrupts {
     Msix,
 }
 
-impl Interrupts {
+impl InterruptType {
     fn are_msix(&self) -> bool {
         *self == Self::Msix
     }
@@ -186,7 +186,7 @@ impl Interrupts {
 /// A mapped region of the client's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RegionState {
+struct PersistedRegion {
     gpa: u64,
     len: u64,
     /// Number of the region's file in the bag.
@@ -199,17 +199,17 @@ struct RegionState {
 /// An interrupt vector of the client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct VectorState {
+pub(crate) struct PersistedVector {
     /// Number of the message with the eventfd, and the eventfd's position in it.
     eventfd: Option<(u64, usize)>,
     pub(crate) masked: bool,
 }
 
-impl ClientState {
+impl PersistedClient {
     /// Returns the oldest version that can represent this state.
     fn version(&self) -> u32 {
         match (self.interrupts, self.acknowledged) {
-            (Interrupts::Msix, None) => VERSION_MSIX_ALONE,
+            (InterruptType::Msix, None) => VERSION_MSIX_ALONE,
             _ => VERSION,
         }
     }
@@ -249,32 +249,32 @@ impl FileKey {
 
 /// Restored parts of a client.
 #[derive(Debug)]
-pub(crate) struct KeptClient {
+pub(crate) struct RestoredClient {
     /// User id of the client's process.
     pub(crate) user: Option<u32>,
     pub(crate) regions: Vec<MemoryRegion>,
-    pub(crate) vectors: Vec<KeptVector>,
+    pub(crate) vectors: Vec<RestoredVector>,
     /// Type of the connected interrupts.
-    pub(crate) interrupts: Interrupts,
+    pub(crate) interrupts: InterruptType,
     /// Eventfd by which the client reports that the INTx pin's level fell.
     pub(crate) acknowledged: Option<EventFd>,
 }
 
 /// Restored interrupt vector of a client.
 #[derive(Debug)]
-pub(crate) struct KeptVector {
+pub(crate) struct RestoredVector {
     pub(crate) masked: bool,
     pub(crate) eventfd: Option<EventFd>,
 }
 
 /// A stored function of the old server.
 #[derive(Debug)]
-pub(crate) struct SurvivingFunction {
-    shelf: Shelf,
-    bag: Bag,
-    state: DeviceState,
+pub(crate) struct RestorableFunction {
+    shelf: FdStoreKey,
+    bag: DescriptorQueue,
+    state: PersistedFunctionState,
     contents: BTreeMap<u64, Vec<OwnedFd>>,
-    journal: Journal,
+    journal: RequestLog,
     /// Crash record of the function. `None` if its in-flight state is invalid, which prevents restoring.
     crashes: Option<CrashRecord>,
     /// Bytes of guest memory that were being pinned when the old server ended.
@@ -285,14 +285,14 @@ pub(crate) struct SurvivingFunction {
 
 /// Reason for quarantining a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SetAsideReason {
+pub(crate) enum QuarantineReason {
     /// Number of server crashes that the function caused.
     Crashes(u32),
     /// The kernel killed the server for lack of memory while this many bytes were being pinned.
     Exhaustion(u64),
 }
 
-impl fmt::Display for SetAsideReason {
+impl fmt::Display for QuarantineReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Crashes(crashes) => write!(f, "it brought the server down {crashes} times"),
@@ -310,7 +310,7 @@ impl fmt::Display for SetAsideReason {
 ///
 /// The order compares `was_pinning` before `memory`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Turn {
+pub(crate) struct RestoreOrder {
     /// True if memory was being pinned when the old server ended. That may have caused its end, so such functions come last.
     pub(crate) was_pinning: bool,
     /// Bytes that the client has mapped. Pinning tens of GiB for a physical drive takes seconds.
@@ -319,29 +319,29 @@ pub(crate) struct Turn {
 
 /// Parts of a stored function, for restoring it.
 #[derive(Debug)]
-pub(crate) struct Survivors {
+pub(crate) struct RestoredFunction {
     pub(crate) control: ControlState,
     pub(crate) listener: OwnedFd,
     pub(crate) stream: Option<UnixStream>,
-    pub(crate) client: KeptClient,
-    pub(crate) journal: Journal,
-    pub(crate) kept: Arc<KeptFunction>,
+    pub(crate) client: RestoredClient,
+    pub(crate) journal: RequestLog,
+    pub(crate) kept: Arc<PersistedFunction>,
 }
 
 /// Parts of a stored function, for quarantining it.
 #[derive(Debug)]
-pub(crate) struct SetAside {
+pub(crate) struct QuarantinedFunction {
     pub(crate) control: ControlState,
     pub(crate) listener: OwnedFd,
     pub(crate) stream: Option<UnixStream>,
-    pub(crate) journal: Journal,
-    pub(crate) shelf: Shelf,
+    pub(crate) journal: RequestLog,
+    pub(crate) shelf: FdStoreKey,
     pub(crate) crashes: CrashRecord,
 }
 
 /// Resources that a successor needs for a function while the old server still runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct FunctionNeeds {
+pub(super) struct SuccessorRequirements {
     /// Number of descriptors in the client's state.
     pub(super) descriptors: usize,
     /// True if the client is not trusted and has connected vectors.
@@ -350,44 +350,44 @@ pub(super) struct FunctionNeeds {
 
 /// Checks that this release can read a journal that a running server may still change. Returns the resources that the function
 /// needs.
-pub(super) fn check_state(journal: OwnedFd) -> Result<FunctionNeeds, SurvivorError> {
-    let record = Record::of_running(journal)?;
-    let DeviceState { client, .. } = read_state(record.device())?;
+pub(super) fn check_state(journal: OwnedFd) -> Result<SuccessorRequirements, RestoreError> {
+    let record = RequestLogContents::of_running(journal)?;
+    let PersistedFunctionState { client, .. } = read_state(record.device())?;
     let is_trusted = client.user.is_some_and(system::is_trusted);
     let mut vectors = client.vectors.iter();
-    Ok(FunctionNeeds {
+    Ok(SuccessorRequirements {
         descriptors: client.numbers().len() + client.vectors.len(),
         notifies_untrusted: !is_trusted && vectors.any(|vector| vector.eventfd.is_some()),
     })
 }
 
-fn read_state(bytes: &[u8]) -> Result<DeviceState, SurvivorError> {
-    let state: DeviceState = serde_json::from_slice(bytes)?;
+fn read_state(bytes: &[u8]) -> Result<PersistedFunctionState, RestoreError> {
+    let state: PersistedFunctionState = serde_json::from_slice(bytes)?;
     if !(VERSION_MSIX_ALONE..=VERSION).contains(&state.version) {
-        return Err(SurvivorError::Version(state.version));
+        return Err(RestoreError::Version(state.version));
     }
     state.control.check_version()?;
     Ok(state)
 }
 
-impl SurvivingFunction {
+impl RestorableFunction {
     /// Reads a function from its keeper entry.
-    pub(super) fn read(shelf: Shelf, descriptors: Vec<OwnedFd>) -> Result<Self, SurvivorError> {
-        let mut bag = Bag::from_kept(descriptors)?;
+    pub(super) fn read(shelf: FdStoreKey, descriptors: Vec<OwnedFd>) -> Result<Self, RestoreError> {
+        let mut bag = DescriptorQueue::from_kept(descriptors)?;
         let mut contents: BTreeMap<_, _> = bag.contents()?.into_iter().collect();
         let live = contents.get(&LIVE).and_then(|live| live.first());
-        let crashes = live.and_then(|live| LiveState::crashes_in(live.as_fd()).ok());
+        let crashes = live.and_then(|live| InflightFile::crashes_in(live.as_fd()).ok());
         let count = crashes.as_ref().map_or(0, CrashRecord::crashes);
         if count >= CRASHES_LET_GO {
-            return Err(SurvivorError::Crashes(count));
+            return Err(RestoreError::Crashes(count));
         }
-        let record = live.and_then(|live| LiveState::pinning_in(live.as_fd()).ok());
+        let record = live.and_then(|live| InflightFile::pinning_in(live.as_fd()).ok());
         let pinning = record.as_ref().and_then(PinningRecord::interrupted);
         let account = MemoryAccount::of_host();
         let exhausting = record.and_then(|record| record.interrupted_by_shortage(&account));
         recorded(crashes.clone().as_ref(), || {
             let journal = only(&mut contents, JOURNAL)?;
-            let (journal, record) = Journal::from_kept(journal)?;
+            let (journal, record) = RequestLog::from_kept(journal)?;
             let state = read_state(record.device())?;
             Ok(Self {
                 shelf,
@@ -407,15 +407,19 @@ impl SurvivingFunction {
     }
 
     /// Returns why the function must be quarantined, if so.
-    pub(crate) fn reason_to_set_aside(&self) -> Option<SetAsideReason> {
+    pub(crate) fn reason_to_set_aside(&self) -> Option<QuarantineReason> {
         let crashes = self.crashes.as_ref().map(CrashRecord::crashes);
         let crashes = crashes.filter(|crashes| *crashes >= CRASHES_SET_ASIDE);
-        let exhausting = self.exhausting.map(SetAsideReason::Exhaustion);
-        crashes.map(SetAsideReason::Crashes).or(exhausting)
+        let exhausting = self.exhausting.map(QuarantineReason::Exhaustion);
+        crashes.map(QuarantineReason::Crashes).or(exhausting)
     }
 
     /// Writes the function's state to a defect report. Returns the report's directory.
-    pub(crate) fn write_report(&self, state_dir: &Path, id: &str) -> Result<PathBuf, ReportError> {
+    pub(crate) fn write_report(
+        &self,
+        state_dir: &Path,
+        id: &str,
+    ) -> Result<PathBuf, QuarantineReportError> {
         // Serializing cannot fail, as the state was parsed from JSON.
         let state = serde_json::to_vec_pretty(&self.state).unwrap_or_default();
         let live = self.contents.get(&LIVE).and_then(|live| live.first());
@@ -423,7 +427,7 @@ impl SurvivingFunction {
     }
 
     /// Returns the parts that a quarantined function keeps: its control state and sockets.
-    pub(crate) fn set_aside(self) -> Result<SetAside, SurvivorError> {
+    pub(crate) fn set_aside(self) -> Result<QuarantinedFunction, RestoreError> {
         let Self {
             shelf,
             bag: _,
@@ -438,13 +442,13 @@ impl SurvivingFunction {
         let stream = stream.map(|number| clone_of(&contents, number, 0));
         let listener = only(&mut contents, LISTENER)?;
         shelf.registry.show(&shelf.name, journal.as_fd())?;
-        Ok(SetAside {
+        Ok(QuarantinedFunction {
             control: state.control,
             listener,
             stream: stream.transpose()?.map(UnixStream::from),
             journal,
             shelf,
-            crashes: crashes.ok_or(SurvivorError::Missing(LIVE))?,
+            crashes: crashes.ok_or(RestoreError::Missing(LIVE))?,
         })
     }
 
@@ -470,7 +474,7 @@ impl SurvivingFunction {
 
     fn pinning_record(&self) -> Option<PinningRecord> {
         let live = self.contents.get(&LIVE)?.first()?;
-        LiveState::pinning_in(live.as_fd()).ok()
+        InflightFile::pinning_in(live.as_fd()).ok()
     }
 
     /// Returns the path of the function's socket.
@@ -479,11 +483,11 @@ impl SurvivingFunction {
     }
 
     /// Returns the function's position in the order of restoring.
-    pub(super) fn turn(&self) -> Turn {
+    pub(super) fn turn(&self) -> RestoreOrder {
         let regions = self.state.client.regions.iter();
         let memory = regions.fold(0_u64, |all, region| all.saturating_add(region.len));
         let was_pinning = self.pinning.is_some();
-        Turn {
+        RestoreOrder {
             was_pinning,
             memory,
         }
@@ -512,13 +516,15 @@ impl SurvivingFunction {
     }
 
     /// Returns the function's shared files for attaching. Without these files, queues cannot be restored.
-    pub(crate) fn parts(&self) -> FunctionParts {
+    pub(crate) fn parts(&self) -> SharedPartsSource {
         let clone = |number| clone_of(&self.contents, number, 0).ok();
         let files = clone(DOORBELLS).zip(clone(LIVE));
-        FunctionParts::Continued(files.map(|(doorbells, live)| KeptFiles { doorbells, live }))
+        SharedPartsSource::Continued(
+            files.map(|(doorbells, live)| PersistedBackendFiles { doorbells, live }),
+        )
     }
 
-    pub(crate) fn shelf(&self) -> Shelf {
+    pub(crate) fn shelf(&self) -> FdStoreKey {
         self.shelf.clone()
     }
 
@@ -530,7 +536,7 @@ impl SurvivingFunction {
     }
 
     /// Splits the function into the parts for restoring it.
-    pub(crate) fn take_apart(self) -> Result<Survivors, SurvivorError> {
+    pub(crate) fn take_apart(self) -> Result<RestoredFunction, RestoreError> {
         let Self {
             shelf,
             bag,
@@ -541,7 +547,7 @@ impl SurvivingFunction {
             pinning: _,
             exhausting: _,
         } = self;
-        let DeviceState {
+        let PersistedFunctionState {
             version: _,
             socket,
             control,
@@ -564,18 +570,18 @@ impl SurvivingFunction {
             });
         }
         let mut vectors = Vec::new();
-        for VectorState { eventfd, masked } in &client.vectors {
-            let eventfd = eventfd.map(|(number, place)| -> Result<EventFd, SurvivorError> {
+        for PersistedVector { eventfd, masked } in &client.vectors {
+            let eventfd = eventfd.map(|(number, place)| -> Result<EventFd, RestoreError> {
                 Ok(eventfd::take(clone_of(&contents, number, place)?)?)
             });
-            vectors.push(KeptVector {
+            vectors.push(RestoredVector {
                 masked: *masked,
                 eventfd: eventfd.transpose()?,
             });
         }
         let acknowledged = client
             .acknowledged
-            .map(|number| -> Result<_, SurvivorError> {
+            .map(|number| -> Result<_, RestoreError> {
                 Ok(eventfd::take(clone_of(&contents, number, 0)?)?)
             });
         let (user, interrupts) = (client.user, client.interrupts);
@@ -584,11 +590,11 @@ impl SurvivingFunction {
         let next = contents.keys().next_back().map_or(0, |last| last + 1);
         let named = client.numbers();
         let messages = contents.len();
-        let kept = KeptFunction {
+        let kept = PersistedFunction {
             shelf,
             socket,
             store: journal.state_store(),
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(PersistedFunctionInner {
                 bag,
                 next: next.max(FIRST_OF_CLIENT),
                 messages,
@@ -602,11 +608,11 @@ impl SurvivingFunction {
                 last: Vec::new(),
             }),
         };
-        Ok(Survivors {
+        Ok(RestoredFunction {
             control,
             listener,
             stream: stream.transpose()?.map(UnixStream::from),
-            client: KeptClient {
+            client: RestoredClient {
                 user,
                 regions,
                 vectors,
@@ -619,44 +625,44 @@ impl SurvivingFunction {
     }
 }
 
-fn only(contents: &mut BTreeMap<u64, Vec<OwnedFd>>, number: u64) -> Result<OwnedFd, SurvivorError> {
+fn only(contents: &mut BTreeMap<u64, Vec<OwnedFd>>, number: u64) -> Result<OwnedFd, RestoreError> {
     let descriptors = contents.remove(&number).unwrap_or_default();
     let first = descriptors.into_iter().next();
-    first.ok_or(SurvivorError::Missing(number))
+    first.ok_or(RestoreError::Missing(number))
 }
 
 fn clone_of(
     contents: &BTreeMap<u64, Vec<OwnedFd>>,
     number: u64,
     place: usize,
-) -> Result<OwnedFd, SurvivorError> {
+) -> Result<OwnedFd, RestoreError> {
     let descriptors = contents.get(&number).map_or(&[][..], Vec::as_slice);
     let descriptor = descriptors.get(place);
     Ok(descriptor
-        .ok_or(SurvivorError::Missing(number))?
+        .ok_or(RestoreError::Missing(number))?
         .try_clone()?)
 }
 
 /// A served function whose state is stored with the keeper.
 ///
-/// Only the function's control thread uses it. The lock exists because `StoreBetween` shares it.
+/// Only the function's control thread uses it. The lock exists because `ControlStateSaver` shares it.
 #[derive(Debug)]
-pub(crate) struct KeptFunction {
-    shelf: Shelf,
+pub(crate) struct PersistedFunction {
+    shelf: FdStoreKey,
     socket: PathBuf,
     store: StateStore,
-    inner: Mutex<Inner>,
+    inner: Mutex<PersistedFunctionInner>,
 }
 
 #[derive(Debug)]
-struct Inner {
-    bag: Bag,
+struct PersistedFunctionInner {
+    bag: DescriptorQueue,
     /// Number of the next message.
     next: u64,
     /// Messages in the bag.
     messages: usize,
     files: BTreeMap<FileKey, u64>,
-    client: ClientState,
+    client: PersistedClient,
     /// Numbers named by the last committed state.
     committed: BTreeSet<u64>,
     /// Numbers named by the state that is being committed.
@@ -669,18 +675,18 @@ struct Inner {
     last: Vec<u8>,
 }
 
-impl KeptFunction {
+impl PersistedFunction {
     /// Creates a function's bag. `begin` stores it with the keeper.
     ///
     /// # Errors
     /// Returns the kernel's or the keeper's error.
     pub(crate) fn new(
-        shelf: Shelf,
+        shelf: FdStoreKey,
         socket: &Path,
-        journal: &Journal,
+        journal: &RequestLog,
         shared: &SharedParts,
-    ) -> Result<Self, KeepError> {
-        let bag = Bag::new()?;
+    ) -> Result<Self, FdStoreError> {
+        let bag = DescriptorQueue::new()?;
         bag.put(JOURNAL, &[journal.as_fd()])?;
         bag.put(DOORBELLS, &[shared.doorbells.fd()])?;
         if let Some(live) = &shared.live {
@@ -690,12 +696,12 @@ impl KeptFunction {
             shelf,
             socket: socket.to_owned(),
             store: journal.state_store(),
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(PersistedFunctionInner {
                 bag,
                 next: FIRST_OF_CLIENT,
                 messages: 3,
                 files: BTreeMap::new(),
-                client: ClientState::default(),
+                client: PersistedClient::default(),
                 committed: BTreeSet::new(),
                 committing: None,
                 has_left_files: false,
@@ -710,7 +716,7 @@ impl KeptFunction {
         &self,
         listener: BorrowedFd<'_>,
         journal: BorrowedFd<'_>,
-    ) -> Result<(), KeepError> {
+    ) -> Result<(), FdStoreError> {
         let mut inner = self.inner();
         inner.bag.put(LISTENER, &[listener])?;
         inner.messages += 1;
@@ -730,9 +736,9 @@ impl KeptFunction {
     pub(crate) fn keep_stream(&self, stream: BorrowedFd<'_>) -> io::Result<()> {
         let mut inner = self.inner();
         let number = inner.put(&[stream])?;
-        inner.client = ClientState {
+        inner.client = PersistedClient {
             stream: Some(number),
-            ..ClientState::default()
+            ..PersistedClient::default()
         };
         inner.is_changed = true;
         Ok(())
@@ -749,7 +755,7 @@ impl KeptFunction {
     pub(crate) fn forget_client(&self) {
         let mut inner = self.inner();
         inner.has_left_files |= inner.client.stream.is_some();
-        inner.client = ClientState::default();
+        inner.client = PersistedClient::default();
         inner.forget_unused_files();
         inner.is_changed = true;
     }
@@ -779,8 +785,8 @@ impl KeptFunction {
     }
 
     /// Records a mapped region.
-    pub(crate) fn add_region(&self, region: KeptRegion) {
-        let KeptRegion {
+    pub(crate) fn add_region(&self, region: NumberedRegion) {
+        let NumberedRegion {
             gpa,
             len,
             file,
@@ -789,7 +795,7 @@ impl KeptFunction {
             writable,
         } = region;
         let mut inner = self.inner();
-        inner.client.regions.push(RegionState {
+        inner.client.regions.push(PersistedRegion {
             gpa: gpa.0,
             len,
             file,
@@ -804,7 +810,7 @@ impl KeptFunction {
     pub(crate) fn remove_regions(&self, range: Option<(u64, u64)>) {
         let mut inner = self.inner();
         let inner = &mut *inner;
-        let is_within = |region: &RegionState| match range {
+        let is_within = |region: &PersistedRegion| match range {
             None => true,
             Some((start, len)) => {
                 let last = start.saturating_add(len - 1);
@@ -861,7 +867,7 @@ impl KeptFunction {
     }
 
     /// Records the type of the connected interrupts. Disconnects all vectors of the previous type.
-    pub(crate) fn set_interrupts(&self, interrupts: Interrupts) {
+    pub(crate) fn set_interrupts(&self, interrupts: InterruptType) {
         let mut inner = self.inner();
         let client = &mut inner.client;
         client.interrupts = interrupts;
@@ -909,8 +915,8 @@ impl KeptFunction {
         Some(bytes)
     }
 
-    fn encode(&self, inner: &Inner, control: ControlState) -> Option<Vec<u8>> {
-        let state = DeviceState {
+    fn encode(&self, inner: &PersistedFunctionInner, control: ControlState) -> Option<Vec<u8>> {
+        let state = PersistedFunctionState {
             version: inner.client.version(),
             socket: self.socket.clone(),
             control,
@@ -928,7 +934,7 @@ impl KeptFunction {
         }
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
+    fn inner(&self) -> MutexGuard<'_, PersistedFunctionInner> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -936,7 +942,7 @@ impl KeptFunction {
 
 /// A mapped region, with the number of its file.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct KeptRegion {
+pub(crate) struct NumberedRegion {
     pub(crate) gpa: Gpa,
     pub(crate) len: u64,
     pub(crate) file: u64,
@@ -945,7 +951,7 @@ pub(crate) struct KeptRegion {
     pub(crate) writable: bool,
 }
 
-impl Inner {
+impl PersistedFunctionInner {
     /// Forgets files without a region. If such a file is mapped again, it gets a new number, as the bag may have dropped it.
     fn forget_unused_files(&mut self) {
         let used = self.client.regions.iter().map(|region| region.file);
@@ -955,10 +961,10 @@ impl Inner {
         self.has_left_files |= self.files.len() < before;
     }
 
-    fn vector(&mut self, number: usize) -> &mut VectorState {
+    fn vector(&mut self, number: usize) -> &mut PersistedVector {
         let vectors = &mut self.client.vectors;
         if number >= vectors.len() {
-            vectors.resize(number + 1, VectorState::default());
+            vectors.resize(number + 1, PersistedVector::default());
         }
         &mut vectors[number]
     }
@@ -971,7 +977,7 @@ impl Inner {
         }
         let number = self.next;
         let put = self.bag.put(number, descriptors);
-        if let Err(KeepError::Full) = put {
+        if let Err(FdStoreError::Full) = put {
             self.remove_waste(&named)?;
             self.bag
                 .put(number, descriptors)
@@ -1001,11 +1007,11 @@ impl Inner {
 
 /// Stores the control state in the middle of a register access or turn of the control thread.
 #[derive(Debug)]
-pub(crate) struct StoreBetween(pub(crate) Arc<KeptFunction>);
+pub(crate) struct ControlStateSaver(pub(crate) Arc<PersistedFunction>);
 
-impl ControlKeeper for StoreBetween {
+impl ControlStateStore for ControlStateSaver {
     fn store(&self, control: ControlState) {
-        let KeptFunction { store, socket, .. } = &*self.0;
+        let PersistedFunction { store, socket, .. } = &*self.0;
         let mut inner = self.0.inner();
         let Some(bytes) = self.0.encode(&inner, control) else {
             return;
@@ -1043,20 +1049,20 @@ mod tests {
     ];
 
     /// The client of a state of this version: since version 2, it uses the pin.
-    fn client_of(version: u32) -> ClientState {
+    fn client_of(version: u32) -> PersistedClient {
         let client = client();
         match version {
             1 => client,
-            _ => ClientState {
-                interrupts: Interrupts::Pin,
+            _ => PersistedClient {
+                interrupts: InterruptType::Pin,
                 acknowledged: Some(8),
                 ..client
             },
         }
     }
 
-    fn client() -> ClientState {
-        let region = RegionState {
+    fn client() -> PersistedClient {
+        let region = PersistedRegion {
             gpa: 1 << 20,
             len: 4 << 20,
             file: 5,
@@ -1064,7 +1070,7 @@ mod tests {
             readable: true,
             writable: true,
         };
-        let read_only = RegionState {
+        let read_only = PersistedRegion {
             gpa: 4 << 30,
             len: 4096,
             file: 7,
@@ -1072,8 +1078,8 @@ mod tests {
             readable: true,
             writable: false,
         };
-        let vector = |eventfd, masked| VectorState { eventfd, masked };
-        ClientState {
+        let vector = |eventfd, masked| PersistedVector { eventfd, masked };
+        PersistedClient {
             stream: Some(4),
             user: Some(1000),
             regions: vec![region, read_only],
@@ -1082,7 +1088,7 @@ mod tests {
                 vector(Some((6, 1)), true),
                 vector(None, false),
             ],
-            interrupts: Interrupts::Msix,
+            interrupts: InterruptType::Msix,
             acknowledged: None,
         }
     }
@@ -1090,24 +1096,24 @@ mod tests {
     #[test]
     fn nothing_of_a_function_is_looked_at_after_four_crashes() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
-        let live = LiveState::new(1).unwrap();
+        let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
+        let live = InflightFile::new(1).unwrap();
         let crashed = File::from(live.fd().try_clone_to_owned().unwrap());
         let read = |crashes: u64| {
             // The record follows that of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
-            let bag = Bag::new().unwrap();
+            let bag = DescriptorQueue::new().unwrap();
             bag.put(LIVE, &[live.fd()]).unwrap();
             let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
-            SurvivingFunction::read(shelf.clone(), ends.into()).unwrap_err()
+            RestorableFunction::read(shelf.clone(), ends.into()).unwrap_err()
         };
         for crashes in [0, 3, 9 << 32 | 3] {
             let error = read(crashes);
-            assert!(matches!(error, SurvivorError::Missing(JOURNAL)), "{error}");
+            assert!(matches!(error, RestoreError::Missing(JOURNAL)), "{error}");
         }
         for crashes in [4, u64::MAX] {
             let error = read(crashes);
-            assert!(matches!(error, SurvivorError::Crashes(4..)), "{error}");
+            assert!(matches!(error, RestoreError::Crashes(4..)), "{error}");
         }
     }
 
@@ -1115,13 +1121,13 @@ mod tests {
     #[test]
     fn what_each_release_has_left_of_a_function_is_taken_up() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         for (version, stored) in STORED {
-            let journal = Journal::new().unwrap();
+            let journal = RequestLog::new().unwrap();
             journal.state_store().store(stored.as_bytes()).unwrap();
             let socket = folder.path().join(version.to_string());
             let listener = UnixListener::bind(socket).unwrap();
-            let live = LiveState::new(4).unwrap();
+            let live = InflightFile::new(4).unwrap();
             let [doorbells, memory_file, read_only] =
                 [4096, 8 << 20, 4096].map(|len| memfd(c"kept", len).unwrap());
             let (stream, _client) = UnixStream::pair().unwrap();
@@ -1138,15 +1144,15 @@ mod tests {
                 &[read_only.as_fd()],
                 &[acknowledged.as_fd()],
             ];
-            let bag = Bag::new().unwrap();
+            let bag = DescriptorQueue::new().unwrap();
             for (number, descriptors) in (0..).zip(left) {
                 bag.put(number, descriptors).unwrap();
             }
             let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
-            let function = SurvivingFunction::read(shelf.clone(), ends.into()).unwrap();
+            let function = RestorableFunction::read(shelf.clone(), ends.into()).unwrap();
             assert_eq!(function.socket(), Path::new("/run/nvme-mpt/a.sock"));
             let parts = function.parts();
-            assert!(matches!(parts, FunctionParts::Continued(Some(_))));
+            assert!(matches!(parts, SharedPartsSource::Continued(Some(_))));
             let memory = function.memory().into_iter();
             let memory: Vec<_> = memory.map(|(file, _)| (file.inode, file.offset)).collect();
             let [of_memory, of_read_only] =
@@ -1192,7 +1198,7 @@ mod tests {
         let (version, stored) = STORED[STORED.len() - 1];
         assert_eq!(version, VERSION);
         let control = read_state(stored.as_bytes()).unwrap().control;
-        let state = DeviceState {
+        let state = PersistedFunctionState {
             version: VERSION,
             socket: "/run/nvme-mpt/a.sock".into(),
             control,
@@ -1209,7 +1215,7 @@ mod tests {
 
     #[test]
     fn this_version_has_live_state_of_layout_1() {
-        let live = LiveState::new(1).unwrap();
+        let live = InflightFile::new(1).unwrap();
         let live = File::from(live.fd().try_clone_to_owned().unwrap());
         let mut layout = [0; 8];
         live.read_exact_at(&mut layout, 0).unwrap();
@@ -1226,10 +1232,10 @@ mod tests {
         let mut later: Value = serde_json::from_str(STORED[STORED.len() - 1].1).unwrap();
         later["version"] = (VERSION + 1).into();
         let refused = read_state(later.to_string().as_bytes()).unwrap_err();
-        assert!(matches!(refused, SurvivorError::Version(found) if found == VERSION + 1));
+        assert!(matches!(refused, RestoreError::Version(found) if found == VERSION + 1));
         let mut later: Value = serde_json::from_str(STORED[STORED.len() - 1].1).unwrap();
         later["control"]["version"] = 1000.into();
         let refused = read_state(later.to_string().as_bytes()).unwrap_err();
-        assert!(matches!(refused, SurvivorError::Control(_)), "{refused}");
+        assert!(matches!(refused, RestoreError::Control(_)), "{refused}");
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! | name | descriptors |
 //! |---|---|
-//! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::Bag), see `function` |
+//! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::DescriptorQueue), see `function` |
 //! | `memory-BYTES` | memory file of the drive `memory:BYTES` |
 //! | `faults-HASH` | memory file of a drive's injected faults, by the hash of its path |
 //! | `drive-PCI` | both ends of a physical drive's bag, see `drive` |
@@ -35,19 +35,19 @@ use nvme_mpt::iova::MappedFile;
 use nvme_mpt::lease::{LeaseError, Ledger};
 use nvme_mpt::memory::{memfd, system};
 use nvme_mpt::poller::start_thread;
-use nvme_mpt_keep::{Inherited, KeepError, Store};
+use nvme_mpt_keep::{FdStoreClient, FdStoreError, InheritedDescriptors};
 use nvme_mpt_vmm::drives::{DrivePath, MemoryFile};
 use nvme_mpt_vmm::report;
 use thiserror::Error;
-use vfio_user_server::{Journal, JournalError, Record};
+use vfio_user_server::{RequestLog, RequestLogContents, RequestLogError};
 
-use drive::{DRIVE, DriveBags};
-use function::{Shelf, SurvivingFunction, SurvivorError, Turn};
-use predecessor::{Leaving, Predecessor, PredecessorError};
-use registry::{Registry, SPARE};
-use spares::Spares;
+use drive::{DRIVE, DriveDescriptorQueues};
+use function::{FdStoreKey, RestorableFunction, RestoreError, RestoreOrder};
+use predecessor::{LeavingPredecessor, PredecessorError, PredecessorProcess};
+use registry::{FdStoreRegistry, SPARE};
+use spares::SpareDescriptions;
 
-use crate::stats::{KeeperState, Stall, StallCause};
+use crate::stats::{GuestPause, GuestPauseCause, SupervisorStatus};
 
 /// First argument of the internal process between a keeper and its command.
 pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
@@ -75,10 +75,10 @@ const CONFIGURATION: &str = "configuration";
 
 /// Error of using the keeper.
 #[derive(Debug, Error)]
-pub enum KeepingError {
+pub enum PersistenceError {
     /// The keeper cannot be reached, or its contents cannot be read.
     #[error("Cannot use the keeper of this server")]
-    Keeper(#[from] KeepError),
+    Keeper(#[from] FdStoreError),
     /// The kernel cannot create a memory file.
     #[error("Cannot make a memory file that outlives this server")]
     Memory(#[source] std::io::Error),
@@ -90,23 +90,27 @@ pub enum KeepingError {
     Ledger(#[from] LeaseError),
     /// The configuration cannot be stored or read.
     #[error("Cannot use the configuration that outlives this server")]
-    Configuration(#[from] JournalError),
+    Configuration(#[from] RequestLogError),
 }
 
 /// Returns the stored configuration of the old server, or `None` if there is none.
 ///
 /// # Errors
 /// The configuration cannot be read.
-pub(crate) fn kept_configuration(inherited: &Inherited) -> Result<Option<Vec<u8>>, KeepingError> {
+pub(crate) fn kept_configuration(
+    inherited: &InheritedDescriptors,
+) -> Result<Option<Vec<u8>>, PersistenceError> {
     let Some(file) = inherited.get(CONFIGURATION).next() else {
         return Ok(None);
     };
-    let file = file.try_clone_to_owned().map_err(KeepingError::Memory)?;
+    let file = file
+        .try_clone_to_owned()
+        .map_err(PersistenceError::Memory)?;
     // The old server may still run and write the journal.
-    match Record::of_running(file) {
+    match RequestLogContents::of_running(file) {
         Ok(record) => Ok(Some(record.device().to_vec())),
         // The old server ended before it stored a configuration.
-        Err(JournalError::Empty) => Ok(None),
+        Err(RequestLogError::Empty) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
@@ -118,10 +122,10 @@ pub(crate) fn has_kept_configuration() -> bool {
 }
 
 /// Reports the server's state to the keeper or service manager, as in sd_notify(3).
-pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
+pub(crate) fn notify(keeping: Option<&ServerPersistence>, assignments: &str) {
     let notified = match keeping {
         Some(keeping) => keeping.registry.store().notify(assignments),
-        None => Store::from_env().and_then(|store| match store {
+        None => FdStoreClient::from_env().and_then(|store| match store {
             Some(store) => store.notify(assignments),
             None => Ok(()),
         }),
@@ -136,90 +140,92 @@ pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
 
 /// A server's state in its keeper.
 #[derive(Debug)]
-pub(crate) struct Keeping {
-    registry: Arc<Registry>,
+pub(crate) struct ServerPersistence {
+    registry: Arc<FdStoreRegistry>,
     /// True while a new keeper is receiving the descriptors.
     is_adopted: AtomicBool,
-    state: Mutex<State>,
-    spares: Arc<Spares>,
+    state: Mutex<PersistenceState>,
+    spares: Arc<SpareDescriptions>,
     /// Start of the pause of functions that this process restores.
-    stall_begin: StallBegin,
+    stall_begin: GuestPauseStart,
     /// Old server that this process replaces.
-    leaving: Option<Leaving>,
+    leaving: Option<LeavingPredecessor>,
 }
 
 /// Start of the pause of functions that a successor restores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StallBegin {
-    cause: StallCause,
+pub(crate) struct GuestPauseStart {
+    cause: GuestPauseCause,
     /// Time on the host's clock.
     at: Duration,
 }
 
-impl StallBegin {
+impl GuestPauseStart {
     /// Returns the start for functions in VMMs. Such functions survive even an orderly restart, or one without a keeper.
-    pub(crate) fn of_vmms(keeping: Option<&Keeping>) -> Self {
-        match keeping.map(Keeping::stall_begin) {
-            Some(begin) if begin.cause == StallCause::Upgrade => begin,
+    pub(crate) fn of_vmms(keeping: Option<&ServerPersistence>) -> Self {
+        match keeping.map(ServerPersistence::stall_begin) {
+            Some(begin) if begin.cause == GuestPauseCause::Upgrade => begin,
             begin => Self {
-                cause: StallCause::Restart,
+                cause: GuestPauseCause::Restart,
                 at: begin.map_or_else(system::host_time, |begin| begin.at),
             },
         }
     }
 
     /// Returns the pause from this start to `end`.
-    pub(crate) fn until(self, end: Duration) -> Stall {
+    pub(crate) fn until(self, end: Duration) -> GuestPause {
         let Self { cause, at } = self;
         // The start comes from another process, perhaps of another release.
         let seconds = end.saturating_sub(at).as_secs_f64();
-        Stall { cause, seconds }
+        GuestPause { cause, seconds }
     }
 }
 
 #[derive(Debug)]
-struct State {
+struct PersistenceState {
     /// Journal of the stored configuration. `None` until it is first stored.
-    configuration: Option<Journal>,
+    configuration: Option<RequestLog>,
     /// Functions of the old server that are not restored yet, by socket.
-    surviving: BTreeMap<PathBuf, SurvivingFunction>,
+    surviving: BTreeMap<PathBuf, RestorableFunction>,
     /// Ledger of private drives.
     private: Ledger,
     /// Contents of `memory:` drives, by size in bytes.
     memory: BTreeMap<u64, MemoryFile>,
     /// Faults of drives that this process has not opened yet, by name in the keeper.
     faults: BTreeMap<String, MemoryFile>,
-    drives: DriveBags,
+    drives: DriveDescriptorQueues,
     next_function: u64,
 }
 
-impl Keeping {
+impl ServerPersistence {
     /// Connects to the keeper and reads the stored state. Returns `None` without a keeper.
     ///
     /// If this process replaces a running server, first calls `check`, which must succeed. Then waits until the old server has
     /// released its functions. The old server [may still run](Self::await_predecessor) after that.
     ///
     /// # Errors
-    /// See [`KeepingError`]. Returns the error of `check`.
-    pub(crate) fn find<E: From<KeepingError>>(
-        mut inherited: Inherited,
+    /// See [`PersistenceError`]. Returns the error of `check`.
+    pub(crate) fn find<E: From<PersistenceError>>(
+        mut inherited: InheritedDescriptors,
         check: impl FnOnce() -> Result<(), E>,
     ) -> Result<Option<Arc<Self>>, E> {
-        let store = Store::from_env().map_err(KeepingError::from)?;
-        let Some(store) = store.filter(Store::keeps) else {
+        let store = FdStoreClient::from_env().map_err(PersistenceError::from)?;
+        let Some(store) = store.filter(FdStoreClient::keeps) else {
             return Ok(None);
         };
-        let mut stall_begin = StallBegin {
-            cause: StallCause::Crash,
+        let mut stall_begin = GuestPauseStart {
+            cause: GuestPauseCause::Crash,
             at: system::host_time(),
         };
         let mut leaving = None;
         crashes::let_panics_end_the_process();
-        if let Some(predecessor) = Predecessor::find(&mut inherited).map_err(KeepingError::from)? {
+        if let Some(predecessor) =
+            PredecessorProcess::find(&mut inherited).map_err(PersistenceError::from)?
+        {
             check()?;
-            let (at, server) = predecessor.await_turn().map_err(KeepingError::from)?;
-            stall_begin = StallBegin {
-                cause: StallCause::Upgrade,
+            let (at, server) = predecessor.await_turn().map_err(PersistenceError::from)?;
+            stall_begin = GuestPauseStart {
+                cause: GuestPauseCause::Upgrade,
                 at,
             };
             leaving = Some(server);
@@ -229,12 +235,12 @@ impl Keeping {
     }
 
     fn read(
-        store: Store,
-        mut inherited: Inherited,
-        stall_begin: StallBegin,
-        leaving: Option<Leaving>,
-    ) -> Result<Self, KeepingError> {
-        let registry = Arc::new(Registry::new(store));
+        store: FdStoreClient,
+        mut inherited: InheritedDescriptors,
+        stall_begin: GuestPauseStart,
+        leaving: Option<LeavingPredecessor>,
+    ) -> Result<Self, PersistenceError> {
+        let registry = Arc::new(FdStoreRegistry::new(store));
         let names: Vec<String> = inherited.names().map(str::to_owned).collect();
         let mut kept: BTreeMap<String, Vec<OwnedFd>> = BTreeMap::new();
         for name in names {
@@ -246,8 +252,8 @@ impl Keeping {
             registry.settle()?;
         }
         let configuration = kept.remove(CONFIGURATION).unwrap_or_default();
-        let configuration = configuration.into_iter().next().map(Journal::from_kept);
-        let mut state = State {
+        let configuration = configuration.into_iter().next().map(RequestLog::from_kept);
+        let mut state = PersistenceState {
             configuration: match configuration {
                 Some(Ok((journal, _))) => Some(journal),
                 // Unreadable, as `kept_configuration` has reported. A new journal will replace it.
@@ -261,17 +267,17 @@ impl Keeping {
             private: private_ledger(&registry, kept.remove(LEASES).unwrap_or_default())?,
             memory: BTreeMap::new(),
             faults: BTreeMap::new(),
-            drives: DriveBags::default(),
+            drives: DriveDescriptorQueues::default(),
             next_function: 0,
         };
         for (name, descriptors) in kept {
             if let Some(number) = number_after(FUNCTION, &name) {
                 state.next_function = state.next_function.max(number + 1);
-                let shelf = Shelf {
+                let shelf = FdStoreKey {
                     name: name.clone(),
                     registry: registry.clone(),
                 };
-                match SurvivingFunction::read(shelf.clone(), descriptors) {
+                match RestorableFunction::read(shelf.clone(), descriptors) {
                     Ok(function) => {
                         let socket = function.socket().to_owned();
                         state.surviving.insert(socket, function);
@@ -307,10 +313,10 @@ impl Keeping {
                 log::warn!("The keeper has \"{name}\", which this server does not know");
             }
         }
-        SurvivingFunction::blame_one(state.surviving.values_mut());
+        RestorableFunction::blame_one(state.surviving.values_mut());
         let state = Mutex::new(state);
         Ok(Self {
-            spares: Arc::new(Spares::new(registry.clone())),
+            spares: Arc::new(SpareDescriptions::new(registry.clone())),
             registry,
             is_adopted: AtomicBool::new(false),
             state,
@@ -336,23 +342,23 @@ impl Keeping {
         std::os::unix::net::UnixDatagram,
         std::os::unix::net::UnixStream,
     ) {
-        let (Shelf { registry, .. }, keeper) = Shelf::of_silent_keeper(folder);
-        let (leaving, server) = Leaving::of(before);
+        let (FdStoreKey { registry, .. }, keeper) = FdStoreKey::of_silent_keeper(folder);
+        let (leaving, server) = LeavingPredecessor::of(before);
         let keeping = Self {
-            spares: Arc::new(Spares::new(registry.clone())),
+            spares: Arc::new(SpareDescriptions::new(registry.clone())),
             registry,
             is_adopted: AtomicBool::new(false),
-            state: Mutex::new(State {
+            state: Mutex::new(PersistenceState {
                 configuration: None,
                 surviving: BTreeMap::new(),
                 private: Ledger::in_process(),
                 memory: BTreeMap::new(),
                 faults: BTreeMap::new(),
-                drives: DriveBags::default(),
+                drives: DriveDescriptorQueues::default(),
                 next_function: 0,
             }),
-            stall_begin: StallBegin {
-                cause: StallCause::Upgrade,
+            stall_begin: GuestPauseStart {
+                cause: GuestPauseCause::Upgrade,
                 at: Duration::ZERO,
             },
             leaving: Some(leaving),
@@ -390,8 +396,8 @@ impl Keeping {
     /// Waits until the old server has ended.
     ///
     /// # Errors
-    /// [`KeepingError::Predecessor`] with the kernel's error.
-    pub(crate) fn await_predecessor(&self) -> Result<(), KeepingError> {
+    /// [`PersistenceError::PredecessorProcess`] with the kernel's error.
+    pub(crate) fn await_predecessor(&self) -> Result<(), PersistenceError> {
         match &self.leaving {
             Some(leaving) => Ok(leaving.await_end().map_err(PredecessorError::from)?),
             None => Ok(()),
@@ -404,7 +410,7 @@ impl Keeping {
     }
 
     /// Returns the start of the pause of functions that this process restores.
-    pub(crate) fn stall_begin(&self) -> StallBegin {
+    pub(crate) fn stall_begin(&self) -> GuestPauseStart {
         self.stall_begin
     }
 
@@ -412,14 +418,14 @@ impl Keeping {
     ///
     /// # Errors
     /// The keeper has ended or is late.
-    pub(crate) fn await_keeper(&self) -> Result<(), KeepError> {
+    pub(crate) fn await_keeper(&self) -> Result<(), FdStoreError> {
         self.registry.store().barrier(KEEPER_PATIENCE)
     }
 
-    pub(crate) fn state_of_keeper(&self) -> KeeperState {
+    pub(crate) fn state_of_keeper(&self) -> SupervisorStatus {
         match self.registry.has_ended() {
-            true => KeeperState::Ended,
-            false => KeeperState::Runs,
+            true => SupervisorStatus::Ended,
+            false => SupervisorStatus::Runs,
         }
     }
 
@@ -446,7 +452,7 @@ impl Keeping {
         if !self.registry.has_ended() {
             return Err("its keeper has not ended".to_owned());
         }
-        let store = Store::connect(address, max).map_err(|error| report::chain(&error))?;
+        let store = FdStoreClient::connect(address, max).map_err(|error| report::chain(&error))?;
         if self.is_adopted.swap(true, Ordering::Relaxed) {
             return Err("another keeper is taking its place".to_owned());
         }
@@ -468,7 +474,7 @@ impl Keeping {
     }
 
     /// Returns all entries in the keeper, for a successor process.
-    pub(crate) fn registry(&self) -> &Registry {
+    pub(crate) fn registry(&self) -> &FdStoreRegistry {
         &self.registry
     }
 
@@ -482,12 +488,12 @@ impl Keeping {
         }
     }
 
-    fn try_to_keep_configuration(&self, bytes: &[u8]) -> Result<(), KeepingError> {
+    fn try_to_keep_configuration(&self, bytes: &[u8]) -> Result<(), PersistenceError> {
         let mut state = self.state();
         if let Some(journal) = &state.configuration {
             return Ok(journal.state_store().store(bytes)?);
         }
-        let journal = Journal::new()?;
+        let journal = RequestLog::new()?;
         journal.state_store().store(bytes)?;
         let what = "the configuration";
         self.registry
@@ -507,10 +513,10 @@ impl Keeping {
 
     /// Puts back a function that could not be restored, reading its descriptors again. A later attempt or a successor may
     /// restore it.
-    pub(crate) fn take_back(&self, shelf: &Shelf) {
+    pub(crate) fn take_back(&self, shelf: &FdStoreKey) {
         let descriptors = self.registry.descriptors(&shelf.name);
-        let read = descriptors.map_err(SurvivorError::from);
-        match read.and_then(|descriptors| SurvivingFunction::read(shelf.clone(), descriptors)) {
+        let read = descriptors.map_err(RestoreError::from);
+        match read.and_then(|descriptors| RestorableFunction::read(shelf.clone(), descriptors)) {
             Ok(function) => self.give_back(function),
             Err(error) => {
                 let error = report::chain(&error);
@@ -521,12 +527,12 @@ impl Keeping {
     }
 
     /// Removes and returns the old server's function with this socket.
-    pub(crate) fn take(&self, socket: &Path) -> Option<SurvivingFunction> {
+    pub(crate) fn take(&self, socket: &Path) -> Option<RestorableFunction> {
         self.state().surviving.remove(socket)
     }
 
     /// Puts back a function that cannot be restored now. A later attempt or a successor may restore it.
-    pub(crate) fn give_back(&self, function: SurvivingFunction) {
+    pub(crate) fn give_back(&self, function: RestorableFunction) {
         let socket = function.socket().to_owned();
         self.state().surviving.insert(socket, function);
     }
@@ -537,16 +543,16 @@ impl Keeping {
     }
 
     /// Returns the function's position in the order of restoring, or `None` if the old server had no such function.
-    pub(crate) fn turn_of(&self, socket: &Path) -> Option<Turn> {
+    pub(crate) fn turn_of(&self, socket: &Path) -> Option<RestoreOrder> {
         let state = self.state();
-        state.surviving.get(socket).map(SurvivingFunction::turn)
+        state.surviving.get(socket).map(RestorableFunction::turn)
     }
 
     /// Returns the function's guest memory, as file ranges with lengths.
     pub(crate) fn memory_of(&self, socket: &Path) -> Vec<(MappedFile, u64)> {
         let state = self.state();
         let function = state.surviving.get(socket);
-        function.map_or_else(Vec::new, SurvivingFunction::memory)
+        function.map_or_else(Vec::new, RestorableFunction::memory)
     }
 
     /// Releases the old server's functions that `is_wanted` rejects.
@@ -566,17 +572,17 @@ impl Keeping {
     }
 
     /// Allocates a keeper entry for a new function.
-    pub(crate) fn shelf(&self) -> Shelf {
+    pub(crate) fn shelf(&self) -> FdStoreKey {
         let mut state = self.state();
         let number = state.next_function;
         state.next_function += 1;
-        Shelf {
+        FdStoreKey {
             name: format!("{FUNCTION}{number}"),
             registry: self.registry.clone(),
         }
     }
 
-    pub(crate) fn spares(&self) -> &Arc<Spares> {
+    pub(crate) fn spares(&self) -> &Arc<SpareDescriptions> {
         &self.spares
     }
 
@@ -587,13 +593,13 @@ impl Keeping {
     /// Returns the memory file of the drive `memory:BYTES`. A new one is empty.
     ///
     /// # Errors
-    /// [`KeepingError::Memory`], [`KeepingError::Keeper`].
-    pub(crate) fn memory(&self, bytes: u64) -> Result<MemoryFile, KeepingError> {
+    /// [`PersistenceError::MappedMemoryKey`], [`PersistenceError::DiscardingFdStore`].
+    pub(crate) fn memory(&self, bytes: u64) -> Result<MemoryFile, PersistenceError> {
         let mut state = self.state();
         if let Some(file) = state.memory.get(&bytes) {
             return Ok(file.clone());
         }
-        let file = memfd(c"nvme-mpt-drive", bytes).map_err(KeepingError::Memory)?;
+        let file = memfd(c"nvme-mpt-drive", bytes).map_err(PersistenceError::Memory)?;
         let what = format!("the content of memory:{bytes}");
         self.registry
             .keep_or_report(&what, &memory_name(bytes), &[file.as_fd()])?;
@@ -606,15 +612,15 @@ impl Keeping {
     /// server's file. Later calls return a new file, as reopening a drive clears its recorded faults.
     ///
     /// # Errors
-    /// [`KeepingError::Memory`], [`KeepingError::Keeper`].
-    pub(crate) fn faults(&self, path: &DrivePath) -> Result<MemoryFile, KeepingError> {
+    /// [`PersistenceError::MappedMemoryKey`], [`PersistenceError::DiscardingFdStore`].
+    pub(crate) fn faults(&self, path: &DrivePath) -> Result<MemoryFile, PersistenceError> {
         let mut state = self.state();
         let name = faults_name(path);
         if let Some(file) = state.faults.remove(&name) {
             return Ok(file);
         }
         self.registry.forget(&name)?;
-        let file = memfd(c"nvme-mpt-faults", 0).map_err(KeepingError::Memory)?;
+        let file = memfd(c"nvme-mpt-faults", 0).map_err(PersistenceError::Memory)?;
         let what = format!("the faults of {path}");
         self.registry
             .keep_or_report(&what, &name, &[file.as_fd()])?;
@@ -645,7 +651,7 @@ impl Keeping {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PersistenceState> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -673,11 +679,14 @@ fn hash(text: &str) -> u64 {
 }
 
 /// Opens or creates the ledger of private drives.
-fn private_ledger(registry: &Registry, kept: Vec<OwnedFd>) -> Result<Ledger, KeepingError> {
+fn private_ledger(
+    registry: &FdStoreRegistry,
+    kept: Vec<OwnedFd>,
+) -> Result<Ledger, PersistenceError> {
     let file = match kept.into_iter().next() {
         Some(file) => file,
         None => {
-            let file = memfd(c"nvme-mpt-leases", 0).map_err(KeepingError::Memory)?;
+            let file = memfd(c"nvme-mpt-leases", 0).map_err(PersistenceError::Memory)?;
             let what = "the leases of memory: and null: drives";
             registry.keep_or_report(what, LEASES, &[file.as_fd()])?;
             file

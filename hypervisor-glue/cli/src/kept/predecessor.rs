@@ -30,16 +30,16 @@ use std::time::Duration;
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::clock;
-use nvme_mpt::memory::notifier::Notifier;
+use nvme_mpt::memory::notifier::EventfdNotifier;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
-use nvme_mpt_keep::{Inherited, KeepError, KeeperError, start_successor};
+use nvme_mpt_keep::{FdStoreError, InheritedDescriptors, SuperviseError, start_successor};
 use nvme_mpt_lease_protocol::VERSION;
 use thiserror::Error;
 
-use super::Keeping;
-use super::function::{FunctionNeeds, SurvivorError, check_state};
-use super::registry::Registry;
+use super::ServerPersistence;
+use super::function::{RestoreError, SuccessorRequirements, check_state};
+use super::registry::FdStoreRegistry;
 use crate::confine::LandlockRefusal;
 
 /// Name of the successor's end of the socket.
@@ -119,7 +119,7 @@ pub(crate) struct FailureReport(UnixStream);
 
 impl FailureReport {
     /// Returns the connection, or `None` if this process does not replace a server.
-    pub(crate) fn to_predecessor(inherited: &Inherited) -> Option<Self> {
+    pub(crate) fn to_predecessor(inherited: &InheritedDescriptors) -> Option<Self> {
         let socket = inherited.get(SOCKET).next()?;
         let socket = socket.try_clone_to_owned().ok()?;
         Some(Self(socket.into()))
@@ -136,21 +136,23 @@ impl FailureReport {
 
 /// The server that started this process as its successor.
 #[derive(Debug)]
-pub(super) struct Predecessor {
+pub(super) struct PredecessorProcess {
     socket: UnixStream,
     process: OwnedFd,
 }
 
-impl Predecessor {
+impl PredecessorProcess {
     /// Finds the old server, and checks the present states of its functions.
-    pub(super) fn find(inherited: &mut Inherited) -> Result<Option<Self>, PredecessorError> {
+    pub(super) fn find(
+        inherited: &mut InheritedDescriptors,
+    ) -> Result<Option<Self>, PredecessorError> {
         let journals = inherited.take(JOURNAL);
         let Some(socket) = inherited.take(SOCKET).into_iter().next() else {
             return Ok(None);
         };
         check_lease_protocol(&env::var(LEASE_PROTOCOL).unwrap_or_default())?;
         let socket = UnixStream::from(socket);
-        let unreadable = |error: SurvivorError| PredecessorError::State(Box::new(error));
+        let unreadable = |error: RestoreError| PredecessorError::State(Box::new(error));
         let needs = journals.into_iter().map(check_state);
         let needs: Vec<_> = needs.collect::<Result<_, _>>().map_err(unreadable)?;
         try_resources(&needs)?;
@@ -163,7 +165,7 @@ impl Predecessor {
     }
 
     /// Sends "ready" and waits until all functions can be restored. Returns when they were asked to pause, by the host's clock.
-    pub(super) fn await_turn(self) -> Result<(Duration, Leaving), PredecessorError> {
+    pub(super) fn await_turn(self) -> Result<(Duration, LeavingPredecessor), PredecessorError> {
         let Self {
             mut socket,
             process,
@@ -182,7 +184,7 @@ impl Predecessor {
             Err(_) => told,
         };
         let has_let_go = socket.read_exact(&mut word).is_ok() && word == [LET_GO];
-        let leaving = Leaving {
+        let leaving = LeavingPredecessor {
             socket,
             process,
             told: Once::new(),
@@ -205,11 +207,11 @@ const SPARE: usize = 16;
 
 /// Allocates, for a trial, all resources for the old server's functions while they are still served. A shortage is thus found
 /// before the old server releases them.
-fn try_resources(needs: &[FunctionNeeds]) -> Result<(), PredecessorError> {
+fn try_resources(needs: &[SuccessorRequirements]) -> Result<(), PredecessorError> {
     let scarce = |what| move |source| PredecessorError::Scarce { what, source };
     if needs.iter().any(|needs| needs.notifies_untrusted) {
         // Stays allocated.
-        let shared = Notifier::shared();
+        let shared = EventfdNotifier::shared();
         shared.map_err(scarce(
             "contexts of asynchronous I/O, which carry interrupts to clients of other users",
         ))?;
@@ -280,13 +282,13 @@ fn check_lease_protocol(version: &str) -> Result<(), PredecessorError> {
 
 /// The old server after its functions are released. It may still run.
 #[derive(Debug)]
-pub(super) struct Leaving {
+pub(super) struct LeavingPredecessor {
     socket: UnixStream,
     process: OwnedFd,
     told: Once,
 }
 
-impl Leaving {
+impl LeavingPredecessor {
     #[cfg(test)]
     pub(super) fn of(process: OwnedFd) -> (Self, UnixStream) {
         let (socket, theirs) = UnixStream::pair().unwrap();
@@ -334,7 +336,7 @@ pub(crate) enum UpgradeError {
     NoKeeper,
     /// The next server cannot be started.
     #[error("The next server cannot be started")]
-    Start(#[from] KeeperError),
+    Start(#[from] SuperviseError),
     /// The successor ended before it was ready.
     #[error("The next server ended with {0} before it could take over; the log has its reason")]
     Ended(String),
@@ -379,7 +381,7 @@ pub(crate) enum UpgradeError {
     Ledger(#[source] nvme_mpt::lease::LeaseError),
     /// The keeper cannot be told about the successor.
     #[error("The keeper cannot be told of the next server")]
-    Keeper(#[from] KeepError),
+    Keeper(#[from] FdStoreError),
     /// Error of the socket to the successor.
     #[error("The next server cannot be spoken with")]
     Io(#[from] io::Error),
@@ -387,7 +389,7 @@ pub(crate) enum UpgradeError {
 
 /// The process that is to replace this server. Dropping it before the hand-over kills it, and this server continues.
 #[derive(Debug)]
-pub(crate) struct Successor {
+pub(crate) struct SuccessorProcess {
     socket: UnixStream,
     /// `None` after the hand-over.
     process: Option<Child>,
@@ -395,16 +397,16 @@ pub(crate) struct Successor {
     goes_on_beside: bool,
 }
 
-impl Successor {
+impl SuccessorProcess {
     /// Starts a command as the successor.
     pub(crate) fn start(
-        keeping: &Keeping,
+        keeping: &ServerPersistence,
         first_stage: &[OsString],
         command: &[OsString],
         variables: &[(&str, String)],
     ) -> Result<Self, UpgradeError> {
         let (socket, theirs) = UnixStream::pair()?;
-        let registry: &Registry = keeping.registry();
+        let registry: &FdStoreRegistry = keeping.registry();
         // A new keeper may have replaced the one that started this process.
         let keeper = registry.store().variables();
         let variables = variables
@@ -480,7 +482,7 @@ impl Successor {
     /// stored state.
     pub(crate) fn hand_over(
         &mut self,
-        keeping: &Keeping,
+        keeping: &ServerPersistence,
         rested: Duration,
     ) -> Result<(), UpgradeError> {
         let store = keeping.registry().store();
@@ -511,7 +513,7 @@ impl Successor {
     }
 }
 
-impl Drop for Successor {
+impl Drop for SuccessorProcess {
     fn drop(&mut self) {
         if let Some(mut process) = self.process.take() {
             // The successor may have ended already.
@@ -552,7 +554,7 @@ mod tests {
         let rested = Duration::from_nanos(7);
         server.write_all(&ends(rested)).unwrap();
         server.write_all(&[LET_GO]).unwrap();
-        let (at, leaving) = Predecessor { socket, process }.await_turn().unwrap();
+        let (at, leaving) = PredecessorProcess { socket, process }.await_turn().unwrap();
         assert_eq!(at, rested);
         leaving.let_end();
         leaving.let_end();
@@ -575,7 +577,7 @@ mod tests {
             server.write_all(&words).unwrap();
             server.shutdown(Shutdown::Write).unwrap();
             drop(child.stdin.take());
-            let (at, _) = Predecessor { socket, process }.await_turn().unwrap();
+            let (at, _) = PredecessorProcess { socket, process }.await_turn().unwrap();
             assert_eq!(at == rested, words.len() > 1);
             assert!(child.try_wait().unwrap().is_some(), "it has ended");
         }
@@ -588,7 +590,9 @@ mod tests {
             let process = descriptor_of(getpid());
             server.write_all(words).unwrap();
             server.shutdown(Shutdown::Write).unwrap();
-            let refused = Predecessor { socket, process }.await_turn().unwrap_err();
+            let refused = PredecessorProcess { socket, process }
+                .await_turn()
+                .unwrap_err();
             assert!(matches!(refused, PredecessorError::GoesOn), "{refused}");
         }
     }
@@ -613,7 +617,7 @@ mod tests {
 
     #[test]
     fn resources_that_there_are_refuse_no_upgrade() {
-        let needs = FunctionNeeds {
+        let needs = SuccessorRequirements {
             descriptors: 3,
             notifies_untrusted: true,
         };
@@ -621,10 +625,10 @@ mod tests {
     }
 
     /// Returns a successor that has said this, and its end of the socket.
-    fn successor(words: &[u8]) -> (Successor, UnixStream) {
+    fn successor(words: &[u8]) -> (SuccessorProcess, UnixStream) {
         let (socket, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(words).unwrap();
-        let successor = Successor {
+        let successor = SuccessorProcess {
             socket,
             process: None,
             goes_on_beside: false,

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nvme_mpt_keep::{KeepError, Store};
+use nvme_mpt_keep::{FdStoreClient, FdStoreError};
 
 use super::KEEPER_PATIENCE;
 use crate::stats::KEEPER_ENDED;
@@ -19,16 +19,16 @@ pub(super) const LEFT_OUT: &str =
 
 /// The keeper, with copies of the descriptors stored there.
 #[derive(Debug)]
-pub(crate) struct Registry {
-    store: Mutex<Arc<Store>>,
+pub(crate) struct FdStoreRegistry {
+    store: Mutex<Arc<FdStoreClient>>,
     /// True if the keeper has ended. Nothing is sent then, and only the keeper's copies are lost.
     has_ended: AtomicBool,
-    entries: Mutex<BTreeMap<String, Entry>>,
+    entries: Mutex<BTreeMap<String, FdStoreEntry>>,
 }
 
 /// Descriptors stored under one name.
 #[derive(Debug, Default)]
-struct Entry {
+struct FdStoreEntry {
     kept: Vec<OwnedFd>,
     /// True if the keeper has no room for them.
     is_left_out: bool,
@@ -36,8 +36,8 @@ struct Entry {
     journal: Option<OwnedFd>,
 }
 
-impl Registry {
-    pub(super) fn new(store: Store) -> Self {
+impl FdStoreRegistry {
+    pub(super) fn new(store: FdStoreClient) -> Self {
         Self {
             store: Mutex::new(Arc::new(store)),
             has_ended: AtomicBool::new(false),
@@ -45,7 +45,7 @@ impl Registry {
         }
     }
 
-    pub(crate) fn store(&self) -> Arc<Store> {
+    pub(crate) fn store(&self) -> Arc<FdStoreClient> {
         let store = self.store.lock();
         store.unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -68,7 +68,10 @@ impl Registry {
     }
 
     /// Sends a message to the keeper. Returns `false` if the keeper has ended.
-    fn send(&self, send: impl FnOnce(&Store) -> Result<(), KeepError>) -> Result<bool, KeepError> {
+    fn send(
+        &self,
+        send: impl FnOnce(&FdStoreClient) -> Result<(), FdStoreError>,
+    ) -> Result<bool, FdStoreError> {
         if self.has_ended() {
             return Ok(false);
         }
@@ -82,13 +85,13 @@ impl Registry {
     }
 
     /// Waits until the keeper has processed all messages. Returns at once if the keeper has ended.
-    pub(super) fn await_keeper(&self) -> Result<(), KeepError> {
+    pub(super) fn await_keeper(&self) -> Result<(), FdStoreError> {
         self.send(|store| store.barrier(KEEPER_PATIENCE)).map(drop)
     }
 
     /// Stores all descriptors with a new keeper. Holds the lock throughout, so that an upgrade passes descriptors on either
     /// before or after.
-    pub(super) fn adopt(&self, store: Store) -> Result<(), KeepError> {
+    pub(super) fn adopt(&self, store: FdStoreClient) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
         let mut room = store.max();
         for (name, entry) in entries.iter_mut() {
@@ -115,7 +118,7 @@ impl Registry {
         &self,
         name: &str,
         descriptors: &[BorrowedFd<'_>],
-    ) -> Result<bool, KeepError> {
+    ) -> Result<bool, FdStoreError> {
         let has_room = self.note(name, descriptors)?;
         if has_room && !self.send(|store| store.keep(name, descriptors))? {
             if let Some(entry) = self.entries().get_mut(name) {
@@ -132,7 +135,7 @@ impl Registry {
         what: &str,
         name: &str,
         descriptors: &[BorrowedFd<'_>],
-    ) -> Result<(), KeepError> {
+    ) -> Result<(), FdStoreError> {
         if !self.keep(name, descriptors)? {
             self.report_left_out(what);
         }
@@ -154,7 +157,7 @@ impl Registry {
 
     /// Makes the keeper's contents match the entries that this process [knows](Self::know). A predecessor passes on all
     /// entries, including those without room, and this process may choose others to leave out.
-    pub(super) fn settle(&self) -> Result<(), KeepError> {
+    pub(super) fn settle(&self) -> Result<(), FdStoreError> {
         let entries = self.entries();
         let (left_out, stored): (Vec<_>, Vec<_>) =
             entries.iter().partition(|(_, entry)| entry.is_left_out);
@@ -174,12 +177,12 @@ impl Registry {
     }
 
     /// Records descriptors that the keeper already has.
-    pub(super) fn know(&self, name: &str, descriptors: &[impl AsFd]) -> Result<(), KeepError> {
+    pub(super) fn know(&self, name: &str, descriptors: &[impl AsFd]) -> Result<(), FdStoreError> {
         self.note(name, descriptors).map(|_| ())
     }
 
     /// Records the descriptors of a name. Returns whether the keeper has room for them.
-    fn note(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, KeepError> {
+    fn note(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, FdStoreError> {
         let clones = descriptors.iter().map(|fd| clone(fd.as_fd()));
         let kept = clones.collect::<Result<Vec<_>, _>>()?;
         let mut entries = self.entries();
@@ -188,7 +191,7 @@ impl Registry {
         if !has_room && !name.starts_with(SPARE) {
             has_room = self.make_room(&mut entries, kept.len())?;
         }
-        let entry = Entry {
+        let entry = FdStoreEntry {
             kept,
             is_left_out: !has_room,
             ..before
@@ -198,7 +201,7 @@ impl Registry {
     }
 
     /// Returns whether the keeper has room for `more` descriptors besides `entries`.
-    fn has_room(&self, entries: &BTreeMap<String, Entry>, more: usize) -> bool {
+    fn has_room(&self, entries: &BTreeMap<String, FdStoreEntry>, more: usize) -> bool {
         if self.has_ended() {
             return false;
         }
@@ -211,9 +214,9 @@ impl Registry {
     /// there is room.
     fn make_room(
         &self,
-        entries: &mut BTreeMap<String, Entry>,
+        entries: &mut BTreeMap<String, FdStoreEntry>,
         more: usize,
-    ) -> Result<bool, KeepError> {
+    ) -> Result<bool, FdStoreError> {
         while !self.has_ended() && !self.has_room(entries, more) {
             let mut stored = entries.iter_mut().rev();
             let spare = stored.find(|(name, entry)| name.starts_with(SPARE) && !entry.is_left_out);
@@ -234,7 +237,7 @@ impl Registry {
     }
 
     /// Stores entries that were left out, as far as there is room now.
-    fn fill_up(&self) -> Result<(), KeepError> {
+    fn fill_up(&self) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
         let left_out = entries.iter().filter(|(_, entry)| entry.is_left_out);
         let names: Vec<String> = left_out.map(|(name, _)| name.clone()).collect();
@@ -252,13 +255,13 @@ impl Registry {
     }
 
     /// Lets a successor read a function's journal before it takes over.
-    pub(super) fn show(&self, name: &str, journal: BorrowedFd<'_>) -> Result<(), KeepError> {
+    pub(super) fn show(&self, name: &str, journal: BorrowedFd<'_>) -> Result<(), FdStoreError> {
         let journal = Some(clone(journal)?);
         self.entries().entry(name.to_owned()).or_default().journal = journal;
         Ok(())
     }
 
-    pub(super) fn descriptors(&self, name: &str) -> Result<Vec<OwnedFd>, KeepError> {
+    pub(super) fn descriptors(&self, name: &str) -> Result<Vec<OwnedFd>, FdStoreError> {
         let entries = self.entries();
         let kept = entries.get(name).map(|entry| entry.kept.iter());
         let copies = kept.into_iter().flatten().map(|fd| clone(fd.as_fd()));
@@ -266,7 +269,7 @@ impl Registry {
     }
 
     /// Removes a name from the keeper, and uses the room for entries that were left out.
-    pub(super) fn forget(&self, name: &str) -> Result<(), KeepError> {
+    pub(super) fn forget(&self, name: &str) -> Result<(), FdStoreError> {
         self.entries().remove(name);
         self.send(|store| store.forget(name))?;
         self.fill_up()
@@ -287,17 +290,18 @@ impl Registry {
         pass(all)
     }
 
-    fn entries(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
+    fn entries(&self) -> MutexGuard<'_, BTreeMap<String, FdStoreEntry>> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn clone(fd: BorrowedFd<'_>) -> Result<OwnedFd, KeepError> {
-    fd.try_clone_to_owned().map_err(|source| KeepError::System {
-        action: "copy a descriptor for the next server",
-        source,
-    })
+fn clone(fd: BorrowedFd<'_>) -> Result<OwnedFd, FdStoreError> {
+    fd.try_clone_to_owned()
+        .map_err(|source| FdStoreError::System {
+            action: "copy a descriptor for the next server",
+            source,
+        })
 }
 
 #[cfg(test)]
@@ -307,12 +311,12 @@ mod tests {
     use super::*;
 
     /// Socket of a keeper that stores nothing.
-    struct Keeper {
+    struct DiscardingFdStore {
         socket: UnixDatagram,
         folder: tempfile::TempDir,
     }
 
-    impl Keeper {
+    impl DiscardingFdStore {
         fn new() -> Self {
             let folder = tempfile::tempdir().unwrap();
             let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
@@ -321,9 +325,9 @@ mod tests {
         }
 
         /// Makes a registry of its server, with room for so many descriptors.
-        fn registry(&self, max: u64) -> Registry {
+        fn registry(&self, max: u64) -> FdStoreRegistry {
             let path = self.folder.path().join("notify");
-            Registry::new(Store::connect(path.as_os_str(), max).unwrap())
+            FdStoreRegistry::new(FdStoreClient::connect(path.as_os_str(), max).unwrap())
         }
 
         /// Returns the next message; `None` if there is none yet.
@@ -336,7 +340,7 @@ mod tests {
 
     #[test]
     fn what_the_keeper_has_no_room_for_is_passed_on_and_kept_once_there_is_room() {
-        let keeper = Keeper::new();
+        let keeper = DiscardingFdStore::new();
         let message = || keeper.message();
         let registry = keeper.registry(3);
         let file = tempfile::tempfile().unwrap();
@@ -362,7 +366,7 @@ mod tests {
 
     #[test]
     fn another_keeper_gets_all_that_was_kept_before_and_after_the_end_of_the_first() {
-        let first = Keeper::new();
+        let first = DiscardingFdStore::new();
         let registry = first.registry(100);
         let file = tempfile::tempfile().unwrap();
         let keep = |name: &str| registry.keep(name, &[file.as_fd(); 2]).unwrap();
@@ -375,10 +379,10 @@ mod tests {
         // VMs come and go as if nothing was.
         assert!(!keep("function-2"));
         registry.forget("function-0").unwrap();
-        let next = Keeper::new();
+        let next = DiscardingFdStore::new();
         let path = next.folder.path().join("notify");
         // The third finds no room.
-        let store = Store::connect(path.as_os_str(), 3).unwrap();
+        let store = FdStoreClient::connect(path.as_os_str(), 3).unwrap();
         registry.adopt(store).unwrap();
         assert!(!registry.has_ended());
         let stored = |name| Some(format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"));
@@ -397,7 +401,7 @@ mod tests {
 
     #[test]
     fn spare_descriptions_give_way_to_functions() {
-        let keeper = Keeper::new();
+        let keeper = DiscardingFdStore::new();
         let message = || keeper.message();
         let registry = keeper.registry(3);
         let file = tempfile::tempfile().unwrap();
@@ -426,7 +430,7 @@ mod tests {
 
     #[test]
     fn the_keeper_stores_what_the_next_server_counts_as_stored() {
-        let keeper = Keeper::new();
+        let keeper = DiscardingFdStore::new();
         let message = || keeper.message();
         let file = tempfile::tempfile().unwrap();
         let passed_on = |max| {

@@ -8,18 +8,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nvme_mpt::Drive;
-use nvme_mpt::drive::SpareKeeper;
+use nvme_mpt::drive::SpareDescriptorStore;
 use nvme_mpt::origin::beginning;
-use nvme_mpt_keep::KeepError;
+use nvme_mpt_keep::FdStoreError;
 use nvme_mpt_vmm::report;
 
 use super::hash;
-use super::registry::{LEFT_OUT, Registry, SPARE};
+use super::registry::{FdStoreRegistry, LEFT_OUT, SPARE};
 
 /// Spare descriptors of leases, stored with the keeper.
 #[derive(Debug)]
-pub(crate) struct Spares {
-    registry: Arc<Registry>,
+pub(crate) struct SpareDescriptions {
+    registry: Arc<FdStoreRegistry>,
     /// True once the successor owns the entries.
     is_over: AtomicBool,
 }
@@ -36,8 +36,8 @@ fn name_of(drive: &str, lease: &str) -> String {
     format!("{}{:016x}", prefix_of(drive), hash(lease))
 }
 
-impl Spares {
-    pub(super) fn new(registry: Arc<Registry>) -> Self {
+impl SpareDescriptions {
+    pub(super) fn new(registry: Arc<FdStoreRegistry>) -> Self {
         let is_over = AtomicBool::new(false);
         Self { registry, is_over }
     }
@@ -69,7 +69,7 @@ impl Spares {
         if names.is_empty() {
             return;
         }
-        let forget = || -> Result<(), KeepError> {
+        let forget = || -> Result<(), FdStoreError> {
             names
                 .iter()
                 .try_for_each(|name| self.registry.forget(name))?;
@@ -84,7 +84,7 @@ impl Spares {
     }
 }
 
-impl SpareKeeper for Spares {
+impl SpareDescriptorStore for SpareDescriptions {
     fn kept(&self, drive: &str, lease: &str) -> Vec<OwnedFd> {
         let kept = self.registry.descriptors(&name_of(drive, lease));
         kept.unwrap_or_else(|error| {

@@ -22,16 +22,16 @@ const BURST_BYTES: i64 = 16 << 10;
 const REFILL_BYTES: i64 = 1 << 10;
 
 thread_local! {
-    static BUDGET: RefCell<Budget> = RefCell::new(Budget::full());
+    static BUDGET: RefCell<LogBudget> = RefCell::new(LogBudget::full());
 }
 
 /// Log budget of a thread, or of several threads that serve one client.
 #[derive(Clone, Debug)]
-pub(crate) struct Budget(Arc<Mutex<Bucket>>);
+pub(crate) struct LogBudget(Arc<Mutex<LogTokenBucket>>);
 
-impl Budget {
+impl LogBudget {
     pub(crate) fn full() -> Self {
-        Self(Arc::new(Mutex::new(Bucket::full(monotonic()))))
+        Self(Arc::new(Mutex::new(LogTokenBucket::full(monotonic()))))
     }
 
     /// Replaces the current thread's budget by this one.
@@ -39,7 +39,7 @@ impl Budget {
         BUDGET.set(self.clone());
     }
 
-    fn take(&self) -> Verdict {
+    fn take(&self) -> LogBudgetDecision {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         let mut bucket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         bucket.take(monotonic())
@@ -56,15 +56,15 @@ pub(super) fn charge(bytes: usize) {
 }
 
 /// Decides whether this thread may log a message.
-pub(super) fn verdict() -> Verdict {
+pub(super) fn verdict() -> LogBudgetDecision {
     // A thread that is ending has no budget, and is not limited.
     let verdict = BUDGET.try_with(|budget| budget.borrow().take());
-    verdict.unwrap_or(Verdict::Pass)
+    verdict.unwrap_or(LogBudgetDecision::Pass)
 }
 
 /// Decision about a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum LogBudgetDecision {
     Pass,
     /// Log the message, after a notice about this number of suppressed messages.
     PassAfter(u64),
@@ -73,7 +73,7 @@ pub(super) enum Verdict {
 
 /// A token bucket for messages and bytes.
 #[derive(Debug)]
-struct Bucket {
+struct LogTokenBucket {
     tokens: u32,
     /// Negative if a message exceeded the remainder.
     bytes: i64,
@@ -82,7 +82,7 @@ struct Bucket {
     left_out: u64,
 }
 
-impl Bucket {
+impl LogTokenBucket {
     const fn full(now: Duration) -> Self {
         Self {
             tokens: BURST,
@@ -92,7 +92,7 @@ impl Bucket {
         }
     }
 
-    fn take(&mut self, now: Duration) -> Verdict {
+    fn take(&mut self, now: Duration) -> LogBudgetDecision {
         let refills = now.saturating_sub(self.at).as_secs() / REFILL.as_secs();
         match u32::try_from(refills) {
             Ok(refills) if refills < BURST => {
@@ -108,12 +108,12 @@ impl Bucket {
         }
         if self.tokens == 0 || self.bytes <= 0 {
             self.left_out += 1;
-            return Verdict::LeaveOut;
+            return LogBudgetDecision::LeaveOut;
         }
         self.tokens -= 1;
         match std::mem::take(&mut self.left_out) {
-            0 => Verdict::Pass,
-            left_out => Verdict::PassAfter(left_out),
+            0 => LogBudgetDecision::Pass,
+            left_out => LogBudgetDecision::PassAfter(left_out),
         }
     }
 
@@ -133,46 +133,46 @@ mod tests {
     #[test]
     fn a_flood_is_cut_to_a_burst_and_one_message_a_second() {
         let start = monotonic();
-        let mut bucket = Bucket::full(start);
+        let mut bucket = LogTokenBucket::full(start);
         for _ in 0..BURST {
-            assert_eq!(bucket.take(start), Verdict::Pass);
+            assert_eq!(bucket.take(start), LogBudgetDecision::Pass);
         }
         for _ in 0..1000 {
-            assert_eq!(bucket.take(start), Verdict::LeaveOut);
+            assert_eq!(bucket.take(start), LogBudgetDecision::LeaveOut);
         }
         let later = start + Duration::from_millis(1500);
-        assert_eq!(bucket.take(later), Verdict::PassAfter(1000));
-        assert_eq!(bucket.take(later), Verdict::LeaveOut);
+        assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(1000));
+        assert_eq!(bucket.take(later), LogBudgetDecision::LeaveOut);
         // The half second that was over counts towards the next.
         assert_eq!(
             bucket.take(start + Duration::from_secs(2)),
-            Verdict::PassAfter(1)
+            LogBudgetDecision::PassAfter(1)
         );
     }
 
     #[test]
     fn long_messages_use_the_budget_up_sooner() {
         let start = monotonic();
-        let mut bucket = Bucket::full(start);
+        let mut bucket = LogTokenBucket::full(start);
         for _ in 0..4 {
-            assert_eq!(bucket.take(start), Verdict::Pass);
+            assert_eq!(bucket.take(start), LogBudgetDecision::Pass);
             bucket.charge(4096);
         }
-        assert_eq!(bucket.take(start), Verdict::LeaveOut);
+        assert_eq!(bucket.take(start), LogBudgetDecision::LeaveOut);
         let later = start + Duration::from_secs(1);
-        assert_eq!(bucket.take(later), Verdict::PassAfter(1));
+        assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(1));
         bucket.charge(4096);
         for seconds in 2..=4 {
             let later = start + Duration::from_secs(seconds);
-            assert_eq!(bucket.take(later), Verdict::LeaveOut, "{seconds}");
+            assert_eq!(bucket.take(later), LogBudgetDecision::LeaveOut, "{seconds}");
         }
         let later = start + Duration::from_secs(5);
-        assert_eq!(bucket.take(later), Verdict::PassAfter(3));
+        assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(3));
     }
 
     #[test]
     fn threads_of_one_client_share_a_budget() {
-        let budget = Budget::full();
+        let budget = LogBudget::full();
         let given = budget.clone();
         let is_given = move || {
             given.give_to_this_thread();
@@ -189,11 +189,11 @@ mod tests {
             Duration::from_secs(u64::from(BURST)),
             Duration::from_secs(u64::from(u32::MAX) + 7),
         ] {
-            let mut bucket = Bucket::full(start);
-            let passed = |bucket: &mut Bucket, now| {
+            let mut bucket = LogTokenBucket::full(start);
+            let passed = |bucket: &mut LogTokenBucket, now| {
                 let taken = (0..10 * BURST).map(|_| bucket.take(now));
                 taken
-                    .filter(|verdict| *verdict != Verdict::LeaveOut)
+                    .filter(|verdict| *verdict != LogBudgetDecision::LeaveOut)
                     .count()
             };
             assert_eq!(passed(&mut bucket, start), BURST as usize);
@@ -204,7 +204,7 @@ mod tests {
     #[test]
     fn time_that_goes_back_does_no_harm() {
         let start = monotonic();
-        let mut bucket = Bucket::full(start + Duration::from_secs(9));
-        assert_eq!(bucket.take(start), Verdict::Pass);
+        let mut bucket = LogTokenBucket::full(start + Duration::from_secs(9));
+        assert_eq!(bucket.take(start), LogBudgetDecision::Pass);
     }
 }

@@ -25,7 +25,7 @@ pub(super) fn function() -> Option<String> {
 }
 
 /// Fields of a message.
-pub(super) struct Fields<'a> {
+pub(super) struct LogFields<'a> {
     /// Fields given in the log call.
     pub(super) own: &'a dyn Source,
     /// Id of the function that the thread serves.
@@ -33,7 +33,7 @@ pub(super) struct Fields<'a> {
     pub(super) thread: &'a str,
 }
 
-impl Source for Fields<'_> {
+impl Source for LogFields<'_> {
     fn visit<'kvs>(&'kvs self, visitor: &mut dyn VisitSource<'kvs>) -> Result<(), Error> {
         self.own.visit(visitor)?;
         if let Some(id) = self.function {
@@ -51,9 +51,9 @@ impl Source for Fields<'_> {
 mod tests {
     use super::*;
 
-    struct Seen(Vec<(String, String)>);
+    struct SeenFields(Vec<(String, String)>);
 
-    impl<'kvs> VisitSource<'kvs> for Seen {
+    impl<'kvs> VisitSource<'kvs> for SeenFields {
         fn visit_pair(&mut self, key: Key<'kvs>, value: Value<'kvs>) -> Result<(), Error> {
             self.0.push((key.to_string(), value.to_string()));
             Ok(())
@@ -61,9 +61,9 @@ mod tests {
     }
 
     fn seen(own: &dyn Source) -> Vec<(String, String)> {
-        let mut seen = Seen(Vec::new());
+        let mut seen = SeenFields(Vec::new());
         let function = function();
-        let fields = Fields {
+        let fields = LogFields {
             own,
             function: function.as_deref(),
             thread: "vm7",

@@ -29,12 +29,12 @@ use nvme_mpt::memory::crash;
 use nvme_mpt::poller::start_thread;
 use systemd_journal_logger::JournalLog;
 
-pub(crate) use self::budget::Budget;
-use self::budget::{Verdict, charge, verdict};
-use self::fields::Fields;
+pub(crate) use self::budget::LogBudget;
+use self::budget::{LogBudgetDecision, charge, verdict};
+use self::fields::LogFields;
 pub(crate) use self::fields::work_for;
 pub use self::filter::{FilterError, LogFilter};
-use self::queue::{Message, MessageQueue};
+use self::queue::{LogMessage, MessageQueue};
 use self::text::{FIELD_MAX, MESSAGE_MAX, line_of};
 use crate::signals::without_signals;
 
@@ -60,7 +60,7 @@ static QUEUE: OnceLock<MessageQueue> = OnceLock::new();
 static HAS_THREAD: AtomicBool = AtomicBool::new(false);
 
 /// Logger of this process, set by [`start`].
-static LOGGER: OnceLock<Logger> = OnceLock::new();
+static LOGGER: OnceLock<BudgetedLogger> = OnceLock::new();
 
 /// Starts logging. The filter is `asked`, or else the environment variable `RUST_LOG`, or else the level `least`.
 pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
@@ -70,7 +70,7 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
         Some(Err(error)) => (least.into(), Some(error)),
         None => (least.into(), None),
     };
-    let logger = LOGGER.get_or_init(|| Logger::new(filter));
+    let logger = LOGGER.get_or_init(|| BudgetedLogger::new(filter));
     // An error means that a logger is already installed, which then continues.
     let _ = log::set_logger(logger);
     log::set_max_level(logger.passing().built.filter());
@@ -142,7 +142,7 @@ pub(crate) fn last_words(text: &str) {
         return write_to_error(format!("{text}\n").as_bytes());
     };
     let plain = Record::builder().level(Level::Error).build();
-    queue.put(Message {
+    queue.put(LogMessage {
         text,
         is_plain: true,
         ..message_of(&plain)
@@ -161,7 +161,7 @@ pub fn set_filter(filter: LogFilter) {
     let Some(logger) = LOGGER.get() else {
         return;
     };
-    let passing = Passing::new(filter);
+    let passing = ActiveLogFilter::new(filter);
     let most = passing.built.filter();
     *logger
         .passing
@@ -171,12 +171,12 @@ pub fn set_filter(filter: LogFilter) {
 }
 
 /// A filter as given, and compiled for matching.
-struct Passing {
+struct ActiveLogFilter {
     filter: LogFilter,
     built: Filter,
 }
 
-impl Passing {
+impl ActiveLogFilter {
     fn new(filter: LogFilter) -> Self {
         let built = filter.build();
         Self { filter, built }
@@ -184,13 +184,13 @@ impl Passing {
 }
 
 /// Logger with a budget of messages per thread.
-struct Logger {
-    passing: RwLock<Passing>,
-    place: Place,
+struct BudgetedLogger {
+    passing: RwLock<ActiveLogFilter>,
+    place: LogDestination,
 }
 
 /// Output of the log.
-enum Place {
+enum LogDestination {
     /// Standard error, read by a person or a file.
     Error,
     /// Standard error connected to the journal, which adds the time itself.
@@ -199,7 +199,7 @@ enum Place {
     Journal(JournalLog),
 }
 
-impl Place {
+impl LogDestination {
     fn of_process() -> Self {
         if !is_journal(env::var_os("JOURNAL_STREAM"), io::stderr()) {
             return Self::Error;
@@ -211,8 +211,8 @@ impl Place {
         }
     }
 
-    fn write(&self, message: &Message) {
-        let Message {
+    fn write(&self, message: &LogMessage) {
+        let LogMessage {
             time,
             level,
             thread,
@@ -257,8 +257,8 @@ fn await_room() {
     let _ = rustix::event::poll(&mut room, None);
 }
 
-fn send(journal: &JournalLog, message: &Message) -> io::Result<()> {
-    let fields = Pairs(&message.fields);
+fn send(journal: &JournalLog, message: &LogMessage) -> io::Result<()> {
+    let fields = JournalFields(&message.fields);
     let text = format_args!("{}", message.text);
     let record = Record::builder()
         .level(message.level)
@@ -272,9 +272,9 @@ fn send(journal: &JournalLog, message: &Message) -> io::Result<()> {
 }
 
 /// Fields of a message as a `log` source.
-struct Pairs<'a>(&'a [(String, String)]);
+struct JournalFields<'a>(&'a [(String, String)]);
 
-impl Source for Pairs<'_> {
+impl Source for JournalFields<'_> {
     fn visit<'kvs>(&'kvs self, visitor: &mut dyn VisitSource<'kvs>) -> Result<(), kv::Error> {
         self.0.iter().try_for_each(|(key, value)| {
             visitor.visit_pair(kv::Key::from(key.as_str()), kv::Value::from(value.as_str()))
@@ -297,11 +297,11 @@ impl<'kvs> VisitSource<'kvs> for FieldCopies {
 }
 
 /// Converts a record of this thread to a message.
-fn message_of(record: &Record<'_>) -> Message {
+fn message_of(record: &Record<'_>) -> LogMessage {
     let current = thread::current();
     let thread = current.name().unwrap_or("?");
     let function = fields::function();
-    let fields = Fields {
+    let fields = LogFields {
         own: record.key_values(),
         function: function.as_deref(),
         thread,
@@ -309,7 +309,7 @@ fn message_of(record: &Record<'_>) -> Message {
     let mut copies = FieldCopies::default();
     // Copying does not fail, so the visit does not end early.
     let _ = fields.visit(&mut copies);
-    Message {
+    LogMessage {
         time: Timestamp::now(),
         level: record.level(),
         target: record.target().to_owned(),
@@ -342,11 +342,11 @@ const fn priority(level: Level) -> u8 {
     }
 }
 
-impl Logger {
+impl BudgetedLogger {
     fn new(filter: LogFilter) -> Self {
         Self {
-            passing: RwLock::new(Passing::new(filter)),
-            place: Place::of_process(),
+            passing: RwLock::new(ActiveLogFilter::new(filter)),
+            place: LogDestination::of_process(),
         }
     }
 
@@ -359,12 +359,12 @@ impl Logger {
         }
     }
 
-    fn passing(&self) -> std::sync::RwLockReadGuard<'_, Passing> {
+    fn passing(&self) -> std::sync::RwLockReadGuard<'_, ActiveLogFilter> {
         self.passing.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Log for Logger {
+impl Log for BudgetedLogger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         self.passing().built.enabled(metadata)
     }
@@ -374,13 +374,13 @@ impl Log for Logger {
             return;
         }
         match verdict() {
-            Verdict::Pass => self.write(record),
-            Verdict::PassAfter(left_out) => {
+            LogBudgetDecision::Pass => self.write(record),
+            LogBudgetDecision::PassAfter(left_out) => {
                 let notice = format_args!("{left_out} messages like the next were left out");
                 self.write(&record.to_builder().args(notice).build());
                 self.write(record);
             }
-            Verdict::LeaveOut => {}
+            LogBudgetDecision::LeaveOut => {}
         }
     }
 

@@ -20,7 +20,7 @@ const BYTES_MAX: usize = 512 << 10;
 
 /// A log message with owned contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Message {
+pub(super) struct LogMessage {
     pub(super) time: Timestamp,
     pub(super) level: Level,
     pub(super) target: String,
@@ -34,7 +34,7 @@ pub(super) struct Message {
     pub(super) fields: Vec<(String, String)>,
 }
 
-impl Message {
+impl LogMessage {
     fn bytes(&self) -> usize {
         let fields = self.fields.iter();
         let fields = fields.map(|(key, value)| key.len() + value.len());
@@ -56,8 +56,8 @@ impl Message {
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
-    messages: VecDeque<Message>,
+struct QueuedMessages {
+    messages: VecDeque<LogMessage>,
     bytes: usize,
     /// Number of dropped messages that are not reported yet.
     dropped: u64,
@@ -69,7 +69,7 @@ struct Waiting {
 /// A bounded queue. Its lock is held only while a message is moved.
 #[derive(Debug, Default)]
 pub(super) struct MessageQueue {
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<QueuedMessages>,
     came: Condvar,
     went: Condvar,
     /// True if a message is queued or being written.
@@ -78,13 +78,13 @@ pub(super) struct MessageQueue {
 }
 
 impl MessageQueue {
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> MutexGuard<'_, QueuedMessages> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Enqueues a message, or counts it as dropped if the queue is full. Does not block on the reader.
-    pub(super) fn put(&self, message: Message) {
+    pub(super) fn put(&self, message: LogMessage) {
         let mut waiting = self.waiting();
         let bytes = message.bytes();
         let is_full = waiting.messages.len() >= MESSAGES_MAX || waiting.bytes + bytes > BYTES_MAX;
@@ -102,13 +102,13 @@ impl MessageQueue {
     }
 
     /// Writes messages as they arrive. Does not return.
-    pub(super) fn write_all(&self, mut write: impl FnMut(&Message)) -> ! {
+    pub(super) fn write_all(&self, mut write: impl FnMut(&LogMessage)) -> ! {
         loop {
             self.write_next(&mut write);
         }
     }
 
-    fn write_next(&self, write: &mut impl FnMut(&Message)) {
+    fn write_next(&self, write: &mut impl FnMut(&LogMessage)) {
         let mut waiting = self.waiting();
         let message = loop {
             match waiting.messages.pop_front() {
@@ -157,8 +157,8 @@ impl MessageQueue {
     }
 }
 
-impl Waiting {
-    fn push(&mut self, message: Message) {
+impl QueuedMessages {
+    fn push(&mut self, message: LogMessage) {
         self.bytes += message.bytes();
         self.put += 1;
         self.messages.push_back(message);
@@ -168,7 +168,7 @@ impl Waiting {
     fn tell_of_dropped(&mut self) {
         match std::mem::take(&mut self.dropped) {
             0 => {}
-            number => self.push(Message::of_dropped(number)),
+            number => self.push(LogMessage::of_dropped(number)),
         }
     }
 }
@@ -181,8 +181,8 @@ mod tests {
 
     use super::*;
 
-    fn message(text: &str) -> Message {
-        Message {
+    fn message(text: &str) -> LogMessage {
+        LogMessage {
             time: Timestamp::UNIX_EPOCH,
             level: Level::Info,
             target: "test".to_owned(),

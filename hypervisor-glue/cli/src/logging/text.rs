@@ -91,15 +91,15 @@ mod tests {
 
     #[test]
     fn long_text_is_cut_and_formatted_no_further() {
-        struct Endless;
-        impl fmt::Display for Endless {
+        struct EndlessText;
+        impl fmt::Display for EndlessText {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 loop {
                     f.write_str("0123456789")?;
                 }
             }
         }
-        let line = line_of(format_args!("{Endless}"), 25);
+        let line = line_of(format_args!("{EndlessText}"), 25);
         assert_eq!(line, "0123456789012345678901234… (cut)");
         let whole = line_of(format_args!("{}", "é".repeat(10)), 20);
         assert_eq!(whole, "é".repeat(10));

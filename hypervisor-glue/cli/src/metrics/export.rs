@@ -12,11 +12,12 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
 use super::families::{
-    DRIVE, FUNCTION, Family, HEALTH, LEASE, LEASE_USE, Labelled, POLLER, PROCESS, QUEUE,
+    DRIVE, FUNCTION, HEALTH, LEASE, LEASE_USE, LabelledSubject, MetricFamily, POLLER, PROCESS,
+    QUEUE,
 };
-use super::health::{DriveHealth, ProcessFigures};
-use crate::change::{FunctionEntry, FunctionState, Origin};
-use crate::stats::{DriveStats, FunctionStats, KeeperState, QueuePairStats, ServerStats};
+use super::health::{DriveHealth, ProcessStats};
+use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus};
+use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats, SupervisorStatus};
 
 /// Prefix of all metric names.
 pub(super) const PREFIX: &str = "nvme_mpt";
@@ -29,14 +30,14 @@ const BOUNDS: [f64; 22] = [
 
 /// Text format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum MetricsFormat {
     /// OpenMetrics 1.0.
     OpenMetrics,
     /// Prometheus text 0.0.4, which the node exporter reads.
     Prometheus,
 }
 
-impl Format {
+impl MetricsFormat {
     /// Returns the media type of the format.
     pub(super) fn content_type(self) -> &'static str {
         match self {
@@ -48,7 +49,7 @@ impl Format {
 
 /// Statistics of a server at one moment.
 #[derive(Clone, Debug, Default)]
-pub struct Snapshot {
+pub struct MetricsSnapshot {
     /// Statistics of functions, pollers and drives.
     pub stats: ServerStats,
     /// All functions, including those without current statistics.
@@ -56,19 +57,19 @@ pub struct Snapshot {
     /// Health of drives, by path.
     pub health: BTreeMap<String, DriveHealth>,
     /// Statistics of the process.
-    pub process: ProcessFigures,
+    pub process: ProcessStats,
 }
 
-impl Snapshot {
+impl MetricsSnapshot {
     /// Formats the statistics as text.
     #[must_use]
-    pub fn text(self, format: Format) -> String {
+    pub fn text(self, format: MetricsFormat) -> String {
         let mut registry = Registry::with_prefix(PREFIX);
         registry.register_collector(Box::new(self));
         let mut out = String::new();
         let written = match format {
-            Format::OpenMetrics => text::encode(&mut out, &registry),
-            Format::Prometheus => prometheus_text::encode(&mut out, &registry),
+            MetricsFormat::OpenMetrics => text::encode(&mut out, &registry),
+            MetricsFormat::Prometheus => prometheus_text::encode(&mut out, &registry),
         };
         // Writing to a string cannot fail.
         debug_assert_eq!(written, Ok(()));
@@ -78,9 +79,9 @@ impl Snapshot {
 
 /// Writes all metrics of `families`.
 fn write<'a, L, T: 'a>(
-    families: &[Family<T>],
+    families: &[MetricFamily<T>],
     out: &mut DescriptorEncoder<'_>,
-    items: &'a [Labelled<L, &'a T>],
+    items: &'a [LabelledSubject<L, &'a T>],
 ) -> fmt::Result
 where
     L: prometheus_client::encoding::EncodeLabelSet + 'a,
@@ -91,7 +92,7 @@ where
 }
 
 /// Label names and values of a sample.
-type Labels<'a, const N: usize> = [(&'static str, &'a str); N];
+type MetricLabels<'a, const N: usize> = [(&'static str, &'a str); N];
 
 /// Writes a gauge with integer samples. Omits a gauge without samples.
 fn numbers<'a, const N: usize>(
@@ -99,7 +100,7 @@ fn numbers<'a, const N: usize>(
     name: &str,
     unit: Option<&Unit>,
     help: &str,
-    samples: impl IntoIterator<Item = (Labels<'a, N>, u64)>,
+    samples: impl IntoIterator<Item = (MetricLabels<'a, N>, u64)>,
 ) -> fmt::Result {
     let mut samples = samples.into_iter().peekable();
     if samples.peek().is_none() {
@@ -112,7 +113,7 @@ fn numbers<'a, const N: usize>(
     Ok(())
 }
 
-impl Collector for Snapshot {
+impl Collector for MetricsSnapshot {
     fn encode(&self, mut out: DescriptorEncoder<'_>) -> fmt::Result {
         let Self {
             stats,
@@ -130,8 +131,8 @@ impl Collector for Snapshot {
             [(version, 1)],
         )?;
         let keeper = match stats.keeper {
-            KeeperState::None => None,
-            state => Some(([("", ""); 0], u64::from(state == KeeperState::Runs))),
+            SupervisorStatus::None => None,
+            state => Some(([("", ""); 0], u64::from(state == SupervisorStatus::Runs))),
         };
         let help = "0 if the server's keeper has ended, so that VMs lose their drives with the next death of the server";
         numbers(out, "keeper_up", None, help, keeper)?;
@@ -143,12 +144,12 @@ impl Collector for Snapshot {
         write_queues(out, &stats.functions)?;
         write_leases(out, functions, &stats.functions)?;
         write_drives(out, &stats.drives, health)?;
-        let pollers = stats.pollers.iter().map(|poller| Labelled {
+        let pollers = stats.pollers.iter().map(|poller| LabelledSubject {
             labels: [("poller", poller.name.as_str())],
             of: poller,
         });
         write(POLLER, out, &pollers.collect::<Vec<_>>())?;
-        let process = Labelled {
+        let process = LabelledSubject {
             labels: [("", ""); 0],
             of: process,
         };
@@ -156,7 +157,7 @@ impl Collector for Snapshot {
     }
 }
 
-impl Snapshot {
+impl MetricsSnapshot {
     fn write_functions(&self, out: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let stats = &self.stats.functions;
         let reporting: HashMap<&str, &FunctionStats> = stats
@@ -164,7 +165,7 @@ impl Snapshot {
             .map(|function| (function.id.as_str(), function))
             .collect();
         let up = self.functions.iter().map(|entry| {
-            let failed = matches!(entry.state, FunctionState::Failed { .. });
+            let failed = matches!(entry.state, FunctionStatus::Failed { .. });
             let reports = reporting.contains_key(entry.id.as_str());
             (
                 [("function", entry.id.as_str())],
@@ -193,7 +194,7 @@ impl Snapshot {
             "1, with facts of the function",
             facts,
         )?;
-        let functions = stats.iter().map(|function| Labelled {
+        let functions = stats.iter().map(|function| LabelledSubject {
             labels: [("function", function.id.as_str())],
             of: function,
         });
@@ -201,12 +202,12 @@ impl Snapshot {
     }
 }
 
-fn origin(origin: Origin) -> &'static str {
+fn origin(origin: DeclarationSource) -> &'static str {
     match origin {
-        Origin::CommandLine => "command line",
-        Origin::File => "file",
-        Origin::Added => "added",
-        Origin::Vmm => "VMM",
+        DeclarationSource::CommandLine => "command line",
+        DeclarationSource::File => "file",
+        DeclarationSource::Added => "added",
+        DeclarationSource::Vmm => "VMM",
     }
 }
 
@@ -321,7 +322,7 @@ fn write_queues(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
             .map(move |queue| (id, queue.qid.to_string(), queue))
     });
     let queues: Vec<_> = queues.collect();
-    let queues = queues.iter().map(|(function, qid, queue)| Labelled {
+    let queues = queues.iter().map(|(function, qid, queue)| LabelledSubject {
         labels: [("function", *function), ("queue", qid.as_str())],
         of: *queue,
     });
@@ -333,7 +334,7 @@ fn write_leases(
     entries: &[FunctionEntry],
     functions: &[FunctionStats],
 ) -> fmt::Result {
-    let leases = entries.iter().map(|entry| Labelled {
+    let leases = entries.iter().map(|entry| LabelledSubject {
         labels: [
             ("lease", entry.id.as_str()),
             ("drive", entry.drive.as_str()),
@@ -348,7 +349,7 @@ fn write_leases(
     let used = functions.iter().filter_map(|function| {
         let id = function.id.as_str();
         let labels = [("lease", id), ("drive", *drives.get(id)?)];
-        Some(Labelled {
+        Some(LabelledSubject {
             labels,
             of: function,
         })
@@ -390,7 +391,7 @@ fn write_drives(
         (labels, 1)
     });
     numbers(out, "drive_info", None, "1, with facts of the drive", facts)?;
-    let labelled = drives.iter().map(|drive| Labelled {
+    let labelled = drives.iter().map(|drive| LabelledSubject {
         labels: [("drive", drive.path.as_str())],
         of: drive,
     });
@@ -445,7 +446,7 @@ fn write_drives(
         "I/O queue pairs of the drive, by use",
         pairs,
     )?;
-    let health = health.iter().map(|(drive, health)| Labelled {
+    let health = health.iter().map(|(drive, health)| LabelledSubject {
         labels: [("drive", drive.as_str())],
         of: health,
     });
@@ -454,9 +455,9 @@ fn write_drives(
 
 /// Keeps pollers' time counters from decreasing. Their parts are read one after the other while the poller runs.
 #[derive(Debug, Default)]
-pub(super) struct Steady(HashMap<String, PollerStats>);
+pub(super) struct MonotonicPollerStats(HashMap<String, PollerStats>);
 
-impl Steady {
+impl MonotonicPollerStats {
     pub(super) fn steady(&mut self, pollers: &mut [PollerStats]) {
         let before = std::mem::take(&mut self.0);
         for poller in pollers {
@@ -478,15 +479,15 @@ pub(super) mod tests {
     use std::fs;
     use std::path::Path;
 
-    use nvme_mpt::lease::Extents;
+    use nvme_mpt::lease::LeaseExtents;
     use nvme_mpt::range::ByteRange;
     use nvme_mpt::stats::StatusCount;
 
     use super::*;
-    use crate::stats::{Stall, StallCause, tests as stats_tests};
+    use crate::stats::{GuestPause, GuestPauseCause, tests as stats_tests};
 
     /// Figures with a sample of each metric.
-    pub(in crate::metrics) fn full() -> Snapshot {
+    pub(in crate::metrics) fn full() -> MetricsSnapshot {
         let mut stats = stats_tests::sample();
         let function = &mut stats.functions[0];
         function.latency = vec![
@@ -518,8 +519,8 @@ pub(super) mod tests {
             socket: "/run/a.sock".into(),
             drive: "0000:01:00.0".to_owned(),
             range: None,
-            extents: Some(Extents::new(extents.to_vec()).unwrap()),
-            origin: Origin::Added,
+            extents: Some(LeaseExtents::new(extents.to_vec()).unwrap()),
+            origin: DeclarationSource::Added,
             limits: String::new(),
             state,
             summary: String::new(),
@@ -533,14 +534,14 @@ pub(super) mod tests {
             media_errors: 0,
             unsafe_shutdowns: 7,
         };
-        Snapshot {
+        MetricsSnapshot {
             functions: vec![
-                entry("vm-1", FunctionState::Connected),
-                entry("vm-2", FunctionState::Busy),
+                entry("vm-1", FunctionStatus::Connected),
+                entry("vm-2", FunctionStatus::Busy),
             ],
             health: [("0000:01:00.0".to_owned(), health)].into(),
-            process: ProcessFigures {
-                wiped: nvme_mpt::wipe::Wiped {
+            process: ProcessStats {
+                wiped: nvme_mpt::wipe::WipeStats {
                     bytes: 1 << 30,
                     parts: 1,
                 },
@@ -563,7 +564,7 @@ pub(super) mod tests {
 
     #[test]
     fn each_sample_has_its_name_and_its_labels() {
-        let text = full().text(Format::OpenMetrics);
+        let text = full().text(MetricsFormat::OpenMetrics);
         for line in [
             "nvme_mpt_function_up{function=\"vm-1\"} 1",
             "nvme_mpt_function_up{function=\"vm-2\"} 0",
@@ -602,12 +603,12 @@ pub(super) mod tests {
         let mut snapshot = full();
         let function = &mut snapshot.stats.functions[0];
         function.process = Some(4711);
-        function.stall = Some(Stall {
-            cause: StallCause::Restart,
+        function.stall = Some(GuestPause {
+            cause: GuestPauseCause::Restart,
             seconds: 0.25,
         });
-        snapshot.functions[0].origin = Origin::Vmm;
-        let text = snapshot.text(Format::OpenMetrics);
+        snapshot.functions[0].origin = DeclarationSource::Vmm;
+        let text = snapshot.text(MetricsFormat::OpenMetrics);
         for line in [
             "nvme_mpt_lease_processor_seconds_total{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2.345678",
             "nvme_mpt_function_stall_seconds{function=\"vm-1\",cause=\"restart\"} 0.25",
@@ -621,7 +622,7 @@ pub(super) mod tests {
 
     #[test]
     fn each_metric_is_declared_once_and_all_samples_follow_it() {
-        for format in [Format::OpenMetrics, Format::Prometheus] {
+        for format in [MetricsFormat::OpenMetrics, MetricsFormat::Prometheus] {
             let text = full().text(format);
             let mut declared = Vec::new();
             for line in text.lines() {
@@ -656,7 +657,7 @@ pub(super) mod tests {
         let dashboard = fs::read_to_string(path).unwrap();
         let json: serde_json::Value = serde_json::from_str(&dashboard).unwrap();
         assert_eq!(json["uid"], "nvme-mpt");
-        let text = full().text(Format::OpenMetrics);
+        let text = full().text(MetricsFormat::OpenMetrics);
         let exported: BTreeSet<String> = names(&text).into_iter().collect();
         let asked = named(&dashboard);
         assert!(asked.len() > 25, "{asked:?}");
@@ -696,7 +697,7 @@ pub(super) mod tests {
     #[test]
     fn the_page_has_each_metric_and_no_other() {
         let page = fs::read_to_string(workspace().join("docs/operations.md")).unwrap();
-        let text = full().text(Format::OpenMetrics);
+        let text = full().text(MetricsFormat::OpenMetrics);
         let parts = ["_bucket", "_count", "_sum"];
         let whole = |name: String| {
             let part = parts.iter().find_map(|part| name.strip_suffix(part));
@@ -709,7 +710,7 @@ pub(super) mod tests {
 
     #[test]
     fn a_server_without_functions_has_metrics_too() {
-        let text = Snapshot::default().text(Format::Prometheus);
+        let text = MetricsSnapshot::default().text(MetricsFormat::Prometheus);
         assert_eq!(
             names(&text),
             [
@@ -735,7 +736,7 @@ pub(super) mod tests {
             parked_seconds,
             ..PollerStats::default()
         };
-        let mut steady = Steady::default();
+        let mut steady = MonotonicPollerStats::default();
         let mut parked = |life, parked| {
             let mut pollers = [poller(life, parked)];
             steady.steady(&mut pollers);

@@ -11,51 +11,51 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Unit;
 
-use super::health::{DriveHealth, ProcessFigures};
+use super::health::{DriveHealth, ProcessStats};
 use crate::change::FunctionEntry;
 use crate::stats::{DriveStats, FunctionStats};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Value {
+pub(super) enum MetricValue {
     Whole(u64),
     Real(f64),
 }
 
-impl From<u64> for Value {
+impl From<u64> for MetricValue {
     fn from(value: u64) -> Self {
         Self::Whole(value)
     }
 }
 
-impl From<bool> for Value {
+impl From<bool> for MetricValue {
     fn from(value: bool) -> Self {
         Self::Whole(value.into())
     }
 }
 
-impl From<f64> for Value {
+impl From<f64> for MetricValue {
     fn from(value: f64) -> Self {
         Self::Real(value)
     }
 }
 
 /// A metric with a sample per `T`.
-pub(super) struct Family<T> {
+pub(super) struct MetricFamily<T> {
     pub(super) name: &'static str,
     help: &'static str,
     unit: Option<Unit>,
     kind: MetricType,
     /// Returns the sample's value, or `None` to omit the sample.
-    value: fn(&T) -> Option<Value>,
+    value: fn(&T) -> Option<MetricValue>,
 }
 
 const fn counter<T>(
     name: &'static str,
     unit: Option<Unit>,
     help: &'static str,
-    value: fn(&T) -> Option<Value>,
-) -> Family<T> {
-    Family {
+    value: fn(&T) -> Option<MetricValue>,
+) -> MetricFamily<T> {
+    MetricFamily {
         name,
         help,
         unit,
@@ -68,9 +68,9 @@ const fn gauge<T>(
     name: &'static str,
     unit: Option<Unit>,
     help: &'static str,
-    value: fn(&T) -> Option<Value>,
-) -> Family<T> {
-    Family {
+    value: fn(&T) -> Option<MetricValue>,
+) -> MetricFamily<T> {
+    MetricFamily {
         name,
         help,
         unit,
@@ -79,22 +79,22 @@ const fn gauge<T>(
     }
 }
 
-fn some(value: impl Into<Value>) -> Option<Value> {
+fn some(value: impl Into<MetricValue>) -> Option<MetricValue> {
     Some(value.into())
 }
 
 /// An object with the labels of its samples.
-pub(super) struct Labelled<L, T> {
+pub(super) struct LabelledSubject<L, T> {
     pub(super) labels: L,
     pub(super) of: T,
 }
 
-impl<T> Family<T> {
+impl<T> MetricFamily<T> {
     /// Writes the metric with a sample per item. Omits a metric without samples.
     pub(super) fn write<'a, L: EncodeLabelSet + 'a>(
         &self,
         out: &mut DescriptorEncoder<'_>,
-        items: impl IntoIterator<Item = &'a Labelled<L, &'a T>>,
+        items: impl IntoIterator<Item = &'a LabelledSubject<L, &'a T>>,
     ) -> fmt::Result
     where
         T: 'a,
@@ -111,14 +111,14 @@ impl<T> Family<T> {
         for (labels, value) in std::iter::once(first).chain(samples) {
             let sample = metric.encode_family(labels)?;
             match (self.kind, value) {
-                (MetricType::Counter, Value::Whole(value)) => {
+                (MetricType::Counter, MetricValue::Whole(value)) => {
                     ConstCounter::new(value).encode(sample)
                 }
-                (MetricType::Counter, Value::Real(value)) => {
+                (MetricType::Counter, MetricValue::Real(value)) => {
                     ConstCounter::new(value).encode(sample)
                 }
-                (_, Value::Whole(value)) => ConstGauge::new(value).encode(sample),
-                (_, Value::Real(value)) => ConstGauge::new(value).encode(sample),
+                (_, MetricValue::Whole(value)) => ConstGauge::new(value).encode(sample),
+                (_, MetricValue::Real(value)) => ConstGauge::new(value).encode(sample),
             }?;
         }
         Ok(())
@@ -126,7 +126,7 @@ impl<T> Family<T> {
 }
 
 /// Metrics of an I/O queue. Labels: `function`, `queue`.
-pub(super) static QUEUE: &[Family<QueueStats>] = &[
+pub(super) static QUEUE: &[MetricFamily<QueueStats>] = &[
     counter("queue_commands", None, "Commands completed", |queue| {
         some(queue.commands)
     }),
@@ -184,7 +184,7 @@ pub(super) static QUEUE: &[Family<QueueStats>] = &[
 ];
 
 /// Metrics of a function. Label: `function`.
-pub(super) static FUNCTION: &[Family<FunctionStats>] = &[
+pub(super) static FUNCTION: &[MetricFamily<FunctionStats>] = &[
     gauge(
         "function_connected",
         None,
@@ -254,12 +254,15 @@ pub(super) static FUNCTION: &[Family<FunctionStats>] = &[
 ];
 
 /// Returns a value of the admin queue. Omitted for a function in a VMM, which processes the queue itself.
-fn in_server(function: &FunctionStats, value: u64) -> Option<Value> {
-    function.process.is_none().then_some(Value::Whole(value))
+fn in_server(function: &FunctionStats, value: u64) -> Option<MetricValue> {
+    function
+        .process
+        .is_none()
+        .then_some(MetricValue::Whole(value))
 }
 
 /// Metrics of a lease. Labels: `lease`, `drive`.
-pub(super) static LEASE: &[Family<FunctionEntry>] = &[
+pub(super) static LEASE: &[MetricFamily<FunctionEntry>] = &[
     gauge(
         "lease",
         Some(Unit::Bytes),
@@ -275,7 +278,7 @@ pub(super) static LEASE: &[Family<FunctionEntry>] = &[
 ];
 
 /// Metrics of a lease's function. Labels: `lease`, `drive`.
-pub(super) static LEASE_USE: &[Family<FunctionStats>] = &[counter(
+pub(super) static LEASE_USE: &[MetricFamily<FunctionStats>] = &[counter(
     "lease_processor",
     Some(Unit::Seconds),
     "Processor time that pollers spent for the lease, with work and without",
@@ -283,7 +286,7 @@ pub(super) static LEASE_USE: &[Family<FunctionStats>] = &[counter(
 )];
 
 /// Metrics of a drive. Label: `drive`.
-pub(super) static DRIVE: &[Family<DriveStats>] = &[
+pub(super) static DRIVE: &[MetricFamily<DriveStats>] = &[
     gauge(
         "drive_up",
         None,
@@ -308,7 +311,7 @@ pub(super) static DRIVE: &[Family<DriveStats>] = &[
 ];
 
 /// Metrics of a drive's SMART / Health Information. Label: `drive`.
-pub(super) static HEALTH: &[Family<DriveHealth>] = &[
+pub(super) static HEALTH: &[MetricFamily<DriveHealth>] = &[
     gauge(
         "drive_health_timestamp",
         Some(Unit::Seconds),
@@ -354,7 +357,7 @@ pub(super) static HEALTH: &[Family<DriveHealth>] = &[
 ];
 
 /// Metrics of a poller. Label: `poller`.
-pub(super) static POLLER: &[Family<PollerStats>] = &[
+pub(super) static POLLER: &[MetricFamily<PollerStats>] = &[
     counter(
         "poller_busy",
         Some(Unit::Seconds),
@@ -400,7 +403,7 @@ pub(super) static POLLER: &[Family<PollerStats>] = &[
 ];
 
 /// Metrics of the process. No labels.
-pub(super) static PROCESS: &[Family<ProcessFigures>] = &[
+pub(super) static PROCESS: &[MetricFamily<ProcessStats>] = &[
     counter(
         "wiped",
         Some(Unit::Bytes),

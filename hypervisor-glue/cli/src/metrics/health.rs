@@ -14,7 +14,7 @@ use jiff::Timestamp;
 use nvme_mpt::Drive;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::spec::log::SmartHealth;
-use nvme_mpt::wipe::Wiped;
+use nvme_mpt::wipe::WipeStats;
 
 use crate::stats::DriveStats;
 
@@ -140,9 +140,9 @@ fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
 
 /// Statistics of a server's process.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct ProcessFigures {
+pub struct ProcessStats {
     /// Wiped bytes and ranges.
-    pub wiped: Wiped,
+    pub wiped: WipeStats,
     /// Number of messages dropped because the log's reader was too slow.
     pub dropped_messages: u64,
 }

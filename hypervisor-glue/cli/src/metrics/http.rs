@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nvme_mpt::deadline::{Deadline, SystemClock};
 
-use super::export::Format;
+use super::export::MetricsFormat;
 
 /// Timeout for sending the request and receiving the answer.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 5 });
@@ -26,15 +26,18 @@ const HEADERS_MAX: usize = 64;
 const PATH: &str = "/metrics";
 
 /// A client's non-blocking socket.
-pub(super) trait Stream: Read + Write + AsFd + Send + fmt::Debug {}
+pub(super) trait HttpStream: Read + Write + AsFd + Send + fmt::Debug {}
 
-impl<T: Read + Write + AsFd + Send + fmt::Debug> Stream for T {}
+impl<T: Read + Write + AsFd + Send + fmt::Debug> HttpStream for T {}
 
 /// A parsed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Request {
+enum HttpRequest {
     /// The metrics, with a body or (for HEAD) without.
-    Metrics { format: Format, with_text: bool },
+    Metrics {
+        format: MetricsFormat,
+        with_text: bool,
+    },
     /// An invalid request: status and explanation to return.
     Wrong(&'static str, &'static str),
 }
@@ -44,9 +47,9 @@ enum Request {
 /// Protects against DNS rebinding. A browser on the host sends the name from its address bar. The owner of that name could
 /// resolve it to this host and read the answers. Hence only names that no stranger can own are accepted.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Hosts(Vec<String>);
+pub(super) struct AllowedHosts(Vec<String>);
 
-impl Hosts {
+impl AllowedHosts {
     /// Accepts the operator's names and the host name.
     pub(super) fn new(allowed: &[String]) -> Self {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -84,9 +87,9 @@ fn is_bracketed_address(text: &str) -> bool {
     address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
 }
 
-impl Request {
+impl HttpRequest {
     /// Parses the head of a request. Returns `None` if it is incomplete. `hosts` are the accepted names, for a TCP client.
-    fn parse(head: &[u8], hosts: Option<&Hosts>) -> Option<Self> {
+    fn parse(head: &[u8], hosts: Option<&AllowedHosts>) -> Option<Self> {
         let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
         let mut request = httparse::Request::new(&mut headers);
         match request.parse(head) {
@@ -125,22 +128,22 @@ impl Request {
                 && value.contains("application/openmetrics-text")
         });
         let format = match open {
-            true => Format::OpenMetrics,
-            false => Format::Prometheus,
+            true => MetricsFormat::OpenMetrics,
+            false => MetricsFormat::Prometheus,
         };
         Some(Self::Metrics { format, with_text })
     }
 }
 
 /// Refuses cross-site browser requests and names that a stranger may own.
-fn refusal(headers: &[httparse::Header<'_>], hosts: &Hosts) -> Option<Request> {
+fn refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<HttpRequest> {
     let of = |name: &'static str| {
         let named = headers.iter();
         named.filter(move |header| header.name.eq_ignore_ascii_case(name))
     };
     let foreign = |header: &httparse::Header<'_>| !matches!(header.value, b"none" | b"same-origin");
     if of("origin").next().is_some() || of("sec-fetch-site").any(foreign) {
-        return Some(Request::Wrong(
+        return Some(HttpRequest::Wrong(
             "403 Forbidden",
             "Pages of other sites get no metrics",
         ));
@@ -149,14 +152,14 @@ fn refusal(headers: &[httparse::Header<'_>], hosts: &Hosts) -> Option<Request> {
     let mut named = of("host");
     let first = named.next()?;
     let is_known = std::str::from_utf8(first.value).is_ok_and(|name| hosts.has(name));
-    (!is_known || named.next().is_some()).then_some(Request::Wrong(
+    (!is_known || named.next().is_some()).then_some(HttpRequest::Wrong(
         "421 Misdirected Request",
         "Ask by the address of this host, or allow its name with --metrics-host",
     ))
 }
 
 #[derive(Debug)]
-enum State {
+enum HttpConnectionState {
     Reads(Vec<u8>),
     Writes {
         head: Vec<u8>,
@@ -167,7 +170,7 @@ enum State {
 
 /// Progress of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Progress {
+pub(super) enum HttpProgress {
     /// The client has to send or receive more.
     Waits,
     /// The answer is sent.
@@ -176,31 +179,31 @@ pub(super) enum Progress {
 
 /// A connected client.
 #[derive(Debug)]
-pub(super) struct Client {
-    stream: Box<dyn Stream>,
+pub(super) struct HttpConnection {
+    stream: Box<dyn HttpStream>,
     deadline: Deadline,
     /// Names accepted in a `Host:` header. `None` for a Unix socket, which browsers cannot reach.
-    hosts: Option<Arc<Hosts>>,
-    state: State,
+    hosts: Option<Arc<AllowedHosts>>,
+    state: HttpConnectionState,
 }
 
-impl Client {
-    pub(super) fn new(stream: Box<dyn Stream>, hosts: Option<Arc<Hosts>>) -> Self {
+impl HttpConnection {
+    pub(super) fn new(stream: Box<dyn HttpStream>, hosts: Option<Arc<AllowedHosts>>) -> Self {
         Self {
             stream,
             hosts,
             deadline: Deadline::after(&SystemClock::shared(), PATIENCE),
-            state: State::Reads(Vec::new()),
+            state: HttpConnectionState::Reads(Vec::new()),
         }
     }
 
-    pub(super) fn stream(&self) -> &dyn Stream {
+    pub(super) fn stream(&self) -> &dyn HttpStream {
         &*self.stream
     }
 
     /// Returns whether the client is receiving its answer.
     pub(super) fn writes(&self) -> bool {
-        matches!(self.state, State::Writes { .. })
+        matches!(self.state, HttpConnectionState::Writes { .. })
     }
 
     /// Returns the time left until the client's timeout.
@@ -214,13 +217,13 @@ impl Client {
     /// The client has disconnected.
     pub(super) fn go_on(
         &mut self,
-        text: &mut dyn FnMut(Format) -> Arc<str>,
-    ) -> io::Result<Progress> {
+        text: &mut dyn FnMut(MetricsFormat) -> Arc<str>,
+    ) -> io::Result<HttpProgress> {
         loop {
             let more = match &mut self.state {
-                State::Reads(head) => match read(&mut *self.stream, head)? {
+                HttpConnectionState::Reads(head) => match read(&mut *self.stream, head)? {
                     false => false,
-                    true => match Request::parse(head, self.hosts.as_deref()) {
+                    true => match HttpRequest::parse(head, self.hosts.as_deref()) {
                         None => true,
                         Some(request) => {
                             self.state = answer(request, text);
@@ -228,7 +231,7 @@ impl Client {
                         }
                     },
                 },
-                State::Writes {
+                HttpConnectionState::Writes {
                     head,
                     text,
                     written,
@@ -238,7 +241,7 @@ impl Client {
                         _ => &text.as_bytes()[*written - head.len()..],
                     };
                     if rest.is_empty() {
-                        return Ok(Progress::Done);
+                        return Ok(HttpProgress::Done);
                     }
                     match unless_blocked(self.stream.write(rest))? {
                         Some(0) => return Err(io::ErrorKind::WriteZero.into()),
@@ -251,14 +254,14 @@ impl Client {
                 }
             };
             if !more {
-                return Ok(Progress::Waits);
+                return Ok(HttpProgress::Waits);
             }
         }
     }
 }
 
 /// Reads once. Returns whether data arrived.
-fn read(stream: &mut dyn Stream, head: &mut Vec<u8>) -> io::Result<bool> {
+fn read(stream: &mut dyn HttpStream, head: &mut Vec<u8>) -> io::Result<bool> {
     let mut chunk = [0; 1024];
     match unless_blocked(stream.read(&mut chunk))? {
         Some(0) => Err(io::ErrorKind::UnexpectedEof.into()),
@@ -280,12 +283,15 @@ fn unless_blocked(result: io::Result<usize>) -> io::Result<Option<usize>> {
     }
 }
 
-fn answer(request: Request, text: &mut dyn FnMut(Format) -> Arc<str>) -> State {
+fn answer(
+    request: HttpRequest,
+    text: &mut dyn FnMut(MetricsFormat) -> Arc<str>,
+) -> HttpConnectionState {
     let (status, kind, text, with_text) = match request {
-        Request::Metrics { format, with_text } => {
+        HttpRequest::Metrics { format, with_text } => {
             ("200 OK", format.content_type(), text(format), with_text)
         }
-        Request::Wrong(status, explanation) => {
+        HttpRequest::Wrong(status, explanation) => {
             let text = format!("{explanation}\n").into();
             (status, "text/plain; charset=utf-8", text, true)
         }
@@ -294,7 +300,7 @@ fn answer(request: Request, text: &mut dyn FnMut(Format) -> Arc<str>) -> State {
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
         text.len()
     );
-    State::Writes {
+    HttpConnectionState::Writes {
         head: head.into_bytes(),
         text: if with_text { text } else { "".into() },
         written: 0,
@@ -305,17 +311,17 @@ fn answer(request: Request, text: &mut dyn FnMut(Format) -> Arc<str>) -> State {
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> Option<Request> {
-        Request::parse(text.as_bytes(), None)
+    fn parse(text: &str) -> Option<HttpRequest> {
+        HttpRequest::parse(text.as_bytes(), None)
     }
 
     #[test]
     fn names_that_a_stranger_may_own_and_pages_of_other_sites_are_refused() {
-        let hosts = Hosts::new(&["metrics.example".to_owned()]);
+        let hosts = AllowedHosts::new(&["metrics.example".to_owned()]);
         let status = |headers: &str| {
             let text = format!("GET /metrics HTTP/1.1\r\n{headers}\r\n");
-            match Request::parse(text.as_bytes(), Some(&hosts)) {
-                Some(Request::Wrong(status, _)) => status.split_once(' ').unwrap().0,
+            match HttpRequest::parse(text.as_bytes(), Some(&hosts)) {
+                Some(HttpRequest::Wrong(status, _)) => status.split_once(' ').unwrap().0,
                 _ => "200",
             }
         };
@@ -366,8 +372,8 @@ mod tests {
         assert_eq!(status(typed), "200", "in an address bar");
     }
 
-    fn metrics(format: Format) -> Option<Request> {
-        Some(Request::Metrics {
+    fn metrics(format: MetricsFormat) -> Option<HttpRequest> {
+        Some(HttpRequest::Metrics {
             format,
             with_text: true,
         })
@@ -376,13 +382,16 @@ mod tests {
     #[test]
     fn the_form_is_the_one_that_is_accepted() {
         let plain = "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n";
-        assert_eq!(parse(plain), metrics(Format::Prometheus));
+        assert_eq!(parse(plain), metrics(MetricsFormat::Prometheus));
         let open = "GET /metrics?x=y HTTP/1.1\r\naccept: application/openmetrics-text;version=1.0.0,*/*;q=0.1\r\n\r\n";
-        assert_eq!(parse(open), metrics(Format::OpenMetrics));
+        assert_eq!(parse(open), metrics(MetricsFormat::OpenMetrics));
         let head = "HEAD /metrics HTTP/1.0\r\n\r\n";
         let with_text = false;
-        let format = Format::Prometheus;
-        assert_eq!(parse(head), Some(Request::Metrics { format, with_text }));
+        let format = MetricsFormat::Prometheus;
+        assert_eq!(
+            parse(head),
+            Some(HttpRequest::Metrics { format, with_text })
+        );
     }
 
     #[test]
@@ -393,7 +402,7 @@ mod tests {
         }
         let long = format!("GET /metrics HTTP/1.1\r\nx: {}", "y".repeat(REQUEST_MAX));
         assert!(
-            matches!(parse(&long), Some(Request::Wrong(status, _)) if status.starts_with("431"))
+            matches!(parse(&long), Some(HttpRequest::Wrong(status, _)) if status.starts_with("431"))
         );
     }
 
@@ -408,7 +417,7 @@ mod tests {
         ] {
             let request = parse(text);
             assert!(
-                matches!(request, Some(Request::Wrong(got, _)) if got.starts_with(status)),
+                matches!(request, Some(HttpRequest::Wrong(got, _)) if got.starts_with(status)),
                 "{text:?}: {request:?}"
             );
         }
@@ -417,7 +426,7 @@ mod tests {
             "a: b\r\n".repeat(HEADERS_MAX + 1)
         );
         assert!(
-            matches!(parse(&many), Some(Request::Wrong(status, _)) if status.starts_with("400"))
+            matches!(parse(&many), Some(HttpRequest::Wrong(status, _)) if status.starts_with("400"))
         );
     }
 }

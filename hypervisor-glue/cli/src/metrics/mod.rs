@@ -25,8 +25,8 @@ use nvme_mpt::Drive;
 use nvme_mpt_paths::PathError;
 use thiserror::Error;
 
-pub use self::export::{Format, Snapshot};
-pub use self::health::{HealthAnswers, ProcessFigures};
+pub use self::export::{MetricsFormat, MetricsSnapshot};
+pub use self::health::{HealthAnswers, ProcessStats};
 pub use self::server::{MetricsListener, MetricsServer};
 
 /// Address on which metrics are served over HTTP.
@@ -102,9 +102,9 @@ pub enum MetricsError {
 }
 
 /// Source of a server's statistics.
-pub trait Source: Send + Sync + 'static {
+pub trait MetricsSource: Send + Sync + 'static {
     /// Takes a snapshot of the statistics. Waits at most one second for functions.
-    fn snapshot(&self) -> Snapshot;
+    fn snapshot(&self) -> MetricsSnapshot;
 
     /// Returns the open drives, without duplicates.
     fn drives(&self) -> Vec<Arc<Drive>>;

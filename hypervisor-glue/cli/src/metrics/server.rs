@@ -14,13 +14,13 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvme_mpt::clock;
 use nvme_mpt::poller::start_thread;
-use nvme_mpt_paths::{Directory, FileId};
-use vfio_user_server::Listener;
+use nvme_mpt_paths::{FileId, OpenDirectory};
+use vfio_user_server::SocketListener;
 
-use super::export::{Format, Snapshot, Steady};
+use super::export::{MetricsFormat, MetricsSnapshot, MonotonicPollerStats};
 use super::health::HealthWatch;
-use super::http::{Client, Hosts, Progress, Stream};
-use super::{MetricsAddress, MetricsError, MetricsOptions, Source};
+use super::http::{AllowedHosts, HttpConnection, HttpProgress, HttpStream};
+use super::{MetricsAddress, MetricsError, MetricsOptions, MetricsSource};
 
 /// Maximum number of clients. A further client replaces the oldest. A client that sends its request promptly is answered long
 /// before it becomes the oldest.
@@ -36,15 +36,15 @@ const INTERVAL: Duration = Duration::from_secs(15);
 const REST: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
-enum Socket {
-    Tcp(TcpListener, Arc<Hosts>),
-    Unix(Listener),
+enum MetricsSocket {
+    Tcp(TcpListener, Arc<AllowedHosts>),
+    Unix(SocketListener),
 }
 
-impl Socket {
+impl MetricsSocket {
     fn bind(address: &MetricsAddress, hosts: &[String]) -> Result<Self, MetricsError> {
         match address {
-            MetricsAddress::Unix(path) => Listener::bind(path)
+            MetricsAddress::Unix(path) => SocketListener::bind(path)
                 .map(Self::Unix)
                 .map_err(MetricsError::Socket),
             MetricsAddress::Tcp(address) => {
@@ -61,13 +61,13 @@ impl Socket {
                         "Metrics on {address} are for every host that reaches it: they name functions and drives"
                     );
                 }
-                Ok(Self::Tcp(listener, Arc::new(Hosts::new(hosts))))
+                Ok(Self::Tcp(listener, Arc::new(AllowedHosts::new(hosts))))
             }
         }
     }
 
-    fn accept(&mut self) -> io::Result<Option<Client>> {
-        let (stream, hosts): (Box<dyn Stream>, _) = match self {
+    fn accept(&mut self) -> io::Result<Option<HttpConnection>> {
+        let (stream, hosts): (Box<dyn HttpStream>, _) = match self {
             Self::Tcp(listener, hosts) => match listener.accept() {
                 Ok((stream, _)) => {
                     stream.set_nonblocking(true)?;
@@ -84,11 +84,11 @@ impl Socket {
                 None => return Ok(None),
             },
         };
-        Ok(Some(Client::new(stream, hosts)))
+        Ok(Some(HttpConnection::new(stream, hosts)))
     }
 }
 
-impl AsFd for Socket {
+impl AsFd for MetricsSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(listener, _) => listener.as_fd(),
@@ -116,7 +116,7 @@ impl MetricsFile {
     /// Replaces the file atomically. The directory may belong to the node exporter's user, who may have changed its entries
     /// since the last write.
     fn write(&mut self, text: &str) -> Result<(), MetricsError> {
-        let written = Directory::holding(&self.path).and_then(|(directory, name)| {
+        let written = OpenDirectory::holding(&self.path).and_then(|(directory, name)| {
             // Readable for the node exporter's user. The name must be replaced atomically, as the node exporter reads every
             // `.prom` file.
             directory.replace(name, 0o666, |file| file.write_all(text.as_bytes()))
@@ -134,7 +134,7 @@ impl Drop for MetricsFile {
     fn drop(&mut self) {
         // The identity check keeps files of other servers and users.
         if let Some(id) = self.written
-            && let Ok((directory, name)) = Directory::holding(&self.path)
+            && let Ok((directory, name)) = OpenDirectory::holding(&self.path)
         {
             directory.remove(name, id);
         }
@@ -144,7 +144,7 @@ impl Drop for MetricsFile {
 /// Bound socket and created file, not served yet.
 #[derive(Debug)]
 pub struct MetricsListener {
-    socket: Option<Socket>,
+    socket: Option<MetricsSocket>,
     file: Option<MetricsFile>,
 }
 
@@ -156,10 +156,10 @@ impl MetricsListener {
     pub fn bind(options: &MetricsOptions) -> Result<Self, MetricsError> {
         let mut file = options.file.as_deref().map(MetricsFile::new);
         if let Some(file) = &mut file {
-            file.write(&Snapshot::default().text(Format::Prometheus))?;
+            file.write(&MetricsSnapshot::default().text(MetricsFormat::Prometheus))?;
         }
         let socket = options.address.as_ref();
-        let socket = socket.map(|address| Socket::bind(address, &options.hosts));
+        let socket = socket.map(|address| MetricsSocket::bind(address, &options.hosts));
         let socket = socket.transpose()?;
         Ok(Self { socket, file })
     }
@@ -179,9 +179,12 @@ impl MetricsServer {
     ///
     /// # Errors
     /// A thread cannot be started.
-    pub fn start(listener: MetricsListener, source: impl Source) -> Result<Self, MetricsError> {
+    pub fn start(
+        listener: MetricsListener,
+        source: impl MetricsSource,
+    ) -> Result<Self, MetricsError> {
         let MetricsListener { socket, file } = listener;
-        let source: Arc<dyn Source> = Arc::new(source);
+        let source: Arc<dyn MetricsSource> = Arc::new(source);
         let asked = source.clone();
         let health = HealthWatch::start(move || asked.drives(), source.health());
         let health = health.map_err(MetricsError::Thread)?;
@@ -193,12 +196,12 @@ impl MetricsServer {
             });
         }
         let (stopped, stop) = io::pipe().map_err(MetricsError::Thread)?;
-        let figures = Figures {
+        let figures = MetricsTextCache {
             source,
-            steady: Steady::default(),
+            steady: MonotonicPollerStats::default(),
             texts: Vec::new(),
         };
-        let serving = Serving {
+        let serving = MetricsThreadState {
             socket,
             clients: Vec::new(),
             file: file.map(|file| (file, Duration::ZERO)),
@@ -226,15 +229,15 @@ impl Drop for MetricsServer {
 }
 
 /// Source of the texts, with a cache of recent ones.
-struct Figures {
-    source: Arc<dyn Source>,
-    steady: Steady,
+struct MetricsTextCache {
+    source: Arc<dyn MetricsSource>,
+    steady: MonotonicPollerStats,
     /// Recent texts, each with the time of its creation.
-    texts: Vec<(Format, Duration, Arc<str>)>,
+    texts: Vec<(MetricsFormat, Duration, Arc<str>)>,
 }
 
-impl Figures {
-    fn text(&mut self, format: Format) -> Arc<str> {
+impl MetricsTextCache {
+    fn text(&mut self, format: MetricsFormat) -> Arc<str> {
         let now = clock::monotonic();
         self.texts
             .retain(|(_, made, _)| now.saturating_sub(*made) < FRESH);
@@ -250,24 +253,24 @@ impl Figures {
 }
 
 /// State of the thread.
-struct Serving {
-    socket: Option<Socket>,
-    clients: Vec<Client>,
+struct MetricsThreadState {
+    socket: Option<MetricsSocket>,
+    clients: Vec<HttpConnection>,
     /// The file and the time of its next write.
     file: Option<(MetricsFile, Duration)>,
     /// Time until which no client is accepted.
     rests_until: Duration,
-    figures: Figures,
+    figures: MetricsTextCache,
 }
 
 /// Result of a wait.
-struct Ready {
+struct MetricsReadiness {
     stopped: bool,
     accepts: bool,
     clients: Vec<bool>,
 }
 
-impl Serving {
+impl MetricsThreadState {
     fn run(mut self, stopped: &PipeReader) {
         loop {
             self.write_file();
@@ -290,9 +293,9 @@ impl Serving {
                 index += 1;
                 let progress = match is_ready {
                     true => client.go_on(&mut |format| figures.text(format)),
-                    false => Ok(Progress::Waits),
+                    false => Ok(HttpProgress::Waits),
                 };
-                matches!(progress, Ok(Progress::Waits)) && !client.left().is_zero()
+                matches!(progress, Ok(HttpProgress::Waits)) && !client.left().is_zero()
             });
             if ready.accepts {
                 self.accept();
@@ -305,7 +308,7 @@ impl Serving {
         if let Some((file, next)) = &mut self.file
             && now >= *next
         {
-            if let Err(error) = file.write(&self.figures.text(Format::Prometheus)) {
+            if let Err(error) = file.write(&self.figures.text(MetricsFormat::Prometheus)) {
                 log::warn!("{}", nvme_mpt_vmm::report::chain(&error));
             }
             *next = now + INTERVAL;
@@ -313,9 +316,9 @@ impl Serving {
     }
 
     /// Waits for events or for the next deadline.
-    fn wait(&self, stopped: &PipeReader) -> io::Result<Ready> {
+    fn wait(&self, stopped: &PipeReader) -> io::Result<MetricsReadiness> {
         let now = clock::monotonic();
-        let mut times: Vec<Duration> = self.clients.iter().map(Client::left).collect();
+        let mut times: Vec<Duration> = self.clients.iter().map(HttpConnection::left).collect();
         times.extend(self.file.iter().map(|(_, next)| next.saturating_sub(now)));
         let rest = self.rests_until.saturating_sub(now);
         let accepts = rest.is_zero();
@@ -344,7 +347,7 @@ impl Serving {
         }
         let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
         let clients = 1..=self.clients.len();
-        Ok(Ready {
+        Ok(MetricsReadiness {
             stopped: is_ready(&fds[0]),
             accepts: fds.get(clients.end() + 1).is_some_and(is_ready),
             clients: fds[clients].iter().map(is_ready).collect(),
@@ -387,10 +390,10 @@ mod tests {
     use super::*;
 
     /// Counts its snapshots.
-    struct Counting(Arc<AtomicU64>);
+    struct CountingMetricsSource(Arc<AtomicU64>);
 
-    impl Source for Counting {
-        fn snapshot(&self) -> Snapshot {
+    impl MetricsSource for CountingMetricsSource {
+        fn snapshot(&self) -> MetricsSnapshot {
             let mut snapshot = full();
             snapshot.process.wiped.parts = self.0.fetch_add(1, Ordering::Relaxed);
             snapshot
@@ -408,14 +411,16 @@ mod tests {
     fn server(options: &MetricsOptions) -> (MetricsServer, Option<MetricsAddress>) {
         let listener = MetricsListener::bind(options).unwrap();
         let address = match &listener.socket {
-            Some(Socket::Tcp(socket, _)) => Some(MetricsAddress::Tcp(socket.local_addr().unwrap())),
+            Some(MetricsSocket::Tcp(socket, _)) => {
+                Some(MetricsAddress::Tcp(socket.local_addr().unwrap()))
+            }
             _ => options.address.clone(),
         };
-        let server = MetricsServer::start(listener, Counting(Arc::default())).unwrap();
+        let server = MetricsServer::start(listener, CountingMetricsSource(Arc::default())).unwrap();
         (server, address)
     }
 
-    fn connect(address: &MetricsAddress) -> Box<dyn Stream> {
+    fn connect(address: &MetricsAddress) -> Box<dyn HttpStream> {
         match address {
             MetricsAddress::Tcp(address) => Box::new(TcpStream::connect(address).unwrap()),
             MetricsAddress::Unix(path) => Box::new(UnixStream::connect(path).unwrap()),
@@ -524,17 +529,23 @@ mod tests {
 
     #[test]
     fn clients_that_ask_at_once_share_a_text() {
-        let mut figures = Figures {
-            source: Arc::new(Counting(Arc::default())),
-            steady: Steady::default(),
+        let mut figures = MetricsTextCache {
+            source: Arc::new(CountingMetricsSource(Arc::default())),
+            steady: MonotonicPollerStats::default(),
             texts: Vec::new(),
         };
-        let first = figures.text(Format::Prometheus);
+        let first = figures.text(MetricsFormat::Prometheus);
         figures.texts[0].1 = clock::monotonic() + PATIENCE;
-        assert!(Arc::ptr_eq(&first, &figures.text(Format::Prometheus)));
+        assert!(Arc::ptr_eq(
+            &first,
+            &figures.text(MetricsFormat::Prometheus)
+        ));
         // As if it were old.
         figures.texts.clear();
-        assert!(!Arc::ptr_eq(&first, &figures.text(Format::Prometheus)));
+        assert!(!Arc::ptr_eq(
+            &first,
+            &figures.text(MetricsFormat::Prometheus)
+        ));
     }
 
     /// Longer than any machine holds a thread up.
@@ -551,7 +562,7 @@ mod tests {
         let listener = MetricsListener::bind(&options).unwrap();
         let at_first = fs::read_to_string(&path).unwrap();
         assert!(at_first.contains("nvme_mpt_build_info"), "{at_first}");
-        let server = MetricsServer::start(listener, Counting(Arc::default())).unwrap();
+        let server = MetricsServer::start(listener, CountingMetricsSource(Arc::default())).unwrap();
         let deadline = clock::monotonic() + PATIENCE;
         // Each read finds a whole file.
         while clock::monotonic() < deadline {

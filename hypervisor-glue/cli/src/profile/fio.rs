@@ -15,13 +15,13 @@ const MEDIAN: &str = "50.000000";
 const SIZES: [&str; 3] = ["bsrange", "blocksize_range", "bssplit"];
 
 /// Measurements of read-only and write-only jobs.
-pub(super) struct Report {
-    pub(super) reads: Vec<Measurement>,
-    pub(super) writes: Vec<Measurement>,
+pub(super) struct FioReport {
+    pub(super) reads: Vec<FioMeasurement>,
+    pub(super) writes: Vec<FioMeasurement>,
 }
 
 /// Measurement of a job, summed over its processes.
-pub(super) struct Measurement {
+pub(super) struct FioMeasurement {
     /// Job name without control characters, so that it fits in a TOML comment.
     pub(super) job: String,
     /// Number of the group of jobs that ran concurrently.
@@ -36,7 +36,7 @@ pub(super) struct Measurement {
     pub(super) latency: f64,
 }
 
-impl Measurement {
+impl FioMeasurement {
     /// Returns the bandwidth in bytes per second.
     pub(super) fn bandwidth(&self) -> f64 {
         self.iops * self.block as f64
@@ -44,20 +44,20 @@ impl Measurement {
 }
 
 #[derive(Clone, Copy)]
-enum Direction {
+enum FioDirection {
     Read,
     Write,
 }
 
 #[derive(Deserialize)]
-struct File {
+struct FioOutput {
     #[serde(rename = "global options", default)]
     global: BTreeMap<String, String>,
-    jobs: Vec<Job>,
+    jobs: Vec<FioJob>,
 }
 
 #[derive(Deserialize)]
-struct Job {
+struct FioJob {
     jobname: String,
     #[serde(default)]
     groupid: u64,
@@ -65,28 +65,28 @@ struct Job {
     options: BTreeMap<String, String>,
     #[serde(default)]
     error: i64,
-    read: Side,
-    write: Side,
+    read: FioDirectionStats,
+    write: FioDirectionStats,
 }
 
 #[derive(Deserialize)]
-struct Side {
+struct FioDirectionStats {
     total_ios: u64,
     #[serde(default)]
     io_bytes: u64,
     iops: f64,
-    clat_ns: Latency,
-    lat_ns: Option<Latency>,
+    clat_ns: FioLatency,
+    lat_ns: Option<FioLatency>,
 }
 
 #[derive(Deserialize)]
-struct Latency {
+struct FioLatency {
     mean: f64,
     #[serde(default)]
     percentile: BTreeMap<String, f64>,
 }
 
-impl Report {
+impl FioReport {
     /// Parses a report, ignoring other output of fio before and after it. With `--status-interval`, the last report counts, as
     /// it covers the whole run.
     pub(super) fn parse(path: &Path, text: &str) -> Result<Self, FitError> {
@@ -106,7 +106,7 @@ impl Report {
                 path: path.to_owned(),
                 source,
             })?;
-        let file: File = reports.map_while(Result::ok).last().unwrap_or(first);
+        let file: FioOutput = reports.map_while(Result::ok).last().unwrap_or(first);
         let mut report = Self {
             reads: Vec::new(),
             writes: Vec::new(),
@@ -122,8 +122,8 @@ impl Report {
             let measured = |side| job.measurement(path, &file.global, side);
             match (job.read.total_ios, job.write.total_ios) {
                 (0, 0) => {}
-                (_, 0) => add(&mut report.reads, measured(Direction::Read)?),
-                (0, _) => add(&mut report.writes, measured(Direction::Write)?),
+                (_, 0) => add(&mut report.reads, measured(FioDirection::Read)?),
+                (0, _) => add(&mut report.writes, measured(FioDirection::Write)?),
                 // In a mixed job, reads and writes affect each other.
                 _ => {}
             }
@@ -134,7 +134,7 @@ impl Report {
 
 /// Adds a job's measurement. Without `group_reporting`, fio reports each process of a job separately, so consecutive entries of
 /// one job are summed.
-fn add(measurements: &mut Vec<Measurement>, measured: Measurement) {
+fn add(measurements: &mut Vec<FioMeasurement>, measured: FioMeasurement) {
     match measurements.last_mut() {
         Some(last) if last.job == measured.job && last.group == measured.group => {
             last.iops += measured.iops;
@@ -143,13 +143,13 @@ fn add(measurements: &mut Vec<Measurement>, measured: Measurement) {
     }
 }
 
-impl Job {
+impl FioJob {
     fn measurement(
         &self,
         path: &Path,
         global: &BTreeMap<String, String>,
-        direction: Direction,
-    ) -> Result<Measurement, FitError> {
+        direction: FioDirection,
+    ) -> Result<FioMeasurement, FitError> {
         // fio's defaults by its HOWTO: 4 KiB, one command, one process.
         let option = |names: [&'static str; 2], default: &str| {
             let mut set = [&self.options, global]
@@ -170,8 +170,8 @@ impl Job {
             number.ok_or_else(|| wrong(name, &value, "number of 1 or more"))
         };
         let side = match direction {
-            Direction::Read => &self.read,
-            Direction::Write => &self.write,
+            FioDirection::Read => &self.read,
+            FioDirection::Write => &self.write,
         };
         let has_sizes =
             |options: &BTreeMap<_, _>| SIZES.iter().any(|name| options.contains_key(*name));
@@ -183,12 +183,12 @@ impl Job {
             let sizes: Option<Vec<u64>> = block.split(',').map(size).collect();
             let sizes = sizes.unwrap_or_default();
             let size = match direction {
-                Direction::Read => sizes.first(),
-                Direction::Write => sizes.get(1).or(sizes.first()),
+                FioDirection::Read => sizes.first(),
+                FioDirection::Write => sizes.get(1).or(sizes.first()),
             };
             *size.ok_or_else(|| wrong("bs", &block, "size such as 4k"))?
         };
-        Ok(Measurement {
+        Ok(FioMeasurement {
             job: self.jobname.replace(|c: char| c.is_control(), " "),
             group: self.groupid,
             block,
@@ -199,7 +199,7 @@ impl Job {
     }
 }
 
-impl Side {
+impl FioDirectionStats {
     /// Returns the median completion latency. Falls back to the median total latency (`lat_percentiles`), then to the mean.
     fn latency(&self) -> f64 {
         [Some(&self.clat_ns), self.lat_ns.as_ref()]

@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 
 use nvme_mpt::range::Bytes;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 mod error;
 mod fio;
@@ -14,7 +14,7 @@ mod fio;
 mod tests;
 
 pub use error::FitError;
-use fio::{Measurement, Report};
+use fio::{FioMeasurement, FioReport};
 
 /// Maximum size of a report in bytes. Protects against a wrong path such as a device.
 const LONGEST: u64 = 64 << 20;
@@ -49,19 +49,19 @@ pub fn fit(path: &Path) -> Result<String, FitError> {
 }
 
 fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
-    let report = Report::parse(path, text)?;
+    let report = FioReport::parse(path, text)?;
     let missing = |what, options| FitError::Missing {
         path: path.to_owned(),
         what,
         options,
     };
-    let reads = Rates::of(&report.reads).ok_or_else(|| {
+    let reads = DirectionMeasurements::of(&report.reads).ok_or_else(|| {
         missing(
             "reads with one command in flight",
             "rw=randread bs=4k iodepth=1",
         )
     })?;
-    let writes = Rates::of(&report.writes).ok_or_else(|| {
+    let writes = DirectionMeasurements::of(&report.writes).ok_or_else(|| {
         missing(
             "writes with one command in flight",
             "rw=randwrite bs=4k iodepth=1",
@@ -70,7 +70,7 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
     let stripe = stripe(&reads, &writes);
     let profile = render(path, &reads, &writes, stripe);
     // Check that the printed profile can be loaded.
-    match Profile::parse(&path.display().to_string(), &profile) {
+    match DriveProfile::parse(&path.display().to_string(), &profile) {
         Ok(_) => Ok(profile),
         Err(source) => Err(FitError::Profile {
             path: path.to_owned(),
@@ -80,18 +80,18 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
 }
 
 /// Measurements of reads or writes.
-struct Rates<'a> {
+struct DirectionMeasurements<'a> {
     /// Job that measures the latency.
-    alone: &'a Measurement,
+    alone: &'a FioMeasurement,
     /// Job that measures the bandwidth.
-    fastest: &'a Measurement,
+    fastest: &'a FioMeasurement,
     /// Job with the highest IOPS among those with the smallest blocks at high queue depth.
-    busiest: Option<&'a Measurement>,
+    busiest: Option<&'a FioMeasurement>,
 }
 
-impl<'a> Rates<'a> {
+impl<'a> DirectionMeasurements<'a> {
     /// Selects the jobs. Returns `None` if no job has one command in flight.
-    fn of(measurements: &'a [Measurement]) -> Option<Self> {
+    fn of(measurements: &'a [FioMeasurement]) -> Option<Self> {
         let alone = measurements
             .iter()
             .filter(|job| job.in_flight == 1)
@@ -122,10 +122,10 @@ impl<'a> Rates<'a> {
 }
 
 /// Returns the power of two closest to the mean stripe size of reads and writes, which share one value.
-fn stripe(reads: &Rates<'_>, writes: &Rates<'_>) -> u64 {
+fn stripe(reads: &DirectionMeasurements<'_>, writes: &DirectionMeasurements<'_>) -> u64 {
     let wanted: Vec<f64> = [reads, writes]
         .into_iter()
-        .filter_map(Rates::bytes_per_command)
+        .filter_map(DirectionMeasurements::bytes_per_command)
         .map(f64::log2)
         .collect();
     if wanted.is_empty() {
@@ -136,7 +136,12 @@ fn stripe(reads: &Rates<'_>, writes: &Rates<'_>) -> u64 {
     (1_u64 << shift).clamp(STRIPE_MIN, STRIPE_MAX)
 }
 
-fn render(path: &Path, reads: &Rates<'_>, writes: &Rates<'_>, stripe: u64) -> String {
+fn render(
+    path: &Path,
+    reads: &DirectionMeasurements<'_>,
+    writes: &DirectionMeasurements<'_>,
+    stripe: u64,
+) -> String {
     // With more units, a stripe would take longer than the measured latency.
     let units = reads
         .stripes_at_once(stripe)

@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use nvme_software::model::{NvmProfile, NvmRates, Profile, Size, Span};
+use nvme_software::model::{DriveProfile, NvmProfile, NvmRates, ProfileSize, TimeSpan};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::{FitError, Measurement, Report, fit, fit_text};
+use super::{FioMeasurement, FioReport, FitError, fit, fit_text};
 
 const PATH: &str = "report.json";
 
@@ -54,8 +54,8 @@ fn measured(profile: &NvmProfile) -> String {
 
 fn fitted(text: &str) -> NvmProfile {
     let profile = fit_text(Path::new(PATH), text).expect("a profile");
-    match Profile::parse(PATH, &profile).expect("one that can be used") {
-        Profile::Nvm(profile) => profile,
+    match DriveProfile::parse(PATH, &profile).expect("one that can be used") {
+        DriveProfile::Nvm(profile) => profile,
         other => panic!("{other:?}"),
     }
 }
@@ -74,12 +74,12 @@ proptest! {
         write in (2_000_u64..500_000, 100_u64..20_000),
     ) {
         let rates = |(latency, mib): (u64, u64)| NvmRates {
-            latency: Span(latency),
-            bandwidth: Size(mib << 20),
+            latency: TimeSpan(latency),
+            bandwidth: ProfileSize(mib << 20),
         };
         let given = NvmProfile {
             units: units as u16,
-            stripe: Size(1 << stripe),
+            stripe: ProfileSize(1 << stripe),
             read: rates(read),
             write: rates(write),
         };
@@ -131,23 +131,23 @@ const PROCESSES: &str = include_str!("reports/processes.json");
 #[test]
 fn what_a_guest_measured_is_the_drive_that_it_had() {
     let found = fitted(MEASURED);
-    assert_eq!(found.stripe, Size(32 << 10));
+    assert_eq!(found.stripe, ProfileSize(32 << 10));
     assert_eq!(
         (found.read.latency, found.write.latency),
-        (Span(5_734_400), Span(8_716_288))
+        (TimeSpan(5_734_400), TimeSpan(8_716_288))
     );
     assert_eq!(
         (found.read.bandwidth, found.write.bandwidth),
-        (Size(31_808 << 10), Size(23_865 << 10))
+        (ProfileSize(31_808 << 10), ProfileSize(23_865 << 10))
     );
     assert_eq!(found.units, 5);
 }
 
 #[test]
 fn processes_of_a_job_count_together() {
-    let report = Report::parse(Path::new(PATH), PROCESSES).expect("a report");
-    let jobs = |side: &[Measurement]| -> Vec<_> {
-        let job = |m: &Measurement| (m.job.clone(), m.block, m.in_flight, m.iops.round() as u64);
+    let report = FioReport::parse(Path::new(PATH), PROCESSES).expect("a report");
+    let jobs = |side: &[FioMeasurement]| -> Vec<_> {
+        let job = |m: &FioMeasurement| (m.job.clone(), m.block, m.in_flight, m.iops.round() as u64);
         side.iter().map(job).collect()
     };
     let named = |name: &str, block, in_flight, iops| (name.to_owned(), block, in_flight, iops);
@@ -175,7 +175,7 @@ fn percentiles_of_the_whole_latency_do_as_well() {
     reads["read"]["clat_ns"] = json!({"mean": 21e3});
     let writes = job("w", "write", json!({}), 50e3, 20e3);
     let profile = fitted(&json!({"jobs": [reads, writes]}).to_string());
-    assert_eq!(profile.read.latency, Span(20_000));
+    assert_eq!(profile.read.latency, TimeSpan(20_000));
 }
 
 #[test]
@@ -184,8 +184,12 @@ fn without_percentiles_the_mean_counts() {
     reads["read"]["clat_ns"] = json!({"mean": 21e3});
     let writes = job("w", "write", json!({}), 50e3, 20e3);
     let profile = fitted(&json!({"jobs": [reads, writes]}).to_string());
-    assert_eq!(profile.read.latency, Span(21_000));
-    assert_eq!(profile.stripe, Size(4096), "when nothing is known of it");
+    assert_eq!(profile.read.latency, TimeSpan(21_000));
+    assert_eq!(
+        profile.stripe,
+        ProfileSize(4096),
+        "when nothing is known of it"
+    );
 }
 
 #[test]

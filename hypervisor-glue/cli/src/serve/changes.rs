@@ -10,10 +10,10 @@ use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::report;
 
 use super::error::ChangeError;
-use super::pending::Comparer;
-use super::roster::Roster;
-use crate::change::{Change, Changed, Reloaded, Reserved};
-use crate::control::Reply;
+use super::pending::ConfigurationComparer;
+use super::roster::FunctionRegistry;
+use crate::change::{ChangeResult, FunctionChange, ReloadResult, ReservedLease};
+use crate::control::ChangeReply;
 use crate::kept::crashes::end_by_panic;
 use crate::kept::predecessor::UpgradeError;
 use crate::logging;
@@ -25,15 +25,15 @@ const QUEUE: usize = 64;
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A change and its reply channel. The channel is `None` for a reload by signal.
-type Request = (Change, Option<Reply>);
+type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 
 /// Handle that submits changes to the thread.
 #[derive(Clone, Debug)]
-pub(super) struct ChangeQueue(SyncSender<Request>);
+pub(super) struct ChangeQueue(SyncSender<ChangeRequest>);
 
 impl ChangeQueue {
     /// Submits a change. The reply arrives when it is done or refused.
-    pub(super) fn push(&self, change: Change, reply: Reply) {
+    pub(super) fn push(&self, change: FunctionChange, reply: ChangeReply) {
         let (reply, reason) = match self.0.try_send((change, Some(reply))) {
             Ok(()) => return,
             Err(TrySendError::Full((_, reply))) => {
@@ -53,7 +53,7 @@ impl ChangeQueue {
 /// Thread that changes functions. Ends when the last [`ChangeQueue`] is dropped.
 #[derive(Debug)]
 pub(super) struct ChangeThread {
-    thread: JoinHandle<Roster>,
+    thread: JoinHandle<FunctionRegistry>,
     queue: ChangeQueue,
 }
 
@@ -63,8 +63,8 @@ impl ChangeThread {
     /// # Errors
     /// Returns the kernel's error. All functions have ended then.
     pub(super) fn start(
-        roster: Roster,
-        comparer: Comparer,
+        roster: FunctionRegistry,
+        comparer: ConfigurationComparer,
     ) -> std::io::Result<(Self, ChangeQueue)> {
         let (queue, requests) = mpsc::sync_channel(QUEUE);
         let thread = start_thread("changes", move || run(roster, &comparer, &requests))?;
@@ -79,21 +79,25 @@ impl ChangeThread {
         if let Err(error) = self
             .queue
             .0
-            .try_send((Change::Reload { force: false }, None))
+            .try_send((FunctionChange::Reload { force: false }, None))
         {
             log::error!("The file is not reloaded, as many changes wait: {error}");
         }
     }
 
     /// Waits for the last change and returns the roster. Returns `None` if the thread panicked, which ended all functions.
-    pub(super) fn end(self) -> Option<Roster> {
+    pub(super) fn end(self) -> Option<FunctionRegistry> {
         let Self { thread, queue } = self;
         drop(queue);
         thread.join().ok()
     }
 }
 
-fn run(mut roster: Roster, comparer: &Comparer, requests: &Receiver<Request>) -> Roster {
+fn run(
+    mut roster: FunctionRegistry,
+    comparer: &ConfigurationComparer,
+    requests: &Receiver<ChangeRequest>,
+) -> FunctionRegistry {
     end_by_panic();
     // The first retry is immediate, for functions postponed by the start.
     let mut pause = Duration::ZERO;
@@ -110,7 +114,7 @@ fn run(mut roster: Roster, comparer: &Comparer, requests: &Receiver<Request>) ->
             }
             Err(RecvTimeoutError::Disconnected) => break,
         };
-        if let Change::Upgrade { binary } = change {
+        if let FunctionChange::Upgrade { binary } = change {
             let pending = comparer.differences().sentences();
             if let Some(reply) = reply {
                 upgrade(&roster, binary.as_deref(), pending, reply);
@@ -129,11 +133,16 @@ fn run(mut roster: Roster, comparer: &Comparer, requests: &Receiver<Request>) ->
 }
 
 /// Starts a successor process, and exits once it has taken over.
-fn upgrade(roster: &Roster, binary: Option<&Path>, pending: Vec<String>, reply: Reply) {
+fn upgrade(
+    roster: &FunctionRegistry,
+    binary: Option<&Path>,
+    pending: Vec<String>,
+    reply: ChangeReply,
+) {
     match roster.upgrade(binary) {
         Ok(process) => {
             log::info!("Process {process} takes the place of this server");
-            reply.send(Ok(Changed::Upgraded { process, pending }));
+            reply.send(Ok(ChangeResult::Upgraded { process, pending }));
             logging::flush(logging::CRASH_PATIENCE);
             // Exit at once: any further action here would affect state that the successor now owns.
             std::process::exit(0);
@@ -148,31 +157,34 @@ fn upgrade(roster: &Roster, binary: Option<&Path>, pending: Vec<String>, reply: 
     }
 }
 
-fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
+fn make(
+    roster: &mut FunctionRegistry,
+    change: FunctionChange,
+) -> Result<ChangeResult, ChangeError> {
     roster.check_runs()?;
     Ok(match change {
-        Change::Add { options } => {
+        FunctionChange::Add { options } => {
             let entry = roster.add(options.parse()?)?;
             let (id, socket) = (entry.id.as_str(), entry.socket.display());
             log::info!(function = id; "Added function {id} on {socket}");
-            Changed::Added(entry)
+            ChangeResult::Added(entry)
         }
-        Change::Remove { id, force } => {
+        FunctionChange::Remove { id, force } => {
             let (function, trouble) = roster.remove(&id, force)?;
             let id = function.id.as_str();
             log::info!(function = id; "Removed function {id}");
             if let Some(trouble) = &trouble {
                 log::error!(function = id; "{trouble}");
             }
-            Changed::Removed { function, trouble }
+            ChangeResult::Removed { function, trouble }
         }
-        Change::Limit { id, limits } => {
+        FunctionChange::Limit { id, limits } => {
             let entry = roster.limit(&id, &limits)?;
             let id = entry.id.as_str();
             log::info!(function = id; "Function {id} has new limits: {limits}");
-            Changed::Limited(entry)
+            ChangeResult::Limited(entry)
         }
-        Change::Resize {
+        FunctionChange::Resize {
             id,
             bytes,
             truncate,
@@ -180,19 +192,19 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
             let entry = roster.resize(&id, Bytes(bytes), truncate)?;
             let id = entry.id.as_str();
             log::info!(function = id; "Function {id} has {} now", Bytes(bytes));
-            Changed::Resized(entry)
+            ChangeResult::Resized(entry)
         }
-        Change::Reserve { options } => {
+        FunctionChange::Reserve { options } => {
             let reserved = roster.reserve(options.parse()?)?;
-            let Reserved { id, owner, .. } = &reserved;
+            let ReservedLease { id, owner, .. } = &reserved;
             log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
-            Changed::Reserved(reserved)
+            ChangeResult::Reserved(reserved)
         }
         // Handled by `upgrade`, which exits the process.
-        Change::Upgrade { .. } => return Err(ChangeError::Ending),
-        Change::Reload { force } => {
+        FunctionChange::Upgrade { .. } => return Err(ChangeError::Ending),
+        FunctionChange::Reload { force } => {
             let reloaded = roster.reload(force)?;
-            let Reloaded {
+            let ReloadResult {
                 added,
                 changed,
                 limited,
@@ -208,7 +220,7 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
                 resized.len(),
                 removed.len()
             );
-            Changed::Reloaded(reloaded)
+            ChangeResult::Reloaded(reloaded)
         }
     })
 }

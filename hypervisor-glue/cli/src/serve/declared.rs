@@ -8,16 +8,16 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use crate::change::Origin;
+use crate::change::DeclarationSource;
 use crate::confine::FileRule;
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::range::{ByteRange, Bytes};
-use nvme_mpt_paths::{Directory, PathError, read_obeyed};
+use nvme_mpt_paths::{OpenDirectory, PathError, read_obeyed};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::options::{
-    FunctionOptions, OptionError, OptionText, ServedDrive, ServedFunction,
+    FunctionOptions, OptionError, OptionText, ServerDriveOptions, ServerFunctionOptions,
 };
 use thiserror::Error;
 use toml::{Table, Value};
@@ -30,7 +30,7 @@ pub(super) type FileContents = BTreeMap<String, String>;
 
 /// A function or drive with the option text it was parsed from.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Given<T> {
+pub struct ParsedDeclaration<T> {
     /// The parsed function or drive.
     pub(super) value: T,
     pub(super) text: OptionText,
@@ -38,7 +38,7 @@ pub struct Given<T> {
     pub(super) files: FileContents,
 }
 
-impl<T: FromStr<Err = OptionError>> Given<T> {
+impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
     /// Parses options and reads the files that they name.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl<T: FromStr<Err = OptionError>> Given<T> {
     }
 }
 
-impl Given<ServedDrive> {
+impl ParsedDeclaration<ServerDriveOptions> {
     /// Returns the options with a path that does not depend on the working directory or on links.
     pub(super) fn resolved_text(&self) -> OptionText {
         let path = self.value.drive.path.to_string();
@@ -119,34 +119,37 @@ fn file_of(content: &str) -> io::Result<OwnedFd> {
 
 /// Id and range of a lease. Stored for a function whose options name neither a range nor a size.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct ServedLease {
+pub(super) struct AssignedLease {
     pub(super) id: String,
     pub(super) range: ByteRange,
 }
 
 /// A function and the origin of its declaration.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct DeclaredFunction {
-    pub(super) origin: Origin,
+pub(super) struct FunctionDeclaration {
+    pub(super) origin: DeclarationSource,
     /// The option text.
     pub(super) text: OptionText,
     pub(super) files: FileContents,
-    pub(super) function: ServedFunction,
+    pub(super) function: ServerFunctionOptions,
     /// The lease, if the options name neither a range nor a size. Pinned because the drive may have grown since.
-    pub(super) lease: Option<ServedLease>,
+    pub(super) lease: Option<AssignedLease>,
 }
 
-impl DeclaredFunction {
-    pub(super) fn argument(given: Given<ServedFunction>) -> Self {
-        Self::given(Origin::CommandLine, given)
+impl FunctionDeclaration {
+    pub(super) fn argument(given: ParsedDeclaration<ServerFunctionOptions>) -> Self {
+        Self::given(DeclarationSource::CommandLine, given)
     }
 
-    pub(super) fn read(origin: Origin, text: OptionText) -> Result<Self, OptionError> {
-        Ok(Self::given(origin, Given::read(text)?))
+    pub(super) fn read(origin: DeclarationSource, text: OptionText) -> Result<Self, OptionError> {
+        Ok(Self::given(origin, ParsedDeclaration::read(text)?))
     }
 
-    pub(super) fn given(origin: Origin, given: Given<ServedFunction>) -> Self {
-        let Given { value, text, files } = given;
+    pub(super) fn given(
+        origin: DeclarationSource,
+        given: ParsedDeclaration<ServerFunctionOptions>,
+    ) -> Self {
+        let ParsedDeclaration { value, text, files } = given;
         Self {
             origin,
             text,
@@ -159,7 +162,7 @@ impl DeclaredFunction {
     /// Returns the options, completed with the stored lease.
     pub(super) fn leased(&self) -> FunctionOptions {
         let mut options = self.function.function.clone();
-        if let Some(ServedLease { id, range }) = &self.lease {
+        if let Some(AssignedLease { id, range }) = &self.lease {
             options.range = Some(*range);
             options.id = Some(id.clone());
         }
@@ -168,7 +171,7 @@ impl DeclaredFunction {
 
     /// Returns the option text with paths that do not depend on the working directory or on links.
     pub(super) fn resolved_text(&self) -> OptionText {
-        let ServedFunction {
+        let ServerFunctionOptions {
             socket, function, ..
         } = &self.function;
         let text = self.text.clone();
@@ -178,7 +181,7 @@ impl DeclaredFunction {
 
     /// Returns whether this function equals a served one, apart from limits and lease size. Those two can change while it is
     /// served.
-    pub(super) fn is_same_as(&self, served: &ServedFunction) -> bool {
+    pub(super) fn is_same_as(&self, served: &ServerFunctionOptions) -> bool {
         let rates = served.function.rates;
         self.with_rates(rates).with_size_of(served).function == *served
     }
@@ -191,7 +194,7 @@ impl DeclaredFunction {
     }
 
     /// Returns the function with the lease size of another one.
-    pub(super) fn with_size_of(mut self, other: &ServedFunction) -> Self {
+    pub(super) fn with_size_of(mut self, other: &ServerFunctionOptions) -> Self {
         if let (Some(size), Some(other)) = (&mut self.function.function.size, &other.function.size)
         {
             size.size = other.size;
@@ -208,8 +211,8 @@ impl DeclaredFunction {
     }
 
     /// Sets the policy for another id's data, unless the function has its own.
-    pub(super) fn with_data(mut self, data: FormerData) -> Self {
-        if self.function.function.data == FormerData::Refused {
+    pub(super) fn with_data(mut self, data: PreviousDataPolicy) -> Self {
+        if self.function.function.data == PreviousDataPolicy::Refused {
             self.function.function.data = data;
         }
         self
@@ -218,7 +221,7 @@ impl DeclaredFunction {
 
 /// Error of a configuration file.
 #[derive(Debug, Error)]
-pub enum FileError {
+pub enum ConfigFileError {
     /// The file cannot be read, or another user could write it.
     #[error("Cannot read {}", path.display())]
     Read {
@@ -279,20 +282,20 @@ pub enum FileError {
 
 /// Contents of a configuration file.
 #[derive(Debug, Default)]
-pub(super) struct Declarations {
-    pub(super) functions: Vec<DeclaredFunction>,
-    pub(super) drives: Vec<Given<ServedDrive>>,
+pub(super) struct ConfigFileContents {
+    pub(super) functions: Vec<FunctionDeclaration>,
+    pub(super) drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
     /// Files named by `profile=` and `faults=`.
     pub(super) described: Vec<PathBuf>,
     /// Landlock rules.
     pub(super) rules: Vec<FileRule>,
 }
 
-impl Declarations {
+impl ConfigFileContents {
     /// Reads the file at an absolute path, following links. Relative paths in it are resolved against the directory of the
     /// link's target.
-    pub(super) fn read(path: &Path) -> Result<Self, FileError> {
-        let unreadable = |source| FileError::Read {
+    pub(super) fn read(path: &Path) -> Result<Self, ConfigFileError> {
+        let unreadable = |source| ConfigFileError::Read {
             path: path.to_owned(),
             source,
         };
@@ -300,17 +303,17 @@ impl Declarations {
         Self::parse(&file, &text)
     }
 
-    fn parse(path: &Path, text: &str) -> Result<Self, FileError> {
-        let file = Tables { path };
+    fn parse(path: &Path, text: &str) -> Result<Self, ConfigFileError> {
+        let file = ConfigFileTables { path };
         let [functions, drives, rules] = file.read(text)?;
         let described = functions.iter().chain(&drives).flat_map(descriptions);
         let described = described.collect();
         let functions = (1..).zip(functions).map(|(number, text)| {
-            DeclaredFunction::read(Origin::File, text)
+            FunctionDeclaration::read(DeclarationSource::File, text)
                 .map_err(|source| file.option("function", number, source))
         });
         let drives = (1..).zip(drives).map(|(number, text)| {
-            let drive = Given::read(text);
+            let drive = ParsedDeclaration::read(text);
             drive.map_err(|source| file.option("drive", number, source))
         });
         let rules = (1..).zip(rules).map(|(number, text)| {
@@ -341,14 +344,14 @@ fn described(text: &OptionText) -> Vec<(&'static str, PathBuf)> {
 }
 
 /// Parser of a configuration file's tables.
-struct Tables<'a> {
+struct ConfigFileTables<'a> {
     path: &'a Path,
 }
 
-impl Tables<'_> {
+impl ConfigFileTables<'_> {
     /// Returns the option texts of the functions, the drives and the Landlock rules.
-    fn read(&self, text: &str) -> Result<[Vec<OptionText>; 3], FileError> {
-        let mut table: Table = toml::from_str(text).map_err(|source| FileError::Syntax {
+    fn read(&self, text: &str) -> Result<[Vec<OptionText>; 3], ConfigFileError> {
+        let mut table: Table = toml::from_str(text).map_err(|source| ConfigFileError::Syntax {
             path: self.path.to_owned(),
             source: Box::new(source),
         })?;
@@ -362,7 +365,11 @@ impl Tables<'_> {
     }
 
     /// Removes all `[[kind]]` tables and returns each as an option text.
-    fn take(&self, table: &mut Table, kind: &'static str) -> Result<Vec<OptionText>, FileError> {
+    fn take(
+        &self,
+        table: &mut Table,
+        kind: &'static str,
+    ) -> Result<Vec<OptionText>, ConfigFileError> {
         let entries = match table.remove(kind) {
             None => return Ok(Vec::new()),
             Some(Value::Array(entries)) => entries,
@@ -380,7 +387,7 @@ impl Tables<'_> {
         kind: &'static str,
         number: usize,
         entry: Table,
-    ) -> Result<OptionText, FileError> {
+    ) -> Result<OptionText, ConfigFileError> {
         let folder = self.path.parent().unwrap_or(Path::new("/"));
         let mut pairs = Vec::with_capacity(entry.len());
         for (key, value) in entry {
@@ -390,7 +397,7 @@ impl Tables<'_> {
                 Value::Integer(value) if key == "mode" => format!("{value:o}"),
                 Value::Integer(value) => value.to_string(),
                 _ => {
-                    return Err(FileError::Kind {
+                    return Err(ConfigFileError::Kind {
                         path: self.path.to_owned(),
                         kind,
                         number,
@@ -404,15 +411,15 @@ impl Tables<'_> {
         Ok(text.absolute(folder))
     }
 
-    fn unknown(&self, key: &str) -> FileError {
-        FileError::Unknown {
+    fn unknown(&self, key: &str) -> ConfigFileError {
+        ConfigFileError::Unknown {
             path: self.path.to_owned(),
             key: key.to_owned(),
         }
     }
 
-    fn option(&self, kind: &'static str, number: usize, source: OptionError) -> FileError {
-        FileError::Option {
+    fn option(&self, kind: &'static str, number: usize, source: OptionError) -> ConfigFileError {
+        ConfigFileError::Option {
             path: self.path.to_owned(),
             kind,
             number,
@@ -423,25 +430,25 @@ impl Tables<'_> {
 
 /// A drive that the server keeps open, and the origin of its declaration.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct DeclaredDrive {
-    pub(super) origin: Origin,
-    pub(super) given: Given<ServedDrive>,
+pub(super) struct DriveDeclaration {
+    pub(super) origin: DeclarationSource,
+    pub(super) given: ParsedDeclaration<ServerDriveOptions>,
 }
 
 /// A function declaration that this release cannot parse.
 #[derive(Debug)]
-pub(super) struct Unreadable {
-    pub(super) origin: Origin,
+pub(super) struct UnreadableDeclaration {
+    pub(super) origin: DeclarationSource,
     pub(super) text: OptionText,
     pub(super) files: FileContents,
     pub(super) error: OptionError,
 }
 
-impl Unreadable {
+impl UnreadableDeclaration {
     /// Returns an unreadable function of an earlier run's `nvme-mpt add`.
     pub(super) fn added(text: OptionText, error: OptionError) -> Self {
         Self {
-            origin: Origin::Added,
+            origin: DeclarationSource::Added,
             text,
             files: FileContents::new(),
             error,
@@ -451,34 +458,36 @@ impl Unreadable {
 
 /// Initial configuration of a server.
 #[derive(Debug, Default)]
-pub(super) struct Declared {
+pub(super) struct StartConfiguration {
     /// In the order in which they are served.
-    pub(super) functions: Vec<DeclaredFunction>,
-    pub(super) drives: Vec<DeclaredDrive>,
+    pub(super) functions: Vec<FunctionDeclaration>,
+    pub(super) drives: Vec<DriveDeclaration>,
     /// Option texts of functions added in an earlier run, not parsed yet.
     pub(super) added: Vec<OptionText>,
     /// Functions of the old server that this release cannot parse.
-    pub(super) unreadable: Vec<Unreadable>,
+    pub(super) unreadable: Vec<UnreadableDeclaration>,
     /// Landlock rules.
     pub(super) rules: Vec<FileRule>,
     /// True if the old server stored this configuration. Command line and file are then ignored.
     pub(super) was_served: bool,
 }
 
-impl Declared {
+impl StartConfiguration {
     /// Reads the configuration from the command line, the file (an absolute path) and earlier runs.
     pub(super) fn read(
-        functions: Vec<Given<ServedFunction>>,
-        drives: Vec<Given<ServedDrive>>,
+        functions: Vec<ParsedDeclaration<ServerFunctionOptions>>,
+        drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
         file: Option<&Path>,
         added: &AddedFile,
-    ) -> Result<Self, FileError> {
-        let file = file.map(Declarations::read).transpose()?;
+    ) -> Result<Self, ConfigFileError> {
+        let file = file.map(ConfigFileContents::read).transpose()?;
         let file = file.unwrap_or_default();
-        let arguments = functions.into_iter().map(DeclaredFunction::argument);
-        let drive = |origin| move |given| DeclaredDrive { origin, given };
-        let of_arguments = drives.into_iter().map(drive(Origin::CommandLine));
-        let of_file = file.drives.into_iter().map(drive(Origin::File));
+        let arguments = functions.into_iter().map(FunctionDeclaration::argument);
+        let drive = |origin| move |given| DriveDeclaration { origin, given };
+        let of_arguments = drives
+            .into_iter()
+            .map(drive(DeclarationSource::CommandLine));
+        let of_file = file.drives.into_iter().map(drive(DeclarationSource::File));
         Ok(Self {
             functions: arguments.chain(file.functions).collect(),
             drives: of_arguments.chain(of_file).collect(),
@@ -506,18 +515,18 @@ impl AddedFile {
     }
 
     /// Returns the option texts of added functions, unparsed. Returns none if the file is missing.
-    pub(super) fn read(&self) -> Result<Vec<OptionText>, FileError> {
+    pub(super) fn read(&self) -> Result<Vec<OptionText>, ConfigFileError> {
         let (_, text) = match read_obeyed(&self.path, LONGEST) {
             Ok(read) => read,
             Err(error) if error.is_not_found() => return Ok(Vec::new()),
             Err(source) => {
-                return Err(FileError::Read {
+                return Err(ConfigFileError::Read {
                     path: self.path.clone(),
                     source,
                 });
             }
         };
-        let [functions, ..] = Tables { path: &self.path }.read(&text)?;
+        let [functions, ..] = ConfigFileTables { path: &self.path }.read(&text)?;
         Ok(functions)
     }
 
@@ -525,7 +534,7 @@ impl AddedFile {
     pub(super) fn write<'a>(
         &self,
         functions: impl Iterator<Item = &'a OptionText>,
-    ) -> Result<(), FileError> {
+    ) -> Result<(), ConfigFileError> {
         let mut text =
             String::from("# Functions of `nvme-mpt add`. The server writes this file.\n");
         for function in functions {
@@ -536,14 +545,14 @@ impl AddedFile {
             }
         }
         self.replace(text.as_bytes())
-            .map_err(|source| FileError::Write {
+            .map_err(|source| ConfigFileError::Write {
                 path: self.path.clone(),
                 source,
             })
     }
 
     fn replace(&self, bytes: &[u8]) -> Result<(), PathError> {
-        let (directory, name) = Directory::holding(&self.path)?;
+        let (directory, name) = OpenDirectory::holding(&self.path)?;
         // The next server would refuse a file that other users can replace.
         directory.check_not_exposed(name)?;
         // Mode 0600: users who may access sockets in this directory must not read it.
@@ -556,9 +565,12 @@ impl AddedFile {
 }
 
 /// Returns the function with resolved paths and the server's defaults.
-pub(super) fn resolved_function(declared: DeclaredFunction, data: FormerData) -> DeclaredFunction {
+pub(super) fn resolved_function(
+    declared: FunctionDeclaration,
+    data: PreviousDataPolicy,
+) -> FunctionDeclaration {
     let mut declared = declared.with_data(data);
-    let ServedFunction {
+    let ServerFunctionOptions {
         socket, function, ..
     } = &mut declared.function;
     // Fails only for an empty path, which options cannot have.
@@ -589,22 +601,22 @@ mod tests {
     use super::*;
     use crate::confine::FileAccess;
 
-    fn parse(text: &str) -> Result<Declarations, FileError> {
-        Declarations::parse(Path::new("/etc/serve.toml"), text)
+    fn parse(text: &str) -> Result<ConfigFileContents, ConfigFileError> {
+        ConfigFileContents::parse(Path::new("/etc/serve.toml"), text)
     }
 
     #[test]
     fn a_file_has_the_same_keys_as_the_command_line() {
         let text = "[[drive]]\npath = \"memory:1G\"\nlba = 4096\n\n\
             [[function]]\nsocket = \"a.sock\"\npath = \"memory:1G\"\nrange = \"0+64M\"\nqueues = 4\nmode = 0o660\n";
-        let Declarations {
+        let ConfigFileContents {
             functions,
             drives,
             described,
             rules,
         } = parse(text).unwrap();
         assert!(described.is_empty() && rules.is_empty());
-        let argument: ServedFunction =
+        let argument: ServerFunctionOptions =
             "socket=/etc/a.sock,path=memory:1G,range=0+64M,queues=4,mode=0660"
                 .parse()
                 .unwrap();

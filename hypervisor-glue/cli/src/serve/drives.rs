@@ -8,20 +8,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::deadline::{Deadline, SystemClock};
-use nvme_mpt::origin::{Origin, beginning};
+use nvme_mpt::origin::{BackingId, beginning};
 use nvme_mpt::poller::start_thread;
-use nvme_mpt::{Drive, Learning};
-use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError, OutlivingDrive};
+use nvme_mpt::{AdaptivePolicies, Drive};
+use nvme_mpt_vmm::drives::{
+    self, DriveOptions, DrivePath, OpenDriveError, PersistedDriveDescriptors,
+};
 use nvme_mpt_vmm::options::FunctionOptions;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 use thiserror::Error;
 
 use crate::confine::LandlockRefusal;
-use crate::kept::{Keeping, KeepingError};
+use crate::kept::{PersistenceError, ServerPersistence};
 
 /// A drive cannot be opened for a function.
 #[derive(Debug, Error)]
-pub enum DriveError {
+pub enum FunctionDriveError {
     /// Functions want the same drive in different ways.
     #[error(
         "Drive {path} is opened once, but the functions that share it ask for different {key}=: give the same {key}= to each"
@@ -40,11 +42,11 @@ pub enum DriveError {
     Landlock(#[from] LandlockRefusal),
     /// Its content cannot be kept for the next process.
     #[error(transparent)]
-    Keeping(Box<KeepingError>),
+    Keeping(Box<PersistenceError>),
 }
 
-impl From<KeepingError> for DriveError {
-    fn from(error: KeepingError) -> Self {
+impl From<PersistenceError> for FunctionDriveError {
+    fn from(error: PersistenceError) -> Self {
         Self::Keeping(Box::new(error))
     }
 }
@@ -61,7 +63,7 @@ pub(super) struct MovedDrive {
 }
 
 /// Result of [`beginning_of`], which may take as long as the file system likes.
-type PathLook = Receiver<io::Result<String>>;
+type PathLookup = Receiver<io::Result<String>>;
 
 #[derive(Debug)]
 struct OpenDrive {
@@ -70,7 +72,7 @@ struct OpenDrive {
     /// Place of the drive's first byte when it was opened; `None` for a drive without a file.
     beginning: Option<String>,
     /// A look at the path that has not ended.
-    look: Mutex<Option<PathLook>>,
+    look: Mutex<Option<PathLookup>>,
     options: DriveOptions,
 }
 
@@ -95,7 +97,7 @@ impl OpenDrive {
     fn look(&self, file: &Path, deadline: &Deadline) -> io::Result<String> {
         let mut look = self.look.lock().unwrap_or_else(PoisonError::into_inner);
         // What came after its call had given up may be out of date.
-        let is_pending = |look: &PathLook| matches!(look.try_recv(), Err(TryRecvError::Empty));
+        let is_pending = |look: &PathLookup| matches!(look.try_recv(), Err(TryRecvError::Empty));
         let pending = match look.take().filter(is_pending) {
             Some(pending) => pending,
             None => {
@@ -120,7 +122,7 @@ impl OpenDrive {
 
 /// Returns the place of the first byte of a file or block device.
 fn beginning_of(file: &Path) -> io::Result<String> {
-    Ok(beginning(&Origin::of(file)?.identity().name))
+    Ok(beginning(&BackingId::of(file)?.identity().name))
 }
 
 /// The drives that are open.
@@ -159,10 +161,10 @@ impl OpenDrives {
         &mut self,
         function: &FunctionOptions,
         sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
-        keeping: Option<&Keeping>,
-    ) -> Result<Arc<Drive>, DriveError> {
+        keeping: Option<&ServerPersistence>,
+    ) -> Result<Arc<Drive>, FunctionDriveError> {
         let path = &function.path;
-        let differ = |key| DriveError::Differ {
+        let differ = |key| FunctionDriveError::Differ {
             path: path.clone(),
             key,
         };
@@ -178,7 +180,7 @@ impl OpenDrives {
             }
             None => {
                 let sharing = sharing.filter(|other| other.path == *path);
-                let shared = common_options(sharing).map_err(|Differ(key)| differ(key))?;
+                let shared = common_options(sharing).map_err(|DifferingOption(key)| differ(key))?;
                 let memory = match (path, keeping) {
                     (DrivePath::Memory(bytes), Some(keeping)) if outlives_process(function) => {
                         Some(keeping.memory(*bytes)?)
@@ -197,7 +199,7 @@ impl OpenDrives {
                 };
                 let outliving = match (path, keeping) {
                     (DrivePath::Pci(_), Some(keeping)) => keeping.open_drive(&path.to_string())?,
-                    _ => OutlivingDrive::default(),
+                    _ => PersistedDriveDescriptors::default(),
                 };
                 let drive = drives::open_outliving(path, options.clone(), outliving);
                 if let (DrivePath::Pci(_), Some(keeping)) = (path, keeping) {
@@ -287,25 +289,28 @@ impl OpenDrives {
 pub(super) fn outlives_process(options: &FunctionOptions) -> bool {
     let in_process = matches!(
         options.profile.as_deref(),
-        Some(Profile::Zns(_) | Profile::Kv(_))
+        Some(DriveProfile::Zns(_) | DriveProfile::Kv(_))
     );
     !(in_process && matches!(options.path, DrivePath::Memory(_)))
 }
 
 /// The key of an option whose values differ.
-struct Differ(&'static str);
+struct DifferingOption(&'static str);
 
 /// Returns the options of a drive as all the functions ask that share it.
 fn common_options<'a>(
     sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
-) -> Result<DriveOptions, Differ> {
+) -> Result<DriveOptions, DifferingOption> {
     let lba = common("lba", sharing.clone().filter_map(|other| other.lba))?;
     let profiles = sharing.clone().filter_map(|other| other.profile.clone());
     let profile = common("profile", profiles)?;
     let faults = sharing.clone().filter_map(|other| other.faults.clone());
     let faults = common("faults", faults)?;
     let fixed = sharing.clone().map(|other| other.fixed.of_drive());
-    let learning = common("fixed", fixed.filter(|fixed| *fixed != Learning::default()))?;
+    let learning = common(
+        "fixed",
+        fixed.filter(|fixed| *fixed != AdaptivePolicies::default()),
+    )?;
     let populate = common(
         "populate",
         sharing.clone().filter_map(|other| other.populate),
@@ -334,10 +339,10 @@ fn common_options<'a>(
 fn common<T: PartialEq>(
     key: &'static str,
     mut values: impl Iterator<Item = T>,
-) -> Result<Option<T>, Differ> {
+) -> Result<Option<T>, DifferingOption> {
     let first = values.next();
     match values.any(|other| Some(&other) != first.as_ref()) {
-        true => Err(Differ(key)),
+        true => Err(DifferingOption(key)),
         false => Ok(first),
     }
 }

@@ -3,10 +3,10 @@
 use std::io;
 use std::path::PathBuf;
 
-use nvme_mpt::AttachError;
+use nvme_mpt::LocalBackendError;
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{LeaseError, LeaseState};
-use nvme_mpt_keep::KeepError;
+use nvme_mpt::lease::{LeaseError, LeaseHolderState};
+use nvme_mpt_keep::FdStoreError;
 use nvme_mpt_vmm::drives::{DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::OpenError;
 use nvme_mpt_vmm::options::OptionError;
@@ -14,15 +14,15 @@ use nvme_software::key_value::KeyValueError;
 use nvme_vfio::VfioError;
 use thiserror::Error;
 
-use super::declared::FileError;
-use super::drives::DriveError;
+use super::declared::ConfigFileError;
+use super::drives::FunctionDriveError;
 use crate::confine::LandlockRefusal;
 use crate::function_thread::FunctionThreadError;
 use crate::owner::UnknownOwner;
 
 /// Error of serving one function.
 #[derive(Debug, Error)]
-pub enum OfferError {
+pub enum FunctionRegistrationError {
     /// Another function uses the socket.
     #[error("Two functions have the socket {}: give each its own", .0.display())]
     SocketTaken(PathBuf),
@@ -31,7 +31,7 @@ pub enum OfferError {
     IdTaken(String),
     /// The drive cannot be opened.
     #[error(transparent)]
-    Drive(#[from] DriveError),
+    Drive(#[from] FunctionDriveError),
     /// The lease or its attachment failed.
     #[error(transparent)]
     Open(#[from] OpenError),
@@ -49,7 +49,7 @@ pub enum OfferError {
     Server(#[from] vfio_user_server::Error),
     /// The keeper cannot store the function.
     #[error("The keeper cannot keep the function")]
-    Keeper(#[source] Box<KeepError>),
+    Keeper(#[source] Box<FdStoreError>),
     /// A function of the old server cannot be restored now.
     #[error("The function of the server before cannot go on now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -58,17 +58,17 @@ pub enum OfferError {
     Thread(#[from] FunctionThreadError),
 }
 
-impl From<KeepError> for OfferError {
-    fn from(error: KeepError) -> Self {
+impl From<FdStoreError> for FunctionRegistrationError {
+    fn from(error: FdStoreError) -> Self {
         Self::Keeper(Box::new(error))
     }
 }
 
-impl OfferError {
+impl FunctionRegistrationError {
     /// Returns whether the old server's files do not match the function, for example after a change of `queues=`.
     pub(super) fn is_of_kept_files(&self) -> bool {
         match self {
-            Self::Open(OpenError::Attach(AttachError::Io(error))) => {
+            Self::Open(OpenError::Attach(LocalBackendError::Io(error))) => {
                 error.kind() == io::ErrorKind::InvalidData
             }
             _ => false,
@@ -79,7 +79,7 @@ impl OfferError {
     /// closed its io_uring.
     pub(super) fn is_of_another_user(&self) -> bool {
         match self {
-            Self::Drive(DriveError::Open(error)) => match error {
+            Self::Drive(FunctionDriveError::Open(error)) => match error {
                 OpenDriveError::InUse { .. }
                 | OpenDriveError::Function(VfioError::InUse { .. })
                 | OpenDriveError::KeyValue(KeyValueError::InUse { .. }) => true,
@@ -91,8 +91,10 @@ impl OfferError {
             },
             Self::Open(OpenError::Lease(
                 LeaseError::Overlap { other, .. } | LeaseError::IdTaken { other, .. },
-            )) => other.state != LeaseState::Stale,
-            Self::Open(OpenError::Attach(error)) => matches!(error, AttachError::InUse { .. }),
+            )) => other.state != LeaseHolderState::Stale,
+            Self::Open(OpenError::Attach(error)) => {
+                matches!(error, LocalBackendError::InUse { .. })
+            }
             _ => false,
         }
     }
@@ -102,7 +104,7 @@ impl OfferError {
         match self {
             Self::Open(OpenError::Lease(
                 LeaseError::Overlap { other, .. } | LeaseError::IdTaken { other, .. },
-            )) if other.state != LeaseState::Stale => Some(other.pid),
+            )) if other.state != LeaseHolderState::Stale => Some(other.pid),
             _ => None,
         }
     }
@@ -147,7 +149,7 @@ pub enum ChangeError {
         /// Socket of the function.
         socket: PathBuf,
         /// Cause.
-        source: OfferError,
+        source: FunctionRegistrationError,
     },
     /// A drive cannot be kept open.
     #[error("Cannot keep drive {path} open")]
@@ -155,7 +157,7 @@ pub enum ChangeError {
         /// The drive.
         path: DrivePath,
         /// Cause.
-        source: DriveError,
+        source: FunctionDriveError,
     },
     /// No function has this id.
     #[error("There is no function \"{id}\"; the functions are: {}", known(.functions))]
@@ -186,7 +188,7 @@ pub enum ChangeError {
         /// The drive.
         path: DrivePath,
         /// Cause.
-        source: OfferError,
+        source: FunctionRegistrationError,
     },
     /// The limits cannot be recorded, and are unchanged.
     #[error("Cannot change the limits of function {id}")]
@@ -250,7 +252,7 @@ pub enum ChangeError {
     NoFile,
     /// The configuration file cannot be used.
     #[error(transparent)]
-    File(#[from] FileError),
+    File(#[from] ConfigFileError),
     /// The server is ending.
     #[error("The server is about to end: repeat the change when it runs again")]
     Ending,

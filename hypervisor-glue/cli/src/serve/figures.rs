@@ -5,32 +5,32 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use nvme_mpt::lease::LeaseError;
 use nvme_mpt::wipe::wiped;
-use nvme_mpt::{Drive, Pollers};
-use nvme_mpt_vmm::open::Ledgers;
+use nvme_mpt::{Drive, PollerPool};
+use nvme_mpt_vmm::open::LeaseLedgers;
 
 use super::leases::LeaseTable;
-use super::view::View;
+use super::view::RegistrySnapshot;
 use crate::function_thread::FunctionHandle;
-use crate::kept::Keeping;
+use crate::kept::ServerPersistence;
 use crate::logging::dropped_messages;
-use crate::metrics::{HealthAnswers, ProcessFigures, Snapshot, Source};
-use crate::room::DriveRoom;
-use crate::stats::{DriveStats, FunctionFailure, KeeperState, ServerStats};
+use crate::metrics::{HealthAnswers, MetricsSnapshot, MetricsSource, ProcessStats};
+use crate::room::DriveCapacity;
+use crate::stats::{DriveStats, FunctionFailure, ServerStats, SupervisorStatus};
 
 /// Sources of a server's statistics.
 #[derive(Clone)]
-pub(super) struct Figures {
-    pub(super) view: Arc<Mutex<Arc<View>>>,
+pub(super) struct ServerStatsSource {
+    pub(super) view: Arc<Mutex<Arc<RegistrySnapshot>>>,
     pub(super) leases: Arc<LeaseTable>,
-    pub(super) pollers: Arc<Pollers>,
-    pub(super) ledgers: Arc<Ledgers>,
+    pub(super) pollers: Arc<PollerPool>,
+    pub(super) ledgers: Arc<LeaseLedgers>,
     pub(super) health: HealthAnswers,
-    pub(super) keeping: Option<Arc<Keeping>>,
+    pub(super) keeping: Option<Arc<ServerPersistence>>,
 }
 
-impl Figures {
+impl ServerStatsSource {
     /// Returns the current functions and drives.
-    pub(super) fn view(&self) -> Arc<View> {
+    pub(super) fn view(&self) -> Arc<RegistrySnapshot> {
         let view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
         view.clone()
     }
@@ -40,7 +40,7 @@ impl Figures {
         self.stats_of(&self.view())
     }
 
-    fn stats_of(&self, view: &View) -> ServerStats {
+    fn stats_of(&self, view: &RegistrySnapshot) -> ServerStats {
         let handles = view.functions.iter().map(|(handle, _)| handle);
         let mut functions = FunctionHandle::stats_of(handles);
         functions.extend(self.leases.stats());
@@ -57,33 +57,33 @@ impl Figures {
             keeper: self
                 .keeping
                 .as_ref()
-                .map_or(KeeperState::None, |keeping| keeping.state_of_keeper()),
+                .map_or(SupervisorStatus::None, |keeping| keeping.state_of_keeper()),
         }
     }
 }
 
-impl Figures {
+impl ServerStatsSource {
     /// Returns the capacity of each drive namespace.
-    pub(super) fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, LeaseError> {
+    pub(super) fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, LeaseError> {
         let view = self.view();
         let drives = view.namespaces.iter();
         drives
-            .map(|drive| DriveRoom::of(drive, &self.ledgers, unit))
+            .map(|drive| DriveCapacity::of(drive, &self.ledgers, unit))
             .collect()
     }
 }
 
-impl Source for Figures {
-    fn snapshot(&self) -> Snapshot {
+impl MetricsSource for ServerStatsSource {
+    fn snapshot(&self) -> MetricsSnapshot {
         let view = self.view();
         let offered = view.functions.iter().map(|(_, entry)| entry);
         let mut functions: Vec<_> = offered.chain(&view.failed).cloned().collect();
         functions.extend(self.leases.entries());
-        Snapshot {
+        MetricsSnapshot {
             stats: self.stats_of(&view),
             functions,
             health: self.health.all(),
-            process: ProcessFigures {
+            process: ProcessStats {
                 wiped: wiped(),
                 dropped_messages: dropped_messages(),
             },

@@ -25,33 +25,36 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::clock::{self, Ticks};
 use nvme_mpt::deadline::{Deadline, SystemClock};
-use nvme_mpt::lease::{Claim, LeaseError, open_state_folder};
-use nvme_mpt::limit::{RateLimits, Used};
-use nvme_mpt::live::LiveState;
+use nvme_mpt::lease::{LeaseClaim, LeaseError, open_state_folder};
+use nvme_mpt::limit::{RateLimiterUse, RateLimits};
+use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::crash::{self, CrashRecord};
 use nvme_mpt::memory::system;
 use nvme_mpt::memory_account::MemoryAccount;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{
-    AttachError, Attachment, Drive, EventReader, FunctionParts, HostSide, KeptParts, Pollers,
+    ControllerBackend, Drive, EventReader, LocalBackend, LocalBackendError, PersistedBackendParts,
+    PollerPool, SharedPartsSource,
 };
-use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
-use nvme_mpt_paths::{Directory, Occupant};
+use nvme_mpt_lease_protocol::{
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_of,
+};
+use nvme_mpt_paths::{OpenDirectory, SocketPathState};
 use nvme_mpt_vmm::drives::{self, DrivePath, OpenDriveError};
-use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
+use nvme_mpt_vmm::open::{self, LeaseLedgers, OpenError};
 use nvme_mpt_vmm::options::{FunctionOptions, OptionError, OptionText, RateChange};
 use nvme_mpt_vmm::report;
-use vfio_user_server::{Listener, SocketAccess};
+use vfio_user_server::{SocketAccess, SocketListener};
 
 use super::error::LimitsError;
-use crate::change::{FunctionEntry, FunctionState, Origin};
-use crate::kept::StallBegin;
+use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus};
+use crate::kept::GuestPauseStart;
 use crate::kept::crashes::CRASHES_SET_ASIDE;
-use crate::kept::function::SetAsideReason;
-use crate::logging::{Budget, work_for};
+use crate::kept::function::QuarantineReason;
+use crate::logging::{LogBudget, work_for};
 use crate::owner::account_of;
-use crate::stats::{FunctionStats, Stall};
+use crate::stats::{FunctionStats, GuestPause};
 
 /// Maximum number of lease ids remembered for pause statistics. Later ids have none.
 const STALLS_MAX: usize = 65_536;
@@ -101,20 +104,20 @@ const OTHERS_QUEUES: u16 = 65;
 
 /// A lease held by a function in a VMM.
 #[derive(Debug)]
-struct Lease {
+struct VmmLease {
     entry: FunctionEntry,
     path: DrivePath,
     /// Limits that the VMM requested.
     asked: RateLimits,
     /// Limits set by the operator, which take precedence.
     ordered: Option<RateChange>,
-    attachment: Arc<Attachment>,
-    peer: Peer,
+    attachment: Arc<LocalBackend>,
+    peer: PeerIdentity,
     /// Pause that ended with this lease. `None` if the function was not served before.
-    stall: Option<Stall>,
+    stall: Option<GuestPause>,
 }
 
-impl Lease {
+impl VmmLease {
     /// Applies the VMM's limits, overridden by the operator's.
     fn set_rates(&mut self) {
         let rates = self
@@ -150,43 +153,43 @@ fn as_change(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
 
 /// A VMM's connection, with or without a lease.
 #[derive(Debug)]
-struct Connection {
+struct VmmConnection {
     stream: UnixStream,
-    peer: Peer,
+    peer: PeerIdentity,
     /// User against whose quota the connection counts.
     account: u32,
     /// True if it was closed to make room for another one.
     is_sent_away: bool,
     thread: Option<JoinHandle<()>>,
-    lease: Option<Lease>,
+    lease: Option<VmmLease>,
     /// Reason of the end, for the VMM.
-    end: End,
+    end: LeaseEndCause,
 }
 
 /// All leases of VMMs, and what is needed to create them.
 #[derive(Debug)]
 pub(super) struct LeaseTable {
-    ledgers: Arc<Ledgers>,
-    pollers: Arc<Pollers>,
+    ledgers: Arc<LeaseLedgers>,
+    pollers: Arc<PollerPool>,
     socket: PathBuf,
     access: SocketAccess,
-    connections: Mutex<BTreeMap<u64, Connection>>,
+    connections: Mutex<BTreeMap<u64, VmmConnection>>,
     /// Used limits of ended leases, by id. Prevents a VMM from regaining credit by reconnecting.
-    used: Mutex<BTreeMap<String, Used>>,
+    used: Mutex<BTreeMap<String, RateLimiterUse>>,
     /// Ids of all leases so far. A function that only reconnects has no pause.
     had: Mutex<BTreeSet<String>>,
     /// Start of the pause of functions restored from the old server.
-    stall_begin: StallBegin,
+    stall_begin: GuestPauseStart,
     /// Log budgets of the users, as a user could reconnect endlessly.
-    budgets: Mutex<BTreeMap<u32, Budget>>,
-    making: Mutex<Making>,
+    budgets: Mutex<BTreeMap<u32, LogBudget>>,
+    making: Mutex<AttachesInProgress>,
     /// True when the server ends.
     ends: AtomicBool,
 }
 
 /// Counter of leases under construction.
 #[derive(Debug, Default)]
-struct Making {
+struct AttachesInProgress {
     count: usize,
     /// True if no more leases may be created.
     is_over: bool,
@@ -194,9 +197,9 @@ struct Making {
 
 /// Guard that counts a lease under construction.
 #[derive(Debug)]
-struct BeingMade<'a>(&'a LeaseTable);
+struct AttachGuard<'a>(&'a LeaseTable);
 
-impl Drop for BeingMade<'_> {
+impl Drop for AttachGuard<'_> {
     fn drop(&mut self) {
         self.0.making().count -= 1;
     }
@@ -207,9 +210,9 @@ impl LeaseTable {
     pub(super) fn new(
         state_dir: &Path,
         access: SocketAccess,
-        ledgers: Arc<Ledgers>,
-        pollers: Arc<Pollers>,
-        stall_begin: StallBegin,
+        ledgers: Arc<LeaseLedgers>,
+        pollers: Arc<PollerPool>,
+        stall_begin: GuestPauseStart,
     ) -> Arc<Self> {
         Arc::new(Self {
             access,
@@ -226,7 +229,7 @@ impl LeaseTable {
         })
     }
 
-    fn making(&self) -> MutexGuard<'_, Making> {
+    fn making(&self) -> MutexGuard<'_, AttachesInProgress> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.making.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -270,13 +273,13 @@ impl LeaseTable {
 
     /// Counts a lease under construction. After [`Self::leave`], blocks the VMM until this process ends. Returns `None` if
     /// `stop` is set.
-    fn begin_to_make(&self, stop: &AtomicBool) -> Option<BeingMade<'_>> {
+    fn begin_to_make(&self, stop: &AtomicBool) -> Option<AttachGuard<'_>> {
         loop {
             {
                 let mut making = self.making();
                 if !making.is_over {
                     making.count += 1;
-                    return Some(BeingMade(self));
+                    return Some(AttachGuard(self));
                 }
             }
             if stop.load(Ordering::Relaxed) {
@@ -286,20 +289,20 @@ impl LeaseTable {
         }
     }
 
-    fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
+    fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, VmmConnection>> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn used(&self) -> MutexGuard<'_, BTreeMap<String, Used>> {
+    fn used(&self) -> MutexGuard<'_, BTreeMap<String, RateLimiterUse>> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records how far a lease has used its limits, for the next VMM with the id.
-    fn note_used(&self, lease: &Lease) {
+    fn note_used(&self, lease: &VmmLease) {
         let now = Ticks::now();
         let mut used = self.used();
         used.retain(|_, used| !used.is_made_up_for(now));
@@ -307,7 +310,7 @@ impl LeaseTable {
     }
 
     /// Records that an id has a lease. Returns the pause that ended, if another server had the function before.
-    fn end_stall(&self, id: &str, has_server_before: bool) -> Option<Stall> {
+    fn end_stall(&self, id: &str, has_server_before: bool) -> Option<GuestPause> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         let mut had = self.had.lock().unwrap_or_else(PoisonError::into_inner);
         // Bounded, because VMMs choose the ids.
@@ -379,7 +382,7 @@ impl LeaseTable {
         let (entry, thread) = {
             let mut connections = self.connections();
             let connection = connections.values_mut().find(|one| one.has(id))?;
-            connection.end = End::Removed;
+            connection.end = LeaseEndCause::Removed;
             // Stops reading requests. The VMM notices once the lease has ended.
             let _ = connection.stream.shutdown(Shutdown::Read);
             let entry = connection.lease.as_ref()?.entry.clone();
@@ -421,7 +424,7 @@ impl LeaseTable {
     }
 
     /// Returns a lease's attachment and drive, or `None` if there is no such lease.
-    fn attachment_of(&self, id: &str) -> Option<(Arc<Attachment>, DrivePath)> {
+    fn attachment_of(&self, id: &str) -> Option<(Arc<LocalBackend>, DrivePath)> {
         let connections = self.connections();
         let connection = connections.values().find(|one| one.has(id))?;
         let lease = connection.lease.as_ref()?;
@@ -468,7 +471,7 @@ impl LeaseTable {
     }
 
     /// Updates an entry with the lease's current extents. Returns it, or `None` if there is no such lease.
-    fn take_up_extents(&self, id: &str, attachment: &Attachment) -> Option<FunctionEntry> {
+    fn take_up_extents(&self, id: &str, attachment: &LocalBackend) -> Option<FunctionEntry> {
         let mut connections = self.connections();
         let lease = lease_of(&mut connections, id)?;
         let summary = summary(&lease.entry.drive, attachment, lease.peer);
@@ -482,19 +485,19 @@ impl LeaseTable {
     fn open(
         &self,
         options: &FunctionOptions,
-        claim: Claim,
+        claim: LeaseClaim,
         reader: EventReader,
-        parts: Option<&KeptParts>,
+        parts: Option<&PersistedBackendParts>,
         stop: &AtomicBool,
-    ) -> Result<Attachment, OpenError> {
+    ) -> Result<LocalBackend, OpenError> {
         let ledgers = self.ledgers.claiming(claim);
         loop {
-            let waits = self.connections().values().any(Connection::is_ending);
-            let parts = parts.map(KeptParts::share).transpose();
-            let parts = parts.map_err(AttachError::Io)?;
+            let waits = self.connections().values().any(VmmConnection::is_ending);
+            let parts = parts.map(PersistedBackendParts::share).transpose();
+            let parts = parts.map_err(LocalBackendError::Io)?;
             let parts = match parts {
-                Some(parts) => FunctionParts::Kept(parts, reader),
-                None => FunctionParts::Outliving(reader),
+                Some(parts) => SharedPartsSource::Kept(parts, reader),
+                None => SharedPartsSource::Outliving(reader),
             };
             match open::attach_opened(options, &ledgers, &self.pollers, parts, stop) {
                 Err(OpenError::Lease(
@@ -510,69 +513,69 @@ impl LeaseTable {
         }
     }
 
-    fn budget(&self, user: u32) -> Budget {
+    fn budget(&self, user: u32) -> LogBudget {
         let budgets = self.budgets.lock();
         let mut budgets = budgets.unwrap_or_else(PoisonError::into_inner);
-        budgets.entry(user).or_insert_with(Budget::full).clone()
+        budgets.entry(user).or_insert_with(LogBudget::full).clone()
     }
 
     fn admit(
         &self,
         number: u64,
-        peer: Peer,
+        peer: PeerIdentity,
         options: &str,
-        parts: Option<&KeptParts>,
+        parts: Option<&PersistedBackendParts>,
         stop: &AtomicBool,
-    ) -> Admission {
-        let Peer { pid, uid, .. } = peer;
+    ) -> LeaseAdmission {
+        let PeerIdentity { pid, uid, .. } = peer;
         let (claim, reader) = match peer.is_trusted() {
-            true => (Claim::Every(uid), EventReader::Trusted),
+            true => (LeaseClaim::Every(uid), EventReader::Trusted),
             false => match check_others_keys(options, uid) {
-                Ok(()) => (Claim::Own(uid), EventReader::Untrusted),
+                Ok(()) => (LeaseClaim::Own(uid), EventReader::Untrusted),
                 Err(admission) => return admission,
             },
         };
         let options: FunctionOptions = match options.parse() {
             Ok(options) => options,
-            Err(error) => return Admission::Refused(report::chain(&error)),
+            Err(error) => return LeaseAdmission::Refused(report::chain(&error)),
         };
         if drives::opened_options(&options.path).is_none() {
-            return Admission::NotServed;
+            return LeaseAdmission::NotServed;
         }
-        let crashes = parts.and_then(|parts| LiveState::crashes_in(parts.live.as_fd()).ok());
+        let crashes = parts.and_then(|parts| InflightFile::crashes_in(parts.live.as_fd()).ok());
         let count = crashes.as_ref().map_or(0, CrashRecord::crashes);
         if count >= CRASHES_SET_ASIDE {
             log::error!(
                 "A function in process {pid} brought the server down {count} times, and is refused"
             );
-            return Admission::Refused(format!(
+            return LeaseAdmission::Refused(format!(
                 "The function brought the server down {count} times: detach the drive and attach it again"
             ));
         }
-        let pinning = parts.and_then(|parts| LiveState::pinning_in(parts.live.as_fd()).ok());
+        let pinning = parts.and_then(|parts| InflightFile::pinning_in(parts.live.as_fd()).ok());
         let account = MemoryAccount::of_host();
         if let Some(bytes) = pinning.and_then(|pinning| pinning.interrupted_by_shortage(&account)) {
-            let reason = SetAsideReason::Exhaustion(bytes);
+            let reason = QuarantineReason::Exhaustion(bytes);
             log::error!("A function in process {pid} is refused: {reason}");
-            return Admission::Refused(format!(
+            return LeaseAdmission::Refused(format!(
                 "The function is refused as {reason}; then detach the drive and attach it again"
             ));
         }
         let Some(_being_made) = self.begin_to_make(stop) else {
             let reason = "another process takes the place of the server";
-            return Admission::Refused(reason.to_owned());
+            return LeaseAdmission::Refused(reason.to_owned());
         };
         let open = || self.open(&options, claim, reader, parts, stop);
         let attachment = match crash::recorded(crashes.as_ref(), open) {
             Ok(attachment) => Arc::new(attachment),
-            Err(OpenError::Drive(OpenDriveError::Closed(_))) => return Admission::NotServed,
-            Err(error) => return Admission::Refused(report::chain(&error)),
+            Err(OpenError::Drive(OpenDriveError::Closed(_))) => return LeaseAdmission::NotServed,
+            Err(error) => return LeaseAdmission::Refused(report::chain(&error)),
         };
         let id = attachment.lease().id().to_owned();
         work_for(&id);
         log::info!("Lease {id} is that of a function in process {pid} of user {uid}");
         let extents = attachment.lease().extents();
-        let mut lease = Lease {
+        let mut lease = VmmLease {
             entry: FunctionEntry {
                 pending: None,
                 id,
@@ -580,9 +583,9 @@ impl LeaseTable {
                 drive: options.path.to_string(),
                 range: extents.only(),
                 extents: Some(extents),
-                origin: Origin::Vmm,
+                origin: DeclarationSource::Vmm,
                 limits: options.rates.to_string(),
-                state: FunctionState::Connected,
+                state: FunctionStatus::Connected,
                 summary: summary(&options.path.to_string(), &attachment, peer),
             },
             path: options.path.clone(),
@@ -600,7 +603,7 @@ impl LeaseTable {
         });
         match ordered {
             Ok(ordered) => lease.ordered = ordered,
-            Err(error) => return Admission::Refused(report::chain(&error)),
+            Err(error) => return LeaseAdmission::Refused(report::chain(&error)),
         }
         lease.set_rates();
         let stall = self.end_stall(&lease.entry.id, parts.is_some());
@@ -616,12 +619,15 @@ impl LeaseTable {
             let id = attachment.lease().id();
             log::info!("The VMM of {id} goes on: it was without a server for {stall}");
         }
-        Admission::Attached(attachment)
+        LeaseAdmission::Attached(attachment)
     }
 }
 
 /// Returns the lease with this id, if a VMM has it.
-fn lease_of<'a>(connections: &'a mut BTreeMap<u64, Connection>, id: &str) -> Option<&'a mut Lease> {
+fn lease_of<'a>(
+    connections: &'a mut BTreeMap<u64, VmmConnection>,
+    id: &str,
+) -> Option<&'a mut VmmLease> {
     let mut leases = connections
         .values_mut()
         .filter_map(|one| one.lease.as_mut());
@@ -645,17 +651,17 @@ fn record(
 }
 
 /// Checks the options of an untrusted user's VMM before any of them takes effect.
-fn check_others_keys(options: &str, uid: u32) -> Result<(), Admission> {
-    let refused = |error: &OptionError| Admission::Refused(report::chain(error));
+fn check_others_keys(options: &str, uid: u32) -> Result<(), LeaseAdmission> {
+    let refused = |error: &OptionError| LeaseAdmission::Refused(report::chain(error));
     let options: OptionText = options.parse().map_err(|error| refused(&error))?;
     let path = options.get("path").unwrap_or_default();
     let is_ours = |path: &DrivePath| drives::opened_options(path).is_some();
     if !path.parse().is_ok_and(|path: DrivePath| is_ours(&path)) {
-        return Err(Admission::NotServed);
+        return Err(LeaseAdmission::NotServed);
     }
     let key = options.pairs().find(|(key, _)| !OTHERS_KEYS.contains(key));
     if let Some((key, _)) = key {
-        return Err(Admission::Refused(format!(
+        return Err(LeaseAdmission::Refused(format!(
             "Option \"{key}\" is not for VMMs of user {uid}: leave it out, or run the VMM as the user of the server. The \
              options are {}",
             OTHERS_KEYS.join(", ")
@@ -665,7 +671,7 @@ fn check_others_keys(options: &str, uid: u32) -> Result<(), Admission> {
         .get("queues")
         .and_then(|queues| queues.parse::<u16>().ok());
     match queues {
-        Some(queues @ OTHERS_QUEUES..) => Err(Admission::Refused(format!(
+        Some(queues @ OTHERS_QUEUES..) => Err(LeaseAdmission::Refused(format!(
             "Option \"queues={queues}\" is not for VMMs of user {uid}: use less than {OTHERS_QUEUES}, or run the VMM as \
              the user of the server"
         ))),
@@ -674,13 +680,13 @@ fn check_others_keys(options: &str, uid: u32) -> Result<(), Admission> {
 }
 
 /// Returns a lease's one-line description.
-fn summary(drive: &str, attachment: &Attachment, peer: Peer) -> String {
-    let Peer { pid, uid, .. } = peer;
+fn summary(drive: &str, attachment: &LocalBackend, peer: PeerIdentity) -> String {
+    let PeerIdentity { pid, uid, .. } = peer;
     let extents = attachment.lease().extents();
     format!("{drive}, range {extents}; in process {pid} of user {uid}")
 }
 
-impl Connection {
+impl VmmConnection {
     /// Returns whether the VMM has disconnected, so that its lease is ending.
     fn is_ending(&self) -> bool {
         let mut stream = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
@@ -697,23 +703,23 @@ impl Connection {
 }
 
 /// The table as seen by one connection.
-struct Admitting<'a> {
+struct ConnectionLeaseSource<'a> {
     table: &'a LeaseTable,
     number: u64,
 }
 
-impl Leases for Admitting<'_> {
+impl LeaseSource for ConnectionLeaseSource<'_> {
     fn attach(
         &self,
-        peer: Peer,
+        peer: PeerIdentity,
         options: &str,
-        parts: Option<KeptParts>,
+        parts: Option<PersistedBackendParts>,
         stop: &AtomicBool,
-    ) -> Admission {
+    ) -> LeaseAdmission {
         let table = self.table;
         let admission = table.admit(self.number, peer, options, parts.as_ref(), stop);
-        if let Admission::Refused(reason) = &admission {
-            let Peer { pid, uid, .. } = peer;
+        if let LeaseAdmission::Refused(reason) = &admission {
+            let PeerIdentity { pid, uid, .. } = peer;
             log::info!("The VMM in process {pid} of user {uid} is refused: {reason}");
         }
         admission
@@ -725,7 +731,7 @@ impl Leases for Admitting<'_> {
         path.is_some_and(|path| drives::opened_options(&path).is_some())
     }
 
-    fn set_rates(&self, _: &Arc<dyn HostSide>, rates: RateLimits) {
+    fn set_rates(&self, _: &Arc<dyn ControllerBackend>, rates: RateLimits) {
         self.table.ask_for_rates(self.number, rates);
     }
 
@@ -733,10 +739,10 @@ impl Leases for Admitting<'_> {
         self.table.ends.load(Ordering::Acquire)
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
+    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
         let mut connections = self.table.connections();
         let Some(connection) = connections.get_mut(&self.number) else {
-            return End::Gone;
+            return LeaseEndCause::Gone;
         };
         if let Some(lease) = connection.lease.take() {
             self.table.note_used(&lease);
@@ -764,14 +770,14 @@ impl LeaseServer {
     /// Returns the error of the socket or the kernel.
     pub(super) fn start(table: Arc<LeaseTable>) -> io::Result<Self> {
         if let Some(folder) = table.socket.parent() {
-            let sockets = Directory::make(folder, 0o700)?;
+            let sockets = OpenDirectory::make(folder, 0o700)?;
             remove_stale(&sockets);
             if table.access != SocketAccess::default() {
                 let_others_in(folder, &sockets)?;
             }
         }
         let listener =
-            Listener::bind_with(&table.socket, table.access).map_err(io::Error::other)?;
+            SocketListener::bind_with(&table.socket, table.access).map_err(io::Error::other)?;
         let (stopped, stop) = io::pipe()?;
         let taken_in = table.clone();
         let thread = start_thread("leases", move || take_in(listener, &stopped, &taken_in))?;
@@ -813,7 +819,7 @@ impl Drop for LeaseServer {
 }
 
 /// Lets other users find the servers' sockets. Each socket's own mode decides who may connect.
-fn let_others_in(folder: &Path, sockets: &Directory) -> io::Result<()> {
+fn let_others_in(folder: &Path, sockets: &OpenDirectory) -> io::Result<()> {
     if let Some(state_dir) = folder.parent() {
         open_state_folder(state_dir).map_err(io::Error::other)?;
     }
@@ -831,7 +837,7 @@ fn server_name() -> String {
 
 /// Removes sockets of dead servers. Only a connection attempt shows whether a server is alive, as process ids differ between
 /// PID namespaces.
-fn remove_stale(sockets: &Directory) {
+fn remove_stale(sockets: &OpenDirectory) {
     for name in sockets.names().unwrap_or_default() {
         let path = Path::new(&name);
         // Other names belong to sockets under construction, which refuse connections until they are renamed.
@@ -839,7 +845,9 @@ fn remove_stale(sockets: &Directory) {
             continue;
         }
         if let Ok(Some(entry)) = sockets.entry(&name)
-            && entry.occupant().is_ok_and(|found| found == Occupant::Stale)
+            && entry
+                .occupant()
+                .is_ok_and(|found| found == SocketPathState::Stale)
         {
             // Another server may have removed it already.
             sockets.remove(&name, entry.id());
@@ -847,7 +855,7 @@ fn remove_stale(sockets: &Directory) {
     }
 }
 
-fn take_in(mut listener: Listener, stopped: &PipeReader, table: &Arc<LeaseTable>) {
+fn take_in(mut listener: SocketListener, stopped: &PipeReader, table: &Arc<LeaseTable>) {
     let mut number = 0;
     loop {
         let mut ready = [
@@ -879,8 +887,8 @@ fn take_in(mut listener: Listener, stopped: &PipeReader, table: &Arc<LeaseTable>
 /// Makes room for a connection, or refuses it. Some connections are reserved for trusted users. If connections without a lease
 /// use up the others' limit, the user with the most of them loses the oldest.
 fn make_room(
-    connections: &mut BTreeMap<u64, Connection>,
-    peer: &Peer,
+    connections: &mut BTreeMap<u64, VmmConnection>,
+    peer: &PeerIdentity,
     account: u32,
 ) -> io::Result<()> {
     let refused = |reason: String| Err(io::Error::other(reason));
@@ -931,7 +939,7 @@ fn make_room(
 
 fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result<()> {
     let kept = stream.try_clone()?;
-    let session = Session::new(stream).map_err(io::Error::other)?;
+    let session = LeaseSession::new(stream).map_err(io::Error::other)?;
     let peer = session.peer();
     let account = match peer.is_trusted() {
         true => peer.uid,
@@ -943,7 +951,7 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
     let budget = table.budget(account);
     let work = move || {
         budget.give_to_this_thread();
-        let admitting = Admitting {
+        let admitting = ConnectionLeaseSource {
             table: &owned,
             number,
         };
@@ -956,14 +964,14 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
     let thread = start_thread(&format!("lease-{number}"), work)?;
     connections.insert(
         number,
-        Connection {
+        VmmConnection {
             stream: kept,
             peer,
             account,
             is_sent_away: false,
             thread: Some(thread),
             lease: None,
-            end: End::Gone,
+            end: LeaseEndCause::Gone,
         },
     );
     Ok(())
@@ -979,17 +987,17 @@ mod tests {
 
     use super::super::drives::OpenDrives;
     use super::*;
-    use crate::stats::StallCause;
+    use crate::stats::GuestPauseCause;
 
     #[test]
     fn leases_that_end_are_not_waited_for_before_the_drop() {
         let folder = tempfile::tempdir().unwrap();
-        let ledgers = Arc::new(Ledgers::open(folder.path()));
+        let ledgers = Arc::new(LeaseLedgers::open(folder.path()));
         let access = SocketAccess::default();
-        let begin = StallBegin::of_vmms(None);
-        let table = LeaseTable::new(folder.path(), access, ledgers, Pollers::new(), begin);
+        let begin = GuestPauseStart::of_vmms(None);
+        let table = LeaseTable::new(folder.path(), access, ledgers, PollerPool::new(), begin);
         let mut server = LeaseServer::start(table.clone()).unwrap();
-        let root = Peer {
+        let root = PeerIdentity {
             pid: 0,
             uid: 0,
             gid: 0,
@@ -1008,16 +1016,16 @@ mod tests {
     }
 
     /// Connects a VMM without a thread or a lease, under a number. Returns the VMM's end.
-    fn connect(table: &LeaseTable, peer: Peer, number: u64) -> UnixStream {
+    fn connect(table: &LeaseTable, peer: PeerIdentity, number: u64) -> UnixStream {
         let (stream, vmm) = UnixStream::pair().unwrap();
-        let connection = Connection {
+        let connection = VmmConnection {
             stream,
             account: peer.uid,
             peer,
             is_sent_away: false,
             thread: None,
             lease: None,
-            end: End::Gone,
+            end: LeaseEndCause::Gone,
         };
         table.connections().insert(number, connection);
         vmm
@@ -1026,11 +1034,11 @@ mod tests {
     #[test]
     fn no_user_takes_the_room_of_another_or_of_the_operator() {
         let folder = tempfile::tempdir().unwrap();
-        let ledgers = Arc::new(Ledgers::open(folder.path()));
+        let ledgers = Arc::new(LeaseLedgers::open(folder.path()));
         let access = SocketAccess::default();
-        let begin = StallBegin::of_vmms(None);
-        let table = LeaseTable::new(folder.path(), access, ledgers, Pollers::new(), begin);
-        let peer = |uid| Peer {
+        let begin = GuestPauseStart::of_vmms(None);
+        let table = LeaseTable::new(folder.path(), access, ledgers, PollerPool::new(), begin);
+        let peer = |uid| PeerIdentity {
             pid: 0,
             uid,
             gid: 0,
@@ -1088,10 +1096,10 @@ mod tests {
     }
 
     /// Returns the parts that a VMM keeps of its function; `None` for one that ends with its server.
-    fn kept_parts(host: &dyn HostSide) -> Option<KeptParts> {
+    fn kept_parts(host: &dyn ControllerBackend) -> Option<PersistedBackendParts> {
         let shared = host.shared();
         let live = shared.live?;
-        Some(KeptParts {
+        Some(PersistedBackendParts {
             doorbells: shared.doorbells.fd().try_clone_to_owned().unwrap(),
             live: live.fd().try_clone_to_owned().unwrap(),
             events: shared.events.try_clone().unwrap(),
@@ -1099,26 +1107,26 @@ mod tests {
     }
 
     /// A table with a drive that is open, for a function of this user.
-    struct Bench {
+    struct LeaseTableFixture {
         table: Arc<LeaseTable>,
         options: String,
-        peer: Peer,
+        peer: PeerIdentity,
         _drive: Arc<Drive>,
         folder: tempfile::TempDir,
     }
 
-    impl Bench {
+    impl LeaseTableFixture {
         /// A drive of so many bytes, and these options of the function beside its path.
         fn new(bytes: u64, options: &str) -> Self {
             let folder = tempfile::tempdir().unwrap();
             let state = folder.path().join("state");
-            let ledgers = Arc::new(Ledgers::open(&state));
+            let ledgers = Arc::new(LeaseLedgers::open(&state));
             let table = LeaseTable::new(
                 &state,
                 SocketAccess::default(),
                 ledgers,
-                Pollers::new(),
-                StallBegin::of_vmms(None),
+                PollerPool::new(),
+                GuestPauseStart::of_vmms(None),
             );
             let drive = folder.path().join("drive.img");
             fs::File::create(&drive).unwrap().set_len(bytes).unwrap();
@@ -1129,7 +1137,7 @@ mod tests {
             Self {
                 table,
                 options,
-                peer: Peer {
+                peer: PeerIdentity {
                     pid: 1,
                     uid: own,
                     gid: own,
@@ -1142,19 +1150,20 @@ mod tests {
 
     #[test]
     fn a_function_that_brought_the_server_down_twice_gets_no_lease() {
-        let bench = Bench::new(1 << 20, "id=crashes");
-        let Bench {
+        let bench = LeaseTableFixture::new(1 << 20, "id=crashes");
+        let LeaseTableFixture {
             table,
             options,
             peer,
             ..
         } = &bench;
         let stop = AtomicBool::new(false);
-        let admit = |parts: Option<&KeptParts>| table.admit(0, *peer, options, parts, &stop);
+        let admit =
+            |parts: Option<&PersistedBackendParts>| table.admit(0, *peer, options, parts, &stop);
         let host = match admit(None) {
-            Admission::Attached(host) => host,
-            Admission::Refused(reason) => panic!("{reason}"),
-            Admission::NotServed => panic!("the drive is open"),
+            LeaseAdmission::Attached(host) => host,
+            LeaseAdmission::Refused(reason) => panic!("{reason}"),
+            LeaseAdmission::NotServed => panic!("the drive is open"),
         };
         let parts = kept_parts(&*host).unwrap();
         drop(host);
@@ -1163,21 +1172,21 @@ mod tests {
             // The record follows that of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
             match admit(Some(&parts)) {
-                Admission::Attached(_) => assert!(crashes < 2),
-                Admission::Refused(reason) => {
+                LeaseAdmission::Attached(_) => assert!(crashes < 2),
+                LeaseAdmission::Refused(reason) => {
                     let times = crashes as u32;
                     let reasons = format!("brought the server down {times} times");
                     assert!(crashes >= 2 && reason.contains(&reasons), "{reason}");
                 }
-                Admission::NotServed => panic!("the drive is open"),
+                LeaseAdmission::NotServed => panic!("the drive is open"),
             }
         }
     }
 
     #[test]
     fn a_server_that_is_replaced_knows_of_leases_of_vmms_and_makes_no_more() {
-        let bench = Bench::new(1 << 20, "id=a");
-        let Bench {
+        let bench = LeaseTableFixture::new(1 << 20, "id=a");
+        let LeaseTableFixture {
             table,
             options,
             peer,
@@ -1192,13 +1201,13 @@ mod tests {
         assert!(table.leave());
         // Its VMM has gone, and does not wait for the end of this process.
         stop.store(true, Ordering::Relaxed);
-        let Admission::Refused(reason) = table.admit(0, *peer, options, None, &stop) else {
+        let LeaseAdmission::Refused(reason) = table.admit(0, *peer, options, None, &stop) else {
             panic!("a lease that the next process does not know of");
         };
         assert!(reason.contains("another process"), "{reason}");
 
-        let bench = Bench::new(1 << 20, "id=a");
-        let Bench {
+        let bench = LeaseTableFixture::new(1 << 20, "id=a");
+        let LeaseTableFixture {
             table,
             options,
             peer,
@@ -1206,7 +1215,7 @@ mod tests {
         } = &bench;
         let stop = AtomicBool::new(false);
         let _vmm = connect(table, *peer, 0);
-        let Admission::Attached(_host) = table.admit(0, *peer, options, None, &stop) else {
+        let LeaseAdmission::Attached(_host) = table.admit(0, *peer, options, None, &stop) else {
             panic!("no lease");
         };
         assert!(table.are_there());
@@ -1215,8 +1224,8 @@ mod tests {
 
     #[test]
     fn a_function_has_a_stall_if_it_comes_from_another_server() {
-        let bench = Bench::new(1 << 20, "id=a");
-        let Bench {
+        let bench = LeaseTableFixture::new(1 << 20, "id=a");
+        let LeaseTableFixture {
             table: first,
             options,
             peer,
@@ -1224,9 +1233,10 @@ mod tests {
         } = &bench;
         let stop = AtomicBool::new(false);
         // Has the lease made, and returns its stall and the parts that its VMM keeps. The VMM goes then.
-        let visit = |table: &LeaseTable, parts: Option<&KeptParts>| {
+        let visit = |table: &LeaseTable, parts: Option<&PersistedBackendParts>| {
             let _vmm = connect(table, *peer, 0);
-            let Admission::Attached(host) = table.admit(0, *peer, options, parts, &stop) else {
+            let LeaseAdmission::Attached(host) = table.admit(0, *peer, options, parts, &stop)
+            else {
                 panic!("no lease");
             };
             let stall = table.stats()[0].stall;
@@ -1244,19 +1254,19 @@ mod tests {
             bench.folder.path(),
             SocketAccess::default(),
             first.ledgers.clone(),
-            Pollers::new(),
-            StallBegin::of_vmms(None),
+            PollerPool::new(),
+            GuestPauseStart::of_vmms(None),
         );
         let (stall, _) = visit(&next, Some(&parts));
-        assert_eq!(stall, Some(StallCause::Restart));
+        assert_eq!(stall, Some(GuestPauseCause::Restart));
         let (stall, _) = visit(&next, Some(&parts));
         assert_eq!(stall, None, "the server is the same");
     }
 
     #[test]
     fn a_change_that_its_vmm_does_not_see_is_told_from_one_of_no_function() {
-        let bench = Bench::new(4 << 20, "id=a,size=1M,unit=1M");
-        let Bench {
+        let bench = LeaseTableFixture::new(4 << 20, "id=a,size=1M,unit=1M");
+        let LeaseTableFixture {
             table,
             options,
             peer,
@@ -1264,7 +1274,7 @@ mod tests {
         } = &bench;
         let (peer, stop) = (*peer, AtomicBool::new(false));
         let _vmm = connect(table, peer, 0);
-        let Admission::Attached(_host) = table.admit(0, peer, options, None, &stop) else {
+        let LeaseAdmission::Attached(_host) = table.admit(0, peer, options, None, &stop) else {
             panic!("no lease");
         };
         let limits: OptionText = "iops=100".parse().unwrap();
@@ -1308,7 +1318,7 @@ mod tests {
         for number in &numbers {
             drop(UnixListener::bind(socket(number)).unwrap());
             let _listener = UnixListener::bind(socket(&format!("{number}-1"))).unwrap();
-            remove_stale(&Directory::open(folder.path()).unwrap());
+            remove_stale(&OpenDirectory::open(folder.path()).unwrap());
             assert!(!socket(number).exists());
             assert!(socket(&format!("{number}-1")).exists());
         }

@@ -42,49 +42,51 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nvme_mpt::Pollers;
-use nvme_mpt::clock::Rate;
-use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
+use nvme_mpt::PollerPool;
+use nvme_mpt::clock::TickRate;
+use nvme_mpt::lease::{PreviousDataPolicy, PrivateFileError, make_state_folder};
 use nvme_mpt::memory::crash::record_crashes;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
-use nvme_mpt_keep::{Inherited, KeepError};
-use nvme_mpt_paths::{Directory, PathError};
-use nvme_mpt_vmm::open::Ledgers;
-use nvme_mpt_vmm::options::{FunctionOptions, ServedDrive, ServedFunction, VmmSocket};
+use nvme_mpt_keep::{FdStoreError, InheritedDescriptors};
+use nvme_mpt_paths::{OpenDirectory, PathError};
+use nvme_mpt_vmm::open::LeaseLedgers;
+use nvme_mpt_vmm::options::{
+    FunctionOptions, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
+};
 use nvme_mpt_vmm::report;
 use thiserror::Error;
 use vfio_user_server::SocketAccess;
 
 use self::changes::{ChangeQueue, ChangeThread};
-use self::declared::{AddedFile, Declared, DeclaredFunction};
+use self::declared::{AddedFile, FunctionDeclaration, StartConfiguration};
 use self::drives::OpenDrives;
-use self::figures::Figures;
+use self::figures::ServerStatsSource;
 use self::leases::{LeaseServer, LeaseTable};
-use self::pending::Comparer;
-use self::roster::Roster;
-use self::served::ServedError;
-use self::terms::Terms;
+use self::pending::ConfigurationComparer;
+use self::roster::FunctionRegistry;
+use self::served::StoredConfigurationError;
+use self::terms::ServerContext;
 use crate::attach;
-use crate::change::{Change, FunctionEntry, Origin};
-use crate::confine::{ConfineError, Confined, Confinement, confine};
-use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
+use crate::change::{DeclarationSource, FunctionChange, FunctionEntry};
+use crate::confine::{ConfineError, ConfinementOptions, ProcessConfinement, confine};
+use crate::control::{ChangeReply, ControlError, ControlListener, ControlServer, ControlService};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
 use crate::kept::predecessor::FailureReport;
-use crate::kept::{self, Keeping, KeepingError, StallBegin, crashes};
+use crate::kept::{self, GuestPauseStart, PersistenceError, ServerPersistence, crashes};
 use crate::logging::{self, LogFilter};
 use crate::metrics::{HealthAnswers, MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
-use crate::room::DriveRoom;
-use crate::signals::{EndSignals, Signal};
+use crate::room::DriveCapacity;
+use crate::signals::{EndSignals, ServerSignal};
 use crate::stats::ServerStats;
 
 pub(crate) use self::declared::descriptions;
-pub use self::declared::{FileError, Given};
-pub use self::drives::DriveError;
-pub use self::error::{ChangeError, LimitsError, OfferError};
+pub use self::declared::{ConfigFileError, ParsedDeclaration};
+pub use self::drives::FunctionDriveError;
+pub use self::error::{ChangeError, FunctionRegistrationError, LimitsError};
 pub(crate) use crate::owner::user_name;
 pub use crate::owner::{UnknownOwner, user_number};
 
@@ -95,15 +97,15 @@ const START_PATIENCE: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
     /// Functions of the command line.
-    pub functions: Vec<Given<ServedFunction>>,
+    pub functions: Vec<ParsedDeclaration<ServerFunctionOptions>>,
     /// Drives of the command line, which stay open even without functions.
-    pub drives: Vec<Given<ServedDrive>>,
+    pub drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
     /// Errors in functions and drives of the command line. A server that restores its predecessor's configuration ignores them.
     pub mistakes: Vec<String>,
     /// Configuration file with more functions and drives.
     pub file: Option<PathBuf>,
     /// Policy for data that another id left in a range. Applies to functions without `data=`.
-    pub data: FormerData,
+    pub data: PreviousDataPolicy,
     /// Memory limit of functions without one of their own, including functions in VMMs.
     pub memory_limit: Option<Bytes>,
     /// Directory of the lease ledger.
@@ -115,7 +117,7 @@ pub struct ServeOptions {
     /// Where metrics are exported.
     pub metrics: MetricsOptions,
     /// Restrictions by Landlock and seccomp.
-    pub confinement: Confinement,
+    pub confinement: ConfinementOptions,
     /// Files that `profile=` and `faults=` name in [`Self::functions`] and [`Self::drives`]. The next server reads them again.
     pub described: Vec<PathBuf>,
 }
@@ -136,7 +138,7 @@ pub enum ServeError {
     },
     /// The state directory cannot be made private to the server's user.
     #[error("Cannot use the state folder; choose another one with --state-dir")]
-    StateDir(#[source] PrivateError),
+    StateDir(#[source] PrivateFileError),
     /// The directory of the control socket cannot be created.
     #[error("Cannot create the folder {} for the control socket; choose another place with --control", path.display())]
     ControlDir {
@@ -162,10 +164,10 @@ pub enum ServeError {
     Argument(String),
     /// The state of the old server cannot be restored.
     #[error(transparent)]
-    Keeping(#[from] KeepingError),
+    Keeping(#[from] PersistenceError),
     /// The stored configuration of the old server cannot be read.
     #[error(transparent)]
-    Served(#[from] ServedError),
+    Served(#[from] StoredConfigurationError),
     /// The thread that changes functions cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
@@ -201,8 +203,8 @@ pub enum ServeError {
     },
 }
 
-impl From<KeepError> for ServeError {
-    fn from(error: KeepError) -> Self {
+impl From<FdStoreError> for ServeError {
+    fn from(error: FdStoreError) -> Self {
         Self::Keeping(error.into())
     }
 }
@@ -220,7 +222,7 @@ impl From<ChangeError> for ServeError {
 /// If something cannot be served, nothing is, and nothing is left behind except the state directory that Landlock needs. Errors
 /// of the end are returned as well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
-    let inherited = Inherited::from_env()?;
+    let inherited = InheritedDescriptors::from_env()?;
     let failure = FailureReport::to_predecessor(&inherited);
     let served = serve_inherited(options, inherited, failure.is_some(), out);
     if let (Err(error), Some(failure)) = (&served, failure) {
@@ -232,7 +234,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
 /// Serves functions, with the state inherited from a keeper or from the server to replace.
 fn serve_inherited(
     options: ServeOptions,
-    inherited: Inherited,
+    inherited: InheritedDescriptors,
     replaces: bool,
     out: &mut dyn Write,
 ) -> Result<(), ServeError> {
@@ -248,20 +250,20 @@ fn serve_inherited(
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
     record_crashes().map_err(ServeError::Crashes)?;
     // The measurement takes some milliseconds. Do it here, before the old server pauses its functions.
-    let _ = Rate::of_this_machine();
+    let _ = TickRate::of_this_machine();
     // Errors in the arguments must show up before the old server ends.
     let metrics = options.metrics.clone();
     let control = options.control.clone();
     let mut prepared = None;
     let mut late = None;
-    let keeping = Keeping::find(inherited, || -> Result<(), ServeError> {
+    let keeping = ServerPersistence::find(inherited, || -> Result<(), ServeError> {
         // If the thread cannot be started, the sockets are bound after the functions are served.
         late = LateSockets::prepare(control.clone(), metrics.clone()).ok();
         prepared = Some(prepare(&options, &declared)?);
         Ok(())
     })?;
     let keeper = keeping.as_deref();
-    let goes_on = declared.was_served || keeper.is_some_and(Keeping::goes_on);
+    let goes_on = declared.was_served || keeper.is_some_and(ServerPersistence::goes_on);
     // Guests wait only for their functions. The old server may still own the sockets.
     let replacing = keeping
         .as_ref()
@@ -297,8 +299,8 @@ fn serve_inherited(
         let control = control.display();
         log::info!("There is no function yet: add one with `nvme-mpt add --control {control}`");
     }
-    let server = Server::run(listener, metrics, roster)?;
-    if let Some(Err(error)) = keeping.as_ref().map(Keeping::watch) {
+    let server = ActiveServer::run(listener, metrics, roster)?;
+    if let Some(Err(error)) = keeping.as_ref().map(ServerPersistence::watch) {
         log::warn!(
             "The end of the keeper will be noticed late, as no thread can be started: {error}"
         );
@@ -316,8 +318,8 @@ fn serve_inherited(
             .recv()
             .unwrap_or_else(|error| Err(io::Error::other(error)));
         match signal.map_err(ServeError::Signals)? {
-            Signal::End(name) => break name,
-            Signal::Reload => server.changes.reload(),
+            ServerSignal::End(name) => break name,
+            ServerSignal::Reload => server.changes.reload(),
         }
     };
     log::info!("{signal}: no more clients are taken, and the functions are reset");
@@ -328,9 +330,9 @@ fn serve_inherited(
 /// Returns the initial configuration: the stored one of the old server, else the command line and the file.
 fn declared(
     options: &ServeOptions,
-    inherited: &Inherited,
+    inherited: &InheritedDescriptors,
     replaces: bool,
-) -> Result<Declared, ServeError> {
+) -> Result<StartConfiguration, ServeError> {
     let kept = kept::kept_configuration(inherited).map_err(ServeError::from);
     let served = kept.and_then(|kept| match kept {
         Some(bytes) => Ok(Some(served::decode(&bytes)?)),
@@ -357,7 +359,7 @@ fn declared(
     let file = options.file.clone().map(absolute).transpose()?;
     let added = AddedFile::beside(&options.control);
     let (functions, drives) = (options.functions.clone(), options.drives.clone());
-    let declared = Declared::read(functions, drives, file.as_deref(), &added);
+    let declared = StartConfiguration::read(functions, drives, file.as_deref(), &added);
     Ok(declared.map_err(ChangeError::from)?)
 }
 
@@ -365,13 +367,13 @@ fn declared(
 fn await_signal(
     signals: EndSignals,
     stop: Arc<AtomicBool>,
-) -> io::Result<Receiver<io::Result<Signal>>> {
+) -> io::Result<Receiver<io::Result<ServerSignal>>> {
     let (sender, receiver) = mpsc::channel();
     let wait = move || {
         let signal = loop {
             match signals.wait() {
                 // A reload signal may arrive before functions are served. It waits in the channel until then.
-                Ok(Signal::Reload) => drop(sender.send(Ok(Signal::Reload))),
+                Ok(ServerSignal::Reload) => drop(sender.send(Ok(ServerSignal::Reload))),
                 signal => break signal,
             }
         };
@@ -390,12 +392,12 @@ fn await_signal(
 /// one, the socket is `None`.
 fn start(
     options: ServeOptions,
-    declared: Declared,
-    prepared: Option<Prepared>,
-    keeping: Option<Arc<Keeping>>,
+    declared: StartConfiguration,
+    prepared: Option<PreparedTakeover>,
+    keeping: Option<Arc<ServerPersistence>>,
     stop: Arc<AtomicBool>,
-    confined: Confined,
-) -> Result<(Option<ControlListener>, Roster), ServeError> {
+    confined: ProcessConfinement,
+) -> Result<(Option<ControlListener>, FunctionRegistry), ServeError> {
     let ServeOptions {
         functions: _,
         drives: _,
@@ -427,7 +429,9 @@ fn start(
         true => file.map(|file| path::absolute(&file).unwrap_or(file)),
         false => file.map(absolute).transpose()?,
     };
-    let replaces = keeping.as_deref().is_some_and(Keeping::replaces_a_server);
+    let replaces = keeping
+        .as_deref()
+        .is_some_and(ServerPersistence::replaces_a_server);
     // The control socket locks the file of added functions against a second server. During an upgrade, the old server's socket
     // does that.
     let listener = match replaces {
@@ -435,18 +439,18 @@ fn start(
         false => Some(bind_control(&control)?),
     };
     let added = AddedFile::beside(&control);
-    let Prepared {
+    let PreparedTakeover {
         ledgers,
         drives: open,
         pollers,
     } = match prepared {
         Some(prepared) => prepared,
-        None => Prepared {
+        None => PreparedTakeover {
             ledgers: open_ledgers(&state_dir, keeping.is_some())?,
             drives: OpenDrives::default(),
             pollers: match &keeping {
-                Some(_) => Pollers::on(crashes::threads()),
-                None => Pollers::new(),
+                Some(_) => PollerPool::on(crashes::threads()),
+                None => PollerPool::new(),
             },
         },
     };
@@ -462,8 +466,8 @@ fn start(
             .with_spares(keeping.spares().clone()),
         None => ledgers,
     });
-    let stall_begin = StallBegin::of_vmms(keeping.as_deref());
-    let mut roster = Roster::new(Terms {
+    let stall_begin = GuestPauseStart::of_vmms(keeping.as_deref());
+    let mut roster = FunctionRegistry::new(ServerContext {
         leases: LeaseTable::new(
             &state_dir,
             access,
@@ -492,7 +496,7 @@ fn make_control_folder(control: &Path) -> Result<(), ServeError> {
     let Some(folder) = control.parent() else {
         return Ok(());
     };
-    let made = Directory::make(folder, 0o777);
+    let made = OpenDirectory::make(folder, 0o777);
     made.map(drop).map_err(|source| ServeError::ControlDir {
         path: folder.to_owned(),
         source,
@@ -506,11 +510,11 @@ fn bind_control(control: &Path) -> Result<ControlListener, ServeError> {
 
 /// Binds the sockets of a server that replaces another one, after the old server has ended.
 fn bind_late(
-    keeping: Option<&Keeping>,
+    keeping: Option<&ServerPersistence>,
     control: &Path,
     metrics: &MetricsOptions,
     goes_on: bool,
-) -> Result<Sockets, ServeError> {
+) -> Result<ServerSockets, ServeError> {
     if let Some(keeping) = keeping {
         keeping.await_predecessor()?;
     }
@@ -519,16 +523,16 @@ fn bind_late(
 }
 
 /// Control socket and metrics socket of a server.
-type Sockets = (ControlListener, MetricsListener);
+type ServerSockets = (ControlListener, MetricsListener);
 
 /// Sockets of a server that replaces another one. A thread binds them as soon as the old server ends, while functions are still
 /// being restored, which can take long. Binding early keeps other servers from the control socket and from the file of added
 /// functions.
 #[derive(Debug)]
 struct LateSockets {
-    orders: Sender<(Arc<Keeping>, bool)>,
+    orders: Sender<(Arc<ServerPersistence>, bool)>,
     /// Returns `None` if `begin` was never called.
-    thread: JoinHandle<Option<Result<Sockets, ServeError>>>,
+    thread: JoinHandle<Option<Result<ServerSockets, ServeError>>>,
 }
 
 impl LateSockets {
@@ -537,7 +541,7 @@ impl LateSockets {
         let (orders, inbox) = mpsc::channel();
         let bind = move || {
             crashes::end_by_panic();
-            let (keeping, goes_on): (Arc<Keeping>, bool) = inbox.recv().ok()?;
+            let (keeping, goes_on): (Arc<ServerPersistence>, bool) = inbox.recv().ok()?;
             Some(bind_late(Some(&keeping), &control, &metrics, goes_on))
         };
         let thread = start_thread("sockets", bind)?;
@@ -545,13 +549,13 @@ impl LateSockets {
     }
 
     /// Starts waiting for the end of the old server.
-    fn begin(&self, keeping: Arc<Keeping>, goes_on: bool) {
+    fn begin(&self, keeping: Arc<ServerPersistence>, goes_on: bool) {
         // A send fails only if the thread has panicked, which ends the process.
         let _ = self.orders.send((keeping, goes_on));
     }
 
     /// Waits until the sockets are bound. Returns `None` without a [begin](Self::begin).
-    fn bound(self) -> Option<Result<Sockets, ServeError>> {
+    fn bound(self) -> Option<Result<ServerSockets, ServeError>> {
         let Self { orders, thread } = self;
         drop(orders);
         match thread.join() {
@@ -578,19 +582,19 @@ fn metrics_listener(
 
 /// Preparation of a server that replaces another one, done before functions pause.
 #[derive(Debug)]
-struct Prepared {
+struct PreparedTakeover {
     /// Without the predecessor's ledger of private drives.
-    ledgers: Ledgers,
+    ledgers: LeaseLedgers,
     /// Drives that can be open in both servers at once.
     drives: OpenDrives,
     /// With a poller thread for each poll mode that functions share.
-    pollers: Arc<Pollers>,
+    pollers: Arc<PollerPool>,
 }
 
 /// Opens the ledgers of a state directory. If `is_kept`, starts the ledger writer thread for a server that may restore another
 /// one.
-fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> {
-    let ledgers = Ledgers::open(state_dir);
+fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<LeaseLedgers, ServeError> {
+    let ledgers = LeaseLedgers::open(state_dir);
     match is_kept {
         true => ledgers.with_clerk().map_err(ServeError::Clerk),
         false => Ok(ledgers),
@@ -599,7 +603,7 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> 
 
 /// Starts the thread that maps the holes of files opened later.
 fn survey_files() {
-    if let Err(error) = nvme_software::survey_files(&nvme_mpt::poller::Threads::default()) {
+    if let Err(error) = nvme_software::survey_files(&nvme_mpt::poller::ThreadSpawner::default()) {
         log::warn!(
             "Holes of files are deallocated in short slices, as no thread can be started: {error}"
         );
@@ -607,7 +611,10 @@ fn survey_files() {
 }
 
 /// Checks options, opens drives and starts pollers, without any lease. Returns when the pollers run.
-fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, ServeError> {
+fn prepare(
+    options: &ServeOptions,
+    declared: &StartConfiguration,
+) -> Result<PreparedTakeover, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
     survey_files();
@@ -621,13 +628,13 @@ fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, Serv
     let functions = declared.functions.iter();
     let functions = functions.map(|declared| resolved(&declared.function.function));
     let added = declared.added.iter().filter_map(|text| {
-        let added = DeclaredFunction::read(Origin::Added, text.clone()).ok()?;
+        let added = FunctionDeclaration::read(DeclarationSource::Added, text.clone()).ok()?;
         Some(resolved(&added.function.function))
     });
     let functions: Vec<_> = functions.chain(added).collect();
     let drives = OpenDrives::open_beside(&held, &functions);
     let ledgers = open_ledgers(&options.state_dir, true)?;
-    let pollers = Pollers::on(crashes::threads());
+    let pollers = PollerPool::on(crashes::threads());
     for function in &functions {
         if function.poll.check().is_ok() {
             // On an error, the first queue of the function asks again.
@@ -636,7 +643,7 @@ fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, Serv
     }
     // Threads that start while functions are paused would compete with the old server for processors.
     pollers.await_passes(START_PATIENCE);
-    Ok(Prepared {
+    Ok(PreparedTakeover {
         ledgers,
         drives,
         pollers,
@@ -649,7 +656,7 @@ fn absolute(path: PathBuf) -> Result<PathBuf, ServeError> {
     found.map_err(|source| ServeError::Path { path, source })
 }
 
-fn announce(roster: &Roster, out: &mut dyn Write) -> io::Result<()> {
+fn announce(roster: &FunctionRegistry, out: &mut dyn Write) -> io::Result<()> {
     for summary in roster.drive_summaries() {
         writeln!(out, "Drive {summary}")?;
         writeln!(out)?;
@@ -682,7 +689,7 @@ pub fn introduce(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<()> {
 
 /// A running server. Dropping it ends all functions.
 #[derive(Debug)]
-struct Server {
+struct ActiveServer {
     // Dropped first, as it submits changes.
     control: ControlServer,
     metrics: MetricsServer,
@@ -690,13 +697,13 @@ struct Server {
     changes: ChangeThread,
 }
 
-impl Server {
+impl ActiveServer {
     fn run(
         listener: ControlListener,
         metrics: MetricsListener,
-        roster: Roster,
+        roster: FunctionRegistry,
     ) -> Result<Self, ServeError> {
-        let figures = Figures {
+        let figures = ServerStatsSource {
             view: roster.view(),
             leases: roster.leases(),
             pollers: roster.pollers(),
@@ -708,7 +715,7 @@ impl Server {
         let lease_server =
             LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
         let metrics = MetricsServer::start(metrics, figures.clone())?;
-        let comparer = Comparer::start({
+        let comparer = ConfigurationComparer::start({
             let view = roster.view();
             move || {
                 let view = view.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -720,7 +727,7 @@ impl Server {
             ChangeThread::start(roster, comparer.clone()).map_err(ServeError::Thread)?;
         let control = ControlServer::start(
             listener,
-            Controlled {
+            ServerControl {
                 figures,
                 comparer,
                 changes: queue,
@@ -763,13 +770,13 @@ impl Server {
 }
 
 /// Implementation of the control socket's requests.
-struct Controlled {
-    figures: Figures,
-    comparer: Comparer,
+struct ServerControl {
+    figures: ServerStatsSource,
+    comparer: ConfigurationComparer,
     changes: ChangeQueue,
 }
 
-impl Service for Controlled {
+impl ControlService for ServerControl {
     fn stats(&self) -> ServerStats {
         self.figures.stats()
     }
@@ -809,13 +816,13 @@ impl Service for Controlled {
         Ok(filter.to_string())
     }
 
-    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String> {
+    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String> {
         self.figures
             .room(unit)
             .map_err(|error| report::chain(&error))
     }
 
-    fn change(&self, change: Change, reply: Reply) {
+    fn change(&self, change: FunctionChange, reply: ChangeReply) {
         self.changes.push(change, reply);
     }
 }
@@ -837,7 +844,7 @@ mod tests {
         let command = command.stdin(Stdio::piped()).stdout(Stdio::null());
         let mut before = command.spawn().unwrap();
         let process = pidfd_open(Pid::from_child(&before), PidfdFlags::empty()).unwrap();
-        let keeping = Arc::new(Keeping::beside(folder.path(), process));
+        let keeping = Arc::new(ServerPersistence::beside(folder.path(), process));
         let control = folder.path().join("control.sock");
         let metrics = MetricsOptions::default();
         let late = LateSockets::prepare(control.clone(), metrics).unwrap();

@@ -4,12 +4,12 @@ use std::fs;
 use std::path::{self, Path};
 
 use nvme_mpt::lease::make_state_folder;
-use nvme_mpt::origin::Origin;
+use nvme_mpt::origin::BackingId;
 use nvme_mpt_vmm::drives::{DrivePath, is_block_device};
-use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction};
-use nvme_software::model::Profile;
+use nvme_mpt_vmm::options::{FunctionOptions, ServerFunctionOptions};
+use nvme_software::model::DriveProfile;
 
-use super::declared::{AddedFile, Declarations, Declared, descriptions};
+use super::declared::{AddedFile, ConfigFileContents, StartConfiguration, descriptions};
 use super::{ServeError, ServeOptions, make_control_folder};
 use crate::confine::{FileAccess, FileRule, FileRules};
 use crate::metrics::MetricsAddress;
@@ -18,7 +18,7 @@ use crate::metrics::MetricsAddress;
 /// existing path.
 pub(super) fn of_server(
     options: &ServeOptions,
-    declared: &Declared,
+    declared: &StartConfiguration,
 ) -> Result<Option<FileRules>, ServeError> {
     let ServeOptions {
         functions,
@@ -71,7 +71,7 @@ pub(super) fn of_server(
         let files = std::iter::once(file.clone()).chain(linked);
         needed.extend(files.map(|file| of_folder_of(&file, FileAccess::READ)));
         // A reload may ask for the file's current contents. The file may be invalid by now.
-        if let Ok(file) = Declarations::read(&file) {
+        if let Ok(file) = ConfigFileContents::read(&file) {
             let functions = file.functions.iter();
             needed.extend(functions.flat_map(|declared| of_function(&declared.function)));
             let drives = file.drives.iter();
@@ -86,14 +86,14 @@ pub(super) fn of_server(
     for text in added.unwrap_or_default() {
         needed.extend(descriptions(&text).iter().map(|path| of_description(path)));
         // An unreadable function is listed as failed later.
-        let function = text.to_string().parse::<ServedFunction>();
+        let function = text.to_string().parse::<ServerFunctionOptions>();
         needed.extend(function.iter().flat_map(of_function));
     }
     Ok(Some(FileRules::new(needed, port).with(rules)))
 }
 
 /// Returns the rules for a function's files.
-pub(super) fn of_function(served: &ServedFunction) -> Vec<FileRule> {
+pub(super) fn of_function(served: &ServerFunctionOptions) -> Vec<FileRule> {
     let mut needed = of_drive(&served.function);
     needed.push(of_folder_of(&served.socket, FileAccess::WRITE));
     needed
@@ -107,13 +107,13 @@ pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
             let file = &fs::canonicalize(file).unwrap_or_else(|_| file.clone());
             // A drive model stores its state in a file beside the drive, replaced by way of a temporary name.
             let profile = options.profile.as_deref();
-            let has_file = profile.is_some_and(Profile::keeps_state) && !is_block_device(file);
+            let has_file = profile.is_some_and(DriveProfile::keeps_state) && !is_block_device(file);
             let first = match has_file {
                 true => of_folder_of(file, FileAccess::WRITE),
                 false => FileRule::new(file, FileAccess::WRITE),
             };
             // The backing file of a loop device is opened for its locks.
-            let origin = Origin::of(file);
+            let origin = BackingId::of(file);
             let below = origin.map(|origin| origin.files().to_vec());
             let below = below.unwrap_or_default().into_iter();
             let below = below.map(|below| FileRule::new(below.path, FileAccess::WRITE));

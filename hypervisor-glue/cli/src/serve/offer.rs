@@ -6,56 +6,58 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::host::Contents;
-use nvme_mpt::lease::Claim;
+use nvme_mpt::host::NamespaceContents;
+use nvme_mpt::lease::LeaseClaim;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::crash::recorded;
 use nvme_mpt::memory::system;
 use nvme_mpt::range::Bytes;
-use nvme_mpt::{Attachment, Drive, FunctionParts, HostSide};
+use nvme_mpt::{ControllerBackend, Drive, LocalBackend, SharedPartsSource};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open;
-use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction};
+use nvme_mpt_vmm::options::{FunctionOptions, ServerFunctionOptions};
 use nvme_mpt_vmm::report;
-use vfio_user_server::{Error, Journal, Listener, Server, SocketAccess};
+use vfio_user_server::{Error, RequestLog, SocketAccess, SocketListener, VfioUserServer};
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use super::declared::{DeclaredFunction, ServedLease};
+use super::declared::{AssignedLease, FunctionDeclaration};
 use super::drives::outlives_process;
-use super::error::OfferError;
-use super::terms::Terms;
-use crate::adaptor::{NvmeDevice, ResumeError, Served};
-use crate::change::{FunctionEntry, FunctionState};
+use super::error::FunctionRegistrationError;
+use super::terms::ServerContext;
+use crate::adaptor::{ControlledDevice, FunctionResumeError, NvmeDevice};
+use crate::change::{FunctionEntry, FunctionStatus};
 use crate::function_thread::FunctionThread;
-use crate::kept::function::{KeptFunction, SetAside, SetAsideReason, SurvivingFunction, Survivors};
-use crate::kept::{Keeping, StallBegin};
+use crate::kept::function::{
+    PersistedFunction, QuarantineReason, QuarantinedFunction, RestorableFunction, RestoredFunction,
+};
+use crate::kept::{GuestPauseStart, ServerPersistence};
 use crate::owner::socket_access;
-use crate::set_aside::SetAsideDevice;
+use crate::set_aside::QuarantinedDevice;
 
 /// A served function.
 #[derive(Debug)]
-pub(super) struct Offer {
-    pub(super) declared: DeclaredFunction,
+pub(super) struct RegisteredFunction {
+    pub(super) declared: FunctionDeclaration,
     pub(super) entry: FunctionEntry,
     /// Number of the drive's queue pairs that the function may use.
     pub(super) queues: u16,
     pub(super) drive: Arc<Drive>,
     /// Weak, so that the function's thread alone keeps the attachment alive.
-    attachment: Weak<Attachment>,
+    attachment: Weak<LocalBackend>,
     /// True if the function was restored from the old server.
     pub(super) goes_on: bool,
     pub(super) thread: FunctionThread,
 }
 
-impl Offer {
+impl RegisteredFunction {
     /// Leases the function's part of the drive and serves it on its socket. If the old server had the function, restores it
     /// with its VMM.
     pub(super) fn new(
-        declared: &DeclaredFunction,
+        declared: &FunctionDeclaration,
         drive: Arc<Drive>,
-        terms: &Terms,
-    ) -> Result<Self, OfferError> {
-        let ServedFunction {
+        terms: &ServerContext,
+    ) -> Result<Self, FunctionRegistrationError> {
+        let ServerFunctionOptions {
             socket, function, ..
         } = &declared.function;
         for caution in function.cautions() {
@@ -74,10 +76,10 @@ impl Offer {
             keeping = None;
         }
         let Some(keeping) = keeping else {
-            let attachment = attach(declared, &drive, terms, FunctionParts::Own)?;
+            let attachment = attach(declared, &drive, terms, SharedPartsSource::Own)?;
             let device = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
-            let device = NvmeDevice::new(device).map_err(OfferError::Doorbells)?;
-            let server = Server::bind_with(socket, access(declared)?, device)?;
+            let device = NvmeDevice::new(device).map_err(FunctionRegistrationError::Doorbells)?;
+            let server = VfioUserServer::bind_with(socket, access(declared)?, device)?;
             return Self::start(declared, drive, &attachment, server);
         };
         if let Some(before) = keeping.take(socket) {
@@ -87,25 +89,25 @@ impl Offer {
                 return Ok(offer);
             }
         }
-        let attachment = attach(declared, &drive, terms, FunctionParts::Continued(None))?;
+        let attachment = attach(declared, &drive, terms, SharedPartsSource::Continued(None))?;
         let server = offer_kept(declared, keeping, attachment.clone())?;
         Self::start(declared, drive, &attachment, server)
     }
 
     /// Restores or quarantines a function of the old server. Returns `None` if it is lost.
     fn go_on(
-        declared: &DeclaredFunction,
+        declared: &FunctionDeclaration,
         drive: &Arc<Drive>,
-        terms: &Terms,
-        keeping: &Keeping,
-        before: SurvivingFunction,
-    ) -> Result<Option<Self>, OfferError> {
+        terms: &ServerContext,
+        keeping: &ServerPersistence,
+        before: RestorableFunction,
+    ) -> Result<Option<Self>, FunctionRegistrationError> {
         let socket = &declared.function.socket;
         let shelf = before.shelf();
         let reason = before.reason_to_set_aside();
         let parts = match reason {
             // Leave the old server's files unchanged for the report.
-            Some(_) => FunctionParts::Continued(None),
+            Some(_) => SharedPartsSource::Continued(None),
             None => before.parts(),
         };
         let error = match attach(declared, drive, terms, parts) {
@@ -133,7 +135,7 @@ impl Offer {
                     Err(error) if error.may_pass() => {
                         attachment.leave_spare();
                         keeping.take_back(&shelf);
-                        return Err(OfferError::Resume(Box::new(error)));
+                        return Err(FunctionRegistrationError::Resume(Box::new(error)));
                     }
                     Err(error) => report::chain(&error),
                 }
@@ -159,13 +161,13 @@ impl Offer {
 
     /// Quarantines a function: it reports a fatal controller status and stays connected.
     fn set_aside(
-        declared: &DeclaredFunction,
+        declared: &FunctionDeclaration,
         drive: &Arc<Drive>,
-        terms: &Terms,
-        attachment: &Arc<Attachment>,
-        before: SurvivingFunction,
-        reason: SetAsideReason,
-    ) -> Result<Result<Self, OfferError>, ResumeError> {
+        terms: &ServerContext,
+        attachment: &Arc<LocalBackend>,
+        before: RestorableFunction,
+        reason: QuarantineReason,
+    ) -> Result<Result<Self, FunctionRegistrationError>, FunctionResumeError> {
         let id = attachment.lease().id();
         let stored = match before.write_report(&terms.state_dir, id) {
             Ok(folder) => format!("its state is in {}", folder.display()),
@@ -180,7 +182,7 @@ impl Offer {
             "Function {id} on {} fails: {reason}",
             declared.function.socket.display()
         );
-        let SetAside {
+        let QuarantinedFunction {
             control,
             listener,
             stream,
@@ -190,29 +192,29 @@ impl Offer {
         } = before.set_aside()?;
         let mut function = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
         function.set_aside(&control)?;
-        let device = SetAsideDevice::new(NvmeDevice::new(function)?, shelf, crashes);
-        let listener = Listener::from_kept(&declared.function.socket, listener)?;
-        let server = Server::resume(listener, journal, stream, device)?;
+        let device = QuarantinedDevice::new(NvmeDevice::new(function)?, shelf, crashes);
+        let listener = SocketListener::from_kept(&declared.function.socket, listener)?;
+        let server = VfioUserServer::resume(listener, journal, stream, device)?;
         let offer = Self::start(declared, drive.clone(), attachment, server);
         Ok(offer.map(|mut offer| {
-            offer.entry.state = FunctionState::Failed { reason };
+            offer.entry.state = FunctionStatus::Failed { reason };
             offer
         }))
     }
 
     /// Returns whether the function is quarantined.
     pub(super) fn is_set_aside(&self) -> bool {
-        matches!(self.entry.state, FunctionState::Failed { .. })
+        matches!(self.entry.state, FunctionStatus::Failed { .. })
     }
 
     /// Starts the thread that serves a function.
-    fn start<D: Served + Send + 'static>(
-        declared: &DeclaredFunction,
+    fn start<D: ControlledDevice + Send + 'static>(
+        declared: &FunctionDeclaration,
         drive: Arc<Drive>,
-        attachment: &Arc<Attachment>,
-        server: Server<D>,
-    ) -> Result<Self, OfferError> {
-        let ServedFunction {
+        attachment: &Arc<LocalBackend>,
+        server: VfioUserServer<D>,
+    ) -> Result<Self, FunctionRegistrationError> {
+        let ServerFunctionOptions {
             socket, function, ..
         } = &declared.function;
         let id = attachment.lease().id().to_owned();
@@ -221,12 +223,12 @@ impl Offer {
         // The next server must lease the same range, even if the drive has grown.
         let whole = extents.only();
         let whole = whole.filter(|_| function.range.is_none() && function.size.is_none());
-        let lease = whole.map(|range| ServedLease {
+        let lease = whole.map(|range| AssignedLease {
             id: id.clone(),
             range,
         });
         Ok(Self {
-            declared: DeclaredFunction {
+            declared: FunctionDeclaration {
                 lease,
                 ..declared.clone()
             },
@@ -239,7 +241,7 @@ impl Offer {
                 extents: Some(extents),
                 origin: declared.origin,
                 limits: function.rates.to_string(),
-                state: FunctionState::Waiting,
+                state: FunctionStatus::Waiting,
                 summary: summary(function, &drive, attachment),
             },
             queues: attachment.max_queue_pairs(),
@@ -309,20 +311,22 @@ impl Offer {
     }
 }
 
-fn access(declared: &DeclaredFunction) -> Result<SocketAccess, OfferError> {
-    let ServedFunction { mode, owner, .. } = &declared.function;
+fn access(declared: &FunctionDeclaration) -> Result<SocketAccess, FunctionRegistrationError> {
+    let ServerFunctionOptions { mode, owner, .. } = &declared.function;
     Ok(socket_access(*mode, owner.as_ref())?)
 }
 
 /// Attaches to the function's lease.
 fn attach(
-    declared: &DeclaredFunction,
+    declared: &FunctionDeclaration,
     drive: &Arc<Drive>,
-    terms: &Terms,
-    parts: FunctionParts,
-) -> Result<Arc<Attachment>, OfferError> {
-    let claim = access(declared)?.user.map_or(Claim::Operator, Claim::For);
-    let Terms {
+    terms: &ServerContext,
+    parts: SharedPartsSource,
+) -> Result<Arc<LocalBackend>, FunctionRegistrationError> {
+    let claim = access(declared)?
+        .user
+        .map_or(LeaseClaim::Operator, LeaseClaim::For);
+    let ServerContext {
         ledgers,
         pollers,
         stop,
@@ -336,12 +340,12 @@ fn attach(
 
 /// Restores a function of the old server, with its VMM's connection.
 fn resume(
-    before: SurvivingFunction,
-    declared: &DeclaredFunction,
-    attachment: Arc<Attachment>,
-    stall: StallBegin,
-) -> Result<Server<NvmeDevice>, ResumeError> {
-    let Survivors {
+    before: RestorableFunction,
+    declared: &FunctionDeclaration,
+    attachment: Arc<LocalBackend>,
+    stall: GuestPauseStart,
+) -> Result<VfioUserServer<NvmeDevice>, FunctionResumeError> {
+    let RestoredFunction {
         control,
         listener,
         stream,
@@ -350,7 +354,7 @@ fn resume(
         kept,
     } = before.take_apart()?;
     let function = NvmeFunction::new(attachment, MsixMasking::Client);
-    let ServedFunction {
+    let ServerFunctionOptions {
         socket,
         function: options,
         ..
@@ -362,8 +366,8 @@ fn resume(
     if let Some(stall) = stall {
         device.set_stall(stall);
     }
-    let listener = Listener::from_kept(socket, listener)?;
-    let server = Server::resume(listener, journal, stream, device)?;
+    let listener = SocketListener::from_kept(socket, listener)?;
+    let server = VfioUserServer::resume(listener, journal, stream, device)?;
     if let Some(stall) = stall {
         let socket = socket.display();
         log::info!("The client of {socket} goes on: it was without a server for {stall}");
@@ -373,16 +377,16 @@ fn resume(
 
 /// Serves a new function and stores its state with the keeper.
 fn offer_kept(
-    declared: &DeclaredFunction,
-    keeping: &Keeping,
-    attachment: Arc<Attachment>,
-) -> Result<Server<NvmeDevice>, OfferError> {
+    declared: &FunctionDeclaration,
+    keeping: &ServerPersistence,
+    attachment: Arc<LocalBackend>,
+) -> Result<VfioUserServer<NvmeDevice>, FunctionRegistrationError> {
     let socket = &declared.function.socket;
     let shared = attachment.shared();
     let function = NvmeFunction::new(attachment, MsixMasking::Client);
-    let device = NvmeDevice::new(function).map_err(OfferError::Doorbells)?;
-    let journal = Journal::new().map_err(Error::from)?;
-    let kept = Arc::new(KeptFunction::new(
+    let device = NvmeDevice::new(function).map_err(FunctionRegistrationError::Doorbells)?;
+    let journal = RequestLog::new().map_err(Error::from)?;
+    let kept = Arc::new(PersistedFunction::new(
         keeping.shelf(),
         socket,
         &journal,
@@ -390,7 +394,7 @@ fn offer_kept(
     )?);
     let memory = declared.function.function.memory;
     let device = device.kept(kept.clone(), memory);
-    let server = Server::bind_kept(socket, access(declared)?, device, journal)?;
+    let server = VfioUserServer::bind_kept(socket, access(declared)?, device, journal)?;
     if let Some(journal) = server.journal() {
         kept.begin(server.listener().as_fd(), journal.as_fd())?;
     }
@@ -398,11 +402,11 @@ fn offer_kept(
 }
 
 /// Returns a function's one-line description.
-fn summary(options: &FunctionOptions, drive: &Drive, attachment: &Attachment) -> String {
+fn summary(options: &FunctionOptions, drive: &Drive, attachment: &LocalBackend) -> String {
     let namespace = attachment.namespace();
     let contents = match &namespace.command_sets.own().contents {
-        Contents::Other(name) => name.clone(),
-        Contents::Blocks { .. } => format!(
+        NamespaceContents::Other(name) => name.clone(),
+        NamespaceContents::Blocks { .. } => format!(
             "{} blocks of {} bytes",
             attachment.stats().capacity_bytes >> namespace.lba_shift,
             1_u64 << namespace.lba_shift

@@ -9,32 +9,32 @@ use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt::poller::start_thread;
-use nvme_mpt_vmm::options::{OptionText, ServedDrive, ServedFunction};
+use nvme_mpt_vmm::options::{OptionText, ServerDriveOptions, ServerFunctionOptions};
 use nvme_mpt_vmm::report;
 
-use super::declared::{Declarations, DeclaredFunction};
+use super::declared::{ConfigFileContents, FunctionDeclaration};
 use super::declared::{resolved, resolved_function};
-use crate::change::{FunctionEntry, Origin};
+use crate::change::{DeclarationSource, FunctionEntry};
 
 /// Timeout for reading the file.
 const READ_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The served functions and drives that came from the file.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Comparable {
+pub(super) struct RunningConfiguration {
     /// Absolute path of the file, if there is one.
     pub(super) file: Option<PathBuf>,
     /// The server's policy for another id's data, for functions without `data=`.
-    pub(super) data: FormerData,
-    pub(super) functions: Vec<DeclaredFunction>,
-    pub(super) drives: Vec<ServedDrive>,
+    pub(super) data: PreviousDataPolicy,
+    pub(super) functions: Vec<FunctionDeclaration>,
+    pub(super) drives: Vec<ServerDriveOptions>,
 }
 
 /// A difference between the file and the served configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Difference {
+enum ConfigurationDifference {
     /// The file has other options for the function.
     Changed { socket: PathBuf, keys: String },
     /// The file omits the function.
@@ -47,34 +47,36 @@ enum Difference {
 
 /// All differences between the file and the served configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Differences {
+pub(super) struct ConfigurationDifferences {
     /// Why the file cannot be read, if so.
     unreadable: Option<String>,
-    all: Vec<Difference>,
+    all: Vec<ConfigurationDifference>,
     /// Ids of the served functions, by socket.
     ids: Vec<(PathBuf, String)>,
 }
 
-impl Differences {
+impl ConfigurationDifferences {
     /// Returns one sentence per difference.
     pub(super) fn sentences(&self) -> Vec<String> {
         let reason = self.unreadable.iter();
         let reason = reason.map(|reason| format!("The file is not applied: {reason}"));
         let all = self.all.iter().map(|difference| match difference {
-            Difference::Changed { socket, keys } => {
+            ConfigurationDifference::Changed { socket, keys } => {
                 let id = self.id(socket);
                 format!(
                     "Function {id} is served as before, and the file has it with another {keys}"
                 )
             }
-            Difference::Removed { socket } => {
+            ConfigurationDifference::Removed { socket } => {
                 let id = self.id(socket);
                 format!("Function {id} is served, and the file does not have it")
             }
-            Difference::Added { id } => {
+            ConfigurationDifference::Added { id } => {
                 format!("Function {id} is in the file, and is not served")
             }
-            Difference::Drives => "The drives that are kept open are not those of the file".into(),
+            ConfigurationDifference::Drives => {
+                "The drives that are kept open are not those of the file".into()
+            }
         });
         reason.chain(all).collect()
     }
@@ -88,15 +90,17 @@ impl Differences {
     /// Sets `pending` on the functions that differ.
     pub(super) fn note_in(&self, entries: &mut [FunctionEntry]) {
         for entry in entries.iter_mut() {
-            if self.unreadable.is_some() && entry.origin == Origin::File {
+            if self.unreadable.is_some() && entry.origin == DeclarationSource::File {
                 entry.pending = Some("the file cannot be applied".to_owned());
             }
             for difference in &self.all {
                 match difference {
-                    Difference::Changed { socket, keys } if *socket == entry.socket => {
+                    ConfigurationDifference::Changed { socket, keys }
+                        if *socket == entry.socket =>
+                    {
                         entry.pending = Some(format!("the file has another {keys}"));
                     }
-                    Difference::Removed { socket } if *socket == entry.socket => {
+                    ConfigurationDifference::Removed { socket } if *socket == entry.socket => {
                         entry.pending = Some("not in the file".to_owned());
                     }
                     _ => {}
@@ -106,19 +110,19 @@ impl Differences {
     }
 }
 
-impl Comparable {
+impl RunningConfiguration {
     /// Reads the file and compares it.
-    pub(super) fn compare(&self) -> Differences {
+    pub(super) fn compare(&self) -> ConfigurationDifferences {
         let ids = self.functions.iter();
         let ids = ids.map(|served| (served.function.socket.clone(), id_of(&served.function)));
-        let mut differences = Differences {
+        let mut differences = ConfigurationDifferences {
             ids: ids.collect(),
-            ..Differences::default()
+            ..ConfigurationDifferences::default()
         };
         let Some(file) = &self.file else {
             return differences;
         };
-        match Declarations::read(file) {
+        match ConfigFileContents::read(file) {
             Ok(file) => differences.all = self.differences(file),
             Err(error) => differences.unreadable = Some(report::chain(&error)),
         }
@@ -126,9 +130,9 @@ impl Comparable {
     }
 
     /// Returns the changes that a reload of these declarations would make.
-    fn differences(&self, file: Declarations) -> Vec<Difference> {
+    fn differences(&self, file: ConfigFileContents) -> Vec<ConfigurationDifference> {
         let functions = file.functions.into_iter();
-        let mut wanted: Vec<DeclaredFunction> = functions
+        let mut wanted: Vec<FunctionDeclaration> = functions
             .map(|declared| resolved_function(declared, self.data))
             .collect();
         let mut all = Vec::new();
@@ -145,9 +149,9 @@ impl Comparable {
                     Some(place) => {
                         let other = wanted.remove(place);
                         let keys = different_keys(&served.text, &other.text);
-                        Difference::Changed { socket, keys }
+                        ConfigurationDifference::Changed { socket, keys }
                     }
-                    None => Difference::Removed { socket },
+                    None => ConfigurationDifference::Removed { socket },
                 });
                 continue;
             };
@@ -156,22 +160,26 @@ impl Comparable {
                 > function.function.size.map(|asked| asked.size.0);
             if options.rates != function.function.rates {
                 let keys = "limit".to_owned();
-                all.push(Difference::Changed { socket, keys });
+                all.push(ConfigurationDifference::Changed { socket, keys });
             } else if is_larger {
                 let keys = "size".to_owned();
-                all.push(Difference::Changed { socket, keys });
+                all.push(ConfigurationDifference::Changed { socket, keys });
             }
         }
-        all.extend(wanted.into_iter().map(|other| Difference::Added {
-            id: id_of(&other.function),
-        }));
+        all.extend(
+            wanted
+                .into_iter()
+                .map(|other| ConfigurationDifference::Added {
+                    id: id_of(&other.function),
+                }),
+        );
         let drives = file.drives.into_iter().map(|given| {
             let mut drive = given.value;
             drive.drive.path = resolved(&drive.drive.path);
             drive
         });
         if !drives.eq(self.drives.iter().cloned()) {
-            all.push(Difference::Drives);
+            all.push(ConfigurationDifference::Drives);
         }
         all
     }
@@ -190,23 +198,25 @@ fn different_keys(served: &OptionText, other: &OptionText) -> String {
     }
 }
 
-fn id_of(function: &ServedFunction) -> String {
+fn id_of(function: &ServerFunctionOptions) -> String {
     let id = function.function.id.clone();
     id.unwrap_or_else(|| function.socket.display().to_string())
 }
 
 /// Handle of the thread that compares the file with the served configuration on request.
 #[derive(Clone, Debug)]
-pub(super) struct Comparer {
-    orders: Sender<SyncSender<Differences>>,
-    last: Arc<Mutex<Differences>>,
+pub(super) struct ConfigurationComparer {
+    orders: Sender<SyncSender<ConfigurationDifferences>>,
+    last: Arc<Mutex<ConfigurationDifferences>>,
 }
 
-impl Comparer {
+impl ConfigurationComparer {
     /// Starts the thread, which first logs the present differences.
-    pub(super) fn start(present: impl Fn() -> Differences + Send + 'static) -> io::Result<Self> {
-        let (orders, inbox): (_, Receiver<SyncSender<Differences>>) = mpsc::channel();
-        let last = Arc::new(Mutex::new(Differences::default()));
+    pub(super) fn start(
+        present: impl Fn() -> ConfigurationDifferences + Send + 'static,
+    ) -> io::Result<Self> {
+        let (orders, inbox): (_, Receiver<SyncSender<ConfigurationDifferences>>) = mpsc::channel();
+        let last = Arc::new(Mutex::new(ConfigurationDifferences::default()));
         let known = last.clone();
         let compare = move || {
             let compare = || {
@@ -230,7 +240,7 @@ impl Comparer {
     }
 
     /// Returns the current differences. If the file is not read in time, returns the last known ones.
-    pub(super) fn differences(&self) -> Differences {
+    pub(super) fn differences(&self) -> ConfigurationDifferences {
         let (order, answer) = mpsc::sync_channel(1);
         let sent = self.orders.send(order).ok();
         let now = sent.and_then(|()| answer.recv_timeout(READ_TIMEOUT).ok());
@@ -263,8 +273,8 @@ mod tests {
             "[[drive]]\npath = \"memory:1G\"\n".to_owned(),
         ];
         fs::write(&file, served.concat()).unwrap();
-        let declared = Declarations::read(&file).unwrap();
-        let comparable = Comparable {
+        let declared = ConfigFileContents::read(&file).unwrap();
+        let comparable = RunningConfiguration {
             file: Some(file.clone()),
             functions: declared.functions,
             drives: declared
@@ -272,7 +282,7 @@ mod tests {
                 .into_iter()
                 .map(|given| given.value)
                 .collect(),
-            ..Comparable::default()
+            ..RunningConfiguration::default()
         };
         let compare = |text: &str| {
             fs::write(&file, text).unwrap();

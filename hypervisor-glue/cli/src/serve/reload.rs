@@ -8,34 +8,34 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::report;
 
 use super::declared::resolved;
-use super::declared::{Declarations, DeclaredDrive, DeclaredFunction};
+use super::declared::{ConfigFileContents, DriveDeclaration, FunctionDeclaration};
 use super::error::ChangeError;
-use super::offer::Offer;
-use super::roster::{HeldDrive, Roster, cannot_offer, taken};
-use crate::change::{Origin, Reloaded};
+use super::offer::RegisteredFunction;
+use super::roster::{FunctionRegistry, HeldDrive, cannot_offer, taken};
+use crate::change::{DeclarationSource, ReloadResult};
 use crate::function_thread::FunctionHandle;
 
-impl Roster {
+impl FunctionRegistry {
     /// Applies the file. Unchanged functions are not interrupted.
-    pub(super) fn reload(&mut self, force: bool) -> Result<Reloaded, ChangeError> {
+    pub(super) fn reload(&mut self, force: bool) -> Result<ReloadResult, ChangeError> {
         let file = self.terms.file.as_ref().ok_or(ChangeError::NoFile)?;
         // Landlock rules cannot change while the process runs.
-        let Declarations {
+        let ConfigFileContents {
             functions, drives, ..
-        } = Declarations::read(file)?;
-        let mut wanted: Vec<DeclaredFunction> = functions
+        } = ConfigFileContents::read(file)?;
+        let mut wanted: Vec<FunctionDeclaration> = functions
             .into_iter()
             .map(|declared| self.resolved(declared))
             .collect();
         self.check_taken(&wanted)?;
 
         // The loop moves unchanged functions out of `wanted`, and collects functions that end in `going`.
-        let mut reloaded = Reloaded::default();
+        let mut reloaded = ReloadResult::default();
         let mut going = Vec::new();
         let mut limited = Vec::new();
         let mut grown = Vec::new();
         for (place, offer) in self.offers.iter().enumerate() {
-            if offer.declared.origin != Origin::File {
+            if offer.declared.origin != DeclarationSource::File {
                 continue;
             }
             let present = &offer.declared.function;
@@ -57,11 +57,11 @@ impl Roster {
                 reloaded.unchanged += 1;
             }
         }
-        let drive = |given| DeclaredDrive {
-            origin: Origin::File,
+        let drive = |given| DriveDeclaration {
+            origin: DeclarationSource::File,
             given,
         };
-        let drives: Vec<DeclaredDrive> = drives.into_iter().map(drive).collect();
+        let drives: Vec<DriveDeclaration> = drives.into_iter().map(drive).collect();
         let abandoned = self.abandoned(&going, &wanted, &drives);
         if !force && !abandoned.is_empty() {
             return Err(ChangeError::Abandoned(abandoned));
@@ -72,7 +72,7 @@ impl Roster {
             reloaded.resized.push(self.offers[place].entry.id.clone());
         }
         for place in &going {
-            let Offer { entry, .. } = &self.offers[*place];
+            let RegisteredFunction { entry, .. } = &self.offers[*place];
             let again = wanted.iter().any(|new| new.function.socket == entry.socket);
             let names = match again {
                 true => &mut reloaded.changed,
@@ -85,8 +85,8 @@ impl Roster {
             .iter()
             .map(|declared| declared.function.socket.clone())
             .collect();
-        let held = self.release_held(Origin::File);
-        let failed = self.take_failed(Origin::File);
+        let held = self.release_held(DeclarationSource::File);
+        let failed = self.take_failed(DeclarationSource::File);
         let kept = self.offers.len();
         let made = self.hold(drives).and_then(|()| self.offer_all(wanted));
         if let Err(error) = made {
@@ -105,7 +105,7 @@ impl Roster {
         self.close_unused();
         for declared in limited {
             let function = &declared.function;
-            let same = |offer: &&mut Offer| offer.entry.socket == function.socket;
+            let same = |offer: &&mut RegisteredFunction| offer.entry.socket == function.socket;
             if let Some(offer) = self.offers.iter_mut().find(same) {
                 offer.declared.text = declared.text.clone();
                 offer.set_rates(function.function.rates);
@@ -123,8 +123,8 @@ impl Roster {
     fn abandoned(
         &self,
         going: &[usize],
-        wanted: &[DeclaredFunction],
-        drives: &[DeclaredDrive],
+        wanted: &[FunctionDeclaration],
+        drives: &[DriveDeclaration],
     ) -> Vec<String> {
         let drives = drives.iter().map(|held| &held.given.value.drive);
         let functions = wanted.iter().map(|declared| &declared.function.function);
@@ -136,7 +136,7 @@ impl Roster {
         let held = self
             .held
             .iter()
-            .filter(|held| held.declared.origin != Origin::File);
+            .filter(|held| held.declared.origin != DeclarationSource::File);
         let kept: Vec<&Arc<Drive>> = offers.chain(held.map(|held| &held.drive)).collect();
         let stays = |path: &DrivePath, drive: &Drive| {
             let is_kept = |kept: &&Arc<Drive>| kept.shares_controller_with(drive);
@@ -153,9 +153,9 @@ impl Roster {
     }
 
     /// Checks that sockets and ids in the file are unique, among themselves and against other functions.
-    fn check_taken(&self, wanted: &[DeclaredFunction]) -> Result<(), ChangeError> {
+    fn check_taken(&self, wanted: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let others = self.offers.iter().map(|offer| &offer.declared);
-        let others = others.filter(|declared| declared.origin != Origin::File);
+        let others = others.filter(|declared| declared.origin != DeclarationSource::File);
         for (place, new) in wanted.iter().enumerate() {
             let mut others = others.clone().chain(&wanted[..place]);
             if let Some(source) = others.find_map(|other| taken(&new.function, &other.function)) {
@@ -170,7 +170,7 @@ impl Roster {
         &mut self,
         places: &[usize],
         force: bool,
-    ) -> Result<Vec<DeclaredFunction>, ChangeError> {
+    ) -> Result<Vec<FunctionDeclaration>, ChangeError> {
         if !force {
             self.check_unused(places)?;
         }
@@ -214,7 +214,7 @@ impl Roster {
     }
 
     /// Ends the functions at `places`, in ascending order, and returns their declarations.
-    fn end_functions(&mut self, places: &[usize]) -> Vec<DeclaredFunction> {
+    fn end_functions(&mut self, places: &[usize]) -> Vec<FunctionDeclaration> {
         let mut functions = Vec::new();
         for place in places.iter().rev() {
             let offer = self.offers.remove(*place);
@@ -232,15 +232,19 @@ impl Roster {
         &mut self,
         error: ChangeError,
         held: Vec<HeldDrive>,
-        functions: Vec<DeclaredFunction>,
+        functions: Vec<FunctionDeclaration>,
     ) -> ChangeError {
-        self.release_held(Origin::File);
+        self.release_held(DeclarationSource::File);
         self.held.extend(held);
         self.offer_back(error, functions)
     }
 
     /// Serves functions again that ended for a reload which failed with `error`. Their drives stay open until then.
-    fn offer_back(&mut self, error: ChangeError, functions: Vec<DeclaredFunction>) -> ChangeError {
+    fn offer_back(
+        &mut self,
+        error: ChangeError,
+        functions: Vec<FunctionDeclaration>,
+    ) -> ChangeError {
         let mut failed = Vec::new();
         for declared in functions {
             if let Err(error) = self.offer_all(vec![declared]) {

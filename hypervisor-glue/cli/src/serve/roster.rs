@@ -1,7 +1,7 @@
 //! All functions of a server, and the operations that change them.
 //!
 //! One thread at a time owns the roster: the main thread during start and end, the change thread in between. Other threads read
-//! a [`View`], which is replaced after each change.
+//! a [`RegistrySnapshot`], which is replaced after each change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
@@ -12,29 +12,33 @@ use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::iova::MappingOwner;
-use nvme_mpt::lease::{Claim, Extents, LeaseError};
+use nvme_mpt::lease::{LeaseClaim, LeaseError, LeaseExtents};
 use nvme_mpt::range::Bytes;
-use nvme_mpt::{Drive, Pollers, clock};
+use nvme_mpt::{Drive, PollerPool, clock};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, OpenError};
-use nvme_mpt_vmm::options::{FunctionOptions, OptionText, RateChange, Reservation, ServedFunction};
+use nvme_mpt_vmm::options::{
+    FunctionOptions, LeaseReservation, OptionText, RateChange, ServerFunctionOptions,
+};
 use nvme_mpt_vmm::report;
 
-use super::declared::{Declared, DeclaredDrive, DeclaredFunction, Unreadable, descriptions};
+use super::declared::{
+    DriveDeclaration, FunctionDeclaration, StartConfiguration, UnreadableDeclaration, descriptions,
+};
 use super::declared::{resolved, resolved_function};
-use super::drives::{DriveError, OpenDrives};
-use super::error::{ChangeError, OfferError};
+use super::drives::{FunctionDriveError, OpenDrives};
+use super::error::{ChangeError, FunctionRegistrationError};
 use super::leases::LeaseTable;
 use super::needs::{of_description, of_drive, of_function};
-use super::offer::Offer;
-use super::pending::Comparable;
+use super::offer::RegisteredFunction;
+use super::pending::RunningConfiguration;
 use super::served;
-use super::terms::Terms;
-use super::view::View;
-use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
+use super::terms::ServerContext;
+use super::view::RegistrySnapshot;
+use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus, ReservedLease};
 use crate::confine::FileRule;
-use crate::function_thread::{FunctionThreadError, Leave};
-use crate::kept::function::Turn;
+use crate::function_thread::{FunctionThreadError, ShutdownAnswer};
+use crate::kept::function::RestoreOrder;
 use crate::owner::user_number;
 
 /// Timeout for a drive or range that the old server still holds in the kernel.
@@ -55,21 +59,21 @@ const RELEASE_PAUSE: Duration = Duration::from_millis(1);
 
 /// A function that could not be served, while others are.
 #[derive(Debug)]
-pub(super) struct Failed {
-    declaration: FailedFunction,
+pub(super) struct FailedFunctionRecord {
+    declaration: FailedDeclaration,
     entry: FunctionEntry,
 }
 
 /// Declaration of a failed function.
 #[derive(Debug)]
-enum FailedFunction {
-    Declared(Box<DeclaredFunction>),
+enum FailedDeclaration {
+    Declared(Box<FunctionDeclaration>),
     /// This release cannot parse its options.
-    Unreadable(Box<Unreadable>),
+    Unreadable(Box<UnreadableDeclaration>),
 }
 
-impl FailedFunction {
-    fn of(declared: &DeclaredFunction) -> Self {
+impl FailedDeclaration {
+    fn of(declared: &FunctionDeclaration) -> Self {
         Self::Declared(Box::new(declared.clone()))
     }
 
@@ -80,7 +84,7 @@ impl FailedFunction {
         }
     }
 
-    fn origin(&self) -> Origin {
+    fn origin(&self) -> DeclarationSource {
         match self {
             Self::Declared(declared) => declared.origin,
             Self::Unreadable(other) => other.origin,
@@ -106,7 +110,7 @@ impl FailedFunction {
             limits: String::new(),
             summary: format!("not offered: {reason}"),
             pending: None,
-            state: FunctionState::Failed { reason },
+            state: FunctionStatus::Failed { reason },
         }
     }
 }
@@ -114,25 +118,25 @@ impl FailedFunction {
 /// A drive that is kept open even without functions.
 #[derive(Debug)]
 pub(super) struct HeldDrive {
-    pub(super) declared: DeclaredDrive,
+    pub(super) declared: DriveDeclaration,
     pub(super) drive: Arc<Drive>,
 }
 
 /// All functions of a server. Dropping it ends them.
 #[derive(Debug)]
-pub(super) struct Roster {
-    pub(super) terms: Terms,
-    pub(super) offers: Vec<Offer>,
-    failed: Vec<Failed>,
+pub(super) struct FunctionRegistry {
+    pub(super) terms: ServerContext,
+    pub(super) offers: Vec<RegisteredFunction>,
+    failed: Vec<FailedFunctionRecord>,
     pub(super) held: Vec<HeldDrive>,
     /// Drives that the old server kept open and this one cannot open.
-    missing: Vec<DeclaredDrive>,
+    missing: Vec<DriveDeclaration>,
     pub(super) drives: OpenDrives,
-    view: Arc<Mutex<Arc<View>>>,
+    view: Arc<Mutex<Arc<RegistrySnapshot>>>,
 }
 
-impl Roster {
-    pub(super) fn new(terms: Terms) -> Self {
+impl FunctionRegistry {
+    pub(super) fn new(terms: ServerContext) -> Self {
         Self {
             terms,
             offers: Vec::new(),
@@ -150,8 +154,8 @@ impl Roster {
     /// # Errors
     /// A function of the command line or of the file cannot be served. Functions of an earlier run are listed as failed
     /// instead, as are all functions if this server restores another one.
-    pub(super) fn start(&mut self, declared: Declared) -> Result<(), ChangeError> {
-        let Declared {
+    pub(super) fn start(&mut self, declared: StartConfiguration) -> Result<(), ChangeError> {
+        let StartConfiguration {
             functions,
             drives,
             added: earlier,
@@ -171,9 +175,9 @@ impl Roster {
             }
             let mut functions = functions;
             for text in earlier {
-                match DeclaredFunction::read(Origin::Added, text.clone()) {
+                match FunctionDeclaration::read(DeclarationSource::Added, text.clone()) {
                     Ok(declared) => functions.push(declared),
-                    Err(error) => self.fail_unreadable(Unreadable::added(text, error)),
+                    Err(error) => self.fail_unreadable(UnreadableDeclaration::added(text, error)),
                 }
             }
             for function in unreadable {
@@ -229,7 +233,7 @@ impl Roster {
                 .map(|path| of_description(path))
                 .collect()
         };
-        let declared = DeclaredFunction::read(Origin::Added, text);
+        let declared = FunctionDeclaration::read(DeclarationSource::Added, text);
         let explained = |error| match self.terms.confined.explain(error, described) {
             Ok(error) => ChangeError::from(error),
             Err(refusal) => refusal.into(),
@@ -280,16 +284,16 @@ impl Roster {
         }
         let place = self.offers.iter().position(|offer| of_id(&offer.entry));
         let place = place.ok_or_else(|| self.no_function(id))?;
-        let Offer {
+        let RegisteredFunction {
             declared, entry, ..
         } = &self.offers[place];
-        if let (Origin::File, Some(file)) = (declared.origin, &self.terms.file) {
+        if let (DeclarationSource::File, Some(file)) = (declared.origin, &self.terms.file) {
             return Err(ChangeError::Declared {
                 id: entry.id.clone(),
                 file: file.clone(),
             });
         }
-        let is_added = declared.origin == Origin::Added;
+        let is_added = declared.origin == DeclarationSource::Added;
         if !force {
             self.check_unused(&[place])?;
         }
@@ -314,8 +318,11 @@ impl Roster {
     }
 
     /// Reserves a lease for a user's VMMs.
-    pub(super) fn reserve(&mut self, reservation: Reservation) -> Result<Reserved, ChangeError> {
-        let Reservation {
+    pub(super) fn reserve(
+        &mut self,
+        reservation: LeaseReservation,
+    ) -> Result<ReservedLease, ChangeError> {
+        let LeaseReservation {
             owner,
             mut function,
             limits,
@@ -333,17 +340,17 @@ impl Roster {
         owner: &str,
         function: &FunctionOptions,
         limits: Option<&OptionText>,
-    ) -> Result<Reserved, OfferError> {
+    ) -> Result<ReservedLease, FunctionRegistrationError> {
         let owner = user_number(owner)?;
         let keeping = self.terms.keeping.as_deref();
         let drive = self
             .drives
             .open(function, std::iter::once(function), keeping)?;
-        let Terms { ledgers, stop, .. } = &self.terms;
-        let ledgers = ledgers.claiming(Claim::For(owner));
+        let ServerContext { ledgers, stop, .. } = &self.terms;
+        let ledgers = ledgers.claiming(LeaseClaim::For(owner));
         let limits = limits.map(ToString::to_string);
         let (id, extents) = open::reserve(function, limits, &drive, &ledgers, stop)?;
-        Ok(Reserved {
+        Ok(ReservedLease {
             id,
             owner,
             drive: function.path.to_string(),
@@ -376,7 +383,7 @@ impl Roster {
             .fold(declared.text.clone(), |text, (key, value)| {
                 text.with(key, (value != RateChange::NONE).then_some(value))
             });
-        if before.origin == Origin::Added
+        if before.origin == DeclarationSource::Added
             && let Err(error) = self.store_added()
         {
             self.offers[place].declared = before;
@@ -413,14 +420,14 @@ impl Roster {
         let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
         let place = self.offers.iter().position(|offer| of_id(&offer.entry));
         let place = place.ok_or_else(|| self.no_function(id))?;
-        let Offer {
+        let RegisteredFunction {
             declared, entry, ..
         } = &self.offers[place];
-        let present = entry.extents.as_ref().map_or(0, Extents::length);
+        let present = entry.extents.as_ref().map_or(0, LeaseExtents::length);
         let origin = declared.origin;
         match (origin, &self.terms.file) {
             _ if truncate && size.0 < present => self.truncate(place, size)?,
-            (Origin::File, Some(file)) => {
+            (DeclarationSource::File, Some(file)) => {
                 return Err(ChangeError::SizeInFile {
                     id: entry.id.clone(),
                     file: file.clone(),
@@ -428,7 +435,7 @@ impl Roster {
             }
             _ => {
                 self.grow(place, size)?;
-                if origin == Origin::Added {
+                if origin == DeclarationSource::Added {
                     // Even if this fails, the ledger keeps the new size.
                     self.store_added()?;
                 }
@@ -453,7 +460,7 @@ impl Roster {
     /// which is harmless. The other order could leave a function that asks for more than it has. The next process would have to
     /// find free space, which another lease may have taken.
     fn truncate(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
-        let Offer {
+        let RegisteredFunction {
             declared, entry, ..
         } = &self.offers[place];
         let id = entry.id.clone();
@@ -474,7 +481,7 @@ impl Roster {
         if let Some(trouble) = offer.end() {
             log::error!("{trouble}");
         }
-        let added = declared.origin == Origin::Added;
+        let added = declared.origin == DeclarationSource::Added;
         let mut smaller = declared.clone();
         smaller.set_size(size);
         let options = &declared.function.function;
@@ -530,14 +537,14 @@ impl Roster {
         // From here on, only the functions hold the drives.
         drop((held, drives, view));
         let mut result = Ok(());
-        for Offer { entry, thread, .. } in offers {
+        for RegisteredFunction { entry, thread, .. } in offers {
             let ended = thread.end().map_err(|error| (entry.socket, error));
             result = result.and(ended);
         }
         result
     }
 
-    pub(super) fn pollers(&self) -> Arc<Pollers> {
+    pub(super) fn pollers(&self) -> Arc<PollerPool> {
         self.terms.pollers.clone()
     }
 
@@ -546,7 +553,7 @@ impl Roster {
     }
 
     /// Returns the shared view of the current functions.
-    pub(super) fn view(&self) -> Arc<Mutex<Arc<View>>> {
+    pub(super) fn view(&self) -> Arc<Mutex<Arc<RegistrySnapshot>>> {
         self.view.clone()
     }
 
@@ -583,7 +590,7 @@ impl Roster {
     }
 
     /// Returns a function with resolved paths and the server's defaults.
-    pub(super) fn resolved(&self, declared: DeclaredFunction) -> DeclaredFunction {
+    pub(super) fn resolved(&self, declared: FunctionDeclaration) -> FunctionDeclaration {
         resolved_function(declared, self.terms.data)
     }
 
@@ -593,9 +600,9 @@ impl Roster {
     /// that will be served again.
     pub(super) fn offer_all(
         &mut self,
-        functions: Vec<DeclaredFunction>,
+        functions: Vec<FunctionDeclaration>,
     ) -> Result<(), ChangeError> {
-        let functions: Vec<DeclaredFunction> = functions
+        let functions: Vec<FunctionDeclaration> = functions
             .into_iter()
             .map(|declared| self.resolved(declared))
             .collect();
@@ -616,7 +623,7 @@ impl Roster {
     }
 
     /// Serves functions like [`Self::offer_all`]. If the old server still has a function's lease, waits for that server to end.
-    fn offer_all_beside(&mut self, functions: &[DeclaredFunction]) -> Result<(), ChangeError> {
+    fn offer_all_beside(&mut self, functions: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let deadline = clock::monotonic() + RELEASE_PATIENCE;
         let mut outlasts = false;
         loop {
@@ -642,24 +649,28 @@ impl Roster {
     /// Serves a function. `batch` are the functions served together with it.
     fn offer(
         &mut self,
-        declared: &DeclaredFunction,
-        batch: &[DeclaredFunction],
-    ) -> Result<(), OfferError> {
+        declared: &FunctionDeclaration,
+        batch: &[FunctionDeclaration],
+    ) -> Result<(), FunctionRegistrationError> {
         let offered = self.offer_unexplained(declared, batch);
         offered.map_err(|error| self.explained(error, || of_function(&declared.function)))
     }
 
     /// Adds the cause to the error if Landlock denies a file.
-    fn explained(&self, error: OfferError, wanted: impl FnOnce() -> Vec<FileRule>) -> OfferError {
+    fn explained(
+        &self,
+        error: FunctionRegistrationError,
+        wanted: impl FnOnce() -> Vec<FileRule>,
+    ) -> FunctionRegistrationError {
         let explained = self.terms.confined.explain(error, wanted);
-        explained.unwrap_or_else(OfferError::from)
+        explained.unwrap_or_else(FunctionRegistrationError::from)
     }
 
     fn offer_unexplained(
         &mut self,
-        declared: &DeclaredFunction,
-        batch: &[DeclaredFunction],
-    ) -> Result<(), OfferError> {
+        declared: &FunctionDeclaration,
+        batch: &[FunctionDeclaration],
+    ) -> Result<(), FunctionRegistrationError> {
         let socket = &declared.function.socket;
         let mut others = self.offers.iter().map(|offer| &offer.declared.function);
         if let Some(error) = others.find_map(|other| taken(&declared.function, other)) {
@@ -670,20 +681,20 @@ impl Roster {
             .iter()
             .any(|failed| failed.entry.socket == *socket)
         {
-            return Err(OfferError::SocketTaken(socket.clone()));
+            return Err(FunctionRegistrationError::SocketTaken(socket.clone()));
         }
         let sharing = batch.iter().map(|other| &other.function.function);
         let keeping = self.terms.keeping.as_deref();
         let drive = self
             .drives
             .open(&declared.function.function, sharing, keeping)?;
-        let offer = Offer::new(declared, drive, &self.terms)?;
+        let offer = RegisteredFunction::new(declared, drive, &self.terms)?;
         if self
             .offers
             .iter()
             .any(|other| other.entry.id == offer.entry.id)
         {
-            return Err(OfferError::IdTaken(offer.entry.id));
+            return Err(FunctionRegistrationError::IdTaken(offer.entry.id));
         }
         self.offers.push(offer);
         Ok(())
@@ -693,14 +704,14 @@ impl Roster {
     ///
     /// A restored function may wait until the kernel has released the old server's resources. So does a function whose lease
     /// the old server still has, because it removed the function with commands in flight. Other functions do not wait for
-    /// either. Pinning a large guest memory delays no other function: see [`Turn`].
-    fn offer_each(&mut self, functions: Vec<DeclaredFunction>) {
-        let functions: Vec<DeclaredFunction> = functions
+    /// either. Pinning a large guest memory delays no other function: see [`RestoreOrder`].
+    fn offer_each(&mut self, functions: Vec<FunctionDeclaration>) {
+        let functions: Vec<FunctionDeclaration> = functions
             .into_iter()
             .map(|declared| self.resolved(declared))
             .collect();
         let deadline = clock::monotonic() + RELEASE_PATIENCE;
-        let mut waiting: Vec<&DeclaredFunction> = functions.iter().collect();
+        let mut waiting: Vec<&FunctionDeclaration> = functions.iter().collect();
         waiting.sort_by_key(|declared| in_turn(self.turn_of(&declared.function.socket)));
         waiting.retain(|declared| !self.postpone(declared, &functions));
         // Sockets of functions whose leases the old server still held.
@@ -723,7 +734,7 @@ impl Roster {
                     && (outlasting.contains(socket)
                         || keeping.is_some_and(|keeping| keeping.has(socket)));
                 if !waits {
-                    self.fail(FailedFunction::of(declared), &error);
+                    self.fail(FailedDeclaration::of(declared), &error);
                 }
                 waits
             });
@@ -742,14 +753,14 @@ impl Roster {
     }
 
     /// Returns the function's position in the order of restoring.
-    fn turn_of(&self, socket: &Path) -> Option<Turn> {
+    fn turn_of(&self, socket: &Path) -> Option<RestoreOrder> {
         self.terms.keeping.as_ref()?.turn_of(socket)
     }
 
     /// Lists a restored function as failed if pinning its memory would take long. It is served after all others, and after VMMs
     /// have their leases. Returns whether it was postponed.
-    fn postpone(&mut self, declared: &DeclaredFunction, batch: &[DeclaredFunction]) -> bool {
-        let ServedFunction {
+    fn postpone(&mut self, declared: &FunctionDeclaration, batch: &[FunctionDeclaration]) -> bool {
+        let ServerFunctionOptions {
             socket, function, ..
         } = &declared.function;
         let Some(keeping) = self.terms.keeping.as_deref() else {
@@ -774,36 +785,37 @@ impl Roster {
         if memory.saturating_sub(there) <= PINNED_AT_ONCE {
             return false;
         }
-        let declaration = FailedFunction::of(declared);
+        let declaration = FailedDeclaration::of(declared);
         let entry = declaration.entry("its memory is being pinned".to_owned());
         let id = entry.id.as_str();
         log::info!(function = id; "Function {id} is taken up once the others are: its memory is to be pinned");
-        self.failed.push(Failed { declaration, entry });
+        self.failed
+            .push(FailedFunctionRecord { declaration, entry });
         true
     }
 
     /// Serves a function of an earlier run. On an error, lists it as failed, so that others are served.
     fn offer_again(&mut self, text: OptionText) {
-        match DeclaredFunction::read(Origin::Added, text.clone()) {
+        match FunctionDeclaration::read(DeclarationSource::Added, text.clone()) {
             Ok(declared) => {
                 if let Err(error) = self.offer_all(vec![declared.clone()]) {
-                    self.fail(FailedFunction::of(&declared), &error);
+                    self.fail(FailedDeclaration::of(&declared), &error);
                 }
             }
-            Err(error) => self.fail_unreadable(Unreadable::added(text, error)),
+            Err(error) => self.fail_unreadable(UnreadableDeclaration::added(text, error)),
         }
     }
 
-    fn fail_unreadable(&mut self, function: Unreadable) {
+    fn fail_unreadable(&mut self, function: UnreadableDeclaration) {
         let reason = report::chain(&function.error);
-        self.fail_for(FailedFunction::Unreadable(Box::new(function)), reason);
+        self.fail_for(FailedDeclaration::Unreadable(Box::new(function)), reason);
     }
 
-    fn fail(&mut self, declaration: FailedFunction, error: &dyn Error) {
+    fn fail(&mut self, declaration: FailedDeclaration, error: &dyn Error) {
         self.fail_for(declaration, report::chain(error));
     }
 
-    fn fail_for(&mut self, declaration: FailedFunction, reason: String) {
+    fn fail_for(&mut self, declaration: FailedDeclaration, reason: String) {
         let entry = declaration.entry(reason.clone());
         let (id, socket) = (entry.id.as_str(), &entry.socket);
         let keeping = self.terms.keeping.as_ref();
@@ -815,7 +827,8 @@ impl Roster {
             function = id;
             "Function {id}, which there was before this server, cannot be offered: {reason}{waits}"
         );
-        self.failed.push(Failed { declaration, entry });
+        self.failed
+            .push(FailedFunctionRecord { declaration, entry });
     }
 
     /// Returns whether VMs wait for failed functions.
@@ -839,7 +852,7 @@ impl Roster {
             ..
         } = self;
         drives.close_moved(|drive| is_used(drive, offers, held));
-        let waits = |failed: &&Failed| keeping.has(&failed.entry.socket);
+        let waits = |failed: &&FailedFunctionRecord| keeping.has(&failed.entry.socket);
         let waiting = self.failed.iter().filter(waits);
         let sockets = waiting.map(|failed| failed.entry.socket.clone());
         let mut sockets: Vec<PathBuf> = sockets.collect();
@@ -855,7 +868,7 @@ impl Roster {
         let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
             return;
         };
-        let FailedFunction::Declared(declared) = &self.failed[place].declaration else {
+        let FailedDeclaration::Declared(declared) = &self.failed[place].declaration else {
             return;
         };
         let declared = declared.clone();
@@ -864,7 +877,7 @@ impl Roster {
         let offered = self.offer(&declared, std::slice::from_ref(&*declared));
         if let Err(error) = offered {
             let reason = report::chain(&error);
-            let known = matches!(&failed.entry.state, FunctionState::Failed { reason: known } if *known == reason);
+            let known = matches!(&failed.entry.state, FunctionStatus::Failed { reason: known } if *known == reason);
             if !known {
                 log::error!(function = id.as_str(); "Function {id} cannot be offered yet: {reason}");
                 failed.entry = failed.declaration.entry(reason);
@@ -880,7 +893,7 @@ impl Roster {
     }
 
     /// Removes and returns the failed functions of an origin.
-    pub(super) fn take_failed(&mut self, origin: Origin) -> Vec<Failed> {
+    pub(super) fn take_failed(&mut self, origin: DeclarationSource) -> Vec<FailedFunctionRecord> {
         let all = std::mem::take(&mut self.failed);
         let (taken, left) = all
             .into_iter()
@@ -890,9 +903,9 @@ impl Roster {
     }
 
     /// Puts back functions of [`Self::take_failed`], except those that are served by now.
-    pub(super) fn give_failed_back(&mut self, failed: Vec<Failed>) {
+    pub(super) fn give_failed_back(&mut self, failed: Vec<FailedFunctionRecord>) {
         let offers = &self.offers;
-        let is_offered = |failed: &Failed| {
+        let is_offered = |failed: &FailedFunctionRecord| {
             let mut offers = offers.iter();
             offers.any(|offer| offer.entry.socket == failed.entry.socket)
         };
@@ -912,7 +925,7 @@ impl Roster {
     }
 
     /// Opens drives and keeps them open.
-    pub(super) fn hold(&mut self, drives: Vec<DeclaredDrive>) -> Result<(), ChangeError> {
+    pub(super) fn hold(&mut self, drives: Vec<DriveDeclaration>) -> Result<(), ChangeError> {
         for mut declared in drives {
             let options = &mut declared.given.value.drive;
             options.path = resolved(&options.path);
@@ -925,7 +938,7 @@ impl Roster {
                 let explained = self.terms.confined.explain(error, || of_drive(function));
                 ChangeError::Drive {
                     path: function.path.clone(),
-                    source: explained.unwrap_or_else(DriveError::from),
+                    source: explained.unwrap_or_else(FunctionDriveError::from),
                 }
             })?;
             self.held.push(HeldDrive { declared, drive });
@@ -933,7 +946,7 @@ impl Roster {
         Ok(())
     }
 
-    pub(super) fn release_held(&mut self, origin: Origin) -> Vec<HeldDrive> {
+    pub(super) fn release_held(&mut self, origin: DeclarationSource) -> Vec<HeldDrive> {
         let (released, held) = std::mem::take(&mut self.held)
             .into_iter()
             .partition(|held| held.declared.origin == origin);
@@ -944,11 +957,11 @@ impl Roster {
 
     /// Asks a function to end. Refused while a VMM is connected, unless `force`.
     pub(super) fn ask_to_leave(&self, place: usize, force: bool) -> Result<(), ChangeError> {
-        let Offer { entry, thread, .. } = &self.offers[place];
+        let RegisteredFunction { entry, thread, .. } = &self.offers[place];
         match thread.leave(force) {
-            Leave::Leaves => Ok(()),
-            Leave::Connected => Err(ChangeError::Connected(entry.id.clone())),
-            Leave::Busy => Err(ChangeError::Busy(entry.id.clone())),
+            ShutdownAnswer::Leaves => Ok(()),
+            ShutdownAnswer::Connected => Err(ChangeError::Connected(entry.id.clone())),
+            ShutdownAnswer::Busy => Err(ChangeError::Busy(entry.id.clone())),
         }
     }
 
@@ -970,15 +983,15 @@ impl Roster {
 
     fn store_added_of<'a>(
         &'a self,
-        offers: impl Iterator<Item = &'a Offer>,
+        offers: impl Iterator<Item = &'a RegisteredFunction>,
         other: Option<&'a OptionText>,
     ) -> Result<(), ChangeError> {
         let offers = offers.map(|offer| &offer.declared);
-        let added = offers.filter(|declared| declared.origin == Origin::Added);
+        let added = offers.filter(|declared| declared.origin == DeclarationSource::Added);
         let added = added.map(|declared| &declared.text);
         let failed = self.failed.iter().map(|failed| &failed.declaration);
-        let failed = failed.filter(|declaration| declaration.origin() == Origin::Added);
-        let failed = failed.map(FailedFunction::text);
+        let failed = failed.filter(|declaration| declaration.origin() == DeclarationSource::Added);
+        let failed = failed.map(FailedDeclaration::text);
         Ok(self.terms.added.write(added.chain(failed).chain(other))?)
     }
 
@@ -990,12 +1003,12 @@ impl Roster {
         let offers = self.offers.iter().map(|offer| &offer.declared);
         let failed = self.failed.iter().map(|failed| &failed.declaration);
         let of_failed = failed.clone().filter_map(|declaration| match declaration {
-            FailedFunction::Declared(declared) => Some(&**declared),
-            FailedFunction::Unreadable(_) => None,
+            FailedDeclaration::Declared(declared) => Some(&**declared),
+            FailedDeclaration::Unreadable(_) => None,
         });
         let unreadable = failed.filter_map(|declaration| match declaration {
-            FailedFunction::Unreadable(other) => Some(&**other),
-            FailedFunction::Declared(_) => None,
+            FailedDeclaration::Unreadable(other) => Some(&**other),
+            FailedDeclaration::Declared(_) => None,
         });
         let held = self.held.iter().map(|held| &held.declared);
         let encoded = served::encode(
@@ -1029,7 +1042,7 @@ impl Roster {
             ..
         } = self;
         // A waiting VM needs its function and the data it wrote.
-        let waits = |failed: &&Failed| {
+        let waits = |failed: &&FailedFunctionRecord| {
             let keeping = terms.keeping.as_ref();
             keeping.is_some_and(|keeping| keeping.has(&failed.entry.socket))
         };
@@ -1056,22 +1069,22 @@ impl Roster {
     }
 
     /// Returns the served functions and drives of the file, for comparison.
-    fn comparable(&self) -> Comparable {
-        let of_file = |declared: &&DeclaredFunction| declared.origin == Origin::File;
+    fn comparable(&self) -> RunningConfiguration {
+        let of_file = |declared: &&FunctionDeclaration| declared.origin == DeclarationSource::File;
         let offered = self.offers.iter().map(|offer| &offer.declared);
         let failed = self.failed.iter().map(|failed| &failed.declaration);
         let failed = failed.filter_map(|declaration| match declaration {
-            FailedFunction::Declared(declared) => Some(&**declared),
-            FailedFunction::Unreadable(_) => None,
+            FailedDeclaration::Declared(declared) => Some(&**declared),
+            FailedDeclaration::Unreadable(_) => None,
         });
         let held = self.held.iter().map(|held| &held.declared);
         let held = held.chain(&self.missing);
-        Comparable {
+        RunningConfiguration {
             file: self.terms.file.clone(),
             data: self.terms.data,
             functions: offered.chain(failed).filter(of_file).cloned().collect(),
             drives: held
-                .filter(|held| held.origin == Origin::File)
+                .filter(|held| held.origin == DeclarationSource::File)
                 .map(|held| held.given.value.clone())
                 .collect(),
         }
@@ -1081,7 +1094,7 @@ impl Roster {
         self.keep_configuration();
         let functions = self.offers.iter();
         let functions = functions.map(|offer| (offer.thread.handle(), offer.entry.clone()));
-        let view = View {
+        let view = RegistrySnapshot {
             functions: functions.collect(),
             failed: self
                 .failed
@@ -1109,20 +1122,28 @@ impl Roster {
 }
 
 /// Sort key of the order of restoring. Functions without a waiting VM come last.
-fn in_turn(turn: Option<Turn>) -> (bool, Option<Turn>) {
+fn in_turn(turn: Option<RestoreOrder>) -> (bool, Option<RestoreOrder>) {
     (turn.is_none(), turn)
 }
 
 /// Returns an error if the two functions have the same socket or id.
-pub(super) fn taken(function: &ServedFunction, other: &ServedFunction) -> Option<OfferError> {
+pub(super) fn taken(
+    function: &ServerFunctionOptions,
+    other: &ServerFunctionOptions,
+) -> Option<FunctionRegistrationError> {
     if function.socket == other.socket {
-        return Some(OfferError::SocketTaken(function.socket.clone()));
+        return Some(FunctionRegistrationError::SocketTaken(
+            function.socket.clone(),
+        ));
     }
     let id = function.function.id.as_ref()?;
-    (other.function.id.as_ref() == Some(id)).then(|| OfferError::IdTaken(id.clone()))
+    (other.function.id.as_ref() == Some(id)).then(|| FunctionRegistrationError::IdTaken(id.clone()))
 }
 
-pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> ChangeError {
+pub(super) fn cannot_offer(
+    declared: &FunctionDeclaration,
+    source: FunctionRegistrationError,
+) -> ChangeError {
     ChangeError::Function {
         socket: declared.function.socket.clone(),
         source,
@@ -1130,7 +1151,7 @@ pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> C
 }
 
 /// Returns whether a function uses the drive or the server keeps it open.
-fn is_used(drive: &Arc<Drive>, offers: &[Offer], held: &[HeldDrive]) -> bool {
+fn is_used(drive: &Arc<Drive>, offers: &[RegisteredFunction], held: &[HeldDrive]) -> bool {
     let mut drives = offers.iter().map(|offer| &offer.drive);
     let mut held = held.iter().map(|held| &held.drive);
     drives.any(|other| Arc::ptr_eq(other, drive)) || held.any(|other| Arc::ptr_eq(other, drive))
@@ -1149,48 +1170,48 @@ mod tests {
 
     use super::super::declared::AddedFile;
     use super::*;
-    use crate::confine::Confined;
-    use crate::kept::{Keeping, StallBegin};
+    use crate::confine::ProcessConfinement;
+    use crate::kept::{GuestPauseStart, ServerPersistence};
 
     /// The roster of a server without functions, in a folder with a state folder.
-    fn roster(folder: &Path, keeping: Option<Keeping>) -> Roster {
+    fn roster(folder: &Path, keeping: Option<ServerPersistence>) -> FunctionRegistry {
         let state_dir = folder.join("state");
-        let ledgers = Arc::new(open::Ledgers::open(&state_dir));
-        let pollers = Pollers::new();
+        let ledgers = Arc::new(open::LeaseLedgers::open(&state_dir));
+        let pollers = PollerPool::new();
         let leases = LeaseTable::new(
             &state_dir,
             SocketAccess::default(),
             ledgers.clone(),
             pollers.clone(),
-            StallBegin::of_vmms(keeping.as_ref()),
+            GuestPauseStart::of_vmms(keeping.as_ref()),
         );
-        Roster::new(Terms {
+        FunctionRegistry::new(ServerContext {
             ledgers,
             leases,
             pollers,
-            data: nvme_mpt::lease::FormerData::Refused,
+            data: nvme_mpt::lease::PreviousDataPolicy::Refused,
             rules: Vec::new(),
             state_dir,
             file: None,
             added: AddedFile::beside(&folder.join("control.sock")),
             keeping: keeping.map(Arc::new),
             stop: Arc::new(AtomicBool::new(false)),
-            confined: Confined::default(),
+            confined: ProcessConfinement::default(),
         })
     }
 
-    fn function(folder: &Path, socket: &str) -> DeclaredFunction {
+    fn function(folder: &Path, socket: &str) -> FunctionDeclaration {
         let (socket, drive) = (folder.join(socket), folder.join("drive.img"));
         let text = format!(
             "socket={},path={},range=0+1M,id=a",
             socket.display(),
             drive.display()
         );
-        DeclaredFunction::read(Origin::CommandLine, text.parse().unwrap()).unwrap()
+        FunctionDeclaration::read(DeclarationSource::CommandLine, text.parse().unwrap()).unwrap()
     }
 
     /// Has the next server offer a function whose lease the server before has still, and checks that the function waits.
-    fn check_waiting(offer: impl FnOnce(&mut Roster, DeclaredFunction)) {
+    fn check_waiting(offer: impl FnOnce(&mut FunctionRegistry, FunctionDeclaration)) {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         make_state_folder(&folder.join("state")).unwrap();
@@ -1198,7 +1219,7 @@ mod tests {
         drive.set_len(2 << 20).unwrap();
         // This process is the server before as well.
         let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
-        let (keeping, _keeper, mut server) = Keeping::beside_with(folder, process);
+        let (keeping, _keeper, mut server) = ServerPersistence::beside_with(folder, process);
         let mut before = roster(folder, None);
         before
             .offer_all(vec![function(folder, "before.sock")])
@@ -1229,9 +1250,9 @@ mod tests {
     fn the_only_function_waits_for_the_lease_of_the_server_before() {
         check_waiting(|after, function| {
             // Without a function that goes on, one that cannot be offered ends the server.
-            let declared = Declared {
+            let declared = StartConfiguration {
                 functions: vec![function],
-                ..Declared::default()
+                ..StartConfiguration::default()
             };
             after.start(declared).unwrap();
         });

@@ -10,9 +10,10 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::declared::{
-    Declared, DeclaredDrive, DeclaredFunction, FileContents, Given, ServedLease, Unreadable,
+    AssignedLease, DriveDeclaration, FileContents, FunctionDeclaration, ParsedDeclaration,
+    StartConfiguration, UnreadableDeclaration,
 };
-use crate::change::Origin;
+use crate::change::DeclarationSource;
 use crate::confine::FileRule;
 
 /// Format version of the stored configuration.
@@ -20,7 +21,7 @@ const VERSION: u32 = 1;
 
 /// Error of reading a stored configuration.
 #[derive(Debug, Error)]
-pub enum ServedError {
+pub enum StoredConfigurationError {
     /// The configuration is damaged, or another program wrote it.
     #[error("The configuration that the server before has kept cannot be read")]
     Syntax(#[from] serde_json::Error),
@@ -37,37 +38,37 @@ pub enum ServedError {
 /// Stored configuration, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct ServedState {
+struct StoredConfiguration {
     #[serde(rename = "configuration")]
     version: u32,
-    functions: Vec<FunctionState>,
-    drives: Vec<DriveState>,
+    functions: Vec<StoredFunction>,
+    drives: Vec<StoredDrive>,
     /// Landlock rules of the file.
     rules: Vec<String>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct FunctionState {
-    origin: Origin,
+struct StoredFunction {
+    origin: DeclarationSource,
     options: String,
     #[serde(default, skip_serializing_if = "FileContents::is_empty")]
     files: FileContents,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    lease: Option<LeaseState>,
+    lease: Option<StoredLease>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct LeaseState {
+struct StoredLease {
     id: String,
     range: ByteRange,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct DriveState {
-    origin: Origin,
+struct StoredDrive {
+    origin: DeclarationSource,
     options: String,
     #[serde(default, skip_serializing_if = "FileContents::is_empty")]
     files: FileContents,
@@ -75,32 +76,32 @@ struct DriveState {
 
 /// Encodes the configuration to store.
 pub(super) fn encode<'a>(
-    functions: impl Iterator<Item = &'a DeclaredFunction>,
-    unreadable: impl Iterator<Item = &'a Unreadable>,
-    drives: impl Iterator<Item = &'a DeclaredDrive>,
+    functions: impl Iterator<Item = &'a FunctionDeclaration>,
+    unreadable: impl Iterator<Item = &'a UnreadableDeclaration>,
+    drives: impl Iterator<Item = &'a DriveDeclaration>,
     rules: &[FileRule],
-) -> Result<Vec<u8>, ServedError> {
-    let functions = functions.map(|declared| FunctionState {
+) -> Result<Vec<u8>, StoredConfigurationError> {
+    let functions = functions.map(|declared| StoredFunction {
         origin: declared.origin,
         options: declared.resolved_text().to_string(),
         files: declared.files.clone(),
         lease: declared
             .lease
             .clone()
-            .map(|ServedLease { id, range }| LeaseState { id, range }),
+            .map(|AssignedLease { id, range }| StoredLease { id, range }),
     });
-    let unreadable = unreadable.map(|other| FunctionState {
+    let unreadable = unreadable.map(|other| StoredFunction {
         origin: other.origin,
         options: other.text.to_string(),
         files: other.files.clone(),
         lease: None,
     });
-    let drives = drives.map(|DeclaredDrive { origin, given }| DriveState {
+    let drives = drives.map(|DriveDeclaration { origin, given }| StoredDrive {
         origin: *origin,
         options: given.resolved_text().to_string(),
         files: given.files.clone(),
     });
-    let state = ServedState {
+    let state = StoredConfiguration {
         version: VERSION,
         functions: functions.chain(unreadable).collect(),
         drives: drives.collect(),
@@ -110,7 +111,7 @@ pub(super) fn encode<'a>(
 }
 
 /// Decodes a stored configuration. Functions that this release cannot parse go to `Declared::unreadable`.
-pub(super) fn decode(bytes: &[u8]) -> Result<Declared, ServedError> {
+pub(super) fn decode(bytes: &[u8]) -> Result<StartConfiguration, StoredConfigurationError> {
     #[derive(Deserialize)]
     struct OnlyVersion {
         #[serde(rename = "configuration")]
@@ -118,19 +119,19 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Declared, ServedError> {
     }
     let OnlyVersion { version } = serde_json::from_slice(bytes)?;
     if version != VERSION {
-        return Err(ServedError::Version(version));
+        return Err(StoredConfigurationError::Version(version));
     }
-    let ServedState {
+    let StoredConfiguration {
         version: _,
         functions,
         drives,
         rules,
     } = serde_json::from_slice(bytes)?;
-    let mut declared = Declared {
+    let mut declared = StartConfiguration {
         was_served: true,
-        ..Declared::default()
+        ..StartConfiguration::default()
     };
-    for FunctionState {
+    for StoredFunction {
         origin,
         options,
         files,
@@ -138,13 +139,13 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Declared, ServedError> {
     } in functions
     {
         let text: OptionText = options.parse()?;
-        let given = Given::with_files(text.clone(), files.clone());
+        let given = ParsedDeclaration::with_files(text.clone(), files.clone());
         match given {
-            Ok(given) => declared.functions.push(DeclaredFunction {
-                lease: lease.map(|LeaseState { id, range }| ServedLease { id, range }),
-                ..DeclaredFunction::given(origin, given)
+            Ok(given) => declared.functions.push(FunctionDeclaration {
+                lease: lease.map(|StoredLease { id, range }| AssignedLease { id, range }),
+                ..FunctionDeclaration::given(origin, given)
             }),
-            Err(error) => declared.unreadable.push(Unreadable {
+            Err(error) => declared.unreadable.push(UnreadableDeclaration {
                 origin,
                 text,
                 files,
@@ -152,14 +153,14 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Declared, ServedError> {
             }),
         }
     }
-    for DriveState {
+    for StoredDrive {
         origin,
         options,
         files,
     } in drives
     {
-        let given = Given::with_files(options.parse()?, files)?;
-        declared.drives.push(DeclaredDrive { origin, given });
+        let given = ParsedDeclaration::with_files(options.parse()?, files)?;
+        declared.drives.push(DriveDeclaration { origin, given });
     }
     let rules = rules.iter().map(|rule| rule.parse());
     declared.rules = rules.collect::<Result<_, _>>()?;
@@ -173,8 +174,8 @@ mod tests {
     use super::*;
     use crate::confine::FileAccess;
 
-    fn again(declared: &Declared) -> Declared {
-        let Declared {
+    fn again(declared: &StartConfiguration) -> StartConfiguration {
+        let StartConfiguration {
             functions,
             drives,
             unreadable,
@@ -199,23 +200,24 @@ mod tests {
             profile.display(),
             plan.display()
         );
-        let read = |text: &str| DeclaredFunction::read(Origin::File, text.parse().unwrap());
+        let read =
+            |text: &str| FunctionDeclaration::read(DeclarationSource::File, text.parse().unwrap());
         let first = read(&function).unwrap();
         let mut second = read("socket=/run/b.sock,path=/srv/b.img").unwrap();
-        second.origin = Origin::CommandLine;
-        second.lease = Some(ServedLease {
+        second.origin = DeclarationSource::CommandLine;
+        second.lease = Some(AssignedLease {
             id: "b".to_owned(),
             range: ByteRange::new(0, 1 << 20).unwrap(),
         });
-        let drive = Given::read("path=memory:2G,lba=4096".parse().unwrap()).unwrap();
-        let declared = Declared {
+        let drive = ParsedDeclaration::read("path=memory:2G,lba=4096".parse().unwrap()).unwrap();
+        let declared = StartConfiguration {
             functions: vec![first, second],
-            drives: vec![DeclaredDrive {
-                origin: Origin::File,
+            drives: vec![DriveDeclaration {
+                origin: DeclarationSource::File,
                 given: drive,
             }],
             rules: vec![FileRule::new("/srv", FileAccess::WRITE)],
-            ..Declared::default()
+            ..StartConfiguration::default()
         };
         fs::write(&profile, "model = \"none").unwrap();
         fs::remove_file(&plan).unwrap();
@@ -243,6 +245,9 @@ mod tests {
         let next = again(&declared);
         assert_eq!(next.unreadable[0].text, declared.unreadable[0].text);
         let later = br#"{"configuration":2,"functions":5}"#;
-        assert!(matches!(decode(later), Err(ServedError::Version(2))));
+        assert!(matches!(
+            decode(later),
+            Err(StoredConfigurationError::Version(2))
+        ));
     }
 }

@@ -4,24 +4,24 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::Pollers;
-use nvme_mpt::lease::FormerData;
-use nvme_mpt_vmm::open::Ledgers;
+use nvme_mpt::PollerPool;
+use nvme_mpt::lease::PreviousDataPolicy;
+use nvme_mpt_vmm::open::LeaseLedgers;
 
 use super::declared::AddedFile;
 use super::leases::LeaseTable;
-use crate::confine::{Confined, FileRule};
-use crate::kept::Keeping;
+use crate::confine::{FileRule, ProcessConfinement};
+use crate::kept::ServerPersistence;
 
 /// Shared resources and settings of a server.
 #[derive(Debug)]
-pub(super) struct Terms {
-    pub(super) ledgers: Arc<Ledgers>,
+pub(super) struct ServerContext {
+    pub(super) ledgers: Arc<LeaseLedgers>,
     /// Leases of functions that run inside VMMs.
     pub(super) leases: Arc<LeaseTable>,
-    pub(super) pollers: Arc<Pollers>,
+    pub(super) pollers: Arc<PollerPool>,
     /// Policy for data that another id left. Applies to functions without `data=`.
-    pub(super) data: FormerData,
+    pub(super) data: PreviousDataPolicy,
     /// Landlock rules of the file at the start.
     pub(super) rules: Vec<FileRule>,
     /// Directory of the ledger, and of reports on quarantined functions.
@@ -30,9 +30,9 @@ pub(super) struct Terms {
     pub(super) file: Option<PathBuf>,
     pub(super) added: AddedFile,
     /// State that outlives this process, if it has a keeper.
-    pub(super) keeping: Option<Arc<Keeping>>,
+    pub(super) keeping: Option<Arc<ServerPersistence>>,
     /// Set when the server ends, to end long waits early.
     pub(super) stop: Arc<AtomicBool>,
     /// Restrictions, inherited by the next process.
-    pub(super) confined: Confined,
+    pub(super) confined: ProcessConfinement,
 }

@@ -13,11 +13,11 @@ use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt_vmm::report;
 
 use super::drives::outlives_process;
-use super::roster::Roster;
+use super::roster::FunctionRegistry;
 use crate::confine::{FileAccess, FileRule, LandlockRefusal};
 use crate::function_thread::FunctionHandle;
-use crate::kept::predecessor::{Successor, UpgradeError, lease_protocol};
-use crate::kept::{FIRST_STAGE, Keeping};
+use crate::kept::predecessor::{SuccessorProcess, UpgradeError, lease_protocol};
+use crate::kept::{FIRST_STAGE, ServerPersistence};
 
 /// Time for in-flight commands to end in the check before an upgrade.
 const CHECK: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ const CHECK: Duration = Duration::from_secs(5);
 /// Suffix that the kernel appends to the path of a deleted executable.
 const DELETED: &[u8] = b" (deleted)";
 
-impl Roster {
+impl FunctionRegistry {
     /// Hands all functions over to a new process and returns its process id. The caller must then exit at once.
     pub(super) fn upgrade(&self, binary: Option<&Path>) -> Result<u32, UpgradeError> {
         let keeping = self.terms.keeping.as_ref().ok_or(UpgradeError::NoKeeper)?;
@@ -45,7 +45,7 @@ impl Roster {
         }
         // A keeper that does not answer could not restart the next server after a crash.
         keeping.await_keeper()?;
-        let mut successor = Successor::start(
+        let mut successor = SuccessorProcess::start(
             keeping,
             &[FIRST_STAGE.into()],
             &command,
@@ -78,7 +78,7 @@ impl Roster {
                 reason,
             }
         })?;
-        let drives = RestingDrives::begin(keeping, self.drives.controllers());
+        let drives = QuiescedDrives::begin(keeping, self.drives.controllers());
         if ends() {
             return Err(UpgradeError::Ending);
         }
@@ -152,14 +152,14 @@ impl Roster {
 }
 
 /// Drives paused for the next server. Dropping it resumes them.
-struct RestingDrives<'a> {
-    keeping: &'a Keeping,
+struct QuiescedDrives<'a> {
+    keeping: &'a ServerPersistence,
     drives: Vec<Arc<Drive>>,
 }
 
-impl<'a> RestingDrives<'a> {
+impl<'a> QuiescedDrives<'a> {
     /// Pauses all drives that can be handed over. The next process resets the others.
-    fn begin(keeping: &'a Keeping, drives: Vec<Arc<Drive>>) -> Self {
+    fn begin(keeping: &'a ServerPersistence, drives: Vec<Arc<Drive>>) -> Self {
         let mut resting = Self {
             keeping,
             drives: Vec::new(),
@@ -184,7 +184,7 @@ impl<'a> RestingDrives<'a> {
     }
 }
 
-impl Drop for RestingDrives<'_> {
+impl Drop for QuiescedDrives<'_> {
     fn drop(&mut self) {
         for drive in &self.drives {
             drive.controller().take_back();

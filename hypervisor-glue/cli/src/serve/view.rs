@@ -4,37 +4,37 @@ use std::sync::Arc;
 
 use nvme_mpt::Drive;
 
-use super::pending::Comparable;
-use crate::change::{FunctionEntry, FunctionState};
+use super::pending::RunningConfiguration;
+use crate::change::{FunctionEntry, FunctionStatus};
 use crate::function_thread::FunctionHandle;
 
 #[derive(Debug, Default)]
-pub(super) struct View {
+pub(super) struct RegistrySnapshot {
     pub(super) functions: Vec<(FunctionHandle, FunctionEntry)>,
     pub(super) failed: Vec<FunctionEntry>,
     /// Functions and drives to compare with the file.
-    pub(super) declared: Comparable,
+    pub(super) declared: RunningConfiguration,
     /// Drives, one per host controller.
     pub(super) drives: Vec<Arc<Drive>>,
     /// All drives, one per namespace in use.
     pub(super) namespaces: Vec<Arc<Drive>>,
 }
 
-impl View {
+impl RegistrySnapshot {
     /// Returns all functions with their current states. Waits at most one second for answers.
     pub(super) fn entries(&self) -> Vec<FunctionEntry> {
         let handles = self.functions.iter().map(|(handle, _)| handle);
         let figures = FunctionHandle::stats_of(handles);
         let entries = self.functions.iter().map(|(_, entry)| {
             let figures = figures.iter().find(|figures| figures.id == entry.id);
-            if matches!(entry.state, FunctionState::Failed { .. }) {
+            if matches!(entry.state, FunctionStatus::Failed { .. }) {
                 return entry.clone();
             }
             FunctionEntry {
                 state: match figures.map(|figures| figures.connected) {
-                    Some(true) => FunctionState::Connected,
-                    Some(false) => FunctionState::Waiting,
-                    None => FunctionState::Busy,
+                    Some(true) => FunctionStatus::Connected,
+                    Some(false) => FunctionStatus::Waiting,
+                    None => FunctionStatus::Busy,
                 },
                 ..entry.clone()
             }

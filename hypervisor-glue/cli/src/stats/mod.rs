@@ -6,9 +6,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::change::{FunctionEntry, FunctionState};
+use crate::change::{FunctionEntry, FunctionStatus};
 use nvme_mpt::Drive;
-use nvme_mpt::drive::{HostNamespace, Incidents};
+use nvme_mpt::drive::{DriveIncidents, HostNamespace};
 use nvme_mpt::stats::{
     LatencyBucket, LeasePairStats, MemoryStats, PollerStats, QueueStats, StatusCount,
 };
@@ -29,7 +29,7 @@ pub struct ServerStats {
     pub drives: Vec<DriveStats>,
     /// State of the server's keeper, which lets VMs on vfio-user outlive the server.
     #[serde(default)]
-    pub keeper: KeeperState,
+    pub keeper: SupervisorStatus,
 }
 
 /// Message about a keeper that has ended.
@@ -39,7 +39,7 @@ pub(crate) const KEEPER_ENDED: &str = "The keeper of this server has ended: if t
 /// State of a server's keeper.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum KeeperState {
+pub enum SupervisorStatus {
     /// The server was started without a keeper.
     #[default]
     None,
@@ -63,7 +63,7 @@ impl FunctionFailure {
     #[must_use]
     pub fn of(entry: &FunctionEntry) -> Option<Self> {
         match &entry.state {
-            FunctionState::Failed { reason } => Some(Self {
+            FunctionStatus::Failed { reason } => Some(Self {
                 id: entry.id.clone(),
                 reason: reason.clone(),
             }),
@@ -128,7 +128,7 @@ impl DriveStats {
     #[must_use]
     pub fn of(drive: &Drive) -> Self {
         let controller = drive.controller();
-        let Incidents {
+        let DriveIncidents {
             timeouts,
             aborts,
             resets,
@@ -214,29 +214,29 @@ pub struct FunctionStats {
     #[serde(default)]
     pub processor_seconds: f64,
     /// Statistics of the admin queue.
-    pub admin: AdminStats,
+    pub admin: FunctionAdminStats,
     /// Number of resets.
     #[serde(default)]
     pub resets: ResetCounts,
     /// Pause during which this server restored the function with its VMM. `None` if it was not restored.
     #[serde(default)]
-    pub stall: Option<Stall>,
+    pub stall: Option<GuestPause>,
 }
 
 /// Time during which no server processed a function's queues.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Stall {
+pub struct GuestPause {
     /// Cause of the pause.
-    pub cause: StallCause,
+    pub cause: GuestPauseCause,
     /// Length in seconds.
     pub seconds: f64,
 }
 
-impl fmt::Display for Stall {
+impl fmt::Display for GuestPause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let since = match self.cause {
-            StallCause::Upgrade => "since its queues were asked to rest",
-            StallCause::Crash | StallCause::Restart => "since the start of this one",
+            GuestPauseCause::Upgrade => "since its queues were asked to rest",
+            GuestPauseCause::Crash | GuestPauseCause::Restart => "since the start of this one",
         };
         write!(f, "{:.3} ms, {since}", self.seconds * 1e3)
     }
@@ -245,7 +245,7 @@ impl fmt::Display for Stall {
 /// Cause of a pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum StallCause {
+pub enum GuestPauseCause {
     /// An upgrade. The pause starts when the old server asks its queues to pause.
     Upgrade,
     /// A crash. As its time is unknown, the pause starts with this server.
@@ -254,7 +254,7 @@ pub enum StallCause {
     Restart,
 }
 
-impl StallCause {
+impl GuestPauseCause {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Upgrade => "upgrade",
@@ -266,7 +266,7 @@ impl StallCause {
 
 /// Statistics of an admin queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AdminStats {
+pub struct FunctionAdminStats {
     /// Number of completed commands.
     pub commands: u64,
     /// Number of doorbell writes that exited to the VMM.
@@ -382,7 +382,7 @@ impl FunctionStats {
                 unmaps: self.memory.unmaps.saturating_sub(earlier.memory.unmaps),
                 ..self.memory
             },
-            admin: AdminStats {
+            admin: FunctionAdminStats {
                 commands: self.admin.commands.saturating_sub(earlier.admin.commands),
                 doorbell_exits: self
                     .admin
@@ -408,7 +408,7 @@ pub(crate) mod tests {
 
     pub(crate) fn sample() -> ServerStats {
         ServerStats {
-            keeper: KeeperState::Runs,
+            keeper: SupervisorStatus::Runs,
             failed: Vec::new(),
             functions: vec![FunctionStats {
                 id: "vm-1".to_owned(),
@@ -451,7 +451,7 @@ pub(crate) mod tests {
                 latency: Vec::new(),
                 errors: Vec::new(),
                 processor_seconds: 2.345_678,
-                admin: AdminStats {
+                admin: FunctionAdminStats {
                     commands: 23,
                     doorbell_exits: 40,
                     interrupts: 9,
@@ -462,8 +462,8 @@ pub(crate) mod tests {
                     function_level: 1,
                     vmm: 0,
                 },
-                stall: Some(Stall {
-                    cause: StallCause::Upgrade,
+                stall: Some(GuestPause {
+                    cause: GuestPauseCause::Upgrade,
                     seconds: 0.0125,
                 }),
             }],

@@ -6,11 +6,11 @@ use nvme_mpt::range::Bytes;
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 
 use crate::list::one_line;
-use crate::table::Table;
+use crate::table::TextTable;
 
 use super::{
-    DriveStats, FunctionStats, KEEPER_ENDED, KeeperState, ResetCounts, ServerStats, Stall,
-    StallCause,
+    DriveStats, FunctionStats, GuestPause, GuestPauseCause, KEEPER_ENDED, ResetCounts, ServerStats,
+    SupervisorStatus,
 };
 
 /// Formats bytes with three significant digits.
@@ -88,11 +88,11 @@ impl fmt::Display for FunctionStats {
                 self.admin.aborts
             )?;
         }
-        if let Some(Stall { cause, seconds }) = self.stall {
+        if let Some(GuestPause { cause, seconds }) = self.stall {
             let when = match cause {
-                StallCause::Upgrade => "at the upgrade to this server",
-                StallCause::Crash => "after a crash, from the start of this server",
-                StallCause::Restart => "after the end of a server, from the start of this one",
+                GuestPauseCause::Upgrade => "at the upgrade to this server",
+                GuestPauseCause::Crash => "after a crash, from the start of this server",
+                GuestPauseCause::Restart => "after the end of a server, from the start of this one",
             };
             writeln!(f, "  stall: {:.1} ms {when}", seconds * 1e3)?;
         }
@@ -119,7 +119,7 @@ impl fmt::Display for FunctionStats {
         if counted {
             head.push("host queue");
         }
-        let mut table = Table::new(&head);
+        let mut table = TextTable::new(&head);
         table.row(vec![
             "admin".to_owned(),
             self.admin.commands.to_string(),
@@ -162,8 +162,8 @@ impl fmt::Display for FunctionStats {
 }
 
 /// Returns the table of drives with a limited number of queue pairs, if there are any.
-fn drives(drives: &[DriveStats]) -> Option<Table> {
-    let mut table = Table::new(&[
+fn drives(drives: &[DriveStats]) -> Option<TextTable> {
+    let mut table = TextTable::new(&[
         "drive",
         "queue pairs",
         "reserved",
@@ -197,7 +197,7 @@ fn drives(drives: &[DriveStats]) -> Option<Table> {
 
 impl fmt::Display for ServerStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.keeper == KeeperState::Ended {
+        if self.keeper == SupervisorStatus::Ended {
             writeln!(f, "{KEEPER_ENDED}\n")?;
         }
         for failure in &self.failed {
@@ -209,7 +209,7 @@ impl fmt::Display for ServerStats {
         if let Some(table) = drives(&self.drives) {
             writeln!(f, "{table}")?;
         }
-        let mut table = Table::new(&[
+        let mut table = TextTable::new(&[
             "poller",
             "cpu",
             "queues",

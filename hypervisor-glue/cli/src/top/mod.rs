@@ -1,6 +1,6 @@
 //! `nvme-mpt top`: shows rates of a running server's functions or drives in a terminal.
 //!
-//! [`Board`] computes the display from samples and keys. `view` draws it. `terminal` handles the terminal and the clock.
+//! [`TopView`] computes the display from samples and keys. `view` draws it. `terminal` handles the terminal and the clock.
 
 mod terminal;
 mod view;
@@ -15,7 +15,7 @@ use nvme_mpt::stats::{LatencyBucket, quantile};
 
 use crate::change::FunctionEntry;
 use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
-use crate::table::Table;
+use crate::table::TextTable;
 
 pub use self::terminal::{TopError, run, run_once};
 
@@ -27,7 +27,7 @@ const FAILED: &str = "failed";
 
 /// Statistics of a server at one moment.
 #[derive(Clone, Debug, Default)]
-pub struct Sample {
+pub struct TopSample {
     /// Monotonic time of the sample.
     pub at: Duration,
     /// Wall-clock time of the sample.
@@ -40,7 +40,7 @@ pub struct Sample {
 
 /// Kind of objects that the rows show.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Subject {
+pub enum TopSubject {
     /// Functions
     #[default]
     Functions,
@@ -50,7 +50,7 @@ pub enum Subject {
 
 /// A column of the board.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Column {
+pub enum TopColumn {
     /// Id of the function, or path of the drive
     Name,
     /// State
@@ -76,7 +76,7 @@ pub enum Column {
     Processor,
 }
 
-impl Column {
+impl TopColumn {
     fn title(self) -> &'static str {
         match self {
             Self::Name => "NAME",
@@ -103,7 +103,7 @@ impl Column {
 
 /// Rates of a function or of a drive.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Row {
+struct TopRow {
     name: String,
     state: String,
     iops: f64,
@@ -118,7 +118,7 @@ struct Row {
     processors: f64,
 }
 
-impl Row {
+impl TopRow {
     /// Computes the rates of a function from its counts within `seconds`.
     fn of(function: &FunctionStats, seconds: f64) -> Self {
         let mut row = Self {
@@ -161,43 +161,43 @@ impl Row {
         Some(quantile(&self.latency, 0.99)? as f64 / 1e3)
     }
 
-    fn cell(&self, column: Column) -> String {
+    fn cell(&self, column: TopColumn) -> String {
         match column {
-            Column::Name => self.name.clone(),
-            Column::State => self.state.clone(),
-            Column::Iops => Count(self.iops).to_string(),
-            Column::Read => Count(self.read).to_string(),
-            Column::Written => Count(self.written).to_string(),
-            Column::P99 => self.p99().map_or("-".to_owned(), |us| format!("{us:.1}")),
-            Column::Depth => self.depth.to_string(),
-            Column::Errors => Count(self.errors).to_string(),
-            Column::Exits => Count(self.exits).to_string(),
-            Column::Interrupts => Count(self.interrupts).to_string(),
-            Column::Processor => format!("{:.1}", self.processors * 100.0),
+            TopColumn::Name => self.name.clone(),
+            TopColumn::State => self.state.clone(),
+            TopColumn::Iops => PrefixedNumber(self.iops).to_string(),
+            TopColumn::Read => PrefixedNumber(self.read).to_string(),
+            TopColumn::Written => PrefixedNumber(self.written).to_string(),
+            TopColumn::P99 => self.p99().map_or("-".to_owned(), |us| format!("{us:.1}")),
+            TopColumn::Depth => self.depth.to_string(),
+            TopColumn::Errors => PrefixedNumber(self.errors).to_string(),
+            TopColumn::Exits => PrefixedNumber(self.exits).to_string(),
+            TopColumn::Interrupts => PrefixedNumber(self.interrupts).to_string(),
+            TopColumn::Processor => format!("{:.1}", self.processors * 100.0),
         }
     }
 
     /// Returns the sort key of a numeric column, or `None` for text.
-    fn number(&self, column: Column) -> Option<f64> {
+    fn number(&self, column: TopColumn) -> Option<f64> {
         match column {
-            Column::Name | Column::State => None,
-            Column::Iops => Some(self.iops),
-            Column::Read => Some(self.read),
-            Column::Written => Some(self.written),
-            Column::P99 => Some(self.p99().unwrap_or(-1.0)),
-            Column::Depth => Some(self.depth as f64),
-            Column::Errors => Some(self.errors),
-            Column::Exits => Some(self.exits),
-            Column::Interrupts => Some(self.interrupts),
-            Column::Processor => Some(self.processors),
+            TopColumn::Name | TopColumn::State => None,
+            TopColumn::Iops => Some(self.iops),
+            TopColumn::Read => Some(self.read),
+            TopColumn::Written => Some(self.written),
+            TopColumn::P99 => Some(self.p99().unwrap_or(-1.0)),
+            TopColumn::Depth => Some(self.depth as f64),
+            TopColumn::Errors => Some(self.errors),
+            TopColumn::Exits => Some(self.exits),
+            TopColumn::Interrupts => Some(self.interrupts),
+            TopColumn::Processor => Some(self.processors),
         }
     }
 }
 
 /// A number with at most four digits and a decimal prefix.
-struct Count(f64);
+struct PrefixedNumber(f64);
 
-impl fmt::Display for Count {
+impl fmt::Display for PrefixedNumber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut value = self.0;
         let prefixes = ["", "k", "M", "G", "T"];
@@ -217,7 +217,7 @@ impl fmt::Display for Count {
 
 /// Command given by a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Key {
+enum TopCommand {
     /// Switch between functions and drives.
     Subject,
     /// Sort by the column this many places to the right.
@@ -232,16 +232,16 @@ enum Key {
 
 /// Displayed state of `nvme-mpt top`.
 #[derive(Debug)]
-pub struct Board {
-    subject: Subject,
-    sort: Column,
+pub struct TopView {
+    subject: TopSubject,
+    sort: TopColumn,
     reversed: bool,
     paused: bool,
     /// Index of the first visible row.
     first: usize,
-    before: Option<Sample>,
-    now: Option<Sample>,
-    rows: Vec<Row>,
+    before: Option<TopSample>,
+    now: Option<TopSample>,
+    rows: Vec<TopRow>,
     /// Recent IOPS of each row, by name.
     history: HashMap<String, VecDeque<u64>>,
     /// Recent IOPS of all functions.
@@ -250,10 +250,10 @@ pub struct Board {
     trouble: Option<String>,
 }
 
-impl Board {
+impl TopView {
     /// Creates a board without samples.
     #[must_use]
-    pub fn new(subject: Subject, sort: Column) -> Self {
+    pub fn new(subject: TopSubject, sort: TopColumn) -> Self {
         Self {
             subject,
             sort,
@@ -270,7 +270,7 @@ impl Board {
     }
 
     /// Adds a sample, or the error of taking one.
-    pub fn take(&mut self, sample: Result<Sample, String>) {
+    pub fn take(&mut self, sample: Result<TopSample, String>) {
         match sample {
             Err(trouble) => self.trouble = Some(trouble),
             // The next rates are computed against the last displayed sample.
@@ -284,24 +284,24 @@ impl Board {
         }
     }
 
-    fn press(&mut self, key: Key) {
+    fn press(&mut self, key: TopCommand) {
         match key {
-            Key::Subject => {
+            TopCommand::Subject => {
                 self.subject = match self.subject {
-                    Subject::Functions => Subject::Drives,
-                    Subject::Drives => Subject::Functions,
+                    TopSubject::Functions => TopSubject::Drives,
+                    TopSubject::Drives => TopSubject::Functions,
                 };
                 self.first = 0;
                 self.history.clear();
                 self.count();
             }
-            Key::Sort(by) => self.sort = self.sort.moved(by),
-            Key::Reverse => self.reversed = !self.reversed,
-            Key::Scroll(by) => {
+            TopCommand::Sort(by) => self.sort = self.sort.moved(by),
+            TopCommand::Reverse => self.reversed = !self.reversed,
+            TopCommand::Scroll(by) => {
                 let last = self.rows.len().saturating_sub(1);
                 self.first = self.first.saturating_add_signed(by).min(last);
             }
-            Key::Pause => self.paused = !self.paused,
+            TopCommand::Pause => self.paused = !self.paused,
         }
         self.sort();
     }
@@ -323,23 +323,23 @@ impl Board {
         };
         let since = now.stats.since(&before.stats);
         let functions = since.functions.iter();
-        let mut functions: Vec<Row> = functions
-            .map(|function| Row::of(function, seconds))
+        let mut functions: Vec<TopRow> = functions
+            .map(|function| TopRow::of(function, seconds))
             .collect();
         for failure in &since.failed {
-            let named = |row: &&mut Row| row.name == failure.id;
+            let named = |row: &&mut TopRow| row.name == failure.id;
             match functions.iter_mut().find(named) {
                 Some(row) => row.state = FAILED.to_owned(),
-                None => functions.push(Row {
+                None => functions.push(TopRow {
                     name: failure.id.clone(),
                     state: FAILED.to_owned(),
-                    ..Row::default()
+                    ..TopRow::default()
                 }),
             }
         }
         self.rows = match self.subject {
-            Subject::Functions => functions,
-            Subject::Drives => drives(now, &functions),
+            TopSubject::Functions => functions,
+            TopSubject::Drives => drives(now, &functions),
         };
         self.sort();
     }
@@ -375,10 +375,10 @@ impl Board {
     }
 
     /// Formats the rows as a table without history.
-    fn table(&self) -> Table {
-        let columns = Column::value_variants();
+    fn table(&self) -> TextTable {
+        let columns = TopColumn::value_variants();
         let titles: Vec<&str> = columns.iter().map(|column| column.title()).collect();
-        let mut table = Table::new(&titles);
+        let mut table = TextTable::new(&titles);
         for row in &self.rows {
             table.row(columns.iter().map(|column| row.cell(*column)).collect());
         }
@@ -394,17 +394,17 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
 }
 
 /// Returns a row per drive, with the sums of its functions.
-fn drives(now: &Sample, functions: &[Row]) -> Vec<Row> {
+fn drives(now: &TopSample, functions: &[TopRow]) -> Vec<TopRow> {
     let drives = now.stats.drives.iter().map(|drive| {
         let own = now
             .functions
             .iter()
             .filter(|entry| entry.drive == drive.path);
         let own: Vec<&str> = own.map(|entry| entry.id.as_str()).collect();
-        let mut row = Row {
+        let mut row = TopRow {
             name: drive.path.clone(),
             state: drive_state(drive, own.len()),
-            ..Row::default()
+            ..TopRow::default()
         };
         for function in functions
             .iter()
@@ -436,14 +436,14 @@ mod tests {
     use std::fs;
     use std::path::Path;
 
-    use nvme_mpt::lease::Extents;
+    use nvme_mpt::lease::LeaseExtents;
     use nvme_mpt::range::ByteRange;
     use nvme_mpt::stats::{PollerStats, QueueStats};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
     use super::*;
-    use crate::change::{FunctionState, Origin};
+    use crate::change::{DeclarationSource, FunctionStatus};
 
     const WIDTH: u16 = 118;
     const HEIGHT: u16 = 13;
@@ -460,7 +460,7 @@ mod tests {
         ("web", &[900, 1_100, 1_000, 950, 870, 1_020, 990, 1_010]),
     ];
 
-    fn sample(second: usize) -> Sample {
+    fn sample(second: usize) -> TopSample {
         let functions = LOADS.iter().map(|(id, loads)| {
             let commands: u64 = loads[..second].iter().sum();
             FunctionStats {
@@ -501,12 +501,12 @@ mod tests {
             },
             range: None,
             extents: ByteRange::new(0, 4096)
-                .and_then(|part| Extents::new(vec![part]))
+                .and_then(|part| LeaseExtents::new(vec![part]))
                 .ok(),
-            origin: Origin::Added,
+            origin: DeclarationSource::Added,
             limits: String::new(),
             pending: None,
-            state: FunctionState::Connected,
+            state: FunctionStatus::Connected,
             summary: String::new(),
         });
         let drive = |path: &str, queue_pairs| DriveStats {
@@ -520,11 +520,11 @@ mod tests {
             ..QueuePairStats::default()
         };
         let time = second as f64;
-        Sample {
+        TopSample {
             at: Duration::from_secs(second as u64),
             time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
             stats: ServerStats {
-                keeper: crate::stats::KeeperState::None,
+                keeper: crate::stats::SupervisorStatus::None,
                 failed: Vec::new(),
                 functions: functions.collect(),
                 pollers: vec![PollerStats {
@@ -540,8 +540,8 @@ mod tests {
         }
     }
 
-    fn board(subject: Subject) -> Board {
-        let mut board = Board::new(subject, Column::Iops);
+    fn board(subject: TopSubject) -> TopView {
+        let mut board = TopView::new(subject, TopColumn::Iops);
         for second in 0..=8 {
             board.take(Ok(sample(second)));
         }
@@ -549,7 +549,7 @@ mod tests {
     }
 
     /// Returns the lines of the screen, without blanks at their ends.
-    fn screen(board: &Board) -> Vec<String> {
+    fn screen(board: &TopView) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(WIDTH, HEIGHT)).unwrap();
         terminal.draw(|frame| board.draw(frame)).unwrap();
         let buffer = terminal.backend().buffer();
@@ -558,7 +558,7 @@ mod tests {
         lines.map(|line| line.trim_end().to_owned()).collect()
     }
 
-    fn names(board: &Board) -> Vec<&str> {
+    fn names(board: &TopView) -> Vec<&str> {
         board.rows.iter().map(|row| row.name.as_str()).collect()
     }
 
@@ -571,7 +571,7 @@ mod tests {
             .unwrap()
             .join("docs/operations.md");
         let page = fs::read_to_string(page).unwrap();
-        let screen = screen(&board(Subject::Functions)).join("\n");
+        let screen = screen(&board(TopSubject::Functions)).join("\n");
         assert!(
             page.contains(&format!("```text\n{screen}\n```")),
             "{screen}"
@@ -580,7 +580,7 @@ mod tests {
 
     #[test]
     fn rates_and_percentiles_are_those_of_the_last_interval() {
-        let board = board(Subject::Functions);
+        let board = board(TopSubject::Functions);
         assert_eq!(names(&board), ["db-1", "web", "build"]);
         let row = &board.rows[0];
         assert_eq!((row.iops, row.read), (215_400.0, 215_400.0 * 3072.0));
@@ -596,25 +596,25 @@ mod tests {
 
     #[test]
     fn rows_are_sorted_by_each_column_and_in_both_orders() {
-        let mut board = board(Subject::Functions);
-        board.press(Key::Sort(-1));
-        assert_eq!(board.sort, Column::State);
+        let mut board = board(TopSubject::Functions);
+        board.press(TopCommand::Sort(-1));
+        assert_eq!(board.sort, TopColumn::State);
         assert_eq!(names(&board), ["web", "db-1", "build"]);
-        board.press(Key::Sort(-1));
+        board.press(TopCommand::Sort(-1));
         assert_eq!(
             (board.sort, names(&board)),
-            (Column::Name, vec!["build", "db-1", "web"])
+            (TopColumn::Name, vec!["build", "db-1", "web"])
         );
-        board.press(Key::Reverse);
+        board.press(TopCommand::Reverse);
         assert_eq!(names(&board), ["web", "db-1", "build"]);
-        board.press(Key::Sort(-1));
-        assert_eq!(board.sort, Column::Processor);
+        board.press(TopCommand::Sort(-1));
+        assert_eq!(board.sort, TopColumn::Processor);
         assert_eq!(names(&board), ["build", "web", "db-1"]);
     }
 
     #[test]
     fn functions_that_failed_have_rows_and_are_counted() {
-        let mut board = Board::new(Subject::Functions, Column::Iops);
+        let mut board = TopView::new(TopSubject::Functions, TopColumn::Iops);
         for second in 0..2 {
             let mut sample = sample(second);
             // One is set aside, and its VMM stays connected. The other one could not be offered.
@@ -638,8 +638,8 @@ mod tests {
 
     #[test]
     fn drives_have_the_sums_of_their_functions() {
-        let mut board = board(Subject::Functions);
-        board.press(Key::Subject);
+        let mut board = board(TopSubject::Functions);
+        board.press(TopCommand::Subject);
         assert_eq!(names(&board), ["0000:01:00.0", "memory:1G"]);
         assert_eq!(board.rows[0].iops, 215_800.0);
         assert_eq!(board.rows[0].p99(), Some(96.0));
@@ -653,7 +653,7 @@ mod tests {
 
     #[test]
     fn a_pause_and_a_server_that_goes_keep_the_last_figures() {
-        let mut board = Board::new(Subject::Functions, Column::Iops);
+        let mut board = TopView::new(TopSubject::Functions, TopColumn::Iops);
         assert!(screen(&board).join("\n").contains("Counting"));
         for second in 0..2 {
             let mut idle = sample(second);
@@ -663,16 +663,16 @@ mod tests {
         assert!(screen(&board)[0].ends_with("pollers: 0.00 processors busy, 0.00 spinning"));
         board.take(Ok(sample(0)));
         board.take(Ok(sample(1)));
-        board.press(Key::Pause);
+        board.press(TopCommand::Pause);
         board.take(Ok(sample(2)));
         assert_eq!(board.rows[0].iops, 210_000.0);
         assert!(screen(&board)[0].ends_with("PAUSED"));
-        board.press(Key::Pause);
+        board.press(TopCommand::Pause);
         board.take(Err("No server answers".to_owned()));
         assert_eq!(screen(&board)[0], "No server answers");
         assert_eq!(board.rows[0].iops, 210_000.0);
         // A server that was started again counts anew.
-        board.take(Ok(Sample {
+        board.take(Ok(TopSample {
             at: Duration::from_secs(9),
             ..sample(0)
         }));
@@ -682,12 +682,12 @@ mod tests {
 
     #[test]
     fn rows_scroll_and_no_screen_is_too_small() {
-        let mut board = board(Subject::Functions);
-        board.press(Key::Scroll(2));
+        let mut board = board(TopSubject::Functions);
+        board.press(TopCommand::Scroll(2));
         assert!(!screen(&board).iter().any(|line| line.contains("db-1")));
-        board.press(Key::Scroll(9));
+        board.press(TopCommand::Scroll(9));
         assert_eq!(board.first, 2);
-        board.press(Key::Scroll(-9));
+        board.press(TopCommand::Scroll(-9));
         assert_eq!(board.first, 0);
         for (width, height) in [(1, 1), (10, 3), (40, 7)] {
             let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
@@ -705,7 +705,7 @@ mod tests {
             (1_234_567_890.0, "1235M"),
             (12_345_678_900.0, "12.3G"),
         ] {
-            assert_eq!(Count(number).to_string(), text);
+            assert_eq!(PrefixedNumber(number).to_string(), text);
         }
     }
 }

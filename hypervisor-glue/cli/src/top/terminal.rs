@@ -12,7 +12,7 @@ use nvme_mpt_vmm::report;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use thiserror::Error;
 
-use super::{Board, Key, Sample};
+use super::{TopCommand, TopSample, TopView};
 use crate::control::{self, ControlError};
 
 /// Interval of checking for keys and samples.
@@ -38,10 +38,10 @@ pub enum TopError {
     Print(io::Error),
 }
 
-fn sample(control: &Path) -> Result<Sample, ControlError> {
+fn sample(control: &Path) -> Result<TopSample, ControlError> {
     let functions = control::query_functions(control)?;
     let stats = control::query_stats(control)?;
-    Ok(Sample {
+    Ok(TopSample {
         at: clock::monotonic(),
         time: Timestamp::now(),
         stats,
@@ -55,7 +55,7 @@ fn sample(control: &Path) -> Result<Sample, ControlError> {
 /// The server does not answer, or the table cannot be printed.
 pub fn run_once(
     control: &Path,
-    mut board: Board,
+    mut board: TopView,
     interval: Duration,
     out: &mut dyn Write,
 ) -> Result<(), TopError> {
@@ -69,7 +69,7 @@ pub fn run_once(
 ///
 /// # Errors
 /// The server does not answer, or the terminal cannot be used.
-pub fn run(control: PathBuf, mut board: Board, interval: Duration) -> Result<(), TopError> {
+pub fn run(control: PathBuf, mut board: TopView, interval: Duration) -> Result<(), TopError> {
     if !io::stdout().is_terminal() {
         return Err(TopError::NoTerminal);
     }
@@ -83,7 +83,7 @@ pub fn run(control: PathBuf, mut board: Board, interval: Duration) -> Result<(),
 }
 
 /// Polls the server on a separate thread, so that keys are handled without delay.
-fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<Sample, String>>> {
+fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<TopSample, String>>> {
     let (sender, samples) = mpsc::sync_channel(1);
     let work = move || {
         let mut next = clock::monotonic() + interval;
@@ -102,8 +102,8 @@ fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<Sampl
 
 fn show(
     terminal: &mut ratatui::DefaultTerminal,
-    board: &mut Board,
-    samples: &Receiver<Result<Sample, String>>,
+    board: &mut TopView,
+    samples: &Receiver<Result<TopSample, String>>,
 ) -> io::Result<()> {
     let mut changed = true;
     loop {
@@ -127,9 +127,9 @@ fn show(
                 && key.kind == KeyEventKind::Press
             {
                 match action(key) {
-                    Action::End => return Ok(()),
-                    Action::Press(key) => board.press(key),
-                    Action::None => {}
+                    KeyAction::End => return Ok(()),
+                    KeyAction::Press(key) => board.press(key),
+                    KeyAction::None => {}
                 }
             }
         }
@@ -138,26 +138,26 @@ fn show(
 
 /// Action of a pressed key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Action {
+enum KeyAction {
     End,
-    Press(Key),
+    Press(TopCommand),
     None,
 }
 
-fn action(key: KeyEvent) -> Action {
+fn action(key: KeyEvent) -> KeyAction {
     match key.code {
-        KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => Action::End,
-        KeyCode::Char('q') | KeyCode::Esc => Action::End,
-        KeyCode::Tab => Action::Press(Key::Subject),
-        KeyCode::Left => Action::Press(Key::Sort(-1)),
-        KeyCode::Right => Action::Press(Key::Sort(1)),
-        KeyCode::Char('r') => Action::Press(Key::Reverse),
-        KeyCode::Up => Action::Press(Key::Scroll(-1)),
-        KeyCode::Down => Action::Press(Key::Scroll(1)),
-        KeyCode::PageUp => Action::Press(Key::Scroll(-10)),
-        KeyCode::PageDown => Action::Press(Key::Scroll(10)),
-        KeyCode::Char(' ') => Action::Press(Key::Pause),
-        _ => Action::None,
+        KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => KeyAction::End,
+        KeyCode::Char('q') | KeyCode::Esc => KeyAction::End,
+        KeyCode::Tab => KeyAction::Press(TopCommand::Subject),
+        KeyCode::Left => KeyAction::Press(TopCommand::Sort(-1)),
+        KeyCode::Right => KeyAction::Press(TopCommand::Sort(1)),
+        KeyCode::Char('r') => KeyAction::Press(TopCommand::Reverse),
+        KeyCode::Up => KeyAction::Press(TopCommand::Scroll(-1)),
+        KeyCode::Down => KeyAction::Press(TopCommand::Scroll(1)),
+        KeyCode::PageUp => KeyAction::Press(TopCommand::Scroll(-10)),
+        KeyCode::PageDown => KeyAction::Press(TopCommand::Scroll(10)),
+        KeyCode::Char(' ') => KeyAction::Press(TopCommand::Pause),
+        _ => KeyAction::None,
     }
 }
 
@@ -168,11 +168,11 @@ mod tests {
     #[test]
     fn keys_have_their_meaning() {
         let key = |code| action(KeyEvent::new(code, KeyModifiers::NONE));
-        assert_eq!(key(KeyCode::Char('q')), Action::End);
-        assert_eq!(key(KeyCode::Tab), Action::Press(Key::Subject));
-        assert_eq!(key(KeyCode::Left), Action::Press(Key::Sort(-1)));
-        assert_eq!(key(KeyCode::Char('c')), Action::None);
+        assert_eq!(key(KeyCode::Char('q')), KeyAction::End);
+        assert_eq!(key(KeyCode::Tab), KeyAction::Press(TopCommand::Subject));
+        assert_eq!(key(KeyCode::Left), KeyAction::Press(TopCommand::Sort(-1)));
+        assert_eq!(key(KeyCode::Char('c')), KeyAction::None);
         let interrupt = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-        assert_eq!(action(interrupt), Action::End);
+        assert_eq!(action(interrupt), KeyAction::End);
     }
 }

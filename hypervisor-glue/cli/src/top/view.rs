@@ -7,8 +7,8 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, Row as TableRow, Sparkline, Table};
 
-use super::{Board, Column, Count, Subject};
-use crate::stats::KeeperState;
+use super::{PrefixedNumber, TopColumn, TopSubject, TopView};
+use crate::stats::SupervisorStatus;
 
 /// Height of the total's graph, with its border.
 const GRAPH: u16 = 5;
@@ -34,7 +34,7 @@ fn bars<'a>(values: impl DoubleEndedIterator<Item = &'a u64> + Clone) -> String 
     last.into_iter().rev().map(bar).collect()
 }
 
-impl Board {
+impl TopView {
     pub(super) fn draw(&self, frame: &mut Frame<'_>) {
         let areas = Layout::vertical([
             Constraint::Length(1),
@@ -59,7 +59,7 @@ impl Board {
                 now.time,
                 now.stats.functions.len()
             );
-            if now.stats.keeper == KeeperState::Ended {
+            if now.stats.keeper == SupervisorStatus::Ended {
                 head += ", keeper has ended";
             }
             if !now.stats.failed.is_empty() {
@@ -103,10 +103,10 @@ impl Board {
         });
         let title = format!(
             " {} IOPS, at most {}; {}B/s read, {}B/s written ",
-            Count(last as f64),
-            Count(most as f64),
-            Count(read),
-            Count(written)
+            PrefixedNumber(last as f64),
+            PrefixedNumber(most as f64),
+            PrefixedNumber(read),
+            PrefixedNumber(written)
         );
         // Align the newest value to the right.
         let width = usize::from(area.width.saturating_sub(2));
@@ -121,9 +121,9 @@ impl Board {
     }
 
     fn draw_table(&self, frame: &mut Frame<'_>, area: Rect) {
-        let columns = Column::value_variants();
-        let is_text = |column: Column| matches!(column, Column::Name | Column::State);
-        let width = |column: Column| {
+        let columns = TopColumn::value_variants();
+        let is_text = |column: TopColumn| matches!(column, TopColumn::Name | TopColumn::State);
+        let width = |column: TopColumn| {
             let cells = self.rows.iter().map(|row| row.cell(column).chars().count());
             cells.max().unwrap_or(0).max(column.title().len() + 1) as u16
         };
@@ -167,8 +167,8 @@ impl Board {
         if self.rows.is_empty() {
             let what = match (self.seconds(), self.subject) {
                 (None, _) => "Counting …",
-                (_, Subject::Functions) => "The server has no functions",
-                (_, Subject::Drives) => "The server has no drives open",
+                (_, TopSubject::Functions) => "The server has no functions",
+                (_, TopSubject::Drives) => "The server has no drives open",
             };
             let below = Rect {
                 y: area.y + 1,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt_cli::change::Change;
+use nvme_mpt_cli::change::FunctionChange;
 use nvme_mpt_cli::control::request_change;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
@@ -727,7 +727,7 @@ fn holdings(server: &Server) -> [u64; 4] {
 }
 
 /// Has the server change its functions, once nothing holds it up.
-fn change(control: &Path, change: &Change) {
+fn change(control: &Path, change: &FunctionChange) {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match request_change(control, change.clone()) {
@@ -761,11 +761,11 @@ fn a_thousand_functions_leave_nothing_behind() {
                 "socket={},path={path},range=0+1M,id=a{number},data=keep",
                 socket.display()
             );
-            change(&control, &Change::Add { options });
+            change(&control, &FunctionChange::Add { options });
             let mut client = Client::new(&socket).unwrap();
             client.region_read(0, 8, &mut [0; 4]).unwrap();
             beside.region_read(0, 8, &mut [0; 4]).unwrap();
-            let remove = Change::Remove {
+            let remove = FunctionChange::Remove {
                 id: format!("a{number}"),
                 force: true,
             };
@@ -799,7 +799,7 @@ fn a_client_that_goes_before_its_request_is_whole_changes_nothing() {
     let server = bench.serve("one", &[]).unwrap();
     let socket = bench.path("a.sock");
     let options = format!("socket={},path=memory:1M,id=a", socket.display());
-    let change = Change::Add { options };
+    let change = FunctionChange::Add { options };
     let request = json!({ "command": "change", "change": change }).to_string() + "\n";
     let say = |bytes: &[u8]| {
         let mut stream = UnixStream::connect(bench.path("one.control")).unwrap();

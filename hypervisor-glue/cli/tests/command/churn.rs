@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::Pollers;
-use nvme_mpt_cli::change::{Change, Changed};
+use nvme_mpt::PollerPool;
+use nvme_mpt_cli::change::{ChangeResult, FunctionChange};
 use nvme_mpt_cli::control::{ControlError, request_change};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -18,8 +18,8 @@ use nvme_mpt_tests::function::{InProcess, map};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::{Rng, fill_blocks};
 use nvme_mpt_tests::vfio_user::VfioUserBar;
-use nvme_mpt_vmm::open::{self, Ledgers};
-use nvme_mpt_vmm::options::AskedFunction;
+use nvme_mpt_vmm::open::{self, LeaseLedgers};
+use nvme_mpt_vmm::options::ParsedFunctionOptions;
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::support::{Bench, PATIENCE, Server};
@@ -229,8 +229,8 @@ fn use_disk(controller: &mut Controller, seed: u64) {
 struct Churn<'a> {
     bench: &'a Bench,
     memory: GuestMemory,
-    ledgers: Ledgers,
-    pollers: Arc<Pollers>,
+    ledgers: LeaseLedgers,
+    pollers: Arc<PollerPool>,
 }
 
 impl<'a> Churn<'a> {
@@ -238,13 +238,13 @@ impl<'a> Churn<'a> {
         Self {
             bench,
             memory: GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap(),
-            ledgers: Ledgers::open(&bench.path("state")),
-            pollers: Pollers::new(),
+            ledgers: LeaseLedgers::open(&bench.path("state")),
+            pollers: PollerPool::new(),
         }
     }
 
     /// Asks for a change, once nothing holds the server or this process up.
-    fn change(&self, change: &Change) -> Result<Changed, ControlError> {
+    fn change(&self, change: &FunctionChange) -> Result<ChangeResult, ControlError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             match request_change(&self.bench.path("one.control"), change.clone()) {
@@ -264,7 +264,7 @@ impl<'a> Churn<'a> {
             path("churn.sock"),
             path("drive.img")
         );
-        self.change(&Change::Add { options }).unwrap();
+        self.change(&FunctionChange::Add { options }).unwrap();
         {
             let socket = self.bench.path("churn.sock");
             let bar = VfioUserBar::attach(&socket, &self.memory).unwrap();
@@ -275,7 +275,7 @@ impl<'a> Churn<'a> {
         }
         // The server sees the client go a little later.
         let deadline = Instant::now() + PATIENCE;
-        let remove = Change::Remove { id, force: false };
+        let remove = FunctionChange::Remove { id, force: false };
         while let Err(error) = self.change(&remove) {
             let told = error.to_string();
             assert!(told.contains("A VMM is connected"), "{told}");
@@ -288,7 +288,7 @@ impl<'a> Churn<'a> {
     fn in_a_vmm(&self, number: usize) {
         let path = self.bench.path("drive.img").display().to_string();
         let options = format!("path={path},range=32M+16M,id=w{number},data=keep");
-        let function: AskedFunction = options.parse().unwrap();
+        let function: ParsedFunctionOptions = options.parse().unwrap();
         let (_, host) = open::host_side(&function, &self.ledgers, &self.pollers).unwrap();
         let function = NvmeFunction::new(host, MsixMasking::Function);
         for region in self.memory.regions() {

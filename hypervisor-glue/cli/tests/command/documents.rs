@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use nvme_mpt_vmm::options::{OptionError, ServedFunction};
+use nvme_mpt_vmm::options::{OptionError, ServerFunctionOptions};
 
 fn workspace() -> PathBuf {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -109,7 +109,8 @@ fn links_lead_to_files_and_headings_that_exist() {
 
 #[test]
 fn the_table_of_options_and_the_help_have_the_keys_of_the_parser() {
-    let Err(OptionError::Unknown { allowed, .. }) = "path=/d,none=1".parse::<ServedFunction>()
+    let Err(OptionError::Unknown { allowed, .. }) =
+        "path=/d,none=1".parse::<ServerFunctionOptions>()
     else {
         panic!("there is no key `none`");
     };

@@ -17,7 +17,7 @@ use landlock::{
 };
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
-use nvme_mpt::{HostSide, Pollers, SharedParts};
+use nvme_mpt::{ControllerBackend, PollerPool, SharedParts};
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -31,8 +31,8 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::CSTS_FATAL;
 use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, LBA_OUT_OF_RANGE};
-use nvme_mpt_vmm::open::{self, Ledgers};
-use nvme_mpt_vmm::options::{AskedFunction, FunctionConfig};
+use nvme_mpt_vmm::open::{self, LeaseLedgers};
+use nvme_mpt_vmm::options::{FunctionConfig, ParsedFunctionOptions};
 use nvme_mpt_vmm::{report, sandbox};
 use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
@@ -158,8 +158,8 @@ impl TestVmm {
 #[test]
 #[ignore = "started by other tests"]
 fn vmm() {
-    let function: AskedFunction = env::var(FUNCTION).unwrap().parse().unwrap();
-    let ledgers = Ledgers::open(Path::new(&env::var(STATE).unwrap()));
+    let function: ParsedFunctionOptions = env::var(FUNCTION).unwrap().parse().unwrap();
+    let ledgers = LeaseLedgers::open(Path::new(&env::var(STATE).unwrap()));
     let seed: u8 = env::var(SEED).unwrap().parse().unwrap();
     if let Ok(user) = env::var(USER) {
         nix::unistd::setuid(user.parse::<u32>().unwrap().into()).unwrap();
@@ -167,7 +167,7 @@ fn vmm() {
     if env::var(CONFINED).is_ok() {
         confine(&function, env::var(STATE).unwrap());
     }
-    let host = match open::host_side(&function, &ledgers, &Pollers::new()) {
+    let host = match open::host_side(&function, &ledgers, &PollerPool::new()) {
         Ok((_, host)) => host,
         Err(error) => {
             println!(
@@ -255,7 +255,7 @@ fn vmm() {
 }
 
 /// Confines this thread, and those that it starts, for a function. Waits for an order then.
-fn confine(function: &AskedFunction, state_dir: String) {
+fn confine(function: &ParsedFunctionOptions, state_dir: String) {
     let text = function.text();
     let config = FunctionConfig::from_keys(|key| match key {
         "state_dir" => Some(state_dir.clone()),
@@ -314,7 +314,7 @@ impl Guest {
     }
 
     /// Makes writes to all eventfds that the server has of this VMM wait, and has the server signal them.
-    fn block(mut self, host: &dyn HostSide) -> Self {
+    fn block(mut self, host: &dyn ControllerBackend) -> Self {
         const VECTOR: u16 = 2;
         let SharedParts {
             events, vectors, ..

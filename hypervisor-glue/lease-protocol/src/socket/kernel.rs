@@ -15,7 +15,7 @@ use rustix::net::{
 };
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::{DESCRIPTORS_MAX, Peer, Received};
+use super::{DESCRIPTORS_MAX, PeerIdentity, ReceivedBytes};
 use crate::message::SIGNS;
 
 /// Sends bytes with at most [`DESCRIPTORS_MAX`] descriptors. Returns the number of bytes sent.
@@ -42,7 +42,7 @@ pub(crate) fn receive(
     stream: &Stream,
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
-) -> io::Result<Received> {
+) -> io::Result<ReceivedBytes> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = retry_on_intr(|| {
@@ -54,7 +54,7 @@ pub(crate) fn receive(
             descriptors.extend(came);
         }
     }
-    Ok(Received {
+    Ok(ReceivedBytes {
         bytes: received.bytes,
         has_lost_descriptors: received.flags.contains(ReturnFlags::CTRUNC),
     })
@@ -72,9 +72,9 @@ pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Returns the process at the other end, as of the connection.
-pub(crate) fn peer(stream: &Stream) -> io::Result<Peer> {
+pub(crate) fn peer(stream: &Stream) -> io::Result<PeerIdentity> {
     let credentials = getsockopt(stream, PeerCredentials)?;
-    Ok(Peer {
+    Ok(PeerIdentity {
         pid: credentials.pid(),
         uid: credentials.uid(),
         gid: credentials.gid(),
@@ -105,14 +105,14 @@ fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Re
     }
 }
 
-/// Signs of the complete end of a server's process: see [`presence`](nvme_mpt::memory::presence).
+/// ServerExitSigns of the complete end of a server's process: see [`presence`](nvme_mpt::memory::presence).
 #[derive(Debug)]
-pub(crate) struct Signs {
+pub(crate) struct ServerExitSigns {
     process: OwnedFd,
     hangs_up: OwnedFd,
 }
 
-impl Signs {
+impl ServerExitSigns {
     /// Wraps the descriptors that a server has sent over this connection.
     pub(crate) fn new(_: &Stream, [process, hangs_up]: [OwnedFd; SIGNS]) -> Self {
         Self { process, hangs_up }

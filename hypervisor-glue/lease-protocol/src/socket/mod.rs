@@ -9,16 +9,20 @@ pub mod simulated;
 use nvme_mpt::memory::system;
 
 #[cfg(not(simulation))]
-pub(crate) use kernel::{Signs, Stream, connect, named_in, peer, receive, send, wait_for_end};
+pub(crate) use kernel::{
+    ServerExitSigns, Stream, connect, named_in, peer, receive, send, wait_for_end,
+};
 #[cfg(simulation)]
-pub(crate) use simulated::{Signs, Stream, connect, named_in, peer, receive, send, wait_for_end};
+pub(crate) use simulated::{
+    ServerExitSigns, Stream, connect, named_in, peer, receive, send, wait_for_end,
+};
 
 /// Maximum number of descriptors of a message. With more new wakers, a VMM repeats the request.
 pub const DESCRIPTORS_MAX: usize = 64;
 
 /// Process at the other end of a connection, as of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Peer {
+pub struct PeerIdentity {
     /// Process identifier; 0 if it is in another PID namespace.
     pub pid: i32,
     /// User identifier.
@@ -27,7 +31,7 @@ pub struct Peer {
     pub gid: u32,
 }
 
-impl Peer {
+impl PeerIdentity {
     /// Returns whether the process could control this one anyway.
     #[must_use]
     pub fn is_trusted(&self) -> bool {
@@ -37,7 +41,7 @@ impl Peer {
 
 /// Result of one receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Received {
+pub(crate) struct ReceivedBytes {
     /// Number of bytes received; 0 at the end of the stream.
     pub(crate) bytes: usize,
     /// Set if accompanying descriptors were lost for lack of space.

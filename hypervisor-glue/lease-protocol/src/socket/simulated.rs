@@ -12,10 +12,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nvme_mpt::memory::simulation::{Step, acted, fence_and_act, process, random, turn, wait_for};
+use nvme_mpt::memory::simulation::{
+    ActorStep, acted, fence_and_act, process, random, turn, wait_for,
+};
 use nvme_mpt::memory::system::process_user;
 
-use super::{Peer, Received};
+use super::{PeerIdentity, ReceivedBytes};
 use crate::message::SIGNS;
 
 /// Maximum number of unread bytes of a side. Less than the size of many messages, so that senders block within one.
@@ -26,7 +28,7 @@ const LAST_WORDS: &[u8] = b"\x07\0\0\0\0\0\0\0\"ended\"";
 
 /// Bytes of one send.
 #[derive(Debug)]
-struct Segment {
+struct SentSegment {
     bytes: VecDeque<u8>,
     /// Received with the first byte.
     descriptors: Vec<OwnedFd>,
@@ -34,12 +36,12 @@ struct Segment {
 
 /// Side of a connection.
 #[derive(Debug, Default)]
-struct Side {
+struct ConnectionSide {
     other: u64,
     process: u64,
     /// Number of [`Stream`]s of this side.
     handles: u64,
-    arrived: VecDeque<Segment>,
+    arrived: VecDeque<SentSegment>,
     /// Set if nothing more will arrive.
     is_deaf: bool,
     /// Set if nothing more can be sent.
@@ -48,7 +50,7 @@ struct Side {
     write_timeout: Option<Duration>,
 }
 
-impl Side {
+impl ConnectionSide {
     fn unread(&self) -> usize {
         self.arrived.iter().map(|segment| segment.bytes.len()).sum()
     }
@@ -64,16 +66,16 @@ impl Side {
 
 /// Name under which a server listens or has listened.
 #[derive(Debug)]
-struct Name {
+struct SocketName {
     process: u64,
     /// Sides of connections that were not accepted yet; `None` if there is no listener.
     waiting: Option<VecDeque<u64>>,
 }
 
 #[derive(Debug, Default)]
-struct Sockets {
-    sides: BTreeMap<u64, Side>,
-    names: BTreeMap<PathBuf, Name>,
+struct SimulatedSockets {
+    sides: BTreeMap<u64, ConnectionSide>,
+    names: BTreeMap<PathBuf, SocketName>,
     /// Number of sides created so far.
     made: u64,
     sends: u64,
@@ -84,14 +86,14 @@ struct Sockets {
 }
 
 thread_local! {
-    static SOCKETS: RefCell<Sockets> = RefCell::default();
+    static SOCKETS: RefCell<SimulatedSockets> = RefCell::default();
 }
 
-fn with<T>(call: impl FnOnce(&mut Sockets) -> T) -> T {
+fn with<T>(call: impl FnOnce(&mut SimulatedSockets) -> T) -> T {
     SOCKETS.with_borrow_mut(call)
 }
 
-impl Sockets {
+impl SimulatedSockets {
     fn send(
         &mut self,
         side: u64,
@@ -108,7 +110,7 @@ impl Sockets {
             return None;
         }
         let sent = part(most);
-        other.arrived.push_back(Segment {
+        other.arrived.push_back(SentSegment {
             bytes: bytes[..sent].iter().copied().collect(),
             descriptors: std::mem::take(descriptors),
         });
@@ -161,11 +163,11 @@ impl Sockets {
         let first = self.made;
         self.made += 2;
         for (index, process) in (0..).zip(processes) {
-            let side = Side {
+            let side = ConnectionSide {
                 other: first + 1 - index,
                 process,
                 handles: u64::from(index == 0),
-                ..Side::default()
+                ..ConnectionSide::default()
             };
             self.sides.insert(first + index, side);
         }
@@ -212,7 +214,7 @@ impl Stream {
     /// # Errors
     /// None.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        turn(Step::Send, [self.0, 0]);
+        turn(ActorStep::Send, [self.0, 0]);
         fence_and_act();
         with(|sockets| sockets.shut_down(self.0, how));
         Ok(())
@@ -227,7 +229,7 @@ impl Stream {
         Ok(Self(self.0))
     }
 
-    fn change<T>(&self, change: impl FnOnce(&mut Side) -> T) -> Option<T> {
+    fn change<T>(&self, change: impl FnOnce(&mut ConnectionSide) -> T) -> Option<T> {
         with(|sockets| sockets.sides.get_mut(&self.0).map(change))
     }
 }
@@ -245,10 +247,10 @@ impl Drop for Stream {
         }) else {
             return;
         };
-        turn(Step::Send, [self.0, 0]);
+        turn(ActorStep::Send, [self.0, 0]);
         fence_and_act();
         with(|sockets| {
-            let was_asked = |side: &Side| LAST_WORDS.starts_with(&side.unread_bytes());
+            let was_asked = |side: &ConnectionSide| LAST_WORDS.starts_with(&side.unread_bytes());
             let was_asked = sockets.sides.get(&self.0).is_none_or(was_asked);
             sockets.unread += u64::from(is_of_client(self.0) && !was_asked);
             sockets.close(self.0);
@@ -283,7 +285,7 @@ pub(crate) fn send(
 ) -> io::Result<usize> {
     let descriptors = descriptors.iter().map(BorrowedFd::try_clone_to_owned);
     let mut descriptors = descriptors.collect::<io::Result<Vec<OwnedFd>>>()?;
-    turn(Step::Send, [stream.0, bytes.len() as u64]);
+    turn(ActorStep::Send, [stream.0, bytes.len() as u64]);
     let time = stream.change(|side| side.write_timeout).flatten();
     fence_and_act();
     let sent = wait_for(time, || {
@@ -298,8 +300,8 @@ pub(crate) fn receive(
     stream: &Stream,
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
-) -> io::Result<Received> {
-    turn(Step::Receive, [stream.0, buffer.len() as u64]);
+) -> io::Result<ReceivedBytes> {
+    turn(ActorStep::Receive, [stream.0, buffer.len() as u64]);
     let time = stream.change(|side| side.read_timeout).flatten();
     let bytes = wait_for(time, || {
         with(|sockets| sockets.receive(stream.0, buffer, descriptors))
@@ -307,7 +309,7 @@ pub(crate) fn receive(
     // Other senders have space now.
     fence_and_act();
     let bytes = bytes.ok_or(io::ErrorKind::WouldBlock)?;
-    Ok(Received {
+    Ok(ReceivedBytes {
         bytes,
         has_lost_descriptors: false,
     })
@@ -315,7 +317,7 @@ pub(crate) fn receive(
 
 /// Connects to a server.
 pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
-    turn(Step::Send, [0; 2]);
+    turn(ActorStep::Send, [0; 2]);
     fence_and_act();
     let process = process();
     with(|sockets| {
@@ -337,7 +339,7 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
 
 /// Returns the names in a directory, including stale ones.
 pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
-    turn(Step::Receive, [0; 2]);
+    turn(ActorStep::Receive, [0; 2]);
     with(|sockets| {
         let names = sockets.names.keys();
         let inside = names.filter(|name| name.parent() == Some(folder));
@@ -346,13 +348,13 @@ pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Returns the process at the other end.
-pub(crate) fn peer(stream: &Stream) -> io::Result<Peer> {
+pub(crate) fn peer(stream: &Stream) -> io::Result<PeerIdentity> {
     let other = with(|sockets| {
         let other = sockets.sides.get(&stream.0)?.other;
         Some(sockets.sides.get(&other)?.process)
     });
     let uid = process_user();
-    Ok(Peer {
+    Ok(PeerIdentity {
         pid: other.unwrap_or_default() as i32,
         uid,
         gid: uid,
@@ -361,20 +363,20 @@ pub(crate) fn peer(stream: &Stream) -> io::Result<Peer> {
 
 /// Waits until the other side closes the connection.
 pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
-    turn(Step::Receive, [stream.0, 0]);
+    turn(ActorStep::Receive, [stream.0, 0]);
     let ended = || stream.change(|side| side.is_deaf).unwrap_or(true);
     let _ended = wait_for(None, || ended().then_some(()));
     Ok(())
 }
 
-/// Signs of the complete end of a server's process.
+/// ServerExitSigns of the complete end of a server's process.
 #[derive(Debug)]
-pub(crate) struct Signs {
+pub(crate) struct ServerExitSigns {
     /// `None` if the process had ended before.
     process: Option<u64>,
 }
 
-impl Signs {
+impl ServerExitSigns {
     /// Ignores the descriptors: they belong to the simulator's process, which continues.
     pub(crate) fn new(stream: &Stream, _: [OwnedFd; SIGNS]) -> Self {
         let process = with(|sockets| {
@@ -386,13 +388,13 @@ impl Signs {
 
     /// Returns whether the server's process has ended completely.
     pub(crate) fn have_come(&self) -> io::Result<bool> {
-        turn(Step::Receive, [0; 2]);
+        turn(ActorStep::Receive, [0; 2]);
         Ok(self.has_ended())
     }
 
     /// Waits until the server's process has ended completely.
     pub(crate) fn await_all(&self) -> io::Result<()> {
-        turn(Step::Receive, [0; 2]);
+        turn(ActorStep::Receive, [0; 2]);
         let _ended = wait_for(None, || self.has_ended().then_some(()));
         Ok(())
     }
@@ -405,15 +407,15 @@ impl Signs {
 
 /// Listening socket of a server, under a name.
 #[derive(Debug)]
-pub struct Listener(PathBuf);
+pub struct SimulatedListener(PathBuf);
 
-impl Listener {
+impl SimulatedListener {
     /// Listens under a name, replacing an earlier listener.
     #[must_use]
     pub fn bind(name: &Path) -> Self {
-        turn(Step::Send, [0; 2]);
+        turn(ActorStep::Send, [0; 2]);
         fence_and_act();
-        let listening = Name {
+        let listening = SocketName {
             process: process(),
             waiting: Some(VecDeque::new()),
         };
@@ -424,7 +426,7 @@ impl Listener {
     /// Waits for a connection; `None` once the listener is closed.
     #[must_use]
     pub fn accept(&self) -> Option<Stream> {
-        turn(Step::Receive, [0; 2]);
+        turn(ActorStep::Receive, [0; 2]);
         let accepted = wait_for(None, || {
             with(|sockets| {
                 let name = sockets.names.get_mut(&self.0);
@@ -443,7 +445,7 @@ impl Listener {
 
     /// Closes the listener and the connections that were not accepted.
     pub fn close(&self) {
-        turn(Step::Send, [0; 2]);
+        turn(ActorStep::Send, [0; 2]);
         fence_and_act();
         with(|sockets| {
             let waiting = sockets.names.remove(&self.0).and_then(|name| name.waiting);

@@ -4,8 +4,8 @@ use super::*;
 
 #[test]
 fn dma_region_comes_with_its_file() {
-    let mut talk = Conversation::negotiated(Memo::new());
-    let (tracer, fd) = Tracer::new();
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let (tracer, fd) = DescriptorTracer::new();
     // A user-space driver's IOVA is its own virtual address.
     let payload = dma_map(
         DmaMap::READ | DmaMap::WRITE,
@@ -13,7 +13,7 @@ fn dma_region_comes_with_its_file() {
         0x7fff_ffe0_0000,
         0x20_0000,
     );
-    let reply = talk.ask_with(Command::DMA_MAP, &payload, &[fd.as_raw_fd()]);
+    let reply = talk.ask_with(VfioUserCommand::DMA_MAP, &payload, &[fd.as_raw_fd()]);
     assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
     drop(fd);
 
@@ -23,9 +23,9 @@ fn dma_region_comes_with_its_file() {
     assert_eq!(map.memory.as_ref().unwrap().offset, 0x3000);
     assert!(!tracer.is_closed(), "the device has it");
 
-    let (extra, again) = Tracer::new();
+    let (extra, again) = DescriptorTracer::new();
     let payload = dma_unmap(0, 0x7fff_ffe0_0000, 0x20_0000);
-    let reply = talk.ask_with(Command::DMA_UNMAP, &payload, &[again.as_raw_fd()]);
+    let reply = talk.ask_with(VfioUserCommand::DMA_UNMAP, &payload, &[again.as_raw_fd()]);
     drop(again);
     assert_eq!((reply.errno(), &reply.payload), (0, &payload));
     assert!(talk.device.maps.is_empty());
@@ -34,34 +34,37 @@ fn dma_region_comes_with_its_file() {
 
 #[test]
 fn dma_region_without_a_file_is_taken() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let reply = talk.ask(
-        Command::DMA_MAP,
+        VfioUserCommand::DMA_MAP,
         &dma_map(DmaMap::READ, 0, 0xfffc_0000, 0x4_0000),
     );
     assert_eq!(reply.errno(), 0);
     let map = &talk.device.maps[0];
     assert!(map.memory.is_none() && map.readable && !map.writable);
     // To the very end of the address space.
-    let reply = talk.ask(Command::DMA_MAP, &dma_map(3, 0, u64::MAX - 0xfff, 0x1000));
+    let reply = talk.ask(
+        VfioUserCommand::DMA_MAP,
+        &dma_map(3, 0, u64::MAX - 0xfff, 0x1000),
+    );
     assert_eq!(reply.errno(), 0);
 }
 
 #[test]
 fn dma_unmap_says_how_much() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let nothing: DmaUnmap = talk
-        .ask(Command::DMA_UNMAP, &dma_unmap(0, 0, 0x1000))
+        .ask(VfioUserCommand::DMA_UNMAP, &dma_unmap(0, 0, 0x1000))
         .read();
     assert_eq!(nothing.size.get(), 0);
     for address in [0, 0x1000, 0x10000] {
-        talk.ask(Command::DMA_MAP, &dma_map(3, 0, address, 0x1000));
+        talk.ask(VfioUserCommand::DMA_MAP, &dma_map(3, 0, address, 0x1000));
     }
     let one: DmaUnmap = talk
-        .ask(Command::DMA_UNMAP, &dma_unmap(0, 0, 0x1000))
+        .ask(VfioUserCommand::DMA_UNMAP, &dma_unmap(0, 0, 0x1000))
         .read();
     assert_eq!((one.address.get(), one.size.get()), (0, 0x1000));
-    let all = talk.ask(Command::DMA_UNMAP, &dma_unmap(DmaUnmap::ALL, 0, 0));
+    let all = talk.ask(VfioUserCommand::DMA_UNMAP, &dma_unmap(DmaUnmap::ALL, 0, 0));
     assert_eq!(all.payload.len(), 24);
     assert_eq!(all.read::<DmaUnmap>().size.get(), 0x2000);
     assert!(talk.device.maps.is_empty());
@@ -69,47 +72,97 @@ fn dma_unmap_says_how_much() {
 
 #[test]
 fn dma_commands_that_are_not_allowed_are_refused() {
-    let mut talk = Conversation::negotiated(Memo::new());
-    let (tracer, fd) = Tracer::new();
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let (tracer, fd) = DescriptorTracer::new();
     let one = [fd.as_raw_fd()];
     let two = [fd.as_raw_fd(), fd.as_raw_fd()];
     let mut small_argsz = dma_map(3, 0, 0, 0x1000);
     small_argsz[0] = 31;
     let bitmap = DmaUnmap::GET_DIRTY_BITMAP;
     for (command, payload, fds, errno) in [
-        (Command::DMA_MAP, dma_map(3, 0, 0, 0), &one[..], EINVAL),
-        (Command::DMA_MAP, dma_map(3, 0, u64::MAX, 2), &one, EINVAL),
-        (Command::DMA_MAP, dma_map(3, 0, 1, u64::MAX), &one[..0], 0),
-        (Command::DMA_MAP, dma_map(3, 2, 0, u64::MAX), &one, EINVAL),
-        (Command::DMA_MAP, dma_map(3, 0, 0, 0x1000), &two, EINVAL),
-        (Command::DMA_MAP, dma_map(7, 0, 0, 0x1000), &[], EINVAL),
-        (Command::DMA_MAP, dma_map(0x10, 0, 0, 0x1000), &one, EINVAL),
-        (Command::DMA_MAP, dma_map(0xb, 0, 0, 0x1000), &one, ENOTSUP),
-        (Command::DMA_MAP, small_argsz, &one, EINVAL),
-        (Command::DMA_MAP, vec![32; 31], &one, EINVAL),
-        (Command::DMA_UNMAP, dma_unmap(0, 0, 0), &one, EINVAL),
-        (Command::DMA_UNMAP, dma_unmap(0, 2, u64::MAX), &[], EINVAL),
         (
-            Command::DMA_UNMAP,
+            VfioUserCommand::DMA_MAP,
+            dma_map(3, 0, 0, 0),
+            &one[..],
+            EINVAL,
+        ),
+        (
+            VfioUserCommand::DMA_MAP,
+            dma_map(3, 0, u64::MAX, 2),
+            &one,
+            EINVAL,
+        ),
+        (
+            VfioUserCommand::DMA_MAP,
+            dma_map(3, 0, 1, u64::MAX),
+            &one[..0],
+            0,
+        ),
+        (
+            VfioUserCommand::DMA_MAP,
+            dma_map(3, 2, 0, u64::MAX),
+            &one,
+            EINVAL,
+        ),
+        (
+            VfioUserCommand::DMA_MAP,
+            dma_map(3, 0, 0, 0x1000),
+            &two,
+            EINVAL,
+        ),
+        (
+            VfioUserCommand::DMA_MAP,
+            dma_map(7, 0, 0, 0x1000),
+            &[],
+            EINVAL,
+        ),
+        (
+            VfioUserCommand::DMA_MAP,
+            dma_map(0x10, 0, 0, 0x1000),
+            &one,
+            EINVAL,
+        ),
+        (
+            VfioUserCommand::DMA_MAP,
+            dma_map(0xb, 0, 0, 0x1000),
+            &one,
+            ENOTSUP,
+        ),
+        (VfioUserCommand::DMA_MAP, small_argsz, &one, EINVAL),
+        (VfioUserCommand::DMA_MAP, vec![32; 31], &one, EINVAL),
+        (VfioUserCommand::DMA_UNMAP, dma_unmap(0, 0, 0), &one, EINVAL),
+        (
+            VfioUserCommand::DMA_UNMAP,
+            dma_unmap(0, 2, u64::MAX),
+            &[],
+            EINVAL,
+        ),
+        (
+            VfioUserCommand::DMA_UNMAP,
             dma_unmap(DmaUnmap::ALL, 0, 1),
             &[],
             EINVAL,
         ),
         (
-            Command::DMA_UNMAP,
+            VfioUserCommand::DMA_UNMAP,
             dma_unmap(DmaUnmap::ALL, 1, 0),
             &[],
             EINVAL,
         ),
         (
-            Command::DMA_UNMAP,
+            VfioUserCommand::DMA_UNMAP,
             dma_unmap(bitmap, 0, 0x1000),
             &[],
             ENOTSUP,
         ),
-        (Command::DMA_UNMAP, dma_unmap(3, 0, 0), &[], ENOTSUP),
-        (Command::DMA_UNMAP, dma_unmap(4, 0, 0x1000), &[], EINVAL),
-        (Command::DMA_UNMAP, vec![24; 23], &[], EINVAL),
+        (VfioUserCommand::DMA_UNMAP, dma_unmap(3, 0, 0), &[], ENOTSUP),
+        (
+            VfioUserCommand::DMA_UNMAP,
+            dma_unmap(4, 0, 0x1000),
+            &[],
+            EINVAL,
+        ),
+        (VfioUserCommand::DMA_UNMAP, vec![24; 23], &[], EINVAL),
     ] {
         let reply = talk.ask_with(command, &payload, fds);
         assert_eq!(reply.errno(), errno, "{command} {payload:?}");

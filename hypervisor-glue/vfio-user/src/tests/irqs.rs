@@ -4,39 +4,43 @@ use super::*;
 
 #[test]
 fn interrupt_types_are_told() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let request = |index: u32, argsz: u32| {
-        let request = IrqInfo {
+        let request = IrqInfoPayload {
             argsz: argsz.into(),
             index: index.into(),
-            ..IrqInfo::default()
+            ..IrqInfoPayload::default()
         };
         request.as_bytes().to_vec()
     };
     for (index, count) in [(0, 0), (1, 0), (2, MSIX_VECTORS), (3, 1), (4, 1)] {
-        let reply = talk.ask(Command::DEVICE_GET_IRQ_INFO, &request(index, 16));
+        let reply = talk.ask(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, 16));
         assert_eq!(reply.payload.len(), 16);
-        let info: IrqInfo = reply.read();
+        let info: IrqInfoPayload = reply.read();
         assert_eq!((info.argsz.get(), info.index.get()), (16, index));
         assert_eq!(info.count.get(), count);
         assert_eq!(
             info.flags.get(),
-            if count > 0 { IrqInfo::EVENTFD } else { 0 }
+            if count > 0 {
+                IrqInfoPayload::EVENTFD
+            } else {
+                0
+            }
         );
     }
     for (index, argsz) in [(5, 16), (u32::MAX, 16), (2, 15)] {
-        let reply = talk.ask(Command::DEVICE_GET_IRQ_INFO, &request(index, argsz));
+        let reply = talk.ask(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, argsz));
         assert_eq!(reply.errno(), EINVAL);
     }
 }
 
 #[test]
 fn interrupts_are_connected_and_disconnected() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     // All vectors in one message, whatever `max_msg_fds` says: Cloud Hypervisor does.
     let (tracers, fds) = tracers(MSIX_VECTORS as usize);
     let payload = irq_set(CONNECT, IrqIndex::Msix, 0, MSIX_VECTORS);
-    let reply = talk.ask_with(Command::DEVICE_SET_IRQS, &payload, &raw(&fds));
+    let reply = talk.ask_with(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
     assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
     drop(fds);
     let command = talk.device.irqs.pop().unwrap();
@@ -51,11 +55,11 @@ fn interrupts_are_connected_and_disconnected() {
     assert_eq!(connected.len(), tracers.len());
     assert!(tracers.iter().all(|tracer| !tracer.is_closed()));
     drop(connected);
-    assert!(tracers.iter().all(Tracer::is_closed));
+    assert!(tracers.iter().all(DescriptorTracer::is_closed));
 
     // QEMU: part of them, then no file descriptor for another part, then none for all.
     let reply = talk.ask(
-        Command::DEVICE_SET_IRQS,
+        VfioUserCommand::DEVICE_SET_IRQS,
         &irq_set(CONNECT, IrqIndex::Msix, 16, 4),
     );
     assert_eq!(reply.errno(), 0);
@@ -64,7 +68,10 @@ fn interrupts_are_connected_and_disconnected() {
     assert_eq!((command.start, command.count), (16, 4));
     let none = IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER;
     for index in IrqIndex::ALL {
-        let reply = talk.ask(Command::DEVICE_SET_IRQS, &irq_set(none, index, 0, 0));
+        let reply = talk.ask(
+            VfioUserCommand::DEVICE_SET_IRQS,
+            &irq_set(none, index, 0, 0),
+        );
         assert_eq!(reply.errno(), 0);
         let command = talk.device.irqs.pop().unwrap();
         assert!(matches!(command.data, IrqData::None));
@@ -74,23 +81,29 @@ fn interrupts_are_connected_and_disconnected() {
 
 #[test]
 fn interrupts_are_masked_and_triggered() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let bools = IrqSet::DATA_BOOL | IrqSet::ACTION_MASK;
     let payload = [irq_set(bools, IrqIndex::Msix, 1, 3), vec![1, 0, 7]].concat();
-    assert_eq!(talk.ask(Command::DEVICE_SET_IRQS, &payload).errno(), 0);
+    assert_eq!(
+        talk.ask(VfioUserCommand::DEVICE_SET_IRQS, &payload).errno(),
+        0
+    );
     let command = talk.device.irqs.pop().unwrap();
     assert_eq!(command.action, IrqAction::Mask);
     assert!(matches!(command.data, IrqData::Bools(which) if which == [true, false, true]));
 
     let unmask = IrqSet::DATA_NONE | IrqSet::ACTION_UNMASK;
     let payload = irq_set(unmask, IrqIndex::Req, 0, 1);
-    assert_eq!(talk.ask(Command::DEVICE_SET_IRQS, &payload).errno(), 0);
+    assert_eq!(
+        talk.ask(VfioUserCommand::DEVICE_SET_IRQS, &payload).errno(),
+        0
+    );
     assert_eq!(talk.device.irqs.pop().unwrap().action, IrqAction::Unmask);
 }
 
 #[test]
 fn interrupts_that_are_not_there_are_refused_and_their_fds_closed() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let (tracers, fds) = tracers(2);
     let msix = IrqIndex::Msix;
     let none = IrqSet::DATA_NONE;
@@ -128,10 +141,10 @@ fn interrupts_that_are_not_there_are_refused_and_their_fds_closed() {
         no_index,
         vec![20; 19],
     ] {
-        let reply = talk.ask_with(Command::DEVICE_SET_IRQS, &payload, &raw(&fds));
+        let reply = talk.ask_with(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
         assert_eq!(reply.errno(), EINVAL, "{payload:?}");
     }
     drop(fds);
-    assert!(tracers.iter().all(Tracer::is_closed));
+    assert!(tracers.iter().all(DescriptorTracer::is_closed));
     assert!(talk.device.irqs.is_empty());
 }

@@ -16,13 +16,14 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use zerocopy::IntoBytes;
 
 use crate::message::{
-    Command, DmaMap, Header, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, RegionInfo,
+    DmaMap, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, RegionInfo, VfioUserCommand, VfioUserHeader,
 };
 use crate::step::kill_at;
-use crate::testing::{Tracer, message};
+use crate::testing::{DescriptorTracer, message};
 use crate::{
-    ClientProcess, Device, DmaRegion, Error, IrqCommand, IrqData, IrqIndex, IrqInfo, Journal,
-    JournalError, Listener, MappableArea, Region, RegionIndex, Server, SocketAccess, socket,
+    ClientProcess, DeviceRegion, DmaRegion, Error, IrqCommand, IrqData, IrqIndex, IrqInfo,
+    MappableArea, RegionIndex, RequestLog, RequestLogError, SocketAccess, SocketListener,
+    VfioUserDevice, VfioUserServer, socket,
 };
 
 /// Descriptors that outlive the process.
@@ -70,15 +71,15 @@ impl Ledger {
     }
 }
 
-impl Device for Ledger {
-    fn region(&self, index: RegionIndex) -> Region {
+impl VfioUserDevice for Ledger {
+    fn region(&self, index: RegionIndex) -> DeviceRegion {
         let mappable = (index == RegionIndex::Bar2).then(|| MappableArea {
             offset: 0,
             size: 0x1000,
             memory: self.memory.clone(),
             base: 0,
         });
-        Region {
+        DeviceRegion {
             size: 4 << 20,
             readable: true,
             writable: true,
@@ -160,7 +161,7 @@ impl Device for Ledger {
 struct World {
     path: PathBuf,
     keeper: Arc<Mutex<Keeper>>,
-    process: Option<(Server<Ledger>, Epoll)>,
+    process: Option<(VfioUserServer<Ledger>, Epoll)>,
     /// Step at which each of the next processes is killed.
     kills: Vec<u32>,
     deaths: usize,
@@ -173,8 +174,9 @@ impl World {
         let path = directory.path().join("kept.sock");
         let keeper = Arc::new(Mutex::new(Keeper::default()));
         let device = Ledger::new(b"", &keeper);
-        let journal = Journal::new().unwrap();
-        let server = Server::bind_kept(&path, SocketAccess::default(), device, journal).unwrap();
+        let journal = RequestLog::new().unwrap();
+        let server =
+            VfioUserServer::bind_kept(&path, SocketAccess::default(), device, journal).unwrap();
         {
             let mut keeper = keeper.lock().unwrap();
             let listener = server.listener().as_fd().try_clone_to_owned();
@@ -200,16 +202,17 @@ impl World {
         client
     }
 
-    fn resume(&self) -> Result<(Server<Ledger>, Epoll), Error> {
+    fn resume(&self) -> Result<(VfioUserServer<Ledger>, Epoll), Error> {
         let (listener, journal, client) = {
             let keeper = self.keeper.lock().unwrap();
             let client = keeper.client.as_ref().map(|fd| fd.try_clone().unwrap());
             (copy(&keeper.listener), copy(&keeper.journal), client)
         };
-        let (journal, record) = Journal::from_kept(journal)?;
+        let (journal, record) = RequestLog::from_kept(journal)?;
         let device = Ledger::new(record.device(), &self.keeper);
-        let listener = Listener::from_kept(&self.path, listener)?;
-        let server = Server::resume(listener, journal, client.map(UnixStream::from), device)?;
+        let listener = SocketListener::from_kept(&self.path, listener)?;
+        let server =
+            VfioUserServer::resume(listener, journal, client.map(UnixStream::from), device)?;
         let epoll = Epoll::new().unwrap();
         server.watch(&mut &epoll).unwrap();
         Ok((server, epoll))
@@ -278,7 +281,7 @@ impl World {
 
     fn entries(&self) -> String {
         let file = copy(&self.keeper.lock().unwrap().journal);
-        let (_, record) = Journal::from_kept(file).unwrap();
+        let (_, record) = RequestLog::from_kept(file).unwrap();
         String::from_utf8(reversed(record.device())).unwrap()
     }
 }
@@ -350,7 +353,7 @@ fn version(id: u16) -> Act {
     Say(
         message(
             id,
-            Command::VERSION,
+            VfioUserCommand::VERSION,
             0,
             b"\0\0\x01\0{\"capabilities\":{}}\0",
         ),
@@ -360,17 +363,20 @@ fn version(id: u16) -> Act {
 
 fn read(id: u16, count: u32) -> Act {
     let payload = words(&[0, 0, 0, count]);
-    Say(message(id, Command::REGION_READ, 0, &payload), 0)
+    Say(message(id, VfioUserCommand::REGION_READ, 0, &payload), 0)
 }
 
 fn write(id: u16, flags: u32, data: &[u8]) -> Act {
     let payload = [&words(&[0, 0, 0, data.len() as u32]), data].concat();
-    Say(message(id, Command::REGION_WRITE, flags, &payload), 0)
+    Say(
+        message(id, VfioUserCommand::REGION_WRITE, flags, &payload),
+        0,
+    )
 }
 
 fn connect_irqs(id: u16, fds: u32) -> Act {
     let payload = words(&[20, 0x24, 2, 0, fds]);
-    let message = message(id, Command::DEVICE_SET_IRQS, 0, &payload);
+    let message = message(id, VfioUserCommand::DEVICE_SET_IRQS, 0, &payload);
     Say(message, fds as usize)
 }
 
@@ -382,7 +388,7 @@ fn map(id: u16) -> Act {
         address: (u64::from(id) << 20).into(),
         size: 0x1000.into(),
     };
-    Say(message(id, Command::DMA_MAP, 0, map.as_bytes()), 1)
+    Say(message(id, VfioUserCommand::DMA_MAP, 0, map.as_bytes()), 1)
 }
 
 /// Its reply goes with a descriptor.
@@ -392,16 +398,21 @@ fn region_info(id: u16) -> Act {
         index: (RegionIndex::Bar2 as u32).into(),
         ..RegionInfo::default()
     };
-    let message = message(id, Command::DEVICE_GET_REGION_INFO, 0, info.as_bytes());
+    let message = message(
+        id,
+        VfioUserCommand::DEVICE_GET_REGION_INFO,
+        0,
+        info.as_bytes(),
+    );
     Say(message, 0)
 }
 
 fn reset(id: u16, flags: u32) -> Act {
-    Say(message(id, Command::DEVICE_RESET, flags, &[]), 0)
+    Say(message(id, VfioUserCommand::DEVICE_RESET, flags, &[]), 0)
 }
 
 fn refused(id: u16) -> Act {
-    Say(message(id, Command(999), 0, &[1; 100]), 0)
+    Say(message(id, VfioUserCommand(999), 0, &[1; 100]), 0)
 }
 
 fn every_kind() -> Vec<Act> {
@@ -412,10 +423,10 @@ fn every_kind() -> Vec<Act> {
         connect_irqs(4, 3),
         map(5),
         region_info(6),
-        write(7, Header::NO_REPLY, &[9; 64]),
+        write(7, VfioUserHeader::NO_REPLY, &[9; 64]),
         refused(8),
         reset(9, 0),
-        reset(10, Header::NO_REPLY),
+        reset(10, VfioUserHeader::NO_REPLY),
         read(11, 5000),
     ]
 }
@@ -586,17 +597,17 @@ fn state_that_changes_between_requests_is_committed() {
 #[test]
 fn clients_end_once() {
     let bad_size = {
-        let mut message = message(9, Command::DEVICE_RESET, 0, &[]);
+        let mut message = message(9, VfioUserCommand::DEVICE_RESET, 0, &[]);
         message[4] = 3;
         message
     };
-    let version_9 = message(9, Command::VERSION, 0, &[9, 0, 0, 0]);
+    let version_9 = message(9, VfioUserCommand::VERSION, 0, &[9, 0, 0, 0]);
     let ends: [&[Act]; 6] = [
         &[Close],
         &[reset(8, 0), Close],
         &[Say(vec![1; 10], 0), Close],
         &[Say(bad_size, 0), reset(8, 0)],
-        &[reset(8, Header::NO_REPLY), Say(vec![0; 100], 0)],
+        &[reset(8, VfioUserHeader::NO_REPLY), Say(vec![0; 100], 0)],
         &[Say(version_9, 0)],
     ];
     for (number, end) in ends.iter().enumerate() {
@@ -668,7 +679,7 @@ fn replaced_process_leaves_the_file_and_a_refused_takeover_too() {
 
     // A takeover that fails, while the first process still runs.
     let listener = copy(&world.keeper.lock().unwrap().listener);
-    let listener = Listener::from_kept(&world.path, listener).unwrap();
+    let listener = SocketListener::from_kept(&world.path, listener).unwrap();
     drop(listener);
     assert!(world.path.exists());
 
@@ -689,7 +700,7 @@ fn replaced_process_leaves_the_file_and_a_refused_takeover_too() {
 fn descriptors_are_taken_and_closed() {
     let mut world = World::new();
     let client = world.connect();
-    let (tracer, fd) = Tracer::new();
+    let (tracer, fd) = DescriptorTracer::new();
     let Say(version, _) = version(1) else {
         unreachable!()
     };
@@ -746,7 +757,7 @@ fn sockets_that_do_not_listen_are_refused() {
     let world = World::new();
     let (one, _other) = UnixStream::pair().unwrap();
     for fd in [one.into(), File::open("/dev/null").unwrap().into()] {
-        let error = Listener::from_kept(&world.path, fd).unwrap_err();
+        let error = SocketListener::from_kept(&world.path, fd).unwrap_err();
         assert!(matches!(error, Error::NotListening { .. }));
     }
 }
@@ -760,8 +771,8 @@ fn later_servers_file_is_not_adopted() {
     // The kernel says which file a socket has, if this process may ask.
     let listener = copy(&world.keeper.lock().unwrap().listener);
     if socket::bound_file(&listener).is_ok() {
-        let mut other = Listener::bind(&world.path).unwrap();
-        let mut kept = Listener::from_kept(&world.path, listener).unwrap();
+        let mut other = SocketListener::bind(&world.path).unwrap();
+        let mut kept = SocketListener::from_kept(&world.path, listener).unwrap();
         kept.adopt();
         drop(kept);
         assert!(world.path.exists());
@@ -794,7 +805,7 @@ fn damaged_journals_are_refused_or_taken_up_but_nothing_panics() {
         file.read_exact_at(&mut byte, place).unwrap();
         for mask in [1, 0x10, 0x80, 0xff] {
             file.write_all_at(&[byte[0] ^ mask], place).unwrap();
-            match Journal::from_kept(file.try_clone().unwrap().into()) {
+            match RequestLog::from_kept(file.try_clone().unwrap().into()) {
                 Ok(_) => opened += 1,
                 Err(error) => {
                     refused += 1;
@@ -809,25 +820,25 @@ fn damaged_journals_are_refused_or_taken_up_but_nothing_panics() {
     let size = file.metadata().unwrap().len();
     for size in [0, 1, 23, 24, 4096, 5000, 1 << 21, size - 1, size + 1] {
         file.set_len(size).unwrap();
-        Journal::from_kept(file.try_clone().unwrap().into()).unwrap_err();
+        RequestLog::from_kept(file.try_clone().unwrap().into()).unwrap_err();
     }
 }
 
 #[test]
 fn other_files_and_layouts_have_errors_of_their_own() {
     let (reader, _writer) = io::pipe().unwrap();
-    let error = Journal::from_kept(reader.into()).unwrap_err();
-    assert!(matches!(error, JournalError::NotAJournal { .. }));
-    let error = Journal::from_kept(tempfile::tempfile().unwrap().into()).unwrap_err();
-    assert!(matches!(error, JournalError::NotAJournal { .. }));
+    let error = RequestLog::from_kept(reader.into()).unwrap_err();
+    assert!(matches!(error, RequestLogError::NotAJournal { .. }));
+    let error = RequestLog::from_kept(tempfile::tempfile().unwrap().into()).unwrap_err();
+    assert!(matches!(error, RequestLogError::NotAJournal { .. }));
 
-    let journal = Journal::new().unwrap();
+    let journal = RequestLog::new().unwrap();
     let file = File::from(journal.as_fd().try_clone_to_owned().unwrap());
-    let error = Journal::from_kept(file.try_clone().unwrap().into()).unwrap_err();
-    assert!(matches!(error, JournalError::Empty));
+    let error = RequestLog::from_kept(file.try_clone().unwrap().into()).unwrap_err();
+    assert!(matches!(error, RequestLogError::Empty));
     file.write_all_at(&[2], 8).unwrap();
-    let error = Journal::from_kept(file.into()).unwrap_err();
-    assert!(matches!(error, JournalError::Layout { found: 2 }));
+    let error = RequestLog::from_kept(file.into()).unwrap_err();
+    assert!(matches!(error, RequestLogError::Layout { found: 2 }));
 }
 
 fn any_act() -> impl Strategy<Value = Act> {
@@ -835,12 +846,12 @@ fn any_act() -> impl Strategy<Value = Act> {
         (0_u32..3000).prop_map(|count| read(0, count)),
         (0_u32..200_000).prop_map(|count| read(0, count)),
         (0_usize..100).prop_map(|count| write(0, 0, &vec![3; count])),
-        (0_usize..9000).prop_map(|count| write(0, Header::NO_REPLY, &vec![4; count])),
+        (0_usize..9000).prop_map(|count| write(0, VfioUserHeader::NO_REPLY, &vec![4; count])),
         (1_u32..20).prop_map(|fds| connect_irqs(0, fds)),
         Just(map(0)),
         Just(region_info(0)),
         Just(reset(0, 0)),
-        Just(reset(0, Header::NO_REPLY)),
+        Just(reset(0, VfioUserHeader::NO_REPLY)),
         Just(refused(0)),
         Just(Hear),
         Just(Hear),

@@ -11,11 +11,15 @@ use zerocopy::IntoBytes;
 
 use crate::device::{IrqAction, IrqData, IrqIndex, RegionIndex};
 use crate::message::{
-    Command, DeviceInfo, DmaMap, DmaUnmap, Header, IrqInfo, IrqSet, MAX_DATA_XFER_SIZE, NUM_IRQS,
-    NUM_REGIONS, RegionAccess, RegionInfo, RegionIoFds, SingleWrite, SparseMmap, Version,
+    DeviceInfo, DmaMap, DmaUnmap, IrqInfoPayload, IrqSet, MAX_DATA_XFER_SIZE, NUM_IRQS,
+    NUM_REGIONS, RegionAccess, RegionInfo, RegionIoFds, SingleWrite, SparseMmap, VersionPayload,
+    VfioUserCommand, VfioUserHeader,
 };
-use crate::session::Progress;
-use crate::testing::{BAR0_SIZE, CONFIG_SIZE, Conversation, MSIX_VECTORS, Memo, Tracer, message};
+use crate::session::SessionReadiness;
+use crate::testing::{
+    BAR0_SIZE, CONFIG_SIZE, DescriptorTracer, MSIX_VECTORS, RecordingDevice, SessionFixture,
+    message,
+};
 
 const EINVAL: u32 = libc::EINVAL as u32;
 const ENOTSUP: u32 = libc::ENOTSUP as u32;
@@ -77,8 +81,8 @@ fn irq_set(flags: u32, index: IrqIndex, start: u32, count: u32) -> Vec<u8> {
 const CONNECT: u32 = IrqSet::DATA_EVENTFD | IrqSet::ACTION_TRIGGER;
 
 /// Pipes in place of eventfds: they tell when they are closed.
-fn tracers(count: usize) -> (Vec<Tracer>, Vec<OwnedFd>) {
-    (0..count).map(|_| Tracer::new()).unzip()
+fn tracers(count: usize) -> (Vec<DescriptorTracer>, Vec<OwnedFd>) {
+    (0..count).map(|_| DescriptorTracer::new()).unzip()
 }
 
 fn raw(fds: &[OwnedFd]) -> Vec<RawFd> {
@@ -87,49 +91,64 @@ fn raw(fds: &[OwnedFd]) -> Vec<RawFd> {
 
 #[test]
 fn version_comes_first_and_once() {
-    let mut talk = Conversation::begin(Memo::new());
+    let mut talk = SessionFixture::begin(RecordingDevice::new());
     // The stream stays in step: what came too early is refused, and can be said later.
     for (command, payload) in [
-        (Command::DEVICE_RESET, vec![]),
-        (Command::REGION_READ, access(0, 0, 8)),
-        (Command::REGION_WRITE, write(0, 0, &[0; 9])),
-        (Command::DMA_MAP, dma_map(DmaMap::READ, 0, 0, 4096)),
-        (Command(99), vec![1, 2, 3]),
+        (VfioUserCommand::DEVICE_RESET, vec![]),
+        (VfioUserCommand::REGION_READ, access(0, 0, 8)),
+        (VfioUserCommand::REGION_WRITE, write(0, 0, &[0; 9])),
+        (VfioUserCommand::DMA_MAP, dma_map(DmaMap::READ, 0, 0, 4096)),
+        (VfioUserCommand(99), vec![1, 2, 3]),
     ] {
         let errno = talk.ask(command, &payload).errno();
-        assert!(errno == EINVAL || command == Command(99), "{command}");
+        assert!(
+            errno == EINVAL || command == VfioUserCommand(99),
+            "{command}"
+        );
     }
     assert_eq!(talk.device.resets, 0);
     assert!(talk.device.accesses.is_empty());
 
     // A version message that is no good leaves the right one to come.
-    assert_eq!(talk.ask(Command::VERSION, &[0, 0, 1]).errno(), EINVAL);
-    assert_eq!(talk.ask(Command::VERSION, b"\0\0\x01\0{").errno(), EINVAL);
-    let reply = talk.ask(Command::VERSION, b"\0\0\x05\0{\"capabilities\":{}}\0");
-    let version: Version = reply.read();
+    assert_eq!(
+        talk.ask(VfioUserCommand::VERSION, &[0, 0, 1]).errno(),
+        EINVAL
+    );
+    assert_eq!(
+        talk.ask(VfioUserCommand::VERSION, b"\0\0\x01\0{").errno(),
+        EINVAL
+    );
+    let reply = talk.ask(
+        VfioUserCommand::VERSION,
+        b"\0\0\x05\0{\"capabilities\":{}}\0",
+    );
+    let version: VersionPayload = reply.read();
     assert_eq!((version.major.get(), version.minor.get()), (0, 1));
     assert_eq!(reply.payload.last(), Some(&0));
 
-    assert_eq!(talk.ask(Command::VERSION, &[0, 0, 1, 0]).errno(), EINVAL);
-    assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+    assert_eq!(
+        talk.ask(VfioUserCommand::VERSION, &[0, 0, 1, 0]).errno(),
+        EINVAL
+    );
+    assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     assert_eq!(talk.device.resets, 1);
 }
 
 #[test]
 fn another_major_version_ends_the_connection_with_an_error() {
-    let mut talk = Conversation::begin(Memo::new());
-    let message = talk.message(Command::VERSION, &[1, 0, 0, 0]);
+    let mut talk = SessionFixture::begin(RecordingDevice::new());
+    let message = talk.message(VfioUserCommand::VERSION, &[1, 0, 0, 0]);
     std::io::Write::write_all(&mut &talk.client, &message).unwrap();
-    assert_eq!(talk.run(), Progress::Ended);
+    assert_eq!(talk.run(), SessionReadiness::Ended);
     assert_eq!(talk.hear().unwrap().errno(), ENOTSUP);
     assert!(talk.closes_for_client());
 }
 
 #[test]
 fn reset_is_harmless_right_after_version() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     for resets in 1..=3 {
-        let reply = talk.ask(Command::DEVICE_RESET, &[]);
+        let reply = talk.ask(VfioUserCommand::DEVICE_RESET, &[]);
         assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
         assert_eq!(talk.device.resets, resets);
     }
@@ -137,12 +156,12 @@ fn reset_is_harmless_right_after_version() {
 
 #[test]
 fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     // 32 is what Cloud Hypervisor's client asks with.
     for argsz in [16_u32, 32, u32::MAX] {
         let mut payload = [0; 16];
         payload[..4].copy_from_slice(argsz.as_bytes());
-        let reply = talk.ask(Command::DEVICE_GET_INFO, &payload);
+        let reply = talk.ask(VfioUserCommand::DEVICE_GET_INFO, &payload);
         assert_eq!(reply.payload.len(), 16);
         let info: DeviceInfo = reply.read();
         assert_eq!(info.argsz.get(), 16);
@@ -151,24 +170,27 @@ fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
         assert_eq!(info.num_irqs.get(), NUM_IRQS);
     }
     let short = talk.ask(
-        Command::DEVICE_GET_INFO,
+        VfioUserCommand::DEVICE_GET_INFO,
         &[15, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     );
     assert_eq!(short.errno(), EINVAL);
     let mut payload = [0; 16];
     payload[0] = 15;
-    assert_eq!(talk.ask(Command::DEVICE_GET_INFO, &payload).errno(), EINVAL);
+    assert_eq!(
+        talk.ask(VfioUserCommand::DEVICE_GET_INFO, &payload).errno(),
+        EINVAL
+    );
 }
 
 #[test]
 fn errno_of_the_device_reaches_the_client() {
-    let mut talk = Conversation::negotiated(Memo::new());
-    let (tracer, fd) = Tracer::new();
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let (tracer, fd) = DescriptorTracer::new();
     for (command, payload) in [
-        (Command::DMA_MAP, dma_map(3, 0, 0, 0x1000)),
-        (Command::DMA_UNMAP, dma_unmap(0, 0, 0x1000)),
+        (VfioUserCommand::DMA_MAP, dma_map(3, 0, 0, 0x1000)),
+        (VfioUserCommand::DMA_UNMAP, dma_unmap(0, 0, 0x1000)),
         (
-            Command::DEVICE_SET_IRQS,
+            VfioUserCommand::DEVICE_SET_IRQS,
             irq_set(CONNECT, IrqIndex::Msix, 0, 1),
         ),
     ] {
@@ -182,25 +204,25 @@ fn errno_of_the_device_reaches_the_client() {
 
 #[test]
 fn what_is_not_supported_is_said_to_be() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     for number in [0, 11, 12, 14, 16, 17, 18, 19, 0x7fff, u16::MAX] {
         for payload in [&[][..], &[0; 8], &[0xff; 4096]] {
-            assert_eq!(talk.ask(Command(number), payload).errno(), ENOTSUP);
+            assert_eq!(talk.ask(VfioUserCommand(number), payload).errno(), ENOTSUP);
         }
     }
-    assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+    assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
 }
 
 #[test]
 fn file_descriptors_that_no_command_wants_are_closed() {
-    let mut talk = Conversation::negotiated(Memo::new());
-    let (tracer, fd) = Tracer::new();
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let (tracer, fd) = DescriptorTracer::new();
     for (command, payload) in [
-        (Command::REGION_READ, access(0, 0, 4)),
-        (Command::REGION_WRITE, write(0, 0, &[0; 4])),
-        (Command::DEVICE_RESET, vec![]),
-        (Command::DEVICE_GET_REGION_INFO, region_info(0, 32)),
-        (Command(77), vec![]),
+        (VfioUserCommand::REGION_READ, access(0, 0, 4)),
+        (VfioUserCommand::REGION_WRITE, write(0, 0, &[0; 4])),
+        (VfioUserCommand::DEVICE_RESET, vec![]),
+        (VfioUserCommand::DEVICE_GET_REGION_INFO, region_info(0, 32)),
+        (VfioUserCommand(77), vec![]),
     ] {
         talk.ask_with(command, &payload, &[fd.as_raw_fd(); 5]);
     }

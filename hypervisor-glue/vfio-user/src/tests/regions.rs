@@ -4,9 +4,12 @@ use super::*;
 
 #[test]
 fn every_region_has_an_answer() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     for index in 0..NUM_REGIONS {
-        let reply = talk.ask(Command::DEVICE_GET_REGION_INFO, &region_info(index, 32));
+        let reply = talk.ask(
+            VfioUserCommand::DEVICE_GET_REGION_INFO,
+            &region_info(index, 32),
+        );
         assert_eq!((reply.payload.len(), reply.fds.len()), (32, 0));
         let info: RegionInfo = reply.read();
         assert_eq!(info.index.get(), index);
@@ -26,18 +29,24 @@ fn every_region_has_an_answer() {
         assert_eq!(info.flags.get(), flags);
     }
     for index in [NUM_REGIONS, u32::MAX] {
-        let reply = talk.ask(Command::DEVICE_GET_REGION_INFO, &region_info(index, 32));
+        let reply = talk.ask(
+            VfioUserCommand::DEVICE_GET_REGION_INFO,
+            &region_info(index, 32),
+        );
         assert_eq!(reply.errno(), EINVAL);
     }
-    let reply = talk.ask(Command::DEVICE_GET_REGION_INFO, &region_info(0, 31));
+    let reply = talk.ask(VfioUserCommand::DEVICE_GET_REGION_INFO, &region_info(0, 31));
     assert_eq!(reply.errno(), EINVAL);
 }
 
 #[test]
 fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
-    let mut talk = Conversation::negotiated(Memo::mappable());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::mappable());
     for argsz in [32, 33, 63] {
-        let reply = talk.ask(Command::DEVICE_GET_REGION_INFO, &region_info(0, argsz));
+        let reply = talk.ask(
+            VfioUserCommand::DEVICE_GET_REGION_INFO,
+            &region_info(0, argsz),
+        );
         assert_eq!((reply.payload.len(), reply.fds.len()), (32, 0));
         let info: RegionInfo = reply.read();
         assert_eq!(info.argsz.get(), 64, "the size to ask with");
@@ -46,7 +55,10 @@ fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
         assert_eq!(info.cap_offset.get(), 0);
     }
     for argsz in [64, 65, 4064, u32::MAX] {
-        let reply = talk.ask(Command::DEVICE_GET_REGION_INFO, &region_info(0, argsz));
+        let reply = talk.ask(
+            VfioUserCommand::DEVICE_GET_REGION_INFO,
+            &region_info(0, argsz),
+        );
         assert_eq!(reply.payload.len(), 64);
         assert_eq!(reply.fds.len(), 1, "one area, one file descriptor");
         let info: RegionInfo = reply.read();
@@ -64,10 +76,10 @@ fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
 
 #[test]
 fn region_info_request_may_be_as_long_as_the_reply_it_wants() {
-    let mut talk = Conversation::negotiated(Memo::mappable());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::mappable());
     let mut payload = region_info(0, 4064);
     payload.resize(4064, 0);
-    let reply = talk.ask(Command::DEVICE_GET_REGION_INFO, &payload);
+    let reply = talk.ask(VfioUserCommand::DEVICE_GET_REGION_INFO, &payload);
     assert_eq!(
         (reply.errno(), reply.payload.len(), reply.fds.len()),
         (0, 64, 1)
@@ -76,17 +88,20 @@ fn region_info_request_may_be_as_long_as_the_reply_it_wants() {
 
 #[test]
 fn client_that_takes_no_fds_is_not_offered_a_mapping() {
-    let mut talk = Conversation::begin(Memo::mappable());
+    let mut talk = SessionFixture::begin(RecordingDevice::mappable());
     let data = b"\0\0\x01\0{\"capabilities\":{\"max_msg_fds\":0}}\0";
-    assert_eq!(talk.ask(Command::VERSION, data).errno(), 0);
-    let reply = talk.ask(Command::DEVICE_GET_REGION_INFO, &region_info(0, 4064));
+    assert_eq!(talk.ask(VfioUserCommand::VERSION, data).errno(), 0);
+    let reply = talk.ask(
+        VfioUserCommand::DEVICE_GET_REGION_INFO,
+        &region_info(0, 4064),
+    );
     assert_eq!((reply.payload.len(), reply.fds.len()), (32, 0));
     assert_eq!(reply.read::<RegionInfo>().flags.get() & RegionInfo::MMAP, 0);
 }
 
 #[test]
 fn io_fds_of_a_region_are_none() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let request = |index: u32, argsz: u32| {
         let request = RegionIoFds {
             argsz: argsz.into(),
@@ -95,34 +110,37 @@ fn io_fds_of_a_region_are_none() {
         };
         request.as_bytes().to_vec()
     };
-    let reply = talk.ask(Command::DEVICE_GET_REGION_IO_FDS, &request(2, 4096));
+    let reply = talk.ask(VfioUserCommand::DEVICE_GET_REGION_IO_FDS, &request(2, 4096));
     assert_eq!((reply.payload.len(), reply.fds.len()), (16, 0));
     let none: RegionIoFds = reply.read();
     assert_eq!((none.argsz.get(), none.index.get()), (16, 2));
     assert_eq!((none.flags.get(), none.count.get()), (0, 0));
     for (index, argsz) in [(9, 16), (0, 15)] {
-        let reply = talk.ask(Command::DEVICE_GET_REGION_IO_FDS, &request(index, argsz));
+        let reply = talk.ask(
+            VfioUserCommand::DEVICE_GET_REGION_IO_FDS,
+            &request(index, argsz),
+        );
         assert_eq!(reply.errno(), EINVAL);
     }
 }
 
 #[test]
 fn registers_are_read_and_written_in_any_size() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     for size in [1, 2, 4, 8, 16, 4096] {
         let data: Vec<u8> = (0..size).map(|byte| byte as u8 ^ 0x5a).collect();
-        let reply = talk.ask(Command::REGION_WRITE, &write(0, 8, &data));
+        let reply = talk.ask(VfioUserCommand::REGION_WRITE, &write(0, 8, &data));
         assert_eq!(
             (reply.errno(), &reply.payload),
             (0, &access(0, 8, size as u32))
         );
         assert_eq!(talk.device.bar0[8..][..size], data);
 
-        let reply = talk.ask(Command::REGION_READ, &access(0, 8, size as u32));
+        let reply = talk.ask(VfioUserCommand::REGION_READ, &access(0, 8, size as u32));
         assert_eq!((reply.errno(), reply.payload), (0, write(0, 8, &data)));
     }
     // Config space in two bytes, whatever the command register says.
-    let reply = talk.ask(Command::REGION_READ, &access(7, 4, 2));
+    let reply = talk.ask(VfioUserCommand::REGION_READ, &access(7, 4, 2));
     assert_eq!(reply.errno(), 0);
     assert_eq!(
         talk.device.accesses.last(),
@@ -132,9 +150,9 @@ fn registers_are_read_and_written_in_any_size() {
     // No bytes at all: nothing for the device, whether there is a region or not.
     talk.device.accesses.clear();
     for region in [0, 2] {
-        let reply = talk.ask(Command::REGION_READ, &access(region, 0, 0));
+        let reply = talk.ask(VfioUserCommand::REGION_READ, &access(region, 0, 0));
         assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
-        let reply = talk.ask(Command::REGION_WRITE, &access(region, 0, 0));
+        let reply = talk.ask(VfioUserCommand::REGION_WRITE, &access(region, 0, 0));
         assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
     }
     assert!(talk.device.accesses.is_empty());
@@ -142,7 +160,7 @@ fn registers_are_read_and_written_in_any_size() {
 
 #[test]
 fn reads_of_nothing_are_all_ones_and_never_an_error() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     for (region, offset, count) in [
         (0, BAR0_SIZE, 4),
         (0, BAR0_SIZE - 4, 8),
@@ -156,10 +174,10 @@ fn reads_of_nothing_are_all_ones_and_never_an_error() {
         (u32::MAX, u64::MAX, 4),
         (0, 0, MAX_DATA_XFER_SIZE),
     ] {
-        let message = talk.message(Command::REGION_READ, &access(region, offset, count));
+        let message = talk.message(VfioUserCommand::REGION_READ, &access(region, offset, count));
         std::io::Write::write_all(&mut &talk.client, &message).unwrap();
         let mut reply = Vec::new();
-        while reply.len() < Header::SIZE + 16 + count as usize {
+        while reply.len() < VfioUserHeader::SIZE + 16 + count as usize {
             talk.run();
             let mut buffer = vec![0; 1 << 16];
             let read = std::io::Read::read(&mut &talk.client, &mut buffer).unwrap();
@@ -175,9 +193,12 @@ fn reads_of_nothing_are_all_ones_and_never_an_error() {
 
 #[test]
 fn writes_to_nothing_are_ignored_and_never_an_error() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     for (region, offset) in [(0, BAR0_SIZE - 3), (0, u64::MAX), (3, 0), (9, 0)] {
-        let reply = talk.ask(Command::REGION_WRITE, &write(region, offset, &[1; 4]));
+        let reply = talk.ask(
+            VfioUserCommand::REGION_WRITE,
+            &write(region, offset, &[1; 4]),
+        );
         assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
     }
     assert!(talk.device.accesses.is_empty());
@@ -185,25 +206,29 @@ fn writes_to_nothing_are_ignored_and_never_an_error() {
 
 #[test]
 fn accesses_that_contradict_themselves_are_refused() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let too_many = access(0, 0, MAX_DATA_XFER_SIZE + 1);
     for (command, payload) in [
-        (Command::REGION_READ, &too_many[..]),
-        (Command::REGION_READ, &access(0, 0, u32::MAX)),
-        (Command::REGION_READ, &access(0, 0, 4)[..15]),
-        (Command::REGION_WRITE, &too_many),
-        (Command::REGION_WRITE, &access(0, 0, 4)),
-        (Command::REGION_WRITE, &write(0, 0, &[0; 4])[..19]),
+        (VfioUserCommand::REGION_READ, &too_many[..]),
+        (VfioUserCommand::REGION_READ, &access(0, 0, u32::MAX)),
+        (VfioUserCommand::REGION_READ, &access(0, 0, 4)[..15]),
+        (VfioUserCommand::REGION_WRITE, &too_many),
+        (VfioUserCommand::REGION_WRITE, &access(0, 0, 4)),
+        (VfioUserCommand::REGION_WRITE, &write(0, 0, &[0; 4])[..19]),
         (
-            Command::REGION_WRITE,
+            VfioUserCommand::REGION_WRITE,
             &[write(0, 0, &[0; 4]), vec![0]].concat(),
         ),
-        (Command::REGION_WRITE, &[]),
+        (VfioUserCommand::REGION_WRITE, &[]),
     ] {
         assert_eq!(talk.ask(command, payload).errno(), EINVAL, "{payload:?}");
     }
     assert!(talk.device.accesses.is_empty());
-    assert_eq!(talk.ask(Command::REGION_READ, &access(0, 0, 4)).errno(), 0);
+    assert_eq!(
+        talk.ask(VfioUserCommand::REGION_READ, &access(0, 0, 4))
+            .errno(),
+        0
+    );
 }
 
 fn write_multi(count: u64, writes: &[SingleWrite]) -> Vec<u8> {
@@ -223,14 +248,17 @@ fn single(offset: u64, count: u32, data: [u8; 8]) -> SingleWrite {
 
 #[test]
 fn several_writes_come_in_one_message() {
-    let mut talk = Conversation::negotiated(Memo::new());
+    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let writes = [
         single(0x10, 4, [1; 8]),
         single(BAR0_SIZE, 8, [2; 8]),
         single(0x20, 8, [3; 8]),
         single(0x30, 0, [4; 8]),
     ];
-    let reply = talk.ask(Command::REGION_WRITE_MULTI, &write_multi(4, &writes));
+    let reply = talk.ask(
+        VfioUserCommand::REGION_WRITE_MULTI,
+        &write_multi(4, &writes),
+    );
     assert_eq!(
         (reply.errno(), reply.payload),
         (0, 4_u64.as_bytes().to_vec())
@@ -242,12 +270,12 @@ fn several_writes_come_in_one_message() {
     let writes = vec![single(0x40, 1, [7; 8]); 200];
     let posted = message(
         9,
-        Command::REGION_WRITE_MULTI,
-        Header::NO_REPLY,
+        VfioUserCommand::REGION_WRITE_MULTI,
+        VfioUserHeader::NO_REPLY,
         &write_multi(200, &writes),
     );
     std::io::Write::write_all(&mut &talk.client, &posted).unwrap();
-    assert_eq!(talk.run(), Progress::Reading);
+    assert_eq!(talk.run(), SessionReadiness::Reading);
     assert_eq!(talk.device.bar0[0x40], 7);
     assert!(talk.hear().is_none());
 
@@ -259,7 +287,10 @@ fn several_writes_come_in_one_message() {
         (u64::MAX / 24 + 1, &writes[..1]),
         (2, &[single(0, 1, [0; 8]), single(0, 9, [0; 8])]),
     ] {
-        let reply = talk.ask(Command::REGION_WRITE_MULTI, &write_multi(count, writes));
+        let reply = talk.ask(
+            VfioUserCommand::REGION_WRITE_MULTI,
+            &write_multi(count, writes),
+        );
         assert_eq!(reply.errno(), EINVAL);
     }
     assert!(talk.device.accesses.is_empty(), "all or nothing");

@@ -3,14 +3,16 @@
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
 
-use vfio_user_server::{Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Region, RegionIndex};
+use vfio_user_server::{
+    DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, RegionIndex, VfioUserDevice,
+};
 
 /// Has nothing.
 pub(crate) struct Nothing;
 
-impl Device for Nothing {
-    fn region(&self, _: RegionIndex) -> Region {
-        Region::default()
+impl VfioUserDevice for Nothing {
+    fn region(&self, _: RegionIndex) -> DeviceRegion {
+        DeviceRegion::default()
     }
     fn read(&mut self, _: RegionIndex, _: u64, _: &mut [u8]) {}
     fn write(&mut self, _: RegionIndex, _: u64, _: &[u8]) {}

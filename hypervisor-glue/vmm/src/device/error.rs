@@ -2,7 +2,7 @@
 
 use std::io;
 
-use nvme_mpt::{DmaError, QueueError, StateError};
+use nvme_mpt::{BackendStateError, DmaError, QueueError};
 use thiserror::Error;
 use vmm_device::{EndError, SnapshotError};
 
@@ -39,7 +39,7 @@ pub enum DeviceError {
     Pause(#[from] QueueError),
     /// The state cannot be saved.
     #[error("The state of the function cannot be saved")]
-    Save(#[from] StateError),
+    Save(#[from] BackendStateError),
     /// The saved state does not fit, or is damaged.
     #[error("The function cannot be restored")]
     Restore(#[from] SnapshotError),

@@ -11,13 +11,13 @@
 
 use std::mem;
 
-use super::remake::{HandedOver, Remake};
-use super::{DeviceError, FunctionDevice, Shared, Slot, State};
+use super::remake::{FunctionFactory, HandedOverFunction};
+use super::{DeviceError, DeviceSlot, FunctionDevice, SharedFunctionDevice, WiredFunction};
 
 impl FunctionDevice {
     /// Sets how to create the function again, which [`Self::hand_over`] requires.
     #[must_use]
-    pub fn remade_by(mut self, remake: Remake) -> Self {
+    pub fn remade_by(mut self, remake: FunctionFactory) -> Self {
         self.remake = Some(remake);
         self
     }
@@ -30,12 +30,12 @@ impl FunctionDevice {
     /// The function is unchanged after [`DeviceError::Private`], [`DeviceError::Unique`], [`DeviceError::Flush`], and
     /// [`DeviceError::Save`] if it is not paused. [`DeviceError::Empty`] if there is none.
     pub fn hand_over(&self) -> Result<(), DeviceError> {
-        let Shared { id, .. } = &*self.shared;
+        let SharedFunctionDevice { id, .. } = &*self.shared;
         let mut slot = self.shared.slot();
         let state = match &mut *slot {
-            Slot::Function(state) => state,
-            Slot::HandedOver(_) => return Ok(()),
-            Slot::Empty => return Err(self.empty()),
+            DeviceSlot::Function(state) => state,
+            DeviceSlot::HandedOver(_) => return Ok(()),
+            DeviceSlot::Empty => return Err(self.empty()),
         };
         if self.remake.is_none() {
             return Err(DeviceError::Unique(id.clone()));
@@ -45,7 +45,7 @@ impl FunctionDevice {
         }
         let saved = state.function.save()?;
         state.function.flush().map_err(DeviceError::Flush)?;
-        let handed_over = HandedOver {
+        let handed_over = HandedOverFunction {
             saved,
             memory: state.function.memory().hold(),
             // `None` if the pages were not logged.
@@ -53,20 +53,20 @@ impl FunctionDevice {
         };
         // The function is paused, so no command keeps the memory busy.
         let unwired = self.shared.unwire(state);
-        *slot = Slot::HandedOver(Box::new(handed_over));
+        *slot = DeviceSlot::HandedOver(Box::new(handed_over));
         unwired
     }
 
     /// Creates the function again and resumes it.
-    pub(super) fn take_back(&self, slot: &mut Slot) -> Result<(), DeviceError> {
-        let (handed_over, remake) = match (mem::replace(slot, Slot::Empty), &self.remake) {
-            (Slot::HandedOver(handed_over), Some(remake)) => (handed_over, remake),
+    pub(super) fn take_back(&self, slot: &mut DeviceSlot) -> Result<(), DeviceError> {
+        let (handed_over, remake) = match (mem::replace(slot, DeviceSlot::Empty), &self.remake) {
+            (DeviceSlot::HandedOver(handed_over), Some(remake)) => (handed_over, remake),
             (other, _) => {
                 *slot = other;
                 return Ok(());
             }
         };
-        let Shared { id, vmm, .. } = &*self.shared;
+        let SharedFunctionDevice { id, vmm, .. } = &*self.shared;
         let function = remake
             .function()
             .map_err(|source| DeviceError::TakeBack(id.clone(), source))?;
@@ -77,13 +77,13 @@ impl FunctionDevice {
         }
         state.function.resume();
         state.follow(&**vmm);
-        *slot = Slot::Function(Box::new(state));
+        *slot = DeviceSlot::Function(Box::new(state));
         Ok(())
     }
 }
 
-impl State {
-    fn become_again(&mut self, handed_over: &HandedOver) -> Result<(), DeviceError> {
+impl WiredFunction {
+    fn become_again(&mut self, handed_over: &HandedOverFunction) -> Result<(), DeviceError> {
         self.function.host().map_held(&handed_over.memory)?;
         // The VMM has kept the BARs where they were.
         drop(self.function.restore(&handed_over.saved)?);

@@ -16,21 +16,21 @@ use nvme_mpt::dma::{DmaError, MemoryRegion, VmmMapping};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::registers::offset::DOORBELLS;
-use nvme_mpt::{Gpa, HostSide};
+use nvme_mpt::{ControllerBackend, Gpa};
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
 use vmm_device::{Bar, BarMove, EndError, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::control::{ControlLoop, Controlled};
-use crate::doorbells::{DoorbellFigures, MappedDoorbells, TiedDoorbells};
+use crate::control::{ControlLoop, ControlLoopHandler};
+use crate::doorbells::{DoorbellMappingStats, IoeventfdDoorbells, MappedDoorbells};
 use crate::report;
-use crate::routes::Routes;
+use crate::routes::VectorRoutes;
 use crate::vmm::Vmm;
 
 pub use error::DeviceError;
-use remake::HandedOver;
-pub use remake::Remake;
+pub use remake::FunctionFactory;
+use remake::HandedOverFunction;
 
 /// An NVMe function in a VMM's process.
 ///
@@ -40,41 +40,41 @@ pub use remake::Remake;
 /// Lock order: the function's state, then locks of the [`Vmm`]. While a VMM calls a method, it must not hold a lock that its
 /// [`Vmm`] methods take.
 pub struct FunctionDevice {
-    shared: Arc<Shared>,
+    shared: Arc<SharedFunctionDevice>,
     /// BAR sizes, in the order of [`Bar::ALL`].
     bar_sizes: [u64; Bar::ALL.len()],
-    remake: Option<Remake>,
+    remake: Option<FunctionFactory>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct SharedFunctionDevice {
     id: String,
     vmm: Arc<dyn Vmm>,
     /// Loop of the control thread. It watches the function's events while the function is in the slot.
     control: ControlLoop,
-    slot: Mutex<Slot>,
+    slot: Mutex<DeviceSlot>,
 }
 
 /// Contents of a VMM's slot.
-enum Slot {
+enum DeviceSlot {
     /// The function.
-    Function(Box<State>),
+    Function(Box<WiredFunction>),
     /// State for taking the function back.
-    HandedOver(Box<HandedOver>),
+    HandedOver(Box<HandedOverFunction>),
     /// No function: reads return all ones, and writes are dropped.
     Empty,
 }
 
 /// Function with its connections to the VMM.
-struct State {
+struct WiredFunction {
     function: NvmeFunction,
     /// Eventfd that the control thread watches.
     events: EventFd,
-    routes: Routes,
+    routes: VectorRoutes,
     /// Readable when the level of the pin has fallen.
     pin_fallen: Option<EventFd>,
     mapped: Option<MappedDoorbells>,
-    tied: TiedDoorbells,
+    tied: IoeventfdDoorbells,
 }
 
 impl fmt::Debug for FunctionDevice {
@@ -94,14 +94,14 @@ impl FunctionDevice {
     pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
         let wiring = |source| DeviceError::wiring(id, source);
         let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedFunctionDevice {
             id: id.to_owned(),
             vmm: vmm.clone(),
             control: ControlLoop::new().map_err(wiring)?,
-            slot: Mutex::new(Slot::Empty),
+            slot: Mutex::new(DeviceSlot::Empty),
         });
         let state = shared.wire(function)?;
-        *shared.slot() = Slot::Function(Box::new(state));
+        *shared.slot() = DeviceSlot::Function(Box::new(state));
         let work = {
             let shared = shared.clone();
             Box::new(move || shared.control.run(&shared.id, &mut &*shared))
@@ -153,7 +153,7 @@ impl FunctionDevice {
         let Some(state) = slot.function() else {
             return Vec::new();
         };
-        let State {
+        let WiredFunction {
             function, routes, ..
         } = state;
         let moves = routes.write_config(function, offset, data);
@@ -190,7 +190,7 @@ impl FunctionDevice {
         let Some(state) = slot.function() else {
             return;
         };
-        let State {
+        let WiredFunction {
             function,
             routes,
             mapped,
@@ -225,7 +225,7 @@ impl FunctionDevice {
 
     /// Returns the costs of mapping the function's doorbells into the guest, or zeros if they are never mapped.
     #[must_use]
-    pub fn doorbell_figures(&self) -> DoorbellFigures {
+    pub fn doorbell_figures(&self) -> DoorbellMappingStats {
         let mut slot = self.shared.slot();
         let mapped = slot.function().and_then(|state| state.mapped.as_ref());
         mapped.map(MappedDoorbells::figures).unwrap_or_default()
@@ -245,7 +245,7 @@ impl FunctionDevice {
     /// [`Self::map_vmm_memory`] for it.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
+    /// [`DeviceError::MappedMemoryKey`], [`DeviceError::HandedOverFunction`].
     pub fn map_memory(&self, memory: MemoryRegion) -> Result<(), DeviceError> {
         self.map_by(|host| host.map(memory))
     }
@@ -257,31 +257,31 @@ impl FunctionDevice {
     /// maps the file.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
+    /// [`DeviceError::MappedMemoryKey`], [`DeviceError::HandedOverFunction`].
     pub fn map_vmm_memory(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DeviceError> {
         self.map_by(|host| host.map_in_place(memory, own))
     }
 
     fn map_by(
         &self,
-        map: impl FnOnce(&dyn HostSide) -> Result<(), DmaError>,
+        map: impl FnOnce(&dyn ControllerBackend) -> Result<(), DmaError>,
     ) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(map(state.function.host())?),
-            Slot::HandedOver(_) => Err(self.handed_over()),
-            Slot::Empty => Ok(()),
+            DeviceSlot::Function(state) => Ok(map(state.function.host())?),
+            DeviceSlot::HandedOver(_) => Err(self.handed_over()),
+            DeviceSlot::Empty => Ok(()),
         }
     }
 
     /// Removes guest memory. When this returns, the function does not access it.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
+    /// [`DeviceError::MappedMemoryKey`], [`DeviceError::HandedOverFunction`].
     pub fn unmap_memory(&self, gpa: Gpa, len: u64) -> Result<u64, DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.host().unmap(gpa, len)?),
-            Slot::HandedOver(_) => Err(self.handed_over()),
-            Slot::Empty => Ok(0),
+            DeviceSlot::Function(state) => Ok(state.function.host().unmap(gpa, len)?),
+            DeviceSlot::HandedOver(_) => Err(self.handed_over()),
+            DeviceSlot::Empty => Ok(0),
         }
     }
 
@@ -289,7 +289,7 @@ impl FunctionDevice {
     /// memory, and none of its memory is mapped into the guest. The slot is empty, and the drive and its lease are released.
     ///
     /// # Errors
-    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; the function is removed nevertheless. Commands
+    /// [`DeviceError::Panicked`], [`DeviceError::MappedMemoryKey`], [`DeviceError::LeaseEndCause`]; the function is removed nevertheless. Commands
     /// that did not end within 30 seconds keep the guest's memory and the lease until they have.
     pub fn stop(&self) -> Result<(), DeviceError> {
         let Some(thread) = lock(&self.thread).take() else {
@@ -298,8 +298,8 @@ impl FunctionDevice {
         self.shared.control.stop();
         let joined = thread.join();
         let mut result = Ok(());
-        let before = mem::replace(&mut *self.shared.slot(), Slot::Empty);
-        if let Slot::Function(mut state) = before {
+        let before = mem::replace(&mut *self.shared.slot(), DeviceSlot::Empty);
+        if let DeviceSlot::Function(mut state) = before {
             let ended = state.function.end();
             self.shared.disconnect(&mut state);
             result = match ended {
@@ -374,9 +374,9 @@ const EVENTS: u64 = 0;
 /// Token of the eventfd that reports the fall of the pin's level.
 const PIN_FALLEN: u64 = 1;
 
-impl Slot {
+impl DeviceSlot {
     /// Returns the function, if the slot has one.
-    fn function(&mut self) -> Option<&mut State> {
+    fn function(&mut self) -> Option<&mut WiredFunction> {
         match self {
             Self::Function(state) => Some(state),
             Self::HandedOver(_) | Self::Empty => None,
@@ -384,13 +384,13 @@ impl Slot {
     }
 }
 
-impl Shared {
-    fn slot(&self) -> MutexGuard<'_, Slot> {
+impl SharedFunctionDevice {
+    fn slot(&self) -> MutexGuard<'_, DeviceSlot> {
         lock(&self.slot)
     }
 
     /// Connects a function to the VMM and to the control thread.
-    fn wire(&self, mut function: NvmeFunction) -> Result<State, DeviceError> {
+    fn wire(&self, mut function: NvmeFunction) -> Result<WiredFunction, DeviceError> {
         let wiring = |source| DeviceError::wiring(&self.id, source);
         // Fits: at most 128.
         let vectors = self.vmm.vectors(function.vectors().len() as u16)?;
@@ -402,7 +402,7 @@ impl Shared {
         let pin = pin.filter(|_| function.has_pin());
         let pin_fallen = pin.as_ref().map(|pin| pin.fallen()).transpose();
         let pin_fallen = pin_fallen.map_err(wiring)?;
-        let routes = Routes::connect(self.vmm.clone(), vectors, pin, &function);
+        let routes = VectorRoutes::connect(self.vmm.clone(), vectors, pin, &function);
         let routes = routes.map_err(wiring)?;
         let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
         // A duplicate, so that the descriptor stays open while it is watched.
@@ -415,19 +415,19 @@ impl Shared {
                 .watch(fallen.as_raw_fd(), PIN_FALLEN)
                 .map_err(wiring)?;
         }
-        Ok(State {
+        Ok(WiredFunction {
             function,
             events,
             routes,
             pin_fallen,
             mapped,
-            tied: TiedDoorbells::default(),
+            tied: IoeventfdDoorbells::default(),
         })
     }
 
     /// Ends all work of the function within 30 seconds, and disconnects it. Afterwards it does not access the guest's memory,
     /// and none of its memory is mapped into the guest.
-    fn unwire(&self, state: &mut State) -> Result<(), DeviceError> {
+    fn unwire(&self, state: &mut WiredFunction) -> Result<(), DeviceError> {
         let unmapped = state.function.reset_and_unmap();
         self.disconnect(state);
         unmapped?;
@@ -435,7 +435,7 @@ impl Shared {
     }
 
     /// Disconnects a function without work in progress from the VMM and from the control thread.
-    fn disconnect(&self, state: &mut State) {
+    fn disconnect(&self, state: &mut WiredFunction) {
         state.follow(&*self.vmm);
         for vector in state.function.vectors() {
             vector.set_eventfd(None);
@@ -452,7 +452,7 @@ impl Shared {
 }
 
 /// The function's work on the control thread: admin commands, events for the guest, and the decision whether to map doorbells.
-impl Controlled for &Shared {
+impl ControlLoopHandler for &SharedFunctionDevice {
     fn due_in(&mut self) -> Option<Duration> {
         self.slot().function().and_then(|state| state.interval())
     }
@@ -474,7 +474,7 @@ impl Controlled for &Shared {
     }
 }
 
-impl State {
+impl WiredFunction {
     /// Returns the time until the next periodic work; `None` if only events cause work.
     fn interval(&self) -> Option<Duration> {
         let decision = self.mapped.as_ref().and_then(MappedDoorbells::decides_in);

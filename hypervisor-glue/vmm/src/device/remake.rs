@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use nvme_mpt::DirtyRange;
 use nvme_mpt::deadline::{Deadline, SystemClock};
-use nvme_mpt::dma::HeldMemory;
-use vmm_device::{FunctionState, NvmeFunction};
+use nvme_mpt::dma::DetachedGuestMemory;
+use vmm_device::{FunctionSnapshot, NvmeFunction};
 
 use crate::open::OpenError;
 
@@ -15,14 +15,14 @@ use crate::open::OpenError;
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// State of a function whose drive another process may have.
-pub(super) struct HandedOver {
-    pub(super) saved: FunctionState,
-    pub(super) memory: HeldMemory,
+pub(super) struct HandedOverFunction {
+    pub(super) saved: FunctionSnapshot,
+    pub(super) memory: DetachedGuestMemory,
     /// Pages of its last writes; `None` if they were not logged.
     pub(super) dirty: Option<Vec<DirtyRange>>,
 }
 
-impl HandedOver {
+impl HandedOverFunction {
     /// Takes the logged pages.
     pub(super) fn take_dirty_pages(&mut self) -> Option<Vec<DirtyRange>> {
         self.dirty.as_mut().map(mem::take)
@@ -34,13 +34,13 @@ impl HandedOver {
 }
 
 /// Constructor of a function, for taking its drive back.
-pub struct Remake {
+pub struct FunctionFactory {
     make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
     /// Time for repeated attempts: the process that has the drive may be about to release it.
     patience: Duration,
 }
 
-impl Remake {
+impl FunctionFactory {
     /// Creates the function by `make`, which is repeated for up to `patience` while it fails.
     pub fn new(
         make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
@@ -63,7 +63,7 @@ impl Remake {
     }
 }
 
-impl fmt::Debug for Remake {
+impl fmt::Debug for FunctionFactory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Remake")
             .field("patience", &self.patience)

@@ -4,9 +4,9 @@
 //! new function, maps the guest's memory, restores the function, and resumes it before the vCPUs.
 
 use nvme_mpt::{DirtyRange, DmaError};
-use vmm_device::{BarMove, FunctionState};
+use vmm_device::{BarMove, FunctionSnapshot};
 
-use super::{DeviceError, FunctionDevice, Slot, State};
+use super::{DeviceError, DeviceSlot, FunctionDevice, WiredFunction};
 
 impl FunctionDevice {
     /// Stops taking commands and waits for those in flight. When this returns, the function does not access the guest's memory
@@ -30,18 +30,18 @@ impl FunctionDevice {
     pub fn resume(&self) -> Result<(), DeviceError> {
         let mut slot = self.shared.slot();
         match &mut *slot {
-            Slot::Function(state) => {
+            DeviceSlot::Function(state) => {
                 state.function.resume();
                 state.follow(&*self.shared.vmm);
                 Ok(())
             }
-            Slot::HandedOver(_) => {
+            DeviceSlot::HandedOver(_) => {
                 let taken_back = self.take_back(&mut slot);
                 // The interval of the control thread's work may have changed.
                 self.shared.control.wake();
                 taken_back
             }
-            Slot::Empty => Ok(()),
+            DeviceSlot::Empty => Ok(()),
         }
     }
 
@@ -49,11 +49,11 @@ impl FunctionDevice {
     ///
     /// # Errors
     /// [`DeviceError::Save`], [`DeviceError::Empty`].
-    pub fn save(&self) -> Result<FunctionState, DeviceError> {
+    pub fn save(&self) -> Result<FunctionSnapshot, DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.save()?),
-            Slot::HandedOver(handed_over) => Ok(handed_over.saved.clone()),
-            Slot::Empty => Err(self.empty()),
+            DeviceSlot::Function(state) => Ok(state.function.save()?),
+            DeviceSlot::HandedOver(handed_over) => Ok(handed_over.saved.clone()),
+            DeviceSlot::Empty => Err(self.empty()),
         }
     }
 
@@ -61,12 +61,12 @@ impl FunctionDevice {
     /// The VMM must copy all memory after this call.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`] if commands in flight do not complete, [`DeviceError::HandedOver`].
+    /// [`DeviceError::MappedMemoryKey`] if commands in flight do not complete, [`DeviceError::HandedOverFunction`].
     pub fn start_dirty_log(&self) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.host().start_dirty_log()?),
-            Slot::HandedOver(_) => Err(self.handed_over()),
-            Slot::Empty => Ok(()),
+            DeviceSlot::Function(state) => Ok(state.function.host().start_dirty_log()?),
+            DeviceSlot::HandedOver(_) => Err(self.handed_over()),
+            DeviceSlot::Empty => Ok(()),
         }
     }
 
@@ -74,24 +74,24 @@ impl FunctionDevice {
     /// complete once the function is paused.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`] if the log is not active.
+    /// [`DeviceError::MappedMemoryKey`] if the log is not active.
     pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DeviceError> {
         match &mut *self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.host().take_dirty_pages()?),
-            Slot::HandedOver(handed_over) => {
+            DeviceSlot::Function(state) => Ok(state.function.host().take_dirty_pages()?),
+            DeviceSlot::HandedOver(handed_over) => {
                 Ok(handed_over.take_dirty_pages().ok_or(DmaError::NotLogged)?)
             }
             // Without a function, there are no writes.
-            Slot::Empty => Ok(Vec::new()),
+            DeviceSlot::Empty => Ok(Vec::new()),
         }
     }
 
     /// Stops the log of [`Self::start_dirty_log`].
     pub fn stop_dirty_log(&self) {
         match &mut *self.shared.slot() {
-            Slot::Function(state) => state.function.host().stop_dirty_log(),
-            Slot::HandedOver(handed_over) => handed_over.stop_dirty_log(),
-            Slot::Empty => {}
+            DeviceSlot::Function(state) => state.function.host().stop_dirty_log(),
+            DeviceSlot::HandedOver(handed_over) => handed_over.stop_dirty_log(),
+            DeviceSlot::Empty => {}
         }
     }
 
@@ -99,16 +99,16 @@ impl FunctionDevice {
     /// BARs that moved: the VMM must forward accesses at their new addresses.
     ///
     /// # Errors
-    /// [`DeviceError::Restore`]: the function is unchanged, or as after power-on. [`DeviceError::HandedOver`],
+    /// [`DeviceError::Restore`]: the function is unchanged, or as after power-on. [`DeviceError::HandedOverFunction`],
     /// [`DeviceError::Empty`].
-    pub fn restore(&self, saved: &FunctionState) -> Result<Vec<BarMove>, DeviceError> {
+    pub fn restore(&self, saved: &FunctionSnapshot) -> Result<Vec<BarMove>, DeviceError> {
         let mut slot = self.shared.slot();
         let state = match &mut *slot {
-            Slot::Function(state) => state,
-            Slot::HandedOver(_) => return Err(self.handed_over()),
-            Slot::Empty => return Err(self.empty()),
+            DeviceSlot::Function(state) => state,
+            DeviceSlot::HandedOver(_) => return Err(self.handed_over()),
+            DeviceSlot::Empty => return Err(self.empty()),
         };
-        let State {
+        let WiredFunction {
             function, routes, ..
         } = &mut **state;
         let restored = function.restore(saved);

@@ -18,20 +18,20 @@ use std::time::Duration;
 
 use nvme_mpt::drive::{DriveLabel, DriveName, HostController, LABEL_BYTES};
 use nvme_mpt::lease::{LeaseError, Ledger};
-use nvme_mpt::origin::{self, IdentityRef, Origin, nvme};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::origin::{self, BackingId, DriveIdentityRef, nvme};
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{Drive, Learning};
+use nvme_mpt::{AdaptivePolicies, Drive};
 use nvme_software::faults::{FaultError, FaultPlan};
 use nvme_software::key_value::{KeyValueController, KeyValueError};
-use nvme_software::model::{KvProfile, Profile};
+use nvme_software::model::{DriveProfile, KvProfile};
 use nvme_software::zones::ZoneError;
-use nvme_software::{Allocation, SoftwareController};
+use nvme_software::{MemoryAllocationTime, SoftwareController};
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{
-    ArbitrationChoice, ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept,
-    LeftIommu, VfioBacking, VfioController, VfioError,
+    ArbitrationChoice, ControllerError, ControllerOptions, DescriptorStore, HandedOverDrive,
+    PersistedIommu, PredecessorIommu, VfioBacking, VfioController, VfioError,
 };
 
 use crate::report;
@@ -129,7 +129,7 @@ pub enum OpenDriveError {
     InvalidLbaSize(u32),
     /// It has no such namespace, or no block.
     #[error(transparent)]
-    Namespace(#[from] nvme_mpt::DriveError),
+    Namespace(#[from] nvme_mpt::DriveNamespaceError),
 }
 
 /// A drive, as a PATH names it.
@@ -195,13 +195,13 @@ pub struct DriveOptions {
     /// Arbitration with which a physical drive is enabled.
     pub arbitration: ArbitrationChoice,
     /// Choices for what learns about the drive.
-    pub learning: Learning,
+    pub learning: AdaptivePolicies,
     /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
-    pub profile: Option<Arc<Profile>>,
+    pub profile: Option<Arc<DriveProfile>>,
     /// Faults of a software drive; `None` for a drive that never fails.
     pub faults: Option<Arc<FaultPlan>>,
     /// Moment at which a `memory:` drive takes its memory.
-    pub allocation: Allocation,
+    pub allocation: MemoryAllocationTime,
     /// Name of the label by which the drive is used; `None` for a drive without a label or with a sufficient name of its own.
     pub name: Option<DriveName>,
     /// Memory file with the content of a `memory:` drive; `None` for memory that ends with the process.
@@ -239,10 +239,10 @@ impl Default for DriveOptions {
             namespace: None,
             deadline: None,
             arbitration: ArbitrationChoice::default(),
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
             profile: None,
             faults: None,
-            allocation: Allocation::default(),
+            allocation: MemoryAllocationTime::default(),
             name: None,
             memory: None,
             kept_faults: None,
@@ -276,7 +276,7 @@ impl DriveOptions {
             ("arbitration", *arbitration != opened.arbitration),
             (
                 "fixed",
-                *learning != Learning::default() && *learning != opened.learning,
+                *learning != AdaptivePolicies::default() && *learning != opened.learning,
             ),
             ("profile", profile.is_some() && *profile != opened.profile),
             ("faults", faults.is_some() && *faults != opened.faults),
@@ -293,7 +293,7 @@ impl DriveOptions {
 /// # Errors
 /// All of [`OpenDriveError`] but [`OpenDriveError::InvalidPath`].
 pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Drive>, OpenDriveError> {
-    open_on(path, options, &Threads::default())
+    open_on(path, options, &ThreadSpawner::default())
 }
 
 /// [Opens](open) a drive; what watches over a physical one runs on one of `threads`.
@@ -303,20 +303,20 @@ pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Drive>, OpenD
 pub fn open_on(
     path: &DrivePath,
     options: DriveOptions,
-    threads: &Threads,
+    threads: &ThreadSpawner,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    open_with(path, options, threads, OutlivingDrive::default())
+    open_with(path, options, threads, PersistedDriveDescriptors::default())
 }
 
 /// Descriptors of a physical drive that outlive a process.
 #[derive(Debug, Default)]
-pub struct OutlivingDrive {
+pub struct PersistedDriveDescriptors {
     /// Those of a process that has [handed the drive over](HostController::hand_over).
     pub handed: Vec<OwnedFd>,
     /// Those that a process has left with its keeper, and that hold unless it has handed the drive over.
     pub left: Vec<OwnedFd>,
     /// Keeper of this process.
-    pub keeper: Option<Arc<dyn DescriptorKeeper>>,
+    pub keeper: Option<Arc<dyn DescriptorStore>>,
 }
 
 /// [Opens](open) a drive with what another process has left of it. A drive that cannot go on is opened anew.
@@ -326,9 +326,9 @@ pub struct OutlivingDrive {
 pub fn open_outliving(
     path: &DrivePath,
     options: DriveOptions,
-    outliving: OutlivingDrive,
+    outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    open_with(path, options, &Threads::default(), outliving)
+    open_with(path, options, &ThreadSpawner::default(), outliving)
 }
 
 /// Finds a drive that this process has open. It opens none, whatever the path leads to by now.
@@ -344,8 +344,8 @@ pub fn find(path: &DrivePath, options: &DriveOptions) -> Result<Arc<Drive>, Open
 fn open_with(
     path: &DrivePath,
     options: DriveOptions,
-    threads: &Threads,
-    outliving: OutlivingDrive,
+    threads: &ThreadSpawner,
+    outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<Drive>, OpenDriveError> {
     let open = || open_controller(path, &options, threads, outliving);
     let controller = opened::find_or_open(path, &options, open)?;
@@ -362,8 +362,8 @@ pub fn opened_options(path: &DrivePath) -> Option<DriveOptions> {
 fn open_controller(
     path: &DrivePath,
     options: &DriveOptions,
-    threads: &Threads,
-    outliving: OutlivingDrive,
+    threads: &ThreadSpawner,
+    outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<dyn HostController>, OpenDriveError> {
     let lba_size = options.lba_size;
     let lba_shift = match lba_size {
@@ -383,7 +383,7 @@ fn open_controller(
         },
     };
     if let DrivePath::File(file) = path {
-        let user = file.canonicalize().and_then(|file| Origin::of(&file));
+        let user = file.canonicalize().and_then(|file| BackingId::of(&file));
         if let Some(user) = user.map_err(failed)?.user() {
             return Err(OpenDriveError::InUse {
                 path: path.to_string(),
@@ -391,7 +391,7 @@ fn open_controller(
             });
         }
     }
-    if let Some(Profile::Kv(profile)) = options.profile.as_deref()
+    if let Some(DriveProfile::Kv(profile)) = options.profile.as_deref()
         && !matches!(path, DrivePath::Pci(_))
     {
         if options.faults.is_some() {
@@ -409,7 +409,7 @@ fn open_controller(
             None => drive,
         };
         let drive = match options.profile.as_deref() {
-            Some(profile @ Profile::Zns(zones)) => drive.timed(profile).zoned(zones)?,
+            Some(profile @ DriveProfile::Zns(zones)) => drive.timed(profile).zoned(zones)?,
             Some(profile) => drive.timed(profile),
             None => drive,
         };
@@ -430,8 +430,8 @@ fn open_controller(
                 None => SoftwareController::memory(*bytes, lba_shift, allocation),
             };
             let failed = |source| match allocation {
-                Allocation::AsWritten => failed(source),
-                Allocation::AtOnce => OpenDriveError::Populate {
+                MemoryAllocationTime::AsWritten => failed(source),
+                MemoryAllocationTime::AtOnce => OpenDriveError::Populate {
                     path: path.to_string(),
                     source,
                 },
@@ -459,10 +459,10 @@ fn open_controller(
 fn open_physical(
     address: PciAddress,
     options: ControllerOptions,
-    threads: &Threads,
-    outliving: OutlivingDrive,
+    threads: &ThreadSpawner,
+    outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<VfioController>, OpenDriveError> {
-    let OutlivingDrive {
+    let PersistedDriveDescriptors {
         handed,
         mut left,
         keeper,
@@ -486,7 +486,7 @@ fn open_physical(
         path: address.to_string(),
         source,
     };
-    let mut kept = Kept { keeper, left: None };
+    let mut kept = PersistedIommu { keeper, left: None };
     let backing = match left_backing(address, left) {
         Ok(Some((backing, left))) => {
             kept.left = Some(left);
@@ -513,8 +513,8 @@ fn open_physical(
 fn handed_over(
     address: PciAddress,
     handed: Vec<OwnedFd>,
-) -> Result<(VfioBacking, HandedOver), ControllerError> {
-    let mut handed = HandedOver::read(handed)?;
+) -> Result<(VfioBacking, HandedOverDrive), ControllerError> {
+    let mut handed = HandedOverDrive::read(handed)?;
     let backing = handed.backing(address)?;
     Ok((backing, handed))
 }
@@ -523,11 +523,11 @@ fn handed_over(
 fn left_backing(
     address: PciAddress,
     left: Vec<OwnedFd>,
-) -> Result<Option<(VfioBacking, LeftIommu)>, ControllerError> {
+) -> Result<Option<(VfioBacking, PredecessorIommu)>, ControllerError> {
     if left.is_empty() {
         return Ok(None);
     }
-    let mut left = LeftIommu::read(left)?;
+    let mut left = PredecessorIommu::read(left)?;
     let backing = left.backing(address);
     let backing = backing.map_err(|error| ControllerError::Function(io::Error::other(error)))?;
     Ok(Some((backing, left)))
@@ -542,7 +542,7 @@ pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
     if let Some(name) = path.to_str().filter(|name| nvme::is_name(name)) {
         return Ok(name.to_owned());
     }
-    let origin = path.canonicalize().and_then(|path| Origin::of(&path));
+    let origin = path.canonicalize().and_then(|path| BackingId::of(&path));
     let origin = origin.map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => absent(&DrivePath::File(path.to_owned())),
         _ => OpenDriveError::Open {
@@ -686,7 +686,7 @@ pub fn label(
     if !is_unused || rest.iter().any(|byte| *byte != 0) {
         return Err(LabelError::InUse(text()));
     }
-    let IdentityRef { name, formerly, .. } = drive.identity();
+    let DriveIdentityRef { name, formerly, .. } = drive.identity();
     let identity = label.identity(drive.identity(), place).name;
     let before = || formerly.iter().map(String::as_str).chain([name]);
     for before in before() {
@@ -735,7 +735,7 @@ fn exclusive_user(path: &DrivePath) -> String {
 fn open_key_value(
     path: &DrivePath,
     profile: &KvProfile,
-    threads: &Threads,
+    threads: &ThreadSpawner,
 ) -> Result<KeyValueController, OpenDriveError> {
     match path {
         DrivePath::Memory(bytes) => Ok(KeyValueController::memory(*bytes, profile)),

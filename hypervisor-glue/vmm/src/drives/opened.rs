@@ -17,7 +17,7 @@ use super::{DriveOptions, DrivePath, OpenDriveError};
 /// A drive that is open, whatever path led to it. It is not the drive's identity, by which two devices could
 /// have one serial number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum OpenDriveKey {
     Function(PciAddress),
     /// A device's number.
     Device(u64),
@@ -25,7 +25,7 @@ enum Place {
     File(u64, u64),
 }
 
-impl Place {
+impl OpenDriveKey {
     /// `None` for drives that each function has to itself, and for paths that lead to nothing.
     fn of(path: &DrivePath) -> Option<Self> {
         match path {
@@ -43,16 +43,16 @@ impl Place {
 }
 
 #[derive(Debug)]
-struct Opened {
-    place: Place,
+struct OpenedController {
+    place: OpenDriveKey,
     options: DriveOptions,
     controller: Weak<dyn HostController>,
 }
 
 /// Held while a drive is opened, so that two functions that come at once open it once.
-static OPENED: Mutex<Vec<Opened>> = Mutex::new(Vec::new());
+static OPENED: Mutex<Vec<OpenedController>> = Mutex::new(Vec::new());
 
-fn opened() -> MutexGuard<'static, Vec<Opened>> {
+fn opened() -> MutexGuard<'static, Vec<OpenedController>> {
     // Each change is complete before anything can panic.
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     opened.retain(|drive| drive.controller.strong_count() > 0);
@@ -61,7 +61,7 @@ fn opened() -> MutexGuard<'static, Vec<Opened>> {
 
 /// Returns the options of a drive that this process has open.
 pub(super) fn options(path: &DrivePath) -> Option<DriveOptions> {
-    let place = Place::of(path)?;
+    let place = OpenDriveKey::of(path)?;
     let opened = opened();
     let drive = opened.iter().find(|drive| drive.place == place)?;
     Some(drive.options.clone())
@@ -73,7 +73,7 @@ pub(super) fn find_or_open(
     options: &DriveOptions,
     open: impl FnOnce() -> Result<Arc<dyn HostController>, OpenDriveError>,
 ) -> Result<Arc<dyn HostController>, OpenDriveError> {
-    let Some(place) = Place::of(path) else {
+    let Some(place) = OpenDriveKey::of(path) else {
         return open();
     };
     let mut opened = opened();
@@ -99,7 +99,7 @@ pub(super) fn find_or_open(
             });
         }
     }
-    opened.push(Opened {
+    opened.push(OpenedController {
         place,
         options: options.clone(),
         controller: Arc::downgrade(&controller),

@@ -1,11 +1,11 @@
 use std::fs;
 
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, DoorbellMode, Learning, MemoryKinds, PollPolicy,
-    Pollers,
+    AdaptivePolicies, DoorbellMode, LocalBackend, LocalBackendConfig, LocalBackendError,
+    MemoryKinds, PollPolicy, PollerPool,
 };
-use nvme_software::model::Size;
+use nvme_software::model::ProfileSize;
 
 use super::*;
 
@@ -65,7 +65,7 @@ fn a_process_opens_a_drive_once() {
          write = { latency = \"1us\", bandwidth = \"1G\" }\n";
     let modelled = DriveOptions {
         profile: Some(Arc::new(
-            Profile::parse("test", profile).expect("a profile"),
+            DriveProfile::parse("test", profile).expect("a profile"),
         )),
         ..DriveOptions::default()
     };
@@ -135,8 +135,8 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
     let refused = |path: &str, faults: Option<&str>| {
         let path: DrivePath = path.parse().expect("a path");
         let options = DriveOptions {
-            profile: Some(Arc::new(Profile::Kv(KvProfile {
-                max_value: Size(1 << 20),
+            profile: Some(Arc::new(DriveProfile::Kv(KvProfile {
+                max_value: ProfileSize(1 << 20),
                 timing: None,
             }))),
             faults: faults.map(|plan| Arc::new(FaultPlan::parse("test", plan).expect("a plan"))),
@@ -157,18 +157,18 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
     assert_eq!(fs::metadata(path).expect("there").len(), 0);
 }
 
-fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
+fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
     // A ledger of its own, as a server with another state folder has.
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id: "test",
         drive: drive.identity(),
         nsid: Nsid(1),
-        wanted: Wanted::At(range.parse().expect("a range")),
+        wanted: RequestedBytes::At(range.parse().expect("a range")),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: FormerData::Refused,
+        former_data: PreviousDataPolicy::Refused,
     });
-    AttachmentConfig {
+    LocalBackendConfig {
         drive: drive.clone(),
         lease: lease.expect("free"),
         queue_pairs: 1,
@@ -177,8 +177,8 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
+        learning: AdaptivePolicies::default(),
+        pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
@@ -198,16 +198,16 @@ fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
         .expect("a path");
     let open = || super::open(&path, DriveOptions::default()).expect("opens");
     let (one, other) = (open(), open());
-    let first = Attachment::new(config(&one, "0+512K")).expect("free");
-    let error = Attachment::new(config(&other, "256K+512K")).expect_err("taken");
-    assert!(matches!(error, AttachError::InUse { .. }), "{error}");
+    let first = LocalBackend::new(config(&one, "0+512K")).expect("free");
+    let error = LocalBackend::new(config(&other, "256K+512K")).expect_err("taken");
+    assert!(matches!(error, LocalBackendError::InUse { .. }), "{error}");
     assert!(error.to_string().contains("256K+512K"), "{error}");
     let holder = std::error::Error::source(&error).expect("names the holder");
     let process = format!("process {} (", std::process::id());
     assert!(holder.to_string().contains(&process), "{holder}");
-    Attachment::new(config(&other, "512K+512K")).expect("another range");
+    LocalBackend::new(config(&other, "512K+512K")).expect("another range");
     drop(first);
-    Attachment::new(config(&other, "256K+512K")).expect("free again");
+    LocalBackend::new(config(&other, "256K+512K")).expect("free again");
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
         let options = format!("path={},{options}", path.display());
         let options: crate::options::FunctionOptions = options.parse().expect("valid");
         let drive = open(&options.path, options.of_drive(None)).expect("opened");
-        let ledgers = crate::open::Ledgers::open(&state);
+        let ledgers = crate::open::LeaseLedgers::open(&state);
         let stop = std::sync::atomic::AtomicBool::new(false);
         let reserved = crate::open::reserve(&options, None, &drive, &ledgers, &stop);
         reserved.map(|_| ()).map_err(|error| error.to_string())
@@ -297,12 +297,12 @@ impl Host {
     }
 
     /// Reserves a part of a disk. Returns its extents.
-    fn reserve(&self, disk: &str, options: &str) -> Result<nvme_mpt::lease::Extents, String> {
+    fn reserve(&self, disk: &str, options: &str) -> Result<nvme_mpt::lease::LeaseExtents, String> {
         let options = format!("path={},{options}", self.path(disk).display());
         let options: crate::options::FunctionOptions = options.parse().expect("valid");
         let drive = open(&options.path, options.of_drive(None));
         let drive = drive.map_err(|error| crate::report::chain(&error))?;
-        let ledgers = crate::open::Ledgers::open(&self.path("state"));
+        let ledgers = crate::open::LeaseLedgers::open(&self.path("state"));
         let stop = std::sync::atomic::AtomicBool::new(false);
         let reserved = crate::open::reserve(&options, None, &drive, &ledgers, &stop);
         let reserved = reserved.map(|(_, extents)| extents);
@@ -326,10 +326,10 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
             id: "before",
             drive: drive.into(),
             nsid: Nsid(1),
-            wanted: Wanted::At("0+1M".parse().expect("a range")),
+            wanted: RequestedBytes::At("0+1M".parse().expect("a range")),
             lba_shift: 9,
             blocks: (16 << 20) >> 9,
-            former_data: FormerData::Refused,
+            former_data: PreviousDataPolicy::Refused,
         });
         lease.expect("its own").identity()
     };

@@ -11,12 +11,12 @@ use super::served::OptionText;
 ///
 /// A VMM parses options to open a drive itself. It sends the text if a drive server has the drive.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AskedFunction {
+pub struct ParsedFunctionOptions {
     options: FunctionOptions,
     text: OptionText,
 }
 
-impl AskedFunction {
+impl ParsedFunctionOptions {
     /// From options that are in text. Relative paths are those of this process.
     ///
     /// # Errors
@@ -44,7 +44,7 @@ impl AskedFunction {
     }
 }
 
-impl FromStr for AskedFunction {
+impl FromStr for ParsedFunctionOptions {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use crate::drives::{DrivePath, is_block_device};
 use nvme_mpt_lease_protocol::sockets;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 use serde::{Deserialize, Serialize};
 
-use super::asked::AskedFunction;
+use super::asked::ParsedFunctionOptions;
 use super::error::OptionError;
 use super::function::{FunctionOptions, LbaSize};
 use super::key_values::{KeyValues, parsed};
@@ -208,7 +208,7 @@ impl FunctionConfig {
     /// From the values of keys, which `get` knows.
     ///
     /// # Errors
-    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for what is no number. All
+    /// [`OptionError::MissingBytes`] without a path, and [`OptionError::MetricValue`] for what is no number. All
     /// else is looked at by [`Self::options`].
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
         let path = get("path").ok_or(NO_PATH)?;
@@ -264,8 +264,8 @@ impl FunctionConfig {
     ///
     /// # Errors
     /// All of [`OptionError`] that values can cause.
-    pub fn asked(&self) -> Result<AskedFunction, OptionError> {
-        AskedFunction::read(OptionText::of(self.pairs()?)?)
+    pub fn asked(&self) -> Result<ParsedFunctionOptions, OptionError> {
+        ParsedFunctionOptions::read(OptionText::of(self.pairs()?)?)
     }
 
     /// The files that a sandbox has to let the function use that opens its drive itself, each with whether it has to let
@@ -273,7 +273,7 @@ impl FunctionConfig {
     /// a server has the drive.
     ///
     /// # Errors
-    /// [`OptionError::Value`] if the path names no drive.
+    /// [`OptionError::MetricValue`] if the path names no drive.
     pub fn files(&self) -> Result<Vec<(PathBuf, bool)>, OptionError> {
         let path = Some(self.path.clone());
         let mut files = vec![(self.state_dir.clone(), true)];
@@ -282,7 +282,7 @@ impl FunctionConfig {
                 // A model's state is in a file beside it, which is written under another name first.
                 let keeps_state = self.profile.as_deref().is_some_and(|name| {
                     // One that cannot be read is refused later.
-                    let profile = Profile::load(name).ok();
+                    let profile = DriveProfile::load(name).ok();
                     profile.is_none_or(|profile| profile.keeps_state())
                 });
                 let has_file = keeps_state && !is_block_device(&file);

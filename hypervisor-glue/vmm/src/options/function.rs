@@ -7,16 +7,16 @@ use std::time::Duration;
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::drive::DriveName;
 use nvme_mpt::host::Mdts;
-use nvme_mpt::learn::{Choice, Learning};
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::learn::{AdaptivePolicies, PolicyChoice};
+use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt::limit::{RateLimit, RateLimits};
-use nvme_mpt::poller::{Placement, Spin};
+use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
 use nvme_mpt::range::{ByteRange, Bytes, SizeError};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
-use nvme_software::Allocation;
+use nvme_software::MemoryAllocationTime;
 use nvme_software::faults::FaultPlan;
-use nvme_software::model::{Profile, Size};
+use nvme_software::model::{DriveProfile, ProfileSize};
 use nvme_vfio::ArbitrationChoice;
 
 use crate::drives::{DriveOptions, DrivePath};
@@ -88,7 +88,7 @@ pub struct FunctionOptions {
     /// Polling of the guest's queues.
     pub poll: PollPolicy,
     /// Choices for all that learns.
-    pub fixed: Learning,
+    pub fixed: AdaptivePolicies,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
     /// Most bytes of the VM's memory that are mapped for a physical drive; all memory of the host if not given.
@@ -96,7 +96,7 @@ pub struct FunctionOptions {
     /// I/Os and bytes per second, and the weight beside other guests.
     pub rates: RateLimits,
     /// Fate of data that another id left in the range.
-    pub data: FormerData,
+    pub data: PreviousDataPolicy,
     /// Serial number that the guest sees, in place of the one that belongs to the range.
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
@@ -106,11 +106,11 @@ pub struct FunctionOptions {
     /// True if the guest gets the raw bytes even if they begin with the header of a disk image.
     pub is_raw: bool,
     /// Timing of a software drive, or its zones, or its keys and values.
-    pub profile: Option<Arc<Profile>>,
+    pub profile: Option<Arc<DriveProfile>>,
     /// Faults of a software drive.
     pub faults: Option<Arc<FaultPlan>>,
     /// Moment at which a `memory:` drive takes its memory.
-    pub populate: Option<Allocation>,
+    pub populate: Option<MemoryAllocationTime>,
     /// Namespace of a physical drive; its first if not given.
     pub namespace: Option<Nsid>,
     /// Time that a drive may take for a command; that of its kind if not given.
@@ -169,8 +169,8 @@ impl FunctionOptions {
             let caution = "UEFI firmware (OVMF) does not find the drive, as its driver creates two I/O queue pairs; use queues=2 or more";
             cautions.push(caution.to_owned());
         }
-        if let Some(Profile::Zns(zones)) = self.profile.as_deref()
-            && let Size(size) = zones.zone_size
+        if let Some(DriveProfile::Zns(zones)) = self.profile.as_deref()
+            && let ProfileSize(size) = zones.zone_size
             && !size.is_power_of_two()
         {
             cautions.push(format!(
@@ -188,7 +188,7 @@ impl FunctionOptions {
     /// Refuses limits that are too low for drivers. A function that is there already keeps those that it has.
     ///
     /// # Errors
-    /// [`OptionError::Value`].
+    /// [`OptionError::MetricValue`].
     pub fn check_rates(&self) -> Result<(), OptionError> {
         check_bandwidth(self.rates.bandwidth)
     }
@@ -252,7 +252,9 @@ impl FunctionOptions {
             lba: take(keys, "lba", str::parse)?,
             drive_id: take(keys, "drive-id", str::parse)?,
             is_raw: take(keys, "format", parse_format)?.is_some(),
-            profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
+            profile: take(keys, "profile", |name| {
+                DriveProfile::load(name).map(Arc::new)
+            })?,
             faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
             populate: take(keys, "populate", str::parse)?,
             namespace: take(keys, "namespace", parse_namespace)?,
@@ -262,7 +264,7 @@ impl FunctionOptions {
         };
         if options.memory == MemoryKinds::Any
             && !matches!(options.path, DrivePath::Pci(_))
-            && options.poll.placement != Placement::Dedicated
+            && options.poll.placement != PollerSharing::Dedicated
         {
             return Err(OptionError::Needs {
                 key: "memory",
@@ -271,7 +273,7 @@ impl FunctionOptions {
                 why: "page faults in such memory may stop its pollers",
             });
         }
-        if options.poll.spin == Spin::Event && options.doorbells == DoorbellMode::Mapped {
+        if options.poll.spin == PollerIdleMode::Event && options.doorbells == DoorbellMode::Mapped {
             return Err(OptionError::Needs {
                 key: "doorbells",
                 value: options.doorbells.to_string(),
@@ -318,7 +320,7 @@ impl FunctionOptions {
                 why: "a lease has a place or a size",
             });
         }
-        if self.data == FormerData::Kept {
+        if self.data == PreviousDataPolicy::Kept {
             return Err(OptionError::Both {
                 key: "size",
                 other: "data=keep",
@@ -343,13 +345,13 @@ impl FunctionOptions {
 
     /// Returns whether the drive holds keys and values.
     pub(crate) fn has_keys(&self) -> bool {
-        matches!(self.profile.as_deref(), Some(Profile::Kv(_)))
+        matches!(self.profile.as_deref(), Some(DriveProfile::Kv(_)))
     }
 
     /// An option that the kind of drive makes meaningless, and why.
     fn meaningless(&self) -> Option<(&'static str, &'static str)> {
         let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.has_keys();
-        if self.fixed.slices == Choice::Fixed && !is_sliced {
+        if self.fixed.slices == PolicyChoice::Fixed && !is_sliced {
             let why = "only the blocks of a file or block device are deallocated in slices";
             return Some(("fixed=slices", why));
         }
@@ -384,7 +386,7 @@ impl FunctionOptions {
             let memory = (self.memory == MemoryKinds::Any).then_some(("memory", why));
             return lba.or(profile).or(faults).or(memory);
         }
-        if let Some(Profile::Kv(_)) = self.profile.as_deref() {
+        if let Some(DriveProfile::Kv(_)) = self.profile.as_deref() {
             let why = "a drive of keys and values has no logical blocks";
             let lba = self.lba.map(|_| ("lba", why));
             let why = "what goes wrong is declared for logical blocks, which a drive of keys and values has none of";
@@ -394,11 +396,13 @@ impl FunctionOptions {
             }
         }
         let why = "only a physical drive has queue pairs that guests share, and an IOMMU";
-        let Learning {
+        let AdaptivePolicies {
             governor, budget, ..
         } = self.fixed;
         let fixed = [(governor, "fixed=governor"), (budget, "fixed=budget")];
-        let fixed = fixed.iter().find(|(choice, _)| *choice == Choice::Fixed);
+        let fixed = fixed
+            .iter()
+            .find(|(choice, _)| *choice == PolicyChoice::Fixed);
         let fixed = fixed.map(|(_, key)| (*key, why));
         let namespace = self.namespace.map(|_| {
             let why = "only a physical drive, as in path=0000:01:00.0, has more than one";

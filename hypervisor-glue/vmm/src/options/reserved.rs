@@ -5,11 +5,11 @@ use std::str::FromStr;
 use super::error::OptionError;
 use super::function::FunctionOptions;
 use super::key_values::{KeyValues, no_more, take};
-use super::served::{OptionText, RateChange, ServedDrive, SocketOwner, parse_mode};
+use super::served::{OptionText, RateChange, ServerDriveOptions, SocketOwner, parse_mode};
 
 /// A lease that an operator reserves for the VMMs of a user.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Reservation {
+pub struct LeaseReservation {
     /// User that owns the lease, by name or by number.
     pub owner: String,
     /// Drive, place, id and former data of the lease. The others have their defaults.
@@ -18,19 +18,19 @@ pub struct Reservation {
     pub limits: Option<OptionText>,
 }
 
-impl Reservation {
+impl LeaseReservation {
     /// Keys that it may have, besides those of a drive and of a [`RateChange`].
     pub const KEYS: &[&str] = &[
         "owner", "range", "size", "unit", "id", "lease", "data", "format",
     ];
 
     fn keys() -> impl Iterator<Item = &'static str> {
-        let keys = [Self::KEYS, ServedDrive::KEYS, RateChange::KEYS];
+        let keys = [Self::KEYS, ServerDriveOptions::KEYS, RateChange::KEYS];
         keys.into_iter().flatten().copied()
     }
 }
 
-impl FromStr for Reservation {
+impl FromStr for LeaseReservation {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_reservation_has_a_user_a_place_and_limits() {
-        let reserved: Reservation = "path=/d,size=1G,lease=a,owner=alice,iops=none,data=wipe"
+        let reserved: LeaseReservation = "path=/d,size=1G,lease=a,owner=alice,iops=none,data=wipe"
             .parse()
             .unwrap();
         assert_eq!(reserved.owner, "alice");
@@ -129,7 +129,7 @@ mod tests {
             ("path=/d,owner=a,queues=3", "the options are owner, range"),
             ("id=a,owner=a", "\"path\" is missing"),
         ] {
-            let error = text.parse::<Reservation>().unwrap_err();
+            let error = text.parse::<LeaseReservation>().unwrap_err();
             let told = report::chain(&error);
             assert!(told.contains(complaint), "{told}");
         }
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn every_key_of_a_reservation_is_one_of_a_served_function() {
-        for key in Reservation::keys() {
+        for key in LeaseReservation::keys() {
             assert!(
                 table::served().any(|option| option.key == key) || RateChange::KEYS.contains(&key),
                 "{key}"

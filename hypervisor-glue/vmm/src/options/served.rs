@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use nvme_mpt::limit::{RateLimit, RateLimits, Weight};
+use nvme_mpt::limit::{LeaseWeight, RateLimit, RateLimits};
 
 use super::error::OptionError;
 use super::function::{FunctionOptions, UNSHARED, check_bandwidth};
@@ -16,7 +16,7 @@ const MAX_SOCKET_PATH: usize = 107;
 
 /// A function that a server offers on a socket.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ServedFunction {
+pub struct ServerFunctionOptions {
     /// Socket on which a VMM connects.
     pub socket: PathBuf,
     /// File mode of the socket; that of the server's user alone if not given.
@@ -27,7 +27,7 @@ pub struct ServedFunction {
     pub function: FunctionOptions,
 }
 
-impl FromStr for ServedFunction {
+impl FromStr for ServerFunctionOptions {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
@@ -75,12 +75,12 @@ impl FromStr for SocketOwner {
 
 /// A drive that a server keeps open, whether functions use it or not.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ServedDrive {
+pub struct ServerDriveOptions {
     /// The options that belong to the drive. The others have their defaults.
     pub drive: FunctionOptions,
 }
 
-impl ServedDrive {
+impl ServerDriveOptions {
     /// Keys that belong to a drive.
     pub const KEYS: &[&str] = &[
         "path",
@@ -96,7 +96,7 @@ impl ServedDrive {
     ];
 }
 
-impl FromStr for ServedDrive {
+impl FromStr for ServerDriveOptions {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
@@ -118,7 +118,7 @@ impl FromStr for ServedDrive {
 pub struct RateChange {
     iops: Option<Option<RateLimit>>,
     bandwidth: Option<Option<RateLimit>>,
-    weight: Option<Option<Weight>>,
+    weight: Option<Option<LeaseWeight>>,
 }
 
 impl RateChange {
@@ -131,7 +131,7 @@ impl RateChange {
     /// Refuses a limit of bytes that is too low for drivers.
     ///
     /// # Errors
-    /// [`OptionError::Value`].
+    /// [`OptionError::MetricValue`].
     pub(super) fn check_bandwidth(&self) -> Result<(), OptionError> {
         check_bandwidth(self.bandwidth.flatten())
     }
@@ -139,7 +139,7 @@ impl RateChange {
     /// Refuses a change that means nothing for a drive, or whose limit of bytes is too low for drivers.
     ///
     /// # Errors
-    /// [`OptionError::Meaningless`], [`OptionError::Value`].
+    /// [`OptionError::Meaningless`], [`OptionError::MetricValue`].
     pub fn check(&self, path: &DrivePath) -> Result<(), OptionError> {
         self.check_bandwidth()?;
         match (self.weight, path) {
@@ -307,12 +307,12 @@ mod tests {
 
     #[test]
     fn a_drive_without_functions_has_the_options_of_its_drive() {
-        let served: ServedDrive = "path=memory:1G,populate=on,timeout=none,lba=4096"
+        let served: ServerDriveOptions = "path=memory:1G,populate=on,timeout=none,lba=4096"
             .parse()
             .unwrap();
         assert!(served.drive.populate.is_some());
         let error = "path=memory:1G,queues=2"
-            .parse::<ServedDrive>()
+            .parse::<ServerDriveOptions>()
             .unwrap_err();
         let told = report::chain(&error);
         assert!(told.contains("faults, populate, namespace"), "{told}");
@@ -320,9 +320,10 @@ mod tests {
 
     #[test]
     fn a_socket_has_a_mode_and_an_owner() {
-        let served: ServedFunction = "socket=/run/a.sock,path=null:1G,mode=0660,owner=qemu:kvm"
-            .parse()
-            .unwrap();
+        let served: ServerFunctionOptions =
+            "socket=/run/a.sock,path=null:1G,mode=0660,owner=qemu:kvm"
+                .parse()
+                .unwrap();
         assert_eq!(served.mode, Some(0o660));
         let owner = |user: Option<&str>, group: Option<&str>| SocketOwner {
             user: user.map(str::to_owned),
@@ -338,7 +339,7 @@ mod tests {
             ("group=kvm", "socket, mode, owner, path, range"),
         ] {
             let text = format!("socket=/run/a.sock,path=null:1G,{option}");
-            let error = text.parse::<ServedFunction>().unwrap_err();
+            let error = text.parse::<ServerFunctionOptions>().unwrap_err();
             let told = report::chain(&error);
             assert!(told.contains(complaint), "{told}");
         }
@@ -346,13 +347,16 @@ mod tests {
 
     #[test]
     fn a_drive_has_the_keys_of_a_drive_alone() {
-        let served: ServedDrive = "path=memory:1G,lba=4096".parse().unwrap();
+        let served: ServerDriveOptions = "path=memory:1G,lba=4096".parse().unwrap();
         assert_eq!(served.drive.path, DrivePath::Memory(1 << 30));
         for text in ["path=memory:1G,range=0+1G", "path=memory:1G,socket=/a"] {
-            let told = text.parse::<ServedDrive>().unwrap_err().to_string();
-            assert!(told.ends_with(&ServedDrive::KEYS.join(", ")), "{told}");
+            let told = text.parse::<ServerDriveOptions>().unwrap_err().to_string();
+            assert!(
+                told.ends_with(&ServerDriveOptions::KEYS.join(", ")),
+                "{told}"
+            );
         }
-        assert!("lba=512".parse::<ServedDrive>().is_err());
+        assert!("lba=512".parse::<ServerDriveOptions>().is_err());
     }
 
     #[test]
@@ -424,7 +428,7 @@ mod tests {
 
     #[test]
     fn every_key_of_a_drive_is_one_of_a_function() {
-        for key in ServedDrive::KEYS {
+        for key in ServerDriveOptions::KEYS {
             assert!(table::keys().any(|known| known == *key), "{key}");
         }
     }

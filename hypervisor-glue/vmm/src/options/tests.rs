@@ -5,14 +5,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::learn::{Choice, Learning};
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::learn::{AdaptivePolicies, PolicyChoice};
+use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
-use nvme_software::Allocation;
-use nvme_software::model::Profile;
+use nvme_software::MemoryAllocationTime;
+use nvme_software::model::DriveProfile;
 use nvme_vfio::ArbitrationChoice;
 
 use super::*;
@@ -44,11 +44,11 @@ fn a_path_is_enough() {
             doorbells: DoorbellMode::Auto,
             doorbell_stride: DoorbellStride::Widest,
             poll: PollPolicy::default(),
-            fixed: Learning::default(),
+            fixed: AdaptivePolicies::default(),
             memory: MemoryKinds::Resident,
             memory_limit: None,
             rates: RateLimits::default(),
-            data: FormerData::Refused,
+            data: PreviousDataPolicy::Refused,
             serial: None,
             lba: None,
             profile: None,
@@ -82,10 +82,10 @@ fn every_option_is_understood_in_any_order() {
             doorbells: DoorbellMode::Mapped,
             doorbell_stride: DoorbellStride::Bytes4,
             poll: "dedicated".parse().unwrap(),
-            fixed: Learning {
-                spin: Choice::Fixed,
-                doorbells: Choice::Fixed,
-                ..Learning::default()
+            fixed: AdaptivePolicies {
+                spin: PolicyChoice::Fixed,
+                doorbells: PolicyChoice::Fixed,
+                ..AdaptivePolicies::default()
             },
             memory: MemoryKinds::Any,
             memory_limit: None,
@@ -94,14 +94,14 @@ fn every_option_is_understood_in_any_order() {
                 bandwidth: RateLimit::of_bytes("1G").ok(),
                 weight: None,
             },
-            data: FormerData::Erased,
+            data: PreviousDataPolicy::Erased,
             serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
-            profile: Some(Arc::new(Profile::named("nvm").unwrap())),
+            profile: Some(Arc::new(DriveProfile::named("nvm").unwrap())),
             faults: Some(Arc::default()),
             drive_id: None,
             is_raw: false,
-            populate: Some(Allocation::AtOnce),
+            populate: Some(MemoryAllocationTime::AtOnce),
             namespace: None,
             timeout: None,
             arbitration: None,
@@ -129,7 +129,7 @@ fn every_option_is_understood_in_any_order() {
     let by_size = function("path=/d,size=64G,unit=256M,lease=vm-1");
     assert_eq!(by_size.size, Some(LeaseSize { size, unit }));
     assert_eq!(by_size.id.as_deref(), Some("vm-1"));
-    let served: ServedFunction = "path=/d,socket=/run/a.sock".parse().unwrap();
+    let served: ServerFunctionOptions = "path=/d,socket=/run/a.sock".parse().unwrap();
     assert_eq!(served.socket, PathBuf::from("/run/a.sock"));
     assert_eq!(served.function, function("path=/d"));
 }
@@ -434,14 +434,14 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
 #[test]
 fn a_socket_has_a_path_that_fits() {
     assert_eq!(
-        complaint::<ServedFunction>("path=/d"),
+        complaint::<ServerFunctionOptions>("path=/d"),
         "Option \"socket\" is missing: add socket=PATH, where the VMM connects"
     );
     let longest = format!("/{}", "x".repeat(106));
-    let served: ServedFunction = format!("path=/d,socket={longest}").parse().unwrap();
+    let served: ServerFunctionOptions = format!("path=/d,socket={longest}").parse().unwrap();
     assert_eq!(served.socket, PathBuf::from(longest));
     let too_long = format!("/{}", "x".repeat(107));
-    let complaint = complaint::<ServedFunction>(&format!("path=/d,socket={too_long}"));
+    let complaint = complaint::<ServerFunctionOptions>(&format!("path=/d,socket={too_long}"));
     assert!(
         complaint.ends_with(
             "The path of a socket has at most 107 bytes, this one has 108: use a shorter folder, such as one in /run"

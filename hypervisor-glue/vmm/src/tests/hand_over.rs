@@ -8,11 +8,11 @@ use std::thread;
 
 use nvme_mpt::{DirtyRange, DmaError};
 use tempfile::TempDir;
-use vmm_device::FunctionState;
+use vmm_device::FunctionSnapshot;
 
 use super::*;
-use crate::device::Remake;
-use crate::open::{self, Ledgers, OpenError};
+use crate::device::FunctionFactory;
+use crate::open::{self, LeaseLedgers, OpenError};
 use crate::options::FunctionConfig;
 
 fn nap() {
@@ -30,7 +30,7 @@ const DATA: u64 = 0x2_0000;
 struct Host {
     folder: TempDir,
     memory: File,
-    pollers: Arc<Pollers>,
+    pollers: Arc<PollerPool>,
 }
 
 impl Host {
@@ -43,7 +43,7 @@ impl Host {
         Self {
             folder,
             memory: fd.into(),
-            pollers: Pollers::new(),
+            pollers: PollerPool::new(),
         }
     }
 
@@ -54,7 +54,7 @@ impl Host {
             queues: Some(QUEUE_PAIRS),
             ..FunctionConfig::default()
         };
-        let ledgers = Ledgers::open(&config.state_dir);
+        let ledgers = LeaseLedgers::open(&config.state_dir);
         let options = config.options().unwrap();
         let pollers = self.pollers.clone();
         move || {
@@ -69,13 +69,13 @@ impl Host {
     /// A VMM that has the drive and the guest's memory.
     fn vmm(&self, patience: Duration) -> Result<(FunctionDevice, Arc<Asked>), OpenError> {
         let make = self.make();
-        self.vmm_with(make()?, Remake::new(make, patience))
+        self.vmm_with(make()?, FunctionFactory::new(make, patience))
     }
 
     fn vmm_with(
         &self,
         function: NvmeFunction,
-        remake: Remake,
+        remake: FunctionFactory,
     ) -> Result<(FunctionDevice, Arc<Asked>), OpenError> {
         let vmm = FakeVmm::default();
         let device = FunctionDevice::start("root", function, Arc::new(vmm.clone())).unwrap();
@@ -84,7 +84,7 @@ impl Host {
     }
 
     /// The VMM that gets the guest.
-    fn receive(&self, saved: &FunctionState) -> FunctionDevice {
+    fn receive(&self, saved: &FunctionSnapshot) -> FunctionDevice {
         let (device, _) = self.vmm(Duration::ZERO).unwrap();
         assert_eq!(device.restore(saved).unwrap().len(), 1, "BAR0");
         device
@@ -234,7 +234,7 @@ fn a_drive_that_is_given_back_late_is_taken_back() {
             make()
         }
     };
-    let remake = Remake::new(counted, Duration::from_secs(60));
+    let remake = FunctionFactory::new(counted, Duration::from_secs(60));
     let (device, _) = host.vmm_with(function, remake).unwrap();
     begin(&device);
     create(&device, 1);
@@ -326,7 +326,7 @@ fn what_could_not_be_had_again_is_not_handed_over() {
     let (device, _) = super::device(DoorbellMode::Auto);
     device.pause().unwrap();
     assert!(matches!(device.hand_over(), Err(DeviceError::Unique(_))));
-    let nobody = Remake::new(host.make(), Duration::ZERO);
+    let nobody = FunctionFactory::new(host.make(), Duration::ZERO);
     let device = device.remade_by(nobody);
     assert!(matches!(device.hand_over(), Err(DeviceError::Private(_))));
     device.resume().unwrap();
@@ -342,7 +342,7 @@ fn the_pin_comes_back_with_the_drive() {
     *vmm.0.pin.lock().unwrap() = Some(pin.share());
     let function = make().unwrap();
     let device = FunctionDevice::start("root", function, Arc::new(vmm.clone())).unwrap();
-    let device = device.remade_by(Remake::new(make, Duration::ZERO));
+    let device = device.remade_by(FunctionFactory::new(make, Duration::ZERO));
     device.map_memory(host.region()).unwrap();
     begin(&device);
     let signal = || with(&device, |function| function.vectors()[0].signal());

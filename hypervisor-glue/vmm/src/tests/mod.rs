@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::memory::{Mapping, memfd};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, Learning, Pollers,
-    SqConfig,
+    AdaptivePolicies, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, LocalBackend,
+    LocalBackendConfig, PollerPool, SqConfig,
 };
 use vm_device::DeviceMmio;
 use vm_device::bus::MmioAddress;
@@ -26,7 +26,7 @@ use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{DeviceError, FunctionDevice, Pin, ThreadId, Vectors, Vmm, VmmError};
+use super::{DeviceError, FunctionDevice, IntxPin, ThreadId, Vmm, VmmError, VmmVectors};
 use crate::drives::{self, DriveOptions};
 
 const QUEUE_PAIRS: u16 = 2;
@@ -92,7 +92,7 @@ impl FakePin {
     }
 }
 
-impl Pin for FakePin {
+impl IntxPin for FakePin {
     fn raise(&self) -> io::Result<EventFd> {
         self.0[0].try_clone()
     }
@@ -141,16 +141,16 @@ impl Vmm for FakeVmm {
         Ok(())
     }
 
-    fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError> {
+    fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
         let eventfd = || EventFd::new(libc::EFD_NONBLOCK).unwrap();
         *self.0.vectors.lock().unwrap() = (0..count).map(|_| eventfd()).collect();
         Ok(Box::new(FakeVectors(self.0.clone())))
     }
 
-    fn pin(&self) -> Result<Option<Box<dyn Pin>>, VmmError> {
+    fn pin(&self) -> Result<Option<Box<dyn IntxPin>>, VmmError> {
         let pin = self.0.pin.lock().unwrap();
         let pin = pin.as_ref().map(FakePin::share);
-        Ok(pin.map(|pin| -> Box<dyn Pin> { Box::new(pin) }))
+        Ok(pin.map(|pin| -> Box<dyn IntxPin> { Box::new(pin) }))
     }
 
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
@@ -162,7 +162,7 @@ impl Vmm for FakeVmm {
 #[derive(Debug)]
 struct FakeVectors(Arc<Asked>);
 
-impl Vectors for FakeVectors {
+impl VmmVectors for FakeVectors {
     fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
         self.0.vectors.lock().unwrap()[usize::from(vector)].try_clone()
     }
@@ -215,13 +215,13 @@ fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<Asked>) {
 }
 
 fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
-    learning(doorbells, poll, Learning::default())
+    learning(doorbells, poll, AdaptivePolicies::default())
 }
 
 fn learning(
     doorbells: DoorbellMode,
     poll: &str,
-    learning: Learning,
+    learning: AdaptivePolicies,
 ) -> (FunctionDevice, Arc<Asked>) {
     let vmm = FakeVmm::default();
     (device_in(&vmm, doorbells, poll, learning), vmm.0)
@@ -231,7 +231,7 @@ fn device_in(
     vmm: &FakeVmm,
     doorbells: DoorbellMode,
     poll: &str,
-    learning: Learning,
+    learning: AdaptivePolicies,
 ) -> FunctionDevice {
     let drive = drives::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
     let lease = Ledger::in_process()
@@ -239,13 +239,13 @@ fn device_in(
             id: "test",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: Wanted::At(ByteRange::new(0, 1 << 20).unwrap()),
+            wanted: RequestedBytes::At(ByteRange::new(0, 1 << 20).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::FormerData::Kept,
+            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
         })
         .unwrap();
-    let attachment = Attachment::new(AttachmentConfig {
+    let attachment = LocalBackend::new(LocalBackendConfig {
         drive,
         lease,
         queue_pairs: QUEUE_PAIRS,
@@ -255,7 +255,7 @@ fn device_in(
         doorbells,
         poll: poll.parse().unwrap(),
         learning,
-        pollers: Pollers::new(),
+        pollers: PollerPool::new(),
         memory: nvme_mpt::MemoryKinds::default(),
         memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
@@ -424,7 +424,10 @@ fn few_writes_map_nothing() {
 #[test]
 fn pollers_that_never_sleep_and_fixed_doorbells_have_them_mapped_all_the_time() {
     let fixed = "doorbells".parse().unwrap();
-    for (poll, choices) in [("shared:busy", Learning::default()), ("shared", fixed)] {
+    for (poll, choices) in [
+        ("shared:busy", AdaptivePolicies::default()),
+        ("shared", fixed),
+    ] {
         let (device, asked) = learning(DoorbellMode::Auto, poll, choices);
         run(&device, &asked);
         // The control thread does it when it carries out admin commands.
@@ -733,7 +736,12 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
     let vmm = FakeVmm::default();
     let pin = FakePin::new();
     *vmm.0.pin.lock().unwrap() = Some(pin.share());
-    let device = device_in(&vmm, DoorbellMode::Shadow, "shared", Learning::default());
+    let device = device_in(
+        &vmm,
+        DoorbellMode::Shadow,
+        "shared",
+        AdaptivePolicies::default(),
+    );
     let asked = &vmm.0;
     let signal = || with(&device, |function| function.vectors()[0].signal());
     let mut interrupt_pin = [0];
@@ -783,7 +791,12 @@ fn a_function_that_sends_messages_leaves_the_interrupts_of_its_line_to_others() 
     let vmm = FakeVmm::default();
     let pin = FakePin::new();
     *vmm.0.pin.lock().unwrap() = Some(pin.share());
-    let device = device_in(&vmm, DoorbellMode::Shadow, "shared", Learning::default());
+    let device = device_in(
+        &vmm,
+        DoorbellMode::Shadow,
+        "shared",
+        AdaptivePolicies::default(),
+    );
     device.map_memory(region()).unwrap();
     begin(&device);
     device.write_bar(Bar::Msix, 0, &0xFEE0_1000_u64.to_le_bytes());
@@ -814,7 +827,12 @@ fn resets_leave_the_pin_low_and_connected() {
         let vmm = FakeVmm::default();
         let pin = FakePin::new();
         *vmm.0.pin.lock().unwrap() = Some(pin.share());
-        let device = device_in(&vmm, DoorbellMode::Shadow, "shared", Learning::default());
+        let device = device_in(
+            &vmm,
+            DoorbellMode::Shadow,
+            "shared",
+            AdaptivePolicies::default(),
+        );
         let signal = || with(&device, |function| function.vectors()[0].signal());
         let has_interrupt = || {
             let mut status = [0];

@@ -15,7 +15,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Component, Path};
 use std::time::Duration;
 
-use crate::simulation::{Step, acted, process, random, turn, wait_for};
+use crate::simulation::{ActorStep, acted, process, random, turn, wait_for};
 use crate::system::{LockKind, process_user};
 
 /// Number of the root directory among the nodes.
@@ -26,13 +26,13 @@ const SYNC_BITS: u64 = 22;
 
 /// An unsynced change of a directory.
 #[derive(Clone, Debug)]
-enum Change {
+enum DirectoryChange {
     Added(OsString, usize),
     Renamed(OsString, OsString, usize),
 }
 
-impl Change {
-    fn apply(&self, entries: &mut Entries) {
+impl DirectoryChange {
+    fn apply(&self, entries: &mut DirectoryEntries) {
         match self {
             Self::Added(name, node) => {
                 entries.insert(name.clone(), *node);
@@ -49,12 +49,12 @@ impl Change {
 
 /// An unsynced change of a file.
 #[derive(Clone, Debug)]
-enum Write {
+enum FileContentChange {
     Truncated,
     Bytes(usize, Vec<u8>),
 }
 
-impl Write {
+impl FileContentChange {
     fn apply(&self, content: &mut Vec<u8>) {
         match self {
             Self::Truncated => content.clear(),
@@ -84,11 +84,11 @@ impl Write {
     }
 }
 
-type Entries = BTreeMap<OsString, usize>;
+type DirectoryEntries = BTreeMap<OsString, usize>;
 
 /// Visible state, durable state, and the changes between them.
 #[derive(Clone, Debug)]
-struct Synced<S, C> {
+struct SyncedState<S, C> {
     seen: S,
     durable: S,
     changes: Vec<C>,
@@ -96,7 +96,7 @@ struct Synced<S, C> {
     synced: usize,
 }
 
-impl<S: Clone + Default, C> Synced<S, C> {
+impl<S: Clone + Default, C> SyncedState<S, C> {
     /// Returns an empty state.
     fn new() -> Self {
         Self {
@@ -146,24 +146,24 @@ impl<S: Clone + Default, C> Synced<S, C> {
 }
 
 #[derive(Clone, Debug)]
-enum Content {
-    Folder(Synced<Entries, Change>),
-    File(Synced<Vec<u8>, Write>),
+enum InodeContent {
+    Folder(SyncedState<DirectoryEntries, DirectoryChange>),
+    File(SyncedState<Vec<u8>, FileContentChange>),
 }
 
-impl Content {
+impl InodeContent {
     fn folder() -> Self {
-        Self::Folder(Synced::new())
+        Self::Folder(SyncedState::new())
     }
 
     fn file() -> Self {
-        Self::File(Synced::new())
+        Self::File(SyncedState::new())
     }
 }
 
 /// A lock on a range of a file, or on the whole file.
 #[derive(Clone, Copy, Debug)]
-struct Lock {
+struct SimulatedFileLock {
     open: u64,
     /// True for flock locks, which lock the whole file and do not conflict with range locks.
     is_whole: bool,
@@ -174,27 +174,27 @@ struct Lock {
 
 /// A file or a directory.
 #[derive(Clone, Debug)]
-struct Node {
-    content: Content,
+struct SimulatedInode {
+    content: InodeContent,
     mode: u32,
-    locks: Vec<Lock>,
+    locks: Vec<SimulatedFileLock>,
 }
 
 /// The disk of the simulated machine.
 #[derive(Debug)]
-struct Disk {
-    nodes: Vec<Node>,
+struct SimulatedFileSystem {
+    nodes: Vec<SimulatedInode>,
     /// Process of each open file.
     opened: BTreeMap<u64, u64>,
     /// Average number of writes and syncs per injected failure; 0 for no failures.
     failing: u64,
 }
 
-impl Disk {
+impl SimulatedFileSystem {
     fn new() -> Self {
         Self {
-            nodes: vec![Node {
-                content: Content::folder(),
+            nodes: vec![SimulatedInode {
+                content: InodeContent::folder(),
                 mode: 0o755,
                 locks: Vec::new(),
             }],
@@ -203,17 +203,20 @@ impl Disk {
         }
     }
 
-    fn entries(&mut self, folder: usize) -> io::Result<&mut Synced<Entries, Change>> {
+    fn entries(
+        &mut self,
+        folder: usize,
+    ) -> io::Result<&mut SyncedState<DirectoryEntries, DirectoryChange>> {
         match &mut self.nodes[folder].content {
-            Content::Folder(entries) => Ok(entries),
-            Content::File(_) => Err(io::ErrorKind::NotADirectory.into()),
+            InodeContent::Folder(entries) => Ok(entries),
+            InodeContent::File(_) => Err(io::ErrorKind::NotADirectory.into()),
         }
     }
 
-    fn bytes(&mut self, file: usize) -> io::Result<&mut Synced<Vec<u8>, Write>> {
+    fn bytes(&mut self, file: usize) -> io::Result<&mut SyncedState<Vec<u8>, FileContentChange>> {
         match &mut self.nodes[file].content {
-            Content::File(bytes) => Ok(bytes),
-            Content::Folder(_) => Err(io::ErrorKind::IsADirectory.into()),
+            InodeContent::File(bytes) => Ok(bytes),
+            InodeContent::Folder(_) => Err(io::ErrorKind::IsADirectory.into()),
         }
     }
 
@@ -235,12 +238,12 @@ impl Disk {
         Ok((self.find(parent)?, name))
     }
 
-    fn add(&mut self, path: &Path, content: Content, mode: u32) -> io::Result<usize> {
+    fn add(&mut self, path: &Path, content: InodeContent, mode: u32) -> io::Result<usize> {
         let (folder, name) = self.place(path)?;
         let node = self.nodes.len();
-        let added = Change::Added(name.to_owned(), node);
-        self.entries(folder)?.change(added, Change::apply);
-        self.nodes.push(Node {
+        let added = DirectoryChange::Added(name.to_owned(), node);
+        self.entries(folder)?.change(added, DirectoryChange::apply);
+        self.nodes.push(SimulatedInode {
             content,
             mode,
             locks: Vec::new(),
@@ -274,7 +277,7 @@ impl Disk {
     }
 
     /// Returns whether another open file has a conflicting lock.
-    fn is_excluded(&self, node: usize, wanted: &Lock) -> bool {
+    fn is_excluded(&self, node: usize, wanted: &SimulatedFileLock) -> bool {
         self.nodes[node].locks.iter().any(|lock| {
             lock.open != wanted.open
                 && lock.is_whole == wanted.is_whole
@@ -286,20 +289,20 @@ impl Disk {
 }
 
 thread_local! {
-    static DISK: RefCell<Disk> = RefCell::new(Disk::new());
+    static DISK: RefCell<SimulatedFileSystem> = RefCell::new(SimulatedFileSystem::new());
     static OPENED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-fn with_disk<T>(call: impl FnOnce(&mut Disk) -> T) -> T {
+fn with_disk<T>(call: impl FnOnce(&mut SimulatedFileSystem) -> T) -> T {
     DISK.with_borrow_mut(call)
 }
 
 /// Starts with an empty disk, on which one in `failing` writes and syncs fails; 0 for no failures.
 pub fn format(failing: u64) {
     with_disk(|disk| {
-        *disk = Disk {
+        *disk = SimulatedFileSystem {
             failing,
-            ..Disk::new()
+            ..SimulatedFileSystem::new()
         };
     });
 }
@@ -321,8 +324,8 @@ pub fn crash() {
         for node in &mut disk.nodes {
             node.locks.clear();
             match &mut node.content {
-                Content::Folder(entries) => entries.crash(Change::apply),
-                Content::File(bytes) => bytes.crash(Write::apply_torn),
+                InodeContent::Folder(entries) => entries.crash(DirectoryChange::apply),
+                InodeContent::File(bytes) => bytes.crash(FileContentChange::apply_torn),
             }
         }
     });
@@ -350,7 +353,7 @@ impl File {
     /// # Errors
     /// Like [`std::fs::File::try_lock`].
     pub fn try_lock(&self) -> Result<(), TryLockError> {
-        let lock = Lock {
+        let lock = SimulatedFileLock {
             open: self.open,
             is_whole: true,
             exclusive: true,
@@ -368,10 +371,10 @@ impl File {
     /// # Errors
     /// The disk fails.
     pub fn sync_all(&self) -> io::Result<()> {
-        turn(Step::SyncFile, [self.node as u64, 0]);
+        turn(ActorStep::SyncFile, [self.node as u64, 0]);
         let count = with_disk(|disk| match &disk.nodes[self.node].content {
-            Content::Folder(entries) => entries.count(),
-            Content::File(bytes) => bytes.count(),
+            InodeContent::Folder(entries) => entries.count(),
+            InodeContent::File(bytes) => bytes.count(),
         });
         // Changes that others make during the sync are not made durable by it.
         if random().is_multiple_of(4) {
@@ -381,8 +384,8 @@ impl File {
         with_disk(|disk| {
             disk.try_it(io::ErrorKind::Other)?;
             match &mut disk.nodes[self.node].content {
-                Content::Folder(entries) => entries.sync(count, Change::apply),
-                Content::File(bytes) => bytes.sync(count, Write::apply),
+                InodeContent::Folder(entries) => entries.sync(count, DirectoryChange::apply),
+                InodeContent::File(bytes) => bytes.sync(count, FileContentChange::apply),
             }
             Ok(())
         })
@@ -433,7 +436,7 @@ impl io::Write for File {
 
 impl FileExt for File {
     fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
-        turn(Step::ReadFile, [self.node as u64, offset]);
+        turn(ActorStep::ReadFile, [self.node as u64, offset]);
         with_disk(|disk| {
             let content = &disk.bytes(self.node)?.seen;
             let there = content.get(offset as usize..).unwrap_or_default();
@@ -444,11 +447,12 @@ impl FileExt for File {
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
-        turn(Step::WriteFile, [self.node as u64, offset]);
+        turn(ActorStep::WriteFile, [self.node as u64, offset]);
         with_disk(|disk| {
             disk.try_it(io::ErrorKind::StorageFull)?;
-            let write = Write::Bytes(offset as usize, bytes.to_vec());
-            disk.bytes(self.node)?.change(write, Write::apply);
+            let write = FileContentChange::Bytes(offset as usize, bytes.to_vec());
+            disk.bytes(self.node)?
+                .change(write, FileContentChange::apply);
             Ok(bytes.len())
         })
     }
@@ -519,17 +523,18 @@ impl OpenOptions {
     /// The file does not exist, or the disk is full.
     pub fn open(&self, path: impl AsRef<Path>) -> io::Result<File> {
         let path = path.as_ref();
-        turn(Step::OpenFile, [0; 2]);
+        turn(ActorStep::OpenFile, [0; 2]);
         with_disk(|disk| {
             let node = match disk.find(path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound && self.create => {
                     disk.try_it(io::ErrorKind::StorageFull)?;
-                    disk.add(path, Content::file(), self.mode)?
+                    disk.add(path, InodeContent::file(), self.mode)?
                 }
                 found => found?,
             };
             if self.truncate {
-                disk.bytes(node)?.change(Write::Truncated, Write::apply);
+                disk.bytes(node)?
+                    .change(FileContentChange::Truncated, FileContentChange::apply);
             }
             Ok(disk.open(node))
         })
@@ -564,12 +569,12 @@ impl DirBuilder {
     /// It exists, or its parent directory does not.
     pub fn create(&self, path: impl AsRef<Path>) -> io::Result<()> {
         let path = path.as_ref();
-        turn(Step::ChangeFolder, [0; 2]);
+        turn(ActorStep::ChangeFolder, [0; 2]);
         with_disk(|disk| {
             if disk.find(path).is_ok() {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
-            disk.add(path, Content::folder(), self.0).map(|_| ())
+            disk.add(path, InodeContent::folder(), self.0).map(|_| ())
         })
     }
 }
@@ -602,7 +607,7 @@ pub fn create_dir_all(path: impl AsRef<Path>) -> io::Result<()> {
 /// # Errors
 /// The file does not exist.
 pub fn metadata(path: impl AsRef<Path>) -> io::Result<Metadata> {
-    turn(Step::ReadFile, [0; 2]);
+    turn(ActorStep::ReadFile, [0; 2]);
     with_disk(|disk| {
         let node = disk.find(path.as_ref())?;
         Ok(Metadata(disk.nodes[node].mode))
@@ -615,7 +620,7 @@ pub fn metadata(path: impl AsRef<Path>) -> io::Result<Metadata> {
 /// The file does not exist.
 pub fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     let file = File::open(path)?;
-    turn(Step::ReadFile, [file.node as u64, 0]);
+    turn(ActorStep::ReadFile, [file.node as u64, 0]);
     with_disk(|disk| Ok(disk.bytes(file.node)?.seen.clone()))
 }
 
@@ -636,7 +641,7 @@ impl DirEntry {
 /// # Errors
 /// The directory does not exist.
 pub fn read_dir(path: impl AsRef<Path>) -> io::Result<std::vec::IntoIter<io::Result<DirEntry>>> {
-    turn(Step::ReadFile, [0; 2]);
+    turn(ActorStep::ReadFile, [0; 2]);
     with_disk(|disk| {
         let node = disk.find(path.as_ref())?;
         let names = disk.entries(node)?.seen.keys();
@@ -650,7 +655,7 @@ pub fn read_dir(path: impl AsRef<Path>) -> io::Result<std::vec::IntoIter<io::Res
 /// # Errors
 /// The file does not exist, or the disk fails.
 pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
-    turn(Step::ChangeFolder, [0; 2]);
+    turn(ActorStep::ChangeFolder, [0; 2]);
     with_disk(|disk| {
         let node = disk.find(from.as_ref())?;
         let (folder, from) = disk.place(from.as_ref())?;
@@ -659,8 +664,9 @@ pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
             return Err(io::ErrorKind::CrossesDevices.into());
         }
         disk.try_it(io::ErrorKind::Other)?;
-        let renamed = Change::Renamed(from.to_owned(), to.to_owned(), node);
-        disk.entries(folder)?.change(renamed, Change::apply);
+        let renamed = DirectoryChange::Renamed(from.to_owned(), to.to_owned(), node);
+        disk.entries(folder)?
+            .change(renamed, DirectoryChange::apply);
         Ok(())
     })
 }
@@ -677,8 +683,8 @@ pub fn set_permissions(path: impl AsRef<Path>, permissions: Permissions) -> io::
     })
 }
 
-fn take(file: &File, lock: Lock) -> bool {
-    turn(Step::LockFile, [file.node as u64, lock.start]);
+fn take(file: &File, lock: SimulatedFileLock) -> bool {
+    turn(ActorStep::LockFile, [file.node as u64, lock.start]);
     with_disk(|disk| {
         let is_free = !disk.is_excluded(file.node, &lock);
         if is_free {
@@ -688,8 +694,8 @@ fn take(file: &File, lock: Lock) -> bool {
     })
 }
 
-fn range(file: &File, kind: LockKind, start: u64, length: u64) -> Lock {
-    Lock {
+fn range(file: &File, kind: LockKind, start: u64, length: u64) -> SimulatedFileLock {
+    SimulatedFileLock {
         open: file.open,
         is_whole: false,
         exclusive: kind == LockKind::Exclusive,
@@ -714,7 +720,7 @@ pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Res
 /// # Errors
 /// None.
 pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
-    turn(Step::LockFile, [file.node as u64, start]);
+    turn(ActorStep::LockFile, [file.node as u64, start]);
     let gone = range(file, LockKind::Shared, start, length);
     with_disk(|disk| {
         disk.nodes[file.node].locks.retain(|lock| {
@@ -731,6 +737,6 @@ pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
 /// None.
 pub fn is_lock_excluded(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
     let lock = range(file, kind, start, length);
-    turn(Step::LockFile, [file.node as u64, start]);
+    turn(ActorStep::LockFile, [file.node as u64, start]);
     Ok(with_disk(|disk| disk.is_excluded(file.node, &lock)))
 }

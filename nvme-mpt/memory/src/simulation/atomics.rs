@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{self, Ordering};
 
-use super::stores::{self, Place};
-use super::{Step, turn};
+use super::stores::{self, DelayedStoreTarget};
+use super::{ActorStep, turn};
 
 /// Makes all stores of the actor visible, if the fence is sequentially consistent.
 pub fn fence(order: Ordering) {
@@ -11,7 +11,7 @@ pub fn fence(order: Ordering) {
     // Weaker fences do not prevent a load from being executed before an earlier store.
     if order == Ordering::SeqCst {
         stores::drain_own();
-        turn(Step::Fence, [0; 2]);
+        turn(ActorStep::Fence, [0; 2]);
     }
 }
 
@@ -28,8 +28,8 @@ macro_rules! atomic {
                 Self(atomic::$name::new(value))
             }
 
-            fn place(&self) -> Place {
-                Place::$place((&raw const self.0).cast::<$word>())
+            fn place(&self) -> DelayedStoreTarget {
+                DelayedStoreTarget::$place((&raw const self.0).cast::<$word>())
             }
 
             /// Reads the word.
@@ -47,7 +47,7 @@ macro_rules! atomic {
 
             /// Writes the word, and returns its previous value.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
-                turn(Step::Swap, [0; 2]);
+                turn(ActorStep::Swap, [0; 2]);
                 stores::drain_own();
                 self.0.swap(value, order)
             }
@@ -63,7 +63,7 @@ macro_rules! atomic {
                 success: Ordering,
                 failure: Ordering,
             ) -> Result<$value, $value> {
-                turn(Step::Exchange, [0; 2]);
+                turn(ActorStep::Exchange, [0; 2]);
                 stores::drain_own();
                 self.0.compare_exchange(current, new, success, failure)
             }
@@ -78,12 +78,12 @@ macro_rules! atomic {
     };
 }
 
-trait Word: Sized {
+trait AtomicValue: Sized {
     fn to(self) -> u64;
     fn from(word: u64) -> Self;
 }
 
-impl Word for bool {
+impl AtomicValue for bool {
     fn to(self) -> u64 {
         self.into()
     }
@@ -92,7 +92,7 @@ impl Word for bool {
     }
 }
 
-impl Word for u64 {
+impl AtomicValue for u64 {
     fn to(self) -> u64 {
         self
     }
@@ -101,7 +101,7 @@ impl Word for u64 {
     }
 }
 
-impl Word for usize {
+impl AtomicValue for usize {
     fn to(self) -> u64 {
         self as u64
     }
@@ -110,11 +110,11 @@ impl Word for usize {
     }
 }
 
-fn to_word<T: Word>(value: T) -> u64 {
+fn to_word<T: AtomicValue>(value: T) -> u64 {
     value.to()
 }
 
-fn from_word<T: Word>(word: u64) -> T {
+fn from_word<T: AtomicValue>(word: u64) -> T {
     T::from(word)
 }
 
@@ -136,21 +136,21 @@ macro_rules! counter {
         impl $name {
             /// Adds to the word, and returns its previous value.
             pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
-                turn(Step::Add, [0; 2]);
+                turn(ActorStep::Add, [0; 2]);
                 stores::drain_own();
                 self.0.fetch_add(value, order)
             }
 
             /// Subtracts from the word, and returns its previous value.
             pub fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
-                turn(Step::Add, [0; 2]);
+                turn(ActorStep::Add, [0; 2]);
                 stores::drain_own();
                 self.0.fetch_sub(value, order)
             }
 
             /// Raises the word to at least a value, and returns its previous value.
             pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
-                turn(Step::Add, [0; 2]);
+                turn(ActorStep::Add, [0; 2]);
                 stores::drain_own();
                 self.0.fetch_max(value, order)
             }

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError, TrySendError};
 use std::time::Duration;
 
-use super::{Step, acted, stores, turn, wait_for};
+use super::{ActorStep, acted, stores, turn, wait_for};
 
 macro_rules! sender {
     ($name:ident) => {
@@ -24,7 +24,7 @@ macro_rules! sender {
             /// # Errors
             /// The receiver is gone.
             pub fn send(&self, value: T) -> Result<(), SendError<T>> {
-                turn(Step::Send, [0; 2]);
+                turn(ActorStep::Send, [0; 2]);
                 // A receiver sees the sender's earlier stores.
                 stores::drain_own();
                 let sent = match &self.0 {
@@ -61,7 +61,7 @@ impl<T> SyncSender<T> {
     /// # Errors
     /// The channel is full, or the receiver is gone.
     pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
-        turn(Step::Send, [0; 2]);
+        turn(ActorStep::Send, [0; 2]);
         stores::drain_own();
         let sent = match &self.0 {
             Some(sender) => sender.try_send(value),
@@ -96,7 +96,7 @@ impl<T> Receiver<T> {
     /// # Errors
     /// Like [`std::sync::mpsc::Receiver::try_recv`].
     pub fn try_recv(&self) -> Result<T, TryRecvError> {
-        turn(Step::Receive, [0; 2]);
+        turn(ActorStep::Receive, [0; 2]);
         self.0.try_recv()
     }
 
@@ -120,7 +120,7 @@ impl<T> Receiver<T> {
     }
 
     fn attempts(&self, time: Option<Duration>) -> Option<Result<T, RecvError>> {
-        turn(Step::Receive, [0; 2]);
+        turn(ActorStep::Receive, [0; 2]);
         wait_for(time, || match self.0.try_recv() {
             Ok(value) => Some(Ok(value)),
             Err(TryRecvError::Disconnected) => Some(Err(RecvError)),

@@ -13,11 +13,11 @@ use std::time::Duration;
 use super::{actor, wait_for};
 
 thread_local! {
-    static COSTS: RefCell<Costs> = const { RefCell::new(Costs::NONE) };
+    static COSTS: RefCell<SimulatedCosts> = const { RefCell::new(SimulatedCosts::NONE) };
 }
 
 #[derive(Debug)]
-struct Costs {
+struct SimulatedCosts {
     /// Processor time of a signal, by the eventfd's descriptor.
     signals: BTreeMap<RawFd, Duration>,
     memory: Vec<SlowMemory>,
@@ -37,7 +37,7 @@ struct SlowMemory {
     time: Duration,
 }
 
-impl Costs {
+impl SimulatedCosts {
     const NONE: Self = Self {
         signals: BTreeMap::new(),
         memory: Vec::new(),
@@ -47,13 +47,13 @@ impl Costs {
     };
 }
 
-fn with<T>(call: impl FnOnce(&mut Costs) -> T) -> T {
+fn with<T>(call: impl FnOnce(&mut SimulatedCosts) -> T) -> T {
     COSTS.with_borrow_mut(call)
 }
 
 /// Removes all durations and other settings.
 pub fn clear() {
-    with(|costs| *costs = Costs::NONE);
+    with(|costs| *costs = SimulatedCosts::NONE);
 }
 
 /// Sets the processor time of each signal to an eventfd by this descriptor.

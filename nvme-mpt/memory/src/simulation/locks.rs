@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{self, LockResult, PoisonError, TryLockError, TryLockResult};
 use std::time::Duration;
 
-use super::{Step, acted, now, stores, turn, wait};
+use super::{ActorStep, acted, now, stores, turn, wait};
 
 /// Poll interval for a reader-writer lock.
 const LOOK: Duration = Duration::from_micros(1);
@@ -65,7 +65,7 @@ impl<T: ?Sized> Mutex<T> {
     /// # Errors
     /// Like [`std::sync::Mutex::try_lock`].
     pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
-        turn(Step::Lock, [0; 2]);
+        turn(ActorStep::Lock, [0; 2]);
         stores::drain_own();
         match self.mutex.try_lock() {
             Ok(guard) => Ok(MutexGuard { mutex: self, guard }),
@@ -243,7 +243,7 @@ impl<T: ?Sized> RwLock<T> {
     }
 
     fn taken<G>(mut attempt: impl FnMut() -> TryLockResult<G>) -> LockResult<G> {
-        turn(Step::Lock, [0; 2]);
+        turn(ActorStep::Lock, [0; 2]);
         loop {
             stores::drain_own();
             match attempt() {

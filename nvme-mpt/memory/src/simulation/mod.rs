@@ -22,7 +22,7 @@ use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
 
 /// Work of an actor.
-pub type Work = Box<dyn FnOnce() + Send>;
+pub type ActorWork = Box<dyn FnOnce() + Send>;
 
 /// Interface of a simulator.
 pub trait Simulator {
@@ -36,7 +36,7 @@ pub trait Simulator {
     fn process(&self) -> u64;
 
     /// Lets other actors run before the actor does the step `event`.
-    fn turn(&self, event: Event);
+    fn turn(&self, event: ActorEvent);
 
     /// Lets other actors run until one of them acts, or until a moment. May return early.
     fn wait(&self, until: Option<Duration>);
@@ -45,7 +45,7 @@ pub trait Simulator {
     fn acted(&self);
 
     /// Starts an actor.
-    fn start(&self, name: &str, work: Work);
+    fn start(&self, name: &str, work: ActorWork);
 
     /// Returns a random number.
     fn random(&self) -> u64;
@@ -56,7 +56,7 @@ pub trait Simulator {
 
 /// Kind of a step of an actor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum ActorStep {
     /// A word is loaded: its address.
     Load,
     /// A word is stored: its address, and the value.
@@ -117,7 +117,7 @@ pub enum Step {
     GuestSubmits,
 }
 
-impl Step {
+impl ActorStep {
     /// Returns whether other actors may have waited for the step.
     #[must_use]
     pub const fn has_effect(self) -> bool {
@@ -138,9 +138,9 @@ impl Step {
 
 /// A step of an actor that is visible to others, for a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct ActorEvent {
     /// Kind of the step.
-    pub step: Step,
+    pub step: ActorStep,
     /// Numbers of the step, as its kind defines them, such as a queue, a Command Identifier, or a value.
     pub numbers: [u64; 2],
 }
@@ -161,8 +161,8 @@ fn with<T>(call: impl FnOnce(&'static dyn Simulator) -> T) -> Option<T> {
 
 /// Lets other actors run before the actor does a step.
 #[inline]
-pub fn turn(step: Step, numbers: [u64; 2]) {
-    with(|simulator| simulator.turn(Event { step, numbers }));
+pub fn turn(step: ActorStep, numbers: [u64; 2]) {
+    with(|simulator| simulator.turn(ActorEvent { step, numbers }));
 }
 
 /// Records that the actor did something that others may wait for.
@@ -179,13 +179,13 @@ pub fn fence_and_act() {
 /// Precedes the publication of a completion: makes earlier stores of the actor visible.
 pub(crate) fn publishes(entry: Cqe) {
     let numbers = [entry.sqid().0.into(), entry.cid().0.into()];
-    turn(Step::Complete, numbers);
+    turn(ActorStep::Complete, numbers);
     stores::drain_own();
 }
 
 /// Precedes the submission of a command to a drive.
 pub(crate) fn submits(entry: &Sqe, cid: CommandId) {
-    turn(Step::Submit, [cid.0.into(), entry.opcode().into()]);
+    turn(ActorStep::Submit, [cid.0.into(), entry.opcode().into()]);
     stores::drain_own();
 }
 

@@ -7,17 +7,17 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use super::{Step, turn, with};
+use super::{ActorStep, turn, with};
 
 /// A word whose stores can be delayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum DelayedStoreTarget {
     Byte(*const AtomicU8),
     Word(*const AtomicU32),
     Long(*const AtomicU64),
 }
 
-impl Place {
+impl DelayedStoreTarget {
     fn address(self) -> usize {
         match self {
             Self::Byte(place) => place.addr(),
@@ -49,15 +49,15 @@ impl Place {
     }
 }
 
-type Buffers = BTreeMap<usize, VecDeque<(Place, u64)>>;
+type StoreBuffers = BTreeMap<usize, VecDeque<(DelayedStoreTarget, u64)>>;
 
 thread_local! {
-    static BUFFERS: RefCell<Buffers> = const { RefCell::new(BTreeMap::new()) };
+    static BUFFERS: RefCell<StoreBuffers> = const { RefCell::new(BTreeMap::new()) };
 }
 
 /// Stores a value at once or with a delay.
-pub(crate) fn store(place: Place, value: u64) {
-    turn(Step::Store, [place.address() as u64, value]);
+pub(crate) fn store(place: DelayedStoreTarget, value: u64) {
+    turn(ActorStep::Store, [place.address() as u64, value]);
     let Some((actor, late)) = with(|simulator| (simulator.actor(), simulator.delays_store()))
     else {
         return place.store(value);
@@ -73,8 +73,8 @@ pub(crate) fn store(place: Place, value: u64) {
 }
 
 /// Loads a value: the actor's own latest store, or the visible value.
-pub(crate) fn load(place: Place) -> u64 {
-    turn(Step::Load, [place.address() as u64, 0]);
+pub(crate) fn load(place: DelayedStoreTarget) -> u64 {
+    turn(ActorStep::Load, [place.address() as u64, 0]);
     let own = with(|simulator| {
         BUFFERS.with_borrow(|buffers| {
             let buffer = buffers.get(&simulator.actor())?;
@@ -109,7 +109,7 @@ pub(crate) fn forget(memory: &Range<usize>) {
     // Words may be dropped while the thread ends.
     let _ended = BUFFERS.try_with(|buffers| {
         for buffer in buffers.borrow_mut().values_mut() {
-            let hits = |(place, _): &(Place, u64)| memory.contains(&place.address());
+            let hits = |(place, _): &(DelayedStoreTarget, u64)| memory.contains(&place.address());
             if let Some(last) = buffer.iter().rposition(hits) {
                 for (place, value) in buffer.drain(..=last) {
                     place.store(value);

@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::{wait_for, with};
 
 /// Result of an actor: the result of its work, or its panic.
-pub type Ended<T> = Result<T, Box<dyn Any + Send>>;
+pub type ActorResult<T> = Result<T, Box<dyn Any + Send>>;
 
 /// Like [`std::thread::JoinHandle`].
 #[derive(Debug)]
 pub struct JoinHandle<T> {
-    result: Arc<Mutex<Option<Ended<T>>>>,
+    result: Arc<Mutex<Option<ActorResult<T>>>>,
 }
 
 impl<T> JoinHandle<T> {
@@ -20,7 +20,7 @@ impl<T> JoinHandle<T> {
     ///
     /// # Errors
     /// Returns the actor's panic.
-    pub fn join(self) -> Ended<T> {
+    pub fn join(self) -> ActorResult<T> {
         let result = wait_for(None, || {
             let mut result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
             result.take()

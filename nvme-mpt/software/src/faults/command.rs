@@ -12,14 +12,14 @@ use nvme_mpt::spec::status::Status;
 
 /// Blocks that a command reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Extent {
+pub(super) struct TouchedBlocks {
     pub(super) blocks: Range<u64>,
     /// Status of the command if the media fails at these blocks.
     pub(super) media_error: Status,
 }
 
-fn extent(Lba(start): Lba, count: u64, media_error: Status) -> Extent {
-    Extent {
+fn extent(Lba(start): Lba, count: u64, media_error: Status) -> TouchedBlocks {
+    TouchedBlocks {
         blocks: start..start.saturating_add(count),
         media_error,
     }
@@ -29,7 +29,7 @@ fn extent(Lba(start): Lba, count: u64, media_error: Status) -> Extent {
 pub(super) fn any_extent(
     sqe: &Sqe,
     memory: HostMemory<'_>,
-    mut wanted: impl FnMut(&Extent) -> bool,
+    mut wanted: impl FnMut(&TouchedBlocks) -> bool,
 ) -> bool {
     find_extent(sqe, memory, |extent| wanted(extent).then_some(())).is_some()
 }
@@ -39,7 +39,7 @@ pub(super) fn any_extent(
 pub(super) fn find_extent<T>(
     sqe: &Sqe,
     memory: HostMemory<'_>,
-    mut answer: impl FnMut(&Extent) -> Option<T>,
+    mut answer: impl FnMut(&TouchedBlocks) -> Option<T>,
 ) -> Option<T> {
     let read = Status::UNRECOVERED_READ_ERROR;
     let written = Status::WRITE_FAULT;

@@ -30,17 +30,17 @@ use std::sync::{Arc, PoisonError, Weak};
 use log::warn;
 use serde::{Deserialize, Serialize};
 
-pub use occasions::Occasions;
-pub use plan::{FaultError, FaultPlan, Kind, LONGEST, MAX_FAULTS, Operation};
+pub use occasions::FaultSchedule;
+pub use plan::{FaultError, FaultKind, FaultOperation, FaultPlan, LONGEST, MAX_FAULTS};
 pub use queue::FaultQueue;
 
 use command::{any_extent, find_extent};
-use plan::{Effect, Fault};
-use record::{FaultRecord, Recorded};
+use plan::{FaultEffect, PlannedFault};
+use record::{FaultRecord, RecordedFaults};
 
-use super::model::Timebase;
+use super::model::TickUnit;
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::event::{DriveEvent, Event, EventQueue};
+use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::range::{ByteRange, Bytes};
@@ -53,18 +53,18 @@ const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
 /// A fault with its state.
 #[derive(Debug)]
-struct Armed {
-    fault: Fault,
+struct ArmedFault {
+    fault: PlannedFault,
     /// The blocks of the fault's range.
     blocks: Option<Range<u64>>,
     /// State of the random number generator.
     random: u64,
-    occasions: Occasions,
+    occasions: FaultSchedule,
     /// Ticks that a latency fault adds.
     ticks: u64,
 }
 
-impl Armed {
+impl ArmedFault {
     /// Returns the status of a media error if the fault hits the command. Faults of other kinds ignore the status.
     fn strikes(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
         if !self.fault.operations.contain(NvmOpcode(sqe.opcode())) {
@@ -97,7 +97,7 @@ fn split_mix(state: &mut u64) -> u64 {
 
 /// Decision about a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum FaultDecision {
     /// Execute the command, and complete it this many ticks late.
     Pass(u64),
     /// Replace the command by a Verify of its blocks, and fail it this many ticks late.
@@ -114,7 +114,7 @@ enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FaultStats {
     /// Kind of the fault.
-    pub kind: Kind,
+    pub kind: FaultKind,
     /// Byte range of the drive that the fault concerns; `None` for the whole drive.
     pub range: Option<String>,
     /// Number of commands that the fault concerned so far.
@@ -127,24 +127,24 @@ pub struct FaultStats {
 
 /// The faults of a drive and their lasting effects.
 #[derive(Debug)]
-pub struct Faults {
+pub struct FaultInjector {
     /// The namespace when the drive was opened.
     namespace: HostNamespace,
     /// Granularity of the namespace's size in blocks: the zone size, if the drive is zoned.
     unit: u64,
-    armed: Mutex<Vec<Armed>>,
+    armed: Mutex<Vec<ArmedFault>>,
     /// True if there are any faults.
     any: AtomicBool,
     /// Current number of blocks of the namespace.
     blocks: AtomicU64,
     gone: AtomicBool,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
-    timebase: Timebase,
+    timebase: TickUnit,
     /// Copy of the faults and their state for a successor process.
     record: Option<FaultRecord>,
 }
 
-impl Faults {
+impl FaultInjector {
     /// Creates the faults of a drive with one namespace, whose size is a multiple of `unit` blocks.
     ///
     /// # Errors
@@ -154,7 +154,7 @@ impl Faults {
         namespace: HostNamespace,
         unit: u64,
     ) -> Result<Self, FaultError> {
-        Self::with_timebase(plan, namespace, unit, Timebase::Host)
+        Self::with_timebase(plan, namespace, unit, TickUnit::Host)
     }
 
     /// Creates faults like `new`, recorded in a memory file. If the file holds faults of a predecessor, the drive
@@ -186,8 +186,8 @@ impl Faults {
     }
 
     /// Continues with the faults of a predecessor.
-    fn resume(&self, recorded: Recorded) -> Result<(), FaultError> {
-        let Recorded {
+    fn resume(&self, recorded: RecordedFaults) -> Result<(), FaultError> {
+        let RecordedFaults {
             faults,
             gone,
             blocks,
@@ -195,7 +195,7 @@ impl Faults {
         let armed = faults.into_iter().zip(1..);
         let armed = armed.map(|((fault, random, occasions), number)| {
             let armed = self.arm(&fault, number, 0)?;
-            Ok(Armed {
+            Ok(ArmedFault {
                 random,
                 occasions,
                 ..armed
@@ -210,7 +210,7 @@ impl Faults {
         Ok(())
     }
 
-    fn record_list(&self, armed: &[Armed]) -> Result<(), FaultError> {
+    fn record_list(&self, armed: &[ArmedFault]) -> Result<(), FaultError> {
         match &self.record {
             Some(record) => record.store_list(armed).map_err(FaultError::Kept),
             None => Ok(()),
@@ -227,7 +227,7 @@ impl Faults {
         plan: &FaultPlan,
         namespace: HostNamespace,
         unit: u64,
-        timebase: Timebase,
+        timebase: TickUnit,
     ) -> Result<Self, FaultError> {
         let faults = Self {
             namespace,
@@ -247,7 +247,7 @@ impl Faults {
     /// Adds faults.
     ///
     /// # Errors
-    /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`], [`FaultError::TooMany`] and
+    /// [`FaultError::FaultByteRange`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`], [`FaultError::TooMany`] and
     /// [`FaultError::Kept`]. On an error, no fault is added.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
@@ -280,7 +280,7 @@ impl Faults {
     /// Returns the statistics of each fault.
     #[must_use]
     pub fn stats(&self) -> Vec<FaultStats> {
-        let stats = |armed: &Armed| FaultStats {
+        let stats = |armed: &ArmedFault| FaultStats {
             kind: armed.fault.effect.kind(),
             range: armed.fault.range.as_ref().map(ByteRange::to_string),
             seen: armed.occasions.seen(),
@@ -290,7 +290,12 @@ impl Faults {
         lock(&self.armed).iter().map(stats).collect()
     }
 
-    fn arm(&self, fault: &Fault, number: usize, seed: u64) -> Result<Armed, FaultError> {
+    fn arm(
+        &self,
+        fault: &PlannedFault,
+        number: usize,
+        seed: u64,
+    ) -> Result<ArmedFault, FaultError> {
         let HostNamespace {
             blocks, lba_shift, ..
         } = self.namespace;
@@ -300,7 +305,7 @@ impl Faults {
                 .map_err(|source| FaultError::Range { number, source })
         };
         let range = fault.range.map(fits).transpose()?;
-        if let Effect::Resize(size) = fault.effect {
+        if let FaultEffect::Resize(size) = fault.effect {
             if size > blocks << lba_shift {
                 return Err(FaultError::TooLarge {
                     number,
@@ -323,20 +328,25 @@ impl Faults {
         let mut random = seed.wrapping_add(number as u64);
         // Mix, so that nearby seeds start far apart.
         let random = split_mix(&mut random);
-        Ok(Armed {
+        Ok(ArmedFault {
             fault: fault.clone(),
             blocks: range.map(|range| range.start.0..range.start.0 + range.blocks),
             random,
-            occasions: Occasions::new(fault.after, fault.count),
+            occasions: FaultSchedule::new(fault.after, fault.count),
             ticks: match fault.effect {
-                Effect::Latency(add) => self.timebase.of(add),
+                FaultEffect::Latency(add) => self.timebase.of(add),
                 _ => 0,
             },
         })
     }
 
     /// Decides about commands, in order of arrival.
-    fn judge(&self, commands: &[Sqe], memory: HostMemory<'_>, mut act: impl FnMut(&Sqe, Verdict)) {
+    fn judge(
+        &self,
+        commands: &[Sqe],
+        memory: HostMemory<'_>,
+        mut act: impl FnMut(&Sqe, FaultDecision),
+    ) {
         let mut armed = lock(&self.armed);
         for sqe in commands {
             let verdict = self.verdict(&mut armed, sqe, memory);
@@ -344,9 +354,14 @@ impl Faults {
         }
     }
 
-    fn verdict(&self, armed: &mut [Armed], sqe: &Sqe, memory: HostMemory<'_>) -> Verdict {
+    fn verdict(
+        &self,
+        armed: &mut [ArmedFault],
+        sqe: &Sqe,
+        memory: HostMemory<'_>,
+    ) -> FaultDecision {
         if self.is_gone() {
-            return Verdict::Refuse(REMOVED);
+            return FaultDecision::Refuse(REMOVED);
         }
         let mut delay: u64 = 0;
         for (index, armed) in armed.iter_mut().enumerate() {
@@ -361,19 +376,19 @@ impl Faults {
                 continue;
             };
             match armed.fault.effect {
-                Effect::Latency(_) => delay = delay.saturating_add(armed.ticks),
-                Effect::MediaError => return Verdict::Fail(media_error, delay),
-                Effect::Lost => return Verdict::Lose,
-                Effect::Fatal => return Verdict::Break,
-                Effect::Removal => {
+                FaultEffect::Latency(_) => delay = delay.saturating_add(armed.ticks),
+                FaultEffect::MediaError => return FaultDecision::Fail(media_error, delay),
+                FaultEffect::Lost => return FaultDecision::Lose,
+                FaultEffect::Fatal => return FaultDecision::Break,
+                FaultEffect::Removal => {
                     self.remove();
-                    return Verdict::Refuse(REMOVED);
+                    return FaultDecision::Refuse(REMOVED);
                 }
-                Effect::Crash => {
+                FaultEffect::Crash => {
                     warn!("A fault ends the process");
                     std::process::abort();
                 }
-                Effect::Resize(bytes) => self.resize(bytes >> self.namespace.lba_shift),
+                FaultEffect::Resize(bytes) => self.resize(bytes >> self.namespace.lba_shift),
             }
         }
         let blocks = self.blocks();
@@ -381,9 +396,9 @@ impl Faults {
             && any_extent(sqe, memory, |extent| extent.blocks.end > blocks)
         {
             // NVM 1.0, section 2.1.1: a command must not reach beyond the namespace.
-            return Verdict::Refuse(Status::LBA_OUT_OF_RANGE.with_dnr(true));
+            return FaultDecision::Refuse(Status::LBA_OUT_OF_RANGE.with_dnr(true));
         }
-        Verdict::Pass(delay)
+        FaultDecision::Pass(delay)
     }
 
     fn remove(&self) {
@@ -407,7 +422,7 @@ impl Faults {
         lock(&self.subscribers).retain(|subscriber| {
             let events = subscriber.upgrade();
             if let Some(events) = &events {
-                events.report(Event::Drive(event));
+                events.report(IoQueueEvent::Drive(event));
             }
             events.is_some()
         });
@@ -417,7 +432,7 @@ impl Faults {
     pub(crate) fn subscribe(&self, events: &Arc<EventQueue>) {
         lock(&self.subscribers).push(Arc::downgrade(events));
         if self.is_gone() {
-            events.report(Event::Drive(DriveEvent::Gone));
+            events.report(IoQueueEvent::Drive(DriveEvent::Gone));
         }
     }
 

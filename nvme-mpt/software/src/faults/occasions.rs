@@ -2,7 +2,7 @@
 
 /// Schedule of a fault, with its progress. The fault lets some commands pass, and then hits a limited number.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Occasions {
+pub struct FaultSchedule {
     /// Number of commands that pass first.
     pub after: u64,
     /// Maximum number of commands that are hit; `None` for no limit.
@@ -11,7 +11,7 @@ pub struct Occasions {
     struck: u64,
 }
 
-impl Occasions {
+impl FaultSchedule {
     /// Creates a schedule that lets `after` commands pass and then hits at most `count`.
     #[must_use]
     pub const fn new(after: u64, count: Option<u64>) -> Self {
@@ -70,13 +70,13 @@ mod tests {
 
     #[test]
     fn some_pass_and_chance_decides_on_the_others_until_enough_were_struck() {
-        let mut occasions = Occasions::new(1, Some(2));
+        let mut occasions = FaultSchedule::new(1, Some(2));
         let chances = [true, false, true, true, true];
         let struck = chances.map(|chance| occasions.come(|| chance));
         assert_eq!(struck, [false, false, true, true, false]);
         assert_eq!((occasions.seen(), occasions.struck()), (4, 2));
         assert!(occasions.are_over());
-        assert!(Occasions::new(0, Some(0)).are_over());
-        assert!(!Occasions::new(0, None).are_over());
+        assert!(FaultSchedule::new(0, Some(0)).are_over());
+        assert!(!FaultSchedule::new(0, None).are_over());
     }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde::de::{self, Deserializer};
 
-use crate::model::{Size, Span};
+use crate::model::{ProfileSize, TimeSpan};
 use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::spec::opcode::NvmOpcode;
 
@@ -118,7 +118,7 @@ pub enum FaultError {
 /// Kind of command, as far as faults distinguish commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Operation {
+pub enum FaultOperation {
     /// Flush.
     Flush,
     /// Write.
@@ -139,7 +139,7 @@ pub enum Operation {
     Copy,
 }
 
-impl Operation {
+impl FaultOperation {
     /// All operations.
     const ALL: [Self; 9] = [
         Self::Flush,
@@ -170,10 +170,10 @@ impl Operation {
 
 /// Set of operations: a bit per opcode, all of which are below 20h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Operations(pub(super) u32);
+pub(super) struct FaultOperationSet(pub(super) u32);
 
-impl Operations {
-    fn of(operations: impl IntoIterator<Item = Operation>) -> Self {
+impl FaultOperationSet {
+    fn of(operations: impl IntoIterator<Item = FaultOperation>) -> Self {
         let bits = operations
             .into_iter()
             .map(|operation| 1 << operation.opcode().0);
@@ -187,9 +187,9 @@ impl Operations {
 
 /// Probability that a fault hits, in units of 1/[`Self::CERTAIN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Probability(pub(super) u64);
+pub(super) struct FaultProbability(pub(super) u64);
 
-impl Probability {
+impl FaultProbability {
     /// Number of distinct values: 53 bits, the precision of an `f64`.
     const CERTAIN: u64 = 1 << 53;
 
@@ -207,11 +207,11 @@ impl Probability {
 
 /// Effect of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Effect {
+pub(super) enum FaultEffect {
     /// Fails the command with Unrecovered Read Error or Write Fault.
     MediaError,
     /// Delays the command by this time.
-    Latency(Span),
+    Latency(TimeSpan),
     /// Never completes the command.
     Lost,
     /// Makes the guest's controller report a fatal status.
@@ -226,28 +226,28 @@ pub(super) enum Effect {
 
 /// A fault of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Fault {
-    pub(super) effect: Effect,
-    pub(super) operations: Operations,
+pub(super) struct PlannedFault {
+    pub(super) effect: FaultEffect,
+    pub(super) operations: FaultOperationSet,
     /// Byte range of the drive that a command must touch; `None` for any command.
     pub(super) range: Option<ByteRange>,
-    pub(super) probability: Probability,
+    pub(super) probability: FaultProbability,
     /// Number of commands that pass first.
     pub(super) after: u64,
     /// Maximum number of commands that the fault hits.
     pub(super) count: Option<u64>,
 }
 
-impl Effect {
-    pub(super) const fn kind(self) -> Kind {
+impl FaultEffect {
+    pub(super) const fn kind(self) -> FaultKind {
         match self {
-            Self::MediaError => Kind::MediaError,
-            Self::Latency(_) => Kind::Latency,
-            Self::Lost => Kind::Lost,
-            Self::Fatal => Kind::Fatal,
-            Self::Removal => Kind::Removal,
-            Self::Resize(_) => Kind::Resize,
-            Self::Crash => Kind::Crash,
+            Self::MediaError => FaultKind::MediaError,
+            Self::Latency(_) => FaultKind::Latency,
+            Self::Lost => FaultKind::Lost,
+            Self::Fatal => FaultKind::Fatal,
+            Self::Removal => FaultKind::Removal,
+            Self::Resize(_) => FaultKind::Resize,
+            Self::Crash => FaultKind::Crash,
         }
     }
 }
@@ -255,7 +255,7 @@ impl Effect {
 /// Kind of fault in a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum FaultKind {
     /// `media-error`.
     MediaError,
     /// `latency`.
@@ -272,7 +272,7 @@ pub enum Kind {
     Crash,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for FaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::MediaError => "media-error",
@@ -286,16 +286,19 @@ impl fmt::Display for Kind {
     }
 }
 
-impl Kind {
+impl FaultKind {
     /// Returns the default operations for this kind of fault.
-    fn operations(self) -> Operations {
-        let media = |operation: &Operation| {
-            !matches!(operation, Operation::Flush | Operation::DatasetManagement)
+    fn operations(self) -> FaultOperationSet {
+        let media = |operation: &FaultOperation| {
+            !matches!(
+                operation,
+                FaultOperation::Flush | FaultOperation::DatasetManagement
+            )
         };
-        let all = Operation::ALL.into_iter();
+        let all = FaultOperation::ALL.into_iter();
         match self {
-            Self::MediaError => Operations::of(all.filter(media)),
-            _ => Operations::of(all),
+            Self::MediaError => FaultOperationSet::of(all.filter(media)),
+            _ => FaultOperationSet::of(all),
         }
     }
 
@@ -310,9 +313,9 @@ impl Kind {
 
 /// A range in the TOML text.
 #[derive(Debug)]
-struct Range(ByteRange);
+struct FaultByteRange(ByteRange);
 
-impl<'de> Deserialize<'de> for Range {
+impl<'de> Deserialize<'de> for FaultByteRange {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse().map(Self).map_err(de::Error::custom)
@@ -350,73 +353,81 @@ impl WrittenPlan {
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WrittenFault {
-    kind: Kind,
-    operations: Option<Vec<Operation>>,
-    range: Option<Range>,
+    kind: FaultKind,
+    operations: Option<Vec<FaultOperation>>,
+    range: Option<FaultByteRange>,
     probability: Option<f64>,
     after: Option<u64>,
     count: Option<u64>,
-    add: Option<Span>,
-    size: Option<Size>,
+    add: Option<TimeSpan>,
+    size: Option<ProfileSize>,
 }
 
 /// Error in a fault of the TOML text.
-enum Unusable {
+enum InvalidFaultField {
     Value(&'static str, String, &'static str),
     Field(&'static str, &'static str),
 }
 
 impl WrittenFault {
-    fn check(self) -> Result<Fault, Unusable> {
+    fn check(self) -> Result<PlannedFault, InvalidFaultField> {
         let Self { kind, .. } = self;
         let effect = self.effect()?;
         let operations = match self.operations {
             None => kind.operations(),
             Some(operations) if operations.is_empty() => {
                 let allowed = "name one at least, as in [\"read\"], or leave it out";
-                return Err(Unusable::Value("operations", "[]".to_owned(), allowed));
+                return Err(InvalidFaultField::Value(
+                    "operations",
+                    "[]".to_owned(),
+                    allowed,
+                ));
             }
-            Some(operations) => Operations::of(operations),
+            Some(operations) => FaultOperationSet::of(operations),
         };
         let share = self.probability.unwrap_or(1.0);
         let allowed = "it is above 0, and 1 at most";
-        let unlikely = || Unusable::Value("probability", share.to_string(), allowed);
-        let probability = Probability::new(share).ok_or_else(unlikely)?;
+        let unlikely = || InvalidFaultField::Value("probability", share.to_string(), allowed);
+        let probability = FaultProbability::new(share).ok_or_else(unlikely)?;
         if self.count == Some(0) {
             let allowed = "it is 1 at least; leave the fault out instead";
-            return Err(Unusable::Value("count", "0".to_owned(), allowed));
+            return Err(InvalidFaultField::Value("count", "0".to_owned(), allowed));
         }
-        Ok(Fault {
+        Ok(PlannedFault {
             effect,
             operations,
-            range: self.range.map(|Range(range)| range),
+            range: self.range.map(|FaultByteRange(range)| range),
             probability,
             after: self.after.unwrap_or(0),
             count: self.count.or(kind.count()),
         })
     }
 
-    fn effect(&self) -> Result<Effect, Unusable> {
+    fn effect(&self) -> Result<FaultEffect, InvalidFaultField> {
         let meaningless = "means something for another kind of fault alone; leave it out";
-        if self.add.is_some() && self.kind != Kind::Latency {
-            return Err(Unusable::Field("add", meaningless));
+        if self.add.is_some() && self.kind != FaultKind::Latency {
+            return Err(InvalidFaultField::Field("add", meaningless));
         }
-        if self.size.is_some() && self.kind != Kind::Resize {
-            return Err(Unusable::Field("size", meaningless));
+        if self.size.is_some() && self.kind != FaultKind::Resize {
+            return Err(InvalidFaultField::Field("size", meaningless));
         }
         Ok(match self.kind {
-            Kind::MediaError => Effect::MediaError,
-            Kind::Lost => Effect::Lost,
-            Kind::Fatal => Effect::Fatal,
-            Kind::Removal => Effect::Removal,
-            Kind::Crash => Effect::Crash,
-            Kind::Latency => {
+            FaultKind::MediaError => FaultEffect::MediaError,
+            FaultKind::Lost => FaultEffect::Lost,
+            FaultKind::Fatal => FaultEffect::Fatal,
+            FaultKind::Removal => FaultEffect::Removal,
+            FaultKind::Crash => FaultEffect::Crash,
+            FaultKind::Latency => {
                 let missing = "is missing; say how much longer commands take, as in add = \"5ms\"";
-                Effect::Latency(self.add.ok_or(Unusable::Field("add", missing))?)
+                FaultEffect::Latency(self.add.ok_or(InvalidFaultField::Field("add", missing))?)
             }
-            Kind::Resize => {
+            FaultKind::Resize => {
                 let missing = "is missing; say what the drive has left, as in size = \"1G\"";
-                Effect::Resize(self.size.ok_or(Unusable::Field("size", missing))?.0)
+                FaultEffect::Resize(
+                    self.size
+                        .ok_or(InvalidFaultField::Field("size", missing))?
+                        .0,
+                )
             }
         })
     }
@@ -426,7 +437,7 @@ impl WrittenFault {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct FaultPlan {
     pub(super) seed: u64,
-    pub(super) faults: Vec<Fault>,
+    pub(super) faults: Vec<PlannedFault>,
 }
 
 impl FaultPlan {
@@ -460,7 +471,7 @@ impl FaultPlan {
     /// Parses a plan. `origin` names the source of the text in errors.
     ///
     /// # Errors
-    /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`], [`FaultError::TooMany`], and
+    /// `FaultError::Syntax`, [`FaultError::MetricValue`], [`FaultError::Field`], [`FaultError::TooMany`], and
     /// [`FaultError::NotBuilt`] without the feature `toml`.
     pub fn parse(origin: &str, text: &str) -> Result<Self, FaultError> {
         let written = WrittenPlan::read(origin, text)?;
@@ -468,14 +479,14 @@ impl FaultPlan {
             return Err(FaultError::TooMany(written.fault.len()));
         }
         let told = |number: usize, unusable| match unusable {
-            Unusable::Value(field, value, allowed) => FaultError::Value {
+            InvalidFaultField::Value(field, value, allowed) => FaultError::Value {
                 origin: origin.to_owned(),
                 number,
                 field,
                 value,
                 allowed,
             },
-            Unusable::Field(field, advice) => FaultError::Field {
+            InvalidFaultField::Field(field, advice) => FaultError::Field {
                 origin: origin.to_owned(),
                 number,
                 field,
@@ -505,15 +516,15 @@ mod tests {
     fn the_example_has_a_fault_of_each_kind_and_every_field() {
         let text = include_str!("../../fault-plans/example.toml");
         let plan = FaultPlan::parse("example", text).expect("sound");
-        let kinds: Vec<Kind> = plan.faults.iter().map(|f| f.effect.kind()).collect();
+        let kinds: Vec<FaultKind> = plan.faults.iter().map(|f| f.effect.kind()).collect();
         let all = [
-            Kind::MediaError,
-            Kind::Latency,
-            Kind::Lost,
-            Kind::Fatal,
-            Kind::Removal,
-            Kind::Resize,
-            Kind::Crash,
+            FaultKind::MediaError,
+            FaultKind::Latency,
+            FaultKind::Lost,
+            FaultKind::Fatal,
+            FaultKind::Removal,
+            FaultKind::Resize,
+            FaultKind::Crash,
         ];
         assert_eq!(kinds, all);
         for field in [

@@ -4,8 +4,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Faults, REMOVED, Verdict};
-use crate::model::{Clock, DueQueue, HostClock};
+use super::{FaultDecision, FaultInjector, REMOVED};
+use crate::model::{DueQueue, HostClock, TickClock};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::HostQueuePair;
@@ -20,7 +20,7 @@ const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// Decision about a command that the drive is executing.
 #[derive(Clone, Copy, Debug, Default)]
-struct Fate {
+struct FaultCompletionOutcome {
     /// Ticks by which the completion is delayed.
     delay: u64,
     /// Status of the completion, if it replaces the drive's.
@@ -31,14 +31,14 @@ struct Fate {
 #[derive(Debug)]
 pub struct FaultQueue<C = HostClock> {
     pub(super) drive: HostQueuePair,
-    faults: Arc<Faults>,
+    faults: Arc<FaultInjector>,
     clock: C,
     /// Submitted commands whose doorbell was not rung.
     arriving: Vec<Sqe>,
     /// Commands of the batch that go to the drive.
     passing: Vec<Sqe>,
     /// Decisions, indexed by slot.
-    fates: Box<[Fate]>,
+    fates: Box<[FaultCompletionOutcome]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
     /// Completions of commands that the drive did not get.
@@ -54,7 +54,7 @@ pub struct FaultQueue<C = HostClock> {
 }
 
 impl FaultQueue {
-    pub(crate) fn new(drive: HostQueuePair, faults: Arc<Faults>, slots: u16) -> Self {
+    pub(crate) fn new(drive: HostQueuePair, faults: Arc<FaultInjector>, slots: u16) -> Self {
         Self::with_clock(drive, faults, slots, HostClock, ticks_in(RESOLUTION))
     }
 }
@@ -62,7 +62,7 @@ impl FaultQueue {
 impl<C> FaultQueue<C> {
     pub(super) fn with_clock(
         drive: HostQueuePair,
-        faults: Arc<Faults>,
+        faults: Arc<FaultInjector>,
         slots: u16,
         clock: C,
         resolution: u64,
@@ -79,7 +79,7 @@ impl<C> FaultQueue<C> {
             clock,
             arriving: Vec::with_capacity(room),
             passing: Vec::with_capacity(room),
-            fates: vec![Fate::default(); room].into_boxed_slice(),
+            fates: vec![FaultCompletionOutcome::default(); room].into_boxed_slice(),
             reaped: Vec::with_capacity(room),
             refused: Vec::with_capacity(room),
             lost: Vec::with_capacity(room),
@@ -111,7 +111,7 @@ fn looks_only(sqe: &Sqe) -> Sqe {
     verify
 }
 
-impl<C: Clock> HostBatch for &mut FaultQueue<C> {
+impl<C: TickClock> HostBatch for &mut FaultQueue<C> {
     fn announce(&mut self, _: u32, _: Ticks) {}
 
     fn submit(&mut self, sqe: &Sqe) {
@@ -136,24 +136,24 @@ impl<C: Clock> HostBatch for &mut FaultQueue<C> {
             let Some(fate) = fates.get_mut(usize::from(slot)) else {
                 return;
             };
-            *fate = Fate::default();
+            *fate = FaultCompletionOutcome::default();
             match verdict {
-                Verdict::Pass(delay) => {
+                FaultDecision::Pass(delay) => {
                     fate.delay = delay;
                     passing.push(*sqe);
                 }
-                Verdict::Fail(status, delay) => {
+                FaultDecision::Fail(status, delay) => {
                     let status = Some(status);
-                    *fate = Fate { delay, status };
+                    *fate = FaultCompletionOutcome { delay, status };
                     passing.push(looks_only(sqe));
                 }
-                Verdict::Refuse(status) => refused.push(HostCompletion {
+                FaultDecision::Refuse(status) => refused.push(HostCompletion {
                     slot,
                     status,
                     dw0: 0,
                 }),
-                Verdict::Lose => lost.push(slot),
-                Verdict::Break => {
+                FaultDecision::Lose => lost.push(slot),
+                FaultDecision::Break => {
                     lost.push(slot);
                     *broken = true;
                 }
@@ -161,7 +161,7 @@ impl<C: Clock> HostBatch for &mut FaultQueue<C> {
         };
         if faults.is_idle() {
             for sqe in arriving.iter() {
-                act(sqe, Verdict::Pass(0));
+                act(sqe, FaultDecision::Pass(0));
             }
         } else {
             faults.judge(arriving, memory, act);
@@ -172,7 +172,7 @@ impl<C: Clock> HostBatch for &mut FaultQueue<C> {
     }
 }
 
-impl<C: Clock> HostQueue for FaultQueue<C> {
+impl<C: TickClock> HostQueue for FaultQueue<C> {
     type Commands = NvmCommands;
 
     type Batch<'a>

@@ -12,11 +12,11 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::Armed;
-use super::occasions::Occasions;
-use super::plan::{Effect, Fault, MAX_FAULTS, Operations, Probability};
-use crate::model::Span;
-use nvme_mpt::memory::{Access, Cell64, Mapping};
+use super::ArmedFault;
+use super::occasions::FaultSchedule;
+use super::plan::{FaultEffect, FaultOperationSet, FaultProbability, MAX_FAULTS, PlannedFault};
+use crate::model::TimeSpan;
+use nvme_mpt::memory::{MappedWord64, Mapping, MappingAccess};
 use nvme_mpt::range::ByteRange;
 
 /// Size of the file in bytes.
@@ -63,24 +63,24 @@ enum RecordedEffect {
     Crash,
 }
 
-impl From<&Fault> for RecordedFault {
-    fn from(fault: &Fault) -> Self {
-        let Fault {
+impl From<&PlannedFault> for RecordedFault {
+    fn from(fault: &PlannedFault) -> Self {
+        let PlannedFault {
             effect,
-            operations: Operations(operations),
+            operations: FaultOperationSet(operations),
             range,
-            probability: Probability(probability),
+            probability: FaultProbability(probability),
             after,
             count,
         } = *fault;
         let effect = match effect {
-            Effect::MediaError => RecordedEffect::MediaError,
-            Effect::Latency(Span(nanoseconds)) => RecordedEffect::Latency(nanoseconds),
-            Effect::Lost => RecordedEffect::Lost,
-            Effect::Fatal => RecordedEffect::Fatal,
-            Effect::Removal => RecordedEffect::Removal,
-            Effect::Resize(bytes) => RecordedEffect::Resize(bytes),
-            Effect::Crash => RecordedEffect::Crash,
+            FaultEffect::MediaError => RecordedEffect::MediaError,
+            FaultEffect::Latency(TimeSpan(nanoseconds)) => RecordedEffect::Latency(nanoseconds),
+            FaultEffect::Lost => RecordedEffect::Lost,
+            FaultEffect::Fatal => RecordedEffect::Fatal,
+            FaultEffect::Removal => RecordedEffect::Removal,
+            FaultEffect::Resize(bytes) => RecordedEffect::Resize(bytes),
+            FaultEffect::Crash => RecordedEffect::Crash,
         };
         Self {
             effect,
@@ -93,22 +93,22 @@ impl From<&Fault> for RecordedFault {
     }
 }
 
-impl From<RecordedFault> for Fault {
+impl From<RecordedFault> for PlannedFault {
     fn from(recorded: RecordedFault) -> Self {
         let effect = match recorded.effect {
-            RecordedEffect::MediaError => Effect::MediaError,
-            RecordedEffect::Latency(nanoseconds) => Effect::Latency(Span(nanoseconds)),
-            RecordedEffect::Lost => Effect::Lost,
-            RecordedEffect::Fatal => Effect::Fatal,
-            RecordedEffect::Removal => Effect::Removal,
-            RecordedEffect::Resize(bytes) => Effect::Resize(bytes),
-            RecordedEffect::Crash => Effect::Crash,
+            RecordedEffect::MediaError => FaultEffect::MediaError,
+            RecordedEffect::Latency(nanoseconds) => FaultEffect::Latency(TimeSpan(nanoseconds)),
+            RecordedEffect::Lost => FaultEffect::Lost,
+            RecordedEffect::Fatal => FaultEffect::Fatal,
+            RecordedEffect::Removal => FaultEffect::Removal,
+            RecordedEffect::Resize(bytes) => FaultEffect::Resize(bytes),
+            RecordedEffect::Crash => FaultEffect::Crash,
         };
         Self {
             effect,
-            operations: Operations(recorded.operations),
+            operations: FaultOperationSet(recorded.operations),
             range: recorded.range,
-            probability: Probability(recorded.probability),
+            probability: FaultProbability(recorded.probability),
             after: recorded.after,
             count: recorded.count,
         }
@@ -116,9 +116,9 @@ impl From<RecordedFault> for Fault {
 }
 
 /// Faults and state that a predecessor recorded.
-pub(super) struct Recorded {
+pub(super) struct RecordedFaults {
     /// Faults, each with the state of its random number generator and its schedule.
-    pub(super) faults: Vec<(Fault, u64, Occasions)>,
+    pub(super) faults: Vec<(PlannedFault, u64, FaultSchedule)>,
     pub(super) gone: bool,
     pub(super) blocks: u64,
 }
@@ -126,16 +126,16 @@ pub(super) struct Recorded {
 #[derive(Debug)]
 pub(super) struct FaultRecord {
     file: File,
-    current: Cell64,
-    gone: Cell64,
-    blocks: Cell64,
-    faults: Box<[[Cell64; WORDS]]>,
+    current: MappedWord64,
+    gone: MappedWord64,
+    blocks: MappedWord64,
+    faults: Box<[[MappedWord64; WORDS]]>,
 }
 
 impl FaultRecord {
     /// Opens a record in a memory file, which must be empty at first. Also returns what a predecessor recorded, or `None` for a
     /// new file.
-    pub(super) fn open(file: &OwnedFd) -> io::Result<(Self, Option<Recorded>)> {
+    pub(super) fn open(file: &OwnedFd) -> io::Result<(Self, Option<RecordedFaults>)> {
         let file = File::from(file.try_clone()?);
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no record of faults");
         let len = file.metadata()?.len();
@@ -144,8 +144,13 @@ impl FaultRecord {
         } else if len != BYTES as u64 {
             return Err(invalid());
         }
-        let mapping = Arc::new(Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite)?);
-        let word = |offset: usize| Cell64::new(&mapping, offset).ok_or_else(invalid);
+        let mapping = Arc::new(Mapping::shared(
+            file.as_fd(),
+            0,
+            4096,
+            MappingAccess::ReadWrite,
+        )?);
+        let word = |offset: usize| MappedWord64::new(&mapping, offset).ok_or_else(invalid);
         let of_fault = |fault: usize| {
             let first = FIRST + 8 * WORDS * fault;
             Ok([word(first)?, word(first + 8)?, word(first + 16)?])
@@ -166,7 +171,7 @@ impl FaultRecord {
         Ok((record, recorded))
     }
 
-    fn read(&self, place: u64) -> io::Result<Recorded> {
+    fn read(&self, place: u64) -> io::Result<RecordedFaults> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "a damaged record of faults");
         let mut len = [0; 8];
         self.file.read_exact_at(&mut len, place)?;
@@ -178,13 +183,13 @@ impl FaultRecord {
         if list.len() > MAX_FAULTS {
             return Err(invalid());
         }
-        let faults = list.into_iter().map(Fault::from).zip(&self.faults);
+        let faults = list.into_iter().map(PlannedFault::from).zip(&self.faults);
         let faults = faults.map(|(fault, words)| {
-            let [random, seen, struck] = words.each_ref().map(Cell64::load);
-            let occasions = Occasions::resumed(fault.after, fault.count, seen, struck);
+            let [random, seen, struck] = words.each_ref().map(MappedWord64::load);
+            let occasions = FaultSchedule::resumed(fault.after, fault.count, seen, struck);
             (fault, random, occasions)
         });
-        Ok(Recorded {
+        Ok(RecordedFaults {
             faults: faults.collect(),
             gone: self.gone.load() != 0,
             blocks: self.blocks.load(),
@@ -192,7 +197,7 @@ impl FaultRecord {
     }
 
     /// Records all faults with their states.
-    pub(super) fn store_list(&self, armed: &[Armed]) -> io::Result<()> {
+    pub(super) fn store_list(&self, armed: &[ArmedFault]) -> io::Result<()> {
         let list: Vec<_> = armed
             .iter()
             .map(|armed| RecordedFault::from(&armed.fault))
@@ -218,7 +223,7 @@ impl FaultRecord {
     }
 
     /// Records the state of a fault.
-    pub(super) fn store(&self, index: usize, armed: &Armed) {
+    pub(super) fn store(&self, index: usize, armed: &ArmedFault) {
         let Some([random, seen, struck]) = self.faults.get(index) else {
             return;
         };

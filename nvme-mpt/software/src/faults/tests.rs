@@ -9,8 +9,8 @@ use zerocopy::IntoBytes;
 
 use super::*;
 use crate::SoftwareQueue;
-use crate::model::Clock;
-use crate::null::NullStore;
+use crate::model::TickClock;
+use crate::null::NullCommandExecutor;
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue};
@@ -29,7 +29,7 @@ const NAMESPACE: HostNamespace = HostNamespace {
 #[derive(Clone, Debug, Default)]
 struct VirtualClock(Rc<Cell<u64>>);
 
-impl Clock for VirtualClock {
+impl TickClock for VirtualClock {
     fn now(&self) -> u64 {
         self.0.get()
     }
@@ -39,7 +39,7 @@ struct Drive {
     clock: VirtualClock,
     table: RegionTable,
     lists: ListMemory,
-    faults: Arc<Faults>,
+    faults: Arc<FaultInjector>,
     queue: FaultQueue<VirtualClock>,
 }
 
@@ -50,14 +50,14 @@ impl Drive {
 
     fn with_unit(plan: &str, unit: u64) -> Self {
         let plan = FaultPlan::parse("test", plan).expect("sound");
-        let faults = Faults::with_timebase(&plan, NAMESPACE, unit, Timebase::Nanoseconds);
+        let faults = FaultInjector::with_timebase(&plan, NAMESPACE, unit, TickUnit::Nanoseconds);
         Self::of(faults.expect("fits"))
     }
 
-    fn of(faults: Faults) -> Self {
+    fn of(faults: FaultInjector) -> Self {
         let faults = Arc::new(faults);
         let clock = VirtualClock::default();
-        let store = HostQueuePair::new(SoftwareQueue::new(NullStore, SLOTS));
+        let store = HostQueuePair::new(SoftwareQueue::new(NullCommandExecutor, SLOTS));
         let space = Arc::new(IovaSpace::software());
         Self {
             queue: FaultQueue::with_clock(store, faults.clone(), SLOTS, clock.clone(), 1),
@@ -236,7 +236,7 @@ fn it_lets_commands_pass_first_and_strikes_so_often() {
     assert_eq!(
         drive.faults.stats(),
         [FaultStats {
-            kind: Kind::MediaError,
+            kind: FaultKind::MediaError,
             range: None,
             seen: 5,
             struck: 2,
@@ -295,8 +295,9 @@ fn the_next_process_goes_on_with_the_faults_of_the_one_before() {
     let parse = |plan: &str| FaultPlan::parse("test", plan).expect("sound");
     // Another process for each command, whatever plan it was started with; and one process for all.
     let file = nvme_mpt::memory::memfd(c"test", 0).expect("memory");
-    let next =
-        |plan: &str| Drive::of(Faults::kept(&parse(plan), NAMESPACE, 1, &file).expect("kept"));
+    let next = |plan: &str| {
+        Drive::of(FaultInjector::kept(&parse(plan), NAMESPACE, 1, &file).expect("kept"))
+    };
     let mut one = Drive::new(PLAN);
     let mut ends = BTreeSet::new();
     for number in 0..100 {
@@ -322,7 +323,7 @@ fn the_next_process_goes_on_with_the_faults_of_the_one_before() {
     next("").faults.clear();
     assert_eq!(next(PLAN).faults.stats(), []);
     let wrong = nvme_mpt::memory::memfd(c"test", 7).expect("memory");
-    let refused = Faults::kept(&parse(PLAN), NAMESPACE, 1, &wrong);
+    let refused = FaultInjector::kept(&parse(PLAN), NAMESPACE, 1, &wrong);
     assert!(matches!(refused, Err(FaultError::Kept(_))), "{refused:?}");
 }
 
@@ -375,8 +376,8 @@ fn a_broken_queue_says_so() {
 #[test]
 fn a_broken_queue_behind_it_is_reported() {
     let plan = FaultPlan::parse("test", "[[fault]]\nkind = \"fatal\"\n").expect("sound");
-    let breaks = Faults::with_timebase(&plan, NAMESPACE, 1, Timebase::Nanoseconds);
-    let store = HostQueuePair::new(SoftwareQueue::new(NullStore, SLOTS));
+    let breaks = FaultInjector::with_timebase(&plan, NAMESPACE, 1, TickUnit::Nanoseconds);
+    let store = HostQueuePair::new(SoftwareQueue::new(NullCommandExecutor, SLOTS));
     let behind = FaultQueue::new(store, Arc::new(breaks.expect("fits")), SLOTS);
     let mut drive = Drive::new("");
     drive.queue.drive = HostQueuePair::new(behind);
@@ -400,10 +401,10 @@ fn what_a_removed_drive_has_fails_and_so_does_all_after_it() {
     let told: Vec<_> = done.iter().map(|c| (c.slot, c.status)).collect();
     assert_eq!(told, [(0, REMOVED), (1, REMOVED), (2, REMOVED)]);
     assert_eq!(drive.status(read(0)), REMOVED);
-    assert_eq!(events.take(), [Event::Drive(DriveEvent::Gone)]);
+    assert_eq!(events.take(), [IoQueueEvent::Drive(DriveEvent::Gone)]);
     let late = Arc::new(EventQueue::new().expect("eventfd"));
     drive.faults.subscribe(&late);
-    assert_eq!(late.take(), [Event::Drive(DriveEvent::Gone)]);
+    assert_eq!(late.take(), [IoQueueEvent::Drive(DriveEvent::Gone)]);
     drive.faults.clear();
     assert_eq!(drive.status(read(0)), REMOVED, "that is for good");
 }
@@ -429,7 +430,7 @@ fn no_command_reaches_what_was_cut_off_until_it_is_back() {
         assert_eq!(drive.status(from), expected);
         assert_eq!(drive.status(flush), GOOD);
     }
-    let changed = Event::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
+    let changed = IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
     // One that waits tells of both.
     assert_eq!(events.take(), [changed]);
 }

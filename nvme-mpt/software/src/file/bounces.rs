@@ -8,7 +8,7 @@ use nvme_mpt::memory::{Mapping, RawBytes};
 
 /// Size class of a bounce buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Need {
+pub(super) enum BounceBufferSize {
     /// A stage of a few blocks.
     Small,
     /// A stage for the longest transfer plus the same amount of data, for Compare, Verify and Copy.
@@ -25,7 +25,7 @@ const DATA: usize = Mdts::MAX.bytes() as usize;
 const SMALL_MAX: usize = 64;
 const LARGE_MAX: usize = 4;
 
-impl Need {
+impl BounceBufferSize {
     /// Returns the size class for a stage of `len` bytes.
     pub(super) fn of_stage(len: usize) -> Self {
         if len <= SMALL {
@@ -38,12 +38,12 @@ impl Need {
 
 /// A bounce buffer.
 #[derive(Debug)]
-pub(super) struct Bounce {
-    need: Need,
+pub(super) struct BounceBuffer {
+    need: BounceBufferSize,
     memory: Mapping,
 }
 
-impl Bounce {
+impl BounceBuffer {
     /// Returns part of the stage.
     pub(super) fn stage(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         self.memory.bytes(offset, len)
@@ -52,31 +52,31 @@ impl Bounce {
     /// Returns part of the data area, which starts at a multiple of the page size.
     pub(super) fn data(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         match self.need {
-            Need::Small => None,
-            Need::Large => self.memory.bytes(STAGE_MAX.checked_add(offset)?, len),
+            BounceBufferSize::Small => None,
+            BounceBufferSize::Large => self.memory.bytes(STAGE_MAX.checked_add(offset)?, len),
         }
     }
 }
 
 /// Buffers of one size class.
 #[derive(Debug)]
-struct Pool {
-    need: Need,
+struct BounceBufferPool {
+    need: BounceBufferSize,
     bytes: usize,
     max: usize,
-    free: Vec<Bounce>,
+    free: Vec<BounceBuffer>,
     in_use: usize,
 }
 
-impl Pool {
+impl BounceBufferPool {
     fn has_one(&self) -> bool {
         !self.free.is_empty() || self.in_use < self.max
     }
 
-    fn take(&mut self) -> io::Result<Bounce> {
+    fn take(&mut self) -> io::Result<BounceBuffer> {
         let bounce = match self.free.pop() {
             Some(bounce) => bounce,
-            None => Bounce {
+            None => BounceBuffer {
                 need: self.need,
                 memory: Mapping::anonymous(self.bytes)?,
             },
@@ -85,7 +85,7 @@ impl Pool {
         Ok(bounce)
     }
 
-    fn put(&mut self, bounce: Bounce) {
+    fn put(&mut self, bounce: BounceBuffer) {
         self.in_use -= 1;
         self.free.push(bounce);
         if self.in_use == 0 {
@@ -97,14 +97,14 @@ impl Pool {
 
 /// The bounce buffers of one queue. They are allocated on demand up to a limit, and freed when unused.
 #[derive(Debug)]
-pub(super) struct Bounces {
-    small: Pool,
-    large: Pool,
+pub(super) struct QueueBounceBuffers {
+    small: BounceBufferPool,
+    large: BounceBufferPool,
 }
 
-impl Bounces {
+impl QueueBounceBuffers {
     pub(super) fn new() -> Self {
-        let pool = |need, bytes, max| Pool {
+        let pool = |need, bytes, max| BounceBufferPool {
             need,
             bytes,
             max,
@@ -112,15 +112,15 @@ impl Bounces {
             in_use: 0,
         };
         Self {
-            small: pool(Need::Small, SMALL, SMALL_MAX),
-            large: pool(Need::Large, STAGE_MAX + DATA, LARGE_MAX),
+            small: pool(BounceBufferSize::Small, SMALL, SMALL_MAX),
+            large: pool(BounceBufferSize::Large, STAGE_MAX + DATA, LARGE_MAX),
         }
     }
 
-    fn of(&mut self, need: Need) -> &mut Pool {
+    fn of(&mut self, need: BounceBufferSize) -> &mut BounceBufferPool {
         match need {
-            Need::Small => &mut self.small,
-            Need::Large => &mut self.large,
+            BounceBufferSize::Small => &mut self.small,
+            BounceBufferSize::Large => &mut self.large,
         }
     }
 
@@ -128,7 +128,7 @@ impl Bounces {
     ///
     /// # Errors
     /// Returns the error of `mmap`.
-    pub(super) fn take(&mut self, need: Need) -> io::Result<Option<Bounce>> {
+    pub(super) fn take(&mut self, need: BounceBufferSize) -> io::Result<Option<BounceBuffer>> {
         let pool = self.of(need);
         if pool.has_one() {
             pool.take().map(Some)
@@ -138,16 +138,16 @@ impl Bounces {
     }
 
     /// Returns a buffer.
-    pub(super) fn put(&mut self, bounce: Bounce) {
+    pub(super) fn put(&mut self, bounce: BounceBuffer) {
         self.of(bounce.need).put(bounce);
     }
 }
 
 #[cfg(test)]
-impl Bounces {
+impl QueueBounceBuffers {
     /// Total bytes of buffers, used or free.
     pub(super) fn bytes(&self) -> usize {
-        let of = |pool: &Pool| (pool.in_use + pool.free.len()) * pool.bytes;
+        let of = |pool: &BounceBufferPool| (pool.in_use + pool.free.len()) * pool.bytes;
         of(&self.small) + of(&self.large)
     }
 }
@@ -159,11 +159,11 @@ mod tests {
     #[test]
     fn there_is_a_bound_and_what_is_done_is_given_back() {
         for (need, max, bytes) in [
-            (Need::Small, SMALL_MAX, SMALL),
-            (Need::Large, LARGE_MAX, STAGE_MAX + DATA),
+            (BounceBufferSize::Small, SMALL_MAX, SMALL),
+            (BounceBufferSize::Large, LARGE_MAX, STAGE_MAX + DATA),
         ] {
-            let mut bounces = Bounces::new();
-            let mut taken: Vec<Bounce> = (0..max)
+            let mut bounces = QueueBounceBuffers::new();
+            let mut taken: Vec<BounceBuffer> = (0..max)
                 .map(|_| bounces.take(need).expect("memory").expect("a piece"))
                 .collect();
             assert!(bounces.take(need).expect("memory").is_none());

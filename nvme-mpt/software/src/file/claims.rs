@@ -19,14 +19,14 @@ use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, fence};
 
 /// A change of bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Change {
+pub(super) struct BlockChange {
     pub(super) start: u64,
     pub(super) end: u64,
     /// True for a read-modify-write, which excludes every other change of the same blocks.
     pub(super) partial: bool,
 }
 
-impl Change {
+impl BlockChange {
     fn excludes(&self, other: &Self) -> bool {
         (self.partial || other.partial) && self.start < other.end && other.start < self.end
     }
@@ -34,7 +34,7 @@ impl Change {
 
 /// Permission of a command to change blocks, or its place in the list while it waits.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) enum Claim {
+pub(super) enum BlockChangeClaim {
     /// No claim.
     #[default]
     None,
@@ -49,31 +49,31 @@ pub(super) const LISTED_MAX: usize = 64;
 
 /// The fast lane of one queue.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct QueueFastLane {
     /// Number of the queue's changes on the lane.
     changes: AtomicUsize,
     /// Number of the queue's changes in the list.
     listed: AtomicUsize,
-    /// True if the queue made transfers since [`Lanes::take_transfers`].
+    /// True if the queue made transfers since [`FileFastLanes::take_transfers`].
     transfers: AtomicBool,
 }
 
 /// The lanes of all queues of a file, across leases.
 #[derive(Debug)]
-pub(super) struct Lanes(Mutex<Vec<Arc<Lane>>>);
+pub(super) struct FileFastLanes(Mutex<Vec<Arc<QueueFastLane>>>);
 
-impl Default for Lanes {
+impl Default for FileFastLanes {
     fn default() -> Self {
         Self(Mutex::new(Vec::new()))
     }
 }
 
-impl Lanes {
-    pub(super) fn add(&self, lane: &Arc<Lane>) {
+impl FileFastLanes {
+    pub(super) fn add(&self, lane: &Arc<QueueFastLane>) {
         self.lanes().push(lane.clone());
     }
 
-    pub(super) fn remove(&self, lane: &Arc<Lane>) {
+    pub(super) fn remove(&self, lane: &Arc<QueueFastLane>) {
         self.lanes().retain(|other| !Arc::ptr_eq(other, lane));
     }
 
@@ -86,15 +86,15 @@ impl Lanes {
         any
     }
 
-    fn lanes(&self) -> MutexGuard<'_, Vec<Arc<Lane>>> {
+    fn lanes(&self) -> MutexGuard<'_, Vec<Arc<QueueFastLane>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[derive(Debug)]
-struct Entry {
+struct ListedChange {
     number: u64,
-    change: Change,
+    change: BlockChange,
     /// Number of earlier entries in the list that exclude this change.
     waits_for: usize,
     /// True once all lanes were seen empty after the change was listed. Only partial changes use it.
@@ -102,34 +102,34 @@ struct Entry {
 }
 
 #[derive(Debug, Default)]
-struct List {
+struct ListedChanges {
     /// Ordered by number.
-    entries: Vec<Entry>,
+    entries: Vec<ListedChange>,
     numbers: u64,
-    lanes: Vec<Arc<Lane>>,
+    lanes: Vec<Arc<QueueFastLane>>,
 }
 
 /// The changes of one lease.
 #[derive(Debug)]
-pub(super) struct Claims {
+pub(super) struct LeaseChangeClaims {
     /// Number of partial changes in the list.
     partial: AtomicUsize,
-    list: Mutex<List>,
+    list: Mutex<ListedChanges>,
 }
 
-impl Default for Claims {
+impl Default for LeaseChangeClaims {
     fn default() -> Self {
         Self {
             partial: AtomicUsize::new(0),
-            list: Mutex::new(List::default()),
+            list: Mutex::new(ListedChanges::default()),
         }
     }
 }
 
-impl Claims {
+impl LeaseChangeClaims {
     /// Adds the lane of a queue.
-    pub(super) fn open_lane(&self) -> Arc<Lane> {
-        let lane = Arc::new(Lane {
+    pub(super) fn open_lane(&self) -> Arc<QueueFastLane> {
+        let lane = Arc::new(QueueFastLane {
             changes: AtomicUsize::new(0),
             listed: AtomicUsize::new(0),
             transfers: AtomicBool::new(false),
@@ -138,19 +138,23 @@ impl Claims {
         lane
     }
 
-    pub(super) fn close_lane(&self, lane: &Arc<Lane>) {
+    pub(super) fn close_lane(&self, lane: &Arc<QueueFastLane>) {
         self.list().lanes.retain(|other| !Arc::ptr_eq(other, lane));
     }
 
     /// Enters a change. If the second value is `true`, the change may begin; otherwise it may begin once [`Self::may_begin`]
     /// returns `true`.
     #[inline]
-    pub(super) fn enter(&self, lane: &Lane, change: Change) -> (Claim, bool) {
+    pub(super) fn enter(
+        &self,
+        lane: &QueueFastLane,
+        change: BlockChange,
+    ) -> (BlockChangeClaim, bool) {
         if !change.partial {
             add(&lane.changes, 1);
             fence(Ordering::SeqCst);
             if self.partial.load(Ordering::Acquire) == 0 {
-                return (Claim::Lane, true);
+                return (BlockChangeClaim::Lane, true);
             }
             add(&lane.changes, usize::MAX);
         }
@@ -158,7 +162,7 @@ impl Claims {
     }
 
     #[cold]
-    fn enter_list(&self, lane: &Lane, change: Change) -> (Claim, bool) {
+    fn enter_list(&self, lane: &QueueFastLane, change: BlockChange) -> (BlockChangeClaim, bool) {
         let mut list = self.list();
         add(&lane.listed, 1);
         if change.partial {
@@ -171,41 +175,41 @@ impl Claims {
         let earlier = list.entries.iter();
         let waits_for = earlier.filter(|entry| entry.change.excludes(&change));
         let waits_for = waits_for.count();
-        list.entries.push(Entry {
+        list.entries.push(ListedChange {
             number,
             change,
             waits_for,
             lanes_left: false,
         });
         let begins = list.may_begin(number);
-        (Claim::Listed(number), begins)
+        (BlockChangeClaim::Listed(number), begins)
     }
 
     /// Returns whether an entered change may begin.
-    pub(super) fn may_begin(&self, claim: &Claim) -> bool {
+    pub(super) fn may_begin(&self, claim: &BlockChangeClaim) -> bool {
         match claim {
-            Claim::None | Claim::Lane => true,
-            Claim::Listed(number) => self.list().may_begin(*number),
+            BlockChangeClaim::None | BlockChangeClaim::Lane => true,
+            BlockChangeClaim::Listed(number) => self.list().may_begin(*number),
         }
     }
 
     /// Ends a change, or gives up waiting for it.
     #[inline]
-    pub(super) fn leave(&self, lane: &Lane, claim: Claim) {
+    pub(super) fn leave(&self, lane: &QueueFastLane, claim: BlockChangeClaim) {
         match claim {
-            Claim::None => {}
-            Claim::Lane => add(&lane.changes, usize::MAX),
-            Claim::Listed(number) => self.leave_list(lane, number),
+            BlockChangeClaim::None => {}
+            BlockChangeClaim::Lane => add(&lane.changes, usize::MAX),
+            BlockChangeClaim::Listed(number) => self.leave_list(lane, number),
         }
     }
 
     #[cold]
-    fn leave_list(&self, lane: &Lane, number: u64) {
+    fn leave_list(&self, lane: &QueueFastLane, number: u64) {
         let mut list = self.list();
         let Some(place) = list.place(number) else {
             return;
         };
-        let Entry { change, .. } = list.entries.remove(place);
+        let ListedChange { change, .. } = list.entries.remove(place);
         add(&lane.listed, usize::MAX);
         for later in list.entries.iter_mut().skip(place) {
             later.waits_for -= usize::from(change.excludes(&later.change));
@@ -216,12 +220,12 @@ impl Claims {
         }
     }
 
-    fn list(&self) -> MutexGuard<'_, List> {
+    fn list(&self) -> MutexGuard<'_, ListedChanges> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl List {
+impl ListedChanges {
     fn place(&self, number: u64) -> Option<usize> {
         let place = self
             .entries
@@ -245,7 +249,7 @@ impl List {
     }
 }
 
-impl Lane {
+impl QueueFastLane {
     /// Returns whether the queue may start another command that might need a list entry.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
@@ -274,8 +278,8 @@ fn add(number: &AtomicUsize, by: usize) {
 mod tests {
     use super::*;
 
-    fn change(start: u64, end: u64, partial: bool) -> Change {
-        Change {
+    fn change(start: u64, end: u64, partial: bool) -> BlockChange {
+        BlockChange {
             start,
             end,
             partial,
@@ -284,18 +288,18 @@ mod tests {
 
     #[test]
     fn whole_blocks_exclude_nothing_but_partial_changes() {
-        let claims = Claims::default();
+        let claims = LeaseChangeClaims::default();
         let (a, b) = (claims.open_lane(), claims.open_lane());
         let (first, begins) = claims.enter(&a, change(0, 8192, false));
-        assert!(begins && first == Claim::Lane);
+        assert!(begins && first == BlockChangeClaim::Lane);
         let (second, begins) = claims.enter(&b, change(0, 4096, false));
-        assert!(begins && second == Claim::Lane);
+        assert!(begins && second == BlockChangeClaim::Lane);
         // It does not know where the two write.
         let (partial, begins) = claims.enter(&a, change(65_536, 69_632, true));
         assert!(!begins);
         // From now on, others are known exactly.
         let (third, begins) = claims.enter(&b, change(0, 65_536, false));
-        assert!(begins && third != Claim::Lane);
+        assert!(begins && third != BlockChangeClaim::Lane);
         let (fourth, begins) = claims.enter(&b, change(65_536, 131_072, false));
         assert!(!begins);
         claims.leave(&a, first);
@@ -307,12 +311,12 @@ mod tests {
         claims.leave(&b, third);
         claims.leave(&b, fourth);
         let (again, begins) = claims.enter(&b, change(65_536, 131_072, false));
-        assert!(begins && again == Claim::Lane);
+        assert!(begins && again == BlockChangeClaim::Lane);
     }
 
     #[test]
     fn partial_changes_take_turns_in_their_order() {
-        let claims = Claims::default();
+        let claims = LeaseChangeClaims::default();
         let lane = claims.open_lane();
         let partial = change(0, 4096, true);
         let (first, begins) = claims.enter(&lane, partial);
@@ -336,7 +340,7 @@ mod tests {
 
     #[test]
     fn a_queue_has_no_room_for_more_changes_than_so_many_in_the_list() {
-        let claims = Claims::default();
+        let claims = LeaseChangeClaims::default();
         let (lane, other) = (claims.open_lane(), claims.open_lane());
         let (partial, begins) = claims.enter(&lane, change(0, 4096, true));
         assert!(begins);
@@ -346,7 +350,7 @@ mod tests {
             assert!(!begins);
             claim
         };
-        let mut claimed: Vec<Claim> = (1..LISTED_MAX).map(whole).collect();
+        let mut claimed: Vec<BlockChangeClaim> = (1..LISTED_MAX).map(whole).collect();
         assert!(!lane.has_room() && other.has_room());
         claims.leave(&lane, partial);
         assert!(lane.has_room());
@@ -364,7 +368,7 @@ mod tests {
 
     #[test]
     fn a_lane_that_is_closed_is_waited_for_no_more() {
-        let claims = Claims::default();
+        let claims = LeaseChangeClaims::default();
         let (gone, lane) = (claims.open_lane(), claims.open_lane());
         let (_, begins) = claims.enter(&gone, change(0, 4096, false));
         assert!(begins);
@@ -386,10 +390,13 @@ mod loom_models {
     /// A block, and what two queues do with it: loom reports accesses at the same time.
     fn model(partial: [bool; 2]) {
         loom::model(move || {
-            let claims = Arc::new(Claims::default());
+            let claims = Arc::new(LeaseChangeClaims::default());
             let block = Arc::new(UnsafeCell::new(0));
-            let change = move |claims: &Claims, lane: &Lane, block: &UnsafeCell<u32>, partial| {
-                let change = Change {
+            let change = move |claims: &LeaseChangeClaims,
+                               lane: &QueueFastLane,
+                               block: &UnsafeCell<u32>,
+                               partial| {
+                let change = BlockChange {
                     start: 0,
                     end: 4096,
                     partial,

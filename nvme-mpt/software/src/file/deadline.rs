@@ -5,18 +5,18 @@
 
 use log::{error, warn};
 
-use super::operation::Next;
+use super::operation::FileCommandStep;
 use super::queue::FileQueue;
-use super::uring::Ring;
+use super::uring::FileIoRing;
 use crate::looks::{LOOK, OVERDUE};
-use crate::model::Clock;
+use crate::model::TickClock;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::CommandId;
 
 /// Bit in the tags of cancellations.
 const CANCELLATION: u64 = 1 << 32;
 
-impl<R: Ring, C: Clock> FileQueue<R, C> {
+impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     /// Checks the age of all requests that the kernel has.
     #[cold]
     pub(super) fn look(&mut self, now: Ticks) {
@@ -71,7 +71,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     pub(super) fn report(&self, slot: usize) -> String {
         let operation = &self.operations[slot];
         let (what, fd, offset, len) = match operation.next {
-            Next::Slice => {
+            FileCommandStep::Slice => {
                 let zeroing = &operation.zeroing;
                 (
                     "deallocation",
@@ -80,13 +80,17 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     zeroing.slice,
                 )
             }
-            Next::Sync => ("sync", self.lease.sync_fd(), 0, 0),
-            Next::SyncCompanion => {
+            FileCommandStep::Sync => ("sync", self.lease.sync_fd(), 0, 0),
+            FileCommandStep::SyncCompanion => {
                 let fd = self.lease.companion_fd().unwrap_or(-1);
                 ("sync of the companion file", fd, 0, 0)
             }
             next => {
-                let what = if next == Next::Write { "write" } else { "read" };
+                let what = if next == FileCommandStep::Write {
+                    "write"
+                } else {
+                    "read"
+                };
                 let vectors = match operation.staged {
                     Some(_) => &operation.stage,
                     None => &operation.vectors,

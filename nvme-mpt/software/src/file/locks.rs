@@ -10,8 +10,8 @@ use nvme_mpt::origin::BackingFile;
 use nvme_mpt::range::ByteRange;
 
 use super::SharedFile;
-use super::kernel::{File, RangeLock, lock_below, reopen};
-use super::way::Way;
+use super::kernel::{File, FileRangeLock, lock_below, reopen};
+use super::way::FileIoMode;
 
 /// Lock bytes that announce how a process uses a file: through the page cache, or with direct I/O. Both lie beyond all data.
 ///
@@ -21,22 +21,26 @@ const WAYS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 
 /// Locks on the bytes of a lease.
 #[derive(Debug)]
-pub(crate) struct Locks {
+pub(crate) struct LeaseFileLocks {
     shared: Arc<SharedFile>,
-    file: RangeLock,
+    file: FileRangeLock,
     /// Locks in the files below a loop device, or why a file cannot be opened. All files are opened at the start: a queue's
     /// ring keeps only the files it was given, and the lease may grow into another file.
-    below: Vec<Result<RangeLock, String>>,
+    below: Vec<Result<FileRangeLock, String>>,
 }
 
-impl Locks {
+impl LeaseFileLocks {
     /// Opens the files, without locking a range.
     ///
     /// # Errors
     /// Returns the kernel's error if the file cannot be opened again.
     pub(super) fn new(shared: &Arc<SharedFile>) -> io::Result<Self> {
-        let file = RangeLock::new(reopen(&shared.opened, Some(&shared.path), 0)?);
-        share_way(&file, &shared.path, matches!(shared.way, Way::Direct(_)))?;
+        let file = FileRangeLock::new(reopen(&shared.opened, Some(&shared.path), 0)?);
+        share_way(
+            &file,
+            &shared.path,
+            matches!(shared.way, FileIoMode::Direct(_)),
+        )?;
         let below = |below: &BackingFile| {
             let lock = lock_below(below)?;
             share_way(&lock, &below.path, below.is_direct).map_err(|error| error.to_string())?;
@@ -65,7 +69,7 @@ impl Locks {
     }
 
     fn add_below(&self, start: u64, length: u64) -> io::Result<()> {
-        let mut added: Vec<(&RangeLock, (u64, u64))> = Vec::new();
+        let mut added: Vec<(&FileRangeLock, (u64, u64))> = Vec::new();
         let files = self.shared.origin.files().iter().zip(&self.below);
         let result = files
             .filter_map(|(file, lock)| Some((lock, file.part(start, length)?)))
@@ -90,7 +94,7 @@ impl Locks {
         let below = self.below.iter().flatten();
         std::iter::once(&self.file)
             .chain(below)
-            .for_each(RangeLock::let_go);
+            .for_each(FileRangeLock::let_go);
     }
 
     /// Calls `keep` with the open files that hold the locks.
@@ -101,13 +105,13 @@ impl Locks {
         &self,
         keep: impl FnOnce(&mut dyn Iterator<Item = &File>) -> io::Result<()>,
     ) -> io::Result<()> {
-        let below = self.below.iter().flatten().map(RangeLock::file);
+        let below = self.below.iter().flatten().map(FileRangeLock::file);
         keep(&mut std::iter::once(self.file.file()).chain(below))
     }
 }
 
 /// Announces this process as a user of a file, by the page cache or direct I/O. Fails if another process uses the other path.
-fn share_way(lock: &RangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
+fn share_way(lock: &FileRangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
     let (ours, other) = (usize::from(is_direct), usize::from(!is_direct));
     // Announce before checking: of two concurrent processes, at least one sees the other.
     lock.share(WAYS[ours])?;
@@ -126,23 +130,23 @@ fn share_way(lock: &RangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use nvme_mpt::host::HostQueue;
-    use nvme_mpt::learn::Choice;
-    use nvme_mpt::memory::presence::Presence;
+    use nvme_mpt::learn::PolicyChoice;
+    use nvme_mpt::memory::presence::ProcessLiveness;
 
     use super::*;
-    use crate::file::{FileQueue, FileStore};
+    use crate::file::{FileBackingStore, FileQueue};
 
     #[test]
     fn the_ring_of_a_queue_keeps_all_files_below_its_drive() {
         // The ring keeps the sign of this process's presence, too.
-        Presence::announce().unwrap();
+        ProcessLiveness::announce().unwrap();
         let drive = tempfile::NamedTempFile::new().unwrap();
         drive.as_file().set_len(1 << 20).unwrap();
-        let store = FileStore::open(drive.path(), 9, Choice::Learned).unwrap();
+        let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Learned).unwrap();
         let mut locks = store.claim(["0+4K".parse().unwrap()]).unwrap();
         // The second one is where the lease may grow into.
         let files = [(); 2].map(|()| tempfile::tempfile().unwrap());
-        locks.below = files.map(|file| Ok(RangeLock::new(file))).into();
+        locks.below = files.map(|file| Ok(FileRangeLock::new(file))).into();
         let lease = store.lease("a", 4096, Some(locks)).unwrap();
         let queue = FileQueue::new(&lease, 4).unwrap();
         let ring = queue.wait_fd().unwrap();

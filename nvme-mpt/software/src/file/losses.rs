@@ -15,17 +15,17 @@ const NAMES_MAX: usize = 1024;
 
 /// Losses of a file's leases in this process.
 #[derive(Debug, Default)]
-pub(super) struct Losses(Mutex<Told>);
+pub(super) struct FileWriteErrors(Mutex<ReportedWriteErrors>);
 
 #[derive(Debug, Default)]
-struct Told {
+struct ReportedWriteErrors {
     count: u64,
     /// The count when the latest lease of each name ended, if it was not 0.
     ended: BTreeMap<String, u64>,
 }
 
-impl Losses {
-    fn lock(&self) -> MutexGuard<'_, Told> {
+impl FileWriteErrors {
+    fn lock(&self) -> MutexGuard<'_, ReportedWriteErrors> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

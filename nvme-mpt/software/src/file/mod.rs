@@ -52,39 +52,39 @@ use log::info;
 pub(crate) use lease::LeasedFile;
 pub(crate) use queue::FileQueue;
 
-use claims::Lanes;
-use kernel::{File, Opened, Origin};
-use locks::Locks;
-use losses::Losses;
-use operation::{Means, Next, Operation, Zeroing};
-use pages::Pages;
-use slices::Turns;
-use survey::Surveyor;
-use watch::Watched;
-use way::{Direction, Plan, Way};
+use claims::FileFastLanes;
+use kernel::{BackingId, File, OpenedFile};
+use locks::LeaseFileLocks;
+use losses::FileWriteErrors;
+use operation::{FileCommand, FileCommandStep, RangeZeroing, ZeroingMethod};
+use pages::MappedFilePages;
+use slices::SliceScheduler;
+use survey::SurveyThreadHandle;
+use watch::FileDamageWatch;
+use way::{FileIoMode, TransferBuffer, TransferDirection};
 
 use nvme_mpt::drive::{DriveLabel, DriveName, HostLeaseError, HostLeaseRequest, LABEL_BYTES};
 use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{Damage, Limits};
-use nvme_mpt::learn::Choice;
-use nvme_mpt::live::LossRecord;
-use nvme_mpt::origin::Identity;
-use nvme_mpt::range::{ByteRange, LbaRange};
+use nvme_mpt::host::{ControllerLimits, LeaseDamage};
+use nvme_mpt::learn::PolicyChoice;
+use nvme_mpt::live::LeaseWriteErrorRecord;
+use nvme_mpt::origin::DriveIdentity;
+use nvme_mpt::range::{BlockRange, ByteRange};
 use nvme_mpt::shadow::HostQueuePair;
 
-use crate::medium::{LeasedMedium, Medium, Pace};
-use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
+use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks};
 
 /// A backing store in a file or block device.
 #[derive(Clone, Debug)]
-pub(crate) struct FileStore {
+pub(crate) struct FileBackingStore {
     shared: Arc<SharedFile>,
 }
 
 #[derive(Debug)]
 pub(super) struct SharedFile {
     path: PathBuf,
-    origin: Origin,
+    origin: BackingId,
     /// Bytes that leases may use.
     bytes: u64,
     label: Option<DriveLabel>,
@@ -94,36 +94,36 @@ pub(super) struct SharedFile {
     /// Keeps the file open, and holds a block device exclusively. No I/O uses this description, because each lease opens its
     /// own.
     opened: File,
-    way: Way,
+    way: FileIoMode,
     /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
     in_memory: bool,
     /// The mapped pages of a file in memory.
-    pages: Option<Pages>,
+    pages: Option<MappedFilePages>,
     /// True if the kernel may wait for another process or host, as for files on FUSE and NFS.
     may_block: bool,
     /// True if ranges can be deallocated and then read as zeroes.
     punches_holes: AtomicBool,
     /// True if the file system can zero a range and keep it allocated.
     zeroes_ranges: AtomicBool,
-    lanes: Lanes,
-    turns: Turns,
-    surveyor: Surveyor,
+    lanes: FileFastLanes,
+    turns: SliceScheduler,
+    surveyor: SurveyThreadHandle,
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
-    watched: Watched,
-    losses: Losses,
+    watched: FileDamageWatch,
+    losses: FileWriteErrors,
     /// Time after which a pending request fails its queue.
     timeout: OnceLock<Duration>,
     /// A file that must become durable whenever the blocks do.
     pub(super) companion: OnceLock<Arc<File>>,
 }
 
-impl FileStore {
+impl FileBackingStore {
     /// Opens a file or block device for reading and writing. `slices` chooses the length of slices.
     ///
     /// # Errors
     /// Returns the kernel's error, or `InvalidInput` if the path is neither a file nor a block device.
-    pub(super) fn open(path: &Path, lba_shift: u8, slices: Choice) -> io::Result<Self> {
-        let Opened {
+    pub(super) fn open(path: &Path, lba_shift: u8, slices: PolicyChoice) -> io::Result<Self> {
+        let OpenedFile {
             path,
             origin,
             file: opened,
@@ -134,15 +134,15 @@ impl FileStore {
             punches_holes,
             may_block,
         } = kernel::open(path)?;
-        let way = Way::of(bytes, direct);
-        if way == Way::Cached && !in_memory {
+        let way = FileIoMode::of(bytes, direct);
+        if way == FileIoMode::Cached && !in_memory {
             info!(
                 "{} is not read and written past the page cache, which costs a copy",
                 path.display()
             );
         }
         let pages = match in_memory {
-            true => Pages::map(&opened, bytes),
+            true => MappedFilePages::map(&opened, bytes),
             false => None,
         };
         let shared = SharedFile {
@@ -159,15 +159,15 @@ impl FileStore {
             punches_holes: AtomicBool::new(punches_holes),
             may_block,
             zeroes_ranges: AtomicBool::new(true),
-            lanes: Lanes::default(),
-            turns: Turns::new(slices),
+            lanes: FileFastLanes::default(),
+            turns: SliceScheduler::new(slices),
             surveyor: match is_regular {
-                true => Surveyor::of_this_process(),
-                false => Surveyor::default(),
+                true => SurveyThreadHandle::of_this_process(),
+                false => SurveyThreadHandle::default(),
             },
             uncorrectable: Arc::default(),
-            watched: Watched::new(is_regular, bytes),
-            losses: Losses::default(),
+            watched: FileDamageWatch::new(is_regular, bytes),
+            losses: FileWriteErrors::default(),
             timeout: OnceLock::new(),
             companion: OnceLock::new(),
         };
@@ -217,9 +217,12 @@ impl FileStore {
     /// Locks ranges of the drive against other processes that use such locks.
     ///
     /// # Errors
-    /// As [`Locks::add`].
-    pub(super) fn claim(&self, ranges: impl IntoIterator<Item = ByteRange>) -> io::Result<Locks> {
-        let locks = Locks::new(&self.shared)?;
+    /// As [`LeaseFileLocks::add`].
+    pub(super) fn claim(
+        &self,
+        ranges: impl IntoIterator<Item = ByteRange>,
+    ) -> io::Result<LeaseFileLocks> {
+        let locks = LeaseFileLocks::new(&self.shared)?;
         ranges.into_iter().try_for_each(|range| locks.add(range))?;
         Ok(locks)
     }
@@ -233,7 +236,7 @@ impl FileStore {
         &self,
         name: &str,
         end: u64,
-        locks: Option<Locks>,
+        locks: Option<LeaseFileLocks>,
     ) -> io::Result<Arc<LeasedFile>> {
         let lease = LeasedFile::open(self.shared.clone(), name, end, locks)?;
         let lease = Arc::new(lease);
@@ -242,8 +245,8 @@ impl FileStore {
     }
 }
 
-impl Medium for FileStore {
-    fn identity(&self) -> Identity {
+impl BackingStore for FileBackingStore {
+    fn identity(&self) -> DriveIdentity {
         let below = self.shared.origin.identity();
         match &self.shared.label {
             Some(label) if self.shared.is_named => label.identity(below.into(), self.shared.bytes),
@@ -265,8 +268,8 @@ impl Medium for FileStore {
         self.shared.bytes
     }
 
-    fn limits(&self, limits: Limits) -> Limits {
-        Limits {
+    fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
+        ControllerLimits {
             volatile_write_cache: true,
             deallocated_reads_zeroes: self.shared.punches_holes(),
             // Long ranges are cut into slices, and a command ends after 10 s in any case.
@@ -306,7 +309,7 @@ impl Medium for FileStore {
     fn open_lease(
         &self,
         request: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
         let locks = self.claim(request.bytes()).map_err(refused)?;
         let end = request.bytes().map(|part| part.end()).max();
         Ok(Box::new(FileLease {
@@ -328,22 +331,22 @@ fn refused(error: io::Error) -> HostLeaseError {
 #[derive(Debug)]
 struct FileLease {
     file: Arc<LeasedFile>,
-    marks: MarkRoom,
+    marks: LeaseMarkRegistration,
 }
 
-impl LeasedMedium for FileLease {
-    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+impl LeasedBackingStore for FileLease {
+    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let range = part.bytes(self.file.shared.lba_shift);
         self.file.add(range).map_err(refused)?;
         self.marks.add(part);
         Ok(())
     }
 
-    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
         Ok(pace.queue(FileQueue::new(&self.file, slots)?, slots))
     }
 
-    fn leading_zeroes(&self, part: LbaRange) -> u64 {
+    fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let shared = &self.file.shared;
         match shared.uncorrectable.intersects(part.start.0, part.blocks) {
             true => 0,
@@ -363,7 +366,7 @@ impl LeasedMedium for FileLease {
         self.file.subscribe(events);
     }
 
-    fn damage(&self) -> Damage {
+    fn damage(&self) -> LeaseDamage {
         self.file.damage()
     }
 
@@ -375,7 +378,7 @@ impl LeasedMedium for FileLease {
         self.file.lose_earlier_writes();
     }
 
-    fn record_losses(&self, record: LossRecord) {
+    fn record_losses(&self, record: LeaseWriteErrorRecord) {
         self.file.record_losses(record);
     }
 
@@ -391,11 +394,11 @@ impl LeasedMedium for FileLease {
         self.file.take_up_losses();
     }
 
-    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         self.marks.keep(marks, ask);
     }
 
-    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+    fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         self.marks.store(store);
     }
 
@@ -407,28 +410,34 @@ impl LeasedMedium for FileLease {
 impl SharedFile {
     /// Plans the transfer of an operation's data.
     #[inline]
-    fn plan(&self, direction: Direction, operation: &Operation) -> Plan {
+    fn plan(&self, direction: TransferDirection, operation: &FileCommand) -> TransferBuffer {
         let parts = operation.vectors.parts();
         self.way
             .plan(direction, operation.data_offset, parts, self.bytes)
     }
 
     /// Plans the zeroing of a range, by deallocation if `deallocate` is set and the file supports it.
-    fn zeroing(&self, start: u64, end: u64, deallocate: bool, then: Next) -> Zeroing {
+    fn zeroing(
+        &self,
+        start: u64,
+        end: u64,
+        deallocate: bool,
+        then: FileCommandStep,
+    ) -> RangeZeroing {
         let means = if deallocate && self.punches_holes() {
-            Means::Punch
+            ZeroingMethod::Punch
         } else if self.zeroes_ranges.load(Ordering::Relaxed) {
-            Means::Zero
+            ZeroingMethod::Zero
         } else {
-            Means::Hand
+            ZeroingMethod::Hand
         };
-        Zeroing {
+        RangeZeroing {
             start,
             at: start,
             end,
             means,
             then,
-            ..Zeroing::default()
+            ..RangeZeroing::default()
         }
     }
 
@@ -437,11 +446,11 @@ impl SharedFile {
     }
 
     /// Records that the file system or the device does not support a means of zeroing.
-    fn gives_up(&self, means: Means) {
+    fn gives_up(&self, means: ZeroingMethod) {
         let (can, what) = match means {
-            Means::Punch => (&self.punches_holes, "deallocate ranges"),
-            Means::Zero => (&self.zeroes_ranges, "zero ranges by itself"),
-            Means::Hand => return,
+            ZeroingMethod::Punch => (&self.punches_holes, "deallocate ranges"),
+            ZeroingMethod::Zero => (&self.zeroes_ranges, "zero ranges by itself"),
+            ZeroingMethod::Hand => return,
         };
         if can.swap(false, Ordering::Relaxed) {
             info!("{} cannot {what}", self.path.display());

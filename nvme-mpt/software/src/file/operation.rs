@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::SharedFile;
-use super::bounces::{Bounce, Need};
-use super::claims::Claim;
-use super::survey::Survey;
+use super::bounces::{BounceBuffer, BounceBufferSize};
+use super::claims::BlockChangeClaim;
+use super::survey::ExtentSurvey;
 use super::syncs::SyncNumber;
-use super::uring::Vectors;
-use super::way::{Plan, UNIT, Way};
-use crate::uncorrectable::MarkChange;
+use super::uring::IoVectors;
+use super::way::{FileIoMode, TransferBuffer, UNIT};
+use crate::uncorrectable::UncorrectableMarkChange;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::HostMemory;
@@ -22,7 +22,7 @@ use nvme_mpt::spec::status::Status;
 
 /// The next step of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum FileCommandStep {
     /// Complete the command.
     #[default]
     Done,
@@ -66,7 +66,7 @@ pub(super) enum Next {
 
 /// A method of zeroing a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Means {
+pub(super) enum ZeroingMethod {
     /// The file system zeroes the range and keeps it allocated.
     #[default]
     Zero,
@@ -78,16 +78,16 @@ pub(super) enum Means {
 
 /// Progress of zeroing a range.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Zeroing {
+pub(super) struct RangeZeroing {
     pub(super) start: u64,
     /// First byte that is not zeroed yet.
     pub(super) at: u64,
     pub(super) end: u64,
     /// True if some bytes before `at` keep their data, which deallocation as advice permits.
     pub(super) keeps_data: bool,
-    pub(super) means: Means,
+    pub(super) means: ZeroingMethod,
     /// The step after the range.
-    pub(super) then: Next,
+    pub(super) then: FileCommandStep,
     /// Bytes of the current slice.
     pub(super) slice: u64,
     /// Weight of the slice, see [`survey`](super::survey). Without a survey, its number of bytes.
@@ -102,39 +102,39 @@ pub(super) struct Zeroing {
 
 /// A command in progress.
 #[derive(Debug, Default)]
-pub(super) struct Operation {
+pub(super) struct FileCommand {
     pub(super) sqe: Sqe,
-    pub(super) next: Next,
+    pub(super) next: FileCommandStep,
     /// The step after a transfer.
-    pub(super) then: Next,
+    pub(super) then: FileCommandStep,
     /// The step after the guest has received the read data from the bounce buffer.
-    pub(super) after_scatter: Next,
+    pub(super) after_scatter: FileCommandStep,
     /// Next byte of the file to transfer.
     pub(super) offset: u64,
     /// Offset in the file of the command's data.
     pub(super) data_offset: u64,
     /// The command's data.
-    pub(super) vectors: Vectors,
+    pub(super) vectors: IoVectors,
     /// Bytes of the file that the bounce buffer holds, if the transfer uses one.
     pub(super) staged: Option<(u64, u64)>,
     /// The part of the bounce buffer that the kernel transfers.
-    pub(super) stage: Vectors,
+    pub(super) stage: IoVectors,
     /// Partly changed blocks to read into the bounce buffer first: start and end in the file.
     pub(super) fills: [Option<(u64, u64)>; 2],
-    pub(super) bounce: Option<Bounce>,
-    pub(super) claim: Claim,
-    pub(super) zeroing: Zeroing,
+    pub(super) bounce: Option<BounceBuffer>,
+    pub(super) claim: BlockChangeClaim,
+    pub(super) zeroing: RangeZeroing,
     /// The survey of the range's next bytes, and when it was requested.
-    pub(super) survey: Option<(Arc<Survey>, Ticks)>,
+    pub(super) survey: Option<(Arc<ExtentSurvey>, Ticks)>,
     /// Moment after which the command stops waiting for turns, see [`slices`](super::slices).
     pub(super) last_turn: Ticks,
     /// First block and number of blocks whose marks are to be cleared.
     pub(super) unmarked: (u64, u64),
     /// The change of marks that the command waits for.
-    pub(super) change: Option<MarkChange>,
+    pub(super) change: Option<UncorrectableMarkChange>,
     /// The step after a sync of the file, and the step after a change of marks.
-    pub(super) after_sync: Next,
-    pub(super) after_marks: Next,
+    pub(super) after_sync: FileCommandStep,
+    pub(super) after_marks: FileCommandStep,
     /// The sync that a Flush needs.
     pub(super) needs: SyncNumber,
     /// The sync that a Flush performs.
@@ -153,7 +153,7 @@ pub(super) struct Operation {
     pub(super) repeats: u8,
 }
 
-impl Operation {
+impl FileCommand {
     /// Resets the state for a new command.
     pub(super) fn begin(&mut self, sqe: &Sqe) {
         self.sqe = *sqe;
@@ -164,7 +164,7 @@ impl Operation {
         (self.ranges, self.bytes) = (0, 0);
         (self.requested, self.overdue, self.repeats) = (false, false, 0);
         self.change = None;
-        (self.after_sync, self.after_marks) = (Next::Done, Next::Done);
+        (self.after_sync, self.after_marks) = (FileCommandStep::Done, FileCommandStep::Done);
     }
 
     /// Selects part of the data memory as the command's data.
@@ -201,8 +201,8 @@ impl Operation {
     }
 
     /// Applies the plan of a write of `len` bytes.
-    pub(super) fn stage_write(&mut self, plan: Plan, len: u64) {
-        let Plan::Staged { start, end } = plan else {
+    pub(super) fn stage_write(&mut self, plan: TransferBuffer, len: u64) {
+        let TransferBuffer::Staged { start, end } = plan else {
             self.staged = None;
             return;
         };
@@ -234,19 +234,26 @@ impl Operation {
     }
 
     /// Returns the bounce memory that a command needs to start.
-    pub(super) fn need(&self, file: &SharedFile, plan: Plan) -> Option<Need> {
+    pub(super) fn need(&self, file: &SharedFile, plan: TransferBuffer) -> Option<BounceBufferSize> {
         match NvmOpcode(self.sqe.opcode()) {
-            NvmOpcode::COMPARE | NvmOpcode::VERIFY | NvmOpcode::COPY => Some(Need::Large),
+            NvmOpcode::COMPARE | NvmOpcode::VERIFY | NvmOpcode::COPY => {
+                Some(BounceBufferSize::Large)
+            }
             // For partial blocks at both ends of a range.
             NvmOpcode::WRITE_ZEROES => {
                 let WriteZeroes { slba, nlb_z, .. } = WriteZeroes::from(&self.sqe);
                 let ends = (slba.0 | (u64::from(nlb_z) + 1)) << file.lba_shift;
-                (file.way != Way::Cached && !ends.is_multiple_of(UNIT)).then_some(Need::Small)
+                (file.way != FileIoMode::Cached && !ends.is_multiple_of(UNIT))
+                    .then_some(BounceBufferSize::Small)
             }
-            NvmOpcode::DATASET_MANAGEMENT => (file.way != Way::Cached).then_some(Need::Small),
+            NvmOpcode::DATASET_MANAGEMENT => {
+                (file.way != FileIoMode::Cached).then_some(BounceBufferSize::Small)
+            }
             _ => match plan {
-                Plan::InPlace => None,
-                Plan::Staged { start, end } => Some(Need::of_stage((end - start) as usize)),
+                TransferBuffer::InPlace => None,
+                TransferBuffer::Staged { start, end } => {
+                    Some(BounceBufferSize::of_stage((end - start) as usize))
+                }
             },
         }
     }
@@ -254,8 +261,8 @@ impl Operation {
     /// Returns whether the command has further requests to make, or waits for its first one.
     pub(super) fn has_more(&self) -> bool {
         match self.next {
-            Next::Done | Next::Compare | Next::Scatter => false,
-            Next::Zero => self.zeroing.at < self.zeroing.end,
+            FileCommandStep::Done | FileCommandStep::Compare | FileCommandStep::Scatter => false,
+            FileCommandStep::Zero => self.zeroing.at < self.zeroing.end,
             _ => true,
         }
     }
@@ -263,14 +270,14 @@ impl Operation {
     /// Returns the end of the file's bytes that the next request accesses, or the end of the range for a slice.
     pub(super) fn reach(&self) -> u64 {
         match self.next {
-            Next::Read | Next::Fill | Next::Write => {
+            FileCommandStep::Read | FileCommandStep::Fill | FileCommandStep::Write => {
                 let vectors = match self.staged {
                     Some(_) => &self.stage,
                     None => &self.vectors,
                 };
                 self.offset + vectors.len() as u64
             }
-            Next::Slice => self.zeroing.end,
+            FileCommandStep::Slice => self.zeroing.end,
             _ => 0,
         }
     }
@@ -311,8 +318,9 @@ impl Operation {
     /// Clears the marks of written blocks before the command completes. Returns whether there are any.
     #[cold]
     pub(super) fn clear_marks_of_written(&mut self, file: &SharedFile) -> bool {
-        self.written(file)
-            .is_some_and(|(Lba(start), count)| self.clear_marks(file, (start, count), Next::Done))
+        self.written(file).is_some_and(|(Lba(start), count)| {
+            self.clear_marks(file, (start, count), FileCommandStep::Done)
+        })
     }
 
     /// Clears the marks of some blocks and continues with `then`. Returns whether there are any. The data becomes durable
@@ -321,13 +329,13 @@ impl Operation {
         &mut self,
         file: &SharedFile,
         blocks: (u64, u64),
-        then: Next,
+        then: FileCommandStep,
     ) -> bool {
         let has_marks = file.uncorrectable.touches(blocks.0, blocks.1);
         if has_marks {
             self.unmarked = blocks;
-            (self.after_sync, self.after_marks) = (Next::ClearMarks, then);
-            self.next = Next::Sync;
+            (self.after_sync, self.after_marks) = (FileCommandStep::ClearMarks, then);
+            self.next = FileCommandStep::Sync;
         }
         has_marks
     }
@@ -340,13 +348,13 @@ impl Operation {
 
     /// Returns whether the next bytes of the range have to be surveyed.
     pub(super) fn wants_survey(&mut self) -> bool {
-        let Zeroing {
+        let RangeZeroing {
             at,
             means,
             is_blind,
             ..
         } = self.zeroing;
-        if means != Means::Punch || is_blind {
+        if means != ZeroingMethod::Punch || is_blind {
             return false;
         }
         let known = self
@@ -361,24 +369,24 @@ impl Operation {
     }
 
     /// Returns the step after a command's zeroes are written.
-    pub(super) fn after_zeroes(&self) -> Next {
+    pub(super) fn after_zeroes(&self) -> FileCommandStep {
         if WriteZeroes::from(&self.sqe).fua {
-            Next::Sync
+            FileCommandStep::Sync
         } else {
-            Next::Done
+            FileCommandStep::Done
         }
     }
 }
 
 /// Maps a kernel error in a step of a command to a status.
-pub(super) fn failure(errno: i32, step: Next) -> Status {
+pub(super) fn failure(errno: i32, step: FileCommandStep) -> Status {
     match errno {
         // A hole could not be filled: the storage is full, or a limit of the user or of the process (RLIMIT_FSIZE) is reached.
         libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Status::CAPACITY_EXCEEDED,
         libc::EFAULT => Status::DATA_TRANSFER_ERROR,
         libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::ECANCELED => Status::INTERNAL_ERROR,
         // Includes reads of a Copy.
-        _ if step == Next::Read => Status::UNRECOVERED_READ_ERROR,
+        _ if step == FileCommandStep::Read => Status::UNRECOVERED_READ_ERROR,
         _ => Status::WRITE_FAULT,
     }
 }

@@ -22,14 +22,14 @@ use nvme_mpt::memory::{Mapping, RawBytes};
 
 /// The mapped pages of a file.
 #[derive(Debug)]
-pub(super) struct Pages {
+pub(super) struct MappedFilePages {
     mapping: Mapping,
     /// Bitmap with a bit for each [`UNIT`] of the file: 1 if it is known to be resident.
     there: Box<[AtomicU64]>,
     reported: AtomicBool,
 }
 
-impl Pages {
+impl MappedFilePages {
     /// Maps a whole file. Returns `None` if that fails, for example for a sealed file or without address space.
     pub(super) fn map(file: &File, bytes: u64) -> Option<Self> {
         let len = usize::try_from(bytes).ok()?;
@@ -45,7 +45,7 @@ impl Pages {
     /// Returns these bytes of the file if all of their pages are known to be resident.
     #[inline]
     pub(super) fn bytes(&self, offset: u64, len: usize) -> Option<RawBytes<'_>> {
-        let mut words = Words::of(offset, len as u64);
+        let mut words = BitmapWords::of(offset, len as u64);
         let there = words.all(|(word, bits)| {
             let there = self.there.get(word);
             there.is_some_and(|there| there.load(Ordering::Relaxed) & bits == bits)
@@ -76,7 +76,7 @@ impl Pages {
 
     /// Records that the kernel wrote these bytes.
     pub(super) fn note(&self, offset: u64, len: u64) {
-        for (word, bits) in Words::of(offset, len) {
+        for (word, bits) in BitmapWords::of(offset, len) {
             if let Some(there) = self.there.get(word) {
                 there.fetch_or(bits, Ordering::Relaxed);
             }
@@ -85,7 +85,7 @@ impl Pages {
 
     /// Marks pages as not resident before a deallocation.
     pub(super) fn forget(&self, offset: u64, len: u64) {
-        for (word, bits) in Words::of(offset, len) {
+        for (word, bits) in BitmapWords::of(offset, len) {
             if let Some(there) = self.there.get(word) {
                 there.fetch_and(!bits, Ordering::Relaxed);
             }
@@ -109,13 +109,13 @@ impl Pages {
 }
 
 /// Iterator over the words of the bitmap that cover a range of bytes, each with the bits in range.
-struct Words {
+struct BitmapWords {
     /// First remaining bit, and the end of the bits.
     next: u64,
     end: u64,
 }
 
-impl Words {
+impl BitmapWords {
     fn of(offset: u64, len: u64) -> Self {
         Self {
             next: offset / UNIT,
@@ -124,7 +124,7 @@ impl Words {
     }
 }
 
-impl Iterator for Words {
+impl Iterator for BitmapWords {
     type Item = (usize, u64);
 
     #[inline]

@@ -33,7 +33,7 @@ fn open(file: &File, path: Option<&Path>, options: &OpenOptions) -> io::Result<F
 
 /// Identity of a file.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct OpenFileIdentity {
     /// Device that holds the file.
     on: u64,
     inode: u64,
@@ -42,9 +42,9 @@ pub(super) struct Place {
 }
 
 /// Returns the identity of an open file.
-pub(super) fn place(file: &File) -> io::Result<Place> {
+pub(super) fn place(file: &File) -> io::Result<OpenFileIdentity> {
     let metadata = file.metadata()?;
-    Ok(Place {
+    Ok(OpenFileIdentity {
         on: metadata.dev(),
         inode: metadata.ino(),
         device: metadata.rdev(),

@@ -9,8 +9,8 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::sync::{Mutex, MutexGuard};
-use nvme_mpt::clock::{Rate, Ticks, ticks_in};
-use nvme_mpt::learn::{Choice, SliceLength};
+use nvme_mpt::clock::{TickRate, Ticks, ticks_in};
+use nvme_mpt::learn::{PolicyChoice, SliceLength};
 
 /// Pause after a slice while others use the file, in multiples of the slice's duration. Others get 80 % of the file's time, as
 /// long as slices take at most 12 ms.
@@ -28,15 +28,15 @@ const KEPT: Duration = Duration::from_millis(5);
 /// The turns of one file. At most one slice of the file is in progress, across all queues. Queues get turns in the order in
 /// which they asked.
 #[derive(Debug)]
-pub(super) struct Turns {
-    state: Mutex<State>,
+pub(super) struct SliceScheduler {
+    state: Mutex<SliceSchedulerState>,
     pause_max: u64,
     quiet: u64,
     kept: u64,
 }
 
 #[derive(Debug)]
-struct State {
+struct SliceSchedulerState {
     taken: bool,
     slice: SliceLength,
     /// No slice begins before this moment.
@@ -44,21 +44,21 @@ struct State {
     /// Others count as using the file until this moment.
     shared_until: u64,
     /// Waiting queues, each once.
-    line: VecDeque<Waiter>,
+    line: VecDeque<SliceWaiter>,
     /// When the turn was first seen free while the first queue in line had not taken it.
     offered: Option<Ticks>,
 }
 
 /// Identifies a queue in the line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Waiter(pub(super) usize);
+pub(super) struct SliceWaiter(pub(super) usize);
 
-impl Turns {
-    pub(super) fn new(slices: Choice) -> Self {
+impl SliceScheduler {
+    pub(super) fn new(slices: PolicyChoice) -> Self {
         Self {
-            state: Mutex::new(State {
+            state: Mutex::new(SliceSchedulerState {
                 taken: false,
-                slice: SliceLength::new(slices, Rate::of_this_machine()),
+                slice: SliceLength::new(slices, TickRate::of_this_machine()),
                 free_at: 0,
                 shared_until: 0,
                 line: VecDeque::new(),
@@ -72,7 +72,7 @@ impl Turns {
 
     /// Takes the turn for a queue if the turn is free, the pause is over and the queue is first in line. Returns the maximum
     /// weight of the slice. Otherwise, puts the queue in line and returns `None`.
-    pub(super) fn take(&self, now: Ticks, queue: Waiter) -> Option<u64> {
+    pub(super) fn take(&self, now: Ticks, queue: SliceWaiter) -> Option<u64> {
         let mut state = self.state();
         if state.taken || now.0 < state.free_at {
             state.stand(queue);
@@ -100,7 +100,7 @@ impl Turns {
     }
 
     /// Removes a queue from the line.
-    pub(super) fn leave(&self, queue: Waiter) {
+    pub(super) fn leave(&self, queue: SliceWaiter) {
         self.state().leave(queue);
     }
 
@@ -126,7 +126,7 @@ impl Turns {
         state.taken = false;
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SliceSchedulerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -136,14 +136,14 @@ impl Turns {
     }
 }
 
-impl State {
-    fn stand(&mut self, queue: Waiter) {
+impl SliceSchedulerState {
+    fn stand(&mut self, queue: SliceWaiter) {
         if !self.line.contains(&queue) {
             self.line.push_back(queue);
         }
     }
 
-    fn leave(&mut self, queue: Waiter) {
+    fn leave(&mut self, queue: SliceWaiter) {
         if self.line.front() == Some(&queue) {
             self.offered = None;
         }
@@ -163,12 +163,12 @@ mod tests {
         ticks_in(Duration::from_micros(300))
     }
 
-    const ONE: Waiter = Waiter(1);
-    const OTHER: Waiter = Waiter(2);
+    const ONE: SliceWaiter = SliceWaiter(1);
+    const OTHER: SliceWaiter = SliceWaiter(2);
 
     #[test]
     fn one_slice_at_a_time() {
-        let turns = Turns::new(Choice::Learned);
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
         let began = Ticks(1000);
         assert_eq!(turns.take(began, ONE), Some(FIRST));
         assert_eq!(turns.take(began, ONE), None);
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn queues_have_turns_in_the_order_in_which_they_asked() {
-        let turns = Turns::new(Choice::Learned);
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
         let now = Ticks(1000);
         assert!(turns.take(now, ONE).is_some());
         assert!(turns.take(now, OTHER).is_none());
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn others_have_four_fifths_of_the_time_while_they_use_the_file() {
-        let turns = Turns::new(Choice::Learned);
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
         let pause = |took: u64, began: u64, transfers| {
             turns.take(Ticks(began), ONE).expect("its pause is over");
             let now = began + took;
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn slices_are_short_while_others_use_the_file() {
-        let turns = Turns::new(Choice::Learned);
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
         let mut now = 0;
         let mut longest = |transfers| {
             for _ in 0..20 {
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn slices_of_a_fixed_length_stay() {
-        let turns = Turns::new(Choice::Fixed);
+        let turns = SliceScheduler::new(PolicyChoice::Fixed);
         for began in [0, 100 * turns.pause_max] {
             assert_eq!(turns.take(Ticks(began), ONE), Some(FIRST));
             let now = Ticks(began + turns.pause_max);

@@ -5,17 +5,17 @@ use std::io;
 
 use log::{error, info};
 
-use super::claims::{Change, Claim};
+use super::claims::{BlockChange, BlockChangeClaim};
 use super::lease;
-use super::operation::{Means, Next, Operation, failure, leaves_as_it_was};
-use super::queue::{FileQueue, Step};
+use super::operation::{FileCommand, FileCommandStep, ZeroingMethod, failure, leaves_as_it_was};
+use super::queue::{FileQueue, FileStepOutcome};
 use super::survey;
-use super::syncs::Part;
-use super::uring::{Manner, Request, Ring};
-use super::way::{Direction, Plan, UNIT, Way};
+use super::syncs::FlushRole;
+use super::uring::{FileIoRequest, FileIoRing, RequestIssueMode};
+use super::way::{FileIoMode, TransferBuffer, TransferDirection, UNIT};
 use super::zeroes;
 use crate::looks::OVERDUE;
-use crate::model::Clock;
+use crate::model::TickClock;
 use crate::range::range;
 use nvme_mpt::clock::ticks_in;
 use nvme_mpt::host::HostMemory;
@@ -27,26 +27,26 @@ use nvme_mpt::spec::status::Status;
 /// Maximum bytes of a slice over holes. Bounded because the kernel drops cached pages of holes too.
 const HOLE_MAX: u64 = 1 << 30;
 
-impl<R: Ring, C: Clock> FileQueue<R, C> {
+impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     /// Starts to read a command's data.
     pub(super) fn read(
         &mut self,
         slot: CommandId,
-        plan: Plan,
-        then: Next,
+        plan: TransferBuffer,
+        then: FileCommandStep,
         memory: HostMemory<'_>,
-    ) -> Result<Step, Status> {
+    ) -> Result<FileStepOutcome, Status> {
         let operation = &mut self.operations[usize::from(slot.0)];
-        operation.next = Next::Read;
+        operation.next = FileCommandStep::Read;
         match plan {
-            Plan::InPlace => {
+            TransferBuffer::InPlace => {
                 operation.staged = None;
                 (operation.offset, operation.then) = (operation.data_offset, then);
             }
-            Plan::Staged { start, end } => {
+            TransferBuffer::Staged { start, end } => {
                 operation.staged = Some((start, end));
                 operation.use_stage(start, end)?;
-                (operation.then, operation.after_scatter) = (Next::Scatter, then);
+                (operation.then, operation.after_scatter) = (FileCommandStep::Scatter, then);
             }
         }
         self.go_on(slot, memory)
@@ -56,10 +56,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     pub(super) fn write(
         &mut self,
         slot: CommandId,
-        plan: Plan,
-        then: Next,
+        plan: TransferBuffer,
+        then: FileCommandStep,
         memory: HostMemory<'_>,
-    ) -> Result<Step, Status> {
+    ) -> Result<FileStepOutcome, Status> {
         let Self {
             operations,
             file,
@@ -72,21 +72,21 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let len = operation.vectors.len() as u64;
         let offset = operation.data_offset;
         operation.stage_write(plan, len);
-        if file.way == Way::Cached {
-            (operation.offset, operation.next) = (offset, Next::Write);
+        if file.way == FileIoMode::Cached {
+            (operation.offset, operation.next) = (offset, FileCommandStep::Write);
             return self.go_on(slot, memory);
         }
         let (start, end) = operation.staged.unwrap_or((offset, offset + len));
-        let change = Change {
+        let change = BlockChange {
             start,
             end,
             partial: plan.is_partial(offset, len),
         };
         let (claim, begins) = lease.claims.enter(lane, change);
         operation.claim = claim;
-        operation.next = Next::Claimed;
+        operation.next = FileCommandStep::Claimed;
         if !begins {
-            return Ok(Step::Blocked);
+            return Ok(FileStepOutcome::Blocked);
         }
         self.begin_write(slot)?;
         self.go_on(slot, memory)
@@ -96,7 +96,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     fn begin_write(&mut self, slot: CommandId) -> Result<(), Status> {
         let operation = &mut self.operations[usize::from(slot.0)];
         if operation.fills[0].is_some() || operation.fills[1].is_some() {
-            operation.next = Next::Fill;
+            operation.next = FileCommandStep::Fill;
         } else {
             prepare_write(operation)?;
         }
@@ -108,7 +108,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         &mut self,
         slot: CommandId,
         memory: HostMemory<'_>,
-    ) -> Result<Step, Status> {
+    ) -> Result<FileStepOutcome, Status> {
         let index = usize::from(slot.0);
         loop {
             let file = &self.file;
@@ -120,7 +120,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 return Err(Status::ABORTED_SQ_DELETION);
             }
             match operation.next {
-                Next::Done => {
+                FileCommandStep::Done => {
                     if !file.uncorrectable.is_empty() && operation.clear_marks_of_written(file) {
                         continue;
                     }
@@ -128,29 +128,29 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                         let opcode = NvmOpcode(operation.sqe.opcode());
                         self.promise_durability(opcode)?;
                     }
-                    return Ok(Step::Complete(Status::SUCCESS));
+                    return Ok(FileStepOutcome::Complete(Status::SUCCESS));
                 }
-                Next::Flush => {
+                FileCommandStep::Flush => {
                     self.lease.check(NvmOpcode::FLUSH)?;
                     match self.syncs.join(operation.needs) {
-                        Part::Done => operation.next = Next::Done,
-                        Part::Leads(number) => {
+                        FlushRole::Done => operation.next = FileCommandStep::Done,
+                        FlushRole::Leads(number) => {
                             operation.leads = Some(number);
-                            operation.next = Next::Sync;
+                            operation.next = FileCommandStep::Sync;
                         }
-                        Part::Waits => {
+                        FlushRole::Waits => {
                             self.syncs.wait(slot);
-                            return Ok(Step::Shared);
+                            return Ok(FileStepOutcome::Shared);
                         }
                     }
                 }
-                Next::Claimed => {
+                FileCommandStep::Claimed => {
                     if !self.lease.claims.may_begin(&operation.claim) {
-                        return Ok(Step::Blocked);
+                        return Ok(FileStepOutcome::Blocked);
                     }
                     self.begin_write(slot)?;
                 }
-                Next::Fill => {
+                FileCommandStep::Fill => {
                     let [first, second] = &mut operation.fills;
                     match first.take().or_else(|| second.take()) {
                         Some((start, end)) => {
@@ -162,72 +162,80 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                         None => prepare_write(operation)?,
                     }
                 }
-                Next::Scatter => {
+                FileCommandStep::Scatter => {
                     let bytes = operation.staged_data()?;
                     // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in
                     // flight, and one that reads may write to it; or it is the operation's own.
                     unsafe { operation.vectors.copy_from(bytes) };
                     operation.next = operation.after_scatter;
                 }
-                Next::SyncCompanion if self.lease.companion_fd().is_none() => {
+                FileCommandStep::SyncCompanion if self.lease.companion_fd().is_none() => {
                     operation.next = std::mem::take(&mut operation.after_sync);
                 }
-                Next::Read | Next::Write | Next::Sync | Next::SyncCompanion | Next::Slice => {
+                FileCommandStep::Read
+                | FileCommandStep::Write
+                | FileCommandStep::Sync
+                | FileCommandStep::SyncCompanion
+                | FileCommandStep::Slice => {
                     if !self.copies_pages(slot)? && !self.skips_lost_range(slot) {
                         return self.request(slot);
                     }
                 }
-                Next::Compare => {
+                FileCommandStep::Compare => {
                     let equal = operation.equals_data(file.lba_shift, memory)?;
-                    return Ok(Step::Complete(if equal {
+                    return Ok(FileStepOutcome::Complete(if equal {
                         Status::SUCCESS
                     } else {
                         Status::COMPARE_FAILURE
                     }));
                 }
-                Next::CopyRange => return self.copy_range(slot, memory),
-                Next::Range => self.next_range(slot, memory)?,
-                Next::Zero => {
+                FileCommandStep::CopyRange => return self.copy_range(slot, memory),
+                FileCommandStep::Range => self.next_range(slot, memory)?,
+                FileCommandStep::Zero => {
                     if let Some(step) = self.zero(slot, memory)? {
                         return Ok(step);
                     }
                 }
-                Next::Survey => {
+                FileCommandStep::Survey => {
                     if !self.survey(slot) {
-                        return Ok(Step::Blocked);
+                        return Ok(FileStepOutcome::Blocked);
                     }
                 }
-                Next::Turn => {
+                FileCommandStep::Turn => {
                     if !self.take_turn(slot) {
-                        return Ok(Step::Blocked);
+                        return Ok(FileStepOutcome::Blocked);
                     }
                 }
-                Next::ClearMarks => {
+                FileCommandStep::ClearMarks => {
                     let (start, count) = operation.unmarked;
                     operation.change = file.uncorrectable.clear(start, count);
-                    operation.next = Next::StoreMarks;
+                    operation.next = FileCommandStep::StoreMarks;
                 }
-                Next::StoreMarks => {
+                FileCommandStep::StoreMarks => {
                     if let Some(change) = operation.change {
                         match file.uncorrectable.end_of(change) {
-                            None => return Ok(Step::Blocked),
+                            None => return Ok(FileStepOutcome::Blocked),
                             Some(Err(())) => return Err(Status::INTERNAL_ERROR),
                             Some(Ok(())) => operation.change = None,
                         }
                     }
                     operation.next = operation.after_marks;
                 }
-                Next::SliceClaimed => {
+                FileCommandStep::SliceClaimed => {
                     if !self.lease.claims.may_begin(&operation.claim) {
-                        return Ok(Step::Blocked);
+                        return Ok(FileStepOutcome::Blocked);
                     }
-                    operation.next = Next::Slice;
+                    operation.next = FileCommandStep::Slice;
                 }
             }
         }
     }
 
-    fn copy_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<Step, Status> {
+    fn copy_range(
+        &mut self,
+        slot: CommandId,
+        memory: HostMemory<'_>,
+    ) -> Result<FileStepOutcome, Status> {
         let Self {
             operations, file, ..
         } = self;
@@ -238,8 +246,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         if operation.ranges > usize::from(nr_z) {
             operation.data_offset = sdlba.0 << file.lba_shift;
             operation.use_data(0, operation.bytes)?;
-            let plan = file.plan(Direction::Write, operation);
-            return self.write(slot, plan, Next::Done, memory);
+            let plan = file.plan(TransferDirection::Write, operation);
+            return self.write(slot, plan, FileCommandStep::Done, memory);
         }
         let range: CopyRange0 = range(&sqe, memory, operation.ranges)?;
         let count = u64::from(range.nlb_z) + 1;
@@ -251,8 +259,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         operation.data_offset = range.slba.0 << file.lba_shift;
         operation.ranges += 1;
         operation.bytes += len;
-        let plan = file.plan(Direction::Read, operation);
-        self.read(slot, plan, Next::CopyRange, memory)
+        let plan = file.plan(TransferDirection::Read, operation);
+        self.read(slot, plan, FileCommandStep::CopyRange, memory)
     }
 
     /// Begins the next range of a Dataset Management command.
@@ -279,17 +287,21 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         operation.survey = None;
         operation.next = match joined {
             Some((start, end)) => {
-                operation.zeroing = file.zeroing(start, end, true, Next::Range);
-                Next::Zero
+                operation.zeroing = file.zeroing(start, end, true, FileCommandStep::Range);
+                FileCommandStep::Zero
             }
-            None => Next::Done,
+            None => FileCommandStep::Done,
         };
         Ok(())
     }
 
     /// Zeroes the next part of a range. Whole blocks are left to the file system if possible, and partial blocks are written. A
     /// deallocation without bounce memory leaves partial blocks unchanged.
-    fn zero(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<Option<Step>, Status> {
+    fn zero(
+        &mut self,
+        slot: CommandId,
+        memory: HostMemory<'_>,
+    ) -> Result<Option<FileStepOutcome>, Status> {
         let Self {
             operations, file, ..
         } = self;
@@ -313,19 +325,23 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             return Ok(None);
         }
         let unit = match file.way {
-            Way::Cached => 1,
-            Way::Direct(_) => UNIT,
+            FileIoMode::Cached => 1,
+            FileIoMode::Direct(_) => UNIT,
         };
         let whole = end - end % unit;
         let by_hand = if !at.is_multiple_of(unit) {
             at.next_multiple_of(unit).min(end) - at
         } else if whole <= at {
             end - at
-        } else if zeroing.means == Means::Hand {
+        } else if zeroing.means == ZeroingMethod::Hand {
             (whole - at).min(zeroes::BYTES as u64)
         } else {
             let surveys = file.surveyor.asks() && operation.wants_survey();
-            operation.next = if surveys { Next::Survey } else { Next::Turn };
+            operation.next = if surveys {
+                FileCommandStep::Survey
+            } else {
+                FileCommandStep::Turn
+            };
             return Ok(None);
         };
         if leaves_parts {
@@ -341,8 +357,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         operation.data_offset = at;
         operation.vectors.clear();
         operation.vectors.push(bytes);
-        let plan = file.plan(Direction::Write, operation);
-        self.write(slot, plan, Next::Zero, memory).map(Some)
+        let plan = file.plan(TransferDirection::Write, operation);
+        self.write(slot, plan, FileCommandStep::Zero, memory)
+            .map(Some)
     }
 
     /// Surveys the next bytes of a range. Returns `false` if the command has to wait for the answer.
@@ -368,7 +385,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 operation.survey = None;
             }
         }
-        operation.next = Next::Turn;
+        operation.next = FileCommandStep::Turn;
         true
     }
 
@@ -386,10 +403,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         if now > operation.last_turn {
             // The command has waited too long. A deallocation ends here, and Write Zeroes writes the zeroes instead.
             if operation.is_advice() {
-                operation.next = Next::Done;
+                operation.next = FileCommandStep::Done;
             } else {
-                operation.zeroing.means = Means::Hand;
-                operation.next = Next::Zero;
+                operation.zeroing.means = ZeroingMethod::Hand;
+                operation.next = FileCommandStep::Zero;
             }
             return true;
         }
@@ -400,24 +417,25 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         zeroing.has_turn = true;
         let left = zeroing.end - zeroing.at;
         let whole = match file.way {
-            Way::Cached => left,
-            Way::Direct(_) => left - left % UNIT,
+            FileIoMode::Cached => left,
+            FileIoMode::Direct(_) => left - left % UNIT,
         };
         let extents = operation.survey.as_ref();
         let extents = extents.and_then(|(survey, _)| survey.extents());
-        (zeroing.slice, zeroing.weight) = match extents.filter(|_| zeroing.means == Means::Punch) {
-            Some(extents) => {
-                let longest = zeroing.at + whole.min(HOLE_MAX);
-                let (end, weight) = extents.slice(zeroing.at, longest, most);
-                let slice = (end - zeroing.at).next_multiple_of(UNIT);
-                (slice.min(whole), weight)
-            }
-            None => (whole.min(most), whole.min(most)),
-        };
+        (zeroing.slice, zeroing.weight) =
+            match extents.filter(|_| zeroing.means == ZeroingMethod::Punch) {
+                Some(extents) => {
+                    let longest = zeroing.at + whole.min(HOLE_MAX);
+                    let (end, weight) = extents.slice(zeroing.at, longest, most);
+                    let slice = (end - zeroing.at).next_multiple_of(UNIT);
+                    (slice.min(whole), weight)
+                }
+                None => (whole.min(most), whole.min(most)),
+            };
         zeroing.began = now;
-        operation.next = Next::Slice;
-        if file.way != Way::Cached {
-            let change = Change {
+        operation.next = FileCommandStep::Slice;
+        if file.way != FileIoMode::Cached {
+            let change = BlockChange {
                 start: zeroing.at,
                 end: zeroing.at + zeroing.slice,
                 partial: false,
@@ -425,7 +443,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             let (claim, begins) = lease.claims.enter(lane, change);
             operation.claim = claim;
             if !begins {
-                operation.next = Next::SliceClaimed;
+                operation.next = FileCommandStep::SliceClaimed;
             }
         }
         true
@@ -452,24 +470,24 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             file.turns
                 .done(zeroing.weight, zeroing.began, now, transfers);
         }
-        operation.next = Next::Zero;
+        operation.next = FileCommandStep::Zero;
         match result {
             Ok(_) => zeroing.at += zeroing.slice,
             Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED) => {}
             Err(errno) if is_advice && leaves_as_it_was(errno) => {
                 if errno == libc::EOPNOTSUPP {
-                    file.gives_up(Means::Punch);
+                    file.gives_up(ZeroingMethod::Punch);
                 }
                 zeroing.at = zeroing.end;
                 zeroing.keeps_data = true;
             }
-            Err(errno) if leaves_as_it_was(errno) && zeroing.means != Means::Hand => {
+            Err(errno) if leaves_as_it_was(errno) && zeroing.means != ZeroingMethod::Hand => {
                 if errno == libc::EOPNOTSUPP {
                     file.gives_up(zeroing.means);
                 }
-                zeroing.means = Means::Hand;
+                zeroing.means = ZeroingMethod::Hand;
             }
-            Err(errno) => return Err(failure(errno, Next::Slice)),
+            Err(errno) => return Err(failure(errno, FileCommandStep::Slice)),
         }
         Ok(())
     }
@@ -496,7 +514,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         operation.fills = [None; 2];
         operation.zeroing.at = operation.zeroing.end;
         operation.zeroing.keeps_data = true;
-        operation.next = Next::Zero;
+        operation.next = FileCommandStep::Zero;
         true
     }
 
@@ -504,7 +522,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     #[inline]
     fn copies_pages(&mut self, slot: CommandId) -> Result<bool, Status> {
         let next = self.operations[usize::from(slot.0)].next;
-        if self.file.pages.is_none() || !matches!(next, Next::Read | Next::Write) {
+        if self.file.pages.is_none()
+            || !matches!(next, FileCommandStep::Read | FileCommandStep::Write)
+        {
             return Ok(false);
         }
         // Beyond the end of a truncated file, its last page reads as zeroes and loses writes.
@@ -521,7 +541,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         };
         // Written zeroes may be many times as long as a transfer. As separate requests, their pieces let other commands run in
         // between.
-        if operation.then == Next::Zero || !file.watched.has(operation.reach()) {
+        if operation.then == FileCommandStep::Zero || !file.watched.has(operation.reach()) {
             return Ok(false);
         }
         let vectors = match operation.staged {
@@ -536,7 +556,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         // that reads may write to it; or it is the operation's own, or zeroes of the process, which are only read.
         unsafe {
             match next {
-                Next::Write => vectors.copy_to(bytes),
+                FileCommandStep::Write => vectors.copy_to(bytes),
                 _ => vectors.copy_from(bytes),
             }
         }
@@ -555,7 +575,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         };
         let operation = &self.operations[usize::from(slot.0)];
         let (offset, len) = (operation.offset, done as u64);
-        if operation.next == Next::Write {
+        if operation.next == FileCommandStep::Write {
             pages.note(offset, len);
         } else if !self.looked_in_vain {
             self.looked_in_vain = !pages.look(&self.file.opened, offset, len);
@@ -563,13 +583,13 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 
     /// Submits the kernel request of a command's current step.
-    fn request(&mut self, slot: CommandId) -> Result<Step, Status> {
+    fn request(&mut self, slot: CommandId) -> Result<FileStepOutcome, Status> {
         if self.cut_short {
             return Err(Status::ABORTED_SQ_DELETION);
         }
         // Check before the first write of a batch, because no write may extend a truncated file.
         let next = self.operations[usize::from(slot.0)].next;
-        if matches!(next, Next::Write | Next::Slice) {
+        if matches!(next, FileCommandStep::Write | FileCommandStep::Slice) {
             self.look_at_size();
         }
         let Self {
@@ -585,13 +605,13 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         if !file.watched.has(operation.reach()) {
             return Err(failure(libc::EIO, operation.next));
         }
-        if operation.next != Next::Slice {
+        if operation.next != FileCommandStep::Slice {
             lane.note_transfer();
         }
         let offset = operation.offset;
         let sync = lease.sync_fd();
         let request = match operation.next {
-            Next::Read | Next::Fill => Request::Read {
+            FileCommandStep::Read | FileCommandStep::Fill => FileIoRequest::Read {
                 fd: lease.data_fd(),
                 offset,
                 into: if operation.staged.is_some() {
@@ -600,7 +620,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     &operation.vectors
                 },
             },
-            Next::Write => Request::Write {
+            FileCommandStep::Write => FileIoRequest::Write {
                 fd: lease.data_fd(),
                 offset,
                 from: if operation.staged.is_some() {
@@ -609,25 +629,26 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     &operation.vectors
                 },
                 // Write, Copy and Write Zeroes have FUA in the same place. A sync follows the zeroes of a Write Zeroes.
-                durable: operation.then != Next::Zero && ReadWrite::from(&operation.sqe).fua,
+                durable: operation.then != FileCommandStep::Zero
+                    && ReadWrite::from(&operation.sqe).fua,
             },
-            Next::Sync => Request::Sync { fd: sync },
-            Next::SyncCompanion => Request::Sync {
+            FileCommandStep::Sync => FileIoRequest::Sync { fd: sync },
+            FileCommandStep::SyncCompanion => FileIoRequest::Sync {
                 fd: lease.companion_fd().ok_or(Status::INTERNAL_ERROR)?,
             },
-            Next::Slice => {
+            FileCommandStep::Slice => {
                 let zeroing = &operation.zeroing;
                 let (offset, len) = (zeroing.at, zeroing.slice);
                 if let Some(pages) = &file.pages {
                     pages.forget(offset, len);
                 }
                 match zeroing.means {
-                    Means::Punch => Request::Punch {
+                    ZeroingMethod::Punch => FileIoRequest::Punch {
                         fd: sync,
                         offset,
                         len,
                     },
-                    Means::Zero | Means::Hand => Request::Zero {
+                    ZeroingMethod::Zero | ZeroingMethod::Hand => FileIoRequest::Zero {
                         fd: sync,
                         offset,
                         len,
@@ -640,9 +661,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             }
         };
         let manner = if operation.repeats > 0 {
-            Manner::ByThread
+            RequestIssueMode::ByThread
         } else {
-            Manner::AtOnce
+            RequestIssueMode::AtOnce
         };
         // SAFETY: the vectors are those of the slot's operation. It changes them only after the request has ended, as a
         // slot has one request at a time. The vectors are leaked with a queue whose requests the kernel keeps. The
@@ -656,7 +677,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         })?;
         operation.since = looks.count;
         operation.requested = true;
-        Ok(Step::Requested)
+        Ok(FileStepOutcome::Requested)
     }
 
     /// Processes the completion of a request.
@@ -665,7 +686,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         slot: CommandId,
         result: Result<usize, i32>,
         memory: HostMemory<'_>,
-    ) -> Result<Step, Status> {
+    ) -> Result<FileStepOutcome, Status> {
         let operation = self
             .operations
             .get_mut(usize::from(slot.0))
@@ -679,11 +700,11 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             }
         }
         let result = match operation.next {
-            Next::Sync | Next::SyncCompanion => lease::synced(result),
+            FileCommandStep::Sync | FileCommandStep::SyncCompanion => lease::synced(result),
             _ => result,
         };
         match (operation.next, result) {
-            (Next::Slice, result) => self.slice_ended(slot, result)?,
+            (FileCommandStep::Slice, result) => self.slice_ended(slot, result)?,
             // The kernel could not start the request, was interrupted, or cancelled it for lack of a worker thread.
             (next, Err(errno @ (libc::EAGAIN | libc::EINTR | libc::ECANCELED))) => {
                 let since = operation.since;
@@ -692,8 +713,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     return Err(failure(errno, next));
                 }
                 // An interrupted sync may have consumed the only report of an error on its description.
-                let fua = next == Next::Write && ReadWrite::from(&operation.sqe).fua;
-                if fua || matches!(next, Next::Sync | Next::SyncCompanion) {
+                let fua = next == FileCommandStep::Write && ReadWrite::from(&operation.sqe).fua;
+                if fua || matches!(next, FileCommandStep::Sync | FileCommandStep::SyncCompanion) {
                     self.lease.ask(&self.witness)?;
                 }
                 let step = self.request(slot)?;
@@ -703,30 +724,32 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 }
                 return Ok(step);
             }
-            (Next::Write, Err(errno)) if operation.is_advice() && leaves_as_it_was(errno) => {
+            (FileCommandStep::Write, Err(errno))
+                if operation.is_advice() && leaves_as_it_was(errno) =>
+            {
                 let claim = std::mem::take(&mut operation.claim);
                 self.lease.claims.leave(&self.lane, claim);
                 operation.zeroing.keeps_data = true;
-                operation.next = Next::Zero;
+                operation.next = FileCommandStep::Zero;
             }
-            (Next::Sync | Next::SyncCompanion, Err(errno)) => {
+            (FileCommandStep::Sync | FileCommandStep::SyncCompanion, Err(errno)) => {
                 let cause = io::Error::from_raw_os_error(errno);
                 return Err(self.lease.lose_writes(&cause));
             }
             (next, Err(errno)) => {
                 // RWF_DSYNC returns the same error if the write-back of another write failed.
-                if next == Next::Write && ReadWrite::from(&operation.sqe).fua {
+                if next == FileCommandStep::Write && ReadWrite::from(&operation.sqe).fua {
                     self.lease.ask(&self.witness)?;
                 }
                 return Err(failure(errno, next));
             }
-            (Next::Read | Next::Fill | Next::Write, Ok(done)) => {
+            (FileCommandStep::Read | FileCommandStep::Fill | FileCommandStep::Write, Ok(done)) => {
                 self.learn_pages(slot, done);
                 if !self.transferred(slot, done)? {
                     return self.request(slot);
                 }
             }
-            (Next::Sync, Ok(_)) => operation.next = Next::SyncCompanion,
+            (FileCommandStep::Sync, Ok(_)) => operation.next = FileCommandStep::SyncCompanion,
             (_, Ok(_)) => operation.next = std::mem::take(&mut operation.after_sync),
         }
         self.go_on(slot, memory)
@@ -757,8 +780,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let direction = match operation.next {
-            Next::Write => Direction::Write,
-            _ => Direction::Read,
+            FileCommandStep::Write => TransferDirection::Write,
+            _ => TransferDirection::Read,
         };
         let vectors = match operation.staged {
             Some(_) => &mut operation.stage,
@@ -778,9 +801,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
         match operation.next {
             // Go on with the next partial block, if there is one.
-            Next::Fill => {}
-            Next::Write => {
-                let claim = std::mem::replace(&mut operation.claim, Claim::None);
+            FileCommandStep::Fill => {}
+            FileCommandStep::Write => {
+                let claim = std::mem::replace(&mut operation.claim, BlockChangeClaim::None);
                 lease.claims.leave(lane, claim);
                 operation.next = operation.then;
             }
@@ -791,8 +814,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
 }
 
 /// Copies the command's data to the bounce buffer, if it uses one, and makes the write the next step.
-fn prepare_write(operation: &mut Operation) -> Result<(), Status> {
-    operation.next = Next::Write;
+fn prepare_write(operation: &mut FileCommand) -> Result<(), Status> {
+    operation.next = FileCommandStep::Write;
     let Some((start, end)) = operation.staged else {
         operation.offset = operation.data_offset;
         return Ok(());

@@ -18,7 +18,7 @@ use super::SharedFile;
 use super::kernel;
 use super::way::UNIT;
 use nvme_mpt::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 
 /// Maximum of queued questions. Further questions are dropped.
 const QUESTIONS: usize = 256;
@@ -32,14 +32,14 @@ const EXTENTS: usize = 64;
 /// Bytes of an extent on a disk that weigh as much as one byte of memory.
 const LIGHT: u64 = 256;
 
-static THREAD: OnceLock<SyncSender<Question>> = OnceLock::new();
+static THREAD: OnceLock<SyncSender<SurveyRequest>> = OnceLock::new();
 
 /// Starts the thread that surveys the files of this process, unless it is running. The thread calls the ioctl FIEMAP, which a
 /// seccomp filter has to allow.
 ///
 /// # Errors
 /// Returns the error of starting a thread.
-pub fn start(threads: &Threads) -> io::Result<()> {
+pub fn start(threads: &ThreadSpawner) -> io::Result<()> {
     let (sender, questions) = sync_channel(QUESTIONS);
     if THREAD.set(sender).is_err() {
         return Ok(());
@@ -50,7 +50,7 @@ pub fn start(threads: &Threads) -> io::Result<()> {
     Ok(())
 }
 
-fn answer(questions: &Receiver<Question>) {
+fn answer(questions: &Receiver<SurveyRequest>) {
     while let Ok(question) = questions.recv() {
         let Some(file) = question.file.upgrade() else {
             continue;
@@ -69,14 +69,14 @@ fn answer(questions: &Receiver<Question>) {
 
 /// A request for a survey of `start..end`.
 #[derive(Debug)]
-pub(super) struct Question {
+pub(super) struct SurveyRequest {
     file: Weak<SharedFile>,
     pub(super) start: u64,
     pub(super) end: u64,
-    survey: Arc<Survey>,
+    survey: Arc<ExtentSurvey>,
 }
 
-impl Question {
+impl SurveyRequest {
     /// Answers with the first extents of the range, in order, as start and end. Fewer than [`EXTENTS`] extents mean that the
     /// list is complete. `light` bytes of an extent weigh one.
     pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
@@ -85,7 +85,7 @@ impl Question {
             _ => self.end,
         };
         // Each question is answered once.
-        let _ = self.survey.answer.set(Extents {
+        let _ = self.survey.answer.set(SurveyedExtents {
             known,
             extents,
             light,
@@ -95,9 +95,9 @@ impl Question {
 
 /// Handle of a file for sending questions to the survey thread.
 #[derive(Debug, Default)]
-pub(super) struct Surveyor(OnceLock<SyncSender<Question>>, OnceLock<()>);
+pub(super) struct SurveyThreadHandle(OnceLock<SyncSender<SurveyRequest>>, OnceLock<()>);
 
-impl Surveyor {
+impl SurveyThreadHandle {
     /// Creates a handle to the thread of this process, if it is running.
     pub(super) fn of_this_process() -> Self {
         let surveyor = Self::default();
@@ -108,7 +108,7 @@ impl Surveyor {
     }
 
     /// Sends questions to this channel from now on, unless the handle already has one. Returns whether the channel was set.
-    pub(super) fn begin(&self, questions: SyncSender<Question>) -> bool {
+    pub(super) fn begin(&self, questions: SyncSender<SurveyRequest>) -> bool {
         self.0.set(questions).is_ok()
     }
 
@@ -123,9 +123,14 @@ impl Surveyor {
     }
 
     /// Asks for the extents of a range. Returns `None` if too many questions are queued.
-    pub(super) fn ask(&self, file: &Arc<SharedFile>, start: u64, end: u64) -> Option<Arc<Survey>> {
-        let survey = Arc::<Survey>::default();
-        let question = Question {
+    pub(super) fn ask(
+        &self,
+        file: &Arc<SharedFile>,
+        start: u64,
+        end: u64,
+    ) -> Option<Arc<ExtentSurvey>> {
+        let survey = Arc::<ExtentSurvey>::default();
+        let question = SurveyRequest {
             file: Arc::downgrade(file),
             start,
             end,
@@ -138,20 +143,20 @@ impl Surveyor {
 
 /// A survey of a range, possibly unanswered.
 #[derive(Debug, Default)]
-pub(super) struct Survey {
-    answer: OnceLock<Extents>,
+pub(super) struct ExtentSurvey {
+    answer: OnceLock<SurveyedExtents>,
 }
 
-impl Survey {
+impl ExtentSurvey {
     /// Returns the extents, if the survey is answered.
-    pub(super) fn extents(&self) -> Option<&Extents> {
+    pub(super) fn extents(&self) -> Option<&SurveyedExtents> {
         self.answer.get()
     }
 }
 
 /// The extents at the start of a range.
 #[derive(Debug)]
-pub(super) struct Extents {
+pub(super) struct SurveyedExtents {
     /// End of the part whose extents are known.
     known: u64,
     /// Start and end of each extent.
@@ -159,7 +164,7 @@ pub(super) struct Extents {
     light: u64,
 }
 
-impl Extents {
+impl SurveyedExtents {
     /// Returns whether the extent at offset `at` is known.
     pub(super) fn reach(&self, at: u64) -> bool {
         at < self.known
@@ -199,8 +204,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn extents(known: u64, light: u64, extents: &[(u64, u64)]) -> Extents {
-        Extents {
+    fn extents(known: u64, light: u64, extents: &[(u64, u64)]) -> SurveyedExtents {
+        SurveyedExtents {
             known,
             extents: extents.to_vec(),
             light,

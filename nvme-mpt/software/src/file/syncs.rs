@@ -18,7 +18,7 @@ impl SyncNumber {
 
 /// Role of a Flush in the syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum FlushRole {
     /// A sync that began after the Flush has succeeded.
     Done,
     /// The Flush performs the sync with this number.
@@ -29,7 +29,7 @@ pub(super) enum Part {
 
 /// Syncs of a queue.
 #[derive(Debug)]
-pub(super) struct Syncs {
+pub(super) struct QueueSyncs {
     begun: SyncNumber,
     /// The latest successful sync.
     succeeded: SyncNumber,
@@ -39,7 +39,7 @@ pub(super) struct Syncs {
     resuming: Vec<u16>,
 }
 
-impl Syncs {
+impl QueueSyncs {
     pub(super) fn new(slots: usize) -> Self {
         Self {
             begun: SyncNumber::default(),
@@ -56,16 +56,16 @@ impl Syncs {
     }
 
     /// Assigns a role to a Flush that needs the sync `needed` or a later one.
-    pub(super) fn join(&mut self, needed: SyncNumber) -> Part {
+    pub(super) fn join(&mut self, needed: SyncNumber) -> FlushRole {
         if self.succeeded >= needed {
-            return Part::Done;
+            return FlushRole::Done;
         }
         if self.under_way {
-            return Part::Waits;
+            return FlushRole::Waits;
         }
         self.under_way = true;
         self.begun = self.begun.next();
-        Part::Leads(self.begun)
+        FlushRole::Leads(self.begun)
     }
 
     /// Makes the Flush in a slot wait.
@@ -110,32 +110,32 @@ mod tests {
 
     #[test]
     fn flushes_that_arrive_during_a_sync_share_the_next() {
-        let mut syncs = Syncs::new(4);
+        let mut syncs = QueueSyncs::new(4);
         let first = syncs.next();
-        assert_eq!(syncs.join(first), Part::Leads(first));
+        assert_eq!(syncs.join(first), FlushRole::Leads(first));
         let later = [syncs.next(), syncs.next()];
         assert!(later[0] > first, "the sync under way began before them");
         for needed in later {
-            assert_eq!(syncs.join(needed), Part::Waits);
+            assert_eq!(syncs.join(needed), FlushRole::Waits);
         }
         syncs.end(first, true);
-        assert_eq!(syncs.join(later[0]), Part::Leads(later[0]));
-        assert_eq!(syncs.join(later[1]), Part::Waits);
+        assert_eq!(syncs.join(later[0]), FlushRole::Leads(later[0]));
+        assert_eq!(syncs.join(later[1]), FlushRole::Waits);
         syncs.end(later[0], true);
-        assert_eq!(syncs.join(later[1]), Part::Done);
+        assert_eq!(syncs.join(later[1]), FlushRole::Done);
     }
 
     #[test]
     fn a_sync_that_failed_makes_nothing_durable() {
-        let mut syncs = Syncs::new(4);
+        let mut syncs = QueueSyncs::new(4);
         let first = syncs.next();
         syncs.join(first);
         let later = syncs.next();
         syncs.end(first, false);
-        let Part::Leads(second) = syncs.join(later) else {
+        let FlushRole::Leads(second) = syncs.join(later) else {
             panic!("it makes one");
         };
         syncs.end(second, false);
-        assert_ne!(syncs.join(later), Part::Done);
+        assert_ne!(syncs.join(later), FlushRole::Done);
     }
 }

@@ -9,7 +9,7 @@ use nvme_mpt::memory::RawBytes;
 
 /// Memory parts of one transfer, as the kernel expects them.
 #[derive(Debug, Default)]
-pub struct Vectors {
+pub struct IoVectors {
     vectors: Vec<libc::iovec>,
     /// Index of the first vector that is not done.
     first: usize,
@@ -17,9 +17,9 @@ pub struct Vectors {
 
 // SAFETY: the addresses are not used by this type but handed to the kernel; who submits them
 // answers for the memory.
-unsafe impl Send for Vectors {}
+unsafe impl Send for IoVectors {}
 
-impl Vectors {
+impl IoVectors {
     pub(super) fn clear(&mut self) {
         self.vectors.clear();
         self.first = 0;
@@ -109,16 +109,16 @@ impl Vectors {
 
 /// A request to the kernel.
 #[derive(Clone, Copy, Debug)]
-pub enum Request<'a> {
+pub enum FileIoRequest<'a> {
     Read {
         fd: RawFd,
         offset: u64,
-        into: &'a Vectors,
+        into: &'a IoVectors,
     },
     Write {
         fd: RawFd,
         offset: u64,
-        from: &'a Vectors,
+        from: &'a IoVectors,
         durable: bool,
     },
     Sync {
@@ -138,7 +138,7 @@ pub enum Request<'a> {
 
 /// Execution mode of a request in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Manner {
+pub enum RequestIssueMode {
     /// Inline if possible, otherwise in a worker thread.
     AtOnce,
     /// In a worker thread, which takes another code path in the kernel and may block.
@@ -147,7 +147,7 @@ pub enum Manner {
 
 /// A completed request.
 #[derive(Debug)]
-pub struct Ended {
+pub struct FileIoCompletion {
     /// Tag of the request.
     pub tag: u64,
     /// Transferred bytes, or the errno.
@@ -155,12 +155,17 @@ pub struct Ended {
 }
 
 /// Interface of one queue to the kernel's asynchronous I/O.
-pub trait Ring: std::fmt::Debug {
+pub trait FileIoRing: std::fmt::Debug {
     /// Prepares a request. Its completion carries `tag`.
     ///
     /// # Safety
     /// The vectors must stay in place, and the memory they name must stay mapped, until the completion with this tag was taken.
-    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()>;
+    unsafe fn prepare(
+        &mut self,
+        tag: u64,
+        request: FileIoRequest<'_>,
+        manner: RequestIssueMode,
+    ) -> io::Result<()>;
 
     /// Prepares the cancellation of the request with tag `target`. Its own completion carries `tag`.
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()>;
@@ -173,7 +178,7 @@ pub trait Ring: std::fmt::Debug {
     fn is_behind(&self) -> bool;
 
     /// Takes one completion.
-    fn take(&mut self) -> Option<Ended>;
+    fn take(&mut self) -> Option<FileIoCompletion>;
 
     /// Returns the number of prepared requests whose completions were not taken.
     fn in_flight(&self) -> usize;

@@ -15,7 +15,7 @@ use nvme_mpt::memory::sync::Mutex;
 
 /// State of a regular file. A block device cannot change.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct FileDamageWatch {
     regular: bool,
     /// Smallest size seen, in bytes. A part that was cut off has lost its content even if the file grows again.
     left: AtomicU64,
@@ -23,7 +23,7 @@ pub(super) struct Watched {
     leases: Mutex<Vec<Weak<LeasedFile>>>,
 }
 
-impl Watched {
+impl FileDamageWatch {
     pub(super) fn new(regular: bool, bytes: u64) -> Self {
         Self {
             regular,

@@ -23,7 +23,7 @@ pub(super) struct DirectAlignment {
 
 /// Path of a file's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum FileIoMode {
     /// Through the page cache: any offset, length and memory address.
     Cached,
     /// Direct I/O.
@@ -32,21 +32,21 @@ pub(super) enum Way {
 
 /// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Direction {
+pub(super) enum TransferDirection {
     Read,
     Write,
 }
 
 /// Memory of a planned transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Plan {
+pub(super) enum TransferBuffer {
     /// The kernel accesses the command's own memory.
     InPlace,
     /// The kernel accesses a bounce buffer that holds these bytes of the file. The command's data is part of them.
     Staged { start: u64, end: u64 },
 }
 
-impl Plan {
+impl TransferBuffer {
     /// Returns whether the bounce buffer covers bytes besides the command's own.
     pub(super) fn is_partial(self, offset: u64, len: u64) -> bool {
         match self {
@@ -56,7 +56,7 @@ impl Plan {
     }
 }
 
-impl Way {
+impl FileIoMode {
     /// Chooses the path for a file of `bytes` bytes. `direct` is the alignment for direct I/O, or `None` if the file does not
     /// support it.
     ///
@@ -79,11 +79,11 @@ impl Way {
     }
 
     /// Returns the alignment in bytes at which a partly completed transfer may resume.
-    pub(super) fn step(self, direction: Direction) -> u64 {
+    pub(super) fn step(self, direction: TransferDirection) -> u64 {
         match (self, direction) {
             (Self::Cached, _) => 1,
-            (Self::Direct(alignment), Direction::Read) => alignment.offset,
-            (Self::Direct(_), Direction::Write) => UNIT,
+            (Self::Direct(alignment), TransferDirection::Read) => alignment.offset,
+            (Self::Direct(_), TransferDirection::Write) => UNIT,
         }
     }
 
@@ -91,13 +91,13 @@ impl Way {
     #[inline]
     pub(super) fn plan(
         self,
-        direction: Direction,
+        direction: TransferDirection,
         offset: u64,
         parts: impl Iterator<Item = (usize, usize)>,
         file_end: u64,
-    ) -> Plan {
+    ) -> TransferBuffer {
         let Self::Direct(DirectAlignment { memory, .. }) = self else {
-            return Plan::InPlace;
+            return TransferBuffer::InPlace;
         };
         let step = self.step(direction);
         let (mut len, mut aligned) = (0, true);
@@ -109,10 +109,10 @@ impl Way {
         // The file's last block may be short: transferring all of it counts as a whole block.
         let ends_well = end.is_multiple_of(step) || end == file_end;
         if aligned && offset.is_multiple_of(step) && ends_well {
-            return Plan::InPlace;
+            return TransferBuffer::InPlace;
         }
         let rounded = end.next_multiple_of(step);
-        Plan::Staged {
+        TransferBuffer::Staged {
             start: offset - offset % step,
             end: if end <= file_end {
                 rounded.min(file_end)
@@ -129,7 +129,7 @@ mod tests {
 
     use super::*;
 
-    const EXT4: Way = Way::Direct(DirectAlignment {
+    const EXT4: FileIoMode = FileIoMode::Direct(DirectAlignment {
         memory: 512,
         offset: 512,
     });
@@ -142,13 +142,16 @@ mod tests {
                 offset,
             })
         };
-        assert_eq!(Way::of(1 << 20, direct(512)), EXT4);
-        assert_eq!(Way::of(1 << 20, None), Way::Cached);
+        assert_eq!(FileIoMode::of(1 << 20, direct(512)), EXT4);
+        assert_eq!(FileIoMode::of(1 << 20, None), FileIoMode::Cached);
         // Its last bytes could not be reached.
-        assert_eq!(Way::of((1 << 20) + 512, direct(4096)), Way::Cached);
-        assert_eq!(Way::of((1 << 20) + 512, direct(512)), EXT4);
+        assert_eq!(
+            FileIoMode::of((1 << 20) + 512, direct(4096)),
+            FileIoMode::Cached
+        );
+        assert_eq!(FileIoMode::of((1 << 20) + 512, direct(512)), EXT4);
         // Leases may share such a block.
-        assert_eq!(Way::of(1 << 20, direct(8192)), Way::Cached);
+        assert_eq!(FileIoMode::of(1 << 20, direct(8192)), FileIoMode::Cached);
     }
 
     #[test]
@@ -156,12 +159,12 @@ mod tests {
         let plan = |direction, offset, address, len| {
             EXT4.plan(direction, offset, [(address, len)].into_iter(), 1 << 20)
         };
-        let (read, write) = (Direction::Read, Direction::Write);
-        assert_eq!(plan(write, 4096, 0x1000, 8192), Plan::InPlace);
-        assert_eq!(plan(read, 1024, 0x1000, 512), Plan::InPlace);
+        let (read, write) = (TransferDirection::Read, TransferDirection::Write);
+        assert_eq!(plan(write, 4096, 0x1000, 8192), TransferBuffer::InPlace);
+        assert_eq!(plan(read, 1024, 0x1000, 512), TransferBuffer::InPlace);
         assert_eq!(
             plan(write, 3072, 0x1000, 14_336),
-            Plan::Staged {
+            TransferBuffer::Staged {
                 start: 0,
                 end: 5 * 4096
             }
@@ -169,14 +172,14 @@ mod tests {
         // Memory that the device cannot take is staged, whichever part of the file it is.
         assert_eq!(
             plan(write, 4096, 0x1001, 4096),
-            Plan::Staged {
+            TransferBuffer::Staged {
                 start: 4096,
                 end: 8192
             }
         );
         assert_eq!(
             plan(read, 512, 0x1001, 512),
-            Plan::Staged {
+            TransferBuffer::Staged {
                 start: 512,
                 end: 1024
             }
@@ -195,10 +198,10 @@ mod tests {
                 (0x10_0000, address % 4096),
             ];
             let parts = parts.into_iter().filter(|(_, len)| *len > 0);
-            Way::of(1 << 20, Some(zram)).plan(Direction::Read, 8192, parts, 1 << 20)
+            FileIoMode::of(1 << 20, Some(zram)).plan(TransferDirection::Read, 8192, parts, 1 << 20)
         };
-        assert_eq!(plan(0x1000), Plan::InPlace);
-        let staged = Plan::Staged {
+        assert_eq!(plan(0x1000), TransferBuffer::InPlace);
+        let staged = TransferBuffer::Staged {
             start: 8192,
             end: 12_288,
         };
@@ -208,12 +211,18 @@ mod tests {
     #[test]
     fn the_end_of_the_file_is_never_moved() {
         let end = (1 << 20) + 1536;
-        let plan =
-            |offset, len| EXT4.plan(Direction::Write, offset, [(0x1000, len)].into_iter(), end);
-        assert_eq!(plan(1 << 20, 1536), Plan::InPlace);
+        let plan = |offset, len| {
+            EXT4.plan(
+                TransferDirection::Write,
+                offset,
+                [(0x1000, len)].into_iter(),
+                end,
+            )
+        };
+        assert_eq!(plan(1 << 20, 1536), TransferBuffer::InPlace);
         assert_eq!(
             plan((1 << 20) + 512, 512),
-            Plan::Staged {
+            TransferBuffer::Staged {
                 start: 1 << 20,
                 end
             }
@@ -231,15 +240,15 @@ mod tests {
             let (offset, file_end) = (offset * 512, 1_u64 << 20);
             let parts = lens.iter().map(|&(at, len)| (0x10_0000 * (at + 1) + odd * 256, len * 512));
             let len: u64 = lens.iter().map(|&(_, len)| len as u64 * 512).sum();
-            let direction = if write { Direction::Write } else { Direction::Read };
+            let direction = if write { TransferDirection::Write } else { TransferDirection::Read };
             let step = EXT4.step(direction);
             match EXT4.plan(direction, offset, parts, file_end) {
-                Plan::InPlace => {
+                TransferBuffer::InPlace => {
                     let ends = [offset, offset + len];
                     prop_assert!(ends.iter().all(|end| end.is_multiple_of(step)));
                     prop_assert!(odd.is_multiple_of(2));
                 }
-                Plan::Staged { start, end } => {
+                TransferBuffer::Staged { start, end } => {
                     prop_assert!(start <= offset && end >= offset + len);
                     prop_assert!(start.is_multiple_of(step) && end.is_multiple_of(step));
                     prop_assert!(offset - start < step && end - (offset + len) < step);

@@ -3,8 +3,8 @@
 //! The operations are executed in order, with no other command in between. A failed operation does not affect the others. Dword
 //! 0 of the completion holds a status per operation.
 
-use super::pairs::{Change, Presence, Step};
-use nvme_mpt::spec::key_value::{Batch, BatchOperation, Key, StepStatus};
+use super::pairs::{KeyPresence, KvBatchStep, KvChange};
+use nvme_mpt::spec::key_value::{KvBatchCommand, KvBatchOperation, KvBatchStepStatus, KvKey};
 use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::status::Status;
 use zerocopy::FromBytes;
@@ -18,12 +18,12 @@ pub(super) fn steps(
     data: &[u8],
     count: u8,
     value_bytes_max: u32,
-) -> Result<Vec<Result<Step, StepStatus>>, Status> {
+) -> Result<Vec<Result<KvBatchStep, KvBatchStepStatus>>, Status> {
     let mut operations = data;
     let mut bytes = 0;
-    (0..count.min(Batch::OPERATIONS_MAX))
+    (0..count.min(KvBatchCommand::OPERATIONS_MAX))
         .map(|_| {
-            let (operation, rest) = BatchOperation::read_from_prefix(operations)
+            let (operation, rest) = KvBatchOperation::read_from_prefix(operations)
                 .map_err(|_too_short| Status::INVALID_FIELD)?;
             operations = rest;
             if KvOpcode(operation.opcode) == KvOpcode::STORE {
@@ -39,10 +39,10 @@ pub(super) fn steps(
 }
 
 fn step(
-    operation: &BatchOperation,
+    operation: &KvBatchOperation,
     data: &[u8],
     value_bytes_max: u32,
-) -> Result<Result<Step, StepStatus>, Status> {
+) -> Result<Result<KvBatchStep, KvBatchStepStatus>, Status> {
     let opcode = KvOpcode(operation.opcode);
     // An invalid value offset is an error of the guest's driver, so it fails the whole command.
     let value = match opcode {
@@ -55,29 +55,29 @@ fn step(
         _ => &[],
     };
     let bytes = operation.key.get(..usize::from(operation.key_length));
-    let Some(key) = bytes.and_then(Key::new).filter(|key| !key.is_empty()) else {
-        return Ok(Err(StepStatus::INVALID_KEY_SIZE));
+    let Some(key) = bytes.and_then(KvKey::new).filter(|key| !key.is_empty()) else {
+        return Ok(Err(KvBatchStepStatus::INVALID_KEY_SIZE));
     };
     let options = operation.options;
     Ok(match opcode {
         KvOpcode::STORE if operation.value_size > value_bytes_max => {
-            Err(StepStatus::INVALID_VALUE_SIZE)
+            Err(KvBatchStepStatus::INVALID_VALUE_SIZE)
         }
         KvOpcode::STORE => match (options.must_exist(), options.must_not_exist()) {
-            (true, true) => Err(StepStatus::INVALID),
-            (must_exist, must_not_exist) => Ok(Step::Change(Change::Store {
+            (true, true) => Err(KvBatchStepStatus::INVALID),
+            (must_exist, must_not_exist) => Ok(KvBatchStep::Change(KvChange::Store {
                 key,
                 value: value.to_vec(),
                 only_if: match (must_exist, must_not_exist) {
-                    (true, _) => Some(Presence::Present),
-                    (_, true) => Some(Presence::Absent),
+                    (true, _) => Some(KeyPresence::Present),
+                    (_, true) => Some(KeyPresence::Absent),
                     _ => None,
                 },
             })),
         },
-        KvOpcode::DELETE => Ok(Step::Change(Change::Delete { key })),
-        KvOpcode::EXIST => Ok(Step::Exist { key }),
-        _ => Err(StepStatus::INVALID),
+        KvOpcode::DELETE => Ok(KvBatchStep::Change(KvChange::Delete { key })),
+        KvOpcode::EXIST => Ok(KvBatchStep::Exist { key }),
+        _ => Err(KvBatchStepStatus::INVALID),
     })
 }
 
@@ -87,31 +87,31 @@ mod tests {
     use zerocopy::IntoBytes;
 
     use super::*;
-    use nvme_mpt::spec::key_value::StoreOptions;
+    use nvme_mpt::spec::key_value::KvStoreOptions;
 
-    fn operation(opcode: KvOpcode, key: &[u8]) -> BatchOperation {
-        let mut operation = BatchOperation {
+    fn operation(opcode: KvOpcode, key: &[u8]) -> KvBatchOperation {
+        let mut operation = KvBatchOperation {
             opcode: opcode.0,
             key_length: key.len() as u8,
-            ..BatchOperation::default()
+            ..KvBatchOperation::default()
         };
         operation.key[..key.len()].copy_from_slice(key);
         operation
     }
 
-    fn data(operations: &[BatchOperation], values: &[u8]) -> Vec<u8> {
+    fn data(operations: &[KvBatchOperation], values: &[u8]) -> Vec<u8> {
         [operations.as_bytes(), values].concat()
     }
 
     #[test]
     fn each_operation_becomes_a_step_or_has_the_status_of_its_error() {
-        let store = |key: &[u8], offset, size, options| BatchOperation {
+        let store = |key: &[u8], offset, size, options| KvBatchOperation {
             options,
             value_offset: offset,
             value_size: size,
             ..operation(KvOpcode::STORE, key)
         };
-        let none = StoreOptions::default();
+        let none = KvStoreOptions::default();
         let both = none.with_must_exist(true).with_must_not_exist(true);
         let operations = [
             store(b"a", 8 * 32, 3, none.with_must_not_exist(true)),
@@ -123,32 +123,32 @@ mod tests {
             store(b"e", 8 * 32, 0, both),
             operation(KvOpcode::RETRIEVE, b"f"),
         ];
-        let key = |bytes: &[u8]| Key::new(bytes).expect("short");
+        let key = |bytes: &[u8]| KvKey::new(bytes).expect("short");
         let change = |key, value: &[u8], only_if| {
-            Ok(Step::Change(Change::Store {
+            Ok(KvBatchStep::Change(KvChange::Store {
                 key,
                 value: value.to_vec(),
                 only_if,
             }))
         };
         let expected = vec![
-            change(key(b"a"), b"one", Some(Presence::Absent)),
+            change(key(b"a"), b"one", Some(KeyPresence::Absent)),
             change(key(b"0123456789abcdef"), b"eXY", None),
-            Ok(Step::Change(Change::Delete { key: key(b"b") })),
-            Ok(Step::Exist { key: key(b"c") }),
-            Err(StepStatus::INVALID_KEY_SIZE),
-            Err(StepStatus::INVALID_VALUE_SIZE),
-            Err(StepStatus::INVALID),
-            Err(StepStatus::INVALID),
+            Ok(KvBatchStep::Change(KvChange::Delete { key: key(b"b") })),
+            Ok(KvBatchStep::Exist { key: key(b"c") }),
+            Err(KvBatchStepStatus::INVALID_KEY_SIZE),
+            Err(KvBatchStepStatus::INVALID_VALUE_SIZE),
+            Err(KvBatchStepStatus::INVALID),
+            Err(KvBatchStepStatus::INVALID),
         ];
         let data = data(&operations, b"oneXY");
         assert_eq!(steps(&data, 8, 4), Ok(expected));
-        let long = BatchOperation {
+        let long = KvBatchOperation {
             key_length: 17,
             ..operation(KvOpcode::DELETE, b"b")
         };
         let found = steps(long.as_bytes(), 1, 4);
-        assert_eq!(found, Ok(vec![Err(StepStatus::INVALID_KEY_SIZE)]));
+        assert_eq!(found, Ok(vec![Err(KvBatchStepStatus::INVALID_KEY_SIZE)]));
     }
 
     #[test]
@@ -159,7 +159,7 @@ mod tests {
             assert_eq!(steps(data, count, 4), Err(Status::INVALID_FIELD));
         }
         // Values that lie in each other are not longer than the data.
-        let whole = BatchOperation {
+        let whole = KvBatchOperation {
             value_size: 64,
             ..operation(KvOpcode::STORE, b"a")
         };
@@ -168,7 +168,7 @@ mod tests {
             Err(Status::INVALID_FIELD)
         );
         for (offset, size) in [(32, 1), (33, 0), (u32::MAX, u32::MAX), (0, 33)] {
-            let store = BatchOperation {
+            let store = KvBatchOperation {
                 value_offset: offset,
                 value_size: size,
                 ..operation(KvOpcode::STORE, b"a")
@@ -191,7 +191,7 @@ mod tests {
             if let Ok(found) = steps(&data, count, 100) {
                 prop_assert_eq!(found.len(), usize::from(count.min(8)));
                 for step in found.into_iter().flatten() {
-                    if let Step::Change(Change::Store { value, .. }) = step {
+                    if let KvBatchStep::Change(KvChange::Store { value, .. }) = step {
                         prop_assert!(value.len() <= 100);
                     }
                 }

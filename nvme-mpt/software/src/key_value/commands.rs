@@ -1,13 +1,17 @@
 //! Translation of Key Value commands. Each guest has its own key space, so keys need no translation. Only the data pointers of
 //! values do.
 
-use nvme_mpt::dma::Direction;
+use nvme_mpt::dma::DmaDirection;
 use nvme_mpt::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
-    CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, Untranslated, location,
+    CommandFailure, CommandSet, CommandTraffic, CommandTranslator, CompletedCommand, NvmCommands,
+    UntranslatedCommand, location,
 };
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::key_value::{Batch, BatchOperation, Key, KeyList, List, Retrieve, Store};
+use nvme_mpt::spec::key_value::{
+    KvBatchCommand, KvBatchOperation, KvKey, KvKeyList, KvListCommand, KvRetrieveCommand,
+    KvStoreCommand,
+};
 use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
@@ -29,11 +33,11 @@ impl CommandSet for KeyValueCommands {
 
     /// Returns the bytes that a Store transfers, or the maximum that a Retrieve or List can transfer.
     fn translate(
-        translator: &mut Translator,
+        translator: &mut CommandTranslator,
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         Ok(translate_command(translator, guest, slot, host)?)
     }
 
@@ -46,30 +50,30 @@ impl CommandSet for KeyValueCommands {
     /// their own effect.
     fn is_repeatable(guest: &Sqe) -> bool {
         match KvOpcode(guest.opcode()) {
-            KvOpcode::STORE => !Store::from(guest).must_not_exist,
+            KvOpcode::STORE => !KvStoreCommand::from(guest).must_not_exist,
             KvOpcode::DELETE | KvOpcode::BATCH => false,
             _ => true,
         }
     }
 
     /// Store and Retrieve share the opcodes of Write and Read. A retrieved value may be smaller than the host's buffer.
-    fn traffic(completed: &CompletedCommand) -> Traffic {
+    fn traffic(completed: &CompletedCommand) -> CommandTraffic {
         if completed.opcode.0 == KvOpcode::BATCH.0 {
-            return Traffic::Written(completed.bytes);
+            return CommandTraffic::Written(completed.bytes);
         }
         match NvmCommands::traffic(completed) {
-            Traffic::Read(bytes) => Traffic::Read(bytes.min(completed.dw0)),
+            CommandTraffic::Read(bytes) => CommandTraffic::Read(bytes.min(completed.dw0)),
             other => other,
         }
     }
 }
 
 fn translate_command(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
+) -> Result<u32, CommandFailure> {
     let opcode = KvOpcode(guest.opcode());
     match opcode {
         KvOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
@@ -101,24 +105,27 @@ fn translate_command(
                 _ => Ok(0),
             }
         }
-        _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE)),
+        _ => Err(CommandFailure::at(Status::INVALID_OPCODE, location::OPCODE)),
     }
 }
 
 fn store(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
-    let command = Store::from(guest);
+) -> Result<u32, CommandFailure> {
+    let command = KvStoreCommand::from(guest);
     let key = key(guest)?;
     // Contradictory conditions: the command could never succeed.
     if command.must_exist && command.must_not_exist {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW11));
+        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW11));
     }
     if u64::from(command.vs) > translator.limits().own_bytes_max {
-        return Err(Failure::at(Status::INVALID_VALUE_SIZE, location::CDW10));
+        return Err(CommandFailure::at(
+            Status::INVALID_VALUE_SIZE,
+            location::CDW10,
+        ));
     }
     command.write_to(host);
     key.write_to(host);
@@ -126,19 +133,19 @@ fn store(
         translator,
         guest,
         command.vs,
-        Direction::FromGuest,
+        DmaDirection::FromGuest,
         slot,
         host,
     )
 }
 
 fn retrieve(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
-    let command = Retrieve::from(guest);
+) -> Result<u32, CommandFailure> {
+    let command = KvRetrieveCommand::from(guest);
     let key = key(guest)?;
     command.write_to(host);
     key.write_to(host);
@@ -146,22 +153,22 @@ fn retrieve(
         translator,
         guest,
         command.hbs,
-        Direction::ToGuest,
+        DmaDirection::ToGuest,
         slot,
         host,
     )
 }
 
 fn list(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
-    let command = List::from(guest);
-    let from = Key::of(guest).ok_or(KEY_SIZE)?;
-    if (command.hbs as usize) < KeyList::HEADER {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW10));
+) -> Result<u32, CommandFailure> {
+    let command = KvListCommand::from(guest);
+    let from = KvKey::of(guest).ok_or(KEY_SIZE)?;
+    if (command.hbs as usize) < KvKeyList::HEADER {
+        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW10));
     }
     command.write_to(host);
     from.write_to(host);
@@ -169,7 +176,7 @@ fn list(
         translator,
         guest,
         command.hbs,
-        Direction::ToGuest,
+        DmaDirection::ToGuest,
         slot,
         host,
     )
@@ -177,25 +184,25 @@ fn list(
 
 /// Translates a Batch. Its operations lie in guest memory and are checked after they are copied.
 fn batch(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
-    let command = Batch::from(guest);
-    if !(1..=Batch::OPERATIONS_MAX).contains(&command.count) {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW11));
+) -> Result<u32, CommandFailure> {
+    let command = KvBatchCommand::from(guest);
+    if !(1..=KvBatchCommand::OPERATIONS_MAX).contains(&command.count) {
+        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW11));
     }
-    let least = usize::from(command.count) * size_of::<BatchOperation>();
+    let least = usize::from(command.count) * size_of::<KvBatchOperation>();
     if (command.length as usize) < least {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW10));
+        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW10));
     }
     command.write_to(host);
     value(
         translator,
         guest,
         command.length,
-        Direction::FromGuest,
+        DmaDirection::FromGuest,
         slot,
         host,
     )
@@ -203,15 +210,15 @@ fn batch(
 
 /// Translates the data pointer of a command, if it has data.
 fn value(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     len: u32,
-    direction: Direction,
+    direction: DmaDirection,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
+) -> Result<u32, CommandFailure> {
     if u64::from(len) > translator.limits().max_transfer() {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW10));
+        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW10));
     }
     if len > 0 {
         translator.data(guest, len.into(), direction, slot, host)?;
@@ -219,9 +226,11 @@ fn value(
     Ok(len)
 }
 
-const KEY_SIZE: Failure = Failure::at(Status::INVALID_KEY_SIZE, location::CDW11);
+const KEY_SIZE: CommandFailure = CommandFailure::at(Status::INVALID_KEY_SIZE, location::CDW11);
 
 /// Returns the key of a command that requires one.
-fn key(guest: &Sqe) -> Result<Key, Failure> {
-    Key::of(guest).filter(|key| !key.is_empty()).ok_or(KEY_SIZE)
+fn key(guest: &Sqe) -> Result<KvKey, CommandFailure> {
+    KvKey::of(guest)
+        .filter(|key| !key.is_empty())
+        .ok_or(KEY_SIZE)
 }

@@ -3,8 +3,8 @@
 use core::mem::offset_of;
 
 use nvme_mpt::host::{
-    CommandSetDescription, Contents, IdentifyNamespaceData, IoCommand, NamespaceFact, PlacedFact,
-    Promise, Structure,
+    CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand, NamespaceContents,
+    NamespaceFact, PlacedFact, SparseStructure,
 };
 use nvme_mpt::spec::identify::Csi;
 use nvme_mpt::spec::key_value::{IdentifyNamespaceKv, KEY_LENGTH_MAX, KvFormat};
@@ -55,15 +55,15 @@ impl NamespaceKeys {
         let format = self.format();
         CommandSetDescription {
             csi: Csi::KEY_VALUE,
-            contents: Contents::Other("keys and values".to_owned()),
+            contents: NamespaceContents::Other("keys and values".to_owned()),
             commands: COMMANDS.to_vec(),
             namespace: self.identify_namespace(format),
-            controller: Structure::default(),
+            controller: SparseStructure::default(),
             change_list: None,
             promises: vec![
-                Promise::new("bytes of a key (KML)", format.kml),
-                Promise::new("bytes of a value (VML)", format.vml),
-                Promise::new("keys (MNK)", format.mnk),
+                GuestPromise::new("bytes of a key (KML)", format.kml),
+                GuestPromise::new("bytes of a value (VML)", format.vml),
+                GuestPromise::new("keys (MNK)", format.mnk),
             ],
         }
     }
@@ -84,7 +84,7 @@ impl NamespaceKeys {
         id.nsze = self.capacity;
         id.kvf[0] = format;
         IdentifyNamespaceData {
-            structure: Structure::of(&id),
+            structure: SparseStructure::of(&id),
             facts: FACTS.to_vec(),
         }
     }

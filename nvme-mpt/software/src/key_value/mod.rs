@@ -34,18 +34,18 @@ pub use commands::KeyValueCommands;
 pub use format::NamespaceKeys;
 pub use queue::KeyValueQueue;
 
-use file::FilePairs;
-use memory::MemorySpace;
+use file::KeyValueFile;
+use memory::MemoryKeySpace;
 
-use super::model::{KvModel, KvProfile, Timebase};
+use super::model::{KvModel, KvProfile, TickUnit};
 use crate::controller::LIMITS;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
-use nvme_mpt::host::{CommandSetDescription, Limits};
+use nvme_mpt::host::{CommandSetDescription, ControllerLimits};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::sync::Mutex;
-use nvme_mpt::origin::{Identity, IdentityRef, Origin};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::origin::{BackingId, DriveIdentity, DriveIdentityRef};
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::range::BOUNDARY;
 use nvme_mpt::range_lock::ClaimError;
 use nvme_mpt::shadow::{CommandSet, HostQueuePair};
@@ -141,35 +141,35 @@ pub enum KeyValueError {
 /// An NVMe controller in this process, with one key-value namespace.
 #[derive(Debug)]
 pub struct KeyValueController {
-    identity: Identity,
+    identity: DriveIdentity,
     model: &'static str,
     namespace: HostNamespace,
-    limits: Limits,
+    limits: ControllerLimits,
     value_bytes_max: u32,
     /// Decides when commands complete. If `None`, commands complete as soon as the store is done.
     timing: Option<Arc<KvModel>>,
-    home: Home,
+    home: KeyValueStorage,
     iova_space: Arc<IovaSpace>,
 }
 
 /// Storage of the pairs.
 #[derive(Debug)]
-enum Home {
+enum KeyValueStorage {
     /// Key spaces in memory, by name.
-    Memory(Mutex<BTreeMap<u64, Arc<MemorySpace>>>),
+    Memory(Mutex<BTreeMap<u64, Arc<MemoryKeySpace>>>),
     /// Key spaces in a file.
-    File(Arc<FilePairs>),
+    File(Arc<KeyValueFile>),
 }
 
 impl KeyValueController {
     fn new(
-        identity: Identity,
+        identity: DriveIdentity,
         model: &'static str,
         capacity: u64,
         profile: &KvProfile,
-        home: Home,
+        home: KeyValueStorage,
     ) -> Self {
-        let limits = Limits {
+        let limits = ControllerLimits {
             // No optional commands of the NVM Command Set.
             commands: Oncs(0),
             volatile_write_cache: false,
@@ -191,7 +191,7 @@ impl KeyValueController {
             timing: profile
                 .timing
                 .as_ref()
-                .map(|timing| Arc::new(KvModel::new(timing, Timebase::Host))),
+                .map(|timing| Arc::new(KvModel::new(timing, TickUnit::Host))),
             home,
             iova_space: Arc::new(IovaSpace::software()),
         }
@@ -202,7 +202,7 @@ impl KeyValueController {
     pub fn memory(capacity: u64, profile: &KvProfile) -> Self {
         let identity = format!("memory:{capacity}");
         let model = "nvme-mpt memory key value drive";
-        let home = Home::Memory(Mutex::default());
+        let home = KeyValueStorage::Memory(Mutex::default());
         Self::new(identity.into(), model, capacity, profile, home)
     }
 
@@ -210,21 +210,21 @@ impl KeyValueController {
     /// as its capacity.
     ///
     /// # Errors
-    /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::Faults`].
+    /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::FaultInjector`].
     pub fn file(
         path: &Path,
         profile: &KvProfile,
-        threads: &Threads,
+        threads: &ThreadSpawner,
     ) -> Result<Self, KeyValueError> {
-        let pairs = FilePairs::open(path, threads)?;
-        let origin = Origin::of(pairs.path()).map_err(|source| KeyValueError::Io {
+        let pairs = KeyValueFile::open(path, threads)?;
+        let origin = BackingId::of(pairs.path()).map_err(|source| KeyValueError::Io {
             path: pairs.path().to_owned(),
             source,
         })?;
         let identity = origin.identity().clone();
         let model = "nvme-mpt file key value drive";
         let capacity = pairs.capacity();
-        let home = Home::File(Arc::new(pairs));
+        let home = KeyValueStorage::File(Arc::new(pairs));
         Ok(Self::new(identity, model, capacity, profile, home))
     }
 
@@ -232,7 +232,7 @@ impl KeyValueController {
     /// indefinitely.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
-        if let Home::File(pairs) = &self.home {
+        if let KeyValueStorage::File(pairs) = &self.home {
             pairs.set_timeout(timeout);
         }
         self
@@ -240,7 +240,7 @@ impl KeyValueController {
 }
 
 impl HostController for KeyValueController {
-    fn identity(&self) -> IdentityRef<'_> {
+    fn identity(&self) -> DriveIdentityRef<'_> {
         (&self.identity).into()
     }
 
@@ -248,7 +248,7 @@ impl HostController for KeyValueController {
         self.model
     }
 
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &ControllerLimits {
         &self.limits
     }
 
@@ -268,12 +268,12 @@ impl HostController for KeyValueController {
         let bytes = request.only()?.bytes(request.namespace.lba_shift);
         let name = bytes.start();
         let home = match &self.home {
-            Home::Memory(spaces) => {
+            KeyValueStorage::Memory(spaces) => {
                 // The state is consistent wherever a panic can occur.
                 let mut spaces = spaces.lock().unwrap_or_else(PoisonError::into_inner);
-                SpaceHome::Memory(spaces.entry(name).or_default().clone())
+                KeySpaceStorage::Memory(spaces.entry(name).or_default().clone())
             }
-            Home::File(pairs) => SpaceHome::File(pairs.clone(), name),
+            KeyValueStorage::File(pairs) => KeySpaceStorage::File(pairs.clone(), name),
         };
         Ok(Box::new(KeySpace {
             format: NamespaceKeys {
@@ -290,7 +290,7 @@ impl HostController for KeyValueController {
     }
 
     fn is_private(&self) -> bool {
-        matches!(self.home, Home::Memory(_))
+        matches!(self.home, KeyValueStorage::Memory(_))
     }
 }
 
@@ -299,14 +299,14 @@ impl HostController for KeyValueController {
 pub struct KeySpace {
     format: NamespaceKeys,
     timing: Option<Arc<KvModel>>,
-    home: SpaceHome,
+    home: KeySpaceStorage,
 }
 
 #[derive(Clone, Debug)]
-enum SpaceHome {
-    Memory(Arc<MemorySpace>),
+enum KeySpaceStorage {
+    Memory(Arc<MemoryKeySpace>),
     /// A key space in a file, and its name.
-    File(Arc<FilePairs>, u64),
+    File(Arc<KeyValueFile>, u64),
 }
 
 impl HostLease for KeySpace {
@@ -325,8 +325,8 @@ impl HostLease for KeySpace {
 
     fn used(&self) -> u64 {
         match &self.home {
-            SpaceHome::Memory(space) => space.usage().bytes,
-            SpaceHome::File(pairs, name) => pairs.usage(*name).bytes,
+            KeySpaceStorage::Memory(space) => space.usage().bytes,
+            KeySpaceStorage::File(pairs, name) => pairs.usage(*name).bytes,
         }
     }
 }

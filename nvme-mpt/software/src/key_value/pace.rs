@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::model::{Calendar, Clock, HostClock, KvModel, KvWork, RoundedUp};
+use crate::model::{CompletionCalendar, HostClock, KvModel, KvWork, RoundedUpTicks, TickClock};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostCompletion};
 
@@ -15,35 +15,35 @@ const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// Arrival and result of a command.
 #[derive(Clone, Copy, Debug, Default)]
-struct Waiting {
-    arrived: RoundedUp,
+struct DelayedKvCommand {
+    arrived: RoundedUpTicks,
     dw0: u32,
 }
 
 /// The completions of a queue that are not due.
 #[derive(Debug)]
-pub(super) struct Pace<C = HostClock> {
+pub(super) struct KvCompletionPacer<C = HostClock> {
     model: Arc<KvModel>,
     clock: C,
-    held: Calendar,
+    held: CompletionCalendar,
     /// Waiting commands, indexed by slot.
-    waiting: Box<[Waiting]>,
+    waiting: Box<[DelayedKvCommand]>,
     hurried: bool,
 }
 
-impl Pace {
+impl KvCompletionPacer {
     pub(super) fn new(model: Arc<KvModel>, slots: u16) -> Self {
         Self::with_clock(model, slots, HostClock, ticks_in(RESOLUTION))
     }
 }
 
-impl<C: Clock> Pace<C> {
+impl<C: TickClock> KvCompletionPacer<C> {
     fn with_clock(model: Arc<KvModel>, slots: u16, clock: C, resolution: u64) -> Self {
         Self {
             model,
             clock,
-            held: Calendar::new(slots, resolution),
-            waiting: vec![Waiting::default(); slots.into()].into_boxed_slice(),
+            held: CompletionCalendar::new(slots, resolution),
+            waiting: vec![DelayedKvCommand::default(); slots.into()].into_boxed_slice(),
             hurried: false,
         }
     }
@@ -69,10 +69,10 @@ impl<C: Clock> Pace<C> {
             return;
         };
         waiting.dw0 = dw0;
-        let RoundedUp(arrived) = waiting.arrived;
+        let RoundedUpTicks(arrived) = waiting.arrived;
         let due = work.into_iter().map(|work| self.model.due(*work, arrived));
         let due = due.max().unwrap_or(arrived);
-        self.held.hold(slot, status, RoundedUp(due));
+        self.held.hold(slot, status, RoundedUpTicks(due));
     }
 
     /// Hands over completions that are due.
@@ -105,14 +105,14 @@ mod tests {
     use std::rc::Rc;
 
     use super::*;
-    use crate::model::{KvAccess, Profile, Timebase};
+    use crate::model::{DriveProfile, KvAccess, TickUnit};
     use nvme_mpt::spec::status::Status;
 
     /// A clock that stands still until it is moved.
     #[derive(Clone, Debug, Default)]
-    struct VirtualClock(Rc<Cell<u64>>);
+    struct KvPacerTestClock(Rc<Cell<u64>>);
 
-    impl Clock for VirtualClock {
+    impl TickClock for KvPacerTestClock {
         fn now(&self) -> u64 {
             self.0.get()
         }
@@ -130,24 +130,32 @@ mod tests {
         list = "70us"
     "#;
 
-    fn pace() -> (VirtualClock, Pace<VirtualClock>) {
-        let Profile::Kv(profile) = Profile::parse("test", PROFILE).expect("sound") else {
+    fn pace() -> (KvPacerTestClock, KvCompletionPacer<KvPacerTestClock>) {
+        let DriveProfile::Kv(profile) = DriveProfile::parse("test", PROFILE).expect("sound") else {
             panic!("another model");
         };
         let timing = profile.timing.expect("it has one");
-        let model = Arc::new(KvModel::new(&timing, Timebase::Nanoseconds));
-        let clock = VirtualClock::default();
+        let model = Arc::new(KvModel::new(&timing, TickUnit::Nanoseconds));
+        let clock = KvPacerTestClock::default();
         clock.0.set(1_000_000_007);
-        (clock.clone(), Pace::with_clock(model, 4, clock, 1))
+        (
+            clock.clone(),
+            KvCompletionPacer::with_clock(model, 4, clock, 1),
+        )
     }
 
-    fn hold(pace: &mut Pace<VirtualClock>, slot: u16, access: KvAccess, bytes: u64) {
+    fn hold(
+        pace: &mut KvCompletionPacer<KvPacerTestClock>,
+        slot: u16,
+        access: KvAccess,
+        bytes: u64,
+    ) {
         let (status, dw0) = (Status::SUCCESS, 100 + u32::from(slot));
         let work = KvWork { access, bytes };
         pace.hold(HostCompletion { slot, status, dw0 }, &[work]);
     }
 
-    fn release(pace: &mut Pace<VirtualClock>) -> Vec<(u16, u32)> {
+    fn release(pace: &mut KvCompletionPacer<KvPacerTestClock>) -> Vec<(u16, u32)> {
         let mut done = Vec::new();
         pace.release(|completion: HostCompletion| done.push((completion.slot, completion.dw0)));
         done

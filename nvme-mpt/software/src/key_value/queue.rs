@@ -10,17 +10,19 @@ use log::{error, warn};
 
 use super::KeyValueCommands;
 use super::batch;
-use super::file::{Asked, FilePairs, Mailbox};
-use super::memory::MemorySpace;
-use super::pace::Pace;
-use super::pairs::{Change, Presence, Query, Reply, Request};
-use super::{KeySpace, NamespaceKeys, SpaceHome};
-use crate::looks::{LOOK, Looks, OVERDUE, looks_in};
+use super::file::{KeyValueFile, KvReplyQueue, QueuedKvRequest};
+use super::memory::MemoryKeySpace;
+use super::pace::KvCompletionPacer;
+use super::pairs::{KeyPresence, KvChange, KvQuery, KvReply, KvRequest};
+use super::{KeySpace, KeySpaceStorage, NamespaceKeys};
+use crate::looks::{LOOK, OVERDUE, RequestAgeTimer, looks_in};
 use crate::model::{KvAccess, KvWork};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
-use nvme_mpt::spec::key_value::{Batch, Key, List, Retrieve, Store};
+use nvme_mpt::spec::key_value::{
+    KvBatchCommand, KvKey, KvListCommand, KvRetrieveCommand, KvStoreCommand,
+};
 use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
@@ -33,23 +35,23 @@ const BYTES_ON_THE_WAY: usize = 4 << 20;
 #[derive(Debug)]
 pub struct KeyValueQueue {
     format: NamespaceKeys,
-    lane: Lane,
+    lane: KvRequestRoute,
     /// Submitted commands whose doorbell was not rung.
     arriving: Vec<Sqe>,
-    ended: Ended,
+    ended: EndedKvCommands,
 }
 
 /// Completed commands.
 #[derive(Debug)]
-struct Ended {
+struct EndedKvCommands {
     completed: Vec<HostCompletion>,
     /// Completions that are not due, if the drive has a timing model.
-    pace: Option<Pace>,
+    pace: Option<KvCompletionPacer>,
 }
 
-impl Ended {
+impl EndedKvCommands {
     /// Adds a completed command, after copying its data to guest memory.
-    fn add(&mut self, sqe: &Sqe, reply: &Reply, memory: HostMemory<'_>) {
+    fn add(&mut self, sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) {
         let completion = complete(sqe, reply, memory);
         match &mut self.pace {
             None => self.completed.push(completion),
@@ -60,36 +62,36 @@ impl Ended {
 
 /// Path of requests to the storage.
 #[derive(Debug)]
-enum Lane {
-    Memory(Arc<MemorySpace>),
-    File(FileLane),
+enum KvRequestRoute {
+    Memory(Arc<MemoryKeySpace>),
+    File(KvFileRoute),
 }
 
 /// Requests of one queue to the thread of a file.
 #[derive(Debug)]
-struct FileLane {
-    pairs: Arc<FilePairs>,
+struct KvFileRoute {
+    pairs: Arc<KeyValueFile>,
     /// Name of the key space.
     name: u64,
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<KvReplyQueue>,
     /// Commands that the thread has, by slot.
     asked: Box<[Sqe]>,
     /// Commands that wait until fewer bytes are in flight.
     waiting: VecDeque<Sqe>,
     bytes: usize,
     /// Replies of the thread.
-    replies: Vec<(u16, Reply)>,
+    replies: Vec<(u16, KvReply)>,
     /// Number of requests that the thread has.
     requests: usize,
-    progress: Progress,
+    progress: KvFileThreadProgress,
     /// True if the thread makes no progress.
     failed: bool,
 }
 
 /// Progress of the file's thread, as observed by a queue that waits for replies.
 #[derive(Debug)]
-struct Progress {
-    looks: Looks,
+struct KvFileThreadProgress {
+    looks: RequestAgeTimer,
     /// Number of batches taken at the last progress, and the look count then.
     batches: u64,
     since: u32,
@@ -97,7 +99,7 @@ struct Progress {
 
 /// Classified time for which the thread has made no progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standstill {
+enum KvFileThreadDelay {
     /// Within the normal range.
     Short,
     /// Longer than a healthy drive needs. Returned once per pause.
@@ -106,10 +108,10 @@ enum Standstill {
     Lost,
 }
 
-impl Progress {
+impl KvFileThreadProgress {
     fn new() -> Self {
         Self {
-            looks: Looks::new(),
+            looks: RequestAgeTimer::new(),
             batches: 0,
             since: 0,
         }
@@ -122,15 +124,15 @@ impl Progress {
     }
 
     /// Compares the number of batches with the last look.
-    fn look(&mut self, now: Ticks, batches: u64, timeout: Option<u32>) -> Standstill {
+    fn look(&mut self, now: Ticks, batches: u64, timeout: Option<u32>) -> KvFileThreadDelay {
         self.looks.look(now);
         if batches != self.batches {
             self.begin(batches);
         }
         match self.looks.count.wrapping_sub(self.since) {
-            age if timeout.is_some_and(|timeout| age > timeout) => Standstill::Lost,
-            OVERDUE => Standstill::Overdue,
-            _ => Standstill::Short,
+            age if timeout.is_some_and(|timeout| age > timeout) => KvFileThreadDelay::Lost,
+            OVERDUE => KvFileThreadDelay::Overdue,
+            _ => KvFileThreadDelay::Short,
         }
     }
 }
@@ -139,17 +141,17 @@ impl KeyValueQueue {
     pub(super) fn new(keys: KeySpace, slots: u16) -> io::Result<Self> {
         let room = usize::from(slots);
         let lane = match keys.home {
-            SpaceHome::Memory(space) => Lane::Memory(space),
-            SpaceHome::File(pairs, name) => Lane::File(FileLane {
+            KeySpaceStorage::Memory(space) => KvRequestRoute::Memory(space),
+            KeySpaceStorage::File(pairs, name) => KvRequestRoute::File(KvFileRoute {
                 pairs,
                 name,
-                mailbox: Arc::new(Mailbox::new(room)?),
+                mailbox: Arc::new(KvReplyQueue::new(room)?),
                 asked: vec![Sqe::default(); room].into_boxed_slice(),
                 waiting: VecDeque::with_capacity(room),
                 bytes: 0,
                 replies: Vec::with_capacity(room),
                 requests: 0,
-                progress: Progress::new(),
+                progress: KvFileThreadProgress::new(),
                 failed: false,
             }),
         };
@@ -157,17 +159,24 @@ impl KeyValueQueue {
             format: keys.format,
             lane,
             arriving: Vec::with_capacity(room),
-            ended: Ended {
+            ended: EndedKvCommands {
                 completed: Vec::with_capacity(room),
-                pace: keys.timing.map(|model| Pace::new(model, slots)),
+                pace: keys
+                    .timing
+                    .map(|model| KvCompletionPacer::new(model, slots)),
             },
         })
     }
 }
 
-impl FileLane {
+impl KvFileRoute {
     /// Passes waiting requests to the thread while their bytes are within the limit.
-    fn advance(&mut self, format: &NamespaceKeys, memory: HostMemory<'_>, ended: &mut Ended) {
+    fn advance(
+        &mut self,
+        format: &NamespaceKeys,
+        memory: HostMemory<'_>,
+        ended: &mut EndedKvCommands,
+    ) {
         let mut asked = Vec::new();
         while let Some(sqe) = self.waiting.front() {
             let bytes = bytes_of(sqe);
@@ -185,15 +194,15 @@ impl FileLane {
                     };
                     *place = sqe;
                     self.bytes += bytes;
-                    asked.push(Asked {
+                    asked.push(QueuedKvRequest {
                         mailbox: self.mailbox.clone(),
                         slot,
                         capacity: format.capacity,
                         request,
                     });
                 }
-                Ok(None) => ended.add(&sqe, &Reply::DONE, memory),
-                Err(status) => ended.add(&sqe, &Reply::of(status), memory),
+                Ok(None) => ended.add(&sqe, &KvReply::DONE, memory),
+                Err(status) => ended.add(&sqe, &KvReply::of(status), memory),
             }
         }
         if asked.is_empty() {
@@ -217,12 +226,12 @@ impl FileLane {
         let standstill = self.progress.look(now, self.pairs.batches(), looks);
         let (path, requests) = (self.pairs.path().display(), self.requests);
         match standstill {
-            Standstill::Short => {}
-            Standstill::Overdue => warn!(
+            KvFileThreadDelay::Short => {}
+            KvFileThreadDelay::Overdue => warn!(
                 "The kernel has kept a transaction on {path} for over {:?}: {requests} commands of a queue wait for it",
                 LOOK * OVERDUE
             ),
-            Standstill::Lost => {
+            KvFileThreadDelay::Lost => {
                 error!(
                     "The kernel has kept a transaction on {path} for over {:?}, its timeout: a queue with {requests} commands fails",
                     timeout.unwrap_or_default()
@@ -233,7 +242,7 @@ impl FileLane {
     }
 
     /// Takes the thread's replies.
-    fn take_replies(&mut self, memory: HostMemory<'_>, ended: &mut Ended) {
+    fn take_replies(&mut self, memory: HostMemory<'_>, ended: &mut EndedKvCommands) {
         self.mailbox.take(&mut self.replies);
         for (slot, reply) in self.replies.drain(..) {
             let Some(sqe) = self.asked.get(usize::from(slot)) else {
@@ -251,11 +260,11 @@ fn bytes_of(sqe: &Sqe) -> usize {
     // All commands with data have its length in the same place.
     let data = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE | KvOpcode::RETRIEVE | KvOpcode::LIST | KvOpcode::BATCH => {
-            Retrieve::from(sqe).hbs
+            KvRetrieveCommand::from(sqe).hbs
         }
         _ => 0,
     };
-    data as usize + size_of::<Asked>()
+    data as usize + size_of::<QueuedKvRequest>()
 }
 
 /// Converts a command to a request, or returns `None` if the command is already complete.
@@ -263,55 +272,55 @@ fn request(
     sqe: &Sqe,
     format: &NamespaceKeys,
     memory: HostMemory<'_>,
-) -> Result<Option<Request>, Status> {
+) -> Result<Option<KvRequest>, Status> {
     if KvOpcode(sqe.opcode()) == KvOpcode::BATCH {
-        let Batch { length, count } = Batch::from(sqe);
+        let KvBatchCommand { length, count } = KvBatchCommand::from(sqe);
         // Copy the data before checking it, because the guest may write to it at any time.
         let data = fetch(sqe, length, memory)?;
         let steps = batch::steps(&data, count, format.value_bytes_max)?;
-        return Ok(Some(Request::Batch(steps)));
+        return Ok(Some(KvRequest::Batch(steps)));
     }
-    let key = Key::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
+    let key = KvKey::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
     Ok(Some(match KvOpcode(sqe.opcode()) {
         // A completed command is durable, or ends with the process.
         KvOpcode::FLUSH => return Ok(None),
         KvOpcode::STORE => {
-            let Store {
+            let KvStoreCommand {
                 vs,
                 must_exist,
                 must_not_exist,
                 ..
-            } = Store::from(sqe);
+            } = KvStoreCommand::from(sqe);
             let only_if = match (must_exist, must_not_exist) {
-                (true, _) => Some(Presence::Present),
-                (_, true) => Some(Presence::Absent),
+                (true, _) => Some(KeyPresence::Present),
+                (_, true) => Some(KeyPresence::Absent),
                 _ => None,
             };
             let value = fetch(sqe, vs, memory)?;
-            Request::Change(Change::Store {
+            KvRequest::Change(KvChange::Store {
                 key,
                 value,
                 only_if,
             })
         }
-        KvOpcode::DELETE => Request::Change(Change::Delete { key }),
+        KvOpcode::DELETE => KvRequest::Change(KvChange::Delete { key }),
         KvOpcode::RETRIEVE => {
-            let room = Retrieve::from(sqe).hbs as usize;
-            Request::Query(Query::Retrieve { key, room })
+            let room = KvRetrieveCommand::from(sqe).hbs as usize;
+            KvRequest::Query(KvQuery::Retrieve { key, room })
         }
-        KvOpcode::EXIST => Request::Query(Query::Exist { key }),
+        KvOpcode::EXIST => KvRequest::Query(KvQuery::Exist { key }),
         KvOpcode::LIST => {
-            let room = List::from(sqe).hbs as usize;
-            Request::Query(Query::List { from: key, room })
+            let room = KvListCommand::from(sqe).hbs as usize;
+            KvRequest::Query(KvQuery::List { from: key, room })
         }
         _ => return Err(Status::INVALID_OPCODE),
     }))
 }
 
 /// Returns the work of a command for the timing model. A Flush has no work, and a Batch has only the work of its steps.
-fn work(sqe: &Sqe, reply: &Reply) -> Option<KvWork> {
+fn work(sqe: &Sqe, reply: &KvReply) -> Option<KvWork> {
     let (access, bytes) = match KvOpcode(sqe.opcode()) {
-        KvOpcode::STORE => (KvAccess::Store, Store::from(sqe).vs.into()),
+        KvOpcode::STORE => (KvAccess::Store, KvStoreCommand::from(sqe).vs.into()),
         KvOpcode::RETRIEVE => (KvAccess::Retrieve, reply.data.len() as u64),
         KvOpcode::LIST => (KvAccess::List, reply.data.len() as u64),
         KvOpcode::DELETE => (KvAccess::Delete, 0),
@@ -337,7 +346,7 @@ fn fetch(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, Status>
 }
 
 /// Creates the completion of a command, after copying its data to guest memory.
-fn complete(sqe: &Sqe, reply: &Reply, memory: HostMemory<'_>) -> HostCompletion {
+fn complete(sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) -> HostCompletion {
     let handed_over = hand_over(sqe, &reply.data, memory);
     let status = match handed_over {
         Ok(()) => reply.status,
@@ -357,7 +366,7 @@ fn hand_over(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), Statu
         return Ok(());
     }
     // The length of the host's buffer decides whether PRP2 points to a list.
-    let room = Retrieve::from(sqe).hbs;
+    let room = KvRetrieveCommand::from(sqe).hbs;
     let mut rest = data;
     DataPointer::of(sqe).for_each(memory, room.into(), |part| {
         let (here, after) = rest.split_at(rest.len().min(part.len()));
@@ -385,17 +394,17 @@ impl HostBatch for &mut KeyValueQueue {
             pace.arrive(arriving.iter().map(|sqe| sqe.cid().0));
         }
         match lane {
-            Lane::Memory(space) => {
+            KvRequestRoute::Memory(space) => {
                 for sqe in arriving.drain(..) {
                     let reply = match request(&sqe, format, memory) {
                         Ok(Some(request)) => space.execute(request, format.capacity),
-                        Ok(None) => Reply::DONE,
-                        Err(status) => Reply::of(status),
+                        Ok(None) => KvReply::DONE,
+                        Err(status) => KvReply::of(status),
                     };
                     ended.add(&sqe, &reply, memory);
                 }
             }
-            Lane::File(lane) => {
+            KvRequestRoute::File(lane) => {
                 lane.waiting.extend(arriving.drain(..));
                 lane.advance(format, memory, ended);
             }
@@ -413,7 +422,7 @@ impl HostQueue for KeyValueQueue {
     }
 
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
-        if let Lane::File(lane) = &mut self.lane {
+        if let KvRequestRoute::File(lane) = &mut self.lane {
             if lane.mailbox.has_replies() {
                 lane.take_replies(memory, &mut self.ended);
                 lane.advance(&self.format, memory, &mut self.ended);
@@ -435,7 +444,7 @@ impl HostQueue for KeyValueQueue {
 
     /// Ends the requests that the thread does not have yet.
     fn cut_short(&mut self) {
-        if let Lane::File(lane) = &mut self.lane {
+        if let KvRequestRoute::File(lane) = &mut self.lane {
             let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {
                 slot: sqe.cid().0,
                 status: Status::ABORTED_SQ_DELETION,
@@ -447,8 +456,8 @@ impl HostQueue for KeyValueQueue {
 
     fn wait_fd(&self) -> Option<RawFd> {
         match &self.lane {
-            Lane::Memory(_) => None,
-            Lane::File(lane) => Some(lane.mailbox.wait_fd()),
+            KvRequestRoute::Memory(_) => None,
+            KvRequestRoute::File(lane) => Some(lane.mailbox.wait_fd()),
         }
     }
 
@@ -460,15 +469,21 @@ impl HostQueue for KeyValueQueue {
 
     fn next_due(&self) -> Option<Ticks> {
         let look = match &self.lane {
-            Lane::File(lane) if lane.requests > 0 && !lane.failed => Some(lane.progress.looks.next),
+            KvRequestRoute::File(lane) if lane.requests > 0 && !lane.failed => {
+                Some(lane.progress.looks.next)
+            }
             _ => None,
         };
-        let due = self.ended.pace.as_ref().and_then(Pace::next_due);
+        let due = self
+            .ended
+            .pace
+            .as_ref()
+            .and_then(KvCompletionPacer::next_due);
         [look, due].into_iter().flatten().min()
     }
 
     fn has_failed(&self) -> bool {
-        matches!(&self.lane, Lane::File(lane) if lane.failed)
+        matches!(&self.lane, KvRequestRoute::File(lane) if lane.failed)
     }
 }
 
@@ -481,18 +496,20 @@ mod tests {
         let day = looks_in(std::time::Duration::from_secs(24 * 3600));
         let lost = looks_in(std::time::Duration::from_secs(45));
         for timeout in [None, Some(lost)] {
-            let mut progress = Progress::new();
-            let mut stands = |batches, looks: u32| -> Vec<Standstill> {
+            let mut progress = KvFileThreadProgress::new();
+            let mut stands = |batches, looks: u32| -> Vec<KvFileThreadDelay> {
                 let found = (0..looks).map(|_| progress.look(Ticks(0), batches, timeout));
-                found.filter(|found| *found != Standstill::Short).collect()
+                found
+                    .filter(|found| *found != KvFileThreadDelay::Short)
+                    .collect()
             };
             assert!(stands(1, OVERDUE).is_empty());
             // It went on, if only with the next batch.
             assert!(stands(2, OVERDUE).is_empty());
-            assert_eq!(stands(2, lost - OVERDUE + 1), [Standstill::Overdue]);
+            assert_eq!(stands(2, lost - OVERDUE + 1), [KvFileThreadDelay::Overdue]);
             match timeout {
                 None => assert!(stands(2, day).is_empty(), "it is waited for"),
-                Some(_) => assert_eq!(stands(2, 1), [Standstill::Lost]),
+                Some(_) => assert_eq!(stands(2, 1), [KvFileThreadDelay::Lost]),
             }
         }
     }

@@ -1,19 +1,19 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::spec::ids::Lba;
 
 use super::*;
-use crate::model::Size;
+use crate::model::ProfileSize;
 
 const PROFILE: KvProfile = KvProfile {
-    max_value: Size(1 << 20),
+    max_value: ProfileSize(1 << 20),
     timing: None,
 };
 
 fn open(path: &Path) -> Result<KeyValueController, KeyValueError> {
-    KeyValueController::file(path, &PROFILE, &Threads::default())
+    KeyValueController::file(path, &PROFILE, &ThreadSpawner::default())
 }
 
 /// A file without anything in it.
@@ -60,7 +60,7 @@ fn a_file_is_open_once() {
     let request = HostLeaseRequest {
         name: "test",
         namespace: blocks.namespaces()[0],
-        parts: &[LbaRange {
+        parts: &[BlockRange {
             start: Lba(0),
             blocks: 1,
         }],

@@ -17,14 +17,14 @@ const NONE: u16 = u16::MAX;
 /// A time in ticks plus one tick less than a unit. Truncating it to units rounds up, so no completion comes out early. Times
 /// computed from it are rounded up too, without a further addition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct RoundedUp(pub(crate) u64);
+pub(crate) struct RoundedUpTicks(pub(crate) u64);
 
 /// The entry of a slot: its status in the upper half, and the next slot on the same page in the lower half. One word, so that
 /// it is read and written at once.
 #[derive(Clone, Copy, Debug)]
-struct Entry(u32);
+struct CalendarEntry(u32);
 
-impl Entry {
+impl CalendarEntry {
     #[inline]
     fn new(status: Status, next: u16) -> Self {
         Self(u32::from(status.0) << 16 | u32::from(next))
@@ -43,7 +43,7 @@ impl Entry {
 
 /// The pages of the near future, one per time unit.
 #[derive(Debug)]
-struct Ring {
+struct CalendarRing {
     /// The first unit that has a page. All earlier pages are empty.
     begin: u64,
     /// Bitmap of the pages: 1 for a page that is not empty.
@@ -51,10 +51,10 @@ struct Ring {
     /// The first slot on each page.
     pages: [u16; PAGES as usize],
     /// Entries, indexed by slot.
-    entries: Box<[Entry]>,
+    entries: Box<[CalendarEntry]>,
 }
 
-impl Ring {
+impl CalendarRing {
     /// Returns whether a unit has a page.
     #[inline]
     fn has(&self, unit: u64) -> bool {
@@ -69,7 +69,7 @@ impl Ring {
         };
         let page = (unit % PAGES) as usize;
         let next = std::mem::replace(&mut self.pages[page], slot);
-        *entry = Entry::new(status, next);
+        *entry = CalendarEntry::new(status, next);
         self.occupied[page / 64] |= 1 << (page % 64);
     }
 
@@ -143,25 +143,25 @@ impl Ring {
 
 /// Completions, identified by slot, that are held until they are due.
 #[derive(Debug)]
-pub(crate) struct Calendar {
+pub(crate) struct CompletionCalendar {
     /// Ticks per unit, as a power of two.
     shift: u32,
     /// Ticks to add for rounding up: one less than a unit.
     round: u64,
-    near: Ring,
+    near: CalendarRing,
     /// Completions beyond the ring.
     later: DueQueue,
 }
 
-impl Calendar {
+impl CompletionCalendar {
     /// Creates a calendar for slots 0 to `slots`-1, with time units of at most `resolution` ticks.
     pub(crate) fn new(slots: u16, resolution: u64) -> Self {
-        let nothing = Entry::new(Status::SUCCESS, NONE);
+        let nothing = CalendarEntry::new(Status::SUCCESS, NONE);
         let shift = resolution.max(1).ilog2();
         Self {
             shift,
             round: (1 << shift) - 1,
-            near: Ring {
+            near: CalendarRing {
                 begin: 0,
                 occupied: [0; 64],
                 pages: [NONE; PAGES as usize],
@@ -174,18 +174,18 @@ impl Calendar {
 
     /// Sets the current time to at least `now`. Returns `now` rounded up, as the base for due times.
     #[inline]
-    pub(crate) fn begin(&mut self, now: u64) -> RoundedUp {
+    pub(crate) fn begin(&mut self, now: u64) -> RoundedUpTicks {
         let unit = now >> self.shift;
         // Skip ahead if no completion was held for a long time.
         if unit > self.near.begin + PAGES / 2 && self.near.first().is_none() {
             self.near.begin = unit;
         }
-        RoundedUp(now.wrapping_add(self.round))
+        RoundedUpTicks(now.wrapping_add(self.round))
     }
 
     /// Adds a completion for a slot without one. A completion that is already due comes out next.
     #[inline]
-    pub(crate) fn hold(&mut self, slot: u16, status: Status, due: RoundedUp) {
+    pub(crate) fn hold(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         let unit = due.0 >> self.shift;
         if self.near.has(unit) {
             self.near.enter(slot, status, unit);
@@ -196,11 +196,11 @@ impl Calendar {
 
     /// Adds a completion whose time has no page.
     #[cold]
-    fn hold_elsewhere(&mut self, slot: u16, status: Status, due: RoundedUp) {
+    fn hold_elsewhere(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         if due.0 >> self.shift < self.near.begin {
             self.near.enter(slot, status, self.near.begin);
         } else if let Some(entry) = self.near.entries.get_mut(usize::from(slot)) {
-            *entry = Entry::new(status, NONE);
+            *entry = CalendarEntry::new(status, NONE);
             // `later` rounds up itself.
             self.later.insert(slot.into(), due.0 - self.round);
         }
@@ -251,11 +251,11 @@ mod tests {
         Status(slot & 0xFF)
     }
 
-    fn hold(calendar: &mut Calendar, slot: u16, due: u64) {
-        calendar.hold(slot, status(slot), RoundedUp(due + calendar.round));
+    fn hold(calendar: &mut CompletionCalendar, slot: u16, due: u64) {
+        calendar.hold(slot, status(slot), RoundedUpTicks(due + calendar.round));
     }
 
-    fn release(calendar: &mut Calendar, now: u64) -> Vec<u16> {
+    fn release(calendar: &mut CompletionCalendar, now: u64) -> Vec<u16> {
         let mut out = Vec::new();
         calendar.release(Some(now), |completion| {
             assert_eq!(completion.status, status(completion.slot));
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn nothing_comes_out_before_it_is_due_and_all_of_it_then() {
-        let mut calendar = Calendar::new(4, 256);
+        let mut calendar = CompletionCalendar::new(4, 256);
         hold(&mut calendar, 0, 1000);
         hold(&mut calendar, 1, 256);
         hold(&mut calendar, 2, 1 << 40);
@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn a_clock_that_is_behind_releases_nothing_early() {
-        let mut calendar = Calendar::new(1, 1);
+        let mut calendar = CompletionCalendar::new(1, 1);
         assert!(release(&mut calendar, 100).is_empty());
         hold(&mut calendar, 0, 100);
         assert!(release(&mut calendar, 99).is_empty());
@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     fn what_is_drained_leaves_the_time_as_it_was() {
-        let mut calendar = Calendar::new(3, 1);
+        let mut calendar = CompletionCalendar::new(3, 1);
         assert!(release(&mut calendar, 100).is_empty());
         calendar.begin(100);
         hold(&mut calendar, 0, 1 << 40);
@@ -316,7 +316,7 @@ mod tests {
             shift in 0..10u32,
             steps in prop::collection::vec((0..4u64, 0..16u32, 0..200u64), 1..300),
         ) {
-            let mut calendar = Calendar::new(300, 1 << shift);
+            let mut calendar = CompletionCalendar::new(300, 1 << shift);
             let unit = 1_u64 << shift;
             let mut model: Vec<(u64, u16)> = Vec::new();
             let (mut now, mut slot) = (0_u64, 0);
@@ -336,7 +336,7 @@ mod tests {
                         expected.sort_unstable();
                         prop_assert_eq!(release(&mut calendar, now), expected);
                     }
-                    1 => prop_assert_eq!(calendar.begin(now), RoundedUp(now + unit - 1)),
+                    1 => prop_assert_eq!(calendar.begin(now), RoundedUpTicks(now + unit - 1)),
                     _ => {
                         hold(&mut calendar, slot, now + time);
                         model.push(((now + time).div_ceil(unit), slot));

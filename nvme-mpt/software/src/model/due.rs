@@ -5,7 +5,7 @@ use std::collections::BinaryHeap;
 
 /// An entry of the heap, ordered by due time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Entry {
+struct DueEntry {
     /// Due time in units.
     due: u64,
     /// Number of earlier entries.
@@ -22,7 +22,7 @@ pub(crate) struct DueQueue {
     /// Current time in units. No entry is due earlier.
     now: u64,
     turn: u64,
-    entries: BinaryHeap<Reverse<Entry>>,
+    entries: BinaryHeap<Reverse<DueEntry>>,
 }
 
 impl DueQueue {
@@ -49,7 +49,7 @@ impl DueQueue {
         let due = due.saturating_add((1 << self.shift) - 1) >> self.shift;
         let (due, turn) = (due.max(self.now), self.turn);
         self.turn += 1;
-        self.entries.push(Reverse(Entry { due, turn, number }));
+        self.entries.push(Reverse(DueEntry { due, turn, number }));
     }
 
     /// Removes all entries that are due at `now`, in order.

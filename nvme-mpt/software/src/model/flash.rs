@@ -4,10 +4,10 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::profile::Size;
-use super::time::{Span, Timebase};
-use super::timeline::Timelines;
-use super::tokens::Tokens;
+use super::profile::ProfileSize;
+use super::time::{TickUnit, TimeSpan};
+use super::timeline::ResourceTimelines;
+use super::tokens::BandwidthTokens;
 
 /// Description of a drive's flash.
 #[derive(Clone, Copy, Debug)]
@@ -15,19 +15,19 @@ pub(super) struct FlashParts {
     pub(super) channels: u16,
     pub(super) dies_per_channel: u16,
     /// Time in which a die reads a flash page, programs a unit, and erases a block.
-    pub(super) read: Span,
-    pub(super) program: Span,
-    pub(super) erase: Span,
+    pub(super) read: TimeSpan,
+    pub(super) program: TimeSpan,
+    pub(super) erase: TimeSpan,
     /// Bandwidth of each channel, in bytes per second.
-    pub(super) channel_bandwidth: Size,
-    pub(super) write_buffer: Size,
+    pub(super) channel_bandwidth: ProfileSize,
+    pub(super) write_buffer: ProfileSize,
     /// Bytes that a die programs at once.
-    pub(super) program_unit: Size,
+    pub(super) program_unit: ProfileSize,
 }
 
 /// Duration of each operation of a die, in ticks.
 #[derive(Clone, Copy, Debug)]
-struct Busy {
+struct DieBusyTimes {
     read: u64,
     program: u64,
     erase: u64,
@@ -35,24 +35,24 @@ struct Busy {
 
 /// The flash of a drive.
 #[derive(Debug)]
-pub(super) struct Flash {
-    busy: Busy,
-    dies: Timelines,
-    channels: Vec<Tokens>,
+pub(super) struct ModelledFlash {
+    busy: DieBusyTimes,
+    dies: ResourceTimelines,
+    channels: Vec<BandwidthTokens>,
     pub(super) buffer: WriteBuffer,
 }
 
-impl Flash {
-    pub(super) fn new(parts: &FlashParts, timebase: Timebase) -> Self {
-        let channel = || Tokens::new(parts.channel_bandwidth.0, timebase);
+impl ModelledFlash {
+    pub(super) fn new(parts: &FlashParts, timebase: TickUnit) -> Self {
+        let channel = || BandwidthTokens::new(parts.channel_bandwidth.0, timebase);
         let dies = usize::from(parts.channels) * usize::from(parts.dies_per_channel);
         Self {
-            busy: Busy {
+            busy: DieBusyTimes {
                 read: timebase.of(parts.read),
                 program: timebase.of(parts.program),
                 erase: timebase.of(parts.erase),
             },
-            dies: Timelines::new(dies),
+            dies: ResourceTimelines::new(dies),
             channels: std::iter::repeat_with(channel)
                 .take(parts.channels.into())
                 .collect(),

@@ -10,8 +10,8 @@
 use std::sync::PoisonError;
 
 use super::profile::{KvRates, KvTiming};
-use super::time::Timebase;
-use super::timeline::Timelines;
+use super::time::TickUnit;
+use super::timeline::ResourceTimelines;
 use nvme_mpt::memory::sync::Mutex;
 
 /// Kind of an operation on a key.
@@ -42,15 +42,15 @@ pub(crate) struct KvModel {
     /// Ticks per byte in each direction.
     to_drive: f64,
     to_host: f64,
-    state: Mutex<State>,
+    state: Mutex<KvModelState>,
 }
 
 /// State under one lock, because each operation depends on all before it.
 #[derive(Debug)]
-struct State {
-    units: Timelines,
+struct KvModelState {
+    units: ResourceTimelines,
     /// Timelines of the link, one per direction.
-    links: Timelines,
+    links: ResourceTimelines,
 }
 
 /// Indices of `links`.
@@ -59,7 +59,7 @@ const TO_HOST: usize = 1;
 
 impl KvModel {
     /// Creates the model. The timing was checked when its profile was loaded.
-    pub(crate) fn new(timing: &KvTiming, timebase: Timebase) -> Self {
+    pub(crate) fn new(timing: &KvTiming, timebase: TickUnit) -> Self {
         let per_byte = |rates: &KvRates| {
             let many = 1 << 30;
             timebase.transfer(many, rates.bandwidth.0) as f64 / many as f64
@@ -72,9 +72,9 @@ impl KvModel {
             list: timebase.of(timing.list),
             to_drive: per_byte(&timing.store),
             to_host: per_byte(&timing.retrieve),
-            state: Mutex::new(State {
-                units: Timelines::new(timing.units.into()),
-                links: Timelines::new(2),
+            state: Mutex::new(KvModelState {
+                units: ResourceTimelines::new(timing.units.into()),
+                links: ResourceTimelines::new(2),
             }),
         }
     }
@@ -83,7 +83,7 @@ impl KvModel {
     pub(crate) fn due(&self, work: KvWork, now: u64) -> u64 {
         // A poisoned model returns wrong times at worst.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { units, links } = &mut *state;
+        let KvModelState { units, links } = &mut *state;
         let moving = |ticks_per_byte: f64| (work.bytes as f64 * ticks_per_byte).round() as u64;
         let latency = match work.access {
             KvAccess::Store => {
@@ -106,26 +106,26 @@ impl KvModel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::profile::{Profile, Size};
-    use crate::model::time::Span;
+    use crate::model::profile::{DriveProfile, ProfileSize};
+    use crate::model::time::TimeSpan;
 
     const KIB: u64 = 1 << 10;
 
     /// Two units; a value moves a byte in a nanosecond to the drive, and two to the host.
     fn model() -> KvModel {
         let rates = |latency, bandwidth| KvRates {
-            latency: Span(latency),
-            bandwidth: Size(bandwidth),
+            latency: TimeSpan(latency),
+            bandwidth: ProfileSize(bandwidth),
         };
         let timing = KvTiming {
             units: 2,
             store: rates(20_000, 1_000_000_000),
             retrieve: rates(50_000, 2_000_000_000),
-            delete: Span(15_000),
-            exist: Span(10_000),
-            list: Span(70_000),
+            delete: TimeSpan(15_000),
+            exist: TimeSpan(10_000),
+            list: TimeSpan(70_000),
         };
-        KvModel::new(&timing, Timebase::Nanoseconds)
+        KvModel::new(&timing, TickUnit::Nanoseconds)
     }
 
     fn work(access: KvAccess, bytes: u64) -> KvWork {
@@ -198,12 +198,12 @@ mod tests {
 
     #[test]
     fn the_profile_that_comes_along_takes_what_it_says() {
-        let Profile::Kv(profile) = Profile::named("kv-ssd").expect("comes along") else {
+        let DriveProfile::Kv(profile) = DriveProfile::named("kv-ssd").expect("comes along") else {
             panic!("another model");
         };
         let timing = profile.timing.expect("it keeps time");
-        let model = KvModel::new(&timing, Timebase::Nanoseconds);
-        let moved = Timebase::Nanoseconds.transfer(4 * KIB, timing.retrieve.bandwidth.0);
+        let model = KvModel::new(&timing, TickUnit::Nanoseconds);
+        let moved = TickUnit::Nanoseconds.transfer(4 * KIB, timing.retrieve.bandwidth.0);
         let due = model.due(work(KvAccess::Retrieve, 4 * KIB), 0);
         assert!(
             due.abs_diff(timing.retrieve.latency.0 + moved) <= 1,

@@ -10,7 +10,7 @@
 //!
 //! Model `nvm` has one atomic per unit. The flash models `ssd` and `zns` have one lock, taken once per batch. Model `kv` is
 //! used by key-value queues (`key_value/pace.rs`) and has a lock per command. To add a model, add a file here, a variant of
-//! `Profile` and of `Model`, and a TOML file in `resources/drives/`.
+//! `Profile` and of `DriveModel`, and a TOML file in `resources/drives/`.
 
 mod calendar;
 mod due;
@@ -26,17 +26,17 @@ mod timeline;
 mod tokens;
 mod zns;
 
-pub(crate) use calendar::{Calendar, RoundedUp};
+pub(crate) use calendar::{CompletionCalendar, RoundedUpTicks};
 pub(crate) use due::DueQueue;
 pub(crate) use kv::{KvAccess, KvModel, KvWork};
 pub use profile::{
-    KvProfile, KvRates, KvTiming, NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile,
-    ZnsFlash, ZnsProfile,
+    DriveProfile, KvProfile, KvRates, KvTiming, NvmProfile, NvmRates, ProfileError, ProfileSize,
+    SsdProfile, ZnsFlash, ZnsProfile,
 };
-pub use ssd::Wear;
-pub(crate) use time::Timebase;
-pub use time::{Clock, HostClock, Span, SpanError};
-pub use timed::{TimedQueue, TimedStore};
+pub use ssd::FlashWear;
+pub(crate) use time::TickUnit;
+pub use time::{HostClock, TickClock, TimeSpan, TimeSpanError};
+pub use timed::{TimedQueue, TimedQueueBackend};
 
 use std::path::Path;
 use std::sync::PoisonError;
@@ -56,7 +56,7 @@ use zns::ZnsModel;
 
 /// Kind of access to the drive's media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Access {
+pub(crate) enum MediaAccess {
     Read,
     Write,
     /// Removes the blocks' data.
@@ -67,15 +67,15 @@ pub(crate) enum Access {
 
 /// An access and its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Work {
-    access: Access,
+pub(crate) struct MediaWork {
+    access: MediaAccess,
     slba: u64,
     blocks: u64,
 }
 
 /// The timing model of a drive, shared by all its queues.
 #[derive(Debug)]
-pub(crate) enum Model {
+pub(crate) enum DriveModel {
     Nvm(NvmModel),
     /// NAND flash. One lock for all state, because every operation depends on all others; a queue takes it once per batch.
     Ssd(Box<Mutex<SsdModel>>),
@@ -83,26 +83,26 @@ pub(crate) enum Model {
     Zns(Box<Mutex<ZnsModel>>),
 }
 
-impl Model {
+impl DriveModel {
     /// Creates the model of a profile for a drive of `blocks` blocks. Returns `None` if the profile has no timing.
-    pub(crate) fn new(profile: &Profile, blocks: u64, lba_shift: u8) -> Option<Self> {
-        Self::with_timebase(profile, blocks, lba_shift, Timebase::Host)
+    pub(crate) fn new(profile: &DriveProfile, blocks: u64, lba_shift: u8) -> Option<Self> {
+        Self::with_timebase(profile, blocks, lba_shift, TickUnit::Host)
     }
 
     fn with_timebase(
-        profile: &Profile,
+        profile: &DriveProfile,
         blocks: u64,
         lba_shift: u8,
-        timebase: Timebase,
+        timebase: TickUnit,
     ) -> Option<Self> {
         let nvm = |profile| Self::Nvm(NvmModel::new(profile, lba_shift, timebase));
         match profile {
-            Profile::Nvm(profile) => Some(nvm(profile)),
-            Profile::Ssd(profile) => {
+            DriveProfile::Nvm(profile) => Some(nvm(profile)),
+            DriveProfile::Ssd(profile) => {
                 let model = SsdModel::new(profile, blocks, lba_shift, timebase);
                 Some(Self::Ssd(Box::new(Mutex::new(model))))
             }
-            Profile::Zns(profile) => match &profile.flash {
+            DriveProfile::Zns(profile) => match &profile.flash {
                 Some(flash) => {
                     let model = ZnsModel::new(profile, flash, blocks, lba_shift, timebase);
                     Some(Self::Zns(Box::new(Mutex::new(model))))
@@ -110,12 +110,12 @@ impl Model {
                 None => profile.timing.as_ref().map(nvm),
             },
             // The Key Value Command Set has its own model.
-            Profile::Kv(_) => None,
+            DriveProfile::Kv(_) => None,
         }
     }
 
     /// Returns the wear of the flash, or `None` if the model counts none.
-    pub(crate) fn wear(&self) -> Option<Wear> {
+    pub(crate) fn wear(&self) -> Option<FlashWear> {
         match self {
             Self::Nvm(_) | Self::Zns(_) => None,
             Self::Ssd(model) => Some(lock(model).wear()),
@@ -203,7 +203,7 @@ fn admit<'a>(
     memory: HostMemory<'_>,
     now: u64,
     due: &mut [u64],
-    mut model: impl FnMut(Work, u64) -> u64,
+    mut model: impl FnMut(MediaWork, u64) -> u64,
 ) {
     for sqe in commands {
         if let Some(due) = due.get_mut(usize::from(sqe.cid().0)) {
@@ -217,7 +217,7 @@ fn due_of(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
-    model: &mut impl FnMut(Work, u64) -> u64,
+    model: &mut impl FnMut(MediaWork, u64) -> u64,
 ) -> u64 {
     match read_or_write(sqe) {
         Some(work) => model(work, now),
@@ -227,20 +227,20 @@ fn due_of(
 
 /// Returns the access of a Read or Write, or `None` for the rarer other commands.
 #[inline]
-fn read_or_write(sqe: &Sqe) -> Option<Work> {
+fn read_or_write(sqe: &Sqe) -> Option<MediaWork> {
     match NvmOpcode(sqe.opcode()) {
-        NvmOpcode::READ => Some(work(Access::Read, sqe)),
-        NvmOpcode::WRITE => Some(work(Access::Write, sqe)),
+        NvmOpcode::READ => Some(work(MediaAccess::Read, sqe)),
+        NvmOpcode::WRITE => Some(work(MediaAccess::Write, sqe)),
         _ => None,
     }
 }
 
 /// Returns an access to the blocks that a command names.
 #[inline]
-fn work(access: Access, sqe: &Sqe) -> Work {
+fn work(access: MediaAccess, sqe: &Sqe) -> MediaWork {
     // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields in the same place.
     let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
-    Work {
+    MediaWork {
         access,
         slba: slba.0,
         blocks: u64::from(nlb_z) + 1,
@@ -252,13 +252,13 @@ fn due_of_other(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
-    model: &mut impl FnMut(Work, u64) -> u64,
+    model: &mut impl FnMut(MediaWork, u64) -> u64,
 ) -> u64 {
     let access = match NvmOpcode(sqe.opcode()) {
-        NvmOpcode::COMPARE | NvmOpcode::VERIFY => Access::Read,
+        NvmOpcode::COMPARE | NvmOpcode::VERIFY => MediaAccess::Read,
         // These commands store no data: the drive changes its tables only.
-        NvmOpcode::WRITE_ZEROES | NvmOpcode::WRITE_UNCORRECTABLE => Access::Deallocate,
-        NvmOpcode::FLUSH => Access::Flush,
+        NvmOpcode::WRITE_ZEROES | NvmOpcode::WRITE_UNCORRECTABLE => MediaAccess::Deallocate,
+        NvmOpcode::FLUSH => MediaAccess::Flush,
         // If the ranges cannot be read, the store fails the command at once.
         NvmOpcode::DATASET_MANAGEMENT => {
             return due_of_ranges(sqe, memory, now, model).unwrap_or(now);
@@ -274,15 +274,15 @@ fn due_of_ranges(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
-    model: &mut impl FnMut(Work, u64) -> u64,
+    model: &mut impl FnMut(MediaWork, u64) -> u64,
 ) -> Result<u64, Status> {
     let DatasetManagement { nr_z, ad, .. } = DatasetManagement::from(sqe);
     let mut due = now;
     // A hint that is ignored takes no time.
     for index in (0..=usize::from(nr_z)).take_while(|_| ad) {
         let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
-        let work = Work {
-            access: Access::Deallocate,
+        let work = MediaWork {
+            access: MediaAccess::Deallocate,
             slba: slba.0,
             blocks: nlb.into(),
         };
@@ -296,22 +296,22 @@ fn due_of_copy(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
-    model: &mut impl FnMut(Work, u64) -> u64,
+    model: &mut impl FnMut(MediaWork, u64) -> u64,
 ) -> Result<u64, Status> {
     let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
     let (mut read, mut blocks) = (now, 0);
     for index in 0..=usize::from(nr_z) {
         let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
-        let work = Work {
-            access: Access::Read,
+        let work = MediaWork {
+            access: MediaAccess::Read,
             slba: slba.0,
             blocks: u64::from(nlb_z) + 1,
         };
         read = read.max(model(work, now));
         blocks += work.blocks;
     }
-    let work = Work {
-        access: Access::Write,
+    let work = MediaWork {
+        access: MediaAccess::Write,
         slba: sdlba.0,
         blocks,
     };

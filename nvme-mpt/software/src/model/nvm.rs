@@ -7,18 +7,18 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::profile::{NvmProfile, NvmRates};
-use super::time::Timebase;
-use super::{Access, Work};
+use super::time::TickUnit;
+use super::{MediaAccess, MediaWork};
 
 /// A unit, on its own cache line because pollers share it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-struct Unit {
+struct ParallelUnit {
     /// When the unit has done all work assigned to it, in ticks.
     free: AtomicU64,
 }
 
-impl Unit {
+impl ParallelUnit {
     /// Occupies the unit for `busy` ticks from `now` on, or from when it is free. Returns the start.
     fn occupy(&self, now: u64, busy: u64) -> u64 {
         loop {
@@ -45,7 +45,7 @@ impl Unit {
 
 /// Cost of reads or writes, in ticks.
 #[derive(Clone, Copy, Debug)]
-struct Cost {
+struct StripeCost {
     /// Time for which a stripe occupies its unit.
     stripe: u64,
     /// Minimum time from a unit's start to the command's end.
@@ -56,8 +56,8 @@ struct Cost {
     of_one: u64,
 }
 
-impl Cost {
-    fn new(rates: &NvmRates, profile: &NvmProfile, timebase: Timebase) -> Self {
+impl StripeCost {
+    fn new(rates: &NvmRates, profile: &NvmProfile, timebase: TickUnit) -> Self {
         let units = u64::from(profile.units);
         let stripe = timebase.transfer(profile.stripe.0 * units, rates.bandwidth.0);
         let latency = timebase.of(rates.latency);
@@ -80,13 +80,13 @@ impl Cost {
 ///
 /// Exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation", 2019.
 #[derive(Clone, Copy, Debug)]
-struct Remainder {
+struct FastRemainder {
     divisor: u64,
     /// 2^64 / divisor, rounded up.
     reciprocal: u64,
 }
 
-impl Remainder {
+impl FastRemainder {
     /// Creates the remainder by a divisor, which must not be 0.
     fn by(divisor: u16) -> Self {
         let divisor = u64::from(divisor.max(1));
@@ -109,38 +109,38 @@ impl Remainder {
 pub(crate) struct NvmModel {
     /// Logical blocks of a stripe, as a power of two.
     stripe_shift: u32,
-    read: Cost,
-    write: Cost,
-    units: Box<[Unit]>,
-    by_units: Remainder,
+    read: StripeCost,
+    write: StripeCost,
+    units: Box<[ParallelUnit]>,
+    by_units: FastRemainder,
 }
 
 impl NvmModel {
     /// Creates the model. The profile was checked when it was loaded.
-    pub(super) fn new(profile: &NvmProfile, lba_shift: u8, timebase: Timebase) -> Self {
+    pub(super) fn new(profile: &NvmProfile, lba_shift: u8, timebase: TickUnit) -> Self {
         let stripe_blocks = (profile.stripe.0 >> lba_shift).max(1);
-        let units = std::iter::repeat_with(Unit::default);
+        let units = std::iter::repeat_with(ParallelUnit::default);
         Self {
             stripe_shift: stripe_blocks.ilog2(),
-            read: Cost::new(&profile.read, profile, timebase),
-            write: Cost::new(&profile.write, profile, timebase),
+            read: StripeCost::new(&profile.read, profile, timebase),
+            write: StripeCost::new(&profile.write, profile, timebase),
             units: units.take(profile.units.into()).collect(),
-            by_units: Remainder::by(profile.units),
+            by_units: FastRemainder::by(profile.units),
         }
     }
 
     /// Computes when work that arrives at `now` completes.
-    pub(super) fn due(&self, work: &Work, now: u64) -> u64 {
+    pub(super) fn due(&self, work: &MediaWork, now: u64) -> u64 {
         if let Some(due) = self.due_of_stripe(work, now) {
             return due;
         }
         let cost = match work.access {
-            Access::Read => &self.read,
-            Access::Write => &self.write,
+            MediaAccess::Read => &self.read,
+            MediaAccess::Write => &self.write,
             // The drive changes tables and moves no data.
-            Access::Deallocate => return now.saturating_add(self.write.latency),
+            MediaAccess::Deallocate => return now.saturating_add(self.write.latency),
             // Completed writes are never volatile.
-            Access::Flush => return now,
+            MediaAccess::Flush => return now,
         };
         let (first, last) = self.stripes(work);
         let index = self.by_units.of(first as u32);
@@ -150,11 +150,11 @@ impl NvmModel {
     /// Fast path of [`Self::due`] for reads and writes of one stripe. Returns `None`, without changing anything, for other work
     /// and if another queue interfered.
     #[inline]
-    pub(super) fn due_of_stripe(&self, work: &Work, now: u64) -> Option<u64> {
+    pub(super) fn due_of_stripe(&self, work: &MediaWork, now: u64) -> Option<u64> {
         let cost = match work.access {
-            Access::Read => &self.read,
-            Access::Write => &self.write,
-            Access::Deallocate | Access::Flush => return None,
+            MediaAccess::Read => &self.read,
+            MediaAccess::Write => &self.write,
+            MediaAccess::Deallocate | MediaAccess::Flush => return None,
         };
         let (first, last) = self.stripes(work);
         if first != last {
@@ -168,13 +168,13 @@ impl NvmModel {
 
     /// Returns the first and the last stripe of the work's blocks.
     #[inline]
-    fn stripes(&self, work: &Work) -> (u64, u64) {
+    fn stripes(&self, work: &MediaWork) -> (u64, u64) {
         let last = work.slba + work.blocks.saturating_sub(1);
         (work.slba >> self.stripe_shift, last >> self.stripe_shift)
     }
 
     #[inline]
-    fn due_of(&self, unit: u64, cost: &Cost, stripes: u64, now: u64) -> u64 {
+    fn due_of(&self, unit: u64, cost: &StripeCost, stripes: u64, now: u64) -> u64 {
         let Some(unit) = self.units.get(unit as usize) else {
             return now;
         };
@@ -182,7 +182,7 @@ impl NvmModel {
         unit.occupy(now, busy).saturating_add(cost.of_stripes(busy))
     }
 
-    fn due_of_many(&self, first: u64, stripes: u64, cost: &Cost, now: u64) -> u64 {
+    fn due_of_many(&self, first: u64, stripes: u64, cost: &StripeCost, now: u64) -> u64 {
         let count = self.units.len() as u64;
         let (each, rest) = (stripes / count, stripes % count);
         let mut due = now;
@@ -197,26 +197,26 @@ impl NvmModel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::profile::{Profile, Size};
-    use crate::model::time::Span;
+    use crate::model::profile::{DriveProfile, ProfileSize};
+    use crate::model::time::TimeSpan;
 
     /// 4 units; a stripe of 4 KiB takes a unit 4 us to read and 8 us to write.
     fn model() -> NvmModel {
         let rates = |latency, bandwidth| NvmRates {
-            latency: Span(latency),
-            bandwidth: Size(bandwidth),
+            latency: TimeSpan(latency),
+            bandwidth: ProfileSize(bandwidth),
         };
         let profile = NvmProfile {
             units: 4,
-            stripe: Size(4096),
+            stripe: ProfileSize(4096),
             read: rates(10_000, 4_096_000_000),
             write: rates(10_000, 2_048_000_000),
         };
-        NvmModel::new(&profile, 9, Timebase::Nanoseconds)
+        NvmModel::new(&profile, 9, TickUnit::Nanoseconds)
     }
 
-    fn work(access: Access, slba: u64, blocks: u64) -> Work {
-        Work {
+    fn work(access: MediaAccess, slba: u64, blocks: u64) -> MediaWork {
+        MediaWork {
             access,
             slba,
             blocks,
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn remainders_are_exact() {
         for divisor in [1, 2, 3, 5, 7, 12, 64, 100, 641, 32_767, u16::MAX] {
-            let remainder = Remainder::by(divisor);
+            let remainder = FastRemainder::by(divisor);
             let divisor = u32::from(divisor);
             let near = [0, divisor, u32::MAX / divisor * divisor, u32::MAX, 1 << 31];
             for near in near {
@@ -240,32 +240,32 @@ mod tests {
     #[test]
     fn a_stripe_on_an_idle_drive_takes_the_latency() {
         let model = model();
-        assert_eq!(model.due(&work(Access::Read, 0, 8), 100), 10_100);
-        assert_eq!(model.due(&work(Access::Write, 8, 8), 100), 10_100);
+        assert_eq!(model.due(&work(MediaAccess::Read, 0, 8), 100), 10_100);
+        assert_eq!(model.due(&work(MediaAccess::Write, 8, 8), 100), 10_100);
         // Part of a stripe takes what a stripe takes; two parts are two stripes, on two units.
-        assert_eq!(model.due(&work(Access::Read, 23, 1), 100), 10_100);
-        assert_eq!(model.due(&work(Access::Read, 31, 2), 50_000), 60_000);
-        assert_eq!(model.due(&work(Access::Flush, 0, 0), 7), 7);
-        assert_eq!(model.due(&work(Access::Deallocate, 0, 99), 7), 10_007);
+        assert_eq!(model.due(&work(MediaAccess::Read, 23, 1), 100), 10_100);
+        assert_eq!(model.due(&work(MediaAccess::Read, 31, 2), 50_000), 60_000);
+        assert_eq!(model.due(&work(MediaAccess::Flush, 0, 0), 7), 7);
+        assert_eq!(model.due(&work(MediaAccess::Deallocate, 0, 99), 7), 10_007);
     }
 
     #[test]
     fn a_stripe_by_itself_takes_what_it_takes_among_many() {
         let (model, general) = (model(), model());
         for i in 0..1000_u64 {
-            let access = [Access::Read, Access::Write][usize::from(i.is_multiple_of(3))];
+            let access = [MediaAccess::Read, MediaAccess::Write][usize::from(i.is_multiple_of(3))];
             let (work, now) = (work(access, i * 7919 % 4096, 1), i * 700);
             let (index, cost) = match access {
-                Access::Read => (work.slba / 8 % 4, &general.read),
+                MediaAccess::Read => (work.slba / 8 % 4, &general.read),
                 _ => (work.slba / 8 % 4, &general.write),
             };
             let expected = general.due_of_many(index, 1, cost, now);
             assert_eq!(model.due_of_stripe(&work, now), Some(expected));
         }
         for other in [
-            work(Access::Read, 7, 2),
-            work(Access::Flush, 0, 0),
-            work(Access::Deallocate, 0, 8),
+            work(MediaAccess::Read, 7, 2),
+            work(MediaAccess::Flush, 0, 0),
+            work(MediaAccess::Deallocate, 0, 8),
         ] {
             assert_eq!(model.due_of_stripe(&other, 0), None);
         }
@@ -274,18 +274,18 @@ mod tests {
     #[test]
     fn a_unit_does_one_stripe_after_the_other() {
         let model = model();
-        let of_unit_0 = |stripe: u64| work(Access::Read, stripe * 4 * 8, 8);
+        let of_unit_0 = |stripe: u64| work(MediaAccess::Read, stripe * 4 * 8, 8);
         assert_eq!(model.due(&of_unit_0(0), 0), 10_000);
         assert_eq!(model.due(&of_unit_0(1), 0), 14_000);
         assert_eq!(model.due(&of_unit_0(2), 0), 18_000);
         // The other units are idle, and this one is so later.
-        assert_eq!(model.due(&work(Access::Read, 8, 8), 0), 10_000);
+        assert_eq!(model.due(&work(MediaAccess::Read, 8, 8), 0), 10_000);
         assert_eq!(model.due(&of_unit_0(3), 12_000), 22_000);
     }
 
     #[test]
     fn all_units_together_have_the_bandwidth() {
-        for (access, bandwidth) in [(Access::Read, 4.096e9), (Access::Write, 2.048e9)] {
+        for (access, bandwidth) in [(MediaAccess::Read, 4.096e9), (MediaAccess::Write, 2.048e9)] {
             let model = model();
             // 1 MiB is 64 stripes for each unit.
             let due = (0..100).map(|i| model.due(&work(access, i * 2048, 2048), 0));
@@ -298,12 +298,12 @@ mod tests {
 
     #[test]
     fn the_profile_that_comes_along_keeps_its_latency_under_load() {
-        let Profile::Nvm(profile) = Profile::named("nvm").expect("comes along") else {
+        let DriveProfile::Nvm(profile) = DriveProfile::named("nvm").expect("comes along") else {
             panic!("another model");
         };
-        let model = NvmModel::new(&profile, 9, Timebase::Nanoseconds);
+        let model = NvmModel::new(&profile, 9, TickUnit::Nanoseconds);
         for command in 0..profile.units.into() {
-            let due = model.due(&work(Access::Read, command * 8, 8), 0);
+            let due = model.due(&work(MediaAccess::Read, command * 8, 8), 0);
             assert_eq!(due, profile.read.latency.0);
         }
     }

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use serde::de::{self, Deserialize, Deserializer};
 
-use super::time::Span;
+use super::time::TimeSpan;
 use nvme_mpt::range::Bytes;
 
 /// The built-in profiles, by name.
@@ -82,7 +82,7 @@ fn names() -> String {
 
 /// A size in bytes, or bytes per second: a number with a suffix K, M, G or T (powers of 1024).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Size(pub u64);
+pub struct ProfileSize(pub u64);
 
 /// Deserializes a value from a string.
 fn from_text<'de, T, D>(deserializer: D) -> Result<T, D::Error>
@@ -94,13 +94,13 @@ where
     text.parse().map_err(de::Error::custom)
 }
 
-impl<'de> Deserialize<'de> for Size {
+impl<'de> Deserialize<'de> for ProfileSize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         from_text(deserializer).map(|Bytes(bytes)| Self(bytes))
     }
 }
 
-impl<'de> Deserialize<'de> for Span {
+impl<'de> Deserialize<'de> for TimeSpan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         from_text(deserializer)
     }
@@ -109,7 +109,7 @@ impl<'de> Deserialize<'de> for Span {
 /// Description of a modelled drive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(tag = "model", rename_all = "lowercase")]
-pub enum Profile {
+pub enum DriveProfile {
     /// A drive without erase blocks.
     Nvm(NvmProfile),
     /// A drive of NAND flash.
@@ -127,7 +127,7 @@ pub struct NvmProfile {
     /// Units that work in parallel, each on one stripe; 1 to 1024.
     pub units: u16,
     /// Consecutive bytes on one unit: a power of two, 4K to 1M.
-    pub stripe: Size,
+    pub stripe: ProfileSize,
     /// Rates of reads.
     pub read: NvmRates,
     /// Rates of writes.
@@ -139,9 +139,9 @@ pub struct NvmProfile {
 #[serde(deny_unknown_fields)]
 pub struct NvmRates {
     /// Latency of a command of one stripe on an idle drive.
-    pub latency: Span,
+    pub latency: TimeSpan,
     /// Bandwidth of all units together, in bytes per second.
-    pub bandwidth: Size,
+    pub bandwidth: ProfileSize,
 }
 
 /// `model = "ssd"`. The backing store determines the drive's capacity.
@@ -155,29 +155,29 @@ pub struct SsdProfile {
     /// FTL instances, each with the same number of dies; 1 to 64.
     pub instances: u16,
     /// Bytes that a die reads at once: a multiple of 4K.
-    pub flash_page: Size,
+    pub flash_page: ProfileSize,
     /// Bytes that a die programs at once: a multiple of a flash page.
-    pub program_unit: Size,
+    pub program_unit: ProfileSize,
     /// Bytes that a die erases at once: a multiple of a program unit, up to 64M.
-    pub block: Size,
+    pub block: ProfileSize,
     /// Flash beyond the drive's capacity, in percent of the capacity; 3 to 100.
     pub over_provisioning: u8,
     /// Time in which a die reads a flash page.
-    pub read: Span,
+    pub read: TimeSpan,
     /// Time in which a die programs a unit.
-    pub program: Span,
+    pub program: TimeSpan,
     /// Time in which a die erases a block.
-    pub erase: Span,
+    pub erase: TimeSpan,
     /// Bandwidth of each channel, in bytes per second.
-    pub channel_bandwidth: Size,
+    pub channel_bandwidth: ProfileSize,
     /// Bandwidth of the link to the host, in bytes per second.
-    pub link_bandwidth: Size,
+    pub link_bandwidth: ProfileSize,
     /// Memory for data that is not programmed yet: at least two program units per instance.
-    pub write_buffer: Size,
+    pub write_buffer: ProfileSize,
     /// Controller time per read.
-    pub read_overhead: Span,
+    pub read_overhead: TimeSpan,
     /// Controller time per write.
-    pub write_overhead: Span,
+    pub write_overhead: TimeSpan,
 }
 
 /// `model = "zns"`. The drive has as many zones as fit into the backing store.
@@ -185,15 +185,15 @@ pub struct SsdProfile {
 #[serde(deny_unknown_fields)]
 pub struct ZnsProfile {
     /// Bytes from the start of a zone to the start of the next: a multiple of 4K, 64K to 64G. Linux requires a power of two.
-    pub zone_size: Size,
+    pub zone_size: ProfileSize,
     /// Writable bytes of a zone: a multiple of 4K.
-    pub zone_capacity: Size,
+    pub zone_capacity: ProfileSize,
     /// Maximum of open zones on the whole drive; 1 to 1024.
     pub max_open: u32,
     /// Maximum of open and closed zones together: at least `max_open`, at most 1024.
     pub max_active: u32,
     /// Maximum bytes of a Zone Append: a power of two, 4K to 1M.
-    pub append_limit: Size,
+    pub append_limit: ProfileSize,
     /// Timing as of a drive without erase blocks. Without `timing` and `flash`, commands are not delayed.
     pub timing: Option<NvmProfile>,
     /// The flash that holds the zones, instead of `timing`.
@@ -216,25 +216,25 @@ pub struct ZnsFlash {
     /// Number of dies that hold a zone: a divisor of the number of all dies.
     pub dies_per_zone: u16,
     /// Bytes that a die reads at once: a multiple of 4K, up to 1M.
-    pub flash_page: Size,
+    pub flash_page: ProfileSize,
     /// Bytes that a die programs at once: a multiple of a flash page.
-    pub program_unit: Size,
+    pub program_unit: ProfileSize,
     /// Time in which a die reads a flash page.
-    pub read: Span,
+    pub read: TimeSpan,
     /// Time in which a die programs a unit.
-    pub program: Span,
+    pub program: TimeSpan,
     /// Time in which a die erases its block of a zone.
-    pub erase: Span,
+    pub erase: TimeSpan,
     /// Bandwidth of each channel, in bytes per second.
-    pub channel_bandwidth: Size,
+    pub channel_bandwidth: ProfileSize,
     /// Bandwidth of the link to the host, in bytes per second.
-    pub link_bandwidth: Size,
+    pub link_bandwidth: ProfileSize,
     /// Memory for data that is not programmed yet: at least a program unit for each active zone, and one more.
-    pub write_buffer: Size,
+    pub write_buffer: ProfileSize,
     /// Controller time per read.
-    pub read_overhead: Span,
+    pub read_overhead: TimeSpan,
     /// Controller time per write.
-    pub write_overhead: Span,
+    pub write_overhead: TimeSpan,
 }
 
 /// `model = "kv"`. The backing store determines the drive's capacity.
@@ -242,7 +242,7 @@ pub struct ZnsFlash {
 #[serde(deny_unknown_fields)]
 pub struct KvProfile {
     /// Bytes of the largest value; 1 to 1M.
-    pub max_value: Size,
+    pub max_value: ProfileSize,
     /// Timing. Without it, commands are not delayed.
     pub timing: Option<KvTiming>,
 }
@@ -258,11 +258,11 @@ pub struct KvTiming {
     /// Rates of Retrieve. A List transfers its keys at this bandwidth.
     pub retrieve: KvRates,
     /// Time of a Delete.
-    pub delete: Span,
+    pub delete: TimeSpan,
     /// Time of an Exist.
-    pub exist: Span,
+    pub exist: TimeSpan,
     /// Time of a List without keys.
-    pub list: Span,
+    pub list: TimeSpan,
 }
 
 /// Rates of an operation with a value.
@@ -270,15 +270,15 @@ pub struct KvTiming {
 #[serde(deny_unknown_fields)]
 pub struct KvRates {
     /// Latency of an operation with an empty value on an idle drive.
-    pub latency: Span,
+    pub latency: TimeSpan,
     /// Bandwidth of all values in this direction, in bytes per second.
-    pub bandwidth: Size,
+    pub bandwidth: ProfileSize,
 }
 
 /// Allowed bandwidths of a model, in bytes per second: 1 MiB/s to 1 TiB/s.
 const BANDWIDTHS: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
 
-impl Profile {
+impl DriveProfile {
     /// Loads a built-in profile by name, or a profile file by a path that contains a slash.
     ///
     /// # Errors
@@ -320,7 +320,7 @@ impl Profile {
     /// Parses a profile. `origin` names the source of the text in errors.
     ///
     /// # Errors
-    /// `ProfileError::Syntax`, [`ProfileError::Value`], and [`ProfileError::NotBuilt`] without the feature `toml`.
+    /// `ProfileError::Syntax`, [`ProfileError::MetricValue`], and [`ProfileError::NotBuilt`] without the feature `toml`.
     pub fn parse(origin: &str, text: &str) -> Result<Self, ProfileError> {
         let profile = Self::read(origin, text)?;
         let checks = match &profile {
@@ -331,7 +331,7 @@ impl Profile {
         };
         match checks {
             Ok(()) => Ok(profile),
-            Err(Unusable {
+            Err(UnusableProfileValue {
                 field,
                 value,
                 allowed,
@@ -362,7 +362,7 @@ impl Profile {
 
 /// A field's value that is out of range.
 #[derive(Debug)]
-pub(super) struct Unusable {
+pub(super) struct UnusableProfileValue {
     field: &'static str,
     value: String,
     allowed: &'static str,
@@ -374,11 +374,11 @@ pub(super) fn require(
     field: &'static str,
     value: impl fmt::Display,
     allowed: &'static str,
-) -> Result<(), Unusable> {
+) -> Result<(), UnusableProfileValue> {
     if holds {
         return Ok(());
     }
-    Err(Unusable {
+    Err(UnusableProfileValue {
         field,
         value: value.to_string(),
         allowed,
@@ -386,13 +386,16 @@ pub(super) fn require(
 }
 
 /// Returns an error for a bandwidth out of range.
-pub(super) fn require_bandwidth(field: &'static str, size: Size) -> Result<(), Unusable> {
+pub(super) fn require_bandwidth(
+    field: &'static str,
+    size: ProfileSize,
+) -> Result<(), UnusableProfileValue> {
     let allowed = "a bandwidth is 1M to 1T bytes per second";
     require(BANDWIDTHS.contains(&size.0), field, Bytes(size.0), allowed)
 }
 
 /// Returns an error for a number of channels or dies out of range.
-fn require_dies(channels: u16, dies_per_channel: u16) -> Result<(), Unusable> {
+fn require_dies(channels: u16, dies_per_channel: u16) -> Result<(), UnusableProfileValue> {
     let few = |number: u16| (1..=64).contains(&number);
     let allowed = "a drive has 1 to 64";
     require(few(channels), "channels", channels, allowed)?;
@@ -401,12 +404,15 @@ fn require_dies(channels: u16, dies_per_channel: u16) -> Result<(), Unusable> {
 }
 
 /// Returns whether a size is a multiple of another, and not 0.
-fn is_multiple(size: Size, of: u64) -> bool {
+fn is_multiple(size: ProfileSize, of: u64) -> bool {
     size.0 != 0 && size.0.is_multiple_of(of)
 }
 
 /// Returns an error for inconsistent sizes of a flash page and a program unit.
-fn require_units(flash_page: Size, program_unit: Size) -> Result<(), Unusable> {
+fn require_units(
+    flash_page: ProfileSize,
+    program_unit: ProfileSize,
+) -> Result<(), UnusableProfileValue> {
     let sound = is_multiple(flash_page, 4096) && flash_page.0 <= 1 << 20;
     let allowed = "a flash page is a multiple of 4K, up to 1M";
     require(sound, "flash_page", Bytes(flash_page.0), allowed)?;
@@ -416,10 +422,10 @@ fn require_units(flash_page: Size, program_unit: Size) -> Result<(), Unusable> {
 }
 
 impl NvmProfile {
-    fn check(&self) -> Result<(), Unusable> {
+    fn check(&self) -> Result<(), UnusableProfileValue> {
         let units = (1..=1024).contains(&self.units);
         require(units, "units", self.units, "a drive has 1 to 1024")?;
-        let Size(stripe) = self.stripe;
+        let ProfileSize(stripe) = self.stripe;
         let sound = stripe.is_power_of_two() && (4096..=1 << 20).contains(&stripe);
         let allowed = "a stripe is a power of two, from 4K to 1M";
         require(sound, "stripe", Bytes(stripe), allowed)?;
@@ -429,7 +435,7 @@ impl NvmProfile {
 }
 
 impl SsdProfile {
-    fn check(&self) -> Result<(), Unusable> {
+    fn check(&self) -> Result<(), UnusableProfileValue> {
         require_dies(self.channels, self.dies_per_channel)?;
         let all = self.channels * self.dies_per_channel;
         let few = (1..=64).contains(&self.instances);
@@ -444,8 +450,8 @@ impl SsdProfile {
         require_bandwidth("link_bandwidth", self.link_bandwidth)
     }
 
-    fn check_sizes(&self) -> Result<(), Unusable> {
-        let shown = |size: Size| Bytes(size.0);
+    fn check_sizes(&self) -> Result<(), UnusableProfileValue> {
+        let shown = |size: ProfileSize| Bytes(size.0);
         require_units(self.flash_page, self.program_unit)?;
         let sound = is_multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
         let allowed = "a block is a multiple of a program unit, up to 64M";
@@ -460,12 +466,12 @@ impl SsdProfile {
 }
 
 impl ZnsProfile {
-    fn check(&self) -> Result<(), Unusable> {
-        let Size(size) = self.zone_size;
+    fn check(&self) -> Result<(), UnusableProfileValue> {
+        let ProfileSize(size) = self.zone_size;
         let sound = size.is_multiple_of(4096) && (64 << 10..=64 << 30).contains(&size);
         let allowed = "a zone is a multiple of 4K, from 64K to 64G";
         require(sound, "zone_size", Bytes(size), allowed)?;
-        let Size(capacity) = self.zone_capacity;
+        let ProfileSize(capacity) = self.zone_capacity;
         let sound = capacity.is_multiple_of(4096) && (4096..=size).contains(&capacity);
         let allowed = "a zone capacity is a multiple of 4K, up to zone_size";
         require(sound, "zone_capacity", Bytes(capacity), allowed)?;
@@ -474,7 +480,7 @@ impl ZnsProfile {
         let sound = (self.max_open..=1024).contains(&self.max_active);
         let allowed = "at least max_open zones are active, and 1024 at most";
         require(sound, "max_active", self.max_active, allowed)?;
-        let Size(limit) = self.append_limit;
+        let ProfileSize(limit) = self.append_limit;
         let sound = limit.is_power_of_two() && (4096..=1 << 20).contains(&limit);
         let allowed = "the limit of a Zone Append is a power of two, from 4K to 1M";
         require(sound, "append_limit", Bytes(limit), allowed)?;
@@ -490,14 +496,14 @@ impl ZnsProfile {
 }
 
 impl ZnsFlash {
-    fn check(&self, zns: &ZnsProfile) -> Result<(), Unusable> {
+    fn check(&self, zns: &ZnsProfile) -> Result<(), UnusableProfileValue> {
         require_dies(self.channels, self.dies_per_channel)?;
         let dies = self.channels * self.dies_per_channel;
         let sound = self.dies_per_zone != 0 && dies.is_multiple_of(self.dies_per_zone);
         let allowed = "a zone lies on a divisor of all dies";
         require(sound, "dies_per_zone", self.dies_per_zone, allowed)?;
         require_units(self.flash_page, self.program_unit)?;
-        let Size(buffer) = self.write_buffer;
+        let ProfileSize(buffer) = self.write_buffer;
         // Each active zone may have a partial unit, and the next unit needs space.
         let least = (u64::from(zns.max_active) + 1).saturating_mul(self.program_unit.0);
         let allowed =
@@ -513,7 +519,7 @@ impl KvProfile {
     /// Maximum bytes of a value, which is the most that a command transfers.
     const MAX_VALUE: u32 = 1 << 20;
 
-    fn check(&self) -> Result<(), Unusable> {
+    fn check(&self) -> Result<(), UnusableProfileValue> {
         let sound = (1..=u64::from(Self::MAX_VALUE)).contains(&self.max_value.0);
         let allowed = "the largest value has 1 to 1M bytes";
         require(sound, "max_value", Bytes(self.max_value.0), allowed)?;
@@ -527,7 +533,7 @@ impl KvProfile {
 }
 
 impl KvTiming {
-    fn check(&self) -> Result<(), Unusable> {
+    fn check(&self) -> Result<(), UnusableProfileValue> {
         let units = (1..=256).contains(&self.units);
         require(units, "timing.units", self.units, "a drive has 1 to 256")?;
         require_bandwidth("timing.store.bandwidth", self.store.bandwidth)?;
@@ -582,7 +588,7 @@ mod tests {
     }
 
     fn complaint(text: &str) -> String {
-        let error = Profile::parse("here", text).expect_err(text);
+        let error = DriveProfile::parse("here", text).expect_err(text);
         let source = std::error::Error::source(&error).map_or(String::new(), |s| s.to_string());
         format!("{error}\n{source}")
     }
@@ -591,7 +597,7 @@ mod tests {
     fn values_have_a_largest_size() {
         let profile = |size: &str| format!("model = \"kv\"\nmax_value = \"{size}\"\n");
         for size in ["1", "1M"] {
-            Profile::parse("here", &profile(size)).expect(size);
+            DriveProfile::parse("here", &profile(size)).expect(size);
         }
         for size in ["0", "2M"] {
             let complaint = complaint(&profile(size));
@@ -642,7 +648,7 @@ mod tests {
         let text = include_str!("../../drives/zns.toml");
         let with = |size: &str| text.replacen("\"64M\"", &format!("\"{size}\""), 1);
         for size in ["96M", "49156K", "64G"] {
-            Profile::parse("here", &with(size)).expect(size);
+            DriveProfile::parse("here", &with(size)).expect(size);
         }
         for (size, said) in [
             (
@@ -676,7 +682,7 @@ mod tests {
     #[test]
     fn all_that_come_along_are_sound() {
         for (name, _) in BUILT_IN {
-            Profile::load(name).expect(name);
+            DriveProfile::load(name).expect(name);
         }
     }
 
@@ -686,24 +692,26 @@ mod tests {
         let path = folder.path().join("mine.toml");
         let name = path.to_str().expect("UTF-8");
         assert!(matches!(
-            Profile::load(name),
+            DriveProfile::load(name),
             Err(ProfileError::Read { .. })
         ));
         fs::write(&path, NVM).expect("written");
-        let Profile::Nvm(nvm) = Profile::load(name).expect("sound") else {
+        let DriveProfile::Nvm(nvm) = DriveProfile::load(name).expect("sound") else {
             panic!("another model");
         };
-        assert_eq!((nvm.units, nvm.write.latency), (2, Span(2000)));
+        assert_eq!((nvm.units, nvm.write.latency), (2, TimeSpan(2000)));
         fs::write(&path, vec![b'#'; LONGEST as usize + 1]).expect("written");
         assert!(matches!(
-            Profile::load(name),
+            DriveProfile::load(name),
             Err(ProfileError::Read { .. })
         ));
     }
 
     #[test]
     fn what_is_wrong_is_said() {
-        let unknown = Profile::load("optane").expect_err("unknown").to_string();
+        let unknown = DriveProfile::load("optane")
+            .expect_err("unknown")
+            .to_string();
         assert!(unknown.contains("`optane`; use nvm, ssd"), "{unknown}");
         for (from, to, said) in [
             (

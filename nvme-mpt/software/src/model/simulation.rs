@@ -3,16 +3,16 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::time::Timebase;
-use super::{Access, Model, Profile, Wear, Work, lock};
+use super::time::TickUnit;
+use super::{DriveModel, DriveProfile, FlashWear, MediaAccess, MediaWork, lock};
 
 /// Smallest block size, so that every command size is a whole number of blocks.
 const LBA_SHIFT: u8 = 9;
 
 /// A modelled drive without data.
 #[derive(Debug)]
-pub struct Simulation {
-    model: Model,
+pub struct ModelSimulation {
+    model: DriveModel,
     bytes: u64,
     now: u64,
     random: u64,
@@ -20,7 +20,7 @@ pub struct Simulation {
 
 /// Direction of commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+pub enum LoadDirection {
     /// Reads.
     Read,
     /// Writes.
@@ -29,7 +29,7 @@ pub enum Direction {
 
 /// Access pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum LoadOrder {
     /// Consecutive blocks from the first, starting over at the end.
     Sequential,
     /// Random multiples of the command size.
@@ -38,11 +38,11 @@ pub enum Order {
 
 /// A workload with a constant number of commands in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Load {
+pub struct SimulatedLoad {
     /// Direction of the commands.
-    pub direction: Direction,
+    pub direction: LoadDirection,
     /// Access pattern of the commands.
-    pub order: Order,
+    pub order: LoadOrder,
     /// Bytes per command: a multiple of 512, and at most the size of the drive.
     pub bytes: u64,
     /// Commands in flight, at least one.
@@ -53,7 +53,7 @@ pub struct Load {
 
 /// Result of a workload. All times are in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
+pub struct SimulatedLoadResult {
     /// Start of the workload.
     pub began: u64,
     /// Completion of the last command.
@@ -64,7 +64,7 @@ pub struct Outcome {
     pub latencies: Vec<u64>,
 }
 
-impl Outcome {
+impl SimulatedLoadResult {
     /// Returns the bandwidth in bytes per second, for commands of `bytes` bytes.
     #[must_use]
     pub fn bandwidth(&self, bytes: u64) -> f64 {
@@ -82,12 +82,12 @@ impl Outcome {
     }
 }
 
-impl Simulation {
+impl ModelSimulation {
     /// Creates a new drive of `bytes` bytes. Returns `None` if the profile has no timing.
     #[must_use]
-    pub fn new(profile: &Profile, bytes: u64) -> Option<Self> {
+    pub fn new(profile: &DriveProfile, bytes: u64) -> Option<Self> {
         let blocks = bytes >> LBA_SHIFT;
-        let model = Model::with_timebase(profile, blocks, LBA_SHIFT, Timebase::Nanoseconds)?;
+        let model = DriveModel::with_timebase(profile, blocks, LBA_SHIFT, TickUnit::Nanoseconds)?;
         Some(Self {
             model,
             bytes,
@@ -97,11 +97,11 @@ impl Simulation {
     }
 
     /// Runs a workload on an idle drive, a second after the previous workload.
-    pub fn run(&mut self, load: &Load) -> Outcome {
-        let mut outcome = Outcome {
+    pub fn run(&mut self, load: &SimulatedLoad) -> SimulatedLoadResult {
+        let mut outcome = SimulatedLoadResult {
             began: self.now,
             ended: self.now,
-            ..Outcome::default()
+            ..SimulatedLoadResult::default()
         };
         let places = (self.bytes / load.bytes.max(1)).max(1);
         let mut flying = BinaryHeap::new();
@@ -112,13 +112,13 @@ impl Simulation {
                 self.now = self.now.max(done);
             }
             let place = match load.order {
-                Order::Sequential => index as u64 % places,
-                Order::Random => self.random_below(places),
+                LoadOrder::Sequential => index as u64 % places,
+                LoadOrder::Random => self.random_below(places),
             };
-            let work = Work {
+            let work = MediaWork {
                 access: match load.direction {
-                    Direction::Read => Access::Read,
-                    Direction::Write => Access::Write,
+                    LoadDirection::Read => MediaAccess::Read,
+                    LoadDirection::Write => MediaAccess::Write,
                 },
                 slba: (place * load.bytes) >> LBA_SHIFT,
                 blocks: load.bytes >> LBA_SHIFT,
@@ -135,19 +135,19 @@ impl Simulation {
 
     /// Returns the wear of the flash, or `None` if the model counts none.
     #[must_use]
-    pub fn wear(&self) -> Option<Wear> {
+    pub fn wear(&self) -> Option<FlashWear> {
         self.model.wear()
     }
 
-    fn due(&self, work: &Work) -> u64 {
+    fn due(&self, work: &MediaWork) -> u64 {
         match &self.model {
-            Model::Nvm(model) => model.due(work, self.now),
-            Model::Ssd(model) => {
+            DriveModel::Nvm(model) => model.due(work, self.now),
+            DriveModel::Ssd(model) => {
                 let mut model = lock(model);
                 model.begin(self.now);
                 model.due(work, self.now)
             }
-            Model::Zns(model) => {
+            DriveModel::Zns(model) => {
                 let mut model = lock(model);
                 model.begin(self.now);
                 model.due(work, self.now)
@@ -172,8 +172,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn load(direction: Direction, order: Order, bytes: u64, depth: usize) -> Load {
-        Load {
+    fn load(direction: LoadDirection, order: LoadOrder, bytes: u64, depth: usize) -> SimulatedLoad {
+        SimulatedLoad {
             direction,
             order,
             bytes,
@@ -184,14 +184,14 @@ mod tests {
 
     #[test]
     fn a_drive_without_erase_blocks_does_what_its_profile_says() {
-        let profile = Profile::named("nvm").expect("comes along");
-        let mut drive = Simulation::new(&profile, 64 * MIB).expect("a model");
-        let alone = drive.run(&load(Direction::Read, Order::Random, 4096, 1));
+        let profile = DriveProfile::named("nvm").expect("comes along");
+        let mut drive = ModelSimulation::new(&profile, 64 * MIB).expect("a model");
+        let alone = drive.run(&load(LoadDirection::Read, LoadOrder::Random, 4096, 1));
         assert_eq!(
             (alone.quantile(500.0), alone.quantile(999.0)),
             (12_000, 12_000)
         );
-        let all = drive.run(&load(Direction::Write, Order::Sequential, MIB, 32));
+        let all = drive.run(&load(LoadDirection::Write, LoadOrder::Sequential, MIB, 32));
         let ratio = all.bandwidth(MIB) / f64::from(1_u32 << 31);
         assert!((0.98..=1.01).contains(&ratio), "{ratio}");
         assert_eq!(drive.wear(), None);
@@ -200,11 +200,11 @@ mod tests {
 
     #[test]
     fn the_same_load_takes_the_same_time() {
-        let profile = Profile::named("ssd").expect("comes along");
+        let profile = DriveProfile::named("ssd").expect("comes along");
         let run = || {
-            let mut drive = Simulation::new(&profile, 64 * MIB).expect("a model");
-            drive.run(&load(Direction::Write, Order::Sequential, MIB, 8));
-            let outcome = drive.run(&load(Direction::Write, Order::Random, 4096, 32));
+            let mut drive = ModelSimulation::new(&profile, 64 * MIB).expect("a model");
+            drive.run(&load(LoadDirection::Write, LoadOrder::Sequential, MIB, 8));
+            let outcome = drive.run(&load(LoadDirection::Write, LoadOrder::Random, 4096, 32));
             (outcome, drive.wear().expect("flash"))
         };
         let (outcome, wear) = run();
@@ -215,12 +215,12 @@ mod tests {
 
     #[test]
     fn nothing_takes_no_time() {
-        let profile = Profile::named("nvm").expect("comes along");
-        let nothing = Load {
+        let profile = DriveProfile::named("nvm").expect("comes along");
+        let nothing = SimulatedLoad {
             commands: 0,
-            ..load(Direction::Read, Order::Random, 4096, 0)
+            ..load(LoadDirection::Read, LoadOrder::Random, 4096, 0)
         };
-        let outcome = Simulation::new(&profile, MIB)
+        let outcome = ModelSimulation::new(&profile, MIB)
             .expect("a model")
             .run(&nothing);
         assert_eq!(

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nvme_mpt::clock::{Ticks, ticks_in};
 
 /// Time source of a [`TimedQueue`](super::TimedQueue).
-pub trait Clock: fmt::Debug {
+pub trait TickClock: fmt::Debug {
     /// Returns the ticks since some moment in the past. Monotonic.
     fn now(&self) -> u64;
 }
@@ -16,7 +16,7 @@ pub trait Clock: fmt::Debug {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostClock;
 
-impl Clock for HostClock {
+impl TickClock for HostClock {
     #[inline]
     fn now(&self) -> u64 {
         Ticks::now().0
@@ -25,14 +25,14 @@ impl Clock for HostClock {
 
 /// Unit of ticks, chosen when a model is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Timebase {
+pub(crate) enum TickUnit {
     /// A tick of the host's clock.
     Host,
     /// A nanosecond.
     Nanoseconds,
 }
 
-impl Timebase {
+impl TickUnit {
     /// Converts nanoseconds to ticks, rounded to the nearest.
     pub(crate) fn ticks(self, nanoseconds: f64) -> u64 {
         // The ticks of one second give the rate to nine digits.
@@ -43,7 +43,7 @@ impl Timebase {
         (nanoseconds * per_second / 1e9).round() as u64
     }
 
-    pub(crate) fn of(self, span: Span) -> u64 {
+    pub(crate) fn of(self, span: TimeSpan) -> u64 {
         self.ticks(span.0 as f64)
     }
 
@@ -55,7 +55,7 @@ impl Timebase {
 
 /// A duration in nanoseconds, written as a number with a suffix ns, us, ms or s.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Span(pub u64);
+pub struct TimeSpan(pub u64);
 
 /// Maximum duration in a profile: one minute. Drivers time out earlier.
 const LONGEST: u64 = 60_000_000_000;
@@ -67,28 +67,28 @@ const SUFFIXES: [(&str, u64); 4] = [
     ("s", 1_000_000_000),
 ];
 
-/// A text that is not a valid [`Span`].
+/// A text that is not a valid [`TimeSpan`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "\"{0}\" is not a time: write a whole number with ns, us, ms or s, up to 60s, such as 12us"
 )]
-pub struct SpanError(String);
+pub struct TimeSpanError(String);
 
-impl FromStr for Span {
-    type Err = SpanError;
+impl FromStr for TimeSpan {
+    type Err = TimeSpanError;
 
-    fn from_str(text: &str) -> Result<Self, SpanError> {
+    fn from_str(text: &str) -> Result<Self, TimeSpanError> {
         let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
         let suffix = &text[digits.len()..];
         let unit = SUFFIXES.iter().find(|(name, _)| *name == suffix);
         unit.and_then(|(_, unit)| digits.parse::<u64>().ok()?.checked_mul(*unit))
             .filter(|nanoseconds| *nanoseconds <= LONGEST && !text.starts_with('+'))
             .map(Self)
-            .ok_or_else(|| SpanError(text.to_owned()))
+            .ok_or_else(|| TimeSpanError(text.to_owned()))
     }
 }
 
-impl fmt::Display for Span {
+impl fmt::Display for TimeSpan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let exact = |(_, unit): &&(&str, u64)| self.0.is_multiple_of(*unit);
         match SUFFIXES.iter().rev().find(exact) {
@@ -110,7 +110,7 @@ mod tests {
             ("3ms", 3_000_000),
             ("60s", LONGEST),
         ] {
-            let span: Span = text.parse().expect(text);
+            let span: TimeSpan = text.parse().expect(text);
             assert_eq!((span.0, span.to_string().as_str()), (nanoseconds, text));
         }
         for text in [
@@ -124,15 +124,15 @@ mod tests {
             "1 us",
             "9999999999999s",
         ] {
-            text.parse::<Span>().expect_err(text);
+            text.parse::<TimeSpan>().expect_err(text);
         }
     }
 
     #[test]
     fn a_transfer_takes_its_share_of_a_second() {
-        assert_eq!(Timebase::Nanoseconds.transfer(4096, 1 << 30), 3815);
-        assert_eq!(Timebase::Nanoseconds.of(Span(12)), 12);
-        let microsecond = Timebase::Host.of(Span(1_000_000));
+        assert_eq!(TickUnit::Nanoseconds.transfer(4096, 1 << 30), 3815);
+        assert_eq!(TickUnit::Nanoseconds.of(TimeSpan(12)), 12);
+        let microsecond = TickUnit::Host.of(TimeSpan(1_000_000));
         assert!(microsecond.abs_diff(ticks_in(Duration::from_millis(1))) <= 1);
     }
 }

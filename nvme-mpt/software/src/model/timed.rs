@@ -4,10 +4,10 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::calendar::{Calendar, RoundedUp};
+use super::calendar::{CompletionCalendar, RoundedUpTicks};
 use super::nvm::NvmModel;
-use super::time::{Clock, HostClock};
-use super::{Model, admit, due_of, read_or_write};
+use super::time::{HostClock, TickClock};
+use super::{DriveModel, admit, due_of, read_or_write};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::CommandSet;
@@ -18,7 +18,7 @@ use nvme_mpt::spec::status::Status;
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// A queue of a store that a timed queue can drive. Completions must have 0 in Dword 0.
-pub trait TimedStore: HostQueue<Commands: CommandSet> {
+pub trait TimedQueueBackend: HostQueue<Commands: CommandSet> {
     /// True if every command completes while the doorbell is rung, except those that are [put off](HostQueue::puts_off).
     const AT_ONCE: bool;
 
@@ -40,29 +40,29 @@ pub trait TimedStore: HostQueue<Commands: CommandSet> {
 #[derive(Debug)]
 pub struct TimedQueue<Q, C = HostClock> {
     store: Q,
-    model: Arc<Model>,
+    model: Arc<DriveModel>,
     clock: C,
-    /// Due time of each slot's command, computed from a [rounded-up](RoundedUp) time. Used if the command does not complete
+    /// Due time of each slot's command, computed from a [rounded-up](RoundedUpTicks) time. Used if the command does not complete
     /// while the doorbell is rung.
     due: Box<[u64]>,
-    held: Calendar,
+    held: CompletionCalendar,
     hurried: bool,
 }
 
-impl<Q: TimedStore> TimedQueue<Q> {
-    pub(crate) fn new(store: Q, model: Arc<Model>, slots: u16) -> Self {
+impl<Q: TimedQueueBackend> TimedQueue<Q> {
+    pub(crate) fn new(store: Q, model: Arc<DriveModel>, slots: u16) -> Self {
         Self::with_clock(store, model, slots, HostClock, ticks_in(RESOLUTION))
     }
 }
 
-impl<Q: TimedStore, C: Clock> TimedQueue<Q, C> {
-    fn with_clock(store: Q, model: Arc<Model>, slots: u16, clock: C, resolution: u64) -> Self {
+impl<Q: TimedQueueBackend, C: TickClock> TimedQueue<Q, C> {
+    fn with_clock(store: Q, model: Arc<DriveModel>, slots: u16, clock: C, resolution: u64) -> Self {
         Self {
             store,
             model,
             clock,
             due: vec![0; slots.into()].into_boxed_slice(),
-            held: Calendar::new(slots, resolution),
+            held: CompletionCalendar::new(slots, resolution),
             hurried: false,
         }
     }
@@ -71,16 +71,16 @@ impl<Q: TimedStore, C: Clock> TimedQueue<Q, C> {
 /// Rings the doorbell and holds the completions until model `nvm` says they are due. A separate function, called once per
 /// batch, so that its loop can use all registers.
 #[inline(never)]
-fn ring_at_once<Q: TimedStore>(
+fn ring_at_once<Q: TimedQueueBackend>(
     store: &mut Q,
     model: &NvmModel,
-    held: &mut Calendar,
+    held: &mut CompletionCalendar,
     memory: HostMemory<'_>,
-    now: RoundedUp,
+    now: RoundedUpTicks,
 ) {
     store.ring_through(memory, |sqe, status| {
         match read_or_write(sqe).and_then(|work| model.due_of_stripe(&work, now.0)) {
-            Some(due) => held.hold(sqe.cid().0, status, RoundedUp(due)),
+            Some(due) => held.hold(sqe.cid().0, status, RoundedUpTicks(due)),
             None => hold_other(sqe, status, model, held, memory, now),
         }
     });
@@ -92,15 +92,15 @@ fn hold_other(
     sqe: &Sqe,
     status: Status,
     model: &NvmModel,
-    held: &mut Calendar,
+    held: &mut CompletionCalendar,
     memory: HostMemory<'_>,
-    now: RoundedUp,
+    now: RoundedUpTicks,
 ) {
     let due = due_of(sqe, memory, now.0, &mut |work, now| model.due(&work, now));
-    held.hold(sqe.cid().0, status, RoundedUp(due));
+    held.hold(sqe.cid().0, status, RoundedUpTicks(due));
 }
 
-impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
+impl<Q: TimedQueueBackend, C: TickClock> HostBatch for &mut TimedQueue<Q, C> {
     #[inline]
     fn announce(&mut self, _: u32, _: Ticks) {}
 
@@ -123,7 +123,7 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
         } = self;
         match &**model {
             // This model takes no lock, so the store can consult it while executing.
-            Model::Nvm(model) if Q::AT_ONCE => {
+            DriveModel::Nvm(model) if Q::AT_ONCE => {
                 let before = match store.puts_off() {
                     true => store.put_off().count(),
                     false => 0,
@@ -141,14 +141,14 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
                 store.ring_through(memory, |sqe, status| {
                     let slot = sqe.cid().0;
                     let due = due.get(usize::from(slot)).copied().unwrap_or(now.0);
-                    held.hold(slot, status, RoundedUp(due));
+                    held.hold(slot, status, RoundedUpTicks(due));
                 });
             }
         }
     }
 }
 
-impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
+impl<Q: TimedQueueBackend, C: TickClock> HostQueue for TimedQueue<Q, C> {
     type Commands = Q::Commands;
 
     type Batch<'a>
@@ -171,7 +171,7 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
             store.reap(memory, |completion: HostCompletion| {
                 let HostCompletion { slot, status, .. } = completion;
                 if let Some(due) = due.get(usize::from(slot)) {
-                    held.hold(slot, status, RoundedUp(*due));
+                    held.hold(slot, status, RoundedUpTicks(*due));
                 }
             });
         }
@@ -216,9 +216,9 @@ mod tests {
 
     use super::*;
     use crate::SoftwareQueue;
-    use crate::model::Profile;
-    use crate::model::time::Timebase;
-    use crate::null::NullStore;
+    use crate::model::DriveProfile;
+    use crate::model::time::TickUnit;
+    use crate::null::NullCommandExecutor;
     use nvme_mpt::dma::RegionTable;
     use nvme_mpt::host::ListMemory;
     use nvme_mpt::iova::IovaSpace;
@@ -229,19 +229,19 @@ mod tests {
 
     /// A clock that stands still until it is moved.
     #[derive(Clone, Debug, Default)]
-    struct VirtualClock(Rc<Cell<u64>>);
+    struct TimedQueueTestClock(Rc<Cell<u64>>);
 
-    impl Clock for VirtualClock {
+    impl TickClock for TimedQueueTestClock {
         fn now(&self) -> u64 {
             self.0.get()
         }
     }
 
-    struct Drive {
-        clock: VirtualClock,
+    struct TimedTestDrive {
+        clock: TimedQueueTestClock,
         table: RegionTable,
         lists: ListMemory,
-        queue: TimedQueue<SoftwareQueue<NullStore>, VirtualClock>,
+        queue: TimedQueue<SoftwareQueue<NullCommandExecutor>, TimedQueueTestClock>,
     }
 
     const PROFILE: &str = r#"
@@ -252,12 +252,12 @@ mod tests {
         write = { latency = "20us", bandwidth = "1G" }
     "#;
 
-    impl Drive {
+    impl TimedTestDrive {
         fn new(slots: u16) -> Self {
-            let profile = Profile::parse("test", PROFILE).expect("sound");
-            let model = Model::with_timebase(&profile, 1 << 20, 9, Timebase::Nanoseconds)
+            let profile = DriveProfile::parse("test", PROFILE).expect("sound");
+            let model = DriveModel::with_timebase(&profile, 1 << 20, 9, TickUnit::Nanoseconds)
                 .expect("a model of time");
-            let clock = VirtualClock::default();
+            let clock = TimedQueueTestClock::default();
             clock.0.set(1_000_000_007);
             let space = Arc::new(IovaSpace::software());
             Self {
@@ -265,7 +265,7 @@ mod tests {
                 table: RegionTable::default(),
                 lists: ListMemory::new(&space, slots.into()).expect("memory"),
                 queue: TimedQueue::with_clock(
-                    SoftwareQueue::new(NullStore, slots),
+                    SoftwareQueue::new(NullCommandExecutor, slots),
                     Arc::new(model),
                     slots,
                     clock,
@@ -330,7 +330,7 @@ mod tests {
 
     #[test]
     fn a_command_completes_when_it_is_due_and_not_before() {
-        let mut drive = Drive::new(4);
+        let mut drive = TimedTestDrive::new(4);
         drive.run(&[
             command(NvmOpcode::WRITE, 0, 0, 8),
             command(NvmOpcode::READ, 1, 8, 8),
@@ -349,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_queue_that_is_to_go_waits_for_no_time() {
-        let mut drive = Drive::new(2);
+        let mut drive = TimedTestDrive::new(2);
         drive.run(&[command(NvmOpcode::WRITE, 0, 0, 8)]);
         drive.queue.hurry(true);
         assert_eq!(drive.reap(), [0]);
@@ -372,14 +372,14 @@ mod tests {
             // Not even a model makes the store take what it does not know.
             (NvmOpcode(0xC0), 0),
         ] {
-            let mut drive = Drive::new(1);
+            let mut drive = TimedTestDrive::new(1);
             drive.run(&[command(opcode, 0, 16, 8)]);
             assert_eq!(drive.finish(), [(expected, 0)], "{opcode}");
         }
     }
 
     /// Puts ranges into a slot's list. Returns their address.
-    fn put<T: IntoBytes + zerocopy::Immutable>(drive: &mut Drive, ranges: &[T]) -> u64 {
+    fn put<T: IntoBytes + zerocopy::Immutable>(drive: &mut TimedTestDrive, ranges: &[T]) -> u64 {
         let (list, iova) = drive.lists.of_slot(0);
         let bytes = ranges.as_bytes();
         list.as_mut_bytes()[..bytes.len()].copy_from_slice(bytes);
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn a_copy_writes_after_it_read() {
-        let mut drive = Drive::new(1);
+        let mut drive = TimedTestDrive::new(1);
         let range = CopyRange0 {
             slba: Lba(64),
             nlb_z: 7,
@@ -403,7 +403,7 @@ mod tests {
     #[test]
     fn only_ranges_that_are_deallocated_take_time() {
         for (deallocate, expected) in [(0, 0), (4, 20_000)] {
-            let mut drive = Drive::new(1);
+            let mut drive = TimedTestDrive::new(1);
             let range = DsmRange {
                 nlb: 8,
                 ..DsmRange::default()
@@ -425,7 +425,7 @@ mod tests {
             })
             .collect();
         let run = || {
-            let mut drive = Drive::new(1000);
+            let mut drive = TimedTestDrive::new(1000);
             for batch in commands.chunks(37) {
                 drive.run(batch);
                 drive.clock.0.update(|now| now + 1234);

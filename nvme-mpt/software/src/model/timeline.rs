@@ -2,12 +2,12 @@
 
 /// Units, each of which does one operation at a time.
 #[derive(Debug)]
-pub(super) struct Timelines {
+pub(super) struct ResourceTimelines {
     /// When each unit has done all its operations, in ticks.
     free: Box<[u64]>,
 }
 
-impl Timelines {
+impl ResourceTimelines {
     pub(super) fn new(parts: usize) -> Self {
         Self {
             free: vec![0; parts].into_boxed_slice(),
@@ -36,7 +36,7 @@ mod tests {
 
     #[test]
     fn a_part_does_one_thing_after_the_other() {
-        let mut parts = Timelines::new(2);
+        let mut parts = ResourceTimelines::new(2);
         assert_eq!(parts.occupy(0, 100, 10), 110);
         assert_eq!(parts.occupy(0, 100, 10), 120);
         assert_eq!(parts.occupy(1, 100, 10), 110);
@@ -48,11 +48,11 @@ mod tests {
 
     #[test]
     fn the_part_that_is_free_first_is_next() {
-        let mut parts = Timelines::new(2);
+        let mut parts = ResourceTimelines::new(2);
         let ends: Vec<u64> = [30, 10, 10, 10, 10]
             .map(|ticks| parts.occupy_first(0, ticks))
             .to_vec();
         assert_eq!(ends, [30, 10, 20, 30, 40]);
-        assert_eq!(Timelines::new(0).occupy_first(5, 10), 5);
+        assert_eq!(ResourceTimelines::new(0).occupy_first(5, 10), 5);
     }
 }

@@ -4,17 +4,17 @@
 //! its start on. So a transfer that starts later, because its data arrives later, does not delay transfers that can start
 //! earlier.
 
-use crate::model::time::{Span, Timebase};
+use crate::model::time::{TickUnit, TimeSpan};
 
 /// Length of a slot.
-const SLOT: Span = Span(4_000);
+const SLOT: TimeSpan = TimeSpan(4_000);
 
 /// Number of tracked slots. They reach 65 ms ahead; transfers beyond them do not compete.
 const SLOTS: u64 = 1 << 14;
 
 /// A bandwidth and its reservations.
 #[derive(Debug)]
-pub(super) struct Tokens {
+pub(super) struct BandwidthTokens {
     slot_ticks: u64,
     slot_bytes: u64,
     ticks_per_byte: f64,
@@ -28,8 +28,8 @@ pub(super) struct Tokens {
     end: u64,
 }
 
-impl Tokens {
-    pub(super) fn new(bandwidth: u64, timebase: Timebase) -> Self {
+impl BandwidthTokens {
+    pub(super) fn new(bandwidth: u64, timebase: TickUnit) -> Self {
         let slot_bytes = (bandwidth as f64 * SLOT.0 as f64 / 1e9) as u64;
         Self {
             slot_ticks: timebase.of(SLOT).max(1),
@@ -89,8 +89,8 @@ mod tests {
     use super::*;
 
     /// 1000 bytes in a microsecond.
-    fn tokens() -> Tokens {
-        Tokens::new(1_000_000_000, Timebase::Nanoseconds)
+    fn tokens() -> BandwidthTokens {
+        BandwidthTokens::new(1_000_000_000, TickUnit::Nanoseconds)
     }
 
     #[test]

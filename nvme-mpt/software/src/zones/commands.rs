@@ -1,9 +1,10 @@
 //! Translation of the commands that the Zoned Namespace Command Set adds (ZNS 1.1, section 3).
 
-use nvme_mpt::dma::Direction;
+use nvme_mpt::dma::DmaDirection;
 use nvme_mpt::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
-    CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, Untranslated, location,
+    CommandFailure, CommandSet, CommandTraffic, CommandTranslator, CompletedCommand, NvmCommands,
+    UntranslatedCommand, location,
 };
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -28,11 +29,11 @@ impl CommandSet for ZonedCommands {
 
     #[inline(always)]
     fn translate(
-        translator: &mut Translator,
+        translator: &mut CommandTranslator,
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
+    ) -> Result<u32, UntranslatedCommand> {
         let translate = match NvmOpcode(guest.opcode()) {
             NvmOpcode::ZONE_APPEND => zone_append,
             NvmOpcode::ZONE_MANAGEMENT_RECEIVE => zone_management_receive,
@@ -52,7 +53,7 @@ impl CommandSet for ZonedCommands {
 
     /// Returns the LBA that a successful Zone Append wrote (ZNS 1.1, section 3.4.1, `ALBA`).
     #[inline]
-    fn result(translator: &Translator, completed: &CompletedCommand) -> (u32, u32) {
+    fn result(translator: &CommandTranslator, completed: &CompletedCommand) -> (u32, u32) {
         if completed.opcode != NvmOpcode::ZONE_APPEND || !completed.status.is_success() {
             return (completed.dw0, 0);
         }
@@ -61,9 +62,9 @@ impl CommandSet for ZonedCommands {
     }
 
     #[inline]
-    fn traffic(completed: &CompletedCommand) -> Traffic {
+    fn traffic(completed: &CompletedCommand) -> CommandTraffic {
         match completed.opcode {
-            NvmOpcode::ZONE_APPEND => Traffic::Written(completed.bytes),
+            NvmOpcode::ZONE_APPEND => CommandTraffic::Written(completed.bytes),
             _ => NvmCommands::traffic(completed),
         }
     }
@@ -71,18 +72,18 @@ impl CommandSet for ZonedCommands {
 
 /// Returns the guest's LBA that a Zone Append wrote. Dword 0 of the host's completion has the low half of the host's LBA. This
 /// suffices, because a zone has less than 2^32 blocks.
-fn appended_at(translator: &Translator, zslba: Lba, dw0: u32) -> Lba {
+fn appended_at(translator: &CommandTranslator, zslba: Lba, dw0: u32) -> Lba {
     let host_zslba = translator.blocks().first().0.wrapping_add(zslba.0);
     let offset = dw0.wrapping_sub(host_zslba as u32);
     Lba(zslba.0.wrapping_add(offset.into()))
 }
 
 fn zone_append(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Untranslated> {
+) -> Result<u32, UntranslatedCommand> {
     let ZoneAppend {
         zslba,
         nlb_z,
@@ -92,7 +93,7 @@ fn zone_append(
         prinfo,
         ..
     } = ZoneAppend::from(guest);
-    let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
+    let invalid = CommandFailure::at(Status::INVALID_FIELD, location::CDW12);
     let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift();
     // The length is limited by ZASL. The drive offers no protection information to remap.
     if len > translator.limits().own_bytes_max || piremap || prinfo.pract() {
@@ -109,39 +110,39 @@ fn zone_append(
         ..ZoneAppend::default()
     }
     .write_to(host);
-    translator.data(guest, len, Direction::FromGuest, slot, host)?;
+    translator.data(guest, len, DmaDirection::FromGuest, slot, host)?;
     Ok(len as u32)
 }
 
 fn zone_management_receive(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Untranslated> {
+) -> Result<u32, UntranslatedCommand> {
     let command = ZoneManagementReceive::from(guest);
     let len = command.length();
     if len > translator.limits().max_transfer() {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
+        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW12).into());
     }
     let slba = translator.blocks().translate(command.slba, 1)?;
     translator.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0, slot);
     ZoneManagementReceive { slba, ..command }.write_to(host);
-    translator.data(guest, len, Direction::ToGuest, slot, host)?;
+    translator.data(guest, len, DmaDirection::ToGuest, slot, host)?;
     Ok(len as u32)
 }
 
 fn zone_management_send(
-    translator: &mut Translator,
+    translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Untranslated> {
+) -> Result<u32, UntranslatedCommand> {
     let command = ZoneManagementSend::from(guest);
     // Set Zone Descriptor Extension is the only action with data, and there are no extensions. Its data pointer is not
     // translated.
     if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW13).into());
+        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW13).into());
     }
     // All zones means those of the lease. The command's SLBA is ignored then.
     let slba = match command.select_all {

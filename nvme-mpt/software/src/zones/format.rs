@@ -2,8 +2,8 @@
 
 use nvme_mpt::address::log2_pages;
 use nvme_mpt::host::{
-    ChangeListDescription, CommandSetDescription, Contents, IdentifyNamespaceData, IoCommand,
-    Promise, Structure,
+    ChangeListDescription, CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand,
+    NamespaceContents, SparseStructure,
 };
 use nvme_mpt::spec::event::AsyncEvent;
 use nvme_mpt::spec::feature::AsyncEventConfiguration;
@@ -24,16 +24,16 @@ pub(super) const COMMANDS: [IoCommand; 3] = [
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceZones {
     /// Division into zones.
-    pub geometry: Geometry,
+    pub geometry: ZoneGeometry,
     /// Limits of open and active zones.
-    pub resources: Resources,
+    pub resources: ZoneResources,
     /// Maximum bytes of a Zone Append: a power-of-two number of memory pages.
     pub append_bytes_max: u64,
 }
 
 /// Division of a lease into zones, in logical blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Geometry {
+pub struct ZoneGeometry {
     /// Zone Size: from the start of a zone to the start of the next.
     pub size: u64,
     /// Zone Capacity: writable blocks of a zone.
@@ -42,7 +42,7 @@ pub struct Geometry {
 
 /// Maximum numbers of open and active zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resources {
+pub struct ZoneResources {
     /// Maximum Open Resources: zones that are open, implicitly or explicitly.
     pub open: u32,
     /// Maximum Active Resources: zones that are open or closed.
@@ -53,13 +53,13 @@ impl NamespaceZones {
     /// Describes the namespace to its guest.
     pub(super) fn describe(&self) -> CommandSetDescription {
         let Self {
-            geometry: Geometry { size, capacity },
-            resources: Resources { open, active },
+            geometry: ZoneGeometry { size, capacity },
+            resources: ZoneResources { open, active },
             append_bytes_max,
         } = *self;
         CommandSetDescription {
             csi: Csi::ZONED_NAMESPACE,
-            contents: Contents::Blocks {
+            contents: NamespaceContents::Blocks {
                 unit: size,
                 writable: capacity,
             },
@@ -73,11 +73,11 @@ impl NamespaceZones {
                 unit: size,
             }),
             promises: vec![
-                Promise::new("zone size", size),
-                Promise::new("zone capacity", capacity),
-                Promise::new("open zones (MOR)", open),
-                Promise::new("active zones (MAR)", active),
-                Promise::new("bytes of a Zone Append command", append_bytes_max),
+                GuestPromise::new("zone size", size),
+                GuestPromise::new("zone capacity", capacity),
+                GuestPromise::new("open zones (MOR)", open),
+                GuestPromise::new("active zones (MAR)", active),
+                GuestPromise::new("bytes of a Zone Append command", append_bytes_max),
             ],
         }
     }
@@ -91,15 +91,15 @@ impl NamespaceZones {
         id.mor_z = self.resources.open.saturating_sub(1);
         id.lbafe[0].zsze = self.geometry.size;
         IdentifyNamespaceData {
-            structure: Structure::of(&id),
+            structure: SparseStructure::of(&id),
             facts: Vec::new(),
         }
     }
 
     /// Builds Identify Controller (ZNS 1.1, section 4.1.5.2).
-    fn identify_controller(&self) -> Structure {
+    fn identify_controller(&self) -> SparseStructure {
         let mut id = IdentifyControllerZns::new_zeroed();
         id.zasl = log2_pages(self.append_bytes_max);
-        Structure::of(&id)
+        SparseStructure::of(&id)
     }
 }

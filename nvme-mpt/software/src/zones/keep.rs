@@ -16,11 +16,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use log::error;
 
-use super::{Geometry, ZoneError};
+use super::{ZoneError, ZoneGeometry};
 use nvme_mpt::memory::files::sync_names;
-use nvme_mpt::memory::{Access, Mapping, SharedWords};
+use nvme_mpt::memory::{Mapping, MappingAccess, SharedWords};
 use nvme_mpt::range::Bytes;
-use nvme_mpt_paths::{Directory, OFlags};
+use nvme_mpt_paths::{OFlags, OpenDirectory};
 
 /// Magic number of the file, with its version.
 const MAGIC: &[u8; 8] = b"nvmezns1";
@@ -30,7 +30,7 @@ const HEADER: usize = 4096;
 
 /// The state words of a drive's zones.
 #[derive(Debug)]
-pub(super) struct KeptZones {
+pub(super) struct PersistedZones {
     words: SharedWords,
     path: PathBuf,
     file: Option<Arc<File>>,
@@ -39,18 +39,18 @@ pub(super) struct KeptZones {
 
 /// Header of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Header {
-    geometry: Geometry,
+struct ZoneFileHeader {
+    geometry: ZoneGeometry,
     lba_shift: u8,
     count: u32,
 }
 
-impl Header {
+impl ZoneFileHeader {
     const LEN: usize = MAGIC.len() + 4 * 8;
 
     fn to_bytes(self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
-        let Geometry { size, capacity } = self.geometry;
+        let ZoneGeometry { size, capacity } = self.geometry;
         for number in [size, capacity, self.lba_shift.into(), self.count.into()] {
             bytes.extend_from_slice(&number.to_le_bytes());
         }
@@ -95,7 +95,7 @@ fn bytes_of(count: u32) -> usize {
     count as usize * size_of::<u64>()
 }
 
-impl KeptZones {
+impl PersistedZones {
     /// Creates words in memory, which end with the process.
     pub(super) fn in_memory(count: u32) -> io::Result<Self> {
         let mapping = Mapping::anonymous(bytes_of(count))?;
@@ -114,12 +114,12 @@ impl KeptZones {
     /// [`ZoneError::OtherZones`], [`ZoneError::NotZones`], [`ZoneError::NoRoom`] and [`ZoneError::Keep`].
     pub(super) fn beside(
         drive: &Path,
-        geometry: Geometry,
+        geometry: ZoneGeometry,
         lba_shift: u8,
         count: u32,
     ) -> Result<Self, ZoneError> {
         let path = path_beside(drive);
-        let header = Header {
+        let header = ZoneFileHeader {
             geometry,
             lba_shift,
             count,
@@ -137,7 +137,7 @@ impl KeptZones {
             }
         };
         let mut file = open_or_make(&path, &header).map_err(failed)?;
-        let mut found = [0; Header::LEN];
+        let mut found = [0; ZoneFileHeader::LEN];
         match file.read_exact(&mut found) {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 return Err(ZoneError::NotZones(path));
@@ -146,13 +146,18 @@ impl KeptZones {
         }
         let expected = header.to_bytes();
         if found[..] != expected[..] {
-            let here = expected.try_into().ok().as_ref().and_then(Header::describe);
-            return Err(match (Header::describe(&found), here) {
+            let here = expected
+                .try_into()
+                .ok()
+                .as_ref()
+                .and_then(ZoneFileHeader::describe);
+            return Err(match (ZoneFileHeader::describe(&found), here) {
                 (Some(there), Some(here)) => ZoneError::OtherZones { path, there, here },
                 _ => ZoneError::NotZones(path),
             });
         }
-        let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite).map_err(failed)?;
+        let mapping =
+            Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite).map_err(failed)?;
         allocate(&file, &mapping).map_err(failed)?;
         // Sync the name of an existing file too: the process that created it may have ended before its sync.
         sync_name(&path).map_err(failed)?;
@@ -233,9 +238,9 @@ thread_local! {
 
 /// Opens a file, or creates it if it is missing. A new file is written under another name and then moved, unless another
 /// process was faster. So every process sees the same complete file.
-fn open_or_make(path: &Path, header: &Header) -> io::Result<File> {
+fn open_or_make(path: &Path, header: &ZoneFileHeader) -> io::Result<File> {
     // The drive's file may lie in another user's directory.
-    let (directory, name) = Directory::holding(path)?;
+    let (directory, name) = OpenDirectory::holding(path)?;
     let open = || directory.open_entry(name, OFlags::RDWR);
     match open() {
         Err(error) if error.is_not_found() => {}
@@ -257,11 +262,11 @@ mod tests {
     #[test]
     fn the_name_of_a_file_is_durable_once_it_is_open() {
         let folder = tempfile::tempdir().expect("a folder");
-        let geometry = Geometry {
+        let geometry = ZoneGeometry {
             size: 256,
             capacity: 192,
         };
-        let open = || KeptZones::beside(&folder.path().join("drive.img"), geometry, 12, 8);
+        let open = || PersistedZones::beside(&folder.path().join("drive.img"), geometry, 12, 8);
         // The process that makes the file may end before its name is durable. The next one finds the file.
         for round in ["made", "found"] {
             SYNCED.take();

@@ -26,19 +26,19 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, Weak};
 
 pub use commands::ZonedCommands;
-pub use format::{Geometry, NamespaceZones, Resources};
+pub use format::{NamespaceZones, ZoneGeometry, ZoneResources};
 pub use queue::ZonedQueue;
 
-use keep::KeptZones;
-use table::{TableZones, ZoneTable};
+use keep::PersistedZones;
+use table::{ZoneTable, ZoneTableWords};
 
 use super::model::ZnsProfile;
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::event::{Event, EventQueue};
-use nvme_mpt::host::{ChangeLog, Changes, CommandSetDescription};
+use nvme_mpt::event::{EventQueue, IoQueueEvent};
+use nvme_mpt::host::{CommandSetDescription, LeaseChangeLog, UnreportedChanges};
 use nvme_mpt::live::ChangeRecord;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
+use nvme_mpt::range::{BlockRange, ByteRange, Bytes};
 use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::ids::Lba;
 
@@ -149,20 +149,20 @@ pub enum ZoneError {
 
 /// The zones of a drive.
 #[derive(Debug)]
-pub struct Zones {
-    geometry: Geometry,
-    resources: Resources,
+pub struct DriveZones {
+    geometry: ZoneGeometry,
+    resources: ZoneResources,
     append_bytes_max: u64,
     lba_shift: u8,
     count: u32,
-    kept: Arc<KeptZones>,
+    kept: Arc<PersistedZones>,
 }
 
-impl Zones {
+impl DriveZones {
     /// Divides a drive into zones. `file` is the drive's file, or `None` for a drive in memory.
     ///
     /// # Errors
-    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
+    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::ServerLost`].
     pub(super) fn new(
         profile: &ZnsProfile,
         namespace: &HostNamespace,
@@ -171,7 +171,7 @@ impl Zones {
         let HostNamespace {
             blocks, lba_shift, ..
         } = *namespace;
-        let geometry = Geometry {
+        let geometry = ZoneGeometry {
             size: profile.zone_size.0 >> lba_shift,
             capacity: profile.zone_capacity.0 >> lba_shift,
         };
@@ -198,15 +198,15 @@ impl Zones {
             }
         };
         let kept = match file {
-            None => KeptZones::in_memory(count).map_err(|source| ZoneError::Keep {
+            None => PersistedZones::in_memory(count).map_err(|source| ZoneError::Keep {
                 path: "memory".into(),
                 source,
             })?,
-            Some(drive) => KeptZones::beside(drive, geometry, lba_shift, count)?,
+            Some(drive) => PersistedZones::beside(drive, geometry, lba_shift, count)?,
         };
         Ok(Self {
             geometry,
-            resources: Resources {
+            resources: ZoneResources {
                 open: profile.max_open,
                 active: profile.max_active,
             },
@@ -242,9 +242,9 @@ impl Zones {
     /// Returns the zones of a lease, with a proportional share of the open and active resources, but at least one of each.
     ///
     /// # Errors
-    /// [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
-    pub(super) fn lease(&self, range: LbaRange) -> Result<LeasedZones, ZoneError> {
-        let Geometry { size, .. } = self.geometry;
+    /// [`ZoneError::NotWholeZones`] and [`ZoneError::ServerLost`].
+    pub(super) fn lease(&self, range: BlockRange) -> Result<LeasedZones, ZoneError> {
+        let ZoneGeometry { size, .. } = self.geometry;
         for (part, blocks) in [("start", range.start.0), ("length", range.blocks)] {
             if !blocks.is_multiple_of(size) {
                 let below = blocks - blocks % size;
@@ -264,11 +264,11 @@ impl Zones {
             let share = u64::from(all) * u64::from(count) / u64::from(self.count);
             (share as u32).max(1)
         };
-        let resources = Resources {
+        let resources = ZoneResources {
             open: share(self.resources.open),
             active: share(self.resources.active),
         };
-        let kept = TableZones {
+        let kept = ZoneTableWords {
             words: self.kept.words().clone(),
             first,
             count,
@@ -287,9 +287,9 @@ impl Zones {
                 resources,
                 append_bytes_max: self.append_bytes_max,
             },
-            state: Mutex::new(State {
+            state: Mutex::new(LeasedZonesState {
                 table,
-                changes: Changes::default(),
+                changes: UnreportedChanges::default(),
                 record: None,
                 listener: Weak::new(),
             }),
@@ -298,15 +298,15 @@ impl Zones {
 }
 
 #[derive(Debug)]
-struct State {
+struct LeasedZonesState {
     table: ZoneTable,
-    changes: Changes,
+    changes: UnreportedChanges,
     /// Tells a successor process whether there are unreported changes.
     record: Option<ChangeRecord>,
     listener: Weak<EventQueue>,
 }
 
-impl State {
+impl LeasedZonesState {
     /// Makes a zone read only after the media failed a write, and notifies the guest.
     fn fail_media(&mut self, zone: u32) {
         // Record it first, because the process may end before the zone's state changes.
@@ -321,7 +321,7 @@ impl State {
     /// Notifies the guest of changes.
     fn tell(&self) {
         if let Some(events) = self.listener.upgrade() {
-            events.report(Event::Changes);
+            events.report(IoQueueEvent::Changes);
         }
     }
 
@@ -338,10 +338,10 @@ impl State {
 pub struct LeasedZones {
     /// Start of the lease in the host's namespace.
     start: Lba,
-    kept: Arc<KeptZones>,
+    kept: Arc<PersistedZones>,
     lba_shift: u8,
     format: NamespaceZones,
-    state: Mutex<State>,
+    state: Mutex<LeasedZonesState>,
 }
 
 impl LeasedZones {
@@ -366,7 +366,7 @@ impl LeasedZones {
     pub(crate) fn record_changes(&self, record: ChangeRecord) {
         let mut state = self.lock();
         if record.is_set() {
-            state.changes.recall(&Changes::new(&[], true));
+            state.changes.recall(&UnreportedChanges::new(&[], true));
             state.tell();
         }
         state.record = Some(record);
@@ -386,7 +386,7 @@ impl LeasedZones {
     /// Compares the states with their stored copies. Takes no longer than a report of all zones.
     ///
     /// # Errors
-    /// [`ZoneError::Lost`].
+    /// [`ZoneError::ServerLost`].
     pub(crate) fn check(&self) -> Result<(), ZoneError> {
         #[cfg(test)]
         CHECKS.set(CHECKS.get() + 1);
@@ -406,25 +406,25 @@ impl LeasedZones {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LeasedZonesState> {
         // The state is consistent wherever a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The log of changed zones, by Zone Start LBA.
-impl ChangeLog for LeasedZones {
-    fn changes(&self) -> Changes {
+impl LeaseChangeLog for LeasedZones {
+    fn changes(&self) -> UnreportedChanges {
         self.lock().changes.clone()
     }
 
-    fn recall(&self, untold: &Changes) {
+    fn recall(&self, untold: &UnreportedChanges) {
         let mut state = self.lock();
         state.changes.recall(untold);
         state.note(!state.changes.is_empty());
     }
 
-    fn forget(&self, told: &Changes) {
+    fn forget(&self, told: &UnreportedChanges) {
         let mut state = self.lock();
         state.changes.forget(told);
         state.note(!state.changes.is_empty());

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::ZonedCommands;
 use super::report::report;
-use super::{LeasedZones, State};
+use super::{LeasedZones, LeasedZonesState};
 use crate::medium::LOST;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
@@ -25,7 +25,7 @@ const RESET_BYTES: u64 = 32 << 20;
 
 /// Completion action of a command after the drive has executed its part.
 #[derive(Clone, Copy, Debug, Default)]
-enum Fate {
+enum ZonedCompletionOutcome {
     /// Pass the completion on.
     #[default]
     Complete,
@@ -36,12 +36,12 @@ enum Fate {
     /// Complete an append to this zone. The second value is the low half of the written LBA, for dword 0.
     Append(u32, u32),
     /// Continue or complete a reset after a step of deallocation.
-    Reset(Reset),
+    Reset(ZoneReset),
 }
 
 /// A reset zone whose blocks are being deallocated.
 #[derive(Clone, Copy, Debug)]
-struct Reset {
+struct ZoneReset {
     zone: u32,
     /// Blocks that are left to deallocate, as LBAs of the drive.
     next: u64,
@@ -52,7 +52,7 @@ struct Reset {
 
 /// Distinguishes new commands from repeated ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Time {
+enum ZonedCommandAttempt {
     First,
     /// The old server had the command, and may have moved the write pointer for it.
     Again,
@@ -64,11 +64,11 @@ pub struct ZonedQueue {
     drive: HostQueuePair,
     zones: Arc<LeasedZones>,
     /// Submitted commands whose doorbell was not rung.
-    arriving: Vec<(Sqe, Time)>,
+    arriving: Vec<(Sqe, ZonedCommandAttempt)>,
     /// Commands that go to the drive.
     passing: Vec<Sqe>,
     /// Completion actions, indexed by slot.
-    fates: Box<[Fate]>,
+    fates: Box<[ZonedCompletionOutcome]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
     /// Completions of commands that the drive did not get.
@@ -89,7 +89,7 @@ impl ZonedQueue {
             zones,
             arriving: Vec::with_capacity(room),
             passing: Vec::with_capacity(room),
-            fates: vec![Fate::default(); room].into_boxed_slice(),
+            fates: vec![ZonedCompletionOutcome::default(); room].into_boxed_slice(),
             reaped: Vec::with_capacity(room),
             completed: Vec::with_capacity(room),
             report: Vec::new(),
@@ -112,13 +112,13 @@ impl ZonedQueue {
         for (sqe, time) in arriving.drain(..) {
             let slot = sqe.cid().0;
             let begun = if gone {
-                Ok(Some((sqe, Fate::Complete)))
+                Ok(Some((sqe, ZonedCompletionOutcome::Complete)))
             } else {
                 self.begin_kept(&mut state, &sqe, time, memory)
             };
             match begun {
                 Ok(Some((command, fate))) => {
-                    self.resets += usize::from(matches!(fate, Fate::Reset(_)));
+                    self.resets += usize::from(matches!(fate, ZonedCompletionOutcome::Reset(_)));
                     if let Some(place) = self.fates.get_mut(usize::from(slot)) {
                         *place = fate;
                         self.passing.push(command);
@@ -137,11 +137,11 @@ impl ZonedQueue {
     /// Begins a command like [`Self::begin`]. If zone states are lost, the lease is read only.
     fn begin_kept(
         &mut self,
-        state: &mut State,
+        state: &mut LeasedZonesState,
         sqe: &Sqe,
-        time: Time,
+        time: ZonedCommandAttempt,
         memory: HostMemory<'_>,
-    ) -> Result<Option<(Sqe, Fate)>, Status> {
+    ) -> Result<Option<(Sqe, ZonedCompletionOutcome)>, Status> {
         let refusal = match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ
             | NvmOpcode::COMPARE
@@ -165,11 +165,11 @@ impl ZonedQueue {
     /// the command is already complete.
     fn begin(
         &mut self,
-        state: &mut State,
+        state: &mut LeasedZonesState,
         sqe: &Sqe,
-        time: Time,
+        time: ZonedCommandAttempt,
         memory: HostMemory<'_>,
-    ) -> Result<Option<(Sqe, Fate)>, Status> {
+    ) -> Result<Option<(Sqe, ZonedCompletionOutcome)>, Status> {
         let first = self.zones.start;
         // The translated LBA lies in the lease.
         let in_lease = |Lba(lba): Lba| Lba(lba.wrapping_sub(first.0));
@@ -185,15 +185,18 @@ impl ZonedQueue {
                 let (slba, count) = (in_lease(slba), u64::from(nlb_z) + 1);
                 if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) {
                     match time {
-                        Time::First => table.write(slba, count)?,
-                        Time::Again => table.write_again(slba, count)?,
+                        ZonedCommandAttempt::First => table.write(slba, count)?,
+                        ZonedCommandAttempt::Again => table.write_again(slba, count)?,
                     }
-                    return Ok(Some((*sqe, Fate::Write(table.containing(slba)?))));
+                    return Ok(Some((
+                        *sqe,
+                        ZonedCompletionOutcome::Write(table.containing(slba)?),
+                    )));
                 }
                 table.read(slba, count)?;
-                Ok(Some((*sqe, Fate::Complete)))
+                Ok(Some((*sqe, ZonedCompletionOutcome::Complete)))
             }
-            NvmOpcode::FLUSH => Ok(Some((*sqe, Fate::Flush))),
+            NvmOpcode::FLUSH => Ok(Some((*sqe, ZonedCompletionOutcome::Flush))),
             NvmOpcode::ZONE_APPEND => {
                 let ZoneAppend {
                     zslba,
@@ -215,7 +218,7 @@ impl ZonedQueue {
                     ..ReadWrite::default()
                 }
                 .write_to(&mut write);
-                let fate = Fate::Append(table.containing(zslba)?, slba.0 as u32);
+                let fate = ZonedCompletionOutcome::Append(table.containing(zslba)?, slba.0 as u32);
                 Ok(Some((write, fate)))
             }
             NvmOpcode::ZONE_MANAGEMENT_SEND => {
@@ -242,10 +245,10 @@ impl ZonedQueue {
 
     fn send(
         &self,
-        state: &mut State,
+        state: &mut LeasedZonesState,
         sqe: &Sqe,
         send: ZoneManagementSend,
-    ) -> Result<Option<(Sqe, Fate)>, Status> {
+    ) -> Result<Option<(Sqe, ZonedCompletionOutcome)>, Status> {
         // The option concerns zone random write areas, which are not supported (OZCS.ZRWASUP).
         if send.zsaso {
             return Err(Status::INVALID_FIELD);
@@ -275,9 +278,15 @@ impl ZonedQueue {
     }
 
     /// Returns the deallocation of a reset zone, or `None` if the zone had no written blocks.
-    fn reset(&self, state: &State, zone: u32, written: u64, all: bool) -> Option<Reset> {
+    fn reset(
+        &self,
+        state: &LeasedZonesState,
+        zone: u32,
+        written: u64,
+        all: bool,
+    ) -> Option<ZoneReset> {
         let next = self.zones.start.0 + state.table.start(zone).0;
-        (written > 0).then_some(Reset {
+        (written > 0).then_some(ZoneReset {
             zone,
             next,
             end: next + written,
@@ -286,7 +295,7 @@ impl ZonedQueue {
     }
 
     /// Resets zones from `from` on, up to the first zone with blocks to deallocate.
-    fn reset_all(&self, state: &mut State, from: u32) -> Option<Reset> {
+    fn reset_all(&self, state: &mut LeasedZonesState, from: u32) -> Option<ZoneReset> {
         let mut from = from;
         loop {
             let (zone, written) = state.table.reset_next(from)?;
@@ -298,7 +307,7 @@ impl ZonedQueue {
     }
 
     /// Returns the drive's command for the next step of a deallocation.
-    fn give_back(&self, sqe: &Sqe, reset: Reset) -> (Sqe, Fate) {
+    fn give_back(&self, sqe: &Sqe, reset: ZoneReset) -> (Sqe, ZonedCompletionOutcome) {
         let most = RESET_BYTES >> self.zones.lba_shift;
         let count = (reset.end - reset.next).min(most);
         let mut zeroes = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
@@ -313,11 +322,14 @@ impl ZonedQueue {
         }
         .write_to(&mut zeroes);
         let next = reset.next + count;
-        (zeroes, Fate::Reset(Reset { next, ..reset }))
+        (
+            zeroes,
+            ZonedCompletionOutcome::Reset(ZoneReset { next, ..reset }),
+        )
     }
 
     /// Continues a reset after a step of the drive. Returns `false` if the reset is complete.
-    fn go_on(&mut self, state: &mut State, slot: u16, reset: Reset) -> bool {
+    fn go_on(&mut self, state: &mut LeasedZonesState, slot: u16, reset: ZoneReset) -> bool {
         let next = if reset.next < reset.end {
             Some(reset)
         } else {
@@ -342,7 +354,7 @@ impl ZonedQueue {
 
     fn is_flush(&self, completion: &HostCompletion) -> bool {
         let fate = self.fates.get(usize::from(completion.slot));
-        matches!(fate, Some(Fate::Flush))
+        matches!(fate, Some(ZonedCompletionOutcome::Flush))
     }
 
     /// Returns the guest's completion after the drive has executed its part, or `None` if the command continues.
@@ -355,15 +367,17 @@ impl ZonedQueue {
         let fate = self.fates.get_mut(usize::from(slot))?;
         let fate = std::mem::take(fate);
         match fate {
-            Fate::Complete => return Some(completion),
+            ZonedCompletionOutcome::Complete => return Some(completion),
             // The zone states were checked once for all reaped completions.
-            Fate::Flush => {}
-            Fate::Write(zone) | Fate::Append(zone, _) if is_of_media(status) => {
+            ZonedCompletionOutcome::Flush => {}
+            ZonedCompletionOutcome::Write(zone) | ZonedCompletionOutcome::Append(zone, _)
+                if is_of_media(status) =>
+            {
                 self.zones.lock().fail_media(zone);
             }
-            Fate::Write(_) => {}
-            Fate::Append(_, written) => dw0 = written,
-            Fate::Reset(reset) => {
+            ZonedCompletionOutcome::Write(_) => {}
+            ZonedCompletionOutcome::Append(_, written) => dw0 = written,
+            ZonedCompletionOutcome::Reset(reset) => {
                 let zones = self.zones.clone();
                 let mut state = zones.lock();
                 let has_more = reset.all || reset.next < reset.end;
@@ -423,16 +437,16 @@ impl HostBatch for &mut ZonedQueue {
 
     fn submit(&mut self, sqe: &Sqe) {
         debug_assert!(self.arriving.len() < self.arriving.capacity());
-        self.arriving.push((*sqe, Time::First));
+        self.arriving.push((*sqe, ZonedCommandAttempt::First));
     }
 
     fn submit_again(&mut self, sqe: &Sqe) {
-        self.arriving.push((*sqe, Time::Again));
+        self.arriving.push((*sqe, ZonedCommandAttempt::Again));
     }
 
     fn ring(self, memory: HostMemory<'_>) {
         // Repeated commands form a separate batch.
-        if matches!(self.arriving.last(), Some((_, Time::Again))) {
+        if matches!(self.arriving.last(), Some((_, ZonedCommandAttempt::Again))) {
             self.arriving.sort_by_key(|(sqe, _)| place_in_order(sqe));
         }
         self.take_up(memory);
@@ -509,7 +523,7 @@ impl Drop for ZonedQueue {
     fn drop(&mut self) {
         let mut state = self.zones.lock();
         for fate in &self.fates {
-            if let Fate::Reset(reset) = fate {
+            if let ZonedCompletionOutcome::Reset(reset) = fate {
                 state.table.end_reset(reset.zone);
             }
         }

@@ -6,16 +6,16 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::controller::SoftwareController;
-use crate::medium::{LeasedMedium, Medium, Pace};
-use crate::model::Profile;
-use crate::null::NullStore;
-use crate::store::{SoftwareQueue, Store};
+use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::model::DriveProfile;
+use crate::null::NullCommandExecutor;
+use crate::store::{CommandExecutor, SoftwareQueue};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::memory::{Cell64, Mapping};
-use nvme_mpt::origin::Identity;
+use nvme_mpt::memory::{MappedWord64, Mapping};
+use nvme_mpt::origin::DriveIdentity;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::{CommandId, Nsid};
 use nvme_mpt::spec::nvm::WriteZeroes;
@@ -28,8 +28,8 @@ const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"76
                        max_open = 8\nmax_active = 12\nappend_limit = \"64K\"\n";
 
 fn profile(text: &str) -> ZnsProfile {
-    match Profile::parse("test", text).expect("sound") {
-        Profile::Zns(profile) => profile,
+    match DriveProfile::parse("test", text).expect("sound") {
+        DriveProfile::Zns(profile) => profile,
         other => panic!("{other:?}"),
     }
 }
@@ -42,12 +42,12 @@ fn namespace(bytes: u64) -> HostNamespace {
     }
 }
 
-fn zones(bytes: u64, file: Option<&Path>) -> Result<Zones, ZoneError> {
-    Zones::new(&profile(PROFILE), &namespace(bytes), file)
+fn zones(bytes: u64, file: Option<&Path>) -> Result<DriveZones, ZoneError> {
+    DriveZones::new(&profile(PROFILE), &namespace(bytes), file)
 }
 
-fn range(start: u64, length: u64) -> LbaRange {
-    LbaRange {
+fn range(start: u64, length: u64) -> BlockRange {
+    BlockRange {
         start: Lba(start >> 12),
         blocks: length >> 12,
     }
@@ -58,7 +58,7 @@ fn a_drive_has_as_many_zones_as_fit() {
     let zones = zones((10 << 20) + 4096, None).expect("zones");
     assert_eq!((zones.count, zones.blocks()), (10, 2560));
     let message = |bytes, text: &str| {
-        let refused = Zones::new(&profile(text), &namespace(bytes), None);
+        let refused = DriveZones::new(&profile(text), &namespace(bytes), None);
         refused.expect_err("refused").to_string()
     };
     let small = message(1 << 19, PROFILE);
@@ -78,8 +78,8 @@ fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
         let lease = zones
             .lease(range(start << 20, length << 20))
             .expect("a lease");
-        assert_eq!(lease.format().resources, Resources { open, active });
-        let expected = Geometry {
+        assert_eq!(lease.format().resources, ZoneResources { open, active });
+        let expected = ZoneGeometry {
             size: 256,
             capacity: 192,
         };
@@ -108,11 +108,11 @@ fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
 #[test]
 fn zones_have_sizes_that_are_no_power_of_two() {
     let odd = PROFILE.replace("\"1M\"", "\"1540K\"");
-    let drive = Zones::new(&profile(&odd), &namespace(16 << 20), None).expect("zones");
+    let drive = DriveZones::new(&profile(&odd), &namespace(16 << 20), None).expect("zones");
     assert_eq!((drive.count, drive.size(), drive.blocks()), (10, 385, 3850));
     let zone = 1540 << 10;
     let lease = drive.lease(range(3 * zone, 7 * zone)).expect("a lease");
-    let geometry = Geometry {
+    let geometry = ZoneGeometry {
         size: 385,
         capacity: 192,
     };
@@ -138,7 +138,7 @@ fn zones_of_a_file_are_what_they_were_and_those_of_others_are_too() {
     let (folder, path) = file();
     let drive = zones(8 << 20, Some(&path)).expect("zones");
     let other = zones(8 << 20, Some(&path)).expect("the same zones");
-    let whole = |zones: &Zones| zones.lease(range(0, 8 << 20)).expect("a lease");
+    let whole = |zones: &DriveZones| zones.lease(range(0, 8 << 20)).expect("a lease");
     let parts = [(&drive, 0), (&other, 4 << 20)];
     let parts = parts.map(|(zones, start)| zones.lease(range(start, 4 << 20)).expect("a lease"));
     for (lease, zone) in parts.iter().zip([1, 2]) {
@@ -180,13 +180,13 @@ fn zones_that_were_made_otherwise_are_not_taken_up() {
 
 #[test]
 fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
-    let drive = Zones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
+    let drive = DriveZones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
     let lease = drive.lease(range(0, 1 << 30)).expect("a lease");
     let events = Arc::new(EventQueue::new().expect("an eventfd"));
     lease.subscribe(&events);
     lease.lock().fail_media(3);
     lease.lock().fail_media(3);
-    assert_eq!(events.take(), [Event::Changes]);
+    assert_eq!(events.take(), [IoQueueEvent::Changes]);
     let told = lease.changes();
     assert_eq!((told.ids(), told.are_more()), (&[3 * 256][..], false));
     lease.lock().fail_media(5);
@@ -205,9 +205,9 @@ fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
 
 #[test]
 fn a_process_knows_that_zones_changed_under_the_one_before() {
-    let drive = Zones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
+    let drive = DriveZones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
     let word = Arc::new(Mapping::anonymous(4096).expect("memory"));
-    let record = || ChangeRecord::new(Cell64::new(&word, 0).expect("inside"));
+    let record = || ChangeRecord::new(MappedWord64::new(&word, 0).expect("inside"));
     let process = || {
         let lease = drive.lease(range(0, 1 << 30)).expect("a lease");
         let events = Arc::new(EventQueue::new().expect("an eventfd"));
@@ -218,11 +218,11 @@ fn a_process_knows_that_zones_changed_under_the_one_before() {
     let (lease, events) = process();
     assert_eq!(events.take(), []);
     lease.lock().fail_media(3);
-    assert_eq!(events.take(), [Event::Changes]);
+    assert_eq!(events.take(), [IoQueueEvent::Changes]);
     assert!(record().is_set());
     // It is killed.
     let (lease, events) = process();
-    assert_eq!(events.take(), [Event::Changes]);
+    assert_eq!(events.take(), [IoQueueEvent::Changes]);
     let told = lease.changes();
     assert_eq!(told.page()[..2], [0xFF, 0xFF], "any zone may have changed");
     lease.lock().fail_media(5);
@@ -287,8 +287,8 @@ fn words_that_make_no_sense_are_not_taken_for_a_change() {
 #[derive(Debug)]
 struct Contended(PathBuf);
 
-impl Medium for Contended {
-    fn identity(&self) -> Identity {
+impl BackingStore for Contended {
+    fn identity(&self) -> DriveIdentity {
         "contended".to_owned().into()
     }
 
@@ -307,7 +307,7 @@ impl Medium for Contended {
     fn open_lease(
         &self,
         _: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
         let other = zones(8 << 20, Some(&self.0)).expect("zones");
         let lease = other.lease(range(0, 8 << 20)).expect("a lease");
         let mut state = lease.lock();
@@ -320,8 +320,8 @@ impl Medium for Contended {
 #[derive(Debug)]
 struct Uncontended;
 
-impl LeasedMedium for Uncontended {
-    fn create_queue(&self, _: u16, _: Pace<'_>) -> io::Result<HostQueuePair> {
+impl LeasedBackingStore for Uncontended {
+    fn create_queue(&self, _: u16, _: CommandTiming<'_>) -> io::Result<HostQueuePair> {
         Err(io::ErrorKind::Unsupported.into())
     }
 }
@@ -360,7 +360,7 @@ fn flushes_that_end_together_compare_the_states_once() {
     const FLUSHES: u16 = 8;
     let drive = zones(8 << 20, None).expect("zones");
     let lease = drive.lease(range(0, 8 << 20)).expect("a lease");
-    let store = HostQueuePair::new(SoftwareQueue::new(NullStore, FLUSHES));
+    let store = HostQueuePair::new(SoftwareQueue::new(NullCommandExecutor, FLUSHES));
     let mut queue = ZonedQueue::new(store, Arc::new(lease), FLUSHES);
     let space = Arc::new(IovaSpace::software());
     let memory = HostMemory {
@@ -388,7 +388,7 @@ fn flushes_that_end_together_compare_the_states_once() {
 #[derive(Clone, Debug, Default)]
 struct GivenBack(Arc<Mutex<Vec<u64>>>);
 
-impl Store for GivenBack {
+impl CommandExecutor for GivenBack {
     fn execute(&mut self, sqe: &Sqe, _: HostMemory<'_>) -> Status {
         let WriteZeroes { nlb_z, .. } = WriteZeroes::from(sqe);
         self.0.lock().expect("sound").push(u64::from(nlb_z) + 1);
@@ -402,7 +402,7 @@ impl Store for GivenBack {
 fn a_reset_gives_blocks_back_in_turn_with_other_commands() {
     let text = PROFILE.replace("\"1M\"", "\"256M\"");
     let profile = profile(&text.replace("\"768K\"", "\"256M\""));
-    let drive = Zones::new(&profile, &namespace(256 << 20), None).expect("a zone");
+    let drive = DriveZones::new(&profile, &namespace(256 << 20), None).expect("a zone");
     let lease = drive.lease(range(0, 256 << 20)).expect("a lease");
     let written = lease.lock().table.write(Lba(0), 1 << 16);
     written.expect("a write of all");

@@ -5,7 +5,7 @@ use core::mem::{offset_of, size_of};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, little_endian::U128};
 
 use super::{IDENTIFY_SIZE, PowerStateDescriptor};
-use crate::{cqe::IOCQES, registers::Version, sqe::IOSQES};
+use crate::{cqe::IOCQES, registers::NvmeVersion, sqe::IOSQES};
 
 /// Identify Controller (CNS 01h; Base 2.0, section 5.17.2.1, Figure 275).
 #[repr(C)]
@@ -32,7 +32,7 @@ pub struct IdentifyController {
     /// Controller ID.
     pub cntlid: u16,
     /// Version, as in `VS`.
-    pub ver: Version,
+    pub ver: NvmeVersion,
     /// RTD3 Resume Latency, in microseconds.
     pub rtd3r: u32,
     /// RTD3 Entry Latency, in microseconds.
@@ -454,7 +454,7 @@ mod tests {
         let mut id = IdentifyController::new_zeroed();
         id.vid = 0x1D1D;
         id.mdts = 8;
-        id.ver = Version::V2_0;
+        id.ver = NvmeVersion::V2_0;
         id.oacs = Oacs::default().with_doorbell_buffer_config(true);
         id.tnvmcap = U128::new(1 << 40);
         id.sqes = QueueEntrySizes::SQ;

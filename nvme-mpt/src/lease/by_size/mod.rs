@@ -8,15 +8,17 @@
 
 use std::ops::Range;
 
-use super::allocate::{self, Need};
-use super::area::Area;
+use super::allocate::{self, UnitDemand};
+use super::area::LeaseTarget;
 use super::entry::LeaseEntry;
 use super::error::LeaseError;
-use super::extents::{Extents, joined};
-use super::holder::Slot;
-use super::outcome::{Admitted, Former, FormerLeaseBySize, Refusal, Unfit};
-use super::store::{Records, StoreError};
-use super::tenants::{self, FormerData, Found, Tenant};
+use super::extents::{LeaseExtents, joined};
+use super::holder::LeaseSlot;
+use super::outcome::{
+    AdmittedLease, LeaseRefusal, PreviousExtents, PreviousExtentsMismatch, PreviousLeaseBySize,
+};
+use super::store::{LedgerRecords, LedgerStoreError};
+use super::tenants::{self, LocatedRangeOwner, PreviousDataPolicy, RangeOwner};
 use crate::range::{ByteRange, Bytes};
 
 /// Smallest unit of leases by size, in bytes. The size of the ledger's file grows with the number of extents.
@@ -26,7 +28,11 @@ pub const MIN_UNIT: u64 = 1 << 20;
 const MAX_UNITS: u64 = 1 << 20;
 
 /// Checks the unit size of a lease.
-pub(super) fn check_unit(unit: u64, lba_shift: u8, area: &Area<'_>) -> Result<(), LeaseError> {
+pub(super) fn check_unit(
+    unit: u64,
+    lba_shift: u8,
+    area: &LeaseTarget<'_>,
+) -> Result<(), LeaseError> {
     let reason = if !unit.is_power_of_two() {
         let above = unit.checked_next_power_of_two().unwrap_or(1 << 63);
         let above = above.max(MIN_UNIT);
@@ -95,7 +101,7 @@ pub(super) fn check_size(bytes: u64, unit: u64) -> Result<(), LeaseError> {
 
 /// Requested size.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Demand {
+pub(super) struct SizeDemand {
     pub(super) bytes: u64,
     /// Unit size in bytes, to which extents are aligned.
     pub(super) unit: u64,
@@ -105,22 +111,27 @@ pub(super) struct Demand {
 
 /// Returns the extents that the id has for a lease by size. Extents that do not match block the lease, unless they were
 /// released or given up and are therefore free.
-fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former>, Refusal> {
+fn former(
+    found: &[LocatedRangeOwner<'_>],
+    id: &str,
+    demand: SizeDemand,
+) -> Result<Option<PreviousExtents>, LeaseRefusal> {
     let own = found
         .iter()
         .filter(|found| found.tenant.id == id && found.tenant.is_taken_up());
-    let (placed, named): (Vec<&Found<'_>>, Vec<_>) = own.partition(|found| found.at.is_some());
+    let (placed, named): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
+        own.partition(|found| found.at.is_some());
     for (of, fit) in [
-        (placed, in_lease_order as fn(&[&Found<'_>]) -> _),
+        (placed, in_lease_order as fn(&[&LocatedRangeOwner<'_>]) -> _),
         (named, in_drive_order),
     ] {
         let is_free = of.iter().all(|found| found.tenant.is_free());
         let unfit = match fit(&of) {
             Ok(None) => continue,
-            Err((ranges, unfit)) => Refusal::Former(ranges, unfit),
+            Err((ranges, unfit)) => LeaseRefusal::Former(ranges, unfit),
             Ok(Some(former)) => match former.unfit(demand) {
                 None => return Ok(Some(former)),
-                Some(unfit) => Refusal::Former(former.extents.parts().to_vec(), unfit),
+                Some(unfit) => LeaseRefusal::Former(former.extents.parts().to_vec(), unfit),
             },
         };
         if !is_free {
@@ -133,15 +144,15 @@ fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former
 /// Returns the id's lease by size, with its options, if a lease of `range` would split it so that it could not be found
 /// by its size again. A range that contains the only extent and starts with it does not split the lease.
 pub(super) fn torn_by(
-    records: &Records,
-    area: &Area<'_>,
+    records: &LedgerRecords,
+    area: &LeaseTarget<'_>,
     range: ByteRange,
-) -> Option<FormerLeaseBySize> {
+) -> Option<PreviousLeaseBySize> {
     let found = area.found(&records.tenants);
     let own = found
         .iter()
         .filter(|found| found.tenant.id == area.id && found.tenant.is_taken_up());
-    let placed: Vec<&Found<'_>> = own.filter(|found| found.at.is_some()).collect();
+    let placed: Vec<&LocatedRangeOwner<'_>> = own.filter(|found| found.at.is_some()).collect();
     if placed.iter().all(|found| found.tenant.is_free()) {
         return None;
     }
@@ -150,23 +161,24 @@ pub(super) fn torn_by(
         && extents
             .only()
             .is_none_or(|only| only.start() != range.start() || only.length() > range.length());
-    is_torn.then(|| FormerLeaseBySize {
+    is_torn.then(|| PreviousLeaseBySize {
         unit: Bytes(1 << bits(&extents).trailing_zeros()),
         extents,
     })
 }
 
 /// Returns the union of the bits of all starts and lengths of extents.
-fn bits(extents: &Extents) -> u64 {
+fn bits(extents: &LeaseExtents) -> u64 {
     let bits = extents.parts().iter();
     let bits = bits.map(|part| part.start() | part.length());
     bits.fold(0, |all, bits| all | bits)
 }
 
-type Fit = Result<Option<Former>, (Vec<ByteRange>, Unfit)>;
+type PreviousExtentsFit =
+    Result<Option<PreviousExtents>, (Vec<ByteRange>, PreviousExtentsMismatch)>;
 
 /// Returns the extents of the id's former lease by size, in the order of their offsets.
-fn in_lease_order(placed: &[&Found<'_>]) -> Fit {
+fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let mut placed: Vec<_> = placed
         .iter()
         .filter_map(|found| Some((found.at?, found.range)))
@@ -180,38 +192,38 @@ fn in_lease_order(placed: &[&Found<'_>]) -> Fit {
         follows.then(|| end.checked_add(range.length())).flatten()
     });
     let parts: Vec<ByteRange> = placed.into_iter().map(|(_, range)| range).collect();
-    match (end, Extents::new(parts.clone())) {
-        (Some(_), Ok(extents)) => Ok(Some(Former {
+    match (end, LeaseExtents::new(parts.clone())) {
+        (Some(_), Ok(extents)) => Ok(Some(PreviousExtents {
             extents,
             named: false,
         })),
-        _ => Err((in_order(parts), Unfit::Parts)),
+        _ => Err((in_order(parts), PreviousExtentsMismatch::Parts)),
     }
 }
 
 /// Returns the contiguous range that the id leased as ranges, if any.
-fn in_drive_order(named: &[&Found<'_>]) -> Fit {
+fn in_drive_order(named: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let ranges = in_order(named.iter().map(|found| found.range).collect());
     match &ranges[..] {
         [] => Ok(None),
-        [only] => Ok(Some(Former {
+        [only] => Ok(Some(PreviousExtents {
             extents: (*only).into(),
             named: true,
         })),
-        _ => Err((ranges, Unfit::Apart)),
+        _ => Err((ranges, PreviousExtentsMismatch::Apart)),
     }
 }
 
-impl Former {
-    fn unfit(&self, demand: Demand) -> Option<Unfit> {
-        let Demand { unit, whole, .. } = demand;
+impl PreviousExtents {
+    fn unfit(&self, demand: SizeDemand) -> Option<PreviousExtentsMismatch> {
+        let SizeDemand { unit, whole, .. } = demand;
         let parts = self.extents.parts();
         let fits = 1 << bits(&self.extents).trailing_zeros();
         if fits < unit {
             let fits = Some(fits).filter(|fits| *fits >= MIN_UNIT);
-            return Some(Unfit::Unit { unit, fits });
+            return Some(PreviousExtentsMismatch::Unit { unit, fits });
         }
-        (whole && parts.len() > 1).then_some(Unfit::NotWhole)
+        (whole && parts.len() > 1).then_some(PreviousExtentsMismatch::NotWhole)
     }
 }
 
@@ -224,11 +236,11 @@ fn in_order(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
 /// Finds extents for a lease: the extents that its id has, and free ones. A stale lease of the id on this drive is
 /// taken over.
 pub(super) fn admit(
-    records: &Records,
-    area: &Area<'_>,
-    demand: Demand,
-    is_held: impl Fn(Slot) -> Result<bool, StoreError>,
-) -> Result<Admitted, Refusal> {
+    records: &LedgerRecords,
+    area: &LeaseTarget<'_>,
+    demand: SizeDemand,
+    is_held: impl Fn(LeaseSlot) -> Result<bool, LedgerStoreError>,
+) -> Result<AdmittedLease, LeaseRefusal> {
     let found = area.found(&records.tenants);
     let mut taken_over = None;
     let mut taken = Vec::new();
@@ -240,24 +252,24 @@ pub(super) fn admit(
             others.push((record, shared));
             continue;
         }
-        let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
+        let held = is_held(LeaseSlot(record.slot)).map_err(LeaseRefusal::Store)?;
         let lengths = shared.iter().map(ByteRange::length);
         let here = lengths.fold(0, u64::saturating_add);
         if held || here != record.extents.length() {
-            return Err(Refusal::IdTaken(LeaseEntry::new(record, held).into()));
+            return Err(LeaseRefusal::IdTaken(LeaseEntry::new(record, held).into()));
         }
-        taken_over = Some(Slot(record.slot));
+        taken_over = Some(LeaseSlot(record.slot));
     }
     let former = former(&found, area.id, demand)?;
     let own = former.as_ref().map(|former| &former.extents);
-    let own: &[ByteRange] = own.map_or(&[], Extents::parts);
+    let own: &[ByteRange] = own.map_or(&[], LeaseExtents::parts);
     for (record, shared) in others {
         let mut overlaps = own
             .iter()
             .filter(|part| shared.iter().any(|range| range.overlaps(part)));
         if let Some(part) = overlaps.next() {
-            let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
-            return Err(Refusal::Overlap(
+            let held = is_held(LeaseSlot(record.slot)).map_err(LeaseRefusal::Store)?;
+            return Err(LeaseRefusal::Overlap(
                 *part,
                 LeaseEntry::new(record, held).into(),
             ));
@@ -265,7 +277,7 @@ pub(super) fn admit(
     }
     taken.extend(own);
     let extents = extend(own, &found, &taken, area, demand)?;
-    Ok(Admitted {
+    Ok(AdmittedLease {
         taken_over,
         extents,
         former,
@@ -275,22 +287,22 @@ pub(super) fn admit(
 /// Returns `own` followed by free extents, with a total length of `bytes`.
 fn extend(
     own: &[ByteRange],
-    found: &[Found<'_>],
+    found: &[LocatedRangeOwner<'_>],
     taken: &[ByteRange],
-    area: &Area<'_>,
-    demand: Demand,
-) -> Result<Extents, Refusal> {
-    let Demand { bytes, unit, whole } = demand;
+    area: &LeaseTarget<'_>,
+    demand: SizeDemand,
+) -> Result<LeaseExtents, LeaseRefusal> {
+    let SizeDemand { bytes, unit, whole } = demand;
     let present: u64 = own.iter().map(ByteRange::length).sum();
     // A lease only shrinks on request.
     let missing = bytes.saturating_sub(present) / unit;
-    let (dirty, kept): (Vec<&Found<'_>>, Vec<_>) =
+    let (dirty, kept): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
         found.iter().partition(|found| found.tenant.is_free());
     let kept = kept.iter().map(|found| found.range);
     let taken: Vec<_> = taken.iter().copied().chain(kept).collect();
     let dirty: Vec<_> = dirty.iter().map(|found| found.range).collect();
     let free = allocate::free(area.capacity / unit, unit, &taken, &dirty);
-    let need = Need {
+    let need = UnitDemand {
         units: missing,
         behind: own.last().map(|last| last.end() / unit),
         whole,
@@ -299,7 +311,7 @@ fn extend(
     let no_room = || {
         let least = allocate::free(area.capacity / MIN_UNIT, MIN_UNIT, &taken, &dirty);
         let least: u64 = least.usable.iter().map(units).sum();
-        Refusal::NoRoom {
+        LeaseRefusal::NoRoom {
             bytes: missing * unit,
             unit,
             free: free.usable.iter().map(units).sum::<u64>() * unit,
@@ -313,14 +325,18 @@ fn extend(
     let chosen = chosen.into_iter().filter_map(|run| range(run).ok());
     let parts = own.iter().copied().chain(chosen).collect();
     // The parts do not overlap, because the lease's own parts are not free.
-    Extents::new(parts).map_err(|_| no_room())
+    LeaseExtents::new(parts).map_err(|_| no_room())
 }
 
 /// Part of a namespace: its id, its bytes, and whether it is leased.
-pub(super) type Used<'a> = (&'a str, ByteRange, bool);
+pub(super) type NamespaceUse<'a> = (&'a str, ByteRange, bool);
 
 /// Returns the free bytes for leases in units of `unit` bytes, and the parts that belong to ids. Leases come first.
-pub(super) fn uses<'a>(records: &'a Records, area: &Area<'_>, unit: u64) -> (u64, Vec<Used<'a>>) {
+pub(super) fn uses<'a>(
+    records: &'a LedgerRecords,
+    area: &LeaseTarget<'_>,
+    unit: u64,
+) -> (u64, Vec<NamespaceUse<'a>>) {
     let leases = records.leases.iter().flat_map(|record| {
         let shared = area.shared_with(record);
         shared.into_iter().map(|range| (&*record.id, range, true))
@@ -328,7 +344,7 @@ pub(super) fn uses<'a>(records: &'a Records, area: &Area<'_>, unit: u64) -> (u64
     let data = area.found(&records.tenants);
     let data = data.iter().filter(|found| !found.tenant.is_free());
     let data = data.map(|found| (&*found.tenant.id, found.range, false));
-    let used: Vec<Used<'a>> = leases.chain(data).collect();
+    let used: Vec<NamespaceUse<'a>> = leases.chain(data).collect();
     let taken: Vec<ByteRange> = used.iter().map(|(_, range, _)| *range).collect();
     let free = allocate::free(area.capacity / unit, unit, &taken, &[]);
     let units = free.usable.iter().map(|run| run.end - run.start);
@@ -337,10 +353,10 @@ pub(super) fn uses<'a>(records: &'a Records, area: &Area<'_>, unit: u64) -> (u64
 
 /// Records the extents of a lease for its id. Foreign data in them is marked to be wiped.
 pub(super) fn enter(
-    tenants: &mut Vec<Tenant>,
-    area: &Area<'_>,
-    extents: &Extents,
-    former: Option<&Former>,
+    tenants: &mut Vec<RangeOwner>,
+    area: &LeaseTarget<'_>,
+    extents: &LeaseExtents,
+    former: Option<&PreviousExtents>,
 ) {
     let placed = former.is_some_and(|former| !former.named);
     if let Some(all) = area.all()
@@ -348,22 +364,22 @@ pub(super) fn enter(
     {
         tenants::abandon(tenants, &all);
     }
-    if let Some(Former {
+    if let Some(PreviousExtents {
         extents,
         named: true,
     }) = former
     {
         // The bytes get offsets within the lease. All of them belong to the id.
-        enter_parts(tenants, area, extents.placed(), FormerData::Kept);
+        enter_parts(tenants, area, extents.placed(), PreviousDataPolicy::Kept);
     }
-    enter_parts(tenants, area, extents.placed(), FormerData::Wiped);
+    enter_parts(tenants, area, extents.placed(), PreviousDataPolicy::Wiped);
 }
 
 fn enter_parts(
-    tenants: &mut Vec<Tenant>,
-    area: &Area<'_>,
+    tenants: &mut Vec<RangeOwner>,
+    area: &LeaseTarget<'_>,
     parts: impl Iterator<Item = (u64, ByteRange)>,
-    fate: FormerData,
+    fate: PreviousDataPolicy,
 ) {
     for (at, range) in parts {
         tenants::enter(tenants, &area.place(range, Some(at)), fate);
@@ -371,21 +387,25 @@ fn enter_parts(
 }
 
 /// Returns the parts of `ranges` that have to be wiped, in the order of `ranges`.
-pub(super) fn marked(tenants: &[Tenant], area: &Area<'_>, ranges: &[ByteRange]) -> Vec<ByteRange> {
+pub(super) fn marked(
+    tenants: &[RangeOwner],
+    area: &LeaseTarget<'_>,
+    ranges: &[ByteRange],
+) -> Vec<ByteRange> {
     let marked = |range: &ByteRange| tenants::marked(tenants, &area.place(*range, None));
     ranges.iter().flat_map(marked).collect()
 }
 
 /// Changes the size of a lease in the ledger. Returns its extents.
 pub(super) fn resize(
-    records: &mut Records,
-    slot: Slot,
-    area: &Area<'_>,
-    demand: Demand,
-) -> Result<Extents, Refusal> {
+    records: &mut LedgerRecords,
+    slot: LeaseSlot,
+    area: &LeaseTarget<'_>,
+    demand: SizeDemand,
+) -> Result<LeaseExtents, LeaseRefusal> {
     let bytes = demand.bytes;
     let Some(record) = records.find(slot) else {
-        return Err(Refusal::Gone);
+        return Err(LeaseRefusal::Gone);
     };
     let before = record.extents.clone();
     let present = before.length();
@@ -393,7 +413,7 @@ pub(super) fn resize(
         for range in before.between(bytes, present) {
             tenants::release(&mut records.tenants, &area.place(range, None));
         }
-        Extents::new(before.between(0, bytes)).map_err(|_| Refusal::Gone)?
+        LeaseExtents::new(before.between(0, bytes)).map_err(|_| LeaseRefusal::Gone)?
     } else {
         let taken = records.leases.iter();
         let taken: Vec<_> = taken.flat_map(|record| area.shared_with(record)).collect();
@@ -402,7 +422,7 @@ pub(super) fn resize(
         let mut at = present;
         for range in extents.between(present, bytes) {
             let place = area.place(range, Some(at));
-            tenants::enter(&mut records.tenants, &place, FormerData::Wiped);
+            tenants::enter(&mut records.tenants, &place, PreviousDataPolicy::Wiped);
             at += range.length();
         }
         extents

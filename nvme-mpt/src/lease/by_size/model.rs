@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 
-use super::super::{Lease, LeaseRequest, Ledger, Wanted};
+use super::super::{Lease, LeaseRequest, Ledger, RequestedBytes};
 use super::*;
 use crate::spec::ids::Nsid;
 
@@ -13,11 +13,11 @@ const UNITS: usize = 40;
 const IDS: [&str; 4] = ["a", "b", "c", "d"];
 
 #[derive(Clone, Copy, Debug)]
-enum Step {
+enum LedgerModelStep {
     /// A lease by size: its id, its units, the size of a unit in MiB, whether it is one extent.
     Size(&'static str, u64, u64, bool),
     /// A lease by name: its id, first unit and units.
-    Range(&'static str, usize, usize, FormerData),
+    Range(&'static str, usize, usize, PreviousDataPolicy),
     /// Growth of a live lease: its index, and the number of units.
     Grow(usize, u64),
     /// Truncation of a live lease: its index, and the remaining units.
@@ -26,34 +26,34 @@ enum Step {
     Wipe(usize),
     Drop(usize),
     Die(usize),
-    Decide(&'static str, FormerData),
+    Decide(&'static str, PreviousDataPolicy),
     /// The release of the lease of a dead holder.
     Release(&'static str),
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = LedgerModelStep> {
     let id = || prop::sample::select(&IDS[..]);
     let lease = || 0..4_usize;
-    let fate = |fates: &'static [FormerData]| prop::sample::select(fates);
+    let fate = |fates: &'static [PreviousDataPolicy]| prop::sample::select(fates);
     prop_oneof![
         6 => (id(), 1..14_u64, 1..3_u64, prop::bool::weighted(0.15))
-            .prop_map(|(id, units, unit, whole)| Step::Size(id, units, unit, whole)),
-        2 => (id(), 0..36_usize, 1..5_usize, fate(&[FormerData::Refused, FormerData::Kept, FormerData::Wiped]))
-            .prop_map(|(id, start, units, fate)| Step::Range(id, start, units, fate)),
-        3 => (lease(), 0..8_u64).prop_map(|(lease, units)| Step::Grow(lease, units)),
-        2 => (lease(), 0..8_u64).prop_map(|(lease, units)| Step::Truncate(lease, units)),
-        3 => lease().prop_map(Step::Wipe),
-        4 => lease().prop_map(Step::Drop),
-        1 => lease().prop_map(Step::Die),
-        2 => (id(), fate(&[FormerData::Kept, FormerData::Wiped, FormerData::Wiped]))
-            .prop_map(|(id, fate)| Step::Decide(id, fate)),
-        1 => id().prop_map(Step::Release),
+            .prop_map(|(id, units, unit, whole)| LedgerModelStep::Size(id, units, unit, whole)),
+        2 => (id(), 0..36_usize, 1..5_usize, fate(&[PreviousDataPolicy::Refused, PreviousDataPolicy::Kept, PreviousDataPolicy::Wiped]))
+            .prop_map(|(id, start, units, fate)| LedgerModelStep::Range(id, start, units, fate)),
+        3 => (lease(), 0..8_u64).prop_map(|(lease, units)| LedgerModelStep::Grow(lease, units)),
+        2 => (lease(), 0..8_u64).prop_map(|(lease, units)| LedgerModelStep::Truncate(lease, units)),
+        3 => lease().prop_map(LedgerModelStep::Wipe),
+        4 => lease().prop_map(LedgerModelStep::Drop),
+        1 => lease().prop_map(LedgerModelStep::Die),
+        2 => (id(), fate(&[PreviousDataPolicy::Kept, PreviousDataPolicy::Wiped, PreviousDataPolicy::Wiped]))
+            .prop_map(|(id, fate)| LedgerModelStep::Decide(id, fate)),
+        1 => id().prop_map(LedgerModelStep::Release),
     ]
 }
 
 /// The entry of a unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Unit {
+struct LedgerModelUnit {
     id: &'static str,
     at: Option<usize>,
     wiping: bool,
@@ -62,7 +62,7 @@ struct Unit {
     remnant: bool,
 }
 
-impl Unit {
+impl LedgerModelUnit {
     fn is_free(&self) -> bool {
         self.released || self.given_up || (self.wiping && self.at.is_none())
     }
@@ -70,7 +70,7 @@ impl Unit {
 
 /// A lease in the ledger.
 #[derive(Debug)]
-struct Entry {
+struct LedgerModelLease {
     id: &'static str,
     /// `None`: its holder died.
     lease: Option<Lease>,
@@ -81,20 +81,20 @@ struct Entry {
 }
 
 /// Data in a unit: the id that wrote it, and the offset at which a lease by size did.
-type Data = (&'static str, Option<usize>);
+type LedgerModelData = (&'static str, Option<usize>);
 
-struct Model {
+struct LedgerModel {
     ledger: Ledger,
-    units: [Option<Unit>; UNITS],
-    data: [Option<Data>; UNITS],
-    leases: Vec<Entry>,
+    units: [Option<LedgerModelUnit>; UNITS],
+    data: [Option<LedgerModelData>; UNITS],
+    leases: Vec<LedgerModelLease>,
     /// The units that each id had last as a lease by size, as long as nothing else has had one of them.
     had: HashMap<&'static str, Vec<usize>>,
 }
 
 /// Outcome of a request for a size, determined by the units.
 #[derive(Debug, PartialEq)]
-enum Outcome {
+enum LedgerModelOutcome {
     IdTaken,
     Former,
     NoRoom,
@@ -106,7 +106,7 @@ fn units_of(ranges: &[ByteRange]) -> Vec<usize> {
     ranges.iter().flat_map(units).collect()
 }
 
-fn request(id: &str, wanted: Wanted, former_data: FormerData) -> LeaseRequest<'_> {
+fn request(id: &str, wanted: RequestedBytes, former_data: PreviousDataPolicy) -> LeaseRequest<'_> {
     LeaseRequest {
         id,
         drive: "disk:d".into(),
@@ -133,7 +133,7 @@ fn runs(is_free: impl Fn(usize) -> bool, unit: usize) -> Vec<(usize, usize)> {
     runs
 }
 
-impl Model {
+impl LedgerModel {
     fn new(ledger: Ledger) -> Self {
         Self {
             ledger,
@@ -182,7 +182,7 @@ impl Model {
                 return None;
             }
         }
-        let is_named = |unit: &Unit| unit.at.is_none() && !unit.wiping && !unit.remnant;
+        let is_named = |unit: &LedgerModelUnit| unit.at.is_none() && !unit.wiping && !unit.remnant;
         let named: Vec<usize> = all().filter(|unit| is_named(&own(unit).unwrap())).collect();
         if !named.is_empty() {
             if named.windows(2).all(|pair| pair[0] + 1 == pair[1]) && fits(&named) {
@@ -231,28 +231,34 @@ impl Model {
         }
     }
 
-    fn outcome(&self, id: &'static str, units: u64, unit: u64, whole: bool) -> Outcome {
+    fn outcome(&self, id: &'static str, units: u64, unit: u64, whole: bool) -> LedgerModelOutcome {
         let mut records = self.leases.iter().filter(|entry| entry.id == id);
         if records.any(|entry| entry.lease.is_some()) {
-            return Outcome::IdTaken;
+            return LedgerModelOutcome::IdTaken;
         }
         let Some((former, named)) = self.former(id, unit, whole) else {
-            return Outcome::Former;
+            return LedgerModelOutcome::Former;
         };
         let need = ((units * unit) as usize).saturating_sub(former.len());
         let (usable, _) = self.free(&former, Some(id));
         match Self::has_room(&usable, &former, need, unit, whole) {
-            true => Outcome::Given { former, named },
-            false => Outcome::NoRoom,
+            true => LedgerModelOutcome::Given { former, named },
+            false => LedgerModelOutcome::NoRoom,
         }
     }
 
     /// Enters units for an id; at their offsets from `first` on if it is a lease by size.
-    fn enter(&mut self, id: &'static str, units: &[usize], first: Option<usize>, fate: FormerData) {
+    fn enter(
+        &mut self,
+        id: &'static str,
+        units: &[usize],
+        first: Option<usize>,
+        fate: PreviousDataPolicy,
+    ) {
         let mut broken = HashSet::new();
         for (i, unit) in units.iter().enumerate() {
             let at = first.map(|first| first + i);
-            let own = Unit {
+            let own = LedgerModelUnit {
                 id,
                 at,
                 wiping: false,
@@ -261,7 +267,7 @@ impl Model {
                 remnant: false,
             };
             let before = self.units[*unit];
-            let moves = |unit: &Unit| unit.id != id || unit.at != at;
+            let moves = |unit: &LedgerModelUnit| unit.id != id || unit.at != at;
             if let Some(before) = before.filter(moves) {
                 if before.at.is_some() {
                     self.had.remove(before.id);
@@ -270,23 +276,24 @@ impl Model {
                     broken.insert((before.id, before.at.is_some()));
                 }
             }
-            let foreign =
-                |unit: &Unit| unit.wiping || unit.id != id || (at.is_some() && unit.at != at);
+            let foreign = |unit: &LedgerModelUnit| {
+                unit.wiping || unit.id != id || (at.is_some() && unit.at != at)
+            };
             let wiped = before.filter(|unit| {
                 foreign(unit)
                     && match fate {
-                        FormerData::Refused => unit.released,
-                        FormerData::Kept => false,
-                        FormerData::Wiped | FormerData::Erased => true,
+                        PreviousDataPolicy::Refused => unit.released,
+                        PreviousDataPolicy::Kept => false,
+                        PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => true,
                     }
             });
             self.units[*unit] = Some(match (wiped, at) {
                 (None, _) => own,
-                (Some(_), Some(_)) => Unit {
+                (Some(_), Some(_)) => LedgerModelUnit {
                     wiping: true,
                     ..own
                 },
-                (Some(before), None) => Unit {
+                (Some(before), None) => LedgerModelUnit {
                     at: None,
                     wiping: true,
                     ..before
@@ -317,20 +324,20 @@ impl Model {
         whole: bool,
     ) -> Result<(), TestCaseError> {
         let outcome = self.outcome(id, units, unit, whole);
-        let wanted = Wanted::Size {
+        let wanted = RequestedBytes::Size {
             bytes: units * unit * M,
             unit: unit * M,
             whole,
         };
         // All is wiped, whatever is said.
-        let request = request(id, wanted, FormerData::Kept);
+        let request = request(id, wanted, PreviousDataPolicy::Kept);
         let remembered = self.former(id, 1, false);
         if let Some(had) = self.had.get(id) {
             let expected = Some((had.clone(), false));
             prop_assert_eq!(&remembered, &expected, "what an id had is there");
         }
         let lease = match (self.ledger.acquire(&request), outcome) {
-            (Ok(lease), Outcome::Given { former, named }) => {
+            (Ok(lease), LedgerModelOutcome::Given { former, named }) => {
                 self.leases.retain(|entry| entry.id != id);
                 let given = units_of(lease.extents().parts());
                 let most = (units * unit).max(former.len() as u64);
@@ -350,7 +357,7 @@ impl Model {
                     }
                 }
                 if named {
-                    self.enter(id, &former, Some(0), FormerData::Kept);
+                    self.enter(id, &former, Some(0), PreviousDataPolicy::Kept);
                 }
                 let unwiped: HashSet<usize> = units_of(&lease.unwiped()).into_iter().collect();
                 for (at, unit) in given
@@ -365,21 +372,21 @@ impl Model {
                     };
                     prop_assert!(own, "unit {} has {:?}", unit, self.data[*unit]);
                 }
-                self.enter(id, &given, Some(0), FormerData::Wiped);
+                self.enter(id, &given, Some(0), PreviousDataPolicy::Wiped);
                 self.had.insert(id, given.clone());
                 self.write(id, &given, true);
                 Some((lease, given))
             }
-            (Err(LeaseError::IdTaken { .. }), Outcome::IdTaken)
-            | (Err(LeaseError::Former { .. }), Outcome::Former)
-            | (Err(LeaseError::NoRoom { .. }), Outcome::NoRoom) => None,
+            (Err(LeaseError::IdTaken { .. }), LedgerModelOutcome::IdTaken)
+            | (Err(LeaseError::Former { .. }), LedgerModelOutcome::Former)
+            | (Err(LeaseError::NoRoom { .. }), LedgerModelOutcome::NoRoom) => None,
             (result, outcome) => {
                 let result = result.map(|lease| lease.extents().to_string());
                 return Err(TestCaseError::fail(format!("{result:?}, not {outcome:?}")));
             }
         };
         if let Some((lease, units)) = lease {
-            self.leases.push(Entry {
+            self.leases.push(LedgerModelLease {
                 id,
                 lease: Some(lease),
                 units,
@@ -422,7 +429,7 @@ impl Model {
         id: &'static str,
         start: usize,
         units: usize,
-        fate: FormerData,
+        fate: PreviousDataPolicy,
     ) -> Result<(), TestCaseError> {
         let wanted: Vec<usize> = (start..start + units).collect();
         let in_the_way = self.leases.iter().any(|entry| {
@@ -430,7 +437,7 @@ impl Model {
             let taken_over = entry.id == id && entry.lease.is_none() && entry.units == wanted;
             (overlaps || entry.id == id) && !taken_over
         });
-        let refuses = |unit: &Unit| {
+        let refuses = |unit: &LedgerModelUnit| {
             (unit.wiping || unit.id != id) && !unit.released && (unit.wiping || !unit.given_up)
         };
         let torn = self.former_by_size(id).is_some_and(|placed| {
@@ -439,16 +446,19 @@ impl Model {
             placed.iter().any(|unit| wanted.contains(unit)) && !is_all
         });
         let mut before = wanted.iter().filter_map(|unit| self.units[*unit]);
-        let others = fate == FormerData::Refused && before.any(|unit| refuses(&unit));
+        let others = fate == PreviousDataPolicy::Refused && before.any(|unit| refuses(&unit));
         let range = ByteRange::new(start as u64 * M, units as u64 * M).unwrap();
-        match self.ledger.acquire(&request(id, Wanted::At(range), fate)) {
+        match self
+            .ledger
+            .acquire(&request(id, RequestedBytes::At(range), fate))
+        {
             Ok(lease) => {
                 prop_assert!(!in_the_way && !others && !torn);
                 self.leases.retain(|entry| entry.id != id);
                 prop_assert_eq!(lease.extents().only(), Some(range));
                 self.enter(id, &wanted, None, fate);
                 self.write(id, &wanted, false);
-                self.leases.push(Entry {
+                self.leases.push(LedgerModelLease {
                     id,
                     lease: Some(lease),
                     units: wanted,
@@ -474,7 +484,7 @@ impl Model {
     }
 
     fn grow(&mut self, i: usize, by: u64) -> Result<(), TestCaseError> {
-        let Entry {
+        let LedgerModelLease {
             id,
             lease: Some(ref lease),
             ref units,
@@ -510,7 +520,7 @@ impl Model {
         for unit in added.iter().filter(|unit| !unwiped.contains(unit)) {
             prop_assert_eq!(self.data[*unit], None);
         }
-        self.enter(id, &added, Some(before), FormerData::Wiped);
+        self.enter(id, &added, Some(before), PreviousDataPolicy::Wiped);
         self.write(id, &units, true);
         self.had.insert(id, units.clone());
         self.leases[i].units = units;
@@ -518,7 +528,7 @@ impl Model {
     }
 
     fn truncate(&mut self, i: usize, to: u64) -> Result<(), TestCaseError> {
-        let Entry {
+        let LedgerModelLease {
             id,
             lease: Some(ref lease),
             ref units,
@@ -558,7 +568,7 @@ impl Model {
     }
 
     fn wipe(&mut self, i: usize) {
-        let Entry {
+        let LedgerModelLease {
             id,
             lease: Some(ref lease),
             ref units,
@@ -575,55 +585,57 @@ impl Model {
         let units = units.clone();
         for wiped in units_of(&[first]) {
             let at = units.iter().position(|unit| *unit == wiped);
-            self.enter(id, &[wiped], unit.and(at), FormerData::Kept);
+            self.enter(id, &[wiped], unit.and(at), PreviousDataPolicy::Kept);
             self.data[wiped] = None;
         }
         self.write(id, &units, unit.is_some());
     }
 
-    fn decide(&mut self, id: &'static str, fate: FormerData) -> Result<(), TestCaseError> {
-        let decided = |unit: &Unit| unit.id == id && (!unit.wiping || fate != FormerData::Kept);
+    fn decide(&mut self, id: &'static str, fate: PreviousDataPolicy) -> Result<(), TestCaseError> {
+        let decided = |unit: &LedgerModelUnit| {
+            unit.id == id && (!unit.wiping || fate != PreviousDataPolicy::Kept)
+        };
         let its = self.units.iter_mut().flatten();
-        let its: Vec<&mut Unit> = its.filter(|unit| decided(unit)).collect();
+        let its: Vec<&mut LedgerModelUnit> = its.filter(|unit| decided(unit)).collect();
         let result = self.ledger.decide_data(id, fate);
         prop_assert_eq!(result.is_err(), its.is_empty());
         for unit in its {
-            unit.given_up = fate == FormerData::Kept;
-            unit.released = fate == FormerData::Wiped;
+            unit.given_up = fate == PreviousDataPolicy::Kept;
+            unit.released = fate == PreviousDataPolicy::Wiped;
         }
         Ok(())
     }
 
-    fn step(&mut self, step: Step) -> Result<(), TestCaseError> {
+    fn step(&mut self, step: LedgerModelStep) -> Result<(), TestCaseError> {
         match step {
-            Step::Size(id, units, unit, whole) => self.size(id, units, unit, whole)?,
-            Step::Range(id, start, units, fate) => self.range(id, start, units, fate)?,
-            Step::Grow(which, by) => {
+            LedgerModelStep::Size(id, units, unit, whole) => self.size(id, units, unit, whole)?,
+            LedgerModelStep::Range(id, start, units, fate) => self.range(id, start, units, fate)?,
+            LedgerModelStep::Grow(which, by) => {
                 let living = self.living(which);
                 living.map_or(Ok(()), |i| self.grow(i, by))?;
             }
-            Step::Truncate(which, to) => {
+            LedgerModelStep::Truncate(which, to) => {
                 let living = self.living(which);
                 living.map_or(Ok(()), |i| self.truncate(i, to))?;
             }
-            Step::Wipe(which) => {
+            LedgerModelStep::Wipe(which) => {
                 if let Some(i) = self.living(which) {
                     self.wipe(i);
                 }
             }
-            Step::Drop(which) => {
+            LedgerModelStep::Drop(which) => {
                 if let Some(i) = self.living(which) {
                     drop(self.leases.remove(i));
                 }
             }
-            Step::Die(which) => {
+            LedgerModelStep::Die(which) => {
                 if let Some(lease) = self.living(which).and_then(|i| self.leases[i].lease.take()) {
                     lease.die();
                 }
             }
-            Step::Decide(id, fate) => self.decide(id, fate)?,
-            Step::Release(id) => {
-                let stale = |entry: &Entry| entry.id == id && entry.lease.is_none();
+            LedgerModelStep::Decide(id, fate) => self.decide(id, fate)?,
+            LedgerModelStep::Release(id) => {
+                let stale = |entry: &LedgerModelLease| entry.id == id && entry.lease.is_none();
                 let released = self.ledger.release(id, false).is_ok();
                 prop_assert_eq!(released, self.leases.iter().any(stale));
                 self.leases.retain(|entry| !stale(entry));
@@ -664,7 +676,7 @@ proptest! {
     #[test]
     fn no_lease_sees_data_of_another_and_each_finds_its_own(steps in prop::collection::vec(step(), 1..60)) {
         let dir = tempfile::tempdir().unwrap();
-        let mut model = Model::new(Ledger::open(dir.path()));
+        let mut model = LedgerModel::new(Ledger::open(dir.path()));
         for step in steps {
             model.step(step)?;
             model.check()?;

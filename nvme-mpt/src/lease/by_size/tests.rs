@@ -1,6 +1,6 @@
 //! Leases by size: what they take up, how they grow and shrink, and whom they refuse.
 
-use super::super::{Lease, LeaseRequest, Ledger, Wanted};
+use super::super::{Lease, LeaseRequest, Ledger, RequestedBytes};
 use super::*;
 use crate::spec::ids::Nsid;
 
@@ -9,7 +9,7 @@ const M: u64 = 1 << 20;
 /// Capacity of the drive: units, and a rest.
 const BLOCKS: u64 = (40 * M + M / 2) >> 9;
 
-fn request(id: &str, wanted: Wanted) -> LeaseRequest<'_> {
+fn request(id: &str, wanted: RequestedBytes) -> LeaseRequest<'_> {
     LeaseRequest {
         id,
         drive: "disk:d".into(),
@@ -17,13 +17,13 @@ fn request(id: &str, wanted: Wanted) -> LeaseRequest<'_> {
         wanted,
         lba_shift: 9,
         blocks: BLOCKS,
-        former_data: FormerData::Refused,
+        former_data: PreviousDataPolicy::Refused,
     }
 }
 
 /// A request for so many units of 1 MiB.
 fn size(id: &str, units: u64) -> LeaseRequest<'_> {
-    let wanted = Wanted::Size {
+    let wanted = RequestedBytes::Size {
         bytes: units * M,
         unit: M,
         whole: false,
@@ -33,7 +33,7 @@ fn size(id: &str, units: u64) -> LeaseRequest<'_> {
 
 /// A request for so many units of 1 MiB in one extent.
 fn whole(id: &str, units: u64) -> LeaseRequest<'_> {
-    let wanted = Wanted::Size {
+    let wanted = RequestedBytes::Size {
         bytes: units * M,
         unit: M,
         whole: true,
@@ -43,7 +43,7 @@ fn whole(id: &str, units: u64) -> LeaseRequest<'_> {
 
 /// A request for bytes that are 2 MiB a unit.
 fn double(id: &str, units: u64) -> LeaseRequest<'_> {
-    let wanted = Wanted::Size {
+    let wanted = RequestedBytes::Size {
         bytes: units * 2 * M,
         unit: 2 * M,
         whole: false,
@@ -52,13 +52,13 @@ fn double(id: &str, units: u64) -> LeaseRequest<'_> {
 }
 
 fn at<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
-    request(id, Wanted::At(range.parse().unwrap()))
+    request(id, RequestedBytes::At(range.parse().unwrap()))
 }
 
 /// A request for a range, with all data of others.
 fn keep<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     LeaseRequest {
-        former_data: FormerData::Kept,
+        former_data: PreviousDataPolicy::Kept,
         ..at(id, range)
     }
 }
@@ -255,7 +255,11 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
         drop((a, v));
         let kept = ["0+1M", "2M+1M", "0+512K", "0+40M", "2560K+4M"];
         for range in kept {
-            for fate in [FormerData::Refused, FormerData::Kept, FormerData::Wiped] {
+            for fate in [
+                PreviousDataPolicy::Refused,
+                PreviousDataPolicy::Kept,
+                PreviousDataPolicy::Wiped,
+            ] {
                 let wanted = LeaseRequest {
                     former_data: fate,
                     ..at("a", range)
@@ -275,7 +279,7 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
             ranges(&["0+1M", "2M+1M"])
         );
         // What the operator gave up is no lease.
-        ledger.decide_data("a", FormerData::Kept).unwrap();
+        ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         drop(take(&ledger, &at("a", "0+1M")));
     }
 }
@@ -327,7 +331,7 @@ fn ranges_that_are_no_lease_by_size_are_refused_until_they_are_released() {
         }
         let message = refusal(&ledger, &wanted);
         assert!(message.contains(said), "{message}");
-        ledger.decide_data(id, FormerData::Wiped).unwrap();
+        ledger.decide_data(id, PreviousDataPolicy::Wiped).unwrap();
         let lease = take(&ledger, &wanted);
         assert!(lease.unwiped().is_empty(), "{id}: there is clean space");
     }
@@ -347,7 +351,7 @@ fn an_id_begins_anew_with_what_was_released_and_does_not_fit() {
     );
     let message = refusal(&ledger, &double("a", 1));
     assert!(message.contains("say unit=1M"), "{message}");
-    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
     // By its own extents, it still comes back.
     let a = take(&ledger, &size("a", 2));
     assert_eq!(
@@ -355,7 +359,7 @@ fn an_id_begins_anew_with_what_was_released_and_does_not_fit() {
         (ranges(&["0+1M", "2M+1M"]), Vec::new())
     );
     drop(a);
-    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
     let a = take(&ledger, &whole("a", 2));
     assert_eq!(parts(&a), ranges(&["3M+2M"]));
     drop(a);
@@ -372,7 +376,11 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
     for ledger in ledgers {
         drop(take(&ledger, &size("a", 30)));
         drop(take(&ledger, &at("named", "30M+1M")));
-        for former_data in [FormerData::Refused, FormerData::Kept, FormerData::Wiped] {
+        for former_data in [
+            PreviousDataPolicy::Refused,
+            PreviousDataPolicy::Kept,
+            PreviousDataPolicy::Wiped,
+        ] {
             let wanted = LeaseRequest {
                 former_data,
                 ..size("b", 10)
@@ -380,7 +388,9 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
             let error = ledger.acquire(&wanted).unwrap_err();
             assert!(matches!(error, LeaseError::NoRoom { .. }), "{error}");
         }
-        ledger.decide_data("named", FormerData::Kept).unwrap();
+        ledger
+            .decide_data("named", PreviousDataPolicy::Kept)
+            .unwrap();
         let b = take(&ledger, &keep_size("b", 10));
         assert_eq!(parts(&b), ranges(&["30M+10M"]));
         assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
@@ -394,7 +404,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
         assert_eq!(b.unwiped(), []);
         drop(b);
 
-        ledger.decide_data("a", FormerData::Wiped).unwrap();
+        ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
         let c = take(&ledger, &size("c", 1));
         assert_eq!(
             (parts(&c), c.unwiped()),
@@ -411,7 +421,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
 
 fn keep_size(id: &str, units: u64) -> LeaseRequest<'_> {
     LeaseRequest {
-        former_data: FormerData::Kept,
+        former_data: PreviousDataPolicy::Kept,
         ..size(id, units)
     }
 }
@@ -421,12 +431,12 @@ fn an_id_that_was_released_and_lost_its_end_begins_anew() {
     let (_dir, ledger) = folder();
     for (id, leased) in [("a", size("a", 4)), ("b", at("b", "20M+4M"))] {
         let end = parts(&take(&ledger, &leased))[0].end();
-        ledger.decide_data(id, FormerData::Wiped).unwrap();
+        ledger.decide_data(id, PreviousDataPolicy::Wiped).unwrap();
         let last = format!("{}+1M", Bytes(end - M));
         let other = take(&ledger, &at("other", &last));
         assert_eq!(other.unwiped(), ranges(&[&last]));
         // It is not to be handed over as if it was whole, either.
-        ledger.decide_data(id, FormerData::Kept).unwrap();
+        ledger.decide_data(id, PreviousDataPolicy::Kept).unwrap();
         let again = take(&ledger, &size(id, 5));
         let left = ByteRange::new(end - 4 * M, 3 * M).unwrap();
         let is_left = |part: &ByteRange| part.overlaps(&left);
@@ -441,7 +451,7 @@ fn what_was_cut_off_is_no_part_of_the_lease_that_a_release_is_about() {
     let a = take(&ledger, &size("a", 4));
     a.truncate(2 * M).unwrap();
     drop(a);
-    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
     let b = take(&ledger, &at("b", "2M+1M"));
     assert_eq!(b.unwiped(), ranges(&["2M+1M"]));
     let a = take(&ledger, &size("a", 2));
@@ -461,7 +471,7 @@ fn a_lease_that_loses_a_part_by_name_is_refused() {
         "Lease \"a\" left data on disk:d: 0+1M and 2M+2M, which is not all of a lease: another lease had the other \
          parts since"
     );
-    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
     let a = take(&ledger, &size("a", 4));
     assert_eq!((parts(&a), a.unwiped()), (ranges(&["4M+4M"]), Vec::new()));
     drop(a);
@@ -475,7 +485,7 @@ fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
     let (_dir, ledger) = folder();
     drop(take(&ledger, &at("a", "0+40M")));
     let erasing = LeaseRequest {
-        former_data: FormerData::Wiped,
+        former_data: PreviousDataPolicy::Wiped,
         ..at("b", "1M+2M")
     };
     drop(take(&ledger, &erasing));
@@ -497,7 +507,7 @@ fn a_lease_that_grows_marks_what_it_has_to_wipe() {
     for ledger in ledgers {
         drop(take(&ledger, &at("b", "3M+37M")));
         let a = take(&ledger, &size("a", 2));
-        ledger.decide_data("b", FormerData::Wiped).unwrap();
+        ledger.decide_data("b", PreviousDataPolicy::Wiped).unwrap();
         assert_eq!(a.grow(5 * M).unwrap(), ranges(&["2M+3M"]));
         assert_eq!(
             (parts(&a), a.unwiped()),
@@ -621,7 +631,7 @@ fn a_lease_in_one_extent_grows_at_its_end_alone() {
 #[test]
 fn sizes_that_do_not_do_are_refused() {
     let (_dir, ledgers) = both();
-    let wanted = |bytes, unit| Wanted::Size {
+    let wanted = |bytes, unit| RequestedBytes::Size {
         bytes,
         unit,
         whole: false,
@@ -714,7 +724,7 @@ fn a_smaller_unit_is_named_where_it_would_do() {
     drop(y);
     let y = take(&ledger, &at("y", "4M+1M"));
     let z = take(&ledger, &keep("z", "6M+34M"));
-    ledger.decide_data("y", FormerData::Wiped).unwrap();
+    ledger.decide_data("y", PreviousDataPolicy::Wiped).unwrap();
     let message = refusal(&ledger, &double("a", 2));
     assert!(message.contains(facts), "{message}");
     assert!(

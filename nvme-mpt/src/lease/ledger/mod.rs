@@ -7,51 +7,51 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use super::admit::admit;
-use super::area::Area;
+use super::area::LeaseTarget;
 use super::by_size;
-use super::claim::Claim;
-use super::entry::{LeaseEntry, LeaseState};
+use super::claim::LeaseClaim;
+use super::entry::{LeaseEntry, LeaseHolderState};
 use super::error::LeaseError;
-use super::extents::Extents;
-use super::holder::{Holder, Slot};
+use super::extents::LeaseExtents;
+use super::holder::{LeaseSlot, LeaseSlotHolder};
 use super::identity::LeaseIdentity;
-use super::kept::KeptRecords;
+use super::kept::LedgerMemoryFile;
 use super::marks;
-use super::outcome::Admitted;
-use super::request::{LeaseRequest, Wanted};
-use super::returns::Returns;
-use super::room::{Room, room};
-use super::store::{Folder, Record, Records, StoreError};
-use super::tenants::{self, FormerData};
-use super::terms::LeaseTerms;
+use super::outcome::AdmittedLease;
+use super::request::{LeaseRequest, RequestedBytes};
+use super::returns::PendingLeaseReturns;
+use super::room::{NamespaceCapacity, room};
+use super::store::{LedgerDirectory, LedgerRecord, LedgerRecords, LedgerStoreError};
+use super::tenants::{self, PreviousDataPolicy};
+use super::terms::LeaseSettings;
 use crate::drive::DriveLabel;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::system::{process_id, random};
-use crate::origin::{Host, IdentityRef, extent};
-use crate::range::{ByteRange, Bytes, LbaRange};
+use crate::origin::{DriveIdentityRef, HostDisks, extent};
+use crate::range::{BlockRange, ByteRange, Bytes};
 use crate::spec::ids::{Lba, Nsid};
 
 /// Record of the leases of drives. Clones are the same ledger.
 #[derive(Clone, Debug)]
-pub struct Ledger(Arc<Book>);
+pub struct Ledger(Arc<LedgerStorage>);
 
 /// Storage of a ledger.
 #[derive(Debug)]
-enum Book {
+enum LedgerStorage {
     /// In a state directory, shared by all processes that use it.
     Folder {
-        folder: Folder,
+        folder: LedgerDirectory,
         /// Slots of leases that this process took over while the ledger still names another process.
-        unnamed: Mutex<BTreeSet<Slot>>,
-        returns: Returns,
+        unnamed: Mutex<BTreeSet<LeaseSlot>>,
+        returns: PendingLeaseReturns,
     },
     /// In this process, for drives that no other process can access.
     Process {
-        records: Mutex<Records>,
+        records: Mutex<LedgerRecords>,
         /// Random value that distinguishes these drives from drives of the same names in other processes.
         salt: u64,
         /// Memory file of the records for the successor. Its lock is taken after the records' lock.
-        kept: Option<Mutex<KeptRecords>>,
+        kept: Option<Mutex<LedgerMemoryFile>>,
     },
 }
 
@@ -60,17 +60,17 @@ impl Ledger {
     /// when the first lease is granted.
     #[must_use]
     pub fn open(dir: &Path) -> Self {
-        Self(Arc::new(Book::Folder {
-            folder: Folder::new(dir),
+        Self(Arc::new(LedgerStorage::Folder {
+            folder: LedgerDirectory::new(dir),
             unnamed: Mutex::default(),
-            returns: Returns::default(),
+            returns: PendingLeaseReturns::default(),
         }))
     }
 
     /// Creates a ledger of this process, for drives that no other process can access.
     #[must_use]
     pub fn in_process() -> Self {
-        Self(Arc::new(Book::Process {
+        Self(Arc::new(LedgerStorage::Process {
             records: Mutex::default(),
             salt: random(),
             kept: None,
@@ -83,16 +83,16 @@ impl Ledger {
     /// # Errors
     /// The file cannot be read or written, or contains no such ledger.
     pub fn kept(file: File) -> Result<Self, LeaseError> {
-        let damaged = |source| StoreError::Io {
+        let damaged = |source| LedgerStoreError::Io {
             action: "read the ledger that is kept in",
             path: PathBuf::from("a memory file"),
             source,
         };
-        let (mut kept, before) = KeptRecords::open(file).map_err(damaged)?;
-        let (salt, mut records) = before.unwrap_or_else(|| (random(), Records::default()));
+        let (mut kept, before) = LedgerMemoryFile::open(file).map_err(damaged)?;
+        let (salt, mut records) = before.unwrap_or_else(|| (random(), LedgerRecords::default()));
         records.leases.clear();
         kept.store(salt, &records)?;
-        Ok(Self(Arc::new(Book::Process {
+        Ok(Self(Arc::new(LedgerStorage::Process {
             records: Mutex::new(records),
             salt,
             kept: Some(Mutex::new(kept)),
@@ -104,8 +104,8 @@ impl Ledger {
     /// know any of them: if one is left, this process has to end before the successor grants leases.
     pub fn leave(&self) -> bool {
         match &*self.0 {
-            Book::Folder { .. } => true,
-            Book::Process { records, kept, .. } => {
+            LedgerStorage::Folder { .. } => true,
+            LedgerStorage::Process { records, kept, .. } => {
                 let records = lock(records);
                 if let Some(kept) = kept {
                     lock(kept).leave();
@@ -125,7 +125,7 @@ impl Ledger {
     /// The range overlaps another lease or does not lie on the drive. The drive has too little capacity for the size.
     /// The id is taken or invalid. The ledger's file cannot be used.
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
-        self.acquire_by(Claim::Operator, request)
+        self.acquire_by(LeaseClaim::Operator, request)
     }
 
     /// Like [`Self::acquire`], by the right of `claim`.
@@ -135,12 +135,12 @@ impl Ledger {
     /// bytes.
     pub fn acquire_by(
         &self,
-        claim: Claim,
+        claim: LeaseClaim,
         request: &LeaseRequest<'_>,
     ) -> Result<Lease, LeaseError> {
         request.check()?;
         let (slot, holder, entered) = match &*self.0 {
-            Book::Folder {
+            LedgerStorage::Folder {
                 folder, unnamed, ..
             } => {
                 let exclusive = folder.lock()?;
@@ -165,18 +165,18 @@ impl Ledger {
                 }
                 (slot, Some(holder), entered)
             }
-            Book::Process { .. } => self.update(|records| {
+            LedgerStorage::Process { .. } => self.update(|records| {
                 claim.check_owner(records, request.id)?;
                 let admitted = admit(records, request, |_| Ok(true))
                     .map_err(|refusal| refusal.into_error(&request.area(), Path::new("")))?;
                 claim.check_extents(records, &request.area(), &admitted.extents)?;
-                let slot = Slot(records.next_slot);
+                let slot = LeaseSlot(records.next_slot);
                 records.next_slot += 1;
                 let entered = enter(records, request, admitted, slot, claim);
                 Ok((slot, None, entered))
             })?,
         };
-        let Entered {
+        let EnteredLease {
             parts,
             reserved_pairs,
             named_on,
@@ -207,12 +207,12 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn list(&self) -> Result<Vec<LeaseEntry>, LeaseError> {
         match &*self.0 {
-            Book::Folder { folder, .. } => {
+            LedgerStorage::Folder { folder, .. } => {
                 let records = folder.read()?;
                 let holders = folder.holders()?;
                 let mut entries = Vec::with_capacity(records.leases.len());
                 for record in &records.leases {
-                    let slot = Slot(record.slot);
+                    let slot = LeaseSlot(record.slot);
                     let held = folder.is_held(&holders, slot)?;
                     // No lock was taken: a slot without a holder may belong to a lease that was released after the
                     // ledger was read. Such a lease is removed from the ledger before its holder is released.
@@ -223,7 +223,7 @@ impl Ledger {
                 }
                 Ok(entries)
             }
-            Book::Process { records, .. } => {
+            LedgerStorage::Process { records, .. } => {
                 let records = lock(records);
                 Ok(records
                     .leases
@@ -243,7 +243,7 @@ impl Ledger {
     /// # Errors
     /// The ledger's file cannot be used. The next call tries again.
     pub fn name_holder(&self) -> Result<(), LeaseError> {
-        let Book::Folder { unnamed, .. } = &*self.0 else {
+        let LedgerStorage::Folder { unnamed, .. } = &*self.0 else {
             return Ok(());
         };
         let slots = lock(unnamed).clone();
@@ -258,16 +258,16 @@ impl Ledger {
     /// Records this process as the holder of leases in `slots`, except those that are no longer in `unnamed`.
     fn name_holder_of(
         &self,
-        slots: &BTreeSet<Slot>,
-        unnamed: &Mutex<BTreeSet<Slot>>,
+        slots: &BTreeSet<LeaseSlot>,
+        unnamed: &Mutex<BTreeSet<LeaseSlot>>,
     ) -> Result<(), LeaseError> {
-        let name = |records: &mut Records| {
+        let name = |records: &mut LedgerRecords| {
             // Checked under the ledger's lock: the ledger may name the successor for a lease that was let go in
             // between.
             let unnamed = lock(unnamed);
             let mut found = false;
             for record in &mut records.leases {
-                let slot = Slot(record.slot);
+                let slot = LeaseSlot(record.slot);
                 if slots.contains(&slot) && unnamed.contains(&slot) {
                     record.pid = process_id();
                     found = true;
@@ -284,8 +284,8 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn labels(&self) -> Result<Vec<DriveLabel>, LeaseError> {
         match &*self.0 {
-            Book::Folder { folder, .. } => Ok(folder.read()?.labels()),
-            Book::Process { records, .. } => Ok(lock(records).labels()),
+            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.labels()),
+            LedgerStorage::Process { records, .. } => Ok(lock(records).labels()),
         }
     }
 
@@ -296,7 +296,7 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn find_lost(
         &self,
-        drive: IdentityRef<'_>,
+        drive: DriveIdentityRef<'_>,
         nsid: Nsid,
         blocks: u64,
         lba_shift: u8,
@@ -306,14 +306,18 @@ impl Ledger {
             id: "",
             drive,
             nsid,
-            wanted: Wanted::At(all),
+            wanted: RequestedBytes::At(all),
             lba_shift,
             blocks,
-            former_data: FormerData::Refused,
+            former_data: PreviousDataPolicy::Refused,
         };
         let found = match &*self.0 {
-            Book::Folder { folder, .. } => folder.read()?.find_lost(&request, Host::now),
-            Book::Process { records, .. } => lock(records).find_lost(&request, Host::now),
+            LedgerStorage::Folder { folder, .. } => {
+                folder.read()?.find_lost(&request, HostDisks::now)
+            }
+            LedgerStorage::Process { records, .. } => {
+                lock(records).find_lost(&request, HostDisks::now)
+            }
         };
         Ok(found.map(|earlier| (earlier.name, earlier.ids)))
     }
@@ -323,13 +327,13 @@ impl Ledger {
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn is_unused(&self, drive: &str, nsid: Nsid, range: ByteRange) -> Result<bool, LeaseError> {
-        let area = Area {
+        let area = LeaseTarget {
             id: "",
             drive,
             nsid,
             capacity: range.end(),
         };
-        let is_unused = |records: &Records| {
+        let is_unused = |records: &LedgerRecords| {
             let mut leased = records
                 .leases
                 .iter()
@@ -338,8 +342,8 @@ impl Ledger {
                 && tenants::find(&records.tenants, &area.place(range, None)).is_empty()
         };
         match &*self.0 {
-            Book::Folder { folder, .. } => Ok(is_unused(&folder.read()?)),
-            Book::Process { records, .. } => Ok(is_unused(&lock(records))),
+            LedgerStorage::Folder { folder, .. } => Ok(is_unused(&folder.read()?)),
+            LedgerStorage::Process { records, .. } => Ok(is_unused(&lock(records))),
         }
     }
 
@@ -349,8 +353,8 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn naming(&self, drive: &str) -> Result<String, LeaseError> {
         match &*self.0 {
-            Book::Folder { folder, .. } => Ok(folder.read()?.naming(drive)),
-            Book::Process { records, .. } => Ok(lock(records).naming(drive)),
+            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.naming(drive)),
+            LedgerStorage::Process { records, .. } => Ok(lock(records).naming(drive)),
         }
     }
 
@@ -360,7 +364,7 @@ impl Ledger {
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
-        if let Book::Folder { folder, .. } = &*self.0 {
+        if let LedgerStorage::Folder { folder, .. } = &*self.0 {
             // See `release`.
             if !folder.read()?.carry_over(from, to) {
                 return Ok(false);
@@ -397,7 +401,7 @@ impl Ledger {
         let bases = extent::bases(drive);
         let held = |entry: &LeaseEntry| {
             let of = extent::bases(&entry.drive);
-            entry.state != LeaseState::Stale && of.iter().any(|base| bases.contains(base))
+            entry.state != LeaseHolderState::Stale && of.iter().any(|base| bases.contains(base))
         };
         match self.list()?.into_iter().find(held) {
             None => Ok(()),
@@ -415,8 +419,8 @@ impl Ledger {
     pub fn carry_over_by_hand(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
         self.check_idle(from)?;
         let known = match &*self.0 {
-            Book::Folder { folder, .. } => folder.read()?.drives_known(from, to),
-            Book::Process { records, .. } => lock(records).drives_known(from, to),
+            LedgerStorage::Folder { folder, .. } => folder.read()?.drives_known(from, to),
+            LedgerStorage::Process { records, .. } => lock(records).drives_known(from, to),
         };
         match known {
             (false, _) => Ok(false),
@@ -432,10 +436,10 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger's file cannot be used.
-    pub fn terms(&self) -> Result<BTreeMap<String, LeaseTerms>, LeaseError> {
+    pub fn terms(&self) -> Result<BTreeMap<String, LeaseSettings>, LeaseError> {
         match &*self.0 {
-            Book::Folder { folder, .. } => Ok(folder.read()?.terms),
-            Book::Process { records, .. } => Ok(lock(records).terms.clone()),
+            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.terms),
+            LedgerStorage::Process { records, .. } => Ok(lock(records).terms.clone()),
         }
     }
 
@@ -449,16 +453,16 @@ impl Ledger {
         nsid: Nsid,
         capacity: u64,
         unit: u64,
-    ) -> Result<Room, LeaseError> {
-        let area = Area {
+    ) -> Result<NamespaceCapacity, LeaseError> {
+        let area = LeaseTarget {
             id: "",
             drive,
             nsid,
             capacity,
         };
         match &*self.0 {
-            Book::Folder { folder, .. } => Ok(room(&folder.read()?, &area, unit)),
-            Book::Process { records, .. } => Ok(room(&lock(records), &area, unit)),
+            LedgerStorage::Folder { folder, .. } => Ok(room(&folder.read()?, &area, unit)),
+            LedgerStorage::Process { records, .. } => Ok(room(&lock(records), &area, unit)),
         }
     }
 
@@ -473,13 +477,13 @@ impl Ledger {
     fn change_terms(
         &self,
         id: &str,
-        change: impl FnOnce(&mut LeaseTerms),
+        change: impl FnOnce(&mut LeaseSettings),
     ) -> Result<(), LeaseError> {
-        let check = |records: &Records| match records.knows(id) {
+        let check = |records: &LedgerRecords| match records.knows(id) {
             true => Ok(()),
             false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
         };
-        if let Book::Folder { folder, .. } = &*self.0 {
+        if let LedgerStorage::Folder { folder, .. } = &*self.0 {
             // See `release`.
             check(&folder.read()?)?;
         }
@@ -496,11 +500,11 @@ impl Ledger {
     /// There is no such lease, its holder is alive and `force` is not set, or the ledger's file cannot be used.
     pub fn release(&self, id: &str, force: bool) -> Result<LeaseEntry, LeaseError> {
         let no_such_lease = || LeaseError::NoSuchLease { id: id.to_owned() };
-        let find = |records: &Records| {
+        let find = |records: &LedgerRecords| {
             let record = records.leases.iter().find(|record| record.id == id);
             record.cloned().ok_or_else(no_such_lease)
         };
-        let remove = |records: &mut Records, record: &Record, held| {
+        let remove = |records: &mut LedgerRecords, record: &LedgerRecord, held| {
             let owner = records.owner(&record.id);
             let entry = LeaseEntry::new(record, held).with_owner(owner);
             if held && !force {
@@ -508,24 +512,24 @@ impl Ledger {
                     other: Box::new(entry),
                 });
             }
-            records.remove(Slot(record.slot));
+            records.remove(LeaseSlot(record.slot));
             records.terms.remove(id);
             Ok(entry)
         };
         match &*self.0 {
-            Book::Folder { folder, .. } => {
+            LedgerStorage::Folder { folder, .. } => {
                 // First checked without the lock, because taking the lock creates the directory. A mistyped directory
                 // should not be created.
                 find(&folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 let record = find(&records)?;
-                let held = folder.is_held(&folder.holders()?, Slot(record.slot))?;
+                let held = folder.is_held(&folder.holders()?, LeaseSlot(record.slot))?;
                 let entry = remove(&mut records, &record, held)?;
                 exclusive.write(&records)?;
                 Ok(entry)
             }
-            Book::Process { .. } => self.update(|records| {
+            LedgerStorage::Process { .. } => self.update(|records| {
                 let record = find(records)?;
                 remove(records, &record, true)
             }),
@@ -538,8 +542,12 @@ impl Ledger {
     ///
     /// # Errors
     /// The id has no data, or the ledger's file cannot be used.
-    pub fn decide_data(&self, id: &str, fate: FormerData) -> Result<Vec<ByteRange>, LeaseError> {
-        let decided = |records: &mut Records| {
+    pub fn decide_data(
+        &self,
+        id: &str,
+        fate: PreviousDataPolicy,
+    ) -> Result<Vec<ByteRange>, LeaseError> {
+        let decided = |records: &mut LedgerRecords| {
             let ranges = tenants::decide(&mut records.tenants, id, fate);
             match ranges.is_empty() {
                 true => Err(LeaseError::NoData { id: id.to_owned() }),
@@ -550,7 +558,7 @@ impl Ledger {
             }
         };
         match &*self.0 {
-            Book::Folder { folder, .. } => {
+            LedgerStorage::Folder { folder, .. } => {
                 // See `release`.
                 decided(&mut folder.read()?)?;
                 let exclusive = folder.lock()?;
@@ -559,32 +567,32 @@ impl Ledger {
                 exclusive.write(&records)?;
                 Ok(ranges)
             }
-            Book::Process { .. } => self.update(decided),
+            LedgerStorage::Process { .. } => self.update(decided),
         }
     }
 
     /// Returns the directory of the ledger, for commands in messages; empty for a ledger of this process.
     fn path(&self) -> &Path {
         match &*self.0 {
-            Book::Folder { folder, .. } => folder.path(),
-            Book::Process { .. } => Path::new(""),
+            LedgerStorage::Folder { folder, .. } => folder.path(),
+            LedgerStorage::Process { .. } => Path::new(""),
         }
     }
 
     /// Changes the ledger in one step. If `change` fails, the ledger is not changed.
     fn update<T>(
         &self,
-        change: impl FnOnce(&mut Records) -> Result<T, LeaseError>,
+        change: impl FnOnce(&mut LedgerRecords) -> Result<T, LeaseError>,
     ) -> Result<T, LeaseError> {
         match &*self.0 {
-            Book::Folder { folder, .. } => {
+            LedgerStorage::Folder { folder, .. } => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 let value = change(&mut records)?;
                 exclusive.write(&records)?;
                 Ok(value)
             }
-            Book::Process {
+            LedgerStorage::Process {
                 records,
                 salt,
                 kept,
@@ -603,30 +611,33 @@ impl Ledger {
 
     /// Removes the returned lease in `slot` from the ledger, together with other leases that are returned at the same
     /// time.
-    fn give_back(&self, slot: Slot) -> Result<(), StoreError> {
+    fn give_back(&self, slot: LeaseSlot) -> Result<(), LedgerStoreError> {
         match &*self.0 {
-            Book::Folder { returns, .. } => returns.give_back(slot, |slots| {
+            LedgerStorage::Folder { returns, .. } => returns.give_back(slot, |slots| {
                 self.change(|records| {
                     let removed = slots.iter().filter(|slot| records.remove(**slot));
                     removed.count() > 0
                 })
             }),
-            Book::Process { .. } => self.change(|records| records.remove(slot)),
+            LedgerStorage::Process { .. } => self.change(|records| records.remove(slot)),
         }
     }
 
     /// Changes the record of a held lease. `change` returns whether it changed anything. There is no record if an
     /// operator has released the lease by force.
-    fn change(&self, change: impl FnOnce(&mut Records) -> bool) -> Result<(), StoreError> {
+    fn change(
+        &self,
+        change: impl FnOnce(&mut LedgerRecords) -> bool,
+    ) -> Result<(), LedgerStoreError> {
         match &*self.0 {
-            Book::Folder { folder, .. } => {
+            LedgerStorage::Folder { folder, .. } => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 if change(&mut records) {
                     exclusive.write(&records)?;
                 }
             }
-            Book::Process {
+            LedgerStorage::Process {
                 records,
                 salt,
                 kept,
@@ -644,9 +655,9 @@ impl Ledger {
 }
 
 /// A lease after it was entered in the ledger.
-struct Entered {
+struct EnteredLease {
     /// The extents, and the parts that have to be wiped.
-    parts: Parts,
+    parts: LeaseParts,
     /// Reserved queue pairs, as the ledger has them.
     reserved_pairs: u16,
     /// Name of the drive from which its guests' names are derived.
@@ -657,32 +668,32 @@ struct Entered {
 
 /// Enters an admitted lease.
 fn enter(
-    records: &mut Records,
+    records: &mut LedgerRecords,
     request: &LeaseRequest<'_>,
-    admitted: Admitted,
-    slot: Slot,
-    claim: Claim,
-) -> Entered {
-    let Admitted {
+    admitted: AdmittedLease,
+    slot: LeaseSlot,
+    claim: LeaseClaim,
+) -> EnteredLease {
+    let AdmittedLease {
         taken_over,
         extents,
         former,
     } = admitted;
     let area = request.area();
     let (unit, unwiped) = match request.wanted {
-        Wanted::At(range) => {
+        RequestedBytes::At(range) => {
             let place = area.place(range, None);
-            records.note_decision(request, range, Host::now);
+            records.note_decision(request, range, HostDisks::now);
             tenants::enter(&mut records.tenants, &place, request.former_data);
             (None, tenants::marked(&records.tenants, &place))
         }
-        Wanted::Size { unit, .. } => {
+        RequestedBytes::Size { unit, .. } => {
             by_size::enter(&mut records.tenants, &area, &extents, former.as_ref());
             let unwiped = by_size::marked(&records.tenants, &area, extents.parts());
             (Some(unit), unwiped)
         }
     };
-    let record = Record {
+    let record = LedgerRecord {
         id: request.id.to_owned(),
         drive: request.drive.name.to_owned(),
         nsid: request.nsid.0,
@@ -697,7 +708,7 @@ fn enter(
         // The next holder most likely reserves the same number of pairs.
         Some(stale) => {
             let reserved_pairs = stale.reserved_pairs;
-            *stale = Record {
+            *stale = LedgerRecord {
                 reserved_pairs,
                 ..record
             };
@@ -720,8 +731,8 @@ fn enter(
     records.note_facts(request);
     // Cleans up ids whose last bytes this lease got.
     records.forget_unknown();
-    Entered {
-        parts: Parts { extents, unwiped },
+    EnteredLease {
+        parts: LeaseParts { extents, unwiped },
         reserved_pairs,
         named_on: records.naming(request.drive.name),
         uncorrectable,
@@ -734,8 +745,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Parts of a drive that belong to a lease.
 #[derive(Clone, Debug)]
-struct Parts {
-    extents: Extents,
+struct LeaseParts {
+    extents: LeaseExtents,
     /// Parts to be wiped, in the order of the lease.
     unwiped: Vec<ByteRange>,
 }
@@ -747,9 +758,9 @@ struct Parts {
 pub struct Lease {
     ledger: Ledger,
     /// Slot of the lease; `None` after it was returned.
-    slot: Option<Slot>,
+    slot: Option<LeaseSlot>,
     // Released after `drop` has returned the lease, because fields are dropped later.
-    holder: Option<Holder>,
+    holder: Option<LeaseSlotHolder>,
     /// True if the lease was handed over to the successor process.
     is_let_go: Arc<AtomicBool>,
     id: String,
@@ -761,12 +772,12 @@ pub struct Lease {
     /// Size of the namespace in bytes.
     capacity: u64,
     /// The requested range or size.
-    wanted: Wanted,
+    wanted: RequestedBytes,
     /// Reserved queue pairs, as the ledger has them; `None` after a failed change.
     reserved_pairs: Mutex<Option<u16>>,
     /// Serializes changes of the parts, which change the ledger as well.
     changes: Mutex<()>,
-    parts: Mutex<Parts>,
+    parts: Mutex<LeaseParts>,
     /// Unreadable bytes of the id when the lease was granted, except parts wiped since.
     uncorrectable: Mutex<Vec<ByteRange>>,
 }
@@ -792,14 +803,14 @@ impl Lease {
 
     /// Returns the extents of the namespace, in the lease's order.
     #[must_use]
-    pub fn extents(&self) -> Extents {
+    pub fn extents(&self) -> LeaseExtents {
         lock(&self.parts).extents.clone()
     }
 
     /// Returns the logical blocks of the namespace, in the lease's order.
     #[must_use]
-    pub fn blocks(&self) -> Vec<LbaRange> {
-        let blocks = |part: &ByteRange| LbaRange {
+    pub fn blocks(&self) -> Vec<BlockRange> {
+        let blocks = |part: &ByteRange| BlockRange {
             start: Lba(part.start() >> self.lba_shift),
             blocks: part.length() >> self.lba_shift,
         };
@@ -811,8 +822,8 @@ impl Lease {
     #[must_use]
     pub const fn unit(&self) -> Option<u64> {
         match self.wanted {
-            Wanted::At(_) => None,
-            Wanted::Size { unit, .. } => Some(unit),
+            RequestedBytes::At(_) => None,
+            RequestedBytes::Size { unit, .. } => Some(unit),
         }
     }
 
@@ -823,8 +834,8 @@ impl Lease {
         lock(&self.parts).unwiped.clone()
     }
 
-    fn area(&self) -> Area<'_> {
-        Area {
+    fn area(&self) -> LeaseTarget<'_> {
+        LeaseTarget {
             id: &self.id,
             drive: &self.drive,
             nsid: self.nsid,
@@ -844,7 +855,7 @@ impl Lease {
     /// The ledger's file cannot be used, or the lease is no longer in the ledger. Then the part stays marked.
     pub(crate) fn wiped(&self) -> Result<(), LeaseError> {
         let _one = lock(&self.changes);
-        let Parts { extents, unwiped } = lock(&self.parts).clone();
+        let LeaseParts { extents, unwiped } = lock(&self.parts).clone();
         let Some(&range) = unwiped.first() else {
             return Ok(());
         };
@@ -853,7 +864,7 @@ impl Lease {
         self.ledger.update(|records| {
             records.find(slot).ok_or_else(|| self.gone())?;
             let place = self.area().place(range, at);
-            tenants::enter(&mut records.tenants, &place, FormerData::Kept);
+            tenants::enter(&mut records.tenants, &place, PreviousDataPolicy::Kept);
             marks::forget(&mut records.uncorrectable, &place);
             Ok(())
         })?;
@@ -866,12 +877,12 @@ impl Lease {
 
     /// Returns the blocks that were unreadable when the lease was granted, except blocks wiped since.
     #[must_use]
-    pub fn uncorrectable(&self) -> Vec<LbaRange> {
+    pub fn uncorrectable(&self) -> Vec<BlockRange> {
         let blocks = |range: &ByteRange| {
             // The drive may have larger blocks than when the blocks were marked.
             let (start, last) = (range.start(), range.end().saturating_sub(1));
             let (start, last) = (start >> self.lba_shift, last >> self.lba_shift);
-            LbaRange {
+            BlockRange {
                 start: Lba(start),
                 blocks: last - start + 1,
             }
@@ -881,8 +892,8 @@ impl Lease {
 
     /// Returns access to the ledger's record of the lease's unreadable blocks.
     #[must_use]
-    pub fn marks(&self) -> LeaseMarks {
-        LeaseMarks {
+    pub fn marks(&self) -> LedgerUncorrectableMarks {
+        LedgerUncorrectableMarks {
             ledger: self.ledger.clone(),
             slot: self.slot,
             is_let_go: self.is_let_go.clone(),
@@ -954,13 +965,13 @@ impl Lease {
     }
 
     /// Returns the present extents, after checking that the size may become `bytes`.
-    fn check_change(&self, bytes: u64) -> Result<Extents, LeaseError> {
+    fn check_change(&self, bytes: u64) -> Result<LeaseExtents, LeaseError> {
         match self.wanted {
-            Wanted::At(range) => Err(LeaseError::Fixed {
+            RequestedBytes::At(range) => Err(LeaseError::Fixed {
                 id: self.id.clone(),
                 range,
             }),
-            Wanted::Size { unit, .. } => {
+            RequestedBytes::Size { unit, .. } => {
                 by_size::check_size(bytes, unit)?;
                 Ok(self.extents())
             }
@@ -969,21 +980,23 @@ impl Lease {
 
     /// Changes the ledger's extents of the lease to a size of `bytes`. The ledger's extents may differ from the lease's
     /// own, if an earlier change failed after it had replaced the ledger.
-    fn resize(&self, records: &mut Records, bytes: u64) -> Result<Extents, LeaseError> {
-        let Wanted::Size { unit, whole, .. } = self.wanted else {
+    fn resize(&self, records: &mut LedgerRecords, bytes: u64) -> Result<LeaseExtents, LeaseError> {
+        let RequestedBytes::Size { unit, whole, .. } = self.wanted else {
             return Ok(self.extents());
         };
         let slot = self.slot.filter(|slot| records.find(*slot).is_some());
         let slot = slot.ok_or_else(|| self.gone())?;
-        let demand = by_size::Demand { bytes, unit, whole };
+        let demand = by_size::SizeDemand { bytes, unit, whole };
         by_size::resize(records, slot, &self.area(), demand)
             .map_err(|refusal| refusal.into_error(&self.area(), self.ledger.path()))
     }
 
     fn names_on(&self, drive: &str) -> LeaseIdentity {
         match self.wanted {
-            Wanted::At(range) => LeaseIdentity::derive(drive, self.nsid, range, &self.id),
-            Wanted::Size { .. } => LeaseIdentity::derive_by_size(drive, self.nsid, &self.id),
+            RequestedBytes::At(range) => LeaseIdentity::derive(drive, self.nsid, range, &self.id),
+            RequestedBytes::Size { .. } => {
+                LeaseIdentity::derive_by_size(drive, self.nsid, &self.id)
+            }
         }
     }
 
@@ -994,8 +1007,10 @@ impl Lease {
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
-            Book::Folder { .. } => self.names_on(&self.named_on),
-            Book::Process { salt, .. } => self.names_on(&format!("{}#{salt:016x}", self.drive)),
+            LedgerStorage::Folder { .. } => self.names_on(&self.named_on),
+            LedgerStorage::Process { salt, .. } => {
+                self.names_on(&format!("{}#{salt:016x}", self.drive))
+            }
         }
     }
 
@@ -1021,7 +1036,7 @@ impl Lease {
             return Ok(());
         }
         if let Some(slot) = self.slot {
-            let change = |records: &mut Records| records.note_reserved(slot, pairs);
+            let change = |records: &mut LedgerRecords| records.note_reserved(slot, pairs);
             if let Err(error) = self.ledger.change(change) {
                 *noted = None;
                 return Err(error.into());
@@ -1058,11 +1073,11 @@ impl Lease {
     pub fn let_go(&self) {
         self.is_let_go.store(true, Ordering::Relaxed);
         match (&*self.ledger.0, self.slot) {
-            (Book::Folder { unnamed, .. }, Some(slot)) => {
+            (LedgerStorage::Folder { unnamed, .. }, Some(slot)) => {
                 // The ledger will name the successor for it.
                 lock(unnamed).remove(&slot);
             }
-            (Book::Process { records, .. }, Some(slot)) => {
+            (LedgerStorage::Process { records, .. }, Some(slot)) => {
                 lock(records).remove(slot);
             }
             (_, None) => {}
@@ -1086,20 +1101,20 @@ impl Lease {
 
 /// Access to the ledger's record of a lease's unreadable blocks.
 #[derive(Clone, Debug)]
-pub struct LeaseMarks {
+pub struct LedgerUncorrectableMarks {
     ledger: Ledger,
-    slot: Option<Slot>,
+    slot: Option<LeaseSlot>,
     is_let_go: Arc<AtomicBool>,
     lba_shift: u8,
     id: String,
 }
 
-impl LeaseMarks {
+impl LedgerUncorrectableMarks {
     /// Replaces the recorded unreadable blocks of the lease. They are durable when this returns.
     ///
     /// # Errors
     /// The ledger's file cannot be used, the lease is no longer in the ledger, or another process has it.
-    pub fn store(&self, blocks: &[LbaRange]) -> Result<(), LeaseError> {
+    pub fn store(&self, blocks: &[BlockRange]) -> Result<(), LeaseError> {
         let gone = || LeaseError::Gone {
             id: self.id.clone(),
         };

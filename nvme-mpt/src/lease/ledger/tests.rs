@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process;
 
-use super::super::entry::LeaseState;
+use super::super::entry::LeaseHolderState;
 use super::*;
 
 const DRIVE: &str = "file:/drive";
@@ -14,10 +14,10 @@ fn request<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
         id,
         drive: DRIVE.into(),
         nsid: Nsid(1),
-        wanted: Wanted::At(range.parse().unwrap()),
+        wanted: RequestedBytes::At(range.parse().unwrap()),
         lba_shift: 9,
         blocks: 1 << 30,
-        former_data: FormerData::Kept,
+        former_data: PreviousDataPolicy::Kept,
     }
 }
 
@@ -139,7 +139,7 @@ fn block_sizes_do_not_hide_an_overlap() {
         let mut large = request("b", "12K+8K");
         large.lba_shift = 12;
         ledger.acquire(&large).unwrap_err();
-        large.wanted = Wanted::At("16K+8K".parse().unwrap());
+        large.wanted = RequestedBytes::At("16K+8K".parse().unwrap());
         ledger.acquire(&large).unwrap();
     }
 }
@@ -195,7 +195,7 @@ fn an_ending_lease_is_refused_and_seen_as_ending_until_it_is_dropped() {
         let a = ledger.acquire(&request("a", "0+1G")).unwrap();
         a.mark_ending().unwrap();
         let entry = &ledger.list().unwrap()[0];
-        assert_eq!(entry.state, LeaseState::Ending);
+        assert_eq!(entry.state, LeaseHolderState::Ending);
         assert_eq!(serde_json::to_value(entry).unwrap()["state"], "ending");
         let ending = format!(
             "lease \"a\" (range 0+1G of file:/drive, ending: commands of process {} are still in flight)",
@@ -270,7 +270,7 @@ fn a_lease_whose_holder_died_while_it_ended_is_stale() {
     let lease = ledger.acquire(&request("a", "0+1G")).unwrap();
     lease.mark_ending().unwrap();
     die(lease);
-    assert_eq!(ledger.list().unwrap()[0].state, LeaseState::Stale);
+    assert_eq!(ledger.list().unwrap()[0].state, LeaseHolderState::Stale);
 }
 
 #[test]
@@ -280,7 +280,7 @@ fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
     let [stale] = &ledger.list().unwrap()[..] else {
         panic!("one lease");
     };
-    assert_eq!(stale.state, LeaseState::Stale);
+    assert_eq!(stale.state, LeaseHolderState::Stale);
 
     for (id, range) in [
         ("b", "0+1G"),
@@ -298,7 +298,7 @@ fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
     let [held] = &ledger.list().unwrap()[..] else {
         panic!("one lease");
     };
-    assert_eq!(held.state, LeaseState::Held);
+    assert_eq!(held.state, LeaseHolderState::Held);
     // Alive, it is taken over by nobody.
     ledger.acquire(&request("a", "0+1G")).unwrap_err();
     drop(again);
@@ -331,7 +331,7 @@ fn name_process(dir: &tempfile::TempDir, pid: u32) {
 fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
     let (dir, [ledger, _]) = both();
     let sized = |id| LeaseRequest {
-        wanted: Wanted::Size {
+        wanted: RequestedBytes::Size {
             bytes: 3 << 20,
             unit: 1 << 20,
             whole: false,
@@ -363,7 +363,7 @@ fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
     again[1].note_reserved(3).unwrap();
     assert_eq!(file_of(&dir), before);
     for entry in ledger.list().unwrap() {
-        assert_eq!((entry.state, entry.pid), (LeaseState::Held, 7));
+        assert_eq!((entry.state, entry.pid), (LeaseHolderState::Held, 7));
     }
     // Alive, it is taken over by nobody.
     for request in &requests {
@@ -375,7 +375,10 @@ fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
     let named = file_of(&dir);
     assert_ne!(named, before);
     for entry in ledger.list().unwrap() {
-        assert_eq!((entry.state, entry.pid), (LeaseState::Held, process::id()));
+        assert_eq!(
+            (entry.state, entry.pid),
+            (LeaseHolderState::Held, process::id())
+        );
     }
     next.name_holder().unwrap();
     assert_eq!(file_of(&dir), named);
@@ -402,14 +405,14 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
     let mut before = file_of(&dir);
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
-    assert_eq!(ledger.list().unwrap()[0].state, LeaseState::Stale);
+    assert_eq!(ledger.list().unwrap()[0].state, LeaseHolderState::Stale);
     // By another path.
     die(ledger.acquire(&partition).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
     // Its owner is another one.
-    die(ledger.acquire_by(Claim::For(1), &partition).unwrap());
+    die(ledger.acquire_by(LeaseClaim::For(1), &partition).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
-    die(ledger.acquire_by(Claim::For(1), &partition).unwrap());
+    die(ledger.acquire_by(LeaseClaim::For(1), &partition).unwrap());
     assert_eq!(file_of(&dir), before);
     // Queue pairs that it does not reserve any more.
     let lease = ledger.acquire(&partition).unwrap();
@@ -442,7 +445,7 @@ fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
     let next = Ledger::open(&dir.path().join("state"));
     next.acquire(&request("a", "1G+1G")).unwrap_err();
     before.let_go();
-    assert_eq!(next.list().unwrap()[0].state, LeaseState::Stale);
+    assert_eq!(next.list().unwrap()[0].state, LeaseHolderState::Stale);
     next.acquire(&request("b", "1G+1G")).unwrap_err();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
     // The process before neither names itself nor gives the lease back.
@@ -450,7 +453,7 @@ fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
     ledger.name_holder().unwrap();
     drop(before);
     assert_eq!(file_of(&dir), file);
-    assert_eq!(next.list().unwrap()[0].state, LeaseState::Held);
+    assert_eq!(next.list().unwrap()[0].state, LeaseHolderState::Held);
     lease.release().unwrap();
     assert_eq!(next.list().unwrap(), []);
 }
@@ -460,7 +463,7 @@ fn a_process_that_waits_to_name_itself_leaves_the_name_of_the_next_one() {
     let (dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
-    let Book::Folder { unnamed, .. } = &*ledger.0 else {
+    let LedgerStorage::Folder { unnamed, .. } = &*ledger.0 else {
         panic!("a ledger in a folder");
     };
     // The thread that names the process has read them, and waits for the ledger.
@@ -496,7 +499,10 @@ fn release_takes_stale_leases_and_refuses_held_ones() {
     }
 
     die(ledger.acquire(&request("a", "0+1G")).unwrap());
-    assert_eq!(ledger.release("a", false).unwrap().state, LeaseState::Stale);
+    assert_eq!(
+        ledger.release("a", false).unwrap().state,
+        LeaseHolderState::Stale
+    );
     assert_eq!(ledger.list().unwrap(), []);
 }
 
@@ -555,7 +561,7 @@ fn names_last_as_long_as_the_drive_does() {
 }
 
 /// A request that says what becomes of others' data.
-fn with(id: &'static str, range: &str, former_data: FormerData) -> LeaseRequest<'static> {
+fn with(id: &'static str, range: &str, former_data: PreviousDataPolicy) -> LeaseRequest<'static> {
     LeaseRequest {
         former_data,
         ..request(id, range)
@@ -564,7 +570,7 @@ fn with(id: &'static str, range: &str, former_data: FormerData) -> LeaseRequest<
 
 /// A request that does not.
 fn strict(id: &'static str, range: &str) -> LeaseRequest<'static> {
-    with(id, range, FormerData::Refused)
+    with(id, range, PreviousDataPolicy::Refused)
 }
 
 #[test]
@@ -598,7 +604,7 @@ fn the_data_of_another_id_refuses_a_range_until_somebody_decides() {
         ledger.acquire(&strict("b", "2G+1G")).unwrap();
 
         let kept = ledger
-            .acquire(&with("b", "1G+1G", FormerData::Kept))
+            .acquire(&with("b", "1G+1G", PreviousDataPolicy::Kept))
             .unwrap();
         assert!(kept.unwiped().is_empty());
         let of_second = names(&kept);
@@ -618,9 +624,11 @@ fn data_that_is_given_up_goes_to_the_next_id() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
-        let error = ledger.decide_data("b", FormerData::Kept).unwrap_err();
+        let error = ledger
+            .decide_data("b", PreviousDataPolicy::Kept)
+            .unwrap_err();
         assert!(matches!(error, LeaseError::NoData { .. }), "{error}");
-        let ranges = ledger.decide_data("a", FormerData::Kept).unwrap();
+        let ranges = ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         assert_eq!(ranges, ["1G+1G".parse().unwrap()]);
         // Not before its lease ends.
         ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
@@ -631,7 +639,7 @@ fn data_that_is_given_up_goes_to_the_next_id() {
         // That was once.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
         // An id that comes back has its data for itself again.
-        ledger.decide_data("b", FormerData::Kept).unwrap();
+        ledger.decide_data("b", PreviousDataPolicy::Kept).unwrap();
         drop(ledger.acquire(&strict("b", "1G+1G")).unwrap());
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
     }
@@ -643,7 +651,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
     for ledger in ledgers {
         let range = |text: &str| text.parse::<ByteRange>().unwrap();
         drop(ledger.acquire(&strict("a", "1G+1G")).unwrap());
-        let ranges = ledger.decide_data("a", FormerData::Wiped).unwrap();
+        let ranges = ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
         assert_eq!(ranges, [range("1G+1G")]);
         // An id that comes back has its data, for itself again.
         let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
@@ -651,7 +659,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         drop(lease);
         ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
 
-        ledger.decide_data("a", FormerData::Wiped).unwrap();
+        ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
         let lease = ledger.acquire(&strict("b", "1536M+1G")).unwrap();
         assert_eq!(lease.unwiped(), [range("1536M+512M")]);
         drop(lease);
@@ -668,7 +676,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         drop(lease);
         ledger.acquire(&strict("c", "1536M+512M")).unwrap_err();
         // What was not leased is still released, and can be given away as it is.
-        ledger.decide_data("a", FormerData::Kept).unwrap();
+        ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         let lease = ledger.acquire(&strict("c", "1G+512M")).unwrap();
         assert!(lease.unwiped().is_empty());
     }
@@ -684,7 +692,9 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
         let range = |text: &str| text.parse::<ByteRange>().unwrap();
         let parts = [range("1536M+512M"), range("3G+512M")];
         let wide = "1536M+2G";
-        let lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        let lease = ledger
+            .acquire(&with("c", wide, PreviousDataPolicy::Wiped))
+            .unwrap();
         assert_eq!(lease.unwiped(), parts);
         // As a crash leaves it.
         drop(lease);
@@ -695,12 +705,16 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
                 "{error}"
             );
         }
-        let lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        let lease = ledger
+            .acquire(&with("c", wide, PreviousDataPolicy::Wiped))
+            .unwrap();
         assert_eq!(lease.unwiped(), parts);
         lease.wiped().unwrap();
         assert_eq!(lease.unwiped(), parts[1..]);
         drop(lease);
-        let lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        let lease = ledger
+            .acquire(&with("c", wide, PreviousDataPolicy::Wiped))
+            .unwrap();
         assert_eq!(lease.unwiped(), parts[1..]);
         lease.wiped().unwrap();
         drop(lease);
@@ -717,7 +731,7 @@ fn a_kept_ledger_knows_names_and_former_data_in_the_next_process() {
     let kept = || Ledger::kept(file.try_clone().unwrap()).unwrap();
     let ledger = kept();
     let sized = LeaseRequest {
-        wanted: Wanted::Size {
+        wanted: RequestedBytes::Size {
             bytes: 2 << 30,
             unit: 1 << 30,
             whole: false,
@@ -741,7 +755,7 @@ fn a_kept_ledger_knows_names_and_former_data_in_the_next_process() {
     drop(b);
     let other = next
         .acquire(&LeaseRequest {
-            former_data: FormerData::Wiped,
+            former_data: PreviousDataPolicy::Wiped,
             ..request("other", "2G+1G")
         })
         .unwrap();

@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use crate::dma::{Departure, TableUse};
+use crate::dma::{PendingUnmap, TableUse};
 use crate::host::ListMemory;
-use crate::shadow::slot::{Slot, Slots, Special};
+use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
 
 /// Pending unmap with in-flight commands that use its memory.
 #[derive(Debug)]
-struct Held {
-    departure: Arc<Departure>,
+struct UnmapInUse {
+    departure: Arc<PendingUnmap>,
     /// For each slot, whether its command uses the memory.
     commands: Box<[bool]>,
     /// Number of commands that use the memory.
@@ -21,31 +21,31 @@ struct Held {
 
 /// All pending unmaps whose memory is used by in-flight commands of a shadow queue.
 #[derive(Debug, Default)]
-pub(super) struct HeldDepartures {
-    held: Vec<Held>,
+pub(super) struct UnmapsInUse {
+    held: Vec<UnmapInUse>,
     /// True if the last command of a pending unmap has ended.
     has_ended: bool,
 }
 
-impl HeldDepartures {
+impl UnmapsInUse {
     /// Searches for in-flight commands that use memory of a pending unmap. Returns whether there are any.
     pub(super) fn hold(
         &mut self,
-        departure: &Arc<Departure>,
-        slots: &mut Slots,
+        departure: &Arc<PendingUnmap>,
+        slots: &mut CommandSlots,
         lists: &ListMemory,
     ) -> bool {
         let mut users = vec![false; slots.count()].into_boxed_slice();
         let mut count = 0;
         for (number, slot) in slots.in_flight_mut() {
             if slot.bytes > 0 && uses(slot, departure, lists) {
-                slot.special.add(Special::STALE);
+                slot.special.add(CompletionWork::STALE);
                 users[number] = true;
                 count += 1;
             }
         }
         if count > 0 {
-            self.held.push(Held {
+            self.held.push(UnmapInUse {
                 departure: departure.clone(),
                 commands: users,
                 count,
@@ -102,7 +102,7 @@ impl HeldDepartures {
 }
 
 /// Returns whether a command's data overlaps memory of a pending unmap.
-fn uses(slot: &Slot, departure: &Departure, lists: &ListMemory) -> bool {
+fn uses(slot: &CommandSlot, departure: &PendingUnmap, lists: &ListMemory) -> bool {
     let mut uses = false;
     let data = slot.data();
     let walked = data.for_each_iova(lists, slot.bytes.into(), |iova, len| {

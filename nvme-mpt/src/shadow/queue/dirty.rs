@@ -2,21 +2,21 @@
 //!
 //! While the log is off, a pass checks for it once, at no cost per command.
 
-use super::departures::HeldDepartures;
-use super::{CompletionQueue, Passes, ShadowCore};
+use super::departures::UnmapsInUse;
+use super::{CompletionQueue, ShadowCore, ShadowPassKind};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::dma::RegionTable;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::HostMemory;
-use crate::shadow::slot::Slot;
+use crate::shadow::slot::CommandSlot;
 use crate::spec::cqe::Cqe;
 use crate::spec::opcode::DataTransfer;
 
 /// Notes the host controller's writes for a finished command, whatever its status. Addresses are looked up in the current
 /// table of the VM's memory, and in memory that was unmapped since the command was translated.
 #[cold]
-pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &HeldDepartures) {
+pub(super) fn note_completed(slot: &CommandSlot, memory: HostMemory<'_>, departures: &UnmapsInUse) {
     // In every command set, only these commands write to the VM's memory.
     let writes = DataTransfer::of_opcode(slot.opcode().0) == DataTransfer::ControllerToHost;
     if !writes || slot.bytes == 0 {
@@ -68,9 +68,9 @@ impl ShadowCore {
             || !self.repeats.is_empty()
             || self.slots.has_interrupted();
         self.passes = match (is_special, &self.live) {
-            (true, _) => Passes::Special,
-            (false, Some(_)) => Passes::Live,
-            (false, None) => Passes::Plain,
+            (true, _) => ShadowPassKind::Special,
+            (false, Some(_)) => ShadowPassKind::Live,
+            (false, None) => ShadowPassKind::Plain,
         };
     }
 

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use super::rings::{completion_ring, completion_ring_len, submission_ring, submission_ring_len};
-use super::{Condition, ShadowCore};
+use super::{ShadowCore, ShadowQueueCondition};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::{Ticks, nanoseconds};
-use crate::dma::{Departure, is_gone_for_good};
+use crate::dma::{PendingUnmap, is_gone_for_good};
 use crate::doorbell::DoorbellSource;
 use crate::event::QueueFailure;
 use crate::memory::lost_memory_epoch;
@@ -52,7 +52,7 @@ impl ShadowCore {
     }
 
     /// Returns whether a pending unmap covers memory of the queue's rings or doorbells.
-    fn has_rings_in(&self, departure: &Departure) -> bool {
+    fn has_rings_in(&self, departure: &PendingUnmap) -> bool {
         let cq = (self.cq.base, completion_ring_len(self.cq.entries()));
         let sqs = self.sqs.iter();
         let sqs = sqs.map(|sq| (sq.base, submission_ring_len(sq.entries())));
@@ -65,14 +65,14 @@ impl ShadowCore {
 
     /// Locates the rings in another table. Completions of in-flight commands must be held, if there are any.
     pub(super) fn rebind(&mut self) {
-        if self.condition == Condition::Failed {
+        if self.condition == ShadowQueueCondition::Failed {
             return;
         }
         match (self.bind_memory(), self.condition) {
-            (Ok(()), Condition::Suspended { .. }) => self.resume_posting(),
-            (Err(gone), Condition::Sound) => {
+            (Ok(()), ShadowQueueCondition::Suspended { .. }) => self.resume_posting(),
+            (Err(gone), ShadowQueueCondition::Sound) => {
                 let since = Ticks::now();
-                self.condition = Condition::Suspended { gone, since };
+                self.condition = ShadowQueueCondition::Suspended { gone, since };
             }
             _ => {}
         }
@@ -80,7 +80,7 @@ impl ShadowCore {
 
     /// Posts held completions after the memory of the rings was mapped again.
     pub(super) fn resume_posting(&mut self) {
-        self.condition = Condition::Sound;
+        self.condition = ShadowQueueCondition::Sound;
         let Self {
             cq,
             held,
@@ -106,7 +106,7 @@ impl ShadowCore {
     /// Fails the queue if its suspension has lasted too long for a change of the memory map.
     #[cold]
     pub(super) fn end_suspension(&mut self) {
-        let Condition::Suspended { gone, since } = self.condition else {
+        let ShadowQueueCondition::Suspended { gone, since } = self.condition else {
             return;
         };
         let now = Ticks::now();

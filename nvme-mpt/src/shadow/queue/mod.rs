@@ -14,31 +14,33 @@ use std::any::Any;
 use std::marker::PhantomData;
 use std::sync::{Arc, PoisonError};
 
-use self::departures::HeldDepartures;
+use self::departures::UnmapsInUse;
 pub use self::pair::HostQueuePair;
-use self::posting::{NOT_YET, Posting, fail_command};
-use self::repeats::Repeat;
+use self::posting::{CompletionPoster, NOT_YET, fail_command};
+use self::repeats::RepeatedCommand;
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue, UnmappedRing};
-use super::parts::{Parts, Step};
-use super::slot::{Permit, Slots, Taken};
-use super::translate::Translator;
-use super::{CommandSet, LeasedBlocks, Untranslated};
+use super::parts::{MultiPartCommands, MultiPartStep};
+use super::slot::{CommandSlots, SlotCommand, SlotPermit};
+use super::translate::CommandTranslator;
+use super::{CommandSet, LeasedBlocks, UntranslatedCommand};
 use crate::address::Gpa;
 use crate::clock::Ticks;
-use crate::dma::{TableUse, Tables, UsedTable};
+use crate::dma::{PublishedTable, TableUse, UsedTable};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
-use crate::event::{Event, EventQueue, QueueFailure};
+use crate::event::{EventQueue, IoQueueEvent, QueueFailure};
 use crate::host::ListMemory;
-use crate::host::{Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, Limits};
-use crate::interrupt::Standing;
+use crate::host::{
+    CompletionTaker, CompletionTiming, ControllerLimits, HostBatch, HostCompletion, HostMemory,
+};
+use crate::interrupt::OutstandingCommands;
 use crate::kept::keep_for_good;
-use crate::limit::Limiter;
-use crate::live::{LiveQueue, LiveState, Mark};
+use crate::limit::RateLimiter;
+use crate::live::{InflightFile, InflightMark, InflightQueue};
 use crate::memory::crash::{CrashRecord, recorded};
 use crate::memory::sync::Mutex;
-use crate::memory::{Room, lost_memory_epoch};
-use crate::park::Silence;
-use crate::processor_time::{Bill, ProcessorTime};
+use crate::memory::{CompletionCredit, lost_memory_epoch};
+use crate::park::UntrappedDoorbells;
+use crate::processor_time::{ProcessorTime, ProcessorTimeCharge};
 use crate::shadow::TranslatedQueue;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
@@ -59,7 +61,7 @@ const PREFETCH: u32 = 8;
 
 /// Operability of a shadow queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Condition {
+enum ShadowQueueCondition {
     Sound,
     /// Memory of the rings or doorbells is unmapped. The queue takes and posts nothing until it is mapped again.
     Suspended {
@@ -72,7 +74,7 @@ enum Condition {
 
 /// Kind of a queue's poll passes. Each kind is compiled separately, so that a cheaper kind has no checks of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Passes {
+pub(super) enum ShadowPassKind {
     /// Commands pass without extra work.
     Plain,
     /// In-flight tracking is written.
@@ -87,15 +89,15 @@ pub(super) enum Passes {
 pub(crate) struct QueueContext {
     pub(crate) doorbells: Arc<DoorbellPage>,
     /// State of the doorbells: untrapped while the guest may store to them without an exit.
-    pub(crate) silence: Silence,
+    pub(crate) silence: UntrappedDoorbells,
     pub(crate) events: Arc<EventQueue>,
-    pub(crate) tables: Arc<Tables>,
+    pub(crate) tables: Arc<PublishedTable>,
     /// Limits of the lease.
-    pub(crate) limiter: Limiter,
+    pub(crate) limiter: RateLimiter,
     /// Blocks of the lease. A queue adopts changed blocks together with the next table of the VM's memory.
     pub(crate) blocks: Mutex<Arc<LeasedBlocks>>,
     /// In-flight tracking, if the queues may outlive this process.
-    pub(crate) live: Option<Arc<LiveState>>,
+    pub(crate) live: Option<Arc<InflightFile>>,
     /// Counters of commands that completed with an error.
     pub(crate) errors: StatusCounters,
     /// Processor time of the pollers.
@@ -122,27 +124,27 @@ pub struct ShadowQueue {
     host: HostQueuePair,
     core: ShadowCore,
     /// Processor time spent on the queue by its poller.
-    bill: Bill,
+    bill: ProcessorTimeCharge,
     /// Crash record for work on the queue, if the queue may outlive this process.
     crashes: Option<CrashRecord>,
     /// Dropped last: the lease must outlive its commands.
-    lease: HeldLease,
+    lease: LeaseGuard,
 }
 
 /// Value that holds a lease until it is dropped.
-type HeldLease = Arc<dyn Any + Send + Sync>;
+type LeaseGuard = Arc<dyn Any + Send + Sync>;
 
 /// Host controller's end of a shadow queue.
 #[derive(Debug)]
-pub(crate) struct HostEnd {
+pub(crate) struct HostQueueParts {
     pub(crate) queue: HostQueuePair,
     /// Number of slots.
     pub(crate) slots: u16,
     /// Memory for PRP lists and SGLs, one list per slot.
     pub(crate) lists: ListMemory,
     /// Limits of the host controller.
-    pub(crate) limits: Limits,
-    pub(crate) lease: HeldLease,
+    pub(crate) limits: ControllerLimits,
+    pub(crate) lease: LeaseGuard,
 }
 
 /// Shadow queue without its host queue, so that both can be borrowed separately.
@@ -153,25 +155,25 @@ pub(crate) struct ShadowCore {
     buffer: Option<DoorbellBuffer>,
     cq: CompletionQueue,
     /// Record of positions and in-flight commands, if the queue may outlive this process.
-    live: Option<LiveQueue>,
+    live: Option<InflightQueue>,
     sqs: Vec<SubmissionQueue>,
-    slots: Slots,
-    translator: Translator,
-    parts: Parts,
+    slots: CommandSlots,
+    translator: CommandTranslator,
+    parts: MultiPartCommands,
     /// Bytes after which a batch ends.
     batch_bytes: u32,
     generation: u64,
-    departures: HeldDepartures,
+    departures: UnmapsInUse,
     lost_epoch: usize,
     stopped: bool,
     /// True if the queue's commands start no further step.
     is_cut_short: bool,
-    condition: Condition,
+    condition: ShadowQueueCondition,
     /// Completions that wait for the ring's memory to be mapped again.
-    held: Vec<(Cqe, Room)>,
+    held: Vec<(Cqe, CompletionCredit)>,
     /// In-flight commands of the old server that must be executed again.
-    repeats: Vec<Repeat>,
-    passes: Passes,
+    repeats: Vec<RepeatedCommand>,
+    passes: ShadowPassKind,
     /// True if written pages are noted in the dirty log.
     is_logged: bool,
     /// True if the lease has limits.
@@ -192,10 +194,10 @@ impl ShadowQueue {
         context: Arc<QueueContext>,
         cq: CompletionQueue,
         buffer: Option<DoorbellBuffer>,
-        host: HostEnd,
+        host: HostQueueParts,
         used: UsedTable,
     ) -> Self {
-        let HostEnd {
+        let HostQueueParts {
             queue: host,
             slots,
             lists,
@@ -205,12 +207,12 @@ impl ShadowQueue {
         let UsedTable { table_use, table } = used;
         let generation = table.generation();
         let blocks = context.blocks();
-        let parts = Parts::new(slots);
+        let parts = MultiPartCommands::new(slots);
         let blocks = blocks.as_ref().clone();
         let live = context.live.as_ref();
         let crashes = live.and_then(|live| live.crashes());
         let live = live.and_then(|live| live.queue(cq.qid));
-        let bill = Bill::new(context.processor_time.clone());
+        let bill = ProcessorTimeCharge::new(context.processor_time.clone());
         let mut core = ShadowCore {
             id,
             live,
@@ -218,20 +220,20 @@ impl ShadowQueue {
             buffer,
             cq,
             sqs: Vec::new(),
-            slots: Slots::new(slots),
-            translator: Translator::new(table, lists, blocks, limits),
+            slots: CommandSlots::new(slots),
+            translator: CommandTranslator::new(table, lists, blocks, limits),
             parts,
             batch_bytes: BATCH_BYTES,
             generation,
-            departures: HeldDepartures::default(),
+            departures: UnmapsInUse::default(),
             // The first poll checks for memory lost before the queue existed too.
             lost_epoch: lost_memory_epoch().wrapping_sub(1),
             stopped: false,
             is_cut_short: false,
-            condition: Condition::Sound,
+            condition: ShadowQueueCondition::Sound,
             held: Vec::with_capacity(usize::from(slots)),
             repeats: Vec::new(),
-            passes: Passes::Plain,
+            passes: ShadowPassKind::Plain,
             is_logged: false,
             is_limited: false,
             rests_until: None,
@@ -256,13 +258,13 @@ impl ShadowQueue {
 
     /// Returns the account of the poller's time for this queue.
     #[inline]
-    pub(crate) fn bill(&self) -> &Bill {
+    pub(crate) fn bill(&self) -> &ProcessorTimeCharge {
         &self.bill
     }
 
     /// Returns the account of [`Self::bill`] for charging.
     #[inline]
-    pub(crate) fn bill_mut(&mut self) -> &mut Bill {
+    pub(crate) fn bill_mut(&mut self) -> &mut ProcessorTimeCharge {
         &mut self.bill
     }
 
@@ -328,8 +330,8 @@ impl ShadowQueue {
     pub fn is_silent(&self) -> bool {
         self.has_silent_work()
             || match self.core.condition {
-                Condition::Sound => self.core.context.silence.may_be(),
-                Condition::Suspended { .. } | Condition::Failed => false,
+                ShadowQueueCondition::Sound => self.core.context.silence.may_be(),
+                ShadowQueueCondition::Suspended { .. } | ShadowQueueCondition::Failed => false,
             }
     }
 
@@ -338,7 +340,7 @@ impl ShadowQueue {
     #[must_use]
     pub fn has_silent_work(&self) -> bool {
         (self.host.is_polled() && !self.is_drained())
-            || matches!(self.core.condition, Condition::Suspended { .. })
+            || matches!(self.core.condition, ShadowQueueCondition::Suspended { .. })
     }
 
     /// Returns the descriptor that is readable when the host controller has completed a command.
@@ -423,9 +425,9 @@ impl ShadowCore {
         match self.passes {
             // Plain and live passes require a sound queue and do not check its condition.
             _ if !self.is_sound() => self.special_pass(host),
-            Passes::Plain => self.pass::<H, false, false>(host),
-            Passes::Live => self.live_pass(host),
-            Passes::Special => self.special_pass(host),
+            ShadowPassKind::Plain => self.pass::<H, false, false>(host),
+            ShadowPassKind::Live => self.live_pass(host),
+            ShadowPassKind::Special => self.special_pass(host),
         }
     }
 
@@ -459,7 +461,7 @@ impl ShadowCore {
         &mut self,
         host: &mut H,
     ) -> bool {
-        let mut worked = H::COMPLETES != Completes::AtOnce
+        let mut worked = H::COMPLETES != CompletionTiming::AtOnce
             && self.slots.in_flight() > 0
             && self.reap::<H, SPECIAL, LIVE>(host);
         let sound = !SPECIAL || self.is_sound();
@@ -477,7 +479,9 @@ impl ShadowCore {
                 // By count of instructions: a drive that completes later has more code around both loops, which exceeds the
                 // processor's registers.
                 taken |= match H::COMPLETES {
-                    Completes::Later => self.take_apart::<H, SPECIAL, LIVE>(index, &mut batch),
+                    CompletionTiming::Later => {
+                        self.take_apart::<H, SPECIAL, LIVE>(index, &mut batch)
+                    }
                     _ => self.take::<H, SPECIAL, LIVE>(index, &mut batch),
                 };
             }
@@ -487,7 +491,7 @@ impl ShadowCore {
             }
         }
         if rung || host.puts_off() {
-            if H::COMPLETES != Completes::Later {
+            if H::COMPLETES != CompletionTiming::Later {
                 self.reap::<H, SPECIAL, LIVE>(host);
             }
             worked = true;
@@ -573,7 +577,7 @@ impl ShadowCore {
         let first = sq.head;
         let mut mark = match &mut sq.live {
             Some(live) if LIVE => live.begin_batch(first),
-            _ => Mark::default(),
+            _ => InflightMark::default(),
         };
         let taken = Ticks::now();
         batch.announce(count, taken);
@@ -594,7 +598,7 @@ impl ShadowCore {
             sq.head.advance();
             match H::Commands::translate(translator, &guest, number, host) {
                 Ok(transfer) => {
-                    let command = Taken {
+                    let command = SlotCommand {
                         room,
                         cdw0: guest.cdw0,
                         sq: index as u16,
@@ -612,7 +616,7 @@ impl ShadowCore {
                     }
                 }
                 Err(error) => {
-                    let arrival = Arrival {
+                    let arrival = FetchedCommand {
                         command: &guest,
                         sq: index as u16,
                         taken,
@@ -620,10 +624,10 @@ impl ShadowCore {
                     let bytes = not_one_command::<H>(
                         error,
                         arrival,
-                        Reserved { permit, room },
+                        ReservedSlot { permit, room },
                         GuestQueues { context, cq, sq },
-                        Record { live, next: mark },
-                        Way {
+                        InflightRecord { live, next: mark },
+                        SubmissionPath {
                             translator,
                             parts,
                             passes,
@@ -681,7 +685,7 @@ impl ShadowCore {
     #[cold]
     #[inline(never)]
     fn submit_parts<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
-        let gives_up = self.condition == Condition::Failed;
+        let gives_up = self.condition == ShadowQueueCondition::Failed;
         if !self.parts.are_some() {
             return false;
         }
@@ -690,13 +694,13 @@ impl ShadowCore {
         for _ in 0..BATCH_COMMANDS {
             let (slots, translator) = (&self.slots, &mut self.translator);
             match self.parts.next(slots, translator, now, gives_up) {
-                Some(Step::Submit(part)) => {
+                Some(MultiPartStep::Submit(part)) => {
                     let mut batch = host.batch();
                     batch.announce(1, now);
                     batch.submit(&part);
                     batch.ring(self.translator.memory());
                 }
-                Some(Step::End(slot, status)) => {
+                Some(MultiPartStep::End(slot, status)) => {
                     self.post::<H, true, true>(|_, mut posting| {
                         posting.take(HostCompletion {
                             slot,
@@ -725,7 +729,7 @@ impl ShadowCore {
     #[inline(always)]
     fn post<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
-        give: impl FnOnce(HostMemory<'_>, &mut Posting<'_, H, SPECIAL, LIVE>),
+        give: impl FnOnce(HostMemory<'_>, &mut CompletionPoster<'_, H, SPECIAL, LIVE>),
     ) -> bool {
         let Self {
             cq,
@@ -750,7 +754,7 @@ impl ShadowCore {
             return false;
         }
         let tail = cq.indices.tail();
-        let mut posting = Posting::<H, SPECIAL, LIVE> {
+        let mut posting = CompletionPoster::<H, SPECIAL, LIVE> {
             kind: PhantomData,
             cq,
             live,
@@ -769,7 +773,7 @@ impl ShadowCore {
             now: NOT_YET,
         };
         give(translator.memory(), &mut posting);
-        let Posting { completed, now, .. } = posting;
+        let CompletionPoster { completed, now, .. } = posting;
         let completed = if SPECIAL {
             completed
         } else {
@@ -780,7 +784,7 @@ impl ShadowCore {
         }
         cq.counters.in_flight.set(slots.in_flight() as u64);
         if LIVE
-            && (!SPECIAL || *condition == Condition::Sound)
+            && (!SPECIAL || *condition == ShadowQueueCondition::Sound)
             && let Some(live) = live
         {
             live.store_tail(cq.indices.tail(), false);
@@ -841,8 +845,8 @@ impl ShadowCore {
 
     /// Returns the guest's outstanding commands and completions.
     #[inline]
-    fn standing(&self) -> Standing {
-        Standing {
+    fn standing(&self) -> OutstandingCommands {
+        OutstandingCommands {
             unconsumed: self.cq.indices.unconsumed(),
             in_flight: self.slots.in_flight() as u32,
         }
@@ -903,20 +907,20 @@ impl ShadowCore {
 
     #[inline]
     fn is_sound(&self) -> bool {
-        self.condition == Condition::Sound
+        self.condition == ShadowQueueCondition::Sound
     }
 
     /// Fails the queue permanently: it takes and posts nothing.
     #[cold]
     fn fail(&mut self, reason: QueueFailure) {
-        if self.condition != Condition::Failed {
-            self.condition = Condition::Failed;
+        if self.condition != ShadowQueueCondition::Failed {
+            self.condition = ShadowQueueCondition::Failed;
             self.held.clear();
             self.repeats.clear();
             if let Some(live) = &self.live {
                 live.store(&self.cq.indices, true);
             }
-            self.context.events.report(Event::QueueFailed {
+            self.context.events.report(IoQueueEvent::QueueFailed {
                 qid: self.cq.qid,
                 reason,
             });
@@ -926,7 +930,7 @@ impl ShadowCore {
 
 /// Guest command as it was taken.
 #[derive(Clone, Copy, Debug)]
-struct Arrival<'a> {
+struct FetchedCommand<'a> {
     command: &'a Sqe,
     /// Index of its Submission Queue.
     sq: u16,
@@ -934,9 +938,9 @@ struct Arrival<'a> {
 }
 
 /// Slot and completion entry reserved for a command.
-struct Reserved<'a> {
-    permit: Permit<'a>,
-    room: Room,
+struct ReservedSlot<'a> {
+    permit: SlotPermit<'a>,
+    room: CompletionCredit,
 }
 
 /// Guest queues of a command.
@@ -947,17 +951,17 @@ struct GuestQueues<'a> {
 }
 
 /// In-flight record of a command.
-struct Record<'a> {
-    live: Option<&'a LiveQueue>,
+struct InflightRecord<'a> {
+    live: Option<&'a InflightQueue>,
     /// Mark of the next command.
-    next: Mark,
+    next: InflightMark,
 }
 
 /// Parts of the queue that carry a command to the host controller.
-struct Way<'a> {
-    translator: &'a mut Translator,
-    parts: &'a mut Parts,
-    passes: &'a mut Passes,
+struct SubmissionPath<'a> {
+    translator: &'a mut CommandTranslator,
+    parts: &'a mut MultiPartCommands,
+    passes: &'a mut ShadowPassKind,
 }
 
 /// Completes a command that does not reach the host controller, or starts it in parts. Returns its data bytes if it was
@@ -966,33 +970,33 @@ struct Way<'a> {
 #[cold]
 #[inline(never)]
 fn not_one_command<H: TranslatedQueue>(
-    error: Untranslated,
-    arrival: Arrival<'_>,
-    reserved: Reserved<'_>,
+    error: UntranslatedCommand,
+    arrival: FetchedCommand<'_>,
+    reserved: ReservedSlot<'_>,
     queues: GuestQueues<'_>,
-    record: Record<'_>,
-    way: Way<'_>,
+    record: InflightRecord<'_>,
+    way: SubmissionPath<'_>,
 ) -> u32 {
-    let Arrival {
+    let FetchedCommand {
         command: guest,
         sq: sq_index,
         taken,
     } = arrival;
-    let Reserved { mut permit, room } = reserved;
-    let Way {
+    let ReservedSlot { mut permit, room } = reserved;
+    let SubmissionPath {
         translator,
         parts,
         passes,
     } = way;
     let (number, whole) = permit.host();
     let translated = match error {
-        Untranslated::Failed(failure) => Err(failure),
-        Untranslated::InParts => translator
+        UntranslatedCommand::Failed(failure) => Err(failure),
+        UntranslatedCommand::InParts => translator
             .translate_whole(|translator| H::Commands::translate(translator, guest, number, whole)),
     };
     match translated {
         Ok(bytes) => {
-            let whole = permit.occupy_in_parts(Taken {
+            let whole = permit.occupy_in_parts(SlotCommand {
                 room,
                 cdw0: guest.cdw0,
                 sq: sq_index,
@@ -1001,7 +1005,7 @@ fn not_one_command<H: TranslatedQueue>(
                 taken,
             });
             parts.begin(number, whole, translator.for_parts().lists);
-            *passes = Passes::Special;
+            *passes = ShadowPassKind::Special;
             bytes
         }
         Err(failure) => {

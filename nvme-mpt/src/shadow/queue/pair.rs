@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::ShadowCore;
 use crate::clock::Ticks;
-use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair};
+use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedQueuePair};
 use crate::shadow::CommandSet;
 use crate::spec::sqe::Sqe;
 
@@ -35,7 +35,7 @@ trait AnyQueue: fmt::Debug + Send {
     fn is_polled(&self) -> bool;
     fn hurry(&mut self, hurried: bool);
     fn next_due(&self) -> Option<Ticks>;
-    fn shared_pair(&self) -> Option<Arc<dyn SharedPair>>;
+    fn shared_pair(&self) -> Option<Arc<dyn SharedQueuePair>>;
 }
 
 impl<Q: HostQueue<Commands: CommandSet> + fmt::Debug + Send> AnyQueue for Q {
@@ -92,7 +92,7 @@ impl<Q: HostQueue<Commands: CommandSet> + fmt::Debug + Send> AnyQueue for Q {
         HostQueue::next_due(self)
     }
 
-    fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
+    fn shared_pair(&self) -> Option<Arc<dyn SharedQueuePair>> {
         HostQueue::shared_pair(self)
     }
 }
@@ -173,7 +173,7 @@ impl HostQueuePair {
 
     /// See [`HostQueue::shared_pair`].
     #[must_use]
-    pub fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
+    pub fn shared_pair(&self) -> Option<Arc<dyn SharedQueuePair>> {
         self.0.shared_pair()
     }
 }

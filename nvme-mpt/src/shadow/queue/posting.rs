@@ -2,39 +2,42 @@
 
 use std::marker::PhantomData;
 
-use super::departures::HeldDepartures;
+use super::departures::UnmapsInUse;
 use super::dirty::note_completed;
-use super::{Arrival, CompletionQueue, Condition, Passes, QueueContext, SubmissionQueue};
+use super::{
+    CompletionQueue, FetchedCommand, QueueContext, ShadowPassKind, ShadowQueueCondition,
+    SubmissionQueue,
+};
 use crate::clock::Ticks;
-use crate::event::{ErrorEntry, Event};
+use crate::event::{ErrorEntry, IoQueueEvent};
 use crate::host::{CompletionTaker, HostCompletion};
-use crate::live::LiveQueue;
-use crate::memory::Room;
+use crate::live::InflightQueue;
+use crate::memory::CompletionCredit;
 use crate::shadow::TranslatedQueue;
-use crate::shadow::parts::Parts;
-use crate::shadow::slot::{Slot, Slots, Special};
-use crate::shadow::translate::Translator;
-use crate::shadow::{CommandSet, CompletedCommand, Failure, Traffic};
+use crate::shadow::parts::MultiPartCommands;
+use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
+use crate::shadow::translate::CommandTranslator;
+use crate::shadow::{CommandFailure, CommandSet, CommandTraffic, CompletedCommand};
 use crate::spec::cqe::Cqe;
 use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
 
 /// Receiver of host completions, which posts them to the guest.
-pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
+pub(super) struct CompletionPoster<'a, H, const SPECIAL: bool, const LIVE: bool> {
     /// Type of the host queue.
     pub(super) kind: PhantomData<fn(H)>,
     pub(super) cq: &'a mut CompletionQueue,
-    pub(super) live: Option<&'a LiveQueue>,
+    pub(super) live: Option<&'a InflightQueue>,
     pub(super) sqs: &'a [SubmissionQueue],
-    pub(super) slots: &'a mut Slots,
+    pub(super) slots: &'a mut CommandSlots,
     pub(super) context: &'a QueueContext,
-    pub(super) condition: Condition,
-    pub(super) held: &'a mut Vec<(Cqe, Room)>,
-    pub(super) translator: &'a Translator,
-    pub(super) departures: &'a mut HeldDepartures,
-    pub(super) parts: &'a mut Parts,
+    pub(super) condition: ShadowQueueCondition,
+    pub(super) held: &'a mut Vec<(Cqe, CompletionCredit)>,
+    pub(super) translator: &'a CommandTranslator,
+    pub(super) departures: &'a mut UnmapsInUse,
+    pub(super) parts: &'a mut MultiPartCommands,
     /// Kind of the next passes.
-    pub(super) passes: &'a mut Passes,
+    pub(super) passes: &'a mut ShadowPassKind,
     /// True if written pages are noted in the dirty log.
     pub(super) is_logged: bool,
     /// True if the queue's commands start no further step.
@@ -45,11 +48,11 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     pub(super) now: Ticks,
 }
 
-/// Value of `Posting::now` before the first completion.
+/// Value of `CompletionPoster::now` before the first completion.
 pub(super) const NOT_YET: Ticks = Ticks(0);
 
 impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
-    for &mut Posting<'_, H, SPECIAL, LIVE>
+    for &mut CompletionPoster<'_, H, SPECIAL, LIVE>
 {
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
@@ -67,44 +70,44 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             H::IS_INTERRUPTED
                 && completion.status == Status::COMMAND_INTERRUPTED
                 && !self.is_cut_short
-                && self.condition != Condition::Failed
+                && self.condition != ShadowQueueCondition::Failed
         };
         if slot.special.is_some() {
             let may_go_on = is_interrupted() && self.sqs.get(usize::from(slot.sq)).is_some();
             let special = &mut slot.special;
             // Passes are special as long as there are commands in parts.
-            if SPECIAL && special.has(Special::IN_PARTS) && self.parts.go_on(completion) {
+            if SPECIAL && special.has(CompletionWork::IN_PARTS) && self.parts.go_on(completion) {
                 self.completed -= 1;
                 self.slots.retake(completion.slot, room);
                 return;
             }
             if !may_go_on {
-                if special.has(Special::STALE) {
+                if special.has(CompletionWork::STALE) {
                     self.departures.completed(completion.slot);
                 }
-                *special = Special::default();
+                *special = CompletionWork::default();
             }
         }
         let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
             return;
         };
-        if SPECIAL && self.condition == Condition::Failed {
+        if SPECIAL && self.condition == ShadowQueueCondition::Failed {
             return;
         }
         if !completion.status.is_success() {
             if is_interrupted() {
                 if slot.begins_again(H::Commands::is_repeatable) {
                     self.slots.retake_interrupted(completion.slot, room);
-                    *self.passes = Passes::Special;
+                    *self.passes = ShadowPassKind::Special;
                     if SPECIAL {
                         self.completed -= 1;
                     }
                     return;
                 }
-                if slot.special.has(Special::STALE) {
+                if slot.special.has(CompletionWork::STALE) {
                     self.departures.completed(completion.slot);
                 }
-                slot.special = Special::default();
+                slot.special = CompletionWork::default();
             }
             let ended_here = completion.status == Status::ABORTED_SQ_DELETION;
             if LIVE && self.live.is_some() && self.is_cut_short && ended_here {
@@ -120,7 +123,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         }
         let HostCompletion { status, dw0, .. } = completion;
         // Built for each use. A shared value would occupy registers while the entry is published.
-        let command = |slot: &Slot| CompletedCommand {
+        let command = |slot: &CommandSlot| CompletedCommand {
             opcode: slot.opcode(),
             slba: slot.slba,
             bytes: slot.bytes,
@@ -129,7 +132,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         };
         let (dw0, dw1) = H::Commands::result(self.translator, &command(slot));
         let entry = Cqe::of(sq.origin, slot.cid(), status, dw0, dw1);
-        if SPECIAL && self.condition != Condition::Sound {
+        if SPECIAL && self.condition != ShadowQueueCondition::Sound {
             self.held.push((entry, room));
         } else {
             self.cq.publish(entry, room);
@@ -154,23 +157,25 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
 pub(super) fn fail_command<H: TranslatedQueue>(
     context: &QueueContext,
     cq: &mut CompletionQueue,
-    room: Room,
+    room: CompletionCredit,
     sq: &SubmissionQueue,
-    arrival: &Arrival<'_>,
-    failure: Failure,
+    arrival: &FetchedCommand<'_>,
+    failure: CommandFailure,
 ) {
     let guest = arrival.command;
     sq.counters.commands.add(1);
     sq.counters.errors.add(1);
     context.errors.count(failure.status());
-    context.events.report(Event::CommandFailed(ErrorEntry {
-        sqid: sq.qid,
-        cid: guest.cid(),
-        status: failure.status(),
-        lba: H::Commands::named_lba(guest),
-        nsid: guest.nsid,
-        parameter_location: failure.location(),
-    }));
+    context
+        .events
+        .report(IoQueueEvent::CommandFailed(ErrorEntry {
+            sqid: sq.qid,
+            cid: guest.cid(),
+            status: failure.status(),
+            lba: H::Commands::named_lba(guest),
+            nsid: guest.nsid,
+            parameter_location: failure.location(),
+        }));
     let sqhd = sq.head.get() as u16;
     let entry = Cqe::new(sq.qid, sqhd, guest.cid(), failure.status(), 0, 0);
     cq.publish(entry, room);
@@ -178,35 +183,42 @@ pub(super) fn fail_command<H: TranslatedQueue>(
 }
 
 #[inline]
-fn count(counters: &QueueCounters, traffic: Traffic, latency: u64) {
+fn count(counters: &QueueCounters, traffic: CommandTraffic, latency: u64) {
     counters.commands.add(1);
     match traffic {
-        Traffic::Written(bytes) => {
+        CommandTraffic::Written(bytes) => {
             counters.writes.add(1);
             counters.write_bytes.add(u64::from(bytes));
         }
-        Traffic::Read(bytes) => {
+        CommandTraffic::Read(bytes) => {
             counters.reads.add(1);
             counters.read_bytes.add(u64::from(bytes));
         }
-        Traffic::Other => {}
+        CommandTraffic::Other => {}
     }
     counters.latency.record(latency);
 }
 
 #[cold]
-fn report_failure(context: &QueueContext, sq: &SubmissionQueue, slot: &Slot, status: Status) {
+fn report_failure(
+    context: &QueueContext,
+    sq: &SubmissionQueue,
+    slot: &CommandSlot,
+    status: Status,
+) {
     sq.counters.errors.add(1);
     context.errors.count(status);
     if status.sct() == StatusCodeType::MEDIA {
         sq.counters.media_errors.add(1);
     }
-    context.events.report(Event::CommandFailed(ErrorEntry {
-        sqid: sq.qid,
-        cid: slot.cid(),
-        status,
-        lba: slot.slba,
-        nsid: crate::seam::GUEST_NSID,
-        parameter_location: 0xFFFF,
-    }));
+    context
+        .events
+        .report(IoQueueEvent::CommandFailed(ErrorEntry {
+            sqid: sq.qid,
+            cid: slot.cid(),
+            status,
+            lba: slot.slba,
+            nsid: crate::seam::GUEST_NSID,
+            parameter_location: 0xFFFF,
+        }));
 }

@@ -3,21 +3,24 @@
 //! only if they must not be resubmitted.
 
 use super::posting::fail_command;
-use super::{Arrival, Condition, GuestQueues, Record, Reserved, ShadowCore, Way, not_one_command};
+use super::{
+    FetchedCommand, GuestQueues, InflightRecord, ReservedSlot, ShadowCore, ShadowQueueCondition,
+    SubmissionPath, not_one_command,
+};
 use crate::clock::Ticks;
 use crate::event::QueueFailure;
 use crate::host::{CompletionTaker, HostBatch, HostCompletion};
-use crate::live::LiveHead;
+use crate::live::InflightSqHead;
 use crate::shadow::TranslatedQueue;
-use crate::shadow::slot::Taken;
-use crate::shadow::{CommandSet, Failure};
+use crate::shadow::slot::SlotCommand;
+use crate::shadow::{CommandFailure, CommandSet};
 use crate::spec::ids::QueueId;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
 /// Command that must be executed again.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Repeat {
+pub(super) struct RepeatedCommand {
     /// Its slot, which stays free until the command is submitted.
     pub(super) slot: u16,
     /// Identifier of its Submission Queue.
@@ -55,7 +58,7 @@ impl ShadowCore {
     #[inline(never)]
     pub(super) fn submit_interrupted<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let interrupted = self.slots.take_interrupted();
-        if self.is_cut_short || self.condition == Condition::Failed {
+        if self.is_cut_short || self.condition == ShadowQueueCondition::Failed {
             self.end_all::<H>(interrupted, Status::ABORTED_SQ_DELETION);
             return true;
         }
@@ -94,7 +97,7 @@ impl ShadowCore {
     /// Executes a command again; `None` if there is no completion entry or slot for it.
     fn repeat<H: TranslatedQueue>(
         &mut self,
-        repeat: &Repeat,
+        repeat: &RepeatedCommand,
         taken: Ticks,
         batch: &mut impl HostBatch,
     ) -> Option<()> {
@@ -109,7 +112,7 @@ impl ShadowCore {
             passes,
             ..
         } = self;
-        let Repeat {
+        let RepeatedCommand {
             slot,
             sqid,
             ref command,
@@ -124,13 +127,13 @@ impl ShadowCore {
         };
         let room = cq.indices.reserve()?;
         let mut permit = slots.reserve_at(slot)?;
-        let arrival = Arrival {
+        let arrival = FetchedCommand {
             command,
             sq: index as u16,
             taken,
         };
         if !H::Commands::is_repeatable(command) {
-            let failure = Failure::for_now(Status::COMMAND_INTERRUPTED);
+            let failure = CommandFailure::for_now(Status::COMMAND_INTERRUPTED);
             fail_command::<H>(context, cq, room, sq, &arrival, failure);
             if let Some(live) = live {
                 live.clear(slot);
@@ -140,7 +143,7 @@ impl ShadowCore {
         }
         let (number, host) = permit.host();
         match H::Commands::translate(translator, command, number, host) {
-            Ok(bytes) => batch.submit_again(permit.occupy(Taken {
+            Ok(bytes) => batch.submit_again(permit.occupy(SlotCommand {
                 room,
                 cdw0: command.cdw0,
                 sq: index as u16,
@@ -149,17 +152,21 @@ impl ShadowCore {
                 taken,
             })),
             Err(error) => {
-                let next = sq.live.as_ref().map(LiveHead::next).unwrap_or_default();
+                let next = sq
+                    .live
+                    .as_ref()
+                    .map(InflightSqHead::next)
+                    .unwrap_or_default();
                 not_one_command::<H>(
                     error,
                     arrival,
-                    Reserved { permit, room },
+                    ReservedSlot { permit, room },
                     GuestQueues { context, cq, sq },
-                    Record {
+                    InflightRecord {
                         live: live.as_ref(),
                         next,
                     },
-                    Way {
+                    SubmissionPath {
                         translator,
                         parts,
                         passes,

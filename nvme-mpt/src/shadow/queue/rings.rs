@@ -6,14 +6,15 @@ use super::QueueContext;
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
 use crate::doorbell::{DoorbellBuffer, DoorbellSource};
-use crate::event::{Event, EventQueue};
-use crate::interrupt::InterruptGate;
-use crate::live::{LiveCounts, LiveHead, LiveQueue};
+use crate::event::{EventQueue, IoQueueEvent};
+use crate::interrupt::InterruptCoalescer;
+use crate::live::{InflightQueue, InflightSqHead, PersistedQueueCounts};
 use crate::memory::{
-    CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize, Room, SubmissionRing,
+    CompletionCredit, CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize,
+    SubmissionRing,
 };
 use crate::seam::{CqConfig, SqConfig};
-use crate::spec::cqe::{Cqe, Origin};
+use crate::spec::cqe::{Cqe, SubmissionQueuePosition};
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
@@ -36,15 +37,15 @@ pub(crate) struct SubmissionQueue {
     pub(super) ring: SubmissionRing,
     pub(super) head: RingIndex,
     /// Queue identifier and head for completions. The head is updated with each batch.
-    pub(super) origin: Origin,
+    pub(super) origin: SubmissionQueuePosition,
     pub(super) doorbell: DoorbellSource,
     /// Last invalid value of the doorbell, which was reported and ignored.
     pub(super) bad_tail: Option<u32>,
     pub(super) counters: Arc<QueueCounters>,
     /// In-flight record of the queue's head, if the queue may outlive this process.
-    pub(super) live: Option<LiveHead>,
+    pub(super) live: Option<InflightSqHead>,
     /// In-flight record of the queue's counters, if the queue may outlive this process.
-    pub(super) live_counts: Option<LiveCounts>,
+    pub(super) live_counts: Option<PersistedQueueCounts>,
 }
 
 impl SubmissionQueue {
@@ -76,7 +77,7 @@ impl SubmissionQueue {
             base,
             ring,
             head,
-            origin: Origin::new(qid, 0),
+            origin: SubmissionQueuePosition::new(qid, 0),
             doorbell,
             bad_tail: None,
             counters,
@@ -103,7 +104,7 @@ impl SubmissionQueue {
     /// Updates the head that completions report.
     #[inline]
     pub(super) fn follow_head(&mut self) {
-        self.origin = Origin::new(self.qid, self.head.get() as u16);
+        self.origin = SubmissionQueuePosition::new(self.qid, self.head.get() as u16);
     }
 
     /// Returns the number of entries.
@@ -121,7 +122,7 @@ impl SubmissionQueue {
         if self.bad_tail != Some(tail) {
             self.bad_tail = Some(tail);
             let doorbell = Doorbell::SqTail(self.qid);
-            events.report(Event::InvalidDoorbell {
+            events.report(IoQueueEvent::InvalidDoorbell {
                 doorbell,
                 value: tail,
             });
@@ -140,7 +141,7 @@ pub(crate) struct CompletionQueue {
     pub(super) indices: CompletionIndices,
     pub(super) doorbell: DoorbellSource,
     pub(super) bad_head: Option<u32>,
-    pub(super) gate: InterruptGate,
+    pub(super) gate: InterruptCoalescer,
     pub(super) counters: Arc<QueueCounters>,
 }
 
@@ -151,7 +152,7 @@ impl CompletionQueue {
         context: &QueueContext,
         buffer: Option<DoorbellBuffer>,
         unmapped: UnmappedRing,
-        gate: InterruptGate,
+        gate: InterruptCoalescer,
         counters: Arc<QueueCounters>,
     ) -> Option<Self> {
         let CqConfig {
@@ -195,7 +196,7 @@ impl CompletionQueue {
     }
 
     /// Reads the head up to which the guest has consumed entries, and records it.
-    pub(super) fn look_at_head(&mut self, events: &EventQueue, live: Option<&LiveQueue>) {
+    pub(super) fn look_at_head(&mut self, events: &EventQueue, live: Option<&InflightQueue>) {
         let head = self.doorbell.load();
         if head == self.indices.head().get() {
             return;
@@ -204,7 +205,7 @@ impl CompletionQueue {
             if self.bad_head != Some(head) {
                 self.bad_head = Some(head);
                 let doorbell = Doorbell::CqHead(self.qid);
-                events.report(Event::InvalidDoorbell {
+                events.report(IoQueueEvent::InvalidDoorbell {
                     doorbell,
                     value: head,
                 });
@@ -219,7 +220,7 @@ impl CompletionQueue {
     }
 
     #[inline]
-    pub(super) fn publish(&mut self, entry: Cqe, room: Room) {
+    pub(super) fn publish(&mut self, entry: Cqe, room: CompletionCredit) {
         let tail = self.indices.tail();
         self.ring.publish(tail.get(), entry.add_tag(tail.tag()));
         self.indices.spend(room);

@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use super::repeats::Repeat;
-use super::{CompletionQueue, Condition, ShadowCore, ShadowQueue, SubmissionQueue};
+use super::repeats::RepeatedCommand;
+use super::{CompletionQueue, ShadowCore, ShadowQueue, ShadowQueueCondition, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::dma::UsedTable;
 use crate::interrupt::InterruptVector;
-use crate::live::LiveQueue;
+use crate::live::InflightQueue;
 use crate::memory::RingIndex;
 use crate::seam::state::words_of;
-use crate::seam::{CompletionQueueState, InFlightState, SubmissionQueueState};
+use crate::seam::{CompletionQueueState, InFlightCommandState, SubmissionQueueState};
 use crate::spec::cqe::{Cqe, CqeHigh};
 use crate::spec::ids::QueueId;
 
@@ -75,9 +75,9 @@ impl ShadowQueue {
             head: cq.indices.head().get(),
             bad_head: cq.bad_head,
             vector,
-            failed: *condition == Condition::Failed,
+            failed: *condition == ShadowQueueCondition::Failed,
             held: held.iter().map(|(cqe, _)| [cqe.low, cqe.high.0]).collect(),
-            in_flight: repeats.iter().map(Repeat::save).collect(),
+            in_flight: repeats.iter().map(RepeatedCommand::save).collect(),
             submission_queues: sqs.iter().map(SubmissionQueue::save).collect(),
         }
     }
@@ -87,7 +87,7 @@ impl ShadowQueue {
         let core = &mut self.core;
         core.cq.restore(state);
         if state.failed {
-            core.condition = Condition::Failed;
+            core.condition = ShadowQueueCondition::Failed;
         }
         let held = state.held.iter();
         // The state was checked, so each completion can be reserved.
@@ -100,7 +100,7 @@ impl ShadowQueue {
         }));
         // A failed queue executes nothing.
         let repeats = state.in_flight.iter().filter(|_| !state.failed);
-        core.repeats = repeats.map(Repeat::restored).collect();
+        core.repeats = repeats.map(RepeatedCommand::restored).collect();
         core.note_special();
         if let Some(live) = &core.live {
             record_restored(live, &core.cq, state);
@@ -108,7 +108,7 @@ impl ShadowQueue {
         // Held completions wait for the rings' memory. The queue looks for the memory when it is resumed.
         if !core.held.is_empty() && core.is_sound() {
             let (gone, since) = (core.cq.base, Ticks::now());
-            core.condition = Condition::Suspended { gone, since };
+            core.condition = ShadowQueueCondition::Suspended { gone, since };
         }
     }
 }
@@ -142,7 +142,7 @@ impl CompletionQueue {
 
 /// Records a restored queue in its in-flight tracking. The heads of its Submission Queues must be recorded already.
 /// This order keeps the queue restorable if the process ends at any point.
-fn record_restored(live: &LiveQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
+fn record_restored(live: &InflightQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
     if !state.held.is_empty() {
         // Held completions have no slots, so the queue cannot be restored until they are posted.
         live.forget();
@@ -156,21 +156,21 @@ fn record_restored(live: &LiveQueue, cq: &CompletionQueue, state: &CompletionQue
     }
 }
 
-impl Repeat {
-    fn save(&self) -> InFlightState {
+impl RepeatedCommand {
+    fn save(&self) -> InFlightCommandState {
         let Self {
             slot,
             sqid,
             command,
         } = self;
-        InFlightState {
+        InFlightCommandState {
             slot: *slot,
             sqid: sqid.0,
             command: words_of(command),
         }
     }
 
-    fn restored(state: &InFlightState) -> Self {
+    fn restored(state: &InFlightCommandState) -> Self {
         Self {
             slot: state.slot,
             sqid: QueueId(state.sqid),

@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::backing::Backing;
+use super::super::backing::DeviceBacking;
 use super::error::ControllerError;
-use super::registers::AdminRings;
+use super::registers::DriveAdminRings;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::deadline::WaitClock;
-use nvme_mpt::iova::{IovaPart, IovaSpace, Outdated};
+use nvme_mpt::iova::{IovaPart, IovaSpace, StaleMappingsFlag};
 use nvme_mpt::memory::{
-    Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping, RawBytes, memfd,
+    HostCompletionRing, HostSubmissionRing, MappedWord32, Mapping, MappingAccess, RawBytes, memfd,
 };
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::event::AsyncEvent;
@@ -47,7 +47,7 @@ const EVENT_CID: u16 = u16::MAX;
 /// The admin queue pair, with a page of memory for data.
 #[derive(Debug)]
 pub(super) struct AdminQueue {
-    backing: Arc<dyn Backing>,
+    backing: Arc<dyn DeviceBacking>,
     clock: Arc<dyn WaitClock>,
     /// Dropped before the memory that is mapped there.
     iova: IovaPart,
@@ -56,27 +56,27 @@ pub(super) struct AdminQueue {
     file: OwnedFd,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
-    tail_doorbell: Cell32,
-    head_doorbell: Cell32,
+    tail_doorbell: MappedWord32,
+    head_doorbell: MappedWord32,
     next_cid: u16,
     /// True if the Asynchronous Event Request is outstanding.
     listening: bool,
     events: Vec<AsyncEvent>,
     /// Set while the drive rests for another process: nobody sends a command.
-    pub(super) rest: Option<Rest>,
+    pub(super) rest: Option<QuiescedDrive>,
 }
 
 /// Rest of a drive for another process.
 #[derive(Debug)]
-pub(super) struct Rest {
+pub(super) struct QuiescedDrive {
     /// Says that the state which that process has holds no more.
-    pub(super) outdated: Outdated,
+    pub(super) outdated: StaleMappingsFlag,
 }
 
 /// Positions of an admin queue pair of which no command is in flight but Asynchronous Event Request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct AdminState {
+pub(super) struct DriveAdminQueueState {
     tail: u32,
     head: u32,
     phase: bool,
@@ -87,7 +87,7 @@ pub(super) struct AdminState {
 impl AdminQueue {
     /// A pair that is empty, in a memory file of its own.
     pub(super) fn new(
-        backing: Arc<dyn Backing>,
+        backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
         dstrd: u8,
     ) -> Result<Self, ControllerError> {
@@ -98,14 +98,14 @@ impl AdminQueue {
 
     /// The pair of another process, in its memory file.
     pub(super) fn handed_over(
-        backing: Arc<dyn Backing>,
+        backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
         dstrd: u8,
         file: OwnedFd,
-        state: AdminState,
+        state: DriveAdminQueueState,
     ) -> Result<Self, ControllerError> {
         let mut queue = Self::of_file(backing, space, dstrd, file)?;
-        let AdminState {
+        let DriveAdminQueueState {
             tail,
             head,
             phase,
@@ -126,8 +126,8 @@ impl AdminQueue {
     }
 
     /// Returns the positions, and the memory file, for another process.
-    pub(super) fn hand_over(&self) -> io::Result<(AdminState, OwnedFd)> {
-        let state = AdminState {
+    pub(super) fn hand_over(&self) -> io::Result<(DriveAdminQueueState, OwnedFd)> {
+        let state = DriveAdminQueueState {
             tail: self.sq.tail(),
             head: self.cq.head(),
             phase: self.cq.phase(),
@@ -138,20 +138,20 @@ impl AdminQueue {
     }
 
     fn of_file(
-        backing: Arc<dyn Backing>,
+        backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
         dstrd: u8,
         file: OwnedFd,
     ) -> Result<Self, ControllerError> {
         let len = PAGES * PAGE_SIZE as usize;
-        let memory = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite);
+        let memory = Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite);
         let memory = Arc::new(memory.map_err(ControllerError::Memory)?);
         let iova = space
-            .map(&memory, Access::ReadWrite)
+            .map(&memory, MappingAccess::ReadWrite)
             .map_err(ControllerError::Memory)?;
         let (doorbells, first) = backing.doorbells();
         let cell = |doorbell: Doorbell| {
-            Cell32::new(&doorbells, first + doorbell.offset(dstrd) as usize)
+            MappedWord32::new(&doorbells, first + doorbell.offset(dstrd) as usize)
                 .ok_or(ControllerError::NoQueuePairs)
         };
         let tail_doorbell = cell(Doorbell::SqTail(QueueId::ADMIN))?;
@@ -177,8 +177,8 @@ impl AdminQueue {
     }
 
     /// Returns the places of the two queues.
-    pub(super) fn rings(&self) -> AdminRings {
-        AdminRings {
+    pub(super) fn rings(&self) -> DriveAdminRings {
+        DriveAdminRings {
             sq: self.iova.at(0),
             cq: self.iova_of(CQ_OFFSET),
             entries: ENTRIES,

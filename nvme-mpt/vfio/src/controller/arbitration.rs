@@ -35,7 +35,7 @@ use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use super::supervisor::longest_pause;
 use super::{PhysicalDrive, lock};
-use nvme_mpt::limit::Weight;
+use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::spec::admin::{QueuePriority, SetFeatures};
 use nvme_mpt::spec::feature::{self, FeatureId};
 use nvme_mpt::spec::opcode::AdminOpcode;
@@ -412,7 +412,7 @@ impl PhysicalDrive {
         if !lock(&self.arbitration).is_weighted() {
             return None;
         }
-        let usual = u64::from(Weight::default().get());
+        let usual = u64::from(LeaseWeight::default().get());
         Some(match weight {
             heavier if heavier > usual => QueuePriority::HIGH,
             lighter if lighter < usual => QueuePriority::LOW,

@@ -5,13 +5,13 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use super::super::backing::Backing;
+use super::super::backing::DeviceBacking;
 use super::super::pair::{BufferedDoorbell, DriveDoorbell, PairDoorbells};
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::iova::{IovaPart, IovaSpace};
-use nvme_mpt::memory::{Access, Cell32, Mapping, memfd};
+use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Doorbell;
@@ -22,7 +22,7 @@ const EVENT_IDX: usize = PAGE_SIZE as usize;
 
 /// The two pages.
 #[derive(Debug)]
-pub(super) struct DoorbellBuffer {
+pub(super) struct DriveDoorbellBuffer {
     /// Dropped before the memory that is mapped there.
     iova: IovaPart,
     memory: Arc<Mapping>,
@@ -33,7 +33,7 @@ pub(super) struct DoorbellBuffer {
 /// Bytes of both pages.
 const LEN: usize = 2 * PAGE_SIZE as usize;
 
-impl DoorbellBuffer {
+impl DriveDoorbellBuffer {
     /// Pages in a memory file of their own.
     pub(super) fn new(space: &Arc<IovaSpace>) -> Result<Self, ControllerError> {
         let file = memfd(c"nvme-mpt-doorbells", LEN as u64).map_err(ControllerError::Memory)?;
@@ -63,10 +63,10 @@ impl DoorbellBuffer {
     }
 
     fn of_file(space: &Arc<IovaSpace>, file: OwnedFd) -> Result<Self, ControllerError> {
-        let memory = Mapping::shared(file.as_fd(), 0, LEN, Access::ReadWrite);
+        let memory = Mapping::shared(file.as_fd(), 0, LEN, MappingAccess::ReadWrite);
         let memory = memory.map_err(ControllerError::Memory)?;
         let iova = space
-            .map(&memory, Access::ReadWrite)
+            .map(&memory, MappingAccess::ReadWrite)
             .map_err(ControllerError::Memory)?;
         Ok(Self {
             iova,
@@ -90,24 +90,24 @@ impl DoorbellBuffer {
         // A doorbell beyond the first page has no place in the buffer.
         (offset < EVENT_IDX).then_some(())?;
         Some(BufferedDoorbell {
-            shadow: Cell32::new(&self.memory, offset)?,
-            event_idx: Cell32::new(&self.memory, EVENT_IDX + offset)?,
+            shadow: MappedWord32::new(&self.memory, offset)?,
+            event_idx: MappedWord32::new(&self.memory, EVENT_IDX + offset)?,
         })
     }
 }
 
 /// Returns the doorbells of an I/O queue pair: through the buffer, if there is one.
 pub(super) fn pair_doorbells(
-    backing: &dyn Backing,
+    backing: &dyn DeviceBacking,
     dstrd: u8,
-    buffer: Option<&DoorbellBuffer>,
+    buffer: Option<&DriveDoorbellBuffer>,
     qid: QueueId,
 ) -> Result<PairDoorbells, ControllerError> {
     let (registers, first) = backing.doorbells();
     let doorbell = |doorbell: Doorbell| {
         let offset = doorbell.offset(dstrd) as usize;
         let register =
-            Cell32::new(&registers, first + offset).ok_or(ControllerError::NoQueuePairs)?;
+            MappedWord32::new(&registers, first + offset).ok_or(ControllerError::NoQueuePairs)?;
         let buffer = buffer.and_then(|buffer| buffer.doorbell(offset));
         Ok(DriveDoorbell { register, buffer })
     };

@@ -2,7 +2,7 @@
 //!
 //! The drive rests first: functions have no command in flight, the supervisor has ended, and admin commands wait. Then
 //! the next process gets the function's descriptors, the memory file of the admin queues and that of the Doorbell
-//! Buffer, and a file with the [state](DriveState). It goes on with the admin queues where they are. It deletes the I/O
+//! Buffer, and a file with the [state](HandedOverDriveState). It goes on with the admin queues where they are. It deletes the I/O
 //! queues, whose rings end with the process before, and so ends what functions elsewhere have in flight. It makes new
 //! ones as they are wanted. The memory of VMs stays mapped, see [`IommuMapping`].
 //!
@@ -20,28 +20,28 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::backing::Backing;
+use super::super::backing::DeviceBacking;
 use super::super::device::VfioBacking;
 use super::super::function::PciAddress;
-use super::super::pair::Governor;
-use super::admin_queue::{AdminQueue, AdminState, Rest};
+use super::super::pair::DriveGovernor;
+use super::admin_queue::{AdminQueue, DriveAdminQueueState, QuiescedDrive};
 use super::arbitration::{Arbitration, set_feature};
-use super::doorbell_buffer::DoorbellBuffer;
+use super::doorbell_buffer::DriveDoorbellBuffer;
 use super::error::ControllerError;
-use super::identity::Identity;
-use super::kept::{self, DescriptorKeeper};
+use super::identity::IdentifiedDrive;
+use super::kept::{self, DescriptorStore};
 use super::queue_pairs::{self, QueuePairs};
-use super::registers::Registers;
+use super::registers::DriveRegisters;
 use super::supervisor::{self, longest_pause};
 use super::{ControllerOptions, DriveParts, PhysicalDrive, VfioController, lock};
-use nvme_mpt::clock::Rate;
-use nvme_mpt::iova::{IommuMapping, IovaSpace, Outdated};
+use nvme_mpt::clock::TickRate;
+use nvme_mpt::iova::{IommuMapping, IovaSpace, StaleMappingsFlag};
 use nvme_mpt::memory::sync::MutexGuard;
-use nvme_mpt::memory::{Access, Cell64, Mapping, memfd};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::memory::{MappedWord64, Mapping, MappingAccess, memfd};
+use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::spec::ids::QueueId;
 
-/// Version of [`DriveState`], and the only one that is read.
+/// Version of [`HandedOverDriveState`], and the only one that is read.
 const VERSION: u32 = 1;
 
 /// First word of a state's file that is complete.
@@ -62,9 +62,9 @@ const STATE_MAX: u64 = 64 << 20;
 /// State of a drive that rests.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct DriveState {
+struct HandedOverDriveState {
     version: u32,
-    admin: AdminState,
+    admin: DriveAdminQueueState,
     /// I/O queue pairs that the drive has: fewer than it granted once it refused to create one.
     total: u16,
     /// I/O queue pairs that the drive granted when it was opened. A process that does not say it means those above.
@@ -78,8 +78,8 @@ struct DriveState {
 
 /// A drive that another process has handed over.
 #[derive(Debug)]
-pub struct HandedOver {
-    state: DriveState,
+pub struct HandedOverDrive {
+    state: HandedOverDriveState,
     admin: OwnedFd,
     doorbell_buffer: Option<OwnedFd>,
     function: Vec<OwnedFd>,
@@ -89,7 +89,7 @@ fn no_state(reason: &'static str) -> ControllerError {
     ControllerError::HandOver(reason)
 }
 
-impl HandedOver {
+impl HandedOverDrive {
     /// Reads what another process has [handed over](nvme_mpt::drive::HostController::hand_over). No other process can
     /// read it after this.
     ///
@@ -121,7 +121,7 @@ impl HandedOver {
         let mut bytes = vec![0; len as usize];
         let read = file.read_exact_at(&mut bytes, STATE_AT as u64);
         read.map_err(|_| no_state("its state is cut short"))?;
-        let state: DriveState =
+        let state: HandedOverDriveState =
             serde_json::from_slice(&bytes).map_err(|_| no_state("its state cannot be read"))?;
         if state.version != VERSION {
             return Err(no_state("its state is that of another release"));
@@ -158,17 +158,17 @@ impl VfioController {
     /// # Errors
     /// See [`ControllerError`]. The function is released then, and may be opened anew.
     pub fn handed_over(
-        backing: Arc<dyn Backing>,
-        handed: HandedOver,
+        backing: Arc<dyn DeviceBacking>,
+        handed: HandedOverDrive,
         options: ControllerOptions,
-        threads: &Threads,
-        keeper: Option<Arc<dyn DescriptorKeeper>>,
+        threads: &ThreadSpawner,
+        keeper: Option<Arc<dyn DescriptorStore>>,
     ) -> Result<Arc<Self>, ControllerError> {
         let drive = PhysicalDrive::handed_over(backing.clone(), handed, options, keeper.clone());
         Self::start(&backing, drive, threads, keeper.as_ref())
     }
 
-    /// Has the drive rest. Returns the descriptors of [`HandedOver::read`].
+    /// Has the drive rest. Returns the descriptors of [`HandedOverDrive::read`].
     pub(super) fn rest(&self) -> io::Result<Vec<OwnedFd>> {
         // A supervisor that resets the drive may take minutes, while functions of other drives rest as well.
         self.drive.check_can_rest()?;
@@ -183,7 +183,7 @@ impl VfioController {
     /// Ends the rest: nobody has taken the drive.
     pub(super) fn go_on(&self) {
         let drive = &self.drive;
-        if let Some(Rest { outdated }) = lock(&drive.admin).rest.take() {
+        if let Some(QuiescedDrive { outdated }) = lock(&drive.admin).rest.take() {
             outdated.set();
         }
         drive.goes_on.notify_all();
@@ -197,18 +197,18 @@ impl VfioController {
 
 impl PhysicalDrive {
     fn handed_over(
-        backing: Arc<dyn Backing>,
-        handed: HandedOver,
+        backing: Arc<dyn DeviceBacking>,
+        handed: HandedOverDrive,
         options: ControllerOptions,
-        keeper: Option<Arc<dyn DescriptorKeeper>>,
+        keeper: Option<Arc<dyn DescriptorStore>>,
     ) -> Result<Self, ControllerError> {
-        let HandedOver {
+        let HandedOverDrive {
             state,
             admin,
             doorbell_buffer,
             function: _,
         } = handed;
-        let DriveState {
+        let HandedOverDriveState {
             version: _,
             admin: positions,
             total,
@@ -217,7 +217,7 @@ impl PhysicalDrive {
             has_doorbell_buffer: _,
             mappings,
         } = state;
-        let registers = Registers::new(backing.clone())?;
+        let registers = DriveRegisters::new(backing.clone())?;
         registers.check_works()?;
         let iovas = backing.usable_iovas();
         let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
@@ -233,9 +233,10 @@ impl PhysicalDrive {
         for qid in 1..=created {
             queue_pairs::delete(&mut admin, QueueId(qid))?;
         }
-        let buffer = doorbell_buffer.map(|file| DoorbellBuffer::handed_over(&space, file, dstrd));
+        let buffer =
+            doorbell_buffer.map(|file| DriveDoorbellBuffer::handed_over(&space, file, dstrd));
         let buffer = buffer.transpose()?;
-        let identity = Identity::read(&mut admin, registers.version())?;
+        let identity = IdentifiedDrive::read(&mut admin, registers.version())?;
         let (name, mechanism) = (backing.name(), registers.arbitration()?);
         let choice = options.arbitration;
         let mut arbitration = Arbitration::found(choice, mechanism, registers.cap(), name);
@@ -243,8 +244,8 @@ impl PhysicalDrive {
         arbitration.begin(name, identity.controller.rab, |value| {
             set_feature(&mut admin, value, pause, &|| false)
         })?;
-        let rate = Rate::of_this_machine();
-        let governor = Governor::new(options.learning.governor, rate);
+        let rate = TickRate::of_this_machine();
+        let governor = DriveGovernor::new(options.learning.governor, rate);
         let governor = governor.with_time_out(options.deadline, rate);
         let pairs = QueuePairs::new(total, granted, registers.cap(), governor)?;
         admin.listen();
@@ -281,22 +282,22 @@ impl PhysicalDrive {
         }
         let memory = ControllerError::Memory;
         let header = memfd(c"nvme-mpt-drive", STATE_AT as u64).map_err(memory)?;
-        let mapping = Mapping::shared(header.as_fd(), 0, STATE_AT, Access::ReadWrite);
+        let mapping = Mapping::shared(header.as_fd(), 0, STATE_AT, MappingAccess::ReadWrite);
         let mapping = Arc::new(mapping.map_err(memory)?);
-        let word = |at| Cell64::new(&mapping, at).ok_or(no_state("its state has no place"));
+        let word = |at| MappedWord64::new(&mapping, at).ok_or(no_state("its state has no place"));
         let (complete, outdated) = (word(COMPLETE_AT)?, word(OUTDATED_AT)?);
-        let rest = Rest {
-            outdated: Outdated::new(word(OUTDATED_AT)?),
+        let rest = QuiescedDrive {
+            outdated: StaleMappingsFlag::new(word(OUTDATED_AT)?),
         };
         let (positions, admin_memory) = admin.hand_over().map_err(memory)?;
-        let state = DriveState {
+        let state = HandedOverDriveState {
             version: VERSION,
             admin: positions,
             total: pairs.total(),
             granted: pairs.granted(),
             created: pairs.count(),
             has_doorbell_buffer: self.buffer.is_some(),
-            mappings: self.space.mappings(Outdated::new(outdated)),
+            mappings: self.space.mappings(StaleMappingsFlag::new(outdated)),
         };
         let is_ending = lock(&self.inheritance).is_ending();
         if is_ending || self.space.has_leavings() {
@@ -382,7 +383,7 @@ mod tests {
         for (stored, granted) in STORED.into_iter().zip([0, 32]) {
             let left = left(stored);
             let copies = left.iter().map(|fd| fd.try_clone().unwrap()).collect();
-            let handed = HandedOver::read(copies).unwrap();
+            let handed = HandedOverDrive::read(copies).unwrap();
             let state = &handed.state;
             assert_eq!((state.total, state.created), (31, 4));
             assert_eq!(state.granted, granted);
@@ -391,7 +392,7 @@ mod tests {
             assert_eq!(now["mappings"], value(stored)["mappings"]);
             assert!(handed.doorbell_buffer.is_some());
             assert_eq!(handed.function.len(), 1);
-            let refused = HandedOver::read(left).unwrap_err();
+            let refused = HandedOverDrive::read(left).unwrap_err();
             assert!(refused.to_string().contains("holds no more"), "{refused}");
         }
     }
@@ -399,7 +400,7 @@ mod tests {
     #[test]
     fn the_state_of_this_version_is_as_it_was_stored() {
         let stored = STORED[STORED.len() - 1];
-        let state: DriveState = serde_json::from_str(stored).unwrap();
+        let state: HandedOverDriveState = serde_json::from_str(stored).unwrap();
         assert_eq!(state.version, VERSION);
         let now = serde_json::to_value(&state).unwrap();
         assert!(
@@ -413,7 +414,7 @@ mod tests {
     fn a_state_of_a_later_version_is_refused() {
         let mut later = value(STORED[STORED.len() - 1]);
         later["version"] = (VERSION + 1).into();
-        let refused = HandedOver::read(left(&later.to_string())).unwrap_err();
+        let refused = HandedOverDrive::read(left(&later.to_string())).unwrap_err();
         assert!(refused.to_string().contains("another release"), "{refused}");
     }
 }

@@ -13,16 +13,16 @@ use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::host::Limits;
+use nvme_mpt::host::ControllerLimits;
 use nvme_mpt::origin::nvme::{self, text};
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
-use nvme_mpt::spec::admin::Identify;
+use nvme_mpt::spec::admin::IdentifyCommand;
 use nvme_mpt::spec::identify::{
     Cns, DeallocatedRead, IdentifyController, IdentifyControllerNvm, IdentifyNamespace, Oncs,
 };
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::Version;
+use nvme_mpt::spec::registers::NvmeVersion;
 use nvme_mpt::spec::sqe::Sqe;
 
 /// Guests are given transfers of 1 MiB, whatever the drive takes at once: longer commands are split.
@@ -47,7 +47,7 @@ const DSM_BYTES_MAX: u64 = 256 << 20;
 
 /// Everything that is learned by Identify.
 #[derive(Debug)]
-pub(super) struct Identity {
+pub(super) struct IdentifiedDrive {
     /// The same for the same drive, in whatever slot it is.
     pub(super) name: String,
     /// A name that stays if firmware reports another NQN or model.
@@ -57,17 +57,20 @@ pub(super) struct Identity {
     pub(super) model: String,
     pub(super) controller: IdentifyController,
     pub(super) namespaces: Vec<HostNamespace>,
-    pub(super) limits: Limits,
+    pub(super) limits: ControllerLimits,
     /// Most bytes that one command to the drive transfers.
     pub(super) max_transfer: u64,
 }
 
-impl Identity {
+impl IdentifiedDrive {
     /// Asks the drive. At least one namespace must be one that can be shared.
-    pub(super) fn read(admin: &mut AdminQueue, version: Version) -> Result<Self, ControllerError> {
+    pub(super) fn read(
+        admin: &mut AdminQueue,
+        version: NvmeVersion,
+    ) -> Result<Self, ControllerError> {
         let mut controller = IdentifyController::new_zeroed();
         identify(admin, Cns::CONTROLLER, Nsid(0), &mut controller)?;
-        let (namespaces, common, refused) = Namespaces::read(admin)?;
+        let (namespaces, common, refused) = CommonNamespaceFacts::read(admin)?;
         if let Some(error) = refused.filter(|_| namespaces.is_empty()) {
             return Err(error);
         }
@@ -101,7 +104,7 @@ impl Identity {
         &self,
         admin: &mut AdminQueue,
     ) -> Result<Vec<HostNamespace>, ControllerError> {
-        let (mut namespaces, _, _) = Namespaces::read(admin)?;
+        let (mut namespaces, _, _) = CommonNamespaceFacts::read(admin)?;
         let described = describe_namespaces(admin, &namespaces)?;
         for (nsid, structure) in described {
             let (known, now) = (self.namespace_ids.get(&nsid.0), id(&structure));
@@ -145,9 +148,9 @@ where
 {
     let mut sqe = Sqe::new(AdminOpcode::IDENTIFY.0);
     sqe.nsid = nsid;
-    let command = Identify {
+    let command = IdentifyCommand {
         cns,
-        ..Identify::default()
+        ..IdentifyCommand::default()
     };
     command.write_to(&mut sqe);
     admin.execute_in(sqe, structure).map(|_| ())
@@ -156,7 +159,7 @@ where
 /// The limits of the NVM Command Set, from controllers that can report them.
 fn identify_nvm(
     admin: &mut AdminQueue,
-    version: Version,
+    version: NvmeVersion,
 ) -> Result<Option<IdentifyControllerNvm>, ControllerError> {
     if version.mjr() < 2 {
         return Ok(None);
@@ -172,7 +175,7 @@ fn identify_nvm(
 
 /// Common facts of all namespaces that are used.
 #[derive(Debug)]
-struct Namespaces {
+struct CommonNamespaceFacts {
     deallocated_reads_zeroes: bool,
     copy_bytes_max: u64,
     copy_ranges_max: u32,
@@ -183,9 +186,13 @@ struct Namespaces {
 }
 
 /// Namespaces that can be shared, and their common facts; why the first of the others cannot be shared.
-type Found = (Vec<HostNamespace>, Namespaces, Option<ControllerError>);
+type IdentifiedNamespaces = (
+    Vec<HostNamespace>,
+    CommonNamespaceFacts,
+    Option<ControllerError>,
+);
 
-impl Namespaces {
+impl CommonNamespaceFacts {
     /// Facts of no namespace yet.
     const NONE: Self = Self {
         deallocated_reads_zeroes: true,
@@ -195,7 +202,7 @@ impl Namespaces {
         lba_shift_min: LBA_SHIFTS[1],
     };
 
-    fn read(admin: &mut AdminQueue) -> Result<Found, ControllerError> {
+    fn read(admin: &mut AdminQueue) -> Result<IdentifiedNamespaces, ControllerError> {
         let mut list = [0_u32; NSIDS_PER_LIST];
         identify(admin, Cns::ACTIVE_NSID_LIST, Nsid(0), &mut list)?;
         let mut common = Self::NONE;
@@ -255,9 +262,9 @@ fn usable(nsid: Nsid, structure: &IdentifyNamespace) -> Result<HostNamespace, &'
 fn limits(
     id: &IdentifyController,
     nvm: Option<&IdentifyControllerNvm>,
-    common: &Namespaces,
+    common: &CommonNamespaceFacts,
     max_transfer: u64,
-) -> Limits {
+) -> ControllerLimits {
     // A command that is split on its way would be executed in several parts. Parts of an SGL cannot
     // be named unless it is rewritten. So SGLs are for drives that take a guest's command whole.
     let whole = max_transfer >= PAGE_SIZE << GUEST_MDTS;
@@ -266,7 +273,7 @@ fn limits(
     let atomic = whole && !common.has_atomic_boundaries;
     // Copy has formats; guests are offered format 0.
     let copy = id.oncs.copy() && id.cdfs & 1 != 0 && common.copy_bytes_max > 0;
-    Limits {
+    ControllerLimits {
         mdts: GUEST_MDTS,
         entries_max: GUEST_ENTRIES,
         commands: Oncs(0)
@@ -313,9 +320,9 @@ fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> 
 }
 
 /// The fields that name the drive.
-fn names(id: &IdentifyController) -> nvme::Controller<'_> {
+fn names(id: &IdentifyController) -> nvme::ControllerNameFields<'_> {
     let end = id.subnqn.iter().position(|byte| *byte == 0);
-    nvme::Controller {
+    nvme::ControllerNameFields {
         nqn: &id.subnqn[..end.unwrap_or(id.subnqn.len())],
         vendor: Some(id.vid),
         model: &id.mn,
@@ -378,8 +385,8 @@ mod tests {
         usable(Nsid(1), &endless).expect_err("more than 64 bits of bytes");
     }
 
-    fn common(structures: &[(IdentifyNamespace, u8)]) -> Namespaces {
-        let mut common = Namespaces::NONE;
+    fn common(structures: &[(IdentifyNamespace, u8)]) -> CommonNamespaceFacts {
+        let mut common = CommonNamespaceFacts::NONE;
         for (structure, lba_shift) in structures {
             common.take_in(structure, *lba_shift);
         }

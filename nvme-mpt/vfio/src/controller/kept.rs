@@ -1,7 +1,7 @@
 //! Mappings of a drive's IOMMU that outlive a process which dies.
 //!
 //! The process keeps descriptors in a place that outlives it: the [table](IovaSpace::record) of its mappings, and the
-//! [IOMMU](Backing::keep_iommu). It keeps no descriptor of the function, so the kernel stops and resets the function when
+//! [IOMMU](DeviceBacking::keep_iommu). It keeps no descriptor of the function, so the kernel stops and resets the function when
 //! the process dies. The next process takes the IOMMU up, opens the function, disables its controller, and goes on as
 //! after any crash; the memory of VMs is found where it was, and nothing of it is pinned again.
 //!
@@ -25,16 +25,16 @@ use std::time::Duration;
 
 use log::{error, warn};
 
-use super::super::backing::Backing;
+use super::super::backing::DeviceBacking;
 use super::super::device::VfioBacking;
 use super::super::error::VfioError;
 use super::super::function::PciAddress;
 use super::error::ControllerError;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::deadline::Deadline;
-use nvme_mpt::iova::{IovaSpace, LeftMappings};
+use nvme_mpt::iova::{IovaSpace, RecordedMappings};
 use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 
 /// Time in which what the process before had mapped is found at most. A server ends it earlier, once its functions are there:
 /// this is for drives that come later. Before, other drives may take minutes each to become ready.
@@ -67,7 +67,7 @@ impl PredecessorMappings {
 }
 
 /// Place for descriptors that outlives this process.
-pub trait DescriptorKeeper: Send + Sync + fmt::Debug {
+pub trait DescriptorStore: Send + Sync + fmt::Debug {
     /// Keeps descriptors in the place of those that it has.
     ///
     /// # Errors
@@ -83,21 +83,21 @@ pub trait DescriptorKeeper: Send + Sync + fmt::Debug {
 
 /// IOMMU of a drive whose process has died.
 #[derive(Debug)]
-pub struct LeftIommu {
-    mappings: LeftMappings,
+pub struct PredecessorIommu {
+    mappings: RecordedMappings,
     iommu: Vec<OwnedFd>,
 }
 
-impl LeftIommu {
-    /// Reads what another process has given to its [keeper](DescriptorKeeper).
+impl PredecessorIommu {
+    /// Reads what another process has given to its [keeper](DescriptorStore).
     ///
     /// # Errors
-    /// [`ControllerError::HandOver`] for anything else; [`ControllerError::Memory`] for a table that does not hold.
+    /// [`ControllerError::HandOver`] for anything else; [`ControllerError::MappedMemoryKey`] for a table that does not hold.
     pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
         let mut descriptors = descriptors.into_iter();
         let missing = ControllerError::HandOver("the table of its mappings is missing");
         let table = descriptors.next().ok_or(missing)?;
-        let mappings = LeftMappings::read(table).map_err(ControllerError::Memory)?;
+        let mappings = RecordedMappings::read(table).map_err(ControllerError::Memory)?;
         let iommu = descriptors.collect();
         Ok(Self { mappings, iommu })
     }
@@ -115,17 +115,17 @@ impl LeftIommu {
 
 /// Keeper of a drive, and the IOMMU that the process before has left, if it died.
 #[derive(Debug, Default)]
-pub struct Kept {
+pub struct PersistedIommu {
     /// Place for the descriptors of this process; `None` if nothing outlives it.
-    pub keeper: Option<Arc<dyn DescriptorKeeper>>,
-    /// IOMMU that the drive's [function](Backing) has.
-    pub left: Option<LeftIommu>,
+    pub keeper: Option<Arc<dyn DescriptorStore>>,
+    /// IOMMU that the drive's [function](DeviceBacking) has.
+    pub left: Option<PredecessorIommu>,
 }
 
 /// Returns the space with the mappings that another process has left.
 pub(super) fn surviving(
     space: IovaSpace,
-    left: Option<LeftIommu>,
+    left: Option<PredecessorIommu>,
 ) -> Result<IovaSpace, ControllerError> {
     match left {
         Some(left) => space
@@ -142,8 +142,8 @@ pub(super) fn surviving(
 /// The keeper has neither these mappings nor let go of those of the process before: the next process would believe those.
 pub(super) fn keep(
     space: &IovaSpace,
-    backing: &dyn Backing,
-    keeper: Option<&Arc<dyn DescriptorKeeper>>,
+    backing: &dyn DeviceBacking,
+    keeper: Option<&Arc<dyn DescriptorStore>>,
 ) -> Result<(), ControllerError> {
     let Some(keeper) = keeper else {
         return Ok(());
@@ -168,7 +168,7 @@ pub(super) fn keep(
 
 impl PhysicalDrive {
     /// Ends the inheritance of mappings if it is time, on a thread of its own: the kernel unpins memory page by page.
-    pub(super) fn check_inheritance(&self, threads: &Threads) {
+    pub(super) fn check_inheritance(&self, threads: &ThreadSpawner) {
         let mut inheritance = lock(&self.inheritance);
         // Once the drive rests, what is left is the next process's.
         let is_resting = self.closing.load(Ordering::Acquire);
@@ -196,7 +196,7 @@ impl PhysicalDrive {
 }
 
 /// Has a keeper close what it has of a function that is given up.
-pub(super) fn let_go(keeper: Option<&Arc<dyn DescriptorKeeper>>) {
+pub(super) fn let_go(keeper: Option<&Arc<dyn DescriptorStore>>) {
     if let Some(keeper) = keeper
         && let Err(error) = keeper.let_go()
     {

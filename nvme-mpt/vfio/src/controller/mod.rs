@@ -33,39 +33,39 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use arbitration::ArbitrationChoice;
 pub use error::ControllerError;
-pub use hand_over::HandedOver;
+pub use hand_over::HandedOverDrive;
 use kept::PredecessorMappings;
-pub use kept::{DescriptorKeeper, Kept, LeftIommu};
+pub use kept::{DescriptorStore, PersistedIommu, PredecessorIommu};
 
-use super::backing::Backing;
-use super::description::{ArbitrationDescription, Description};
-use super::pair::{Governor, LeaseShare};
+use super::backing::DeviceBacking;
+use super::description::{ArbitrationDescription, DriveDescription};
+use super::pair::{DriveGovernor, LeaseShare};
 use admin_queue::AdminQueue;
 use arbitration::{Arbitration, set_feature};
-use doorbell_buffer::DoorbellBuffer;
-use identity::Identity;
-use nvme_mpt::clock::Rate;
+use doorbell_buffer::DriveDoorbellBuffer;
+use identity::IdentifiedDrive;
+use nvme_mpt::clock::TickRate;
 use nvme_mpt::deadline::Deadline;
 use nvme_mpt::drive::{
-    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
-    QueuePairUse, Reservation, ReserveError,
+    DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
+    QueuePairReservation, QueuePairUse, ReserveError,
 };
-use nvme_mpt::event::{DriveEvent, Event, EventQueue};
-use nvme_mpt::host::{Limits, TemperatureThresholds};
+use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
+use nvme_mpt::host::{ControllerLimits, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::Learning;
-use nvme_mpt::limit::Weight;
+use nvme_mpt::learn::AdaptivePolicies;
+use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
-use nvme_mpt::origin::{DriveFacts, IdentityRef};
-use nvme_mpt::poller::Threads;
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::origin::{DriveFacts, DriveIdentityRef};
+use nvme_mpt::poller::ThreadSpawner;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use nvme_mpt::spec::registers::ArbitrationMechanism;
 use nvme_mpt::spec::registers::offset::CMBSZ;
-use queue_pairs::{PairsView, QueuePairs};
-use registers::{Registers, shutdown_timeout};
+use queue_pairs::{QueuePairs, SharedPairCounts};
+use registers::{DriveRegisters, shutdown_timeout};
 use supervisor::{DriveCounters, longest_pause};
 
 /// Options with which a physical controller is driven.
@@ -74,8 +74,8 @@ pub struct ControllerOptions {
     /// Time that the drive may take for a command before it is aborted, and the drive reset if that does not
     /// help. Guests' drivers wait for 30 s before they reset their own controller.
     pub deadline: Duration,
-    /// Choices for what learns; those [of a drive](Learning::of_drive) count.
-    pub learning: Learning,
+    /// Choices for what learns; those [of a drive](AdaptivePolicies::of_drive) count.
+    pub learning: AdaptivePolicies,
     /// Arbitration with which the drive is enabled.
     pub arbitration: ArbitrationChoice,
 }
@@ -84,7 +84,7 @@ impl Default for ControllerOptions {
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(10),
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
             arbitration: ArbitrationChoice::default(),
         }
     }
@@ -95,7 +95,7 @@ impl Default for ControllerOptions {
 /// When it is dropped the drive is shut down, disabled, and given back.
 pub struct VfioController {
     drive: Arc<PhysicalDrive>,
-    threads: Threads,
+    threads: ThreadSpawner,
     supervisor: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -111,26 +111,26 @@ impl fmt::Debug for VfioController {
 /// State of a drive that the control threads and the supervisor share.
 #[derive(Debug)]
 struct PhysicalDrive {
-    backing: Arc<dyn Backing>,
-    registers: Registers,
+    backing: Arc<dyn DeviceBacking>,
+    registers: DriveRegisters,
     space: Arc<IovaSpace>,
-    identity: Identity,
+    identity: IdentifiedDrive,
     facts: DriveFacts,
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
     /// Leases, each with its namespace as it was leased.
     leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
-    pairs_view: PairsView,
+    pairs_view: SharedPairCounts,
     admin: Mutex<AdminQueue>,
     arbitration: Mutex<Arbitration>,
     /// Notified when the drive rests no more.
     goes_on: Condvar,
     /// Notified when a reset is over, and when the drive is given up.
     reset_over: Condvar,
-    buffer: Option<DoorbellBuffer>,
+    buffer: Option<DriveDoorbellBuffer>,
     /// Has the mappings for the process after a death of this one.
-    keeper: Option<Arc<dyn DescriptorKeeper>>,
+    keeper: Option<Arc<dyn DescriptorStore>>,
     inheritance: Mutex<PredecessorMappings>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
@@ -145,16 +145,16 @@ struct PhysicalDrive {
 
 /// Parts of a drive that is enabled.
 struct DriveParts {
-    backing: Arc<dyn Backing>,
-    registers: Registers,
+    backing: Arc<dyn DeviceBacking>,
+    registers: DriveRegisters,
     space: Arc<IovaSpace>,
-    identity: Identity,
+    identity: IdentifiedDrive,
     options: ControllerOptions,
     pairs: QueuePairs,
     admin: AdminQueue,
     arbitration: Arbitration,
-    buffer: Option<DoorbellBuffer>,
-    keeper: Option<Arc<dyn DescriptorKeeper>>,
+    buffer: Option<DriveDoorbellBuffer>,
+    keeper: Option<Arc<dyn DescriptorStore>>,
 }
 
 /// Returns whether one of the namespaces is the leased one, with blocks of the same size. The drive itself refuses
@@ -176,11 +176,11 @@ impl VfioController {
     /// # Errors
     /// See [`ControllerError`]. The function is released then.
     pub fn open(
-        backing: Arc<dyn Backing>,
+        backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
-        threads: &Threads,
+        threads: &ThreadSpawner,
     ) -> Result<Arc<Self>, ControllerError> {
-        Self::open_kept(backing, options, threads, Kept::default())
+        Self::open_kept(backing, options, threads, PersistedIommu::default())
     }
 
     /// As [`Self::open`], for a drive whose mappings outlive this process, and may be those of a process that died.
@@ -188,10 +188,10 @@ impl VfioController {
     /// # Errors
     /// See [`ControllerError`]. The function is released then, and its keeper has nothing of it.
     pub fn open_kept(
-        backing: Arc<dyn Backing>,
+        backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
-        threads: &Threads,
-        kept: Kept,
+        threads: &ThreadSpawner,
+        kept: PersistedIommu,
     ) -> Result<Arc<Self>, ControllerError> {
         let keeper = kept.keeper.clone();
         let drive = PhysicalDrive::open(backing.clone(), options, kept);
@@ -199,10 +199,10 @@ impl VfioController {
     }
 
     fn start(
-        backing: &Arc<dyn Backing>,
+        backing: &Arc<dyn DeviceBacking>,
         drive: Result<PhysicalDrive, ControllerError>,
-        threads: &Threads,
-        keeper: Option<&Arc<dyn DescriptorKeeper>>,
+        threads: &ThreadSpawner,
+        keeper: Option<&Arc<dyn DescriptorStore>>,
     ) -> Result<Arc<Self>, ControllerError> {
         let drive = Arc::new(drive.inspect_err(|_| {
             // No DMA of a controller that was not understood may go on.
@@ -210,7 +210,7 @@ impl VfioController {
             kept::let_go(keeper);
             backing.release();
         })?);
-        let Identity { model, name, .. } = &drive.identity;
+        let IdentifiedDrive { model, name, .. } = &drive.identity;
         info!(
             "Drive {}: {model} ({name}), {} namespaces, {} queue pairs{}{}",
             backing.name(),
@@ -256,7 +256,7 @@ impl VfioController {
     ///
     /// # Errors
     /// [`ControllerError`] of a drive that is reset or gone, or does not answer Identify.
-    pub fn describe(&self) -> Result<Description, ControllerError> {
+    pub fn describe(&self) -> Result<DriveDescription, ControllerError> {
         let drive = &self.drive;
         let known = lock(&drive.namespaces).clone();
         let queue_pairs = lock(&drive.pairs).total();
@@ -274,7 +274,7 @@ impl VfioController {
                 // It may be carried out still, and write the page of the next command's data.
                 Err(error) => return Err(error),
             };
-            Ok(Description {
+            Ok(DriveDescription {
                 controller: drive.identity.controller,
                 namespaces,
                 health,
@@ -288,8 +288,8 @@ impl VfioController {
 
 /// A drive that is disabled, and is to be enabled first.
 struct Enabling {
-    backing: Arc<dyn Backing>,
-    registers: Registers,
+    backing: Arc<dyn DeviceBacking>,
+    registers: DriveRegisters,
     space: Arc<IovaSpace>,
     options: ControllerOptions,
     admin: AdminQueue,
@@ -300,7 +300,7 @@ impl Enabling {
     /// Enables the drive, and learns what it is.
     fn bring_up(
         &mut self,
-    ) -> Result<(Identity, QueuePairs, Option<DoorbellBuffer>), ControllerError> {
+    ) -> Result<(IdentifiedDrive, QueuePairs, Option<DriveDoorbellBuffer>), ControllerError> {
         let Self {
             backing,
             registers,
@@ -310,19 +310,19 @@ impl Enabling {
             arbitration,
         } = self;
         recovery::enable(backing.as_ref(), registers, admin, arbitration)?;
-        let identity = Identity::read(admin, registers.version())?;
+        let identity = IdentifiedDrive::read(admin, registers.version())?;
         let (name, burst) = (backing.name(), identity.controller.rab);
         let pause = longest_pause(&identity.controller, options.deadline);
         arbitration.begin(name, burst, |value| {
             set_feature(admin, value, pause, &|| false)
         })?;
-        let rate = Rate::of_this_machine();
-        let governor = Governor::new(options.learning.governor, rate);
+        let rate = TickRate::of_this_machine();
+        let governor = DriveGovernor::new(options.learning.governor, rate);
         let governor = governor.with_time_out(options.deadline, rate);
         let pairs = QueuePairs::grant(admin, backing.as_ref(), registers.cap(), governor)?;
         let offered = identity.controller.oacs.doorbell_buffer_config();
         let buffer = if offered && pairs.fit_doorbell_buffer(registers.cap().dstrd()) {
-            let buffer = DoorbellBuffer::new(space)?;
+            let buffer = DriveDoorbellBuffer::new(space)?;
             buffer.configure(admin)?;
             Some(buffer)
         } else {
@@ -335,12 +335,12 @@ impl Enabling {
 
 impl PhysicalDrive {
     fn open(
-        backing: Arc<dyn Backing>,
+        backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
-        kept: Kept,
+        kept: PersistedIommu,
     ) -> Result<Self, ControllerError> {
-        let Kept { keeper, left } = kept;
-        let registers = Registers::new(backing.clone())?;
+        let PersistedIommu { keeper, left } = kept;
+        let registers = DriveRegisters::new(backing.clone())?;
         // Whoever had it before may have left it enabled.
         registers.disable()?;
         let iovas = backing.usable_iovas();
@@ -513,7 +513,7 @@ impl PhysicalDrive {
             let Some(queue) = queue.upgrade() else {
                 return false;
             };
-            queue.report(Event::Drive(event));
+            queue.report(IoQueueEvent::Drive(event));
             true
         });
     }
@@ -555,8 +555,8 @@ impl Drop for VfioController {
 }
 
 impl HostController for VfioController {
-    fn identity(&self) -> IdentityRef<'_> {
-        IdentityRef {
+    fn identity(&self) -> DriveIdentityRef<'_> {
+        DriveIdentityRef {
             name: &self.drive.identity.name,
             formerly: &[],
             others: &self.drive.identity.others,
@@ -568,7 +568,7 @@ impl HostController for VfioController {
         &self.drive.identity.model
     }
 
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &ControllerLimits {
         &self.drive.identity.limits
     }
 
@@ -590,7 +590,7 @@ impl HostController for VfioController {
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         let namespace = request.namespace;
-        let share = LeaseShare::new(request.reservation.map(Reservation::key));
+        let share = LeaseShare::new(request.reservation.map(QueuePairReservation::key));
         self.drive.note_lease(namespace, &share);
         Ok(Box::new(VfioLease {
             namespace,
@@ -603,8 +603,8 @@ impl HostController for VfioController {
         self: Arc<Self>,
         lease: &str,
         pairs: u16,
-        weight: Weight,
-    ) -> Result<Reservation, ReserveError> {
+        weight: LeaseWeight,
+    ) -> Result<QueuePairReservation, ReserveError> {
         self.grant(lease, pairs, weight)
     }
 
@@ -634,7 +634,7 @@ impl HostController for VfioController {
         })
     }
 
-    fn incidents(&self) -> Incidents {
+    fn incidents(&self) -> DriveIncidents {
         self.drive.counters.incidents(self.drive.is_gone())
     }
 
@@ -655,7 +655,7 @@ impl HostController for VfioController {
     fn subscribe(&self, events: &Arc<EventQueue>) {
         lock(&self.drive.subscribers).push(Arc::downgrade(events));
         if self.drive.is_gone() {
-            events.report(Event::Drive(DriveEvent::Gone));
+            events.report(IoQueueEvent::Drive(DriveEvent::Gone));
         }
     }
 }
@@ -675,12 +675,12 @@ impl HostLease for VfioLease {
         Ok(HostQueuePair::new(queue))
     }
 
-    fn set_weight(&self, weight: Weight) {
+    fn set_weight(&self, weight: LeaseWeight) {
         self.share.set_weight(weight);
     }
 
     /// The ledger alone knows the parts of a lease.
-    fn add(&self, _: LbaRange) -> Result<(), HostLeaseError> {
+    fn add(&self, _: BlockRange) -> Result<(), HostLeaseError> {
         Ok(())
     }
 

@@ -14,14 +14,14 @@
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::QueueId;
 
-use crate::pair::{LateCommand, Look, OLDEST};
+use crate::pair::{InFlightSample, LateCommand, OLDEST};
 
 /// Part of the deadline that counts from one look to the next, at most.
 const LOOKS: u64 = 4;
 
 /// A command among the oldest.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Watched {
+pub(super) struct WatchedCommand {
     pub(super) qid: QueueId,
     pub(super) command: LateCommand,
     /// When its time began.
@@ -36,27 +36,27 @@ pub(super) struct Watched {
 
 /// The oldest commands that a drive has.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
-    watched: Vec<Watched>,
+pub(super) struct DriveProgress {
+    watched: Vec<WatchedCommand>,
     /// When they were looked at last.
     looked: Ticks,
 }
 
-impl Progress {
+impl DriveProgress {
     /// Looks at the commands of all queues. Returns those whose time is more than `deadline` ticks. `count` returns the
     /// number of commands of the drive that were submitted up to each moment.
     pub(super) fn look(
         &mut self,
-        queues: &[(QueueId, Look)],
+        queues: &[(QueueId, InFlightSample)],
         count: impl Fn(&[Ticks]) -> Vec<usize>,
         now: Ticks,
         deadline: u64,
-    ) -> Vec<Watched> {
+    ) -> Vec<WatchedCommand> {
         // As much of the time since the last look as does not count.
         let unseen = now.since(self.looked).saturating_sub(deadline / LOOKS);
         let looked = Ticks(self.looked.0 + unseen);
         let commands = queues.iter().flat_map(|(qid, look)| {
-            look.oldest.iter().map(|command| Watched {
+            look.oldest.iter().map(|command| WatchedCommand {
                 qid: *qid,
                 command: *command,
                 since: command.submitted().max(looked),
@@ -65,7 +65,7 @@ impl Progress {
                 in_flight: look.in_flight,
             })
         });
-        let mut oldest: Vec<Watched> = commands.collect();
+        let mut oldest: Vec<WatchedCommand> = commands.collect();
         oldest.sort_by_key(|watched| watched.command.submitted());
         oldest.truncate(OLDEST);
         let moments: Vec<Ticks> = oldest
@@ -73,8 +73,9 @@ impl Progress {
             .map(|watched| watched.command.submitted())
             .collect();
         for (watched, before) in oldest.iter_mut().zip(count(&moments)) {
-            let is_it =
-                |other: &&Watched| (other.qid, other.command) == (watched.qid, watched.command);
+            let is_it = |other: &&WatchedCommand| {
+                (other.qid, other.command) == (watched.qid, watched.command)
+            };
             match self.watched.iter().find(is_it) {
                 Some(known) if before >= known.before => {
                     *watched = *known;
@@ -109,14 +110,14 @@ mod tests {
 
     /// A drive with queues in the order of submission: pairs of a time and an identifier.
     #[derive(Default)]
-    struct Scene {
-        progress: Progress,
+    struct DriveProgressTest {
+        progress: DriveProgress,
         queues: [VecDeque<LateCommand>; 2],
         now: u64,
         next: u16,
     }
 
-    impl Scene {
+    impl DriveProgressTest {
         fn submit(&mut self, queue: usize, commands: usize) {
             for _ in 0..commands {
                 self.next += 1;
@@ -143,7 +144,7 @@ mod tests {
         /// Looks once, after some time.
         fn look_after(&mut self, time: u64) -> Vec<u16> {
             self.now += time;
-            let look = |queue: &VecDeque<LateCommand>| Look {
+            let look = |queue: &VecDeque<LateCommand>| InFlightSample {
                 oldest: queue.iter().take(OLDEST).copied().collect(),
                 in_flight: queue.len(),
                 latest: queue.back().map_or(Ticks(0), LateCommand::submitted),
@@ -167,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_queue_that_moves_is_not_late_however_deep_it_is() {
-        let mut scene = Scene::default();
+        let mut scene = DriveProgressTest::default();
         scene.submit(0, 1_000);
         // It waits for all of the other queue.
         scene.submit(1, 1);
@@ -181,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_command_that_all_others_pass_is_late() {
-        let mut scene = Scene::default();
+        let mut scene = DriveProgressTest::default();
         scene.submit(0, 1);
         scene.submit(1, 500);
         let mut pass = |late: &[u16]| {
@@ -197,7 +198,7 @@ mod tests {
 
     #[test]
     fn queues_that_take_turns_are_not_late() {
-        let mut scene = Scene::default();
+        let mut scene = DriveProgressTest::default();
         for queue in [0, 1] {
             scene.submit(queue, 100);
         }
@@ -211,7 +212,7 @@ mod tests {
     /// The supervisor had no processor, or the host was suspended.
     #[test]
     fn time_without_a_look_is_no_silence_of_the_drive() {
-        let mut scene = Scene::default();
+        let mut scene = DriveProgressTest::default();
         scene.submit(0, 5);
         assert_eq!(scene.pass(100), [0; 0]);
         for _ in 0..3 {
@@ -227,7 +228,7 @@ mod tests {
 
     #[test]
     fn a_command_alone_is_late_at_once() {
-        let mut scene = Scene::default();
+        let mut scene = DriveProgressTest::default();
         scene.submit(0, 1);
         assert_eq!(scene.pass(DEADLINE), [0; 0]);
         assert_eq!(scene.pass(1), [1]);

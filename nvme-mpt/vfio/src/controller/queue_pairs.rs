@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use log::warn;
 
-use super::super::backing::Backing;
+use super::super::backing::DeviceBacking;
 use super::super::pair::{
-    CLASSES, ClassLoad, ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest,
-    Survey, VfioQueue,
+    CLASSES, ClassLoad, DriveGovernor, DriveSurvey, ENTRIES_MAX, LeaseShare, PairConfig,
+    PairDoorbells, QueuePairActivity, VfioQueue, VfioQueuePair,
 };
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
@@ -21,7 +21,7 @@ use super::error::ControllerError;
 use super::supervisor::TICK;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::address::PAGE_SIZE;
-use nvme_mpt::clock::{Rate, Ticks, ticks_in};
+use nvme_mpt::clock::{TickRate, Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostNamespace, QueuePairUse, ReservedPairs};
 use nvme_mpt::host::ListMemory;
@@ -70,19 +70,19 @@ pub(super) struct QueuePairs {
     entries: u32,
     pairs: Vec<OwnedPair>,
     /// The next pair, which was not created. The drive may have one of its queues until a reset, so its memory stays.
-    left: Option<Pair>,
+    left: Option<VfioQueuePair>,
     /// Reservations, in the order in which they were made.
-    pub(super) holders: Vec<Holder>,
-    governor: Arc<Governor>,
-    survey: Survey,
-    view: PairsView,
+    pub(super) holders: Vec<ReservationHolder>,
+    governor: Arc<DriveGovernor>,
+    survey: DriveSurvey,
+    view: SharedPairCounts,
     /// True throughout a reset, in which no pair is added.
     pub(super) is_resetting: bool,
 }
 
 /// A reservation of a drive.
 #[derive(Debug)]
-pub(super) struct Holder {
+pub(super) struct ReservationHolder {
     /// Its name among all of this process.
     pub(super) key: u64,
     pub(super) pairs: ReservedPairs,
@@ -91,17 +91,17 @@ pub(super) struct Holder {
 /// The pairs for those who count them. They do not wait for the lock of [`QueuePairs`], which is held while the drive creates
 /// a pair.
 #[derive(Clone, Debug, Default)]
-pub(super) struct PairsView(Arc<Mutex<Counted>>);
+pub(super) struct SharedPairCounts(Arc<Mutex<PairCounts>>);
 
 #[derive(Debug, Default)]
-struct Counted {
+struct PairCounts {
     total: u16,
     reserved: u16,
     /// Those without a reservation.
-    others: Vec<Pair>,
+    others: Vec<VfioQueuePair>,
 }
 
-impl PairsView {
+impl SharedPairCounts {
     pub(super) fn usage(&self) -> QueuePairUse {
         let counted = lock(&self.0);
         let with = |wanted: fn(usize) -> bool| {
@@ -120,18 +120,18 @@ impl PairsView {
 /// A pair, and the reservation that it belongs to.
 #[derive(Debug)]
 struct OwnedPair {
-    pair: Pair,
+    pair: VfioQueuePair,
     owner: Option<u64>,
-    rest: Rest,
+    rest: QueuePairActivity,
 }
 
 impl QueuePairs {
     /// Number of Queues (Base 2.0, section 5.27.1.5), as far as BAR0 has doorbells for them.
     pub(super) fn grant(
         admin: &mut AdminQueue,
-        backing: &dyn Backing,
+        backing: &dyn DeviceBacking,
         cap: Cap,
-        governor: Governor,
+        governor: DriveGovernor,
     ) -> Result<Self, ControllerError> {
         let (doorbells, first) = backing.doorbells();
         let room = doorbells.len().saturating_sub(first) as u64;
@@ -146,7 +146,7 @@ impl QueuePairs {
         total: u16,
         granted: u16,
         cap: Cap,
-        governor: Governor,
+        governor: DriveGovernor,
     ) -> Result<Self, ControllerError> {
         if total == 0 {
             return Err(ControllerError::NoQueuePairs);
@@ -161,8 +161,8 @@ impl QueuePairs {
             left: None,
             holders: Vec::new(),
             governor: Arc::new(governor),
-            survey: Survey::new(Rate::of_this_machine()),
-            view: PairsView::default(),
+            survey: DriveSurvey::new(TickRate::of_this_machine()),
+            view: SharedPairCounts::default(),
             is_resetting: false,
         };
         pairs.show();
@@ -170,13 +170,13 @@ impl QueuePairs {
     }
 
     /// Returns the view of those who count the pairs.
-    pub(super) fn view(&self) -> PairsView {
+    pub(super) fn view(&self) -> SharedPairCounts {
         self.view.clone()
     }
 
     /// Shows the pairs, and to whom they belong, to those who count them.
     fn show(&self) {
-        *lock(&self.view.0) = Counted {
+        *lock(&self.view.0) = PairCounts {
             total: self.total,
             reserved: self.reserved(),
             others: self.of(None).cloned().collect(),
@@ -205,18 +205,18 @@ impl QueuePairs {
     }
 
     /// The pairs that were created, and their identifiers.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (QueueId, &Pair)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (QueueId, &VfioQueuePair)> {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         (1..).map(QueueId).zip(pairs)
     }
 
     /// Returns clones of the pairs that were created, for use without the lock.
-    pub(super) fn all(&self) -> Vec<(QueueId, Pair)> {
+    pub(super) fn all(&self) -> Vec<(QueueId, VfioQueuePair)> {
         self.iter().map(|(qid, pair)| (qid, pair.clone())).collect()
     }
 
     /// The pair with an identifier.
-    pub(super) fn get(&self, qid: QueueId) -> Option<&Pair> {
+    pub(super) fn get(&self, qid: QueueId) -> Option<&VfioQueuePair> {
         let owned = self.pairs.get(usize::from(qid.0).checked_sub(1)?)?;
         Some(&owned.pair)
     }
@@ -227,7 +227,7 @@ impl QueuePairs {
     }
 
     /// The pairs that belong to a reservation, or to none.
-    fn of(&self, owner: Option<u64>) -> impl Iterator<Item = &Pair> {
+    fn of(&self, owner: Option<u64>) -> impl Iterator<Item = &VfioQueuePair> {
         let owned = self.pairs.iter().filter(move |owned| owned.owner == owner);
         owned.map(|owned| &owned.pair)
     }
@@ -242,18 +242,18 @@ impl QueuePairs {
     }
 
     /// The pair without a reservation that nobody uses, or that the fewest do.
-    fn least_used(&self) -> Option<&Pair> {
+    fn least_used(&self) -> Option<&VfioQueuePair> {
         self.of(None).min_by_key(|pair| pair.members())
     }
 
     /// The same, if possible one of this class.
-    fn least_used_of(&self, priority: QueuePriority) -> Option<&Pair> {
-        let by_use = |pair: &&Pair| (pair.members(), pair.priority() != priority);
+    fn least_used_of(&self, priority: QueuePriority) -> Option<&VfioQueuePair> {
+        let by_use = |pair: &&VfioQueuePair| (pair.members(), pair.priority() != priority);
         self.of(None).min_by_key(by_use)
     }
 
     /// The pair of a reservation that no queue uses.
-    fn free_of(&self, reservation: Option<u64>) -> Option<&Pair> {
+    fn free_of(&self, reservation: Option<u64>) -> Option<&VfioQueuePair> {
         reservation?;
         self.of(reservation).find(|pair| pair.members() == 0)
     }
@@ -337,14 +337,14 @@ impl QueuePairs {
 
 /// Patience of a queue with a drive that fails while its pair is created.
 #[derive(Debug)]
-struct JoinPatience {
+struct JoinRetryLimit {
     /// Attempts that ended in a reset.
     failed: u32,
     /// Resets that had begun before the first attempt.
     resets_before: u64,
 }
 
-impl JoinPatience {
+impl JoinRetryLimit {
     fn new(resets: u64) -> Self {
         Self {
             failed: 0,
@@ -398,7 +398,7 @@ pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, Contro
 pub(super) fn create(
     admin: &mut AdminQueue,
     qid: QueueId,
-    pair: &Pair,
+    pair: &VfioQueuePair,
     priority: QueuePriority,
 ) -> Result<QueuePriority, ControllerError> {
     // At most ENTRIES_MAX entries.
@@ -480,7 +480,7 @@ impl PhysicalDrive {
     /// as `patience` lasts.
     fn pairs_after_reset(
         &self,
-        patience: &JoinPatience,
+        patience: &JoinRetryLimit,
     ) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
         let waited = self.reset_over.wait_while(pairs, |pairs| {
@@ -520,7 +520,7 @@ impl PhysicalDrive {
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
     ) -> Result<VfioQueue, ControllerError> {
-        let mut patience = JoinPatience::new(self.resets());
+        let mut patience = JoinRetryLimit::new(self.resets());
         loop {
             match self.try_to_join(slots, namespace, lease, &patience) {
                 Err(error) if patience.goes_on(&error, self.resets()) => {}
@@ -535,7 +535,7 @@ impl PhysicalDrive {
         slots: u16,
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
-        patience: &JoinPatience,
+        patience: &JoinRetryLimit,
     ) -> Result<VfioQueue, ControllerError> {
         let mut pairs = self.pairs_after_reset(patience)?;
         if self.is_gone() {
@@ -548,7 +548,7 @@ impl PhysicalDrive {
         let priority = class.unwrap_or(QueuePriority::MEDIUM);
         let least_used = pairs.least_used_of(priority);
         let is_idle = least_used.is_some_and(|pair| pair.members() == 0);
-        let is_its = |pair: &Pair| class.is_none_or(|class| pair.priority() == class);
+        let is_its = |pair: &VfioQueuePair| class.is_none_or(|class| pair.priority() == class);
         if !(is_idle && least_used.is_some_and(is_its)) {
             match self.add_pair(&mut pairs, priority) {
                 Ok(_) => {}
@@ -601,7 +601,7 @@ impl PhysicalDrive {
                 pairs.pairs.push(OwnedPair {
                     pair,
                     owner: None,
-                    rest: Rest::default(),
+                    rest: QueuePairActivity::default(),
                 });
                 pairs.show();
             }
@@ -623,7 +623,7 @@ impl PhysicalDrive {
         &self,
         pairs: &mut QueuePairs,
         priority: QueuePriority,
-    ) -> Result<Pair, ControllerError> {
+    ) -> Result<VfioQueuePair, ControllerError> {
         let qid = QueueId(pairs.count() + 1);
         if pairs.left.is_some() {
             self.with_admin(|admin| delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid))?;
@@ -636,7 +636,7 @@ impl PhysicalDrive {
             governor: pairs.governor.clone(),
             priority,
         };
-        let pair = Pair::new(&self.space, config).map_err(ControllerError::Memory)?;
+        let pair = VfioQueuePair::new(&self.space, config).map_err(ControllerError::Memory)?;
         let created = self.with_admin(|admin| {
             // Weights may have ended while others had the admin queue.
             let priority = lock(&self.arbitration).priority(priority);
@@ -721,7 +721,7 @@ mod tests {
 
     #[test]
     fn a_drive_that_wants_one_reset_after_the_other_is_not_waited_for_without_end() {
-        let mut patience = JoinPatience::new(7);
+        let mut patience = JoinRetryLimit::new(7);
         let resets =
             (7..).take_while(|resets| patience.goes_on(&ControllerError::Resetting, *resets));
         assert_eq!(resets.count() as u64, JOIN_RESETS + 1);

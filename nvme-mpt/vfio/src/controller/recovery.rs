@@ -21,13 +21,13 @@ use std::time::Duration;
 
 use log::{error, info, warn};
 
-use super::super::backing::Backing;
-use super::super::pair::Pair;
+use super::super::backing::DeviceBacking;
+use super::super::pair::VfioQueuePair;
 use super::admin_queue::AdminQueue;
 use super::arbitration::Arbitration;
 use super::error::{ControllerError, REMOVED, WANTED_BACK};
 use super::queue_pairs;
-use super::registers::Registers;
+use super::registers::DriveRegisters;
 use super::{PhysicalDrive, lock, log_pages};
 use nvme_mpt::deadline::Deadline;
 use nvme_mpt::event::DriveEvent;
@@ -61,8 +61,8 @@ const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 /// Enables a disabled controller, with empty admin queues. One that does not come up with weighted round robin is enabled
 /// without.
 pub(super) fn enable(
-    backing: &dyn Backing,
-    registers: &Registers,
+    backing: &dyn DeviceBacking,
+    registers: &DriveRegisters,
     admin: &mut AdminQueue,
     arbitration: &mut Arbitration,
 ) -> Result<(), ControllerError> {
@@ -98,8 +98,8 @@ pub(super) fn enable(
 /// Brings a controller that `failed` with weighted round robin into a state in which it can be enabled without: disabled, and
 /// without a failure that it reports (CSTS.CFS).
 pub(super) fn disable_failed(
-    backing: &dyn Backing,
-    registers: &Registers,
+    backing: &dyn DeviceBacking,
+    registers: &DriveRegisters,
     failed: &ControllerError,
 ) -> Result<(), ControllerError> {
     registers.wait_for_answer(LINK_TIME)?;
@@ -122,14 +122,14 @@ pub(super) fn disable_failed(
 }
 
 /// Every command ends, now and from now on. The drive must not be able to touch memory any more.
-pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a Pair>) {
+pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
     for pair in pairs {
         pair.kill(FAILED);
     }
 }
 
 /// End of a wait for a drive that does not answer.
-enum Silence {
+enum UnresponsiveDriveOutcome {
     /// The drive answers.
     Over,
     /// The drive is to be given up, for this cause.
@@ -139,12 +139,12 @@ enum Silence {
 }
 
 /// A reset that is under way. The drive's pairs are these until it is dropped.
-struct Reset<'a> {
+struct ControllerReset<'a> {
     drive: &'a PhysicalDrive,
-    pairs: Vec<(QueueId, Pair)>,
+    pairs: Vec<(QueueId, VfioQueuePair)>,
 }
 
-impl<'a> Reset<'a> {
+impl<'a> ControllerReset<'a> {
     fn begin(drive: &'a PhysicalDrive) -> Self {
         let mut pairs = lock(&drive.pairs);
         pairs.is_resetting = true;
@@ -160,7 +160,7 @@ impl<'a> Reset<'a> {
     }
 }
 
-impl Drop for Reset<'_> {
+impl Drop for ControllerReset<'_> {
     fn drop(&mut self) {
         lock(&self.drive.pairs).is_resetting = false;
         self.drive.reset_over.notify_all();
@@ -175,7 +175,7 @@ impl PhysicalDrive {
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
         // Admin commands fail from now on instead of waiting. No thread creates a pair during a reset.
         self.reset_wanted.store(true, Ordering::Release);
-        let reset = Reset::begin(self);
+        let reset = ControllerReset::begin(self);
         let pairs = &reset.pairs;
         let mut admin = lock(&self.admin);
         for (_, pair) in pairs {
@@ -183,13 +183,13 @@ impl PhysicalDrive {
         }
         for attempt in 1..=ATTEMPTS {
             match self.await_answer() {
-                Silence::Over => {}
-                Silence::Endless(cause) => {
+                UnresponsiveDriveOutcome::Over => {}
+                UnresponsiveDriveOutcome::Endless(cause) => {
                     drop(admin);
                     self.give_up(&cause);
                     return;
                 }
-                Silence::Unheard => return,
+                UnresponsiveDriveOutcome::Unheard => return,
             }
             self.reset_wanted.store(true, Ordering::Release);
             let result = self.quiesce(attempt > 1).and_then(|()| {
@@ -223,7 +223,7 @@ impl PhysicalDrive {
     }
 
     /// Waits until the drive's registers do not read as all ones any more.
-    fn await_answer(&self) -> Silence {
+    fn await_answer(&self) -> UnresponsiveDriveOutcome {
         let name = self.backing.name();
         let clock = self.backing.clock();
         let (begun, patience) = (
@@ -235,16 +235,16 @@ impl PhysicalDrive {
         let mut is_silent = false;
         while self.registers.status().is_none() {
             if self.backing.is_gone() {
-                return Silence::Endless(REMOVED.to_owned());
+                return UnresponsiveDriveOutcome::Endless(REMOVED.to_owned());
             }
             if self.is_wanted_back() {
-                return Silence::Endless(WANTED_BACK.to_owned());
+                return UnresponsiveDriveOutcome::Endless(WANTED_BACK.to_owned());
             }
             if self.closing.load(Ordering::Acquire) {
-                return Silence::Unheard;
+                return UnresponsiveDriveOutcome::Unheard;
             }
             if deadline.has_passed() {
-                return Silence::Endless(format!(
+                return UnresponsiveDriveOutcome::Endless(format!(
                     "its registers have read as all ones for {seconds} s: it was removed, lost its power, or its link is \
                      broken; check it, and start again"
                 ));
@@ -262,9 +262,9 @@ impl PhysicalDrive {
             info!("Drive {name} answers again after {time:.1?}");
         }
         if self.backing.is_gone() {
-            return Silence::Endless(REMOVED.to_owned());
+            return UnresponsiveDriveOutcome::Endless(REMOVED.to_owned());
         }
-        Silence::Over
+        UnresponsiveDriveOutcome::Over
     }
 
     /// Returns whether the kernel waits for the function to be given back.
@@ -293,7 +293,7 @@ impl PhysicalDrive {
     /// robin, it is enabled without.
     fn set_up(
         &self,
-        pairs: &[(QueueId, Pair)],
+        pairs: &[(QueueId, VfioQueuePair)],
         admin: &mut AdminQueue,
     ) -> Result<u16, ControllerError> {
         let mut arbitration = *lock(&self.arbitration);
@@ -312,7 +312,7 @@ impl PhysicalDrive {
 
     fn set_up_with(
         &self,
-        pairs: &[(QueueId, Pair)],
+        pairs: &[(QueueId, VfioQueuePair)],
         admin: &mut AdminQueue,
         arbitration: &mut Arbitration,
     ) -> Result<u16, ControllerError> {

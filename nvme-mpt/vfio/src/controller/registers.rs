@@ -4,13 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::backing::Backing;
+use super::super::backing::DeviceBacking;
 use super::error::ControllerError;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::deadline::{Deadline, WaitClock};
 use nvme_mpt::spec::registers::{
-    Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, REMOVED,
-    ShutdownNotification, ShutdownStatus, Version, offset,
+    Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, NvmeVersion, REMOVED,
+    ShutdownNotification, ShutdownStatus, offset,
 };
 use nvme_mpt::spec::{cqe::IOCQES, sqe::IOSQES};
 
@@ -36,7 +36,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 
 /// The admin queues, as a controller is told of them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AdminRings {
+pub(super) struct DriveAdminRings {
     pub(super) sq: Iova,
     pub(super) cq: Iova,
     /// Entries of each.
@@ -45,16 +45,16 @@ pub(super) struct AdminRings {
 
 /// A controller's properties, read and written through its backing.
 #[derive(Clone, Debug)]
-pub(super) struct Registers {
-    backing: Arc<dyn Backing>,
+pub(super) struct DriveRegisters {
+    backing: Arc<dyn DeviceBacking>,
     clock: Arc<dyn WaitClock>,
     cap: Cap,
     timeout: Duration,
 }
 
-impl Registers {
+impl DriveRegisters {
     /// Reads what the controller is capable of, and refuses one that cannot be driven.
-    pub(super) fn new(backing: Arc<dyn Backing>) -> Result<Self, ControllerError> {
+    pub(super) fn new(backing: Arc<dyn DeviceBacking>) -> Result<Self, ControllerError> {
         let cap = Cap(backing.read64(offset::CAP as usize));
         if cap.0 == u64::MAX {
             return Err(ControllerError::Gone);
@@ -85,8 +85,8 @@ impl Registers {
         self.cap
     }
 
-    pub(super) fn version(&self) -> Version {
-        Version(self.backing.read32(offset::VS as usize))
+    pub(super) fn version(&self) -> NvmeVersion {
+        NvmeVersion(self.backing.read32(offset::VS as usize))
     }
 
     /// Longest time that the controller has for becoming ready, and for being disabled.
@@ -215,9 +215,9 @@ impl Registers {
     pub(super) fn enable(
         &self,
         arbitration: ArbitrationMechanism,
-        queues: AdminRings,
+        queues: DriveAdminRings,
     ) -> Result<(), ControllerError> {
-        let AdminRings { sq, cq, entries } = queues;
+        let DriveAdminRings { sq, cq, entries } = queues;
         let aqa = Aqa(0).with_asqs_z(entries - 1).with_acqs_z(entries - 1);
         self.backing.write32(offset::AQA as usize, aqa.0);
         self.backing.write64(offset::ASQ as usize, sq.bits());

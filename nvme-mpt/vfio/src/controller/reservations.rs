@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use log::info;
 
 use super::error::ControllerError;
-use super::queue_pairs::{Holder, QueuePairs};
+use super::queue_pairs::{QueuePairs, ReservationHolder};
 use super::{PhysicalDrive, VfioController, lock};
-use nvme_mpt::drive::{Reservation, ReserveError, ReservedPairs};
-use nvme_mpt::limit::Weight;
+use nvme_mpt::drive::{QueuePairReservation, ReserveError, ReservedPairs};
+use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::spec::admin::QueuePriority;
 
 /// Pairs that always stay without a reservation.
@@ -28,12 +28,12 @@ static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
 
 /// Right of a lease to its pairs, which ends when it is dropped.
 #[derive(Debug)]
-struct Grant {
+struct ReservationGrant {
     key: u64,
     controller: Arc<VfioController>,
 }
 
-impl Drop for Grant {
+impl Drop for ReservationGrant {
     fn drop(&mut self) {
         self.controller.drive.release(self.key);
     }
@@ -62,7 +62,7 @@ impl QueuePairs {
 
 impl PhysicalDrive {
     /// Makes pairs those of a lease. Returns the reservation's key. A drive that is being reset refuses.
-    fn reserve(&self, lease: &str, asked: u16, weight: Weight) -> Result<u64, ReserveError> {
+    fn reserve(&self, lease: &str, asked: u16, weight: LeaseWeight) -> Result<u64, ReserveError> {
         let failed = |error: ControllerError| ReserveError::Io(error.into());
         let mut pairs = self.pairs_soon().map_err(failed)?;
         if self.is_gone() {
@@ -94,7 +94,7 @@ impl PhysicalDrive {
         }
         let lease = lease.to_owned();
         info!(drive = name, lease = lease.as_str(); "Drive {name}: {asked} queue pairs belong to lease {lease}");
-        pairs.holders.push(Holder {
+        pairs.holders.push(ReservationHolder {
             key,
             pairs: ReservedPairs {
                 lease,
@@ -134,13 +134,13 @@ impl VfioController {
         self: Arc<Self>,
         lease: &str,
         pairs: u16,
-        weight: Weight,
-    ) -> Result<Reservation, ReserveError> {
+        weight: LeaseWeight,
+    ) -> Result<QueuePairReservation, ReserveError> {
         let key = self.drive.reserve(lease, pairs, weight)?;
-        let grant = Grant {
+        let grant = ReservationGrant {
             key,
             controller: self,
         };
-        Ok(Reservation::new(key, pairs, grant))
+        Ok(QueuePairReservation::new(key, pairs, grant))
     }
 }

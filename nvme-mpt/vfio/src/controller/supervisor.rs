@@ -25,17 +25,17 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::admin_queue::AdminQueue;
 use super::error::{ControllerError, REMOVED, WANTED_BACK};
-use super::progress::Progress;
+use super::progress::DriveProgress;
 use super::{PhysicalDrive, lock, log_pages};
-use crate::pair::{LateCommand, Pair};
+use crate::pair::{LateCommand, VfioQueuePair};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::deadline::{Deadline, WaitClock};
-use nvme_mpt::drive::{HostNamespace, Incidents};
+use nvme_mpt::drive::{DriveIncidents, HostNamespace};
 use nvme_mpt::event::DriveEvent;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::poller::Threads;
-use nvme_mpt::spec::admin::Abort;
+use nvme_mpt::poller::ThreadSpawner;
+use nvme_mpt::spec::admin::AbortCommand;
 use nvme_mpt::spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
 use nvme_mpt::spec::identify::IdentifyController;
 use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
@@ -76,8 +76,8 @@ pub(super) struct DriveCounters {
 }
 
 impl DriveCounters {
-    pub(super) fn incidents(&self, gone: bool) -> Incidents {
-        Incidents {
+    pub(super) fn incidents(&self, gone: bool) -> DriveIncidents {
+        DriveIncidents {
             timeouts: self.timeouts.load(Ordering::Relaxed),
             aborts: self.aborts.load(Ordering::Relaxed),
             resets: self.resets.load(Ordering::Relaxed),
@@ -87,7 +87,10 @@ impl DriveCounters {
 }
 
 /// Starts the supervisor, on one of `threads`. It ends when the drive is closing, or gone.
-pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<JoinHandle<()>> {
+pub(super) fn start(
+    drive: Arc<PhysicalDrive>,
+    threads: &ThreadSpawner,
+) -> io::Result<JoinHandle<()>> {
     let epoll = Epoll::new()?;
     let watch = |fd: RawFd| {
         let event = EpollEvent::new(EventSet::IN, fd as u64);
@@ -98,14 +101,14 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
     if let Some(fd) = removal {
         watch(fd)?;
     }
-    let mut supervisor = Supervisor {
+    let mut supervisor = DriveMonitor {
         clock: drive.backing.clock(),
         drive,
         epoll,
         removal,
         overdue: Vec::new(),
-        progress: Progress::default(),
-        namespaces: Namespaces::Known,
+        progress: DriveProgress::default(),
+        namespaces: NamespaceListState::Known,
         threads: threads.clone(),
         looks: 0,
         memory_look: None,
@@ -116,7 +119,7 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
 }
 
 /// A command that was to be aborted.
-struct Overdue {
+struct OverdueCommand {
     qid: QueueId,
     late: LateCommand,
     grace: Deadline,
@@ -126,7 +129,7 @@ struct Overdue {
 
 /// Knowledge of a drive's namespaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Namespaces {
+enum NamespaceListState {
     /// They are as they were read.
     Known,
     /// Some may have changed since.
@@ -135,15 +138,15 @@ enum Namespaces {
     Unread,
 }
 
-struct Supervisor {
+struct DriveMonitor {
     clock: Arc<dyn WaitClock>,
     drive: Arc<PhysicalDrive>,
     epoll: Epoll,
     removal: Option<RawFd>,
-    overdue: Vec<Overdue>,
-    progress: Progress,
-    namespaces: Namespaces,
-    threads: Threads,
+    overdue: Vec<OverdueCommand>,
+    progress: DriveProgress,
+    namespaces: NamespaceListState,
+    threads: ThreadSpawner,
     looks: u32,
     /// The thread that looks through memory that lost pages.
     memory_look: Option<JoinHandle<()>>,
@@ -151,7 +154,7 @@ struct Supervisor {
     pause: Option<Deadline>,
 }
 
-impl Supervisor {
+impl DriveMonitor {
     /// Waits, then looks at everything. Returns whether to go on.
     fn watch(&mut self) -> bool {
         let mut ready = [EpollEvent::default(); 2];
@@ -247,7 +250,7 @@ impl Supervisor {
     /// Aborts what takes too long; resets the drive if that does not help.
     fn check_deadlines(&mut self) {
         let late = self.find_late();
-        if let Some(Overdue { qid, late, .. }) = self
+        if let Some(OverdueCommand { qid, late, .. }) = self
             .overdue
             .iter()
             .find(|overdue| overdue.looks >= ABORT_LOOKS && overdue.grace.has_passed())
@@ -281,7 +284,7 @@ impl Supervisor {
             }
             pair.end_abort(&late);
             let grace = Deadline::after(&self.clock, ABORT_GRACE);
-            self.overdue.push(Overdue {
+            self.overdue.push(OverdueCommand {
                 qid,
                 late,
                 grace,
@@ -291,7 +294,7 @@ impl Supervisor {
     }
 
     /// Reports the commands that the drive is late with, each once. Forgets those that were to be aborted and have ended.
-    fn find_late(&mut self) -> Vec<(QueueId, Pair, LateCommand)> {
+    fn find_late(&mut self) -> Vec<(QueueId, VfioQueuePair, LateCommand)> {
         let pairs = lock(&self.drive.pairs);
         let looks: Vec<_> = pairs.iter().map(|(qid, pair)| (qid, pair.look())).collect();
         let now = Ticks::now();
@@ -345,7 +348,7 @@ impl Supervisor {
         let name = self.drive.backing.name();
         warn!(drive = name; "Drive {name}: command {cid} of queue {qid} is overdue, and aborted");
         let mut sqe = Sqe::new(AdminOpcode::ABORT.0);
-        Abort { sqid: qid, cid }.write_to(&mut sqe);
+        AbortCommand { sqid: qid, cid }.write_to(&mut sqe);
         self.drive.counters.aborts.fetch_add(1, Ordering::Relaxed);
         // Bit 0 of Dword 0 reports whether the command was aborted. The command's own completion shows that, too.
         self.drive
@@ -401,27 +404,27 @@ impl Supervisor {
 
     /// Some of the namespaces may have changed.
     fn distrust_namespaces(&mut self) {
-        if self.namespaces == Namespaces::Known {
-            self.namespaces = Namespaces::Stale;
+        if self.namespaces == NamespaceListState::Known {
+            self.namespaces = NamespaceListState::Stale;
         }
     }
 
     /// Reads the namespaces again if they may have changed. Those that cannot be read now are read at the next look.
     fn check_namespaces(&mut self) {
-        if self.namespaces == Namespaces::Known || self.drive.is_gone() {
+        if self.namespaces == NamespaceListState::Known || self.drive.is_gone() {
             return;
         }
         let Err(error) = self.read_namespaces() else {
-            self.namespaces = Namespaces::Known;
+            self.namespaces = NamespaceListState::Known;
             return;
         };
-        if self.namespaces == Namespaces::Stale {
+        if self.namespaces == NamespaceListState::Stale {
             warn!(
                 "Drive {}: its namespaces may have changed, and cannot be read yet: {error}",
                 self.drive.backing.name()
             );
         }
-        self.namespaces = Namespaces::Unread;
+        self.namespaces = NamespaceListState::Unread;
     }
 
     /// Reads the namespaces, and tells of those that changed.
@@ -439,7 +442,7 @@ impl Supervisor {
         };
         let (listed, now) = drive.with_admin(read)?;
         let before = drive.follow_namespaces(&now);
-        let is_listed = self.namespaces == Namespaces::Stale && listed.is_some();
+        let is_listed = self.namespaces == NamespaceListState::Stale && listed.is_some();
         let is_same =
             |namespace: &&HostNamespace| before.contains(namespace) && now.contains(namespace);
         let others = before.iter().chain(&now);

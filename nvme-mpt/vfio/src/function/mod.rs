@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 pub use address::{PciAddress, PciAddressError};
 pub use namespaces::{KernelController, KernelNamespace};
 pub use passthrough::DescribeError;
-pub use users::{Claim, User, UsersError};
+pub use users::{DiskClaim, DiskUser, DiskUsersError};
 
 /// Class code of NVMe controllers (NVMe over PCIe Transport 1.0, section 2.1.1: mass storage,
 /// non-volatile memory, NVM Express I/O controller).
@@ -89,12 +89,12 @@ pub struct IommuGroup {
     /// Its number.
     pub number: u32,
     /// All its functions.
-    pub members: Vec<GroupMember>,
+    pub members: Vec<IommuGroupMember>,
 }
 
 /// A function of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GroupMember {
+pub struct IommuGroupMember {
     /// Address, as the kernel names it.
     pub address: String,
     /// The driver that it is bound to.
@@ -240,7 +240,7 @@ fn iommu_group(folder: &Path) -> Result<Option<IommuGroup>, PciFunctionError> {
         let folder = devices.join(&address);
         // Devices of other buses have no class; no bridge has a NVMe function behind it there.
         let class = read_optional(&folder.join("class"))?.unwrap_or_default();
-        members.push(GroupMember {
+        members.push(IommuGroupMember {
             driver: link_name(&folder.join("driver"))?,
             // Base class 06h.
             is_bridge: class.starts_with("0x06"),

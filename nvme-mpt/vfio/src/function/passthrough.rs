@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 
-use nvme_mpt::spec::admin::{GetFeatures, Identify};
+use nvme_mpt::spec::admin::{GetFeatures, IdentifyCommand};
 use nvme_mpt::spec::feature::{FeatureId, NumberOfQueues};
 use nvme_mpt::spec::identify::{Cns, IdentifyController, IdentifyNamespace, NsidList};
 use nvme_mpt::spec::ids::Nsid;
@@ -14,7 +14,7 @@ use nvme_mpt::spec::sqe::Sqe;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::{HostRoot, KernelController};
-use crate::description::Description;
+use crate::description::DriveDescription;
 use crate::ioctl;
 
 /// Error asking a drive through the kernel's driver.
@@ -49,7 +49,7 @@ impl KernelController {
     ///
     /// # Errors
     /// [`DescribeError`]. What a drive need not have is left out instead.
-    pub fn describe(&self, root: &HostRoot) -> Result<Description, DescribeError> {
+    pub fn describe(&self, root: &HostRoot) -> Result<DriveDescription, DescribeError> {
         let path = root.dev.join(&self.name);
         let file = File::open(&path).map_err(|source| DescribeError::Open {
             path: path.clone(),
@@ -76,7 +76,7 @@ impl KernelController {
                 .map_err(failed("Identify Namespace"))?;
             namespaces.push((nsid, namespace));
         }
-        Ok(Description {
+        Ok(DriveDescription {
             controller,
             namespaces,
             health: health(&file).ok(),
@@ -102,9 +102,9 @@ fn identify<T: FromBytes + IntoBytes>(
 ) -> io::Result<()> {
     let mut sqe = Sqe::new(AdminOpcode::IDENTIFY.0);
     sqe.nsid = nsid;
-    let command = Identify {
+    let command = IdentifyCommand {
         cns,
-        ..Identify::default()
+        ..IdentifyCommand::default()
     };
     command.write_to(&mut sqe);
     ioctl::nvme_admin(file, &sqe, structure.as_mut_bytes()).map(drop)

@@ -108,7 +108,7 @@ impl Host {
     fn users(&self) -> Vec<String> {
         let controller = self.find().controller.expect("controller");
         let users = controller.users(&self.root).expect("users");
-        users.iter().map(User::to_string).collect()
+        users.iter().map(DiskUser::to_string).collect()
     }
 }
 

@@ -12,7 +12,7 @@ use super::{HostRoot, IommuGroup, KernelController, PciFunctionError};
 
 /// Somebody who would lose a disk if its controller were taken from the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum User {
+pub enum DiskUser {
     /// It is mounted.
     Mounted {
         /// The disk or partition.
@@ -48,7 +48,7 @@ pub enum User {
     },
 }
 
-impl User {
+impl DiskUser {
     /// Returns whether it is a process that merely has the device open, and the operator may decide that it
     /// can do without. All others would lose data.
     #[must_use]
@@ -57,7 +57,7 @@ impl User {
     }
 }
 
-impl fmt::Display for User {
+impl fmt::Display for DiskUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Mounted { device, on } => write!(f, "{device} is mounted on {on}"),
@@ -78,7 +78,7 @@ impl fmt::Display for User {
 
 /// It cannot be found out who uses a disk.
 #[derive(Debug, thiserror::Error)]
-pub enum UsersError {
+pub enum DiskUsersError {
     /// The kernel does not tell.
     #[error(transparent)]
     Kernel(#[from] PciFunctionError),
@@ -94,7 +94,7 @@ pub enum UsersError {
 
 /// The disks of a controller, held so that nobody can begin to use them.
 #[derive(Debug)]
-pub struct Claim {
+pub struct DiskClaim {
     /// Open with O_EXCL, as file systems, swap and RAID open them.
     _disks: Vec<File>,
 }
@@ -104,7 +104,7 @@ impl KernelController {
     ///
     /// # Errors
     /// The kernel does not report something that is needed.
-    pub fn users(&self, root: &HostRoot) -> Result<Vec<User>, PciFunctionError> {
+    pub fn users(&self, root: &HostRoot) -> Result<Vec<DiskUser>, PciFunctionError> {
         let mut devices = Vec::new();
         for namespace in &self.namespaces {
             devices.extend(namespace.block_devices()?);
@@ -112,7 +112,7 @@ impl KernelController {
         let mut users = mounts(root, &devices)?;
         users.extend(swaps(root, &devices)?);
         for BlockDevice { name, holders, .. } in &devices {
-            users.extend(holders.iter().map(|holder| User::Holder {
+            users.extend(holders.iter().map(|holder| DiskUser::Holder {
                 device: name.clone(),
                 holder: holder.clone(),
             }));
@@ -126,7 +126,7 @@ impl KernelController {
     ///
     /// # Errors
     /// The kernel does not report something that is needed.
-    pub fn claim(&self, root: &HostRoot) -> Result<(Claim, Vec<User>), UsersError> {
+    pub fn claim(&self, root: &HostRoot) -> Result<(DiskClaim, Vec<DiskUser>), DiskUsersError> {
         let mut disks = Vec::new();
         let mut exclusive = Vec::new();
         for namespace in &self.namespaces {
@@ -142,30 +142,30 @@ impl KernelController {
                 }
                 // It went meanwhile, so nobody uses it.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::ENXIO | libc::ENODEV)) => {}
-                Err(source) => return Err(UsersError::Open { path, source }),
+                Err(source) => return Err(DiskUsersError::Open { path, source }),
             }
         }
         let mut users = self.users(root)?;
         for device in exclusive {
             // Say more than that it is in use, where there is more to say.
             let explained = users.iter().any(|user| match user {
-                User::Mounted { device: part, .. }
-                | User::Swap { device: part }
-                | User::Holder { device: part, .. } => is_part_of(part, &device),
-                User::Process { .. } | User::Exclusive { .. } => false,
+                DiskUser::Mounted { device: part, .. }
+                | DiskUser::Swap { device: part }
+                | DiskUser::Holder { device: part, .. } => is_part_of(part, &device),
+                DiskUser::Process { .. } | DiskUser::Exclusive { .. } => false,
             });
             if !explained {
-                users.push(User::Exclusive { device });
+                users.push(DiskUser::Exclusive { device });
             }
         }
-        Ok((Claim { _disks: disks }, users))
+        Ok((DiskClaim { _disks: disks }, users))
     }
 }
 
 impl IommuGroup {
     /// Processes that have the group, and so its functions, as far as this process may know.
     #[must_use]
-    pub fn users(&self, root: &HostRoot) -> Vec<User> {
+    pub fn users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);
         let Ok(file) = fs::metadata(&path) else {
             return Vec::new();
@@ -174,20 +174,23 @@ impl IommuGroup {
             return Vec::new();
         }
         let name = path.display().to_string();
-        processes(root, &Numbers::from([((false, file.rdev()), name)]))
+        processes(
+            root,
+            &DeviceNumberNames::from([((false, file.rdev()), name)]),
+        )
     }
 
     /// The same, asking the kernel as well, which lets one process have it at a time. Whoever wants
     /// to have it at this very moment is refused: to be asked before it is taken from all only.
     #[must_use]
-    pub fn exclusive_users(&self, root: &HostRoot) -> Vec<User> {
+    pub fn exclusive_users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);
         let opened = OpenOptions::new().read(true).write(true).open(&path);
         let is_taken = opened.is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY));
         let mut users = self.users(root);
         if is_taken && users.is_empty() {
             let device = path.display().to_string();
-            users.push(User::Exclusive { device });
+            users.push(DiskUser::Exclusive { device });
         }
         users
     }
@@ -205,7 +208,7 @@ fn read_proc(path: PathBuf) -> Result<String, PciFunctionError> {
 }
 
 /// Mounts in the mount namespace of this process, and in those of all others that may be looked at.
-fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunctionError> {
+fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, PciFunctionError> {
     let own = read_proc(root.proc.join("self/mountinfo"))?;
     let mut users = mounts_in(root, devices, &own);
     let own = fs::read_link(root.proc.join("self/ns/mnt"));
@@ -219,24 +222,24 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunc
         }
         let text = fs::read_to_string(folder.join("mountinfo")).unwrap_or_default();
         for user in mounts_in(root, devices, &text) {
-            let User::Mounted { device, on } = user else {
+            let DiskUser::Mounted { device, on } = user else {
                 continue;
             };
             // Most namespaces have the mounts of the host as well.
-            let is_known = users
-                .iter()
-                .any(|known| matches!(known, User::Mounted { device: of, .. } if *of == device));
+            let is_known = users.iter().any(
+                |known| matches!(known, DiskUser::Mounted { device: of, .. } if *of == device),
+            );
             if !is_known {
                 let command = command(&folder);
                 let on = format!("{on} in the mount namespace of process {pid} ({command})");
-                users.push(User::Mounted { device, on });
+                users.push(DiskUser::Mounted { device, on });
             }
         }
     }
     Ok(users)
 }
 
-fn mounts_in(root: &HostRoot, devices: &[BlockDevice], text: &str) -> Vec<User> {
+fn mounts_in(root: &HostRoot, devices: &[BlockDevice], text: &str) -> Vec<DiskUser> {
     let mut users = Vec::new();
     for line in text.lines() {
         // proc_pid_mountinfo(5): ID, parent, device number, root, mount point, … - type, source.
@@ -252,7 +255,7 @@ fn mounts_in(root: &HostRoot, devices: &[BlockDevice], text: &str) -> Vec<User> 
             device.number == number || source.is_some_and(|source| is_file_of(root, source, device))
         });
         if let Some(device) = device {
-            users.push(User::Mounted {
+            users.push(DiskUser::Mounted {
                 device: device.name.clone(),
                 on: unescaped(on),
             });
@@ -270,7 +273,7 @@ fn pids(root: &HostRoot) -> BTreeSet<u32> {
         .collect()
 }
 
-fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunctionError> {
+fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, PciFunctionError> {
     let path = root.proc.join("swaps");
     // A kernel without swap has no such file.
     let text = match fs::read_to_string(&path) {
@@ -282,7 +285,7 @@ fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunct
         .filter_map(|line| line.split_whitespace().next());
     Ok(files
         .filter_map(|file| devices.iter().find(|device| is_file_of(root, file, device)))
-        .map(|device| User::Swap {
+        .map(|device| DiskUser::Swap {
             device: device.name.clone(),
         })
         .collect())
@@ -315,14 +318,14 @@ fn unescaped(text: &str) -> String {
 }
 
 /// Processes that have a device open, this one excepted. Those of other users are seen by root only.
-fn processes(root: &HostRoot, numbers: &Numbers) -> Vec<User> {
+fn processes(root: &HostRoot, numbers: &DeviceNumberNames) -> Vec<DiskUser> {
     let mut users = Vec::new();
     let mut pids = pids(root);
     pids.remove(&std::process::id());
     for pid in pids {
         let folder = root.proc.join(pid.to_string());
         for device in open_devices(&folder, numbers) {
-            users.push(User::Process {
+            users.push(DiskUser::Process {
                 device: device.clone(),
                 pid,
                 command: command(&folder),
@@ -340,14 +343,14 @@ fn command(folder: &Path) -> String {
 
 /// Device number → name, of block and character devices: a process may also have the controller
 /// open, or a namespace for passing commands through.
-type Numbers = BTreeMap<(bool, u64), String>;
+type DeviceNumberNames = BTreeMap<(bool, u64), String>;
 
 fn device_numbers(
     root: &HostRoot,
     controller: &KernelController,
     devices: &[BlockDevice],
-) -> Numbers {
-    let mut numbers = Numbers::new();
+) -> DeviceNumberNames {
+    let mut numbers = DeviceNumberNames::new();
     for BlockDevice { name, number, .. } in devices {
         let parts = number.split_once(':');
         let parsed = parts.and_then(|(major, minor)| {
@@ -371,7 +374,7 @@ fn device_numbers(
 }
 
 /// The devices among `numbers` that the process of a folder has open, each once.
-fn open_devices<'n>(process: &Path, numbers: &'n Numbers) -> Vec<&'n String> {
+fn open_devices<'n>(process: &Path, numbers: &'n DeviceNumberNames) -> Vec<&'n String> {
     let mut open = Vec::new();
     let Ok(files) = fs::read_dir(process.join("fd")) else {
         return open;

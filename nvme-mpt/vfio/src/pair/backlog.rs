@@ -28,7 +28,7 @@ const LEAST: u64 = 64 << 10;
 
 /// Work of a drive from one look to the next.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Work {
+pub(super) struct DriveWork {
     /// Ticks between the looks.
     pub(super) elapsed: u64,
     /// Bytes that it completed, of commands that are counted.
@@ -42,7 +42,7 @@ pub(super) struct Work {
 
 /// Bound of a drive's bytes in flight.
 #[derive(Debug)]
-pub(super) struct Backlog {
+pub(super) struct InFlightBound {
     /// A quarter of `timeout=`, in ticks; 0 without one.
     patience: u64,
     is_fast: bool,
@@ -51,7 +51,7 @@ pub(super) struct Backlog {
     bound: u64,
 }
 
-impl Backlog {
+impl InFlightBound {
     /// Of a drive of which nothing is known.
     pub(super) const fn new(patience: u64) -> Self {
         Self {
@@ -63,7 +63,7 @@ impl Backlog {
     }
 
     /// Learns from the drive's work. Returns the most bytes that it may have of busy members; `None` if there is no bound.
-    pub(super) fn look(&mut self, work: Work) -> Option<u64> {
+    pub(super) fn look(&mut self, work: DriveWork) -> Option<u64> {
         if self.patience == 0 {
             return None;
         }
@@ -90,7 +90,7 @@ impl Backlog {
 
     /// Returns whether commands take longer than half of `patience`. A drive that completes nothing may do something that takes
     /// long, and tells nothing of others.
-    pub(super) fn is_late(&self, work: Work) -> bool {
+    pub(super) fn is_late(&self, work: DriveWork) -> bool {
         let time = u128::from(work.has) * u128::from(work.elapsed);
         work.completed > 0 && time > u128::from(work.completed) * u128::from(self.patience / 2)
     }
@@ -103,8 +103,8 @@ mod tests {
     const PATIENCE: u64 = 2_500;
     const LOOK: u64 = 100;
 
-    fn work(landed: u64, in_flight: u64) -> Work {
-        Work {
+    fn work(landed: u64, in_flight: u64) -> DriveWork {
+        DriveWork {
             elapsed: LOOK,
             landed,
             in_flight,
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn a_slow_drive_has_what_it_does_in_a_quarter_of_the_time_out() {
-        let mut backlog = Backlog::new(PATIENCE);
+        let mut backlog = InFlightBound::new(PATIENCE);
         // Eight commands of 256 KiB in 100 ms: 50 MiB.
         let (landed, mut in_flight) = (2 << 20, 32 << 20);
         for _ in 0..50 {
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_fast_drive_has_no_bound_until_it_is_late() {
-        let mut backlog = Backlog::new(PATIENCE);
+        let mut backlog = InFlightBound::new(PATIENCE);
         assert!(backlog.look(work(1 << 18, 1 << 18)).is_some());
         assert_eq!(backlog.look(work(4 << 20, 4 << 20)), None);
         assert_eq!(backlog.look(work(0, 1 << 18)), None, "nothing in a look");
@@ -144,6 +144,6 @@ mod tests {
 
     #[test]
     fn a_drive_without_a_time_out_has_no_bound() {
-        assert_eq!(Backlog::new(0).look(work(1 << 18, 256 << 20)), None);
+        assert_eq!(InFlightBound::new(0).look(work(1 << 18, 256 << 20)), None);
     }
 }

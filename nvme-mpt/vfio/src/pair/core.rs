@@ -14,19 +14,21 @@
 
 use std::sync::{Arc, Weak};
 
-use super::Shared;
+use super::QueuePairInner;
 use super::backlog;
-use super::flight::{Flight, Flights, Landing, LateCommand, Look, PLAIN};
-use super::governor::{Governor, Window};
-use super::member::{Member, Waiting};
-use super::rings::{PairDoorbells, Rings};
-use super::seat::{Moves, Newcomer, Seat, Whereabouts};
-use super::sharing::Sharing;
-use super::split::WholeLimit;
+use super::flight::{
+    CompletionOutcome, InFlightCommand, InFlightCommands, InFlightSample, LateCommand, PLAIN,
+};
+use super::governor::{DriveGovernor, QueuePairWindow};
+use super::member::{QueuePairUser, WaitingCommand};
+use super::rings::{PairDoorbells, VfioQueuePairRings};
+use super::seat::{CurrentQueuePair, NewQueuePairUser, QueueMigrations, QueuePairBinding};
+use super::sharing::QueuePairSharing;
+use super::split::UnsplitLimit;
 use super::stats::PairStats;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::{CompletionTaker, HostCompletion, HostMemory};
-use nvme_mpt::learn::Class;
+use nvme_mpt::learn::CommandClass;
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
@@ -35,7 +37,7 @@ use nvme_mpt::spec::status::Status;
 /// Part of the ring's places that heavy members leave to light ones, at least one place.
 const LIGHT_PLACES: usize = 16;
 
-/// Part of a member's [presence](Governor::presence) after which it launches one more command, though its lease has used up
+/// Part of a member's [presence](DriveGovernor::presence) after which it launches one more command, though its lease has used up
 /// its share: 62 ms. A queue with 256 commands so waits for no longer than 16 s, which is less than its driver does.
 const HELD_BACK: u64 = 16;
 
@@ -47,7 +49,7 @@ const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
 
 /// State of the drive: it takes commands, or does not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum QueuePairState {
     Running,
     /// Commands wait; nothing is written to the rings and doorbells.
     Stopped,
@@ -57,14 +59,14 @@ enum State {
 
 /// Part of a member's next command that goes to the drive at once.
 #[derive(Clone, Copy)]
-struct Portion {
-    /// Weight that [`Core::next`] returned for `most`.
+struct CommandPortion {
+    /// Weight that [`QueuePairCore::next`] returned for `most`.
     weight: u64,
     /// Limit of its bytes.
     most: u64,
 }
 
-impl Portion {
+impl CommandPortion {
     /// All of a command.
     const fn all(weight: u64) -> Self {
         let most = u64::MAX;
@@ -74,12 +76,12 @@ impl Portion {
 
 /// Shared state of a queue pair's members.
 #[derive(Debug)]
-pub(super) struct Core {
-    pub(super) rings: Rings,
-    flights: Flights,
+pub(super) struct QueuePairCore {
+    pub(super) rings: VfioQueuePairRings,
+    flights: InFlightCommands,
     /// Most bytes that the drive transfers per command.
     max_transfer: u64,
-    members: Vec<Option<Box<Member>>>,
+    members: Vec<Option<Box<QueuePairUser>>>,
     count: usize,
     /// Members that move to other pairs.
     departing: usize,
@@ -90,8 +92,8 @@ pub(super) struct Core {
     /// True if there is one member, which stays and may use the drive, and whose commands can go by their slots.
     is_lone: bool,
     /// Moves that their queues have not seen yet.
-    moves: Moves,
-    pub(super) sharing: Sharing,
+    moves: QueueMigrations,
+    pub(super) sharing: QueuePairSharing,
     /// Commands that it had taken when the drive's supervisor last looked.
     pub(super) surveyed: u64,
     /// Members that are passed over, as their leases have used up their shares until the next look.
@@ -100,17 +102,21 @@ pub(super) struct Core {
     is_held: bool,
     /// Until when they are not looked at again, unless a command of another one comes.
     held_until: Ticks,
-    state: State,
+    state: QueuePairState,
     stats: PairStats,
 }
 
-impl Core {
-    pub(super) fn new(rings: Rings, max_transfer: u64, governor: Arc<Governor>) -> Self {
+impl QueuePairCore {
+    pub(super) fn new(
+        rings: VfioQueuePairRings,
+        max_transfer: u64,
+        governor: Arc<DriveGovernor>,
+    ) -> Self {
         // One entry stays empty, to tell a full ring from an empty one; fewer than 1024 are left.
         let room = (rings.entries() - 1) as u16;
         Self {
             rings,
-            flights: Flights::new(room),
+            flights: InFlightCommands::new(room),
             max_transfer,
             members: Vec::new(),
             count: 0,
@@ -118,21 +124,21 @@ impl Core {
             borrowers: 0,
             revoked: 0,
             is_lone: false,
-            moves: Moves::default(),
-            sharing: Sharing::new(governor),
+            moves: QueueMigrations::default(),
+            sharing: QueuePairSharing::new(governor),
             surveyed: 0,
             passed: Vec::new(),
             is_held: false,
             held_until: Ticks::default(),
-            state: State::Running,
+            state: QueuePairState::Running,
             stats: PairStats::default(),
         }
     }
 
     /// A new member. Returns its number.
-    pub(super) fn join(&mut self, queue: Newcomer) -> u16 {
+    pub(super) fn join(&mut self, queue: NewQueuePairUser) -> u16 {
         let lease = queue.lease.clone();
-        let mut member = Member::new(queue, self.max_transfer);
+        let mut member = QueuePairUser::new(queue, self.max_transfer);
         member.limit_direct(self.direct_most(), self.max_transfer);
         self.revoked += usize::from(member.revoked);
         let member = Some(Box::new(member));
@@ -154,7 +160,7 @@ impl Core {
     }
 
     fn note_members(&mut self) {
-        let go_by_slots = |member: &Member| usize::from(member.queue.slots) <= PLAIN;
+        let go_by_slots = |member: &QueuePairUser| usize::from(member.queue.slots) <= PLAIN;
         let mut members = self.members.iter().flatten();
         self.is_lone = self.count == 1
             && self.departing == 0
@@ -163,7 +169,7 @@ impl Core {
     }
 
     /// A new member, which borrows the pair from its queues. Returns its number.
-    pub(super) fn borrow(&mut self, queue: Newcomer, home: Weak<Shared>) -> u16 {
+    pub(super) fn borrow(&mut self, queue: NewQueuePairUser, home: Weak<QueuePairInner>) -> u16 {
         let number = self.join(queue);
         if let Some(member) = self.member(number) {
             member.home = Some(home);
@@ -173,7 +179,7 @@ impl Core {
     }
 
     /// Has a member not borrow the pair any more. Returns the pair that it came from.
-    pub(super) fn end_loan(&mut self, number: u16) -> Option<Weak<Shared>> {
+    pub(super) fn end_loan(&mut self, number: u16) -> Option<Weak<QueuePairInner>> {
         let home = self.member(number)?.home.take()?;
         self.borrowers -= 1;
         Some(home)
@@ -193,7 +199,7 @@ impl Core {
     }
 
     /// Returns the members that do not move to another pair, with their numbers.
-    pub(super) fn staying(&self) -> impl Iterator<Item = (u16, &Member)> {
+    pub(super) fn staying(&self) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let members = (0..).zip(&self.members);
         members
             .filter_map(|(number, member)| Some((number, member.as_deref()?)))
@@ -204,7 +210,7 @@ impl Core {
     pub(super) fn find_staying(
         &self,
         which: impl Fn(Option<u64>) -> bool,
-    ) -> Option<(u16, Newcomer)> {
+    ) -> Option<(u16, NewQueuePairUser)> {
         let members = self.staying();
         let (number, member) = members
             .filter(|(_, member)| which(member.queue.lease.reservation()))
@@ -216,8 +222,8 @@ impl Core {
     pub(super) fn begin_move(
         &mut self,
         number: u16,
-        whereabouts: &Arc<Whereabouts>,
-        to: Seat,
+        whereabouts: &Arc<CurrentQueuePair>,
+        to: QueuePairBinding,
     ) -> bool {
         let has_flights = self.flights.of_member(number) > 0;
         let Some(member) = self.member(number) else {
@@ -240,7 +246,7 @@ impl Core {
 
     /// Takes the move of a queue that is about to act; one that `is_done` here has left then.
     #[inline]
-    pub(super) fn take_move(&mut self, number: u16, is_done: bool) -> Option<Seat> {
+    pub(super) fn take_move(&mut self, number: u16, is_done: bool) -> Option<QueuePairBinding> {
         let to = self.moves.take(number)?;
         if is_done {
             self.leave(number);
@@ -311,7 +317,7 @@ impl Core {
     }
 
     #[inline]
-    pub(super) fn member(&mut self, number: u16) -> Option<&mut Member> {
+    pub(super) fn member(&mut self, number: u16) -> Option<&mut QueuePairUser> {
         self.members.get_mut(usize::from(number))?.as_deref_mut()
     }
 
@@ -348,7 +354,7 @@ impl Core {
     #[inline]
     pub(super) fn is_direct(&self, number: u16) -> bool {
         self.is_lone
-            && self.state == State::Running
+            && self.state == QueuePairState::Running
             && self
                 .members
                 .get(usize::from(number))
@@ -390,7 +396,7 @@ impl Core {
         number: u16,
         count: u32,
         now: Ticks,
-    ) -> Option<WholeLimit> {
+    ) -> Option<UnsplitLimit> {
         let can = self.is_direct(number)
             && !self.sharing.governor.is_governed(now)
             && count as usize <= self.flights.free()
@@ -401,7 +407,7 @@ impl Core {
 
     /// Writes a member's command into the ring, unless it has to be split. Returns whether it did.
     #[inline(always)]
-    pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: WholeLimit, now: Ticks) -> bool {
+    pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: UnsplitLimit, now: Ticks) -> bool {
         if !limit.is_whole(sqe) {
             return false;
         }
@@ -444,7 +450,7 @@ impl Core {
             return;
         };
         let refusal = match self.state {
-            State::Dead(status) => Some(status),
+            QueuePairState::Dead(status) => Some(status),
             _ if member.revoked => Some(REVOKED),
             _ => None,
         };
@@ -460,7 +466,7 @@ impl Core {
             .map(|sqe| member.whole.touched(sqe, memory))
             .max()
             .unwrap_or(0);
-        if !is_governed || Class::is_heavy(outstanding, longest) {
+        if !is_governed || CommandClass::is_heavy(outstanding, longest) {
             // For some time: between two bursts nobody becomes light.
             member.heavy_until = Ticks(now.0.saturating_add(sharing.governor.presence() / 10));
         }
@@ -468,11 +474,11 @@ impl Core {
         for sqe in staged {
             let len = member.whole.touched(sqe, memory);
             let class = if is_light {
-                Class::light(NvmOpcode(sqe.opcode()), outstanding)
+                CommandClass::light(NvmOpcode(sqe.opcode()), outstanding)
             } else {
-                Class::HEAVY
+                CommandClass::HEAVY
             };
-            let interruptible = is_light_present && class == Class::HEAVY;
+            let interruptible = is_light_present && class == CommandClass::HEAVY;
             let divisible = member.whole.divisible_len(sqe, interruptible);
             let split = member.splits.as_mut().and_then(|splits| {
                 let grain = splits.grain(divisible, interruptible)?;
@@ -488,7 +494,7 @@ impl Core {
                 stats.splits += 1;
             }
             stats.commands += 1;
-            member.waiting.push_back(Waiting {
+            member.waiting.push_back(WaitingCommand {
                 sqe: *sqe,
                 len,
                 class,
@@ -511,7 +517,7 @@ impl Core {
     /// Returns whether commands may be waiting for [`Self::dispatch`].
     #[inline]
     pub(super) fn may_dispatch(&self) -> bool {
-        self.state == State::Running && !self.sharing.is_idle()
+        self.state == QueuePairState::Running && !self.sharing.is_idle()
     }
 
     /// Gives the drive what waits, as far as it may have it now.
@@ -527,7 +533,8 @@ impl Core {
 
     fn tell_waiting(&mut self) {
         // A turn at the window would be lost on a pair that may launch nothing.
-        let is_waiting = self.state == State::Running && !self.sharing.is_idle() && !self.is_held;
+        let is_waiting =
+            self.state == QueuePairState::Running && !self.sharing.is_idle() && !self.is_held;
         self.sharing.tell_waiting(is_waiting);
     }
 
@@ -535,9 +542,9 @@ impl Core {
     fn dispatch_light(&mut self, now: Ticks) {
         while let Some(&number) = self.sharing.lights.front() {
             while let Some((class, weight)) = self.next(number, u64::MAX)
-                && class != Class::HEAVY
+                && class != CommandClass::HEAVY
             {
-                if !self.launch(number, Portion::all(weight), now) {
+                if !self.launch(number, CommandPortion::all(weight), now) {
                     return;
                 }
             }
@@ -557,8 +564,8 @@ impl Core {
         let window = self.sharing.window(now);
         let kept = self.places_kept();
         let most = match window {
-            Window::Own(bytes) | Window::Drive(bytes) => bytes,
-            Window::Open | Window::Closed => u64::MAX,
+            QueuePairWindow::Own(bytes) | QueuePairWindow::Drive(bytes) => bytes,
+            QueuePairWindow::Open | QueuePairWindow::Closed => u64::MAX,
         };
         let is_weighed = self.sharing.governor.is_weighed(now);
         while let Some(number) = self.sharing.turns.next() {
@@ -570,7 +577,7 @@ impl Core {
             let (free, in_flight) = (self.flights.free(), self.flights.in_flight());
             let is_full = free <= kept && (free == 0 || in_flight > 0);
             // A light command is here only if the ring is full.
-            if class != Class::HEAVY || is_full {
+            if class != CommandClass::HEAVY || is_full {
                 break;
             }
             if is_weighed && self.is_held_back(number, now) {
@@ -580,11 +587,11 @@ impl Core {
             }
             // The last part of a command is as one that fills a small window, or several of them would go together.
             let claim = match window {
-                Window::Drive(bytes) if self.is_split(number) => bytes,
+                QueuePairWindow::Drive(bytes) if self.is_split(number) => bytes,
                 _ => weight,
             };
             if !self.sharing.has_room(window, claim, now)
-                || !self.launch(number, Portion { weight, most }, now)
+                || !self.launch(number, CommandPortion { weight, most }, now)
             {
                 break;
             }
@@ -627,13 +634,13 @@ impl Core {
     }
 
     #[inline(always)]
-    fn next(&self, number: u16, most: u64) -> Option<(Class, u64)> {
+    fn next(&self, number: u16, most: u64) -> Option<(CommandClass, u64)> {
         self.members.get(usize::from(number))?.as_ref()?.next(most)
     }
 
     /// Writes a portion of what a member has next into the ring. Returns whether there was room.
-    fn launch(&mut self, number: u16, portion: Portion, now: Ticks) -> bool {
-        let Portion { weight, most } = portion;
+    fn launch(&mut self, number: u16, portion: CommandPortion, now: Ticks) -> bool {
+        let CommandPortion { weight, most } = portion;
         let Self {
             rings,
             flights,
@@ -656,7 +663,7 @@ impl Core {
         let Some((sqe, child)) = member.take_next(most) else {
             return false;
         };
-        let flight = Flight {
+        let flight = InFlightCommand {
             member: number,
             slot: sqe.cid().0,
             child,
@@ -668,7 +675,7 @@ impl Core {
             return false;
         };
         rings.push(&sqe, cid);
-        if class == Class::HEAVY {
+        if class == CommandClass::HEAVY {
             sharing.launched(weight);
         } else {
             sharing.governor.light_launched();
@@ -718,7 +725,7 @@ impl Core {
     /// Gives every member what the drive has completed, and dispatches what waits.
     #[inline]
     pub(super) fn reap(&mut self, clock: impl Fn() -> Ticks) {
-        if self.state != State::Running {
+        if self.state != QueuePairState::Running {
             return;
         }
         self.harvest(None, || Some(clock()));
@@ -753,9 +760,9 @@ impl Core {
 
     /// Gives a member what has landed.
     #[inline]
-    fn deliver(&mut self, landing: Landing, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
+    fn deliver(&mut self, landing: CompletionOutcome, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
         match landing {
-            Landing::Plain {
+            CompletionOutcome::Plain {
                 member,
                 slot,
                 status,
@@ -764,7 +771,7 @@ impl Core {
                     member.take_uncounted([HostCompletion { slot, status, dw0 }]);
                 }
             }
-            Landing::Special(flight, status) => {
+            CompletionOutcome::Special(flight, status) => {
                 if let Some(completion) = self.settle(&flight, status, dw0, clock())
                     && let Some(member) = self.member(flight.member)
                 {
@@ -777,13 +784,13 @@ impl Core {
     /// Settles the accounts of a command or a child. Returns the completion that its member gets.
     fn settle(
         &mut self,
-        flight: &Flight,
+        flight: &InFlightCommand,
         status: Status,
         dw0: u32,
         now: Option<Ticks>,
     ) -> Option<HostCompletion> {
         let slot = flight.slot;
-        if flight.class == Class::HEAVY {
+        if flight.class == CommandClass::HEAVY {
             self.sharing.landed(flight.weight, now);
         } else {
             self.sharing
@@ -819,7 +826,7 @@ impl Core {
         self.flights.overdue(now, deadline)
     }
 
-    pub(super) fn look(&mut self) -> Look {
+    pub(super) fn look(&mut self) -> InFlightSample {
         self.flights.look()
     }
 
@@ -844,8 +851,8 @@ impl Core {
     }
 
     pub(super) fn stop(&mut self) {
-        if self.state == State::Running {
-            self.state = State::Stopped;
+        if self.state == QueuePairState::Running {
+            self.state = QueuePairState::Stopped;
             self.tell_waiting();
         }
     }
@@ -865,14 +872,14 @@ impl Core {
         self.fail_in_flight(Status::COMMAND_INTERRUPTED);
         self.flights.end_aborts();
         self.rings.restart(doorbells);
-        if self.state == State::Stopped {
-            self.state = State::Running;
+        if self.state == QueuePairState::Stopped {
+            self.state = QueuePairState::Running;
         }
     }
 
     pub(super) fn kill(&mut self, status: Status) {
         self.fail_in_flight(status);
-        self.state = State::Dead(status);
+        self.state = QueuePairState::Dead(status);
         self.tell_waiting();
         for member in self.members.iter_mut().flatten() {
             for waiting in member.waiting.drain(..) {

@@ -2,37 +2,37 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use nvme_mpt::memory::Cell32;
+use nvme_mpt::memory::MappedWord32;
 
 /// A doorbell in the Doorbell Buffer that the drive was given with Doorbell Buffer Config
 /// (Base 2.0, section 5.8).
 #[derive(Clone, Debug)]
 pub struct BufferedDoorbell {
     /// Its word in the shadow doorbell buffer, which the host writes.
-    pub shadow: Cell32,
+    pub shadow: MappedWord32,
     /// Its word in the EventIdx buffer, which the drive writes.
-    pub event_idx: Cell32,
+    pub event_idx: MappedWord32,
 }
 
 /// Place to which the host writes one doorbell of the drive.
 #[derive(Clone, Debug)]
 pub struct DriveDoorbell {
     /// The register (Base 2.0, sections 3.1.3.12 and following).
-    pub register: Cell32,
+    pub register: MappedWord32,
     /// Its place in the Doorbell Buffer, if the drive uses one.
     pub buffer: Option<BufferedDoorbell>,
 }
 
 /// A doorbell and what was last written to it.
 #[derive(Debug)]
-pub(super) struct Bell {
+pub(super) struct DoorbellWriter {
     doorbell: DriveDoorbell,
     value: u32,
     /// Writes of the register that EventIdx spared.
     pub(super) saved: u64,
 }
 
-impl Bell {
+impl DoorbellWriter {
     /// The doorbell of a queue that was just created, or is just about to be.
     pub(super) fn new(doorbell: DriveDoorbell) -> Self {
         Self {
@@ -73,15 +73,15 @@ mod tests {
     use super::*;
     use nvme_mpt::memory::Mapping;
 
-    fn cells() -> [Cell32; 3] {
+    fn cells() -> [MappedWord32; 3] {
         let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
-        [0, 1024, 2048].map(|offset| Cell32::new(&mapping, offset).expect("aligned"))
+        [0, 1024, 2048].map(|offset| MappedWord32::new(&mapping, offset).expect("aligned"))
     }
 
     #[test]
     fn without_a_buffer_every_value_goes_to_the_register() {
         let [register, ..] = cells();
-        let mut bell = Bell::new(DriveDoorbell {
+        let mut bell = DoorbellWriter::new(DriveDoorbell {
             register: register.clone(),
             buffer: None,
         });
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn the_register_is_written_when_event_idx_is_passed() {
         let [register, shadow, event_idx] = cells();
-        let mut bell = Bell::new(DriveDoorbell {
+        let mut bell = DoorbellWriter::new(DriveDoorbell {
             register: register.clone(),
             buffer: Some(BufferedDoorbell {
                 shadow: shadow.clone(),

@@ -5,7 +5,7 @@
 //! split, go by a number of the queue pair's own.
 
 use nvme_mpt::clock::Ticks;
-use nvme_mpt::learn::Class;
+use nvme_mpt::learn::CommandClass;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::status::Status;
 
@@ -14,7 +14,7 @@ const INDEX_BITS: u32 = 10;
 
 const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
 
-/// The bit of a host Command Identifier that tells the table: set for [`Flights::special`].
+/// The bit of a host Command Identifier that tells the table: set for [`InFlightCommands::special`].
 const SPECIAL: u16 = 1 << INDEX_BITS;
 
 /// The other bits count how often the index was used, so that a completion that comes twice, or too
@@ -26,20 +26,20 @@ pub(super) const PLAIN: usize = 1 << INDEX_BITS;
 
 /// Record of every command: little, as it is written for each.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct CommandIdEntry {
     /// When the drive got it.
     submitted: Ticks,
-    tag: Tag,
+    tag: CommandIdTag,
 }
 
-const _: () = assert!(size_of::<Entry>() == 16);
+const _: () = assert!(size_of::<CommandIdEntry>() == 16);
 
 /// The Command Identifier of the command that is in flight, and nothing but that while all is as
 /// usual: so one comparison tells whether a completion is for it. While there is none, the identifier is the next one's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Tag(u32);
+struct CommandIdTag(u32);
 
-impl Tag {
+impl CommandIdTag {
     /// There is none in flight.
     const FREE: u32 = 1 << 17;
     /// The drive was asked to abort it.
@@ -75,11 +75,11 @@ impl Tag {
     }
 }
 
-impl Entry {
+impl CommandIdEntry {
     fn new(cid: u16) -> Self {
         Self {
             submitted: Ticks::default(),
-            tag: Tag::after(CommandId(cid)),
+            tag: CommandIdTag::after(CommandId(cid)),
         }
     }
 
@@ -87,18 +87,19 @@ impl Entry {
     #[inline]
     fn occupy(&mut self, submitted: Ticks) -> CommandId {
         let cid = self.tag.cid();
-        self.tag = Tag(cid.0.into());
+        self.tag = CommandIdTag(cid.0.into());
         self.submitted = submitted;
         cid
     }
 
     #[inline]
     fn vacate(&mut self) {
-        self.tag = Tag(Tag::after(self.tag.cid()).0 | self.tag.0 & Tag::HELD);
+        self.tag =
+            CommandIdTag(CommandIdTag::after(self.tag.cid()).0 | self.tag.0 & CommandIdTag::HELD);
     }
 
     fn is_in_flight(&self) -> bool {
-        !self.tag.has(Tag::FREE)
+        !self.tag.has(CommandIdTag::FREE)
     }
 
     /// Returns whether it is the command in flight that has this identifier.
@@ -109,7 +110,7 @@ impl Entry {
     /// Returns the member's status for a command that the drive ended with this one.
     fn end(&self, status: Status) -> Status {
         // We asked for the abort, not the guest: its driver is told to try again.
-        if self.tag.has(Tag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
+        if self.tag.has(CommandIdTag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
             Status::COMMAND_INTERRUPTED
         } else {
             status
@@ -149,7 +150,7 @@ impl LateCommand {
 
 /// Commands that the drive had of a queue pair at some time.
 #[derive(Clone, Debug, Default)]
-pub struct Look {
+pub struct InFlightSample {
     /// The oldest that were not reported yet, [`OLDEST`] at most.
     pub oldest: Vec<LateCommand>,
     /// Number of all.
@@ -158,13 +159,13 @@ pub struct Look {
     pub latest: Ticks,
 }
 
-/// Most commands of [`Look::oldest`].
+/// Most commands of [`InFlightSample::oldest`].
 pub const OLDEST: usize = 8;
 
 /// A member's command, or one part of it, that the drive has, when the member shares the queue pair
 /// or the command is split: what is to be known at its end.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Flight {
+pub(super) struct InFlightCommand {
     /// Which member's.
     pub(super) member: u16,
     /// The member's name of the command.
@@ -173,14 +174,14 @@ pub(super) struct Flight {
     pub(super) child: Option<u16>,
     /// Weight in the queue pair's window; 0 for commands that the window does not bound.
     pub(super) weight: u32,
-    pub(super) class: Class,
+    pub(super) class: CommandClass,
     /// When it arrived from the member.
     pub(super) arrived: Ticks,
 }
 
 /// Fate of a command that the drive had.
 #[derive(Debug)]
-pub(super) enum Landing {
+pub(super) enum CompletionOutcome {
     /// A whole command of a member has ended, and there is no more to it.
     Plain {
         member: u16,
@@ -188,14 +189,14 @@ pub(super) enum Landing {
         status: Status,
     },
     /// As above, or part of a command, with accounts to settle.
-    Special(Flight, Status),
+    Special(InFlightCommand, Status),
 }
 
 /// The commands that the drive has.
 #[derive(Debug)]
-pub(super) struct Flights {
+pub(super) struct InFlightCommands {
     /// Commands whose end needs no more than to be told to their member, by slot.
-    plain: [Entry; PLAIN],
+    plain: [CommandIdEntry; PLAIN],
     /// Owner.
     owner: u16,
     /// Member with commands that may go by their slots now: the owner, unless an identifier of a slot is held.
@@ -203,9 +204,9 @@ pub(super) struct Flights {
     /// Identifiers of slots that are held.
     held_slots: usize,
     /// All others.
-    special: Box<[Entry]>,
+    special: Box<[CommandIdEntry]>,
     /// Records of the flights.
-    flights: Box<[Flight]>,
+    flights: Box<[InFlightCommand]>,
     /// Indices of those that are free.
     free: Vec<u16>,
     /// Those of them that are neither in flight nor free, since an identifier is held.
@@ -216,17 +217,19 @@ pub(super) struct Flights {
 /// No member.
 const NOBODY: u16 = u16::MAX;
 
-impl Flights {
+impl InFlightCommands {
     /// Room for `room` commands in flight, fewer than 1024.
     pub(super) fn new(room: u16) -> Self {
         debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
         Self {
-            plain: std::array::from_fn(|slot| Entry::new(slot as u16)),
+            plain: std::array::from_fn(|slot| CommandIdEntry::new(slot as u16)),
             owner: 0,
             user: 0,
             held_slots: 0,
-            special: (0..room).map(|index| Entry::new(index | SPECIAL)).collect(),
-            flights: vec![Flight::default(); room.into()].into_boxed_slice(),
+            special: (0..room)
+                .map(|index| CommandIdEntry::new(index | SPECIAL))
+                .collect(),
+            flights: vec![InFlightCommand::default(); room.into()].into_boxed_slice(),
             // Lowest first: the same few entries stay in the cache.
             free: (0..room).rev().collect(),
             held_back: 0,
@@ -267,8 +270,9 @@ impl Flights {
             0
         };
         let special = self.special.iter().zip(&self.flights);
-        let is_its =
-            |(entry, flight): &(&Entry, &Flight)| entry.is_in_flight() && flight.member == member;
+        let is_its = |(entry, flight): &(&CommandIdEntry, &InFlightCommand)| {
+            entry.is_in_flight() && flight.member == member
+        };
         plain + special.filter(is_its).count()
     }
 
@@ -281,7 +285,8 @@ impl Flights {
 
     #[cold]
     fn change_owner(&mut self, member: u16) -> bool {
-        let is_unused = self.held_slots == 0 && !self.plain.iter().any(Entry::is_in_flight);
+        let is_unused =
+            self.held_slots == 0 && !self.plain.iter().any(CommandIdEntry::is_in_flight);
         if is_unused {
             (self.owner, self.user) = (member, member);
         }
@@ -309,7 +314,11 @@ impl Flights {
     }
 
     /// Takes up any other command, if there is room.
-    pub(super) fn take_off_special(&mut self, flight: Flight, now: Ticks) -> Option<CommandId> {
+    pub(super) fn take_off_special(
+        &mut self,
+        flight: InFlightCommand,
+        now: Ticks,
+    ) -> Option<CommandId> {
         if self.free() == 0 {
             return None;
         }
@@ -325,25 +334,25 @@ impl Flights {
     #[inline]
     pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;
-        if self.plain[usize::from(slot)].tag != Tag(cid.0.into()) {
+        if self.plain[usize::from(slot)].tag != CommandIdTag(cid.0.into()) {
             return None;
         }
-        self.plain[usize::from(slot)].tag = Tag::after(cid);
+        self.plain[usize::from(slot)].tag = CommandIdTag::after(cid);
         Some(slot)
     }
 
     /// Takes a command down that the drive has completed; `None` if none in flight has this
     /// identifier.
     #[inline]
-    pub(super) fn land(&mut self, cid: CommandId, status: Status) -> Option<Landing> {
+    pub(super) fn land(&mut self, cid: CommandId, status: Status) -> Option<CompletionOutcome> {
         let entry = self.entry(cid)?;
         let status = entry.end(status);
-        let held = entry.tag.has(Tag::HELD);
+        let held = entry.tag.has(CommandIdTag::HELD);
         entry.vacate();
         self.in_flight -= 1;
         let index = cid.0 & INDEX_MASK;
         if cid.0 & SPECIAL == 0 {
-            return Some(Landing::Plain {
+            return Some(CompletionOutcome::Plain {
                 member: self.owner,
                 slot: index,
                 status,
@@ -355,12 +364,12 @@ impl Flights {
             self.free.push(index);
         }
         let flight = self.flights.get(usize::from(index))?;
-        Some(Landing::Special(*flight, status))
+        Some(CompletionOutcome::Special(*flight, status))
     }
 
     /// The command in flight with this identifier.
     #[inline]
-    fn entry(&mut self, cid: CommandId) -> Option<&mut Entry> {
+    fn entry(&mut self, cid: CommandId) -> Option<&mut CommandIdEntry> {
         let index = usize::from(cid.0 & INDEX_MASK);
         let entry = if cid.0 & SPECIAL == 0 {
             self.plain.get_mut(index)
@@ -371,7 +380,7 @@ impl Flights {
     }
 
     /// All that are in flight.
-    fn entries(&mut self) -> impl Iterator<Item = &mut Entry> {
+    fn entries(&mut self) -> impl Iterator<Item = &mut CommandIdEntry> {
         let all = self.plain.iter_mut().chain(&mut self.special);
         all.filter(|entry| entry.is_in_flight())
     }
@@ -383,13 +392,13 @@ impl Flights {
 
     /// The commands that the drive has had for longer than `deadline` ticks, each reported once.
     pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
-        let is_overdue = |entry: &&mut Entry| {
-            !entry.tag.has(Tag::REPORTED) && now.since(entry.submitted) > deadline
+        let is_overdue = |entry: &&mut CommandIdEntry| {
+            !entry.tag.has(CommandIdTag::REPORTED) && now.since(entry.submitted) > deadline
         };
         self.entries()
             .filter(is_overdue)
             .map(|entry| {
-                entry.tag.0 |= Tag::REPORTED;
+                entry.tag.0 |= CommandIdTag::REPORTED;
                 LateCommand {
                     cid: entry.tag.cid(),
                     submitted: entry.submitted,
@@ -399,8 +408,8 @@ impl Flights {
     }
 
     /// Looks at the commands that the drive has.
-    pub(super) fn look(&mut self) -> Look {
-        let mut look = Look::default();
+    pub(super) fn look(&mut self) -> InFlightSample {
+        let mut look = InFlightSample::default();
         if self.in_flight == 0 {
             return look;
         }
@@ -410,7 +419,9 @@ impl Flights {
             look.latest = look.latest.max(entry.submitted);
             let is_full = oldest.len() == OLDEST;
             let is_younger = |last: &LateCommand| last.submitted <= entry.submitted;
-            if entry.tag.has(Tag::REPORTED) || (is_full && oldest.last().is_some_and(is_younger)) {
+            if entry.tag.has(CommandIdTag::REPORTED)
+                || (is_full && oldest.last().is_some_and(is_younger))
+            {
                 continue;
             }
             let at = oldest.partition_point(|other| other.submitted <= entry.submitted);
@@ -444,9 +455,10 @@ impl Flights {
     pub(super) fn report(&mut self, late: &LateCommand) -> bool {
         let entry = self.entry(late.cid);
         entry.is_some_and(|entry| {
-            let is_new = entry.submitted == late.submitted && !entry.tag.has(Tag::REPORTED);
+            let is_new =
+                entry.submitted == late.submitted && !entry.tag.has(CommandIdTag::REPORTED);
             if is_new {
-                entry.tag.0 |= Tag::REPORTED;
+                entry.tag.0 |= CommandIdTag::REPORTED;
             }
             is_new
         })
@@ -468,8 +480,8 @@ impl Flights {
         let Some(entry) = self.entry(late.cid) else {
             return false;
         };
-        let again = entry.tag.has(Tag::HELD);
-        entry.tag.0 |= Tag::ABORTED | Tag::HELD;
+        let again = entry.tag.has(CommandIdTag::HELD);
+        entry.tag.0 |= CommandIdTag::ABORTED | CommandIdTag::HELD;
         if late.cid.0 & SPECIAL == 0 && !again {
             self.held_slots += 1;
             self.user = NOBODY;
@@ -479,7 +491,7 @@ impl Flights {
 
     /// The drive has answered the Abort of a command, or was never asked.
     pub(super) fn end_abort(&mut self, late: &LateCommand) {
-        let is_it = |entry: &Entry| entry.tag.last_cid() == late.cid;
+        let is_it = |entry: &CommandIdEntry| entry.tag.last_cid() == late.cid;
         self.let_go(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
     }
 
@@ -493,16 +505,17 @@ impl Flights {
         }
     }
 
-    fn let_go(&mut self, special: bool, index: u16, is_it: impl Fn(&Entry) -> bool) {
+    fn let_go(&mut self, special: bool, index: u16, is_it: impl Fn(&CommandIdEntry) -> bool) {
         let entry = if special {
             self.special.get_mut(usize::from(index))
         } else {
             self.plain.get_mut(usize::from(index))
         };
-        let Some(entry) = entry.filter(|entry| entry.tag.has(Tag::HELD) && is_it(entry)) else {
+        let Some(entry) = entry.filter(|entry| entry.tag.has(CommandIdTag::HELD) && is_it(entry))
+        else {
             return;
         };
-        entry.tag.0 &= !Tag::HELD;
+        entry.tag.0 &= !CommandIdTag::HELD;
         let is_free = !entry.is_in_flight();
         if !special {
             self.held_slots -= 1;
@@ -521,12 +534,12 @@ mod tests {
     use super::*;
 
     /// A command of whoever it is, as each table has it.
-    fn take_off(flights: &mut Flights, slot: u16, special: bool, now: Ticks) -> CommandId {
+    fn take_off(flights: &mut InFlightCommands, slot: u16, special: bool, now: Ticks) -> CommandId {
         if special {
-            let flight = Flight {
+            let flight = InFlightCommand {
                 member: 3,
                 slot,
-                ..Flight::default()
+                ..InFlightCommand::default()
             };
             flights.take_off_special(flight, now).expect("room")
         } else {
@@ -538,16 +551,16 @@ mod tests {
     }
 
     /// Takes a command down as one that there is no more to.
-    fn land_plain(flights: &mut Flights, cid: CommandId) -> Option<u16> {
+    fn land_plain(flights: &mut InFlightCommands, cid: CommandId) -> Option<u16> {
         let slot = flights.land_plain(cid);
         flights.count_landed_plain(slot.iter().count());
         slot
     }
 
     /// Returns slot and status of a landing, as its member gets them.
-    fn told(landing: Option<Landing>) -> Option<(u16, Status)> {
+    fn told(landing: Option<CompletionOutcome>) -> Option<(u16, Status)> {
         landing.map(|landing| match landing {
-            Landing::Plain {
+            CompletionOutcome::Plain {
                 member,
                 slot,
                 status,
@@ -555,7 +568,7 @@ mod tests {
                 assert_eq!(member, 3);
                 (slot, status)
             }
-            Landing::Special(flight, status) => {
+            CompletionOutcome::Special(flight, status) => {
                 assert_eq!(flight.member, 3);
                 (flight.slot, status)
             }
@@ -565,7 +578,7 @@ mod tests {
     #[test]
     fn a_completion_counts_once() {
         for special in [false, true] {
-            let mut flights = Flights::new(2);
+            let mut flights = InFlightCommands::new(2);
             let first = take_off(&mut flights, 7, special, Ticks(1));
             assert_eq!((flights.in_flight(), flights.free()), (1, 1));
             assert_eq!((flights.of_member(3), flights.of_member(0)), (1, 0));
@@ -589,14 +602,14 @@ mod tests {
 
     #[test]
     fn both_tables_share_the_room() {
-        let mut flights = Flights::new(2);
+        let mut flights = InFlightCommands::new(2);
         let plain = take_off(&mut flights, 0, false, Ticks(1));
         let special = take_off(&mut flights, 0, true, Ticks(1));
         assert_ne!(plain, special);
         assert_eq!((flights.in_flight(), flights.free()), (2, 0));
         assert!(
             flights
-                .take_off_special(Flight::default(), Ticks(1))
+                .take_off_special(InFlightCommand::default(), Ticks(1))
                 .is_none()
         );
         assert_eq!(flights.cids(), [plain, special]);
@@ -606,7 +619,7 @@ mod tests {
 
     #[test]
     fn slots_change_hands_when_none_of_them_is_in_flight() {
-        let mut flights = Flights::new(4);
+        let mut flights = InFlightCommands::new(4);
         let cid = take_off(&mut flights, 1, false, Ticks(1));
         assert!(!flights.own(2));
         assert!(flights.own(3));
@@ -618,7 +631,7 @@ mod tests {
     #[test]
     fn what_we_aborted_is_to_be_retried() {
         for special in [false, true] {
-            let mut flights = Flights::new(4);
+            let mut flights = InFlightCommands::new(4);
             let cid = take_off(&mut flights, 1, special, Ticks(10));
             assert!(flights.overdue(Ticks(15), 5).is_empty());
             let overdue = flights.overdue(Ticks(16), 5);
@@ -644,13 +657,13 @@ mod tests {
 
     #[test]
     fn a_look_finds_the_oldest_that_were_not_reported() {
-        let mut flights = Flights::new(32);
+        let mut flights = InFlightCommands::new(32);
         assert_eq!(flights.look().in_flight, 0);
         let times = [30, 10, 90, 20, 80, 40, 70, 50, 60, 100];
         for (slot, time) in (0..).zip(times) {
             take_off(&mut flights, slot, slot % 2 == 0, Ticks(time));
         }
-        let times = |look: &Look| {
+        let times = |look: &InFlightSample| {
             let oldest = look.oldest.iter();
             oldest.map(|late| late.submitted().0).collect::<Vec<_>>()
         };
@@ -671,7 +684,7 @@ mod tests {
     #[test]
     fn an_identifier_with_an_abort_outstanding_is_not_used_again() {
         for special in [false, true] {
-            let mut flights = Flights::new(3);
+            let mut flights = InFlightCommands::new(3);
             let cid = take_off(&mut flights, 1, special, Ticks(10));
             let late = flights.overdue(Ticks(99), 5)[0];
             assert!(flights.begin_abort(&late));
@@ -687,9 +700,9 @@ mod tests {
             assert_eq!(flights.free(), if special { 2 } else { 3 });
             let mut count = 0;
             for now in 20..200 {
-                let flight = Flight {
+                let flight = InFlightCommand {
                     member: 3,
-                    ..Flight::default()
+                    ..InFlightCommand::default()
                 };
                 let next = flights.take_off_special(flight, Ticks(now));
                 let next = next.expect("room");
@@ -718,7 +731,7 @@ mod tests {
     #[test]
     fn a_reset_ends_all_aborts() {
         for special in [false, true] {
-            let mut flights = Flights::new(2);
+            let mut flights = InFlightCommands::new(2);
             let cids = [1, 2].map(|slot| take_off(&mut flights, slot, special, Ticks(10)));
             for late in flights.overdue(Ticks(99), 5) {
                 assert!(flights.begin_abort(&late));

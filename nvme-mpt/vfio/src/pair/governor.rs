@@ -2,7 +2,7 @@
 //!
 //! The one rule of sharing in time; who is next is the other one (`core.rs`: deficit round robin).
 //!
-//! A member is *light* while it has few and small commands outstanding ([`Class::is_heavy`]); its
+//! A member is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its
 //! commands go to the drive at once. All others are *heavy*: of those, the drive has at most the
 //! *window* in flight, of all its queue pairs together. Pairs that wait share it; where a share would
 //! be small, they have turns at all of it. A command that is larger goes to the drive in parts of that
@@ -25,8 +25,8 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use nvme_mpt::clock::{Rate, Ticks};
-use nvme_mpt::learn::{Choice, Class, HeavyWindow};
+use nvme_mpt::clock::{TickRate, Ticks};
+use nvme_mpt::learn::{CommandClass, HeavyWindow, PolicyChoice};
 use nvme_mpt::memory::sync::Mutex;
 
 /// Time that a member counts as present after its last command, a light one after its completion: until
@@ -35,7 +35,7 @@ const PRESENCE: Duration = Duration::from_secs(1);
 
 /// Room of a queue pair for commands of heavy members in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Window {
+pub(super) enum QueuePairWindow {
     /// There is no light member: all the drive takes.
     Open,
     /// So many bytes of its own, or one command.
@@ -55,7 +55,7 @@ const UNKNOWN: u64 = u64::MAX;
 
 /// Agreement of the queue pairs of one drive about sharing it.
 #[derive(Debug)]
-pub struct Governor {
+pub struct DriveGovernor {
     /// [`PRESENCE`], in ticks.
     presence: u64,
     window: AtomicU64,
@@ -92,10 +92,10 @@ pub struct Governor {
     learned: Mutex<HeavyWindow>,
 }
 
-impl Governor {
+impl DriveGovernor {
     /// Of a drive of which nothing is known, with a clock of this rate.
     #[must_use]
-    pub fn new(choice: Choice, rate: Rate) -> Self {
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let learned = HeavyWindow::new(choice, rate);
         let terms = learned.terms();
         Self {
@@ -123,7 +123,7 @@ impl Governor {
     /// Bounds what the drive has in flight, so that no command of it becomes older than this while the drive works
     /// (`pair/backlog.rs`).
     #[must_use]
-    pub fn with_time_out(self, time_out: Duration, rate: Rate) -> Self {
+    pub fn with_time_out(self, time_out: Duration, rate: TickRate) -> Self {
         let patience = rate.ticks(time_out / 4);
         Self { patience, ..self }
     }
@@ -260,22 +260,22 @@ impl Governor {
     /// at it where it is small: one large command keeps a drive busier than small ones of several pairs, for
     /// which a light member's command waits as long.
     #[inline]
-    pub(super) fn window(&self, pair: u64, now: Ticks) -> Window {
+    pub(super) fn window(&self, pair: u64, now: Ticks) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {
-            return Window::Closed;
+            return QueuePairWindow::Closed;
         }
         if !self.is_light_present(now) {
-            return Window::Open;
+            return QueuePairWindow::Open;
         }
         let waiting = self.waiting.load(Ordering::Relaxed) | Self::bit(pair);
         let bytes = self.window.load(Ordering::Relaxed);
         let share = bytes / u64::from(waiting.count_ones());
         if share >= SHARE_MIN {
-            Window::Own(share)
+            QueuePairWindow::Own(share)
         } else if self.is_turn_of(pair, waiting, now) {
-            Window::Drive(bytes)
+            QueuePairWindow::Drive(bytes)
         } else {
-            Window::Closed
+            QueuePairWindow::Closed
         }
     }
 
@@ -304,7 +304,7 @@ impl Governor {
     }
 
     /// The drive has a light command no more; `now` is the time if that is known.
-    pub(super) fn light_landed(&self, class: Class, arrived: Ticks, now: Option<Ticks>) {
+    pub(super) fn light_landed(&self, class: CommandClass, arrived: Ticks, now: Option<Ticks>) {
         if self.lights.fetch_sub(1, Ordering::Relaxed) == 1 {
             // One that is launched right now may be forgotten; it is present for this long at least.
             let until = now.unwrap_or(arrived).0.saturating_add(self.presence);
@@ -323,7 +323,7 @@ impl Governor {
     }
 
     /// A light command that arrived at some time has completed.
-    fn light_completed(&self, class: Class, arrived: Ticks, now: Ticks) {
+    fn light_completed(&self, class: CommandClass, arrived: Ticks, now: Ticks) {
         let is_pause = now.0 < self.pause_until.load(Ordering::Relaxed);
         let is_alone = self.in_flight() == 0;
         // In a pause, the drive still works on what heavy members had in front of it. Otherwise, a window that nobody uses

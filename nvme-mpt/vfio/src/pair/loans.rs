@@ -8,25 +8,25 @@
 
 use std::sync::{Arc, Weak};
 
-use super::core::Core;
-use super::member::Member;
-use super::moves::{Role, transfer};
-use super::seat::Newcomer;
-use super::{Pair, Shared};
+use super::core::QueuePairCore;
+use super::member::QueuePairUser;
+use super::moves::{QueuePairUserRole, transfer};
+use super::seat::NewQueuePairUser;
+use super::{QueuePairInner, VfioQueuePair};
 use nvme_mpt::clock::Ticks;
 
 /// Activity of a pair since its last look, by which its supervisor knows one that rests.
 #[derive(Debug, Default)]
-pub struct Rest {
+pub struct QueuePairActivity {
     /// Commands that it had taken at the last look.
     commands: u64,
     /// Looks since then at which it had nothing to do.
     looks: u32,
 }
 
-impl Rest {
+impl QueuePairActivity {
     /// Looks at a pair. Returns the number of looks, this one included, at which it had nothing to do without a break.
-    pub fn look(&mut self, pair: &Pair) -> u32 {
+    pub fn look(&mut self, pair: &VfioQueuePair) -> u32 {
         let core = pair.shared.lock();
         let commands = core.stats().commands;
         let is_idle = commands == self.commands && core.in_flight() == 0;
@@ -36,7 +36,7 @@ impl Rest {
     }
 }
 
-impl Pair {
+impl VfioQueuePair {
     /// Returns the number of queues that share the pair and had a batch within so many ticks.
     #[must_use]
     pub fn awake(&self, now: Ticks, within: u64) -> usize {
@@ -60,7 +60,7 @@ impl Pair {
         let Some((number, queue)) = chosen else {
             return false;
         };
-        let role = Role::Borrower(Arc::downgrade(&crowded.shared));
+        let role = QueuePairUserRole::Borrower(Arc::downgrade(&crowded.shared));
         transfer(&crowded.shared, number, queue, &self.shared, role)
     }
 }
@@ -68,7 +68,7 @@ impl Pair {
 /// Has the borrowers of a pair move back, as one of its own queues has a batch.
 #[cold]
 #[inline(never)]
-pub(super) fn call_in(pair: &Arc<Shared>) {
+pub(super) fn call_in(pair: &Arc<QueuePairInner>) {
     loop {
         let borrower = pair.lock().take_borrower();
         let Some((number, queue, home)) = borrower else {
@@ -76,21 +76,21 @@ pub(super) fn call_in(pair: &Arc<Shared>) {
         };
         // One whose pair belongs to a lease by now, or is gone, stays.
         if let Some(home) = home.upgrade() {
-            transfer(pair, number, queue, &home, Role::Returning);
+            transfer(pair, number, queue, &home, QueuePairUserRole::Returning);
         }
     }
 }
 
-impl Core {
+impl QueuePairCore {
     /// Returns the members that stay and had a batch within so many ticks, those that borrow the pair aside.
-    fn awake(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &Member)> {
+    fn awake(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let is_awake = move |since: Ticks| now.since(since) <= within;
         self.staying()
             .filter(move |(_, member)| member.home.is_none() && is_awake(member.last_batch))
     }
 
     /// Returns a member that borrows the pair, and the pair that it came from. It does not borrow any more.
-    fn take_borrower(&mut self) -> Option<(u16, Newcomer, Weak<Shared>)> {
+    fn take_borrower(&mut self) -> Option<(u16, NewQueuePairUser, Weak<QueuePairInner>)> {
         let borrower = self.staying().find(|(_, member)| member.home.is_some());
         let number = borrower?.0;
         let home = self.end_loan(number)?;

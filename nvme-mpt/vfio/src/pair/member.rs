@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 use std::sync::Weak;
 
-use super::Shared;
-use super::seat::Newcomer;
-use super::split::{PARENT_BYTES_MAX, Splits, WholeLimit};
+use super::QueuePairInner;
+use super::seat::NewQueuePairUser;
+use super::split::{PARENT_BYTES_MAX, SplitCommands, UnsplitLimit};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::HostCompletion;
-use nvme_mpt::learn::Class;
+use nvme_mpt::learn::CommandClass;
 use nvme_mpt::spec::sqe::Sqe;
 
 /// Weight of a command that transfers less, or nothing.
@@ -16,11 +16,11 @@ const WEIGHT_MIN: u64 = 4096;
 
 /// A command that waits for its turn; its Command Identifier is the member's slot.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Waiting {
+pub(super) struct WaitingCommand {
     pub(super) sqe: Sqe,
     /// Bytes that it transfers, or that it touches without data; 0 for others.
     pub(super) len: u64,
-    pub(super) class: Class,
+    pub(super) class: CommandClass,
     pub(super) arrived: Ticks,
     /// True if it goes to the drive in parts.
     pub(super) split: bool,
@@ -28,13 +28,13 @@ pub(super) struct Waiting {
 
 /// A member of a queue pair.
 #[derive(Debug)]
-pub(super) struct Member {
+pub(super) struct QueuePairUser {
     /// Limit up to which the drive takes its commands whole.
-    pub(super) whole: WholeLimit,
+    pub(super) whole: UnsplitLimit,
     /// Limit up to which they may go directly.
-    pub(super) direct: WholeLimit,
+    pub(super) direct: UnsplitLimit,
     /// Commands that wait for their turn, oldest first.
-    pub(super) waiting: VecDeque<Waiting>,
+    pub(super) waiting: VecDeque<WaitingCommand>,
     /// Completions that somebody else has reaped, or that need no drive.
     pub(super) done: Vec<HostCompletion>,
     /// True if it is one of those that may have light commands waiting.
@@ -42,13 +42,13 @@ pub(super) struct Member {
     /// Until when it counts as heavy.
     pub(super) heavy_until: Ticks,
     /// Its commands that are split, on a drive where that may be.
-    pub(super) splits: Option<Splits>,
+    pub(super) splits: Option<SplitCommands>,
     /// The queue behind it.
-    pub(super) queue: Newcomer,
+    pub(super) queue: NewQueuePairUser,
     /// True once it moves to another pair: it leaves with the last of its commands.
     pub(super) departs: bool,
     /// Pair that it came from, while it borrows this one.
-    pub(super) home: Option<Weak<Shared>>,
+    pub(super) home: Option<Weak<QueuePairInner>>,
     /// Time of its last batch that took its turn.
     pub(super) last_batch: Ticks,
     /// When it last launched a command while its lease's share counted.
@@ -61,23 +61,23 @@ pub(super) struct Member {
     uncounted: u32,
 }
 
-impl Member {
+impl QueuePairUser {
     /// A queue as a member, on a drive that takes `max_transfer` bytes at once.
-    pub(super) fn new(queue: Newcomer, max_transfer: u64) -> Self {
-        let Newcomer {
+    pub(super) fn new(queue: NewQueuePairUser, max_transfer: u64) -> Self {
+        let NewQueuePairUser {
             slots, lba_shift, ..
         } = queue;
         let room = usize::from(slots);
         let is_split = max_transfer < PARENT_BYTES_MAX;
         let revoked = queue.lease.is_revoked();
         Self {
-            whole: WholeLimit::new(max_transfer, lba_shift),
-            direct: WholeLimit::new(max_transfer, lba_shift),
+            whole: UnsplitLimit::new(max_transfer, lba_shift),
+            direct: UnsplitLimit::new(max_transfer, lba_shift),
             waiting: VecDeque::with_capacity(room),
             done: Vec::with_capacity(room),
             in_lights: false,
             heavy_until: Ticks::default(),
-            splits: is_split.then(|| Splits::new(slots, max_transfer, lba_shift)),
+            splits: is_split.then(|| SplitCommands::new(slots, max_transfer, lba_shift)),
             queue,
             departs: false,
             home: None,
@@ -91,7 +91,7 @@ impl Member {
 
     /// Sets the most bytes of commands that may go directly, on a drive that takes `max_transfer` at once.
     pub(super) fn limit_direct(&mut self, bytes: u64, max_transfer: u64) {
-        self.direct = WholeLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
+        self.direct = UnsplitLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
     }
 
     /// Counts commands that take their turn. Returns how many its lease has outstanding, of all its queues.
@@ -132,7 +132,7 @@ impl Member {
     /// The class of what is dispatched next, and what it weighs; of a command that is split, no more
     /// than `most` bytes if that is possible.
     #[inline]
-    pub(super) fn next(&self, most: u64) -> Option<(Class, u64)> {
+    pub(super) fn next(&self, most: u64) -> Option<(CommandClass, u64)> {
         let head = self.waiting.front()?;
         let len = match &self.splits {
             Some(splits) if head.split => splits.next_len(head.sqe.cid().0, head.len, most),
@@ -169,7 +169,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for QueuePairUser {
     fn drop(&mut self) {
         self.queue.lease.ended(self.counted);
     }

@@ -1,6 +1,6 @@
 //! Host queue pairs: rings in DMA memory that one shadow queue has to itself or several share.
 //!
-//! A [`Pair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
+//! A [`VfioQueuePair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
 //! [`VfioQueue`] is a member's view: what it submits goes to the drive in turn with the others'
 //! (`core.rs`). A queue can move to another pair (`moves.rs`), and a
 //! pair whose queues rest serves others meanwhile (`loans.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
@@ -35,23 +35,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 pub use doorbell::{BufferedDoorbell, DriveDoorbell};
-pub use flight::{LateCommand, Look, OLDEST};
-pub use governor::Governor;
-pub use loans::Rest;
+pub use flight::{InFlightSample, LateCommand, OLDEST};
+pub use governor::DriveGovernor;
+pub use loans::QueuePairActivity;
 pub use queue::VfioQueue;
 pub use rings::{ENTRIES_MAX, PairDoorbells};
 pub use stats::PairStats;
-pub use survey::{CLASSES, ClassLoad, Survey};
+pub use survey::{CLASSES, ClassLoad, DriveSurvey};
 pub use turns::LeaseShare;
 
-use self::core::Core;
+use self::core::QueuePairCore;
 use nvme_mpt::address::Iova;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::sync::Mutex;
 use nvme_mpt::spec::admin::QueuePriority;
 use nvme_mpt::spec::status::Status;
-use rings::Rings;
+use rings::VfioQueuePairRings;
 
 /// Parts of a queue pair.
 #[derive(Clone, Debug)]
@@ -63,27 +63,27 @@ pub struct PairConfig {
     /// Doorbells by which the drive learns of it.
     pub doorbells: PairDoorbells,
     /// Governor, which the drive's queue pairs share.
-    pub governor: Arc<Governor>,
+    pub governor: Arc<DriveGovernor>,
     /// Class of its Submission Queue, if the drive has classes.
     pub priority: QueuePriority,
 }
 
 /// One I/O queue pair of the drive. Clones are the same pair.
 #[derive(Clone, Debug)]
-pub struct Pair {
-    shared: Arc<Shared>,
+pub struct VfioQueuePair {
+    shared: Arc<QueuePairInner>,
 }
 
 #[derive(Debug)]
-struct Shared {
-    core: Mutex<Core>,
+struct QueuePairInner {
+    core: Mutex<QueuePairCore>,
     /// QPRIO.
     priority: AtomicU8,
     /// True while the pair belongs to one lease alone.
     reserved: AtomicBool,
 }
 
-impl Shared {
+impl QueuePairInner {
     fn is_reserved(&self) -> bool {
         self.reserved.load(Ordering::Relaxed)
     }
@@ -93,16 +93,16 @@ impl Shared {
     }
 }
 
-impl Pair {
+impl VfioQueuePair {
     /// A queue pair in memory of its own, which the drive is yet to be told of.
     ///
     /// # Errors
     /// Returns the kernel's error; `InvalidInput` for a number of entries that no queue has.
     pub fn new(space: &Arc<IovaSpace>, config: PairConfig) -> io::Result<Self> {
-        let rings = Rings::new(space, config.entries, config.doorbells)?;
-        let core = Core::new(rings, config.max_transfer, config.governor);
+        let rings = VfioQueuePairRings::new(space, config.entries, config.doorbells)?;
+        let core = QueuePairCore::new(rings, config.max_transfer, config.governor);
         Ok(Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(QueuePairInner {
                 core: Mutex::new(core),
                 priority: AtomicU8::new(config.priority.0),
                 reserved: AtomicBool::new(false),
@@ -181,7 +181,7 @@ impl Pair {
 
     /// Looks at the commands that the drive has.
     #[must_use]
-    pub fn look(&self) -> Look {
+    pub fn look(&self) -> InFlightSample {
         self.shared.lock().look()
     }
 

@@ -17,11 +17,11 @@
 
 use std::sync::{Arc, Weak};
 
-use super::core::Core;
-use super::seat::{Newcomer, Seat};
-use super::{Pair, Shared};
+use super::core::QueuePairCore;
+use super::seat::{NewQueuePairUser, QueuePairBinding};
+use super::{QueuePairInner, VfioQueuePair};
 
-impl Pair {
+impl VfioQueuePair {
     /// Moves a queue to another pair: the first member that `which` selects by its reservation. Returns whether there
     /// was one. A queue that another caller moves meanwhile, or that ends, is none.
     pub fn move_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
@@ -30,7 +30,13 @@ impl Pair {
             let Some((number, newcomer)) = found else {
                 return false;
             };
-            if transfer(&self.shared, number, newcomer, &to.shared, Role::Own) {
+            if transfer(
+                &self.shared,
+                number,
+                newcomer,
+                &to.shared,
+                QueuePairUserRole::Own,
+            ) {
                 return true;
             }
         }
@@ -44,22 +50,22 @@ impl Pair {
 
 /// Part that a queue has in the pair that it moves to.
 #[derive(Clone, Debug)]
-pub(super) enum Role {
+pub(super) enum QueuePairUserRole {
     /// One of the pair's own, as its caller decides.
     Own,
     /// One that borrows the pair, and came from this one.
-    Borrower(Weak<Shared>),
+    Borrower(Weak<QueuePairInner>),
     /// One that comes back to a pair, which may belong to a lease by now. It does not move then.
     Returning,
 }
 
 /// Moves a member to another pair. Returns whether it moves: of several callers that move it at the same time, one does.
 pub(super) fn transfer(
-    from: &Shared,
+    from: &QueuePairInner,
     number: u16,
-    queue: Newcomer,
-    to: &Arc<Shared>,
-    role: Role,
+    queue: NewQueuePairUser,
+    to: &Arc<QueuePairInner>,
+    role: QueuePairUserRole,
 ) -> bool {
     let whereabouts = queue.whereabouts.clone();
     // Held throughout, so that moves of one queue follow each other.
@@ -68,13 +74,13 @@ pub(super) fn transfer(
         // Who reserves the pair sets that first, and then moves all that have joined under this lock.
         let mut core = to.lock();
         match role {
-            Role::Own => core.join(queue),
-            Role::Borrower(home) => core.borrow(queue, home),
-            Role::Returning if to.is_reserved() => return false,
-            Role::Returning => core.join(queue),
+            QueuePairUserRole::Own => core.join(queue),
+            QueuePairUserRole::Borrower(home) => core.borrow(queue, home),
+            QueuePairUserRole::Returning if to.is_reserved() => return false,
+            QueuePairUserRole::Returning => core.join(queue),
         }
     };
-    let seat = Seat {
+    let seat = QueuePairBinding {
         shared: to.clone(),
         member: joined,
     };
@@ -90,7 +96,10 @@ pub(super) fn transfer(
 
 /// Follows the moves of a queue that has no commands at `seat`. Returns its place, and what `act` made of it under
 /// the lock of its pair.
-pub(super) fn follow<T>(mut seat: Seat, act: impl FnOnce(&mut Core, u16) -> T) -> (Seat, T) {
+pub(super) fn follow<T>(
+    mut seat: QueuePairBinding,
+    act: impl FnOnce(&mut QueuePairCore, u16) -> T,
+) -> (QueuePairBinding, T) {
     loop {
         let mut core = seat.shared.lock();
         if let Some(next) = core.take_move(seat.member, true) {

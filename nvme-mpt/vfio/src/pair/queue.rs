@@ -5,16 +5,19 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
 
-use super::core::Core;
+use super::core::QueuePairCore;
 use super::loans::call_in;
 use super::moves::follow;
-use super::seat::{Moving, Newcomer, Remainder, Seat, Whereabouts};
-use super::split::WholeLimit;
+use super::seat::{
+    CurrentQueuePair, LeftoverCommands, NewQueuePairUser, QueueMigration, QueuePairBinding,
+};
+use super::split::UnsplitLimit;
 use super::turns::LeaseShare;
-use super::{Pair, Shared};
+use super::{QueuePairInner, VfioQueuePair};
 use nvme_mpt::clock::{self, Ticks};
 use nvme_mpt::host::{
-    Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
+    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
+    SharedQueuePair,
 };
 use nvme_mpt::memory::sync::MutexGuard;
 use nvme_mpt::shadow::NvmCommands;
@@ -29,7 +32,7 @@ const DRAIN_WAIT: Duration = Duration::from_micros(50);
 /// the drive completes its commands, or the controller's supervision does.
 #[derive(Debug)]
 pub struct VfioQueue {
-    shared: Arc<Shared>,
+    shared: Arc<QueuePairInner>,
     member: u16,
     /// Commands of a batch that take their turn; empty between batches.
     staged: Vec<Sqe>,
@@ -37,24 +40,24 @@ pub struct VfioQueue {
     outstanding: u32,
     /// Completions between the pair and their taker; empty but while reaping.
     ready: Vec<HostCompletion>,
-    whereabouts: Arc<Whereabouts>,
+    whereabouts: Arc<CurrentQueuePair>,
     /// `None` but while it moves to another pair.
-    moving: Option<Box<Moving>>,
+    moving: Option<Box<QueueMigration>>,
     /// Dropped last: what its maker wants to live as long as it does.
     _guard: Box<dyn Any + Send>,
 }
 
 impl VfioQueue {
     pub(super) fn new(
-        pair: &Pair,
+        pair: &VfioQueuePair,
         slots: u16,
         lba_shift: u8,
         lease: &Arc<LeaseShare>,
         guard: Box<dyn Any + Send>,
     ) -> Self {
         let room = usize::from(slots);
-        let whereabouts = Whereabouts::new(&pair.shared);
-        let member = pair.shared.lock().join(Newcomer {
+        let whereabouts = CurrentQueuePair::new(&pair.shared);
+        let member = pair.shared.lock().join(NewQueuePairUser {
             slots,
             lba_shift,
             lease: lease.clone(),
@@ -74,8 +77,8 @@ impl VfioQueue {
 
     /// The pair that it is a member of.
     #[must_use]
-    pub fn pair(&self) -> Pair {
-        Pair {
+    pub fn pair(&self) -> VfioQueuePair {
+        VfioQueuePair {
             shared: self.shared.clone(),
         }
     }
@@ -113,9 +116,9 @@ impl VfioQueue {
         let Some(moving) = &mut self.moving else {
             return;
         };
-        if let Some(Remainder { seat, outstanding }) = moving.next.take() {
-            let left = Remainder {
-                seat: Seat {
+        if let Some(LeftoverCommands { seat, outstanding }) = moving.next.take() {
+            let left = LeftoverCommands {
+                seat: QueuePairBinding {
                     shared: std::mem::replace(&mut self.shared, seat.shared),
                     member: std::mem::replace(&mut self.member, seat.member),
                 },
@@ -138,21 +141,23 @@ impl VfioQueue {
             return;
         };
         let (ready, mut done) = (&mut self.ready, Vec::new());
-        moving.left.retain_mut(|Remainder { seat, outstanding }| {
-            let mut core = seat.shared.lock();
-            core.reap(&clock);
-            core.swap_done(seat.member, ready);
-            *outstanding -= ready.len() as u32;
-            if *outstanding == 0 {
-                core.leave(seat.member);
-            }
-            done.append(ready);
-            *outstanding > 0
-        });
+        moving
+            .left
+            .retain_mut(|LeftoverCommands { seat, outstanding }| {
+                let mut core = seat.shared.lock();
+                core.reap(&clock);
+                core.swap_done(seat.member, ready);
+                *outstanding -= ready.len() as u32;
+                if *outstanding == 0 {
+                    core.leave(seat.member);
+                }
+                done.append(ready);
+                *outstanding > 0
+            });
         if moving.left.is_empty() {
             self.moving = None;
         }
-        let mut seat = Seat {
+        let mut seat = QueuePairBinding {
             shared: self.shared.clone(),
             member: self.member,
         };
@@ -167,11 +172,11 @@ impl VfioQueue {
     }
 
     /// Returns the places where it may have commands.
-    fn seats(&mut self) -> Vec<Seat> {
+    fn seats(&mut self) -> Vec<QueuePairBinding> {
         self.settle_in();
         let left = self.moving.iter().flat_map(|moving| &moving.left);
         let mut seats: Vec<_> = left.map(|left| left.seat.clone()).collect();
-        seats.push(Seat {
+        seats.push(QueuePairBinding {
             shared: self.shared.clone(),
             member: self.member,
         });
@@ -184,21 +189,21 @@ impl VfioQueue {
 /// batch is rung.
 #[derive(Debug)]
 pub struct VfioBatch<'a> {
-    shared: &'a Arc<Shared>,
+    shared: &'a Arc<QueuePairInner>,
     member: u16,
     staged: &'a mut Vec<Sqe>,
     outstanding: &'a mut u32,
-    moving: &'a mut Option<Box<Moving>>,
-    direct: Option<Direct<'a>>,
+    moving: &'a mut Option<Box<QueueMigration>>,
+    direct: Option<DirectSubmission<'a>>,
     /// When the last commands were taken from the guest.
     taken: Ticks,
 }
 
 /// Needs of commands that go straight to the ring.
 #[derive(Debug)]
-struct Direct<'a> {
-    core: MutexGuard<'a, Core>,
-    limit: WholeLimit,
+struct DirectSubmission<'a> {
+    core: MutexGuard<'a, QueuePairCore>,
+    limit: UnsplitLimit,
     /// Tail of the ring before those that are not counted.
     tail: u32,
 }
@@ -217,7 +222,7 @@ impl HostBatch for VfioBatch<'_> {
     fn announce(&mut self, count: u32, taken: Ticks) {
         self.taken = taken;
         let mut core = match self.direct.take() {
-            Some(Direct { mut core, tail, .. }) => {
+            Some(DirectSubmission { mut core, tail, .. }) => {
                 *self.outstanding += core.count_direct(tail) as u32;
                 core
             }
@@ -229,7 +234,7 @@ impl HostBatch for VfioBatch<'_> {
         };
         if let Some(limit) = core.takes_directly(self.member, count, taken) {
             let tail = core.rings.tail();
-            self.direct = Some(Direct { core, limit, tail });
+            self.direct = Some(DirectSubmission { core, limit, tail });
         } else {
             core.rings.ring();
         }
@@ -256,7 +261,7 @@ impl HostBatch for VfioBatch<'_> {
             direct,
             taken,
         } = self;
-        if let Some(Direct { mut core, tail, .. }) = direct {
+        if let Some(DirectSubmission { mut core, tail, .. }) = direct {
             *outstanding += core.count_direct(tail) as u32;
             core.rings.ring();
         }
@@ -273,7 +278,7 @@ impl HostBatch for VfioBatch<'_> {
                 let (seat, ()) = follow(seat, |core, member| {
                     core.enqueue(member, staged, count, memory, taken);
                 });
-                moving.get_or_insert_default().next = Some(Remainder {
+                moving.get_or_insert_default().next = Some(LeftoverCommands {
                     seat,
                     outstanding: staged.len() as u32,
                 });
@@ -288,7 +293,7 @@ impl HostBatch for VfioBatch<'_> {
 
 impl HostQueue for VfioQueue {
     /// A drive takes longer than a poll.
-    const COMPLETES: Completes = Completes::Later;
+    const COMPLETES: CompletionTiming = CompletionTiming::Later;
 
     const IS_INTERRUPTED: bool = true;
 
@@ -318,7 +323,7 @@ impl HostQueue for VfioQueue {
     }
 
     fn cut_short(&mut self) {
-        for Seat { shared, member } in self.seats() {
+        for QueuePairBinding { shared, member } in self.seats() {
             shared.lock().cut_short(member);
         }
     }
@@ -337,14 +342,14 @@ impl HostQueue for VfioQueue {
         true
     }
 
-    fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
+    fn shared_pair(&self) -> Option<Arc<dyn SharedQueuePair>> {
         Some(self.whereabouts.clone())
     }
 }
 
 impl Drop for VfioQueue {
     fn drop(&mut self) {
-        for Seat { shared, member } in self.seats() {
+        for QueuePairBinding { shared, member } in self.seats() {
             while !shared.lock().withdraw(member) {
                 shared.lock().reap(Ticks::now);
                 clock::sleep(DRAIN_WAIT);
@@ -354,20 +359,20 @@ impl Drop for VfioQueue {
             core.leave(member);
             drop(core);
             if let Some(seat) = next {
-                follow(seat, Core::leave);
+                follow(seat, QueuePairCore::leave);
             }
         }
     }
 }
 
-impl Shared {
+impl QueuePairInner {
     #[inline]
-    pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, QueuePairCore> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     #[inline]
-    fn try_lock(&self) -> Option<MutexGuard<'_, Core>> {
+    fn try_lock(&self) -> Option<MutexGuard<'_, QueuePairCore>> {
         match self.core.try_lock() {
             Ok(core) => Some(core),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),

@@ -3,10 +3,10 @@
 use std::io;
 use std::sync::Arc;
 
-use super::doorbell::{Bell, DriveDoorbell};
+use super::doorbell::{DoorbellWriter, DriveDoorbell};
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::iova::{IovaPart, IovaSpace};
-use nvme_mpt::memory::{Access, HostCompletionRing, HostSubmissionRing, Mapping};
+use nvme_mpt::memory::{HostCompletionRing, HostSubmissionRing, Mapping, MappingAccess};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::sqe::Sqe;
@@ -25,7 +25,7 @@ pub struct PairDoorbells {
 
 /// A host Submission Queue and its Completion Queue, with as many entries each.
 #[derive(Debug)]
-pub(super) struct Rings {
+pub(super) struct VfioQueuePairRings {
     /// Dropped first: the drive loses the memory before we do.
     iova: IovaPart,
     cq_offset: u64,
@@ -36,11 +36,11 @@ pub(super) struct Rings {
     sq_rung: u32,
     /// The head that the drive was told of.
     cq_rung: u32,
-    sq_bell: Bell,
-    cq_bell: Bell,
+    sq_bell: DoorbellWriter,
+    cq_bell: DoorbellWriter,
 }
 
-impl Rings {
+impl VfioQueuePairRings {
     /// Rings of `entries` entries, in memory that the drive reaches.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
@@ -57,7 +57,7 @@ impl Rings {
         let cq_offset = sq_len.next_multiple_of(PAGE_SIZE as usize);
         let len = cq_offset + entries as usize * size_of::<Cqe>();
         let mapping = Arc::new(Mapping::huge(len.next_multiple_of(PAGE_SIZE as usize))?);
-        let iova = space.map(&mapping, Access::ReadWrite)?;
+        let iova = space.map(&mapping, MappingAccess::ReadWrite)?;
         let outside = || io::Error::other("The rings do not lie in their memory");
         Ok(Self {
             iova,
@@ -67,8 +67,8 @@ impl Rings {
             entries,
             sq_rung: 0,
             cq_rung: 0,
-            sq_bell: Bell::new(doorbells.sq_tail),
-            cq_bell: Bell::new(doorbells.cq_head),
+            sq_bell: DoorbellWriter::new(doorbells.sq_tail),
+            cq_bell: DoorbellWriter::new(doorbells.cq_head),
         })
     }
 
@@ -165,7 +165,7 @@ impl Rings {
             (&mut self.cq_bell, doorbells.cq_head),
         ] {
             let saved = bell.saved;
-            *bell = Bell::new(doorbell);
+            *bell = DoorbellWriter::new(doorbell);
             bell.saved = saved;
         }
     }

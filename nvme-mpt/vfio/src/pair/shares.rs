@@ -17,7 +17,7 @@ const LIMIT_MIN: u64 = 4096;
 
 /// A tenant from one look to the next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Portion {
+pub(super) struct OwnerShare {
     pub(super) weight: u64,
     /// Bytes that the drive got of it.
     pub(super) got: u64,
@@ -32,16 +32,16 @@ const SMOOTHING: u64 = 8;
 
 /// Bytes that the drive does from one look to the next.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Shares {
+pub(super) struct WeightedShares {
     usual: u64,
     /// The most of [`Self::usual`].
     most: u64,
 }
 
-impl Shares {
+impl WeightedShares {
     /// Decides what each of the busy tenants may get until the next look. The drive has `done` so many bytes since the last one.
     /// It `is_slow` if commands that it has take noticeably long.
-    pub(super) fn divide(&mut self, tenants: &mut [Portion], done: u64, is_slow: bool) {
+    pub(super) fn divide(&mut self, tenants: &mut [OwnerShare], done: u64, is_slow: bool) {
         let got: u64 = tenants.iter().map(|tenant| tenant.got).sum();
         // Much of it took the place of commands that went directly, which nobody counts when they are done.
         if done < got / 2 {
@@ -61,9 +61,9 @@ impl Shares {
         self.most = self.most - self.most / 64;
         self.most = self.most.max(all);
         let most = self.most;
-        let due = |tenant: &Portion| scaled(most, tenant.weight, weights);
+        let due = |tenant: &OwnerShare| scaled(most, tenant.weight, weights);
         let is_idle = !is_slow || all < most - most / 8;
-        let is_short = |tenant: &Portion| {
+        let is_short = |tenant: &OwnerShare| {
             let due = due(tenant);
             tenant.wants && tenant.limit.is_none() && tenant.got < due - due / 64
         };
@@ -103,17 +103,17 @@ mod tests {
 
     const ALL: u64 = 1_000_000;
 
-    fn tenants(weights: [u64; 2]) -> [Portion; 2] {
-        weights.map(|weight| Portion {
+    fn tenants(weights: [u64; 2]) -> [OwnerShare; 2] {
+        weights.map(|weight| OwnerShare {
             weight,
             wants: true,
-            ..Portion::default()
+            ..OwnerShare::default()
         })
     }
 
     #[test]
     fn a_limit_that_limits_nothing_ends_and_lets_its_tenant_be_short() {
-        let mut shares = Shares::default();
+        let mut shares = WeightedShares::default();
         let mut both = tenants([1, 1]);
         // The first floods the drive, and is cut.
         for _ in 0..100 {
@@ -143,7 +143,7 @@ mod tests {
     /// The lighter one wants little, so the drive's work does not tell that it has become faster.
     #[test]
     fn limits_end_on_a_drive_that_becomes_fast() {
-        let mut shares = Shares::default();
+        let mut shares = WeightedShares::default();
         let mut both = tenants([1, 1]);
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn bytes_that_fill_a_deep_queue_are_not_done() {
-        let mut shares = Shares::default();
+        let mut shares = WeightedShares::default();
         let mut both = tenants([1, 1]);
         let mut looks = 0;
         while both[0].limit.is_none_or(|limit| limit > ALL * 6 / 10) {
@@ -187,7 +187,7 @@ mod tests {
                 seed ^= seed << 17;
                 100 - spread + seed % (2 * spread + 1)
             };
-            let mut shares = Shares::default();
+            let mut shares = WeightedShares::default();
             let mut both = tenants([1, 1]);
             let mut sums = [0, 0];
             for look in 0..400 {

@@ -4,21 +4,21 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::backlog;
-use super::governor::{Governor, Window};
-use super::turns::Turns;
+use super::governor::{DriveGovernor, QueuePairWindow};
+use super::turns::QueuePairArbitration;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::learn::WINDOW_MAX;
 
 /// Last commands of members, which decide if one is alone.
 #[derive(Clone, Copy, Debug, Default)]
-struct Presence {
+struct QueuePairUserActivity {
     last: u16,
     last_seen: Ticks,
     /// When somebody else than the last one was here.
     other_seen: Ticks,
 }
 
-impl Presence {
+impl QueuePairUserActivity {
     fn note(&mut self, member: u16, now: Ticks) {
         if self.last != member {
             self.other_seen = self.last_seen;
@@ -34,14 +34,14 @@ impl Presence {
 
 /// Knowledge of a queue pair about its members' sharing.
 #[derive(Debug)]
-pub(super) struct Sharing {
-    pub(super) governor: Arc<Governor>,
+pub(super) struct QueuePairSharing {
+    pub(super) governor: Arc<DriveGovernor>,
     /// The pair's number at the governor.
     number: u64,
     /// Members that may have light commands waiting, the first to come first.
     pub(super) lights: VecDeque<u16>,
     /// Turns of the others.
-    pub(super) turns: Turns,
+    pub(super) turns: QueuePairArbitration,
     /// Bytes of heavy members in flight, as far as the window bounds them.
     heavy_bytes: u64,
     /// Bytes of heavy members that completed since the supervisor last looked.
@@ -50,11 +50,11 @@ pub(super) struct Sharing {
     pub(super) most: u64,
     /// True if the governor knows that heavy members wait here.
     is_waiting: bool,
-    presence: Presence,
+    presence: QueuePairUserActivity,
 }
 
-impl Sharing {
-    pub(super) fn new(governor: Arc<Governor>) -> Self {
+impl QueuePairSharing {
+    pub(super) fn new(governor: Arc<DriveGovernor>) -> Self {
         let most = match governor.patience() {
             0 => u64::MAX,
             _ => backlog::FIRST,
@@ -65,10 +65,10 @@ impl Sharing {
             landed: 0,
             most,
             lights: VecDeque::new(),
-            turns: Turns::default(),
+            turns: QueuePairArbitration::default(),
             heavy_bytes: 0,
             is_waiting: false,
-            presence: Presence::default(),
+            presence: QueuePairUserActivity::default(),
         }
     }
 
@@ -87,16 +87,16 @@ impl Sharing {
     }
 
     /// Returns the room of heavy members.
-    pub(super) fn window(&self, now: Ticks) -> Window {
+    pub(super) fn window(&self, now: Ticks) -> QueuePairWindow {
         let window = self.governor.window(self.number, now);
         let is_alone = || self.presence.is_alone(now, self.governor.presence());
         // Without a bound, turns would be taken within the drive, by who submits most.
-        if window == Window::Open && !is_alone() {
-            return Window::Own(self.most.min(WINDOW_MAX));
+        if window == QueuePairWindow::Open && !is_alone() {
+            return QueuePairWindow::Own(self.most.min(WINDOW_MAX));
         }
         match window {
-            Window::Open if self.most < u64::MAX => Window::Own(self.most),
-            Window::Own(bytes) => Window::Own(bytes.min(self.most)),
+            QueuePairWindow::Open if self.most < u64::MAX => QueuePairWindow::Own(self.most),
+            QueuePairWindow::Own(bytes) => QueuePairWindow::Own(bytes.min(self.most)),
             other => other,
         }
     }
@@ -112,12 +112,12 @@ impl Sharing {
     }
 
     /// Returns whether the window has room for so many bytes more.
-    pub(super) fn has_room(&self, window: Window, weight: u64, now: Ticks) -> bool {
+    pub(super) fn has_room(&self, window: QueuePairWindow, weight: u64, now: Ticks) -> bool {
         let (bytes, in_flight) = match window {
-            Window::Open => return true,
-            Window::Closed => return false,
-            Window::Own(bytes) => (bytes, self.heavy_bytes),
-            Window::Drive(bytes) => {
+            QueuePairWindow::Open => return true,
+            QueuePairWindow::Closed => return false,
+            QueuePairWindow::Own(bytes) => (bytes, self.heavy_bytes),
+            QueuePairWindow::Drive(bytes) => {
                 let in_flight = self.governor.in_flight();
                 if in_flight == 0 && 2 * weight > bytes {
                     return self.governor.is_heavy_next(now);
@@ -150,7 +150,7 @@ impl Sharing {
     }
 }
 
-impl Drop for Sharing {
+impl Drop for QueuePairSharing {
     fn drop(&mut self) {
         self.governor.waiting(self.number, false);
         self.governor.landed(self.heavy_bytes, None);

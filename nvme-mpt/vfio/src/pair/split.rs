@@ -26,14 +26,14 @@ pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 
 /// Limit up to which the drive takes a member's commands whole.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct WholeLimit {
+pub(super) struct UnsplitLimit {
     bytes: u64,
     lba_shift: u8,
     /// The most blocks that the drive takes at once, zero-based as NLB is.
     nlb_z: u16,
 }
 
-impl WholeLimit {
+impl UnsplitLimit {
     /// Of a drive that takes so many bytes at once.
     pub(super) fn new(bytes: u64, lba_shift: u8) -> Self {
         let blocks = (bytes >> lba_shift).clamp(1, 1 << 16);
@@ -137,7 +137,7 @@ pub(super) const GRAIN: u64 = 2 * PAGE_SIZE;
 
 /// Progress of a command that was split.
 #[derive(Clone, Copy, Debug, Default)]
-struct Progress {
+struct SplitProgress {
     /// Bytes of a grain.
     grain: u32,
     grains: u16,
@@ -149,7 +149,7 @@ struct Progress {
     failure: Option<(u16, Status)>,
 }
 
-impl Progress {
+impl SplitProgress {
     fn new(grain: u64, grains: u64) -> Result<Self, Status> {
         Ok(Self {
             grain: grain as u32,
@@ -166,11 +166,11 @@ fn has_data(sqe: &Sqe) -> bool {
 
 /// A member's commands that were split, by slot.
 #[derive(Debug)]
-pub(super) struct Splits {
+pub(super) struct SplitCommands {
     /// Most bytes of a child, a multiple of the page size.
     child_bytes: u64,
     lba_shift: u8,
-    progress: Box<[Progress]>,
+    progress: Box<[SplitProgress]>,
     /// Data Pointers of children that are one grain: [`GRAINS_MAX`] per slot. Pointers that no command has needed yet
     /// lie in untouched memory.
     pointers: Box<[[u64; 2]]>,
@@ -179,7 +179,7 @@ pub(super) struct Splits {
 /// Most grains of a command.
 const GRAINS_MAX: usize = (PARENT_BYTES_MAX / GRAIN) as usize;
 
-impl Splits {
+impl SplitCommands {
     /// Room for `slots` commands of which the drive takes `child_bytes` at once: two pages at least,
     /// as MDTS is at least 1 (Base 2.0, Figure 275).
     pub(super) fn new(slots: u16, child_bytes: u64, lba_shift: u8) -> Self {
@@ -187,7 +187,7 @@ impl Splits {
         Self {
             child_bytes: (child_bytes & !(PAGE_SIZE - 1)).clamp(GRAIN, PARENT_BYTES_MAX),
             lba_shift,
-            progress: vec![Progress::default(); slots].into_boxed_slice(),
+            progress: vec![SplitProgress::default(); slots].into_boxed_slice(),
             pointers: vec![[0; 2]; slots * GRAINS_MAX].into_boxed_slice(),
         }
     }
@@ -216,7 +216,7 @@ impl Splits {
         let slot = usize::from(sqe.cid().0);
         let grains = len.div_ceil(grain);
         if !has_data(sqe) {
-            self.progress[slot] = Progress::new(grain, grains)?;
+            self.progress[slot] = SplitProgress::new(grain, grains)?;
             return Ok(());
         }
         // SGLs are not offered on such a drive.
@@ -256,7 +256,7 @@ impl Splits {
             };
             *pointer = [first, second];
         }
-        self.progress[slot] = Progress::new(grain, grains)?;
+        self.progress[slot] = SplitProgress::new(grain, grains)?;
         Ok(())
     }
 
@@ -271,7 +271,7 @@ impl Splits {
     }
 
     /// Takes the next child of a command of `len` bytes. Its length is [`Self::next_len`].
-    pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> Child {
+    pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> SplitPart {
         let slot = usize::from(parent.cid().0);
         let child_len = self.next_len(parent.cid().0, len, most);
         let progress = &mut self.progress[slot];
@@ -291,7 +291,7 @@ impl Splits {
                 sqe.dptr[1] = parent.dptr[1] + 8 * (bytes_before / PAGE_SIZE);
             }
         }
-        Child {
+        SplitPart {
             sqe,
             first_grain: first,
             is_last: progress.dispatched == progress.grains,
@@ -311,7 +311,7 @@ impl Splits {
 
     /// The child that begins with grain `child` has completed. After a failure no more are
     /// dispatched.
-    pub(super) fn complete(&mut self, slot: u16, child: u16, status: Status) -> Joined {
+    pub(super) fn complete(&mut self, slot: u16, child: u16, status: Status) -> SplitPartOutcome {
         let progress = &mut self.progress[usize::from(slot)];
         progress.in_flight -= 1;
         let earlier = progress.failure.is_none_or(|(first, _)| child < first);
@@ -326,7 +326,7 @@ impl Splits {
         let status = progress
             .failure
             .map_or(Status::SUCCESS, |(_, status)| status);
-        Joined {
+        SplitPartOutcome {
             cut_short,
             completion: is_done.then_some(HostCompletion {
                 slot,
@@ -338,7 +338,7 @@ impl Splits {
 }
 
 /// A command to the drive that does a part of its parent.
-pub(super) struct Child {
+pub(super) struct SplitPart {
     pub(super) sqe: Sqe,
     /// Number of the parent's grain that it begins with.
     pub(super) first_grain: u16,
@@ -348,7 +348,7 @@ pub(super) struct Child {
 
 /// Fate of a parent when a child has completed.
 #[derive(Debug)]
-pub(super) struct Joined {
+pub(super) struct SplitPartOutcome {
     /// Its other children are not dispatched any more.
     pub(super) cut_short: bool,
     /// It has completed.

@@ -9,13 +9,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::backlog::{self, Backlog, Work};
-use super::core::Core;
-use super::shares::{Portion, Shares, scaled};
+use super::backlog::{self, DriveWork, InFlightBound};
+use super::core::QueuePairCore;
+use super::shares::{OwnerShare, WeightedShares, scaled};
 use super::turns::LeaseShare;
-use super::{Governor, Pair};
-use nvme_mpt::clock::{Rate, Ticks};
-use nvme_mpt::learn::Class;
+use super::{DriveGovernor, VfioQueuePair};
+use nvme_mpt::clock::{TickRate, Ticks};
+use nvme_mpt::learn::CommandClass;
 use nvme_mpt::spec::admin::QueuePriority;
 
 /// Mean time of commands in the drive above which a quiet tenant notices a busy one: a few times the latency of a fast drive
@@ -74,7 +74,7 @@ impl ClassUser {
 
 /// A tenant of the drive at a look.
 #[derive(Debug)]
-struct Tenant {
+struct SurveyedOwner {
     lease: Arc<LeaseShare>,
     outstanding: u32,
     /// Its queues.
@@ -95,7 +95,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// commands.
 const BUSY_LOOKS: u8 = 5;
 
-impl Tenant {
+impl SurveyedOwner {
     /// Returns whether it is too busy to be quiet, or was until a short time ago.
     fn is_busy(&self) -> bool {
         self.wants() || self.busy_looks > 0
@@ -103,13 +103,13 @@ impl Tenant {
 
     /// Returns whether it has more commands outstanding now than a quiet one.
     fn wants(&self) -> bool {
-        Class::is_heavy(self.outstanding, 0)
+        CommandClass::is_heavy(self.outstanding, 0)
     }
 
     /// Its bytes of `elapsed` ticks, as if those had been `look` ticks.
-    fn portion(&self, look: u64, elapsed: u64) -> Portion {
+    fn portion(&self, look: u64, elapsed: u64) -> OwnerShare {
         let got = self.lease.bytes().saturating_sub(self.bytes);
-        Portion {
+        OwnerShare {
             weight: self.lease.weight(),
             got: scaled(got, look, elapsed),
             wants: self.wants(),
@@ -120,21 +120,21 @@ impl Tenant {
 
 /// Tenants of a drive, and the time of their commands.
 #[derive(Debug)]
-pub struct Survey {
+pub struct DriveSurvey {
     noticeable: u64,
     look: u64,
     /// Tenants at this look that have commands, or had some since the last one.
-    tenants: Vec<Tenant>,
+    tenants: Vec<SurveyedOwner>,
     /// Tenants at the previous look.
-    former: Vec<Tenant>,
+    former: Vec<SurveyedOwner>,
     class_users: Vec<ClassUser>,
-    shares: Shares,
+    shares: WeightedShares,
     /// Pairs that have members, at this look.
     used_pairs: usize,
     /// True if one of them had no place left for busy members.
     is_full: bool,
     /// `None` until the first look.
-    backlog: Option<Backlog>,
+    backlog: Option<InFlightBound>,
     /// Bytes that completed, and that the drive has, of commands that are counted.
     landed: u64,
     in_flight: u64,
@@ -154,17 +154,17 @@ pub struct Survey {
     direct: u64,
 }
 
-impl Survey {
+impl DriveSurvey {
     /// Of a drive that nobody has looked at, with a clock of this rate.
     #[must_use]
-    pub fn new(rate: Rate) -> Self {
+    pub fn new(rate: TickRate) -> Self {
         Self {
             noticeable: rate.ticks(NOTICEABLE),
             look: rate.ticks(LOOK),
             tenants: Vec::new(),
             former: Vec::new(),
             class_users: Vec::new(),
-            shares: Shares::default(),
+            shares: WeightedShares::default(),
             used_pairs: 0,
             is_full: false,
             backlog: None,
@@ -183,8 +183,8 @@ impl Survey {
     /// Looks at all pairs of a drive, and tells its governor.
     pub fn look<'a>(
         &mut self,
-        governor: &Governor,
-        pairs: impl IntoIterator<Item = &'a Pair> + Clone,
+        governor: &DriveGovernor,
+        pairs: impl IntoIterator<Item = &'a VfioQueuePair> + Clone,
         now: Ticks,
     ) {
         let elapsed = now.since(self.looked);
@@ -264,7 +264,7 @@ impl Survey {
             let mut known = self.tenants.iter_mut();
             match known.find(|tenant| Arc::ptr_eq(&tenant.lease, &old.lease)) {
                 Some(tenant) => tenant.busy_looks = busy_looks,
-                None => self.tenants.push(Tenant {
+                None => self.tenants.push(SurveyedOwner {
                     lease: old.lease.clone(),
                     outstanding: 0,
                     queues: 0,
@@ -278,7 +278,7 @@ impl Survey {
     }
 
     /// Gives busy tenants their shares while there are several and commands take long.
-    fn weigh(&mut self, governor: &Governor, is_contended: bool, elapsed: u64, now: Ticks) {
+    fn weigh(&mut self, governor: &DriveGovernor, is_contended: bool, elapsed: u64, now: Ticks) {
         if !is_contended {
             if std::mem::take(&mut self.is_weighed) {
                 governor.end_weighing();
@@ -335,15 +335,15 @@ impl Survey {
     /// those of a tenant's pairs are equal.
     fn bound<'a>(
         &mut self,
-        governor: &Governor,
-        pairs: impl IntoIterator<Item = &'a Pair>,
+        governor: &DriveGovernor,
+        pairs: impl IntoIterator<Item = &'a VfioQueuePair>,
         elapsed: u64,
         now: Ticks,
     ) {
         let backlog = self
             .backlog
-            .get_or_insert_with(|| Backlog::new(governor.patience()));
-        let work = Work {
+            .get_or_insert_with(|| InFlightBound::new(governor.patience()));
+        let work = DriveWork {
             elapsed,
             landed: self.landed,
             in_flight: self.in_flight,
@@ -366,7 +366,7 @@ impl Survey {
         for pair in pairs {
             let mut core = pair.shared.lock();
             let parts = core.staying().filter_map(|(_, member)| {
-                let of = |tenant: &&Tenant| Arc::ptr_eq(&tenant.lease, &member.queue.lease);
+                let of = |tenant: &&SurveyedOwner| Arc::ptr_eq(&tenant.lease, &member.queue.lease);
                 let tenant = self.tenants.iter().find(of)?;
                 Some(tenant.lease.weight() as f64 / tenant.queues.max(1) as f64)
             });
@@ -381,7 +381,7 @@ impl Survey {
     }
 
     /// Adds what a pair has had to do for so many ticks.
-    fn add(&mut self, priority: QueuePriority, core: &mut Core, now: Ticks, elapsed: u64) {
+    fn add(&mut self, priority: QueuePriority, core: &mut QueuePairCore, now: Ticks, elapsed: u64) {
         let (taken, in_flight) = (core.stats().commands, core.in_flight() as u64);
         let commands = taken - std::mem::replace(&mut core.surveyed, taken);
         self.commands += commands;
@@ -416,7 +416,7 @@ impl Survey {
                     *class += one;
                 }
             }
-            None => self.tenants.push(Tenant {
+            None => self.tenants.push(SurveyedOwner {
                 lease: lease.clone(),
                 outstanding,
                 queues: 1,

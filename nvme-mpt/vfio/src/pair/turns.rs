@@ -18,7 +18,7 @@ use std::collections::binary_heap::PeekMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use nvme_mpt::limit::Weight;
+use nvme_mpt::limit::LeaseWeight;
 
 /// Virtual time of a byte at weight 1.
 const BYTE: u64 = 1 << 32;
@@ -51,7 +51,7 @@ impl LeaseShare {
             launches_until: AtomicU64::new(u64::MAX),
             revoked: AtomicBool::default(),
         };
-        share.set_weight(Weight::default());
+        share.set_weight(LeaseWeight::default());
         Arc::new(share)
     }
 
@@ -62,13 +62,13 @@ impl LeaseShare {
     }
 
     /// Changes the weight, also while commands wait.
-    pub fn set_weight(&self, weight: Weight) {
+    pub fn set_weight(&self, weight: LeaseWeight) {
         let per_byte = BYTE / u64::from(weight.get());
         self.per_byte.store(per_byte, Ordering::Relaxed);
     }
 
     /// Sets whether the drive gets no command of the lease: those of queues that join from now on, and of others with
-    /// [`Pair::revoke`](super::Pair::revoke).
+    /// [`Pair::revoke`](super::VfioQueuePair::revoke).
     pub fn set_revoked(&self, revoked: bool) {
         self.revoked.store(revoked, Ordering::Relaxed);
     }
@@ -126,7 +126,7 @@ impl LeaseShare {
 
 /// Parties, and those of them that wait by their virtual times.
 #[derive(Debug, Default)]
-struct Order {
+struct VirtualTimeOrder {
     /// Number of parties, whether they wait or not.
     parties: usize,
     waiting: BinaryHeap<Reverse<(u128, u16)>>,
@@ -136,7 +136,7 @@ struct Order {
     latest: u128,
 }
 
-impl Order {
+impl VirtualTimeOrder {
     /// Adds a party that begins to wait, which reached this time before.
     fn enter(&mut self, party: u16, time: u128) {
         if self.waiting.is_empty() {
@@ -182,16 +182,16 @@ impl Order {
 
 /// A lease with members of the pair.
 #[derive(Debug)]
-struct Tenant {
+struct ArbitratedLease {
     share: Arc<LeaseShare>,
     time: u128,
     /// Its members.
-    order: Order,
+    order: VirtualTimeOrder,
 }
 
 /// Place of a member.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct ArbitratedUser {
     tenant: u16,
     time: u128,
     waits: bool,
@@ -199,18 +199,18 @@ struct Place {
 
 /// Turns of a pair's members.
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub(super) struct QueuePairArbitration {
     /// Leases.
-    order: Order,
-    tenants: Vec<Option<Tenant>>,
+    order: VirtualTimeOrder,
+    tenants: Vec<Option<ArbitratedLease>>,
     /// By the members' numbers.
-    places: Vec<Option<Place>>,
+    places: Vec<Option<ArbitratedUser>>,
 }
 
-impl Turns {
+impl QueuePairArbitration {
     /// Adds a member of a lease. No later call allocates memory for it.
     pub(super) fn join(&mut self, member: u16, share: &Arc<LeaseShare>) {
-        let is_its = |tenant: &Tenant| Arc::ptr_eq(&tenant.share, share);
+        let is_its = |tenant: &ArbitratedLease| Arc::ptr_eq(&tenant.share, share);
         let mut tenants = self.tenants.iter();
         let known = tenants.position(|tenant| tenant.as_ref().is_some_and(is_its));
         let tenant = known.or_else(|| self.tenants.iter().position(Option::is_none));
@@ -220,10 +220,10 @@ impl Turns {
         }
         self.order.parties += usize::from(known.is_none());
         self.order.waiting.reserve(self.tenants.len());
-        let entry = self.tenants[tenant].get_or_insert_with(|| Tenant {
+        let entry = self.tenants[tenant].get_or_insert_with(|| ArbitratedLease {
             share: share.clone(),
             time: 0,
-            order: Order::default(),
+            order: VirtualTimeOrder::default(),
         });
         entry.order.parties += 1;
         entry.order.waiting.reserve(entry.order.parties);
@@ -231,7 +231,7 @@ impl Turns {
         if self.places.len() <= number {
             self.places.resize(number + 1, None);
         }
-        self.places[number] = Some(Place {
+        self.places[number] = Some(ArbitratedUser {
             tenant: tenant as u16,
             time: 0,
             waits: false,

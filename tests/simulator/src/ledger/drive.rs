@@ -3,15 +3,17 @@
 use std::io;
 
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::{HostMemory, Limits};
-use nvme_mpt::memory::simulation::{Step, process, turn};
-use nvme_mpt::origin::Identity;
+use nvme_mpt::host::{ControllerLimits, HostMemory};
+use nvme_mpt::memory::simulation::{ActorStep, process, turn};
+use nvme_mpt::origin::DriveIdentity;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
-use nvme_software::{LeasedMedium, Medium, Pace, SoftwareQueue, Store};
+use nvme_software::{
+    BackingStore, CommandExecutor, CommandTiming, LeasedBackingStore, SoftwareQueue,
+};
 
 use super::judge::{CELL, CELLS, Judge};
 
@@ -22,7 +24,7 @@ pub(super) const LBA_SHIFT: u8 = 12;
 #[derive(Clone, Debug)]
 pub(super) struct Cells(pub(super) Judge);
 
-impl Store for Cells {
+impl CommandExecutor for Cells {
     fn execute(&mut self, sqe: &Sqe, _: HostMemory<'_>) -> Status {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let blocks = u64::from(nlb_z) + 1;
@@ -33,7 +35,7 @@ impl Store for Cells {
         });
         assert_eq!(NvmOpcode(sqe.opcode()), NvmOpcode::WRITE_ZEROES);
         for cell in first..first + count {
-            turn(Step::Submit, [cell as u64, 0]);
+            turn(ActorStep::Submit, [cell as u64, 0]);
             self.0.zeroed(process(), cell);
         }
         Status::SUCCESS
@@ -42,8 +44,8 @@ impl Store for Cells {
     fn prefetch(&self, _: &Sqe) {}
 }
 
-impl Medium for Cells {
-    fn identity(&self) -> Identity {
+impl BackingStore for Cells {
+    fn identity(&self) -> DriveIdentity {
         "simulated:cells".to_owned().into()
     }
 
@@ -55,9 +57,9 @@ impl Medium for Cells {
         CELLS as u64 * CELL
     }
 
-    fn limits(&self, limits: Limits) -> Limits {
+    fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
         // So a wipe takes several commands.
-        Limits {
+        ControllerLimits {
             no_data_bytes_max: 2 * CELL,
             ..limits
         }
@@ -66,18 +68,18 @@ impl Medium for Cells {
     fn open_lease(
         &self,
         _: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
         Ok(Box::new(self.clone()))
     }
 }
 
-impl LeasedMedium for Cells {
-    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+impl LeasedBackingStore for Cells {
+    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
         Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
     }
 
     fn flush(&self) -> io::Result<()> {
-        turn(Step::SyncFile, [0; 2]);
+        turn(ActorStep::SyncFile, [0; 2]);
         self.0.flushed();
         Ok(())
     }

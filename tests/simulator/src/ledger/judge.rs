@@ -6,7 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nvme_mpt::lease::{FormerData, Lease, LeaseEntry, LeaseIdentity, LeaseState, Wanted};
+use nvme_mpt::lease::{
+    Lease, LeaseEntry, LeaseHolderState, LeaseIdentity, PreviousDataPolicy, RequestedBytes,
+};
 use nvme_mpt::memory::simulation::process;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt_tests::rng::Rng;
@@ -27,22 +29,22 @@ pub(super) type Id = usize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) id: Id,
-    pub(super) wanted: Wanted,
-    pub(super) fate: FormerData,
+    pub(super) wanted: RequestedBytes,
+    pub(super) fate: PreviousDataPolicy,
     /// User that owns the lease from then on; `None`: it keeps its owner.
     pub(super) owner: Option<u32>,
 }
 
 impl Request {
     fn is_by_size(&self) -> bool {
-        matches!(self.wanted, Wanted::Size { .. })
+        matches!(self.wanted, RequestedBytes::Size { .. })
     }
 
     /// Returns whether it names a cell, and the data of others there has this fate.
-    fn has_fate(&self, cell: usize, fate: FormerData) -> bool {
+    fn has_fate(&self, cell: usize, fate: PreviousDataPolicy) -> bool {
         match self.wanted {
-            Wanted::At(range) => self.fate == fate && cells_of(&[range]).contains(&cell),
-            Wanted::Size { .. } => false,
+            RequestedBytes::At(range) => self.fate == fate && cells_of(&[range]).contains(&cell),
+            RequestedBytes::Size { .. } => false,
         }
     }
 }
@@ -122,7 +124,7 @@ pub(super) enum Doing {
     GiveBack,
     /// The operator's.
     Release,
-    Decide(FormerData),
+    Decide(PreviousDataPolicy),
     Grow,
     /// To so many cells.
     Truncate(usize),
@@ -409,9 +411,9 @@ impl Judge {
             };
             assert!(fits, "lease {name} has {cells:?} in the ledger: {grant:?}");
             let is_right = match (grant.holder, grant.is_ending) {
-                (None, _) => entry.state == LeaseState::Stale,
-                (Some(_), false) => entry.state == LeaseState::Held,
-                (Some(_), true) => entry.state != LeaseState::Stale,
+                (None, _) => entry.state == LeaseHolderState::Stale,
+                (Some(_), false) => entry.state == LeaseHolderState::Held,
+                (Some(_), true) => entry.state != LeaseHolderState::Stale,
             };
             assert!(is_right, "lease {name} is {}: {grant:?}", entry.state);
             if grant.owner.is_some() {
@@ -458,8 +460,8 @@ impl State {
         let is_allowed = is_own
             || cell.given_up
             || self.is_open(|open| match &open.doing {
-                Doing::Acquire(request) => request.has_fate(number, FormerData::Kept),
-                Doing::Decide(FormerData::Kept) => open.id == data.id,
+                Doing::Acquire(request) => request.has_fate(number, PreviousDataPolicy::Kept),
+                Doing::Decide(PreviousDataPolicy::Kept) => open.id == data.id,
                 _ => false,
             });
         assert!(
@@ -479,7 +481,7 @@ impl State {
             || cell.wiping
             || self.is_open(|open| match &open.doing {
                 Doing::Acquire(request) => {
-                    request.has_fate(number, FormerData::Wiped) && request.id != data.id
+                    request.has_fate(number, PreviousDataPolicy::Wiped) && request.id != data.id
                 }
                 Doing::Decide(_) | Doing::Truncate(_) => open.id == data.id,
                 _ => false,
@@ -508,7 +510,7 @@ impl State {
                 }
                 continue;
             }
-            let is_kept = by.has_fate(number, FormerData::Kept);
+            let is_kept = by.has_fate(number, PreviousDataPolicy::Kept);
             let was_wiping = self.seen[number].wiping;
             if was_wiping && !is_kept {
                 let data = self.seen[number].data;
@@ -565,7 +567,7 @@ impl State {
                 grant.cells
             );
         }
-        if let Wanted::At(range) = request.wanted {
+        if let RequestedBytes::At(range) = request.wanted {
             assert_eq!(cells, cells_of(&[range]), "lease {name} has another range");
         }
         self.judge_cells(request, 0, &cells, &unwiped, open.decided);
@@ -647,7 +649,7 @@ impl State {
                 };
                 let is_lost = is_alone
                     && !request.is_by_size()
-                    && request.fate != FormerData::Refused
+                    && request.fate != PreviousDataPolicy::Refused
                     && before.as_ref().is_some_and(is_same);
                 assert!(!is_lost, "{before:?} is not given out again");
             }
@@ -701,7 +703,7 @@ impl State {
     fn may_have_acquired(&mut self, request: &Request) {
         let id = request.id;
         self.released.remove(&id);
-        if let Wanted::At(range) = request.wanted {
+        if let RequestedBytes::At(range) = request.wanted {
             for number in cells_of(&[range]) {
                 // The holder of a lease that overlaps came before or after: this one has nothing of it.
                 let has = |grant: &Grant| grant.holder.is_some() && grant.cells.contains(&number);
@@ -712,14 +714,16 @@ impl State {
                     match cell.data {
                         Some(data) if data.id == id => {
                             cell.data = Some(Data { id, at: None });
-                            cell.wiping &= request.fate != FormerData::Kept;
+                            cell.wiping &= request.fate != PreviousDataPolicy::Kept;
                         }
                         _ => match request.fate {
-                            FormerData::Kept => {
+                            PreviousDataPolicy::Kept => {
                                 (cell.given_up, cell.condemned, cell.wiping) = (true, true, false);
                             }
-                            FormerData::Wiped | FormerData::Erased => cell.condemned = true,
-                            FormerData::Refused => {}
+                            PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => {
+                                cell.condemned = true
+                            }
+                            PreviousDataPolicy::Refused => {}
                         },
                     }
                 }
@@ -737,8 +741,8 @@ impl State {
         }
     }
 
-    fn decided(&mut self, id: Id, fate: FormerData) {
-        let gives_up = fate == FormerData::Kept;
+    fn decided(&mut self, id: Id, fate: PreviousDataPolicy) {
+        let gives_up = fate == PreviousDataPolicy::Kept;
         for cell in self.seen.iter_mut().chain(&mut self.durable) {
             if cell.data.is_some_and(|data| data.id == id) {
                 cell.condemned = true;

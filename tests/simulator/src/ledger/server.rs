@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use nvme_mpt::Drive;
 use nvme_mpt::lease::{
-    Claim, FormerData, Lease, LeaseError, LeaseRequest, Ledger, PrivateError, StoreError, Wanted,
+    Lease, LeaseClaim, LeaseError, LeaseRequest, Ledger, LedgerStoreError, PreviousDataPolicy,
+    PrivateFileError, RequestedBytes,
 };
 use nvme_mpt::memory::clock;
-use nvme_mpt::memory::simulation::{Step, turn};
+use nvme_mpt::memory::simulation::{ActorStep, turn};
 use nvme_mpt::memory::sync::JoinHandle;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
@@ -129,18 +130,22 @@ impl Server {
                 let cells = [2, 6, 7, 12][self.below(4)];
                 let start = (7 * id + [0, 3, 6][self.below(3)]).min(CELLS - cells);
                 let range = ByteRange::new(start as u64 * CELL, cells as u64 * CELL);
-                Wanted::At(range.expect("a range"))
+                RequestedBytes::At(range.expect("a range"))
             }
             _ => {
                 let unit = UNIT << (self.rng.below(8) / 7);
-                Wanted::Size {
+                RequestedBytes::Size {
                     bytes: unit * (1 + self.rng.below(3)),
                     unit,
                     whole: self.rng.below(6) == 0,
                 }
             }
         };
-        let fates = [FormerData::Wiped, FormerData::Refused, FormerData::Kept];
+        let fates = [
+            PreviousDataPolicy::Wiped,
+            PreviousDataPolicy::Refused,
+            PreviousDataPolicy::Kept,
+        ];
         Request {
             id,
             wanted,
@@ -166,7 +171,7 @@ impl Server {
             blocks: self.drive.blocks(),
             former_data: fate,
         };
-        let claim = owner.map_or(Claim::Operator, Claim::For);
+        let claim = owner.map_or(LeaseClaim::Operator, LeaseClaim::For);
         // The next process asks for it again, also if this one dies before it knows of the lease.
         self.world.seats()[self.seat].had.push(request);
         let token = self.world.judge.begin(id, Doing::Acquire(request));
@@ -207,7 +212,7 @@ impl Server {
         let (id, judge) = (request.id, &self.world.judge);
         let shares = 1 + self.rng.below(2);
         for at in 0..judge.cells(id) {
-            turn(Step::Submit, [id as u64, at as u64]);
+            turn(ActorStep::Submit, [id as u64, at as u64]);
             judge.used(id, at, self.rng.below(shares) == 0);
         }
         if self.rng.below(2) == 0 {
@@ -319,7 +324,11 @@ impl Server {
     /// The operator decides what becomes of an id's data.
     fn decide(&mut self) {
         let id = self.below(IDS.len());
-        let fate = [FormerData::Kept, FormerData::Wiped, FormerData::Wiped][self.below(3)];
+        let fate = [
+            PreviousDataPolicy::Kept,
+            PreviousDataPolicy::Wiped,
+            PreviousDataPolicy::Wiped,
+        ][self.below(3)];
         let token = self.world.judge.begin(id, Doing::Decide(fate));
         let outcome = self.outcome_of(self.ledger.decide_data(IDS[id], fate));
         self.world.judge.end(token, outcome);
@@ -345,13 +354,15 @@ fn outcome(world: &World, error: &LeaseError) -> Outcome {
     }
 }
 
-fn outcome_of_store(world: &World, error: &StoreError) -> Outcome {
+fn outcome_of_store(world: &World, error: &LedgerStoreError) -> Outcome {
     match error {
-        StoreError::Together(error) => outcome_of_store(world, error),
-        StoreError::Io { .. } | StoreError::Private(PrivateError::Io { .. }) if world.fails => {
+        LedgerStoreError::Together(error) => outcome_of_store(world, error),
+        LedgerStoreError::Io { .. } | LedgerStoreError::Private(PrivateFileError::Io { .. })
+            if world.fails =>
+        {
             Outcome::Unknown
         }
-        StoreError::Locked { .. } => Outcome::Unknown,
+        LedgerStoreError::Locked { .. } => Outcome::Unknown,
         error => panic!("{error}: {error:?}"),
     }
 }

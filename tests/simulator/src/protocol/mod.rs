@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use nvme_mpt::Attachment;
+use nvme_mpt::LocalBackend;
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt::memory::sync::mpsc::{self, Sender};
@@ -20,7 +20,7 @@ use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_lease_protocol::socket_of;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::blocks::Blocks;
 use crate::engine::{Engine, Process};
@@ -67,7 +67,7 @@ struct Vmm {
 struct Given {
     /// Number of the server.
     server: u64,
-    attachment: Weak<Attachment>,
+    attachment: Weak<LocalBackend>,
 }
 
 /// All that outlives a process.
@@ -75,7 +75,7 @@ struct Given {
 struct World {
     less: Less,
     blocks: Blocks,
-    profile: Option<Profile>,
+    profile: Option<DriveProfile>,
     seats: Vec<Seat>,
     given: Vec<Mutex<Given>>,
     /// Servers so far.
@@ -299,7 +299,7 @@ impl Fate<'_> {
         // A server that takes no VMM in, whom all ask first.
         let silent = (self.rng.below(12) == 0).then(|| {
             self.engine.start_process("silent", || {
-                let _listener = sockets::Listener::bind(&socket(0));
+                let _listener = sockets::SimulatedListener::bind(&socket(0));
                 clock::sleep(Duration::from_secs(1 << 30));
             })
         });

@@ -7,15 +7,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::lease::{FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{
+    Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes,
+};
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::sync::mpsc::Receiver;
 use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{Attachment, Drive, EventReader, FunctionParts, HostSide, KeptParts, Pollers};
-use nvme_mpt_lease_protocol::simulated::{Listener, Stream};
-use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session};
+use nvme_mpt::{
+    ControllerBackend, Drive, EventReader, LocalBackend, PersistedBackendParts, PollerPool,
+    SharedPartsSource,
+};
+use nvme_mpt_lease_protocol::simulated::{SimulatedListener, Stream};
+use nvme_mpt_lease_protocol::{
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity,
+};
 use nvme_software::SoftwareController;
 
 use super::{END, FOLDER, Given, World, socket};
@@ -30,7 +37,7 @@ struct Table {
     number: u64,
     drive: Arc<Drive>,
     ledger: Ledger,
-    pollers: Arc<Pollers>,
+    pollers: Arc<PollerPool>,
     /// The server ends.
     ends: AtomicBool,
     sessions: Mutex<BTreeMap<u64, Connection>>,
@@ -55,11 +62,11 @@ pub(super) fn live(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
         number,
         drive,
         ledger: Ledger::open(Path::new(FOLDER)),
-        pollers: Pollers::new(),
+        pollers: PollerPool::new(),
         ends: AtomicBool::new(false),
         sessions: Mutex::default(),
     });
-    let listener = Arc::new(Listener::bind(&socket(number)));
+    let listener = Arc::new(SimulatedListener::bind(&socket(number)));
     let taking_in = {
         let (listener, table) = (listener.clone(), table.clone());
         let take_in = move || {
@@ -88,7 +95,7 @@ impl Table {
     /// Begins a session with a VMM.
     fn begin(self: &Arc<Self>, number: u64, stream: Stream) {
         let kept = stream.try_clone().expect("a socket");
-        let session = Session::new(stream).expect("a socket");
+        let session = LeaseSession::new(stream).expect("a socket");
         let table = self.clone();
         let work = move || {
             if let Err(error) = session.run(&*table) {
@@ -136,10 +143,10 @@ impl Table {
                 id: &id,
                 drive: self.drive.identity(),
                 nsid: self.drive.namespace().nsid,
-                wanted: Wanted::At(range),
+                wanted: RequestedBytes::At(range),
                 lba_shift: self.drive.lba_shift(),
                 blocks: self.drive.blocks(),
-                former_data: FormerData::Kept,
+                former_data: PreviousDataPolicy::Kept,
             });
             match lease {
                 Ok(lease) => return lease,
@@ -156,12 +163,12 @@ impl Table {
         }
     }
 
-    fn attach(&self, number: usize, parts: FunctionParts) -> Arc<Attachment> {
+    fn attach(&self, number: usize, parts: SharedPartsSource) -> Arc<LocalBackend> {
         let seat = &self.world.seats[number];
         let doorbells = seat.persona.doorbells();
         let lease = self.lease(number);
         let config = config(&self.drive, lease, doorbells, seat.policy, &self.pollers);
-        let attachment = Attachment::with_parts(config, parts);
+        let attachment = LocalBackend::with_parts(config, parts);
         let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let attachment = Arc::new(attachment);
         *self.world.given(number) = Given {
@@ -172,31 +179,31 @@ impl Table {
     }
 }
 
-impl Leases for Table {
+impl LeaseSource for Table {
     fn attach(
         &self,
-        _: Peer,
+        _: PeerIdentity,
         options: &str,
-        parts: Option<KeptParts>,
+        parts: Option<PersistedBackendParts>,
         _: &AtomicBool,
-    ) -> Admission {
+    ) -> LeaseAdmission {
         let number = options.strip_prefix("seat=").map(str::parse);
         let Some(Ok(number)) = number else {
             panic!("a VMM asks for {options}");
         };
         let parts = match parts {
-            Some(parts) => FunctionParts::Kept(parts, EventReader::Trusted),
-            None => FunctionParts::Outliving(EventReader::Trusted),
+            Some(parts) => SharedPartsSource::Kept(parts, EventReader::Trusted),
+            None => SharedPartsSource::Outliving(EventReader::Trusted),
         };
-        let attachment: Arc<dyn HostSide> = self.attach(number, parts);
-        Admission::Attached(attachment)
+        let attachment: Arc<dyn ControllerBackend> = self.attach(number, parts);
+        LeaseAdmission::Attached(attachment)
     }
 
     fn server_ends(&self) -> bool {
         self.ends.load(Ordering::Relaxed)
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
-        End::Gone
+    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        LeaseEndCause::Gone
     }
 }

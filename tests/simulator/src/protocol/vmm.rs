@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use nvme_mpt::StateError;
+use nvme_mpt::BackendStateError;
 use nvme_mpt::memory::clock;
-use nvme_mpt::poller::{Threads, start_thread};
-use nvme_mpt_lease_protocol::{RemoteHostSide, attach_anywhere};
+use nvme_mpt::poller::{ThreadSpawner, start_thread};
+use nvme_mpt_lease_protocol::{RemoteBackend, attach_anywhere};
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
@@ -69,10 +69,10 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
 }
 
 /// Looks for the server that has the drive, as long as it takes.
-fn attach(number: usize) -> RemoteHostSide {
+fn attach(number: usize) -> RemoteBackend {
     let options = format!("seat={number}");
     loop {
-        let threads = Threads::default();
+        let threads = ThreadSpawner::default();
         let host = attach_anywhere(Path::new(FOLDER), &options, None, &threads);
         match host {
             Ok(Some(host)) => return host,
@@ -143,12 +143,12 @@ fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: 
 }
 
 /// Does something with the queues of a server, as soon as there is one.
-fn repeat<T>(mut work: impl FnMut() -> Result<T, StateError>) -> T {
+fn repeat<T>(mut work: impl FnMut() -> Result<T, BackendStateError>) -> T {
     let began = clock::monotonic();
     loop {
         match work() {
             Ok(done) => return done,
-            Err(StateError::Unreachable { .. }) if clock::monotonic() - began < PATIENCE => {
+            Err(BackendStateError::Unreachable { .. }) if clock::monotonic() - began < PATIENCE => {
                 clock::sleep(Duration::from_millis(1));
             }
             Err(error) => panic!("no state is saved or restored: {error}: {error:?}"),

@@ -21,7 +21,7 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status;
 use nvme_mpt_tests::zoned::{self, DESCRIPTOR, action};
 use nvme_software::SoftwareController;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::blocks::Blocks;
 use crate::guest::{self, Conditions, End, Guest, Machine, Persona, Work};
@@ -381,7 +381,7 @@ impl Work for Zones {
 struct ZonedDrive {
     geometry: Geometry,
     blocks: Blocks,
-    profile: Profile,
+    profile: DriveProfile,
 }
 
 impl ZonedDrive {
@@ -402,7 +402,7 @@ impl ZonedDrive {
             2 * open_max,
             2 * active_max
         );
-        let profile = Profile::parse("simulated", &text);
+        let profile = DriveProfile::parse("simulated", &text);
         let geometry = Geometry {
             zones,
             size: size * 2,
@@ -424,7 +424,7 @@ impl ZonedDrive {
 
     /// Opens the drive, whose zones' states lie beside a path if there is one.
     fn open(&self, path: Option<&Path>) -> Arc<dyn HostController> {
-        let Profile::Zns(zns) = &self.profile else {
+        let DriveProfile::Zns(zns) = &self.profile else {
             panic!("no profile of zones");
         };
         let blocks = match path {

@@ -15,15 +15,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use nvme_mpt::drive::SpareKeeper;
-use nvme_mpt::lease::{FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::drive::SpareDescriptorStore;
+use nvme_mpt::lease::{
+    Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes,
+};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellStride, Drive, EventReader, FunctionParts, Gpa, Learning,
-    Pollers,
+    AdaptivePolicies, DoorbellStride, Drive, EventReader, Gpa, LocalBackend, LocalBackendConfig,
+    PollerPool, SharedPartsSource,
 };
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
@@ -39,7 +41,7 @@ use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
 use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{INVALID_OPCODE, StatusCode};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
-use vmm_device::{FunctionState, MsixMasking, NvmeFunction, SnapshotError};
+use vmm_device::{FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
 use clock::TestClock;
 
@@ -122,12 +124,12 @@ pub(crate) fn written_file(len: u64) -> tempfile::NamedTempFile {
 pub(crate) struct Host {
     pub(crate) drive: Arc<Drive>,
     pub(crate) ledger: Ledger,
-    pub(crate) pollers: Arc<Pollers>,
+    pub(crate) pollers: Arc<PollerPool>,
     pub(crate) next_id: AtomicU64,
     /// Clock of its functions' waits.
     pub(crate) clock: Arc<TestClock>,
     /// Attachment of the function that was made last.
-    pub(crate) attached: Mutex<Weak<Attachment>>,
+    pub(crate) attached: Mutex<Weak<LocalBackend>>,
 }
 
 impl Host {
@@ -155,7 +157,7 @@ impl Host {
         Self {
             drive,
             ledger: Ledger::in_process(),
-            pollers: Pollers::new(),
+            pollers: PollerPool::new(),
             next_id: AtomicU64::new(0),
             clock: Arc::default(),
             attached: Mutex::default(),
@@ -187,15 +189,15 @@ impl Host {
         &self,
         id: &str,
         setup: &Setup,
-        former_data: FormerData,
+        former_data: PreviousDataPolicy,
     ) -> Result<Lease, LeaseError> {
         self.ledger.acquire(&LeaseRequest {
             id,
             drive: self.drive.identity(),
             nsid: self.drive.namespace().nsid,
             wanted: match setup.unit {
-                None => Wanted::At(ByteRange::new(setup.start, setup.length).unwrap()),
-                Some(unit) => Wanted::Size {
+                None => RequestedBytes::At(ByteRange::new(setup.start, setup.length).unwrap()),
+                Some(unit) => RequestedBytes::Size {
                     bytes: setup.length,
                     unit,
                     whole: false,
@@ -214,7 +216,7 @@ impl Host {
                 start,
                 ..Setup::whole(length)
             };
-            self.lease(&format!("at-{start}"), &setup, FormerData::Kept)
+            self.lease(&format!("at-{start}"), &setup, PreviousDataPolicy::Kept)
                 .unwrap()
         });
         leases.collect()
@@ -222,17 +224,19 @@ impl Host {
 
     /// Wipes the range of a setup, for an id that had nothing there before.
     pub(crate) fn wipe(&self, setup: &Setup) {
-        let lease = self.lease("wipes", setup, FormerData::Wiped).unwrap();
+        let lease = self
+            .lease("wipes", setup, PreviousDataPolicy::Wiped)
+            .unwrap();
         assert!(!lease.unwiped().is_empty());
         nvme_mpt::wipe::wipe(&self.drive, &lease, &AtomicBool::new(false)).unwrap();
         assert!(lease.unwiped().is_empty());
     }
 
     /// An attachment to the lease of that name.
-    pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<Attachment> {
+    pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<LocalBackend> {
         let parts = match remote::is_chosen() {
-            true => FunctionParts::Outliving(EventReader::Trusted),
-            false => FunctionParts::Own,
+            true => SharedPartsSource::Outliving(EventReader::Trusted),
+            false => SharedPartsSource::Own,
         };
         self.attachment_with(id, setup, parts)
     }
@@ -242,8 +246,8 @@ impl Host {
         &self,
         id: &str,
         setup: &Setup,
-        parts: FunctionParts,
-    ) -> Arc<Attachment> {
+        parts: SharedPartsSource,
+    ) -> Arc<LocalBackend> {
         self.attachment_of(id, setup, parts, None)
     }
 
@@ -252,19 +256,19 @@ impl Host {
         &self,
         id: &str,
         setup: &Setup,
-        parts: FunctionParts,
-        spares: Option<Arc<dyn SpareKeeper>>,
-    ) -> Arc<Attachment> {
+        parts: SharedPartsSource,
+        spares: Option<Arc<dyn SpareDescriptorStore>>,
+    ) -> Arc<LocalBackend> {
         // What a machine before held of a file, a child may still have.
         children::let_go();
         // Tests look at what machines before left.
-        let lease = self.lease(id, setup, FormerData::Kept).unwrap();
+        let lease = self.lease(id, setup, PreviousDataPolicy::Kept).unwrap();
         let doorbells = match setup.doorbells {
             DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
             DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
             DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
         };
-        let config = AttachmentConfig {
+        let config = LocalBackendConfig {
             drive: self.drive.clone(),
             lease,
             queue_pairs: setup.queue_pairs,
@@ -283,7 +287,7 @@ impl Host {
             rates: setup.rates,
             serial: None,
         };
-        let attachment = Attachment::with_spares(config, parts, spares).unwrap();
+        let attachment = LocalBackend::with_spares(config, parts, spares).unwrap();
         let attachment = Arc::new(attachment.with_clock(self.clock.clone()));
         *self.attached.lock().unwrap() = Arc::downgrade(&attachment);
         attachment
@@ -306,7 +310,7 @@ impl Host {
         setup: &Setup,
     ) -> Result<Machine, SnapshotError> {
         let mut function = self.function(&suspended.id, setup);
-        let state = FunctionState::from_bytes(&suspended.state)?;
+        let state = FunctionSnapshot::from_bytes(&suspended.state)?;
         for region in suspended.memory.regions() {
             map_kept(&function, &suspended.memory, &region);
         }
@@ -348,7 +352,7 @@ pub(crate) struct Setup {
     pub(crate) stride: DoorbellStride,
     /// As in `poll=`.
     pub(crate) poll: &'static str,
-    pub(crate) learning: Learning,
+    pub(crate) learning: AdaptivePolicies,
     pub(crate) rates: RateLimits,
     pub(crate) queue_pairs: u16,
     /// As in `reserve=`.
@@ -371,7 +375,7 @@ impl Default for Setup {
             memory_limit: None,
             stride: DoorbellStride::default(),
             poll: "shared",
-            learning: Learning::default(),
+            learning: AdaptivePolicies::default(),
             rates: RateLimits::default(),
             queue_pairs: 4,
             reserve: 0,

@@ -8,9 +8,11 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use nvme_mpt::poller::Threads;
-use nvme_mpt::{HostSide, KeptParts};
-use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, attach_over};
+use nvme_mpt::poller::ThreadSpawner;
+use nvme_mpt::{ControllerBackend, PersistedBackendParts};
+use nvme_mpt_lease_protocol::{
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_over,
+};
 
 /// Variable of the environment. If it is `remote`, functions have their host side behind the lease protocol.
 const CHOICE: &str = "NVME_MPT_HOST_SIDE";
@@ -20,30 +22,36 @@ pub(crate) fn is_chosen() -> bool {
 }
 
 /// A lease that exists already, for one session.
-pub(crate) struct OneLease(pub(crate) Mutex<Option<Arc<dyn HostSide>>>);
+pub(crate) struct OneLease(pub(crate) Mutex<Option<Arc<dyn ControllerBackend>>>);
 
-impl Leases for OneLease {
-    fn attach(&self, _: Peer, options: &str, _: Option<KeptParts>, _: &AtomicBool) -> Admission {
+impl LeaseSource for OneLease {
+    fn attach(
+        &self,
+        _: PeerIdentity,
+        options: &str,
+        _: Option<PersistedBackendParts>,
+        _: &AtomicBool,
+    ) -> LeaseAdmission {
         assert_eq!(options, "options");
         match self.0.lock().unwrap().take() {
-            Some(host) => Admission::Attached(host),
-            None => Admission::NotServed,
+            Some(host) => LeaseAdmission::Attached(host),
+            None => LeaseAdmission::NotServed,
         }
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
-        End::Gone
+    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        LeaseEndCause::Gone
     }
 }
 
 /// The same host side, behind a session of its own.
-pub(crate) fn host_side(host: Arc<dyn HostSide>) -> Arc<dyn HostSide> {
+pub(crate) fn host_side(host: Arc<dyn ControllerBackend>) -> Arc<dyn ControllerBackend> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {
         let leases = OneLease(Mutex::new(Some(host)));
-        Session::new(theirs).unwrap().run(&leases).unwrap();
+        LeaseSession::new(theirs).unwrap().run(&leases).unwrap();
     });
-    let threads = Threads::default();
+    let threads = ThreadSpawner::default();
     let remote = attach_over(ours, Path::new("pair"), "options", &threads).unwrap();
     Arc::new(remote.unwrap())
 }

@@ -7,16 +7,16 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 use nvme_mpt::drive::{
-    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
+    DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
 };
-use nvme_mpt::host::{Limits, TemperatureThresholds};
+use nvme_mpt::host::{ControllerLimits, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::origin::IdentityRef;
+use nvme_mpt::origin::DriveIdentityRef;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
-use nvme_mpt::{Drive, DriveEvent, Event, EventQueue};
-use nvme_software::{Allocation, SoftwareController};
+use nvme_mpt::{Drive, DriveEvent, EventQueue, IoQueueEvent};
+use nvme_software::{MemoryAllocationTime, SoftwareController};
 
 use super::{Host, LEASE};
 
@@ -30,7 +30,7 @@ struct State {
     /// SMART / Health Information.
     health: [u8; 512],
     health_reads: u32,
-    incidents: Incidents,
+    incidents: DriveIncidents,
     subscribers: Vec<Weak<EventQueue>>,
     /// True while flushes do not end.
     holds_flushes: bool,
@@ -40,16 +40,18 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct ScriptedController {
     stores: [Arc<SoftwareController>; 2],
-    limits: Limits,
+    limits: ControllerLimits,
     state: Mutex<State>,
     flushes: Condvar,
 }
 
 impl ScriptedController {
     /// A drive with two namespaces of two leases each.
-    pub(crate) fn new(change: impl FnOnce(&mut Limits)) -> Arc<Self> {
+    pub(crate) fn new(change: impl FnOnce(&mut ControllerLimits)) -> Arc<Self> {
         let stores = [0; 2].map(|_| {
-            Arc::new(SoftwareController::memory(2 * LEASE, 9, Allocation::AsWritten).unwrap())
+            Arc::new(
+                SoftwareController::memory(2 * LEASE, 9, MemoryAllocationTime::AsWritten).unwrap(),
+            )
         });
         let mut limits = *stores[0].limits();
         change(&mut limits);
@@ -64,7 +66,7 @@ impl ScriptedController {
             namespaces: namespaces.to_vec(),
             health,
             health_reads: 0,
-            incidents: Incidents::default(),
+            incidents: DriveIncidents::default(),
             subscribers: Vec::new(),
             holds_flushes: false,
         };
@@ -123,14 +125,14 @@ impl ScriptedController {
     pub(crate) fn tell(&self, event: DriveEvent) {
         for subscriber in &self.state().subscribers {
             if let Some(events) = subscriber.upgrade() {
-                events.report(Event::Drive(event));
+                events.report(IoQueueEvent::Drive(event));
             }
         }
     }
 }
 
 impl HostController for ScriptedController {
-    fn identity(&self) -> IdentityRef<'_> {
+    fn identity(&self) -> DriveIdentityRef<'_> {
         "nvme:fake".into()
     }
 
@@ -138,7 +140,7 @@ impl HostController for ScriptedController {
         "Fake NVMe drive"
     }
 
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &ControllerLimits {
         &self.limits
     }
 
@@ -175,7 +177,7 @@ impl HostController for ScriptedController {
         })
     }
 
-    fn incidents(&self) -> Incidents {
+    fn incidents(&self) -> DriveIncidents {
         self.state().incidents
     }
 

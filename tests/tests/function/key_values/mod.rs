@@ -23,7 +23,7 @@ use nvme_mpt_tests::status::{
 };
 use nvme_mpt_tests::{Error, prp, rng};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::common::{
     HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, check_commands, children, status,
@@ -35,7 +35,7 @@ const DRIVE: &str = "memory:32M";
 
 fn options(profile: &str) -> DriveOptions {
     DriveOptions {
-        profile: Some(Arc::new(Profile::parse("test", profile).unwrap())),
+        profile: Some(Arc::new(DriveProfile::parse("test", profile).unwrap())),
         ..DriveOptions::default()
     }
 }

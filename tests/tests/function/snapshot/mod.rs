@@ -16,7 +16,7 @@ use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::QueueOptions;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
 use proptest::prelude::*;
-use vmm_device::{Bar, FunctionState, MsixMasking, SnapshotError};
+use vmm_device::{Bar, FunctionSnapshot, MsixMasking, SnapshotError};
 
 use crate::common::bystander::Bystander;
 use crate::common::{
@@ -479,20 +479,20 @@ fn damaged_bytes_are_refused() {
     let mut load = Load::new(&machine, 2, 16, 6);
     load.submit(true);
     let bytes = machine.suspend().state;
-    FunctionState::from_bytes(&bytes).expect("sound");
+    FunctionSnapshot::from_bytes(&bytes).expect("sound");
     let mut errors = BTreeSet::new();
     for at in 0..bytes.len() {
-        let cut = FunctionState::from_bytes(&bytes[..at]).expect_err("cut short");
+        let cut = FunctionSnapshot::from_bytes(&bytes[..at]).expect_err("cut short");
         let mut changed = bytes.clone();
         changed[at] ^= 1 << (at % 8);
-        let changed = FunctionState::from_bytes(&changed).expect_err("changed");
+        let changed = FunctionSnapshot::from_bytes(&changed).expect_err("changed");
         for error in [cut, changed] {
             let text = error.to_string();
             errors.insert(text.chars().take(24).collect::<String>());
         }
     }
     let longer = [&bytes[..], b" "].concat();
-    FunctionState::from_bytes(&longer).expect_err("longer");
+    FunctionSnapshot::from_bytes(&longer).expect_err("longer");
     // Version, length, checksum and beginning are told apart.
     assert!(errors.len() >= 4, "{errors:?}");
 }

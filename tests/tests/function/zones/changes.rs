@@ -1,14 +1,14 @@
 //! Zones that changed by themselves, in snapshots and under the next server.
 
-use nvme_mpt::event::Event;
-use nvme_mpt::{EventReader, FunctionParts, HostSide};
+use nvme_mpt::event::IoQueueEvent;
+use nvme_mpt::{ControllerBackend, EventReader, SharedPartsSource};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::identify::field;
 use nvme_mpt_tests::status::WRITE_FAULT;
 use nvme_mpt_vmm::drives;
 use serde_json::json;
-use vmm_device::{FunctionState, NvmeFunction};
+use vmm_device::{FunctionSnapshot, NvmeFunction};
 
 use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, host, options, refused};
 use crate::common::{Host, Setup, Suspended};
@@ -55,7 +55,7 @@ fn zones_that_changed_under_a_server_that_ended_are_told_of_by_the_next() {
     };
     let setup = Setup::nth(1);
     let host = server();
-    let outliving = FunctionParts::Outliving(EventReader::Trusted);
+    let outliving = SharedPartsSource::Outliving(EventReader::Trusted);
     let attachment = host.attachment_with("a", &setup, outliving);
     let function = NvmeFunction::new(attachment.clone(), setup.masking);
     let machine = host.machine_of("a".to_owned(), function, &setup);
@@ -68,7 +68,7 @@ fn zones_that_changed_under_a_server_that_ended_are_told_of_by_the_next() {
     drop((controller, disk, machine, attachment, host));
     let host = server();
     let attachment = host.attachment_with("a", &setup, parts);
-    assert_eq!(attachment.take_events(), [Event::Changes]);
+    assert_eq!(attachment.take_events(), [IoQueueEvent::Changes]);
     let told = attachment.changes().unwrap();
     assert!(told.are_more(), "any zone may have changed");
     attachment.forget_changes(&told);
@@ -85,7 +85,7 @@ fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
     let host = host(DRIVE);
     let setup = Setup::nth(0);
     let suspended = host.machine(&setup).suspend();
-    let sound = FunctionState::from_bytes(&suspended.state).unwrap();
+    let sound = FunctionSnapshot::from_bytes(&suspended.state).unwrap();
     let with = |starts: Vec<u64>| {
         let mut state = serde_json::to_value(&sound).unwrap();
         assert_eq!(
@@ -94,7 +94,7 @@ fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
             "none changed"
         );
         state["attachment"]["changed_zones"] = json!({"starts": starts, "more": false});
-        let state: FunctionState = serde_json::from_value(state).unwrap();
+        let state: FunctionSnapshot = serde_json::from_value(state).unwrap();
         let suspended = Suspended {
             id: suspended.id.clone(),
             memory: suspended.memory.clone(),

@@ -6,8 +6,8 @@ mod kept;
 
 use std::sync::Arc;
 
-use nvme_mpt::lease::FormerData;
-use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Learning};
+use nvme_mpt::lease::PreviousDataPolicy;
+use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, LocalBackendError};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -24,7 +24,7 @@ use nvme_mpt_tests::zoned::{Zone, action, state};
 use nvme_mpt_tests::{Error, prp};
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::faults::FaultPlan;
-use nvme_software::model::Profile;
+use nvme_software::model::DriveProfile;
 
 use crate::common::{HANG, Host, Machine, Setup, check_commands, children, disk, status};
 
@@ -54,7 +54,7 @@ const FLASH: &str = "[flash]\nchannels = 2\ndies_per_channel = 2\ndies_per_zone 
 fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
     DriveOptions {
         lba_size: 4096,
-        profile: Some(Arc::new(Profile::parse("test", profile).unwrap())),
+        profile: Some(Arc::new(DriveProfile::parse("test", profile).unwrap())),
         faults: faults.map(|plan| Arc::new(FaultPlan::parse("test", plan).unwrap())),
         ..DriveOptions::default()
     }
@@ -452,13 +452,15 @@ fn zones_of_another_id_are_empty_after_a_wipe() {
 }
 
 /// An attachment to a range of the drive.
-fn lease(host: &Host, start: u64, length: u64) -> Result<Attachment, AttachError> {
+fn lease(host: &Host, start: u64, length: u64) -> Result<LocalBackend, LocalBackendError> {
     let setup = Setup {
         start,
         ..Setup::whole(length)
     };
-    let lease = host.lease("part", &setup, FormerData::Kept).unwrap();
-    Attachment::new(AttachmentConfig {
+    let lease = host
+        .lease("part", &setup, PreviousDataPolicy::Kept)
+        .unwrap();
+    LocalBackend::new(LocalBackendConfig {
         drive: host.drive.clone(),
         lease,
         queue_pairs: 1,
@@ -467,7 +469,7 @@ fn lease(host: &Host, start: u64, length: u64) -> Result<Attachment, AttachError
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: nvme_mpt::DoorbellMode::Trap,
         poll: "shared".parse().unwrap(),
-        learning: Learning::default(),
+        learning: AdaptivePolicies::default(),
         pollers: host.pollers.clone(),
         memory: nvme_mpt::MemoryKinds::default(),
         memory_limit: None,

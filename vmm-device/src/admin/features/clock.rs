@@ -8,7 +8,7 @@ use crate::state::parts::TimestampState;
 
 /// Timestamp clock of one controller.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Clock {
+pub(super) struct TimestampClock {
     /// Value at `since`, in milliseconds.
     start: u64,
     since: Duration,
@@ -17,7 +17,7 @@ pub(super) struct Clock {
     stopped: bool,
 }
 
-impl Clock {
+impl TimestampClock {
     /// Creates the clock after a controller reset at `now`: it counts from zero.
     pub(super) fn reset(now: Duration) -> Self {
         Self {
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn it_runs_on_from_where_it_began() {
-        let clock = Clock::set_to(1000, Duration::from_millis(5));
+        let clock = TimestampClock::set_to(1000, Duration::from_millis(5));
         let now = clock.at(Duration::from_millis(239));
         assert_eq!(now.as_bytes(), [0xD2, 4, 0, 0, 0, 0, 0b10, 0]);
     }

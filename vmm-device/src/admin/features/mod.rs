@@ -17,8 +17,8 @@ use nvme_mpt::{
         feature::{
             Arbitration, AsyncEventConfiguration, ErrorRecovery, FeatureCapabilities, FeatureId,
             FeatureSelect, HostBehaviorSupport, InterruptCoalescing, InterruptVectorConfiguration,
-            LbaRange, LbaRangeAttributes, NumberOfQueues, PowerManagement, TemperatureThreshold,
-            ThresholdType, Timestamp, VolatileWriteCache, WriteAtomicity,
+            LbaRangeAttributes, LbaRangeTypeEntry, NumberOfQueues, PowerManagement,
+            TemperatureThreshold, ThresholdType, Timestamp, VolatileWriteCache, WriteAtomicity,
         },
         ids::Nsid,
         status::Status,
@@ -26,8 +26,8 @@ use nvme_mpt::{
 };
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use self::clock::Clock;
-use super::{identify::ARBITRATION_BURST, io_queues::Allocated, subject::notices};
+use self::clock::TimestampClock;
+use super::{identify::ARBITRATION_BURST, io_queues::IoQueueAllocation, subject::notices};
 
 /// Mask of the I/O Command Set Combination Index in dword 11 of the I/O Command Set Profile.
 const COMBINATION_INDEX: u32 = 0x1FF;
@@ -57,7 +57,7 @@ pub(super) struct FeatureValue {
 
 /// Values of the features of one controller.
 #[derive(Clone, Debug)]
-pub(super) struct Features {
+pub(super) struct ControllerFeatures {
     arbitration: Arbitration,
     power: PowerManagement,
     /// `None` for the default.
@@ -65,20 +65,20 @@ pub(super) struct Features {
     under_temperature: u16,
     error_recovery: ErrorRecovery,
     /// Granted numbers of queues; `None` if the feature was not set.
-    queues: Option<Allocated>,
+    queues: Option<IoQueueAllocation>,
     coalescing: InterruptCoalescing,
     /// Vectors with Coalescing Disable, as bits.
     coalescing_disabled: u128,
     write_atomicity: WriteAtomicity,
     async_events: AsyncEventConfiguration,
-    timestamp: Clock,
+    timestamp: TimestampClock,
     /// Clock that drives the Timestamp.
     clock: Arc<dyn WaitClock>,
     /// Values of ACRE, ETDAS and LBAFEE.
     host_behavior: [u8; 3],
 }
 
-impl Features {
+impl ControllerFeatures {
     /// Creates the values after a controller reset.
     pub(super) fn new(clock: &Arc<dyn WaitClock>) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl Features {
             coalescing_disabled: 0,
             write_atomicity: WriteAtomicity::default(),
             async_events: AsyncEventConfiguration::default(),
-            timestamp: Clock::reset(clock.now()),
+            timestamp: TimestampClock::reset(clock.now()),
             clock: clock.clone(),
             host_behavior: [0; 3],
         }
@@ -101,7 +101,9 @@ impl Features {
     /// Returns the number of data bytes of a feature, for Get and Set Features.
     pub(super) fn data_length(fid: FeatureId) -> usize {
         match fid {
-            FeatureId::LBA_RANGE_TYPE => LbaRange::ENTRIES * size_of::<LbaRange>(),
+            FeatureId::LBA_RANGE_TYPE => {
+                LbaRangeTypeEntry::ENTRIES * size_of::<LbaRangeTypeEntry>()
+            }
             FeatureId::TIMESTAMP => size_of::<Timestamp>(),
             FeatureId::HOST_BEHAVIOR_SUPPORT => size_of::<HostBehaviorSupport>(),
             _ => 0,
@@ -109,9 +111,9 @@ impl Features {
     }
 
     /// Returns the numbers of queues that a host may create.
-    pub(super) fn allocated(&self, context: &FeatureContext<'_>) -> Allocated {
+    pub(super) fn allocated(&self, context: &FeatureContext<'_>) -> IoQueueAllocation {
         let all = context.queue_pairs_max;
-        self.queues.unwrap_or(Allocated {
+        self.queues.unwrap_or(IoQueueAllocation {
             submission: all,
             completion: all,
         })
@@ -265,7 +267,7 @@ impl Features {
             FeatureId::TIMESTAMP => {
                 let (timestamp, _) =
                     Timestamp::read_from_prefix(data).map_err(|_| Status::DATA_TRANSFER_ERROR)?;
-                self.timestamp = Clock::set_to(timestamp.milliseconds(), self.clock.now());
+                self.timestamp = TimestampClock::set_to(timestamp.milliseconds(), self.clock.now());
             }
             FeatureId::HOST_BEHAVIOR_SUPPORT => {
                 let (value, _) = HostBehaviorSupport::read_from_prefix(data)
@@ -297,7 +299,7 @@ impl Features {
         require(completion != NumberOfQueues::INVALID, Status::INVALID_FIELD)?;
         require(!context.io_queues_exist, Status::COMMAND_SEQUENCE_ERROR)?;
         let grant = |asked_z: u16| (asked_z + 1).min(context.queue_pairs_max);
-        let allocated = Allocated {
+        let allocated = IoQueueAllocation {
             submission: grant(submission),
             completion: grant(completion),
         };
@@ -385,7 +387,7 @@ pub(super) fn capabilities(
     }
 }
 
-fn number_of_queues(allocated: Allocated) -> NumberOfQueues {
+fn number_of_queues(allocated: IoQueueAllocation) -> NumberOfQueues {
     NumberOfQueues::default()
         .with_nsq_z(allocated.submission.saturating_sub(1))
         .with_ncq_z(allocated.completion.saturating_sub(1))
@@ -393,11 +395,11 @@ fn number_of_queues(allocated: Allocated) -> NumberOfQueues {
 
 /// LBA Range Type (NVM 1.0, section 4.1.3.1): one range for the whole namespace.
 fn lba_range_type(blocks: u64) -> FeatureValue {
-    let mut range = LbaRange::new_zeroed();
+    let mut range = LbaRangeTypeEntry::new_zeroed();
     range.attributes = LbaRangeAttributes::default().with_overwritable(true);
     range.nlb_z = blocks.saturating_sub(1);
-    let mut data = vec![0; Features::data_length(FeatureId::LBA_RANGE_TYPE)];
-    data[..size_of::<LbaRange>()].copy_from_slice(range.as_bytes());
+    let mut data = vec![0; ControllerFeatures::data_length(FeatureId::LBA_RANGE_TYPE)];
+    data[..size_of::<LbaRangeTypeEntry>()].copy_from_slice(range.as_bytes());
     FeatureValue { dw0: 0, data }
 }
 

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use nvme_mpt::{
-    LeaseFacts, StateError,
+    BackendStateError, LeaseFacts,
     deadline::WaitClock,
     spec::feature::{
         Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
@@ -11,10 +11,10 @@ use nvme_mpt::{
     },
 };
 
-use super::{Allocated, Clock, Features, kept, notices, vector_bit};
+use super::{ControllerFeatures, IoQueueAllocation, TimestampClock, kept, notices, vector_bit};
 use crate::state::parts::FeaturesState;
 
-impl Features {
+impl ControllerFeatures {
     pub(in crate::admin) fn save(&self) -> FeaturesState {
         let Self {
             arbitration,
@@ -53,7 +53,7 @@ impl Features {
         state: &FeaturesState,
         vectors: usize,
         facts: &LeaseFacts,
-    ) -> Result<(), StateError> {
+    ) -> Result<(), BackendStateError> {
         let FeaturesState {
             arbitration,
             power_management,
@@ -102,24 +102,40 @@ impl Features {
         ] {
             if saved != kept {
                 let valid = format!("{kept:#x}, without reserved bits");
-                return Err(StateError::invalid(name, format!("{saved:#x}"), valid));
+                return Err(BackendStateError::invalid(
+                    name,
+                    format!("{saved:#x}"),
+                    valid,
+                ));
             }
         }
         for allocated in queues.iter().flatten() {
             if !(1..=facts.queue_pairs).contains(allocated) {
                 let valid = format!("1 to {}", facts.queue_pairs);
-                return Err(StateError::invalid("Number of Queues", allocated, valid));
+                return Err(BackendStateError::invalid(
+                    "Number of Queues",
+                    allocated,
+                    valid,
+                ));
             }
         }
         for vector in coalescing_disabled {
             if usize::from(*vector) >= vectors {
                 let valid = format!("less than {vectors}");
-                return Err(StateError::invalid("Coalescing Disable", vector, valid));
+                return Err(BackendStateError::invalid(
+                    "Coalescing Disable",
+                    vector,
+                    valid,
+                ));
             }
         }
         for byte in host_behavior {
             if *byte > 1 {
-                return Err(StateError::invalid("Host Behavior Support", byte, "0 or 1"));
+                return Err(BackendStateError::invalid(
+                    "Host Behavior Support",
+                    byte,
+                    "0 or 1",
+                ));
             }
         }
         Ok(())
@@ -153,7 +169,7 @@ impl Features {
             over_temperature: *over_temperature,
             under_temperature: *under_temperature,
             error_recovery: ErrorRecovery(*error_recovery),
-            queues: queues.map(|[submission, completion]| Allocated {
+            queues: queues.map(|[submission, completion]| IoQueueAllocation {
                 submission,
                 completion,
             }),
@@ -162,7 +178,7 @@ impl Features {
                 .fold(0, |bits, vector| bits | vector_bit((*vector).into())),
             write_atomicity: WriteAtomicity(*write_atomicity),
             async_events: AsyncEventConfiguration(*async_events),
-            timestamp: Clock::restored(timestamp, clock.now(), elapsed),
+            timestamp: TimestampClock::restored(timestamp, clock.now(), elapsed),
             clock: clock.clone(),
             host_behavior: *host_behavior,
         }

@@ -8,7 +8,7 @@ use crate::fixtures::still_clock;
 const VECTORS: usize = 5;
 
 struct Fixture {
-    features: Features,
+    features: ControllerFeatures,
     namespace: LeasedNamespace,
     volatile_write_cache: bool,
     io_queues_exist: bool,
@@ -17,7 +17,7 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         Self {
-            features: Features::new(&still_clock()),
+            features: ControllerFeatures::new(&still_clock()),
             namespace: crate::fixtures::namespace(),
             volatile_write_cache: true,
             io_queues_exist: false,
@@ -205,7 +205,7 @@ fn queues_are_allocated_up_to_what_there_is() {
     let allocated = fixture.features.allocated(&fixture.context());
     assert_eq!(
         allocated,
-        Allocated {
+        IoQueueAllocation {
             submission: 3,
             completion: 2
         }
@@ -223,7 +223,8 @@ fn queues_are_allocated_up_to_what_there_is() {
 #[test]
 fn thresholds_are_kept_and_compared() {
     let mut fixture = Fixture::new();
-    let beyond = |features: &Features, temperature| features.is_beyond_threshold(temperature, 343);
+    let beyond =
+        |features: &ControllerFeatures, temperature| features.is_beyond_threshold(temperature, 343);
     assert!(!beyond(&fixture.features, 342));
     assert!(beyond(&fixture.features, 343), "the drive's own threshold");
     assert_eq!(fixture.set(0x04, 310, &[]), Ok(0));

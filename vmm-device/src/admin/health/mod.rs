@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::{
-    HostSide,
+    ControllerBackend,
     deadline::WaitClock,
-    host::{Damage, TemperatureThresholds},
+    host::{LeaseDamage, TemperatureThresholds},
     spec::log::{CriticalWarning, SmartHealth},
 };
 use zerocopy::{
@@ -21,7 +21,7 @@ use zerocopy::{
     little_endian::{U16, U128},
 };
 
-use super::features::Features;
+use super::features::ControllerFeatures;
 
 /// Time for which the drive's last report is reused, so that a guest that polls does not occupy the drive's admin queue.
 const FRESH: Duration = Duration::from_secs(1);
@@ -43,7 +43,7 @@ const SPARE_THRESHOLD: u8 = 10;
 
 /// Latest result of reading the drive's health.
 #[derive(Debug)]
-enum Reading {
+enum HealthReading {
     /// The drive was not asked, or has not answered yet.
     Unknown,
     /// The drive has no log: nothing in it wears out.
@@ -54,19 +54,19 @@ enum Reading {
 
 /// Cached health of the drive, read on demand.
 #[derive(Debug)]
-pub(super) struct Health {
+pub(super) struct GuestDriveHealth {
     thresholds: Option<TemperatureThresholds>,
-    reading: Reading,
+    reading: HealthReading,
     asked: Option<Duration>,
     gone: bool,
-    damage: Damage,
+    damage: LeaseDamage,
     since: Duration,
     /// Time for which the controller was powered in earlier processes.
     powered_before: Duration,
     clock: Arc<dyn WaitClock>,
 }
 
-impl Health {
+impl GuestDriveHealth {
     /// Creates an empty cache. `thresholds` are the drive's; `None` if it measures no temperature.
     pub(super) fn new(
         thresholds: Option<TemperatureThresholds>,
@@ -74,10 +74,10 @@ impl Health {
     ) -> Self {
         Self {
             thresholds,
-            reading: Reading::Unknown,
+            reading: HealthReading::Unknown,
             asked: None,
             gone: false,
-            damage: Damage::default(),
+            damage: LeaseDamage::default(),
             since: clock.now(),
             powered_before: Duration::ZERO,
             clock,
@@ -127,12 +127,12 @@ impl Health {
     }
 
     /// Records the damage of the lease itself. This does not access the drive.
-    pub(super) fn note(&mut self, damage: Damage) {
+    pub(super) fn note(&mut self, damage: LeaseDamage) {
         self.damage = damage;
     }
 
     /// Reads the drive's health, unless that was done a moment ago.
-    pub(super) fn refresh(&mut self, host: &dyn HostSide) {
+    pub(super) fn refresh(&mut self, host: &dyn ControllerBackend) {
         if self.is_older_than(FRESH) {
             self.read(host);
         }
@@ -144,15 +144,15 @@ impl Health {
     }
 
     /// Reads the drive's health. If the drive does not answer, the last report stays.
-    pub(super) fn read(&mut self, host: &dyn HostSide) {
+    pub(super) fn read(&mut self, host: &dyn ControllerBackend) {
         self.asked = Some(self.clock.now());
         self.gone = host.status().is_gone;
         if self.gone {
             return;
         }
         match host.smart_health() {
-            Ok(Some(log)) => self.reading = Reading::Drive(Box::new(log)),
-            Ok(None) => self.reading = Reading::None,
+            Ok(Some(log)) => self.reading = HealthReading::Drive(Box::new(log)),
+            Ok(None) => self.reading = HealthReading::None,
             Err(error) => log::info!("The drive does not tell its health: {error}"),
         }
     }
@@ -160,17 +160,17 @@ impl Health {
     /// Returns the Composite Temperature in kelvins; 0 if unknown.
     fn temperature(&self) -> u16 {
         match &self.reading {
-            Reading::Unknown => 0,
-            Reading::None => TEMPERATURE,
-            Reading::Drive(log) => log.composite_temperature.get(),
+            HealthReading::Unknown => 0,
+            HealthReading::None => TEMPERATURE,
+            HealthReading::Drive(log) => log.composite_temperature.get(),
         }
     }
 
     /// Returns Critical Warning. Most bits are the drive's. The temperature is compared with this guest's thresholds. Bit 2
     /// (reliability) is also set if the drive is gone or the lease's data is damaged. Bit 3 (read only) is also set if
     /// completed writes were lost; no write protection of the namespace has caused that (Base 2.0, Figure 207).
-    pub(super) fn warnings(&self, features: &Features) -> CriticalWarning {
-        let Damage {
+    pub(super) fn warnings(&self, features: &ControllerFeatures) -> CriticalWarning {
+        let LeaseDamage {
             lost_writes,
             cut_short,
             replaced,
@@ -180,8 +180,8 @@ impl Health {
         let beyond =
             temperature != 0 && features.is_beyond_threshold(temperature, self.default_threshold());
         let drive = match &self.reading {
-            Reading::Drive(log) => log.critical_warning,
-            Reading::Unknown | Reading::None => CriticalWarning::default(),
+            HealthReading::Drive(log) => log.critical_warning,
+            HealthReading::Unknown | HealthReading::None => CriticalWarning::default(),
         };
         CriticalWarning::default()
             .with_spare(drive.spare())
@@ -192,12 +192,12 @@ impl Health {
     }
 
     /// Returns the drive's part of the log page. The lease's counters are zero in it.
-    pub(super) fn page(&self, features: &Features) -> SmartHealth {
+    pub(super) fn page(&self, features: &ControllerFeatures) -> SmartHealth {
         let mut page = SmartHealth::new_zeroed();
         page.critical_warning = self.warnings(features);
         page.composite_temperature = U16::new(self.temperature());
         match &self.reading {
-            Reading::Drive(drive) => {
+            HealthReading::Drive(drive) => {
                 page.available_spare = drive.available_spare;
                 page.available_spare_threshold = drive.available_spare_threshold;
                 page.percentage_used = drive.percentage_used;
@@ -211,14 +211,14 @@ impl Health {
                 page.thermal_transitions = drive.thermal_transitions;
                 page.thermal_time = drive.thermal_time;
             }
-            Reading::None => {
+            HealthReading::None => {
                 page.available_spare = SPARE;
                 page.available_spare_threshold = SPARE_THRESHOLD;
                 page.power_cycles = U128::new(1);
                 let hours = self.powered().as_secs() / 3600;
                 page.power_on_hours = U128::new(hours.into());
             }
-            Reading::Unknown => {
+            HealthReading::Unknown => {
                 page.available_spare = SPARE;
                 page.available_spare_threshold = SPARE_THRESHOLD;
             }

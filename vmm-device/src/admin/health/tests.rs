@@ -4,7 +4,7 @@ use nvme_mpt::DoorbellMode;
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::fixtures::{StillClock, still_clock};
+use crate::fixtures::{FixtureClock, still_clock};
 
 fn log(change: impl FnOnce(&mut SmartHealth)) -> SmartHealth {
     let mut log = SmartHealth::new_zeroed();
@@ -13,16 +13,16 @@ fn log(change: impl FnOnce(&mut SmartHealth)) -> SmartHealth {
     log
 }
 
-fn health(log: SmartHealth) -> Health {
-    Health {
+fn health(log: SmartHealth) -> GuestDriveHealth {
+    GuestDriveHealth {
         thresholds: Some(TemperatureThresholds {
             warning: 350,
             critical: 360,
         }),
-        reading: Reading::Drive(Box::new(log)),
+        reading: HealthReading::Drive(Box::new(log)),
         asked: Some(Duration::ZERO),
         gone: false,
-        damage: Damage::default(),
+        damage: LeaseDamage::default(),
         since: Duration::ZERO,
         powered_before: Duration::ZERO,
         clock: still_clock(),
@@ -33,7 +33,7 @@ fn health(log: SmartHealth) -> Health {
 fn the_state_is_the_drives_and_no_count_is() {
     let mut filled = SmartHealth::new_zeroed();
     filled.as_mut_bytes().fill(0xFF);
-    let page = health(filled).page(&Features::new(&still_clock()));
+    let page = health(filled).page(&ControllerFeatures::new(&still_clock()));
     let bytes = page.as_bytes();
     assert_eq!(bytes[0], 0b1_1111, "every warning but that of a PMR");
     assert_eq!(bytes[1..6], [0xFF; 5], "temperature, spare, wear");
@@ -51,8 +51,8 @@ fn the_state_is_the_drives_and_no_count_is() {
 
 #[test]
 fn the_temperature_is_held_against_the_guests_thresholds() {
-    let features = Features::new(&still_clock());
-    let warns = |health: &Health| health.warnings(&features).temperature();
+    let features = ControllerFeatures::new(&still_clock());
+    let warns = |health: &GuestDriveHealth| health.warnings(&features).temperature();
     let with = |kelvins| health(log(|log| log.composite_temperature = U16::new(kelvins)));
     assert!(!warns(&with(349)) && warns(&with(350)), "WCTEMP");
     assert!(!warns(&with(0)), "not reported");
@@ -73,11 +73,11 @@ fn the_temperature_is_held_against_the_guests_thresholds() {
 fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
     let mut health = health(log(|log| log.percentage_used = 7));
     assert_eq!(
-        health.warnings(&Features::new(&still_clock())),
+        health.warnings(&ControllerFeatures::new(&still_clock())),
         CriticalWarning::default()
     );
     health.gone = true;
-    let page = health.page(&Features::new(&still_clock()));
+    let page = health.page(&ControllerFeatures::new(&still_clock()));
     assert!(page.critical_warning.reliability());
     assert_eq!(page.percentage_used, 7);
 }
@@ -85,16 +85,16 @@ fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
 #[test]
 fn a_drive_that_does_not_wear_out_is_well() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
-    let mut health = Health::new(host.facts().thresholds, still_clock());
+    let mut health = GuestDriveHealth::new(host.facts().thresholds, still_clock());
     assert_eq!(
         health
-            .page(&Features::new(&still_clock()))
+            .page(&ControllerFeatures::new(&still_clock()))
             .composite_temperature,
         U16::new(0),
         "nobody asked"
     );
     health.refresh(&host);
-    let page = health.page(&Features::new(&still_clock()));
+    let page = health.page(&ControllerFeatures::new(&still_clock()));
     assert_eq!(page.as_bytes()[..6], [0, 0x36, 0x01, 100, 10, 0]);
     assert!(!health.can_change());
     assert_eq!(health.thresholds(), crate::fixtures::THRESHOLDS);
@@ -103,8 +103,8 @@ fn a_drive_that_does_not_wear_out_is_well() {
 #[test]
 fn the_drive_is_asked_anew_after_a_second_and_has_to_be_after_ten() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
-    let clock = Arc::new(StillClock::default());
-    let mut health = Health::new(None, clock.clone());
+    let clock = Arc::new(FixtureClock::default());
+    let mut health = GuestDriveHealth::new(None, clock.clone());
     assert!(health.is_due(), "never asked");
     health.refresh(&host);
     let first = health.asked;
@@ -123,16 +123,20 @@ fn the_drive_is_asked_anew_after_a_second_and_has_to_be_after_ten() {
 #[test]
 fn a_drive_that_keeps_no_log_is_on_since_the_function_began() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
-    let clock = Arc::new(StillClock::default());
-    let mut health = Health::new(None, clock.clone());
+    let clock = Arc::new(FixtureClock::default());
+    let mut health = GuestDriveHealth::new(None, clock.clone());
     health.refresh(&host);
     clock.sleep(Duration::from_secs(3 * 3600 - 1));
-    let hours = |health: &Health| health.page(&Features::new(&health.clock)).power_on_hours;
+    let hours = |health: &GuestDriveHealth| {
+        health
+            .page(&ControllerFeatures::new(&health.clock))
+            .power_on_hours
+    };
     assert_eq!(hours(&health), U128::new(2));
     clock.sleep(Duration::from_secs(1));
     assert_eq!(hours(&health), U128::new(3));
     // The next process goes on with it.
-    let mut next = Health::new(None, clock.clone());
+    let mut next = GuestDriveHealth::new(None, clock.clone());
     next.refresh(&host);
     next.go_on(health.powered());
     clock.sleep(Duration::from_secs(3600));

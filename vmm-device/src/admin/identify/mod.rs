@@ -4,7 +4,7 @@
 use nvme_mpt::{
     host::{CommandSetDescription, CommandSets, NamespaceFact},
     spec::{
-        admin::Identify,
+        admin::IdentifyCommand,
         feature::AsyncEventConfiguration,
         identify::{
             Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
@@ -14,7 +14,7 @@ use nvme_mpt::{
         },
         ids::Nsid,
         opcode::NvmOpcode,
-        registers::Version,
+        registers::NvmeVersion,
         status::Status,
     },
 };
@@ -22,7 +22,7 @@ use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
     abort, async_events, error_log,
-    subject::{Subject, bytes, saturating_u32},
+    subject::{IdentifySubject, bytes, saturating_u32},
 };
 use crate::pci::config_space::VENDOR_ID;
 
@@ -39,9 +39,9 @@ const NOIOB_MAX: u64 = 1 << 15;
 /// `RAB`, as a base-2 logarithm: 64 commands.
 pub(super) const ARBITRATION_BURST: u8 = 6;
 
-impl Subject<'_> {
+impl IdentifySubject<'_> {
     /// Returns the requested data structure of 4,096 bytes.
-    pub(super) fn identify(&self, command: Identify, nsid: Nsid) -> Result<Vec<u8>, Status> {
+    pub(super) fn identify(&self, command: IdentifyCommand, nsid: Nsid) -> Result<Vec<u8>, Status> {
         let structure = match command.cns {
             Cns::NAMESPACE => {
                 self.require_namespace(nsid)?;
@@ -123,7 +123,7 @@ impl Subject<'_> {
         id.rab = ARBITRATION_BURST;
         id.mdts = self.limits.mdts;
         id.cntlid = CONTROLLER_ID;
-        id.ver = Version::V2_0;
+        id.ver = NvmeVersion::V2_0;
         id.rtd3e = SHUTDOWN_TIME;
         let AsyncEventConfiguration(notices) = self.notices();
         id.oaes = Oaes(notices).with_namespace_attribute(true);

@@ -1,13 +1,16 @@
 //! Each structure, byte by byte.
 
-use nvme_mpt::{LeasedNamespace, Limits, host::TemperatureThresholds};
+use nvme_mpt::{ControllerLimits, LeasedNamespace, host::TemperatureThresholds};
 
 use super::*;
 use crate::fixtures;
 
 /// A lease of the fixtures.
-fn subject<'a>(namespace: &'a LeasedNamespace, limits: &'a Limits) -> Subject<'a> {
-    Subject {
+fn subject<'a>(
+    namespace: &'a LeasedNamespace,
+    limits: &'a ControllerLimits,
+) -> IdentifySubject<'a> {
+    IdentifySubject {
         namespace,
         blocks: namespace.blocks,
         used: 0,
@@ -22,11 +25,11 @@ fn subject<'a>(namespace: &'a LeasedNamespace, limits: &'a Limits) -> Subject<'a
 fn identify(cns: u8, csi: u8, cntid: u16, nsid: u32) -> Result<Vec<u8>, Status> {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     let subject = subject(&namespace, &limits);
-    let command = Identify {
+    let command = IdentifyCommand {
         cns: Cns(cns),
         csi: Csi(csi),
         cntid,
-        ..Identify::default()
+        ..IdentifyCommand::default()
     };
     subject.identify(command, Nsid(nsid))
 }
@@ -74,7 +77,7 @@ fn the_controller_promises_what_it_keeps() {
 #[test]
 fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
-    let subject = Subject {
+    let subject = IdentifySubject {
         namespace: &namespace,
         blocks: namespace.blocks,
         used: 0,
@@ -84,9 +87,9 @@ fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
         thresholds: fixtures::THRESHOLDS,
         unit_blocks: None,
     };
-    let command = Identify {
+    let command = IdentifyCommand {
         cns: Cns::CONTROLLER,
-        ..Identify::default()
+        ..IdentifyCommand::default()
     };
     assert_eq!(
         subject.identify(command, Nsid(0)).expect("a structure")[256..258],
@@ -96,7 +99,7 @@ fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
 
 #[test]
 fn nothing_is_promised_that_the_drive_does_not_keep() {
-    let limits = Limits {
+    let limits = ControllerLimits {
         commands: Oncs::default().with_write_zeroes(true).with_verify(true),
         awun_z: 0x1234,
         awupf_z: 0x0056,
@@ -109,7 +112,7 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
         command_sets: fixtures::command_sets(&limits, 9),
         ..fixtures::namespace()
     };
-    let subject = Subject {
+    let subject = IdentifySubject {
         namespace: &namespace,
         blocks: namespace.blocks,
         used: 0,
@@ -123,9 +126,9 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
         unit_blocks: None,
     };
     let identify = |cns, nsid| {
-        let command = Identify {
+        let command = IdentifyCommand {
             cns: Cns(cns),
-            ..Identify::default()
+            ..IdentifyCommand::default()
         };
         subject.identify(command, Nsid(nsid)).expect("a structure")
     };
@@ -149,7 +152,7 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
 #[test]
 fn a_namespace_that_is_not_active_is_listed_nowhere() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
-    let subject = Subject {
+    let subject = IdentifySubject {
         namespace: &namespace,
         blocks: namespace.blocks,
         used: 0,
@@ -160,9 +163,9 @@ fn a_namespace_that_is_not_active_is_listed_nowhere() {
         unit_blocks: None,
     };
     let identify = |cns, nsid| {
-        let command = Identify {
+        let command = IdentifyCommand {
             cns: Cns(cns),
-            ..Identify::default()
+            ..IdentifyCommand::default()
         };
         subject.identify(command, Nsid(nsid))
     };
@@ -294,7 +297,7 @@ fn text_is_printable_and_padded() {
 fn a_lease_by_size_has_boundaries_that_commands_should_not_cross() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     for (unit_blocks, noiob) in [(None, 0), (Some(2048), 2048), (Some(1 << 21), 1 << 15)] {
-        let subject = Subject {
+        let subject = IdentifySubject {
             unit_blocks,
             ..subject(&namespace, &limits)
         };

@@ -14,14 +14,14 @@ use nvme_mpt::{
     },
 };
 
-use crate::fixtures::{ADMIN_CQ, ADMIN_ENTRIES, DATA, Guest, MEMORY, NOWHERE, QUEUE_PAIRS};
+use crate::fixtures::{ADMIN_CQ, ADMIN_ENTRIES, DATA, MEMORY, NOWHERE, QUEUE_PAIRS, TestGuest};
 
 const SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
 const PAGE: u64 = 4096;
 
-fn guest() -> Guest {
-    Guest::ready(DoorbellMode::Shadow)
+fn guest() -> TestGuest {
+    TestGuest::ready(DoorbellMode::Shadow)
 }
 
 /// Identify Controller to one page, or as the PRP entries say.
@@ -467,7 +467,7 @@ fn a_doorbell_buffer_is_two_pages_of_memory() {
 #[test]
 fn a_doorbell_buffer_is_for_some_modes() {
     for mode in [DoorbellMode::Trap, DoorbellMode::Mapped] {
-        let mut guest = Guest::ready(mode);
+        let mut guest = TestGuest::ready(mode);
         let config = Sqe {
             dptr: [DATA, DATA + PAGE],
             ..Sqe::new(0x7C)
@@ -477,7 +477,7 @@ fn a_doorbell_buffer_is_for_some_modes() {
         assert_eq!(guest.read_memory(DATA + 256, 2), [0, 0], "OACS");
     }
     for mode in [DoorbellMode::Auto, DoorbellMode::Shadow] {
-        let mut guest = Guest::ready(mode);
+        let mut guest = TestGuest::ready(mode);
         assert_ok(guest.admin(identify(DATA, 0)));
         assert_eq!(guest.read_memory(DATA + 256, 2), [0, 1], "OACS");
     }

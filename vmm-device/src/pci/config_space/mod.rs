@@ -4,10 +4,10 @@
 //! reserved bits follow from the second array. Other effects of a write (a moved BAR, a function reset) are found by comparing
 //! the state before and after.
 //!
-//! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`Offer`] is read from the
+//! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is read from the
 //! saved bytes.
 
-use nvme_mpt::{StateError, spec::registers::offset::DOORBELLS};
+use nvme_mpt::{BackendStateError, spec::registers::offset::DOORBELLS};
 
 use super::{
     capabilities::{msi, msix, pcie, pm},
@@ -121,14 +121,14 @@ pub(crate) struct ConfigWrite {
 
 /// Interrupt types that a function offers its guest besides MSI-X.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Offer {
+pub(crate) struct OfferedInterrupts {
     /// MSI.
     pub(crate) msi: bool,
     /// INTx: the pin.
     pub(crate) pin: bool,
 }
 
-impl Offer {
+impl OfferedInterrupts {
     /// Offer of releases up to 0.1.
     const MSIX_ALONE: Self = Self {
         msi: false,
@@ -149,19 +149,19 @@ impl Offer {
 #[derive(Clone, Debug)]
 pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
-    layout: Layout,
+    layout: ConfigSpaceLayout,
     /// Offer to a new guest.
-    newest: Offer,
+    newest: OfferedInterrupts,
     /// Set once Command was written since power-on.
     commanded: bool,
 }
 
 /// Layout, which is constant for a guest.
 #[derive(Clone, Debug)]
-struct Layout {
+struct ConfigSpaceLayout {
     doorbells: u64,
     vectors: u16,
-    offer: Offer,
+    offer: OfferedInterrupts,
     registers_bar_size: u64,
     /// Contents after a reset.
     reset: [u8; COMPATIBLE_SIZE],
@@ -171,8 +171,8 @@ struct Layout {
 
 impl ConfigSpace {
     /// Creates configuration space for `doorbells` bytes of doorbells and `vectors` MSI-X vectors, at least one.
-    pub(crate) fn new(doorbells: u64, vectors: u16, newest: Offer) -> Self {
-        let layout = Layout::new(doorbells, vectors, newest);
+    pub(crate) fn new(doorbells: u64, vectors: u16, newest: OfferedInterrupts) -> Self {
+        let layout = ConfigSpaceLayout::new(doorbells, vectors, newest);
         Self {
             contents: layout.reset,
             layout,
@@ -183,7 +183,7 @@ impl ConfigSpace {
 
     /// Returns to the power-on state for a new guest.
     pub(crate) fn renew(&mut self) {
-        let Layout {
+        let ConfigSpaceLayout {
             doorbells, vectors, ..
         } = self.layout;
         *self = Self::new(doorbells, vectors, self.newest);
@@ -191,7 +191,7 @@ impl ConfigSpace {
 
     /// Returns whether the layout is that of releases up to 0.1: MSI-X only.
     pub(crate) fn is_of_first_releases(&self) -> bool {
-        self.layout.offer == Offer::MSIX_ALONE
+        self.layout.offer == OfferedInterrupts::MSIX_ALONE
     }
 
     /// Resets the contents to their power-on values. Returns the BARs that moved.
@@ -256,22 +256,22 @@ impl ConfigSpace {
     }
 
     /// Checks saved contents. Contents with other BARs, vectors or capabilities are rejected.
-    pub(crate) fn check(&self, saved: &[u8]) -> Result<(), StateError> {
+    pub(crate) fn check(&self, saved: &[u8]) -> Result<(), BackendStateError> {
         if saved.len() != COMPATIBLE_SIZE {
             let valid = COMPATIBLE_SIZE.to_string();
-            return Err(StateError::invalid(
+            return Err(BackendStateError::invalid(
                 "bytes of configuration space",
                 saved.len(),
                 valid,
             ));
         }
-        let Layout {
+        let ConfigSpaceLayout {
             reset, writable, ..
         } = &self.layout_of(saved);
         for (offset, saved) in saved.iter().enumerate() {
             let (fixed, mask) = (reset[offset] & !writable[offset], !writable[offset]);
             if saved & mask != fixed {
-                return Err(StateError::Mismatch {
+                return Err(BackendStateError::Mismatch {
                     promise: format!("configuration space byte {offset:#04x}"),
                     saved: format!("{:#04x}", saved & mask),
                     here: format!("{fixed:#04x}"),
@@ -280,23 +280,27 @@ impl ConfigSpace {
         }
         let power_state = saved[usize::from(pm::OFFSET + pm::PMCSR)] & pm::POWER_STATE;
         if !matches!(power_state, pm::D0 | pm::D3HOT) {
-            return Err(StateError::invalid("power state", power_state, "0 or 3"));
+            return Err(BackendStateError::invalid(
+                "power state",
+                power_state,
+                "0 or 3",
+            ));
         }
         Ok(())
     }
 
     /// Returns the layout of contents that this release or an earlier one has saved.
-    fn layout_of(&self, saved: &[u8]) -> Layout {
-        let Layout {
+    fn layout_of(&self, saved: &[u8]) -> ConfigSpaceLayout {
+        let ConfigSpaceLayout {
             doorbells, vectors, ..
         } = self.layout;
-        let was = Offer::of(saved);
-        let offer = Offer {
+        let was = OfferedInterrupts::of(saved);
+        let offer = OfferedInterrupts {
             // An interrupt type that this function lacks causes a mismatch later.
             pin: was.pin && self.newest.pin,
             msi: was.msi && self.newest.msi,
         };
-        Layout::new(doorbells, vectors, offer)
+        ConfigSpaceLayout::new(doorbells, vectors, offer)
     }
 
     /// Returns whether Command was written and is zero. The contents alone do not show whether it was written.
@@ -432,8 +436,8 @@ fn saturate(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
-impl Layout {
-    fn new(doorbells: u64, vectors: u16, offer: Offer) -> Self {
+impl ConfigSpaceLayout {
+    fn new(doorbells: u64, vectors: u16, offer: OfferedInterrupts) -> Self {
         let registers_bar_size = (DOORBELLS + doorbells)
             .next_power_of_two()
             .max(REGISTERS_BAR_MIN);

@@ -2,7 +2,7 @@
 
 use super::*;
 
-const ALL: Offer = Offer {
+const ALL: OfferedInterrupts = OfferedInterrupts {
     msi: true,
     pin: true,
 };
@@ -217,7 +217,7 @@ fn msi_is_what_the_guest_writes() {
 
 /// Contents as releases up to 0.1 have saved them.
 fn of_first_releases() -> Vec<u8> {
-    let mut config = ConfigSpace::new(4096, 65, Offer::MSIX_ALONE);
+    let mut config = ConfigSpace::new(4096, 65, OfferedInterrupts::MSIX_ALONE);
     assert_eq!(read(&config, 0x3D), [0], "no INTx");
     assert_eq!(read(&config, 0x60), [0x10, 0, 0x02, 0]);
     config.write(0x10, &0xFEBF_0000_u32.to_le_bytes());
@@ -249,7 +249,7 @@ fn a_guest_keeps_the_capabilities_that_it_has_seen() {
 #[test]
 fn contents_with_more_than_the_function_has_are_refused() {
     let saved = config_space().save();
-    let no_pin = Offer { pin: false, ..ALL };
+    let no_pin = OfferedInterrupts { pin: false, ..ALL };
     let config = ConfigSpace::new(4096, 65, no_pin);
     assert!(config.check(&saved).is_err());
     let mut saved = of_first_releases();

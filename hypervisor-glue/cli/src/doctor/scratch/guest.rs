@@ -12,7 +12,9 @@ use nvme_mpt::clock::{self, Ticks};
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::memory::{Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping};
+use nvme_mpt::memory::{
+    HostCompletionRing, HostSubmissionRing, MappedWord32, Mapping, MappingAccess,
+};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::spec::admin::{CreateIoCq, CreateIoSq};
 use nvme_mpt::spec::cqe::IOCQES;
@@ -23,9 +25,9 @@ use nvme_mpt::spec::registers::{Aqa, Cc, Csts, Doorbell, offset};
 use nvme_mpt::spec::sqe::{IOSQES, Sqe};
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::{Gpa, MemoryRegion};
-use nvme_mpt_vmm::control::{ControlLoop, Controlled};
+use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
 use thiserror::Error;
-use vmm_device::{Bar, FunctionState, MsixMasking, NvmeFunction, SnapshotError};
+use vmm_device::{Bar, FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
 /// Bytes of each I/O.
 pub(super) const IO_BYTES: usize = 4096;
@@ -102,7 +104,7 @@ pub(super) enum GuestError {
     Pause(#[from] nvme_mpt::QueueError),
     /// Its state cannot be saved.
     #[error("The function's state cannot be saved")]
-    Save(#[from] nvme_mpt::StateError),
+    Save(#[from] nvme_mpt::BackendStateError),
     /// Its state cannot be taken up.
     #[error("The function's state cannot be taken up")]
     Restore(#[from] SnapshotError),
@@ -112,12 +114,12 @@ pub(super) enum GuestError {
 }
 
 /// Rings of a queue pair.
-struct Rings {
+struct QueuePairRings {
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
 }
 
-impl Rings {
+impl QueuePairRings {
     fn new(memory: &Arc<Mapping>, sq: usize, cq: usize, entries: u16) -> io::Result<Self> {
         let outside = || io::Error::other("The rings do not lie in their memory");
         let mut rings = Self {
@@ -131,22 +133,22 @@ impl Rings {
 }
 
 /// Doorbells of the I/O queue pair, which the guest stores to.
-struct Doorbells {
-    tail: Cell32,
-    head: Cell32,
+struct GuestDoorbells {
+    tail: MappedWord32,
+    head: MappedWord32,
 }
 
 /// A function, shared by its guest and its control thread.
-struct Shared(Mutex<NvmeFunction>);
+struct SharedFunction(Mutex<NvmeFunction>);
 
-impl Shared {
+impl SharedFunction {
     fn lock(&self) -> MutexGuard<'_, NvmeFunction> {
         // A function that panicked is at worst a failed controller.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Controlled for &Shared {
+impl ControlLoopHandler for &SharedFunction {
     fn due_in(&mut self) -> Option<Duration> {
         self.lock().events_interval()
     }
@@ -157,17 +159,17 @@ impl Controlled for &Shared {
 }
 
 /// A function with its control thread.
-struct Running {
-    function: Arc<Shared>,
+struct RunningFunction {
+    function: Arc<SharedFunction>,
     control: Arc<ControlLoop>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Running {
+impl RunningFunction {
     fn start(name: &str, function: NvmeFunction) -> io::Result<Self> {
         let control = Arc::new(ControlLoop::new()?);
         control.watch(function.events_fd().as_raw_fd(), 0)?;
-        let function = Arc::new(Shared(Mutex::new(function)));
+        let function = Arc::new(SharedFunction(Mutex::new(function)));
         let work = {
             let (name, control, function) = (name.to_owned(), control.clone(), function.clone());
             move || control.run(&name, &mut &*function)
@@ -195,7 +197,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningFunction {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
             log::error!("{error}");
@@ -204,29 +206,29 @@ impl Drop for Running {
 }
 
 /// A guest's memory and rings, which outlive a function.
-struct Machine {
+struct GuestMachine {
     name: String,
     lba_shift: u8,
     file: OwnedFd,
     memory: Arc<Mapping>,
-    admin: Rings,
-    io: Rings,
+    admin: QueuePairRings,
+    io: QueuePairRings,
 }
 
 /// A guest whose function was saved and has ended.
-pub(super) struct Suspended {
-    machine: Machine,
+pub(super) struct SuspendedGuest {
+    machine: GuestMachine,
     state: Vec<u8>,
 }
 
 /// A guest with one I/O queue pair.
-pub(super) struct Guest {
-    machine: Machine,
-    running: Running,
-    doorbells: Doorbells,
+pub(super) struct ScratchGuest {
+    machine: GuestMachine,
+    running: RunningFunction,
+    doorbells: GuestDoorbells,
 }
 
-impl Guest {
+impl ScratchGuest {
     /// Starts a guest on a function whose doorbells can be mapped.
     pub(super) fn start(
         name: &str,
@@ -236,18 +238,18 @@ impl Guest {
         let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)
             .map_err(io::Error::from)?;
         rustix::fs::ftruncate(&file, MEMORY_BYTES as u64).map_err(io::Error::from)?;
-        let memory = Mapping::shared(file.as_fd(), 0, MEMORY_BYTES, Access::ReadWrite)?;
+        let memory = Mapping::shared(file.as_fd(), 0, MEMORY_BYTES, MappingAccess::ReadWrite)?;
         let memory = Arc::new(memory);
         let doorbells = doorbells(&function)?;
         map(&function, &file)?;
-        let running = Running::start(name, function)?;
+        let running = RunningFunction::start(name, function)?;
         let mut guest = Self {
-            machine: Machine {
+            machine: GuestMachine {
                 name: name.to_owned(),
                 lba_shift,
                 file,
-                admin: Rings::new(&memory, ADMIN_SQ, ADMIN_CQ, ADMIN_ENTRIES)?,
-                io: Rings::new(&memory, IO_SQ, IO_CQ, IO_ENTRIES)?,
+                admin: QueuePairRings::new(&memory, ADMIN_SQ, ADMIN_CQ, ADMIN_ENTRIES)?,
+                io: QueuePairRings::new(&memory, IO_SQ, IO_CQ, IO_ENTRIES)?,
                 memory,
             },
             running,
@@ -278,7 +280,7 @@ impl Guest {
             .with_iosqes(IOSQES)
             .with_iocqes(IOCQES);
         self.write32(offset::CC, cc.0);
-        let mut patience = Patience::new();
+        let mut patience = BoundedWait::new();
         loop {
             let mut csts = [0; 4];
             self.function()
@@ -334,7 +336,7 @@ impl Guest {
             Doorbell::SqTail(QueueId::ADMIN),
             self.machine.admin.sq.tail(),
         );
-        let mut patience = Patience::new();
+        let mut patience = BoundedWait::new();
         let cqe = loop {
             if let Some(cqe) = self.machine.admin.cq.take() {
                 break cqe;
@@ -370,14 +372,14 @@ impl Guest {
     }
 
     /// Saves the function and ends it. Its lease is given back.
-    pub(super) fn suspend(mut self) -> Result<Suspended, GuestError> {
+    pub(super) fn suspend(mut self) -> Result<SuspendedGuest, GuestError> {
         let state = {
             let mut function = self.function();
             function.pause()?;
             function.save()?.to_bytes()?
         };
         self.running.end()?;
-        Ok(Suspended {
+        Ok(SuspendedGuest {
             machine: self.machine,
             state,
         })
@@ -427,10 +429,14 @@ impl Guest {
     }
 
     /// Keeps up to `depth` commands of `work` in flight until it has no more.
-    pub(super) fn run(&mut self, depth: u16, work: &mut impl Work) -> Result<(), GuestError> {
+    pub(super) fn run(
+        &mut self,
+        depth: u16,
+        work: &mut impl GuestWorkload,
+    ) -> Result<(), GuestError> {
         let mut free: Vec<u16> = (0..depth.min(DEPTH_MAX)).rev().collect();
         let mut flying: Vec<Option<Ticks>> = vec![None; free.len()];
-        let mut patience = Patience::new();
+        let mut patience = BoundedWait::new();
         let mut ended = false;
         loop {
             let tail = self.machine.io.sq.tail();
@@ -461,7 +467,7 @@ impl Guest {
             }
             if taken {
                 self.doorbells.head.store(self.machine.io.cq.head());
-                patience = Patience::new();
+                patience = BoundedWait::new();
                 continue;
             }
             let flying = flying.len() - free.len();
@@ -476,7 +482,7 @@ impl Guest {
 
     /// Reads or writes the data of slot 0, and returns the status.
     pub(super) fn execute(&mut self, opcode: NvmOpcode, block: u64) -> Result<Status, GuestError> {
-        let mut once = Once {
+        let mut once = SingleCommand {
             opcode,
             block: Some(block),
             status: Status::SUCCESS,
@@ -491,21 +497,21 @@ impl Guest {
     }
 }
 
-impl Suspended {
+impl SuspendedGuest {
     /// Returns the size of the saved state.
     pub(super) fn state_bytes(&self) -> usize {
         self.state.len()
     }
 
     /// Goes on with another function, which takes up the saved state.
-    pub(super) fn go_on(self, mut function: NvmeFunction) -> Result<Guest, GuestError> {
+    pub(super) fn go_on(self, mut function: NvmeFunction) -> Result<ScratchGuest, GuestError> {
         let Self { machine, state } = self;
         map(&function, &machine.file)?;
-        drop(function.restore(&FunctionState::from_bytes(&state)?)?);
+        drop(function.restore(&FunctionSnapshot::from_bytes(&state)?)?);
         let doorbells = doorbells(&function)?;
         function.resume();
-        Ok(Guest {
-            running: Running::start(&machine.name, function)?,
+        Ok(ScratchGuest {
+            running: RunningFunction::start(&machine.name, function)?,
             machine,
             doorbells,
         })
@@ -513,28 +519,28 @@ impl Suspended {
 }
 
 /// Commands of a guest.
-pub(super) trait Work {
+pub(super) trait GuestWorkload {
     /// Returns the next command, for a slot that is free; `None` if there is no more.
-    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe>;
+    fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe>;
 
     /// Takes the end of a slot's command, with its status and its time in ticks.
-    fn done(&mut self, guest: &Guest, slot: u16, status: Status, took: u64);
+    fn done(&mut self, guest: &ScratchGuest, slot: u16, status: Status, took: u64);
 }
 
 /// One command.
-struct Once {
+struct SingleCommand {
     opcode: NvmOpcode,
     block: Option<u64>,
     status: Status,
 }
 
-impl Work for Once {
-    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe> {
+impl GuestWorkload for SingleCommand {
+    fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe> {
         let block = self.block.take()?;
         Some(guest.command(self.opcode, slot, block))
     }
 
-    fn done(&mut self, _: &Guest, _: u16, status: Status, _: u64) {
+    fn done(&mut self, _: &ScratchGuest, _: u16, status: Status, _: u64) {
         self.status = status;
     }
 }
@@ -556,37 +562,37 @@ fn map(function: &NvmeFunction, file: &OwnedFd) -> Result<(), GuestError> {
 }
 
 /// Maps the doorbells of the I/O queue pair.
-fn doorbells(function: &NvmeFunction) -> io::Result<Doorbells> {
+fn doorbells(function: &NvmeFunction) -> io::Result<GuestDoorbells> {
     let region = function.doorbell_memory();
     let outside = || io::Error::other("The doorbells do not lie in their memory");
     let length = usize::try_from(region.length).map_err(io::Error::other)?;
-    let memory = Mapping::shared(region.fd, region.offset, length, Access::ReadWrite)?;
+    let memory = Mapping::shared(region.fd, region.offset, length, MappingAccess::ReadWrite)?;
     let memory = Arc::new(memory);
     let cell = |doorbell| {
         let at = function
             .doorbell_offset(doorbell)
             .checked_sub(region.offset);
         let at = usize::try_from(at.ok_or_else(outside)?).map_err(io::Error::other)?;
-        Cell32::new(&memory, at).ok_or_else(outside)
+        MappedWord32::new(&memory, at).ok_or_else(outside)
     };
-    Ok(Doorbells {
+    Ok(GuestDoorbells {
         tail: cell(Doorbell::SqTail(IO_QUEUE))?,
         head: cell(Doorbell::CqHead(IO_QUEUE))?,
     })
 }
 
 /// The function that an attachment is the host side of.
-pub(super) fn function_of(attachment: nvme_mpt::Attachment) -> NvmeFunction {
+pub(super) fn function_of(attachment: nvme_mpt::LocalBackend) -> NvmeFunction {
     NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
 }
 
 /// Waiting that ends: spins, then sleeps.
-struct Patience {
+struct BoundedWait {
     spins: u32,
     until: Option<Duration>,
 }
 
-impl Patience {
+impl BoundedWait {
     fn new() -> Self {
         Self {
             spins: 0,

@@ -18,7 +18,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use nvme_mpt::clock::{self, nanoseconds};
-use nvme_mpt::lease::{FormerData, LeaseError, Ledger};
+use nvme_mpt::lease::{LeaseError, Ledger, PreviousDataPolicy};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::run_beside;
 use nvme_mpt::range::Bytes;
@@ -26,18 +26,18 @@ use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
-use nvme_mpt::{Drive, Pollers};
+use nvme_mpt::{Drive, PollerPool};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
-use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
+use nvme_mpt_vmm::open::{self, LeaseLedgers, OpenError};
 use nvme_mpt_vmm::options::{FunctionConfig, OptionError};
 use nvme_mpt_vmm::report::chain;
-use nvme_vfio::function::{KernelController, PciAddress, PciFunction, PciFunctionError, User};
+use nvme_vfio::function::{DiskUser, KernelController, PciAddress, PciFunction, PciFunctionError};
 use thiserror::Error;
 
-use self::guest::{DEPTH_MAX, Guest, GuestError, IO_BYTES, Work, function_of};
+use self::guest::{DEPTH_MAX, GuestError, GuestWorkload, IO_BYTES, ScratchGuest, function_of};
 use self::pattern::{HEAD_BYTES, content, former_use};
-use super::host::Host;
-use super::report::{Check, Outcome};
+use super::host::DoctorHost;
+use super::report::{CheckOutcome, DoctorCheck};
 use crate::bind::{self, BindError};
 
 /// Bytes of each of the two leases at most, and at least.
@@ -83,12 +83,12 @@ pub enum ScratchError {
     #[error("Not confirmed: nothing was written")]
     NotConfirmed,
     /// The drive is in use.
-    #[error("{drive} is in use: {}; end that first", users.iter().map(User::to_string).collect::<Vec<_>>().join(", "))]
+    #[error("{drive} is in use: {}; end that first", users.iter().map(DiskUser::to_string).collect::<Vec<_>>().join(", "))]
     InUse {
         /// The drive.
         drive: String,
         /// Its users.
-        users: Vec<User>,
+        users: Vec<DiskUser>,
     },
     /// The host's driver shows no such namespace.
     #[error(
@@ -144,7 +144,7 @@ pub enum ScratchError {
 
 /// The namespace whose data is given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Subject {
+pub struct ScratchNamespace {
     /// The drive.
     pub drive: String,
     /// The namespace.
@@ -156,31 +156,31 @@ pub struct Subject {
 }
 
 /// Asks for the data of a namespace to be given up.
-pub type Consent<'a> = dyn FnMut(&Subject) -> bool + 'a;
+pub type ErasureConsent<'a> = dyn FnMut(&ScratchNamespace) -> bool + 'a;
 
 /// Rates and latencies of reads.
 #[derive(Clone, Copy, Debug)]
-struct Figures {
+struct ReadMeasurements {
     /// Reads with one command in flight.
     reads: u64,
     /// Median and 99th percentile with one command in flight, in nanoseconds.
     p50: u64,
     p99: u64,
     /// By 32 and by 128 commands in flight.
-    deep: [Rate; 2],
+    deep: [ReadRate; 2],
 }
 
 /// Rate of reads through one poller.
 #[derive(Clone, Copy, Debug)]
-struct Rate {
+struct ReadRate {
     iops: f64,
     /// Reads a second in which the poller found work; `None` if it counted no such time.
     per_core: Option<f64>,
 }
 
 /// A way to the namespace.
-struct Way<'a> {
-    host: &'a Host,
+struct NamespaceAccess<'a> {
+    host: &'a DoctorHost,
     path: DrivePath,
     /// The namespace at this path: a block device has the first alone.
     nsid: u32,
@@ -195,13 +195,13 @@ struct Way<'a> {
 /// # Errors
 /// [`ScratchError`]. A drive that was bound is given back all the same.
 pub fn try_out(
-    host: &Host,
+    host: &DoctorHost,
     path: &DrivePath,
     nsid: u32,
     time: Duration,
-    consent: &mut Consent<'_>,
-) -> Result<Vec<Check>, ScratchError> {
-    let way = Way {
+    consent: &mut ErasureConsent<'_>,
+) -> Result<Vec<DoctorCheck>, ScratchError> {
+    let way = NamespaceAccess {
         host,
         path: path.clone(),
         nsid,
@@ -209,7 +209,7 @@ pub fn try_out(
     };
     let DrivePath::Pci(address) = *path else {
         let (mut checks, _) = way.try_out(Some(consent))?;
-        checks.push(Check::not_checked(
+        checks.push(DoctorCheck::not_checked(
             "scratch.host_driver",
             "the host's own driver does not have the drive",
         ));
@@ -219,7 +219,7 @@ pub fn try_out(
     let Some(controller) = &function.controller else {
         let (mut checks, _) = way.try_out(Some(consent))?;
         checks.push(
-            Check::not_checked(
+            DoctorCheck::not_checked(
                 "scratch.host_driver",
                 "the host's own driver does not have the drive",
             )
@@ -235,7 +235,7 @@ pub fn try_out(
         return Err(ScratchError::InUse { drive, users });
     }
     let disk = disk_of(host, controller, nsid).ok_or_else(|| way.no_namespace())?;
-    let subject = Subject {
+    let subject = ScratchNamespace {
         drive: path.to_string(),
         nsid,
         word: controller.serial.clone(),
@@ -255,10 +255,10 @@ pub fn try_out(
         Ok(bound) => {
             // The blocks are written by now, as those that were measured.
             checks.push(compared(way.by_host(address), &figures));
-            checks.push(Check::ok("scratch.given_back", bound.to_string()));
+            checks.push(DoctorCheck::ok("scratch.given_back", bound.to_string()));
         }
         Err(error) => checks.push(
-            Check::new("scratch.given_back", Outcome::Problem, chain(&error))
+            DoctorCheck::new("scratch.given_back", CheckOutcome::Problem, chain(&error))
                 .remedy(format!("nvme-mpt unbind {address}")),
         ),
     }
@@ -266,7 +266,7 @@ pub fn try_out(
 }
 
 /// Returns the disk of a namespace, which the host's own driver has.
-fn disk_of(host: &Host, controller: &KernelController, nsid: u32) -> Option<PathBuf> {
+fn disk_of(host: &DoctorHost, controller: &KernelController, nsid: u32) -> Option<PathBuf> {
     let mut namespaces = controller.namespaces.iter();
     let namespace = namespaces.find(|namespace| namespace.nsid == nsid)?;
     Some(host.root.dev.join(&namespace.disk))
@@ -289,11 +289,14 @@ fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
 }
 
 /// Compares the figures of the same function on the host's block device.
-fn compared(by_host: Result<Figures, ScratchError>, own: &Figures) -> Check {
+fn compared(
+    by_host: Result<ReadMeasurements, ScratchError>,
+    own: &ReadMeasurements,
+) -> DoctorCheck {
     const NAME: &str = "scratch.host_driver";
     let theirs = match by_host {
         Ok(figures) => figures,
-        Err(error) => return Check::not_checked(NAME, chain(&error)),
+        Err(error) => return DoctorCheck::not_checked(NAME, chain(&error)),
     };
     let times = |own: f64, theirs: f64| own / theirs.max(f64::MIN_POSITIVE);
     let cores: Vec<String> = own
@@ -305,7 +308,7 @@ fn compared(by_host: Result<Figures, ScratchError>, own: &Figures) -> Check {
             _ => "unknown".to_owned(),
         })
         .collect();
-    Check::ok(
+    DoctorCheck::ok(
         NAME,
         format!(
             "a function on the host's block device (io_uring): p50 {:.1} us, p99 {:.1} us, {} and {} IOPS per core; by \
@@ -320,7 +323,7 @@ fn compared(by_host: Result<Figures, ScratchError>, own: &Figures) -> Check {
     )
 }
 
-impl Way<'_> {
+impl NamespaceAccess<'_> {
     fn no_namespace(&self) -> ScratchError {
         ScratchError::NoNamespace {
             drive: self.path.to_string(),
@@ -329,7 +332,7 @@ impl Way<'_> {
     }
 
     /// Measures the namespace through the host's own driver, once that has it again.
-    fn by_host(&self, address: PciAddress) -> Result<Figures, ScratchError> {
+    fn by_host(&self, address: PciAddress) -> Result<ReadMeasurements, ScratchError> {
         let root = &self.host.root;
         let deadline = clock::monotonic() + DISK_PATIENCE;
         let disk = loop {
@@ -342,7 +345,7 @@ impl Way<'_> {
                 _ => clock::sleep(DISK_PAUSE),
             }
         };
-        let way = Way {
+        let way = NamespaceAccess {
             host: self.host,
             path: DrivePath::File(disk),
             nsid: 1,
@@ -358,12 +361,12 @@ impl Way<'_> {
         }
     }
 
-    fn bench(&self) -> Result<Bench<'_>, ScratchError> {
+    fn bench(&self) -> Result<ScratchDrive<'_>, ScratchError> {
         let options = DriveOptions {
             namespace: Some(Nsid(self.nsid)),
             ..DriveOptions::default()
         };
-        let pollers = Pollers::new();
+        let pollers = PollerPool::new();
         let drive = drives::open_on(&self.path, options, pollers.threads())?;
         let bytes = drive.blocks() << drive.lba_shift();
         let lease = (bytes / 2).min(LEASE_MAX) / LEASE_MIN * LEASE_MIN;
@@ -373,9 +376,9 @@ impl Way<'_> {
                 nsid: self.nsid,
             });
         }
-        Ok(Bench {
+        Ok(ScratchDrive {
             way: self,
-            ledgers: Ledgers::open(&self.host.state_dir),
+            ledgers: LeaseLedgers::open(&self.host.state_dir),
             drive,
             pollers,
             lease,
@@ -383,7 +386,7 @@ impl Way<'_> {
     }
 
     /// Measures reads of the namespace, which nothing is written to.
-    fn measure(&self) -> Result<Figures, ScratchError> {
+    fn measure(&self) -> Result<ReadMeasurements, ScratchError> {
         let bench = self.bench()?;
         let mut guest = bench.guest(0)?;
         let figures = bench.measure(&mut guest)?;
@@ -395,8 +398,8 @@ impl Way<'_> {
     /// Makes all checks. Asks for consent, if it was not given before.
     fn try_out(
         &self,
-        consent: Option<&mut Consent<'_>>,
-    ) -> Result<(Vec<Check>, Figures), ScratchError> {
+        consent: Option<&mut ErasureConsent<'_>>,
+    ) -> Result<(Vec<DoctorCheck>, ReadMeasurements), ScratchError> {
         let bench = self.bench()?;
         let tried = bench.try_out(consent);
         bench.forget();
@@ -405,16 +408,16 @@ impl Way<'_> {
 }
 
 /// A drive with two leases to be.
-struct Bench<'a> {
-    way: &'a Way<'a>,
+struct ScratchDrive<'a> {
+    way: &'a NamespaceAccess<'a>,
     drive: Arc<Drive>,
-    ledgers: Ledgers,
-    pollers: Arc<Pollers>,
+    ledgers: LeaseLedgers,
+    pollers: Arc<PollerPool>,
     /// Bytes of each lease.
     lease: u64,
 }
 
-impl Bench<'_> {
+impl ScratchDrive<'_> {
     fn failed(&self, source: impl std::error::Error + Send + Sync + 'static) -> ScratchError {
         self.way.failed(source)
     }
@@ -440,9 +443,9 @@ impl Bench<'_> {
         Ok(function_of(attachment))
     }
 
-    fn guest(&self, which: usize) -> Result<Guest, ScratchError> {
+    fn guest(&self, which: usize) -> Result<ScratchGuest, ScratchError> {
         let function = self.function(which)?;
-        let guest = Guest::start(IDS[which], function, self.drive.lba_shift());
+        let guest = ScratchGuest::start(IDS[which], function, self.drive.lba_shift());
         guest.map_err(|error| self.failed(error))
     }
 
@@ -453,7 +456,7 @@ impl Bench<'_> {
         }
         let ledger = Ledger::open(&self.way.host.state_dir);
         for id in IDS {
-            match ledger.decide_data(id, FormerData::Kept) {
+            match ledger.decide_data(id, PreviousDataPolicy::Kept) {
                 Ok(_) | Err(LeaseError::NoData { .. }) => {}
                 Err(error) => log::warn!("The ledger keeps {id}: {}", chain(&error)),
             }
@@ -472,11 +475,11 @@ impl Bench<'_> {
 
     fn try_out(
         &self,
-        consent: Option<&mut Consent<'_>>,
-    ) -> Result<(Vec<Check>, Figures), ScratchError> {
+        consent: Option<&mut ErasureConsent<'_>>,
+    ) -> Result<(Vec<DoctorCheck>, ReadMeasurements), ScratchError> {
         let mut one = self.guest(0)?;
         if let Some(consent) = consent {
-            let subject = Subject {
+            let subject = ScratchNamespace {
                 drive: self.way.path.to_string(),
                 nsid: self.way.nsid,
                 word: self.word(),
@@ -516,7 +519,7 @@ impl Bench<'_> {
     }
 
     /// Reads the start of the first lease.
-    fn head(&self, guest: &mut Guest) -> Result<Vec<u8>, ScratchError> {
+    fn head(&self, guest: &mut ScratchGuest) -> Result<Vec<u8>, ScratchError> {
         let mut head = Vec::with_capacity(HEAD_BYTES);
         for index in 0..(HEAD_BYTES / IO_BYTES) as u64 {
             let status = guest.execute(NvmOpcode::READ, index * self.io_blocks());
@@ -534,12 +537,12 @@ impl Bench<'_> {
     /// Writes or reads all that a guest verifies.
     fn pass(
         &self,
-        guest: &mut Guest,
+        guest: &mut ScratchGuest,
         opcode: NvmOpcode,
         which: u8,
         round: u8,
-    ) -> Result<Pass, ScratchError> {
-        let mut pass = Pass {
+    ) -> Result<PatternPass, ScratchError> {
+        let mut pass = PatternPass {
             opcode,
             which,
             round,
@@ -558,7 +561,7 @@ impl Bench<'_> {
     /// Writes a round of a guest, and reads it again.
     fn write_and_verify(
         &self,
-        guest: &mut Guest,
+        guest: &mut ScratchGuest,
         which: u8,
         round: u8,
     ) -> Result<Option<String>, ScratchError> {
@@ -568,7 +571,11 @@ impl Bench<'_> {
     }
 
     /// Has both guests write and verify at once.
-    fn sharing(&self, one: &mut Guest, two: &mut Guest) -> Result<Check, ScratchError> {
+    fn sharing(
+        &self,
+        one: &mut ScratchGuest,
+        two: &mut ScratchGuest,
+    ) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.sharing";
         let mut other = Ok(None);
         let own = run_beside(
@@ -578,7 +585,7 @@ impl Bench<'_> {
         );
         let own = own.map_err(|error| self.failed(error))??;
         Ok(match own.or(other?) {
-            None => Check::ok(
+            None => DoctorCheck::ok(
                 NAME,
                 format!(
                     "two functions at once each wrote and verified {} of a lease of {}",
@@ -586,12 +593,18 @@ impl Bench<'_> {
                     Bytes(self.lease)
                 ),
             ),
-            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+            Some(complaint) => {
+                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
+            }
         })
     }
 
     /// Has a guest reach beyond its lease.
-    fn isolation(&self, one: &mut Guest, two: &mut Guest) -> Result<Check, ScratchError> {
+    fn isolation(
+        &self,
+        one: &mut ScratchGuest,
+        two: &mut ScratchGuest,
+    ) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.isolation";
         let end = self.lease >> self.drive.lba_shift();
         let mut places = vec![end, u64::MAX - self.io_blocks()];
@@ -608,22 +621,24 @@ impl Bench<'_> {
                     let finding = format!(
                         "{name} at block {block} of a lease of {end} blocks ended with {status}"
                     );
-                    return Ok(Check::new(NAME, Outcome::Problem, finding).remedy(REPORT));
+                    return Ok(
+                        DoctorCheck::new(NAME, CheckOutcome::Problem, finding).remedy(REPORT)
+                    );
                 }
             }
         }
         let neighbour = self.pass(two, NvmOpcode::READ, 2, 0)?;
         Ok(match neighbour.complaint() {
-            None => Check::ok(
+            None => DoctorCheck::ok(
                 NAME,
                 format!(
                     "{} commands beyond a lease ended with LBA Out of Range; the neighbour's blocks are unchanged",
                     2 * places.len()
                 ),
             ),
-            Some(complaint) => Check::new(
+            Some(complaint) => DoctorCheck::new(
                 NAME,
-                Outcome::Problem,
+                CheckOutcome::Problem,
                 format!("the neighbour's blocks changed: {complaint}"),
             )
             .remedy(REPORT),
@@ -631,7 +646,7 @@ impl Bench<'_> {
     }
 
     /// Resets a controller with writes in flight, of what is there already.
-    fn reset(&self, guest: &mut Guest) -> Result<Check, ScratchError> {
+    fn reset(&self, guest: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.reset";
         let commands: Vec<Sqe> = (0..DEPTH)
             .map(|slot| {
@@ -644,24 +659,27 @@ impl Bench<'_> {
         guest.reset().map_err(|error| self.failed(error))?;
         let took = clock::monotonic() - started;
         Ok(match self.pass(guest, NvmOpcode::READ, 1, 0)?.complaint() {
-            None => Check::ok(
+            None => DoctorCheck::ok(
                 NAME,
                 format!(
                     "a controller with {DEPTH} writes in flight was ready again after {:.1} ms; all blocks verified",
                     took.as_secs_f64() * 1e3
                 ),
             ),
-            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+            Some(complaint) => {
+                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
+            }
         })
     }
 
     /// Saves a function, ends it, and has another one take its state up.
-    fn upgrade(&self, guest: Guest) -> Result<(Guest, Check), ScratchError> {
+    fn upgrade(&self, guest: ScratchGuest) -> Result<(ScratchGuest, DoctorCheck), ScratchError> {
         const NAME: &str = "scratch.upgrade";
         let suspended = match guest.suspend() {
             Ok(suspended) => suspended,
             Err(error) => {
-                let check = Check::new(NAME, Outcome::Problem, chain(&error)).remedy(REPORT);
+                let check =
+                    DoctorCheck::new(NAME, CheckOutcome::Problem, chain(&error)).remedy(REPORT);
                 return Ok((self.guest(0)?, check));
             }
         };
@@ -674,23 +692,27 @@ impl Bench<'_> {
             some => some,
         };
         let check = match complaint {
-            None => Check::ok(
+            None => DoctorCheck::ok(
                 NAME,
                 format!(
                     "the next function took the state up ({bytes} bytes); the same queues go on"
                 ),
             ),
-            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+            Some(complaint) => {
+                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
+            }
         };
         Ok((guest, check))
     }
 
     /// Verifies the second lease at the end.
-    fn neighbour(&self, two: &mut Guest) -> Result<Check, ScratchError> {
+    fn neighbour(&self, two: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.neighbour";
         Ok(match self.pass(two, NvmOpcode::READ, 2, 0)?.complaint() {
-            None => Check::ok(NAME, "the second lease is unchanged by all of this"),
-            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+            None => DoctorCheck::ok(NAME, "the second lease is unchanged by all of this"),
+            Some(complaint) => {
+                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
+            }
         })
     }
 
@@ -701,9 +723,13 @@ impl Bench<'_> {
     }
 
     /// Reads for the time of a measurement.
-    fn reads(&self, guest: &mut Guest, depth: u16) -> Result<(Reads, Rate), ScratchError> {
+    fn reads(
+        &self,
+        guest: &mut ScratchGuest,
+        depth: u16,
+    ) -> Result<(RandomReads, ReadRate), ScratchError> {
         let time = self.way.time;
-        let mut reads = Reads {
+        let mut reads = RandomReads {
             blocks: self.io_blocks(),
             places: self.verified(),
             state: 1,
@@ -724,14 +750,14 @@ impl Bench<'_> {
             return Err(self.failed(GuestError::Failed { command, status }));
         }
         let done = reads.done as f64;
-        let rate = Rate {
+        let rate = ReadRate {
             iops: done / took.max(f64::MIN_POSITIVE),
             per_core: (busy > 0.0).then(|| done / busy),
         };
         Ok((reads, rate))
     }
 
-    fn measure(&self, guest: &mut Guest) -> Result<Figures, ScratchError> {
+    fn measure(&self, guest: &mut ScratchGuest) -> Result<ReadMeasurements, ScratchError> {
         let (mut alone, _) = self.reads(guest, 1)?;
         alone.latencies.sort_unstable();
         let quantile = |share: f64| {
@@ -739,7 +765,7 @@ impl Bench<'_> {
             let last = alone.latencies.len().saturating_sub(1);
             nanoseconds(alone.latencies.get(at.min(last)).copied().unwrap_or(0))
         };
-        Ok(Figures {
+        Ok(ReadMeasurements {
             reads: alone.done,
             p50: quantile(0.5),
             p99: quantile(0.99),
@@ -751,7 +777,7 @@ impl Bench<'_> {
     }
 
     /// Limits a lease to half of what it reached, and measures.
-    fn limits(&self, guest: &mut Guest, reached: f64) -> Result<Check, ScratchError> {
+    fn limits(&self, guest: &mut ScratchGuest, reached: f64) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.limits";
         let limit = (reached / 2.0).clamp(LIMIT_MIN, LIMIT_MAX) as u64;
         let per_second = NonZeroU64::new(limit).unwrap_or(NonZeroU64::MIN);
@@ -775,17 +801,19 @@ impl Bench<'_> {
         let most = TOLERANCE + at_once / (limit as f64 * self.way.time.as_secs_f64());
         Ok(match difference {
             difference if difference > most => {
-                Check::new(NAME, Outcome::Problem, finding).remedy(REPORT)
+                DoctorCheck::new(NAME, CheckOutcome::Problem, finding).remedy(REPORT)
             }
-            difference if difference < -TOLERANCE => Check::new(NAME, Outcome::Warning, finding)
-                .remedy("repeat it on an idle machine: the lease got less than it may have"),
-            _ => Check::ok(NAME, finding),
+            difference if difference < -TOLERANCE => {
+                DoctorCheck::new(NAME, CheckOutcome::Warning, finding)
+                    .remedy("repeat it on an idle machine: the lease got less than it may have")
+            }
+            _ => DoctorCheck::ok(NAME, finding),
         })
     }
 }
 
 /// Writes or reads of known contents, one after the other.
-struct Pass {
+struct PatternPass {
     opcode: NvmOpcode,
     which: u8,
     round: u8,
@@ -798,7 +826,7 @@ struct Pass {
     failed: Option<Status>,
 }
 
-impl Pass {
+impl PatternPass {
     fn complaint(&self) -> Option<String> {
         let verb = match self.opcode {
             NvmOpcode::WRITE => "written",
@@ -814,8 +842,8 @@ impl Pass {
     }
 }
 
-impl Work for Pass {
-    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe> {
+impl GuestWorkload for PatternPass {
+    fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe> {
         let place = self.places.next()?;
         self.flying[usize::from(slot)] = place;
         if self.opcode == NvmOpcode::WRITE {
@@ -824,7 +852,7 @@ impl Work for Pass {
         Some(guest.command(self.opcode, slot, place * self.blocks))
     }
 
-    fn done(&mut self, guest: &Guest, slot: u16, status: Status, _: u64) {
+    fn done(&mut self, guest: &ScratchGuest, slot: u16, status: Status, _: u64) {
         if status != Status::SUCCESS {
             self.failed = Some(status);
             return;
@@ -837,7 +865,7 @@ impl Work for Pass {
 }
 
 /// Reads at random places, for a time.
-struct Reads {
+struct RandomReads {
     blocks: u64,
     places: u64,
     /// State of the generator of places.
@@ -849,8 +877,8 @@ struct Reads {
     failed: Option<Status>,
 }
 
-impl Work for Reads {
-    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe> {
+impl GuestWorkload for RandomReads {
+    fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe> {
         if clock::monotonic() >= self.until {
             return None;
         }
@@ -863,7 +891,7 @@ impl Work for Reads {
         Some(guest.command(NvmOpcode::READ, slot, place * self.blocks))
     }
 
-    fn done(&mut self, _: &Guest, _: u16, status: Status, took: u64) {
+    fn done(&mut self, _: &ScratchGuest, _: u16, status: Status, took: u64) {
         self.done += 1;
         if self.latencies.len() < LATENCIES_MAX {
             self.latencies.push(took);
@@ -874,7 +902,7 @@ impl Work for Reads {
     }
 }
 
-impl Rate {
+impl ReadRate {
     /// The rate of a core, for a person.
     fn of_core(&self) -> String {
         self.per_core
@@ -883,14 +911,14 @@ impl Rate {
 }
 
 /// The checks of the figures.
-fn shown(figures: &Figures) -> Vec<Check> {
-    let Figures {
+fn shown(figures: &ReadMeasurements) -> Vec<DoctorCheck> {
+    let ReadMeasurements {
         reads,
         p50,
         p99,
         deep,
     } = figures;
-    let mut checks = vec![Check::ok(
+    let mut checks = vec![DoctorCheck::ok(
         "scratch.latency",
         format!(
             "p50 {:.1} us, p99 {:.1} us: {reads} random reads of 4 KiB, one at a time",
@@ -906,7 +934,7 @@ fn shown(figures: &Figures) -> Vec<Check> {
                 SPDK_PER_CORE / 1e6
             )
         });
-        checks.push(Check::ok(
+        checks.push(DoctorCheck::ok(
             format!("scratch.iops_{depth}"),
             format!(
                 "{:.0} IOPS with {depth} in flight, {} per poller core{share}",

@@ -6,14 +6,14 @@ use std::path::Path;
 
 use nvme_vfio::function::HostRoot;
 
-use super::super::{Host, Report, examine};
+use super::super::{DoctorHost, DoctorReport, examine};
 use super::*;
 
 /// Short, as rates say nothing here.
 const TIME: Duration = Duration::from_millis(50);
 
-fn host(folder: &Path) -> Host {
-    Host {
+fn host(folder: &Path) -> DoctorHost {
+    DoctorHost {
         root: HostRoot::default(),
         state_dir: folder.join("state"),
         physical: false,
@@ -28,11 +28,15 @@ fn file(folder: &Path, bytes: u64) -> DrivePath {
 }
 
 /// Tries a drive out. Returns the checks, and what was to be given up.
-fn report(folder: &Path, path: &DrivePath, yes: bool) -> (Vec<Check>, Option<Subject>) {
+fn report(
+    folder: &Path,
+    path: &DrivePath,
+    yes: bool,
+) -> (Vec<DoctorCheck>, Option<ScratchNamespace>) {
     let host = host(folder);
-    let mut report: Report = examine(&host, None);
+    let mut report: DoctorReport = examine(&host, None);
     let mut asked = None;
-    report.try_out(&host, path, 1, TIME, &mut |subject: &Subject| {
+    report.try_out(&host, path, 1, TIME, &mut |subject: &ScratchNamespace| {
         asked = Some(subject.clone());
         yes
     });
@@ -41,7 +45,7 @@ fn report(folder: &Path, path: &DrivePath, yes: bool) -> (Vec<Check>, Option<Sub
 
 /// Expects checks that need no time to be right.
 #[track_caller]
-fn expect_all_is_well(checks: &[Check]) {
+fn expect_all_is_well(checks: &[DoctorCheck]) {
     let names: Vec<&str> = checks.iter().map(|check| &*check.name).collect();
     assert_eq!(
         names,
@@ -60,11 +64,11 @@ fn expect_all_is_well(checks: &[Check]) {
         "{checks:#?}"
     );
     for check in checks {
-        let expected: &[Outcome] = match &*check.name {
+        let expected: &[CheckOutcome] = match &*check.name {
             // The machine may be slow.
-            "scratch.limits" => &[Outcome::Ok, Outcome::Warning],
-            "scratch.host_driver" => &[Outcome::NotChecked],
-            _ => &[Outcome::Ok],
+            "scratch.limits" => &[CheckOutcome::Ok, CheckOutcome::Warning],
+            "scratch.host_driver" => &[CheckOutcome::NotChecked],
+            _ => &[CheckOutcome::Ok],
         };
         assert!(expected.contains(&check.outcome), "{check:#?}");
     }
@@ -94,7 +98,7 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
     let ledger = Ledger::open(&folder.path().join("state"));
     assert!(ledger.list().unwrap().is_empty());
     // A lease that another id has, or had, is not taken.
-    let ledgers = Ledgers::open(&folder.path().join("state"));
+    let ledgers = LeaseLedgers::open(&folder.path().join("state"));
     let config = FunctionConfig::from_keys(|key| match key {
         "path" => Some(path.to_string()),
         "range" => Some("5M+1M".to_owned()),
@@ -105,14 +109,14 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
     let drive = drives::open_on(
         &path,
         DriveOptions::default(),
-        &nvme_mpt::poller::Threads::default(),
+        &nvme_mpt::poller::ThreadSpawner::default(),
     )
     .unwrap();
     let attached = open::attach(
         &options,
         &drive,
         &ledgers,
-        &Pollers::new(),
+        &PollerPool::new(),
         &AtomicBool::new(false),
     );
     drop((attached.unwrap(), drive));
@@ -121,7 +125,7 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
     let [check] = &checks[..] else {
         panic!("{checks:#?}")
     };
-    assert_eq!(check.outcome, Outcome::Problem, "{check:?}");
+    assert_eq!(check.outcome, CheckOutcome::Problem, "{check:?}");
     assert!(check.finding.contains("tenant"), "{check:?}");
     let after = fs::read(folder.path().join("drive.img")).unwrap();
     assert!(before == after, "the drive was written");
@@ -142,7 +146,7 @@ fn nothing_is_written_unless_it_is_confirmed() {
     let [check] = &checks[..] else {
         panic!("{checks:#?}")
     };
-    assert_eq!(check.outcome, Outcome::NotChecked, "{check:?}");
+    assert_eq!(check.outcome, CheckOutcome::NotChecked, "{check:?}");
     let after = fs::read(folder.path().join("drive.img")).unwrap();
     assert!(before == after, "the drive was written");
 }
@@ -157,7 +161,7 @@ fn what_cannot_be_tried_out_is_a_problem_with_its_cause() {
         let [check] = &checks[..] else {
             panic!("{checks:#?}")
         };
-        assert_eq!(check.outcome, Outcome::Problem, "{check:?}");
+        assert_eq!(check.outcome, CheckOutcome::Problem, "{check:?}");
         assert!(check.finding.contains(cause), "{check:?}");
         assert!(asked.is_none());
     }
@@ -174,7 +178,7 @@ fn a_drive_with_problems_is_left_alone() {
         panic!("asked")
     });
     let check = &report.sections.last().unwrap().checks[0];
-    assert_eq!(check.outcome, Outcome::NotChecked, "{check:?}");
+    assert_eq!(check.outcome, CheckOutcome::NotChecked, "{check:?}");
 }
 
 #[test]
@@ -182,12 +186,12 @@ fn a_drive_that_keeps_nothing_is_found_out() {
     let folder = tempfile::tempdir().unwrap();
     let (checks, _) = report(folder.path(), &"null:16M".parse().unwrap(), true);
     for (name, outcome) in [
-        ("scratch.sharing", Outcome::Problem),
-        ("scratch.isolation", Outcome::Problem),
-        ("scratch.reset", Outcome::Problem),
-        ("scratch.upgrade", Outcome::Problem),
-        ("scratch.latency", Outcome::Ok),
-        ("scratch.neighbour", Outcome::Problem),
+        ("scratch.sharing", CheckOutcome::Problem),
+        ("scratch.isolation", CheckOutcome::Problem),
+        ("scratch.reset", CheckOutcome::Problem),
+        ("scratch.upgrade", CheckOutcome::Problem),
+        ("scratch.latency", CheckOutcome::Ok),
+        ("scratch.neighbour", CheckOutcome::Problem),
     ] {
         let check = checks.iter().find(|check| check.name == name).unwrap();
         assert_eq!(check.outcome, outcome, "{check:?}");

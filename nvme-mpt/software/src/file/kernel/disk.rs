@@ -18,7 +18,7 @@ pub(super) const PAGE: usize = 4096;
 
 /// Parameters of the simulated disk. A rate of N makes an event happen once in N times on average; 0 means never.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Habits {
+pub struct DiskModelParameters {
     /// True for direct I/O.
     pub is_direct: bool,
     /// True if the file system punches holes.
@@ -48,14 +48,14 @@ pub(super) fn happens(one_in: u64) -> bool {
 
 /// A page in the cache.
 #[derive(Clone, Debug)]
-struct Page {
+struct CachedPage {
     bytes: Vec<u8>,
     is_dirty: bool,
 }
 
 /// An open file description.
 #[derive(Clone, Copy, Debug)]
-struct Description {
+struct OpenFileDescription {
     process: u64,
     /// Number of the last error that the description received.
     told: u64,
@@ -66,7 +66,7 @@ struct Description {
 
 /// A lock on bytes of the file.
 #[derive(Clone, Copy, Debug)]
-struct Lock {
+struct SimulatedByteRangeLock {
     open: u64,
     is_exclusive: bool,
     start: u64,
@@ -74,8 +74,8 @@ struct Lock {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Disk {
-    pub(super) habits: Habits,
+pub(super) struct SimulatedDisk {
+    pub(super) habits: DiskModelParameters,
     /// Number of requests that the disk may still hold.
     pub(super) keeps: u64,
     stable: Vec<u8>,
@@ -83,7 +83,7 @@ pub(super) struct Disk {
     device: Vec<u8>,
     /// Writes in the device's volatile cache.
     volatile: Vec<(usize, Vec<u8>)>,
-    cache: BTreeMap<usize, Page>,
+    cache: BTreeMap<usize, CachedPage>,
     /// Number of the last write-back error.
     error: u64,
     /// True if a description has received the last error.
@@ -92,14 +92,14 @@ pub(super) struct Disk {
     pub(super) failures: u64,
     /// Number of errors that descriptions received.
     pub(super) tellings: u64,
-    descriptions: BTreeMap<u64, Description>,
-    locks: Vec<Lock>,
+    descriptions: BTreeMap<u64, OpenFileDescription>,
+    locks: Vec<SimulatedByteRangeLock>,
     opened: u64,
 }
 
-impl Disk {
+impl SimulatedDisk {
     /// Creates a disk with a file of zeroes.
-    pub(super) fn new(bytes: usize, habits: Habits, keeps: u64) -> Self {
+    pub(super) fn new(bytes: usize, habits: DiskModelParameters, keeps: u64) -> Self {
         Self {
             habits,
             keeps,
@@ -125,7 +125,7 @@ impl Disk {
             true => self.error,
             false => 0,
         };
-        let description = Description {
+        let description = OpenFileDescription {
             process,
             told,
             keepers: 0,
@@ -184,7 +184,7 @@ impl Disk {
     pub(super) fn lock(&mut self, open: u64, is_exclusive: bool, start: u64, end: u64) -> bool {
         let is_free = !self.is_locked(open, is_exclusive, start, end);
         if is_free {
-            self.locks.push(Lock {
+            self.locks.push(SimulatedByteRangeLock {
                 open,
                 is_exclusive,
                 start,
@@ -220,7 +220,7 @@ impl Disk {
             let start = number * PAGE;
             let end = (start + PAGE).min(self.device.len());
             let there = &self.device[start..end];
-            let page = self.cache.entry(number).or_insert_with(|| Page {
+            let page = self.cache.entry(number).or_insert_with(|| CachedPage {
                 bytes: there.to_vec(),
                 is_dirty: false,
             });
@@ -251,7 +251,7 @@ impl Disk {
 
     /// Writes the dirty pages of a range back.
     pub(super) fn write_back(&mut self, offset: usize, len: usize) {
-        let dirty = |page: &Page| page.is_dirty;
+        let dirty = |page: &CachedPage| page.is_dirty;
         let (first, end) = (offset / PAGE, (offset + len).div_ceil(PAGE));
         let range = self.cache.range(first..end);
         let numbers: Vec<usize> = range

@@ -11,22 +11,22 @@ use std::path::PathBuf;
 
 #[cfg(not(simulation))]
 pub(super) use real::{
-    File, MetadataExt, Origin, RangeLock, Uring, extents, lock_below, map, metadata, next_data,
-    of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
+    BackingId, File, FileRangeLock, MetadataExt, Uring, extents, lock_below, map, metadata,
+    next_data, of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
 };
 #[cfg(simulation)]
 pub(super) use simulated::{
-    File, MetadataExt, Origin, RangeLock, Uring, extents, lock_below, map, metadata, next_data,
-    of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
+    BackingId, File, FileRangeLock, MetadataExt, Uring, extents, lock_below, map, metadata,
+    next_data, of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
 };
 
 use super::way::DirectAlignment;
 
 /// An opened file or block device with its properties.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedFile {
     pub(super) path: PathBuf,
-    pub(super) origin: Origin,
+    pub(super) origin: BackingId,
     pub(super) file: File,
     pub(super) bytes: u64,
     /// True for a regular file, which others can truncate. False for a block device.

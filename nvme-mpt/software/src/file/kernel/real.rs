@@ -15,34 +15,36 @@ use io_uring::{IoUring, opcode, squeue, types};
 pub(in crate::file) use std::fs::{File, metadata};
 pub(in crate::file) use std::os::unix::fs::MetadataExt;
 
-pub(in crate::file) use nvme_mpt::origin::Origin;
-pub(in crate::file) use nvme_mpt::range_lock::RangeLock;
+pub(in crate::file) use nvme_mpt::origin::BackingId;
+pub(in crate::file) use nvme_mpt::range_lock::FileRangeLock;
 
 pub(in crate::file) use super::super::reopen::{place, reopen, reopen_to_read};
 
-use super::super::uring::{Ended, Manner, Request, Ring, Vectors};
+use super::super::uring::{
+    FileIoCompletion, FileIoRequest, FileIoRing, IoVectors, RequestIssueMode,
+};
 use super::super::way::DirectAlignment;
-use super::Opened;
+use super::OpenedFile;
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::memory::file_system::{is_memory, type_of};
-use nvme_mpt::memory::{Access, Mapping, presence};
+use nvme_mpt::memory::{Mapping, MappingAccess, presence};
 use nvme_mpt::origin::BackingFile;
-use nvme_mpt_paths::{Entry, FileId};
+use nvme_mpt_paths::{FileId, PathEntry};
 
 /// Opens a file or block device for reading and writing.
 ///
 /// # Errors
 /// Returns the kernel's error, or `InvalidInput` if the path is neither a file nor a block device.
-pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
+pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     // A symbolic link of one user could lead to the file of another.
-    let entry = Entry::find(path)?;
+    let entry = PathEntry::find(path)?;
     let path = entry.path().to_owned();
     let kind = path.symlink_metadata()?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
         let what = "it is neither a file nor a block device";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
-    let origin = Origin::of(&path)?;
+    let origin = BackingId::of(&path)?;
     let mut options = OpenOptions::new();
     options.read(true).write(true);
     // An exclusive open fails if a block device is mounted or otherwise in use.
@@ -73,7 +75,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
         let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
         io::Error::new(error.kind(), what)
     })?;
-    Ok(Opened {
+    Ok(OpenedFile {
         path,
         origin,
         file,
@@ -107,7 +109,7 @@ pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
 /// # Errors
 /// Returns the kernel's error.
 pub(in crate::file) fn map(file: &File, len: usize) -> io::Result<Mapping> {
-    Mapping::shared_unreserved(file.as_fd(), 0, len, Access::ReadWrite)
+    Mapping::shared_unreserved(file.as_fd(), 0, len, MappingAccess::ReadWrite)
 }
 
 /// The io_uring of one queue.
@@ -166,7 +168,7 @@ impl Uring {
     }
 
     /// # Safety
-    /// As of [`Ring::prepare`].
+    /// As of [`FileIoRing::prepare`].
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         // SAFETY: the buffers live long enough by this function's contract.
         if unsafe { self.ring.submission().push(entry) }.is_err() {
@@ -180,17 +182,22 @@ impl Uring {
     }
 }
 
-impl Ring for Uring {
-    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()> {
-        let count = |vectors: &Vectors| vectors.left().len() as u32;
-        let start = |vectors: &Vectors| vectors.left().as_ptr();
+impl FileIoRing for Uring {
+    unsafe fn prepare(
+        &mut self,
+        tag: u64,
+        request: FileIoRequest<'_>,
+        manner: RequestIssueMode,
+    ) -> io::Result<()> {
+        let count = |vectors: &IoVectors| vectors.left().len() as u32;
+        let start = |vectors: &IoVectors| vectors.left().as_ptr();
         let entry: squeue::Entry = match request {
-            Request::Read { fd, offset, into } => {
+            FileIoRequest::Read { fd, offset, into } => {
                 opcode::Readv::new(types::Fd(fd), start(into), count(into))
                     .offset(offset)
                     .build()
             }
-            Request::Write {
+            FileIoRequest::Write {
                 fd,
                 offset,
                 from,
@@ -202,16 +209,16 @@ impl Ring for Uring {
                     .rw_flags(flags)
                     .build()
             }
-            Request::Sync { fd } => opcode::Fsync::new(types::Fd(fd))
+            FileIoRequest::Sync { fd } => opcode::Fsync::new(types::Fd(fd))
                 .flags(types::FsyncFlags::DATASYNC)
                 .build(),
-            Request::Zero { fd, offset, len } => fallocate(fd, offset, len, ZERO),
-            Request::Punch { fd, offset, len } => fallocate(fd, offset, len, PUNCH),
+            FileIoRequest::Zero { fd, offset, len } => fallocate(fd, offset, len, ZERO),
+            FileIoRequest::Punch { fd, offset, len } => fallocate(fd, offset, len, PUNCH),
         };
         let entry = entry.user_data(tag);
         let entry = match manner {
-            Manner::AtOnce => entry,
-            Manner::ByThread => entry.flags(squeue::Flags::ASYNC),
+            RequestIssueMode::AtOnce => entry,
+            RequestIssueMode::ByThread => entry.flags(squeue::Flags::ASYNC),
         };
         // SAFETY: the buffers live long enough by this function's contract.
         unsafe { self.push(&entry) }
@@ -236,11 +243,11 @@ impl Ring for Uring {
         self.behind
     }
 
-    fn take(&mut self) -> Option<Ended> {
+    fn take(&mut self) -> Option<FileIoCompletion> {
         let completion = self.ring.completion().next()?;
         self.in_flight -= 1;
         let result = completion.result();
-        Some(Ended {
+        Some(FileIoCompletion {
             tag: completion.user_data(),
             result: usize::try_from(result).map_err(|_| -result),
         })
@@ -530,7 +537,7 @@ fn waits_for_others(file_system: &str) -> bool {
 }
 
 /// Opens the file below a loop device for locking.
-pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
+pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<FileRangeLock, String> {
     let file = OpenOptions::new().read(true).write(true).open(&below.path);
     let opened = file.and_then(|file| match below.is(&file)? {
         true => Ok(file),
@@ -538,7 +545,7 @@ pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, Stri
     });
     let path = below.path.display();
     opened
-        .map(RangeLock::new)
+        .map(FileRangeLock::new)
         .map_err(|error| format!("the loop device's file {path} cannot be locked: {error}"))
 }
 

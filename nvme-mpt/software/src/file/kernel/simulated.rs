@@ -22,18 +22,20 @@ use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::super::uring::{Ended, Manner, Request, Ring, Vectors};
+use super::super::uring::{
+    FileIoCompletion, FileIoRequest, FileIoRing, IoVectors, RequestIssueMode,
+};
 use super::super::way::DirectAlignment;
-use super::Opened;
-use super::disk::{Disk, PAGE, SECTOR, happens};
+use super::OpenedFile;
+use super::disk::{PAGE, SECTOR, SimulatedDisk, happens};
 use nvme_mpt::memory::simulation::{
-    Step, acted, costs::block, now, process, random, turn, wait, wait_for,
+    ActorStep, acted, costs::block, now, process, random, turn, wait, wait_for,
 };
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::memory::{Mapping, eventfd, memfd};
-use nvme_mpt::origin::{BackingFile, Identity};
+use nvme_mpt::origin::{BackingFile, DriveIdentity};
 
-pub use super::disk::Habits;
+pub use super::disk::DiskModelParameters;
 
 /// Time that a range lock waits for the locks of others.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -48,19 +50,19 @@ const ABSENCE_BITS: Range<u64> = 14..21;
 const KEPT: Duration = Duration::from_secs(14);
 
 thread_local! {
-    static KERNEL: RefCell<Kernel> = RefCell::default();
+    static KERNEL: RefCell<SimulatedKernel> = RefCell::default();
 }
 
-fn with<T>(call: impl FnOnce(&mut Kernel) -> T) -> T {
+fn with<T>(call: impl FnOnce(&mut SimulatedKernel) -> T) -> T {
     KERNEL.with_borrow_mut(call)
 }
 
 /// The kernel of the simulated machine.
 #[derive(Debug, Default)]
-struct Kernel {
-    disk: Disk,
-    requests: Vec<Asked>,
-    rings: BTreeMap<u64, State>,
+struct SimulatedKernel {
+    disk: SimulatedDisk,
+    requests: Vec<SimulatedRequest>,
+    rings: BTreeMap<u64, SimulatedRing>,
     made: u64,
     /// The disk does nothing until this moment.
     stands_until: Duration,
@@ -70,9 +72,9 @@ struct Kernel {
 
 /// The kernel's state of a ring.
 #[derive(Debug)]
-struct State {
+struct SimulatedRing {
     process: u64,
-    completions: VecDeque<Ended>,
+    completions: VecDeque<FileIoCompletion>,
     event: Arc<EventFd>,
     /// Descriptions that the ring keeps open.
     kept: Vec<u64>,
@@ -80,7 +82,7 @@ struct State {
 }
 
 #[derive(Clone, Debug)]
-enum What {
+enum SimulatedOperation {
     Read(Vec<(usize, usize)>),
     Write {
         from: Vec<(usize, usize)>,
@@ -94,12 +96,12 @@ enum What {
 
 /// A request that the kernel has.
 #[derive(Clone, Debug)]
-struct Asked {
+struct SimulatedRequest {
     ring: u64,
     tag: u64,
     open: u64,
     offset: u64,
-    what: What,
+    what: SimulatedOperation,
     /// When the request takes effect; afterwards, when it completes.
     due: Duration,
     is_kept: bool,
@@ -107,11 +109,11 @@ struct Asked {
 }
 
 /// Starts with a file of `bytes` zeroes, on a disk that holds at most `keeps` requests.
-pub fn format(bytes: u64, habits: Habits, keeps: u64) {
+pub fn format(bytes: u64, habits: DiskModelParameters, keeps: u64) {
     with(|kernel| {
-        *kernel = Kernel {
-            disk: Disk::new(bytes as usize, habits, keeps),
-            ..Kernel::default()
+        *kernel = SimulatedKernel {
+            disk: SimulatedDisk::new(bytes as usize, habits, keeps),
+            ..SimulatedKernel::default()
         };
     });
 }
@@ -158,7 +160,12 @@ pub fn transfers() -> usize {
     with(|kernel| {
         let requests = kernel.requests.iter();
         requests
-            .filter(|asked| matches!(asked.what, What::Read(_) | What::Write { .. }))
+            .filter(|asked| {
+                matches!(
+                    asked.what,
+                    SimulatedOperation::Read(_) | SimulatedOperation::Write { .. }
+                )
+            })
             .filter(|asked| asked.result.is_none())
             .count()
     })
@@ -200,7 +207,7 @@ pub fn run(is_over: &AtomicBool) {
             with(|kernel| (kernel.next(), kernel.disk.is_dirty(), kernel.stands_until));
         match due {
             _ if now() < stands_until => {
-                with(Kernel::refuse_cancellations);
+                with(SimulatedKernel::refuse_cancellations);
                 wait(Some(stands_until));
             }
             Some(due) if due <= now() => carry_out(),
@@ -251,16 +258,18 @@ fn carry_out() {
             kernel.disk.let_go(asked.open);
             let tag = asked.tag;
             let state = kernel.rings.get_mut(&asked.ring)?;
-            state.completions.push_back(Ended { tag, result });
+            state
+                .completions
+                .push_back(FileIoCompletion { tag, result });
             let event = (!state.is_dead).then(|| state.event.clone());
             kernel.bury();
             event
         }),
     };
     let step = match asked.what {
-        What::Read(_) => Step::ReadFile,
-        What::Sync => Step::SyncFile,
-        _ => Step::WriteFile,
+        SimulatedOperation::Read(_) => ActorStep::ReadFile,
+        SimulatedOperation::Sync => ActorStep::SyncFile,
+        _ => ActorStep::WriteFile,
     };
     if let Some(event) = event {
         let _full = eventfd::signal(&event);
@@ -275,7 +284,7 @@ fn absence() -> Duration {
     Duration::from_nanos(1 << bits)
 }
 
-impl Kernel {
+impl SimulatedKernel {
     fn next(&self) -> Option<Duration> {
         self.requests.iter().map(|asked| asked.due).min()
     }
@@ -304,22 +313,24 @@ impl Kernel {
     }
 
     /// Makes a request take effect and returns its result.
-    fn take_effect(&mut self, asked: &Asked) -> Result<usize, i32> {
+    fn take_effect(&mut self, asked: &SimulatedRequest) -> Result<usize, i32> {
         let offset = asked.offset as usize;
         let habits = self.disk.habits;
-        if let What::Cancel(target) = asked.what {
+        if let SimulatedOperation::Cancel(target) = asked.what {
             return self.cancel(asked.ring, target);
         }
         let is_interrupted = happens(habits.interruptions);
         let interrupted = Err([libc::EINTR, libc::EAGAIN][random() as usize % 2]);
         match &asked.what {
-            What::Read(_) | What::Write { .. } if is_interrupted => interrupted,
-            What::Read(parts) => {
+            SimulatedOperation::Read(_) | SimulatedOperation::Write { .. } if is_interrupted => {
+                interrupted
+            }
+            SimulatedOperation::Read(parts) => {
                 let len = self.moved(parts, SECTOR);
                 scatter(&self.disk.read(offset, len), parts);
                 Ok(len)
             }
-            What::Write { from, is_durable } => {
+            SimulatedOperation::Write { from, is_durable } => {
                 let mut bytes = gather(from);
                 // With direct I/O, a write shorter than a block would mean a truncated file.
                 let unit = if habits.is_direct { PAGE } else { SECTOR };
@@ -330,7 +341,7 @@ impl Kernel {
                 }
                 Ok(bytes.len())
             }
-            What::Sync => {
+            SimulatedOperation::Sync => {
                 let all = self.disk.bytes() as usize;
                 if is_interrupted {
                     // The sync may have written pages back and consumed errors.
@@ -342,7 +353,7 @@ impl Kernel {
                 }
                 self.disk.sync(asked.open, 0, all).map(|()| 0)
             }
-            What::Zero(len) | What::Punch(len) => {
+            SimulatedOperation::Zero(len) | SimulatedOperation::Punch(len) => {
                 if happens(habits.refused_slices) {
                     return Err([libc::ENOSPC, libc::EBUSY][random() as usize % 2]);
                 }
@@ -355,7 +366,7 @@ impl Kernel {
                 self.disk.zero(offset, len);
                 Ok(0)
             }
-            What::Cancel(_) => Err(libc::EINVAL),
+            SimulatedOperation::Cancel(_) => Err(libc::EINVAL),
         }
     }
 
@@ -363,15 +374,15 @@ impl Kernel {
     fn refuse_cancellations(&mut self) {
         let (refused, others) = std::mem::take(&mut self.requests)
             .into_iter()
-            .partition(|asked| matches!(asked.what, What::Cancel(_)));
+            .partition(|asked| matches!(asked.what, SimulatedOperation::Cancel(_)));
         self.requests = others;
-        for Asked {
+        for SimulatedRequest {
             ring, tag, open, ..
         } in refused
         {
             self.disk.let_go(open);
             if let Some(state) = self.rings.get_mut(&ring) {
-                state.completions.push_back(Ended {
+                state.completions.push_back(FileIoCompletion {
                     tag,
                     result: Err(libc::EALREADY),
                 });
@@ -434,7 +445,7 @@ pub struct File {
 
 impl File {
     fn open() -> Self {
-        turn(Step::OpenFile, [0; 2]);
+        turn(ActorStep::OpenFile, [0; 2]);
         let process = process();
         Self {
             open: with(|kernel| kernel.disk.open(process)),
@@ -448,7 +459,7 @@ impl File {
 
     /// Counterpart of [`std::fs::File::sync_data`].
     pub(in crate::file) fn sync_data(&self) -> io::Result<()> {
-        turn(Step::SyncFile, [self.open, 0]);
+        turn(ActorStep::SyncFile, [self.open, 0]);
         await_disk();
         let synced = with(|kernel| {
             let all = kernel.disk.bytes() as usize;
@@ -506,13 +517,13 @@ pub(in crate::file) fn metadata(_: &Path) -> io::Result<Metadata> {
     Ok(Metadata(with(|kernel| kernel.disk.bytes())))
 }
 
-/// Counterpart of [`nvme_mpt::origin::Origin`].
+/// Counterpart of [`nvme_mpt::origin::BackingId`].
 #[derive(Clone, Debug)]
-pub(in crate::file) struct Origin(Identity);
+pub(in crate::file) struct BackingId(DriveIdentity);
 
-impl Origin {
+impl BackingId {
     /// Returns the identity of the stored bytes.
-    pub(in crate::file) fn identity(&self) -> &Identity {
+    pub(in crate::file) fn identity(&self) -> &DriveIdentity {
         &self.0
     }
 
@@ -523,12 +534,12 @@ impl Origin {
 }
 
 /// Opens the file.
-pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
+pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     let file = File::open();
     let habits = with(|kernel| kernel.disk.habits);
-    Ok(Opened {
+    Ok(OpenedFile {
         path: PathBuf::from(path),
-        origin: Origin("simulated:file".to_owned().into()),
+        origin: BackingId("simulated:file".to_owned().into()),
         bytes: file.metadata()?.len(),
         file,
         is_regular: true,
@@ -590,23 +601,23 @@ pub(in crate::file) fn extents(_: &File, _: u64, _: u64, _: usize) -> io::Result
 
 /// Returns a write-back error that the description has not received yet.
 pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
-    turn(Step::ReadFile, [file.open, 0]);
+    turn(ActorStep::ReadFile, [file.open, 0]);
     told(with(|kernel| kernel.disk.tell(file.open)))
 }
 
 /// Fails, because no loop device is simulated.
-pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
+pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<FileRangeLock, String> {
     Err(format!("{} is not simulated", below.path.display()))
 }
 
-/// Counterpart of [`nvme_mpt::range_lock::RangeLock`].
+/// Counterpart of [`nvme_mpt::range_lock::FileRangeLock`].
 #[derive(Debug)]
-pub(in crate::file) struct RangeLock {
+pub(in crate::file) struct FileRangeLock {
     file: File,
     ranges: Mutex<Vec<(u64, u64)>>,
 }
 
-impl RangeLock {
+impl FileRangeLock {
     pub(in crate::file) fn new(file: File) -> Self {
         Self {
             file,
@@ -623,7 +634,7 @@ impl RangeLock {
     }
 
     fn take(&self, is_exclusive: bool, start: u64, length: u64) -> bool {
-        turn(Step::LockFile, [self.file.open, start]);
+        turn(ActorStep::LockFile, [self.file.open, start]);
         let end = start.saturating_add(length);
         let is_free = with(|kernel| kernel.disk.lock(self.file.open, is_exclusive, start, end));
         if is_free {
@@ -667,7 +678,7 @@ impl RangeLock {
     }
 }
 
-impl Drop for RangeLock {
+impl Drop for FileRangeLock {
     fn drop(&mut self) {
         self.let_go();
     }
@@ -678,7 +689,7 @@ impl Drop for RangeLock {
 pub struct Uring {
     ring: u64,
     event: Arc<EventFd>,
-    prepared: Vec<Asked>,
+    prepared: Vec<SimulatedRequest>,
     in_flight: usize,
     is_behind: bool,
 }
@@ -687,7 +698,7 @@ impl Uring {
     pub(in crate::file) fn new(_: u32) -> io::Result<Self> {
         let event = Arc::new(EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?);
         let process = process();
-        let state = State {
+        let state = SimulatedRing {
             process,
             completions: VecDeque::new(),
             event: event.clone(),
@@ -723,9 +734,9 @@ impl Uring {
         Ok(())
     }
 
-    fn push(&mut self, tag: u64, open: RawFd, offset: u64, what: What) {
+    fn push(&mut self, tag: u64, open: RawFd, offset: u64, what: SimulatedOperation) {
         self.in_flight += 1;
-        self.prepared.push(Asked {
+        self.prepared.push(SimulatedRequest {
             ring: self.ring,
             tag,
             open: open as u64,
@@ -738,12 +749,19 @@ impl Uring {
     }
 }
 
-impl Ring for Uring {
-    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()> {
-        let parts = |vectors: &Vectors| vectors.parts().collect();
+impl FileIoRing for Uring {
+    unsafe fn prepare(
+        &mut self,
+        tag: u64,
+        request: FileIoRequest<'_>,
+        manner: RequestIssueMode,
+    ) -> io::Result<()> {
+        let parts = |vectors: &IoVectors| vectors.parts().collect();
         let (fd, offset, what) = match request {
-            Request::Read { fd, offset, into } => (fd, offset, What::Read(parts(into))),
-            Request::Write {
+            FileIoRequest::Read { fd, offset, into } => {
+                (fd, offset, SimulatedOperation::Read(parts(into)))
+            }
+            FileIoRequest::Write {
                 fd,
                 offset,
                 from,
@@ -751,21 +769,25 @@ impl Ring for Uring {
             } => {
                 let from = parts(from);
                 let is_durable = durable;
-                (fd, offset, What::Write { from, is_durable })
+                (fd, offset, SimulatedOperation::Write { from, is_durable })
             }
-            Request::Sync { fd } => (fd, 0, What::Sync),
-            Request::Zero { fd, offset, len } => (fd, offset, What::Zero(len)),
-            Request::Punch { fd, offset, len } => (fd, offset, What::Punch(len)),
+            FileIoRequest::Sync { fd } => (fd, 0, SimulatedOperation::Sync),
+            FileIoRequest::Zero { fd, offset, len } => (fd, offset, SimulatedOperation::Zero(len)),
+            FileIoRequest::Punch { fd, offset, len } => {
+                (fd, offset, SimulatedOperation::Punch(len))
+            }
         };
         self.push(tag, fd, offset, what);
         // A request in a worker thread may block, so it is never held. A held request that blocks others would make pollers
         // poll millions of times.
-        if let (Manner::AtOnce, Some(asked)) = (manner, self.prepared.last_mut()) {
+        if let (RequestIssueMode::AtOnce, Some(asked)) = (manner, self.prepared.last_mut()) {
             asked.is_kept = with(|kernel| {
                 let disk = &mut kernel.disk;
                 let may_be_kept = match asked.what {
-                    What::Sync => true,
-                    What::Read(_) | What::Write { .. } => !disk.habits.is_direct,
+                    SimulatedOperation::Sync => true,
+                    SimulatedOperation::Read(_) | SimulatedOperation::Write { .. } => {
+                        !disk.habits.is_direct
+                    }
                     _ => false,
                 };
                 let is_kept = may_be_kept && disk.keeps > 0 && happens(disk.habits.kept_requests);
@@ -777,7 +799,7 @@ impl Ring for Uring {
     }
 
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()> {
-        self.push(tag, -1, 0, What::Cancel(target));
+        self.push(tag, -1, 0, SimulatedOperation::Cancel(target));
         Ok(())
     }
 
@@ -785,7 +807,7 @@ impl Ring for Uring {
         if self.prepared.is_empty() {
             return;
         }
-        turn(Step::Submit, [self.ring, self.prepared.len() as u64]);
+        turn(ActorStep::Submit, [self.ring, self.prepared.len() as u64]);
         block(with(|kernel| kernel.submission));
         self.is_behind = with(|kernel| {
             if happens(kernel.disk.habits.refused_calls) {
@@ -809,7 +831,7 @@ impl Ring for Uring {
         self.is_behind
     }
 
-    fn take(&mut self) -> Option<Ended> {
+    fn take(&mut self) -> Option<FileIoCompletion> {
         let (ended, is_last) = with(|kernel| {
             let state = kernel.rings.get_mut(&self.ring)?;
             let ended = state.completions.pop_front()?;
@@ -820,7 +842,7 @@ impl Ring for Uring {
             let _empty = self.event.read();
         }
         self.in_flight -= 1;
-        turn(Step::Receive, [self.ring, ended.tag]);
+        turn(ActorStep::Receive, [self.ring, ended.tag]);
         Some(ended)
     }
 

@@ -5,7 +5,7 @@
 //! data is still lost, so the lease remembers the error until its VMM connects again.
 //!
 //! All queues of a lease share its descriptions for I/O. Of two concurrent Flushes, the first to complete could then report
-//! success although the second receives the error. So each queue also has its own [`Witness`], and checks it at the end of each
+//! success although the second receives the error. So each queue also has its own [`WriteErrorProbe`], and checks it at the end of each
 //! Flush and of each write with FUA.
 //!
 //! If a process is killed, errors that the kernel reported to that process alone are lost. So the supervisor process may hold a
@@ -22,15 +22,15 @@ use log::{debug, error, info};
 pub(super) use crate::medium::LOST;
 
 use super::SharedFile;
-use super::claims::Claims;
+use super::claims::LeaseChangeClaims;
 use super::kernel::{
     File, next_data, of_descriptor, place, reopen, reopen_to_read, to_descriptor, write_back_error,
 };
-use super::locks::Locks;
-use super::way::{UNIT, Way};
-use nvme_mpt::event::{DriveEvent, Event, EventQueue};
-use nvme_mpt::host::Damage;
-use nvme_mpt::live::LossRecord;
+use super::locks::LeaseFileLocks;
+use super::way::{FileIoMode, UNIT};
+use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
+use nvme_mpt::host::LeaseDamage;
+use nvme_mpt::live::LeaseWriteErrorRecord;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -38,12 +38,12 @@ use nvme_mpt::spec::status::Status;
 
 /// File descriptions that do no I/O and only receive write-back errors. One thread at a time checks a witness.
 #[derive(Debug)]
-pub(super) struct Witness {
+pub(super) struct WriteErrorProbe {
     file: File,
     companion: Option<File>,
 }
 
-impl Witness {
+impl WriteErrorProbe {
     fn open(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
@@ -107,26 +107,26 @@ pub(crate) struct LeasedFile {
     name: String,
     /// End of the lease's last byte on the drive.
     end: AtomicU64,
-    pub(super) claims: Claims,
+    pub(super) claims: LeaseChangeClaims,
     buffered: File,
     /// Description for data, if data needs other open flags than `buffered` has.
     data: Option<File>,
     /// The lease's own description of the drive's companion file.
     companion: Option<File>,
     /// Receives errors from before a queue opened its own witness. Its reports are recorded under the lock.
-    witness: Mutex<Witness>,
+    witness: Mutex<WriteErrorProbe>,
     /// Descriptions that the supervisor process holds too.
-    spare: Mutex<Option<Witness>>,
+    spare: Mutex<Option<WriteErrorProbe>>,
     lost: AtomicBool,
     /// True if the lease continues after another process: some of the VMM's writes predate this process.
     goes_on: AtomicBool,
     /// Copy of `lost` for the successor process.
-    record: OnceLock<LossRecord>,
+    record: OnceLock<LeaseWriteErrorRecord>,
     /// Held while `lost` is copied to `record`, so that the last value wins.
     recording: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
     /// Locks the lease's bytes against other processes until the last queue has ended.
-    locks: Option<Locks>,
+    locks: Option<LeaseFileLocks>,
 }
 
 impl LeasedFile {
@@ -141,18 +141,18 @@ impl LeasedFile {
         shared: Arc<SharedFile>,
         name: &str,
         end: u64,
-        locks: Option<Locks>,
+        locks: Option<LeaseFileLocks>,
     ) -> io::Result<Self> {
         let path = &shared.path;
         let companion = shared.companion.get();
         Ok(Self {
             name: name.to_owned(),
             end: AtomicU64::new(end),
-            claims: Claims::default(),
+            claims: LeaseChangeClaims::default(),
             buffered: reopen(&shared.opened, Some(path), 0)?,
             data: open_data(&shared)?,
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
-            witness: Mutex::new(Witness::open(&shared)?),
+            witness: Mutex::new(WriteErrorProbe::open(&shared)?),
             spare: Mutex::new(None),
             lost: AtomicBool::new(false),
             goes_on: AtomicBool::new(false),
@@ -167,7 +167,7 @@ impl LeasedFile {
     /// Locks a range and adds it to the lease.
     ///
     /// # Errors
-    /// As [`Locks::add`].
+    /// As [`LeaseFileLocks::add`].
     pub(super) fn add(&self, range: ByteRange) -> io::Result<()> {
         if let Some(locks) = &self.locks {
             locks.add(range)?;
@@ -177,7 +177,7 @@ impl LeasedFile {
     }
 
     /// Returns the locks on the lease's bytes.
-    pub(super) const fn locks(&self) -> Option<&Locks> {
+    pub(super) const fn locks(&self) -> Option<&LeaseFileLocks> {
         self.locks.as_ref()
     }
 
@@ -187,15 +187,15 @@ impl LeasedFile {
     }
 
     /// Opens a witness for a queue. The lease's own witness reports earlier errors.
-    pub(super) fn open_witness(&self) -> io::Result<Witness> {
-        let witness = Witness::open(&self.shared)?;
+    pub(super) fn open_witness(&self) -> io::Result<WriteErrorProbe> {
+        let witness = WriteErrorProbe::open(&self.shared)?;
         // Both witnesses report an error that occurs between the two calls.
         self.ask_own();
         Ok(witness)
     }
 
     /// Returns an error status if the witness reports lost writes. Called for a Flush, and for writes with FUA.
-    pub(super) fn ask(&self, witness: &Witness) -> Result<(), Status> {
+    pub(super) fn ask(&self, witness: &WriteErrorProbe) -> Result<(), Status> {
         witness.ask().map_err(|error| self.lose_writes(&error))
     }
 
@@ -238,7 +238,7 @@ impl LeasedFile {
     }
 
     /// Makes `record` follow whether writes were lost.
-    pub(crate) fn record_losses(&self, record: LossRecord) {
+    pub(crate) fn record_losses(&self, record: LeaseWriteErrorRecord) {
         record.set(self.has_lost_writes());
         // A lease belongs to one function, which has one record.
         let _ = self.record.set(record);
@@ -265,7 +265,7 @@ impl LeasedFile {
         if self.shared.in_memory || self.shared.may_block {
             return Ok(Vec::new());
         }
-        let opened = Witness::open_spare(&self.shared)?;
+        let opened = WriteErrorProbe::open_spare(&self.shared)?;
         let copies = opened.copies()?;
         *self.spare() = Some(opened);
         Ok(copies)
@@ -274,13 +274,13 @@ impl LeasedFile {
     /// Takes over the predecessor's spare witness. Returns whether its descriptors match the drive's files.
     pub(crate) fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
         let spare: io::Result<_> = spare.into_iter().map(of_descriptor).collect();
-        let found = Witness::of(spare?, &self.shared)?;
+        let found = WriteErrorProbe::of(spare?, &self.shared)?;
         let is_found = found.is_some();
         *self.spare() = found;
         Ok(is_found)
     }
 
-    fn spare(&self) -> MutexGuard<'_, Option<Witness>> {
+    fn spare(&self) -> MutexGuard<'_, Option<WriteErrorProbe>> {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -374,7 +374,7 @@ impl LeasedFile {
     pub(super) fn report(&self) {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(events) = events.upgrade() {
-            events.report(Event::Drive(DriveEvent::Health));
+            events.report(IoQueueEvent::Drive(DriveEvent::Health));
         }
     }
 
@@ -384,10 +384,10 @@ impl LeasedFile {
     }
 
     /// Checks the file's size and path, and returns the damage.
-    pub(crate) fn damage(&self) -> Damage {
+    pub(crate) fn damage(&self) -> LeaseDamage {
         self.shared.look_at_size();
         self.shared.look_at_path();
-        Damage {
+        LeaseDamage {
             lost_writes: self.has_lost_writes(),
             cut_short: !self.is_whole(),
             replaced: self.shared.watched.is_replaced(),
@@ -485,11 +485,11 @@ impl Drop for LeasedFile {
 fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
     let open = |flags| reopen(&shared.opened, Some(&shared.path), flags);
     match shared.way {
-        Way::Direct(_) => open(libc::O_DIRECT).map(Some),
-        Way::Cached if shared.in_memory => open(libc::O_NONBLOCK | libc::O_DIRECT)
+        FileIoMode::Direct(_) => open(libc::O_DIRECT).map(Some),
+        FileIoMode::Cached if shared.in_memory => open(libc::O_NONBLOCK | libc::O_DIRECT)
             .or_else(|_| open(libc::O_NONBLOCK))
             .map(Some),
-        Way::Cached => Ok(None),
+        FileIoMode::Cached => Ok(None),
     }
 }
 

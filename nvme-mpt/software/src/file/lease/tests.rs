@@ -10,18 +10,18 @@ use super::*;
 use crate::file::kernel::Uring;
 use crate::file::reopen::place;
 use crate::file::tests::TestClock;
-use crate::file::{FileQueue, FileStore};
-use crate::model::Profile;
-use crate::zones::{ZonedQueue, Zones};
+use crate::file::{FileBackingStore, FileQueue};
+use crate::model::DriveProfile;
+use crate::zones::{DriveZones, ZonedQueue};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::Choice;
-use nvme_mpt::memory::presence::Presence;
+use nvme_mpt::learn::PolicyChoice;
+use nvme_mpt::memory::presence::ProcessLiveness;
 use nvme_mpt::memory::system::{LockKind, try_lock};
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::range::BlockRange;
 use nvme_mpt::range_lock::is_locked;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::{Lba, Nsid};
@@ -38,7 +38,7 @@ fn queue(lease: &Arc<LeasedFile>) -> Queue {
 
 struct Scene {
     file: tempfile::NamedTempFile,
-    store: FileStore,
+    store: FileBackingStore,
     table: RegionTable,
     lists: ListMemory,
 }
@@ -48,7 +48,7 @@ impl Scene {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         Self {
-            store: FileStore::open(file.path(), 9, Choice::Learned).unwrap(),
+            store: FileBackingStore::open(file.path(), 9, PolicyChoice::Learned).unwrap(),
             file,
             table: RegionTable::default(),
             lists: ListMemory::new(&Arc::new(IovaSpace::software()), 4).unwrap(),
@@ -173,7 +173,7 @@ fn lost_writes_are_logged_once_with_their_lease_and_file() {
 fn a_zone_whose_write_finds_what_was_lost_elsewhere_stays_writable() {
     const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"1M\"\n\
                            max_open = 1\nmax_active = 1\nappend_limit = \"64K\"\n";
-    let Profile::Zns(profile) = Profile::parse("test", PROFILE).unwrap() else {
+    let DriveProfile::Zns(profile) = DriveProfile::parse("test", PROFILE).unwrap() else {
         panic!("another model");
     };
     let scene = Scene::new();
@@ -185,8 +185,8 @@ fn a_zone_whose_write_finds_what_was_lost_elsewhere_stays_writable() {
         lba_shift: 9,
     };
     let start = Lba(0);
-    let zones = Zones::new(&profile, &namespace, None).unwrap();
-    let zones = Arc::new(zones.lease(LbaRange { start, blocks }).unwrap());
+    let zones = DriveZones::new(&profile, &namespace, None).unwrap();
+    let zones = Arc::new(zones.lease(BlockRange { start, blocks }).unwrap());
     let drive = HostQueuePair::new(FileQueue::new(&lease, 4).unwrap());
     let mut queue = ZonedQueue::new(drive, zones, 4);
     let write = |slba| {
@@ -360,7 +360,7 @@ fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("drive");
     std::fs::write(&path, [0; 4096]).unwrap();
-    let store = FileStore::open(&path, 9, Choice::Learned).unwrap();
+    let store = FileBackingStore::open(&path, 9, PolicyChoice::Learned).unwrap();
     let opened = place(&store.shared.opened).unwrap();
     std::fs::rename(&path, dir.path().join("moved")).unwrap();
     for replacement in [None, Some([1; 4096])] {
@@ -397,7 +397,7 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
 #[test]
 fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
     // The ring keeps the sign of this process's presence, too.
-    Presence::announce().unwrap();
+    ProcessLiveness::announce().unwrap();
     let scene = Scene::new();
     let lock = scene.store.claim(["0+4K".parse().unwrap()]).unwrap();
     let lease = scene.store.lease("a", 4096, Some(lock)).unwrap();
@@ -425,7 +425,7 @@ fn a_hole_ends_at_the_first_data_and_a_file_that_was_cut_short_has_none() {
     let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
     let file = drive.as_file();
     file.set_len(16 * MIB).unwrap();
-    let store = FileStore::open(drive.path(), 9, Choice::Learned).unwrap();
+    let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Learned).unwrap();
     let lease = store.lease("a", 16 * MIB, None).unwrap();
     let hole = |start: u64, length: u64| {
         let range = ByteRange::new(start * MIB, length * MIB).unwrap();

@@ -10,19 +10,19 @@ use std::time::Duration;
 
 use log::error;
 
-use self::waiting::{Waiting, Want};
-use super::bounces::Bounces;
-use super::claims::Lane;
+use self::waiting::{AwaitedResource, ResourceWaitQueues};
+use super::bounces::QueueBounceBuffers;
+use super::claims::QueueFastLane;
 use super::kernel::Uring;
-use super::lease::Witness;
-use super::operation::{Next, Operation};
-use super::slices::Waiter;
-use super::syncs::Syncs;
-use super::uring::{Ended, Ring};
-use super::way::{Direction, Plan};
+use super::lease::WriteErrorProbe;
+use super::operation::{FileCommand, FileCommandStep};
+use super::slices::SliceWaiter;
+use super::syncs::QueueSyncs;
+use super::uring::{FileIoCompletion, FileIoRing};
+use super::way::{TransferBuffer, TransferDirection};
 use super::{LeasedFile, SharedFile};
-use crate::looks::{Looks, looks_in};
-use crate::model::{Clock, HostClock, TimedStore};
+use crate::looks::{RequestAgeTimer, looks_in};
+use crate::model::{HostClock, TickClock, TimedQueueBackend};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
@@ -62,14 +62,14 @@ const PASSES: u32 = 64;
 
 /// A queue pair of a file drive.
 #[derive(Debug)]
-pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
+pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     pub(super) ring: R,
     pub(super) clock: C,
-    pub(super) operations: Box<[Operation]>,
+    pub(super) operations: Box<[FileCommand]>,
     pub(super) file: Arc<SharedFile>,
     pub(super) lease: Arc<LeasedFile>,
-    pub(super) witness: Witness,
-    pub(super) lane: Arc<Lane>,
+    pub(super) witness: WriteErrorProbe,
+    pub(super) lane: Arc<QueueFastLane>,
     /// True if the file's size was checked since the last batch.
     pub(super) looked: bool,
     /// True if a search for resident pages found none since the last batch.
@@ -77,15 +77,15 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     /// Commands that were submitted, but whose doorbell was not rung.
     arriving: VecDeque<Sqe>,
     /// Commands that wait to be started.
-    waiting: Waiting,
-    pub(super) bounces: Bounces,
-    pub(super) syncs: Syncs,
+    waiting: ResourceWaitQueues,
+    pub(super) bounces: QueueBounceBuffers,
+    pub(super) syncs: QueueSyncs,
     /// Slots of commands that wait for other commands, or for their turn.
     pub(super) blocked: Vec<u16>,
     unblocking: Vec<u16>,
     completed: Vec<HostCompletion>,
     completing: Vec<HostCompletion>,
-    pub(super) looks: Looks,
+    pub(super) looks: RequestAgeTimer,
     passes: u32,
     retry_ticks: u64,
     turns_ticks: u64,
@@ -103,7 +103,7 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
 
 /// Outcome of a step of a command.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) enum FileStepOutcome {
     /// The kernel has a request of the command.
     Requested,
     /// The command waits for another command, or for its turn.
@@ -111,7 +111,7 @@ pub(super) enum Step {
     /// The command is complete.
     Complete(Status),
     /// The command cannot start until another command releases this resource.
-    Wait(Want),
+    Wait(AwaitedResource),
     /// The command waits for a sync of another command.
     Shared,
 }
@@ -128,7 +128,7 @@ impl FileQueue {
     }
 }
 
-impl<R: Ring, C: Clock> FileQueue<R, C> {
+impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     pub(super) fn with(ring: R, clock: C, lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
         let room = usize::from(slots);
         let file = lease.shared.clone();
@@ -141,7 +141,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             witness,
             ring,
             clock,
-            operations: std::iter::repeat_with(Operation::default)
+            operations: std::iter::repeat_with(FileCommand::default)
                 .take(room)
                 .collect(),
             lane,
@@ -149,14 +149,14 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             looked_in_vain: false,
             file,
             arriving: VecDeque::with_capacity(room),
-            waiting: Waiting::new(room),
-            bounces: Bounces::new(),
-            syncs: Syncs::new(room),
+            waiting: ResourceWaitQueues::new(room),
+            bounces: QueueBounceBuffers::new(),
+            syncs: QueueSyncs::new(room),
             blocked: Vec::with_capacity(room),
             unblocking: Vec::with_capacity(room),
             completed: Vec::with_capacity(room),
             completing: Vec::with_capacity(room),
-            looks: Looks::new(),
+            looks: RequestAgeTimer::new(),
             passes: 0,
             retry_ticks: ticks_in(RETRY),
             turns_ticks: ticks_in(TURNS),
@@ -169,8 +169,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 
     /// Returns the queue's identifier in the line for turns: the address of its lane, which lives as long as the queue.
-    pub(super) fn waiter(&self) -> Waiter {
-        Waiter(Arc::as_ptr(&self.lane).addr())
+    pub(super) fn waiter(&self) -> SliceWaiter {
+        SliceWaiter(Arc::as_ptr(&self.lane).addr())
     }
 
     pub(super) fn now(&self) -> Ticks {
@@ -180,7 +180,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     /// Starts waiting commands whose resource is available. The cost of a pass is bounded by the started commands and a few
     /// refused ones.
     fn start_waiting(&mut self, memory: HostMemory<'_>) {
-        for want in Want::ALL {
+        for want in AwaitedResource::ALL {
             let mut moved = 0;
             while moved < MOVED_MAX
                 && let Some(slot) = self.waiting.take(want)
@@ -229,9 +229,12 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 
     /// Starts a command, or returns the resource that it has to wait for.
-    fn try_start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Want> {
-        match self.start(sqe, memory).unwrap_or_else(Step::Complete) {
-            Step::Wait(want) => Some(want),
+    fn try_start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<AwaitedResource> {
+        match self
+            .start(sqe, memory)
+            .unwrap_or_else(FileStepOutcome::Complete)
+        {
+            FileStepOutcome::Wait(want) => Some(want),
             step => {
                 self.follow(sqe.cid(), step);
                 None
@@ -239,11 +242,11 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
     }
 
-    fn follow(&mut self, slot: CommandId, step: Step) {
+    fn follow(&mut self, slot: CommandId, step: FileStepOutcome) {
         match step {
-            Step::Requested | Step::Wait(_) | Step::Shared => {}
-            Step::Blocked => self.blocked.push(slot.0),
-            Step::Complete(status) => self.complete(slot, status),
+            FileStepOutcome::Requested | FileStepOutcome::Wait(_) | FileStepOutcome::Shared => {}
+            FileStepOutcome::Blocked => self.blocked.push(slot.0),
+            FileStepOutcome::Complete(status) => self.complete(slot, status),
         }
     }
 
@@ -276,7 +279,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
     }
 
-    fn start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<Step, Status> {
+    fn start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<FileStepOutcome, Status> {
         #[cfg(test)]
         STARTS.set(STARTS.get() + 1);
         let opcode = NvmOpcode(sqe.opcode());
@@ -295,9 +298,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         operation.begin(sqe);
         // Each change in the list makes later changes more expensive, which delays the poller's other queues.
         if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !lane.has_room() {
-            return Ok(Step::Wait(Want::Place));
+            return Ok(FileStepOutcome::Wait(AwaitedResource::Place));
         }
-        let mut plan = Plan::InPlace;
+        let mut plan = TransferBuffer::InPlace;
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
             let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
             let len = (u64::from(nlb_z) + 1) << file.lba_shift;
@@ -305,8 +308,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             let vectors = &mut operation.vectors;
             DataPointer::of(sqe).for_each(memory, len, |part| vectors.push(part))?;
             let direction = match opcode {
-                NvmOpcode::READ => Direction::Read,
-                _ => Direction::Write,
+                NvmOpcode::READ => TransferDirection::Read,
+                _ => TransferDirection::Write,
             };
             plan = file.plan(direction, operation);
         }
@@ -317,7 +320,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             })?;
             // A deallocation does not wait for memory, because its time limit starts now.
             if bounce.is_none() && opcode != NvmOpcode::DATASET_MANAGEMENT {
-                return Ok(Step::Wait(Want::Memory(need)));
+                return Ok(FileStepOutcome::Wait(AwaitedResource::Memory(need)));
             }
             operation.bounce = bounce;
         }
@@ -328,9 +331,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         &mut self,
         slot: CommandId,
         opcode: NvmOpcode,
-        plan: Plan,
+        plan: TransferBuffer,
         memory: HostMemory<'_>,
-    ) -> Result<Step, Status> {
+    ) -> Result<FileStepOutcome, Status> {
         let last_turn = match opcode {
             NvmOpcode::WRITE_ZEROES | NvmOpcode::DATASET_MANAGEMENT => {
                 Ticks(self.now().0 + self.turns_ticks)
@@ -351,18 +354,18 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 if uncorrectable.intersects(slba.0, u64::from(nlb_z) + 1) {
                     return Err(Status::UNRECOVERED_READ_ERROR);
                 }
-                return self.read(slot, plan, Next::Done, memory);
+                return self.read(slot, plan, FileCommandStep::Done, memory);
             }
             NvmOpcode::WRITE => {
                 let then = match ReadWrite::from(sqe).fua {
-                    true => Next::SyncCompanion,
-                    false => Next::Done,
+                    true => FileCommandStep::SyncCompanion,
+                    false => FileCommandStep::Done,
                 };
                 return self.write(slot, plan, then, memory);
             }
             NvmOpcode::FLUSH => {
                 operation.needs = self.syncs.next();
-                operation.next = Next::Flush;
+                operation.next = FileCommandStep::Flush;
             }
             NvmOpcode::COMPARE | NvmOpcode::VERIFY => {
                 let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
@@ -372,10 +375,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 }
                 operation.data_offset = slba.0 << shift;
                 operation.use_data(0, (count << shift) as usize)?;
-                let plan = file.plan(Direction::Read, operation);
+                let plan = file.plan(TransferDirection::Read, operation);
                 let then = match opcode {
-                    NvmOpcode::COMPARE => Next::Compare,
-                    _ => Next::Done,
+                    NvmOpcode::COMPARE => FileCommandStep::Compare,
+                    _ => FileCommandStep::Done,
                 };
                 return self.read(slot, plan, then, memory);
             }
@@ -386,19 +389,23 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 let end = slba.0 + u64::from(nlb_z) + 1;
                 let then = operation.after_zeroes();
                 operation.zeroing = file.zeroing(slba.0 << shift, end << shift, deac, then);
-                operation.next = Next::Zero;
+                operation.next = FileCommandStep::Zero;
             }
             NvmOpcode::WRITE_UNCORRECTABLE => {
                 let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(sqe);
                 let change = uncorrectable.mark(slba.0, u64::from(nlb_z) + 1);
                 operation.change = Some(change.ok_or(Status::INTERNAL_ERROR)?);
-                operation.next = Next::StoreMarks;
+                operation.next = FileCommandStep::StoreMarks;
             }
             NvmOpcode::DATASET_MANAGEMENT => {
                 let deallocates = DatasetManagement::from(sqe).ad && file.punches_holes();
-                operation.next = if deallocates { Next::Range } else { Next::Done };
+                operation.next = if deallocates {
+                    FileCommandStep::Range
+                } else {
+                    FileCommandStep::Done
+                };
             }
-            NvmOpcode::COPY => operation.next = Next::CopyRange,
+            NvmOpcode::COPY => operation.next = FileCommandStep::CopyRange,
             _ => return Err(Status::INVALID_OPCODE),
         }
         self.go_on(slot, memory)
@@ -413,10 +420,12 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         for index in 0..self.unblocking.len() {
             let slot = CommandId(self.unblocking[index]);
             let step = match refused {
-                Some(now) if self.waits_for_turn(slot, now) => Step::Blocked,
-                _ => self.go_on(slot, memory).unwrap_or_else(Step::Complete),
+                Some(now) if self.waits_for_turn(slot, now) => FileStepOutcome::Blocked,
+                _ => self
+                    .go_on(slot, memory)
+                    .unwrap_or_else(FileStepOutcome::Complete),
             };
-            let is_blocked = matches!(step, Step::Blocked);
+            let is_blocked = matches!(step, FileStepOutcome::Blocked);
             if refused.is_none() && is_blocked && self.waits_for_turn(slot, Ticks(0)) {
                 refused = Some(self.now());
             }
@@ -428,8 +437,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     /// Returns whether a command waits for the file's turn at `now`.
     fn waits_for_turn(&self, slot: CommandId, now: Ticks) -> bool {
         let operation = self.operations.get(usize::from(slot.0));
-        operation
-            .is_some_and(|operation| operation.next == Next::Turn && now <= operation.last_turn)
+        operation.is_some_and(|operation| {
+            operation.next == FileCommandStep::Turn && now <= operation.last_turn
+        })
     }
 
     /// Resumes Flushes that waited for a sync.
@@ -437,7 +447,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     fn resume_flushes(&mut self, memory: HostMemory<'_>) {
         let slots = self.syncs.take_waiting();
         for slot in slots.iter().copied().map(CommandId) {
-            let step = self.go_on(slot, memory).unwrap_or_else(Step::Complete);
+            let step = self
+                .go_on(slot, memory)
+                .unwrap_or_else(FileStepOutcome::Complete);
             self.follow(slot, step);
         }
         self.syncs.resumed(slots);
@@ -451,7 +463,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 }
 
-impl TimedStore for FileQueue {
+impl TimedQueueBackend for FileQueue {
     const AT_ONCE: bool = false;
 
     fn arriving(&self) -> impl Iterator<Item = &Sqe> {
@@ -463,7 +475,7 @@ impl TimedStore for FileQueue {
     }
 }
 
-impl<R: Ring, C: Clock> HostBatch for &mut FileQueue<R, C> {
+impl<R: FileIoRing, C: TickClock> HostBatch for &mut FileQueue<R, C> {
     fn announce(&mut self, _: u32, _: Ticks) {}
 
     fn submit(&mut self, sqe: &Sqe) {
@@ -478,7 +490,7 @@ impl<R: Ring, C: Clock> HostBatch for &mut FileQueue<R, C> {
     }
 }
 
-impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
+impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
     type Commands = NvmCommands;
 
     type Batch<'a>
@@ -495,14 +507,14 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
         let mut ended = false;
         self.looked = false;
         self.looked_in_vain = false;
-        while let Some(Ended { tag, result }) = self.ring.take() {
+        while let Some(FileIoCompletion { tag, result }) = self.ring.take() {
             ended = true;
             let Some(slot) = self.slot_of(tag, result) else {
                 continue;
             };
             let step = self
                 .ended(slot, result, memory)
-                .unwrap_or_else(Step::Complete);
+                .unwrap_or_else(FileStepOutcome::Complete);
             self.follow(slot, step);
         }
         if self.watches(ended) {
@@ -576,7 +588,7 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
     }
 }
 
-impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
+impl<R: FileIoRing, C: TickClock> Drop for FileQueue<R, C> {
     fn drop(&mut self) {
         let settled = self.settle();
         for slot in 0..self.operations.len() {

@@ -4,13 +4,13 @@ use std::os::unix::fs::FileExt;
 
 use zerocopy::IntoBytes;
 
-use super::super::FileStore;
+use super::super::FileBackingStore;
 use super::super::tests::TestClock;
 use super::*;
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::Choice;
+use nvme_mpt::learn::PolicyChoice;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::DsmRange;
 
@@ -23,7 +23,7 @@ fn a_deallocate_that_is_cut_short_begins_no_further_range() {
     let file = tempfile::NamedTempFile::new().expect("a file");
     let full = [0x5A; BLOCKS as usize * BLOCK];
     file.as_file().write_all_at(&full, 0).expect("write");
-    let store = FileStore::open(file.path(), 12, Choice::Learned).expect("opens");
+    let store = FileBackingStore::open(file.path(), 12, PolicyChoice::Learned).expect("opens");
     if !store.shared.punches_holes() {
         return;
     }

@@ -5,39 +5,39 @@
 
 use std::collections::VecDeque;
 
-use super::super::bounces::Need;
+use super::super::bounces::BounceBufferSize;
 
 /// A resource that a command needs to start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::file) enum Want {
+pub(in crate::file) enum AwaitedResource {
     /// A place in the list of changes.
     Place,
     /// Bounce memory of the queue.
-    Memory(Need),
+    Memory(BounceBufferSize),
 }
 
-impl Want {
+impl AwaitedResource {
     /// All resources, in the order in which a command acquires them.
     pub(super) const ALL: [Self; 3] = [
         Self::Place,
-        Self::Memory(Need::Small),
-        Self::Memory(Need::Large),
+        Self::Memory(BounceBufferSize::Small),
+        Self::Memory(BounceBufferSize::Large),
     ];
 
     fn line(self) -> usize {
         match self {
             Self::Place => 0,
-            Self::Memory(Need::Small) => 1,
-            Self::Memory(Need::Large) => 2,
+            Self::Memory(BounceBufferSize::Small) => 1,
+            Self::Memory(BounceBufferSize::Large) => 2,
         }
     }
 }
 
 /// Lines of waiting slots, one per resource.
 #[derive(Debug)]
-pub(super) struct Waiting([VecDeque<u16>; 3]);
+pub(super) struct ResourceWaitQueues([VecDeque<u16>; 3]);
 
-impl Waiting {
+impl ResourceWaitQueues {
     /// Creates empty lines with a capacity of `slots` each.
     pub(super) fn new(slots: usize) -> Self {
         Self(std::array::from_fn(|_| VecDeque::with_capacity(slots)))
@@ -48,17 +48,17 @@ impl Waiting {
     }
 
     /// Appends a slot to a line.
-    pub(super) fn push(&mut self, want: Want, slot: u16) {
+    pub(super) fn push(&mut self, want: AwaitedResource, slot: u16) {
         self.0[want.line()].push_back(slot);
     }
 
     /// Takes the first slot of a line.
-    pub(super) fn take(&mut self, want: Want) -> Option<u16> {
+    pub(super) fn take(&mut self, want: AwaitedResource) -> Option<u16> {
         self.0[want.line()].pop_front()
     }
 
     /// Puts a slot back at the front of a line.
-    pub(super) fn give_back(&mut self, want: Want, slot: u16) {
+    pub(super) fn give_back(&mut self, want: AwaitedResource, slot: u16) {
         self.0[want.line()].push_front(slot);
     }
 
@@ -74,21 +74,21 @@ mod tests {
 
     #[test]
     fn each_line_keeps_its_order() {
-        let mut waiting = Waiting::new(8);
+        let mut waiting = ResourceWaitQueues::new(8);
         assert!(waiting.is_empty());
-        for (slot, want) in (0..).zip(Want::ALL.into_iter().cycle().take(6)) {
+        for (slot, want) in (0..).zip(AwaitedResource::ALL.into_iter().cycle().take(6)) {
             waiting.push(want, slot);
         }
-        for (slot, want) in (0..).zip(Want::ALL) {
+        for (slot, want) in (0..).zip(AwaitedResource::ALL) {
             assert_eq!(waiting.take(want), Some(slot));
             waiting.give_back(want, slot);
         }
-        for (slot, want) in (0..).zip(Want::ALL) {
+        for (slot, want) in (0..).zip(AwaitedResource::ALL) {
             assert_eq!(waiting.take(want), Some(slot));
             assert_eq!(waiting.take(want), Some(slot + 3));
             assert_eq!(waiting.take(want), None);
         }
-        waiting.push(Want::Memory(Need::Large), 7);
+        waiting.push(AwaitedResource::Memory(BounceBufferSize::Large), 7);
         assert!(!waiting.is_empty());
         assert_eq!((waiting.take_any(), waiting.take_any()), (Some(7), None));
     }

@@ -1,7 +1,7 @@
 //! Requests that the kernel keeps or does not take, and queues that end.
 
 use super::*;
-use crate::medium::Medium as _;
+use crate::medium::BackingStore as _;
 
 #[test]
 fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
@@ -10,7 +10,10 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
     let [first] = ring.has()[..] else {
         panic!("one request");
     };
-    assert_eq!((first.what, first.manner), (What::Write, Manner::AtOnce));
+    assert_eq!(
+        (first.what, first.manner),
+        (What::Write, RequestIssueMode::AtOnce)
+    );
     assert!(drive.let_pass(&clock, OVERDUE).is_empty());
     assert_eq!(ring.has(), [first], "it is not overdue");
     assert!(drive.let_pass(&clock, 2).is_empty());
@@ -23,7 +26,7 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
     assert!(drive.reap().is_empty());
     let repeated = ring.has();
     let by_thread = Given {
-        manner: Manner::ByThread,
+        manner: RequestIssueMode::ByThread,
         ..first
     };
     assert_eq!(repeated, [by_thread]);

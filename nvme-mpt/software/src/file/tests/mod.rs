@@ -23,25 +23,25 @@ use std::time::Duration;
 use tempfile::NamedTempFile;
 use zerocopy::IntoBytes;
 
-use super::bounces::{Bounces, Need};
-use super::claims::{Change, Claim, LISTED_MAX};
+use super::bounces::{BounceBufferSize, QueueBounceBuffers};
+use super::claims::{BlockChange, BlockChangeClaim, LISTED_MAX};
 use super::kernel::Uring;
-use super::operation::Means;
-use super::pages::Pages;
+use super::operation::ZeroingMethod;
+use super::pages::MappedFilePages;
 use super::queue::{FileQueue, STARTS};
-use super::slices::Waiter;
-use super::uring::{Ended, Manner, Request, Ring};
-use super::way::{DirectAlignment, UNIT, Way};
+use super::slices::SliceWaiter;
+use super::uring::{FileIoCompletion, FileIoRequest, FileIoRing, RequestIssueMode};
+use super::way::{DirectAlignment, FileIoMode, UNIT};
 use super::zeroes;
-use super::{FileStore, LeasedFile};
+use super::{FileBackingStore, LeasedFile};
 use crate::looks::{OVERDUE, looks_in};
-use crate::model::Clock;
+use crate::model::TickClock;
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::Choice;
+use nvme_mpt::learn::PolicyChoice;
 use nvme_mpt::spec::ids::{CommandId, Lba};
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -49,7 +49,7 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
 /// A queue that waits for turns, too.
-const OTHER: Waiter = Waiter(0);
+const OTHER: SliceWaiter = SliceWaiter(0);
 
 const SLOTS: u16 = 8;
 const BYTES: u64 = 1 << 30;
@@ -58,7 +58,7 @@ const BYTES: u64 = 1 << 30;
 #[derive(Clone, Debug, Default)]
 pub(super) struct TestClock(Rc<Cell<u64>>);
 
-impl Clock for TestClock {
+impl TickClock for TestClock {
     fn now(&self) -> u64 {
         self.0.get()
     }
@@ -72,7 +72,7 @@ struct Given {
     fd: RawFd,
     offset: u64,
     len: u64,
-    manner: Manner,
+    manner: RequestIssueMode,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,16 +111,21 @@ impl Kernel {
 #[derive(Clone, Debug, Default)]
 struct FakeRing(Rc<RefCell<Kernel>>);
 
-impl Ring for FakeRing {
-    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()> {
+impl FileIoRing for FakeRing {
+    unsafe fn prepare(
+        &mut self,
+        tag: u64,
+        request: FileIoRequest<'_>,
+        manner: RequestIssueMode,
+    ) -> io::Result<()> {
         let (what, fd, offset, len) = match request {
-            Request::Read { fd, offset, into } => (What::Read, fd, offset, into.len() as u64),
-            Request::Write {
+            FileIoRequest::Read { fd, offset, into } => (What::Read, fd, offset, into.len() as u64),
+            FileIoRequest::Write {
                 fd, offset, from, ..
             } => (What::Write, fd, offset, from.len() as u64),
-            Request::Sync { fd } => (What::Sync, fd, 0, 0),
-            Request::Zero { fd, offset, len } => (What::Zero, fd, offset, len),
-            Request::Punch { fd, offset, len } => (What::Punch, fd, offset, len),
+            FileIoRequest::Sync { fd } => (What::Sync, fd, 0, 0),
+            FileIoRequest::Zero { fd, offset, len } => (What::Zero, fd, offset, len),
+            FileIoRequest::Punch { fd, offset, len } => (What::Punch, fd, offset, len),
         };
         self.0.borrow_mut().prepared.push(Given {
             tag,
@@ -140,7 +145,7 @@ impl Ring for FakeRing {
             fd: -1,
             offset: 0,
             len: 0,
-            manner: Manner::AtOnce,
+            manner: RequestIssueMode::AtOnce,
         });
         Ok(())
     }
@@ -165,9 +170,9 @@ impl Ring for FakeRing {
         self.0.borrow().behind
     }
 
-    fn take(&mut self) -> Option<Ended> {
+    fn take(&mut self) -> Option<FileIoCompletion> {
         let (tag, result) = self.0.borrow_mut().completions.pop_front()?;
-        Some(Ended { tag, result })
+        Some(FileIoCompletion { tag, result })
     }
 
     fn in_flight(&self) -> usize {
@@ -189,9 +194,9 @@ impl Ring for FakeRing {
 }
 
 /// A queue over a kernel, and commands whose data lies in the slots' own lists.
-struct Drive<R: Ring, C: Clock> {
+struct Drive<R: FileIoRing, C: TickClock> {
     file: NamedTempFile,
-    store: FileStore,
+    store: FileBackingStore,
     lease: Arc<LeasedFile>,
     queue: FileQueue<R, C>,
     table: RegionTable,
@@ -199,27 +204,27 @@ struct Drive<R: Ring, C: Clock> {
 }
 
 /// A drive of 512-byte blocks in a file that is read and written past the page cache.
-fn store(file: &File, path: &std::path::Path) -> FileStore {
+fn store(file: &File, path: &std::path::Path) -> FileBackingStore {
     file.set_len(BYTES).expect("room");
-    let mut store = FileStore::open(path, 9, Choice::Learned).expect("a file");
+    let mut store = FileBackingStore::open(path, 9, PolicyChoice::Learned).expect("a file");
     let alignment = DirectAlignment {
         memory: 512,
         offset: 512,
     };
     let shared = Arc::get_mut(&mut store.shared).expect("no other user");
-    shared.way = Way::Direct(alignment);
+    shared.way = FileIoMode::Direct(alignment);
     shared.pages = None;
     store
 }
 
-impl<R: Ring, C: Clock> Drive<R, C> {
+impl<R: FileIoRing, C: TickClock> Drive<R, C> {
     fn new(ring: R, clock: C) -> Self {
         let file = NamedTempFile::new().expect("a file");
         let store = store(file.as_file(), file.path());
         Self::on(file, store, ring, clock)
     }
 
-    fn on(file: NamedTempFile, store: FileStore, ring: R, clock: C) -> Self {
+    fn on(file: NamedTempFile, store: FileBackingStore, ring: R, clock: C) -> Self {
         let lease = store.lease("test", BYTES, None).expect("opened anew");
         let space = Arc::new(IovaSpace::software());
         Self {

@@ -13,7 +13,7 @@ fn drive() -> (Drive<FakeRing, TestClock>, FakeRing) {
     let file = tempfile::Builder::new().tempfile_in("/dev/shm");
     let file = file.expect("a file");
     file.as_file().set_len(BYTES).expect("room");
-    let store = FileStore::open(file.path(), 9, Choice::Learned).expect("a file");
+    let store = FileBackingStore::open(file.path(), 9, PolicyChoice::Learned).expect("a file");
     assert!(store.shared.pages.is_some());
     let ring = FakeRing::default();
     let drive = Drive::on(file, store, ring.clone(), TestClock::default());
@@ -119,7 +119,7 @@ fn deallocated_pages_are_forgotten() {
 #[test]
 fn zeroes_by_hand_are_not_copied() {
     let (mut drive, ring) = drive();
-    drive.store.shared.gives_up(Means::Zero);
+    drive.store.shared.gives_up(ZeroingMethod::Zero);
     let blocks = 2 * (zeroes::BYTES / 512) as u16;
     let last = zeroes::BYTES as u64;
     drive
@@ -143,7 +143,7 @@ fn zeroes_by_hand_are_not_copied() {
 fn pages_that_are_lost_are_used_no_more() {
     let file = tempfile::tempfile_in("/dev/shm").expect("a file");
     file.set_len(4 * UNIT).expect("room");
-    let pages = Pages::map(&file, 4 * UNIT).expect("mapped");
+    let pages = MappedFilePages::map(&file, 4 * UNIT).expect("mapped");
     assert!(pages.bytes(0, 1).is_none());
     pages.note(0, 3 * UNIT);
     let (first, last) = (pages.bytes(0, 8), pages.bytes(2 * UNIT, 8));

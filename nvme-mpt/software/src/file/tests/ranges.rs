@@ -2,10 +2,10 @@
 
 use std::sync::mpsc;
 
-use super::super::survey::Question;
+use super::super::survey::SurveyRequest;
 use super::*;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
-use nvme_mpt::range::LbaRange;
+use nvme_mpt::range::BlockRange;
 
 use crate::SoftwareController;
 use crate::faults::FaultPlan;
@@ -79,7 +79,7 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
 #[derive(Clone, Debug, Default)]
 struct CountingClock(Rc<Cell<u32>>);
 
-impl Clock for CountingClock {
+impl TickClock for CountingClock {
     fn now(&self) -> u64 {
         self.0.set(self.0.get() + 1);
         1 << 40
@@ -114,7 +114,7 @@ fn write_zeroes_by_hand_takes_no_memory() {
     let zeroes = |slot| drive.transfer(NvmOpcode::WRITE_ZEROES, slot, u64::from(slot) * 64, 64, 0);
     let commands: Vec<Sqe> = (0..SLOTS).map(zeroes).collect();
     drive.ring(&commands);
-    let fresh = Bounces::new().bytes();
+    let fresh = QueueBounceBuffers::new().bytes();
     for slot in 0..SLOTS {
         let mut done = Vec::new();
         while done.is_empty() {
@@ -142,7 +142,7 @@ fn a_deallocate_that_leaves_data_leaves_its_marks() {
             return late || refusal.is_some();
         }
         clock.0.set(1 << 40);
-        let _room = drive.store.shared.uncorrectable.make_room(&[LbaRange {
+        let _room = drive.store.shared.uncorrectable.make_room(&[BlockRange {
             start: Lba(0),
             blocks: 1 << 20,
         }]);
@@ -227,7 +227,7 @@ fn a_deallocate_waits_for_no_memory() {
         return;
     }
     let mut taken = Vec::new();
-    while let Ok(Some(bounce)) = drive.queue.bounces.take(Need::Small) {
+    while let Ok(Some(bounce)) = drive.queue.bounces.take(BounceBufferSize::Small) {
         taken.push(bounce);
     }
     // Parts of blocks at both ends stay as they are.
@@ -246,7 +246,7 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
     let file = tempfile::Builder::new().tempfile_in("/dev/shm");
     let file = file.expect("a file");
     file.as_file().set_len(BYTES).expect("room");
-    let part = LbaRange {
+    let part = BlockRange {
         start: Lba(0),
         blocks: BYTES >> 9,
     };
@@ -269,7 +269,7 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
 }
 
 /// Makes the test answer the surveys of a drive.
-fn surveyed(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<Question> {
+fn surveyed(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<SurveyRequest> {
     let (sender, questions) = mpsc::sync_channel(4);
     // The drive's queue and its lease have the file, too.
     assert!(drive.store.shared.surveyor.begin(sender), "once");
@@ -281,7 +281,7 @@ fn slices_of(
     drive: &mut Drive<FakeRing, TestClock>,
     ring: &FakeRing,
     clock: &TestClock,
-    questions: &mpsc::Receiver<Question>,
+    questions: &mpsc::Receiver<SurveyRequest>,
     extents: &[(u64, u64)],
 ) -> Vec<(u64, u64)> {
     let mut slices = Vec::new();

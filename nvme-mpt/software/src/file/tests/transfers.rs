@@ -170,7 +170,7 @@ fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     let lease = drive.lease.clone();
     let claims = &lease.claims;
     let lane = claims.open_lane();
-    let partial = Change {
+    let partial = BlockChange {
         start: 1 << 20,
         end: (1 << 20) + UNIT,
         partial: true,
@@ -200,7 +200,7 @@ fn a_write_waits_for_a_place_in_the_list_of_changes() {
     let (mut drive, ring, _) = Drive::fake();
     let (lease, lane) = (drive.lease.clone(), drive.queue.lane.clone());
     let enter = |partial| {
-        let change = Change {
+        let change = BlockChange {
             start: 1 << 20,
             end: (1 << 20) + UNIT,
             partial,
@@ -208,7 +208,7 @@ fn a_write_waits_for_a_place_in_the_list_of_changes() {
         lease.claims.enter(&lane, change).0
     };
     let part = enter(true);
-    let others: Vec<Claim> = (1..LISTED_MAX).map(|_| enter(false)).collect();
+    let others: Vec<BlockChangeClaim> = (1..LISTED_MAX).map(|_| enter(false)).collect();
     let write = drive.transfer(NvmOpcode::WRITE, 0, 0, 8, 0);
     let read = drive.transfer(NvmOpcode::READ, 1, 0, 8, 0);
     drive.ring(&[write, read]);
@@ -251,7 +251,7 @@ fn a_part_of_a_block_of_one_lease_is_nothing_to_another_lease() {
     let (drive, _, _) = Drive::fake();
     let other = drive.store.lease("other", BYTES, None).expect("opened");
     let [lane, others] = [&drive.lease, &other].map(|lease| lease.claims.open_lane());
-    let change = |partial| Change {
+    let change = |partial| BlockChange {
         start: 0,
         end: UNIT,
         partial,
@@ -259,7 +259,7 @@ fn a_part_of_a_block_of_one_lease_is_nothing_to_another_lease() {
     let (part, begins) = drive.lease.claims.enter(&lane, change(true));
     assert!(begins);
     let (whole, begins) = other.claims.enter(&others, change(false));
-    assert!(begins && whole == Claim::Lane);
+    assert!(begins && whole == BlockChangeClaim::Lane);
     other.claims.leave(&others, whole);
     drive.lease.claims.leave(&lane, part);
 }

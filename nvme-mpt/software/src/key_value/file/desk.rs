@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError};
 use log::error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::key_value::pairs::{Change, Query, Reply, Request, Step};
+use crate::key_value::pairs::{KvBatchStep, KvChange, KvQuery, KvReply, KvRequest};
 use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
 
 /// Maximum of requests per key space in a transaction, and of bytes after which no more are added. They bound how long a guest
@@ -19,27 +19,28 @@ const BATCH_BYTES: usize = 4 << 20;
 
 /// A request of a queue pair.
 #[derive(Debug)]
-pub(in super::super) struct Asked {
+pub(in super::super) struct QueuedKvRequest {
     /// Mailbox for the reply.
-    pub(in super::super) mailbox: Arc<Mailbox>,
+    pub(in super::super) mailbox: Arc<KvReplyQueue>,
     /// Slot of the command in its queue.
     pub(in super::super) slot: u16,
     /// Capacity of the key space in bytes.
     pub(in super::super) capacity: u64,
-    pub(in super::super) request: Request,
+    pub(in super::super) request: KvRequest,
 }
 
-impl Asked {
+impl QueuedKvRequest {
     /// Returns the maximum of bytes that the request transfers.
     fn bytes(&self) -> usize {
         match &self.request {
-            Request::Change(Change::Store { value, .. }) => value.len(),
-            Request::Query(Query::Retrieve { room, .. } | Query::List { room, .. }) => *room,
-            Request::Change(Change::Delete { .. }) | Request::Query(Query::Exist { .. }) => 0,
-            Request::Batch(steps) => steps
+            KvRequest::Change(KvChange::Store { value, .. }) => value.len(),
+            KvRequest::Query(KvQuery::Retrieve { room, .. } | KvQuery::List { room, .. }) => *room,
+            KvRequest::Change(KvChange::Delete { .. })
+            | KvRequest::Query(KvQuery::Exist { .. }) => 0,
+            KvRequest::Batch(steps) => steps
                 .iter()
                 .map(|step| match step {
-                    Ok(Step::Change(Change::Store { value, .. })) => value.len(),
+                    Ok(KvBatchStep::Change(KvChange::Store { value, .. })) => value.len(),
                     _ => 0,
                 })
                 .sum(),
@@ -49,22 +50,22 @@ impl Asked {
 
 /// Requests that wait for the thread. Each queue bounds its own requests.
 #[derive(Debug, Default)]
-pub(super) struct Desk {
-    state: Mutex<State>,
+pub(super) struct KvRequestQueue {
+    state: Mutex<KvRequestQueueState>,
     bell: Condvar,
     /// Number of batches that the thread has taken.
     batches: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct KvRequestQueueState {
     /// Requests by key space, in order of arrival.
-    asked: BTreeMap<u64, VecDeque<Asked>>,
+    asked: BTreeMap<u64, VecDeque<QueuedKvRequest>>,
     closed: bool,
 }
 
-impl Desk {
-    pub(super) fn ask(&self, name: u64, asked: Vec<Asked>) {
+impl KvRequestQueue {
+    pub(super) fn ask(&self, name: u64, asked: Vec<QueuedKvRequest>) {
         self.lock().asked.entry(name).or_default().extend(asked);
         self.bell.notify_one();
     }
@@ -82,7 +83,7 @@ impl Desk {
     }
 
     /// Waits for requests and takes some of each key space. Returns `None` once the queue is closed and empty.
-    pub(super) fn next_batch(&self) -> Option<Vec<(u64, Asked)>> {
+    pub(super) fn next_batch(&self) -> Option<Vec<(u64, QueuedKvRequest)>> {
         let state = self.lock();
         let mut state = self
             .bell
@@ -107,7 +108,7 @@ impl Desk {
         (!batch.is_empty()).then_some(batch)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, KvRequestQueueState> {
         // The state is consistent wherever a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -118,14 +119,14 @@ impl Desk {
 /// The event is signalled while there are replies, and changes under the same lock. So every reply wakes a sleeping poller, and
 /// an empty mailbox never does.
 #[derive(Debug)]
-pub(in super::super) struct Mailbox {
-    replies: Mutex<Vec<(u16, Reply)>>,
+pub(in super::super) struct KvReplyQueue {
+    replies: Mutex<Vec<(u16, KvReply)>>,
     /// True if there are replies. Lets a poller check without the lock.
     any: AtomicBool,
     event: EventFd,
 }
 
-impl Mailbox {
+impl KvReplyQueue {
     pub(in super::super) fn new(slots: usize) -> io::Result<Self> {
         Ok(Self {
             replies: Mutex::new(Vec::with_capacity(slots)),
@@ -145,7 +146,7 @@ impl Mailbox {
     }
 
     /// Takes all replies.
-    pub(in super::super) fn take(&self, into: &mut Vec<(u16, Reply)>) {
+    pub(in super::super) fn take(&self, into: &mut Vec<(u16, KvReply)>) {
         let mut replies = self.lock();
         into.append(&mut replies);
         if self.any.swap(false, Ordering::Relaxed)
@@ -155,7 +156,7 @@ impl Mailbox {
         }
     }
 
-    pub(super) fn put(&self, slot: u16, reply: Reply) {
+    pub(super) fn put(&self, slot: u16, reply: KvReply) {
         let mut replies = self.lock();
         replies.push((slot, reply));
         if !self.any.swap(true, Ordering::Release) {
@@ -169,7 +170,7 @@ impl Mailbox {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(u16, Reply)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<(u16, KvReply)>> {
         // The state is consistent wherever a panic can occur.
         self.replies.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -178,15 +179,15 @@ impl Mailbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nvme_mpt::spec::key_value::Key;
+    use nvme_mpt::spec::key_value::KvKey;
 
-    fn asked(mailbox: &Arc<Mailbox>, slot: u16, bytes: usize) -> Asked {
-        Asked {
+    fn asked(mailbox: &Arc<KvReplyQueue>, slot: u16, bytes: usize) -> QueuedKvRequest {
+        QueuedKvRequest {
             mailbox: mailbox.clone(),
             slot,
             capacity: 0,
-            request: Request::Change(Change::Store {
-                key: Key::default(),
+            request: KvRequest::Change(KvChange::Store {
+                key: KvKey::default(),
                 value: vec![0; bytes],
                 only_if: None,
             }),
@@ -196,8 +197,8 @@ mod tests {
     #[test]
     fn a_guest_that_asks_for_a_lot_leaves_others_their_part() {
         let (desk, mailbox) = (
-            Desk::default(),
-            Arc::new(Mailbox::new(1).expect("an eventfd")),
+            KvRequestQueue::default(),
+            Arc::new(KvReplyQueue::new(1).expect("an eventfd")),
         );
         let many =
             |count: u16, bytes: usize| (0..count).map(|n| asked(&mailbox, n, bytes)).collect();
@@ -223,13 +224,13 @@ mod tests {
 
     #[test]
     fn a_mailbox_wakes_while_there_are_replies() {
-        let mailbox = Mailbox::new(4).expect("an eventfd");
+        let mailbox = KvReplyQueue::new(4).expect("an eventfd");
         let mut replies = Vec::new();
         let is_signalled = || mailbox.event.read().inspect(|_| mailbox.signal()).is_ok();
         for _ in 0..3 {
             assert!(!mailbox.has_replies() && !is_signalled());
-            mailbox.put(1, Reply::DONE);
-            mailbox.put(2, Reply::DONE);
+            mailbox.put(1, KvReply::DONE);
+            mailbox.put(2, KvReply::DONE);
             assert!(mailbox.has_replies() && is_signalled());
             mailbox.take(&mut replies);
             // Once more, by whom it was woken too late.

@@ -12,8 +12,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::VERSION;
 use crate::key_value::KeyValueError;
-use nvme_mpt::range_lock::{ClaimError, RangeLock};
-use nvme_mpt_paths::{Entry, OFlags};
+use nvme_mpt::range_lock::{ClaimError, FileRangeLock};
+use nvme_mpt_paths::{OFlags, PathEntry};
 
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 
@@ -28,7 +28,7 @@ const LOOK: usize = 1 << 20;
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
-struct Header {
+struct KeyValueFileHeader {
     magic: [u8; 8],
     version: u32,
     reserved: u32,
@@ -38,45 +38,48 @@ struct Header {
 
 /// An open file of pairs.
 #[derive(Clone, Debug)]
-pub(super) struct PairsFile {
+pub(super) struct KvDatabaseFile {
     path: PathBuf,
     file: Arc<File>,
     capacity: u64,
 }
 
-impl PairsFile {
+impl KvDatabaseFile {
     /// Opens a file of pairs, or formats an empty file. Locks the file against other processes.
-    pub(super) fn open(path: &Path) -> Result<(Self, RangeLock), KeyValueError> {
+    pub(super) fn open(path: &Path) -> Result<(Self, FileRangeLock), KeyValueError> {
         let io = |source| KeyValueError::Io {
             path: path.to_owned(),
             source,
         };
         // A symbolic link of one user could lead to the file of another.
-        let entry = Entry::find(path).map_err(|error| io(error.into()))?;
+        let entry = PathEntry::find(path).map_err(|error| io(error.into()))?;
         let path = entry.path().to_owned();
         if !path.symlink_metadata().map_err(io)?.is_file() {
             return Err(KeyValueError::NotAFile(path));
         }
         let open = || entry.reopen(OFlags::RDWR);
         // Length 0 locks up to the largest offset.
-        let lock = RangeLock::claim(open().map_err(io)?, 0, 0).map_err(|error| match error {
-            ClaimError::Io(source) => io(source),
-            taken @ ClaimError::Taken { .. } => KeyValueError::InUse {
-                path: path.clone(),
-                source: taken,
-            },
-        })?;
+        let lock =
+            FileRangeLock::claim(open().map_err(io)?, 0, 0).map_err(|error| match error {
+                ClaimError::Io(source) => io(source),
+                taken @ ClaimError::Taken { .. } => KeyValueError::InUse {
+                    path: path.clone(),
+                    source: taken,
+                },
+            })?;
         let file = open().map_err(io)?;
         // If a sync failed before the old server ended, the page cache differs from the disk. Drop it.
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
             .map_err(|errno| io(errno.into()))?;
         let capacity = match read_header(&file).map_err(io)? {
-            Some(Header {
+            Some(KeyValueFileHeader {
                 version: VERSION,
                 capacity,
                 ..
             }) => capacity,
-            Some(Header { version, .. }) => return Err(KeyValueError::Version { path, version }),
+            Some(KeyValueFileHeader { version, .. }) => {
+                return Err(KeyValueError::Version { path, version });
+            }
             None if file.metadata().map_err(io)?.len() < DATABASE => {
                 return Err(KeyValueError::TooSmall(path));
             }
@@ -107,20 +110,20 @@ impl PairsFile {
 }
 
 /// Reads the header. Returns `None` if the file is not a file of pairs.
-fn read_header(file: &File) -> io::Result<Option<Header>> {
-    let mut bytes = [0; size_of::<Header>()];
+fn read_header(file: &File) -> io::Result<Option<KeyValueFileHeader>> {
+    let mut bytes = [0; size_of::<KeyValueFileHeader>()];
     if file.metadata()?.len() < DATABASE {
         return Ok(None);
     }
     file.read_exact_at(&mut bytes, 0)?;
-    let header = Header::read_from_bytes(&bytes).ok();
+    let header = KeyValueFileHeader::read_from_bytes(&bytes).ok();
     Ok(header.filter(|header| header.magic == MAGIC))
 }
 
 /// Writes the header of an empty file. Returns the capacity, which is the file's length.
 fn make(file: &File) -> io::Result<u64> {
     let capacity = file.metadata()?.len();
-    let header = Header {
+    let header = KeyValueFileHeader {
         magic: MAGIC,
         version: VERSION,
         reserved: 0,
@@ -158,7 +161,7 @@ fn is_empty(file: &File) -> io::Result<bool> {
 }
 
 /// Gives the database the part of the file after the header.
-impl StorageBackend for PairsFile {
+impl StorageBackend for KvDatabaseFile {
     fn len(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len().saturating_sub(DATABASE))
     }

@@ -22,37 +22,37 @@ use std::time::Duration;
 
 use log::error;
 
-pub(super) use desk::{Asked, Mailbox};
+pub(super) use desk::{KvReplyQueue, QueuedKvRequest};
 
 use super::KeyValueError;
-use super::pairs::Usage;
-use desk::Desk;
+use super::pairs::KeySpaceUsage;
+use desk::KvRequestQueue;
 #[cfg(feature = "key-value-files")]
-use layout::PairsFile;
+use layout::KvDatabaseFile;
 use nvme_mpt::memory::sync::JoinHandle;
 use nvme_mpt::memory::sync::mpsc::{Receiver, RecvTimeoutError};
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::poller::Threads;
+use nvme_mpt::poller::ThreadSpawner;
 #[cfg(feature = "key-value-files")]
-use store::PairStore;
+use store::KeyValueDatabase;
 
 /// Version of the file format.
 pub(super) const VERSION: u32 = 1;
 
 /// Usage of each key space by name, as of the last transaction.
 #[derive(Debug, Default)]
-struct Usages(Mutex<BTreeMap<u64, Usage>>);
+struct KeySpaceUsages(Mutex<BTreeMap<u64, KeySpaceUsage>>);
 
-impl Usages {
-    fn get(&self, name: u64) -> Usage {
+impl KeySpaceUsages {
+    fn get(&self, name: u64) -> KeySpaceUsage {
         self.lock().get(&name).copied().unwrap_or_default()
     }
 
-    fn set(&self, usages: impl IntoIterator<Item = (u64, Usage)>) {
+    fn set(&self, usages: impl IntoIterator<Item = (u64, KeySpaceUsage)>) {
         self.lock().extend(usages);
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Usage>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, KeySpaceUsage>> {
         // The state is consistent wherever a panic can occur.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -63,11 +63,11 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An open file of pairs, with its thread.
 #[derive(Debug)]
-pub(super) struct FilePairs {
+pub(super) struct KeyValueFile {
     path: PathBuf,
     capacity: u64,
-    desk: Arc<Desk>,
-    usages: Arc<Usages>,
+    desk: Arc<KvRequestQueue>,
+    usages: Arc<KeySpaceUsages>,
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread ends.
     end: Mutex<Receiver<()>>,
@@ -75,27 +75,28 @@ pub(super) struct FilePairs {
     timeout: OnceLock<Duration>,
 }
 
-impl FilePairs {
+impl KeyValueFile {
     /// Fails, because this build has no database.
     #[cfg(not(feature = "key-value-files"))]
-    pub(super) fn open(path: &Path, _: &Threads) -> Result<Self, KeyValueError> {
+    pub(super) fn open(path: &Path, _: &ThreadSpawner) -> Result<Self, KeyValueError> {
         Err(KeyValueError::NotBuilt(path.to_owned()))
     }
 
     /// Opens a file of pairs, or formats an empty file.
     #[cfg(feature = "key-value-files")]
-    pub(super) fn open(path: &Path, threads: &Threads) -> Result<Self, KeyValueError> {
-        let (file, lock) = PairsFile::open(path)?;
+    pub(super) fn open(path: &Path, threads: &ThreadSpawner) -> Result<Self, KeyValueError> {
+        let (file, lock) = KvDatabaseFile::open(path)?;
         let path = file.path().to_owned();
         let capacity = file.capacity();
-        let usages = Arc::new(Usages::default());
-        let mut store = PairStore::open(path.clone(), file, usages.clone()).map_err(|source| {
-            KeyValueError::Store {
-                path: path.clone(),
-                source: Box::new(source),
-            }
-        })?;
-        let desk = Arc::new(Desk::default());
+        let usages = Arc::new(KeySpaceUsages::default());
+        let mut store =
+            KeyValueDatabase::open(path.clone(), file, usages.clone()).map_err(|source| {
+                KeyValueError::Store {
+                    path: path.clone(),
+                    source: Box::new(source),
+                }
+            })?;
+        let desk = Arc::new(KvRequestQueue::default());
         let (ending, end) = nvme_mpt::memory::sync::mpsc::channel::<()>();
         let work = Box::new({
             let desk = desk.clone();
@@ -148,12 +149,12 @@ impl FilePairs {
     }
 
     /// Returns the usage of a key space.
-    pub(super) fn usage(&self, name: u64) -> Usage {
+    pub(super) fn usage(&self, name: u64) -> KeySpaceUsage {
         self.usages.get(name)
     }
 
     /// Passes requests on a key space to the thread, which replies to their mailboxes.
-    pub(super) fn ask(&self, name: u64, asked: Vec<Asked>) {
+    pub(super) fn ask(&self, name: u64, asked: Vec<QueuedKvRequest>) {
         self.desk.ask(name, asked);
     }
 
@@ -182,7 +183,7 @@ impl FilePairs {
     }
 }
 
-impl Drop for FilePairs {
+impl Drop for KeyValueFile {
     fn drop(&mut self) {
         self.end(PATIENCE);
     }
@@ -203,21 +204,21 @@ mod tests {
         file.set_len(1 << 20).expect("room");
         let (go, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(Some(wait));
-        let kept = Threads::from_spawn(move |_, work| {
+        let kept = ThreadSpawner::from_spawn(move |_, work| {
             let wait = wait.lock().expect("no panic").take().expect("one thread");
             thread::Builder::new().spawn(move || {
                 let _disconnected = wait.recv();
                 work();
             })
         });
-        let mut pairs = FilePairs::open(&path, &kept).expect("empty");
+        let mut pairs = KeyValueFile::open(&path, &kept).expect("empty");
         assert!(!pairs.end(Duration::from_millis(1)));
         drop(pairs);
         // The kernel may still write what it was given.
-        let error = FilePairs::open(&path, &Threads::default()).expect_err("locked");
+        let error = KeyValueFile::open(&path, &ThreadSpawner::default()).expect_err("locked");
         assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
         drop(go);
-        while FilePairs::open(&path, &Threads::default()).is_err() {
+        while KeyValueFile::open(&path, &ThreadSpawner::default()).is_err() {
             thread::sleep(Duration::from_millis(1));
         }
     }

@@ -18,22 +18,22 @@ const PIECE: u64 = 1 << 20;
 
 /// A file with its writes since the last successful sync.
 #[derive(Clone, Debug)]
-pub(super) struct Synced<B> {
+pub(super) struct SyncedFile<B> {
     file: B,
-    unsynced: Arc<Mutex<Unsynced>>,
+    unsynced: Arc<Mutex<UnsyncedWrites>>,
 }
 
 #[derive(Debug)]
-struct Unsynced {
+struct UnsyncedWrites {
     writes: Vec<Range<u64>>,
     /// True if the last sync failed.
     failed: bool,
 }
 
-impl<B: StorageBackend> Synced<B> {
+impl<B: StorageBackend> SyncedFile<B> {
     /// Wraps a file that the old server may have written without a sync.
     pub(super) fn new(file: B) -> Self {
-        let mut unsynced = Unsynced {
+        let mut unsynced = UnsyncedWrites {
             writes: Vec::new(),
             failed: false,
         };
@@ -57,13 +57,13 @@ impl<B: StorageBackend> Synced<B> {
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Unsynced> {
+    fn lock(&self) -> MutexGuard<'_, UnsyncedWrites> {
         // At worst, more than necessary is rewritten.
         self.unsynced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Unsynced {
+impl UnsyncedWrites {
     fn add(&mut self, write: Range<u64>) {
         match self.writes.last_mut() {
             Some(last) if last.end == write.start => last.end = write.end,
@@ -72,7 +72,7 @@ impl Unsynced {
     }
 }
 
-impl<B: StorageBackend> StorageBackend for Synced<B> {
+impl<B: StorageBackend> StorageBackend for SyncedFile<B> {
     fn len(&self) -> io::Result<u64> {
         self.file.len()
     }

@@ -1,12 +1,12 @@
 //! The flash from the view of an FTL instance.
 
-use super::ftl::Media;
-use super::geometry::{FlashPage, Geometry, PAGE};
-use crate::model::flash::Flash;
+use super::ftl::FlashMedia;
+use super::geometry::{FlashGeometry, FlashPage, PAGE};
+use crate::model::flash::ModelledFlash;
 
 /// Progress of the program units that an FTL instance is filling.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Units {
+pub(super) struct OpenProgramUnit {
     /// Bytes of host data in the current unit.
     host: u64,
     /// When the controller has all copied pages of the current unit.
@@ -16,16 +16,16 @@ pub(super) struct Units {
 }
 
 /// The flash of one FTL instance, for operations that start at `now`.
-pub(super) struct Timed<'a> {
-    pub(super) flash: &'a mut Flash,
-    pub(super) units: &'a mut Units,
-    pub(super) geometry: Geometry,
+pub(super) struct TimedFlash<'a> {
+    pub(super) flash: &'a mut ModelledFlash,
+    pub(super) units: &'a mut OpenProgramUnit,
+    pub(super) geometry: FlashGeometry,
     /// The instance's first die.
     pub(super) first_die: usize,
     pub(super) now: u64,
 }
 
-impl Timed<'_> {
+impl TimedFlash<'_> {
     fn die(&self, page: FlashPage) -> usize {
         self.first_die + self.geometry.die(page) as usize
     }
@@ -42,7 +42,7 @@ impl Timed<'_> {
     }
 }
 
-impl Media for Timed<'_> {
+impl FlashMedia for TimedFlash<'_> {
     fn write(&mut self, to: FlashPage) {
         self.units.host += PAGE;
         if self.geometry.ends_unit(to) {

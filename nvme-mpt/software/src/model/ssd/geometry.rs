@@ -16,7 +16,7 @@ pub(super) struct FlashPage(pub(super) u32);
 
 /// The flash of one FTL instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Geometry {
+pub(super) struct FlashGeometry {
     pub(super) dies: u32,
     /// Pages that a die programs at once.
     pub(super) unit_pages: u32,
@@ -30,7 +30,7 @@ pub(super) struct Geometry {
 
 /// Number of pages per operation of a die.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PagesPer {
+pub(super) struct DiePageCounts {
     pub(super) read: u32,
     /// Pages per program unit.
     pub(super) unit: u32,
@@ -39,17 +39,17 @@ pub(super) struct PagesPer {
 }
 
 #[cfg(test)]
-impl PagesPer {
+impl DiePageCounts {
     pub(super) const fn new(read: u32, unit: u32, block: u32) -> Self {
         Self { read, unit, block }
     }
 }
 
-impl Geometry {
+impl FlashGeometry {
     /// Creates the layout for `logical_pages` pages plus `over_provisioning` percent.
     pub(super) fn new(
         dies: u32,
-        pages: PagesPer,
+        pages: DiePageCounts,
         logical_pages: u32,
         over_provisioning: u32,
     ) -> Self {
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn units_go_around_the_dies() {
         // Lines of 2 dies with 3 units of 4 pages.
-        let geometry = Geometry::new(2, PagesPer::new(2, 4, 12), 100, 10);
+        let geometry = FlashGeometry::new(2, DiePageCounts::new(2, 4, 12), 100, 10);
         assert_eq!((geometry.line_pages, geometry.lines), (24, 10));
         let dies: Vec<u32> = (0..7)
             .map(|unit| geometry.die(FlashPage(4 * unit)))
@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(geometry.read_group(FlashPage(7)), 3);
         assert!(geometry.ends_unit(FlashPage(7)) && !geometry.ends_unit(FlashPage(6)));
         assert_eq!(
-            Geometry::new(2, PagesPer::new(2, 4, 12), 2400, 10).lines,
+            FlashGeometry::new(2, DiePageCounts::new(2, 4, 12), 2400, 10).lines,
             110
         );
     }

@@ -5,10 +5,10 @@ use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
-use nvme_mpt_paths::{Directory, OFlags};
+use nvme_mpt_paths::{OFlags, OpenDirectory};
 
 use super::SsdModel;
-use super::ftl::{Ftl, StateError};
+use super::ftl::{Ftl, FtlStateError};
 
 /// Magic number of the file, with its version.
 const MAGIC: &[u8; 8] = b"nvmeftl1";
@@ -28,9 +28,9 @@ impl SsdModel {
     /// Loads the saved state. Returns whether there was any.
     ///
     /// # Errors
-    /// Returns any [`StateError`]; the model is unchanged then.
-    pub(crate) fn restore(&mut self, path: &Path) -> Result<bool, StateError> {
-        let opened = Directory::holding(path)
+    /// Returns any [`FtlStateError`]; the model is unchanged then.
+    pub(crate) fn restore(&mut self, path: &Path) -> Result<bool, FtlStateError> {
+        let opened = OpenDirectory::holding(path)
             .and_then(|(directory, name)| directory.open_entry(name, OFlags::RDONLY));
         let file = match opened {
             Ok(file) => file,
@@ -41,7 +41,7 @@ impl SsdModel {
         let mut magic = [0; 8];
         input.read_exact(&mut magic)?;
         if magic != *MAGIC {
-            return Err(StateError::Damaged);
+            return Err(FtlStateError::Damaged);
         }
         let mut restored = Vec::with_capacity(self.instances.len());
         for instance in &self.instances {
@@ -59,7 +59,7 @@ impl SsdModel {
     /// Returns the kernel's error.
     pub(crate) fn save(&self, path: &Path) -> io::Result<()> {
         // The drive's file may lie in another user's directory.
-        let (directory, name) = Directory::holding(path)?;
+        let (directory, name) = OpenDirectory::holding(path)?;
         directory.replace(name, 0o666, |file| self.write_to(file))?;
         Ok(())
     }

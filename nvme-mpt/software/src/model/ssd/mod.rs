@@ -13,32 +13,36 @@ mod ftl;
 mod geometry;
 mod keep;
 
-pub use ftl::Wear;
+pub use ftl::FlashWear;
 pub(crate) use keep::beside;
 
-use super::flash::{Flash, FlashParts};
+use super::flash::{FlashParts, ModelledFlash};
 use super::profile::SsdProfile;
-use super::time::Timebase;
-use super::tokens::Tokens;
-use super::{Access, Work};
-use flash::{Timed, Units};
+use super::time::TickUnit;
+use super::tokens::BandwidthTokens;
+use super::{MediaAccess, MediaWork};
+use flash::{OpenProgramUnit, TimedFlash};
 use ftl::Ftl;
-use geometry::{FlashPage, Geometry, PAGE, PagesPer};
+use geometry::{DiePageCounts, FlashGeometry, FlashPage, PAGE};
 
 /// Maximum of logical pages per instance, so that its flash pages have 32-bit numbers.
 const MOST_PAGES: u64 = 1 << 30;
 
 /// An FTL instance with its part of the flash.
 #[derive(Debug)]
-struct Instance {
+struct FtlInstance {
     ftl: Ftl,
-    units: Units,
+    units: OpenProgramUnit,
     first_die: usize,
 }
 
-impl Instance {
-    fn flash<'a>(&'a mut self, flash: &'a mut Flash, now: u64) -> (&'a mut Ftl, Timed<'a>) {
-        let timed = Timed {
+impl FtlInstance {
+    fn flash<'a>(
+        &'a mut self,
+        flash: &'a mut ModelledFlash,
+        now: u64,
+    ) -> (&'a mut Ftl, TimedFlash<'a>) {
+        let timed = TimedFlash {
             flash,
             units: &mut self.units,
             geometry: *self.ftl.geometry(),
@@ -72,9 +76,9 @@ pub(crate) struct SsdModel {
     block_bytes: u64,
     read_overhead: u64,
     write_overhead: u64,
-    link: Tokens,
-    flash: Flash,
-    instances: Vec<Instance>,
+    link: BandwidthTokens,
+    flash: ModelledFlash,
+    instances: Vec<FtlInstance>,
 }
 
 impl SsdModel {
@@ -83,16 +87,16 @@ impl SsdModel {
         profile: &SsdProfile,
         blocks: u64,
         lba_shift: u8,
-        timebase: Timebase,
+        timebase: TickUnit,
     ) -> Self {
         let page_shift = PAGE.ilog2() - u32::from(lba_shift);
         let instances = u64::from(profile.instances);
         let pages = blocks.div_ceil(1 << page_shift).div_ceil(instances);
         let dies = u64::from(profile.channels) * u64::from(profile.dies_per_channel) / instances;
         let in_pages = |bytes: u64| (bytes / PAGE) as u32;
-        let geometry = Geometry::new(
+        let geometry = FlashGeometry::new(
             dies as u32,
-            PagesPer {
+            DiePageCounts {
                 read: in_pages(profile.flash_page.0),
                 unit: in_pages(profile.program_unit.0),
                 block: in_pages(profile.block.0),
@@ -101,9 +105,9 @@ impl SsdModel {
             pages.min(MOST_PAGES) as u32,
             profile.over_provisioning.into(),
         );
-        let instance = |index| Instance {
+        let instance = |index| FtlInstance {
             ftl: Ftl::new(geometry),
-            units: Units::default(),
+            units: OpenProgramUnit::default(),
             first_die: (index * dies) as usize,
         };
         Self {
@@ -111,15 +115,15 @@ impl SsdModel {
             block_bytes: 1 << lba_shift,
             read_overhead: timebase.of(profile.read_overhead),
             write_overhead: timebase.of(profile.write_overhead),
-            link: Tokens::new(profile.link_bandwidth.0, timebase),
-            flash: Flash::new(&profile.flash(), timebase),
+            link: BandwidthTokens::new(profile.link_bandwidth.0, timebase),
+            flash: ModelledFlash::new(&profile.flash(), timebase),
             instances: (0..instances).map(instance).collect(),
         }
     }
 
     /// Returns the wear of all instances.
-    pub(crate) fn wear(&self) -> Wear {
-        let mut sum = Wear::default();
+    pub(crate) fn wear(&self) -> FlashWear {
+        let mut sum = FlashWear::default();
         for instance in &self.instances {
             let wear = instance.ftl.wear();
             sum.host_pages += wear.host_pages;
@@ -137,17 +141,17 @@ impl SsdModel {
     }
 
     /// Computes when work that arrives at `now` completes.
-    pub(super) fn due(&mut self, work: &Work, now: u64) -> u64 {
+    pub(super) fn due(&mut self, work: &MediaWork, now: u64) -> u64 {
         match work.access {
-            Access::Read => self.read(work, now),
-            Access::Write => self.write(work, now),
-            Access::Deallocate => self.deallocate(work, now),
-            Access::Flush => self.flush(now),
+            MediaAccess::Read => self.read(work, now),
+            MediaAccess::Write => self.write(work, now),
+            MediaAccess::Deallocate => self.deallocate(work, now),
+            MediaAccess::Flush => self.flush(now),
         }
     }
 
     /// Returns the logical pages that contain the work's blocks.
-    fn pages(&self, work: &Work) -> std::ops::Range<u64> {
+    fn pages(&self, work: &MediaWork) -> std::ops::Range<u64> {
         let first = work.slba >> self.page_shift;
         let end = (work.slba + work.blocks).div_ceil(1 << self.page_shift);
         first..end.max(first)
@@ -161,14 +165,14 @@ impl SsdModel {
         ((page % instances) as usize, logical)
     }
 
-    fn read(&mut self, work: &Work, now: u64) -> u64 {
+    fn read(&mut self, work: &MediaWork, now: u64) -> u64 {
         let now = now.saturating_add(self.read_overhead);
         let there = self.fetch(work, now);
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
     /// Reads blocks from flash. Returns when the controller has them.
-    fn fetch(&mut self, work: &Work, now: u64) -> u64 {
+    fn fetch(&mut self, work: &MediaWork, now: u64) -> u64 {
         let pages = self.pages(work);
         // If the blocks are smaller than a page, only their bytes are transferred.
         let bytes = PAGE.min(work.blocks * self.block_bytes);
@@ -186,7 +190,7 @@ impl SsdModel {
         there
     }
 
-    fn write(&mut self, work: &Work, now: u64) -> u64 {
+    fn write(&mut self, work: &MediaWork, now: u64) -> u64 {
         let now = now.saturating_add(self.write_overhead);
         let sent = self.link.transfer(now, work.blocks * self.block_bytes);
         let page_blocks = 1 << self.page_shift;
@@ -197,8 +201,8 @@ impl SsdModel {
             let mut there = sent;
             if first < work.slba || first + page_blocks > end {
                 // A partial write reads the rest of the page first.
-                let rest = Work {
-                    access: Access::Read,
+                let rest = MediaWork {
+                    access: MediaAccess::Read,
                     slba: first,
                     blocks: page_blocks,
                 };
@@ -216,7 +220,7 @@ impl SsdModel {
     }
 
     /// Partly deallocated pages stay mapped.
-    fn deallocate(&mut self, work: &Work, now: u64) -> u64 {
+    fn deallocate(&mut self, work: &MediaWork, now: u64) -> u64 {
         let first = work.slba.div_ceil(1 << self.page_shift);
         for page in first..(work.slba + work.blocks) >> self.page_shift {
             let (instance, logical) = self.instance_of(page);
@@ -238,13 +242,13 @@ impl SsdModel {
 
 /// Reads `bytes` bytes of each page of an instance. Returns when the controller has them.
 fn fetch(
-    instance: &Instance,
-    flash: &mut Flash,
+    instance: &FtlInstance,
+    flash: &mut ModelledFlash,
     pages: std::ops::Range<u32>,
     bytes: u64,
     now: u64,
 ) -> u64 {
-    let Instance { ftl, first_die, .. } = instance;
+    let FtlInstance { ftl, first_die, .. } = instance;
     let geometry = ftl.geometry();
     let mut read = |(page, bytes): (FlashPage, u64)| {
         flash.read(first_die + geometry.die(page) as usize, now, bytes)

@@ -1,7 +1,7 @@
 //! The whole model on a clock of nanoseconds.
 
 use super::*;
-use crate::model::profile::{Profile, SsdProfile};
+use crate::model::profile::{DriveProfile, SsdProfile};
 
 const LBA_SHIFT: u8 = 9;
 /// Logical blocks of a page.
@@ -9,8 +9,8 @@ const PAGE_BLOCKS: u64 = 8;
 const MIB: u64 = 1 << 20;
 
 fn profile() -> SsdProfile {
-    match Profile::named("ssd").expect("comes along") {
-        Profile::Ssd(profile) => profile,
+    match DriveProfile::named("ssd").expect("comes along") {
+        DriveProfile::Ssd(profile) => profile,
         other => panic!("{other:?}"),
     }
 }
@@ -20,12 +20,12 @@ fn drive(profile: &SsdProfile, bytes: u64) -> SsdModel {
         profile,
         bytes >> LBA_SHIFT,
         LBA_SHIFT,
-        Timebase::Nanoseconds,
+        TickUnit::Nanoseconds,
     )
 }
 
-fn work(access: Access, offset: u64, bytes: u64) -> Work {
-    Work {
+fn work(access: MediaAccess, offset: u64, bytes: u64) -> MediaWork {
+    MediaWork {
         access,
         slba: offset >> LBA_SHIFT,
         blocks: bytes >> LBA_SHIFT,
@@ -51,7 +51,7 @@ fn run(
     begin: u64,
     depth: usize,
     count: usize,
-    mut next: impl FnMut() -> Work,
+    mut next: impl FnMut() -> MediaWork,
 ) -> (u64, Vec<u64>) {
     let mut flying = std::collections::BinaryHeap::new();
     let (mut now, mut latencies) = (begin, Vec::with_capacity(count));
@@ -75,10 +75,10 @@ fn fill(model: &mut SsdModel, begin: u64, bytes: u64) -> u64 {
     let mut offset = 0;
     let (end, _) = run(model, begin, 8, (bytes / MIB) as usize, || {
         offset += MIB;
-        work(Access::Write, offset - MIB, MIB)
+        work(MediaAccess::Write, offset - MIB, MIB)
     });
     model.begin(end);
-    model.due(&work(Access::Flush, 0, 0), end)
+    model.due(&work(MediaAccess::Flush, 0, 0), end)
 }
 
 fn mib_per_second(bytes: u64, nanoseconds: u64) -> f64 {
@@ -89,23 +89,23 @@ fn mib_per_second(bytes: u64, nanoseconds: u64) -> f64 {
 fn a_read_takes_what_its_parts_take() {
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
-    let link = Timebase::Nanoseconds.transfer(PAGE, profile.link_bandwidth.0);
+    let link = TickUnit::Nanoseconds.transfer(PAGE, profile.link_bandwidth.0);
     // Nothing is there: no flash is read.
-    let unwritten = model.due(&work(Access::Read, 0, PAGE), 1000) - 1000;
+    let unwritten = model.due(&work(MediaAccess::Read, 0, PAGE), 1000) - 1000;
     assert!(
         unwritten.abs_diff(profile.read_overhead.0 + link) <= 1,
         "{unwritten}"
     );
     let now = fill(&mut model, 1_000_000, 64 * MIB);
     model.begin(now);
-    let channel = Timebase::Nanoseconds.transfer(PAGE, profile.channel_bandwidth.0);
+    let channel = TickUnit::Nanoseconds.transfer(PAGE, profile.channel_bandwidth.0);
     let expected = profile.read_overhead.0 + profile.read.0 + channel + link;
-    let taken = model.due(&work(Access::Read, 8 * MIB, PAGE), now) - now;
+    let taken = model.due(&work(MediaAccess::Read, 8 * MIB, PAGE), now) - now;
     assert!(taken.abs_diff(expected) <= 2, "{taken}, not {expected}");
     // Less than a page moves less.
     let later = now + 1_000_000;
     model.begin(later);
-    let taken_for_less = model.due(&work(Access::Read, 8 * MIB, 512), later) - later;
+    let taken_for_less = model.due(&work(MediaAccess::Read, 8 * MIB, 512), later) - later;
     assert!(taken_for_less < taken && taken_for_less > profile.read.0);
 }
 
@@ -113,18 +113,18 @@ fn a_read_takes_what_its_parts_take() {
 fn a_write_is_done_when_it_is_buffered_and_a_flush_when_it_is_programmed() {
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
-    let link = Timebase::Nanoseconds.transfer(PAGE, profile.link_bandwidth.0);
-    let written = model.due(&work(Access::Write, 0, PAGE), 0);
+    let link = TickUnit::Nanoseconds.transfer(PAGE, profile.link_bandwidth.0);
+    let written = model.due(&work(MediaAccess::Write, 0, PAGE), 0);
     assert!(
         written.abs_diff(profile.write_overhead.0 + link) <= 1,
         "{written}"
     );
-    let flushed = model.due(&work(Access::Flush, 0, 0), written);
+    let flushed = model.due(&work(MediaAccess::Flush, 0, 0), written);
     assert!(flushed >= written + profile.program.0);
     assert_eq!(model.wear().padded_pages, 15);
     // Nothing is left to be programmed.
     assert_eq!(
-        model.due(&work(Access::Flush, 0, 0), flushed + 1),
+        model.due(&work(MediaAccess::Flush, 0, 0), flushed + 1),
         flushed + 1
     );
 }
@@ -135,10 +135,10 @@ fn part_of_a_page_is_written_after_the_rest_is_read() {
     let mut model = drive(&profile, 64 * MIB);
     let now = fill(&mut model, 0, 64 * MIB);
     model.begin(now);
-    let whole = model.due(&work(Access::Write, MIB, PAGE), now) - now;
+    let whole = model.due(&work(MediaAccess::Write, MIB, PAGE), now) - now;
     let later = now + 10_000_000;
     model.begin(later);
-    let part = model.due(&work(Access::Write, 2 * MIB + 512, 512), later) - later;
+    let part = model.due(&work(MediaAccess::Write, 2 * MIB + 512, 512), later) - later;
     assert!(
         part >= profile.read.0 && whole < profile.read.0,
         "{part} {whole}"
@@ -153,7 +153,7 @@ fn large_reads_have_the_bandwidth_of_the_link() {
     let mut offset = 0;
     let (end, _) = run(&mut model, begin, 32, 4096, || {
         offset = (offset + MIB / 8) % (256 * MIB);
-        work(Access::Read, offset, MIB / 8)
+        work(MediaAccess::Read, offset, MIB / 8)
     });
     let achieved = mib_per_second(4096 * MIB / 8, end - begin);
     assert!((3290.0..=3361.0).contains(&achieved), "{achieved}");
@@ -168,7 +168,7 @@ fn a_slow_channel_limits_what_a_fast_link_could() {
     let mut offset = 0;
     let (end, _) = run(&mut model, begin, 64, 2048, || {
         offset = (offset + MIB / 8) % (256 * MIB);
-        work(Access::Read, offset, MIB / 8)
+        work(MediaAccess::Read, offset, MIB / 8)
     });
     let achieved = mib_per_second(2048 * MIB / 8, end - begin);
     assert!((700.0..=801.0).contains(&achieved), "{achieved}");
@@ -183,7 +183,7 @@ fn more_threads_read_faster_until_the_dies_are_busy() {
         let begin = fill(&mut model, 0, 256 * MIB);
         let mut rng = Rng(1);
         let (end, _) = run(&mut model, begin, depth, 4000, || {
-            work(Access::Read, rng.below(16384) << 14, 16 << 10)
+            work(MediaAccess::Read, rng.below(16384) << 14, 16 << 10)
         });
         achieved.push(mib_per_second(4000 * 16 / 1024, end - begin));
     }
@@ -205,7 +205,7 @@ fn garbage_collection_makes_writes_slow_and_reads_late() {
     let mut throughput = Vec::new();
     for _ in 0..10 {
         let (end, _) = run(&mut model, now, 32, pages as usize / 4, || {
-            work(Access::Write, rng.below(pages) * PAGE, PAGE)
+            work(MediaAccess::Write, rng.below(pages) * PAGE, PAGE)
         });
         throughput.push(mib_per_second(bytes / 4, end - now));
         now = end;
@@ -220,11 +220,11 @@ fn garbage_collection_makes_writes_slow_and_reads_late() {
     let (_, latencies) = run(&mut model, now, 8, 20_000, || {
         turn += 1;
         let access = if turn % 4 == 0 {
-            Access::Write
+            MediaAccess::Write
         } else {
-            Access::Read
+            MediaAccess::Read
         };
-        reads.push(access == Access::Read);
+        reads.push(access == MediaAccess::Read);
         work(access, rng.below(pages) * PAGE, PAGE)
     });
     let mut latencies: Vec<u64> = latencies
@@ -248,12 +248,16 @@ fn deallocated_pages_feed_garbage_collection() {
         let mut model = drive(&profile, bytes);
         let mut now = fill(&mut model, 0, bytes);
         if deallocate {
-            now = model.due(&work(Access::Deallocate, 0, bytes / 2), now);
+            now = model.due(&work(MediaAccess::Deallocate, 0, bytes / 2), now);
         }
         let mut rng = Rng(3);
         let pages = bytes / 2 / PAGE;
         run(&mut model, now, 32, 2 * pages as usize, || {
-            work(Access::Write, bytes / 2 + rng.below(pages) * PAGE, PAGE)
+            work(
+                MediaAccess::Write,
+                bytes / 2 + rng.below(pages) * PAGE,
+                PAGE,
+            )
         });
         model.wear().copied_pages
     };
@@ -278,7 +282,8 @@ fn a_simulated_hour_takes_seconds() {
     let (mut now, mut commands) = (begin, 0);
     while now < begin + 3_600_000_000_000 {
         let (end, _) = run(&mut model, now, 16, 10_000, || {
-            let access = [Access::Read, Access::Write, Access::Write][rng.below(3) as usize];
+            let access =
+                [MediaAccess::Read, MediaAccess::Write, MediaAccess::Write][rng.below(3) as usize];
             work(access, rng.below(bytes / PAGE) * PAGE, PAGE)
         });
         (now, commands) = (end, commands + 10_000);
@@ -302,9 +307,9 @@ fn the_same_commands_take_the_same_time() {
         let begin = fill(&mut model, 0, 64 * MIB);
         let mut rng = Rng(5);
         run(&mut model, begin, 16, 20_000, || {
-            let access = [Access::Read, Access::Write][rng.below(2) as usize];
+            let access = [MediaAccess::Read, MediaAccess::Write][rng.below(2) as usize];
             let blocks = 1 + rng.below(3 * PAGE_BLOCKS);
-            Work {
+            MediaWork {
                 access,
                 slba: rng.below(((64 * MIB) >> LBA_SHIFT) - blocks),
                 blocks,
@@ -327,12 +332,12 @@ fn the_state_is_kept_beside_the_file() {
     assert!(next.restore(&path).expect("sound"));
     assert_eq!(next.wear(), model.wear());
     // The written blocks are in flash again, so a read takes its time.
-    let taken = next.due(&work(Access::Read, 0, PAGE), 0);
+    let taken = next.due(&work(MediaAccess::Read, 0, PAGE), 0);
     assert!(taken > profile.read_overhead.0 + profile.read.0);
     // Another drive's is left alone.
     let mut other = drive(&profile, 128 * MIB);
     other.restore(&path).expect_err("of another size");
-    assert_eq!(other.wear(), Wear::default());
+    assert_eq!(other.wear(), FlashWear::default());
     std::fs::write(&path, b"something else").expect("written");
     next.restore(&path).expect_err("no state");
     assert_eq!(

@@ -17,15 +17,15 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::flash::{Flash, FlashParts};
+use super::flash::{FlashParts, ModelledFlash};
 use super::profile::{ZnsFlash, ZnsProfile};
-use super::time::Timebase;
-use super::tokens::Tokens;
-use super::{Access, Work};
+use super::time::TickUnit;
+use super::tokens::BandwidthTokens;
+use super::{MediaAccess, MediaWork};
 
 /// Content of a zone, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Zone {
+struct FlashZone {
     /// Bytes written since the last reset.
     written: u64,
     /// Bytes of the partial unit in the buffer.
@@ -34,7 +34,7 @@ struct Zone {
     was: u64,
 }
 
-impl Zone {
+impl FlashZone {
     /// Returns the bytes that were handed to a die.
     fn on_flash(&self) -> u64 {
         self.written - self.held
@@ -54,9 +54,9 @@ pub(crate) struct ZnsModel {
     groups: u64,
     read_overhead: u64,
     write_overhead: u64,
-    link: Tokens,
-    flash: Flash,
-    zones: Box<[Zone]>,
+    link: BandwidthTokens,
+    flash: ModelledFlash,
+    zones: Box<[FlashZone]>,
     /// Zones with a partial unit in the buffer, oldest first.
     open: VecDeque<u32>,
     open_max: usize,
@@ -86,7 +86,7 @@ impl ZnsModel {
         flash: &ZnsFlash,
         blocks: u64,
         lba_shift: u8,
-        timebase: Timebase,
+        timebase: TickUnit,
     ) -> Self {
         let dies = u64::from(flash.channels) * u64::from(flash.dies_per_channel);
         let zones = (blocks << lba_shift) / profile.zone_size.0;
@@ -101,10 +101,10 @@ impl ZnsModel {
             groups: dies / u64::from(flash.dies_per_zone),
             read_overhead: timebase.of(flash.read_overhead),
             write_overhead: timebase.of(flash.write_overhead),
-            link: Tokens::new(flash.link_bandwidth.0, timebase),
-            flash: Flash::new(&flash.parts(), timebase),
+            link: BandwidthTokens::new(flash.link_bandwidth.0, timebase),
+            flash: ModelledFlash::new(&flash.parts(), timebase),
             // A drive with more zones is refused when its zones are created.
-            zones: vec![Zone::default(); zones.min(ZnsProfile::ZONES_MAX) as usize]
+            zones: vec![FlashZone::default(); zones.min(ZnsProfile::ZONES_MAX) as usize]
                 .into_boxed_slice(),
             open: VecDeque::with_capacity(open_max + 1),
             open_max,
@@ -116,9 +116,9 @@ impl ZnsModel {
     pub(super) fn fill(&mut self, written: impl Iterator<Item = u64>) {
         for (zone, blocks) in self.zones.iter_mut().zip(written) {
             let written = (blocks * self.block_bytes).min(self.capacity);
-            *zone = Zone {
+            *zone = FlashZone {
                 written,
-                ..Zone::default()
+                ..FlashZone::default()
             };
         }
     }
@@ -128,10 +128,10 @@ impl ZnsModel {
         let end = bytes.end.div_ceil(self.zone_bytes);
         let zones = self.zones.len().min(end as usize);
         for index in (bytes.start / self.zone_bytes) as usize..zones {
-            if let Some(&Zone { held, .. }) = self.zones.get(index) {
+            if let Some(&FlashZone { held, .. }) = self.zones.get(index) {
                 self.close(index as u32);
                 self.flash.buffer.give_back(held);
-                self.zones[index] = Zone::default();
+                self.zones[index] = FlashZone::default();
             }
         }
     }
@@ -143,28 +143,28 @@ impl ZnsModel {
     }
 
     /// Computes when work that arrives at `now` completes.
-    pub(super) fn due(&mut self, work: &Work, now: u64) -> u64 {
+    pub(super) fn due(&mut self, work: &MediaWork, now: u64) -> u64 {
         match work.access {
-            Access::Read => self.read(work, now),
-            Access::Write => {
+            MediaAccess::Read => self.read(work, now),
+            MediaAccess::Write => {
                 let now = now.saturating_add(self.write_overhead);
                 let sent = self.link.transfer(now, work.blocks * self.block_bytes);
                 self.parts(work).fold(sent, |done, (zone, bytes)| {
                     done.max(self.write(zone, bytes.end - bytes.start, sent))
                 })
             }
-            Access::Deallocate => {
+            MediaAccess::Deallocate => {
                 let now = now.saturating_add(self.write_overhead);
                 self.parts(work).fold(now, |done, (zone, bytes)| {
                     done.max(self.deallocate(zone, bytes, now))
                 })
             }
-            Access::Flush => now,
+            MediaAccess::Flush => now,
         }
     }
 
     /// Splits the work's blocks into zones, with the byte range in each zone.
-    fn parts(&self, work: &Work) -> impl Iterator<Item = (u32, Range<u64>)> + use<> {
+    fn parts(&self, work: &MediaWork) -> impl Iterator<Item = (u32, Range<u64>)> + use<> {
         let zone_bytes = self.zone_bytes;
         let first = work.slba.saturating_mul(self.block_bytes);
         let end = first.saturating_add(work.blocks * self.block_bytes);
@@ -182,12 +182,12 @@ impl ZnsModel {
         (group * self.dies_per_zone + unit % self.dies_per_zone) as usize
     }
 
-    fn read(&mut self, work: &Work, now: u64) -> u64 {
+    fn read(&mut self, work: &MediaWork, now: u64) -> u64 {
         let now = now.saturating_add(self.read_overhead);
         let mut there = now;
         for (zone, bytes) in self.parts(work) {
             // Unwritten data and data in the write buffer are served from the drive's memory.
-            let on_flash = self.zones.get(zone as usize).map_or(0, Zone::on_flash);
+            let on_flash = self.zones.get(zone as usize).map_or(0, FlashZone::on_flash);
             let end = bytes.end.min(on_flash);
             let mut at = bytes.start;
             while at < end {
@@ -203,13 +203,13 @@ impl ZnsModel {
 
     /// Writes bytes that the controller has. Returns when they are in the buffer.
     fn write(&mut self, zone: u32, bytes: u64, sent: u64) -> u64 {
-        let Some(&Zone { written, .. }) = self.zones.get(zone as usize) else {
+        let Some(&FlashZone { written, .. }) = self.zones.get(zone as usize) else {
             return sent;
         };
         // Writing to a full zone means that the model missed its reset, for example by another process.
         let full = written >= self.capacity;
         let mut here = match full {
-            true => Zone::default(),
+            true => FlashZone::default(),
             false => self.zones[zone as usize],
         };
         here.was = 0;
@@ -244,7 +244,7 @@ impl ZnsModel {
     }
 
     /// Programs the unit of a zone in the buffer.
-    fn program(&mut self, zone: u32, here: &mut Zone, now: u64) {
+    fn program(&mut self, zone: u32, here: &mut FlashZone, now: u64) {
         let held = std::mem::take(&mut here.held);
         let die = self.die(zone, here.written.saturating_sub(1) / self.unit);
         let programmed = self.flash.program(die, now, self.unit);
@@ -263,9 +263,9 @@ impl ZnsModel {
         if here.written > 0 && bytes.start == 0 {
             self.close(zone);
             self.flash.buffer.give_back(here.held);
-            self.zones[zone as usize] = Zone {
+            self.zones[zone as usize] = FlashZone {
                 was: here.written,
-                ..Zone::default()
+                ..FlashZone::default()
             };
             let first = self.die(zone, 0);
             let dies = first..first + self.dies_per_zone as usize;

@@ -1,8 +1,8 @@
 //! The whole model on a clock of nanoseconds.
 
 use super::*;
-use crate::model::profile::{Profile, Size};
-use crate::model::time::Span;
+use crate::model::profile::{DriveProfile, ProfileSize};
+use crate::model::time::TimeSpan;
 
 const LBA_SHIFT: u8 = 12;
 const BLOCK: u64 = 1 << LBA_SHIFT;
@@ -12,11 +12,11 @@ const MIB: u64 = 1 << 20;
 /// Zones of 96 KiB that hold 80 KiB, which are two units and a half.
 fn profile() -> ZnsProfile {
     ZnsProfile {
-        zone_size: Size(96 * KIB),
-        zone_capacity: Size(80 * KIB),
+        zone_size: ProfileSize(96 * KIB),
+        zone_capacity: ProfileSize(80 * KIB),
         max_open: 2,
         max_active: 2,
-        append_limit: Size(32 * KIB),
+        append_limit: ProfileSize(32 * KIB),
         timing: None,
         flash: None,
     }
@@ -28,16 +28,16 @@ fn flash() -> ZnsFlash {
         channels: 2,
         dies_per_channel: 2,
         dies_per_zone: 2,
-        flash_page: Size(16 * KIB),
-        program_unit: Size(32 * KIB),
-        read: Span(50_000),
-        program: Span(500_000),
-        erase: Span(3_000_000),
-        channel_bandwidth: Size(1 << 50),
-        link_bandwidth: Size(1 << 50),
-        write_buffer: Size(96 * KIB),
-        read_overhead: Span(10_000),
-        write_overhead: Span(6_000),
+        flash_page: ProfileSize(16 * KIB),
+        program_unit: ProfileSize(32 * KIB),
+        read: TimeSpan(50_000),
+        program: TimeSpan(500_000),
+        erase: TimeSpan(3_000_000),
+        channel_bandwidth: ProfileSize(1 << 50),
+        link_bandwidth: ProfileSize(1 << 50),
+        write_buffer: ProfileSize(96 * KIB),
+        read_overhead: TimeSpan(10_000),
+        write_overhead: TimeSpan(6_000),
     }
 }
 
@@ -49,11 +49,11 @@ const ERASE: u64 = 3_000_000;
 /// A drive of eight zones.
 fn drive(flash: &ZnsFlash) -> ZnsModel {
     let blocks = (8 * 96 * KIB) >> LBA_SHIFT;
-    ZnsModel::new(&profile(), flash, blocks, LBA_SHIFT, Timebase::Nanoseconds)
+    ZnsModel::new(&profile(), flash, blocks, LBA_SHIFT, TickUnit::Nanoseconds)
 }
 
-fn work(access: Access, zone: u64, offset: u64, bytes: u64) -> Work {
-    Work {
+fn work(access: MediaAccess, zone: u64, offset: u64, bytes: u64) -> MediaWork {
+    MediaWork {
         access,
         slba: (zone * 96 * KIB + offset) / BLOCK,
         blocks: bytes / BLOCK,
@@ -61,7 +61,7 @@ fn work(access: Access, zone: u64, offset: u64, bytes: u64) -> Work {
 }
 
 /// Time that something takes from `now` on.
-fn taken(model: &mut ZnsModel, work: Work, now: u64) -> u64 {
+fn taken(model: &mut ZnsModel, work: MediaWork, now: u64) -> u64 {
     model.begin(now);
     model.due(&work, now) - now
 }
@@ -70,19 +70,19 @@ fn taken(model: &mut ZnsModel, work: Work, now: u64) -> u64 {
 fn a_write_is_done_when_it_is_buffered_and_read_from_there_until_its_unit_is_full() {
     let mut model = drive(&flash());
     assert_eq!(
-        taken(&mut model, work(Access::Write, 0, 0, 16 * KIB), 0),
+        taken(&mut model, work(MediaAccess::Write, 0, 0, 16 * KIB), 0),
         WRITE
     );
-    assert_eq!(taken(&mut model, work(Access::Flush, 0, 0, 0), 0), 0);
-    let read = work(Access::Read, 0, 0, 16 * KIB);
+    assert_eq!(taken(&mut model, work(MediaAccess::Flush, 0, 0, 0), 0), 0);
+    let read = work(MediaAccess::Read, 0, 0, 16 * KIB);
     assert_eq!(taken(&mut model, read, 1_000_000), 10_000);
     // The unit is full, and programmed from when it is buffered on: a read waits for that.
-    let second = work(Access::Write, 0, 16 * KIB, 16 * KIB);
+    let second = work(MediaAccess::Write, 0, 16 * KIB, 16 * KIB);
     assert_eq!(taken(&mut model, second, 2_000_000), WRITE);
     assert_eq!(taken(&mut model, read, 2_000_000), WRITE + PROGRAM + 50_000);
     assert_eq!(taken(&mut model, read, 9_000_000), READ);
     // Nothing was written behind it.
-    let beyond = work(Access::Read, 0, 32 * KIB, 64 * KIB);
+    let beyond = work(MediaAccess::Read, 0, 32 * KIB, 64 * KIB);
     assert_eq!(taken(&mut model, beyond, 9_000_000), 10_000);
 }
 
@@ -100,7 +100,7 @@ fn a_read_waits_for_each_die_that_it_touches_once_for_each_page() {
     let mut model = drive(&flash());
     model.fill([20, 20].into_iter());
     // Two pages of one unit are on one die, and two units on two dies.
-    let read = |offset, bytes| work(Access::Read, 0, offset, bytes);
+    let read = |offset, bytes| work(MediaAccess::Read, 0, offset, bytes);
     assert_eq!(taken(&mut model, read(0, 4 * KIB), 0), READ);
     assert_eq!(
         taken(&mut model, read(12 * KIB, 8 * KIB), 1_000_000),
@@ -112,27 +112,27 @@ fn a_read_waits_for_each_die_that_it_touches_once_for_each_page() {
         READ + 50_000
     );
     // Across a boundary: what lies between is not on flash.
-    let across = work(Access::Read, 0, 76 * KIB, 24 * KIB);
+    let across = work(MediaAccess::Read, 0, 76 * KIB, 24 * KIB);
     assert_eq!(taken(&mut model, across, 4_000_000), READ);
 }
 
 #[test]
 fn channel_and_link_take_their_time() {
     let slow = ZnsFlash {
-        channel_bandwidth: Size(1_000_000_000),
-        link_bandwidth: Size(2_000_000_000),
+        channel_bandwidth: ProfileSize(1_000_000_000),
+        link_bandwidth: ProfileSize(2_000_000_000),
         ..flash()
     };
     let mut model = drive(&slow);
     model.fill([20].into_iter());
-    let read = work(Access::Read, 0, 0, 8 * KIB);
+    let read = work(MediaAccess::Read, 0, 0, 8 * KIB);
     let expected = READ + 8 * KIB + 4 * KIB;
     let now = 4_000_000;
     assert!(taken(&mut model, read, now).abs_diff(expected) <= 1);
-    let write = work(Access::Write, 1, 0, 32 * KIB);
+    let write = work(MediaAccess::Write, 1, 0, 32 * KIB);
     assert!(taken(&mut model, write, 8_000_000).abs_diff(WRITE + 16 * KIB) <= 1);
     // A die that is given a unit has it once it is over the channel.
-    let read = work(Access::Read, 1, 0, 4 * KIB);
+    let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
     let there = WRITE + 16 * KIB + 32 * KIB;
     let expected = there + PROGRAM + 50_000 + 4 * KIB + 2 * KIB;
     let found = taken(&mut model, read, 8_000_000);
@@ -143,13 +143,13 @@ fn channel_and_link_take_their_time() {
 fn a_full_buffer_makes_writes_wait_for_the_dies() {
     let mut model = drive(&flash());
     let mut due = |offset| {
-        let work = work(Access::Write, 0, offset, 32 * KIB);
+        let work = work(MediaAccess::Write, 0, offset, 32 * KIB);
         taken(&mut model, work, 0)
     };
     // Room for three units: two dies program the first two, and the third waits for the first die.
     assert_eq!([due(0), due(32 * KIB)], [WRITE, WRITE]);
     let mut due = |zone, bytes| {
-        let work = work(Access::Write, zone, 0, bytes);
+        let work = work(MediaAccess::Write, zone, 0, bytes);
         taken(&mut model, work, 0)
     };
     assert_eq!(due(2, 32 * KIB), WRITE);
@@ -161,12 +161,12 @@ fn a_full_buffer_makes_writes_wait_for_the_dies() {
 #[test]
 fn the_last_unit_of_a_zone_is_programmed_as_it_is() {
     let mut model = drive(&flash());
-    let write = work(Access::Write, 0, 0, 80 * KIB);
+    let write = work(MediaAccess::Write, 0, 0, 80 * KIB);
     assert_eq!(taken(&mut model, write, 0), WRITE);
     assert_eq!(model.zones[0].held, 0);
     assert!(model.open.is_empty());
     // The first die had two units.
-    let read = work(Access::Read, 0, 64 * KIB, 16 * KIB);
+    let read = work(MediaAccess::Read, 0, 64 * KIB, 16 * KIB);
     assert_eq!(taken(&mut model, read, 0), WRITE + 2 * PROGRAM + 50_000);
 }
 
@@ -174,17 +174,17 @@ fn the_last_unit_of_a_zone_is_programmed_as_it_is() {
 fn zones_that_were_finished_keep_no_room() {
     let mut model = drive(&flash());
     for zone in 0..8 {
-        let write = work(Access::Write, zone, 0, 16 * KIB);
+        let write = work(MediaAccess::Write, zone, 0, 16 * KIB);
         taken(&mut model, write, zone * 10_000_000);
     }
     // Two can be active, and the others' units are programmed.
     assert_eq!(model.open, [6, 7]);
     let held: Vec<u64> = model.zones.iter().map(|zone| zone.held / KIB).collect();
     assert_eq!(held, [0, 0, 0, 0, 0, 0, 16, 16]);
-    let read = work(Access::Read, 1, 0, 4 * KIB);
+    let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
     assert_eq!(taken(&mut model, read, 100_000_000), READ);
     // One of them goes on, if it was active after all.
-    let write = work(Access::Write, 1, 16 * KIB, 16 * KIB);
+    let write = work(MediaAccess::Write, 1, 16 * KIB, 16 * KIB);
     assert_eq!(taken(&mut model, write, 100_000_000), WRITE);
     assert_eq!(model.zones[1].held, 0);
 }
@@ -192,24 +192,24 @@ fn zones_that_were_finished_keep_no_room() {
 #[test]
 fn a_reset_erases_the_blocks_of_the_zone_after_what_its_dies_were_given() {
     let mut model = drive(&flash());
-    let write = work(Access::Write, 0, 0, 48 * KIB);
+    let write = work(MediaAccess::Write, 0, 0, 48 * KIB);
     assert_eq!(taken(&mut model, write, 0), WRITE);
-    let reset = work(Access::Deallocate, 0, 0, 16 * KIB);
+    let reset = work(MediaAccess::Deallocate, 0, 0, 16 * KIB);
     // The first die programs a unit. The rest is in the buffer, and needs no room any more.
     assert_eq!(taken(&mut model, reset, 0), WRITE + PROGRAM + ERASE);
     assert_eq!((model.zones[0].written, model.open.len()), (0, 0));
     // The blocks are given back in several steps, and erased once.
-    let rest = work(Access::Deallocate, 0, 16 * KIB, 32 * KIB);
+    let rest = work(MediaAccess::Deallocate, 0, 16 * KIB, 32 * KIB);
     assert_eq!(taken(&mut model, rest, 0), WRITE);
-    let read = work(Access::Read, 0, 0, 4 * KIB);
+    let read = work(MediaAccess::Read, 0, 0, 4 * KIB);
     assert_eq!(taken(&mut model, read, 0), 10_000);
     // Zones on the same dies wait for that, and those on others do not.
     for (zone, expected) in [(2, WRITE + PROGRAM + ERASE + 50_000), (1, READ)] {
         model.zones[zone as usize].written = 4 * KIB;
-        let read = work(Access::Read, zone, 0, 4 * KIB);
+        let read = work(MediaAccess::Read, zone, 0, 4 * KIB);
         assert_eq!(taken(&mut model, read, 0), expected);
     }
-    let write = work(Access::Write, 0, 0, 4 * KIB);
+    let write = work(MediaAccess::Write, 0, 0, 4 * KIB);
     assert_eq!(taken(&mut model, write, 0), WRITE);
     assert_eq!(model.zones[0].written, 4 * KIB);
 }
@@ -217,9 +217,9 @@ fn a_reset_erases_the_blocks_of_the_zone_after_what_its_dies_were_given() {
 #[test]
 fn zeroes_are_programmed_like_other_data() {
     let mut model = drive(&flash());
-    let zeroes = work(Access::Deallocate, 0, 0, 32 * KIB);
+    let zeroes = work(MediaAccess::Deallocate, 0, 0, 32 * KIB);
     assert_eq!(taken(&mut model, zeroes, 0), WRITE);
-    let read = work(Access::Read, 0, 0, 4 * KIB);
+    let read = work(MediaAccess::Read, 0, 0, 4 * KIB);
     assert_eq!(taken(&mut model, read, 0), WRITE + PROGRAM + 50_000);
 }
 
@@ -228,7 +228,7 @@ fn zones_that_were_wiped_are_empty() {
     let mut model = drive(&flash());
     model.fill([20, 20, 20].into_iter());
     // A wipe writes zeroes to zones that are empty already, too.
-    let zeroes = work(Access::Deallocate, 3, 0, 48 * KIB);
+    let zeroes = work(MediaAccess::Deallocate, 3, 0, 48 * KIB);
     assert_eq!(taken(&mut model, zeroes, 0), WRITE);
     assert_eq!(model.open, [3]);
     model.empty(96 * KIB..4 * 96 * KIB);
@@ -236,7 +236,7 @@ fn zones_that_were_wiped_are_empty() {
     assert_eq!(written, [80, 0, 0, 0, 0, 0, 0, 0]);
     assert!(model.open.is_empty());
     // All the room is there again once the unit is programmed.
-    let write = work(Access::Write, 1, 0, 80 * KIB);
+    let write = work(MediaAccess::Write, 1, 0, 80 * KIB);
     assert_eq!(taken(&mut model, write, 10_000_000), WRITE);
     model.empty(0..u64::MAX);
 }
@@ -244,10 +244,14 @@ fn zones_that_were_wiped_are_empty() {
 #[test]
 fn blocks_that_are_in_no_zone_cost_nothing_of_the_flash() {
     let mut model = drive(&flash());
-    for access in [Access::Read, Access::Write, Access::Deallocate] {
+    for access in [
+        MediaAccess::Read,
+        MediaAccess::Write,
+        MediaAccess::Deallocate,
+    ] {
         let beyond = work(access, 9, 0, 4 * KIB);
         assert!(taken(&mut model, beyond, 0) <= 10_000);
-        let far = Work {
+        let far = MediaWork {
             access,
             slba: u64::MAX / BLOCK,
             blocks: 8,
@@ -258,7 +262,7 @@ fn blocks_that_are_in_no_zone_cost_nothing_of_the_flash() {
 
 /// Bandwidth of writes of 96 KiB that go around so many zones until all are full and programmed, in MiB/s.
 fn written_by_zones(zones: u64) -> u64 {
-    let Profile::Zns(profile) = Profile::named("zns-ssd").expect("comes along") else {
+    let DriveProfile::Zns(profile) = DriveProfile::named("zns-ssd").expect("comes along") else {
         panic!("another model");
     };
     let flash = profile.flash.clone().expect("it has one");
@@ -268,7 +272,7 @@ fn written_by_zones(zones: u64) -> u64 {
         &flash,
         bytes >> LBA_SHIFT,
         LBA_SHIFT,
-        Timebase::Nanoseconds,
+        TickUnit::Nanoseconds,
     );
     const UNIT: u64 = 96 * KIB;
     let (depth, units) = (64, zones * (profile.zone_capacity.0 / UNIT));
@@ -279,8 +283,8 @@ fn written_by_zones(zones: u64) -> u64 {
             now = now.max(flying.pop_front().unwrap_or(0));
         }
         let (zone, unit) = (index % zones, index / zones);
-        let work = Work {
-            access: Access::Write,
+        let work = MediaWork {
+            access: MediaAccess::Write,
             slba: (zone * profile.zone_size.0 + unit * UNIT) >> LBA_SHIFT,
             blocks: UNIT >> LBA_SHIFT,
         };

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::{Geometry, Resources};
+use super::{ZoneGeometry, ZoneResources};
 use nvme_mpt::memory::SharedWords;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::status::Status;
@@ -77,8 +77,8 @@ pub(super) fn written(word: u64, capacity: u64) -> u64 {
 /// The zones of a lease.
 #[derive(Debug)]
 pub(super) struct ZoneTable {
-    geometry: Geometry,
-    resources: Resources,
+    geometry: ZoneGeometry,
+    resources: ZoneResources,
     zones: Box<[Zone]>,
     /// Number of zones that the namespace currently has. Smaller than the lease if the namespace shrank.
     there: u32,
@@ -93,7 +93,7 @@ pub(super) struct ZoneTable {
 }
 
 /// Location of a table's zones in the drive's storage.
-pub(super) struct TableZones {
+pub(super) struct ZoneTableWords {
     /// State words, one for each zone of the drive.
     pub(super) words: SharedWords,
     /// The drive's zone number of the table's first zone.
@@ -104,8 +104,12 @@ pub(super) struct TableZones {
 
 impl ZoneTable {
     /// Loads the zones of a lease from storage.
-    pub(super) fn new(geometry: Geometry, resources: Resources, kept: TableZones) -> Self {
-        let TableZones {
+    pub(super) fn new(
+        geometry: ZoneGeometry,
+        resources: ZoneResources,
+        kept: ZoneTableWords,
+    ) -> Self {
+        let ZoneTableWords {
             words,
             first,
             count,

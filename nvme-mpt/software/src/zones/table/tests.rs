@@ -13,7 +13,7 @@ const ZONES: u32 = 6;
 /// The lease begins at this zone of the drive.
 const FIRST: u32 = 2;
 
-const GEOMETRY: Geometry = Geometry {
+const GEOMETRY: ZoneGeometry = ZoneGeometry {
     size: SIZE,
     capacity: CAPACITY,
 };
@@ -24,8 +24,8 @@ fn words() -> SharedWords {
 }
 
 fn table_of(words: &SharedWords, open: u32, active: u32) -> ZoneTable {
-    let resources = Resources { open, active };
-    let kept = TableZones {
+    let resources = ZoneResources { open, active };
+    let kept = ZoneTableWords {
         words: words.clone(),
         first: FIRST,
         count: ZONES,
@@ -439,7 +439,7 @@ fn step(table: &mut ZoneTable, model: &mut Model, op: &Op) -> [Result<u64, Statu
             [Ok(news.into()), Ok(expected.into())]
         }
         Op::Restart => {
-            let Resources { open, active } = table.resources;
+            let ZoneResources { open, active } = table.resources;
             *table = table_of(&table.words.clone(), open, active);
             // Which zone is open longest is not known any more: it is the one that comes first.
             for (zone, index) in model.zones.iter_mut().zip(0..) {

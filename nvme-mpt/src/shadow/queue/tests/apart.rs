@@ -4,8 +4,8 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::*;
-use crate::learn::Learning;
-use crate::poller::{Neighbours, Pollers};
+use crate::learn::AdaptivePolicies;
+use crate::poller::{PollerLocality, PollerPool};
 
 /// A host queue that completes what it has, and waits when the test says so.
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ impl Drop for SlowEnd {
 }
 
 impl HostQueue for WaitingHost {
-    const COMPLETES: Completes = Completes::Later;
+    const COMPLETES: CompletionTiming = CompletionTiming::Later;
 
     type Commands = crate::shadow::NvmCommands;
 
@@ -83,7 +83,7 @@ fn queue_of(guest: &mut Guest) -> Box<ShadowQueue> {
 }
 
 #[track_caller]
-fn await_completion(pollers: &Pollers, guest: &Guest, index: u64) {
+fn await_completion(pollers: &PollerPool, guest: &Guest, index: u64) {
     for _ in 0..60_000 {
         if guest.completion(index).is_some() {
             return;
@@ -103,10 +103,17 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
         ..WaitingHost::default()
     });
     let mut others = [(); 3].map(|()| guest(WaitingHost::default()));
-    let pollers = Pollers::new();
+    let pollers = PollerPool::new();
     pollers.watch().expect("a thread");
     let policy = "shared:busy".parse().expect("valid");
-    let place = || pollers.place(&policy, Learning::default(), Neighbours::default(), None);
+    let place = || {
+        pollers.place(
+            &policy,
+            AdaptivePolicies::default(),
+            PollerLocality::default(),
+            None,
+        )
+    };
     let poller = place().expect("a thread");
     // Before the others, so that they wait for it.
     let id = slow.queue.id();
@@ -171,7 +178,7 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
 
 #[test]
 fn a_function_that_comes_while_the_only_other_one_waits_is_served() {
-    let pollers = Pollers::new();
+    let pollers = PollerPool::new();
     let (end, waits) = mpsc::channel();
     let (begins, began) = mpsc::channel();
     let mut slow = guest(WaitingHost {
@@ -183,7 +190,12 @@ fn a_function_that_comes_while_the_only_other_one_waits_is_served() {
     pollers.watch().expect("a thread");
     let policy = "shared:busy".parse().expect("valid");
     let poller = pollers
-        .place(&policy, Learning::default(), Neighbours::default(), None)
+        .place(
+            &policy,
+            AdaptivePolicies::default(),
+            PollerLocality::default(),
+            None,
+        )
         .expect("a thread");
     let id = slow.queue.id();
     poller.add(queue_of(&mut slow));
@@ -206,7 +218,7 @@ fn a_function_that_comes_while_the_only_other_one_waits_is_served() {
 
 #[test]
 fn a_queue_that_nobody_waits_for_ends_without_its_poller() {
-    let pollers = Pollers::new();
+    let pollers = PollerPool::new();
     let (end_wait, waits) = mpsc::channel();
     let (begins, began) = mpsc::channel();
     let (end, ends) = mpsc::channel();
@@ -219,7 +231,12 @@ fn a_queue_that_nobody_waits_for_ends_without_its_poller() {
     let mut other = guest(WaitingHost::default());
     let policy = "shared:busy".parse().expect("valid");
     let poller = pollers
-        .place(&policy, Learning::default(), Neighbours::default(), None)
+        .place(
+            &policy,
+            AdaptivePolicies::default(),
+            PollerLocality::default(),
+            None,
+        )
         .expect("a thread");
     let [id, other_id] = [gone.queue.id(), other.queue.id()];
     poller.add(queue_of(&mut gone));

@@ -7,10 +7,10 @@ use std::time::Duration;
 use super::super::memory::is_over;
 use super::*;
 use crate::clock::ticks_in;
-use crate::dma::{Direction, RegionHint};
+use crate::dma::{DmaDirection, RegionHint};
 use crate::iova::Iommu;
-use crate::memory::{Access, Mapping};
-use crate::seam::InFlightState;
+use crate::memory::{Mapping, MappingAccess};
+use crate::seam::InFlightCommandState;
 use crate::seam::state::words_of;
 
 /// A page that the tests map and unmap.
@@ -112,7 +112,7 @@ fn memory_that_went_is_no_place_for_data_and_other_memory_is_found_where_it_came
         guest.poll(&mut host);
         let iova = host.commands[0].dptr[0];
         let table = guest.window.table();
-        let here = table.translate(gpa, PAGE, Direction::ToGuest, &mut RegionHint::default());
+        let here = table.translate(gpa, PAGE, DmaDirection::ToGuest, &mut RegionHint::default());
         assert_eq!(Some(iova), here.map(|iova| iova.bits()));
         host.complete(0);
         guest.poll(&mut host);
@@ -134,7 +134,7 @@ struct SlowIommu {
 }
 
 impl Iommu for SlowIommu {
-    fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> std::io::Result<()> {
+    fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: MappingAccess) -> std::io::Result<()> {
         self.has_map.store(true, Ordering::Release);
         while self.holds.load(Ordering::Acquire) {
             std::thread::sleep(Duration::from_micros(20));
@@ -179,7 +179,7 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
         }
         // Much longer ago than a ring may be gone while nothing happens.
         let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));
-        let suspended = Condition::Suspended { gone: SQ, since };
+        let suspended = ShadowQueueCondition::Suspended { gone: SQ, since };
         guest.queue.core.condition = suspended;
         guest.poll(&mut host);
         let meanwhile = guest.queue.core.condition;
@@ -188,7 +188,7 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
         assert_eq!(meanwhile, suspended, "the map is under way");
     });
     guest.poll(&mut host);
-    assert_eq!(guest.queue.core.condition, Condition::Sound);
+    assert_eq!(guest.queue.core.condition, ShadowQueueCondition::Sound);
 }
 
 #[test]
@@ -213,26 +213,26 @@ fn a_ring_that_may_be_back_is_looked_for_before_its_queue_fails() {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
     // Longer ago than a ring may be gone in all. The poller lost its processor after it had asked for a newer table.
     let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(40)));
-    let suspended = Condition::Suspended { gone: SQ, since };
+    let suspended = ShadowQueueCondition::Suspended { gone: SQ, since };
     guest.queue.core.condition = suspended;
     guest.window.map(region(DATA, PAGE)).expect("free");
     guest.queue.core.end_suspension();
     assert_eq!(guest.queue.core.condition, suspended);
     guest.poll(&mut Host::default());
-    assert_eq!(guest.queue.core.condition, Condition::Sound);
+    assert_eq!(guest.queue.core.condition, ShadowQueueCondition::Sound);
 }
 
 #[test]
 fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_back() {
     const SLOT: u16 = 3;
-    let live = Arc::new(LiveState::new(1).expect("memory"));
+    let live = Arc::new(InflightFile::new(1).expect("memory"));
     let space = Arc::new(IovaSpace::software());
     let mut guest = Guest::with_live(space, Some(live.clone()));
     let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
     flush.nsid = Nsid(1);
     // The process before ended with the command in flight.
     let mut state = guest.queue.save(&[]);
-    state.in_flight.push(InFlightState {
+    state.in_flight.push(InFlightCommandState {
         slot: SLOT,
         sqid: QUEUE.0,
         command: words_of(&flush),
@@ -246,9 +246,9 @@ fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_b
     assert_eq!(marked(), [SLOT]);
     // Its ring goes, and is back before the command was given to the host.
     let since = Ticks::now();
-    guest.queue.core.condition = Condition::Suspended { gone: SQ, since };
+    guest.queue.core.condition = ShadowQueueCondition::Suspended { gone: SQ, since };
     guest.queue.core.rebind();
-    assert_eq!(guest.queue.core.condition, Condition::Sound);
+    assert_eq!(guest.queue.core.condition, ShadowQueueCondition::Sound);
     assert_eq!(marked(), [SLOT], "the next process finds it");
     let mut host = Host::default();
     guest.poll(&mut host);

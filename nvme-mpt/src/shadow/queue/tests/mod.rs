@@ -8,20 +8,20 @@ use std::os::fd::RawFd;
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::clock::Rate;
-use crate::deadline::StillClock;
+use crate::clock::TickRate;
+use crate::deadline::FrozenClock;
 use crate::dma::{DmaWindow, MemoryRegion};
 use crate::drive::idle::IdleController;
-use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory, HostQueue};
-use crate::interrupt::InterruptGate;
+use crate::host::{CompletionTaker, CompletionTiming, HostCompletion, HostMemory, HostQueue};
+use crate::interrupt::InterruptCoalescer;
 use crate::iova::IovaSpace;
-use crate::learn::Choice;
+use crate::learn::PolicyChoice;
 use crate::limit::RateLimits;
 use crate::memory::memfd;
-use crate::park::Waker;
-use crate::range::LbaRange;
+use crate::park::PollerWaker;
+use crate::range::BlockRange;
 use crate::seam::{CqConfig, SqConfig};
-use crate::shadow::{Nsids, PART_LISTS};
+use crate::shadow::{NamespaceIds, PART_LISTS};
 use crate::spec::ids::{CommandId, Lba, Nsid};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::registers::Doorbell;
@@ -64,7 +64,7 @@ impl HostBatch for Batch<'_> {
 }
 
 impl HostQueue for Host {
-    const COMPLETES: Completes = Completes::Later;
+    const COMPLETES: CompletionTiming = CompletionTiming::Later;
 
     const IS_INTERRUPTED: bool = true;
 
@@ -139,22 +139,26 @@ impl Guest {
     }
 
     /// As [`Self::new`], of a function that may outlive its process.
-    fn with_live(space: Arc<IovaSpace>, live: Option<Arc<LiveState>>) -> Self {
+    fn with_live(space: Arc<IovaSpace>, live: Option<Arc<InflightFile>>) -> Self {
         let mut window = DmaWindow::new(space.clone());
-        window.set_clock(Arc::new(StillClock));
+        window.set_clock(Arc::new(FrozenClock));
         for ring in [SQ, CQ] {
             window.map(region(ring, PAGE)).expect("free");
         }
         Self::with_rings(window, &space, live)
     }
 
-    fn with_rings(window: DmaWindow, space: &Arc<IovaSpace>, live: Option<Arc<LiveState>>) -> Self {
+    fn with_rings(
+        window: DmaWindow,
+        space: &Arc<IovaSpace>,
+        live: Option<Arc<InflightFile>>,
+    ) -> Self {
         let drive = IdleController::drive();
-        let whole = LbaRange {
+        let whole = BlockRange {
             start: Lba(0),
             blocks: drive.blocks(),
         };
-        let nsids = Nsids {
+        let nsids = NamespaceIds {
             guest: Nsid(1),
             host: Nsid(1),
         };
@@ -168,10 +172,10 @@ impl Guest {
                 )
                 .expect("memory"),
             ),
-            silence: Silence::new(false),
+            silence: UntrappedDoorbells::new(false),
             events: Arc::new(EventQueue::new().expect("eventfd")),
             tables: window.tables().clone(),
-            limiter: Limiter::new(RateLimits::default(), Rate::of_this_machine()),
+            limiter: RateLimiter::new(RateLimits::default(), TickRate::of_this_machine()),
             blocks: Mutex::new(Arc::new(blocks)),
             live,
             errors: StatusCounters::default(),
@@ -182,7 +186,12 @@ impl Guest {
         let host = drive.open_lease("test", &[], None).expect("opens");
         let host = host.create_queue(slots).expect("a queue");
         let lists = ListMemory::new(space, usize::from(slots + PART_LISTS)).expect("memory");
-        let gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
+        let gate = InterruptCoalescer::new(
+            None,
+            Arc::default(),
+            PolicyChoice::Learned,
+            TickRate::NANOSECOND,
+        );
         let cq = CqConfig {
             qid: QUEUE,
             base: CQ,
@@ -204,13 +213,15 @@ impl Guest {
             entries: ENTRIES,
         };
         let sq = SubmissionQueue::new(&sq, &context, None, UnmappedRing::Refused, Arc::default());
-        let used_table = context.tables.register(Waker::new().expect("eventfd"));
+        let used_table = context
+            .tables
+            .register(PollerWaker::new().expect("eventfd"));
         let mut queue = Box::new(ShadowQueue::new(
             0,
             context.clone(),
             cq.expect("mapped"),
             None,
-            HostEnd {
+            HostQueueParts {
                 queue: host,
                 slots,
                 lists,

@@ -4,13 +4,13 @@
 use std::sync::Arc;
 
 use super::super::doorbell::{BufferedDoorbell, DriveDoorbell};
-use super::super::governor::Governor;
+use super::super::governor::DriveGovernor;
 use super::super::rings::PairDoorbells;
-use super::super::{Pair, PairConfig};
-use nvme_mpt::clock::Rate;
+use super::super::{PairConfig, VfioQueuePair};
+use nvme_mpt::clock::TickRate;
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::Choice;
-use nvme_mpt::memory::{Cell32, CompletionRing, Mapping, SubmissionRing};
+use nvme_mpt::learn::PolicyChoice;
+use nvme_mpt::memory::{CompletionRing, MappedWord32, Mapping, SubmissionRing};
 use nvme_mpt::spec::admin::QueuePriority;
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::{CommandId, QueueId};
@@ -18,9 +18,9 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
 /// Doorbell memory: two registers, and two words of each buffer.
-fn cells() -> [Cell32; 6] {
+fn cells() -> [MappedWord32; 6] {
     let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
-    [0, 64, 128, 192, 256, 320].map(|offset| Cell32::new(&mapping, offset).expect("aligned"))
+    [0, 64, 128, 192, 256, 320].map(|offset| MappedWord32::new(&mapping, offset).expect("aligned"))
 }
 
 /// Value of a doorbell register until it is written, for a drive that has a Doorbell Buffer.
@@ -32,7 +32,7 @@ pub(super) struct FakeDrive {
     cq: CompletionRing,
     entries: u32,
     /// SQ and CQ doorbell, their shadow doorbells, and their EventIdx.
-    cells: [Cell32; 6],
+    cells: [MappedWord32; 6],
     has_buffer: bool,
     sq_head: u32,
     cq_tail: u32,
@@ -43,8 +43,11 @@ pub(super) struct FakeDrive {
 
 impl FakeDrive {
     /// A drive and its queue pair of `entries` entries.
-    pub(super) fn new(entries: u32, max_transfer: u64, has_buffer: bool) -> (Self, Pair) {
-        let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    pub(super) fn new(entries: u32, max_transfer: u64, has_buffer: bool) -> (Self, VfioQueuePair) {
+        let governor = Arc::new(DriveGovernor::new(
+            PolicyChoice::Learned,
+            TickRate::NANOSECOND,
+        ));
         Self::governed(entries, max_transfer, has_buffer, governor)
     }
 
@@ -53,8 +56,8 @@ impl FakeDrive {
         entries: u32,
         max_transfer: u64,
         has_buffer: bool,
-        governor: Arc<Governor>,
-    ) -> (Self, Pair) {
+        governor: Arc<DriveGovernor>,
+    ) -> (Self, VfioQueuePair) {
         let priority = QueuePriority::MEDIUM;
         Self::of_class(entries, max_transfer, has_buffer, governor, priority)
     }
@@ -64,9 +67,9 @@ impl FakeDrive {
         entries: u32,
         max_transfer: u64,
         has_buffer: bool,
-        governor: Arc<Governor>,
+        governor: Arc<DriveGovernor>,
         priority: QueuePriority,
-    ) -> (Self, Pair) {
+    ) -> (Self, VfioQueuePair) {
         let cells = cells();
         let space = Arc::new(IovaSpace::software());
         let config = PairConfig {
@@ -76,7 +79,7 @@ impl FakeDrive {
             governor,
             priority,
         };
-        let pair = Pair::new(&space, config).expect("a pair");
+        let pair = VfioQueuePair::new(&space, config).expect("a pair");
         assert_eq!(pair.cq_iova().bits() % 4096, 0);
         let core = pair.shared.lock();
         let (mapping, cq_offset) = core.rings.memory();
@@ -97,7 +100,7 @@ impl FakeDrive {
         (drive, pair)
     }
 
-    /// Doorbells for [`Pair::restart`], with and without a buffer in turn.
+    /// Doorbells for [`VfioQueuePair::restart`], with and without a buffer in turn.
     pub(super) fn restart(&mut self) -> PairDoorbells {
         for cell in &self.cells {
             cell.store(0);
@@ -177,7 +180,7 @@ impl FakeDrive {
     }
 }
 
-fn doorbells(cells: &[Cell32; 6], has_buffer: bool) -> PairDoorbells {
+fn doorbells(cells: &[MappedWord32; 6], has_buffer: bool) -> PairDoorbells {
     let doorbell = |index: usize| DriveDoorbell {
         register: cells[index].clone(),
         buffer: has_buffer.then(|| BufferedDoorbell {

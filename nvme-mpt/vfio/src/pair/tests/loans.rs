@@ -2,7 +2,7 @@
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit_at};
-use crate::pair::{Pair, Rest, VfioQueue};
+use crate::pair::{QueuePairActivity, VfioQueue, VfioQueuePair};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::HostQueue;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -16,7 +16,7 @@ struct Scene {
     /// The drive of a pair that one queue has to itself, and that of a pair that two share.
     quiet: FakeDrive,
     crowded: FakeDrive,
-    pairs: [Pair; 2],
+    pairs: [VfioQueuePair; 2],
     resting: VfioQueue,
     busy: Vec<VfioQueue>,
     lender: Lender,
@@ -87,7 +87,7 @@ fn a_pair_whose_queue_rests_serves_another_until_the_queue_is_back() {
     submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
     assert_eq!(scene.quiet.fetch(), 1);
     assert!(!scene.pairs[0].is_lent());
-    assert_eq!(scene.pairs.each_ref().map(Pair::members), [1, 2]);
+    assert_eq!(scene.pairs.each_ref().map(VfioQueuePair::members), [1, 2]);
     assert_eq!(scene.go_on(0, 2), (0, 1));
     // What the borrower had in flight completes where it was.
     for drive in [&mut scene.quiet, &mut scene.crowded] {
@@ -114,7 +114,7 @@ fn a_pair_whose_queue_rests_serves_another_until_the_queue_is_back() {
 fn a_borrower_without_commands_is_gone_at_once() {
     let mut scene = Scene::lent();
     submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
-    assert_eq!(scene.pairs.each_ref().map(Pair::members), [1, 2]);
+    assert_eq!(scene.pairs.each_ref().map(VfioQueuePair::members), [1, 2]);
     assert_eq!(scene.quiet.fetch(), 1);
     assert_eq!(scene.go_on(0, 1), (0, 1));
 }
@@ -125,7 +125,7 @@ fn a_borrower_does_not_come_back_to_a_pair_that_belongs_to_a_lease_by_now() {
     scene.pairs[1].set_reserved(true);
     submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
     assert!(!scene.pairs[0].is_lent());
-    assert_eq!(scene.pairs.each_ref().map(Pair::members), [2, 1]);
+    assert_eq!(scene.pairs.each_ref().map(VfioQueuePair::members), [2, 1]);
     assert_eq!(scene.quiet.fetch(), 1);
     assert_eq!(scene.go_on(0, 1), (1, 0), "it stays");
 }
@@ -142,7 +142,7 @@ fn a_borrower_that_ends_or_moves_leaves_no_loan() {
     let mut scene = Scene::lent();
     scene.busy.clear();
     assert!(!scene.pairs[0].is_lent());
-    assert_eq!(scene.pairs.each_ref().map(Pair::members), [1, 0]);
+    assert_eq!(scene.pairs.each_ref().map(VfioQueuePair::members), [1, 0]);
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn a_pair_rests_by_looks_at_which_it_had_nothing_to_do() {
     let (mut drive, pair) = FakeDrive::new(16, u64::MAX, false);
     let lender = Lender::new(8);
     let mut queue = pair.join(8, 9, Box::new(()));
-    let mut rest = Rest::default();
+    let mut rest = QueuePairActivity::default();
     assert_eq!([(); 2].map(|()| rest.look(&pair)), [1, 2]);
     submit_at(&mut queue, &lender, &[read(0)], Ticks(5));
     assert_eq!(rest.look(&pair), 0);

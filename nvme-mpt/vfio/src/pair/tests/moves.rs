@@ -2,14 +2,14 @@
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};
-use crate::pair::{LeaseShare, Pair, VfioQueue};
+use crate::pair::{LeaseShare, VfioQueue, VfioQueuePair};
 use nvme_mpt::host::HostQueue;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
 /// Queue pairs, each with a governor of its own, so that none waits for another.
-fn pairs<const N: usize>() -> [(FakeDrive, Pair); N] {
+fn pairs<const N: usize>() -> [(FakeDrive, VfioQueuePair); N] {
     [(); N].map(|()| FakeDrive::new(16, u64::MAX, false))
 }
 
@@ -117,7 +117,10 @@ fn a_queue_that_moves_twice_has_commands_in_three_pairs() {
     three.complete(0, Status::SUCCESS);
     assert_eq!(slots(&mut queue), [3]);
     drop(queue);
-    assert_eq!([&first, &second, &third].map(Pair::members), [0, 0, 0]);
+    assert_eq!(
+        [&first, &second, &third].map(VfioQueuePair::members),
+        [0, 0, 0]
+    );
 }
 
 #[test]

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::super::{Governor, LateCommand, Pair, VfioQueue};
+use super::super::{DriveGovernor, LateCommand, VfioQueue, VfioQueuePair};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{Rate, Ticks};
+use nvme_mpt::clock::{TickRate, Ticks};
 use nvme_mpt::host::HostCompletion;
-use nvme_mpt::learn::Choice;
+use nvme_mpt::learn::PolicyChoice;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
@@ -91,7 +91,7 @@ struct Member {
 struct World {
     /// The drive's side of each pair.
     drives: [FakeDrive; 2],
-    pairs: [Pair; 2],
+    pairs: [VfioQueuePair; 2],
     /// The pair that the current operation is about.
     side: usize,
     members: Vec<Member>,
@@ -109,7 +109,10 @@ struct World {
 
 impl World {
     fn new(entries: u32, max_transfer: u64, members: usize, lba_shift: u8, buffer: bool) -> Self {
-        let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+        let governor = Arc::new(DriveGovernor::new(
+            PolicyChoice::Learned,
+            TickRate::NANOSECOND,
+        ));
         let sides =
             [(); 2].map(|()| FakeDrive::governed(entries, max_transfer, buffer, governor.clone()));
         let [(one, first), (two, second)] = sides;
@@ -140,7 +143,7 @@ impl World {
         &mut self.drives[self.side]
     }
 
-    fn pair(&self) -> &Pair {
+    fn pair(&self) -> &VfioQueuePair {
         &self.pairs[self.side]
     }
 

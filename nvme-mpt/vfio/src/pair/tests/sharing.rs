@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::super::governor::Governor;
-use super::super::{LeaseShare, Survey, VfioQueue};
+use super::super::governor::DriveGovernor;
+use super::super::{DriveSurvey, LeaseShare, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{Rate, Ticks};
+use nvme_mpt::clock::{TickRate, Ticks};
 use nvme_mpt::host::HostCompletion;
-use nvme_mpt::learn::Choice;
-use nvme_mpt::limit::Weight;
+use nvme_mpt::learn::PolicyChoice;
+use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -228,26 +228,26 @@ fn idle(pairs: usize) -> impl Iterator<Item = Load> {
 
 /// Runs guests on a drive for some time.
 fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<Seen> {
-    simulate_with(Choice::Learned, None, speed, pairs, loads, time)
+    simulate_with(PolicyChoice::Learned, None, speed, pairs, loads, time)
 }
 
 /// The same with a choice of the window. Pair 0 is lent to a queue of pair 1 at that time, if one is given.
 fn simulate_with(
-    governor: Choice,
+    governor: PolicyChoice,
     mut loan: Option<u64>,
     speed: Speed,
     pairs: usize,
     loads: &[Load],
     time: u64,
 ) -> Vec<Seen> {
-    let governor = Arc::new(Governor::new(governor, Rate::NANOSECOND));
+    let governor = Arc::new(DriveGovernor::new(governor, TickRate::NANOSECOND));
     let (fakes, handles): (Vec<_>, Vec<_>) = (0..pairs)
         .map(|_| FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone()))
         .unzip();
     let mut drive = Drive::new(speed, fakes);
     let leases: Vec<_> = loads.iter().map(|_| LeaseShare::new(None)).collect();
     for (load, number) in loads.iter().zip(0..) {
-        let weight = Weight::try_from(load.weight).expect("within bounds");
+        let weight = LeaseWeight::try_from(load.weight).expect("within bounds");
         leases[load.lease.unwrap_or(number)].set_weight(weight);
     }
     let mut guests: Vec<_> = loads
@@ -267,7 +267,7 @@ fn simulate_with(
         })
         .collect();
     let mut now = MILLISECOND;
-    let mut survey = Survey::new(Rate::NANOSECOND);
+    let mut survey = DriveSurvey::new(TickRate::NANOSECOND);
     let mut next_look = LOOK;
     while now < time {
         drive.complete(now);
@@ -626,9 +626,9 @@ fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
                 let loads = [loads, &others].concat();
                 simulate_with(choice, None, speed, 1, &loads, SECOND)
             };
-            let quiet_alone = run(Choice::Learned, &[QUIET])[0].p99;
-            let loud_alone = run(Choice::Learned, &[loud])[0].commands;
-            let [fixed, learned] = [Choice::Fixed, Choice::Learned].map(|choice| {
+            let quiet_alone = run(PolicyChoice::Learned, &[QUIET])[0].p99;
+            let loud_alone = run(PolicyChoice::Learned, &[loud])[0].commands;
+            let [fixed, learned] = [PolicyChoice::Fixed, PolicyChoice::Learned].map(|choice| {
                 let seen = run(choice, &[QUIET, loud]);
                 let p99 = seen[0].p99 * 100 / quiet_alone;
                 let commands = seen[1].commands * 100 / loud_alone;
@@ -858,7 +858,7 @@ fn figures_of_a_pair_that_is_lent() {
         };
         let run = |loan, owner_from, loads: [Load; 2]| {
             let loads = [owner(owner_from), loads[0], loads[1]];
-            simulate_with(Choice::Learned, loan, speed, 2, &loads, SECOND)
+            simulate_with(PolicyChoice::Learned, loan, speed, 2, &loads, SECOND)
         };
         for loud in [LOUD, SHAPES[0]] {
             let loud = on_one(loud);

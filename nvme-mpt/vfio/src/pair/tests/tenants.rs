@@ -6,14 +6,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::governor::Governor;
-use super::super::{LeaseShare, Pair, Survey, VfioQueue};
+use super::super::governor::DriveGovernor;
+use super::super::{DriveSurvey, LeaseShare, VfioQueue, VfioQueuePair};
 use super::drive::FakeDrive;
 use super::sharing::{Drive, LOOK, MAX_TRANSFER, MILLISECOND, SECOND, SERIAL, Speed};
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{Rate, Ticks};
+use nvme_mpt::clock::{TickRate, Ticks};
 use nvme_mpt::host::{HostCompletion, HostQueue};
-use nvme_mpt::learn::Choice;
+use nvme_mpt::learn::PolicyChoice;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
@@ -173,7 +173,7 @@ impl Tenant {
         }
     }
 
-    fn poll(&mut self, pairs: &[Pair], now: u64) {
+    fn poll(&mut self, pairs: &[VfioQueuePair], now: u64) {
         self.reap(now);
         self.live(pairs, now);
         if self.phase == Phase::Alive {
@@ -202,7 +202,7 @@ impl Tenant {
     }
 
     /// Begins the next phase if it is time.
-    fn live(&mut self, pairs: &[Pair], now: u64) {
+    fn live(&mut self, pairs: &[VfioQueuePair], now: u64) {
         let (alive, away) = self.behaviour.life.times();
         let keeps_queues = self.behaviour.life == Life::Maps;
         match self.phase {
@@ -293,7 +293,7 @@ impl Tenant {
 
 /// Runs tenants on a drive.
 fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<Seen> {
-    let governor = Governor::new(Choice::Learned, Rate::NANOSECOND);
+    let governor = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
     watch(speed, pairs, behaviours, governor, (END, POLL), |_, _| ())
 }
 
@@ -303,9 +303,9 @@ fn watch(
     speed: Speed,
     pairs: usize,
     behaviours: &[Behaviour],
-    governor: Governor,
+    governor: DriveGovernor,
     (end, poll): (u64, u64),
-    mut look: impl FnMut(u64, &[Pair]),
+    mut look: impl FnMut(u64, &[VfioQueuePair]),
 ) -> Vec<Seen> {
     let governor = Arc::new(governor);
     let (fakes, mut pairs): (Vec<_>, Vec<_>) = (0..pairs)
@@ -313,7 +313,7 @@ fn watch(
         .unzip();
     let mut drive = Drive::new(speed, fakes);
     let mut tenants: Vec<_> = behaviours.iter().copied().map(Tenant::new).collect();
-    let mut survey = Survey::new(Rate::NANOSECOND);
+    let mut survey = DriveSurvey::new(TickRate::NANOSECOND);
     // They come to a drive that is in use.
     survey.look(&governor, &pairs, Ticks(MILLISECOND));
     let (mut now, mut next_look) = (MILLISECOND, LOOK);
@@ -537,14 +537,14 @@ const FLOOD: Behaviour = Behaviour {
 
 const TIME_OUT: Duration = Duration::from_secs(10);
 
-fn with_time_out() -> Governor {
-    let governor = Governor::new(Choice::Learned, Rate::NANOSECOND);
-    governor.with_time_out(TIME_OUT, Rate::NANOSECOND)
+fn with_time_out() -> DriveGovernor {
+    let governor = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+    governor.with_time_out(TIME_OUT, TickRate::NANOSECOND)
 }
 
 /// Runs tenants on a slow drive. Returns the greatest age of a command that the drive had, in the first seconds and later, and
 /// the number of commands that it did.
-fn ages(behaviours: &[Behaviour], governor: Governor) -> ([u64; 2], u64) {
+fn ages(behaviours: &[Behaviour], governor: DriveGovernor) -> ([u64; 2], u64) {
     let slow = Speed {
         command: MILLISECOND / 10,
         page: MILLISECOND / 4,
@@ -553,7 +553,7 @@ fn ages(behaviours: &[Behaviour], governor: Governor) -> ([u64; 2], u64) {
     let (mut ages, mut commands) = ([0, 0], 0);
     let times = (30 * SECOND, 5 * MILLISECOND);
     watch(slow, 64, behaviours, governor, times, |now, pairs| {
-        let looks = pairs.iter().map(Pair::look);
+        let looks = pairs.iter().map(VfioQueuePair::look);
         let oldest = looks.filter_map(|look| Some(look.oldest.first()?.submitted()));
         let age = oldest.min().map_or(0, |oldest| now - oldest.0);
         let age_of = &mut ages[usize::from(now > 10 * SECOND)];
@@ -566,7 +566,7 @@ fn ages(behaviours: &[Behaviour], governor: Governor) -> ([u64; 2], u64) {
 /// The deep queue is as deep, and waits in front of the drive, which is never idle.
 #[test]
 fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
-    let unbounded = Governor::new(Choice::Learned, Rate::NANOSECOND);
+    let unbounded = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
     let ([_, age], unbounded) = ages(&[FLOOD], unbounded);
     let time_out = TIME_OUT.as_nanos() as u64;
     assert!(age > time_out, "{age} ns without a bound");

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::super::turns::{LeaseShare, Turns};
-use nvme_mpt::limit::Weight;
+use super::super::turns::{LeaseShare, QueuePairArbitration};
+use nvme_mpt::limit::LeaseWeight;
 
 const PAGE: u64 = 4096;
 
@@ -125,7 +125,7 @@ impl Shares {
 }
 
 struct World {
-    turns: Turns,
+    turns: QueuePairArbitration,
     leases: Vec<Arc<LeaseShare>>,
     present: Vec<bool>,
     /// By lease, and by member within its lease.
@@ -141,14 +141,14 @@ fn place(member: usize) -> (usize, usize) {
 impl World {
     fn new() -> Self {
         let mut world = Self {
-            turns: Turns::default(),
+            turns: QueuePairArbitration::default(),
             leases: (0..LEASES).map(|_| LeaseShare::new(None)).collect(),
             present: vec![false; LEASES * QUEUES],
             of_leases: Shares::new(LEASES),
             of_members: (0..LEASES).map(|_| Shares::new(QUEUES)).collect(),
         };
         for lease in 0..LEASES {
-            world.of_leases.parties[lease] = Party::new(Weight::default().get());
+            world.of_leases.parties[lease] = Party::new(LeaseWeight::default().get());
         }
         for member in 0..LEASES * QUEUES {
             world.change(member);
@@ -205,7 +205,7 @@ impl World {
             }
             Op::Change(member) => self.change(member),
             Op::Weigh(lease, weight) => {
-                let weight = Weight::try_from(weight).expect("within bounds");
+                let weight = LeaseWeight::try_from(weight).expect("within bounds");
                 self.leases[lease].set_weight(weight);
                 self.of_leases.weigh(lease, weight.get());
             }
@@ -228,7 +228,7 @@ proptest! {
 
 #[test]
 fn what_a_lease_does_not_want_is_not_saved_up() {
-    let mut turns = Turns::default();
+    let mut turns = QueuePairArbitration::default();
     let leases = [(); 2].map(|()| LeaseShare::new(None));
     for (member, lease) in (0..).zip(&leases) {
         turns.join(member, lease);
@@ -250,7 +250,7 @@ fn what_a_lease_does_not_want_is_not_saved_up() {
 
 #[test]
 fn once_nothing_waits_all_leases_are_equal() {
-    let mut turns = Turns::default();
+    let mut turns = QueuePairArbitration::default();
     let leases = [(); 2].map(|()| LeaseShare::new(None));
     for (member, lease) in (0..).zip(&leases) {
         turns.join(member, lease);

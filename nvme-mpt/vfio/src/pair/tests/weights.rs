@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use super::super::{CLASSES, ClassLoad, Governor, LeaseShare, Pair, Survey, VfioQueue};
+use super::super::{
+    CLASSES, ClassLoad, DriveGovernor, DriveSurvey, LeaseShare, VfioQueue, VfioQueuePair,
+};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{Rate, Ticks};
+use nvme_mpt::clock::{TickRate, Ticks};
 use nvme_mpt::host::{HostCompletion, HostQueue};
-use nvme_mpt::learn::{Choice, WINDOW_MAX};
-use nvme_mpt::limit::Weight;
+use nvme_mpt::learn::{PolicyChoice, WINDOW_MAX};
+use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
@@ -27,7 +29,7 @@ const QUEUE: u32 = 32;
 
 fn lease(weight: u16) -> Arc<LeaseShare> {
     let lease = LeaseShare::new(None);
-    lease.set_weight(Weight::try_from(weight).expect("within bounds"));
+    lease.set_weight(LeaseWeight::try_from(weight).expect("within bounds"));
     lease
 }
 
@@ -41,7 +43,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn new(pair: &Pair, lease: &Arc<LeaseShare>, index: u64, depth: u16) -> Self {
+    fn new(pair: &VfioQueuePair, lease: &Arc<LeaseShare>, index: u64, depth: u16) -> Self {
         Self {
             queue: pair.join_lease(depth, 9, lease),
             lender: Lender::new(depth.into()),
@@ -89,7 +91,7 @@ fn queue_of(sqe: &Sqe) -> usize {
 /// A drive that works on one command after the other, and its guests, of one queue each.
 struct World {
     drive: FakeDrive,
-    pair: Pair,
+    pair: VfioQueuePair,
     guests: Vec<Guest>,
     now: u64,
 }
@@ -223,7 +225,7 @@ fn a_weight_changes_while_commands_are_in_flight() {
     world.run(PLACES);
     for (weights, shares) in [([900, 300], [3, 1]), ([7, 7], [1, 1]), ([1, 9], [1, 9])] {
         for (lease, weight) in leases.iter().zip(weights) {
-            lease.set_weight(Weight::try_from(weight).expect("within bounds"));
+            lease.set_weight(LeaseWeight::try_from(weight).expect("within bounds"));
         }
         // What the drive has was given out by the former weights.
         world.run(PLACES);
@@ -345,7 +347,10 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
 #[test]
 fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     const MILLISECOND: u64 = 1_000_000;
-    let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    let governor = Arc::new(DriveGovernor::new(
+        PolicyChoice::Learned,
+        TickRate::NANOSECOND,
+    ));
     let (mut drive, pair) = FakeDrive::governed(64, u64::MAX, false, governor.clone());
     let share = lease(100);
     let mut guest = Guest::new(&pair, &share, 0, DEPTH);
@@ -374,7 +379,10 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
 #[test]
 fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     const LOOK: u64 = 100_000_000;
-    let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    let governor = Arc::new(DriveGovernor::new(
+        PolicyChoice::Learned,
+        TickRate::NANOSECOND,
+    ));
     let (mut drives, pairs): (Vec<_>, Vec<_>) = CLASSES
         .map(|class| FakeDrive::of_class(64, u64::MAX, false, governor.clone(), class))
         .into_iter()
@@ -393,7 +401,7 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
         .map(|(class, lease, depth)| Guest::new(&pairs[class], &leases[lease], 0, depth))
         .collect();
     guests.iter_mut().for_each(|guest| guest.poll(LOOK - 1));
-    let mut survey = Survey::new(Rate::NANOSECOND);
+    let mut survey = DriveSurvey::new(TickRate::NANOSECOND);
     let mut look = |nth: u64| {
         survey.look(&governor, &pairs, Ticks(nth * LOOK));
         survey.class_loads()
@@ -408,7 +416,7 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     };
     assert_eq!(loads, busy([150, 250, 60]));
     // A weight counts as it is now.
-    leases[1].set_weight(Weight::try_from(200).expect("within bounds"));
+    leases[1].set_weight(LeaseWeight::try_from(200).expect("within bounds"));
     assert_eq!(look(2), busy([150, 350, 60]));
     // A lease with pauses counts as before for five seconds.
     // What waited goes to the drive in the second round.
@@ -431,7 +439,10 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
 
 #[test]
 fn a_class_of_quiet_leases_is_not_busy_and_no_queue_weighs_nothing() {
-    let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    let governor = Arc::new(DriveGovernor::new(
+        PolicyChoice::Learned,
+        TickRate::NANOSECOND,
+    ));
     let (_drives, pairs): (Vec<_>, Vec<_>) = CLASSES
         .map(|class| FakeDrive::of_class(256, u64::MAX, false, governor.clone(), class))
         .into_iter()
@@ -444,7 +455,7 @@ fn a_class_of_quiet_leases_is_not_busy_and_no_queue_weighs_nothing() {
     ];
     guests.extend((0..99).map(|_| Guest::new(&pairs[2], &lightest, 0, 1)));
     guests.iter_mut().for_each(|guest| guest.poll(1));
-    let mut survey = Survey::new(Rate::NANOSECOND);
+    let mut survey = DriveSurvey::new(TickRate::NANOSECOND);
     survey.look(&governor, &pairs, Ticks(100_000_000));
     let [high, medium, low] = survey.class_loads();
     assert!(high.weight > 0 && !high.is_busy, "{high:?}");

@@ -11,11 +11,13 @@ use redb::{
     TableDefinition, WriteTransaction,
 };
 
-use super::Usages;
-use super::desk::Asked;
-use super::synced::Synced;
-use crate::key_value::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, carry_out, change};
-use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, Key};
+use super::KeySpaceUsages;
+use super::desk::QueuedKvRequest;
+use super::synced::SyncedFile;
+use crate::key_value::pairs::{
+    KeySpaceUsage, KeyValuePairs, KeyValuePairsMut, KvReply, KvRequest, answer, carry_out, change,
+};
+use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, KvKey};
 use nvme_mpt::spec::status::Status;
 
 /// Values, by key space name and key.
@@ -29,23 +31,27 @@ const CACHE: usize = 64 << 20;
 
 /// The database of a file of pairs.
 #[derive(Debug)]
-pub(super) struct PairStore<B> {
+pub(super) struct KeyValueDatabase<B> {
     /// Path for the log.
     path: PathBuf,
-    file: Synced<B>,
+    file: SyncedFile<B>,
     /// `None` after a failure, until the database can be reopened.
     database: Option<Database>,
     /// True if the failure is already logged.
     failing: bool,
-    usages: Arc<Usages>,
+    usages: Arc<KeySpaceUsages>,
 }
 
-impl<B: StorageBackend + Clone> PairStore<B> {
+impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
     /// Opens or creates the database. Opening rolls back a transaction that a crash interrupted.
-    pub(super) fn open(path: PathBuf, file: B, usages: Arc<Usages>) -> Result<Self, redb::Error> {
+    pub(super) fn open(
+        path: PathBuf,
+        file: B,
+        usages: Arc<KeySpaceUsages>,
+    ) -> Result<Self, redb::Error> {
         let mut store = Self {
             path,
-            file: Synced::new(file),
+            file: SyncedFile::new(file),
             database: None,
             failing: false,
             usages,
@@ -70,7 +76,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
             .map(|entry| {
                 let (name, usage) = entry?;
                 let (bytes, keys) = usage.value();
-                Ok((name.value(), Usage { bytes, keys }))
+                Ok((name.value(), KeySpaceUsage { bytes, keys }))
             })
             .collect();
         transaction.commit()?;
@@ -79,7 +85,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
     }
 
     /// Executes requests, with all changes in one transaction, and replies once the transaction is durable.
-    pub(super) fn carry_out(&mut self, asked: Vec<(u64, Asked)>) {
+    pub(super) fn carry_out(&mut self, asked: Vec<(u64, QueuedKvRequest)>) {
         let (places, requests): (Vec<_>, Vec<_>) = asked
             .into_iter()
             .map(|(name, asked)| {
@@ -100,7 +106,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
             }
             // After an error the database refuses all requests. Reopening it restores the state before the transaction.
             self.database = None;
-            let failed = Reply::of(Status::UNRECOVERED_ERROR);
+            let failed = KvReply::of(Status::UNRECOVERED_ERROR);
             vec![failed; places.len()]
         });
         for ((mailbox, slot), reply) in places.into_iter().zip(replies) {
@@ -108,7 +114,10 @@ impl<B: StorageBackend + Clone> PairStore<B> {
         }
     }
 
-    fn replies(&mut self, requests: Vec<(u64, u64, Request)>) -> Result<Vec<Reply>, redb::Error> {
+    fn replies(
+        &mut self,
+        requests: Vec<(u64, u64, KvRequest)>,
+    ) -> Result<Vec<KvReply>, redb::Error> {
         let database = match self.database.take() {
             Some(database) => database,
             None => self.open_database()?,
@@ -116,7 +125,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
         let database = self.database.insert(database);
         let changes = requests
             .iter()
-            .any(|(_, _, request)| !matches!(request, Request::Query(_)));
+            .any(|(_, _, request)| !matches!(request, KvRequest::Query(_)));
         if changes {
             let transaction = database.begin_write()?;
             return change_all(transaction, requests, &self.usages);
@@ -125,8 +134,8 @@ impl<B: StorageBackend + Clone> PairStore<B> {
         let table = &transaction.open_table(PAIRS)?;
         let mut replies = Vec::with_capacity(requests.len());
         for (name, _, request) in requests {
-            if let Request::Query(query) = request {
-                replies.push(answer(&Space { table, name }, query)?);
+            if let KvRequest::Query(query) = request {
+                replies.push(answer(&TableKeySpace { table, name }, query)?);
             }
         }
         Ok(replies)
@@ -136,17 +145,17 @@ impl<B: StorageBackend + Clone> PairStore<B> {
 /// Executes requests in a transaction, and commits it if anything changed.
 fn change_all(
     transaction: WriteTransaction,
-    requests: Vec<(u64, u64, Request)>,
-    usages: &Usages,
-) -> Result<Vec<Reply>, redb::Error> {
-    let mut changed: BTreeMap<u64, Usage> = BTreeMap::new();
+    requests: Vec<(u64, u64, KvRequest)>,
+    usages: &KeySpaceUsages,
+) -> Result<Vec<KvReply>, redb::Error> {
+    let mut changed: BTreeMap<u64, KeySpaceUsage> = BTreeMap::new();
     let mut replies = Vec::with_capacity(requests.len());
     let mut table = transaction.open_table(PAIRS)?;
     for (name, capacity, request) in requests {
         let reply = match request {
-            Request::Query(query) => {
+            KvRequest::Query(query) => {
                 let table = &table;
-                answer(&Space { table, name }, query)?
+                answer(&TableKeySpace { table, name }, query)?
             }
             asked => {
                 let mut usage_now = match changed.get(&name) {
@@ -154,11 +163,11 @@ fn change_all(
                     None => usages.get(name),
                 };
                 let table = &mut table;
-                let (space, usage) = (&mut SpaceMut { table, name }, &mut usage_now);
+                let (space, usage) = (&mut TableKeySpaceMut { table, name }, &mut usage_now);
                 let reply = match asked {
-                    Request::Query(query) => answer(space, query)?,
-                    Request::Change(asked) => change(space, usage, capacity, asked)?,
-                    Request::Batch(steps) => carry_out(space, usage, capacity, steps)?,
+                    KvRequest::Query(query) => answer(space, query)?,
+                    KvRequest::Change(asked) => change(space, usage, capacity, asked)?,
+                    KvRequest::Batch(steps) => carry_out(space, usage, capacity, steps)?,
                 };
                 if reply.status.is_success() {
                     changed.insert(name, usage_now);
@@ -174,7 +183,7 @@ fn change_all(
         return Ok(replies);
     }
     let mut table = transaction.open_table(USAGE)?;
-    for (name, Usage { bytes, keys }) in &changed {
+    for (name, KeySpaceUsage { bytes, keys }) in &changed {
         table.insert(name, (*bytes, *keys))?;
     }
     drop(table);
@@ -193,7 +202,7 @@ struct TableKey {
 impl TableKey {
     const NAME: usize = size_of::<u64>();
 
-    fn new(name: u64, key: &Key) -> Self {
+    fn new(name: u64, key: &KvKey) -> Self {
         let mut bytes = [0; Self::NAME + KEY_LENGTH_MAX];
         let (space, rest) = bytes.split_at_mut(Self::NAME);
         // Big-endian, so that bytes sort like numbers.
@@ -212,17 +221,17 @@ impl TableKey {
 }
 
 /// A key space in the table.
-struct Space<'a, T> {
+struct TableKeySpace<'a, T> {
     table: &'a T,
     name: u64,
 }
 
-impl<T: ReadableTable<&'static [u8], &'static [u8]>> Pairs for Space<'_, T> {
+impl<T: ReadableTable<&'static [u8], &'static [u8]>> KeyValuePairs for TableKeySpace<'_, T> {
     type Error = redb::Error;
 
     fn with_value<R>(
         &self,
-        key: &Key,
+        key: &KvKey,
         show: impl FnOnce(&[u8]) -> R,
     ) -> Result<Option<R>, redb::Error> {
         let key = TableKey::new(self.name, key);
@@ -232,8 +241,8 @@ impl<T: ReadableTable<&'static [u8], &'static [u8]>> Pairs for Space<'_, T> {
 
     fn for_each_key(
         &self,
-        from: &Key,
-        mut show: impl FnMut(&Key) -> bool,
+        from: &KvKey,
+        mut show: impl FnMut(&KvKey) -> bool,
     ) -> Result<(), redb::Error> {
         let from = TableKey::new(self.name, from);
         for entry in self.table.range::<&[u8]>(from.as_slice()..)? {
@@ -242,7 +251,7 @@ impl<T: ReadableTable<&'static [u8], &'static [u8]>> Pairs for Space<'_, T> {
                 break;
             };
             let ours = u64::from_be_bytes(*name) == self.name;
-            let Some(key) = Key::new(key).filter(|_| ours) else {
+            let Some(key) = KvKey::new(key).filter(|_| ours) else {
                 break;
             };
             if !show(&key) {
@@ -253,45 +262,49 @@ impl<T: ReadableTable<&'static [u8], &'static [u8]>> Pairs for Space<'_, T> {
     }
 }
 
-/// A key space like [`Space`], in a write transaction.
-struct SpaceMut<'a, 'txn> {
+/// A key space like [`TableKeySpace`], in a write transaction.
+struct TableKeySpaceMut<'a, 'txn> {
     table: &'a mut Table<'txn, &'static [u8], &'static [u8]>,
     name: u64,
 }
 
-impl Pairs for SpaceMut<'_, '_> {
+impl KeyValuePairs for TableKeySpaceMut<'_, '_> {
     type Error = redb::Error;
 
     fn with_value<R>(
         &self,
-        key: &Key,
+        key: &KvKey,
         show: impl FnOnce(&[u8]) -> R,
     ) -> Result<Option<R>, redb::Error> {
         self.as_space().with_value(key, show)
     }
 
-    fn for_each_key(&self, from: &Key, show: impl FnMut(&Key) -> bool) -> Result<(), redb::Error> {
+    fn for_each_key(
+        &self,
+        from: &KvKey,
+        show: impl FnMut(&KvKey) -> bool,
+    ) -> Result<(), redb::Error> {
         self.as_space().for_each_key(from, show)
     }
 }
 
-impl<'txn> SpaceMut<'_, 'txn> {
-    fn as_space(&self) -> Space<'_, Table<'txn, &'static [u8], &'static [u8]>> {
-        Space {
+impl<'txn> TableKeySpaceMut<'_, 'txn> {
+    fn as_space(&self) -> TableKeySpace<'_, Table<'txn, &'static [u8], &'static [u8]>> {
+        TableKeySpace {
             table: self.table,
             name: self.name,
         }
     }
 }
 
-impl PairsMut for SpaceMut<'_, '_> {
-    fn insert(&mut self, key: &Key, value: Vec<u8>) -> Result<(), redb::Error> {
+impl KeyValuePairsMut for TableKeySpaceMut<'_, '_> {
+    fn insert(&mut self, key: &KvKey, value: Vec<u8>) -> Result<(), redb::Error> {
         let key = TableKey::new(self.name, key);
         self.table.insert(key.as_slice(), value.as_slice())?;
         Ok(())
     }
 
-    fn remove(&mut self, key: &Key) -> Result<(), redb::Error> {
+    fn remove(&mut self, key: &KvKey) -> Result<(), redb::Error> {
         let key = TableKey::new(self.name, key);
         self.table.remove(key.as_slice())?;
         Ok(())

@@ -5,8 +5,8 @@ use std::io;
 use proptest::prelude::*;
 
 use super::*;
-use crate::key_value::file::desk::Mailbox;
-use crate::key_value::pairs::{Change, Query, Step};
+use crate::key_value::file::desk::KvReplyQueue;
+use crate::key_value::pairs::{KvBatchStep, KvChange, KvQuery};
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
 /// Something that was done to a disk since it was last synced.
@@ -132,17 +132,21 @@ impl StorageBackend for Disk {
     }
 }
 
-fn open(disk: &Disk) -> (PairStore<Disk>, Arc<Usages>) {
-    let usages = Arc::new(Usages::default());
-    let store = PairStore::open("disk".into(), disk.clone(), usages.clone()).expect("sound");
+fn open(disk: &Disk) -> (KeyValueDatabase<Disk>, Arc<KeySpaceUsages>) {
+    let usages = Arc::new(KeySpaceUsages::default());
+    let store = KeyValueDatabase::open("disk".into(), disk.clone(), usages.clone()).expect("sound");
     (store, usages)
 }
 
 /// Carries out requests on a key space together. Returns their replies in order.
-fn carry_out(store: &mut PairStore<Disk>, name: u64, requests: Vec<Request>) -> Vec<Reply> {
-    let mailbox = Arc::new(Mailbox::new(requests.len()).expect("an eventfd"));
+fn carry_out(
+    store: &mut KeyValueDatabase<Disk>,
+    name: u64,
+    requests: Vec<KvRequest>,
+) -> Vec<KvReply> {
+    let mailbox = Arc::new(KvReplyQueue::new(requests.len()).expect("an eventfd"));
     let asked = (0..).zip(requests).map(|(slot, request)| {
-        let asked = Asked {
+        let asked = QueuedKvRequest {
             mailbox: mailbox.clone(),
             slot,
             capacity: 1 << 30,
@@ -156,12 +160,12 @@ fn carry_out(store: &mut PairStore<Disk>, name: u64, requests: Vec<Request>) -> 
     replies.into_iter().map(|(_, reply)| reply).collect()
 }
 
-fn key(number: u8) -> Key {
-    Key::new(&[b'k', number]).expect("short")
+fn key(number: u8) -> KvKey {
+    KvKey::new(&[b'k', number]).expect("short")
 }
 
-fn stored(number: u8, value: &[u8]) -> Request {
-    Request::Change(Change::Store {
+fn stored(number: u8, value: &[u8]) -> KvRequest {
+    KvRequest::Change(KvChange::Store {
         key: key(number),
         value: value.to_vec(),
         only_if: None,
@@ -169,11 +173,11 @@ fn stored(number: u8, value: &[u8]) -> Request {
 }
 
 /// The pairs of a key space, by number.
-fn content(store: &mut PairStore<Disk>, name: u64) -> BTreeMap<u8, Vec<u8>> {
+fn content(store: &mut KeyValueDatabase<Disk>, name: u64) -> BTreeMap<u8, Vec<u8>> {
     let room = 1 << 20;
     let numbers: Vec<u8> = (0..8).collect();
     let queries = numbers.iter().map(|number| {
-        Request::Query(Query::Retrieve {
+        KvRequest::Query(KvQuery::Retrieve {
             key: key(*number),
             room,
         })
@@ -189,24 +193,24 @@ fn content(store: &mut PairStore<Disk>, name: u64) -> BTreeMap<u8, Vec<u8>> {
 
 type Changes = Vec<(u8, Option<(u8, usize)>)>;
 
-fn requests(changes: &Changes) -> Vec<Request> {
+fn requests(changes: &Changes) -> Vec<KvRequest> {
     let requests = changes.iter().map(|(number, value)| match value {
         Some((byte, len)) => stored(*number, &vec![*byte; *len]),
-        None => Request::Change(Change::Delete { key: key(*number) }),
+        None => KvRequest::Change(KvChange::Delete { key: key(*number) }),
     });
     requests.collect()
 }
 
 /// The same changes as steps of a batch, if they are to be one.
-fn together(as_one: bool, requests: Vec<Request>) -> Vec<Request> {
+fn together(as_one: bool, requests: Vec<KvRequest>) -> Vec<KvRequest> {
     if !as_one {
         return requests;
     }
     let steps = requests.into_iter().map(|request| match request {
-        Request::Change(asked) => Ok(Step::Change(asked)),
+        KvRequest::Change(asked) => Ok(KvBatchStep::Change(asked)),
         other => panic!("no change: {other:?}"),
     });
-    vec![Request::Batch(steps.collect())]
+    vec![KvRequest::Batch(steps.collect())]
 }
 
 fn apply(model: &mut BTreeMap<u8, Vec<u8>>, changes: &Changes) {
@@ -354,8 +358,8 @@ fn key_spaces_lie_apart() {
     for (number, name) in (0..).zip(names) {
         let expected = BTreeMap::from([(number, vec![number])]);
         assert_eq!(content(&mut store, name), expected);
-        let from = Key::default();
-        let list = Request::Query(Query::List { from, room: 4096 });
+        let from = KvKey::default();
+        let list = KvRequest::Query(KvQuery::List { from, room: 4096 });
         let reply = carry_out(&mut store, name, vec![list]);
         assert_eq!(reply[0].data, [1, 0, 0, 0, 2, 0, b'k', number]);
         assert_eq!(usages.get(name).keys, 1);

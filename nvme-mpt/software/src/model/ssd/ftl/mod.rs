@@ -1,5 +1,5 @@
 //! A page-mapped flash translation layer with garbage collection. It maps logical pages to flash pages, has no notion of time,
-//! and reports its flash operations to a [`Media`].
+//! and reports its flash operations to a [`FlashMedia`].
 //!
 //! Host pages and copied pages are written to separate lines, so that long-lived data is stored together. Collection chooses
 //! the line with the fewest valid pages. It copies a few pages for each page that the host writes, so that no write waits for a
@@ -9,8 +9,8 @@ mod state;
 
 use std::collections::VecDeque;
 
-use super::geometry::{FlashPage, Geometry};
-pub(crate) use state::StateError;
+use super::geometry::{FlashGeometry, FlashPage};
+pub(crate) use state::FtlStateError;
 
 /// Collection begins when fewer lines than this are free.
 const COLLECT_BELOW: usize = 4;
@@ -19,7 +19,7 @@ const COLLECT_BELOW: usize = 4;
 const RESERVED: usize = 1;
 
 /// Receiver of the FTL's flash operations.
-pub(super) trait Media {
+pub(super) trait FlashMedia {
     /// Writes a host page.
     fn write(&mut self, to: FlashPage);
     /// Copies a page for garbage collection.
@@ -31,7 +31,7 @@ pub(super) trait Media {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum FlashLineState {
     Free,
     /// A write point is in the line.
     Open,
@@ -40,8 +40,8 @@ enum State {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Line {
-    state: State,
+struct FlashLine {
+    state: FlashLineState,
     /// Number of pages that a logical page is mapped to.
     valid: u32,
     /// Number of erasures.
@@ -58,7 +58,7 @@ struct WritePoint {
 
 /// A line that is being collected.
 #[derive(Clone, Copy, Debug)]
-struct Victim {
+struct VictimLine {
     line: u32,
     /// Offset in the line of the next page to check.
     next: u32,
@@ -68,7 +68,7 @@ struct Victim {
 
 /// Wear of the flash since the drive was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wear {
+pub struct FlashWear {
     /// Pages that the host wrote.
     pub host_pages: u64,
     /// Pages that garbage collection copied.
@@ -82,24 +82,24 @@ pub struct Wear {
 /// An instance of the translation layer.
 #[derive(Debug)]
 pub(super) struct Ftl {
-    geometry: Geometry,
+    geometry: FlashGeometry,
     /// Flash page plus one of each logical page, or 0 if unmapped. Zero-initialised, so that a large drive allocates memory
     /// only for written pages.
     map: Vec<u32>,
     /// Logical page plus one of each flash page, or 0 if the flash page is not valid.
     owner: Vec<u32>,
-    lines: Vec<Line>,
+    lines: Vec<FlashLine>,
     free: VecDeque<u32>,
     host: WritePoint,
     copies: WritePoint,
-    victim: Option<Victim>,
-    wear: Wear,
+    victim: Option<VictimLine>,
+    wear: FlashWear,
 }
 
 impl Ftl {
-    pub(super) fn new(geometry: Geometry) -> Self {
-        let line = Line {
-            state: State::Free,
+    pub(super) fn new(geometry: FlashGeometry) -> Self {
+        let line = FlashLine {
+            state: FlashLineState::Free,
             valid: 0,
             erased: 0,
         };
@@ -111,16 +111,16 @@ impl Ftl {
             host: WritePoint::default(),
             copies: WritePoint::default(),
             victim: None,
-            wear: Wear::default(),
+            wear: FlashWear::default(),
             geometry,
         }
     }
 
-    pub(super) fn geometry(&self) -> &Geometry {
+    pub(super) fn geometry(&self) -> &FlashGeometry {
         &self.geometry
     }
 
-    pub(super) fn wear(&self) -> Wear {
+    pub(super) fn wear(&self) -> FlashWear {
         self.wear
     }
 
@@ -140,7 +140,7 @@ impl Ftl {
     }
 
     /// Writes a logical page. Ignores a page beyond the drive.
-    pub(super) fn write(&mut self, logical: u32, media: &mut impl Media) {
+    pub(super) fn write(&mut self, logical: u32, media: &mut impl FlashMedia) {
         if logical >= self.geometry.logical_pages {
             return;
         }
@@ -164,7 +164,7 @@ impl Ftl {
     }
 
     /// Programs the host's buffered pages, including a partial unit.
-    pub(super) fn flush(&mut self, media: &mut impl Media) {
+    pub(super) fn flush(&mut self, media: &mut impl FlashMedia) {
         let unit = self.geometry.unit_pages;
         let padding = (unit - self.host.next % unit) % unit;
         if self.host.left == 0 || padding == 0 {
@@ -182,7 +182,7 @@ impl Ftl {
 
     fn close(&mut self, last: FlashPage) {
         let line = self.geometry.line(last) as usize;
-        self.lines[line].state = State::Closed;
+        self.lines[line].state = FlashLineState::Closed;
     }
 
     fn set(&mut self, logical: u32, page: FlashPage) {
@@ -204,7 +204,7 @@ impl Ftl {
         let Some(line) = self.free.pop_front() else {
             return WritePoint::default();
         };
-        self.lines[line as usize].state = State::Open;
+        self.lines[line as usize].state = FlashLineState::Open;
         WritePoint {
             next: line * self.geometry.line_pages,
             left: self.geometry.line_pages,
@@ -212,18 +212,22 @@ impl Ftl {
     }
 
     /// Takes the next page of a write point.
-    fn take(point: &mut WritePoint, geometry: &Geometry, lines: &mut [Line]) -> Option<FlashPage> {
+    fn take(
+        point: &mut WritePoint,
+        geometry: &FlashGeometry,
+        lines: &mut [FlashLine],
+    ) -> Option<FlashPage> {
         point.left = point.left.checked_sub(1)?;
         let page = FlashPage(point.next);
         point.next += 1;
         if point.left == 0 {
-            lines[geometry.line(page) as usize].state = State::Closed;
+            lines[geometry.line(page) as usize].state = FlashLineState::Closed;
         }
         Some(page)
     }
 
     /// Collects as many pages as one host page requires.
-    fn keep_up(&mut self, media: &mut impl Media) {
+    fn keep_up(&mut self, media: &mut impl FlashMedia) {
         if self.free.len() < COLLECT_BELOW {
             let rate = self.victim.map_or(1, |victim| victim.rate);
             self.collect(rate, media);
@@ -232,7 +236,7 @@ impl Ftl {
 
     /// Copies up to `pages` pages of the victim line, and erases the line if no page is left. Returns `false` if no line is
     /// worth collecting.
-    fn collect(&mut self, pages: u32, media: &mut impl Media) -> bool {
+    fn collect(&mut self, pages: u32, media: &mut impl FlashMedia) -> bool {
         let Some(mut victim) = self.victim.or_else(|| self.choose()) else {
             return false;
         };
@@ -253,7 +257,7 @@ impl Ftl {
         }
         self.victim = None;
         let line = &mut self.lines[victim.line as usize];
-        line.state = State::Free;
+        line.state = FlashLineState::Free;
         line.erased += 1;
         self.free.push_back(victim.line);
         self.wear.erased_blocks += u64::from(self.geometry.dies);
@@ -261,7 +265,7 @@ impl Ftl {
         true
     }
 
-    fn relocate(&mut self, logical: u32, from: FlashPage, media: &mut impl Media) {
+    fn relocate(&mut self, logical: u32, from: FlashPage, media: &mut impl FlashMedia) {
         if self.copies.left == 0 {
             self.copies = self.open();
         }
@@ -275,14 +279,14 @@ impl Ftl {
     }
 
     /// Chooses the closed line with the fewest valid pages, if collecting it gains any space.
-    fn choose(&self) -> Option<Victim> {
+    fn choose(&self) -> Option<VictimLine> {
         let closed = (0_u32..).zip(&self.lines);
-        let closed = closed.filter(|(_, line)| line.state == State::Closed);
+        let closed = closed.filter(|(_, line)| line.state == FlashLineState::Closed);
         let (line, valid) = closed
             .map(|(index, line)| (index, line.valid))
             .min_by_key(|&(_, valid)| valid)?;
         let gained = self.geometry.line_pages.checked_sub(valid)?;
-        Some(Victim {
+        Some(VictimLine {
             line,
             next: 0,
             rate: valid.checked_div(gained)? + 1,
@@ -294,18 +298,18 @@ impl Ftl {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::geometry::PagesPer;
+    use super::super::geometry::DiePageCounts;
     use super::*;
 
     /// Flash that remembers what was written to each page, and is as strict as flash is.
-    struct Contents {
-        geometry: Geometry,
+    struct RecordingFlash {
+        geometry: FlashGeometry,
         /// Content of each page: a number for each write of the host's.
         pages: Vec<Option<u64>>,
         writing: u64,
     }
 
-    impl Contents {
+    impl RecordingFlash {
         fn program(&mut self, page: FlashPage, content: u64) {
             let page = &mut self.pages[page.0 as usize];
             assert!(page.is_none(), "a page is written once between two erases");
@@ -313,7 +317,7 @@ mod tests {
         }
     }
 
-    impl Media for Contents {
+    impl FlashMedia for RecordingFlash {
         fn write(&mut self, to: FlashPage) {
             self.program(to, self.writing);
         }
@@ -339,27 +343,27 @@ mod tests {
     }
 
     /// Flash that does nothing.
-    pub(super) struct Nothing;
+    pub(super) struct NullFlash;
 
-    impl Media for Nothing {
+    impl FlashMedia for NullFlash {
         fn write(&mut self, _: FlashPage) {}
         fn copy(&mut self, _: FlashPage, _: FlashPage) {}
         fn pad(&mut self, _: FlashPage) {}
         fn erase(&mut self, _: u32) {}
     }
 
-    pub(super) struct Drive {
+    pub(super) struct FtlTestDrive {
         pub(super) ftl: Ftl,
-        flash: Contents,
+        flash: RecordingFlash,
         /// The host's last write of each page.
         expected: Vec<Option<u64>>,
     }
 
-    impl Drive {
-        pub(super) fn new(geometry: Geometry) -> Self {
+    impl FtlTestDrive {
+        pub(super) fn new(geometry: FlashGeometry) -> Self {
             Self {
                 ftl: Ftl::new(geometry),
-                flash: Contents {
+                flash: RecordingFlash {
                     geometry,
                     pages: vec![None; geometry.pages()],
                     writing: 0,
@@ -408,13 +412,13 @@ mod tests {
                 let listed = free.iter().filter(|free| **free as usize == index).count();
                 assert_eq!(
                     listed,
-                    usize::from(line.state == State::Free),
+                    usize::from(line.state == FlashLineState::Free),
                     "no line is lost"
                 );
             }
             let open = lines
                 .iter()
-                .filter(|line| line.state == State::Open)
+                .filter(|line| line.state == FlashLineState::Open)
                 .count();
             let points = [host, copies]
                 .iter()
@@ -434,8 +438,8 @@ mod tests {
     #[test]
     fn a_full_drive_can_be_overwritten_for_ever() {
         const PAGES: u32 = 20_000;
-        let geometry = Geometry::new(4, PagesPer::new(2, 4, 16), PAGES, 25);
-        let mut drive = Drive::new(geometry);
+        let geometry = FlashGeometry::new(4, DiePageCounts::new(2, 4, 16), PAGES, 25);
+        let mut drive = FtlTestDrive::new(geometry);
         (0..PAGES).for_each(|logical| drive.write(logical));
         assert_eq!(drive.ftl.wear().copied_pages, 0);
         let mut seed = 1_u64;
@@ -457,8 +461,8 @@ mod tests {
 
     #[test]
     fn writing_in_order_copies_nothing() {
-        let geometry = Geometry::new(4, PagesPer::new(2, 4, 32), 8000, 7);
-        let mut drive = Drive::new(geometry);
+        let geometry = FlashGeometry::new(4, DiePageCounts::new(2, 4, 32), 8000, 7);
+        let mut drive = FtlTestDrive::new(geometry);
         for _ in 0..10 {
             (0..8000).for_each(|logical| drive.write(logical));
         }
@@ -468,9 +472,9 @@ mod tests {
 
     #[test]
     fn deallocated_pages_are_not_copied() {
-        let geometry = Geometry::new(4, PagesPer::new(2, 4, 32), 8000, 7);
+        let geometry = FlashGeometry::new(4, DiePageCounts::new(2, 4, 32), 8000, 7);
         let run = |deallocate: bool| {
-            let mut drive = Drive::new(geometry);
+            let mut drive = FtlTestDrive::new(geometry);
             let mut seed = 1_u64;
             (0..8000).for_each(|logical| drive.write(logical));
             if deallocate {
@@ -490,17 +494,17 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum FtlTestStep {
         Write(u32, u32),
         Deallocate(u32, u32),
         Flush,
     }
 
-    fn steps() -> impl Strategy<Value = Vec<Step>> {
+    fn steps() -> impl Strategy<Value = Vec<FtlTestStep>> {
         let step = prop_oneof![
-            6 => (0..400_u32, 1..80_u32).prop_map(|(start, count)| Step::Write(start, count)),
-            1 => (0..400_u32, 1..80_u32).prop_map(|(start, count)| Step::Deallocate(start, count)),
-            1 => Just(Step::Flush),
+            6 => (0..400_u32, 1..80_u32).prop_map(|(start, count)| FtlTestStep::Write(start, count)),
+            1 => (0..400_u32, 1..80_u32).prop_map(|(start, count)| FtlTestStep::Deallocate(start, count)),
+            1 => Just(FtlTestStep::Flush),
         ];
         prop::collection::vec(step, 1..200)
     }
@@ -516,17 +520,17 @@ mod tests {
             logical in 1..400_u32,
         ) {
             let unit = 1 << unit_shift;
-            let geometry = Geometry::new(dies, PagesPer::new(1, unit, unit * units), logical, 7);
-            let mut drive = Drive::new(geometry);
+            let geometry = FlashGeometry::new(dies, DiePageCounts::new(1, unit, unit * units), logical, 7);
+            let mut drive = FtlTestDrive::new(geometry);
             for step in steps {
                 match step {
-                    Step::Write(start, count) => {
+                    FtlTestStep::Write(start, count) => {
                         (start..start + count).for_each(|page| drive.write(page % logical));
                     }
-                    Step::Deallocate(start, count) => {
+                    FtlTestStep::Deallocate(start, count) => {
                         (start..start + count).for_each(|page| drive.deallocate(page % logical));
                     }
-                    Step::Flush => drive.ftl.flush(&mut drive.flash),
+                    FtlTestStep::Flush => drive.ftl.flush(&mut drive.flash),
                 }
                 drive.check();
             }

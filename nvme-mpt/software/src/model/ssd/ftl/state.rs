@@ -6,12 +6,12 @@
 
 use std::io::{self, Read, Write};
 
-use super::super::geometry::{FlashPage, Geometry};
-use super::{Ftl, Line, State, Wear, WritePoint};
+use super::super::geometry::{FlashGeometry, FlashPage};
+use super::{FlashLine, FlashLineState, FlashWear, Ftl, WritePoint};
 
 /// Reason why a saved state cannot be loaded.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum StateError {
+pub(crate) enum FtlStateError {
     /// The file cannot be read.
     #[error("It cannot be read")]
     Read(#[from] io::Error),
@@ -42,15 +42,15 @@ fn put_wide(out: &mut impl Write, number: u64) -> io::Result<()> {
 }
 
 /// Reads a counter, and rejects values close to overflow.
-fn get_count(input: &mut impl Read) -> Result<u64, StateError> {
+fn get_count(input: &mut impl Read) -> Result<u64, FtlStateError> {
     let (low, high) = (get(input)?, get(input)?);
     if high > u32::MAX >> 4 {
-        return Err(StateError::Damaged);
+        return Err(FtlStateError::Damaged);
     }
     Ok(u64::from(low) | u64::from(high) << 32)
 }
 
-impl Geometry {
+impl FlashGeometry {
     fn numbers(&self) -> [u32; 6] {
         let Self {
             dies,
@@ -102,7 +102,7 @@ impl Ftl {
             put(out, point.next)?;
             put(out, point.left)?;
         }
-        let Wear {
+        let FlashWear {
             host_pages,
             copied_pages,
             padded_pages,
@@ -116,12 +116,12 @@ impl Ftl {
 
     /// Loads the saved state of a layer with this geometry.
     pub(in super::super) fn restore(
-        geometry: Geometry,
+        geometry: FlashGeometry,
         input: &mut impl Read,
-    ) -> Result<Self, StateError> {
+    ) -> Result<Self, FtlStateError> {
         for number in geometry.numbers() {
             if get(input)? != number {
-                return Err(StateError::OtherDrive);
+                return Err(FtlStateError::OtherDrive);
             }
         }
         let mut ftl = Self::new(geometry);
@@ -131,23 +131,23 @@ impl Ftl {
             }
         }
         for line in &mut ftl.lines {
-            line.state = State::Closed;
+            line.state = FlashLineState::Closed;
             line.erased = get(input)?;
             if line.erased > MOST_ERASED {
-                return Err(StateError::Damaged);
+                return Err(FtlStateError::Damaged);
             }
         }
         let count = get(input)?;
         ftl.free.clear();
         for _ in 0..count.min(geometry.lines) {
             let line = get(input)?;
-            ftl.claim(line, State::Free)?;
+            ftl.claim(line, FlashLineState::Free)?;
             ftl.free.push_back(line);
         }
         ftl.host = ftl.read_point(input)?;
         ftl.copies = ftl.read_point(input)?;
         ftl.check_room()?;
-        ftl.wear = Wear {
+        ftl.wear = FlashWear {
             host_pages: get_count(input)?,
             copied_pages: get_count(input)?,
             padded_pages: get_count(input)?,
@@ -157,32 +157,32 @@ impl Ftl {
     }
 
     /// Maps a logical page to a flash page that has no other mapping.
-    fn put_back(&mut self, logical: u32, page: FlashPage) -> Result<(), StateError> {
+    fn put_back(&mut self, logical: u32, page: FlashPage) -> Result<(), FtlStateError> {
         match self.owner.get(page.0 as usize) {
             Some(0) => {
                 self.set(logical, page);
                 Ok(())
             }
-            _ => Err(StateError::Damaged),
+            _ => Err(FtlStateError::Damaged),
         }
     }
 
     /// Marks a closed line as free or open.
-    fn claim(&mut self, line: u32, state: State) -> Result<(), StateError> {
+    fn claim(&mut self, line: u32, state: FlashLineState) -> Result<(), FtlStateError> {
         match self.lines.get_mut(line as usize) {
-            Some(Line {
-                state: closed @ State::Closed,
+            Some(FlashLine {
+                state: closed @ FlashLineState::Closed,
                 valid,
                 ..
-            }) if *valid == 0 || state == State::Open => {
+            }) if *valid == 0 || state == FlashLineState::Open => {
                 *closed = state;
                 Ok(())
             }
-            _ => Err(StateError::Damaged),
+            _ => Err(FtlStateError::Damaged),
         }
     }
 
-    fn read_point(&mut self, input: &mut impl Read) -> Result<WritePoint, StateError> {
+    fn read_point(&mut self, input: &mut impl Read) -> Result<WritePoint, FtlStateError> {
         let point = WritePoint {
             next: get(input)?,
             left: get(input)?,
@@ -192,23 +192,23 @@ impl Ftl {
         }
         let line_pages = self.geometry.line_pages;
         let line = point.next / line_pages;
-        self.claim(line, State::Open)?;
+        self.claim(line, FlashLineState::Open)?;
         let rest = (line + 1) * line_pages - point.next;
         let unwritten = self.owner.iter().skip(point.next as usize);
         let mut unwritten = unwritten.take(rest as usize);
         if point.left != rest || unwritten.any(|owner| *owner != 0) {
-            return Err(StateError::Damaged);
+            return Err(FtlStateError::Damaged);
         }
         Ok(point)
     }
 
     /// Checks that collection has space for copies, because pages would be lost otherwise.
-    fn check_room(&self) -> Result<(), StateError> {
+    fn check_room(&self) -> Result<(), FtlStateError> {
         let closed = self.lines.iter();
-        let closed = closed.filter(|line| line.state == State::Closed);
+        let closed = closed.filter(|line| line.state == FlashLineState::Closed);
         let least = closed.map(|line| line.valid).min().unwrap_or(0);
         if self.free.len() < super::RESERVED && self.copies.left < least {
-            return Err(StateError::Damaged);
+            return Err(FtlStateError::Damaged);
         }
         Ok(())
     }
@@ -216,19 +216,19 @@ impl Ftl {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::geometry::PagesPer;
-    use super::super::tests::Drive;
+    use super::super::super::geometry::DiePageCounts;
+    use super::super::tests::FtlTestDrive;
     use super::*;
 
-    const GEOMETRY: (u32, PagesPer, u32, u32) = (4, PagesPer::new(2, 4, 16), 5000, 10);
+    const GEOMETRY: (u32, DiePageCounts, u32, u32) = (4, DiePageCounts::new(2, 4, 16), 5000, 10);
 
-    fn geometry() -> Geometry {
+    fn geometry() -> FlashGeometry {
         let (dies, pages, logical, spare) = GEOMETRY;
-        Geometry::new(dies, pages, logical, spare)
+        FlashGeometry::new(dies, pages, logical, spare)
     }
 
-    fn used() -> (Drive, Vec<u8>) {
-        let mut drive = Drive::new(geometry());
+    fn used() -> (FtlTestDrive, Vec<u8>) {
+        let mut drive = FtlTestDrive::new(geometry());
         let mut seed = 1_u64;
         for i in 0..30_000 {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -259,11 +259,11 @@ mod tests {
     #[test]
     fn a_state_of_other_flash_is_refused() {
         let (_, state) = used();
-        let other = Geometry::new(4, PagesPer::new(2, 4, 16), 5001, 10);
+        let other = FlashGeometry::new(4, DiePageCounts::new(2, 4, 16), 5001, 10);
         let refused = Ftl::restore(other, &mut state.as_slice());
-        assert!(matches!(refused, Err(StateError::OtherDrive)));
+        assert!(matches!(refused, Err(FtlStateError::OtherDrive)));
         let cut = Ftl::restore(geometry(), &mut &state[..state.len() - 1]);
-        assert!(matches!(cut, Err(StateError::Read(_))));
+        assert!(matches!(cut, Err(FtlStateError::Read(_))));
     }
 
     /// Any number of it can be any other: it is refused, or the layer goes on.
@@ -280,7 +280,7 @@ mod tests {
             match Ftl::restore(geometry(), &mut damaged.as_slice()) {
                 Err(_) => refused += 1,
                 Ok(ftl) => {
-                    let mut flash = super::super::tests::Nothing;
+                    let mut flash = super::super::tests::NullFlash;
                     let mut ftl = ftl;
                     (0..10_000).for_each(|i| ftl.write(i % 5000, &mut flash));
                 }

@@ -40,7 +40,7 @@ pub enum IoQueueEvent {
     CommandFailed(ErrorEntry),
     /// An event of the drive that concerns all its users.
     Drive(DriveEvent),
-    /// The lease changed without a request of the guest. Its [changes](crate::host::Changes) list how.
+    /// The lease changed without a request of the guest. Its [changes](crate::host::UnreportedChanges) list how.
     Changes,
     /// The process of the function's back end ended or was replaced.
     HostSide(BackendEvent),

@@ -59,24 +59,24 @@ pub enum FunctionChange {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChangeResult {
-    /// Result of [`FunctionChange::AddArgs`].
+    /// Result of [`FunctionChange::Add`].
     Added(FunctionEntry),
-    /// Result of [`FunctionChange::RemoveArgs`].
+    /// Result of [`FunctionChange::Remove`].
     Removed {
         /// The removed function.
         function: FunctionEntry,
         /// Error of the function's end, if any, as text.
         trouble: Option<String>,
     },
-    /// Result of [`FunctionChange::LimitArgs`].
+    /// Result of [`FunctionChange::Limit`].
     Limited(FunctionEntry),
-    /// Result of [`FunctionChange::ResizeArgs`].
+    /// Result of [`FunctionChange::Resize`].
     Resized(FunctionEntry),
-    /// Result of [`FunctionChange::ReserveArgs`].
+    /// Result of [`FunctionChange::Reserve`].
     Reserved(ReservedLease),
-    /// Result of [`FunctionChange::ReloadArgs`].
+    /// Result of [`FunctionChange::Reload`].
     Reloaded(ReloadResult),
-    /// Result of [`FunctionChange::UpgradeArgs`].
+    /// Result of [`FunctionChange::Upgrade`].
     Upgraded {
         /// Process id of the successor.
         process: u32,

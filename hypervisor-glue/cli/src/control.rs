@@ -166,11 +166,11 @@ enum ControlRequest {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum ControlAnswer {
-    /// Answer to [`ControlRequest::StatsArgs`].
+    /// Answer to [`ControlRequest::Stats`].
     Stats(ServerStats),
     /// Answer to [`ControlRequest::Faults`]: the faults of all drives that support injection.
     Faults(Vec<DriveFaults>),
-    /// Answer to [`ControlRequest::ListArgs`].
+    /// Answer to [`ControlRequest::List`].
     List(Vec<FunctionEntry>),
     /// Answer to [`ControlRequest::Log`]: the filter in effect.
     Log(String),

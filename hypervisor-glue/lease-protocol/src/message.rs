@@ -24,7 +24,7 @@ pub const VERSION: u32 = 4;
 
 /// First message of a VMM. All versions have its fields.
 ///
-/// Descriptors: none, or those of [`AttachReply::AttachedLease`] from the previous server, which this one is to replace.
+/// Descriptors: none, or those of [`AttachReply::Attached`] from the previous server, which this one is to replace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttachRequest {
     /// Protocol version of the VMM.
@@ -32,7 +32,7 @@ pub(crate) struct AttachRequest {
     /// The function's option string, with absolute paths.
     #[serde(default)]
     pub(crate) options: String,
-    /// Set if the VMM only requests [`AttachReply::BackendRequestHandler`], and no lease. A server that does not know this field creates a lease,
+    /// Set if the VMM only requests [`AttachReply::Served`], and no lease. A server that does not know this field creates a lease,
     /// which ends with the connection.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) only_asks: bool,
@@ -45,7 +45,7 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Answers to an [`AttachRequest`]: any number of [`Self::QueuedMessages`], then one other.
+/// Answers to an [`AttachRequest`]: any number of [`Self::Waiting`], then one other.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum AttachReply {
@@ -65,7 +65,7 @@ pub(crate) enum AttachReply {
     Attached(Box<AttachedLease>),
 }
 
-/// Number of descriptors of [`AttachReply::AttachedLease`].
+/// Number of descriptors of [`AttachReply::Attached`].
 pub(crate) const PARTS: usize = 3;
 
 /// Number of descriptors after [`PARTS`] that signal the complete end of the server's process: its pidfd, and a pipe.
@@ -239,7 +239,7 @@ impl BackendRequest {
 
 /// Change or query of a vector. The reply is a boolean.
 ///
-/// For [`Self::MarkStoreRequest`], the reply tells whether a signal is pending; for the others, whether a pending one was delivered.
+/// For [`Self::Ask`], the reply tells whether a signal is pending; for the others, whether a pending one was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum VectorChange {

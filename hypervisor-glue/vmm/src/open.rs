@@ -444,7 +444,7 @@ pub fn reserve(
 /// A range with data of another id may have to be wiped first. That ends early when `stop` is set.
 ///
 /// # Errors
-/// [`OpenError::Range`], [`OpenError::ReserveArgs`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
+/// [`OpenError::Range`], [`OpenError::Reserve`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
 pub fn attach(
     options: &FunctionOptions,
     drive: &Arc<Drive>,

@@ -1,6 +1,6 @@
 //! One harness for the checks that boot machines: the programs `e2e` and `lab`.
 //!
-//! It is `libtest-mimic` with four additions: [groups](PollerGroup) of checks that share a machine, [shares](Shard) of all
+//! It is `libtest-mimic` with four additions: [groups](Group) of checks that share a machine, [shares](Shard) of all
 //! groups, several groups at once, and `--once`. Checks that share a machine run one after the other.
 
 use std::error::Error as StdError;
@@ -250,7 +250,7 @@ impl Group {
 }
 
 /// Runs the checks that `options` select, or lists them. At most `most` groups, or checks that are
-/// [apart](PollerGroup::apart), run at once: as many as there are processors, or as `--test-threads` names.
+/// [apart](Group::apart), run at once: as many as there are processors, or as `--test-threads` names.
 pub fn run(options: Options, groups: Vec<Group>, most: usize) -> ExitCode {
     let Options {
         mut tests,

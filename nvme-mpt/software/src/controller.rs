@@ -184,7 +184,7 @@ impl SoftwareController {
     /// Divides the namespace into zones.
     ///
     /// # Errors
-    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::ServerLost`].
+    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub fn zoned(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
         let path = self.medium.path();
         if let Some(path) = path.filter(|path| !path.is_file()) {

@@ -63,7 +63,7 @@ impl DmaWindow {
     /// Except for the pollers, the function must be idle: no register access and no admin command in progress.
     ///
     /// # Errors
-    /// [`DmaError::DieBusyTimes`] if a poller does not adopt a table with bitmaps. The log is off then.
+    /// [`DmaError::Busy`] if a poller does not adopt a table with bitmaps. The log is off then.
     pub fn start_dirty_log(&self) -> Result<(), DmaError> {
         let generation = {
             let mut changes = self.changes();

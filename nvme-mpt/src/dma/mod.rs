@@ -691,7 +691,7 @@ impl DmaWindow {
     /// bytes, which may be 0.
     ///
     /// # Errors
-    /// [`DmaError::PartialUnmap`] if the range cuts a region; nothing is unmapped then. [`DmaError::DieBusyTimes`] if in-flight
+    /// [`DmaError::PartialUnmap`] if the range cuts a region; nothing is unmapped then. [`DmaError::Busy`] if in-flight
     /// commands that use the memory do not finish. New commands cannot use the memory then, but it stays mapped in this process
     /// until the first change after those commands have finished.
     pub fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
@@ -770,7 +770,7 @@ impl DmaWindow {
     /// Unmaps everything. Returns the number of unmapped bytes.
     ///
     /// # Errors
-    /// [`DmaError::DieBusyTimes`] as in [`Self::unmap`].
+    /// [`DmaError::Busy`] as in [`Self::unmap`].
     pub fn unmap_all(&self) -> Result<u64, DmaError> {
         self.unmap(Gpa(0), u64::MAX)
     }

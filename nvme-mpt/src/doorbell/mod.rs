@@ -36,7 +36,7 @@ pub const MAX_QUEUE_PAIRS: u16 = 1024;
 /// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DoorbellMode {
-    /// [`Self::Shadow`] for guests that set up a Doorbell Buffer. For other guests, [`Self::WindowTestIommu`] if the function is in the
+    /// [`Self::Shadow`] for guests that set up a Doorbell Buffer. For other guests, [`Self::Mapped`] if the function is in the
     /// VMM's own process, otherwise [`Self::Shadow`].
     #[default]
     Auto,

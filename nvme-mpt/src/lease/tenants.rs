@@ -30,7 +30,7 @@ pub enum PreviousDataPolicy {
     Kept,
     /// The data is wiped before the lease can be attached.
     Wiped,
-    /// Like [`Self::WipeStats`], and bytes that no lease has held are wiped too, as they may have data of the host. A lease
+    /// Like [`Self::Wiped`], and bytes that no lease has held are wiped too, as they may have data of the host. A lease
     /// by size does not wipe these bytes.
     Erased,
 }

@@ -301,7 +301,7 @@ impl LeaseWriteErrorRecord {
     }
 }
 
-/// Record of whether a lease has [changes](crate::host::Changes) that were not reported to the guest, for the successor
+/// Record of whether a lease has [changes](crate::host::UnreportedChanges) that were not reported to the guest, for the successor
 /// process. It does not say which changes.
 #[derive(Debug)]
 pub struct ChangeRecord(MappedWord64);

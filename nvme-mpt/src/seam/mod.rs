@@ -221,7 +221,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// bytes that were mapped there.
     ///
     /// # Errors
-    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::DieBusyTimes`] if in-flight commands still use the regions
+    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::Busy`] if in-flight commands still use the regions
     /// after `time`.
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError>;
 
@@ -236,7 +236,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Unmaps all regions, as [`Self::unmap`] does.
     ///
     /// # Errors
-    /// [`DmaError::DieBusyTimes`].
+    /// [`DmaError::Busy`].
     fn unmap_all(&self) -> Result<u64, DmaError> {
         self.unmap_all_within(DRAIN_DEADLINE)
     }
@@ -244,7 +244,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Unmaps all regions, as [`Self::unmap_within`] does.
     ///
     /// # Errors
-    /// [`DmaError::DieBusyTimes`].
+    /// [`DmaError::Busy`].
     fn unmap_all_within(&self, time: Duration) -> Result<u64, DmaError> {
         self.unmap_within(Gpa(0), u64::MAX, time)
     }
@@ -252,7 +252,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Starts to log the pages written by commands and through [`SharedParts::memory`].
     ///
     /// # Errors
-    /// [`DmaError::DieBusyTimes`] if in-flight commands do not finish.
+    /// [`DmaError::Busy`] if in-flight commands do not finish.
     fn start_dirty_log(&self) -> Result<(), DmaError>;
 
     /// Takes the pages written since the previous call.
@@ -333,7 +333,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     fn end_silent_doorbells(&self);
 
     /// Watches the doorbells of the admin queue until the next reset, if doorbells are untrapped. With
-    /// [`DoorbellMode::Mapped`](crate::DoorbellMode::WindowTestIommu), doorbells are untrapped from the start.
+    /// [`DoorbellMode::Mapped`](crate::DoorbellMode::Mapped), doorbells are untrapped from the start.
     ///
     /// # Errors
     /// Returns the kernel's error if no poller can be started. If the back end's process is gone and a successor is awaited,

@@ -474,7 +474,7 @@ impl NvmeFunction {
     /// Stops all work and flushes the drive, within 30 seconds in all. Call it last, before the function is dropped.
     ///
     /// # Errors
-    /// [`EndError::DieBusyTimes`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease lives
+    /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease lives
     /// until both are done.
     pub fn end(&mut self) -> Result<(), EndError> {
         let deadline = self.deadline();
@@ -540,7 +540,7 @@ impl NvmeFunction {
     /// power-on addresses. Returns the number of bytes that were mapped.
     ///
     /// # Errors
-    /// [`DmaError::DieBusyTimes`] if commands are still in flight. They keep the memory mapped, but no new command can reach it.
+    /// [`DmaError::Busy`] if commands are still in flight. They keep the memory mapped, but no new command can reach it.
     pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
         let deadline = self.access_deadline();
         drop(self.reset_by(&deadline));

@@ -126,7 +126,7 @@ impl ServerPersistence {
     /// [`Self::take_drive_back`].
     ///
     /// # Errors
-    /// [`PersistenceError::DiscardingFdStore`].
+    /// [`PersistenceError::Keeper`].
     pub(crate) fn open_drive(
         &self,
         path: &str,

@@ -396,7 +396,7 @@ impl ServerPersistence {
     /// Waits until the old server has ended.
     ///
     /// # Errors
-    /// [`PersistenceError::PredecessorProcess`] with the kernel's error.
+    /// [`PersistenceError::Predecessor`] with the kernel's error.
     pub(crate) fn await_predecessor(&self) -> Result<(), PersistenceError> {
         match &self.leaving {
             Some(leaving) => Ok(leaving.await_end().map_err(PredecessorError::from)?),
@@ -593,7 +593,7 @@ impl ServerPersistence {
     /// Returns the memory file of the drive `memory:BYTES`. A new one is empty.
     ///
     /// # Errors
-    /// [`PersistenceError::MappedMemoryKey`], [`PersistenceError::DiscardingFdStore`].
+    /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
     pub(crate) fn memory(&self, bytes: u64) -> Result<MemoryFile, PersistenceError> {
         let mut state = self.state();
         if let Some(file) = state.memory.get(&bytes) {
@@ -612,7 +612,7 @@ impl ServerPersistence {
     /// server's file. Later calls return a new file, as reopening a drive clears its recorded faults.
     ///
     /// # Errors
-    /// [`PersistenceError::MappedMemoryKey`], [`PersistenceError::DiscardingFdStore`].
+    /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
     pub(crate) fn faults(&self, path: &DrivePath) -> Result<MemoryFile, PersistenceError> {
         let mut state = self.state();
         let name = faults_name(path);

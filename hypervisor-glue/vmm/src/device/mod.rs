@@ -245,7 +245,7 @@ impl FunctionDevice {
     /// [`Self::map_vmm_memory`] for it.
     ///
     /// # Errors
-    /// [`DeviceError::MappedMemoryKey`], [`DeviceError::HandedOverFunction`].
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_memory(&self, memory: MemoryRegion) -> Result<(), DeviceError> {
         self.map_by(|host| host.map(memory))
     }
@@ -257,7 +257,7 @@ impl FunctionDevice {
     /// maps the file.
     ///
     /// # Errors
-    /// [`DeviceError::MappedMemoryKey`], [`DeviceError::HandedOverFunction`].
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_vmm_memory(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DeviceError> {
         self.map_by(|host| host.map_in_place(memory, own))
     }
@@ -276,7 +276,7 @@ impl FunctionDevice {
     /// Removes guest memory. When this returns, the function does not access it.
     ///
     /// # Errors
-    /// [`DeviceError::MappedMemoryKey`], [`DeviceError::HandedOverFunction`].
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn unmap_memory(&self, gpa: Gpa, len: u64) -> Result<u64, DeviceError> {
         match &*self.shared.slot() {
             DeviceSlot::Function(state) => Ok(state.function.host().unmap(gpa, len)?),
@@ -289,7 +289,7 @@ impl FunctionDevice {
     /// memory, and none of its memory is mapped into the guest. The slot is empty, and the drive and its lease are released.
     ///
     /// # Errors
-    /// [`DeviceError::Panicked`], [`DeviceError::MappedMemoryKey`], [`DeviceError::LeaseEndCause`]; the function is removed nevertheless. Commands
+    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; the function is removed nevertheless. Commands
     /// that did not end within 30 seconds keep the guest's memory and the lease until they have.
     pub fn stop(&self) -> Result<(), DeviceError> {
         let Some(thread) = lock(&self.thread).take() else {

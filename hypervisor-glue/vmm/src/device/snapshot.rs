@@ -61,7 +61,7 @@ impl FunctionDevice {
     /// The VMM must copy all memory after this call.
     ///
     /// # Errors
-    /// [`DeviceError::MappedMemoryKey`] if commands in flight do not complete, [`DeviceError::HandedOverFunction`].
+    /// [`DeviceError::Memory`] if commands in flight do not complete, [`DeviceError::HandedOver`].
     pub fn start_dirty_log(&self) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
             DeviceSlot::Function(state) => Ok(state.function.host().start_dirty_log()?),
@@ -74,7 +74,7 @@ impl FunctionDevice {
     /// complete once the function is paused.
     ///
     /// # Errors
-    /// [`DeviceError::MappedMemoryKey`] if the log is not active.
+    /// [`DeviceError::Memory`] if the log is not active.
     pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DeviceError> {
         match &mut *self.shared.slot() {
             DeviceSlot::Function(state) => Ok(state.function.host().take_dirty_pages()?),
@@ -99,7 +99,7 @@ impl FunctionDevice {
     /// BARs that moved: the VMM must forward accesses at their new addresses.
     ///
     /// # Errors
-    /// [`DeviceError::Restore`]: the function is unchanged, or as after power-on. [`DeviceError::HandedOverFunction`],
+    /// [`DeviceError::Restore`]: the function is unchanged, or as after power-on. [`DeviceError::HandedOver`],
     /// [`DeviceError::Empty`].
     pub fn restore(&self, saved: &FunctionSnapshot) -> Result<Vec<BarMove>, DeviceError> {
         let mut slot = self.shared.slot();

@@ -208,7 +208,7 @@ impl FunctionConfig {
     /// From the values of keys, which `get` knows.
     ///
     /// # Errors
-    /// [`OptionError::MissingBytes`] without a path, and [`OptionError::MetricValue`] for what is no number. All
+    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for what is no number. All
     /// else is looked at by [`Self::options`].
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
         let path = get("path").ok_or(NO_PATH)?;
@@ -273,7 +273,7 @@ impl FunctionConfig {
     /// a server has the drive.
     ///
     /// # Errors
-    /// [`OptionError::MetricValue`] if the path names no drive.
+    /// [`OptionError::Value`] if the path names no drive.
     pub fn files(&self) -> Result<Vec<(PathBuf, bool)>, OptionError> {
         let path = Some(self.path.clone());
         let mut files = vec![(self.state_dir.clone(), true)];

@@ -188,7 +188,7 @@ impl FunctionOptions {
     /// Refuses limits that are too low for drivers. A function that is there already keeps those that it has.
     ///
     /// # Errors
-    /// [`OptionError::MetricValue`].
+    /// [`OptionError::Value`].
     pub fn check_rates(&self) -> Result<(), OptionError> {
         check_bandwidth(self.rates.bandwidth)
     }

@@ -131,7 +131,7 @@ impl RateChange {
     /// Refuses a limit of bytes that is too low for drivers.
     ///
     /// # Errors
-    /// [`OptionError::MetricValue`].
+    /// [`OptionError::Value`].
     pub(super) fn check_bandwidth(&self) -> Result<(), OptionError> {
         check_bandwidth(self.bandwidth.flatten())
     }
@@ -139,7 +139,7 @@ impl RateChange {
     /// Refuses a change that means nothing for a drive, or whose limit of bytes is too low for drivers.
     ///
     /// # Errors
-    /// [`OptionError::Meaningless`], [`OptionError::MetricValue`].
+    /// [`OptionError::Meaningless`], [`OptionError::Value`].
     pub fn check(&self, path: &DrivePath) -> Result<(), OptionError> {
         self.check_bandwidth()?;
         match (self.weight, path) {

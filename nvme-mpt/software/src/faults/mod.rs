@@ -247,7 +247,7 @@ impl FaultInjector {
     /// Adds faults.
     ///
     /// # Errors
-    /// [`FaultError::FaultByteRange`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`], [`FaultError::TooMany`] and
+    /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`], [`FaultError::TooMany`] and
     /// [`FaultError::Kept`]. On an error, no fault is added.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);

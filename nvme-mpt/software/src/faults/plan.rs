@@ -471,7 +471,7 @@ impl FaultPlan {
     /// Parses a plan. `origin` names the source of the text in errors.
     ///
     /// # Errors
-    /// `FaultError::Syntax`, [`FaultError::MetricValue`], [`FaultError::Field`], [`FaultError::TooMany`], and
+    /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`], [`FaultError::TooMany`], and
     /// [`FaultError::NotBuilt`] without the feature `toml`.
     pub fn parse(origin: &str, text: &str) -> Result<Self, FaultError> {
         let written = WrittenPlan::read(origin, text)?;

@@ -210,7 +210,7 @@ impl KeyValueController {
     /// as its capacity.
     ///
     /// # Errors
-    /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::FaultInjector`].
+    /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::Faults`].
     pub fn file(
         path: &Path,
         profile: &KvProfile,

@@ -320,7 +320,7 @@ impl DriveProfile {
     /// Parses a profile. `origin` names the source of the text in errors.
     ///
     /// # Errors
-    /// `ProfileError::Syntax`, [`ProfileError::MetricValue`], and [`ProfileError::NotBuilt`] without the feature `toml`.
+    /// `ProfileError::Syntax`, [`ProfileError::Value`], and [`ProfileError::NotBuilt`] without the feature `toml`.
     pub fn parse(origin: &str, text: &str) -> Result<Self, ProfileError> {
         let profile = Self::read(origin, text)?;
         let checks = match &profile {

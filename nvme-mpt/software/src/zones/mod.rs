@@ -162,7 +162,7 @@ impl DriveZones {
     /// Divides a drive into zones. `file` is the drive's file, or `None` for a drive in memory.
     ///
     /// # Errors
-    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::ServerLost`].
+    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub(super) fn new(
         profile: &ZnsProfile,
         namespace: &HostNamespace,
@@ -242,7 +242,7 @@ impl DriveZones {
     /// Returns the zones of a lease, with a proportional share of the open and active resources, but at least one of each.
     ///
     /// # Errors
-    /// [`ZoneError::NotWholeZones`] and [`ZoneError::ServerLost`].
+    /// [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub(super) fn lease(&self, range: BlockRange) -> Result<LeasedZones, ZoneError> {
         let ZoneGeometry { size, .. } = self.geometry;
         for (part, blocks) in [("start", range.start.0), ("length", range.blocks)] {
@@ -356,7 +356,7 @@ impl LeasedZones {
         ZonedCommands::describe(&self.format)
     }
 
-    /// Reports zones that change on the drive's initiative to `events` ([`Event::Changes`]).
+    /// Reports zones that change on the drive's initiative to `events` ([`IoQueueEvent::Changes`]).
     pub fn subscribe(&self, events: &Arc<EventQueue>) {
         self.lock().listener = Arc::downgrade(events);
     }
@@ -386,7 +386,7 @@ impl LeasedZones {
     /// Compares the states with their stored copies. Takes no longer than a report of all zones.
     ///
     /// # Errors
-    /// [`ZoneError::ServerLost`].
+    /// [`ZoneError::Lost`].
     pub(crate) fn check(&self) -> Result<(), ZoneError> {
         #[cfg(test)]
         CHECKS.set(CHECKS.get() + 1);

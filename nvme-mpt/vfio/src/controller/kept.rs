@@ -92,7 +92,7 @@ impl PredecessorIommu {
     /// Reads what another process has given to its [keeper](DescriptorStore).
     ///
     /// # Errors
-    /// [`ControllerError::HandOver`] for anything else; [`ControllerError::MappedMemoryKey`] for a table that does not hold.
+    /// [`ControllerError::HandOver`] for anything else; [`ControllerError::Memory`] for a table that does not hold.
     pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
         let mut descriptors = descriptors.into_iter();
         let missing = ControllerError::HandOver("the table of its mappings is missing");

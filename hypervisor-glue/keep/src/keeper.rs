@@ -111,9 +111,10 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
 /// - the process ended with 0, or with 2 (wrong arguments), or
 /// - no process of the command was ever ready (`READY=1`).
 ///
-/// Otherwise, the command is restarted: at once after its first death within a minute, then after [`SuperviseOptions::first_delay`],
-/// and after twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before a
-/// restart, the keeper ends former main processes by SIGKILL, so that two never run at the same time.
+/// Otherwise, the command is restarted: at once after its first death within a minute, then after
+/// [`SuperviseOptions::first_delay`], and after twice the time for each further death, up to 5 s. A main process names its
+/// successor by `MAINPID=`. Before a restart, the keeper ends former main processes by SIGKILL, so that two never run at the
+/// same time.
 ///
 /// Call this in a process whose other threads block these signals, before it starts any other process. The keeper blocks
 /// signals, adopts orphans, collects all children, sets close-on-exec for all descriptors, and raises `RLIMIT_NOFILE` to its

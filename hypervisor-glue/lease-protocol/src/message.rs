@@ -32,8 +32,8 @@ pub(crate) struct AttachRequest {
     /// The function's option string, with absolute paths.
     #[serde(default)]
     pub(crate) options: String,
-    /// Set if the VMM only requests [`AttachReply::Served`], and no lease. A server that does not know this field creates a lease,
-    /// which ends with the connection.
+    /// Set if the VMM only requests [`AttachReply::Served`], and no lease. A server that does not know this field creates a
+    /// lease, which ends with the connection.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) only_asks: bool,
     /// Set if the VMM waits for the [`SIGNS`] of the server's end. A server that does not know this field sends none.
@@ -125,7 +125,7 @@ impl AttachedLease {
     }
 }
 
-/// Request to call one method of [`HostSide`](nvme_mpt::ControllerBackend). The reply is the method's result.
+/// Request to call one method of [`ControllerBackend`](nvme_mpt::ControllerBackend). The reply is the method's result.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum BackendRequest {
@@ -251,8 +251,8 @@ pub(crate) enum VectorChange {
     Clear,
 }
 
-/// Reply to [`BackendRequest::IoDoorbells`]. Descriptors: the wakers of new pollers, in the order of [`Self::new_bells`]. If there are
-/// [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) of them, doorbells may be missing, and the VMM asks again.
+/// Reply to [`BackendRequest::IoDoorbells`]. Descriptors: the wakers of new pollers, in the order of [`Self::new_bells`]. If
+/// there are [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) of them, doorbells may be missing, and the VMM asks again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct IoDoorbellsReply {
     pub(crate) are_buffered: bool,

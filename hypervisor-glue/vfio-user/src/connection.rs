@@ -1,7 +1,7 @@
 //! Conversion between a byte stream and messages.
 //!
-//! [`MessageReader`] never reads past the present message. That costs a second system call for a message with a payload. In return,
-//! file descriptors belong to the message whose bytes they came with, however the client splits its stream.
+//! [`MessageReader`] never reads past the present message. That costs a second system call for a message with a payload. In
+//! return, file descriptors belong to the message whose bytes they came with, however the client splits its stream.
 
 use std::io;
 use std::os::fd::OwnedFd;

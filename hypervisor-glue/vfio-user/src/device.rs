@@ -71,8 +71,8 @@ pub trait VfioUserDevice {
     /// reports it; another process may hold the socket by now.
     fn connected(&mut self, _process: Option<ClientProcess>) {}
 
-    /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`Journal`](crate::RequestLog) calls this
-    /// for each accepted client before reading from it. The device releases the socket when the client is
+    /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`RequestLog`](crate::RequestLog)
+    /// calls this for each accepted client before reading from it. The device releases the socket when the client is
     /// [gone](VfioUserDevice::disconnected).
     ///
     /// # Errors
@@ -83,7 +83,7 @@ pub trait VfioUserDevice {
     }
 
     /// Returns the state for the successor process, if it has changed since the last call. A server with a
-    /// [`Journal`](crate::RequestLog) calls this after each request. The state has at most
+    /// [`RequestLog`](crate::RequestLog) calls this after each request. The state has at most
     /// [`MAX_DEVICE_STATE`](crate::MAX_DEVICE_STATE) bytes.
     ///
     /// The successor creates the device from these bytes and repeats the request that followed. So all effects of a request
@@ -92,12 +92,13 @@ pub trait VfioUserDevice {
         None
     }
 
-    /// Notes that the state which [`save`](VfioUserDevice::save) returned last is stored. Earlier states, and files that only they
-    /// refer to, are no longer needed.
+    /// Notes that the state which [`save`](VfioUserDevice::save) returned last is stored. Earlier states, and files that only
+    /// they refer to, are no longer needed.
     fn saved(&mut self) {}
 
-    /// Handles the end of the connection. The device must remove all DMA regions, as by [`dma_unmap`](VfioUserDevice::dma_unmap), and
-    /// close all eventfds. It keeps the rest of its state (section Client Disconnection).
+    /// Handles the end of the connection. The device must remove all DMA regions, as by
+    /// [`dma_unmap`](VfioUserDevice::dma_unmap), and close all eventfds. It keeps the rest of its state (section Client
+    /// Disconnection).
     fn disconnected(&mut self);
 }
 

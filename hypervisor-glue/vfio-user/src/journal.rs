@@ -12,8 +12,8 @@
 //! way: a head points to it.
 //!
 //! The file's *position* belongs to the open file description, which all processes share through the kept descriptor.
-//! [`RequestLog::send`] advances it by the number of bytes that the socket accepts. So the position shows how much of a reply was
-//! sent.
+//! [`RequestLog::send`] advances it by the number of bytes that the socket accepts. So the position shows how much of a reply
+//! was sent.
 //!
 //! # 2 MiB for each reply
 //!

@@ -29,8 +29,8 @@
 //! cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the message is complete, and
 //! blocks only itself.
 //!
-//! If a process ends between accept(2) and [`VfioUserDevice::keep_client`], the connection is lost. The client has had no answer then,
-//! and finds the connection closed.
+//! If a process ends between accept(2) and [`VfioUserDevice::keep_client`], the connection is lost. The client has had no
+//! answer then, and finds the connection closed.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;

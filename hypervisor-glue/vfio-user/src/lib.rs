@@ -1,8 +1,9 @@
 //! A vfio-user server: offers an emulated PCI function to a VMM over a UNIX socket.
 //!
 //! The protocol is QEMU's `docs/interop/vfio-user.rst`, version 0.1; section names in this crate refer to that document.
-//! [`VfioUserServer`] listens, one [`VfioUserSession`] serves one client, and the client's requests reach a [`VfioUserDevice`]. The crate does not
-//! depend on the kind of device: the device maps the client's memory, raises interrupts and emulates registers.
+//! [`VfioUserServer`] listens, one [`VfioUserSession`] serves one client, and the client's requests reach a [`VfioUserDevice`].
+//! The crate does not depend on the kind of device: the device maps the client's memory, raises interrupts and emulates
+//! registers.
 //!
 //! # Example
 //!

@@ -37,8 +37,8 @@ impl Default for SocketAccess {
 
 /// Listening UNIX socket with its file.
 ///
-/// [`Server`](crate::VfioUserServer) contains one. It is public for programs that offer other sockets by the same rules. The file
-/// replaces only the file of a dead server, and is removed with the listener.
+/// [`VfioUserServer`](crate::VfioUserServer) contains one. It is public for programs that offer other sockets by the same
+/// rules. The file replaces only the file of a dead server, and is removed with the listener.
 #[derive(Debug)]
 pub struct SocketListener {
     socket: UnixListener,

@@ -180,10 +180,12 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
 
     /// Continues for a process that has ended or has [left](Self::leave).
     ///
-    /// `device` is created from the [record](crate::RequestLogContents::device) of the journal. `stream` is the client's socket, if the
-    /// device [kept](VfioUserDevice::keep_client) one. A request that was being answered is completed by the event loop.
+    /// `device` is created from the [record](crate::RequestLogContents::device) of the journal. `stream` is the client's
+    /// socket, if the device [kept](VfioUserDevice::keep_client) one. A request that was being answered is completed by the
+    /// event loop.
     ///
-    /// - If a client was connected and there is no socket, the client is gone: the device is [told](VfioUserDevice::disconnected).
+    /// - If a client was connected and there is no socket, the client is gone: the device is
+    ///   [told](VfioUserDevice::disconnected).
     /// - If there is a socket, but no client in the journal, it is a new client's, unless it is closed. [`Self::is_connected`]
     ///   says whether it is in use.
     ///

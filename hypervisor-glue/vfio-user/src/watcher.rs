@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use event_manager::{EventOps, Events};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-/// Event loop that watches sockets for a [`Server`](crate::VfioUserServer).
+/// Event loop that watches sockets for a [`VfioUserServer`](crate::VfioUserServer).
 pub trait SocketWatcher {
     /// Starts to watch `fd`: each of `events` is reported with `token`.
     ///

@@ -1,8 +1,8 @@
 //! The control thread of a function, independent of its transport.
 //!
 //! Each function has one control thread. It carries out admin commands and reports events to the guest, so that a slow admin
-//! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`ControlLoopHandler`] is the transport's
-//! work in one turn of the loop.
+//! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`ControlLoopHandler`] is the
+//! transport's work in one turn of the loop.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};

@@ -299,7 +299,7 @@ impl<'a> Lanes<'a> {
     }
 }
 
-/// Runs steps in their order, by their [lanes](FileFastLanes). Returns the outcomes in the order of the steps.
+/// Runs steps in their order, by their [lanes](Lanes). Returns the outcomes in the order of the steps.
 fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usize) -> Vec<Outcome> {
     let run = |steps: Placed<'_>| -> Vec<(usize, Outcome)> {
         let steps = steps.into_iter();

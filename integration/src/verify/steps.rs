@@ -333,7 +333,8 @@ fn loom(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// The seeds that failed once, and others. With `--full`, twenty thousand of these, and lints of what is built for simulations alone.
+/// The seeds that failed once, and others. With `--full`, twenty thousand of these, and lints of what is built for simulations
+/// alone.
 fn simulate(context: &mut Context) -> Result<(), VerifyError> {
     let full = context.options.full;
     let mut command = context.cargo(&["simulate", "--regressions"]);

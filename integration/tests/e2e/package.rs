@@ -140,7 +140,8 @@ fn await_servers(guest: &Guest, count: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The service is refused an image that it could use by its unit and by modes, until its file has a rule and it is started anew.
+/// The service is refused an image that it could use by its unit and by modes, until its file has a rule and it is started
+/// anew.
 fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
     let check = |script: &str| guest.check(script, PATIENCE);
     check(

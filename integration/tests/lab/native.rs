@@ -148,8 +148,8 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Kills servers of a slow physical drive, each while a function elsewhere has reads in flight, whose guest resets its controller.
-/// The kernel takes a server's memory and sockets down before it closes the drive.
+/// Kills servers of a slow physical drive, each while a function elsewhere has reads in flight, whose guest resets its
+/// controller. The kernel takes a server's memory and sockets down before it closes the drive.
 pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
     /// Memory that the kernel takes back before the drive's descriptors close.
     const LARGE: &str = "600M";

@@ -4,11 +4,11 @@
 //!
 //! - [`Mapping`] is a range of guest memory or of a device's registers. Lost memory (a truncated file, a removed drive)
 //!   is replaced by zeroes or ones instead of raising SIGBUS.
-//! - [`RawBytes`], [`RawWords`], [`MappedWord32`], [`MappedWord64`], [`SharedWords`] and [`MappedRegisters`] read and write bytes and
-//!   words of a mapping.
+//! - [`RawBytes`], [`RawWords`], [`MappedWord32`], [`MappedWord64`], [`SharedWords`] and [`MappedRegisters`] read and write
+//!   bytes and words of a mapping.
 //! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and [`HostCompletionRing`]
-//!   are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of both. [`CompletionCredit`] is the permit to fill an
-//!   entry of a Completion Queue.
+//!   are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of both. [`CompletionCredit`] is the permit to fill
+//!   an entry of a Completion Queue.
 //! - [`SlotRecords`] records the commands in flight, in memory that outlives the writing process.
 //! - [`crash`] counts crashes of the process for the work that caused them.
 //! - [`sync`] has locks, channels, atomics and threads, and [`files`] the file operations of the ledger. A simulator

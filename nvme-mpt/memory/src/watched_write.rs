@@ -2,8 +2,8 @@
 //!
 //! A process with an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one
 //! open file description. A write then blocks until that process reads. No flag of the write prevents this: eventfds do
-//! not support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::EventfdNotifier) never
-//! blocks, but takes three times as long.
+//! not support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`EventfdNotifier`](super::notifier::EventfdNotifier)
+//! never blocks, but takes three times as long.
 //!
 //! So a thread records when it starts a write, and a watcher thread interrupts a write that has not returned after some
 //! milliseconds. It sends a signal with an empty handler, so the write fails with `EINTR`. A thread that was only

@@ -115,8 +115,8 @@ impl SoftwareController {
     /// Creates a drive in a memory file, which a successor process can take over.
     ///
     /// # Errors
-    /// Returns the kernel's error if the file cannot be mapped, or if there is too little memory for [`MemoryAllocationTime::AtOnce`].
-    /// Returns [`io::ErrorKind::InvalidInput`] if the file is shorter than `bytes`.
+    /// Returns the kernel's error if the file cannot be mapped, or if there is too little memory for
+    /// [`MemoryAllocationTime::AtOnce`]. Returns [`io::ErrorKind::InvalidInput`] if the file is shorter than `bytes`.
     pub fn memory_file(
         file: &OwnedFd,
         bytes: u64,

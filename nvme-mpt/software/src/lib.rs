@@ -1,13 +1,13 @@
 //! NVMe drives in software: host controllers that run in this process, for tests and for hosts without a spare drive.
 //!
-//! A [`SoftwareController`] stores logical blocks in a backing store ([`BackingStore`]): memory, a file, or a null store that keeps
-//! no data. Between the guest and the backing store, commands pass optional layers: [zones], [faults] and a timing [model].
-//! Drives of [keys and values](key_value) have a separate host controller.
+//! A [`SoftwareController`] stores logical blocks in a backing store ([`BackingStore`]): memory, a file, or a null store that
+//! keeps no data. Between the guest and the backing store, commands pass optional layers: [zones], [faults] and a timing
+//! [model]. Drives of [keys and values](key_value) have a separate host controller.
 //!
 //! # Example: a store
 //!
-//! A backing store implements [`BackingStore`], and [`CommandExecutor`] for the queues that execute its commands. Every byte of this example
-//! reads as the letter A, and writes fail:
+//! A backing store implements [`BackingStore`], and [`CommandExecutor`] for the queues that execute its commands. Every byte of
+//! this example reads as the letter A, and writes fail:
 //!
 //! ```
 //! use std::io;

@@ -5,9 +5,9 @@
 //! write, the written data would be lost. If a mark ended before the data is durable, old data could be read. So the data
 //! becomes durable first, and then the mark is removed.
 //!
-//! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once ([`LeaseMarkRegistration::store`]),
-//! for all commands that wait then. If the store fails, these commands fail, and the marks in memory are reset to the stored
-//! marks.
+//! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once
+//! ([`LeaseMarkRegistration::store`]), for all commands that wait then. If the store fails, these commands fail, and the marks
+//! in memory are reset to the stored marks.
 //!
 //! Each lease has its own limit of marks, so a guest cannot exhaust the marks of another.
 

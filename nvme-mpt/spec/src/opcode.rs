@@ -68,7 +68,7 @@ open_enum! {
         LIST = 0x06, "List";
         DELETE = 0x10, "Delete";
         EXIST = 0x14, "Exist";
-        /// Vendor specific: several operations in one command ([`Batch`](crate::key_value::KvBatchCommand)).
+        /// Vendor specific: several operations in one command ([`KvBatchCommand`](crate::key_value::KvBatchCommand)).
         BATCH = 0x85, "Batch";
     }
 }

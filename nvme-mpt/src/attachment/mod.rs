@@ -469,8 +469,8 @@ impl LocalBackend {
         self.lease().let_go();
     }
 
-    /// Leaves the [spare descriptions](SpareDescriptorStore) of the lease with their keeper when this attachment ends, because the
-    /// function continues later in this process or in a successor.
+    /// Leaves the [spare descriptions](SpareDescriptorStore) of the lease with their keeper when this attachment ends, because
+    /// the function continues later in this process or in a successor.
     pub fn leave_spare(&self) {
         if let Some(spare) = &self.holding.spare {
             spare.stay();

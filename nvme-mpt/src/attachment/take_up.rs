@@ -18,8 +18,8 @@ impl LocalBackend {
     /// VMM has unmapped still waits for their memory.
     ///
     /// # Errors
-    /// [`BackendStateError::Invalid`], [`BackendStateError::NotEmpty`] and [`BackendStateError::Queue`]. No queues exist then, and the in-flight
-    /// tracking is unchanged.
+    /// [`BackendStateError::Invalid`], [`BackendStateError::NotEmpty`] and [`BackendStateError::Queue`]. No queues exist then,
+    /// and the in-flight tracking is unchanged.
     pub(super) fn take_up(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
         let mut queues = self.queues();
         if !queues.cqs.is_empty() {

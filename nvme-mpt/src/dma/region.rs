@@ -183,7 +183,7 @@ pub(super) struct GuestMemoryPart {
     pub(super) gpa: u64,
     /// Length in bytes.
     pub(super) len: u64,
-    /// A device's rights to read and to write the memory, indexed by [`Direction`](super::DmaDirection).
+    /// A device's rights to read and to write the memory, indexed by [`DmaDirection`](super::DmaDirection).
     pub(super) rights: [bool; 2],
     pub(super) file: Arc<GuestFile>,
     /// Offset in the file's mapping.

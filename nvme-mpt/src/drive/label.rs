@@ -115,8 +115,8 @@ impl DriveLabel {
         (kind == extent::NAMED).then_some(label)
     }
 
-    /// Returns the identity of the drive: the label over the bytes that the identity `of` names, as far as leases may have them.
-    /// The drive was given its label while it had the names of `of`.
+    /// Returns the identity of the drive: the label over the bytes that the identity `of` names, as far as leases may have
+    /// them. The drive was given its label while it had the names of `of`.
     #[must_use]
     pub fn identity(&self, of: DriveIdentityRef<'_>, bytes: u64) -> DriveIdentity {
         let formerly = of.formerly.iter().map(String::as_str).chain([of.name]);

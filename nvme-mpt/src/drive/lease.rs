@@ -141,8 +141,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = record;
     }
 
-    /// Opens a spare description of each file that the lease writes, for a [keeper](super::SpareDescriptorStore). The lease keeps
-    /// copies, and asks them when a VMM connects. Empty for a lease whose writes are in no file, or in one that may hold
+    /// Opens a spare description of each file that the lease writes, for a [keeper](super::SpareDescriptorStore). The lease
+    /// keeps copies, and asks them when a VMM connects. Empty for a lease whose writes are in no file, or in one that may hold
     /// up the process that closes it.
     ///
     /// # Errors

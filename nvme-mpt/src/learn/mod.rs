@@ -14,10 +14,11 @@
 //! # Contract
 //! - **Pure.** A decision depends only on the inputs. Nothing here reads a clock, sleeps, yields, locks or allocates: the
 //!   caller measures, and passes [`Ticks`](crate::clock::Ticks).
-//! - **Clock.** All times are ticks of one clock, whose [`Rate`](crate::clock::TickRate) is given at creation. Tests and
+//! - **Clock.** All times are ticks of one clock, whose [`TickRate`](crate::clock::TickRate) is given at creation. Tests and
 //!   simulations pass [`Rate::NANOSECOND`](crate::clock::TickRate::NANOSECOND).
 //! - **Fixed alternative.** With [`PolicyChoice::Fixed`], inputs change nothing, and the decision is the constant above.
-//! - **Switch.** [`AdaptivePolicies`] has a choice for each policy. An operator writes the names, as in `fixed=moderation+doorbells`.
+//! - **Switch.** [`AdaptivePolicies`] has a choice for each policy. An operator writes the names, as in
+//!   `fixed=moderation+doorbells`.
 //! - **Worth.** `docs/performance.md` compares each policy with its fixed alternative. A policy without benefit is deleted.
 
 mod budget;

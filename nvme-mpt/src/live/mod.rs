@@ -301,8 +301,8 @@ impl LeaseWriteErrorRecord {
     }
 }
 
-/// Record of whether a lease has [changes](crate::host::UnreportedChanges) that were not reported to the guest, for the successor
-/// process. It does not say which changes.
+/// Record of whether a lease has [changes](crate::host::UnreportedChanges) that were not reported to the guest, for the
+/// successor process. It does not say which changes.
 #[derive(Debug)]
 pub struct ChangeRecord(MappedWord64);
 

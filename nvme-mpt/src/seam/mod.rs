@@ -1,7 +1,7 @@
 //! Interface between a function and the back end that does its I/O.
 //!
 //! A function implements registers, configuration space and admin commands. For everything else it calls [`ControllerBackend`].
-//! In a single process, [`Attachment`](crate::LocalBackend) implements the trait by direct calls.
+//! In a single process, [`LocalBackend`](crate::LocalBackend) implements the trait by direct calls.
 //!
 //! If the back end is another process, the implementation in the function's process sends messages. For this reason,
 //! arguments and results are numbers, guest addresses, plain structs and descriptors, and timeouts are durations. I/O
@@ -85,7 +85,8 @@ pub struct LeaseStatus {
 pub struct SharedParts {
     /// Doorbell registers. The function and the guest store to them; the pollers load them.
     pub doorbells: Arc<DoorbellPage>,
-    /// Readable while [`ControllerBackend::take_events`] has events. The function signals the eventfd too, to wake its own thread.
+    /// Readable while [`ControllerBackend::take_events`] has events. The function signals the eventfd too, to wake its own
+    /// thread.
     pub events: Arc<EventFd>,
     /// The VM's memory, in which the function accesses the admin queue. Changes with [`ControllerBackend::map`] and
     /// [`ControllerBackend::unmap`].

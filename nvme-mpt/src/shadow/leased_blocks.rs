@@ -160,7 +160,8 @@ impl LeasedBlocks {
     /// Returns the host LBA of the first of `count` blocks, if they are contiguous at the host. `count` must fit in 48 bits.
     ///
     /// # Errors
-    /// LBA Out of Range if a block is not leased; [`UntranslatedCommand::InParts`] if the blocks are not contiguous at the host.
+    /// LBA Out of Range if a block is not leased; [`UntranslatedCommand::InParts`] if the blocks are not contiguous at the
+    /// host.
     #[inline(always)]
     pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, UntranslatedCommand> {
         let offset = self.offset_in_unit(slba);

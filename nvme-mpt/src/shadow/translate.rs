@@ -107,8 +107,8 @@ impl CommandTranslator {
         }
     }
 
-    /// Translates a command that is executed [in parts](UntranslatedCommand::InParts). The result keeps the LBAs of the lease and
-    /// may exceed the host controller's limits. It is never submitted itself; its parts are made from it.
+    /// Translates a command that is executed [in parts](UntranslatedCommand::InParts). The result keeps the LBAs of the lease
+    /// and may exceed the host controller's limits. It is never submitted itself; its parts are made from it.
     ///
     /// # Errors
     /// As [`Self::translate`].

@@ -3,8 +3,8 @@
 //!
 //! The first byte of the input chooses the logical block size, the number of regions and commands, the command
 //! set, and whether the lease is one extent or two. Zones are empty at first, and there are no keys. A drive that a Batch
-//! stored keys on is made anew. Each region has four bytes: its first page, its length, and what a device may do with it. Each command has
-//! 64 bytes. The rest is the content of the regions, one after the other.
+//! stored keys on is made anew. Each region has four bytes: its first page, its length, and what a device may do with it. Each
+//! command has 64 bytes. The rest is the content of the regions, one after the other.
 //!
 //! Each command completes once, with its identifier and a status that the specification has for it. One
 //! that succeeds lies in the lease. A region that a device may not write stays as it was. So do another

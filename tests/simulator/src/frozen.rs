@@ -128,7 +128,8 @@ impl Frozen {
     }
 }
 
-/// Returns a driver whose doorbells are registers, which wake pollers: others are looked at a million times in the time of a world.
+/// Returns a driver whose doorbells are registers, which wake pollers: others are looked at a million times in the time of a
+/// world.
 fn patient_persona(rng: &mut Rng) -> Persona {
     match any_persona(rng) {
         Persona::Linux | Persona::Spdk | Persona::Libvfn => Persona::FreeBsd,

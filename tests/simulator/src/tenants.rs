@@ -2,7 +2,8 @@
 //!
 //! Each seed is a cell of a table. A tenant is quiet, or busy with a weight. It has the drive to itself first, and then a
 //! neighbour with some behaviour comes. The drive works on a few commands at a time. It takes them from its queues in turn,
-//! or in the order of their arrival. All that shares the drive is the product's: pairs, turns, governor, supervisor and pollers.
+//! or in the order of their arrival. All that shares the drive is the product's: pairs, turns, governor, supervisor and
+//! pollers.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -241,10 +242,10 @@ impl Cell {
 
     /// A quiet tenant keeps its half, and waits twice as long at most, but for a look of its poller.
     ///
-    /// All commands of 4 KiB take the same time here, so waits come in steps of it. The governor's window has room for a command
-    /// or two more than the channels at times, and it is by the median that it shrinks. Of one deep queue, the commands behind
-    /// those that are worked on are seldom there when the quiet one comes. Of many queues, they are there more often, and p99
-    /// has one step more.
+    /// All commands of 4 KiB take the same time here, so waits come in steps of it. The governor's window has room for a
+    /// command or two more than the channels at times, and it is by the median that it shrinks. Of one deep queue, the commands
+    /// behind those that are worked on are seldom there when the quiet one comes. Of many queues, they are there more often,
+    /// and p99 has one step more.
     fn quiet_bounds(&self) -> Bounds {
         let (rate, p99) = match self.neighbour.queues {
             64 => (0.4, 3.3),
@@ -253,8 +254,8 @@ impl Cell {
         Bounds { rate, p99 }
     }
 
-    /// The least rate of a busy tenant: nine tenths of its share by weight, as limits follow what the drive did in the tenths of
-    /// seconds before. Some neighbours leave it less.
+    /// The least rate of a busy tenant: nine tenths of its share by weight, as limits follow what the drive did in the tenths
+    /// of seconds before. Some neighbours leave it less.
     fn busy_rate(&self) -> f64 {
         let [own, others] = self.weights.map(f64::from);
         let share = own / (own + others);

@@ -27,7 +27,7 @@ const IDLE_TURNS: u32 = 200;
 /// Time that it then sleeps.
 const IDLE: Duration = Duration::from_micros(100);
 
-/// Longest such time in a simulation. A drive with a [`Service`](super::ControlService) also looks whenever something happened.
+/// Longest such time in a simulation. A drive with a [`Service`](super::Service) also looks whenever something happened.
 const IDLE_SIMULATED: Duration = Duration::from_millis(10);
 
 /// Longest time of an admin command, unless a test awaits it: much longer than a loaded machine needs.

@@ -2,8 +2,8 @@
 //! do, what real drives differ in, and what goes wrong with them.
 //!
 //! The drive is one thread that does what hardware does. It is reached by registers and by doorbells that are plain
-//! stores ([`ModelDrive`] is a [`Backing`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). It reaches
-//! memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test, and judges
+//! stores ([`ModelDrive`] is a [`DeviceBacking`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). It
+//! reaches memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test, and judges
 //! its host: accesses to memory that is not mapped, and whatever a host must not do, are kept for the test to find
 //! ([`ModelDrive::judgement`]).
 //!
@@ -270,7 +270,7 @@ struct Controller {
     weighted_turns: WeightedTurns,
     cqs: BTreeMap<u16, Cq>,
     work: Vec<Work>,
-    /// When each channel of its [`ControlService`] is free.
+    /// When each channel of its [`Service`] is free.
     channels: Vec<Duration>,
     shadow: Option<[u64; 2]>,
     event_requests: VecDeque<u16>,

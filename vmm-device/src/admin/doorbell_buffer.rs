@@ -1,8 +1,8 @@
 //! Doorbell Buffer Config (Base 2.0, section 5.8).
 //!
 //! I/O queues are served from the buffers. The admin queue's buffer entries are kept such that every doorbell move leads to a
-//! register write, see [`AdminRings`](super::ring::GuestAdminRings). A controller reset drops the buffers: the next driver may use
-//! their pages for other data.
+//! register write, see [`GuestAdminRings`](super::ring::GuestAdminRings). A controller reset drops the buffers: the next driver
+//! may use their pages for other data.
 
 use nvme_mpt::{
     DoorbellBuffer, Gpa, LeaseFacts, QueueError,

@@ -1,7 +1,8 @@
 //! The admin queue and its commands (Base 2.0, section 5).
 //!
-//! Commands are taken, carried out and completed one after the other, on the thread that calls [`GuestAdminQueue::run`], never on a
-//! poller. Two kinds wait: requests for asynchronous events, and commands that change an I/O queue with commands in flight.
+//! Commands are taken, carried out and completed one after the other, on the thread that calls [`GuestAdminQueue::run`], never
+//! on a poller. Two kinds wait: requests for asynchronous events, and commands that change an I/O queue with commands in
+//! flight.
 
 mod abort;
 mod async_events;

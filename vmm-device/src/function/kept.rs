@@ -189,8 +189,8 @@ impl NvmeFunction {
     /// error. Each vector is raised once, since the predecessor may have ended before it raised it.
     ///
     /// # Errors
-    /// See [`ControlRestoreError`]; the guest is unaffected then. If the cause of a [`ControlRestoreError::State`] is that the host lacks a
-    /// resource, another function may restore the state later.
+    /// See [`ControlRestoreError`]; the guest is unaffected then. If the cause of a [`ControlRestoreError::State`] is that the
+    /// host lacks a resource, another function may restore the state later.
     pub fn take_up(&mut self, state: &ControlState) -> Result<(), ControlRestoreError> {
         let ControlState {
             version: _,

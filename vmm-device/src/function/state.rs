@@ -58,7 +58,8 @@ impl NvmeFunction {
     /// Saves the state of a paused function.
     ///
     /// # Errors
-    /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while a transition waits for the host side or its storage.
+    /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while a transition waits for the host side or its
+    /// storage.
     pub fn save(&self) -> Result<FunctionSnapshot, BackendStateError> {
         if self.waiting.is_some() {
             let text = "the guest enables its controller or shuts it down, which waits for the host side: save it again \

@@ -1,7 +1,7 @@
 //! Controller properties in BAR0, up to the doorbells (Base 2.0, section 3.1.3; PCIe 1.0, section 3.1).
 //!
-//! A write that requests work (enable, reset, shut down) is returned as a [`ControllerTransition`]. The caller carries it out and reports
-//! back, and only then does `CSTS` change.
+//! A write that requests work (enable, reset, shut down) is returned as a [`ControllerTransition`]. The caller carries it out
+//! and reports back, and only then does `CSTS` change.
 
 use nvme_mpt::{
     Gpa,

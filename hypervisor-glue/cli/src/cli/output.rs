@@ -11,8 +11,8 @@ use crate::signals::without_signals;
 /// Timeout for the reader.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Output written by a thread. [`flush`](WriteFailure::flush) waits at most one second for the reader. The thread writes the rest when
-/// the reader continues.
+/// Output written by a thread. [`flush`](Write::flush) waits at most one second for the reader. The thread writes the
+/// rest when the reader continues.
 #[derive(Debug)]
 pub(crate) struct ThreadedOutput<W> {
     out: Option<W>,
@@ -29,7 +29,7 @@ struct OutputThread {
 }
 
 impl<W: Write + Send + 'static> ThreadedOutput<W> {
-    /// Creates an output, whose thread starts with the first [`flush`](WriteFailure::flush).
+    /// Creates an output, whose thread starts with the first [`flush`](Write::flush).
     pub(crate) fn new(out: W) -> Self {
         Self {
             out: Some(out),

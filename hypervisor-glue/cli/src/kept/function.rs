@@ -42,8 +42,8 @@ use vmm_sys_util::eventfd::EventFd;
 use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, QuarantineReportError, write_report};
 use super::registry::FdStoreRegistry;
 
-/// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. Earlier versions are read as well. A
-/// successor checks the version before the old server ends, and the layouts afterwards.
+/// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. Earlier versions are read as
+/// well. A successor checks the version before the old server ends, and the layouts afterwards.
 ///
 /// | version | change |
 /// |---|---|

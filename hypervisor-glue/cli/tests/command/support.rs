@@ -190,8 +190,8 @@ impl Server {
         self.wait()
     }
 
-    /// Ends it, which must go well. It may have seen a test's edit of its file before the test had it reload, and a busy host may
-    /// have made signals slow.
+    /// Ends it, which must go well. It may have seen a test's edit of its file before the test had it reload, and a busy host
+    /// may have made signals slow.
     pub(crate) fn stop(self) {
         let (status, stderr) = self.signal("TERM");
         assert!(status.success(), "{status}: {stderr}");

@@ -225,7 +225,8 @@ impl World {
         self.deaths += 1;
     }
 
-    /// Runs until there is nothing to do, in as many processes as that takes. Returns after a death if one is due, before the next process.
+    /// Runs until there is nothing to do, in as many processes as that takes. Returns after a death if one is due, before the
+    /// next process.
     fn run_to_death(&mut self) -> bool {
         let step = self.kills.first().copied().unwrap_or(u32::MAX);
         let mut process = self.process.take();

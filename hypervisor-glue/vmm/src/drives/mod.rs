@@ -533,8 +533,8 @@ fn left_backing(
     Ok(Some((backing, left)))
 }
 
-/// Returns the name by which leases know the bytes behind a path. The drive is not opened. The name of an NVMe drive, as a refusal
-/// of its lease has it, is its own.
+/// Returns the name by which leases know the bytes behind a path. The drive is not opened. The name of an NVMe drive, as a
+/// refusal of its lease has it, is its own.
 ///
 /// # Errors
 /// [`OpenDriveError::NoDevice`], [`OpenDriveError::NotFound`], [`OpenDriveError::Open`].

@@ -2,8 +2,8 @@
 //!
 //! A person writes an option string, as in `path=/srv/drive.img,range=0+8G`. It is parsed once, into [`FunctionOptions`],
 //! whose values need no further check. A function that `nvme-mpt serve` offers has a `socket=PATH` as well:
-//! [`ServerFunctionOptions`]. A drive that it keeps open has some of the keys: [`ServerDriveOptions`]. So has a lease that an operator
-//! reserves for a VMM: [`LeaseReservation`]. A VMM's own configuration has a value per option: [`FunctionConfig`].
+//! [`ServerFunctionOptions`]. A drive that it keeps open has some of the keys: [`ServerDriveOptions`]. So has a lease that an
+//! operator reserves for a VMM: [`LeaseReservation`]. A VMM's own configuration has a value per option: [`FunctionConfig`].
 //!
 //! [`table`] has every option with its help.
 

@@ -42,8 +42,8 @@ pub struct TimedQueue<Q, C = HostClock> {
     store: Q,
     model: Arc<DriveModel>,
     clock: C,
-    /// Due time of each slot's command, computed from a [rounded-up](RoundedUpTicks) time. Used if the command does not complete
-    /// while the doorbell is rung.
+    /// Due time of each slot's command, computed from a [rounded-up](RoundedUpTicks) time. Used if the command does not
+    /// complete while the doorbell is rung.
     due: Box<[u64]>,
     held: CompletionCalendar,
     hurried: bool,

@@ -9,8 +9,8 @@
 //!
 //! A queue gets its class when it is created (QPRIO): High if the lease that it is created for is heavier than usual, Low if it
 //! is lighter. It stays, though weights change, and other leases use the pair later or share it. No class is wrong: the weights
-//! that count in it are seen at each look. Leases in one class have turns by queue, as without classes, and the governor evens out
-//! their bytes.
+//! that count in it are seen at each look. Leases in one class have turns by queue, as without classes, and the governor evens
+//! out their bytes.
 //!
 //! Nobody starves: each class has a command in each round, and none more than [`LONGEST`] in a row. A class in which only quiet
 //! guests are has as many as the heaviest.

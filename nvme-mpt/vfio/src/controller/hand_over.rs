@@ -2,8 +2,8 @@
 //!
 //! The drive rests first: functions have no command in flight, the supervisor has ended, and admin commands wait. Then
 //! the next process gets the function's descriptors, the memory file of the admin queues and that of the Doorbell
-//! Buffer, and a file with the [state](HandedOverDriveState). It goes on with the admin queues where they are. It deletes the I/O
-//! queues, whose rings end with the process before, and so ends what functions elsewhere have in flight. It makes new
+//! Buffer, and a file with the [state](HandedOverDriveState). It goes on with the admin queues where they are. It deletes the
+//! I/O queues, whose rings end with the process before, and so ends what functions elsewhere have in flight. It makes new
 //! ones as they are wanted. The memory of VMs stays mapped, see [`IommuMapping`].
 //!
 //! The first words of the state's file say whether the state holds. It does no more once a mapping changed, once the

@@ -98,8 +98,8 @@ impl IdentifiedDrive {
         })
     }
 
-    /// Asks the drive for its namespaces again. Returns those that can be shared now, which may be none. One that has another id
-    /// was deleted and made again, and is another one: it can be shared once the drive is opened anew.
+    /// Asks the drive for its namespaces again. Returns those that can be shared now, which may be none. One that has another
+    /// id was deleted and made again, and is another one: it can be shared once the drive is opened anew.
     pub(super) fn read_namespaces(
         &self,
         admin: &mut AdminQueue,

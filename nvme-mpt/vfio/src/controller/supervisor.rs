@@ -1,12 +1,12 @@
 //! The thread that watches over a drive: deadlines, fatal status, removal, and events.
 //!
-//! It looks at everything ten times a second, and gives free queue pairs to queues that share. It deals itself with what it finds. So a drive's
-//! failure costs no poller and no other drive more than the lock of a queue pair.
+//! It looks at everything ten times a second, and gives free queue pairs to queues that share. It deals itself with what it
+//! finds. So a drive's failure costs no poller and no other drive more than the lock of a queue pair.
 //!
-//! A command that the drive is late with (`timeout=`, 10 s; `progress.rs`) is aborted. No other command gets its identifier before the drive
-//! has answered the Abort. If the command is still there a second later, the controller is reset and its queues are
-//! made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands, and once it
-//! answers again after its registers have read as all ones.
+//! A command that the drive is late with (`timeout=`, 10 s; `progress.rs`) is aborted. No other command gets its identifier
+//! before the drive has answered the Abort. If the command is still there a second later, the controller is reset and its
+//! queues are made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands, and once
+//! it answers again after its registers have read as all ones.
 //!
 //! While the drive has paused by itself (CSTS.PP), none of that happens, for as long as it may pause.
 //!

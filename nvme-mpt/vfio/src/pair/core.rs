@@ -37,8 +37,8 @@ use nvme_mpt::spec::status::Status;
 /// Part of the ring's places that heavy members leave to light ones, at least one place.
 const LIGHT_PLACES: usize = 16;
 
-/// Part of a member's [presence](DriveGovernor::presence) after which it launches one more command, though its lease has used up
-/// its share: 62 ms. A queue with 256 commands so waits for no longer than 16 s, which is less than its driver does.
+/// Part of a member's [presence](DriveGovernor::presence) after which it launches one more command, though its lease has used
+/// up its share: 62 ms. A queue with 256 commands so waits for no longer than 16 s, which is less than its driver does.
 const HELD_BACK: u64 = 16;
 
 /// Part of a member's presence until which a pair whose members are all held back looks at them again: 0.24 ms.
@@ -616,8 +616,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns whether a member waits for the next look, as its lease has used up its bytes until then. Other queues of the lease
-    /// may have used them up, look after look: so it waits no longer than a pause.
+    /// Returns whether a member waits for the next look, as its lease has used up its bytes until then. Other queues of the
+    /// lease may have used them up, look after look: so it waits no longer than a pause.
     fn is_held_back(&self, number: u16, now: Ticks) -> bool {
         let member = self.members.get(usize::from(number));
         let pause = self.sharing.governor.presence() / HELD_BACK;

@@ -3,11 +3,12 @@
 //! A [`VfioQueuePair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
 //! [`VfioQueue`] is a member's view: what it submits goes to the drive in turn with the others'
 //! (`core.rs`). A queue can move to another pair (`moves.rs`), and a
-//! pair whose queues rest serves others meanwhile (`loans.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
-//! `flight.rs` remembers each command by its host Command Identifier.
+//! pair whose queues rest serves others meanwhile (`loans.rs`). Commands that the drive takes only in parts are split and
+//! rejoined (`split.rs`). `flight.rs` remembers each command by its host Command Identifier.
 //!
 //! # Lock order
-//! That of a queue's whereabouts, while it moves; the pair's lock, then the governor's. Each is held for one batch, and nothing waits under it.
+//! That of a queue's whereabouts, while it moves; the pair's lock, then the governor's. Each is held for one batch, and nothing
+//! waits under it.
 
 mod backlog;
 mod core;

@@ -39,8 +39,8 @@ pub(super) struct WeightedShares {
 }
 
 impl WeightedShares {
-    /// Decides what each of the busy tenants may get until the next look. The drive has `done` so many bytes since the last one.
-    /// It `is_slow` if commands that it has take noticeably long.
+    /// Decides what each of the busy tenants may get until the next look. The drive has `done` so many bytes since the last
+    /// one. It `is_slow` if commands that it has take noticeably long.
     pub(super) fn divide(&mut self, tenants: &mut [OwnerShare], done: u64, is_slow: bool) {
         let got: u64 = tenants.iter().map(|tenant| tenant.got).sum();
         // Much of it took the place of commands that went directly, which nobody counts when they are done.

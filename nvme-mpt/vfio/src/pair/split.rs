@@ -2,8 +2,8 @@
 //!
 //! A command is split because it transfers more than the drive takes at once. Or it is split because a
 //! light member's command would wait too long for one that large ([`governor`](super::governor)). How
-//! large a child is, is decided when it is dispatched: some whole *grains* of its parent. Write Zeroes, which transfers nothing,
-//! is split for the second reason alone. A drive that
+//! large a child is, is decided when it is dispatched: some whole *grains* of its parent. Write Zeroes, which transfers
+//! nothing, is split for the second reason alone. A drive that
 //! takes all that a guest may transfer gets commands whole: its guests are promised its atomic writes,
 //! which may be longer than a block, and use SGLs.
 //!

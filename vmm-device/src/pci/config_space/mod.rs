@@ -4,8 +4,8 @@
 //! reserved bits follow from the second array. Other effects of a write (a moved BAR, a function reset) are found by comparing
 //! the state before and after.
 //!
-//! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is read from the
-//! saved bytes.
+//! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is
+//! read from the saved bytes.
 
 use nvme_mpt::{BackendStateError, spec::registers::offset::DOORBELLS};
 

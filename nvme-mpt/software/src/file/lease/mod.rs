@@ -5,8 +5,8 @@
 //! data is still lost, so the lease remembers the error until its VMM connects again.
 //!
 //! All queues of a lease share its descriptions for I/O. Of two concurrent Flushes, the first to complete could then report
-//! success although the second receives the error. So each queue also has its own [`WriteErrorProbe`], and checks it at the end of each
-//! Flush and of each write with FUA.
+//! success although the second receives the error. So each queue also has its own [`WriteErrorProbe`], and checks it at the end
+//! of each Flush and of each write with FUA.
 //!
 //! If a process is killed, errors that the kernel reported to that process alone are lost. So the supervisor process may hold a
 //! *spare* witness of the lease, which no Flush checks. The spare is checked when a successor process continues the lease, and

@@ -1,7 +1,7 @@
-//! IOMMU of a function's DMA: of type 1, in a container of its own.
+//! Type 1 IOMMU of a function's DMA, in its own container.
 //!
-//! A container for each drive: its IOVA space is its own, and what goes wrong with one touches no
-//! other.
+//! Each drive has its own container. So each drive has its own IOVA space, and a fault of one container affects no other
+//! drive.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -22,35 +22,35 @@ use nvme_mpt::iova::{BeforePinning, Iommu, IommuMapping};
 use nvme_mpt::memory::sync::RwLock;
 use nvme_mpt::memory::{Mapping, MappingAccess, host_page_size};
 
-/// VFIO's layer between a function and memory: the type 1 container, or a replacement of it.
+/// VFIO's IOMMU interface: the type 1 container or a substitute.
 pub(super) trait IommuContext: Iommu {
-    /// Opens the function's file.
+    /// Opens the VFIO device of the function.
     fn open_device(&self) -> Result<File, VfioError>;
 
-    /// Returns descriptors by which another process goes on with it. They keep all mappings, whatever becomes of the
-    /// function's file.
+    /// Returns descriptors with which a successor process continues to use the IOMMU. The descriptors preserve all
+    /// mappings, even if the device file is closed.
     fn hand_over(&self) -> io::Result<Vec<OwnedFd>>;
 
-    /// The addresses that it translates: sorted, not overlapping.
+    /// Returns the IOVA ranges that the IOMMU translates: sorted, disjoint.
     fn usable_iovas(&self) -> &[RangeInclusive<u64>];
 
-    /// Takes all memory from the function, and gives it up. Its file must be closed. From now on
-    /// nothing can be mapped, and nothing is left to be unmapped.
+    /// Unmaps all memory and releases the IOMMU. The device file must be closed before. Afterwards mapping fails, and
+    /// unmapping does nothing.
     fn release(&self);
 }
 
-/// Mappings that a container takes by default (`dma_entry_limit` of `vfio_iommu_type1`): Linux 5.1 to 5.9 do not
-/// tell how many there can be.
+/// Default number of mappings per container (`dma_entry_limit` of `vfio_iommu_type1`). Linux 5.1 to 5.9 do not report the
+/// limit.
 const MAPPINGS_MAX: u32 = 65_535;
 
-/// Memory, in bytes, that the kernel pins at a time. Meanwhile, it holds a lock of the container that each mapping needs,
-/// those of other functions' memory and rings as well.
+/// Bytes that the kernel pins per call. During the call the kernel holds a lock of the container, for which mappings of
+/// other functions' memory and rings wait.
 const PIECE: u64 = 1 << 30;
 
-/// Memory, in bytes, whose pages are taken at a time. Meanwhile, other threads of the process map no memory.
+/// Bytes whose pages are allocated per call. During the call other threads of the process cannot map memory.
 const PAGES_AT_ONCE: usize = 16 << 20;
 
-/// Cuts a range at multiples of [`PIECE`]. Returns the offsets of each part.
+/// Splits a range of IOVAs at multiples of [`PIECE`]. Returns the offsets of each piece.
 fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -62,14 +62,14 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     })
 }
 
-/// Takes a mapping away in the pieces in which it was made. Returns the bytes that were unmapped.
+/// Unmaps a range in the pieces in which it was mapped. Returns the number of unmapped bytes.
 fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
     let mut unmapped = 0;
     for piece in pieces(iova, len) {
         let bytes = piece.end - piece.start;
         match ioctl::unmap_dma(container, iova + piece.start, bytes) {
             Ok(bytes) => unmapped += bytes,
-            // An earlier release made it as a whole, and the kernel divides none.
+            // Earlier releases of nvme-mpt mapped the range as a whole, and the kernel cannot unmap a part of a mapping.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) && piece.start == 0 => {
                 return ioctl::unmap_dma(container, iova, len);
             }
@@ -79,16 +79,16 @@ fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
     Ok(unmapped)
 }
 
-/// A container of VFIO's with one group in it.
+/// A VFIO container with one group.
 #[derive(Debug)]
 pub(super) struct Type1Container {
     address: PciAddress,
-    /// `None` once released. Written to be released; mapping and unmapping only read.
+    /// `None` once released. Only `release` locks this for writing; mapping and unmapping lock it for reading.
     files: RwLock<Option<ContainerFiles>>,
     usable: Vec<RangeInclusive<u64>>,
-    /// Smallest page that the IOMMU maps.
+    /// Smallest page size of the IOMMU, in bytes.
     page: u64,
-    /// Most mappings.
+    /// Maximum number of mappings.
     mappings_max: u32,
 }
 
@@ -99,7 +99,7 @@ struct ContainerFiles {
 }
 
 impl Type1Container {
-    /// Opens the function's group and gives it a container.
+    /// Opens the function's group and puts it into a new container.
     pub(super) fn open(root: &HostRoot, function: &PciFunction) -> Result<Self, VfioError> {
         let address = function.address;
         let group_number = group_number(function)?;
@@ -112,7 +112,7 @@ impl Type1Container {
         };
         let vfio = root.dev.join("vfio");
         let group_path = vfio.join(group_number.to_string());
-        // A group without an IOMMU is there by another name; it translates nothing.
+        // Without an IOMMU, the kernel names the group `noiommu-…`.
         if vfio.join(format!("noiommu-{group_number}")).exists() {
             return Err(VfioError::NoIommu { address });
         }
@@ -145,7 +145,7 @@ impl Type1Container {
         Self::new(root, function, ContainerFiles { group, container }, 0)
     }
 
-    /// Goes on with the group and the container of another process, which has these mappings in it.
+    /// Takes over group and container of a predecessor, which has the mappings in `mapped`.
     pub(super) fn handed_over(
         root: &HostRoot,
         function: &PciFunction,
@@ -155,7 +155,7 @@ impl Type1Container {
         let [group, container] = [group, container].map(File::from);
         let flags = ioctl::group_flags(&group);
         let is_set = |flags: u32| flags & abi::VFIO_GROUP_FLAGS_CONTAINER_SET != 0;
-        // The kernel takes the group out of the container when the function is unbound or removed.
+        // The kernel removes the group from the container when the function is unbound or removed.
         if !flags.is_ok_and(is_set) {
             let address = function.address;
             return Err(VfioError::NoContainer { address });
@@ -168,7 +168,7 @@ impl Type1Container {
         Self::new(root, function, ContainerFiles { group, container }, mapped)
     }
 
-    /// A container that is set up, with so many mappings.
+    /// Reads the properties of a container that has `mapped` mappings already.
     fn new(
         root: &HostRoot,
         function: &PciFunction,
@@ -212,8 +212,8 @@ impl Type1Container {
         })
     }
 
-    /// Returns the bytes that are mapped for `len` bytes: whole pages of the kernel's, as memory is mapped in
-    /// those. The rest of a last page belongs to the same mapping.
+    /// Returns the size of a mapping of `len` bytes: `len` rounded up to the kernel's page size, because memory is mapped
+    /// in whole pages.
     fn whole_pages(&self, iova: u64, len: u64) -> io::Result<u64> {
         let size = len.checked_next_multiple_of(host_page_size() as u64);
         match size {
@@ -236,7 +236,7 @@ impl Type1Container {
                         let error = VfioError::MemoryLock { len, locked, limit };
                         io::Error::new(io::ErrorKind::OutOfMemory, error)
                     }
-                    // It is not the limit: memory has run out.
+                    // The limit is not reached: memory has run out.
                     _ => error,
                 }
             }
@@ -277,7 +277,8 @@ impl Iommu for Type1Container {
         if !writable && memory.access() == MappingAccess::ReadWrite {
             match memory.populate() {
                 Ok(()) => {}
-                // A kernel that cannot do it gives a device that may write what we write.
+                // If the kernel cannot populate pages, the DMA mapping is writable. This process may write the memory as
+                // well.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => writable = true,
                 Err(error) => return Err(error),
             }
@@ -294,7 +295,7 @@ impl Iommu for Type1Container {
                     .map_err(|error| self.map_error(error, size))
             });
             if let Err(error) = mapped {
-                // None of it is mapped, or all.
+                // Undo the earlier pieces, so that either all or nothing is mapped.
                 if piece.start > 0 {
                     ioctl::unmap_dma(container, iova, piece.start)?;
                 }
@@ -307,7 +308,7 @@ impl Iommu for Type1Container {
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
         let Some(ContainerFiles { container, .. }) = &*files else {
-            // The function was given up, and all of its mappings with it.
+            // The release removed all mappings.
             return Ok(());
         };
         let len = self.whole_pages(iova, len)?;
@@ -379,8 +380,8 @@ impl IommuContext for Type1Container {
         let Some(ContainerFiles { group, container }) = files.take() else {
             return;
         };
-        // The last group to go takes all mappings with it. When a function is pulled, the kernel takes the group out
-        // before us. The mappings then go when the container is closed.
+        // Removing the last group from a container removes all its mappings. If the function was pulled, the kernel has
+        // removed the group already; the mappings then end when the container is closed.
         if let Err(error) = ioctl::unset_container(&group) {
             debug!(
                 "{}: its IOMMU group is in no container: {error}",
@@ -398,7 +399,7 @@ fn group_number(function: &PciFunction) -> Result<u32, VfioError> {
     Ok(group.ok_or(VfioError::NoIommu { address })?.number)
 }
 
-/// Opens one of VFIO's files.
+/// Opens a VFIO file.
 fn open(root: &HostRoot, function: &PciFunction, path: PathBuf) -> Result<File, VfioError> {
     OpenOptions::new()
         .read(true)
@@ -406,7 +407,7 @@ fn open(root: &HostRoot, function: &PciFunction, path: PathBuf) -> Result<File, 
         .custom_flags(libc::O_CLOEXEC)
         .open(&path)
         .map_err(|source| match source.raw_os_error() {
-            // ENODEV: the file is left, and its driver is gone.
+            // ENODEV: the file still exists, but its driver is gone.
             Some(libc::ENOENT | libc::ENODEV) => VfioError::NoVfio(path),
             Some(libc::EACCES | libc::EPERM) => VfioError::Permission(path),
             Some(libc::EBUSY) => in_use(root, function, path),
@@ -418,7 +419,7 @@ fn open(root: &HostRoot, function: &PciFunction, path: PathBuf) -> Result<File, 
         })
 }
 
-/// Returns the error for a group that another process has.
+/// Returns the error for a group that another process has open.
 fn in_use(root: &HostRoot, function: &PciFunction, group: PathBuf) -> VfioError {
     let users = function.iommu_group.as_ref();
     VfioError::InUse {
@@ -440,7 +441,7 @@ fn not_viable(function: &PciFunction) -> VfioError {
     }
 }
 
-/// Returns the bytes of this process that are locked, as far as the kernel reports.
+/// Returns the bytes that this process has locked; `None` if the kernel does not report them.
 fn locked_memory() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -450,7 +451,7 @@ fn locked_memory() -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the most bytes that this process may lock; `None` without a limit.
+/// Returns the limit of locked bytes of this process; `None` if unlimited.
 fn lock_limit() -> Option<u64> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let line = limits
@@ -460,11 +461,10 @@ fn lock_limit() -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Addresses that every IOMMU translates: those of the smallest width that one has.
+/// Smallest IOVA width of any supported IOMMU, in bits.
 const WIDTH_MIN: u32 = 39;
 
-/// The usable addresses where the kernel does not tell them: what the narrowest IOMMU translates,
-/// without what is reserved in the group.
+/// Derives the usable IOVAs if the kernel does not report them: [`WIDTH_MIN`] bits without the group's reserved regions.
 fn usable_by_reservations(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclusive<u64>>> {
     let path = root
         .sys

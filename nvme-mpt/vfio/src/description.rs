@@ -1,19 +1,19 @@
-//! A drive's description of itself, whatever driver it was asked through.
+//! Description of a drive, independent of the driver that reads it.
 
 use nvme_mpt::spec::identify::{IdentifyController, IdentifyNamespace};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::SmartHealth;
 
-/// Arbitration of a drive.
+/// Arbitration mechanisms of a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArbitrationDescription {
-    /// True if the drive has weighted round robin (CAP.AMS).
+    /// True if the drive supports weighted round robin (CAP.AMS).
     pub has_weighted: bool,
-    /// True if it is enabled with it (CC.AMS).
+    /// True if weighted round robin is selected (CC.AMS).
     pub is_weighted: bool,
 }
 
-/// Description of a drive by Identify, its health log and its registers.
+/// Description of a drive from Identify, its SMART / Health log and its registers.
 #[derive(Clone, Debug)]
 pub struct DriveDescription {
     /// Identify Controller.
@@ -22,10 +22,10 @@ pub struct DriveDescription {
     pub namespaces: Vec<(Nsid, IdentifyNamespace)>,
     /// SMART / Health Information; `None` if the drive does not return it.
     pub health: Option<SmartHealth>,
-    /// I/O queue pairs that the drive grants; `None` if it does not report them.
+    /// Number of I/O queue pairs that the drive grants; `None` if unknown.
     pub queue_pairs: Option<u16>,
-    /// True if the drive has a Controller Memory Buffer; `None` if that cannot be seen.
+    /// True if the drive has a Controller Memory Buffer; `None` if the registers cannot be read.
     pub controller_memory: Option<bool>,
-    /// Arbitration between its queues; `None` if the registers cannot be seen.
+    /// Arbitration between the drive's queues; `None` if the registers cannot be read.
     pub arbitration: Option<ArbitrationDescription>,
 }

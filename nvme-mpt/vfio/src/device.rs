@@ -1,12 +1,11 @@
 //! An NVMe function behind `vfio-pci`.
 //!
-//! # Giving it up
-//! One thread may read registers while another gives the function up. A holder of mapped doorbells
-//! keeps them mapped. [`VfioBacking::release`] therefore exchanges what is mapped before it closes
-//! the function's file. A mapping that is left would keep the file open. The kernel waits for that
-//! file to be closed before it lets the function go. Closing it makes the kernel reset the
-//! function; only after that is memory taken out of the IOMMU, so that no transfer that is under
-//! way meets an address that is gone.
+//! # Releasing the function
+//! One thread may read registers while another thread releases the function, and holders of mapped doorbells keep the
+//! mapping. The kernel returns the function to the host only once its file is closed, and each mapping of a BAR keeps
+//! that file open. [`VfioBacking::release`] therefore replaces the mapped pages before it closes the file. The close
+//! makes the kernel reset the function. Memory is unmapped from the IOMMU only after that reset, so no DMA in progress
+//! hits an unmapped address.
 
 use std::fs::{self, File};
 use std::io;
@@ -31,11 +30,11 @@ use nvme_mpt::memory::{MappedRegisters, Mapping, eventfd};
 /// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
 const DOORBELLS: u64 = 0x1000;
 
-/// The most of them that is mapped: two for each of 65,536 queue identifiers, side by side. Drives
-/// whose doorbells are further apart have fewer queues.
+/// Longest doorbell area to map: two doorbells for each of 65,536 queue identifiers at the smallest stride. With a larger
+/// stride, fewer queues can be used.
 const DOORBELLS_LEN_MAX: u64 = 2 * 65_536 * 4;
 
-/// Least size of BAR0: registers, and a page of doorbells.
+/// Smallest valid BAR0: the registers and one page of doorbells.
 const BAR0_LEN_MIN: u64 = 0x2000;
 
 /// Command register of the configuration space (PCI Express Base 5.0, section 7.5.1.1.3).
@@ -43,14 +42,14 @@ const COMMAND: u64 = 0x04;
 const COMMAND_MEMORY_SPACE: u16 = 1 << 1;
 const COMMAND_BUS_MASTER: u16 = 1 << 2;
 
-/// Revision ID and class code: never all ones, and never answered by the kernel itself.
+/// Offset of Revision ID and class code. The value is never all ones, and the kernel always reads it from the device.
 const REVISION_AND_CLASS: u64 = 0x08;
 
-/// An NVMe function that the kernel's `vfio-pci` driver lets this process drive.
+/// An NVMe function that this process drives through the kernel's `vfio-pci` driver.
 #[derive(Debug)]
 pub struct VfioBacking {
     name: String,
-    /// The function's file; `None` once released.
+    /// File of the VFIO device; `None` once released.
     device: RwLock<Option<File>>,
     context: Arc<dyn IommuContext>,
     has_reset: bool,
@@ -58,7 +57,7 @@ pub struct VfioBacking {
     config: VfioDeviceRegion,
     bar0: VfioDeviceRegion,
     doorbells: BarWindow,
-    /// `None` if they cannot be mapped: then they are read and written through the file.
+    /// Mapped registers; `None` if they cannot be mapped and are accessed through the file.
     registers: Option<BarWindow>,
     removal: Option<OwnedFd>,
     gone: AtomicBool,
@@ -84,7 +83,7 @@ impl BarWindow {
     }
 }
 
-/// The part of BAR0 to map that has `offset` in it, as start and end.
+/// Returns start and end of the mappable part of BAR0 that contains `offset`.
 fn part_with(bar: &VfioDeviceRegion, offset: u64) -> Option<(u64, u64)> {
     let last = DOORBELLS + DOORBELLS_LEN_MAX;
     bar.mappable
@@ -94,20 +93,20 @@ fn part_with(bar: &VfioDeviceRegion, offset: u64) -> Option<(u64, u64)> {
 }
 
 impl VfioBacking {
-    /// Takes the function at `address`, which must be bound to `vfio-pci`. It is reset by that, and
-    /// can do no DMA before [`set_bus_master`](DeviceBacking::set_bus_master) lets it.
+    /// Opens the function at `address`, which must be bound to `vfio-pci`. The kernel resets the function; its DMA stays
+    /// disabled until [`set_bus_master`](DeviceBacking::set_bus_master) enables it.
     ///
     /// # Errors
-    /// Returns the obstacle to its use, with the remedy.
+    /// Returns why the function cannot be used, with the remedy.
     pub fn open(address: PciAddress) -> Result<Self, VfioError> {
         Self::open_in(&HostRoot::default(), address)
     }
 
-    /// Goes on with the function at `address`, as another process [handed it over](DeviceBacking::hand_over), with these
-    /// mappings of its IOMMU. The function is not reset by that.
+    /// Takes over the function at `address` that a predecessor [handed over](DeviceBacking::hand_over) with the IOMMU
+    /// mappings in `mapped`. The function is not reset.
     ///
     /// # Errors
-    /// Returns the obstacle to its use. Then the function is given up.
+    /// Returns why the function cannot be used. The function is then released.
     pub fn handed_over(
         address: PciAddress,
         descriptors: [OwnedFd; 3],
@@ -121,11 +120,11 @@ impl VfioBacking {
         Self::new(&function, Arc::new(context), device.into(), 0)
     }
 
-    /// Takes the function at `address` as [`Self::open`] does, with the [IOMMU](DeviceBacking::keep_iommu) of another process,
-    /// which has died, and these mappings of it.
+    /// Opens the function at `address` with the [IOMMU](DeviceBacking::keep_iommu) of a dead predecessor, which has the
+    /// mappings in `mapped`. The function is reset, as by [`Self::open`].
     ///
     /// # Errors
-    /// Returns the obstacle to its use. Then the IOMMU is as it was.
+    /// Returns why the function cannot be used. The IOMMU is then unchanged.
     pub fn left(
         address: PciAddress,
         iommu: [OwnedFd; 2],
@@ -145,7 +144,7 @@ impl VfioBacking {
         Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
     }
 
-    /// Finds an NVMe function that `vfio-pci` has.
+    /// Finds the NVMe function and checks that it is bound to `vfio-pci`.
     fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, VfioError> {
         let function = PciFunction::find(root, address)?;
         if !function.is_nvme() {
@@ -160,7 +159,7 @@ impl VfioBacking {
         Ok(function)
     }
 
-    /// A function that is open, with these bits of its Command register cleared.
+    /// Maps the registers of an open function and clears the bits `clear` of its Command register.
     fn new(
         function: &PciFunction,
         context: Arc<dyn IommuContext>,
@@ -184,7 +183,7 @@ impl VfioBacking {
             let size = bar0.size;
             return Err(VfioError::SmallBar { address, size });
         }
-        // A function whose memory space is disabled faults where it is mapped.
+        // Access to a mapped BAR faults while the memory space is disabled.
         change_command(&device, &config, COMMAND_MEMORY_SPACE, clear)
             .map_err(refused("enable the memory space"))?;
         let (start, end) =
@@ -214,7 +213,7 @@ impl VfioBacking {
         })
     }
 
-    /// Does something with the function's file.
+    /// Calls `act` with the function's file.
     ///
     /// # Errors
     /// `NotConnected` if the function is gone.
@@ -235,8 +234,8 @@ impl VfioBacking {
         })
     }
 
-    /// Returns whether the kernel removes the function, or wants it back otherwise. It recovers links and resets functions
-    /// without that.
+    /// Returns whether the kernel has requested the function back, for example to remove or unbind it. Link recovery and
+    /// resets by the kernel do not count.
     fn is_wanted_back(&self) -> bool {
         let removal = self.removal.as_ref().map(AsFd::as_fd);
         removal.is_some_and(|removal| eventfd::is_ready(removal).unwrap_or(false))
@@ -247,7 +246,7 @@ impl VfioBacking {
         let read = self.with_device(|device| {
             device.read_exact_at(&mut word, self.bar0.offset + offset as u64)
         });
-        // Nobody answers where the function is gone.
+        // Reads of an absent function return all ones.
         read.map_or(u32::MAX, |()| u32::from_le_bytes(word))
     }
 
@@ -265,7 +264,7 @@ impl VfioBacking {
         self.registers.iter().chain([&self.doorbells])
     }
 
-    /// From now on, the registers are those of a function that is gone, for all who have them mapped.
+    /// Replaces the mapped registers of all holders by memory that behaves like an absent function.
     fn give_up_registers(&self) {
         for window in self.windows() {
             if let Err(error) = window.registers.mapping().give_up_device() {
@@ -277,7 +276,7 @@ impl VfioBacking {
         }
     }
 
-    /// The mapped registers, and where this one is among them.
+    /// Returns the mapped registers and the position of the register at `offset` among them.
     fn mapped(&self, offset: usize) -> Option<(&MappedRegisters, usize)> {
         let window = self.registers.as_ref()?;
         Some((&window.registers, offset.checked_sub(window.start)?))
@@ -300,7 +299,7 @@ impl DeviceBacking for VfioBacking {
     }
 
     fn read64(&self, offset: usize) -> u64 {
-        // Those that are not mapped are read by halves, low half first (Base 2.0, section 3.1).
+        // Unmapped registers are read in two halves, low half first (Base 2.0, section 3.1).
         self.mapped(offset)
             .and_then(|(registers, offset)| registers.read64(offset))
             .unwrap_or_else(|| {
@@ -351,7 +350,7 @@ impl DeviceBacking for VfioBacking {
         };
         self.with_device(|device| {
             change_command(device, &self.config, set, clear)?;
-            // Part of the register is the kernel's own, and takes what nobody is there to take.
+            // The kernel emulates part of the Command register and accepts writes even if the device is absent.
             if is_absent(device, &self.config) {
                 return Err(io::ErrorKind::NotConnected.into());
             }
@@ -405,7 +404,7 @@ impl DeviceBacking for VfioBacking {
                 .unwrap_or(true);
         if is_gone && !self.gone.swap(true, Ordering::AcqRel) {
             warn!("{} is there no more", self.name);
-            // Not every bus reads as ones where nobody answers, as a driver expects.
+            // Not every bus returns all ones for reads of an absent device, which the driver relies on.
             self.give_up_registers();
         }
         is_gone
@@ -413,13 +412,13 @@ impl DeviceBacking for VfioBacking {
 
     fn release(&self) {
         self.gone.store(true, Ordering::Release);
-        // Whoever comes second waits until it is given up.
+        // The lock makes a second caller wait until the release is complete.
         let mut device = self.device.write().unwrap_or_else(PoisonError::into_inner);
         let Some(device) = device.take() else {
             return;
         };
         if let Err(error) = change_command(&device, &self.config, 0, COMMAND_BUS_MASTER) {
-            // Gone, or about to be reset.
+            // The function is gone, or the close below resets it.
             debug!("{}: bus mastering is not disabled: {error}", self.name);
         }
         self.give_up_registers();
@@ -453,14 +452,14 @@ fn change_command(
     Ok(())
 }
 
-/// Returns whether nothing answers in the function's place, at least for now.
+/// Returns whether the function does not answer at the moment.
 fn is_absent(device: &File, config: &VfioDeviceRegion) -> bool {
     let mut word = [0; 4];
     let read = device.read_exact_at(&mut word, config.offset + REVISION_AND_CLASS);
     read.is_err() || word == [0xFF; 4]
 }
 
-/// An eventfd that the kernel signals when it wants the function back; `None` where it cannot.
+/// Creates an eventfd that the kernel signals when it wants the function back; `None` if the kernel has no such event.
 fn removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
     if !ioctl::has_event(device, abi::VFIO_PCI_REQ_IRQ_INDEX)? {
         return Ok(None);
@@ -470,8 +469,9 @@ fn removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
     Ok(Some(event))
 }
 
-/// Returns whether a kernel of this release gives a function back although its group and its container are open. Earlier ones
-/// wait until they are closed, for which nobody asks their keeper while no server lives.
+/// Returns whether a kernel with this release string returns a function to the host while its group and container are
+/// still open. Kernels before 6.2 wait until both are closed. While no server runs, nothing tells the keeper to close
+/// them.
 fn gives_back_without_users(release: &str) -> bool {
     let numbers = release.split(|c: char| !c.is_ascii_digit());
     let numbers: Vec<u32> = numbers.map_while(|number| number.parse().ok()).collect();

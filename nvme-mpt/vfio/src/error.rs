@@ -1,11 +1,11 @@
-//! Obstacles to driving a drive through VFIO, with their remedies.
+//! Reasons why a drive cannot be used through VFIO, with their remedies.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use super::function::{DiskUser, PciAddress, PciFunctionError};
 
-/// Returns the processes that have a group, for a person.
+/// Formats the processes that have an IOMMU group open.
 fn group_users(group: &Path, users: &[DiskUser]) -> String {
     let users: Vec<String> = users.iter().map(DiskUser::to_string).collect();
     match users.as_slice() {
@@ -17,19 +17,19 @@ fn group_users(group: &Path, users: &[DiskUser]) -> String {
     }
 }
 
-/// An NVMe function cannot be used through VFIO.
+/// Reason why an NVMe function cannot be used through VFIO.
 #[derive(Debug, thiserror::Error)]
 pub enum VfioError {
-    /// The IOMMU group that another process has left is in no container any more.
+    /// The IOMMU group of a predecessor has no container: the function was unbound or removed since.
     #[error("{address} was unbound or removed since another process had it")]
     NoContainer {
         /// The function.
         address: PciAddress,
     },
-    /// The host has no such function, or it cannot be looked at.
+    /// The function does not exist or cannot be read from sysfs.
     #[error(transparent)]
     Function(#[from] PciFunctionError),
-    /// The function is no NVMe controller (class code 010802h).
+    /// The function is not an NVMe controller (class code 010802h).
     #[error(
         "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
     )]
@@ -39,7 +39,7 @@ pub enum VfioError {
         /// Its class code.
         class: u32,
     },
-    /// Some other driver has the function.
+    /// The function is bound to another driver.
     #[error(
         "{address} is bound to the driver `{driver}`, not to vfio-pci; run: nvme-mpt bind {address}"
     )]
@@ -49,13 +49,13 @@ pub enum VfioError {
         /// Its driver.
         driver: String,
     },
-    /// No driver has the function.
+    /// The function is bound to no driver.
     #[error("{address} is bound to no driver; run: nvme-mpt bind {address}")]
     NoDriver {
         /// The function.
         address: PciAddress,
     },
-    /// No IOMMU stands between the function and memory.
+    /// The function has no IOMMU.
     #[error(
         "{address} has no IOMMU; enable it in the firmware's setup (VT-d, AMD-Vi or SMMU), and with intel_iommu=on on the kernel's command line of an Intel host"
     )]
@@ -63,15 +63,15 @@ pub enum VfioError {
         /// The function.
         address: PciAddress,
     },
-    /// A file of VFIO's does not exist.
+    /// A VFIO file does not exist.
     #[error("{} does not exist; load the driver with: modprobe vfio-pci", .0.display())]
     NoVfio(PathBuf),
-    /// A file of VFIO's may not be opened.
+    /// The user has no permission to open a VFIO file.
     #[error(
         "No permission to open {}; run as root, or give this user read and write access to it", .0.display()
     )]
     Permission(PathBuf),
-    /// Somebody else has the group open.
+    /// Another process has the IOMMU group open.
     #[error(
         "{address} is in use: {}; end that first, or share the drive among VMMs with: nvme-mpt serve --drive path={address}",
         group_users(group, users)
@@ -79,27 +79,27 @@ pub enum VfioError {
     InUse {
         /// The function.
         address: PciAddress,
-        /// Its group's file.
+        /// File of the IOMMU group.
         group: PathBuf,
-        /// Processes that have the group, as far as this one may know.
+        /// Processes that have the group open and that this process can see.
         users: Vec<DiskUser>,
     },
-    /// Another function of the group has a driver of the host's.
+    /// Another function of the IOMMU group is bound to a driver of the host.
     #[error(
         "{address} cannot be isolated: its IOMMU group {group} has other functions with drivers of the host ({}); bind each of them to vfio-pci as well, or put the drive into another slot", others.join(", ")
     )]
     NotViable {
         /// The function.
         address: PciAddress,
-        /// Its group's number.
+        /// Number of the group.
         group: u32,
-        /// The others, each with its driver.
+        /// The other functions, each with its driver.
         others: Vec<String>,
     },
-    /// The kernel's VFIO is of a kind that is not known.
+    /// VFIO lacks the type 1 IOMMU or has an unknown API version.
     #[error("The kernel's VFIO has no type 1 IOMMU; load it with: modprobe vfio_iommu_type1")]
     NoType1,
-    /// The platform does not keep devices from raising any interrupt.
+    /// The platform has no interrupt remapping, so a device could raise any interrupt.
     #[error(
         "The platform cannot isolate interrupts of {address}: enable interrupt remapping in the firmware's setup, or accept the risk with vfio_iommu_type1.allow_unsafe_interrupts=1"
     )]
@@ -107,20 +107,20 @@ pub enum VfioError {
         /// The function.
         address: PciAddress,
     },
-    /// The IOMMU translates no address that can be used.
+    /// The IOMMU offers no IOVA range that can be used.
     #[error("The IOMMU of {address} offers no addresses for DMA")]
     NoAddresses {
         /// The function.
         address: PciAddress,
     },
-    /// BAR0 holds no doorbells.
+    /// BAR0 is too small for registers and doorbells.
     #[error(
         "BAR0 of {address} has {size:#x} bytes, too few for the registers and doorbells of an NVMe controller (2000h)"
     )]
     SmallBar {
         /// The function.
         address: PciAddress,
-        /// The BAR's size.
+        /// Size of the BAR in bytes.
         size: u64,
     },
     /// The doorbells cannot be mapped.
@@ -131,39 +131,39 @@ pub enum VfioError {
         /// The function.
         address: PciAddress,
     },
-    /// Memory may not be locked.
+    /// The limit of locked memory is reached.
     #[error(
         "Cannot lock {len} bytes of memory for the drive: {locked} are locked already, of {limit} that are allowed; raise the limit with `ulimit -l` (in KiB) or LimitMEMLOCK= of the unit to the memory of all virtual machines that use the drive and 256 MiB more"
     )]
     MemoryLock {
-        /// Bytes that were to be locked.
+        /// Bytes that were requested.
         len: u64,
-        /// Bytes that are locked.
+        /// Bytes that are locked already.
         locked: u64,
         /// `RLIMIT_MEMLOCK`, in bytes.
         limit: u64,
     },
-    /// More mappings than the kernel takes.
+    /// The IOMMU has no free mapping left.
     #[error(
         "The drive's IOMMU takes {limit} mappings, all of which are used; raise vfio_iommu_type1.dma_entry_limit"
     )]
     Mappings {
-        /// Most mappings.
+        /// Maximum number of mappings.
         limit: u32,
     },
-    /// Less was unmapped than had been mapped.
+    /// The kernel unmapped fewer bytes than requested.
     #[error(
         "The kernel unmapped {unmapped:#x} bytes at IOVA {iova:#x} instead of {len:#x}; the drive may reach memory still"
     )]
     PartlyUnmapped {
         /// IOVA.
         iova: u64,
-        /// Bytes that were asked for.
+        /// Bytes that were requested.
         len: u64,
-        /// Bytes that it reports.
+        /// Bytes that the kernel reports as unmapped.
         unmapped: u64,
     },
-    /// The kernel refuses something else.
+    /// Any other error of the kernel.
     #[error("Cannot {what} of {address}")]
     Refused {
         /// The function.

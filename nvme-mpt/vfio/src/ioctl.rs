@@ -1,8 +1,8 @@
-//! VFIO's system calls, as `linux/vfio.h` documents them, and the one that passes a command to the kernel's `nvme` driver.
-//! Each returns the kernel's error.
+//! System calls of VFIO (documented in `linux/vfio.h`) and the admin passthrough of the kernel's `nvme` driver. Each
+//! function returns the kernel's error.
 //!
-//! The structures are those of the bindings. The calls are made here, because a drive that is pulled
-//! makes any of them fail. That must be an error for the caller instead of a log line.
+//! The structures come from `vfio_bindings`. The calls are made here instead of through a wrapper crate, because any call
+//! may fail when a drive is pulled, and the caller needs the error.
 #![expect(
     unsafe_code,
     reason = "system calls on files of VFIO and of the nvme driver"
@@ -25,7 +25,7 @@ use zerocopy::IntoBytes;
 use nvme_mpt::memory::RawBytes;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// The numbers of the calls: all are made without size and direction.
+/// Returns the number of a VFIO ioctl, which encodes neither size nor direction.
 const fn request(number: c_ulong) -> c_ulong {
     ((abi::VFIO_TYPE as c_ulong) << 8) | (abi::VFIO_BASE as c_ulong + number)
 }
@@ -70,10 +70,10 @@ struct NvmePassthroughCommand {
 
 const _: () = assert!(size_of::<NvmePassthroughCommand>() == 72);
 
-/// Longest structure that the kernel is believed to have to tell, in bytes.
+/// Maximum length of a structure that the kernel may return, in bytes.
 const INFO_MAX: usize = 1 << 20;
 
-/// The result of a call that returns a negative number where it fails.
+/// Converts a negative result to `errno`'s error.
 fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {
         Err(io::Error::last_os_error())
@@ -82,13 +82,13 @@ fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// `argsz` of a structure that goes to the kernel.
+/// Returns the `argsz` field for a structure of type `T`.
 const fn argsz<T>() -> u32 {
     size_of::<T>() as u32
 }
 
-/// Passes an admin command that transfers exactly `data` to the controller of a file of the `nvme` driver. Returns dword 0
-/// of its completion.
+/// Sends an admin command that transfers exactly `data` through a controller file of the `nvme` driver. Returns dword 0
+/// of the completion.
 pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::Result<u32> {
     let mut command = NvmePassthroughCommand {
         opcode: sqe.cdw0.opcode(),
@@ -102,8 +102,8 @@ pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::R
         ],
         ..NvmePassthroughCommand::default()
     };
-    // SAFETY: the kernel reads and writes the structure, whose size is in the number of the call. The drive
-    // writes `data_len` bytes at `addr`, which are those of `data`: as many as the command transfers.
+    // SAFETY: the kernel reads and writes the structure, whose size is part of the call's number. The drive writes
+    // `data_len` bytes at `addr`, which are the bytes of `data`: the command transfers exactly that many.
     match checked(unsafe { ioctl_with_mut_ref(controller, NVME_ADMIN, &mut command) })? {
         0 => Ok(command.result),
         status => Err(io::Error::other(format!(
@@ -112,27 +112,27 @@ pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::R
     }
 }
 
-/// Returns whether the container speaks the one version of the interface that there is.
+/// Returns whether the container supports the known version of the VFIO API.
 pub(super) fn is_version_known(container: &File) -> io::Result<bool> {
     // SAFETY: the call has no argument.
     let version = checked(unsafe { ioctl(container, GET_API_VERSION) })?;
     Ok(u32::try_from(version) == Ok(abi::VFIO_API_VERSION))
 }
 
-/// Returns whether the container has an extension, such as a kind of IOMMU.
+/// Returns whether the container supports an extension, such as a type of IOMMU.
 pub(super) fn has_extension(container: &File, extension: u32) -> io::Result<bool> {
     // SAFETY: the argument is a number.
     let result = unsafe { ioctl_with_val(container, CHECK_EXTENSION, extension.into()) };
     Ok(checked(result)? > 0)
 }
 
-/// Gives a container that has a group its IOMMU.
+/// Selects the IOMMU type of a container that already has a group.
 pub(super) fn set_iommu(container: &File, kind: u32) -> io::Result<()> {
     // SAFETY: the argument is a number.
     checked(unsafe { ioctl_with_val(container, SET_IOMMU, kind.into()) }).map(drop)
 }
 
-/// `VFIO_GROUP_FLAGS_*` of a group.
+/// Returns `VFIO_GROUP_FLAGS_*` of a group.
 pub(super) fn group_flags(group: &File) -> io::Result<u32> {
     let mut status = abi::vfio_group_status {
         argsz: argsz::<abi::vfio_group_status>(),
@@ -150,7 +150,7 @@ pub(super) fn set_container(group: &File, container: &File) -> io::Result<()> {
     checked(unsafe { ioctl_with_ref(group, GROUP_SET_CONTAINER, &container) }).map(drop)
 }
 
-/// Takes a group, none of whose devices is open, out of its container.
+/// Removes a group from its container. No device of the group may be open.
 pub(super) fn unset_container(group: &File) -> io::Result<()> {
     // SAFETY: the call has no argument.
     checked(unsafe { ioctl(group, GROUP_UNSET_CONTAINER) }).map(drop)
@@ -158,20 +158,20 @@ pub(super) fn unset_container(group: &File) -> io::Result<()> {
 
 /// Opens a device of a group.
 pub(super) fn open_device(group: &File, name: &CStr) -> io::Result<File> {
-    // SAFETY: the kernel reads the C string; the descriptor that it returns is owned once.
+    // SAFETY: the kernel reads the C string; the returned descriptor has no other owner.
     unsafe {
         let fd = checked(ioctl_with_ptr(group, GROUP_GET_DEVICE_FD, name.as_ptr()))?;
         Ok(File::from_raw_fd(fd))
     }
 }
 
-/// `VFIO_DEVICE_FLAGS_*` of a device.
+/// Returns `VFIO_DEVICE_FLAGS_*` of a device.
 pub(super) fn device_flags(device: &File) -> io::Result<u32> {
     let mut info = abi::vfio_device_info {
         argsz: argsz::<abi::vfio_device_info>(),
         ..Default::default()
     };
-    // SAFETY: the kernel fills as much of the structure as it is said to have.
+    // SAFETY: the kernel writes at most `argsz` bytes, the size of the structure.
     checked(unsafe { ioctl_with_mut_ref(device, DEVICE_GET_INFO, &mut info) })?;
     Ok(info.flags)
 }
@@ -179,15 +179,15 @@ pub(super) fn device_flags(device: &File) -> io::Result<u32> {
 /// A region of a device, such as a BAR.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct VfioDeviceRegion {
-    /// Its length in bytes; 0 if the device has no such region.
+    /// Length in bytes; 0 if the device has no such region.
     pub(super) size: u64,
     /// Offset in the device's file.
     pub(super) offset: u64,
-    /// The parts of it that can be mapped: offset in the region, and length.
+    /// Mappable parts: offset in the region and length.
     pub(super) mappable: Vec<(u64, u64)>,
 }
 
-/// Asks for a region by its index.
+/// Reads the description of a region by its index.
 pub(super) fn region(device: &File, index: u32) -> io::Result<VfioDeviceRegion> {
     type Fixed = abi::vfio_region_info;
     let info = VfioCapabilityChain::ask(
@@ -227,7 +227,7 @@ fn parse_region(info: &VfioCapabilityChain) -> VfioDeviceRegion {
     }
 }
 
-/// Returns whether a device has an interrupt index that is signalled through an eventfd.
+/// Returns whether a device supports an eventfd for an interrupt index.
 pub(super) fn has_event(device: &File, index: u32) -> io::Result<bool> {
     let mut info = abi::vfio_irq_info {
         argsz: argsz::<abi::vfio_irq_info>(),
@@ -239,16 +239,16 @@ pub(super) fn has_event(device: &File, index: u32) -> io::Result<bool> {
     Ok(info.count > 0 && info.flags & abi::VFIO_IRQ_INFO_EVENTFD != 0)
 }
 
-/// An eventfd, which becomes readable when it is signalled.
+/// Creates a non-blocking eventfd.
 pub(super) fn event_fd() -> io::Result<OwnedFd> {
-    // SAFETY: the call has no pointers; the descriptor that it returns is owned once.
+    // SAFETY: the call has no pointers; the returned descriptor has no other owner.
     unsafe {
         let fd = checked(libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK))?;
         Ok(OwnedFd::from_raw_fd(fd))
     }
 }
 
-/// Has the first interrupt of an index signalled through an eventfd.
+/// Makes the kernel signal `event` for the first interrupt of an index.
 pub(super) fn set_event(device: &File, index: u32, event: &impl AsRawFd) -> io::Result<()> {
     #[repr(C)]
     struct SetEvent {
@@ -266,8 +266,8 @@ pub(super) fn set_event(device: &File, index: u32, event: &impl AsRawFd) -> io::
         },
         event: event.as_raw_fd(),
     };
-    // SAFETY: the kernel reads the structure, whose size is in it; one descriptor's number follows
-    // the header, as `count` says.
+    // SAFETY: the kernel reads the structure, whose size is in it; one descriptor number follows the header, as `count`
+    // says.
     checked(unsafe { ioctl_with_ref(device, DEVICE_SET_IRQS, &set) }).map(drop)
 }
 
@@ -277,18 +277,18 @@ pub(super) fn reset(device: &File) -> io::Result<()> {
     checked(unsafe { ioctl(device, DEVICE_RESET) }).map(drop)
 }
 
-/// Abilities of a type 1 IOMMU.
+/// Properties of a type 1 IOMMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct IommuInfo {
-    /// A bit for each size of page.
+    /// Supported page sizes, one bit each.
     pub(super) page_sizes: u64,
-    /// The addresses that it translates; `None` if the kernel does not tell (before 5.4).
+    /// IOVA ranges that the IOMMU translates; `None` if the kernel does not report them (before 5.4).
     pub(super) usable: Option<Vec<RangeInclusive<u64>>>,
-    /// Number of mappings that it still takes; `None` if the kernel does not report it (before 5.10).
+    /// Number of mappings that can still be added; `None` if the kernel does not report it (before 5.10).
     pub(super) mappings_left: Option<u32>,
 }
 
-/// Asks a container for its IOMMU.
+/// Reads the properties of a container's IOMMU.
 pub(super) fn iommu_info(container: &File) -> io::Result<IommuInfo> {
     let fixed = size_of::<abi::vfio_iommu_type1_info>();
     Ok(parse_iommu(&VfioCapabilityChain::ask(
@@ -331,7 +331,7 @@ fn parse_iommu(info: &VfioCapabilityChain) -> IommuInfo {
     }
 }
 
-/// Lets the container's devices reach memory, and the rest of its last page, from `iova` on.
+/// Maps `size` bytes at `iova` for DMA of the container's devices. `size` includes the rest of the last page of `memory`.
 pub(super) fn map_dma(
     container: &File,
     memory: RawBytes<'_>,
@@ -351,12 +351,12 @@ pub(super) fn map_dma(
         iova,
         size,
     };
-    // SAFETY: the kernel reads the structure, and pins pages that are mapped here, or refuses. They
-    // are those of a `Mapping`, which is written by others at any time and only accessed raw.
+    // SAFETY: the kernel reads the structure, and pins pages that are mapped in this process, or refuses. The pages
+    // belong to a `Mapping`, which others may write at any time and which is only accessed raw.
     checked(unsafe { ioctl_with_ref(container, IOMMU_MAP_DMA, &map) }).map(drop)
 }
 
-/// Takes away what was mapped; returns how many bytes that were.
+/// Removes mappings. Returns the number of unmapped bytes.
 pub(super) fn unmap_dma(container: &File, iova: u64, size: u64) -> io::Result<u64> {
     let mut unmap = abi::vfio_iommu_type1_dma_unmap {
         argsz: argsz::<abi::vfio_iommu_type1_dma_unmap>(),
@@ -369,17 +369,17 @@ pub(super) fn unmap_dma(container: &File, iova: u64, size: u64) -> io::Result<u6
     Ok(unmap.size)
 }
 
-/// A structure of the kernel's that is followed by a chain of capabilities.
+/// A structure of the kernel that is followed by a chain of capabilities.
 ///
-/// Fields outside of it read as zero.
+/// Reads beyond its end return zero.
 struct VfioCapabilityChain {
-    /// In words, for their alignment.
+    /// Content, in 64-bit words for alignment.
     words: Vec<u64>,
 }
 
 impl VfioCapabilityChain {
-    /// Asks for a structure of `fixed` bytes and all that belongs to it. `argument` is a word that
-    /// goes to the kernel, and its offset.
+    /// Reads a structure of `fixed` bytes and its capability chain from the kernel. `argument` is an offset in the
+    /// structure and the word to store there before the call.
     fn ask(
         file: &File,
         request: c_ulong,
@@ -391,12 +391,12 @@ impl VfioCapabilityChain {
             let mut info = Self {
                 words: vec![0; len.div_ceil(8)],
             };
-            // `argsz` is the first word of all of them (a length: at most INFO_MAX).
+            // `argsz` is the first word of each of these structures. The length is at most INFO_MAX.
             info.set_u32(0, len as u32);
             if let Some((offset, value)) = argument {
                 info.set_u32(offset, value);
             }
-            // SAFETY: the kernel fills as many bytes as `argsz` says at most, which are there.
+            // SAFETY: the kernel writes at most `argsz` bytes, and `words` has at least that many.
             checked(unsafe { ioctl_with_mut_ptr(file, request, info.words.as_mut_ptr()) })?;
             let needed = info.u32(0) as usize;
             if needed <= len {
@@ -427,7 +427,7 @@ impl VfioCapabilityChain {
         bytes.first_chunk().map_or(0, |b| u64::from_ne_bytes(*b))
     }
 
-    /// As many pairs of 64-bit numbers, at most, as there are.
+    /// Reads up to `count` pairs of 64-bit numbers, as far as they lie within the structure.
     fn pairs(&self, offset: usize, count: u32) -> Vec<(u64, u64)> {
         let there = self.words.as_bytes().len().saturating_sub(offset) / 16;
         (0..there.min(count as usize))
@@ -438,11 +438,11 @@ impl VfioCapabilityChain {
             .collect()
     }
 
-    /// Returns the offset of the capability with this id, in the chain that begins at `first`.
+    /// Returns the offset of the capability `id` in the chain that begins at `first`.
     fn capability(&self, first: u32, id: u32) -> Option<usize> {
         type Header = abi::vfio_info_cap_header;
         let mut at = first as usize;
-        // A chain that never ends has more links than fit.
+        // Bound the walk: a cyclic chain would never end.
         for _ in 0..self.words.len() {
             if at == 0 {
                 return None;

@@ -1,12 +1,12 @@
-//! The VFIO host controller: a physical NVMe drive, driven from user space.
+//! VFIO host controller: drives a physical NVMe drive from user space.
 //!
-//! The driver proper knows no VFIO: it reaches the function through a [`DeviceBacking`]. So it runs on a
-//! PCI function behind `vfio-pci` as well as on an emulated one in tests.
+//! The driver reaches the function only through [`DeviceBacking`]. The same code therefore runs on a PCI function behind
+//! `vfio-pci` and on an emulated function in tests.
 //!
-//! The drive is polled and raises no interrupts. [`pair`] shares queue pairs, `controller` brings the drive up,
-//! watches it and recovers it. Commands end only when the drive can touch memory no more. A drive that does not come
-//! back in three attempts, reads as all ones or is wanted back by the host is *gone*: its commands end with Internal
-//! Error (Do Not Retry), and the process lives.
+//! The drive is polled and raises no interrupts. [`pair`] shares queue pairs; `controller` brings the drive up, monitors
+//! it and recovers it. A command ends only when the drive can no longer access its memory. A drive is *gone* if three
+//! reset attempts fail, if it was removed, or if the host wants it back. Commands of such a drive complete with Internal
+//! Error (Do Not Retry); the process keeps running.
 
 #![cfg_attr(
     test,

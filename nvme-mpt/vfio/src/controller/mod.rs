@@ -1,10 +1,9 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
-//! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds `admin` throughout.
-//! It marks `pairs` as being reset (`recovery.rs`): threads that need a new pair wait for the end of that. The leases'
-//! lock comes before that of the namespaces, and no other is taken under the two. No lock is taken under that of the
-//! arbitration. The threads that take them are the control threads of the drive's users and the drive's supervisor;
-//! pollers take a pair's own lock alone.
+//! Lock order: `pairs`, then `admin`, then `pairs_view`, then the lock of one pair. A reset holds `admin` throughout and
+//! marks `pairs` as resetting (`recovery.rs`); threads that need a new pair wait for its end. `leases` comes before
+//! `namespaces`, and no other lock is taken under these two. No lock is taken under `arbitration`. Control threads of the
+//! drive's users and the drive monitor take these locks; pollers take only the lock of one pair.
 
 mod admin_queue;
 mod arbitration;
@@ -68,15 +67,15 @@ use queue_pairs::{QueuePairs, SharedPairCounts};
 use registers::{DriveRegisters, shutdown_timeout};
 use supervisor::{DriveCounters, longest_pause};
 
-/// Options with which a physical controller is driven.
+/// Options of a physical controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControllerOptions {
-    /// Time that the drive may take for a command before it is aborted, and the drive reset if that does not
-    /// help. Guests' drivers wait for 30 s before they reset their own controller.
+    /// Timeout of an I/O command. An overdue command is aborted, and the drive is reset if the Abort does not help.
+    /// Guests' drivers wait for 30 s before they reset their own controller.
     pub deadline: Duration,
-    /// Choices for what learns; those [of a drive](AdaptivePolicies::of_drive) count.
+    /// Adaptive policies. Only the policies [of a drive](AdaptivePolicies::of_drive) apply.
     pub learning: AdaptivePolicies,
-    /// Arbitration with which the drive is enabled.
+    /// Arbitration to enable the drive with.
     pub arbitration: ArbitrationChoice,
 }
 
@@ -92,7 +91,7 @@ impl Default for ControllerOptions {
 
 /// A physical NVMe controller.
 ///
-/// When it is dropped the drive is shut down, disabled, and given back.
+/// Dropping the controller shuts down, disables and releases the drive.
 pub struct VfioController {
     drive: Arc<PhysicalDrive>,
     threads: ThreadSpawner,
@@ -108,7 +107,7 @@ impl fmt::Debug for VfioController {
     }
 }
 
-/// State of a drive that the control threads and the supervisor share.
+/// State of a drive, shared by the control threads and the drive monitor.
 #[derive(Debug)]
 struct PhysicalDrive {
     backing: Arc<dyn DeviceBacking>,
@@ -118,32 +117,32 @@ struct PhysicalDrive {
     facts: DriveFacts,
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
-    /// Leases, each with its namespace as it was leased.
+    /// Leases, each with its namespace at the time of the lease.
     leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
     pairs_view: SharedPairCounts,
     admin: Mutex<AdminQueue>,
     arbitration: Mutex<Arbitration>,
-    /// Notified when the drive rests no more.
+    /// Notified when a hand-over is cancelled and the drive resumes.
     goes_on: Condvar,
     /// Notified when a reset is over, and when the drive is given up.
     reset_over: Condvar,
     buffer: Option<DriveDoorbellBuffer>,
-    /// Has the mappings for the process after a death of this one.
+    /// Stores the IOMMU's descriptors for the successor, in case this process dies.
     keeper: Option<Arc<dyn DescriptorStore>>,
     inheritance: Mutex<PredecessorMappings>,
-    /// The drive failed for good, or was removed.
+    /// True if the drive was removed or has failed for good.
     gone: AtomicBool,
-    /// Somebody found that the drive must be reset, or it is being reset.
+    /// True if a reset is needed or in progress.
     reset_wanted: AtomicBool,
-    /// The drive is given back: the supervisor ends.
+    /// True if the drive is being closed; the drive monitor then ends.
     closing: AtomicBool,
     wake: EventFd,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     counters: DriveCounters,
 }
 
-/// Parts of a drive that is enabled.
+/// Parts of an enabled drive.
 struct DriveParts {
     backing: Arc<dyn DeviceBacking>,
     registers: DriveRegisters,
@@ -157,8 +156,8 @@ struct DriveParts {
     keeper: Option<Arc<dyn DescriptorStore>>,
 }
 
-/// Returns whether one of the namespaces is the leased one, with blocks of the same size. The drive itself refuses
-/// commands beyond its end.
+/// Returns whether `namespaces` has the leased namespace with the same block size. The drive itself checks the
+/// namespace's capacity.
 fn has_same_blocks(namespaces: &[HostNamespace], leased: &HostNamespace) -> bool {
     namespaces
         .iter()
@@ -170,11 +169,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl VfioController {
-    /// Takes a controller into use: resets and enables it, and learns what it is. One of `threads`
-    /// watches over it from then on.
+    /// Opens a controller: resets, enables and identifies it. One of `threads` then runs its drive monitor.
     ///
     /// # Errors
-    /// See [`ControllerError`]. The function is released then.
+    /// See [`ControllerError`]. The function is then released.
     pub fn open(
         backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
@@ -183,10 +181,11 @@ impl VfioController {
         Self::open_kept(backing, options, threads, PersistedIommu::default())
     }
 
-    /// As [`Self::open`], for a drive whose mappings outlive this process, and may be those of a process that died.
+    /// Opens a controller as [`Self::open`] does, with an IOMMU whose mappings survive this process. `kept` may contain
+    /// the mappings of a dead predecessor.
     ///
     /// # Errors
-    /// See [`ControllerError`]. The function is released then, and its keeper has nothing of it.
+    /// See [`ControllerError`]. The function is then released, and the keeper's descriptors of it are dropped.
     pub fn open_kept(
         backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
@@ -205,7 +204,7 @@ impl VfioController {
         keeper: Option<&Arc<dyn DescriptorStore>>,
     ) -> Result<Arc<Self>, ControllerError> {
         let drive = Arc::new(drive.inspect_err(|_| {
-            // No DMA of a controller that was not understood may go on.
+            // An unknown controller must not continue any DMA.
             let _ = backing.set_bus_master(false);
             kept::let_go(keeper);
             backing.release();
@@ -252,10 +251,10 @@ impl VfioController {
 }
 
 impl VfioController {
-    /// Asks the drive to describe itself.
+    /// Reads the drive's description.
     ///
     /// # Errors
-    /// [`ControllerError`] of a drive that is reset or gone, or does not answer Identify.
+    /// [`ControllerError`] if the drive is being reset, is gone, or does not answer Identify.
     pub fn describe(&self) -> Result<DriveDescription, ControllerError> {
         let drive = &self.drive;
         let known = lock(&drive.namespaces).clone();
@@ -271,7 +270,7 @@ impl VfioController {
             let health = match log_pages::smart_health(admin, true) {
                 Ok(health) => Some(health),
                 Err(ControllerError::Admin { .. }) => None,
-                // It may be carried out still, and write the page of the next command's data.
+                // The command may still be executing and overwrite the data page of the next command.
                 Err(error) => return Err(error),
             };
             Ok(DriveDescription {
@@ -286,7 +285,7 @@ impl VfioController {
     }
 }
 
-/// A drive that is disabled, and is to be enabled first.
+/// A drive that is being enabled.
 struct Enabling {
     backing: Arc<dyn DeviceBacking>,
     registers: DriveRegisters,
@@ -297,7 +296,7 @@ struct Enabling {
 }
 
 impl Enabling {
-    /// Enables the drive, and learns what it is.
+    /// Enables and identifies the drive, and creates its admin resources.
     fn bring_up(
         &mut self,
     ) -> Result<(IdentifiedDrive, QueuePairs, Option<DriveDoorbellBuffer>), ControllerError> {
@@ -341,7 +340,7 @@ impl PhysicalDrive {
     ) -> Result<Self, ControllerError> {
         let PersistedIommu { keeper, left } = kept;
         let registers = DriveRegisters::new(backing.clone())?;
-        // Whoever had it before may have left it enabled.
+        // A previous user may have left the drive enabled.
         registers.disable()?;
         let iovas = backing.usable_iovas();
         let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
@@ -409,7 +408,7 @@ impl PhysicalDrive {
             buffer,
             keeper,
         } = parts;
-        // A drive that comes late is not told when all functions are there.
+        // A drive that is added later gets no call of `end_inheritance`, so its time limit starts now.
         let end = Deadline::after(&backing.clock(), kept::INHERITANCE);
         Ok(Self {
             registers,
@@ -446,8 +445,8 @@ impl PhysicalDrive {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Runs admin commands, unless the drive is gone or is being reset. One that is not answered, or meets a fatal status or
-    /// no drive, has it reset.
+    /// Runs admin commands, unless the drive is gone or being reset. Requests a reset if a command gets no answer, the
+    /// drive reports a fatal status, or its registers read as all ones.
     fn with_admin<T>(
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
@@ -457,7 +456,7 @@ impl PhysicalDrive {
             return Err(ControllerError::Gone);
         }
         if self.reset_wanted.load(Ordering::Acquire) {
-            // A command that was given up may still write the data page.
+            // A command that timed out may still write the data page.
             return Err(ControllerError::Resetting);
         }
         let result = commands(&mut admin);
@@ -473,7 +472,7 @@ impl PhysicalDrive {
         result
     }
 
-    /// Takes note of a lease, which is revoked while its namespace has other blocks.
+    /// Registers a lease. The lease is revoked while its namespace is missing or has another block size.
     fn note_lease(&self, namespace: HostNamespace, share: &Arc<LeaseShare>) {
         let mut leases = lock(&self.leases);
         share.set_revoked(!has_same_blocks(&lock(&self.namespaces), &namespace));
@@ -481,8 +480,9 @@ impl PhysicalDrive {
         leases.push((namespace, Arc::downgrade(share)));
     }
 
-    /// Takes up the namespaces that there are now, and has the drive get no command for others. A function does the same
-    /// when it is told, but it may be in a VMM, which need not. Returns the namespaces that there were.
+    /// Replaces the list of namespaces and revokes leases that no longer match, so that the drive gets no command for
+    /// another namespace. A function does the same on an event, but a function inside a VMM cannot be trusted to. Returns
+    /// the previous list.
     fn follow_namespaces(&self, now: &[HostNamespace]) -> Vec<HostNamespace> {
         let leases = lock(&self.leases);
         let before = std::mem::replace(&mut *lock(&self.namespaces), now.to_vec());
@@ -504,7 +504,7 @@ impl PhysicalDrive {
     }
 
     fn wake_supervisor(&self) {
-        // A counter that is full wakes as well.
+        // If the eventfd's counter is full, the thread wakes up as well.
         let _ = eventfd::signal(&self.wake);
     }
 
@@ -518,7 +518,7 @@ impl PhysicalDrive {
         });
     }
 
-    /// Gives the drive back: nothing of it is in use any more.
+    /// Shuts the drive down and releases it. The drive must have no users left.
     fn close(&self) {
         if self.is_gone() {
             return;
@@ -526,14 +526,14 @@ impl PhysicalDrive {
         let timeout = shutdown_timeout(self.identity.controller.rtd3e);
         let (name, seconds) = (self.backing.name(), timeout.as_secs());
         info!("Drive {name}: waiting for the drive to shut down, {seconds} s at most");
-        // A drive that does not shut down is reset all the same.
+        // A drive that does not shut down in time is disabled anyway.
         let result = self.registers.shut_down(timeout);
         if let Err(error) = result.and_then(|()| self.registers.disable()) {
             warn!(
                 "Drive {} is not given back in order: {error}",
                 self.backing.name()
             );
-            // It may still be working: no DMA of it reaches memory from now on.
+            // The drive may still be working; a reset ends its DMA.
             let _ = self.backing.reset();
         }
         if let Err(error) = self.backing.set_bus_master(false) {
@@ -584,7 +584,7 @@ impl HostController for VfioController {
         self.drive.backing.numa_node()
     }
 
-    /// One process alone can have the function, and its ledger knows its ranges.
+    /// Succeeds always: only this process has the function, and its ledger has checked the range.
     fn open_lease(
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
@@ -679,7 +679,7 @@ impl HostLease for VfioLease {
         self.share.set_weight(weight);
     }
 
-    /// The ledger alone knows the parts of a lease.
+    /// Does nothing: only the ledger tracks the extents of a lease.
     fn add(&self, _: BlockRange) -> Result<(), HostLeaseError> {
         Ok(())
     }

@@ -1,14 +1,14 @@
-//! Host queue pairs: rings in DMA memory that one shadow queue has to itself or several share.
+//! Host queue pairs: rings in DMA memory, used by one shadow queue or shared by several.
 //!
-//! A [`VfioQueuePair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
-//! [`VfioQueue`] is a member's view: what it submits goes to the drive in turn with the others'
-//! (`core.rs`). A queue can move to another pair (`moves.rs`), and a
-//! pair whose queues rest serves others meanwhile (`loans.rs`). Commands that the drive takes only in parts are split and
-//! rejoined (`split.rs`). `flight.rs` remembers each command by its host Command Identifier.
+//! [`VfioQueuePair`] is the controller's handle of a queue pair, for its creation, supervision and removal. [`VfioQueue`]
+//! is the handle of one queue pair user; `core.rs` arbitrates between the commands of all users. A queue can migrate to
+//! another pair (`moves.rs`). A pair whose own queues are idle can be lent to others (`loans.rs`). Commands that exceed
+//! the drive's limits are split and rejoined (`split.rs`). `flight.rs` tracks in-flight commands by their host Command
+//! Identifier.
 //!
 //! # Lock order
-//! That of a queue's whereabouts, while it moves; the pair's lock, then the governor's. Each is held for one batch, and nothing
-//! waits under it.
+//! The lock of a queue's current pair (while the queue migrates), then the pair's lock, then the governor's. Each is held
+//! for one batch, and no thread sleeps while it holds one.
 
 mod backlog;
 mod core;
@@ -54,22 +54,22 @@ use nvme_mpt::spec::admin::QueuePriority;
 use nvme_mpt::spec::status::Status;
 use rings::VfioQueuePairRings;
 
-/// Parts of a queue pair.
+/// Configuration of a queue pair.
 #[derive(Clone, Debug)]
 pub struct PairConfig {
     /// Entries of each ring, 2 to [`ENTRIES_MAX`].
     pub entries: u32,
-    /// Most bytes that the drive transfers per command (MDTS); `u64::MAX` if it says no limit.
+    /// Maximum bytes per command of the drive (MDTS); `u64::MAX` if unlimited.
     pub max_transfer: u64,
-    /// Doorbells by which the drive learns of it.
+    /// Doorbells of the queue pair.
     pub doorbells: PairDoorbells,
-    /// Governor, which the drive's queue pairs share.
+    /// Governor that all queue pairs of the drive share.
     pub governor: Arc<DriveGovernor>,
-    /// Class of its Submission Queue, if the drive has classes.
+    /// Priority class of the Submission Queue, if the drive has weighted arbitration.
     pub priority: QueuePriority,
 }
 
-/// One I/O queue pair of the drive. Clones are the same pair.
+/// One I/O queue pair of the drive. Clones refer to the same pair.
 #[derive(Clone, Debug)]
 pub struct VfioQueuePair {
     shared: Arc<QueuePairInner>,
@@ -78,9 +78,9 @@ pub struct VfioQueuePair {
 #[derive(Debug)]
 struct QueuePairInner {
     core: Mutex<QueuePairCore>,
-    /// QPRIO.
+    /// Priority class (QPRIO).
     priority: AtomicU8,
-    /// True while the pair belongs to one lease alone.
+    /// True while the pair is reserved for one lease.
     reserved: AtomicBool,
 }
 
@@ -95,10 +95,10 @@ impl QueuePairInner {
 }
 
 impl VfioQueuePair {
-    /// A queue pair in memory of its own, which the drive is yet to be told of.
+    /// Allocates a queue pair. The caller has yet to create it on the drive.
     ///
     /// # Errors
-    /// Returns the kernel's error; `InvalidInput` for a number of entries that no queue has.
+    /// Returns the kernel's error; `InvalidInput` for an invalid number of entries.
     pub fn new(space: &Arc<IovaSpace>, config: PairConfig) -> io::Result<Self> {
         let rings = VfioQueuePairRings::new(space, config.entries, config.doorbells)?;
         let core = QueuePairCore::new(rings, config.max_transfer, config.governor);
@@ -111,18 +111,18 @@ impl VfioQueuePair {
         })
     }
 
-    /// Returns the class of its Submission Queue.
+    /// Returns the priority class of the Submission Queue.
     #[must_use]
     pub fn priority(&self) -> QueuePriority {
         QueuePriority(self.shared.priority.load(Ordering::Relaxed))
     }
 
-    /// Sets the class of its Submission Queue, which the drive has created so.
+    /// Records the priority class with which the drive has created the Submission Queue.
     pub fn set_priority(&self, priority: QueuePriority) {
         self.shared.priority.store(priority.0, Ordering::Relaxed);
     }
 
-    /// Entries of each ring.
+    /// Returns the number of entries of each ring.
     #[must_use]
     pub fn entries(&self) -> u32 {
         self.shared.lock().rings.entries()
@@ -140,110 +140,106 @@ impl VfioQueuePair {
         self.shared.lock().rings.cq_iova()
     }
 
-    /// Adds a member with `slots` commands at most, for a namespace with this LBA format. Its lease is its own.
+    /// Adds a user with at most `slots` commands, for a namespace with this LBA format and with its own lease.
     ///
-    /// `guard` is dropped when the member is gone and has let go of the pair: when the last member
-    /// is, so that the queues can be deleted (the drive needs the pair, and so its memory, until
-    /// then).
+    /// `guard` is dropped after the user has left the pair and the drive has none of its commands. A guard shared by all
+    /// users can thus tell when the queues, and then their memory, may be deleted.
     #[must_use]
     pub fn join(&self, slots: u16, lba_shift: u8, guard: Box<dyn Any + Send>) -> VfioQueue {
         VfioQueue::new(self, slots, lba_shift, &LeaseShare::new(None), guard)
     }
 
-    /// As [`Self::join`], for a queue of a lease that may have others here.
+    /// Adds a user of a lease that may have further queues on this pair. See [`Self::join`].
     #[must_use]
     pub fn join_lease(&self, slots: u16, lba_shift: u8, lease: &Arc<LeaseShare>) -> VfioQueue {
         VfioQueue::new(self, slots, lba_shift, lease, Box::new(()))
     }
 
-    /// Returns the number of members, without those that are moving to another pair.
+    /// Returns the number of users, without users that are migrating to another pair.
     #[must_use]
     pub fn members(&self) -> usize {
         self.shared.lock().members()
     }
 
-    /// Commands that the drive has, children of split ones each for itself.
+    /// Returns the number of in-flight commands. Each child of a split command counts.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.shared.lock().in_flight()
     }
 
-    /// Returns its figures so far.
+    /// Returns the statistics of the pair.
     #[must_use]
     pub fn stats(&self) -> PairStats {
         self.shared.lock().stats()
     }
 
-    /// The commands that the drive has had for more than `deadline` ticks, each reported once.
+    /// Returns the commands that have been in flight for more than `deadline` ticks. Each command is reported once.
     #[must_use]
     pub fn overdue(&self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         self.shared.lock().overdue(now, deadline)
     }
 
-    /// Looks at the commands that the drive has.
+    /// Samples the in-flight commands.
     #[must_use]
     pub fn look(&self) -> InFlightSample {
         self.shared.lock().look()
     }
 
-    /// Returns the number of commands that were submitted up to each of the moments and that the drive has still.
+    /// Returns, for each moment, the number of in-flight commands that were submitted up to then.
     #[must_use]
     pub fn up_to(&self, moments: &[Ticks]) -> Vec<usize> {
         self.shared.lock().up_to(moments)
     }
 
-    /// Reports a command as overdue, as [`Self::overdue`] does. Returns whether the drive has it still, and it was not
-    /// reported yet.
+    /// Marks a command as reported, as [`Self::overdue`] does. Returns false if the command has completed or was reported
+    /// before.
     #[must_use]
     pub fn report(&self, late: &LateCommand) -> bool {
         self.shared.lock().report(late)
     }
 
-    /// Returns whether the drive has a command still.
+    /// Returns whether a command is still in flight.
     #[must_use]
     pub fn has(&self, late: &LateCommand) -> bool {
         self.shared.lock().has(late)
     }
 
-    /// Notes that the drive is asked to abort a command: if it does, the guest is told Command
-    /// Interrupted, so that its driver tries again. No other command gets the identifier until
-    /// [`Self::end_abort`] or [`Self::restart`]. Returns whether the drive has the command.
+    /// Marks a command that is about to be aborted. If the drive aborts it, the guest gets Command Interrupted, so that
+    /// its driver retries. Its identifier is not reused until [`Self::end_abort`] or [`Self::restart`]. Returns whether
+    /// the command is in flight.
     pub fn begin_abort(&self, late: &LateCommand) -> bool {
         self.shared.lock().begin_abort(late)
     }
 
-    /// The drive has answered the Abort of a command, or was not asked after all.
+    /// Ends [`Self::begin_abort`]: the drive has answered the Abort, or the Abort was not sent.
     pub fn end_abort(&self, late: &LateCommand) {
         self.shared.lock().end_abort(late);
     }
 
-    /// Writes no entries and doorbells any more, and reads no completions: from now on submissions
-    /// wait.
+    /// Stops all access to rings and doorbells. Submissions wait from now on.
     pub fn stop(&self) {
         self.shared.lock().stop();
     }
 
-    /// Completes all that the drive has: what it has posted as it says, the rest with this status,
-    /// a command that was split as a whole. The drive must not be able to reach memory any more.
+    /// Completes all in-flight commands: those in the Completion Queue with the drive's status, the others with `status`.
+    /// A split command completes as a whole. The drive must have lost access to memory.
     pub fn fail_in_flight(&self, status: Status) {
         self.shared.lock().fail_in_flight(status);
     }
 
-    /// Empties the rings, for queues that are about to be created anew, and ends [`Self::stop`]:
-    /// what waits goes to the drive when its member next rings or reaps. Commands that the drive still had
-    /// complete with Command Interrupted.
+    /// Empties the rings, for queues that are about to be created again, and ends [`Self::stop`]. Commands that are still
+    /// in flight complete with Command Interrupted. Waiting commands go to the drive when their user next rings or reaps.
     pub fn restart(&self, doorbells: PairDoorbells) {
         self.shared.lock().restart(doorbells);
     }
 
-    /// Has the drive get no further command of leases that are [revoked](LeaseShare::set_revoked): theirs complete with
-    /// Invalid Namespace or Format.
+    /// Withholds all further commands of [revoked](LeaseShare::set_revoked) leases from the drive. These commands
+    /// complete with Invalid Namespace or Format.
     pub fn revoke(&self) {
         self.shared.lock().revoke();
     }
 
-    /// Gives the drive up for ever: all that is in flight, waits, or is submitted from now on
-    /// completes with this status.
+    /// Gives the drive up for good. All in-flight, waiting and future commands complete with this status.
     pub fn kill(&self, status: Status) {
         self.shared.lock().kill(status);
     }

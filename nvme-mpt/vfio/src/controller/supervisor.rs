@@ -1,17 +1,17 @@
-//! The thread that watches over a drive: deadlines, fatal status, removal, and events.
+//! Drive monitor: the thread that handles timeouts, fatal status, removal and events of a drive.
 //!
-//! It looks at everything ten times a second, and gives free queue pairs to queues that share. It deals itself with what it
-//! finds. So a drive's failure costs no poller and no other drive more than the lock of a queue pair.
+//! The monitor checks everything ten times a second and acts itself, and it gives free queue pairs to queues that share.
+//! So a failing drive costs pollers and other drives no more than the lock of a queue pair.
 //!
-//! A command that the drive is late with (`timeout=`, 10 s; `progress.rs`) is aborted. No other command gets its identifier
-//! before the drive has answered the Abort. If the command is still there a second later, the controller is reset and its
-//! queues are made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands, and once
-//! it answers again after its registers have read as all ones.
+//! An overdue command (`timeout=`, 10 s; `progress.rs`) is aborted. Its identifier is not reused before the drive has
+//! answered the Abort. If the command is still in flight a second later, the controller is reset and its queues are
+//! created again (`recovery.rs`). The controller is also reset if it reports CSTS.CFS, if it answers no admin command,
+//! and when it answers again after its registers have read as all ones.
 //!
-//! While the drive has paused by itself (CSTS.PP), none of that happens, for as long as it may pause.
+//! While the drive has paused processing (CSTS.PP), none of this happens, up to a limit.
 //!
-//! Namespaces that may have changed are read until that succeeds: leases go by them. A reset takes events with it that
-//! nobody has seen, so they are read after each reset, too.
+//! After a change of namespaces, they are read until that succeeds, because leases depend on them. They are read after
+//! each reset as well, because a reset drops unread events.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -44,34 +44,34 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Csts;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Interval between two looks at the drive.
+/// Interval of the drive monitor's checks.
 pub(super) const TICK: Duration = Duration::from_millis(100);
 
-/// Looks at the drive for each at the memory that is pinned for it.
+/// Number of checks of the drive per check of its pinned memory.
 const LOOKS_AT_MEMORY: u32 = 2;
 
-/// Longest time of a command that was to be aborted, and the looks at it that are needed: while the supervisor had no
-/// processor, pollers may have had none either.
+/// Time that an aborted command may take to complete, and the number of checks that must find it in flight. The number
+/// matters if the monitor got no processor time: pollers may have got none either.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_LOOKS: u32 = 5;
 
-/// Returns the longest time for which a drive may pause by itself (CSTS.PP), where a command may take `deadline`.
+/// Returns the maximum time of a processing pause (CSTS.PP), where `deadline` is the timeout of a command.
 pub(super) fn longest_pause(controller: &IdentifyController, deadline: Duration) -> Duration {
     let most = Duration::from_millis(100) * u32::from(controller.mtfa);
     most.max(deadline)
 }
 
-/// Incidents of a drive.
+/// Counters of a drive's incidents.
 #[derive(Debug, Default)]
 pub(super) struct DriveCounters {
     pub(super) resets: AtomicU64,
-    /// Commands that missed their deadline.
+    /// Commands that exceeded the timeout.
     timeouts: AtomicU64,
-    /// Abort commands that were sent.
+    /// Abort commands sent.
     aborts: AtomicU64,
     /// True if queue pairs had to be shared at some time.
     pub(super) sharing: AtomicBool,
-    /// True if a queue got a pair of another class than its own at some time, as none could be created.
+    /// True if a queue once got a pair of another priority class, because no pair of its own could be created.
     pub(super) other_class: AtomicBool,
 }
 
@@ -86,7 +86,7 @@ impl DriveCounters {
     }
 }
 
-/// Starts the supervisor, on one of `threads`. It ends when the drive is closing, or gone.
+/// Starts the drive monitor on one of `threads`. The monitor ends when the drive is closing or gone.
 pub(super) fn start(
     drive: Arc<PhysicalDrive>,
     threads: &ThreadSpawner,
@@ -118,23 +118,23 @@ pub(super) fn start(
     threads.spawn("nvme-supervisor", Box::new(work))
 }
 
-/// A command that was to be aborted.
+/// An overdue command that was aborted.
 struct OverdueCommand {
     qid: QueueId,
     late: LateCommand,
     grace: Deadline,
-    /// Looks at which the drive had it still.
+    /// Number of checks that found the command in flight.
     looks: u32,
 }
 
-/// Knowledge of a drive's namespaces.
+/// State of the list of namespaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NamespaceListState {
-    /// They are as they were read.
+    /// The list is current.
     Known,
-    /// Some may have changed since.
+    /// Some namespaces may have changed.
     Stale,
-    /// Some may have changed since, and could not be read. The drive's list of them may be lost with that.
+    /// Some namespaces may have changed, and reading them failed. The drive's list of changes may be lost.
     Unread,
 }
 
@@ -148,17 +148,17 @@ struct DriveMonitor {
     namespaces: NamespaceListState,
     threads: ThreadSpawner,
     looks: u32,
-    /// The thread that looks through memory that lost pages.
+    /// Thread that searches memory for freed pages.
     memory_look: Option<JoinHandle<()>>,
-    /// The end of the time for which the drive may pause, while it does.
+    /// End of the current processing pause's time limit; `None` without a pause.
     pause: Option<Deadline>,
 }
 
 impl DriveMonitor {
-    /// Waits, then looks at everything. Returns whether to go on.
+    /// Waits for one interval, then checks everything. Returns false when the monitor must end.
     fn watch(&mut self) -> bool {
         let mut ready = [EpollEvent::default(); 2];
-        // An interrupted wait is a short one.
+        // An interrupted wait counts as a short one.
         let count = eventfd::wait(&self.epoll, Some(TICK), &mut ready).unwrap_or(0);
         let _ = self.drive.wake.read();
         let drive = &self.drive;
@@ -171,7 +171,7 @@ impl DriveMonitor {
             return false;
         }
         let status = drive.registers.status();
-        // A pulled drive can read as zeroes for a moment, like a controller that was reset.
+        // A pulled drive can read as zeroes for a moment, like a controller after a reset.
         if drive.backing.is_gone() {
             drive.give_up(REMOVED);
             return false;
@@ -197,8 +197,8 @@ impl DriveMonitor {
         !self.drive.is_gone()
     }
 
-    /// Returns whether the drive has paused all processing by itself, as while it activates firmware (Base 2.0, section 3.11),
-    /// for no longer than it may. That time is no silence of the drive: it has the commands still.
+    /// Returns whether the drive has paused processing, for example to activate firmware (Base 2.0, section 3.11), and is
+    /// within the time limit. It then still has its commands.
     fn is_pausing(&mut self, csts: Csts) -> bool {
         if !csts.pp() {
             self.pause = None;
@@ -214,20 +214,20 @@ impl DriveMonitor {
         if pause.has_passed() {
             return false;
         }
-        // Nor is it too slow with an Abort.
+        // Time in a pause does not count for aborted commands either.
         for overdue in &mut self.overdue {
             overdue.grace = Deadline::after(&self.clock, ABORT_GRACE);
         }
         true
     }
 
-    /// Has pages found that a VMM has freed while they are pinned for the drive (`dma/pinned.rs`).
+    /// Starts a search for pinned pages that a VMM has freed (`dma/pinned.rs`).
     fn check_memory(&mut self) {
         self.looks = self.looks.wrapping_add(1);
         if !self.looks.is_multiple_of(LOOKS_AT_MEMORY) {
             return;
         }
-        // Memory that loses pages while the thread looks is found afterwards.
+        // Memory that shrinks during a search is found by the next search.
         if self
             .memory_look
             .as_ref()
@@ -247,7 +247,7 @@ impl DriveMonitor {
         }
     }
 
-    /// Aborts what takes too long; resets the drive if that does not help.
+    /// Aborts overdue commands. Resets the drive if an aborted command stays in flight.
     fn check_deadlines(&mut self) {
         let late = self.find_late();
         if let Some(OverdueCommand { qid, late, .. }) = self
@@ -266,17 +266,17 @@ impl DriveMonitor {
             .timeouts
             .fetch_add(count, Ordering::Relaxed);
         for (qid, pair, late) in late {
-            // One that has completed meanwhile needs no Abort.
+            // A command that has completed by now needs no Abort.
             if pair.has(&late)
                 && let Err(error) = self.abort(qid, late.cid())
             {
                 let cid = late.cid();
                 if self.drive.registers.status().is_some_and(Csts::pp) {
-                    // It has paused since, and is not reset in the middle of that.
+                    // The drive has paused processing since, and must not be reset during the pause.
                     self.drive.reset_wanted.store(true, Ordering::Release);
                     return;
                 }
-                // It ends all Aborts, too.
+                // The reset ends all Aborts, too.
                 self.reset(&format!(
                     "command {cid} of queue {qid} is overdue, and: {error}"
                 ));
@@ -293,7 +293,7 @@ impl DriveMonitor {
         }
     }
 
-    /// Reports the commands that the drive is late with, each once. Forgets those that were to be aborted and have ended.
+    /// Returns the commands that became overdue, each once. Forgets aborted commands that have completed.
     fn find_late(&mut self) -> Vec<(QueueId, VfioQueuePair, LateCommand)> {
         let pairs = lock(&self.drive.pairs);
         let looks: Vec<_> = pairs.iter().map(|(qid, pair)| (qid, pair.look())).collect();
@@ -319,11 +319,11 @@ impl DriveMonitor {
                 commands.push(watched.command);
             }
             if pair.up_to(&[watched.latest]) == [watched.in_flight] {
-                // All that were submitted by then.
+                // All commands submitted up to then are overdue.
                 commands.extend(pair.overdue(now, now.since(watched.latest).saturating_sub(1)));
             }
             for command in commands {
-                // Before the drive can be done with it.
+                // Marked under the lock of the pairs, before the drive can complete the command.
                 pair.begin_abort(&command);
                 late.push((watched.qid, pair.clone(), command));
             }
@@ -343,20 +343,21 @@ impl DriveMonitor {
         self.distrust_namespaces();
     }
 
-    /// Abort (Base 2.0, section 5.1). One at a time, so the drive's limit (`ACL`) does not matter.
+    /// Sends an Abort (Base 2.0, section 5.1). Only one is outstanding at a time, so the drive's limit (`ACL`) does not
+    /// matter.
     fn abort(&self, qid: QueueId, cid: CommandId) -> Result<(), ControllerError> {
         let name = self.drive.backing.name();
         warn!(drive = name; "Drive {name}: command {cid} of queue {qid} is overdue, and aborted");
         let mut sqe = Sqe::new(AdminOpcode::ABORT.0);
         AbortCommand { sqid: qid, cid }.write_to(&mut sqe);
         self.drive.counters.aborts.fetch_add(1, Ordering::Relaxed);
-        // Bit 0 of Dword 0 reports whether the command was aborted. The command's own completion shows that, too.
+        // Bit 0 of dword 0 reports whether the command was aborted. The command's own completion shows that, too.
         self.drive
             .with_admin(|admin| admin.execute(sqe))
             .map(|_| ())
     }
 
-    /// Takes the drive's events, passes them on, and asks for the next.
+    /// Handles the drive's events and requests the next one.
     fn check_events(&mut self) {
         let events = {
             let mut admin = lock(&self.drive.admin);
@@ -373,14 +374,14 @@ impl DriveMonitor {
                 );
             }
         }
-        // Refused only while a reset is to come, which listens again itself.
+        // This fails only if a reset is pending, which requests events itself.
         let _ = self.drive.with_admin(|admin| {
             admin.listen();
             Ok(())
         });
     }
 
-    /// Reading the log page that an event names lets the drive raise the next of its kind.
+    /// Handles one event. Reading the log page of an event allows the drive to raise the next event of its type.
     fn handle(&mut self, event: AsyncEvent) -> Result<(), ControllerError> {
         let drive = &self.drive;
         warn!("Drive {}: {event:?}", drive.backing.name());
@@ -402,14 +403,14 @@ impl DriveMonitor {
         Ok(())
     }
 
-    /// Some of the namespaces may have changed.
+    /// Marks the list of namespaces as stale.
     fn distrust_namespaces(&mut self) {
         if self.namespaces == NamespaceListState::Known {
             self.namespaces = NamespaceListState::Stale;
         }
     }
 
-    /// Reads the namespaces again if they may have changed. Those that cannot be read now are read at the next look.
+    /// Reads the namespaces if the list is stale. After a failure, the next check tries again.
     fn check_namespaces(&mut self) {
         if self.namespaces == NamespaceListState::Known || self.drive.is_gone() {
             return;
@@ -427,12 +428,12 @@ impl DriveMonitor {
         self.namespaces = NamespaceListState::Unread;
     }
 
-    /// Reads the namespaces, and tells of those that changed.
+    /// Reads the namespaces and reports those that changed.
     fn read_namespaces(&self) -> Result<(), ControllerError> {
         let drive = &self.drive;
         let has_list = drive.identity.controller.oaes.namespace_attribute();
         let read = |admin: &mut AdminQueue| {
-            // The list first: what changes after it is another event.
+            // The list of changes is read first: later changes raise another event.
             let listed = match has_list.then(|| log_pages::changed_namespaces(admin)) {
                 None => Some(Vec::new()),
                 Some(Err(ControllerError::Admin { .. })) => None,

@@ -1,4 +1,4 @@
-//! The NVMe functions of this host, as its kernel shows them.
+//! NVMe functions of this host, as the kernel shows them in sysfs.
 
 mod address;
 mod namespaces;
@@ -18,10 +18,10 @@ pub use users::{DiskClaim, DiskUser, DiskUsersError};
 /// non-volatile memory, NVM Express I/O controller).
 const CLASS_NVME: u32 = 0x01_0802;
 
-/// The driver through which user space reaches a function.
+/// Name of the driver that gives user space access to a function.
 pub const VFIO_PCI: &str = "vfio-pci";
 
-/// Root of the kernel's file systems.
+/// Mount points of the kernel's file systems.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostRoot {
     /// `/sys`.
@@ -33,7 +33,7 @@ pub struct HostRoot {
 }
 
 impl Default for HostRoot {
-    /// Those of this host.
+    /// Returns the mount points of this host.
     fn default() -> Self {
         Self {
             sys: "/sys".into(),
@@ -44,36 +44,36 @@ impl Default for HostRoot {
 }
 
 impl HostRoot {
-    /// The folder of a function.
+    /// Returns the sysfs directory of a function.
     #[must_use]
     pub fn function_folder(&self, address: PciAddress) -> PathBuf {
         self.sys.join(format!("bus/pci/devices/{address}"))
     }
 
-    /// The file of an IOMMU group, which one process at a time can open.
+    /// Returns the file of an IOMMU group, which only one process can open at a time.
     #[must_use]
     pub fn group_file(&self, group: u32) -> PathBuf {
         self.dev.join(format!("vfio/{group}"))
     }
 }
 
-/// A function cannot be looked at.
+/// Error reading a PCI function from sysfs.
 #[derive(Debug, thiserror::Error)]
 pub enum PciFunctionError {
-    /// There is none.
+    /// The host has no such function.
     #[error(
         "There is no PCI function {0}; `nvme-mpt drives` lists the NVMe functions of this host"
     )]
     NotFound(PciAddress),
-    /// A file of the kernel's cannot be read.
+    /// A file of the kernel cannot be read.
     #[error("Cannot read {}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Error of the read.
         source: io::Error,
     },
-    /// A file of the kernel's has a form that is not known.
+    /// A file of the kernel has unknown content.
     #[error("{} has a form that is not known: `{text}`", path.display())]
     Form {
         /// The file.
@@ -83,30 +83,30 @@ pub enum PciFunctionError {
     },
 }
 
-/// Functions that cannot be told apart by the IOMMU, and go to one user together.
+/// Functions that the IOMMU cannot isolate from each other, so that they have one user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IommuGroup {
-    /// Its number.
+    /// Number of the group.
     pub number: u32,
-    /// All its functions.
+    /// All functions of the group.
     pub members: Vec<IommuGroupMember>,
 }
 
-/// A function of a group.
+/// A function of an IOMMU group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IommuGroupMember {
-    /// Address, as the kernel names it.
+    /// Address in the kernel's form.
     pub address: String,
-    /// The driver that it is bound to.
+    /// Driver that the function is bound to.
     pub driver: Option<String>,
-    /// True if it is a bridge, which does no DMA of its own.
+    /// True for a bridge, which does no DMA itself.
     pub is_bridge: bool,
 }
 
-/// A PCI function, as it is at this moment.
+/// Snapshot of a PCI function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciFunction {
-    /// Address.
+    /// PCI address.
     pub address: PciAddress,
     /// Vendor ID.
     pub vendor: u16,
@@ -114,23 +114,23 @@ pub struct PciFunction {
     pub device: u16,
     /// Class code.
     pub class: u32,
-    /// The driver that it is bound to.
+    /// Driver that the function is bound to.
     pub driver: Option<String>,
-    /// The only driver that it may be bound to, if that was said.
+    /// Only driver that may bind the function, if `driver_override` is set.
     pub driver_override: Option<String>,
-    /// Its IOMMU group; `None` if there is no IOMMU before it.
+    /// IOMMU group; `None` without an IOMMU.
     pub iommu_group: Option<IommuGroup>,
-    /// The node of the host's memory that it is next to.
+    /// NUMA node that the function is attached to.
     pub numa_node: Option<u32>,
-    /// The `nvme` driver's view of it; `None` if that does not have it.
+    /// State of the kernel's `nvme` driver for the function; `None` if another driver is bound.
     pub controller: Option<KernelController>,
 }
 
 impl PciFunction {
-    /// Looks at one function, of any class.
+    /// Reads one function of any class.
     ///
     /// # Errors
-    /// There is none, or the kernel shows it in a way that is not understood.
+    /// The host has no such function, or sysfs has unknown content.
     pub fn find(root: &HostRoot, address: PciAddress) -> Result<Self, PciFunctionError> {
         let folder = root.function_folder(address);
         if !folder.exists() {
@@ -150,16 +150,16 @@ impl PciFunction {
             driver_override: read_optional(&folder.join("driver_override"))?
                 .filter(|name| name != "(null)" && !name.is_empty()),
             iommu_group: iommu_group(&folder)?,
-            // -1 where there is one node only, or none is known.
+            // The kernel reports -1 without NUMA or if the node is unknown.
             numa_node: read_optional(&folder.join("numa_node"))?.and_then(|node| node.parse().ok()),
             controller,
         })
     }
 
-    /// The NVMe functions of the host, by their addresses.
+    /// Lists the NVMe functions of the host, sorted by address.
     ///
     /// # Errors
-    /// As [`find`](Self::find), but for functions that go meanwhile.
+    /// See [`find`](Self::find). Functions that disappear during the call are skipped.
     pub fn list(root: &HostRoot) -> Result<Vec<Self>, PciFunctionError> {
         let folder = root.sys.join("bus/pci/devices");
         let mut addresses: Vec<PciAddress> = entries(&folder)?
@@ -185,14 +185,14 @@ impl PciFunction {
         Ok(functions)
     }
 
-    /// Returns whether it is an NVMe controller.
+    /// Returns whether the function is an NVMe controller.
     #[must_use]
     pub fn is_nvme(&self) -> bool {
         self.class == CLASS_NVME
     }
 
-    /// Other functions of its group that the host drives, each with its driver: they keep the group
-    /// from being used from user space.
+    /// Returns the other functions of the IOMMU group that are bound to a driver of the host, each with its driver. They
+    /// make the group unusable from user space.
     pub fn others_with_host_drivers(&self) -> impl Iterator<Item = (&str, &str)> {
         let own = self.address.to_string();
         let members = self.iommu_group.iter().flat_map(|group| &group.members);
@@ -205,11 +205,11 @@ impl PciFunction {
 }
 
 impl PciFunctionError {
-    /// Returns whether what was looked at is there no more.
+    /// Returns whether the function or file no longer exists.
     fn is_gone(&self) -> bool {
         match self {
             Self::NotFound(_) => true,
-            // ENODEV: the file was open when its device went.
+            // ENODEV: the device was removed while the file was open.
             Self::Read { source, .. } => matches!(
                 source.raw_os_error(),
                 Some(libc::ENOENT | libc::ENOTDIR | libc::ENODEV)
@@ -219,8 +219,8 @@ impl PciFunctionError {
     }
 }
 
-/// Returns whether functions with this driver may be in a group that user space uses: VFIO's own drivers and
-/// the one that only reserves a function.
+/// Returns whether a function with this driver may be in a group that user space uses: VFIO drivers, and `pci-stub`,
+/// which does no DMA.
 fn is_user_space_driver(driver: &str) -> bool {
     driver.contains("vfio") || driver == "pci-stub"
 }
@@ -238,11 +238,11 @@ fn iommu_group(folder: &Path) -> Result<Option<IommuGroup>, PciFunctionError> {
     let devices = link.join("devices");
     for address in entries(&devices)? {
         let folder = devices.join(&address);
-        // Devices of other buses have no class; no bridge has a NVMe function behind it there.
+        // Devices on other buses have no class and do not count as bridges.
         let class = read_optional(&folder.join("class"))?.unwrap_or_default();
         members.push(IommuGroupMember {
             driver: link_name(&folder.join("driver"))?,
-            // Base class 06h.
+            // Base class 06h: bridge.
             is_bridge: class.starts_with("0x06"),
             address,
         });
@@ -251,7 +251,7 @@ fn iommu_group(folder: &Path) -> Result<Option<IommuGroup>, PciFunctionError> {
     Ok(Some(IommuGroup { number, members }))
 }
 
-/// The text of a file, without the line's end.
+/// Reads a file without trailing white space.
 fn read(path: &Path) -> Result<String, PciFunctionError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(text.trim_end().to_owned()),
@@ -262,7 +262,7 @@ fn read(path: &Path) -> Result<String, PciFunctionError> {
     }
 }
 
-/// The same, or `None` if there is no such file.
+/// Reads a file without trailing white space; `None` if the file does not exist.
 fn read_optional(path: &Path) -> Result<Option<String>, PciFunctionError> {
     match read(path) {
         Ok(text) => Ok(Some(text)),
@@ -271,7 +271,7 @@ fn read_optional(path: &Path) -> Result<Option<String>, PciFunctionError> {
     }
 }
 
-/// A number, as in `0x010802`.
+/// Reads a hexadecimal number, such as `0x010802`.
 fn number(path: &Path) -> Result<u32, PciFunctionError> {
     let text = read(path)?;
     text.strip_prefix("0x")
@@ -290,7 +290,7 @@ fn id(path: &Path) -> Result<u16, PciFunctionError> {
     })
 }
 
-/// Names in a folder; none if there is no such folder.
+/// Lists a directory; empty if it does not exist.
 fn entries(folder: &Path) -> Result<Vec<String>, PciFunctionError> {
     let failed = |source| PciFunctionError::Read {
         path: folder.to_owned(),
@@ -314,7 +314,7 @@ fn entries(folder: &Path) -> Result<Vec<String>, PciFunctionError> {
     Ok(names)
 }
 
-/// Name of what a link points to; `None` if there is no such link.
+/// Returns the file name of a link's target; `None` if the link does not exist.
 fn link_name(path: &Path) -> Result<Option<String>, PciFunctionError> {
     match fs::read_link(path) {
         Ok(target) => Ok(target

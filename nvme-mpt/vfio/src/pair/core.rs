@@ -1,16 +1,14 @@
-//! Shared state of a queue pair's members, under its lock: their order, and the commands that the drive has.
+//! Shared state of a queue pair's users, under the pair's lock: arbitration and in-flight commands.
 //!
-//! A member that is alone goes straight from its staged commands to the ring and from the ring to
-//! its completions. Otherwise commands wait in front of the ring, and are dispatched in an order
-//! that is decided here alone:
+//! The commands of a lone user go directly from its batch to the ring, and completions directly from the ring to the
+//! user. Otherwise commands wait in front of the ring and are dispatched in this order:
 //!
-//! 1. commands of light members, at once, whatever their leases weigh;
-//! 2. commands of heavy members in bytes by [the weights of their leases](super::turns), as far as the [governor's
-//!    window](super::governor) allows. A command that is split counts by the children that go to
-//!    the drive, not as a whole.
+//! 1. Commands of light users, at once, regardless of their leases' weights.
+//! 2. Commands of heavy users, in bytes by [the weights of their leases](super::turns), as far as the [governor's
+//! window](super::governor) allows. A split command counts by the children that go to the drive, not as a whole.
 //!
-//! While a light member uses the drive by any queue pair, or the drive is [contended](super::survey), that holds for a
-//! member that is alone, too.
+//! While a light user is active on any pair of the drive, or while the drive is [contended](super::survey), lone users
+//! are arbitrated, too.
 
 use std::sync::{Arc, Weak};
 
@@ -34,73 +32,75 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Part of the ring's places that heavy members leave to light ones, at least one place.
+/// Heavy users leave 1/16 of the ring's entries to light users, at least one entry.
 const LIGHT_PLACES: usize = 16;
 
-/// Part of a member's [presence](DriveGovernor::presence) after which it launches one more command, though its lease has used
-/// up its share: 62 ms. A queue with 256 commands so waits for no longer than 16 s, which is less than its driver does.
+/// Maximum wait of a user whose lease has used up its share, as a fraction of [presence](DriveGovernor::presence): 1/16,
+/// or 62 ms. The user then launches one command. A queue with 256 commands so waits for at most 16 s, less than its
+/// driver's timeout.
 const HELD_BACK: u64 = 16;
 
-/// Part of a member's presence until which a pair whose members are all held back looks at them again: 0.24 ms.
+/// Interval between checks of a pair whose users are all held back, as a fraction of the presence time: 1/4096, or 0.24
+/// ms.
 const HELD_LOOKS: u64 = 4096;
 
-/// Status of the commands of a lease whose namespace is not the one that was leased.
+/// Status returned after the leased namespace was removed or reformatted.
 const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
 
-/// State of the drive: it takes commands, or does not.
+/// State of the queue pair with respect to the drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueuePairState {
     Running,
-    /// Commands wait; nothing is written to the rings and doorbells.
+    /// Commands wait; rings and doorbells are not accessed.
     Stopped,
-    /// For ever: all commands complete with this status.
+    /// The drive is gone: all commands complete with this status.
     Dead(Status),
 }
 
-/// Part of a member's next command that goes to the drive at once.
+/// Part of a user's next command to dispatch at once.
 #[derive(Clone, Copy)]
 struct CommandPortion {
-    /// Weight that [`QueuePairCore::next`] returned for `most`.
+    /// Weight in bytes, as [`QueuePairCore::next`] returned it for `most`.
     weight: u64,
-    /// Limit of its bytes.
+    /// Maximum bytes.
     most: u64,
 }
 
 impl CommandPortion {
-    /// All of a command.
+    /// Selects the whole command.
     const fn all(weight: u64) -> Self {
         let most = u64::MAX;
         Self { weight, most }
     }
 }
 
-/// Shared state of a queue pair's members.
+/// Shared state of a queue pair's users.
 #[derive(Debug)]
 pub(super) struct QueuePairCore {
     pub(super) rings: VfioQueuePairRings,
     flights: InFlightCommands,
-    /// Most bytes that the drive transfers per command.
+    /// Maximum bytes per command of the drive.
     max_transfer: u64,
     members: Vec<Option<Box<QueuePairUser>>>,
     count: usize,
-    /// Members that move to other pairs.
+    /// Number of users that are migrating to other pairs.
     departing: usize,
-    /// Members that borrow the pair.
+    /// Number of users that borrow the pair.
     borrowers: usize,
-    /// Members of which the drive gets no command any more.
+    /// Number of users whose lease is revoked.
     revoked: usize,
-    /// True if there is one member, which stays and may use the drive, and whose commands can go by their slots.
+    /// True if the pair's only user is neither migrating nor revoked, and its slots fit the plain table ([`PLAIN`]).
     is_lone: bool,
-    /// Moves that their queues have not seen yet.
+    /// Migrations that the queues have not noticed yet.
     moves: QueueMigrations,
     pub(super) sharing: QueuePairSharing,
-    /// Commands that it had taken when the drive's supervisor last looked.
+    /// Total of commands at the drive monitor's last survey.
     pub(super) surveyed: u64,
-    /// Members that are passed over, as their leases have used up their shares until the next look.
+    /// Users skipped in this round, because their leases have used up their shares until the next survey.
     passed: Vec<u16>,
-    /// True if these are all that wait.
+    /// True if all waiting users are held back in this way.
     is_held: bool,
-    /// Until when they are not looked at again, unless a command of another one comes.
+    /// Time until which held-back users are not checked again, unless another user submits a command.
     held_until: Ticks,
     state: QueuePairState,
     stats: PairStats,
@@ -112,7 +112,7 @@ impl QueuePairCore {
         max_transfer: u64,
         governor: Arc<DriveGovernor>,
     ) -> Self {
-        // One entry stays empty, to tell a full ring from an empty one; fewer than 1024 are left.
+        // One entry stays empty to distinguish a full ring from an empty one. So fewer than 1024 remain.
         let room = (rings.entries() - 1) as u16;
         Self {
             rings,
@@ -135,14 +135,14 @@ impl QueuePairCore {
         }
     }
 
-    /// A new member. Returns its number.
+    /// Adds a user. Returns its number.
     pub(super) fn join(&mut self, queue: NewQueuePairUser) -> u16 {
         let lease = queue.lease.clone();
         let mut member = QueuePairUser::new(queue, self.max_transfer);
         member.limit_direct(self.direct_most(), self.max_transfer);
         self.revoked += usize::from(member.revoked);
         let member = Some(Box::new(member));
-        // A queue that has not seen its move yet keeps its number.
+        // The number of a queue that has not noticed its migration yet is not reused.
         let mut numbers = (0..).zip(&self.members);
         let free = numbers.find(|(number, seat)| seat.is_none() && !self.moves.has(*number));
         let free = free.map(|(number, _)| usize::from(number));
@@ -168,7 +168,7 @@ impl QueuePairCore {
             && members.all(|member| go_by_slots(member));
     }
 
-    /// A new member, which borrows the pair from its queues. Returns its number.
+    /// Adds a user that borrows the pair from its own queues. Returns its number.
     pub(super) fn borrow(&mut self, queue: NewQueuePairUser, home: Weak<QueuePairInner>) -> u16 {
         let number = self.join(queue);
         if let Some(member) = self.member(number) {
@@ -178,19 +178,19 @@ impl QueuePairCore {
         number
     }
 
-    /// Has a member not borrow the pair any more. Returns the pair that it came from.
+    /// Ends a user's loan. Returns the user's home pair.
     pub(super) fn end_loan(&mut self, number: u16) -> Option<Weak<QueuePairInner>> {
         let home = self.member(number)?.home.take()?;
         self.borrowers -= 1;
         Some(home)
     }
 
-    /// Returns whether a queue borrows the pair.
+    /// Returns whether any user borrows the pair.
     pub(super) fn has_borrowers(&self) -> bool {
         self.borrowers > 0
     }
 
-    /// Returns whether others borrow the pair from this member.
+    /// Returns whether the pair of this user is lent to others.
     pub(super) fn lends(&mut self, number: u16) -> bool {
         self.has_borrowers()
             && self
@@ -198,7 +198,7 @@ impl QueuePairCore {
                 .is_some_and(|member| member.home.is_none())
     }
 
-    /// Returns the members that do not move to another pair, with their numbers.
+    /// Returns the users that are not migrating away, with their numbers.
     pub(super) fn staying(&self) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let members = (0..).zip(&self.members);
         members
@@ -206,7 +206,7 @@ impl QueuePairCore {
             .filter(|(_, member)| !member.departs)
     }
 
-    /// Returns the first member that stays and whose reservation `which` selects, one that borrows the pair before others.
+    /// Returns the first user that is not migrating and whose reservation matches `which`. Borrowers come first.
     pub(super) fn find_staying(
         &self,
         which: impl Fn(Option<u64>) -> bool,
@@ -218,7 +218,8 @@ impl QueuePairCore {
         Some((number, member.queue.clone()))
     }
 
-    /// Has a member move; it is this queue's, or the queue has ended. Returns whether it moves.
+    /// Starts a migration, if `number` still belongs to the queue of `whereabouts`. Returns whether the migration has
+    /// started.
     pub(super) fn begin_move(
         &mut self,
         number: u16,
@@ -244,7 +245,7 @@ impl QueuePairCore {
         true
     }
 
-    /// Takes the move of a queue that is about to act; one that `is_done` here has left then.
+    /// Takes the pending migration of a queue, if it has one. If the queue `is_done` with this pair, its user leaves.
     #[inline]
     pub(super) fn take_move(&mut self, number: u16, is_done: bool) -> Option<QueuePairBinding> {
         let to = self.moves.take(number)?;
@@ -254,7 +255,7 @@ impl QueuePairCore {
         Some(to)
     }
 
-    /// Lets go what waits of a member. Returns whether the drive has nothing of it.
+    /// Drops the waiting commands of a user. Returns whether none of its commands is in flight.
     pub(super) fn withdraw(&mut self, number: u16) -> bool {
         if let Some(member) = self.member(number) {
             member.waiting.clear();
@@ -262,12 +263,13 @@ impl QueuePairCore {
         self.flights.of_member(number) == 0
     }
 
-    /// Ends what waits of a member: the drive gets no further command or child of it.
+    /// Completes the waiting commands of a user with Command Aborted due to SQ Deletion. The drive gets no further
+    /// command or child.
     pub(super) fn cut_short(&mut self, number: u16) {
         self.end_waiting(number, Status::ABORTED_SQ_DELETION);
     }
 
-    /// Ends what waits of a member with a status.
+    /// Completes the waiting commands of a user with `status`.
     fn end_waiting(&mut self, number: u16, status: Status) {
         let Some(member) = self.member(number) else {
             return;
@@ -277,7 +279,7 @@ impl QueuePairCore {
                 Some(splits) if waiting.split => splits.cut_short(waiting.sqe.cid().0, status),
                 _ => false,
             };
-            // One that the drive has parts of ends with the last of these.
+            // A command with children in flight completes with the last child.
             if !begun {
                 member.done.push(failed(&waiting.sqe, status));
             }
@@ -285,7 +287,8 @@ impl QueuePairCore {
         self.tell_waiting();
     }
 
-    /// Ends what waits of leases that are revoked. The drive gets no further command of their members.
+    /// Completes the waiting commands of revoked leases with Invalid Namespace or Format. Later commands of their users
+    /// are refused.
     pub(super) fn revoke(&mut self) {
         for number in 0..self.members.len() as u16 {
             let Some(member) = self.member(number) else {
@@ -300,7 +303,7 @@ impl QueuePairCore {
         self.note_members();
     }
 
-    /// A member is gone, of which the drive has nothing.
+    /// Removes a user without commands in flight.
     pub(super) fn leave(&mut self, number: u16) {
         self.end_loan(number);
         if let Some(member) = self.members.get_mut(usize::from(number))
@@ -321,17 +324,17 @@ impl QueuePairCore {
         self.members.get_mut(usize::from(number))?.as_deref_mut()
     }
 
-    /// Members that stay.
+    /// Returns the number of users that are not migrating away.
     pub(super) fn members(&self) -> usize {
         self.count - self.departing
     }
 
-    /// Commands and parts of commands that the drive has.
+    /// Returns the number of in-flight commands; each child of a split command counts.
     pub(super) fn in_flight(&self) -> usize {
         self.flights.in_flight()
     }
 
-    /// Places that heavy members leave to light ones, which so find some even while heavy ones wait.
+    /// Returns the number of entries that heavy users leave free for light users.
     fn places_kept(&self) -> usize {
         match self.count {
             0 | 1 => 0,
@@ -339,18 +342,17 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns whether heavy members have no place left.
+    /// Returns whether heavy users have no free entry left.
     pub(super) fn is_full(&self) -> bool {
         self.flights.free() <= self.places_kept()
     }
 
-    /// Commands of those that went straight to the ring.
+    /// Returns the number of in-flight commands that were submitted directly.
     pub(super) fn direct(&self) -> usize {
         self.flights.plain()
     }
 
-    /// Returns whether a member's commands can go straight to the ring, and what is in the ring is all its
-    /// own.
+    /// Returns whether the user's commands can go directly to the ring, and all completions in the ring are its own.
     #[inline]
     pub(super) fn is_direct(&self, number: u16) -> bool {
         self.is_lone
@@ -362,7 +364,7 @@ impl QueuePairCore {
                 .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
     }
 
-    /// Returns the most bytes of a command that may go directly.
+    /// Returns the maximum size of a directly submitted command, in bytes.
     fn direct_most(&self) -> u64 {
         match self.sharing.most {
             u64::MAX => u64::MAX,
@@ -370,7 +372,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Bounds the bytes that the drive has of heavy members, or does not.
+    /// Sets or removes the limit of heavy users' bytes in flight.
     pub(super) fn bound(&mut self, bytes: Option<u64>) {
         let before = self.direct_most();
         self.sharing.most = bytes.unwrap_or(u64::MAX);
@@ -383,13 +385,13 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns the bytes of heavy members that completed since the last call, and those that the drive has.
+    /// Returns the heavy users' bytes that completed since the last call and those in flight.
     pub(super) fn take_backlog(&mut self) -> (u64, u64) {
         (self.sharing.take_landed(), self.sharing.heavy_bytes())
     }
 
-    /// Returns the commands of a member that can go straight to the ring, if `count` of them can now, with
-    /// [`Self::submit_directly`].
+    /// Returns the size limit for [`Self::submit_directly`] if `count` commands of this user can go directly to the ring
+    /// now.
     #[inline]
     pub(super) fn takes_directly(
         &mut self,
@@ -405,7 +407,7 @@ impl QueuePairCore {
             .flatten()
     }
 
-    /// Writes a member's command into the ring, unless it has to be split. Returns whether it did.
+    /// Writes a user's command into the ring. Returns false if the command has to be split.
     #[inline(always)]
     pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: UnsplitLimit, now: Ticks) -> bool {
         if !limit.is_whole(sqe) {
@@ -416,7 +418,7 @@ impl QueuePairCore {
         true
     }
 
-    /// Counts what went straight to the ring since its tail was there. Returns how many commands it was.
+    /// Counts the commands that were submitted directly since the ring's tail was `tail`. Returns their number.
     #[inline]
     pub(super) fn count_direct(&mut self, tail: u32) -> usize {
         let count = self.rings.written_since(tail);
@@ -425,8 +427,8 @@ impl QueuePairCore {
         count
     }
 
-    /// Lets a member's commands wait for their turn, and dispatches what can be; `outstanding` is how
-    /// many it then has submitted that have not completed.
+    /// Queues a user's commands for arbitration and dispatches as many as possible. `outstanding` is the user's number of
+    /// incomplete commands including these.
     #[inline(never)]
     pub(super) fn enqueue(
         &mut self,
@@ -459,7 +461,7 @@ impl QueuePairCore {
             return;
         }
         member.last_batch = now;
-        // All queues of a lease are one tenant: many shallow ones are as busy as a deep one.
+        // All queues of a lease belong to one owner: many shallow queues are as busy as one deep queue.
         let outstanding = outstanding.max(member.count(staged.len() as u32));
         let longest = staged
             .iter()
@@ -467,7 +469,7 @@ impl QueuePairCore {
             .max()
             .unwrap_or(0);
         if !is_governed || CommandClass::is_heavy(outstanding, longest) {
-            // For some time: between two bursts nobody becomes light.
+            // The user stays heavy for a while, so that it does not turn light between two bursts.
             member.heavy_until = Ticks(now.0.saturating_add(sharing.governor.presence() / 10));
         }
         let is_light = now > member.heavy_until && member.waiting.is_empty();
@@ -514,13 +516,13 @@ impl QueuePairCore {
         self.dispatch(now);
     }
 
-    /// Returns whether commands may be waiting for [`Self::dispatch`].
+    /// Returns whether there may be commands for [`Self::dispatch`].
     #[inline]
     pub(super) fn may_dispatch(&self) -> bool {
         self.state == QueuePairState::Running && !self.sharing.is_idle()
     }
 
-    /// Gives the drive what waits, as far as it may have it now.
+    /// Sends waiting commands to the drive, as far as arbitration allows.
     pub(super) fn dispatch(&mut self, now: Ticks) {
         if !self.may_dispatch() {
             return;
@@ -532,13 +534,13 @@ impl QueuePairCore {
     }
 
     fn tell_waiting(&mut self) {
-        // A turn at the window would be lost on a pair that may launch nothing.
+        // A pair that may launch nothing must not occupy a turn at the window.
         let is_waiting =
             self.state == QueuePairState::Running && !self.sharing.is_idle() && !self.is_held;
         self.sharing.tell_waiting(is_waiting);
     }
 
-    /// Gives the drive the light commands, as long as there are places.
+    /// Sends light users' commands to the drive while the ring has free entries.
     fn dispatch_light(&mut self, now: Ticks) {
         while let Some(&number) = self.sharing.lights.front() {
             while let Some((class, weight)) = self.next(number, u64::MAX)
@@ -555,9 +557,9 @@ impl QueuePairCore {
         }
     }
 
-    /// Gives the drive heavy members' commands, in turn.
+    /// Sends heavy users' commands to the drive, in the order of arbitration.
     fn dispatch_heavy(&mut self, now: Ticks) {
-        // To pass over them costs as much as to serve them, and each poll of each queue comes here.
+        // Each poll of each queue calls this, and skipping held-back users costs as much as serving them.
         if self.is_held && now < self.held_until {
             return;
         }
@@ -573,10 +575,11 @@ impl QueuePairCore {
                 self.sharing.turns.forget(number);
                 continue;
             };
-            // With identifiers held, or in a ring of two entries, there may be no more places than are kept.
+            // If identifiers are held for Aborts, or in a ring of two entries, `kept` may exceed the free entries for
+            // good. Then one command at a time is allowed.
             let (free, in_flight) = (self.flights.free(), self.flights.in_flight());
             let is_full = free <= kept && (free == 0 || in_flight > 0);
-            // A light command is here only if the ring is full.
+            // A light command is at this point only if the ring is full.
             if class != CommandClass::HEAVY || is_full {
                 break;
             }
@@ -585,7 +588,8 @@ impl QueuePairCore {
                 self.passed.push(number);
                 continue;
             }
-            // The last part of a command is as one that fills a small window, or several of them would go together.
+            // The last part of a split command counts as a full window. Otherwise the last parts of several commands
+            // would go to the drive together.
             let claim = match window {
                 QueuePairWindow::Drive(bytes) if self.is_split(number) => bytes,
                 _ => weight,
@@ -607,7 +611,7 @@ impl QueuePairCore {
         self.end_turns(now);
     }
 
-    /// Lets those wait on that were passed over.
+    /// Returns the skipped users to arbitration.
     fn end_turns(&mut self, now: Ticks) {
         self.is_held = !self.passed.is_empty() && self.sharing.turns.is_empty();
         self.held_until = Ticks(now.0 + self.sharing.governor.presence() / HELD_LOOKS);
@@ -616,8 +620,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns whether a member waits for the next look, as its lease has used up its bytes until then. Other queues of the
-    /// lease may have used them up, look after look: so it waits no longer than a pause.
+    /// Returns whether a user has to wait because its lease has used up its bytes until the next survey. The wait is
+    /// bounded, because other queues of the lease may use up the bytes of each interval.
     fn is_held_back(&self, number: u16, now: Ticks) -> bool {
         let member = self.members.get(usize::from(number));
         let pause = self.sharing.governor.presence() / HELD_BACK;
@@ -626,7 +630,7 @@ impl QueuePairCore {
         })
     }
 
-    /// Returns whether a member's next command goes to the drive in parts.
+    /// Returns whether a user's next command is split.
     fn is_split(&self, number: u16) -> bool {
         let member = self.members.get(usize::from(number));
         let member = member.and_then(Option::as_deref);
@@ -638,7 +642,7 @@ impl QueuePairCore {
         self.members.get(usize::from(number))?.as_ref()?.next(most)
     }
 
-    /// Writes a portion of what a member has next into the ring. Returns whether there was room.
+    /// Writes a user's next command, or a part of it, into the ring. Returns whether the ring had room.
     fn launch(&mut self, number: u16, portion: CommandPortion, now: Ticks) -> bool {
         let CommandPortion { weight, most } = portion;
         let Self {
@@ -684,9 +688,8 @@ impl QueuePairCore {
         true
     }
 
-    /// Hands the completions of a member that has the queue pair to itself straight to `taker`. Those
-    /// of commands that there is more to end up where [`Self::swap_done`] finds them. Returns how
-    /// many there were of the others.
+    /// Passes the completions of a lone user directly to `taker` and returns their number. Completions that need
+    /// accounting are put where [`Self::swap_done`] finds them.
     #[inline(always)]
     pub(super) fn reap_directly(
         &mut self,
@@ -694,7 +697,7 @@ impl QueuePairCore {
         taker: &mut impl CompletionTaker,
     ) -> usize {
         let head = self.rings.head();
-        // Each command completes once, so a drive that posts without end does not keep us here.
+        // The loop ends even if the drive posts without end, because each command completes only once.
         let other = loop {
             let Some(entry) = self.rings.next() else {
                 break None;
@@ -711,7 +714,8 @@ impl QueuePairCore {
         let taken = self.rings.taken_since(head);
         let count = match other {
             None => taken,
-            // A drive that does not wait for room may have had all entries of a round taken.
+            // If the drive ignores the queue's limits, a whole round of entries may have been taken, which `taken_since`
+            // reports as 0.
             Some(_) => taken.checked_sub(1).unwrap_or(self.flights.room()),
         };
         self.flights.count_landed_plain(count);
@@ -722,7 +726,7 @@ impl QueuePairCore {
         count
     }
 
-    /// Gives every member what the drive has completed, and dispatches what waits.
+    /// Distributes the drive's completions to the users and dispatches waiting commands.
     #[inline]
     pub(super) fn reap(&mut self, clock: impl Fn() -> Ticks) {
         if self.state != QueuePairState::Running {
@@ -735,11 +739,11 @@ impl QueuePairCore {
         }
     }
 
-    /// Gives members what the drive has posted to the Completion Queue: the first entry, if it was
-    /// taken from there, and those that follow.
+    /// Distributes the entries of the Completion Queue to the users. `first` is an entry that was taken from the ring
+    /// already.
     #[inline(never)]
     fn harvest(&mut self, mut first: Option<Cqe>, clock: impl Fn() -> Option<Ticks>) {
-        // Each command completes once, so a drive that posts without end does not keep the caller here.
+        // The bound protects the caller from a drive that posts without end.
         for _ in 0..self.rings.entries() {
             let Some(entry) = first.take().or_else(|| self.rings.next()) else {
                 return;
@@ -748,8 +752,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Hands a member its part of a completion, if it gets any. `clock` is asked for commands whose latency
-    /// counts.
+    /// Processes one completion. `clock` is called if the command's latency counts.
     #[inline]
     fn land(&mut self, entry: &Cqe, clock: impl Fn() -> Option<Ticks>) {
         match self.flights.land(entry.cid(), entry.status()) {
@@ -758,7 +761,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Gives a member what has landed.
+    /// Passes a completed command to its user.
     #[inline]
     fn deliver(&mut self, landing: CompletionOutcome, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
         match landing {
@@ -781,7 +784,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Settles the accounts of a command or a child. Returns the completion that its member gets.
+    /// Does the accounting of a completed command or child. Returns the completion for the user, if the whole command has
+    /// completed.
     fn settle(
         &mut self,
         flight: &InFlightCommand,
@@ -808,14 +812,14 @@ impl QueuePairCore {
         joined.completion
     }
 
-    /// Takes completions of a member from a pair that it left.
+    /// Adds completions from a pair that the user has left.
     pub(super) fn hand_on(&mut self, number: u16, done: &[HostCompletion]) {
         if let Some(member) = self.member(number) {
             member.take_uncounted(done.iter().copied());
         }
     }
 
-    /// Moves a member's completions out.
+    /// Swaps the user's completions into `ready`.
     pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
         if let Some(member) = self.member(number) {
             member.swap_done(ready);
@@ -857,7 +861,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Completes all that the drive has: what it posted as it says, the rest with this status.
+    /// Completes all in-flight commands: those in the Completion Queue with the drive's status, the others with `status`.
     pub(super) fn fail_in_flight(&mut self, status: Status) {
         self.harvest(None, || None);
         for cid in self.flights.cids() {
@@ -868,7 +872,7 @@ impl QueuePairCore {
     }
 
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
-        // The drive has lost all the commands that it had.
+        // The reset has removed all commands from the drive.
         self.fail_in_flight(Status::COMMAND_INTERRUPTED);
         self.flights.end_aborts();
         self.rings.restart(doorbells);

@@ -1,62 +1,60 @@
-//! The commands that the drive has, by their host Command Identifiers.
+//! In-flight commands of a queue pair, by their host Command Identifiers.
 //!
-//! A command of a member that has the queue pair to itself goes by its slot: nothing is to be looked
-//! for, and little written down. Commands of members that share, and parts of commands that are
-//! split, go by a number of the queue pair's own.
+//! Commands of a lone user are in a table that is indexed by slot, with a minimal record. Commands of users that share
+//! the pair, and children of split commands, are in a second table with indices of the pair's own.
 
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::learn::CommandClass;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::status::Status;
 
-/// Bits of a host Command Identifier that are an index of a table.
+/// Bits of a host Command Identifier that hold the table index.
 const INDEX_BITS: u32 = 10;
 
 const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
 
-/// The bit of a host Command Identifier that tells the table: set for [`InFlightCommands::special`].
+/// Bit of a host Command Identifier that selects the table: set for [`InFlightCommands::special`].
 const SPECIAL: u16 = 1 << INDEX_BITS;
 
-/// The other bits count how often the index was used, so that a completion that comes twice, or too
-/// late, is recognised.
+/// The bits from here on count the uses of an index, so that duplicate and late completions are recognised.
 const USE: u16 = SPECIAL << 1;
 
-/// Most commands of a member that go by their slots.
+/// Maximum number of slots of a user in the plain table.
 pub(super) const PLAIN: usize = 1 << INDEX_BITS;
 
-/// Record of every command: little, as it is written for each.
+/// Record of one command. It is small, because it is written for each command.
 #[derive(Clone, Copy, Debug)]
 struct CommandIdEntry {
-    /// When the drive got it.
+    /// Time of submission to the drive.
     submitted: Ticks,
     tag: CommandIdTag,
 }
 
 const _: () = assert!(size_of::<CommandIdEntry>() == 16);
 
-/// The Command Identifier of the command that is in flight, and nothing but that while all is as
-/// usual: so one comparison tells whether a completion is for it. While there is none, the identifier is the next one's.
+/// The in-flight command's identifier and flags. Without flags, the tag equals the identifier, so one comparison
+/// recognises a regular completion. While the entry is free, the tag holds the identifier of the next command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CommandIdTag(u32);
 
 impl CommandIdTag {
-    /// There is none in flight.
+    /// The entry is free.
     const FREE: u32 = 1 << 17;
-    /// The drive was asked to abort it.
+    /// An Abort of the command was requested.
     const ABORTED: u32 = 1 << 18;
-    /// It was reported as overdue.
+    /// The command was reported as overdue.
     const REPORTED: u32 = 1 << 19;
-    /// The drive has an Abort of it, which may still abort whatever has the identifier.
+    /// An Abort of the identifier is outstanding and may hit any command that has the identifier.
     const HELD: u32 = 1 << 20;
 
-    /// Tag of an entry whose last command had this identifier.
+    /// Returns the tag of a free entry whose last command had this identifier.
     #[inline]
     fn after(cid: CommandId) -> Self {
         // A carry ends in bit 16, which has no meaning.
         Self(u32::from(cid.0) + (u32::from(USE) | Self::FREE))
     }
 
-    /// Returns the identifier of the command that is in flight, or was last.
+    /// Returns the identifier of the in-flight command, or of the last one if the entry is free.
     fn last_cid(self) -> CommandId {
         match self.has(Self::FREE) {
             true => CommandId(self.cid().0.wrapping_sub(USE)),
@@ -83,7 +81,7 @@ impl CommandIdEntry {
         }
     }
 
-    /// Takes up a command, with an identifier that the last one here did not have.
+    /// Occupies the entry. The returned identifier differs from that of the entry's last command.
     #[inline]
     fn occupy(&mut self, submitted: Ticks) -> CommandId {
         let cid = self.tag.cid();
@@ -102,14 +100,14 @@ impl CommandIdEntry {
         !self.tag.has(CommandIdTag::FREE)
     }
 
-    /// Returns whether it is the command in flight that has this identifier.
+    /// Returns whether the in-flight command has this identifier.
     fn is(&self, cid: CommandId) -> bool {
         self.is_in_flight() && self.tag.cid() == cid
     }
 
-    /// Returns the member's status for a command that the drive ended with this one.
+    /// Converts the drive's status to the user's status.
     fn end(&self, status: Status) -> Status {
-        // We asked for the abort, not the guest: its driver is told to try again.
+        // The abort was not the guest's request, so its driver must retry.
         if self.tag.has(CommandIdTag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
             Status::COMMAND_INTERRUPTED
         } else {
@@ -118,8 +116,8 @@ impl CommandIdEntry {
     }
 }
 
-/// A command that the drive is late with, or may become late with. The time of its submission tells it from later commands
-/// with the same identifier.
+/// An overdue command, or one that may become overdue. The time of submission distinguishes it from later commands with
+/// the same identifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LateCommand {
     cid: CommandId,
@@ -135,81 +133,81 @@ impl LateCommand {
         }
     }
 
-    /// Its identifier, as an Abort names it.
+    /// Returns the Command Identifier, for an Abort.
     #[must_use]
     pub fn cid(&self) -> CommandId {
         self.cid
     }
 
-    /// When the drive got it.
+    /// Returns the time of submission to the drive.
     #[must_use]
     pub fn submitted(&self) -> Ticks {
         self.submitted
     }
 }
 
-/// Commands that the drive had of a queue pair at some time.
+/// Snapshot of a queue pair's in-flight commands.
 #[derive(Clone, Debug, Default)]
 pub struct InFlightSample {
-    /// The oldest that were not reported yet, [`OLDEST`] at most.
+    /// The oldest commands that were not reported yet, [`OLDEST`] at most.
     pub oldest: Vec<LateCommand>,
-    /// Number of all.
+    /// Number of in-flight commands.
     pub in_flight: usize,
-    /// When the last of them was submitted.
+    /// Latest time of submission.
     pub latest: Ticks,
 }
 
-/// Most commands of [`InFlightSample::oldest`].
+/// Maximum length of [`InFlightSample::oldest`].
 pub const OLDEST: usize = 8;
 
-/// A member's command, or one part of it, that the drive has, when the member shares the queue pair
-/// or the command is split: what is to be known at its end.
+/// Record of an in-flight command whose completion needs accounting: it is a child of a split command, or its user shares
+/// the pair.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InFlightCommand {
-    /// Which member's.
+    /// Number of the user.
     pub(super) member: u16,
-    /// The member's name of the command.
+    /// User's slot of the command.
     pub(super) slot: u16,
-    /// Which child of a command that was split.
+    /// First grain of the child, if the command was split.
     pub(super) child: Option<u16>,
-    /// Weight in the queue pair's window; 0 for commands that the window does not bound.
+    /// Bytes that count in the queue pair's window; 0 if the window does not limit the command.
     pub(super) weight: u32,
     pub(super) class: CommandClass,
-    /// When it arrived from the member.
+    /// Time at which the user submitted the command.
     pub(super) arrived: Ticks,
 }
 
-/// Fate of a command that the drive had.
+/// Completion of a command.
 #[derive(Debug)]
 pub(super) enum CompletionOutcome {
-    /// A whole command of a member has ended, and there is no more to it.
+    /// A whole command that needs no accounting.
     Plain {
         member: u16,
         slot: u16,
         status: Status,
     },
-    /// As above, or part of a command, with accounts to settle.
+    /// A command or child that needs accounting.
     Special(InFlightCommand, Status),
 }
 
-/// The commands that the drive has.
+/// In-flight commands of a queue pair.
 #[derive(Debug)]
 pub(super) struct InFlightCommands {
-    /// Commands whose end needs no more than to be told to their member, by slot.
+    /// Commands without accounting, by slot.
     plain: [CommandIdEntry; PLAIN],
-    /// Owner.
+    /// User whose commands are in the plain table.
     owner: u16,
-    /// Member with commands that may go by their slots now: the owner, unless an identifier of a slot is held.
+    /// User that may add commands to the plain table: the owner, or none while an identifier there is held for an Abort.
     user: u16,
-    /// Identifiers of slots that are held.
+    /// Number of plain identifiers that are held for Aborts.
     held_slots: usize,
-    /// All others.
+    /// Commands with accounting.
     special: Box<[CommandIdEntry]>,
-    /// Records of the flights.
+    /// Records of the special commands.
     flights: Box<[InFlightCommand]>,
-    /// Indices of those that are free.
+    /// Free indices of the special table.
     free: Vec<u16>,
-    /// Those of them that are neither in flight nor free, since an identifier is held.
+    /// Number of special indices that are not in flight but held for Aborts.
     held_back: usize,
     in_flight: usize,
 }
@@ -218,7 +216,7 @@ pub(super) struct InFlightCommands {
 const NOBODY: u16 = u16::MAX;
 
 impl InFlightCommands {
-    /// Room for `room` commands in flight, fewer than 1024.
+    /// Creates tables for `room` commands in flight, fewer than 1024.
     pub(super) fn new(room: u16) -> Self {
         debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
         Self {
@@ -230,14 +228,14 @@ impl InFlightCommands {
                 .map(|index| CommandIdEntry::new(index | SPECIAL))
                 .collect(),
             flights: vec![InFlightCommand::default(); room.into()].into_boxed_slice(),
-            // Lowest first: the same few entries stay in the cache.
+            // The lowest index is used first, so that the same few entries stay in the cache.
             free: (0..room).rev().collect(),
             held_back: 0,
             in_flight: 0,
         }
     }
 
-    /// Most commands in flight.
+    /// Returns the maximum number of commands in flight.
     pub(super) fn room(&self) -> usize {
         self.special.len()
     }
@@ -247,19 +245,19 @@ impl InFlightCommands {
         self.in_flight
     }
 
-    /// Returns the number of those in flight that go by their slots.
+    /// Returns the number of in-flight commands in the plain table.
     pub(super) fn plain(&self) -> usize {
         let special = self.special.len() - self.free.len() - self.held_back;
         self.in_flight - special
     }
 
-    /// Returns the number of commands that can still be taken up.
+    /// Returns the number of commands that can be added.
     #[inline]
     pub(super) fn free(&self) -> usize {
         self.special.len() - self.in_flight - self.held_back
     }
 
-    /// Returns the number of a member's commands.
+    /// Returns the number of a user's in-flight commands.
     pub(super) fn of_member(&self, member: u16) -> usize {
         let plain = if self.owner == member {
             self.plain
@@ -276,8 +274,8 @@ impl InFlightCommands {
         plain + special.filter(is_its).count()
     }
 
-    /// Returns whether a member's commands can go by their slots. Once they may, they may until another
-    /// member asks, when the drive has none of them, or while an identifier is held.
+    /// Returns whether a user may use the plain table. It keeps this right until another user asks while the table is
+    /// empty. The right is suspended while an identifier is held for an Abort.
     #[inline]
     pub(super) fn own(&mut self, member: u16) -> bool {
         self.user == member || self.change_owner(member)
@@ -293,27 +291,27 @@ impl InFlightCommands {
         is_unused
     }
 
-    /// Takes up a command of the member that [owns](Self::own) the slots, which are [`PLAIN`] at most, while there is
-    /// [room](Self::free). Returns its identifier. [`Self::count_plain`] counts it.
+    /// Adds a command of the user that [owns](Self::own) the plain table, while there is [room](Self::free); `slot` is
+    /// below [`PLAIN`]. Returns the identifier. [`Self::count_plain`] must count the command.
     #[inline]
     pub(super) fn take_off(&mut self, slot: u16, now: Ticks) -> CommandId {
         debug_assert!(slot <= INDEX_MASK);
         self.plain[usize::from(slot & INDEX_MASK)].occupy(now)
     }
 
-    /// Counts commands that [took off](Self::take_off).
+    /// Counts commands added by [`Self::take_off`].
     #[inline]
     pub(super) fn count_plain(&mut self, commands: usize) {
         self.in_flight += commands;
     }
 
-    /// Counts commands that [landed](Self::land_plain).
+    /// Counts commands removed by [`Self::land_plain`].
     #[inline]
     pub(super) fn count_landed_plain(&mut self, commands: usize) {
         self.in_flight -= commands;
     }
 
-    /// Takes up any other command, if there is room.
+    /// Adds a command to the special table. Returns `None` if there is no room.
     pub(super) fn take_off_special(
         &mut self,
         flight: InFlightCommand,
@@ -329,8 +327,8 @@ impl InFlightCommands {
         Some(entry.occupy(now))
     }
 
-    /// Takes a command down that the drive has completed, and returns its slot. Does so only if there
-    /// is no more to the command's end than to tell its member. [`Self::count_landed_plain`] counts it.
+    /// Removes a completed plain command and returns its slot; `None` if the identifier is not of an in-flight command
+    /// without flags. [`Self::count_landed_plain`] must count the command.
     #[inline]
     pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;
@@ -341,8 +339,7 @@ impl InFlightCommands {
         Some(slot)
     }
 
-    /// Takes a command down that the drive has completed; `None` if none in flight has this
-    /// identifier.
+    /// Removes a completed command; `None` if no in-flight command has this identifier.
     #[inline]
     pub(super) fn land(&mut self, cid: CommandId, status: Status) -> Option<CompletionOutcome> {
         let entry = self.entry(cid)?;
@@ -367,7 +364,7 @@ impl InFlightCommands {
         Some(CompletionOutcome::Special(*flight, status))
     }
 
-    /// The command in flight with this identifier.
+    /// Returns the entry of the in-flight command with this identifier.
     #[inline]
     fn entry(&mut self, cid: CommandId) -> Option<&mut CommandIdEntry> {
         let index = usize::from(cid.0 & INDEX_MASK);
@@ -379,18 +376,18 @@ impl InFlightCommands {
         entry.filter(|entry| entry.is(cid))
     }
 
-    /// All that are in flight.
+    /// Returns the entries of all in-flight commands.
     fn entries(&mut self) -> impl Iterator<Item = &mut CommandIdEntry> {
         let all = self.plain.iter_mut().chain(&mut self.special);
         all.filter(|entry| entry.is_in_flight())
     }
 
-    /// Identifiers of the commands that the drive has.
+    /// Returns the identifiers of all in-flight commands.
     pub(super) fn cids(&mut self) -> Vec<CommandId> {
         self.entries().map(|entry| entry.tag.cid()).collect()
     }
 
-    /// The commands that the drive has had for longer than `deadline` ticks, each reported once.
+    /// Returns the commands that have been in flight for more than `deadline` ticks. Each command is reported once.
     pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         let is_overdue = |entry: &&mut CommandIdEntry| {
             !entry.tag.has(CommandIdTag::REPORTED) && now.since(entry.submitted) > deadline
@@ -407,7 +404,7 @@ impl InFlightCommands {
             .collect()
     }
 
-    /// Looks at the commands that the drive has.
+    /// Samples the in-flight commands.
     pub(super) fn look(&mut self) -> InFlightSample {
         let mut look = InFlightSample::default();
         if self.in_flight == 0 {
@@ -437,7 +434,7 @@ impl InFlightCommands {
         look
     }
 
-    /// Returns the number of commands that were submitted up to each of the moments and are in flight still.
+    /// Returns, for each moment, the number of in-flight commands that were submitted up to then.
     pub(super) fn up_to(&mut self, moments: &[Ticks]) -> Vec<usize> {
         let mut counts = vec![0; moments.len()];
         if self.in_flight == 0 {
@@ -451,7 +448,7 @@ impl InFlightCommands {
         counts
     }
 
-    /// Reports a command as overdue. Returns whether the drive has it still, and it was not reported yet.
+    /// Marks a command as reported. Returns false if the command has completed or was reported before.
     pub(super) fn report(&mut self, late: &LateCommand) -> bool {
         let entry = self.entry(late.cid);
         entry.is_some_and(|entry| {
@@ -464,15 +461,14 @@ impl InFlightCommands {
         })
     }
 
-    /// Returns whether the drive has a command still: it, and not a later one with its identifier.
+    /// Returns whether this very command is in flight, and not a later one with its identifier.
     pub(super) fn has(&mut self, late: &LateCommand) -> bool {
         self.entry(late.cid)
             .is_some_and(|entry| entry.submitted == late.submitted)
     }
 
-    /// Notes that the drive is asked to abort a command, whose identifier no other command gets until
-    /// [`Self::end_abort`]: an Abort that comes too late must find none. Returns whether the drive has the
-    /// command.
+    /// Marks a command that is about to be aborted. Its identifier is not reused until [`Self::end_abort`], so that a
+    /// late Abort hits no other command. Returns whether the command is in flight.
     pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
         if !self.has(late) {
             return false;
@@ -489,13 +485,13 @@ impl InFlightCommands {
         true
     }
 
-    /// The drive has answered the Abort of a command, or was never asked.
+    /// Ends [`Self::begin_abort`]: the drive has answered the Abort, or the Abort was not sent.
     pub(super) fn end_abort(&mut self, late: &LateCommand) {
         let is_it = |entry: &CommandIdEntry| entry.tag.last_cid() == late.cid;
         self.let_go(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
     }
 
-    /// The drive has no Abort any more.
+    /// Ends all outstanding Aborts after a reset.
     pub(super) fn end_aborts(&mut self) {
         for index in 0..PLAIN as u16 {
             self.let_go(false, index, |_| true);

@@ -1,4 +1,4 @@
-//! A member's end of a queue pair: what a shadow queue submits to and reaps from.
+//! A user's end of a queue pair: the host queue that a shadow queue submits to and reaps from.
 
 use std::any::Any;
 use std::os::fd::RawFd;
@@ -23,27 +23,27 @@ use nvme_mpt::memory::sync::MutexGuard;
 use nvme_mpt::shadow::NvmCommands;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Pause of a dropped queue between two looks for commands that the drive still has.
+/// Poll interval while a dropped queue waits for its commands in flight.
 const DRAIN_WAIT: Duration = Duration::from_micros(50);
 
-/// A share of a host queue pair, or all of one.
+/// A host queue: a share of a queue pair, or a whole pair.
 ///
-/// The pair's lock is taken once per batch, in and out. Dropped, it waits until the drive has nothing of it:
-/// the drive completes its commands, or the controller's supervision does.
+/// The pair's lock is taken once per batch, for submission and for completion. Dropping the queue waits until none of its
+/// commands is in flight; the drive, or the drive monitor, ends them.
 #[derive(Debug)]
 pub struct VfioQueue {
     shared: Arc<QueuePairInner>,
     member: u16,
-    /// Commands of a batch that take their turn; empty between batches.
+    /// Commands of the current batch that go through arbitration; empty between batches.
     staged: Vec<Sqe>,
-    /// Commands that were submitted and not yet handed back.
+    /// Number of submitted commands whose completions were not passed on yet.
     outstanding: u32,
-    /// Completions between the pair and their taker; empty but while reaping.
+    /// Completions on their way from the pair to the caller; empty except while reaping.
     ready: Vec<HostCompletion>,
     whereabouts: Arc<CurrentQueuePair>,
-    /// `None` but while it moves to another pair.
+    /// State of a migration to another pair; `None` if there is none.
     moving: Option<Box<QueueMigration>>,
-    /// Dropped last: what its maker wants to live as long as it does.
+    /// Dropped last: the creator's guard, which lives as long as the queue.
     _guard: Box<dyn Any + Send>,
 }
 
@@ -75,7 +75,7 @@ impl VfioQueue {
         }
     }
 
-    /// The pair that it is a member of.
+    /// Returns the queue's current pair.
     #[must_use]
     pub fn pair(&self) -> VfioQueuePair {
         VfioQueuePair {
@@ -83,7 +83,7 @@ impl VfioQueue {
         }
     }
 
-    /// [`HostQueue::reap`] by some clock.
+    /// Reaps as [`HostQueue::reap`] does, with the given clock.
     #[inline]
     pub(super) fn reap_by(&mut self, clock: impl Fn() -> Ticks, mut taker: impl CompletionTaker) {
         if self.moving.is_some() {
@@ -93,7 +93,7 @@ impl VfioQueue {
             return;
         }
         let Some(mut core) = self.shared.try_lock() else {
-            // Somebody else is at it, who reaps for us, too.
+            // The holder of the lock distributes our completions as well.
             return;
         };
         if core.is_direct(self.member) {
@@ -109,7 +109,7 @@ impl VfioQueue {
         }
     }
 
-    /// Takes the place that the last batch went to, if the queue moved with it.
+    /// Switches to the new pair if the last batch went there.
     #[cold]
     #[inline(never)]
     fn settle_in(&mut self) {
@@ -124,15 +124,15 @@ impl VfioQueue {
                 },
                 outstanding: std::mem::replace(&mut self.outstanding, outstanding),
             };
-            // Without commands there, it has left.
+            // A queue without commands on the old pair has left that pair already.
             if left.outstanding > 0 {
                 moving.left.push(left);
             }
         }
     }
 
-    /// Reaps from the pairs that the queue left with commands in flight, and forgets those that have none. Its pair
-    /// hands the completions over, so that the usual way has one source of them.
+    /// Reaps from the pairs that the queue left with commands in flight, and drops those without. The completions are
+    /// passed to the current pair, so that the fast path has one source only.
     #[cold]
     #[inline(never)]
     fn reap_left(&mut self, clock: impl Fn() -> Ticks) {
@@ -164,14 +164,14 @@ impl VfioQueue {
         if self.outstanding > 0 {
             seat.shared.lock().hand_on(seat.member, &done);
         } else {
-            // It may have moved again, without commands.
+            // The queue may have migrated again, without commands.
             (seat, ()) = follow(seat, |core, member| core.hand_on(member, &done));
             (self.shared, self.member) = (seat.shared, seat.member);
         }
         self.outstanding += done.len() as u32;
     }
 
-    /// Returns the places where it may have commands.
+    /// Returns all pairs where the queue may have commands.
     fn seats(&mut self) -> Vec<QueuePairBinding> {
         self.settle_in();
         let left = self.moving.iter().flat_map(|moving| &moving.left);
@@ -184,9 +184,8 @@ impl VfioQueue {
     }
 }
 
-/// A batch of a member's commands. While the member has the pair to itself, they go to the ring one
-/// by one as they come, under the pair's lock; else they are staged, and take their turn when the
-/// batch is rung.
+/// A batch of commands. Commands of a lone user go directly to the ring, under the pair's lock. Otherwise the commands
+/// are staged and go through arbitration when the batch is rung.
 #[derive(Debug)]
 pub struct VfioBatch<'a> {
     shared: &'a Arc<QueuePairInner>,
@@ -195,21 +194,21 @@ pub struct VfioBatch<'a> {
     outstanding: &'a mut u32,
     moving: &'a mut Option<Box<QueueMigration>>,
     direct: Option<DirectSubmission<'a>>,
-    /// When the last commands were taken from the guest.
+    /// Time at which the latest commands were taken from the guest's queue.
     taken: Ticks,
 }
 
-/// Needs of commands that go straight to the ring.
+/// State of a direct submission.
 #[derive(Debug)]
 struct DirectSubmission<'a> {
     core: MutexGuard<'a, QueuePairCore>,
     limit: UnsplitLimit,
-    /// Tail of the ring before those that are not counted.
+    /// Tail of the ring before the commands that are not counted yet.
     tail: u32,
 }
 
 impl VfioBatch<'_> {
-    /// Lets a command take its turn.
+    /// Stages a command for arbitration.
     #[cold]
     fn stage(&mut self, sqe: &Sqe) {
         debug_assert!(self.staged.len() < self.staged.capacity());
@@ -226,7 +225,7 @@ impl HostBatch for VfioBatch<'_> {
                 *self.outstanding += core.count_direct(tail) as u32;
                 core
             }
-            // Most likely another member of the pair has the lock.
+            // Usually another user of the pair holds the lock.
             None => match self.shared.try_lock() {
                 Some(core) => core,
                 None => return,
@@ -292,7 +291,7 @@ impl HostBatch for VfioBatch<'_> {
 }
 
 impl HostQueue for VfioQueue {
-    /// A drive takes longer than a poll.
+    /// A drive takes longer than one poll.
     const COMPLETES: CompletionTiming = CompletionTiming::Later;
 
     const IS_INTERRUPTED: bool = true;
@@ -328,12 +327,12 @@ impl HostQueue for VfioQueue {
         }
     }
 
-    /// Its drop waits for the drive, however long that takes.
+    /// The queue's drop waits for the drive.
     fn settle(&mut self) -> bool {
         true
     }
 
-    /// The drive's completions are polled.
+    /// Completions are polled; there is no descriptor to wait for.
     fn wait_fd(&self) -> Option<RawFd> {
         None
     }

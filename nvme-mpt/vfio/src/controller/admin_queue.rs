@@ -1,7 +1,7 @@
-//! The admin queue pair of a physical controller (Base 2.0, section 3.3.1).
+//! Admin queue pair of a physical controller (Base 2.0, section 3.3.1).
 //!
-//! Commands are executed one at a time, in the thread that asks. The one exception is Asynchronous
-//! Event Request, which stays outstanding and completes into a list of events.
+//! Commands execute one at a time, in the calling thread. The only exception is Asynchronous Event Request, which stays
+//! outstanding and completes into a list of events.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,53 +27,52 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::{Csts, Doorbell, REMOVED, offset};
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Entries of both queues: one command, one Asynchronous Event Request, and room for those that
-/// were given up.
+/// Entries of both queues: one command, one Asynchronous Event Request, and room for commands that timed out.
 const ENTRIES: u16 = 32;
 
-/// Rounds of the wait between two looks at the function's presence and status.
+/// Polls of the Completion Queue per check of the function's presence and status.
 const ROUNDS_PER_LOOK: u32 = 16;
 
-/// Submission Queue, Completion Queue, data: a page each.
+/// One page each for the Submission Queue, the Completion Queue and data.
 const PAGES: usize = 3;
 const CQ_OFFSET: usize = PAGE_SIZE as usize;
 const DATA_OFFSET: usize = 2 * PAGE_SIZE as usize;
 
 const _: () = assert!(ENTRIES as usize * size_of::<Sqe>() <= CQ_OFFSET);
 
-/// `CID` of the Asynchronous Event Request; other commands count up below it.
+/// `CID` of the Asynchronous Event Request. Other commands use the values below.
 const EVENT_CID: u16 = u16::MAX;
 
-/// The admin queue pair, with a page of memory for data.
+/// Admin queue pair with a data page.
 #[derive(Debug)]
 pub(super) struct AdminQueue {
     backing: Arc<dyn DeviceBacking>,
     clock: Arc<dyn WaitClock>,
-    /// Dropped before the memory that is mapped there.
+    /// Dropped first, so that the IOVAs are unmapped before the memory is freed.
     iova: IovaPart,
     memory: Arc<Mapping>,
-    /// File of the memory.
+    /// Memory file of the rings.
     file: OwnedFd,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
     tail_doorbell: MappedWord32,
     head_doorbell: MappedWord32,
     next_cid: u16,
-    /// True if the Asynchronous Event Request is outstanding.
+    /// True while an Asynchronous Event Request is outstanding.
     listening: bool,
     events: Vec<AsyncEvent>,
-    /// Set while the drive rests for another process: nobody sends a command.
+    /// Set while the drive is quiesced for a hand-over; no command may be sent.
     pub(super) rest: Option<QuiescedDrive>,
 }
 
-/// Rest of a drive for another process.
+/// State of a drive that is quiesced for a hand-over.
 #[derive(Debug)]
 pub(super) struct QuiescedDrive {
-    /// Says that the state which that process has holds no more.
+    /// Flag that invalidates the state which the successor has.
     pub(super) outdated: StaleMappingsFlag,
 }
 
-/// Positions of an admin queue pair of which no command is in flight but Asynchronous Event Request.
+/// Positions of an admin queue pair whose only command in flight may be Asynchronous Event Request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct DriveAdminQueueState {
@@ -85,7 +84,7 @@ pub(super) struct DriveAdminQueueState {
 }
 
 impl AdminQueue {
-    /// A pair that is empty, in a memory file of its own.
+    /// Creates an empty admin queue pair in a new memory file.
     pub(super) fn new(
         backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
@@ -96,7 +95,7 @@ impl AdminQueue {
         Self::of_file(backing, space, dstrd, file)
     }
 
-    /// The pair of another process, in its memory file.
+    /// Takes over the predecessor's admin queue pair in its memory file.
     pub(super) fn handed_over(
         backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
@@ -120,12 +119,13 @@ impl AdminQueue {
         Ok(queue)
     }
 
-    /// Returns whether there are events that nobody has taken. The drive raises none of their kind meanwhile.
+    /// Returns whether there are unhandled events. The drive raises no further events of their types until they are
+    /// handled.
     pub(super) fn has_events(&self) -> bool {
         !self.events.is_empty()
     }
 
-    /// Returns the positions, and the memory file, for another process.
+    /// Returns positions and memory file for a hand-over.
     pub(super) fn hand_over(&self) -> io::Result<(DriveAdminQueueState, OwnedFd)> {
         let state = DriveAdminQueueState {
             tail: self.sq.tail(),
@@ -176,7 +176,7 @@ impl AdminQueue {
         })
     }
 
-    /// Returns the places of the two queues.
+    /// Returns the addresses of both queues for the controller's registers.
     pub(super) fn rings(&self) -> DriveAdminRings {
         DriveAdminRings {
             sq: self.iova.at(0),
@@ -185,7 +185,7 @@ impl AdminQueue {
         }
     }
 
-    /// Returns the IOVA of a command's data.
+    /// Returns the IOVA of the data page.
     pub(super) fn data_iova(&self) -> Iova {
         self.iova_of(DATA_OFFSET)
     }
@@ -194,7 +194,7 @@ impl AdminQueue {
         self.iova.at(offset as u64)
     }
 
-    /// Starts over; the controller is disabled and has forgotten everything.
+    /// Empties the queues of a disabled controller.
     pub(super) fn reset(&mut self) {
         self.sq.restart();
         self.cq.restart();
@@ -202,13 +202,13 @@ impl AdminQueue {
         self.events.clear();
     }
 
-    /// Executes a command to its end.
+    /// Executes a command and waits for its completion.
     pub(super) fn execute(&mut self, sqe: Sqe) -> Result<Cqe, ControllerError> {
         self.execute_through_pause(sqe, Duration::ZERO, &|| true)
     }
 
-    /// As [`Self::execute`]; while the drive has paused by itself (CSTS.PP), for `pause` at most and not longer than until
-    /// `is_ending`, the command's time does not count.
+    /// Executes a command as [`Self::execute`] does. The timeout is suspended while the drive has paused processing
+    /// (CSTS.PP), for `pause` at most and until `is_ending` returns true.
     pub(super) fn execute_through_pause(
         &mut self,
         sqe: Sqe,
@@ -245,7 +245,7 @@ impl AdminQueue {
                 if self.backing.is_gone() {
                     return Err(ControllerError::Gone);
                 }
-                // The lock of the pairs, for which the reset waits, may be held meanwhile.
+                // Fail early, because the caller may hold the lock of the pairs, for which a reset waits.
                 self.check_status()?;
             }
             let timeout = self.backing.admin_timeout();
@@ -267,7 +267,7 @@ impl AdminQueue {
         }
     }
 
-    /// Checks that the controller can still carry out what it was given.
+    /// Checks that the controller can still complete commands.
     fn check_status(&self) -> Result<(), ControllerError> {
         match self.backing.read32(offset::CSTS as usize) {
             REMOVED => Err(ControllerError::Lost),
@@ -277,13 +277,13 @@ impl AdminQueue {
         }
     }
 
-    /// Returns whether the drive has paused by itself (Base 2.0, section 3.11).
+    /// Returns whether the drive has paused processing (Base 2.0, section 3.11).
     fn has_paused(&self) -> bool {
         let csts = self.backing.read32(offset::CSTS as usize);
         csts != REMOVED && Csts(csts).pp()
     }
 
-    /// Executes a command whose data, up to a page of it, comes from the controller.
+    /// Executes a command that returns up to a page of data.
     pub(super) fn execute_in<T>(
         &mut self,
         mut sqe: Sqe,
@@ -308,7 +308,7 @@ impl AdminQueue {
         self.memory.bytes(DATA_OFFSET, PAGE_SIZE as usize)
     }
 
-    /// Asks to be told of the next event, unless that is asked already.
+    /// Sends an Asynchronous Event Request, unless one is outstanding.
     pub(super) fn listen(&mut self) {
         if !self.listening {
             self.listening = true;
@@ -317,7 +317,7 @@ impl AdminQueue {
         }
     }
 
-    /// The events that came since the last call.
+    /// Returns the events since the last call.
     pub(super) fn take_events(&mut self) -> Vec<AsyncEvent> {
         for _ in 0..ENTRIES {
             if self.take_completion().is_none() {
@@ -327,18 +327,19 @@ impl AdminQueue {
         std::mem::take(&mut self.events)
     }
 
-    /// There is room: one command at a time, and completions are taken before the next.
+    /// Submits a command. The ring has room: commands execute one at a time, and completions are taken before the next
+    /// one.
     fn submit(&mut self, sqe: &Sqe, cid: CommandId) {
         self.sq.push(sqe, cid);
         fence(Ordering::Release);
         self.tail_doorbell.store(self.sq.tail());
     }
 
-    /// The next completion. That of an event goes to the list of them, too.
+    /// Takes the next completion. An event is also added to the list of events.
     fn take_completion(&mut self) -> Option<Cqe> {
         let cqe = self.cq.take()?;
         self.head_doorbell.store(self.cq.head());
-        // A controller that refuses the request has no events to tell of, and is not asked again.
+        // A controller that refuses the request is not asked again.
         if cqe.cid().0 == EVENT_CID && self.listening && cqe.status().is_success() {
             self.listening = false;
             self.events.push(AsyncEvent(cqe.dw0()));

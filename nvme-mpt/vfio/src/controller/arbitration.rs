@@ -1,27 +1,27 @@
-//! The drive's own arbitration between its I/O Submission Queues (Base 2.0, section 3.4.4): weighted round robin where it is
-//! [chosen](ArbitrationChoice) and the drive has it (`CAP.AMS`), else round robin.
+//! The drive's own arbitration between its I/O Submission Queues (Base 2.0, section 3.4.4). Weighted round robin is used
+//! if it is [chosen](ArbitrationChoice) and supported (`CAP.AMS`), else round robin.
 //!
-//! Weights are those of classes, not of queues: a queue that is alone in its class has all of the class. A class that always
-//! had the same weight would give a light lease more than its share while few are light, and a heavy one less while many
-//! are heavy. So each class has what the leases in it weigh together ([`ClassLoad`]). The supervisor adds them up at each look,
-//! and tells the drive of a change (Arbitration, FID 01h). A change below a quarter is none, and the drive is told of
-//! [`CHANGES_MAX`] in a minute at most: some drives store features, and guests that come and go must not wear them out.
+//! NVMe gives weights to priority classes, not to queues. With fixed class weights, a light lease would get more than its
+//! share while few are light, and a heavy one less while many are heavy. So a class gets the total weight of the leases
+//! in it ([`ClassLoad`]). The drive monitor computes the totals in each check and sends changes to the drive
+//! (Arbitration, FID 01h). It ignores changes below a quarter and sends at most [`CHANGES_MAX`] per minute. Some drives
+//! store features in flash, and guests that come and go must not wear it out.
 //!
-//! A queue gets its class when it is created (QPRIO): High if the lease that it is created for is heavier than usual, Low if it
-//! is lighter. It stays, though weights change, and other leases use the pair later or share it. No class is wrong: the weights
-//! that count in it are seen at each look. Leases in one class have turns by queue, as without classes, and the governor evens
-//! out their bytes.
+//! A queue gets its class at creation (QPRIO): High if its lease is heavier than the default weight, Low if it is
+//! lighter. The class stays although weights change, and although other leases later use or share the pair. No class is
+//! wrong, because each check counts the weights actually in it. Leases in one class take turns by queue, and the governor
+//! evens out their bytes.
 //!
-//! Nobody starves: each class has a command in each round, and none more than [`LONGEST`] in a row. A class in which only quiet
-//! guests are has as many as the heaviest.
+//! Each class gets at least one command per round and at most [`LONGEST`] in a row. A class with only quiet guests gets
+//! as many as the heaviest class.
 //!
-//! No queue is Urgent. Such a queue goes before all others for as long as it has commands. A queue is Urgent for good, but a
-//! quiet guest may be busy a moment later.
+//! No queue is Urgent: an Urgent queue precedes all others as long as it has commands. The class is permanent, but a
+//! quiet guest may become busy.
 //!
-//! Few drives are used with weighted round robin, so a drive that says that it has it may not work with it. Whatever fails with
-//! it ends it for as long as this process has the drive: the drive does not come up, does not answer Set Features, or refuses
-//! weights or a class. The next time that it is enabled, it is with round robin. Until then, classes are equal if it can be,
-//! and new queues are Medium.
+//! Few drives are operated with weighted round robin, so it may not work although the drive reports it. A drive fails
+//! with it if it does not come up, does not answer Set Features, or refuses weights or a class. Weighted round robin then
+//! ends for as long as this process has the drive, and the next enable uses round robin. Until then, the classes get
+//! equal weights if possible, and new queues are Medium.
 
 use std::fmt;
 use std::str::FromStr;
@@ -42,31 +42,32 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::{ArbitrationMechanism, Cap};
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Most commands of a class before it is the others' turn: about as many as a fast drive works on at once.
+/// Maximum commands of a class in a row: about as many as a fast drive executes at once.
 const LONGEST: u64 = 16;
 
-/// Largest Arbitration Burst, as a power of two. Without a limit, a queue could have the turns of all others in its class.
+/// Maximum Arbitration Burst, as a power of two. Without a limit, one queue could take the turns of all others in its
+/// class.
 const BURST_MAX: u8 = feature::Arbitration::NO_LIMIT - 1;
 
-/// Difference from the leases' weights that does not matter in a round: one part of so many.
+/// Precision of a round: a deviation from the leases' weights below one part in 16 does not matter.
 const PRECISION: u64 = 16;
 
-/// Smallest change of the classes' shares of which the drive is told: one share has become larger by a quarter beside another.
+/// Smallest change of shares that is sent to the drive: the ratio of two shares has changed by a quarter.
 const CHANGE_MIN: (u64, u64) = (5, 4);
 
-/// Most changes of which the drive is told in [`CHANGES_TIME`].
+/// Maximum number of changes that are sent to the drive within [`CHANGES_TIME`].
 const CHANGES_MAX: usize = 4;
 
-/// Time in which the drive is told of [`CHANGES_MAX`] changes.
+/// Period in which at most [`CHANGES_MAX`] changes are sent.
 const CHANGES_TIME: Duration = Duration::from_secs(60);
 
-/// Arbitration with which a drive is enabled (`CC.AMS`).
+/// Arbitration mechanism to enable a drive with (`CC.AMS`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ArbitrationChoice {
-    /// Round robin, which every drive has.
+    /// Round robin, which every drive supports.
     #[default]
     RoundRobin,
-    /// Weighted round robin with urgent priority class, if the drive has it and works with it.
+    /// Weighted round robin with urgent priority class, if the drive supports it and works with it.
     Weighted,
 }
 
@@ -93,14 +94,14 @@ impl fmt::Display for ArbitrationChoice {
     }
 }
 
-/// Commands of each [class](CLASSES) in a round.
+/// Commands per round of each [priority class](CLASSES).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ClassWeights([u8; CLASSES.len()]);
 
 impl ClassWeights {
     const EQUAL: Self = Self([1; CLASSES.len()]);
 
-    /// Returns the shortest round in which the classes have commands as their leases weigh; `None` if no class is busy.
+    /// Returns the shortest round whose commands match the leases' weights; `None` if no class is busy.
     fn of(loads: &[ClassLoad; CLASSES.len()]) -> Option<Self> {
         let most = heaviest(loads)?;
         let wanted = loads.map(|load| if load.is_busy { load.weight } else { most });
@@ -116,12 +117,12 @@ impl ClassWeights {
             errors.max()
         };
         let longest = (1..=LONGEST).min_by_key(|longest| error(*longest))?;
-        // Within LONGEST.
+        // At most LONGEST.
         Some(Self(round(longest).map(|commands| commands as u8)))
     }
 
-    /// Returns whether the classes have their shares with these weights, as nearly as it matters. One that nobody uses has any,
-    /// and one in which only quiet guests are may have more than its own.
+    /// Returns whether these weights match the loads closely enough. Unused classes do not count. A class with only quiet
+    /// guests may have more than its share.
     fn suit(self, loads: &[ClassLoad; CLASSES.len()]) -> bool {
         let Some(most) = heaviest(loads) else {
             return true;
@@ -158,7 +159,7 @@ fn heaviest(loads: &[ClassLoad]) -> Option<u64> {
     busy.map(|load| load.weight).max()
 }
 
-/// Moments of the latest changes of which the drive was told, the oldest first.
+/// Times of the latest changes that were sent to the drive, oldest first.
 #[derive(Clone, Copy, Debug, Default)]
 struct RecentChanges([Option<Duration>; CHANGES_MAX]);
 
@@ -173,8 +174,8 @@ impl RecentChanges {
     }
 }
 
-/// Ends a failure of Set Features after which the drive can go on: one that it refused or has not answered. It moves no data,
-/// so that a late answer harms nobody.
+/// Ignores a failed Set Features if the drive can continue: the command was refused or timed out. A late execution is
+/// harmless, because the command transfers no data.
 fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
     match error {
         ControllerError::Admin { .. } | ControllerError::AdminTimeout { .. } => Ok(()),
@@ -182,22 +183,22 @@ fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
     }
 }
 
-/// Arbitration of a drive, for as long as this process has it.
+/// Arbitration of a drive for as long as this process has it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Arbitration {
-    /// True if the drive is enabled with weighted round robin the next time. Once it is false, it is so for good.
+    /// True if the next enable uses weighted round robin. Never becomes true again.
     is_usable: bool,
-    /// Mechanism with which the drive is enabled.
+    /// Mechanism that the drive is enabled with.
     mechanism: ArbitrationMechanism,
     /// Arbitration Burst, as a power of two.
     burst: u8,
-    /// Weights that the drive has; `None` if all new queues are of one class.
+    /// Current weights of the drive; `None` if all new queues are Medium.
     weights: Option<ClassWeights>,
     changes: RecentChanges,
 }
 
 impl Arbitration {
-    /// Of a drive that is not enabled yet.
+    /// Creates the state of a drive that is not enabled yet.
     pub(super) fn new(choice: ArbitrationChoice, cap: Cap, name: &str) -> Self {
         let is_chosen = choice == ArbitrationChoice::Weighted;
         if is_chosen && !cap.ams_wrr() {
@@ -212,8 +213,8 @@ impl Arbitration {
         }
     }
 
-    /// Of a drive that another process has enabled with this mechanism. Weighted round robin with which that one may have
-    /// failed is not tried again.
+    /// Creates the state of a drive that the predecessor has enabled with `mechanism`. If that is round robin, weighted
+    /// round robin may have failed there and is not tried again.
     pub(super) fn found(
         choice: ArbitrationChoice,
         mechanism: ArbitrationMechanism,
@@ -232,23 +233,23 @@ impl Arbitration {
         }
     }
 
-    /// Returns whether the drive is to be enabled with weighted round robin.
+    /// Returns whether to enable the drive with weighted round robin.
     pub(super) fn is_usable(&self) -> bool {
         self.is_usable
     }
 
-    /// Returns whether the drive serves its queues by weights.
+    /// Returns whether the drive arbitrates by weights.
     pub(super) fn is_weighted(&self) -> bool {
         self.weights.is_some()
     }
 
-    /// Takes note of the mechanism with which the drive is enabled. It has forgotten its weights.
+    /// Records the mechanism that the drive was enabled with. The drive has lost its weights.
     pub(super) fn enabled(&mut self, mechanism: ArbitrationMechanism) {
         self.mechanism = mechanism;
         self.weights = None;
     }
 
-    /// Returns whether weighted round robin may be why the drive failed while it was set up.
+    /// Returns whether weighted round robin may have caused a failure of bring-up.
     pub(super) fn is_suspect(&self, error: &ControllerError) -> bool {
         self.mechanism == ArbitrationMechanism::WEIGHTED_ROUND_ROBIN
             && matches!(
@@ -275,8 +276,8 @@ impl Arbitration {
         );
     }
 
-    /// Begins with equal weights on a drive that was just enabled, or handed over, and recommends this burst (RAB). `send`
-    /// sends Set Features.
+    /// Sets equal weights on a drive that was just enabled or handed over. `burst` is its recommended burst (RAB); `send`
+    /// executes Set Features.
     pub(super) fn begin(
         &mut self,
         name: &str,
@@ -300,7 +301,7 @@ impl Arbitration {
         }
     }
 
-    /// Sends weights, and once more if they are refused without Do Not Retry.
+    /// Sends weights. Retries once if the drive refuses them without Do Not Retry.
     fn send_twice(
         &self,
         weights: ClassWeights,
@@ -313,7 +314,7 @@ impl Arbitration {
         }
     }
 
-    /// Returns the weights of which the drive is to be told now, if any.
+    /// Returns new weights if they must be sent now.
     fn change(&self, loads: &[ClassLoad; CLASSES.len()], now: Duration) -> Option<ClassWeights> {
         let before = self.weights?;
         if before.suit(loads) || !self.changes.has_room(now) {
@@ -322,8 +323,8 @@ impl Arbitration {
         ClassWeights::of(loads).filter(|weights| *weights != before)
     }
 
-    /// Tells the drive of weights. One that refuses them has equal ones, if it takes those. Nothing is sent again after a
-    /// failure.
+    /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent.
+    /// Nothing is sent after any other failure.
     fn set(
         &mut self,
         name: &str,
@@ -342,7 +343,7 @@ impl Arbitration {
         }
     }
 
-    /// Has the drive's classes equal, if it lets them be so.
+    /// Sets equal weights, if the drive accepts them.
     fn make_equal(
         &self,
         mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
@@ -350,7 +351,7 @@ impl Arbitration {
         send(ClassWeights::EQUAL.feature(self.burst)).or_else(tolerate)
     }
 
-    /// Ends weighted round robin on a drive that refuses queues of a class, which is no reason to have no queue.
+    /// Ends weighted round robin on a drive that refuses queues of a priority class.
     pub(super) fn end_classes(
         &mut self,
         name: &str,
@@ -358,7 +359,7 @@ impl Arbitration {
     ) {
         let before = self.weights;
         self.end(name, "takes queues of one class alone (QPRIO)", None);
-        // A failure that ends the drive's work is seen at the next look.
+        // The next check of the drive monitor finds a failure that stops the drive.
         if before.is_some_and(|weights| weights != ClassWeights::EQUAL)
             && let Err(error) = self.make_equal(send)
         {
@@ -366,7 +367,7 @@ impl Arbitration {
         }
     }
 
-    /// Returns the class of a queue that is to have this one.
+    /// Returns the priority class for a new queue, where `wanted` applies to weighted round robin.
     pub(super) fn priority(&self, wanted: QueuePriority) -> QueuePriority {
         match self.is_weighted() {
             true => wanted,
@@ -375,8 +376,8 @@ impl Arbitration {
     }
 }
 
-/// Sends Set Features, Arbitration (Base 2.0, section 5.27.1.1). While the drive has paused by itself, for `pause` at most, and
-/// it is not to end, no time counts.
+/// Executes Set Features, Arbitration (Base 2.0, section 5.27.1.1). The timeout is suspended while the drive has paused
+/// processing, for `pause` at most and until `is_ending` returns true.
 pub(super) fn set_feature(
     admin: &mut AdminQueue,
     value: feature::Arbitration,
@@ -396,7 +397,8 @@ pub(super) fn set_feature(
 }
 
 impl PhysicalDrive {
-    /// Sends Set Features, Arbitration, and waits for a drive that pauses meanwhile as long as others want it here.
+    /// Executes Set Features, Arbitration. The timeout is suspended while the drive has paused processing, unless the
+    /// drive is closing or wanted back.
     pub(super) fn send_arbitration(
         &self,
         admin: &mut AdminQueue,
@@ -407,7 +409,7 @@ impl PhysicalDrive {
         set_feature(admin, value, pause, &is_ending)
     }
 
-    /// Returns the class of a queue that is created for a lease of this weight; `None` if all are of one class.
+    /// Returns the priority class of a queue for a lease of this weight; `None` without weighted round robin.
     pub(super) fn class_of(&self, weight: u64) -> Option<QueuePriority> {
         if !lock(&self.arbitration).is_weighted() {
             return None;
@@ -420,7 +422,7 @@ impl PhysicalDrive {
         })
     }
 
-    /// The drive has refused a queue of a class, and created it of another. The admin queue's lock is held.
+    /// Ends weighted round robin after the drive has refused a priority class. The caller holds the admin queue.
     pub(super) fn end_classes(&self, admin: &mut AdminQueue) {
         let mut arbitration = *lock(&self.arbitration);
         let send = |value| self.send_arbitration(admin, value);
@@ -428,15 +430,15 @@ impl PhysicalDrive {
         *lock(&self.arbitration) = arbitration;
     }
 
-    /// Tells the drive what the leases in each class weigh, if that has changed.
+    /// Sends changed class weights to the drive.
     pub(super) fn arbitrate(&self, loads: &[ClassLoad; CLASSES.len()]) {
         let clock = self.backing.clock();
         if lock(&self.arbitration).change(loads, clock.now()).is_none() {
             return;
         }
-        // A drive that fails with it is reset, which begins without weights.
+        // On a failure the drive is reset and starts without weights.
         let _ = self.with_admin(|admin| {
-            // It changes under the lock of the admin queue alone.
+            // The arbitration changes only under the lock of the admin queue.
             let mut arbitration = *lock(&self.arbitration);
             let Some(weights) = arbitration.change(loads, clock.now()) else {
                 return Ok(());

@@ -1,5 +1,5 @@
-//! The Doorbell Buffer of a drive that has one: those that are emulated themselves, in nested and
-//! cloud machines (Base 2.0, section 5.8). A doorbell is then mostly a store to memory.
+//! Doorbell Buffer of a drive (Base 2.0, section 5.8). Emulated drives have one, in nested and cloud machines. A doorbell
+//! write is then mostly a store to memory.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,30 +17,31 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// The page of shadow doorbells, then that of EventIdx.
+/// Offset of the EventIdx page, which follows the page of shadow doorbells.
 const EVENT_IDX: usize = PAGE_SIZE as usize;
 
-/// The two pages.
+/// Shadow doorbells and EventIdx, one page each.
 #[derive(Debug)]
 pub(super) struct DriveDoorbellBuffer {
-    /// Dropped before the memory that is mapped there.
+    /// Dropped first, so that the IOVAs are unmapped before the memory is freed.
     iova: IovaPart,
     memory: Arc<Mapping>,
-    /// File of the memory.
+    /// Memory file of the pages.
     file: OwnedFd,
 }
 
-/// Bytes of both pages.
+/// Length of both pages in bytes.
 const LEN: usize = 2 * PAGE_SIZE as usize;
 
 impl DriveDoorbellBuffer {
-    /// Pages in a memory file of their own.
+    /// Allocates the pages in a new memory file.
     pub(super) fn new(space: &Arc<IovaSpace>) -> Result<Self, ControllerError> {
         let file = memfd(c"nvme-mpt-doorbells", LEN as u64).map_err(ControllerError::Memory)?;
         Self::of_file(space, file)
     }
 
-    /// The pages of another process, which the drive uses. Their doorbells of I/O queues start over: no such queue exists.
+    /// Takes over the predecessor's pages, which the drive is using. The doorbells of I/O queues are zeroed, because no
+    /// such queue exists.
     pub(super) fn handed_over(
         space: &Arc<IovaSpace>,
         file: OwnedFd,
@@ -57,7 +58,7 @@ impl DriveDoorbellBuffer {
         Ok(buffer)
     }
 
-    /// Returns the memory file, for another process.
+    /// Returns the memory file for a hand-over.
     pub(super) fn hand_over(&self) -> io::Result<OwnedFd> {
         self.file.try_clone()
     }
@@ -75,7 +76,7 @@ impl DriveDoorbellBuffer {
         })
     }
 
-    /// Tells the drive of the pages, which start over: no I/O queue exists yet.
+    /// Zeroes the pages and sends Doorbell Buffer Config. No I/O queue may exist.
     pub(super) fn configure(&self, admin: &mut AdminQueue) -> Result<(), ControllerError> {
         if let Some(memory) = self.memory.bytes(0, self.memory.len()) {
             memory.zero();
@@ -87,7 +88,7 @@ impl DriveDoorbellBuffer {
     }
 
     fn doorbell(&self, offset: usize) -> Option<BufferedDoorbell> {
-        // A doorbell beyond the first page has no place in the buffer.
+        // A doorbell beyond the first page is not in the buffer.
         (offset < EVENT_IDX).then_some(())?;
         Some(BufferedDoorbell {
             shadow: MappedWord32::new(&self.memory, offset)?,
@@ -96,7 +97,7 @@ impl DriveDoorbellBuffer {
     }
 }
 
-/// Returns the doorbells of an I/O queue pair: through the buffer, if there is one.
+/// Returns the doorbells of an I/O queue pair, buffered if the drive has a Doorbell Buffer.
 pub(super) fn pair_doorbells(
     backing: &dyn DeviceBacking,
     dstrd: u8,

@@ -8,54 +8,55 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Csts;
 use nvme_mpt::spec::status::Status;
 
-/// Cause for giving up a drive that is there no more.
+/// Cause for giving up a removed drive.
 pub(super) const REMOVED: &str = "it was removed, or lost its power";
 
-/// Cause for giving up a drive that the host wants.
+/// Cause for giving up a drive that the host wants back.
 pub(super) const WANTED_BACK: &str = "the host asks for it back";
 
 /// Errors of a physical controller.
 #[derive(Debug, thiserror::Error)]
 pub enum ControllerError {
-    /// The function does not answer: it was removed, or has lost power.
+    /// The function was removed or has lost power.
     #[error("The drive is gone: its registers read as all ones")]
     Gone,
-    /// Its link is down, or the kernel or somebody else is resetting it or has done so: it is to be waited for, and reset.
+    /// The controller has lost its commands: its link is down, or it was reset by the kernel or by another party. The
+    /// drive monitor waits for the drive and resets it.
     #[error(
         "The drive has lost its commands: its registers read as all ones, or it was reset by somebody else; try again"
     )]
     Lost,
-    /// It is about to be reset.
+    /// A reset is pending or in progress.
     #[error("The drive is being reset; try again")]
     Resetting,
-    /// It has command sets, but not the one for blocks.
+    /// The drive does not support the NVM Command Set.
     #[error("The drive does not support the NVM Command Set (CAP.CSS)")]
     NoNvmCommandSet,
-    /// Its pages are larger than those that guests are given.
+    /// The drive's minimum page size is larger than that of guests.
     #[error("The drive needs memory pages of {min} bytes (CAP.MPSMIN); only 4096 are supported")]
     MemoryPageSize {
-        /// The smallest that it takes, in bytes.
+        /// Minimum page size in bytes.
         min: u64,
     },
-    /// A state that the specification promises within a time was not reached.
+    /// The controller did not reach a state in the time that the specification allows.
     #[error("The drive did not {state} within {seconds} s; its status is {csts:?}")]
     NotInTime {
-        /// State that it was to reach.
+        /// Expected state.
         state: &'static str,
-        /// Longest time that it may take.
+        /// Timeout in seconds.
         seconds: u64,
-        /// Last report.
+        /// Last value of Controller Status.
         csts: Csts,
     },
-    /// The controller reports that it cannot go on.
+    /// The controller reports a fatal status.
     #[error("The drive reports a fatal error (CSTS.CFS)")]
     Fatal,
-    /// An admin command was not completed.
+    /// An admin command timed out.
     #[error("The drive did not complete the admin command {opcode} within {seconds} s")]
     AdminTimeout {
         /// The command.
         opcode: AdminOpcode,
-        /// Time that was waited.
+        /// Timeout in seconds.
         seconds: u64,
     },
     /// An admin command failed.
@@ -66,18 +67,18 @@ pub enum ControllerError {
         /// Status of its completion.
         status: Status,
     },
-    /// An I/O Completion Queue is left of a pair that the drive did not create.
+    /// The drive refused an I/O Submission Queue, and deleting its Completion Queue failed.
     #[error(
         "The drive refuses queue pair {qid}, and does not delete its Completion Queue; it has the pair again after a reset"
     )]
     QueueLeft {
-        /// The pair.
+        /// Identifier of the pair.
         qid: QueueId,
     },
-    /// It grants no I/O queues, or its BAR has no doorbells for any.
+    /// The drive grants no I/O queues, or its BAR has no doorbells for any.
     #[error("The drive has no I/O queue pair to use")]
     NoQueuePairs,
-    /// No namespace can be shared.
+    /// The namespace cannot be leased.
     #[error(
         "Namespace {nsid} of the drive cannot be used: {reason}; use another namespace or drive, one with blocks of 512 or \
          4096 bytes without metadata, or, if its data is not needed, format it so with `nvme format`, which erases it"
@@ -85,22 +86,22 @@ pub enum ControllerError {
     Namespace {
         /// The namespace.
         nsid: Nsid,
-        /// Why not.
+        /// Reason.
         reason: &'static str,
     },
-    /// Memory for queues cannot be had, or not mapped for the drive.
+    /// Memory for queues cannot be allocated, or not be mapped for the drive.
     #[error("Memory for the drive's queues cannot be had")]
     Memory(#[source] io::Error),
-    /// Another process cannot go on with it, or this one not with that of another.
+    /// The drive cannot be handed over to a successor, or not be taken over from a predecessor.
     #[error("The drive cannot be handed over: {0}")]
     HandOver(&'static str),
-    /// The function cannot be given access to memory, or be reset.
+    /// The function's bus mastering cannot be set, or the function cannot be reset.
     #[error("The drive's PCI function cannot be configured")]
     Function(#[source] io::Error),
-    /// The thread that watches over the drive cannot be started.
+    /// The drive monitor cannot be started.
     #[error("The drive's supervisor cannot be started")]
     Supervisor(#[source] io::Error),
-    /// A command that makes writes durable failed.
+    /// A Flush failed.
     #[error("Namespace {} of the drive cannot be flushed: {status}", .namespace.nsid)]
     Flush {
         /// The namespace.

@@ -1,13 +1,13 @@
-//! A drive that goes from one process to the next without a reset.
+//! Hand-over of a drive from one process to the next without a reset.
 //!
-//! The drive rests first: functions have no command in flight, the supervisor has ended, and admin commands wait. Then
-//! the next process gets the function's descriptors, the memory file of the admin queues and that of the Doorbell
-//! Buffer, and a file with the [state](HandedOverDriveState). It goes on with the admin queues where they are. It deletes the
-//! I/O queues, whose rings end with the process before, and so ends what functions elsewhere have in flight. It makes new
-//! ones as they are wanted. The memory of VMs stays mapped, see [`IommuMapping`].
+//! First the drive is quiesced: functions have no command in flight, the drive monitor has ended, and admin commands
+//! wait. The successor then gets the function's descriptors, the memory files of the admin queues and of the Doorbell
+//! Buffer, and a file with the [state](HandedOverDriveState). It continues the admin queues at their positions. It
+//! deletes the I/O queues, whose rings end with the predecessor; this also ends commands that other functions have in
+//! flight. It creates new I/O queues on demand. The memory of VMs stays mapped, see [`IommuMapping`].
 //!
-//! The first words of the state's file say whether the state holds. It does no more once a mapping changed, once the
-//! process before goes on, or once a process has read it. A drive whose state does not hold is reset.
+//! The first words of the state file tell whether the state is valid. The state becomes invalid when a mapping changes,
+//! when the predecessor resumes, or when a process has read it. A drive with an invalid state is reset.
 
 use std::fs::File;
 use std::io;
@@ -41,42 +41,41 @@ use nvme_mpt::memory::{MappedWord64, Mapping, MappingAccess, memfd};
 use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::spec::ids::QueueId;
 
-/// Version of [`HandedOverDriveState`], and the only one that is read.
+/// Version of [`HandedOverDriveState`]. No other version is accepted.
 const VERSION: u32 = 1;
 
-/// First word of a state's file that is complete.
+/// First word of a complete state file.
 const COMPLETE: u64 = u64::from_le_bytes(*b"nvmphand");
 
-/// Offsets in a state's file: the word that says that it is complete, the word that says that it holds no more, the
-/// state.
+/// Offsets in a state file: the word that marks it complete, the word that marks it invalid, the state.
 const COMPLETE_AT: usize = 0;
 const OUTDATED_AT: usize = 64;
 const STATE_AT: usize = 4096;
 
-/// Pause between two looks whether another thread is done with the admin queues.
+/// Poll interval while another thread uses the admin queues.
 const ADMIN_PAUSE: Duration = Duration::from_millis(1);
 
-/// Most bytes of a state: more than that of an IOMMU with all its mappings.
+/// Maximum length of a state in bytes. The state of an IOMMU with all its mappings is shorter.
 const STATE_MAX: u64 = 64 << 20;
 
-/// State of a drive that rests.
+/// State of a quiesced drive.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct HandedOverDriveState {
     version: u32,
     admin: DriveAdminQueueState,
-    /// I/O queue pairs that the drive has: fewer than it granted once it refused to create one.
+    /// Number of I/O queue pairs that the drive can have: less than granted after it refused to create one.
     total: u16,
-    /// I/O queue pairs that the drive granted when it was opened. A process that does not say it means those above.
+    /// Number of I/O queue pairs that the drive granted when it was opened. If it is missing, `total` applies.
     #[serde(default)]
     granted: u16,
-    /// I/O queue pairs that exist.
+    /// Number of I/O queue pairs that exist.
     created: u16,
     has_doorbell_buffer: bool,
     mappings: Vec<IommuMapping>,
 }
 
-/// A drive that another process has handed over.
+/// A drive that a predecessor has handed over.
 #[derive(Debug)]
 pub struct HandedOverDrive {
     state: HandedOverDriveState,
@@ -90,11 +89,11 @@ fn no_state(reason: &'static str) -> ControllerError {
 }
 
 impl HandedOverDrive {
-    /// Reads what another process has [handed over](nvme_mpt::drive::HostController::hand_over). No other process can
-    /// read it after this.
+    /// Reads the descriptors that the predecessor has [handed over](nvme_mpt::drive::HostController::hand_over). The
+    /// state can be read only once.
     ///
     /// # Errors
-    /// [`ControllerError::HandOver`] for anything else, and for a state that does not hold.
+    /// [`ControllerError::HandOver`] for other descriptors and for an invalid state.
     pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
         let mut descriptors = descriptors.into_iter();
         let mut next = |what| descriptors.next().ok_or(no_state(what));
@@ -139,10 +138,10 @@ impl HandedOverDrive {
         })
     }
 
-    /// Takes the descriptors of its function out, for the function that they make.
+    /// Opens the function with its descriptors, which this takes out of `self`.
     ///
     /// # Errors
-    /// The obstacle to its use. Then the function is given up.
+    /// Returns why the function cannot be used. The function is then released.
     pub fn backing(&mut self, address: PciAddress) -> Result<VfioBacking, ControllerError> {
         let function = mem::take(&mut self.function).try_into();
         let function = function.map_err(|_| no_state("a descriptor of its function is missing"))?;
@@ -152,11 +151,10 @@ impl HandedOverDrive {
 }
 
 impl VfioController {
-    /// Goes on with a controller that another process has handed over, without a reset. Its mappings outlive this process if
-    /// it has a keeper.
+    /// Takes over a controller from a predecessor, without a reset. With a `keeper`, its mappings survive this process.
     ///
     /// # Errors
-    /// See [`ControllerError`]. The function is released then, and may be opened anew.
+    /// See [`ControllerError`]. The function is then released and may be opened again.
     pub fn handed_over(
         backing: Arc<dyn DeviceBacking>,
         handed: HandedOverDrive,
@@ -168,9 +166,9 @@ impl VfioController {
         Self::start(&backing, drive, threads, keeper.as_ref())
     }
 
-    /// Has the drive rest. Returns the descriptors of [`HandedOverDrive::read`].
+    /// Quiesces the drive. Returns the descriptors for [`HandedOverDrive::read`].
     pub(super) fn rest(&self) -> io::Result<Vec<OwnedFd>> {
-        // A supervisor that resets the drive may take minutes, while functions of other drives rest as well.
+        // Check first: joining a drive monitor in a reset may take minutes, while functions of other drives are quiesced.
         self.drive.check_can_rest()?;
         self.end_supervisor();
         let handed = self.drive.hand_over();
@@ -180,7 +178,7 @@ impl VfioController {
         Ok(handed?)
     }
 
-    /// Ends the rest: nobody has taken the drive.
+    /// Resumes the drive after a cancelled hand-over.
     pub(super) fn go_on(&self) {
         let drive = &self.drive;
         if let Some(QuiescedDrive { outdated }) = lock(&drive.admin).rest.take() {
@@ -226,7 +224,7 @@ impl PhysicalDrive {
             .inheriting(mappings)
             .map_err(ControllerError::Memory)?;
         let space = Arc::new(space);
-        // What the process before has recorded holds until a mapping changes.
+        // The predecessor's record stays valid until a mapping changes.
         kept::keep(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let mut admin = AdminQueue::handed_over(backing.clone(), &space, dstrd, admin, positions)?;
@@ -322,8 +320,8 @@ impl PhysicalDrive {
         Ok(descriptors)
     }
 
-    /// Waits for other commands, and for a drive that rests to go on. It does not wait for a reset, which may take minutes.
-    /// A drive that another process has taken rests for good.
+    /// Locks the admin queue. Waits for other commands and while the drive is quiesced, but not for a reset, which may
+    /// take minutes. If a successor has taken the drive, the wait never ends.
     pub(super) fn working_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
         let clock = self.backing.clock();
         loop {

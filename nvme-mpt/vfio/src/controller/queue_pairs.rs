@@ -1,8 +1,7 @@
-//! The I/O queue pairs of a drive: granted, created on demand, shared when there are no more.
+//! I/O queue pairs of a drive: granted, created on demand, and shared once the drive has no more.
 //!
-//! A pair that was created stays: whoever comes next uses it. So none is ever deleted while the
-//! drive is in use, and a queue that goes needs no admin command. Pairs can belong to one lease
-//! (`reservations.rs`).
+//! A created pair is never deleted while the drive is in use; a later queue reuses it. So a queue that ends needs no
+//! admin command. A lease can reserve pairs (`reservations.rs`).
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -35,61 +34,62 @@ use nvme_mpt::spec::registers::{Cap, Doorbell};
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Pause between two looks for the completion of a Flush.
+/// Poll interval while a Flush is pending.
 const FLUSH_PAUSE: Duration = Duration::from_micros(200);
 
-/// Time without a command after which a queue rests.
+/// Time without commands after which a queue counts as idle.
 const REST: Duration = Duration::from_secs(1);
 
-/// The same in looks of the supervisor.
+/// [`REST`] as a number of checks by the drive monitor.
 const RESTING_LOOKS: u32 = (REST.as_millis() / TICK.as_millis()) as u32;
 
-/// Attempts at a Flush that resets or Aborts take away.
+/// Maximum attempts at a Flush that resets or Aborts interrupt.
 const FLUSH_ATTEMPTS: u32 = 5;
 
-/// Attempts at a pair that end in a reset. A drive that fails with each new pair is not reset without end.
+/// Maximum attempts at creating a pair that end in a reset, so that a drive that fails on each new pair is not reset
+/// forever.
 const JOIN_ATTEMPTS: u32 = 2;
 
-/// Resets that may begin while a queue waits for its pair. A drive that wants the next one each time is not waited for
-/// without end.
+/// Maximum resets that may begin while a queue waits for its pair, so that the wait is bounded.
 const JOIN_RESETS: u64 = 5;
 
-/// Longest wait of a reservation for a reset. Changes of other drives' functions wait behind it.
+/// Maximum wait of a reservation for a reset. Changes of other drives' functions queue behind the reservation.
 const RESET_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Queue pairs that are asked for; the drive grants what it has.
+/// Number of queue pairs to request; the drive grants as many as it has.
 const WANTED: u16 = 1024;
 
-/// The I/O queue pairs of a drive. Queue `n` is the pair at index `n - 1`.
+/// I/O queue pairs of a drive. The pair with identifier `n` is at index `n - 1`.
 #[derive(Debug)]
 pub(super) struct QueuePairs {
-    /// Pairs that the drive has: fewer than it granted once it refused to create one.
+    /// Number of pairs that the drive can have: less than granted after it refused to create one.
     total: u16,
-    /// Pairs that the drive granted when it was opened.
+    /// Number of pairs that the drive granted when it was opened.
     granted: u16,
     entries: u32,
     pairs: Vec<OwnedPair>,
-    /// The next pair, which was not created. The drive may have one of its queues until a reset, so its memory stays.
+    /// Next pair, whose creation failed. Its memory stays allocated, because the drive may keep one of the queues until a
+    /// reset.
     left: Option<VfioQueuePair>,
-    /// Reservations, in the order in which they were made.
+    /// Reservations, oldest first.
     pub(super) holders: Vec<ReservationHolder>,
     governor: Arc<DriveGovernor>,
     survey: DriveSurvey,
     view: SharedPairCounts,
-    /// True throughout a reset, in which no pair is added.
+    /// True during a reset, in which no pair is added.
     pub(super) is_resetting: bool,
 }
 
 /// A reservation of a drive.
 #[derive(Debug)]
 pub(super) struct ReservationHolder {
-    /// Its name among all of this process.
+    /// Key of the reservation, unique in this process.
     pub(super) key: u64,
     pub(super) pairs: ReservedPairs,
 }
 
-/// The pairs for those who count them. They do not wait for the lock of [`QueuePairs`], which is held while the drive creates
-/// a pair.
+/// Counts of the pairs for statistics. Readers do not wait for the lock of [`QueuePairs`], which is held while the drive
+/// creates a pair.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SharedPairCounts(Arc<Mutex<PairCounts>>);
 
@@ -97,7 +97,7 @@ pub(super) struct SharedPairCounts(Arc<Mutex<PairCounts>>);
 struct PairCounts {
     total: u16,
     reserved: u16,
-    /// Those without a reservation.
+    /// Pairs without a reservation.
     others: Vec<VfioQueuePair>,
 }
 
@@ -117,7 +117,7 @@ impl SharedPairCounts {
     }
 }
 
-/// A pair, and the reservation that it belongs to.
+/// A pair with the reservation that owns it.
 #[derive(Debug)]
 struct OwnedPair {
     pair: VfioQueuePair,
@@ -126,7 +126,7 @@ struct OwnedPair {
 }
 
 impl QueuePairs {
-    /// Number of Queues (Base 2.0, section 5.27.1.5), as far as BAR0 has doorbells for them.
+    /// Sets Number of Queues (Base 2.0, section 5.27.1.5), limited to the doorbells that BAR0 has.
     pub(super) fn grant(
         admin: &mut AdminQueue,
         backing: &dyn DeviceBacking,
@@ -141,7 +141,7 @@ impl QueuePairs {
         Self::new(total, total, cap, governor)
     }
 
-    /// Pairs of which none is created yet: the drive has `total` of those that it `granted`.
+    /// Creates an empty list of pairs. The drive can have `total` of the `granted` pairs.
     pub(super) fn new(
         total: u16,
         granted: u16,
@@ -151,7 +151,7 @@ impl QueuePairs {
         if total == 0 {
             return Err(ControllerError::NoQueuePairs);
         }
-        // MQES is zero-based, and at least 1 by the specification.
+        // MQES is zero-based and at least 1 by the specification.
         let entries = (u32::from(cap.mqes_z()) + 1).clamp(2, ENTRIES_MAX);
         let pairs = Self {
             total,
@@ -169,12 +169,12 @@ impl QueuePairs {
         Ok(pairs)
     }
 
-    /// Returns the view of those who count the pairs.
+    /// Returns the shared counts.
     pub(super) fn view(&self) -> SharedPairCounts {
         self.view.clone()
     }
 
-    /// Shows the pairs, and to whom they belong, to those who count them.
+    /// Updates the shared counts.
     fn show(&self) {
         *lock(&self.view.0) = PairCounts {
             total: self.total,
@@ -192,47 +192,48 @@ impl QueuePairs {
         self.granted
     }
 
-    /// Takes up what the drive grants after a reset. It has forgotten all queues, and may create pairs that it refused.
+    /// Records the number of pairs that the drive grants after a reset. The drive has lost all queues and may accept
+    /// pairs that it refused before.
     pub(super) fn begin_anew(&mut self, granted: u16) {
         self.left = None;
         self.total = granted.min(self.granted).max(self.count());
         self.show();
     }
 
-    /// Returns whether the doorbells of all pairs fit a Doorbell Buffer, which is a page.
+    /// Returns whether the doorbells of all pairs fit into a page of a Doorbell Buffer.
     pub(super) fn fit_doorbell_buffer(&self, dstrd: u8) -> bool {
         Doorbell::area(self.total, dstrd) <= PAGE_SIZE
     }
 
-    /// The pairs that were created, and their identifiers.
+    /// Iterates over the created pairs with their identifiers.
     pub(super) fn iter(&self) -> impl Iterator<Item = (QueueId, &VfioQueuePair)> {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         (1..).map(QueueId).zip(pairs)
     }
 
-    /// Returns clones of the pairs that were created, for use without the lock.
+    /// Returns clones of the created pairs, for use without the lock.
     pub(super) fn all(&self) -> Vec<(QueueId, VfioQueuePair)> {
         self.iter().map(|(qid, pair)| (qid, pair.clone())).collect()
     }
 
-    /// The pair with an identifier.
+    /// Returns the pair with this identifier.
     pub(super) fn get(&self, qid: QueueId) -> Option<&VfioQueuePair> {
         let owned = self.pairs.get(usize::from(qid.0).checked_sub(1)?)?;
         Some(&owned.pair)
     }
 
-    /// Returns the number of pairs that were created.
+    /// Returns the number of created pairs.
     pub(super) fn count(&self) -> u16 {
         self.pairs.len() as u16
     }
 
-    /// The pairs that belong to a reservation, or to none.
+    /// Iterates over the pairs of a reservation, or over those without one.
     fn of(&self, owner: Option<u64>) -> impl Iterator<Item = &VfioQueuePair> {
         let owned = self.pairs.iter().filter(move |owned| owned.owner == owner);
         owned.map(|owned| &owned.pair)
     }
 
-    /// Returns the number of pairs that belong to reservations.
+    /// Returns the number of reserved pairs.
     pub(super) fn reserved(&self) -> u16 {
         self.count() - self.of(None).count() as u16
     }
@@ -241,25 +242,25 @@ impl QueuePairs {
         self.view.usage()
     }
 
-    /// The pair without a reservation that nobody uses, or that the fewest do.
+    /// Returns the unreserved pair with the fewest users.
     fn least_used(&self) -> Option<&VfioQueuePair> {
         self.of(None).min_by_key(|pair| pair.members())
     }
 
-    /// The same, if possible one of this class.
+    /// Returns the unreserved pair with the fewest users, preferably of this priority class.
     fn least_used_of(&self, priority: QueuePriority) -> Option<&VfioQueuePair> {
         let by_use = |pair: &&VfioQueuePair| (pair.members(), pair.priority() != priority);
         self.of(None).min_by_key(by_use)
     }
 
-    /// The pair of a reservation that no queue uses.
+    /// Returns an unused pair of a reservation.
     fn free_of(&self, reservation: Option<u64>) -> Option<&VfioQueuePair> {
         reservation?;
         self.of(reservation).find(|pair| pair.members() == 0)
     }
 
-    /// Makes the least used pair without a reservation one of a reservation, if possible one of this class. Its queues move
-    /// to the others.
+    /// Gives the least used unreserved pair to a reservation, preferably one of this priority class. Its queues migrate
+    /// to other unreserved pairs.
     pub(super) fn give_one_to(&mut self, key: u64, priority: QueuePriority) {
         let by_use =
             |owned: &&mut OwnedPair| (owned.pair.members(), owned.pair.priority() != priority);
@@ -276,7 +277,7 @@ impl QueuePairs {
         {}
     }
 
-    /// Ends the ownership of a reservation.
+    /// Makes the pairs of a reservation unreserved.
     pub(super) fn take_back(&mut self, key: u64) {
         for owned in &mut self.pairs {
             if owned.owner == Some(key) {
@@ -287,7 +288,7 @@ impl QueuePairs {
         self.show();
     }
 
-    /// Moves queues to free pairs of their own reservations, and from crowded pairs to others.
+    /// Migrates queues to unused pairs of their own reservations, and from crowded unreserved pairs to less used ones.
     pub(super) fn even_out(&self) {
         for owned in &self.pairs {
             if let Some(key) = owned.owner
@@ -304,14 +305,15 @@ impl QueuePairs {
         {}
     }
 
-    /// Looks who uses the drive by which pairs. Returns what they weigh, by class. The supervisor calls it at each look.
+    /// Surveys the users of all pairs. Returns the load of each priority class. The drive monitor calls this in each
+    /// check.
     pub(super) fn survey(&mut self) -> [ClassLoad; CLASSES.len()] {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         self.survey.look(&self.governor, pairs, Ticks::now());
         self.survey.class_loads()
     }
 
-    /// Lends pairs whose queues rest to queues that share others. The supervisor calls it at each look.
+    /// Lends idle pairs to queues on crowded pairs. The drive monitor calls this in each check.
     pub(super) fn lend(&mut self) {
         let (now, within) = (Ticks::now(), ticks_in(REST));
         let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
@@ -335,12 +337,12 @@ impl QueuePairs {
     }
 }
 
-/// Patience of a queue with a drive that fails while its pair is created.
+/// Limit of retries when the drive fails while a queue's pair is created.
 #[derive(Debug)]
 struct JoinRetryLimit {
-    /// Attempts that ended in a reset.
+    /// Number of attempts that ended in a reset.
     failed: u32,
-    /// Resets that had begun before the first attempt.
+    /// Number of resets that had begun before the first attempt.
     resets_before: u64,
 }
 
@@ -352,15 +354,15 @@ impl JoinRetryLimit {
         }
     }
 
-    /// Returns whether one more reset is waited for, where so many have begun.
+    /// Returns whether to wait for one more reset, where `resets` have begun.
     fn lasts(&self, resets: u64) -> bool {
         resets.saturating_sub(self.resets_before) <= JOIN_RESETS
     }
 
-    /// Returns whether the pair is tried once more after an attempt that failed, where so many resets have begun.
+    /// Returns whether to retry after `error`, where `resets` have begun.
     fn goes_on(&mut self, error: &ControllerError, resets: u64) -> bool {
         match error {
-            // The drive got no command.
+            // The drive has received no command.
             ControllerError::Resetting => self.lasts(resets),
             ControllerError::AdminTimeout { .. }
             | ControllerError::Fatal
@@ -373,7 +375,7 @@ impl JoinRetryLimit {
     }
 }
 
-/// After a reset, too: what was granted is forgotten then. Returns how many pairs that is.
+/// Sets Number of Queues, which is also necessary after each reset. Returns the number of granted pairs.
 pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, ControllerError> {
     let wanted = NumberOfQueues(0)
         .with_nsq_z(WANTED - 1)
@@ -393,8 +395,8 @@ pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, Contro
         .min(WANTED))
 }
 
-/// Creates a pair's queues at the controller (Base 2.0, sections 5.4 and 5.5): no interrupts. Returns the class of the
-/// Submission Queue: Medium, if the drive refuses the one that it was to have.
+/// Creates the queues of a pair, without interrupts (Base 2.0, sections 5.4 and 5.5). Returns the priority class of the
+/// Submission Queue: Medium if the drive refuses the requested class.
 pub(super) fn create(
     admin: &mut AdminQueue,
     qid: QueueId,
@@ -429,7 +431,7 @@ pub(super) fn create(
         admin.execute(sq).map(|_| qprio)
     };
     let created = match create_sq(priority) {
-        // Whatever status a drive has for a class that it refuses.
+        // The status does not matter: drives refuse a priority class with different statuses.
         Err(ControllerError::Admin { .. }) if priority != QueuePriority::MEDIUM => {
             create_sq(QueuePriority::MEDIUM)
         }
@@ -443,7 +445,7 @@ pub(super) fn create(
         Err(error) => error,
     };
     if let ControllerError::Admin { .. } = error {
-        // The next attempt is to find the identifier free, and the memory is given back.
+        // Delete the Completion Queue, so that the identifier is free for the next attempt and the memory can be freed.
         return Err(match delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid) {
             Ok(()) => error,
             Err(ControllerError::Admin { .. }) => ControllerError::QueueLeft { qid },
@@ -453,7 +455,7 @@ pub(super) fn create(
     Err(error)
 }
 
-/// Deletes a pair's queues at the controller (Base 2.0, sections 5.6 and 5.7), which ends their commands.
+/// Deletes the queues of a pair (Base 2.0, sections 5.6 and 5.7). This ends their commands.
 pub(super) fn delete(admin: &mut AdminQueue, qid: QueueId) -> Result<(), ControllerError> {
     delete_one(admin, AdminOpcode::DELETE_IO_SQ, qid)?;
     delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid)
@@ -470,14 +472,14 @@ fn delete_one(
 }
 
 impl PhysicalDrive {
-    /// Returns whether a reset is to come or under way that the drive may come back from. One that is gone is given back
-    /// within the reset, which takes up to a minute.
+    /// Returns whether a reset is pending or in progress and the drive may come back. A drive that is gone does not
+    /// count, although its release within the reset takes up to a minute.
     fn may_come_back(&self, pairs: &QueuePairs) -> bool {
         (pairs.is_resetting || self.reset_wanted.load(Ordering::Acquire)) && !self.is_gone()
     }
 
-    /// Returns the pairs, once no reset is to come or under way or the drive is gone. Further resets are waited for as long
-    /// as `patience` lasts.
+    /// Returns the pairs once no reset is pending or in progress, or once the drive is gone. Waits for further resets
+    /// within the limit `patience`.
     fn pairs_after_reset(
         &self,
         patience: &JoinRetryLimit,
@@ -498,7 +500,7 @@ impl PhysicalDrive {
         self.counters.resets.load(Ordering::Relaxed)
     }
 
-    /// Returns the pairs, unless a reset takes longer than [`RESET_PATIENCE`].
+    /// Returns the pairs, or an error if a reset takes longer than [`RESET_PATIENCE`].
     pub(super) fn pairs_soon(&self) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
         let waited = self
@@ -511,9 +513,10 @@ impl PhysicalDrive {
         }
     }
 
-    /// A free queue pair of the reservation, or one of one's own while there is one, else a share of the least used. One of
-    /// the lease's [class](super::arbitration) is taken first, and created if the drive has one more.
-    /// A pair that a failure of the drive prevents is created after the reset.
+    /// Joins a queue pair. The order of preference is an unused pair of the lease's reservation, an unused unreserved
+    /// pair, and a share of the least used unreserved pair.
+    /// Pairs of the lease's [priority class](super::arbitration) are preferred, and one is created if the drive can have
+    /// another pair. If the drive fails meanwhile, the pair is created after the reset.
     pub(super) fn join_queue_pair(
         &self,
         slots: u16,
@@ -529,7 +532,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Joins a queue pair once no reset is to come or under way.
+    /// Joins a queue pair once no reset is pending or in progress.
     fn try_to_join(
         &self,
         slots: u16,
@@ -552,7 +555,7 @@ impl PhysicalDrive {
         if !(is_idle && least_used.is_some_and(is_its)) {
             match self.add_pair(&mut pairs, priority) {
                 Ok(_) => {}
-                // It is no worse off with that one than without classes.
+                // The idle pair of another class serves the queue as well as without classes.
                 Err(error) if is_idle => self.note_other_class(&error),
                 Err(error) => return Err(error),
             }
@@ -565,7 +568,7 @@ impl PhysicalDrive {
         Ok(pair.join_lease(slots, namespace.lba_shift, lease))
     }
 
-    /// Queues share pairs: reports it once.
+    /// Logs once that queues share pairs.
     pub(super) fn note_sharing(&self, pairs: &QueuePairs) {
         if !self.counters.sharing.swap(true, Ordering::Relaxed) {
             warn!(
@@ -576,7 +579,8 @@ impl PhysicalDrive {
         }
     }
 
-    /// A queue gets an idle pair of another class, as none of its own can be created: reports it once.
+    /// Logs once that a queue got an idle pair of another priority class because no pair of its own class could be
+    /// created.
     fn note_other_class(&self, error: &ControllerError) {
         if !self.counters.other_class.swap(true, Ordering::Relaxed) {
             let name = self.backing.name();
@@ -587,7 +591,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Creates one more pair. Returns whether the drive had one.
+    /// Creates one more pair. Returns false if the drive has no more.
     pub(super) fn add_pair(
         &self,
         pairs: &mut QueuePairs,
@@ -605,7 +609,7 @@ impl PhysicalDrive {
                 });
                 pairs.show();
             }
-            // A drive may grant more queues than it can have at a time. It is asked again after its next reset.
+            // A drive may grant more queues than it can have at a time. The next attempt follows after its next reset.
             Err(error @ (ControllerError::Admin { .. } | ControllerError::QueueLeft { .. }))
                 if !pairs.pairs.is_empty() =>
             {
@@ -638,7 +642,7 @@ impl PhysicalDrive {
         };
         let pair = VfioQueuePair::new(&self.space, config).map_err(ControllerError::Memory)?;
         let created = self.with_admin(|admin| {
-            // Weights may have ended while others had the admin queue.
+            // Another thread may have ended the weights while this one waited for the admin queue.
             let priority = lock(&self.arbitration).priority(priority);
             if create(admin, qid, &pair, priority)? != priority {
                 self.end_classes(admin);
@@ -668,7 +672,7 @@ impl PhysicalDrive {
         pair_doorbells(self.backing.as_ref(), dstrd, self.buffer.as_ref(), qid)
     }
 
-    /// Makes a namespace's writes durable, with a Flush of its own.
+    /// Makes all completed writes of a namespace durable with a Flush.
     pub(super) fn flush(&self, namespace: &HostNamespace) -> Result<(), ControllerError> {
         let mut queue = self.join_queue_pair(1, namespace, &LeaseShare::new(None))?;
         let lists = ListMemory::new(&self.space, 1).map_err(ControllerError::Memory)?;
@@ -682,7 +686,7 @@ impl PhysicalDrive {
         let mut status = Status::COMMAND_INTERRUPTED;
         for _ in 0..FLUSH_ATTEMPTS {
             status = self.carry_out(&mut queue, &sqe, memory);
-            // As all drivers do with commands that a reset or an Abort took away.
+            // Retry, as drivers do after commands that a reset or an Abort interrupted.
             if status != Status::COMMAND_INTERRUPTED {
                 break;
             }
@@ -694,7 +698,7 @@ impl PhysicalDrive {
         Err(ControllerError::Flush { namespace, status })
     }
 
-    /// Carries out the only command of a queue.
+    /// Executes a command on a queue without other commands.
     fn carry_out(&self, queue: &mut VfioQueue, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let mut batch = queue.batch();
         batch.announce(1, Ticks::now());
@@ -702,7 +706,7 @@ impl PhysicalDrive {
         batch.ring(memory);
         let mut completed = None;
         let clock = self.backing.clock();
-        // The supervisor sees to it that every command ends.
+        // The loop ends because the drive monitor ends every command.
         loop {
             queue.reap(memory, |completion: HostCompletion| {
                 completed = Some(completion.status);

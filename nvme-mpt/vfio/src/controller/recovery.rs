@@ -1,19 +1,16 @@
-//! Bringing a controller up, and bringing it up again after it failed (Base 2.0, sections 3.5.1 and
-//! 3.7.2).
+//! Bring-up of a controller, also after a failure (Base 2.0, sections 3.5.1 and 3.7.2).
 //!
-//! Commands in flight are completed only once the controller can touch memory no more: until then
-//! it may still write what they name. Each completes exactly once, with Command Interrupted. The
-//! shadow queue gives such a command to the drive again. Its guest gets Command Interrupted only if it
-//! may not be repeated, and its driver retries it then. Commands that the drive has not been given
-//! yet wait, and are given to it afterwards.
+//! A reset completes in-flight commands only once the controller can no longer access memory, because it may write their
+//! data until then. Each command completes exactly once, with Command Interrupted. The shadow queue then submits the
+//! command again. The guest gets Command Interrupted only if the command must not be repeated; its driver then retries.
+//! Commands that were not submitted to the drive yet wait for the end of the reset.
 //!
-//! Registers that read as all ones do not say that the drive is gone: they do so while its link is down, and while the kernel
-//! resets the function. It is waited for first, for `CAP.TO` and [`LINK_TIME`] at most, and given up before that if the host
-//! asks for it back.
+//! Registers that read as all ones do not prove that the drive is gone: its link may be down, or the kernel may be
+//! resetting the function. The reset therefore waits for `CAP.TO` plus [`LINK_TIME`] at most. The drive is given up
+//! earlier if the host wants it back.
 //!
-//! A reset may take minutes, and does not hold the lock of the pairs meanwhile. Reservations end at once, and new ones are
-//! refused. A queue waits for its pair until the reset is over, or the drive is given up, also where the reset is still
-//! to come.
+//! A reset may take minutes and does not hold the lock of the pairs meanwhile. Reservations can end during a reset, but
+//! new ones are refused. A queue that needs a pair waits until the reset is over or the drive is given up.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -36,30 +33,30 @@ use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::ArbitrationMechanism;
 use nvme_mpt::spec::status::Status;
 
-/// Attempts at bringing a drive up again before it is given up.
+/// Attempts at a reset before the drive is given up.
 const ATTEMPTS: u32 = 3;
 
-/// Longest time in which a link comes back, and the kernel ends a reset of the function.
+/// Maximum time for the recovery of a link and for the kernel's reset of the function.
 const LINK_TIME: Duration = Duration::from_secs(10);
 
-/// Longest part of CAP.TO or CRTO that a drive is waited for whose registers read as ones: some report hours.
+/// Maximum part of CAP.TO or CRTO in the wait for a drive whose registers read as all ones. Some drives report hours.
 const SILENCE_MAX: Duration = Duration::from_secs(128);
 
-/// Pause between two looks at a drive that does not answer.
+/// Poll interval while a drive does not answer.
 const SILENCE_PAUSE: Duration = Duration::from_millis(10);
 
-/// Status of commands that a reset took away: they are to be given to the drive again.
+/// Status of commands that a reset interrupted. They must be submitted again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 
-/// Cause for which a drive is enabled with round robin once it came up with weights, and failed.
+/// Log message for a drive that comes up with weighted round robin and then fails.
 pub(super) const FAILED_WITH_WEIGHTS: &str =
     "comes up with weighted round robin (CC.AMS) and fails with it";
 
-/// Status of commands once the drive is gone: there is no use in sending them again.
+/// Status of commands once the drive is gone. Retries are useless.
 const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
-/// Enables a disabled controller, with empty admin queues. One that does not come up with weighted round robin is enabled
-/// without.
+/// Enables a disabled controller with empty admin queues. If the controller fails to enable with weighted round robin, it
+/// is enabled with round robin.
 pub(super) fn enable(
     backing: &dyn DeviceBacking,
     registers: &DriveRegisters,
@@ -76,7 +73,7 @@ pub(super) fn enable(
     let in_turn = ArbitrationMechanism::ROUND_ROBIN;
     arbitration.enabled(in_turn);
     if arbitration.is_usable() {
-        // What it reports from before says nothing about it.
+        // Wait until an earlier failure is cleared, so that it is not attributed to weighted round robin.
         registers.wait_without_failure()?;
         let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
         match try_with(weighted) {
@@ -95,8 +92,8 @@ pub(super) fn enable(
     try_with(in_turn)
 }
 
-/// Brings a controller that `failed` with weighted round robin into a state in which it can be enabled without: disabled, and
-/// without a failure that it reports (CSTS.CFS).
+/// Prepares a controller that `failed` with weighted round robin for another attempt: disables it and waits until it
+/// reports no failure (CSTS.CFS).
 pub(super) fn disable_failed(
     backing: &dyn DeviceBacking,
     registers: &DriveRegisters,
@@ -104,7 +101,7 @@ pub(super) fn disable_failed(
 ) -> Result<(), ControllerError> {
     registers.wait_for_answer(LINK_TIME)?;
     let disabled = registers.disable_failed();
-    // One that has not become ready may still be about to.
+    // A controller that did not become ready in time may still become ready, so it needs a function reset.
     let is_certain = !matches!(failed, ControllerError::NotInTime { .. });
     match &disabled {
         Ok(()) if is_certain => return Ok(()),
@@ -121,24 +118,24 @@ pub(super) fn disable_failed(
     }
 }
 
-/// Every command ends, now and from now on. The drive must not be able to touch memory any more.
+/// Completes all present and future commands with an error. The drive must have lost access to memory.
 pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
     for pair in pairs {
         pair.kill(FAILED);
     }
 }
 
-/// End of a wait for a drive that does not answer.
+/// Result of a wait for a drive that does not answer.
 enum UnresponsiveDriveOutcome {
     /// The drive answers.
     Over,
-    /// The drive is to be given up, for this cause.
+    /// The drive must be given up, for this cause.
     Endless(String),
-    /// Nobody needs the drive any more here. Another supervisor goes on with the reset, if one starts.
+    /// The drive is closing. If a new drive monitor starts, it continues the reset.
     Unheard,
 }
 
-/// A reset that is under way. The drive's pairs are these until it is dropped.
+/// A reset in progress. The set of pairs does not change until it is dropped.
 struct ControllerReset<'a> {
     drive: &'a PhysicalDrive,
     pairs: Vec<(QueueId, VfioQueuePair)>,
@@ -154,7 +151,7 @@ impl<'a> ControllerReset<'a> {
         }
     }
 
-    /// Ends a reset after which the drive works, and grants so many pairs.
+    /// Completes a successful reset with `granted` queue pairs.
     fn end(self, granted: u16) {
         lock(&self.drive.pairs).begin_anew(granted);
     }
@@ -168,12 +165,12 @@ impl Drop for ControllerReset<'_> {
 }
 
 impl PhysicalDrive {
-    /// Resets the controller and sets it up as it was.
+    /// Resets the controller and restores its queues.
     pub(super) fn reset(&self, cause: &str) {
         let name = self.backing.name();
         warn!("Drive {name} is reset: {cause}");
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
-        // Admin commands fail from now on instead of waiting. No thread creates a pair during a reset.
+        // From now on admin commands fail instead of waiting, and no thread creates a pair.
         self.reset_wanted.store(true, Ordering::Release);
         let reset = ControllerReset::begin(self);
         let pairs = &reset.pairs;
@@ -222,7 +219,7 @@ impl PhysicalDrive {
         self.give_up("it does not come back after a reset; check it, and start again");
     }
 
-    /// Waits until the drive's registers do not read as all ones any more.
+    /// Waits until the drive's registers no longer read as all ones.
     fn await_answer(&self) -> UnresponsiveDriveOutcome {
         let name = self.backing.name();
         let clock = self.backing.clock();
@@ -267,13 +264,13 @@ impl PhysicalDrive {
         UnresponsiveDriveOutcome::Over
     }
 
-    /// Returns whether the kernel waits for the function to be given back.
+    /// Returns whether the kernel waits for the release of the function.
     pub(super) fn is_wanted_back(&self) -> bool {
         let request = self.backing.removal_request();
         request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))
     }
 
-    /// Brings the controller into a state in which it touches no memory.
+    /// Stops all memory accesses of the controller.
     fn quiesce(&self, function_too: bool) -> Result<(), ControllerError> {
         if !function_too {
             match self.registers.disable() {
@@ -281,7 +278,7 @@ impl PhysicalDrive {
                 other => return other,
             }
         }
-        // The kernel lets nobody reset a function that it is removing.
+        // The kernel refuses to reset a function that it is removing.
         if self.backing.is_gone() {
             return Err(ControllerError::Gone);
         }
@@ -289,8 +286,8 @@ impl PhysicalDrive {
         self.registers.disable()
     }
 
-    /// Enables the controller, with these pairs. Returns the number of pairs that it grants. If it fails with weighted round
-    /// robin, it is enabled without.
+    /// Enables the controller and creates the queues of `pairs`. Returns the number of granted pairs. If the controller
+    /// fails with weighted round robin, it is enabled with round robin.
     fn set_up(
         &self,
         pairs: &[(QueueId, VfioQueuePair)],
@@ -317,7 +314,7 @@ impl PhysicalDrive {
         arbitration: &mut Arbitration,
     ) -> Result<u16, ControllerError> {
         enable(self.backing.as_ref(), &self.registers, admin, arbitration)?;
-        // The drive has forgotten its weights.
+        // The reset has cleared the weights.
         let (name, burst) = (self.backing.name(), self.identity.controller.rab);
         arbitration.begin(name, burst, |value| self.send_arbitration(admin, value))?;
         let granted = queue_pairs::set_number_of_queues(admin)?;
@@ -333,31 +330,32 @@ impl PhysicalDrive {
                 arbitration.end_classes(name, |value| self.send_arbitration(admin, value));
             }
         }
-        // What it refuses was logged when it was opened.
+        // Refused events were logged when the drive was opened.
         log_pages::listen(admin, &self.identity.controller, log::Level::Debug)?;
         self.reset_wanted.store(false, Ordering::Release);
-        // From here on commands go to the drive again.
+        // From here on, commands go to the drive again.
         for (qid, pair) in pairs {
             pair.restart(self.doorbells(*qid)?);
         }
         Ok(granted)
     }
 
-    /// The drive is of no use any more: all commands fail, those of other drives are untouched.
+    /// Gives the drive up for good: all its commands fail.
     pub(super) fn give_up(&self, cause: &str) {
         error!("Drive {} is given up: {cause}", self.backing.name());
         let pairs = {
             let pairs = lock(&self.pairs);
-            // No queue gets a pair from here on.
+            // From here on, no queue gets a pair.
             self.gone.store(true, Ordering::Release);
             pairs.all()
         };
-        // Those who wait for the end of a reset learn of it now.
+        // Wake the threads that wait for the end of a reset.
         self.reset_over.notify_all();
         for (_, pair) in &pairs {
             pair.stop();
         }
-        // A drive that is still there must not touch memory any more: guests are told that the memory is theirs again.
+        // A drive that is still present must lose access to memory before its commands complete, because guests then
+        // reuse the memory.
         let is_quiet = self.backing.is_gone()
             || self.registers.disable().is_ok()
             || self.backing.set_bus_master(false).is_ok();

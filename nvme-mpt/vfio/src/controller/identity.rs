@@ -1,9 +1,9 @@
-//! Identity of a physical controller, and the promises to guests that follow from it.
+//! Identity of a physical controller, and the limits that guests get from it.
 //!
-//! MDTS is 1 MiB whatever the drive's is, since longer commands are split (`pair/split.rs`). Optional commands,
-//! atomic units, limits of ranges and the volatile write cache are the drive's. Commands that the drive lacks are not
-//! offered, and refused with Invalid Opcode (`Limits::offers`). SGLs are offered if the drive takes a guest's command
-//! whole.
+//! Guests get an MDTS of 1 MiB regardless of the drive, because longer commands are split (`pair/split.rs`). Optional
+//! commands, atomic units, range limits and the volatile write cache are the drive's. Commands that the drive lacks are
+//! not offered and complete with Invalid Opcode (`Limits::offers`). SGLs are offered only if the drive takes a guest's
+//! longest command whole.
 
 use std::collections::BTreeMap;
 
@@ -25,45 +25,44 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::NvmeVersion;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Guests are given transfers of 1 MiB, whatever the drive takes at once: longer commands are split.
+/// MDTS of guests: 1 MiB. Commands that are too long for the drive are split.
 const GUEST_MDTS: u8 = 8;
 
-/// Entries of a guest's queue at most: the host's queues are of their own size.
+/// Maximum entries of a guest's queue, independent of the host queues' size.
 const GUEST_ENTRIES: u32 = 4096;
 
-/// Logical block sizes that guests can be given, as powers of two, in ascending order.
+/// Supported logical block sizes as powers of two, ascending.
 const LBA_SHIFTS: [u8; 2] = [9, 12];
 
-/// Namespaces of a drive that are looked at: a page of the list has as many.
+/// Entries of a page of the namespace list. Further namespaces of a drive are ignored.
 const NSIDS_PER_LIST: usize = 1024;
 
-/// The length of one data-less command where the drive reports no limit: what NLB can say in
-/// blocks of 512 bytes.
+/// Maximum bytes of a data-less command if the drive reports no limit: the maximum of NLB in blocks of 512 bytes.
 const NO_DATA_BYTES_MAX: u64 = 1 << 25;
 
-/// Most bytes of one deallocating command to a drive without a limit. A command for all blocks may exceed its deadline. The
-/// following reset would hit all guests.
+/// Maximum bytes of a deallocating command if the drive reports no limit. A command for all blocks may exceed its
+/// timeout, and the reset that follows would disturb all guests.
 const DSM_BYTES_MAX: u64 = 256 << 20;
 
-/// Everything that is learned by Identify.
+/// Identity of a drive as read by Identify.
 #[derive(Debug)]
 pub(super) struct IdentifiedDrive {
-    /// The same for the same drive, in whatever slot it is.
+    /// Name of the drive, independent of its slot.
     pub(super) name: String,
-    /// A name that stays if firmware reports another NQN or model.
+    /// Further names, which stay the same if firmware reports another NQN or model.
     pub(super) others: Vec<String>,
-    /// NGUIDs or EUI-64s, in hexadecimal digits.
+    /// NGUID or EUI-64 of each namespace, in hexadecimal digits.
     pub(super) namespace_ids: BTreeMap<u32, String>,
     pub(super) model: String,
     pub(super) controller: IdentifyController,
     pub(super) namespaces: Vec<HostNamespace>,
     pub(super) limits: ControllerLimits,
-    /// Most bytes that one command to the drive transfers.
+    /// Maximum bytes per command of the drive.
     pub(super) max_transfer: u64,
 }
 
 impl IdentifiedDrive {
-    /// Asks the drive. At least one namespace must be one that can be shared.
+    /// Reads the identity. Fails if no namespace can be used.
     pub(super) fn read(
         admin: &mut AdminQueue,
         version: NvmeVersion,
@@ -86,7 +85,7 @@ impl IdentifiedDrive {
             .filter_map(|(nsid, namespace)| Some((nsid.0, id(namespace)?)));
         let names = names(&controller);
         Ok(Self {
-            // There is a name, as the vendor is known.
+            // Not empty, because the vendor is known.
             name: names.name().unwrap_or_default(),
             others: names.numbered().into_iter().collect(),
             namespace_ids: ids.collect(),
@@ -98,8 +97,8 @@ impl IdentifiedDrive {
         })
     }
 
-    /// Asks the drive for its namespaces again. Returns those that can be shared now, which may be none. One that has another
-    /// id was deleted and made again, and is another one: it can be shared once the drive is opened anew.
+    /// Reads the namespaces again. Returns the usable ones, which may be none. A namespace with another id was deleted
+    /// and created again. It is skipped until the drive is opened again.
     pub(super) fn read_namespaces(
         &self,
         admin: &mut AdminQueue,
@@ -123,7 +122,7 @@ impl IdentifiedDrive {
     }
 }
 
-/// Asks for Identify Namespace of these namespaces.
+/// Reads Identify Namespace of these namespaces.
 pub(super) fn describe_namespaces(
     admin: &mut AdminQueue,
     namespaces: &[HostNamespace],
@@ -156,7 +155,7 @@ where
     admin.execute_in(sqe, structure).map(|_| ())
 }
 
-/// The limits of the NVM Command Set, from controllers that can report them.
+/// Reads the limits of the NVM Command Set from a controller that can report them.
 fn identify_nvm(
     admin: &mut AdminQueue,
     version: NvmeVersion,
@@ -167,25 +166,25 @@ fn identify_nvm(
     let mut structure = IdentifyControllerNvm::new_zeroed();
     match identify(admin, Cns::IOCS_CONTROLLER, Nsid(0), &mut structure) {
         Ok(()) => Ok(Some(structure)),
-        // A controller need not have it, so what it says instead is no error.
+        // The structure is optional, so a failed command is not an error.
         Err(ControllerError::Admin { .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// Common facts of all namespaces that are used.
+/// Properties common to all usable namespaces.
 #[derive(Debug)]
 struct CommonNamespaceFacts {
     deallocated_reads_zeroes: bool,
     copy_bytes_max: u64,
     copy_ranges_max: u32,
-    /// Writes that cross a boundary of one of them are not atomic.
+    /// True if a namespace has atomic boundaries. Writes across a boundary are not atomic.
     has_atomic_boundaries: bool,
-    /// Smallest logical block size as a power of two, in bytes.
+    /// Smallest logical block size, as a power of two in bytes.
     lba_shift_min: u8,
 }
 
-/// Namespaces that can be shared, and their common facts; why the first of the others cannot be shared.
+/// Usable namespaces, their common properties, and the reason why the first unusable namespace was skipped.
 type IdentifiedNamespaces = (
     Vec<HostNamespace>,
     CommonNamespaceFacts,
@@ -193,7 +192,7 @@ type IdentifiedNamespaces = (
 );
 
 impl CommonNamespaceFacts {
-    /// Facts of no namespace yet.
+    /// Properties before any namespace was added.
     const NONE: Self = Self {
         deallocated_reads_zeroes: true,
         copy_bytes_max: u64::MAX,
@@ -231,13 +230,13 @@ impl CommonNamespaceFacts {
         let blocks = u64::from(structure.mcl).min(structure.mssrl.into());
         self.copy_bytes_max = self.copy_bytes_max.min(blocks << lba_shift);
         self.copy_ranges_max = self.copy_ranges_max.min(u32::from(structure.msrc_z) + 1);
-        // 0 is no boundary (NVM 1.0, section 2.1.4.3).
+        // 0 means no boundary (NVM 1.0, section 2.1.4.3).
         self.has_atomic_boundaries |= structure.nabsn_z > 0 || structure.nabspf_z > 0;
         self.lba_shift_min = self.lba_shift_min.min(lba_shift);
     }
 }
 
-/// A namespace whose blocks guests can be given as they are.
+/// Returns the namespace, or why its blocks cannot be given to guests unchanged.
 fn usable(nsid: Nsid, structure: &IdentifyNamespace) -> Result<HostNamespace, &'static str> {
     let format = structure
         .current_lba_format()
@@ -248,7 +247,7 @@ fn usable(nsid: Nsid, structure: &IdentifyNamespace) -> Result<HostNamespace, &'
     if !LBA_SHIFTS.contains(&format.lbads()) {
         return Err("its blocks are neither of 512 nor of 4096 bytes");
     }
-    // Sizes in bytes are counted in 64 bits everywhere else.
+    // Sizes in bytes must fit into 64 bits.
     if structure.nsze > u64::MAX >> format.lbads() {
         return Err("it reports more bytes than there are addresses for");
     }
@@ -265,13 +264,12 @@ fn limits(
     common: &CommonNamespaceFacts,
     max_transfer: u64,
 ) -> ControllerLimits {
-    // A command that is split on its way would be executed in several parts. Parts of an SGL cannot
-    // be named unless it is rewritten. So SGLs are for drives that take a guest's command whole.
+    // SGLs are offered only if no command has to be split, because a child would need a rewritten SGL.
     let whole = max_transfer >= PAGE_SIZE << GUEST_MDTS;
     let sgl = id.sgls.support() == 1 && whole;
-    // Boundaries lie in the namespace, and a lease begins anywhere in it. So guests cannot heed them.
+    // Guests cannot heed atomic boundaries, which are relative to the namespace, while a lease begins anywhere in it.
     let atomic = whole && !common.has_atomic_boundaries;
-    // Copy has formats; guests are offered format 0.
+    // Guests are offered only Copy format 0.
     let copy = id.oncs.copy() && id.cdfs & 1 != 0 && common.copy_bytes_max > 0;
     ControllerLimits {
         mdts: GUEST_MDTS,
@@ -283,14 +281,14 @@ fn limits(
             .with_write_zeroes(id.oncs.write_zeroes())
             .with_verify(id.oncs.verify())
             .with_copy(copy),
-        // If guests' writes can be split, only the parts that the drive takes at once are atomic.
+        // If guests' writes may be split, only single blocks are atomic.
         awun_z: if atomic { id.awun_z } else { 0 },
         awupf_z: if atomic { id.awupf_z } else { 0 },
         volatile_write_cache: id.vwc.present(),
         deallocated_reads_zeroes: common.deallocated_reads_zeroes,
         sgl_descriptors_max: if sgl { MAX_SGL_DESCRIPTORS } else { 0 },
         no_data_bytes_max: no_data_bytes_max(nvm, max_transfer),
-        // In logical blocks, of whichever namespace it is (NVM 1.0, section 4.1.5.4).
+        // DMRSL is in logical blocks of any namespace (NVM 1.0, section 4.1.5.4), so the smallest block size applies.
         dsm_range_bytes_max: match nvm.map_or(0, |nvm| nvm.dmrsl) {
             0 => DSM_BYTES_MAX,
             blocks => u64::from(blocks) << common.lba_shift_min,
@@ -301,13 +299,13 @@ fn limits(
         },
         copy_bytes_max: common.copy_bytes_max,
         copy_ranges_max: common.copy_ranges_max,
-        // Namespaces of other command sets are not driven.
+        // Command sets other than NVM are not supported.
         own_bytes_max: 0,
     }
 }
 
-/// The smallest of VSL, WZSL and WUSL (NVM 1.0, section 4.1.5.2). A drive that cannot report them
-/// (before 2.0) is given no more than it takes with data: some are slow beyond that.
+/// Returns the minimum of VSL, WZSL and WUSL (NVM 1.0, section 4.1.5.2). If the drive cannot report them (before 2.0),
+/// the limit of transfers applies, because some drives are slow with longer commands.
 fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> u64 {
     let Some(nvm) = nvm else {
         return max_transfer.min(NO_DATA_BYTES_MAX);
@@ -319,7 +317,7 @@ fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> 
         .fold(NO_DATA_BYTES_MAX, u64::min)
 }
 
-/// The fields that name the drive.
+/// Returns the fields that name the drive.
 fn names(id: &IdentifyController) -> nvme::ControllerNameFields<'_> {
     let end = id.subnqn.iter().position(|byte| *byte == 0);
     nvme::ControllerNameFields {

@@ -1,20 +1,20 @@
-//! Mappings of a drive's IOMMU that outlive a process which dies.
+//! Persisted mappings of a drive's IOMMU, which survive the death of a process.
 //!
-//! The process keeps descriptors in a place that outlives it: the [table](IovaSpace::record) of its mappings, and the
-//! [IOMMU](DeviceBacking::keep_iommu). It keeps no descriptor of the function, so the kernel stops and resets the function when
-//! the process dies. The next process takes the IOMMU up, opens the function, disables its controller, and goes on as
-//! after any crash; the memory of VMs is found where it was, and nothing of it is pinned again.
+//! The process stores descriptors in a [`DescriptorStore`]: the [table](IovaSpace::record) of its mappings and the
+//! [IOMMU](DeviceBacking::keep_iommu). It stores no descriptor of the function, so the kernel resets the function when
+//! the process dies. The successor restores the IOMMU, opens the function, disables its controller, and continues as
+//! after any crash. It finds the memory of VMs still mapped and pins nothing again.
 //!
-//! That process has a table of its own, which takes the place of the former one before it changes a mapping. If it dies
-//! before that, the process after it finds the former table, which says the truth still: what it said to be uncertain may
-//! have been taken away meanwhile, and is taken away again.
+//! The successor has its own table, which replaces the old one before the successor changes any mapping. If the successor
+//! dies before that, the next process finds the old table, which is still valid. Mappings that the old table marks as
+//! uncertain may have been removed; removing them again is harmless.
 //!
-//! Memory is found by its file. So the inheritance ends before anybody but the functions of the process before can map
-//! memory: a VMM that was without a server may have unmapped memory, given its pages back and mapped the file again, and
-//! the IOMMU has the former pages.
+//! Memory is matched by its file. The inheritance must end before anything but the predecessor's functions may map
+//! memory. While there was no server, a VMM may have unmapped memory, freed its pages and mapped the file again, and the
+//! IOMMU still maps the old pages.
 //!
-//! The place is emptied before the IOMMU loses its mappings with the function. The kernel would let no other process have
-//! the function while a descriptor of its group is left.
+//! The store is emptied before the function and the IOMMU are released. The kernel lets no other process open the
+//! function while a descriptor of its group exists.
 
 use std::fmt;
 use std::io;
@@ -36,21 +36,22 @@ use nvme_mpt::iova::{IovaSpace, RecordedMappings};
 use nvme_mpt::memory::sync::JoinHandle;
 use nvme_mpt::poller::ThreadSpawner;
 
-/// Time in which what the process before had mapped is found at most. A server ends it earlier, once its functions are there:
-/// this is for drives that come later. Before, other drives may take minutes each to become ready.
+/// Maximum time in which the predecessor's mappings can be matched. A server ends this period as soon as its functions
+/// are restored; the maximum is for drives that are added later. It is long because other drives may take minutes each to
+/// become ready.
 pub(super) const INHERITANCE: Duration = Duration::from_secs(3600);
 
-/// Mappings of the process before that nobody has found.
+/// Mappings of the predecessor that were not matched yet.
 #[derive(Debug)]
 pub(super) struct PredecessorMappings {
-    /// When they are taken away; `None` once they are, or are being taken away.
+    /// Time at which they are removed; `None` once removal has begun.
     pub(super) end: Option<Deadline>,
-    /// Takes them away.
+    /// Thread that removes them.
     thread: Option<JoinHandle<()>>,
 }
 
 impl PredecessorMappings {
-    /// They are there until `end`.
+    /// Creates the state of mappings that are kept until `end`.
     pub(super) fn until(end: Deadline) -> Self {
         Self {
             end: Some(end),
@@ -58,7 +59,7 @@ impl PredecessorMappings {
         }
     }
 
-    /// Returns whether they are being taken away. Nobody is to be told of them meanwhile.
+    /// Returns whether the mappings are being removed. They must not be handed over meanwhile.
     pub(super) fn is_ending(&self) -> bool {
         self.thread
             .as_ref()
@@ -66,18 +67,18 @@ impl PredecessorMappings {
     }
 }
 
-/// Place for descriptors that outlives this process.
+/// Store for descriptors that survives this process.
 pub trait DescriptorStore: Send + Sync + fmt::Debug {
-    /// Keeps descriptors in the place of those that it has.
+    /// Stores descriptors in place of the present ones.
     ///
     /// # Errors
-    /// It has no room, and has what it had.
+    /// The store has no room and keeps the present descriptors.
     fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()>;
 
-    /// Closes all that it has. Nothing else has copies of them when this returns.
+    /// Closes all stored descriptors. When this returns, no copies exist elsewhere.
     ///
     /// # Errors
-    /// It may have them still.
+    /// The store may still have the descriptors.
     fn let_go(&self) -> io::Result<()>;
 }
 
@@ -89,10 +90,10 @@ pub struct PredecessorIommu {
 }
 
 impl PredecessorIommu {
-    /// Reads what another process has given to its [keeper](DescriptorStore).
+    /// Reads the descriptors that the predecessor has put into its [store](DescriptorStore).
     ///
     /// # Errors
-    /// [`ControllerError::HandOver`] for anything else; [`ControllerError::Memory`] for a table that does not hold.
+    /// [`ControllerError::HandOver`] for other descriptors; [`ControllerError::Memory`] for an invalid table.
     pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
         let mut descriptors = descriptors.into_iter();
         let missing = ControllerError::HandOver("the table of its mappings is missing");
@@ -102,10 +103,10 @@ impl PredecessorIommu {
         Ok(Self { mappings, iommu })
     }
 
-    /// Opens the function, with this IOMMU.
+    /// Opens the function with this IOMMU.
     ///
     /// # Errors
-    /// The obstacle to its use. Then the IOMMU is as it was.
+    /// Returns why the function cannot be used. The IOMMU is then unchanged.
     pub fn backing(&mut self, address: PciAddress) -> Result<VfioBacking, VfioError> {
         let iommu = std::mem::take(&mut self.iommu).try_into();
         let iommu = iommu.map_err(|_| VfioError::NoContainer { address })?;
@@ -113,16 +114,16 @@ impl PredecessorIommu {
     }
 }
 
-/// Keeper of a drive, and the IOMMU that the process before has left, if it died.
+/// Descriptor store of a drive, and the IOMMU that a dead predecessor has left.
 #[derive(Debug, Default)]
 pub struct PersistedIommu {
-    /// Place for the descriptors of this process; `None` if nothing outlives it.
+    /// Store for the descriptors of this process; `None` if they are not persisted.
     pub keeper: Option<Arc<dyn DescriptorStore>>,
-    /// IOMMU that the drive's [function](DeviceBacking) has.
+    /// IOMMU of the drive's [function](DeviceBacking), if a predecessor has left one.
     pub left: Option<PredecessorIommu>,
 }
 
-/// Returns the space with the mappings that another process has left.
+/// Adds the mappings that a predecessor has left to an IOVA space.
 pub(super) fn surviving(
     space: IovaSpace,
     left: Option<PredecessorIommu>,
@@ -135,11 +136,10 @@ pub(super) fn surviving(
     }
 }
 
-/// Keeps the mappings of a space for the process after a death of this one, from now on. Without them, that process has
-/// all memory pinned again.
+/// Persists the mappings of an IOVA space for a successor, from now on. Without them, a successor pins all memory again.
 ///
 /// # Errors
-/// The keeper has neither these mappings nor let go of those of the process before: the next process would believe those.
+/// The store could neither replace nor drop the predecessor's mappings, which a successor would then trust.
 pub(super) fn keep(
     space: &IovaSpace,
     backing: &dyn DeviceBacking,
@@ -159,7 +159,7 @@ pub(super) fn keep(
             "Drive {}: after a death of this process, all memory is pinned again: {error}",
             backing.name()
         );
-        // It would go on as if nothing had changed since.
+        // A successor would trust the outdated record.
         space.end_record();
         keeper.let_go().map_err(ControllerError::Memory)?;
     }
@@ -167,10 +167,11 @@ pub(super) fn keep(
 }
 
 impl PhysicalDrive {
-    /// Ends the inheritance of mappings if it is time, on a thread of its own: the kernel unpins memory page by page.
+    /// Ends the inheritance if its time is over. A new thread removes the mappings, because the kernel unpins memory page
+    /// by page.
     pub(super) fn check_inheritance(&self, threads: &ThreadSpawner) {
         let mut inheritance = lock(&self.inheritance);
-        // Once the drive rests, what is left is the next process's.
+        // Once the drive is quiesced, the remaining mappings go to the successor.
         let is_resting = self.closing.load(Ordering::Acquire);
         let end = inheritance.end.as_ref();
         if is_resting || !end.is_some_and(Deadline::has_passed) {
@@ -178,7 +179,7 @@ impl PhysicalDrive {
         }
         let space = self.space.clone();
         let begun = threads.spawn("unmap", Box::new(move || space.end_inheritance()));
-        // Without a thread, the next look tries again.
+        // If the thread cannot be started, the next check tries again.
         if let Ok(thread) = begun {
             *inheritance = PredecessorMappings {
                 end: None,
@@ -187,7 +188,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Gives the function up, with all mappings.
+    /// Releases the function with all mappings.
     pub(super) fn give_back(&self) {
         self.space.end_record();
         let_go(self.keeper.as_ref());
@@ -195,7 +196,7 @@ impl PhysicalDrive {
     }
 }
 
-/// Has a keeper close what it has of a function that is given up.
+/// Drops the stored descriptors of a function that is being released.
 pub(super) fn let_go(keeper: Option<&Arc<dyn DescriptorStore>>) {
     if let Some(keeper) = keeper
         && let Err(error) = keeper.let_go()

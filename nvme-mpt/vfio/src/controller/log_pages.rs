@@ -1,4 +1,4 @@
-//! Reports of the drive about itself: log pages and asynchronous events (Base 2.0, sections 5.2 and 5.16).
+//! Log pages and asynchronous events of a drive (Base 2.0, sections 5.2 and 5.16).
 
 use zerocopy::FromZeros;
 
@@ -15,19 +15,19 @@ use nvme_mpt::spec::log::{
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Critical warnings that are worth an event: all that the specification names. Earlier versions have fewer bits, and a
-/// drive may refuse the others together with the notices about namespaces.
+/// Critical warnings to request events for, in the order of attempts: all that the specification has, then fewer. Earlier
+/// versions define fewer bits, and a drive may refuse unknown bits together with the notices about namespaces.
 const CRITICAL_WARNINGS: [CriticalWarning; 3] = [
     CriticalWarning(0b11_1111),
     CriticalWarning(0b1_1111),
     CriticalWarning(0),
 ];
 
-/// Error Information entries of a page.
+/// Error Information entries per page.
 const ERRORS_PER_PAGE: usize = PAGE_SIZE as usize / size_of::<ErrorInformation>();
 
-/// Reads a log page of at most a memory page. `keep_event` is RAE: whether the event that tells of
-/// the page stays raised, as it does for everybody but the supervisor.
+/// Reads a log page of at most a memory page. `keep_event` (RAE) keeps the event of this page raised, for all readers but
+/// the drive monitor.
 fn read<T>(
     admin: &mut AdminQueue,
     lid: LogPageId,
@@ -60,7 +60,7 @@ pub(super) fn smart_health(
     Ok(page)
 }
 
-/// The newest `entries` errors that there are, newest first.
+/// Reads the latest `entries` errors, newest first.
 pub(super) fn error_information(
     admin: &mut AdminQueue,
     entries: u16,
@@ -71,12 +71,12 @@ pub(super) fn error_information(
     let len = entries * size_of::<ErrorInformation>();
     let lid = LogPageId::ERROR_INFORMATION;
     read(admin, lid, len, keep_event, &mut page)?;
-    // An error count of 0 marks an entry that there is not (section 5.16.1.2).
+    // Unused entries have an error count of 0 (section 5.16.1.2).
     let valid = page[..entries].iter().filter(|entry| entry.error_count > 0);
     Ok(valid.copied().collect())
 }
 
-/// The namespaces that changed since this was last asked; `None` if there are too many to list.
+/// Reads the namespaces that changed since the last call; `None` if the list has overflowed.
 pub(super) fn changed_namespaces(
     admin: &mut AdminQueue,
 ) -> Result<Option<Vec<Nsid>>, ControllerError> {
@@ -91,7 +91,8 @@ pub(super) fn changed_namespaces(
     Ok(Some(listed.collect()))
 }
 
-/// Asks the drive to tell of its health and its namespaces. Logs at `level` what it refuses to tell of.
+/// Enables events for health and namespaces, and requests the first event. Logs at `level` which events the drive
+/// refuses.
 pub(super) fn listen(
     admin: &mut AdminQueue,
     id: &IdentifyController,
@@ -125,18 +126,18 @@ pub(super) fn listen(
     Ok(())
 }
 
-/// Returns a message about the events that a drive does not raise, if there are any: one that `accepted` these critical
-/// warnings, or no choice at all.
+/// Returns a message about the events that the drive does not raise, if any. `accepted` are its critical warnings, or
+/// `None` if it refuses any configuration.
 fn missing(accepted: Option<CriticalWarning>) -> Option<&'static str> {
     match accepted {
-        // It need not let them be chosen.
+        // A drive need not support the configuration.
         None => Some(
             "The drive chooses its events itself, and may not tell of critical warnings and changed namespaces",
         ),
         Some(CriticalWarning(0)) => Some(
             "The drive has no event for critical warnings, and they are noticed when its health is read",
         ),
-        // The Persistent Memory Region is not used.
+        // The only warning missing then is about the Persistent Memory Region, which is not used.
         Some(_) => None,
     }
 }

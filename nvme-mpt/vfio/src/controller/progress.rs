@@ -1,50 +1,51 @@
-//! Commands that a drive is late with, by its progress.
+//! Detection of overdue commands by the drive's progress.
 //!
-//! The time of a command in a deep queue says nothing about the drive: it waits for all that came before it. Some drives
-//! take all queues in one order, so it may wait for those of other guests, too. So the drive is late with a command if for
-//! the whole deadline it has completed neither the command nor any that came before it. A command that is lost, or that the
-//! drive lets all others pass, has none before it that completes. The [`OLDEST`] are watched.
+//! The age of a command in a deep queue does not show that the drive is stuck, because the command waits for all earlier
+//! ones. Some drives process all queues in one order, so a command may wait for other guests' commands, too. A command is
+//! therefore overdue if the drive has completed neither the command nor any earlier command for the whole timeout. A lost
+//! command, or one that the drive lets all others pass, becomes overdue because no earlier command is left to complete.
+//! The [`OLDEST`] commands are watched.
 //!
-//! Time counts as far as somebody looked: a fraction of the deadline from one look to the next. While the supervisor had no
-//! processor, or the host was suspended, nobody took what the drive had completed either.
+//! The time from one check to the next counts only up to a fraction of the timeout. While the drive monitor got no
+//! processor time, or the host was suspended, pollers took no completions either.
 //!
-//! A queue may be stuck as a whole. So if a command is late, and none of the commands that its queue had when the command's
-//! time began has completed since, all of these commands are late.
+//! A queue may be stuck as a whole. If a command is overdue, and none of the commands that its queue had when its time
+//! began has completed since, all of these are overdue.
 
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::QueueId;
 
 use crate::pair::{InFlightSample, LateCommand, OLDEST};
 
-/// Part of the deadline that counts from one look to the next, at most.
+/// Divisor of the timeout: at most a quarter counts from one check to the next.
 const LOOKS: u64 = 4;
 
-/// A command among the oldest.
+/// One of the oldest in-flight commands.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WatchedCommand {
     pub(super) qid: QueueId,
     pub(super) command: LateCommand,
-    /// When its time began.
+    /// Time from which the timeout counts.
     since: Ticks,
-    /// Commands that the drive had at the last look and that came before it or with it, in any queue.
+    /// Number of in-flight commands of all queues, at the last check, that were not submitted later than this one.
     before: usize,
-    /// When the last command was submitted that its queue had at the first look.
+    /// Latest submission of its queue at the first check.
     pub(super) latest: Ticks,
-    /// Commands that its queue had at the first look.
+    /// Number of its queue's in-flight commands at the first check.
     pub(super) in_flight: usize,
 }
 
-/// The oldest commands that a drive has.
+/// The oldest in-flight commands of a drive.
 #[derive(Debug, Default)]
 pub(super) struct DriveProgress {
     watched: Vec<WatchedCommand>,
-    /// When they were looked at last.
+    /// Time of the last check.
     looked: Ticks,
 }
 
 impl DriveProgress {
-    /// Looks at the commands of all queues. Returns those whose time is more than `deadline` ticks. `count` returns the
-    /// number of commands of the drive that were submitted up to each moment.
+    /// Checks the commands of all queues. Returns the commands that are overdue by `deadline` ticks. `count` returns the
+    /// number of the drive's in-flight commands that were submitted up to each moment.
     pub(super) fn look(
         &mut self,
         queues: &[(QueueId, InFlightSample)],
@@ -52,7 +53,7 @@ impl DriveProgress {
         now: Ticks,
         deadline: u64,
     ) -> Vec<WatchedCommand> {
-        // As much of the time since the last look as does not count.
+        // Part of the time since the last check that does not count.
         let unseen = now.since(self.looked).saturating_sub(deadline / LOOKS);
         let looked = Ticks(self.looked.0 + unseen);
         let commands = queues.iter().flat_map(|(qid, look)| {
@@ -94,7 +95,7 @@ impl DriveProgress {
         late
     }
 
-    /// Forgets all commands: the drive has none of them any more.
+    /// Forgets all commands, because the drive has lost them.
     pub(super) fn forget(&mut self) {
         self.watched.clear();
     }

@@ -1,5 +1,4 @@
-//! The properties of a physical controller, and the waits between them (Base 2.0, sections 3.1.3,
-//! 3.5 and 3.6).
+//! Properties of a physical controller, and waits for its state changes (Base 2.0, sections 3.1.3, 3.5 and 3.6).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,33 +16,33 @@ use nvme_mpt::spec::{cqe::IOCQES, sqe::IOSQES};
 /// Unit of `CAP.TO`.
 const TIMEOUT_UNIT: Duration = Duration::from_millis(500);
 
-/// Least time of a controller, whatever its `CAP.TO`: some have 0.
+/// Minimum timeout, because some controllers report a `CAP.TO` of 0.
 const TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
-/// Time of a shutdown where the drive reports none (`RTD3E`).
+/// Minimum timeout of a shutdown, also if the drive reports no time (`RTD3E`).
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest time of a shutdown, whatever the drive reports: up to 71 minutes. All that guests were promised is durable by then.
+/// Maximum timeout of a shutdown: drives may report up to 71 minutes. Flushed data is durable without a shutdown.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(60);
 
-/// Returns the time that a drive has for its shutdown, where it reports `rtd3e` microseconds.
+/// Returns the timeout of a shutdown, where the drive reports `rtd3e` microseconds.
 pub(super) fn shutdown_timeout(rtd3e: u32) -> Duration {
     Duration::from_micros(rtd3e.into()).clamp(SHUTDOWN_TIMEOUT, SHUTDOWN_MAX)
 }
 
-/// Pause between two reads of a register that is waited for.
+/// Poll interval of a register.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// The admin queues, as a controller is told of them.
+/// Addresses of the admin queues, for the controller's registers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DriveAdminRings {
     pub(super) sq: Iova,
     pub(super) cq: Iova,
-    /// Entries of each.
+    /// Entries of each queue.
     pub(super) entries: u16,
 }
 
-/// A controller's properties, read and written through its backing.
+/// Properties of a controller, accessed through its backing.
 #[derive(Clone, Debug)]
 pub(super) struct DriveRegisters {
     backing: Arc<dyn DeviceBacking>,
@@ -53,7 +52,7 @@ pub(super) struct DriveRegisters {
 }
 
 impl DriveRegisters {
-    /// Reads what the controller is capable of, and refuses one that cannot be driven.
+    /// Reads the capabilities. Refuses a controller that cannot be driven.
     pub(super) fn new(backing: Arc<dyn DeviceBacking>) -> Result<Self, ControllerError> {
         let cap = Cap(backing.read64(offset::CAP as usize));
         if cap.0 == u64::MAX {
@@ -69,7 +68,7 @@ impl DriveRegisters {
         }
         let mut timeout = TIMEOUT_UNIT * cap.to().into();
         if cap.crwms() {
-            // CAP.TO ends at 127.5 s; CRTO goes on from there.
+            // CAP.TO is at most 127.5 s; CRTO reports longer times.
             let crto = Crto(backing.read32(offset::CRTO as usize));
             timeout = timeout.max(TIMEOUT_UNIT * crto.crwmt().into());
         }
@@ -89,19 +88,19 @@ impl DriveRegisters {
         NvmeVersion(self.backing.read32(offset::VS as usize))
     }
 
-    /// Longest time that the controller has for becoming ready, and for being disabled.
+    /// Returns the maximum time to become ready, and to be disabled.
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Controller Status; `None` when nothing answers: the function has gone from the bus, its link is down, or it is
-    /// being reset.
+    /// Returns Controller Status; `None` if the register reads as all ones, because the function is gone, its link is
+    /// down or it is being reset.
     pub(super) fn status(&self) -> Option<Csts> {
         let value = self.backing.read32(offset::CSTS as usize);
         (value != REMOVED).then_some(Csts(value))
     }
 
-    /// Checks that the controller is enabled, and reports no failure.
+    /// Checks that the controller is enabled and reports no failure.
     pub(super) fn check_works(&self) -> Result<(), ControllerError> {
         match self.answered_status()? {
             csts if csts.cfs() => Err(ControllerError::Fatal),
@@ -110,7 +109,7 @@ impl DriveRegisters {
         }
     }
 
-    /// Error of a register that reads as all ones.
+    /// Returns the error for a register that reads as all ones.
     fn unanswered(&self) -> ControllerError {
         if self.backing.is_gone() {
             ControllerError::Gone
@@ -134,7 +133,7 @@ impl DriveRegisters {
         self.backing.write32(offset::CC as usize, cc.0);
     }
 
-    /// Waits until the status is as wanted.
+    /// Waits until Controller Status satisfies `wanted`.
     fn wait(
         &self,
         state: &'static str,
@@ -161,13 +160,13 @@ impl DriveRegisters {
         }
     }
 
-    /// Controller Reset (section 3.7.2). Afterwards the controller touches no memory.
+    /// Disables the controller (Controller Reset, section 3.7.2). Afterwards it accesses no memory.
     pub(super) fn disable(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         let csts = self.answered_status()?;
         if cc.en() && !csts.rdy() && !csts.cfs() {
-            // It may not be disabled while it is still being enabled (section 3.1.3.5). One that
-            // never becomes ready is disabled all the same.
+            // A controller must not be disabled before it is ready (section 3.1.3.5). If it never becomes ready, it is
+            // disabled nevertheless.
             let ready = self.wait("become ready", self.timeout, |csts| {
                 csts.rdy() || csts.cfs()
             });
@@ -179,8 +178,8 @@ impl DriveRegisters {
         self.wait("be disabled", self.timeout, |csts| !csts.rdy())
     }
 
-    /// Disables a controller that failed while it was being enabled, and waits until it reports no failure any more (CSTS.CFS),
-    /// which would be taken for one of the next time. It has had its time to become ready.
+    /// Disables a controller that failed to become ready, and waits until it reports no failure (CSTS.CFS), which the
+    /// next attempt would see. It has had its time to become ready.
     pub(super) fn disable_failed(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
@@ -189,12 +188,12 @@ impl DriveRegisters {
         })
     }
 
-    /// Waits until a disabled controller reports no earlier failure any more (CSTS.CFS).
+    /// Waits until a disabled controller no longer reports an earlier failure (CSTS.CFS).
     pub(super) fn wait_without_failure(&self) -> Result<(), ControllerError> {
         self.wait("end a failure", self.timeout, |csts| !csts.cfs())
     }
 
-    /// Waits until the registers do not read as all ones any more.
+    /// Waits until the registers no longer read as all ones.
     pub(super) fn wait_for_answer(&self, timeout: Duration) -> Result<(), ControllerError> {
         let deadline = Deadline::after(&self.clock, timeout);
         while self.status().is_none() {
@@ -211,7 +210,7 @@ impl DriveRegisters {
         Ok(self.configuration()?.ams())
     }
 
-    /// Enables a controller that is disabled, with its admin queues and an arbitration that it has.
+    /// Enables a disabled controller with its admin queues and a supported arbitration mechanism.
     pub(super) fn enable(
         &self,
         arbitration: ArbitrationMechanism,
@@ -238,7 +237,7 @@ impl DriveRegisters {
         }
     }
 
-    /// Normal shutdown (section 3.6.1): what is in a volatile cache becomes durable.
+    /// Executes a normal shutdown (section 3.6.1), which makes the volatile write cache durable.
     pub(super) fn shut_down(&self, timeout: Duration) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_shn(ShutdownNotification::NORMAL));

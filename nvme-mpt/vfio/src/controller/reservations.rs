@@ -1,12 +1,11 @@
-//! Queue pairs that belong to leases, and moves of the queues of others.
+//! Queue pairs that are reserved for leases.
 //!
-//! A reservation takes pairs when it is made: free ones, then those that the fewest queues use. Queues of other leases
-//! move from there to pairs without a reservation ([`moves`](super::super::pair)). So a reservation is refused only
-//! where other reservations have too many. One pair always stays without a reservation, for queues beyond
-//! reservations, for wipes and for flushes.
+//! A reservation takes its pairs when it is made: unused pairs first, then those with the fewest users. Queues of other
+//! leases migrate from there to unreserved pairs ([`moves`](super::super::pair)). So a reservation is refused only if
+//! other reservations leave too few pairs. One pair always stays unreserved, for queues without a reservation, wipes and
+//! flushes.
 //!
-//! The supervisor evens out the queues among the pairs without a reservation, so a pair that becomes free goes to
-//! queues that share.
+//! The drive monitor evens out the queues among the unreserved pairs, so a freed pair goes to queues that share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,13 +19,13 @@ use nvme_mpt::drive::{QueuePairReservation, ReserveError, ReservedPairs};
 use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::spec::admin::QueuePriority;
 
-/// Pairs that always stay without a reservation.
+/// Number of pairs that always stay unreserved.
 const KEPT: u16 = 1;
 
-/// Names of reservations, of all drives of this process.
+/// Next reservation key, for all drives of this process.
 static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
 
-/// Right of a lease to its pairs, which ends when it is dropped.
+/// A lease's right to its pairs, which ends on drop.
 #[derive(Debug)]
 struct ReservationGrant {
     key: u64,
@@ -40,7 +39,7 @@ impl Drop for ReservationGrant {
 }
 
 impl QueuePairs {
-    /// Refuses a reservation that other reservations leave too few pairs for.
+    /// Refuses a reservation if other reservations leave too few pairs.
     fn check_left(&self, drive: &str, asked: u16) -> Result<(), ReserveError> {
         let left = self.total().saturating_sub(self.reserved() + KEPT);
         if asked <= left {
@@ -61,7 +60,7 @@ impl QueuePairs {
 }
 
 impl PhysicalDrive {
-    /// Makes pairs those of a lease. Returns the reservation's key. A drive that is being reset refuses.
+    /// Reserves pairs for a lease. Returns the reservation's key. Fails while the drive is being reset.
     fn reserve(&self, lease: &str, asked: u16, weight: LeaseWeight) -> Result<u64, ReserveError> {
         let failed = |error: ControllerError| ReserveError::Io(error.into());
         let mut pairs = self.pairs_soon().map_err(failed)?;
@@ -70,13 +69,13 @@ impl PhysicalDrive {
         }
         let name = self.backing.name();
         pairs.check_left(name, asked)?;
-        // The drive may have fewer pairs than it granted, so all that are promised exist.
+        // Create all promised pairs now, because the drive may have fewer pairs than it granted.
         let promised = pairs.reserved() + asked + KEPT;
         let class = self.class_of(weight.get().into());
         let of_lease = class.unwrap_or(QueuePriority::MEDIUM);
         while pairs.count() < promised {
             let priority = match pairs.count() - pairs.reserved() {
-                // The one that stays.
+                // The pair that stays unreserved.
                 0 => QueuePriority::MEDIUM,
                 _ => of_lease,
             };
@@ -104,7 +103,7 @@ impl PhysicalDrive {
         Ok(key)
     }
 
-    /// Ends a reservation. Its pairs go to the queues that share: after a reset, the supervisor gives them.
+    /// Ends a reservation. Its pairs go to queues that share: at once, or by the drive monitor after a reset.
     fn release(&self, key: u64) {
         let mut pairs = lock(&self.pairs);
         pairs.holders.retain(|holder| holder.key != key);
@@ -114,8 +113,8 @@ impl PhysicalDrive {
         }
     }
 
-    /// Looks who uses the drive and tells it their weights, gives pairs that became free to queues that share, and lends
-    /// them those that rest.
+    /// Surveys the users and sends class weights to the drive. If queues share pairs, also evens out the queues and lends
+    /// idle pairs.
     pub(super) fn even_out(&self) {
         let mut pairs = lock(&self.pairs);
         let loads = pairs.survey();

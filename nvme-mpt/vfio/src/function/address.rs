@@ -12,14 +12,14 @@ pub struct PciAddress {
     function: u8,
 }
 
-/// A text is no address of a PCI function.
+/// Error for a text that is not the address of a PCI function.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "`{0}` is no PCI address; use the form 0000:01:00.0 or 01:00.0, or /sys/bus/pci/devices/0000:01:00.0"
 )]
 pub struct PciAddressError(String);
 
-/// The number that `digits` hexadecimal digits are; nothing else, as signs.
+/// Parses a hexadecimal number with a permitted number of digits and without a sign.
 fn hex(text: &str, digits: std::ops::RangeInclusive<usize>) -> Option<u32> {
     let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit());
     (is_hex && digits.contains(&text.len()))
@@ -33,7 +33,7 @@ impl PciAddress {
         let (rest, device) = rest.rsplit_once(':')?;
         let (domain, bus) = rest.rsplit_once(':').unwrap_or(("0000", rest));
         Some(Self {
-            // Domains that are no hardware's have more digits.
+            // Domains of emulated buses have more digits than hardware domains.
             domain: hex(domain, 4..=8)?,
             bus: u8::try_from(hex(bus, 2..=2)?).ok()?,
             device: u8::try_from(hex(device, 2..=2)?)
@@ -49,7 +49,7 @@ impl PciAddress {
 impl FromStr for PciAddress {
     type Err = PciAddressError;
 
-    /// Takes an address with or without its domain, and the function's folder in sysfs.
+    /// Parses an address with or without domain, or the path of the function's directory in sysfs.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let folder = text.trim_end_matches('/');
         let address = match folder.rsplit_once('/') {
@@ -61,7 +61,7 @@ impl FromStr for PciAddress {
 }
 
 impl fmt::Display for PciAddress {
-    /// As the kernel names its folder.
+    /// Writes the address as the kernel names the function's directory.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             domain,

@@ -1,41 +1,41 @@
-//! The kernel's `nvme` driver's view of a controller that it has.
+//! State of the kernel's `nvme` driver for a controller that is bound to it.
 
 use std::path::{Path, PathBuf};
 
 use super::{HostRoot, PciFunctionError, entries, link_name, read, read_optional};
 
-/// Blocks of the kernel's own, in which it counts a disk's size.
+/// Unit of a disk's size in sysfs, in bytes.
 const SECTOR: u64 = 512;
 
-/// A controller, as the kernel's driver shows it.
+/// A controller of the kernel's `nvme` driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelController {
-    /// As in `nvme0`.
+    /// Name, such as `nvme0`.
     pub name: String,
     /// Model Number.
     pub model: String,
     /// Serial Number.
     pub serial: String,
-    /// Its namespaces that are disks, by their identifiers.
+    /// Namespaces that are disks, sorted by identifier.
     pub namespaces: Vec<KernelNamespace>,
 }
 
 /// A namespace that is a disk of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelNamespace {
-    /// Its identifier.
+    /// Namespace identifier.
     pub nsid: u32,
-    /// Its disk, as in `nvme0n1`.
+    /// Name of the disk, such as `nvme0n1`.
     pub disk: String,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Bytes of a logical block.
+    /// Logical block size in bytes.
     pub lba_size: u32,
-    /// The disk's folder in sysfs.
+    /// Directory of the disk in sysfs.
     pub(super) folder: PathBuf,
 }
 
-/// The controller of the function in `folder`; `None` while the driver is still at it.
+/// Reads the controller of the function at `folder`; `None` while the driver is still probing it.
 pub(super) fn controller(
     root: &HostRoot,
     folder: &Path,
@@ -47,8 +47,8 @@ pub(super) fn controller(
     let folder = controllers.join(&name);
     let mut namespaces = Vec::new();
     for entry in entries(&folder)? {
-        // The disk of a namespace is in the controller's folder. If the namespace has other paths
-        // too, what is there is the path (as in nvme0c1n1), and the disk (nvme0n1) is elsewhere.
+        // The disk of a namespace is in the controller's directory. With multipath, that directory has the path
+        // (nvme0c1n1) instead, and the disk (nvme0n1) is under /sys/block.
         let (disk, folder) = match path_of(&entry) {
             None if is_disk(&entry) => {
                 let folder = folder.join(&entry);
@@ -74,7 +74,7 @@ pub(super) fn controller(
     }))
 }
 
-/// The numbers of a name like `nvme1n2`, or `nvme1c3n2`.
+/// Splits a name like `nvme1n2` or `nvme1c3n2` into its numbers.
 fn numbers(name: &str) -> Option<Vec<&str>> {
     let numbers: Vec<&str> = name.strip_prefix("nvme")?.split(['c', 'n']).collect();
     let numeric = |number: &&str| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
@@ -85,7 +85,7 @@ fn is_disk(name: &str) -> bool {
     numbers(name).is_some_and(|numbers| numbers.len() == 2) && !name.contains('c')
 }
 
-/// The disk that a path leads to.
+/// Returns the multipath disk that a path belongs to.
 fn path_of(name: &str) -> Option<String> {
     match &*numbers(name)? {
         [subsystem, _, namespace] => Some(format!("nvme{subsystem}n{namespace}")),
@@ -93,7 +93,7 @@ fn path_of(name: &str) -> Option<String> {
     }
 }
 
-/// The namespace, unless it is gone already.
+/// Reads a namespace; `None` if it is gone already.
 fn namespace(disk: String, folder: PathBuf) -> Result<Option<KernelNamespace>, PciFunctionError> {
     let whole = |file: &str| -> Result<Option<u64>, PciFunctionError> {
         let path = folder.join(file);
@@ -127,7 +127,7 @@ fn namespace(disk: String, folder: PathBuf) -> Result<Option<KernelNamespace>, P
     }))
 }
 
-/// The disk and its partitions: name, device number as in `259:1`, and who is made of it.
+/// A disk or partition: its name, device number (such as `259:1`) and holders.
 #[derive(Debug)]
 pub(super) struct BlockDevice {
     pub(super) name: String,
@@ -136,7 +136,7 @@ pub(super) struct BlockDevice {
 }
 
 impl KernelNamespace {
-    /// The disk, and its partitions.
+    /// Returns the disk and its partitions.
     pub(super) fn block_devices(&self) -> Result<Vec<BlockDevice>, PciFunctionError> {
         let mut devices = vec![block_device(&self.disk, &self.folder)?];
         for entry in entries(&self.folder)? {
@@ -155,7 +155,7 @@ fn block_device(name: &str, folder: &Path) -> Result<BlockDevice, PciFunctionErr
     let mut holders = Vec::new();
     for holder in entries(&folder.join("holders"))? {
         let path = folder.join("holders").join(&holder);
-        // Device mapper's own name says more, as in vg0-root.
+        // Device mapper's name says more, such as vg0-root.
         holders.push(match read_optional(&path.join("dm/name"))? {
             Some(mapped) => format!("{holder} ({mapped})"),
             None => link_name(&path)?.unwrap_or(holder),

@@ -1,4 +1,4 @@
-//! Admin commands to a controller that the kernel's `nvme` driver has. None of them changes anything.
+//! Admin commands to a controller of the kernel's `nvme` driver. None of them changes the drive.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +17,7 @@ use super::{HostRoot, KernelController};
 use crate::description::DriveDescription;
 use crate::ioctl;
 
-/// Error asking a drive through the kernel's driver.
+/// Error reading a drive's description through the kernel's driver.
 #[derive(Debug, thiserror::Error)]
 pub enum DescribeError {
     /// The controller's file cannot be opened.
@@ -32,23 +32,23 @@ pub enum DescribeError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// The drive does not carry out a command.
+    /// The drive failed a command.
     #[error("{} does not answer {command}", path.display())]
     Command {
         /// The controller's file.
         path: PathBuf,
         /// The command.
         command: &'static str,
-        /// Kernel's error, or the drive's status.
+        /// Kernel's error or the drive's status.
         source: io::Error,
     },
 }
 
 impl KernelController {
-    /// Asks the drive to describe itself.
+    /// Reads the drive's description.
     ///
     /// # Errors
-    /// [`DescribeError`]. What a drive need not have is left out instead.
+    /// [`DescribeError`]. Optional data that the drive does not return is left out instead.
     pub fn describe(&self, root: &HostRoot) -> Result<DriveDescription, DescribeError> {
         let path = root.dev.join(&self.name);
         let file = File::open(&path).map_err(|source| DescribeError::Open {
@@ -81,7 +81,7 @@ impl KernelController {
             namespaces,
             health: health(&file).ok(),
             queue_pairs: queue_pairs(&file).ok(),
-            // The driver has this file where the drive has the memory.
+            // The kernel's driver creates this file if the drive has a Controller Memory Buffer.
             controller_memory: Some(
                 root.sys
                     .join("class/nvme")
@@ -126,7 +126,7 @@ fn health(file: &File) -> io::Result<SmartHealth> {
     Ok(page)
 }
 
-/// Number of Queues (Base 2.0, section 5.27.1.5), as the kernel's driver was granted them.
+/// Reads Number of Queues (Base 2.0, section 5.27.1.5), as granted to the kernel's driver.
 fn queue_pairs(file: &File) -> io::Result<u16> {
     let mut sqe = Sqe::new(AdminOpcode::GET_FEATURES.0);
     let command = GetFeatures {

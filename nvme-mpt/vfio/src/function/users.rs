@@ -10,38 +10,38 @@ use std::path::{Path, PathBuf};
 use super::namespaces::BlockDevice;
 use super::{HostRoot, IommuGroup, KernelController, PciFunctionError};
 
-/// Somebody who would lose a disk if its controller were taken from the host.
+/// A user that would lose a disk if its controller were unbound from the host's driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiskUser {
-    /// It is mounted.
+    /// The device is mounted.
     Mounted {
         /// The disk or partition.
         device: String,
-        /// Place of the use.
+        /// Mount point.
         on: String,
     },
-    /// The host swaps to it.
+    /// The device is swap space.
     Swap {
         /// The disk or partition.
         device: String,
     },
-    /// Another block device is made of it: RAID, LVM, encryption, multipath.
+    /// Another block device is built on the device: RAID, LVM, encryption, multipath.
     Holder {
         /// The disk or partition.
         device: String,
-        /// That block device.
+        /// Name of the other block device.
         holder: String,
     },
-    /// A process has it open.
+    /// A process has the device open.
     Process {
         /// The disk, partition or controller.
         device: String,
-        /// The process.
+        /// Process ID.
         pid: u32,
-        /// Its name.
+        /// Name of the process.
         command: String,
     },
-    /// The kernel says that somebody has it to himself, and none of the above is why.
+    /// The kernel reports exclusive use for a reason that this process cannot see.
     Exclusive {
         /// The disk, or the IOMMU group's file.
         device: String,
@@ -49,8 +49,8 @@ pub enum DiskUser {
 }
 
 impl DiskUser {
-    /// Returns whether it is a process that merely has the device open, and the operator may decide that it
-    /// can do without. All others would lose data.
+    /// Returns whether the operator may override this user: a process that merely has the device open. All other users
+    /// would lose data.
     #[must_use]
     pub fn can_be_overridden(&self) -> bool {
         matches!(self, Self::Process { .. })
@@ -76,23 +76,23 @@ impl fmt::Display for DiskUser {
     }
 }
 
-/// It cannot be found out who uses a disk.
+/// Error finding the users of a disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskUsersError {
-    /// The kernel does not tell.
+    /// A file of the kernel cannot be read.
     #[error(transparent)]
     Kernel(#[from] PciFunctionError),
     /// The disk cannot be opened.
     #[error("Cannot see whether {} is in use; run as root", path.display())]
     Open {
-        /// Its file.
+        /// File of the disk.
         path: PathBuf,
-        /// Why.
+        /// Error of the open.
         source: io::Error,
     },
 }
 
-/// The disks of a controller, held so that nobody can begin to use them.
+/// Disks of a controller, claimed so that nothing else can start to use them.
 #[derive(Debug)]
 pub struct DiskClaim {
     /// Open with O_EXCL, as file systems, swap and RAID open them.
@@ -100,10 +100,10 @@ pub struct DiskClaim {
 }
 
 impl KernelController {
-    /// Returns the users of its disks, as far as this process may know.
+    /// Returns the users of the controller's disks that this process can see.
     ///
     /// # Errors
-    /// The kernel does not report something that is needed.
+    /// A file of the kernel cannot be read.
     pub fn users(&self, root: &HostRoot) -> Result<Vec<DiskUser>, PciFunctionError> {
         let mut devices = Vec::new();
         for namespace in &self.namespaces {
@@ -121,11 +121,11 @@ impl KernelController {
         Ok(users)
     }
 
-    /// Takes its disks for as long as the result lives, so that nobody can mount one or swap to it.
-    /// With those that somebody has, tells who.
+    /// Claims the controller's disks until the result is dropped, so that they cannot be mounted or used for swap. Also
+    /// returns the present users.
     ///
     /// # Errors
-    /// The kernel does not report something that is needed.
+    /// A file of the kernel cannot be read, or a disk cannot be opened.
     pub fn claim(&self, root: &HostRoot) -> Result<(DiskClaim, Vec<DiskUser>), DiskUsersError> {
         let mut disks = Vec::new();
         let mut exclusive = Vec::new();
@@ -140,14 +140,14 @@ impl KernelController {
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
                     exclusive.push(namespace.disk.clone());
                 }
-                // It went meanwhile, so nobody uses it.
+                // The disk was removed meanwhile, so it has no user.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::ENXIO | libc::ENODEV)) => {}
                 Err(source) => return Err(DiskUsersError::Open { path, source }),
             }
         }
         let mut users = self.users(root)?;
         for device in exclusive {
-            // Say more than that it is in use, where there is more to say.
+            // Add `Exclusive` only if no other entry explains the use.
             let explained = users.iter().any(|user| match user {
                 DiskUser::Mounted { device: part, .. }
                 | DiskUser::Swap { device: part }
@@ -163,7 +163,7 @@ impl KernelController {
 }
 
 impl IommuGroup {
-    /// Processes that have the group, and so its functions, as far as this process may know.
+    /// Returns the processes that have the group open and that this process can see.
     #[must_use]
     pub fn users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);
@@ -180,8 +180,9 @@ impl IommuGroup {
         )
     }
 
-    /// The same, asking the kernel as well, which lets one process have it at a time. Whoever wants
-    /// to have it at this very moment is refused: to be asked before it is taken from all only.
+    /// Returns the users of the group as [`Self::users`] does, and also tries to open it, because the kernel lets only
+    /// one process do so. A concurrent open by another process may fail, so call this only before the group is taken from
+    /// all users.
     #[must_use]
     pub fn exclusive_users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);
@@ -196,7 +197,7 @@ impl IommuGroup {
     }
 }
 
-/// Returns whether a device is the disk, or a partition of it as in `nvme0n1p2`.
+/// Returns whether a device is the disk or one of its partitions, such as `nvme0n1p2`.
 fn is_part_of(device: &str, disk: &str) -> bool {
     device
         .strip_prefix(disk)
@@ -207,7 +208,7 @@ fn read_proc(path: PathBuf) -> Result<String, PciFunctionError> {
     fs::read_to_string(&path).map_err(|source| PciFunctionError::Read { path, source })
 }
 
-/// Mounts in the mount namespace of this process, and in those of all others that may be looked at.
+/// Finds mounts in the mount namespaces of this process and of all other processes that it may inspect.
 fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, PciFunctionError> {
     let own = read_proc(root.proc.join("self/mountinfo"))?;
     let mut users = mounts_in(root, devices, &own);
@@ -215,7 +216,7 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, Pci
     let mut seen: BTreeSet<PathBuf> = own.into_iter().collect();
     for pid in pids(root) {
         let folder = root.proc.join(pid.to_string());
-        // A process that ends meanwhile has no namespace, and one of another user shows none.
+        // A process that has ended has no namespace, and processes of other users may hide theirs.
         let namespace = fs::read_link(folder.join("ns/mnt"));
         if !namespace.is_ok_and(|namespace| seen.insert(namespace)) {
             continue;
@@ -225,7 +226,7 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, Pci
             let DiskUser::Mounted { device, on } = user else {
                 continue;
             };
-            // Most namespaces have the mounts of the host as well.
+            // Most namespaces repeat the host's mounts.
             let is_known = users.iter().any(
                 |known| matches!(known, DiskUser::Mounted { device: of, .. } if *of == device),
             );
@@ -247,7 +248,7 @@ fn mounts_in(root: &HostRoot, devices: &[BlockDevice], text: &str) -> Vec<DiskUs
         let (Some(number), Some(on)) = (fields.nth(2), fields.nth(1)) else {
             continue;
         };
-        // Some file systems have device numbers of their own, and name one disk of theirs.
+        // Some file systems have their own device numbers and report one of their disks as source.
         let source = line
             .split_once(" - ")
             .and_then(|(_, rest)| rest.split(' ').nth(1));
@@ -264,7 +265,7 @@ fn mounts_in(root: &HostRoot, devices: &[BlockDevice], text: &str) -> Vec<DiskUs
     users
 }
 
-/// Returns the numbers of all processes, in order.
+/// Returns the IDs of all processes, ascending.
 fn pids(root: &HostRoot) -> BTreeSet<u32> {
     let folders = fs::read_dir(&root.proc).into_iter().flatten().flatten();
     let names = folders.map(|folder| folder.file_name());
@@ -291,7 +292,7 @@ fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, PciF
         .collect())
 }
 
-/// Returns whether a path, as the kernel tells it, is that of a device: by its name or by a link to it.
+/// Returns whether a path from the kernel refers to a device, by its name or by a symbolic link.
 fn is_file_of(root: &HostRoot, path: &str, device: &BlockDevice) -> bool {
     let Some(name) = path.strip_prefix("/dev/") else {
         return false;
@@ -301,7 +302,7 @@ fn is_file_of(root: &HostRoot, path: &str, device: &BlockDevice) -> bool {
             .is_ok_and(|file| file.file_name().is_some_and(|name| *name == *device.name))
 }
 
-/// Text of the kernel's, in which blanks are octal numbers.
+/// Decodes the kernel's octal escapes for white space.
 fn unescaped(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -317,7 +318,7 @@ fn unescaped(text: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Processes that have a device open, this one excepted. Those of other users are seen by root only.
+/// Returns the processes that have a device open, except this one. Processes of other users are visible to root only.
 fn processes(root: &HostRoot, numbers: &DeviceNumberNames) -> Vec<DiskUser> {
     let mut users = Vec::new();
     let mut pids = pids(root);
@@ -335,14 +336,14 @@ fn processes(root: &HostRoot, numbers: &DeviceNumberNames) -> Vec<DiskUser> {
     users
 }
 
-/// The name of a process, as far as it tells.
+/// Returns the name of a process; empty if unknown.
 fn command(folder: &Path) -> String {
     let comm = fs::read_to_string(folder.join("comm")).unwrap_or_default();
     comm.trim_end().to_owned()
 }
 
-/// Device number → name, of block and character devices: a process may also have the controller
-/// open, or a namespace for passing commands through.
+/// Names of devices by device number, with true for block devices. Character devices are the controller and its
+/// namespaces' passthrough devices.
 type DeviceNumberNames = BTreeMap<(bool, u64), String>;
 
 fn device_numbers(
@@ -373,7 +374,7 @@ fn device_numbers(
     numbers
 }
 
-/// The devices among `numbers` that the process of a folder has open, each once.
+/// Returns the devices among `numbers` that a process has open, without duplicates.
 fn open_devices<'n>(process: &Path, numbers: &'n DeviceNumberNames) -> Vec<&'n String> {
     let mut open = Vec::new();
     let Ok(files) = fs::read_dir(process.join("fd")) else {

@@ -1,58 +1,59 @@
-//! Bytes that a drive may have at a time, so that none of its commands is older than `timeout=` while it works.
+//! Limit of a drive's bytes in flight, so that no command exceeds `timeout=` while the drive works.
 //!
-//! A deep queue of large commands can hold more than a slow drive does in `timeout=`. So busy members have in flight what
-//! the drive completes in a quarter of that time, and the rest waits in front of the drive. A drive that is known to be fast
-//! has no bound: it gets commands of members with a pair to themselves directly, which nobody counts.
+//! A deep queue of large commands can hold more than a slow drive completes within `timeout=`. So busy users may have in
+//! flight what the drive completes in a quarter of that time; further commands wait in front of the drive. A drive that
+//! is known to be fast has no limit, and gets commands of lone users directly and uncounted.
 //!
-//! Until it has shown that it is fast, commands of more than [`SMALL`] bytes do not go directly, and the drive's supervisor
-//! decides ten times a second:
+//! Until the drive has proved fast, commands of more than [`SMALL`] bytes do not go directly. The drive monitor decides
+//! ten times a second:
 //!
 //! - A drive that completes [`FLOOD`] in a quarter of `timeout=` is fast.
-//! - A drive whose commands take longer than an eighth of `timeout=` is not, and needs four times as much to count as fast
-//!   again. While they do, small commands do not go directly either.
+//! - A drive whose commands take longer than an eighth of `timeout=` is not fast. It needs four times as many bytes to
+//!   count as fast again. While its commands take that long, small commands do not go directly either.
 
-/// Most bytes of a command that goes directly to a drive that is not known to be fast.
+/// Maximum bytes of a directly submitted command on a drive that is not known to be fast.
 pub(super) const SMALL: u64 = 16 << 10;
 
-/// Bytes of a queue pair that nobody has looked at, on a drive that is not known to be fast.
+/// Limit of a queue pair before its first survey, on a drive that is not known to be fast.
 pub(super) const FIRST: u64 = 2 << 20;
 
-/// Bytes in a quarter of `timeout=` that tell a fast drive: it does 16 queues of 64 commands of 256 KiB within `timeout=`.
+/// Bytes that a fast drive completes in a quarter of `timeout=`. Such a drive completes 16 queues of 64 commands of 256
+/// KiB within `timeout=`.
 const FLOOD: u64 = 64 << 20;
 
-/// Largest value of [`FLOOD`] for a drive that once seemed to be fast and was not.
+/// Maximum of the threshold [`FLOOD`] after it was raised.
 const FLOOD_MAX: u64 = 4 << 30;
 
-/// The least bound.
+/// Minimum of the limit.
 const LEAST: u64 = 64 << 10;
 
-/// Work of a drive from one look to the next.
+/// A drive's work between two surveys.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DriveWork {
-    /// Ticks between the looks.
+    /// Ticks between the surveys.
     pub(super) elapsed: u64,
-    /// Bytes that it completed, of commands that are counted.
+    /// Bytes of counted commands that completed.
     pub(super) landed: u64,
-    /// Bytes of those that it has.
+    /// Bytes of counted commands in flight.
     pub(super) in_flight: u64,
-    /// Commands that it completed, and that it has.
+    /// Number of commands that completed, and number in flight.
     pub(super) completed: u64,
     pub(super) has: u64,
 }
 
-/// Bound of a drive's bytes in flight.
+/// Limit of a drive's bytes in flight.
 #[derive(Debug)]
 pub(super) struct InFlightBound {
-    /// A quarter of `timeout=`, in ticks; 0 without one.
+    /// A quarter of `timeout=`, in ticks; 0 without a timeout.
     patience: u64,
     is_fast: bool,
-    /// Bytes in `patience` from which on it is fast.
+    /// Bytes per `patience` from which the drive counts as fast.
     fast_at: u64,
     bound: u64,
 }
 
 impl InFlightBound {
-    /// Of a drive of which nothing is known.
+    /// Creates the limit of an unknown drive.
     pub(super) const fn new(patience: u64) -> Self {
         Self {
             patience,
@@ -62,7 +63,8 @@ impl InFlightBound {
         }
     }
 
-    /// Learns from the drive's work. Returns the most bytes that it may have of busy members; `None` if there is no bound.
+    /// Updates the limit from the drive's work. Returns the maximum bytes in flight of busy users; `None` without a
+    /// limit.
     pub(super) fn look(&mut self, work: DriveWork) -> Option<u64> {
         if self.patience == 0 {
             return None;
@@ -81,15 +83,15 @@ impl InFlightBound {
         } else if work.in_flight >= self.bound / 2 {
             self.bound - (self.bound - done) / 4
         } else {
-            // It had less to do than it can.
+            // The drive had less to do than it can.
             self.bound
         };
         self.bound = self.bound.max(LEAST);
         (!self.is_fast).then_some(self.bound)
     }
 
-    /// Returns whether commands take longer than half of `patience`. A drive that completes nothing may do something that takes
-    /// long, and tells nothing of others.
+    /// Returns whether commands take longer than half of `patience`. A drive that completes nothing does not count: it
+    /// may be executing one long command.
     pub(super) fn is_late(&self, work: DriveWork) -> bool {
         let time = u128::from(work.has) * u128::from(work.elapsed);
         work.completed > 0 && time > u128::from(work.completed) * u128::from(self.patience / 2)

@@ -1,39 +1,38 @@
-//! A doorbell of the drive, with or without the drive's Doorbell Buffer.
+//! A doorbell of the drive, with or without Doorbell Buffer.
 
 use std::sync::atomic::{Ordering, fence};
 
 use nvme_mpt::memory::MappedWord32;
 
-/// A doorbell in the Doorbell Buffer that the drive was given with Doorbell Buffer Config
-/// (Base 2.0, section 5.8).
+/// A doorbell's words in the Doorbell Buffer (Base 2.0, section 5.8).
 #[derive(Clone, Debug)]
 pub struct BufferedDoorbell {
-    /// Its word in the shadow doorbell buffer, which the host writes.
+    /// Word in the shadow doorbell buffer, written by the host.
     pub shadow: MappedWord32,
-    /// Its word in the EventIdx buffer, which the drive writes.
+    /// Word in the EventIdx buffer, written by the drive.
     pub event_idx: MappedWord32,
 }
 
-/// Place to which the host writes one doorbell of the drive.
+/// Locations of one doorbell of the drive.
 #[derive(Clone, Debug)]
 pub struct DriveDoorbell {
-    /// The register (Base 2.0, sections 3.1.3.12 and following).
+    /// Doorbell register (Base 2.0, sections 3.1.3.12 and following).
     pub register: MappedWord32,
-    /// Its place in the Doorbell Buffer, if the drive uses one.
+    /// Words in the Doorbell Buffer, if the drive uses one.
     pub buffer: Option<BufferedDoorbell>,
 }
 
-/// A doorbell and what was last written to it.
+/// A doorbell with its last value.
 #[derive(Debug)]
 pub(super) struct DoorbellWriter {
     doorbell: DriveDoorbell,
     value: u32,
-    /// Writes of the register that EventIdx spared.
+    /// Register writes avoided by EventIdx.
     pub(super) saved: u64,
 }
 
 impl DoorbellWriter {
-    /// The doorbell of a queue that was just created, or is just about to be.
+    /// Creates the writer for a doorbell of a new queue, whose value is 0.
     pub(super) fn new(doorbell: DriveDoorbell) -> Self {
         Self {
             doorbell,
@@ -42,14 +41,13 @@ impl DoorbellWriter {
         }
     }
 
-    /// Passes a new value to the drive. Earlier stores are visible to the drive then.
+    /// Writes a new value. The drive then sees all earlier stores.
     #[inline]
     pub(super) fn write(&mut self, value: u32) {
         let last = std::mem::replace(&mut self.value, value);
         if let Some(buffer) = &self.doorbell.buffer {
             buffer.shadow.store(value);
-            // The drive stores EventIdx, fences, and reads the doorbell; one of the two sees what
-            // the other stored.
+            // The drive stores EventIdx, fences, and reads the doorbell. So at least one side sees the other's store.
             fence(Ordering::SeqCst);
             if !drive_wants_register(buffer.event_idx.load(), value, last) {
                 self.saved += 1;
@@ -60,7 +58,7 @@ impl DoorbellWriter {
     }
 }
 
-/// Returns whether the doorbell passed EventIdx on its way from `old` to `new` (Base 2.0, section B.5).
+/// Returns whether the doorbell has passed EventIdx on its way from `old` to `new` (Base 2.0, section B.5).
 fn drive_wants_register(event_idx: u32, new: u32, old: u32) -> bool {
     (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
         < (new as u16).wrapping_sub(old as u16)

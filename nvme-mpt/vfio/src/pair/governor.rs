@@ -1,23 +1,22 @@
-//! The governor: part of a drive that busy members may fill while quiet ones use it, too.
+//! Governor of a drive: limits the part that busy users may fill while quiet ones are active.
 //!
-//! The one rule of sharing in time; who is next is the other one (`core.rs`: deficit round robin).
+//! The governor shares the drive in time; arbitration within a pair is by weighted fair queueing (`turns.rs`).
 //!
-//! A member is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its
-//! commands go to the drive at once. All others are *heavy*: of those, the drive has at most the
-//! *window* in flight, of all its queue pairs together. Pairs that wait share it; where a share would
-//! be small, they have turns at all of it. A command that is larger goes to the drive in parts of that
-//! size ([`split`](super::split)), as far as it can be split. Something is always in flight.
+//! A user is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its commands go to the
+//! drive at once. All other users are *heavy*: at most the *window* of their bytes is in flight, over all queue pairs.
+//! Pairs with waiting commands divide the window. If the shares would be too small, the pairs take turns with the whole
+//! window. A larger command goes to the drive in parts of that size ([`split`](super::split)), as far as it can be split.
+//! At least one command may always be in flight.
 //!
-//! While a light member is there, that holds for queue pairs that have one member, too: a drive that
-//! is busy with what comes by another pair is not less busy. Otherwise they are not slowed down.
+//! While a light user is active, this also applies to pairs with one user, because a busy pair delays the other pairs'
+//! commands, too. Otherwise lone users are not slowed down.
 //!
-//! A member that has a pair to itself goes straight to the drive, and tells nothing. The drive's supervisor looks at all
-//! pairs ten times a second instead ([`survey`](super::survey)). While a quiet tenant waits noticeably beside a busy one,
-//! the drive is *contended*, and members with pairs of their own are light or heavy as others are. While several busy
-//! tenants wait noticeably, it is *weighed*: they have their [`shares`](super::shares) by weight, whichever pairs they use.
+//! A lone user submits directly to the drive and reports nothing. So the drive monitor surveys all pairs ten times a
+//! second ([`survey`](super::survey)). While a quiet owner waits noticeably beside a busy one, the drive is *contended*,
+//! and lone users are light or heavy as others are. While several busy owners wait noticeably, the drive is *weighed*:
+//! the owners get [`shares`](super::shares) by weight, regardless of their pairs.
 //!
-//! [`HeavyWindow`] learns the size of the window. A second after the last light command has completed there is no
-//! window.
+//! [`HeavyWindow`] learns the size of the window. The window ends a second after the last light command has completed.
 //!
 //! There is one governor per drive, as a drive's queue pairs share its channels.
 
@@ -29,63 +28,63 @@ use nvme_mpt::clock::{TickRate, Ticks};
 use nvme_mpt::learn::{CommandClass, HeavyWindow, PolicyChoice};
 use nvme_mpt::memory::sync::Mutex;
 
-/// Time that a member counts as present after its last command, a light one after its completion: until
-/// then it may be waiting for all that heavy members had in the drive before.
+/// Time for which a user counts as active after its last command (a light one: after its completion). Within this time it
+/// may be waiting for what heavy users had in flight before.
 const PRESENCE: Duration = Duration::from_secs(1);
 
-/// Room of a queue pair for commands of heavy members in flight.
+/// Limit of a queue pair's heavy bytes in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QueuePairWindow {
-    /// There is no light member: all the drive takes.
+    /// No limit: no light user is active.
     Open,
-    /// So many bytes of its own, or one command.
+    /// The pair may have this many bytes in flight, or one command.
     Own(u64),
-    /// As long as the drive has so many bytes of all its pairs, or one command.
+    /// All pairs together may have this many bytes in flight, or one command.
     Drive(u64),
-    /// Nothing, for a few milliseconds: light members' latency is being measured, or it is another
-    /// pair's turn.
+    /// Nothing may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has the
+    /// turn.
     Closed,
 }
 
-/// The least share of the window for which queue pairs do without turns.
+/// Minimum share of the window. Below it, queue pairs take turns.
 const SHARE_MIN: u64 = 64 << 10;
 
-/// Number of direct commands that nobody has counted.
+/// Value of `direct` if the number of direct commands is unknown.
 const UNKNOWN: u64 = u64::MAX;
 
-/// Agreement of the queue pairs of one drive about sharing it.
+/// State by which a drive's queue pairs share the drive.
 #[derive(Debug)]
 pub struct DriveGovernor {
     /// [`PRESENCE`], in ticks.
     presence: u64,
     window: AtomicU64,
-    /// Until when no pair is used directly; `u64::MAX` while the drive has light commands.
+    /// Time until which no pair is used directly; `u64::MAX` while light commands are in flight.
     governed_until: AtomicU64,
-    /// Until when members count as light that have a pair to themselves.
+    /// Time until which lone users may count as light.
     contended_until: AtomicU64,
-    /// Until when busy tenants are limited to their shares by weight.
+    /// Time until which busy owners are limited to their shares by weight.
     weighed_until: AtomicU64,
-    /// Until when light members count as present; `u64::MAX` while the drive has commands of theirs.
+    /// Time until which light users count as active; `u64::MAX` while light commands are in flight.
     light_until: AtomicU64,
-    /// Number of light commands.
+    /// Number of light commands in flight.
     lights: AtomicU64,
-    /// Until when heavy members pause.
+    /// Time until which heavy users pause for a probe.
     pause_until: AtomicU64,
-    /// When the latency alone is measured next.
+    /// Time of the next probe of the latency without heavy commands.
     next_probe: AtomicU64,
-    /// Queue pairs there were.
+    /// Number of queue pairs registered so far.
     pairs: AtomicU64,
-    /// Which of them, by the lowest bits of their numbers, have heavy members waiting.
+    /// Bit mask of the pairs with waiting heavy commands, by pair number modulo 64.
     waiting: AtomicU64,
-    /// Bytes of heavy members that the drive has.
+    /// Heavy users' bytes in flight.
     in_flight: AtomicU64,
-    /// Commands that the drive had at the last look from members that used their pairs directly, or [`UNKNOWN`].
+    /// Directly submitted commands in flight at the last survey, or [`UNKNOWN`].
     direct: AtomicU64,
-    /// When the last light command completed.
+    /// Time at which the last light command completed.
     light_landed_at: AtomicU64,
-    /// When the last heavy command completed.
+    /// Time at which the last heavy command completed.
     heavy_landed_at: AtomicU64,
-    /// A quarter of `timeout=`, in ticks; 0 without one.
+    /// A quarter of `timeout=`, in ticks; 0 without a timeout.
     patience: u64,
     /// Length of a pair's turn at the window, in ticks.
     turn: AtomicU64,
@@ -93,7 +92,7 @@ pub struct DriveGovernor {
 }
 
 impl DriveGovernor {
-    /// Of a drive of which nothing is known, with a clock of this rate.
+    /// Creates the governor of an unknown drive, with a clock of this rate.
     #[must_use]
     pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let learned = HeavyWindow::new(choice, rate);
@@ -120,7 +119,7 @@ impl DriveGovernor {
         }
     }
 
-    /// Bounds what the drive has in flight, so that no command of it becomes older than this while the drive works
+    /// Sets the timeout of commands, so that the bytes in flight are limited to what the drive completes in time
     /// (`pair/backlog.rs`).
     #[must_use]
     pub fn with_time_out(self, time_out: Duration, rate: TickRate) -> Self {
@@ -128,23 +127,23 @@ impl DriveGovernor {
         Self { patience, ..self }
     }
 
-    /// Returns a quarter of `timeout=`, in ticks; 0 without one.
+    /// Returns a quarter of `timeout=`, in ticks; 0 without a timeout.
     pub(super) fn patience(&self) -> u64 {
         self.patience
     }
 
-    /// Has commands take their turn on all pairs for a while.
+    /// Disables direct submission on all pairs for a while.
     pub(super) fn govern(&self, now: Ticks) {
         let until = now.0.saturating_add(self.presence);
         self.governed_until.fetch_max(until, Ordering::Relaxed);
     }
 
-    /// A number for another queue pair.
+    /// Returns a number for a new queue pair.
     pub(super) fn register(&self) -> u64 {
         self.pairs.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Sets whether heavy members of a queue pair wait.
+    /// Records whether a queue pair has waiting heavy commands.
     pub(super) fn waiting(&self, pair: u64, is_waiting: bool) {
         let bit = Self::bit(pair);
         if is_waiting {
@@ -154,9 +153,9 @@ impl DriveGovernor {
         }
     }
 
-    /// Returns whether it is a queue pair's turn, among those that wait.
+    /// Returns whether the queue pair has the turn among the waiting pairs.
     fn is_turn_of(&self, pair: u64, waiting: u64, now: Ticks) -> bool {
-        // Turns by the clock: who completes a command would always be the first to try again.
+        // Turns follow the clock. Otherwise the pair whose command completes would always try again first.
         let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
         let mut rest = waiting;
         for _ in 0..turn % u64::from(waiting.count_ones()) {
@@ -165,13 +164,13 @@ impl DriveGovernor {
         rest & rest.wrapping_neg() == Self::bit(pair)
     }
 
-    /// The drive got so many bytes of a heavy member.
+    /// Counts heavy bytes submitted to the drive.
     #[inline]
     pub(super) fn launched(&self, bytes: u64) {
         self.in_flight.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// The drive has completed so many bytes of a heavy member; `now` is the time if that is known.
+    /// Counts heavy bytes that completed, at `now` if known.
     #[inline]
     pub(super) fn landed(&self, bytes: u64, now: Option<Ticks>) {
         self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
@@ -180,24 +179,24 @@ impl DriveGovernor {
         }
     }
 
-    /// Returns the bytes of heavy members that the drive has.
+    /// Returns the heavy users' bytes in flight.
     #[inline]
     pub(super) fn in_flight(&self) -> u64 {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Returns the time that a member counts as present after its last command, in ticks.
+    /// Returns the time for which a user counts as active after its last command, in ticks.
     pub(super) fn presence(&self) -> u64 {
         self.presence
     }
 
-    /// Returns whether commands take their turn on all pairs.
+    /// Returns whether direct submission is disabled on all pairs.
     #[inline]
     pub(super) fn is_governed(&self, now: Ticks) -> bool {
         now.0 < self.governed_until.load(Ordering::Relaxed)
     }
 
-    /// Returns whether members count as light that have a pair to themselves.
+    /// Returns whether lone users may count as light.
     #[inline]
     pub(super) fn is_contended(&self, now: Ticks) -> bool {
         now.0 < self.contended_until.load(Ordering::Relaxed)
@@ -209,7 +208,7 @@ impl DriveGovernor {
         now.0 < self.weighed_until.load(Ordering::Relaxed)
     }
 
-    /// Limits busy tenants to their shares by weight. The limits expire if no further look renews them.
+    /// Limits busy owners to their shares by weight. The limits expire unless a later survey renews them.
     pub(super) fn weigh(&self, now: Ticks) {
         self.contend(now);
         let until = now.0.saturating_add(self.presence / 2);
@@ -221,19 +220,19 @@ impl DriveGovernor {
         self.weighed_until.store(0, Ordering::Relaxed);
     }
 
-    /// Returns whether heavy members wait on some pair.
+    /// Returns whether any pair has waiting heavy commands.
     pub(super) fn has_waiting(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) != 0
     }
 
-    /// The drive has so many commands of members that used their pairs directly; `None` while they come and go.
+    /// Records the number of directly submitted commands in flight; `None` while direct submission is possible.
     pub(super) fn note_direct(&self, commands: Option<u64>) {
         self.direct
             .store(commands.unwrap_or(UNKNOWN), Ordering::Relaxed);
     }
 
-    /// Returns whether a heavy command may go to the drive in a window that has no room for a second one. While light
-    /// commands are in the drive, one of them completes between two heavy ones, unless that takes longer than a turn.
+    /// Returns whether a heavy command may go to the drive if the window has no room for a second one. While light
+    /// commands are in flight, one of them must complete between two heavy ones, unless that takes longer than a turn.
     /// Otherwise a drive that serves its pairs in turn could take heavy commands of two pairs first.
     #[inline]
     pub(super) fn is_heavy_next(&self, now: Ticks) -> bool {
@@ -243,22 +242,22 @@ impl DriveGovernor {
             || now.since(Ticks(landed)) > self.turn.load(Ordering::Relaxed)
     }
 
-    /// Quiet tenants wait for busy ones now, whichever pairs they use.
+    /// Marks the drive as contended: quiet owners wait for busy ones.
     pub(super) fn contend(&self, now: Ticks) {
         let until = now.0.saturating_add(self.presence);
         self.contended_until.fetch_max(until, Ordering::Relaxed);
         self.governed_until.fetch_max(until, Ordering::Relaxed);
     }
 
-    /// Returns whether some light member uses the drive.
+    /// Returns whether any light user is active.
     #[inline]
     pub(super) fn is_light_present(&self, now: Ticks) -> bool {
         now.0 < self.light_until.load(Ordering::Relaxed)
     }
 
-    /// Returns the room of a queue pair's heavy members now. Pairs that wait share the window, or have turns
-    /// at it where it is small: one large command keeps a drive busier than small ones of several pairs, for
-    /// which a light member's command waits as long.
+    /// Returns the current limit of a pair's heavy users. Waiting pairs share the window, or take turns if it is small.
+    /// One large command keeps the drive busier than small commands of several pairs, while a light command waits equally
+    /// long for either.
     #[inline]
     pub(super) fn window(&self, pair: u64, now: Ticks) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {
@@ -283,12 +282,12 @@ impl DriveGovernor {
         1 << (pair % 64)
     }
 
-    /// A light member has submitted something.
+    /// Records that a light user has submitted a command.
     pub(super) fn light_arrived(&self, now: Ticks) {
         let until = now.0.saturating_add(self.presence);
         self.light_until.fetch_max(until, Ordering::Relaxed);
         self.governed_until.fetch_max(until, Ordering::Relaxed);
-        // What came directly is in front of light commands, however long heavy members pause.
+        // Directly submitted commands are in front of light ones, and a pause of heavy users does not change that.
         if now.0 >= self.next_probe.load(Ordering::Relaxed)
             && self.direct.load(Ordering::Relaxed) == 0
         {
@@ -296,17 +295,17 @@ impl DriveGovernor {
         }
     }
 
-    /// The drive got a light command.
+    /// Counts a light command submitted to the drive.
     pub(super) fn light_launched(&self) {
         self.lights.fetch_add(1, Ordering::Relaxed);
         self.light_until.store(u64::MAX, Ordering::Relaxed);
         self.governed_until.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// The drive has a light command no more; `now` is the time if that is known.
+    /// Counts a light command that completed, at `now` if known.
     pub(super) fn light_landed(&self, class: CommandClass, arrived: Ticks, now: Option<Ticks>) {
         if self.lights.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // One that is launched right now may be forgotten; it is present for this long at least.
+            // A light command that is launched concurrently may be missed; it counts as active for this long at least.
             let until = now.unwrap_or(arrived).0.saturating_add(self.presence);
             self.light_until.store(until, Ordering::Relaxed);
             self.governed_until.store(until, Ordering::Relaxed);
@@ -322,12 +321,12 @@ impl DriveGovernor {
         self.learn(|learned| learned.arrived(now));
     }
 
-    /// A light command that arrived at some time has completed.
+    /// Updates the window with the latency of a light command.
     fn light_completed(&self, class: CommandClass, arrived: Ticks, now: Ticks) {
         let is_pause = now.0 < self.pause_until.load(Ordering::Relaxed);
         let is_alone = self.in_flight() == 0;
-        // In a pause, the drive still works on what heavy members had in front of it. Otherwise, a window that nobody uses
-        // would grow, and the heavy member that comes next would find it too large.
+        // In a pause, only latencies without heavy commands in flight count. Otherwise, latencies count only if heavy
+        // commands were in flight. An unused window would grow, and be too large for the next heavy user.
         let is_learnt = match is_pause {
             true => is_alone,
             false => !is_alone || self.heavy_landed_at.load(Ordering::Relaxed) >= arrived.0,
@@ -338,7 +337,7 @@ impl DriveGovernor {
         self.learn(|learned| learned.completed(class, arrived, now));
     }
 
-    /// Lets the window learn, and has the pairs keep to the new terms.
+    /// Updates the window and publishes its new parameters to the pairs.
     fn learn(&self, observe: impl FnOnce(&mut HeavyWindow)) {
         let mut learned = self.learned.lock().unwrap_or_else(PoisonError::into_inner);
         let before = learned.terms();

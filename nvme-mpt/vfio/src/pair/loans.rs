@@ -1,10 +1,10 @@
-//! Loans: a pair whose queues rest serves a queue that shares another pair with busy ones.
+//! Loans: an idle pair is lent to a queue that shares another pair with busy queues.
 //!
-//! The drive's supervisor lends. The queue that borrows becomes a member of the pair that rests, and remembers the one
-//! that it came from. The first batch of a queue that rested calls the borrowers in: they move back before it is served.
-//! The drive completes what it has of them in the pair that they leave (`moves.rs`).
+//! The drive monitor lends. The borrowing queue becomes a user of the idle pair and remembers its home pair. The first
+//! batch of one of the lending pair's own queues calls the borrowers back: they migrate home before the batch is served.
+//! Their commands in flight complete on the pair that they leave (`moves.rs`).
 //!
-//! Pairs of a reservation are never lent.
+//! Reserved pairs are never lent.
 
 use std::sync::{Arc, Weak};
 
@@ -15,17 +15,17 @@ use super::seat::NewQueuePairUser;
 use super::{QueuePairInner, VfioQueuePair};
 use nvme_mpt::clock::Ticks;
 
-/// Activity of a pair since its last look, by which its supervisor knows one that rests.
+/// Activity of a pair between checks, by which the drive monitor finds idle pairs.
 #[derive(Debug, Default)]
 pub struct QueuePairActivity {
-    /// Commands that it had taken at the last look.
+    /// Total of commands at the last check.
     commands: u64,
-    /// Looks since then at which it had nothing to do.
+    /// Number of consecutive checks that found the pair idle.
     looks: u32,
 }
 
 impl QueuePairActivity {
-    /// Looks at a pair. Returns the number of looks, this one included, at which it had nothing to do without a break.
+    /// Checks a pair. Returns the number of consecutive checks, including this one, that found the pair idle.
     pub fn look(&mut self, pair: &VfioQueuePair) -> u32 {
         let core = pair.shared.lock();
         let commands = core.stats().commands;
@@ -37,20 +37,20 @@ impl QueuePairActivity {
 }
 
 impl VfioQueuePair {
-    /// Returns the number of queues that share the pair and had a batch within so many ticks.
+    /// Returns the number of the pair's own queues that had a batch within the last `within` ticks.
     #[must_use]
     pub fn awake(&self, now: Ticks, within: u64) -> usize {
         self.shared.lock().awake(now, within).count()
     }
 
-    /// Returns whether a queue borrows the pair.
+    /// Returns whether any queue borrows the pair.
     #[must_use]
     pub fn is_lent(&self) -> bool {
         self.shared.lock().has_borrowers()
     }
 
-    /// Lends the pair to one of the queues that share another one and had a batch within so many ticks. Returns whether
-    /// there was one.
+    /// Lends the pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns whether there was
+    /// one.
     pub fn lend_to_one_of(&self, crowded: &Self, now: Ticks, within: u64) -> bool {
         let chosen = {
             let core = crowded.shared.lock();
@@ -65,7 +65,7 @@ impl VfioQueuePair {
     }
 }
 
-/// Has the borrowers of a pair move back, as one of its own queues has a batch.
+/// Sends all borrowers of a pair home, because one of its own queues has a batch.
 #[cold]
 #[inline(never)]
 pub(super) fn call_in(pair: &Arc<QueuePairInner>) {
@@ -74,7 +74,7 @@ pub(super) fn call_in(pair: &Arc<QueuePairInner>) {
         let Some((number, queue, home)) = borrower else {
             return;
         };
-        // One whose pair belongs to a lease by now, or is gone, stays.
+        // A borrower whose home pair is reserved or gone stays.
         if let Some(home) = home.upgrade() {
             transfer(pair, number, queue, &home, QueuePairUserRole::Returning);
         }
@@ -82,14 +82,14 @@ pub(super) fn call_in(pair: &Arc<QueuePairInner>) {
 }
 
 impl QueuePairCore {
-    /// Returns the members that stay and had a batch within so many ticks, those that borrow the pair aside.
+    /// Returns the users that had a batch within the last `within` ticks, without borrowers and users that migrate away.
     fn awake(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let is_awake = move |since: Ticks| now.since(since) <= within;
         self.staying()
             .filter(move |(_, member)| member.home.is_none() && is_awake(member.last_batch))
     }
 
-    /// Returns a member that borrows the pair, and the pair that it came from. It does not borrow any more.
+    /// Ends the loan of one borrower. Returns the borrower and its home pair.
     fn take_borrower(&mut self) -> Option<(u16, NewQueuePairUser, Weak<QueuePairInner>)> {
         let borrower = self.staying().find(|(_, member)| member.home.is_some());
         let number = borrower?.0;

@@ -296,7 +296,7 @@ struct Enabling {
 }
 
 impl Enabling {
-    /// Enables and identifies the drive, and creates its admin resources.
+    /// Enables and identifies the drive, and sets up queue pairs, Doorbell Buffer and events.
     fn bring_up(
         &mut self,
     ) -> Result<(IdentifiedDrive, QueuePairs, Option<DriveDoorbellBuffer>), ControllerError> {

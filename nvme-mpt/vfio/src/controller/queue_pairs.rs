@@ -513,10 +513,11 @@ impl PhysicalDrive {
         }
     }
 
-    /// Joins a queue pair. The order of preference is an unused pair of the lease's reservation, an unused unreserved
-    /// pair, and a share of the least used unreserved pair.
-    /// Pairs of the lease's [priority class](super::arbitration) are preferred, and one is created if the drive can have
-    /// another pair. If the drive fails meanwhile, the pair is created after the reset.
+    /// Joins a queue pair.
+    ///
+    /// The order of preference is an unused pair of the lease's reservation, an unused unreserved pair, and a share of
+    /// the least used unreserved pair. Pairs of the lease's [priority class](super::arbitration) are preferred, and one
+    /// is created if the drive can have another pair. If the drive fails meanwhile, the pair is created after the reset.
     pub(super) fn join_queue_pair(
         &self,
         slots: u16,

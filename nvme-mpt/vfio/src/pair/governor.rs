@@ -202,7 +202,7 @@ impl DriveGovernor {
         now.0 < self.contended_until.load(Ordering::Relaxed)
     }
 
-    /// Returns whether busy tenants are limited to their shares by weight.
+    /// Returns whether busy owners are limited to their shares by weight.
     #[inline]
     pub(super) fn is_weighed(&self, now: Ticks) -> bool {
         now.0 < self.weighed_until.load(Ordering::Relaxed)

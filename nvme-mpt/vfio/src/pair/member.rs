@@ -1,4 +1,4 @@
-//! A member of a queue pair, as the pair sees it.
+//! A user of a queue pair, as the pair sees it.
 
 use std::collections::VecDeque;
 use std::sync::Weak;
@@ -11,58 +11,58 @@ use nvme_mpt::host::HostCompletion;
 use nvme_mpt::learn::CommandClass;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Weight of a command that transfers less, or nothing.
+/// Minimum weight of a command, also if it transfers nothing.
 const WEIGHT_MIN: u64 = 4096;
 
-/// A command that waits for its turn; its Command Identifier is the member's slot.
+/// A command that waits for dispatch. Its Command Identifier is the user's slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitingCommand {
     pub(super) sqe: Sqe,
-    /// Bytes that it transfers, or that it touches without data; 0 for others.
+    /// Bytes that the command transfers, or affects without a transfer; else 0.
     pub(super) len: u64,
     pub(super) class: CommandClass,
     pub(super) arrived: Ticks,
-    /// True if it goes to the drive in parts.
+    /// True if the command goes to the drive in parts.
     pub(super) split: bool,
 }
 
-/// A member of a queue pair.
+/// A user of a queue pair.
 #[derive(Debug)]
 pub(super) struct QueuePairUser {
-    /// Limit up to which the drive takes its commands whole.
+    /// Limit up to which the drive takes the user's commands whole.
     pub(super) whole: UnsplitLimit,
-    /// Limit up to which they may go directly.
+    /// Limit up to which the user's commands may go directly to the ring.
     pub(super) direct: UnsplitLimit,
-    /// Commands that wait for their turn, oldest first.
+    /// Commands that wait for dispatch, oldest first.
     pub(super) waiting: VecDeque<WaitingCommand>,
-    /// Completions that somebody else has reaped, or that need no drive.
+    /// Completions that another user has reaped, or of commands that did not go to the drive.
     pub(super) done: Vec<HostCompletion>,
-    /// True if it is one of those that may have light commands waiting.
+    /// True if the user is in the list of users with light commands waiting.
     pub(super) in_lights: bool,
-    /// Until when it counts as heavy.
+    /// Time until which the user counts as heavy.
     pub(super) heavy_until: Ticks,
-    /// Its commands that are split, on a drive where that may be.
+    /// Split commands, on a drive that needs them.
     pub(super) splits: Option<SplitCommands>,
-    /// The queue behind it.
+    /// Queue of the user.
     pub(super) queue: NewQueuePairUser,
-    /// True once it moves to another pair: it leaves with the last of its commands.
+    /// True while the user migrates to another pair. It leaves when its last command has completed.
     pub(super) departs: bool,
-    /// Pair that it came from, while it borrows this one.
+    /// Home pair, while the user borrows this one.
     pub(super) home: Option<Weak<QueuePairInner>>,
-    /// Time of its last batch that took its turn.
+    /// Time of the last batch that went through arbitration.
     pub(super) last_batch: Ticks,
-    /// When it last launched a command while its lease's share counted.
+    /// Time at which the user last launched a command while the drive was weighed.
     pub(super) weighed_at: Ticks,
-    /// True if the drive gets no command of it any more.
+    /// True if the drive gets no further command of the user.
     pub(super) revoked: bool,
-    /// Commands that it has counted at its lease.
+    /// Commands counted at the lease.
     counted: u32,
-    /// Completions in `done` of commands that were never counted there.
+    /// Completions in `done` of commands that are not counted at the lease.
     uncounted: u32,
 }
 
 impl QueuePairUser {
-    /// A queue as a member, on a drive that takes `max_transfer` bytes at once.
+    /// Creates the user for a queue, on a drive that takes `max_transfer` bytes per command.
     pub(super) fn new(queue: NewQueuePairUser, max_transfer: u64) -> Self {
         let NewQueuePairUser {
             slots, lba_shift, ..
@@ -89,31 +89,32 @@ impl QueuePairUser {
         }
     }
 
-    /// Sets the most bytes of commands that may go directly, on a drive that takes `max_transfer` at once.
+    /// Sets the size limit of direct commands to `bytes`, on a drive that takes `max_transfer` bytes per command.
     pub(super) fn limit_direct(&mut self, bytes: u64, max_transfer: u64) {
         self.direct = UnsplitLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
     }
 
-    /// Counts commands that take their turn. Returns how many its lease has outstanding, of all its queues.
+    /// Counts commands that go through arbitration. Returns the lease's number of outstanding commands, of all its
+    /// queues.
     #[inline]
     pub(super) fn count(&mut self, commands: u32) -> u32 {
         self.counted += commands;
         self.queue.lease.submitted(commands)
     }
 
-    /// Returns the commands that it has counted and not got back.
+    /// Returns the number of counted commands that have not completed.
     pub(super) fn counted(&self) -> u32 {
         self.counted
     }
 
-    /// Takes completions of commands that it has not counted.
+    /// Adds completions of commands that are not counted at the lease.
     pub(super) fn take_uncounted(&mut self, done: impl IntoIterator<Item = HostCompletion>) {
         let before = self.done.len();
         self.done.extend(done);
         self.uncounted += (self.done.len() - before) as u32;
     }
 
-    /// Moves its completions out.
+    /// Swaps the completions into `ready`.
     #[inline]
     pub(super) fn swap_done(&mut self, ready: &mut Vec<HostCompletion>) {
         std::mem::swap(&mut self.done, ready);
@@ -129,8 +130,8 @@ impl QueuePairUser {
         self.queue.lease.ended(ended);
     }
 
-    /// The class of what is dispatched next, and what it weighs; of a command that is split, no more
-    /// than `most` bytes if that is possible.
+    /// Returns class and weight of what is dispatched next. Of a split command, that is at most `most` bytes, if
+    /// possible.
     #[inline]
     pub(super) fn next(&self, most: u64) -> Option<(CommandClass, u64)> {
         let head = self.waiting.front()?;
@@ -141,7 +142,7 @@ impl QueuePairUser {
         Some((head.class, len.max(WEIGHT_MIN)))
     }
 
-    /// Takes what [`Self::next`] told of: a command or a child, with its number.
+    /// Takes what [`Self::next`] has described: a command, or a child with the number of its first grain.
     pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
         let head = self.waiting.front()?;
         if let Some(splits) = &mut self.splits
@@ -157,7 +158,7 @@ impl QueuePairUser {
         Some((head.sqe, None))
     }
 
-    /// Forgets the command in front if it is this one.
+    /// Drops the front command if it has this slot.
     pub(super) fn forget(&mut self, slot: u16) {
         if self
             .waiting

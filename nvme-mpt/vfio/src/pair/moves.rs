@@ -1,19 +1,19 @@
-//! Moves of queues from one queue pair to another, while commands are in flight.
+//! Migration of queues from one queue pair to another, while commands are in flight.
 //!
-//! The drive's control threads decide on a move; the queue's poller carries it out:
+//! The drive's control threads start a migration; the queue's poller carries it out:
 //!
-//! 1. The queue becomes a member of the other pair. The old pair notes where it moves.
-//! 2. The queue's next batch goes to the other pair. Commands that the old pair has complete there, and the queue reaps
-//!    from both until the last of them has ended.
+//! 1. The queue becomes a user of the new pair. The old pair records where the queue goes.
+//! 2. The queue's next batch goes to the new pair. Commands in flight complete on the old pair, and the queue reaps from
+//! both pairs until the last of them has completed.
 //! 3. The queue leaves the old pair.
 //!
-//! A queue without commands leaves the old pair in step 1, so that an idle queue is in no other's way.
+//! A queue without commands leaves the old pair in step 1, so that an idle queue delays no other.
 //!
-//! NVMe does not order commands in flight, so the two pairs may complete them in any order. Flush covers what completed
-//! before it, whatever the pair.
+//! NVMe does not order commands in flight, so the two pairs may complete them in any order. A Flush covers all writes
+//! that completed before it, regardless of the pair.
 //!
-//! A queue that takes its turn looks for a move once per batch. One that has its pair to itself does not look: a move
-//! of it makes its next batch take its turn.
+//! A queue under arbitration checks for a migration once per batch. A lone user does not check: a pending migration ends
+//! its direct submission, so that its next batch goes through arbitration.
 
 use std::sync::{Arc, Weak};
 
@@ -22,8 +22,8 @@ use super::seat::{NewQueuePairUser, QueuePairBinding};
 use super::{QueuePairInner, VfioQueuePair};
 
 impl VfioQueuePair {
-    /// Moves a queue to another pair: the first member that `which` selects by its reservation. Returns whether there
-    /// was one. A queue that another caller moves meanwhile, or that ends, is none.
+    /// Migrates one queue to another pair: the first user whose reservation matches `which`. Returns whether there was
+    /// one. A queue that ends, or that another caller migrates, is skipped.
     pub fn move_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
         loop {
             let found = self.shared.lock().find_staying(&which);
@@ -42,24 +42,25 @@ impl VfioQueuePair {
         }
     }
 
-    /// Sets whether the pair belongs to one lease alone.
+    /// Sets whether the pair is reserved for one lease.
     pub fn set_reserved(&self, reserved: bool) {
         self.shared.set_reserved(reserved);
     }
 }
 
-/// Part that a queue has in the pair that it moves to.
+/// Role of a queue in the pair that it migrates to.
 #[derive(Clone, Debug)]
 pub(super) enum QueuePairUserRole {
-    /// One of the pair's own, as its caller decides.
+    /// The queue becomes the pair's own, unconditionally.
     Own,
-    /// One that borrows the pair, and came from this one.
+    /// The queue borrows the pair and keeps this home pair.
     Borrower(Weak<QueuePairInner>),
-    /// One that comes back to a pair, which may belong to a lease by now. It does not move then.
+    /// The queue returns to its home pair, unless that pair has been reserved.
     Returning,
 }
 
-/// Moves a member to another pair. Returns whether it moves: of several callers that move it at the same time, one does.
+/// Migrates a user to another pair. Returns whether the migration has started: of several concurrent callers, only one
+/// succeeds.
 pub(super) fn transfer(
     from: &QueuePairInner,
     number: u16,
@@ -68,10 +69,10 @@ pub(super) fn transfer(
     role: QueuePairUserRole,
 ) -> bool {
     let whereabouts = queue.whereabouts.clone();
-    // Held throughout, so that moves of one queue follow each other.
+    // Held throughout, so that migrations of one queue are serialised.
     let mut place = whereabouts.lock();
     let joined = {
-        // Who reserves the pair sets that first, and then moves all that have joined under this lock.
+        // A reservation first marks the pair as reserved and then migrates all users that joined under this lock.
         let mut core = to.lock();
         match role {
             QueuePairUserRole::Own => core.join(queue),
@@ -88,14 +89,14 @@ pub(super) fn transfer(
     if moved {
         *place = Arc::downgrade(to);
     } else {
-        // It has ended meanwhile, or moves elsewhere.
+        // The queue has ended or migrates elsewhere.
         to.lock().leave(joined);
     }
     moved
 }
 
-/// Follows the moves of a queue that has no commands at `seat`. Returns its place, and what `act` made of it under
-/// the lock of its pair.
+/// Follows the migrations of a queue that has no commands at `seat`. Calls `act` under the lock of the queue's current
+/// pair. Returns the current binding and the result.
 pub(super) fn follow<T>(
     mut seat: QueuePairBinding,
     act: impl FnOnce(&mut QueuePairCore, u16) -> T,

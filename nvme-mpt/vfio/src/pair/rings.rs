@@ -1,4 +1,4 @@
-//! The rings of one host queue pair in DMA memory, with the host's indexes of them.
+//! Rings of a host queue pair in DMA memory, with the host's indexes.
 
 use std::io;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Most entries of a host queue: more would only wait longer in the drive.
+/// Maximum entries of a host queue. More would only wait longer in the drive.
 pub const ENTRIES_MAX: u32 = 1024;
 
-/// Doorbells by which the drive learns of a host queue pair.
+/// Doorbells of a host queue pair.
 #[derive(Clone, Debug)]
 pub struct PairDoorbells {
     /// Submission Queue Tail.
@@ -23,25 +23,25 @@ pub struct PairDoorbells {
     pub cq_head: DriveDoorbell,
 }
 
-/// A host Submission Queue and its Completion Queue, with as many entries each.
+/// A host Submission Queue and its Completion Queue, with the same number of entries.
 #[derive(Debug)]
 pub(super) struct VfioQueuePairRings {
-    /// Dropped first: the drive loses the memory before we do.
+    /// Dropped first, so that the drive loses access before the memory is freed.
     iova: IovaPart,
     cq_offset: u64,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
     entries: u32,
-    /// The tail that the drive was told of.
+    /// Last tail written to the doorbell.
     sq_rung: u32,
-    /// The head that the drive was told of.
+    /// Last head written to the doorbell.
     cq_rung: u32,
     sq_bell: DoorbellWriter,
     cq_bell: DoorbellWriter,
 }
 
 impl VfioQueuePairRings {
-    /// Rings of `entries` entries, in memory that the drive reaches.
+    /// Allocates rings of `entries` entries in DMA memory.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
         entries: u32,
@@ -72,7 +72,7 @@ impl VfioQueuePairRings {
         })
     }
 
-    /// Entries of each ring.
+    /// Returns the number of entries of each ring.
     pub(super) fn entries(&self) -> u32 {
         self.entries
     }
@@ -88,31 +88,31 @@ impl VfioQueuePairRings {
     }
 
     #[cfg(test)]
-    /// The memory that they lie in, and the offset of the Completion Queue there.
+    /// Returns the memory of the rings and the offset of the Completion Queue in it.
     pub(super) fn memory(&self) -> (&Arc<Mapping>, usize) {
         (self.sq.mapping(), self.cq_offset as usize)
     }
 
-    /// Writes an entry at the tail, with this Command Identifier. The drive hears of it with
-    /// [`Self::ring`]. There is room while fewer commands than entries, less one, are in flight.
+    /// Writes an entry with this Command Identifier at the tail; [`Self::ring`] notifies the drive. At most `entries - 1`
+    /// commands may be in flight.
     #[inline]
     pub(super) fn push(&mut self, entry: &Sqe, cid: CommandId) {
         self.sq.push(entry, cid);
     }
 
-    /// Index of the entry that is written next.
+    /// Returns the index of the next entry to write.
     #[inline]
     pub(super) fn tail(&self) -> u32 {
         self.sq.tail()
     }
 
-    /// Returns the number of entries that were written since the tail was there, fewer than there are.
+    /// Returns the number of entries written since the tail was `tail`, less than the ring's size.
     #[inline]
     pub(super) fn written_since(&self, tail: u32) -> usize {
         self.sq.written_since(tail) as usize
     }
 
-    /// Rings the Submission Queue's doorbell, if there is something new.
+    /// Rings the Submission Queue's doorbell if there are new entries.
     #[inline]
     pub(super) fn ring(&mut self) {
         let tail = self.sq.tail();
@@ -122,25 +122,25 @@ impl VfioQueuePairRings {
         }
     }
 
-    /// The next completion that the drive has posted.
+    /// Takes the next completion, if the drive has posted one.
     #[inline]
     pub(super) fn next(&mut self) -> Option<Cqe> {
         self.cq.take()
     }
 
-    /// Index of the completion that is read next.
+    /// Returns the index of the next completion to read.
     #[inline]
     pub(super) fn head(&self) -> u32 {
         self.cq.head()
     }
 
-    /// Returns the number of completions that were taken since the head was there, fewer than there are entries.
+    /// Returns the number of completions taken since the head was `head`, less than the ring's size.
     #[inline]
     pub(super) fn taken_since(&self, head: u32) -> usize {
         self.cq.taken_since(head) as usize
     }
 
-    /// Tells the drive how far the Completion Queue was read, if that is news.
+    /// Writes the Completion Queue's doorbell if completions were taken.
     #[inline]
     pub(super) fn release(&mut self) {
         let head = self.cq.head();
@@ -150,12 +150,12 @@ impl VfioQueuePairRings {
         }
     }
 
-    /// Doorbell register writes that the Doorbell Buffer spared.
+    /// Returns the number of register writes avoided by the Doorbell Buffer.
     pub(super) fn doorbell_writes_saved(&self) -> u64 {
         self.sq_bell.saved + self.cq_bell.saved
     }
 
-    /// Makes the rings those of queues that are about to be created.
+    /// Empties the rings for queues that are about to be created.
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
         self.sq.restart();
         self.cq.restart();

@@ -1,4 +1,4 @@
-//! Places of queues at queue pairs, and what a queue that [moves](super::moves) is at each of them.
+//! Bindings of queues to queue pairs, and the state of a queue that [migrates](super::moves).
 
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -7,14 +7,14 @@ use super::turns::LeaseShare;
 use nvme_mpt::host::SharedQueuePair;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
-/// Place of a queue: its number among the members of a pair.
+/// A queue pair and the queue's user number there.
 #[derive(Clone, Debug)]
 pub(super) struct QueuePairBinding {
     pub(super) shared: Arc<QueuePairInner>,
     pub(super) member: u16,
 }
 
-/// Pair that a queue is a member of, wherever it moves.
+/// Current pair of a queue, updated by migrations.
 #[derive(Debug)]
 pub(super) struct CurrentQueuePair(Mutex<Weak<QueuePairInner>>);
 
@@ -28,7 +28,7 @@ impl CurrentQueuePair {
         self.lock().upgrade()
     }
 
-    /// Comes before the locks of pairs.
+    /// Locks the current pair. This lock comes before the locks of pairs.
     pub(super) fn lock(&self) -> MutexGuard<'_, Weak<QueuePairInner>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -44,10 +44,10 @@ impl SharedQueuePair for CurrentQueuePair {
     }
 }
 
-/// A queue as a pair takes it up.
+/// Properties of a queue that joins a pair.
 #[derive(Clone, Debug)]
 pub(super) struct NewQueuePairUser {
-    /// Most commands.
+    /// Maximum number of commands.
     pub(super) slots: u16,
     /// Logical block size of its namespace, as a power of two.
     pub(super) lba_shift: u8,
@@ -55,23 +55,23 @@ pub(super) struct NewQueuePairUser {
     pub(super) whereabouts: Arc<CurrentQueuePair>,
 }
 
-/// Commands of a queue at a pair that it left.
+/// Commands of a queue on one of its pairs.
 #[derive(Debug)]
 pub(super) struct LeftoverCommands {
     pub(super) seat: QueuePairBinding,
     pub(super) outstanding: u32,
 }
 
-/// State of a queue that moves.
+/// State of a queue that migrates.
 #[derive(Debug, Default)]
 pub(super) struct QueueMigration {
-    /// Place of its last batch, if it moved with that.
+    /// New pair of the last batch, if the queue migrated with that batch.
     pub(super) next: Option<LeftoverCommands>,
-    /// Places that it left with commands in flight.
+    /// Old pairs with commands in flight.
     pub(super) left: Vec<LeftoverCommands>,
 }
 
-/// Moves that a pair knows of: the members' numbers, and where they go.
+/// Pending migrations of a pair: user number and destination.
 #[derive(Debug, Default)]
 pub(super) struct QueueMigrations(Vec<(u16, QueuePairBinding)>);
 

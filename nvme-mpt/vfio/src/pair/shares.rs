@@ -1,53 +1,54 @@
-//! Shares of a drive by weight, for busy tenants on several pairs.
+//! Shares of a drive by weight, for busy owners on several pairs.
 //!
-//! Within a pair, turns divide the places among the queues that share it. Between pairs, the drive decides: it takes
-//! commands in the order of arrival, or serves the pairs in turn, so a tenant with more or deeper queues gets more bytes.
-//! Here, a pure function of the bytes that each tenant got since the previous look, and of those that the drive has done,
-//! decides its limit until the next look:
+//! Within a pair, arbitration divides the ring among the users. Between pairs, the drive decides: it executes commands in
+//! order of arrival or serves the pairs in turn, so an owner with more or deeper queues gets more bytes. A pure function
+//! computes each owner's limit until the next survey, from the bytes that each owner got since the last survey and from
+//! those that the drive completed:
 //!
-//! - While some tenant gets less than its share by weight, those that get more are cut, until they have theirs.
-//! - While the drive does less than it can, or is fast for all that it has, those limits rise, and end: nobody is held back
-//!   for what nobody else takes.
+//! - While an owner gets less than its share by weight, the limits of owners that get more are reduced.
+//! - While the drive completes less than it can, or is fast enough for all its commands, limits rise and finally end. So
+//!   no owner is limited for the sake of capacity that no other owner uses.
 //!
-//! What a drive does varies from look to look, by itself. So it is smoothed, and the drive's capacity is estimated as the most
-//! of that. The estimate decays, faster while no tenant has a limit.
+//! The drive's throughput varies between surveys, so it is smoothed. The drive's capacity is estimated as the maximum of
+//! the smoothed throughput. The estimate decays, and faster while no owner has a limit.
 
-/// The least limit: one command, from which a limit can rise.
+/// Minimum limit in bytes: one command, so that the limit can rise again.
 const LIMIT_MIN: u64 = 4096;
 
-/// A tenant from one look to the next.
+/// An owner's share between two surveys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct OwnerShare {
     pub(super) weight: u64,
-    /// Bytes that the drive got of it.
+    /// Bytes that the drive received from the owner.
     pub(super) got: u64,
-    /// True if it would take more now.
+    /// True if the owner has more commands to submit.
     pub(super) wants: bool,
-    /// Most bytes until the next look.
+    /// Maximum bytes until the next survey; `None` without a limit.
     pub(super) limit: Option<u64>,
 }
 
-/// Part of a look in what the drive usually does.
+/// Divisor of the smoothing: a survey counts for 1/8.
 const SMOOTHING: u64 = 8;
 
-/// Bytes that the drive does from one look to the next.
+/// Bytes that the drive completes between two surveys.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WeightedShares {
     usual: u64,
-    /// The most of [`Self::usual`].
+    /// Estimated capacity: decaying maximum of `usual`.
     most: u64,
 }
 
 impl WeightedShares {
-    /// Decides what each of the busy tenants may get until the next look. The drive has `done` so many bytes since the last
-    /// one. It `is_slow` if commands that it has take noticeably long.
+    /// Computes the limits of the busy owners until the next survey. The drive has completed `done` bytes since the last
+    /// one. It `is_slow` if its commands take noticeably long.
     pub(super) fn divide(&mut self, tenants: &mut [OwnerShare], done: u64, is_slow: bool) {
         let got: u64 = tenants.iter().map(|tenant| tenant.got).sum();
-        // Much of it took the place of commands that went directly, which nobody counts when they are done.
+        // Many of the bytes replaced directly submitted commands, whose completions are not counted.
         if done < got / 2 {
             return;
         }
-        // Bytes that fill a deep queue do not tell what the drive can do, and one that empties such a queue is not idle.
+        // Bytes that fill a deep queue do not show the drive's throughput, and a drive that empties such a queue is not
+        // idle.
         let all = done;
         let weights: u64 = tenants.iter().map(|tenant| tenant.weight).sum();
         if tenants.iter().all(|tenant| tenant.limit.is_none()) {
@@ -79,19 +80,19 @@ impl WeightedShares {
                 }
                 limit => limit,
             };
-            // One that no tenant can reach is none, and whoever has it may be short.
+            // A limit that no owner can reach is dropped, because an owner with a limit does not count as short.
             let limit = tenant.limit.filter(|limit| *limit < most);
             tenant.limit = limit.map(|limit| limit.max(LIMIT_MIN));
         }
     }
 
-    /// Forgets what the drive did, as busy tenants do not share it any more.
+    /// Forgets the drive's throughput once busy owners no longer share it.
     pub(super) fn forget(&mut self) {
         *self = Self::default();
     }
 }
 
-/// Returns `value` times `by`, divided by `of`.
+/// Returns `value * by / of` without overflow.
 pub(super) fn scaled(value: u64, by: u64, of: u64) -> u64 {
     let scaled = u128::from(value) * u128::from(by) / u128::from(of.max(1));
     u64::try_from(scaled).unwrap_or(u64::MAX)

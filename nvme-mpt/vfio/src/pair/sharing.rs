@@ -1,4 +1,4 @@
-//! Order of the members, and the part of the drive that heavy members of this queue pair may fill.
+//! A queue pair's order of users, and the limit of its heavy users' bytes in flight.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use super::turns::QueuePairArbitration;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::learn::WINDOW_MAX;
 
-/// Last commands of members, which decide if one is alone.
+/// Latest activity of users, to detect that one is alone.
 #[derive(Clone, Copy, Debug, Default)]
 struct QueuePairUserActivity {
     last: u16,
     last_seen: Ticks,
-    /// When somebody else than the last one was here.
+    /// Last time at which another user than `last` was active.
     other_seen: Ticks,
 }
 
@@ -32,23 +32,23 @@ impl QueuePairUserActivity {
     }
 }
 
-/// Knowledge of a queue pair about its members' sharing.
+/// State by which a pair's users share it.
 #[derive(Debug)]
 pub(super) struct QueuePairSharing {
     pub(super) governor: Arc<DriveGovernor>,
-    /// The pair's number at the governor.
+    /// Number of the pair at the governor.
     number: u64,
-    /// Members that may have light commands waiting, the first to come first.
+    /// Users that may have light commands waiting, in order of arrival.
     pub(super) lights: VecDeque<u16>,
-    /// Turns of the others.
+    /// Arbitration between the heavy users.
     pub(super) turns: QueuePairArbitration,
-    /// Bytes of heavy members in flight, as far as the window bounds them.
+    /// Bytes of heavy users in flight.
     heavy_bytes: u64,
-    /// Bytes of heavy members that completed since the supervisor last looked.
+    /// Bytes of heavy users that completed since the last survey.
     landed: u64,
-    /// Most bytes of heavy members in flight, on a drive that is not known to be fast.
+    /// Maximum bytes of heavy users in flight, on a drive that is not known to be fast.
     pub(super) most: u64,
-    /// True if the governor knows that heavy members wait here.
+    /// True if the governor knows that heavy commands wait on this pair.
     is_waiting: bool,
     presence: QueuePairUserActivity,
 }
@@ -78,7 +78,7 @@ impl QueuePairSharing {
         self.lights.is_empty() && self.turns.is_empty()
     }
 
-    /// A member has submitted something, a light one if `is_light`.
+    /// Records that a user has submitted a command.
     pub(super) fn arrived(&mut self, member: u16, is_light: bool, now: Ticks) {
         self.presence.note(member, now);
         if is_light {
@@ -86,11 +86,11 @@ impl QueuePairSharing {
         }
     }
 
-    /// Returns the room of heavy members.
+    /// Returns the current limit of heavy users.
     pub(super) fn window(&self, now: Ticks) -> QueuePairWindow {
         let window = self.governor.window(self.number, now);
         let is_alone = || self.presence.is_alone(now, self.governor.presence());
-        // Without a bound, turns would be taken within the drive, by who submits most.
+        // Without a limit, the drive would divide its time by who submits most.
         if window == QueuePairWindow::Open && !is_alone() {
             return QueuePairWindow::Own(self.most.min(WINDOW_MAX));
         }
@@ -101,17 +101,17 @@ impl QueuePairSharing {
         }
     }
 
-    /// Returns the bytes of heavy members that completed since the last call.
+    /// Returns the heavy users' bytes that completed since the last call.
     pub(super) fn take_landed(&mut self) -> u64 {
         std::mem::take(&mut self.landed)
     }
 
-    /// Returns the bytes of heavy members in flight.
+    /// Returns the heavy users' bytes in flight.
     pub(super) fn heavy_bytes(&self) -> u64 {
         self.heavy_bytes
     }
 
-    /// Returns whether the window has room for so many bytes more.
+    /// Returns whether the window has room for `weight` more bytes.
     pub(super) fn has_room(&self, window: QueuePairWindow, weight: u64, now: Ticks) -> bool {
         let (bytes, in_flight) = match window {
             QueuePairWindow::Open => return true,
@@ -128,20 +128,20 @@ impl QueuePairSharing {
         in_flight == 0 || in_flight + weight <= bytes
     }
 
-    /// The drive got something of a heavy member.
+    /// Counts heavy bytes submitted to the drive.
     pub(super) fn launched(&mut self, weight: u64) {
         self.heavy_bytes += weight;
         self.governor.launched(weight);
     }
 
-    /// The drive has completed something of a heavy member.
+    /// Counts heavy bytes that completed.
     pub(super) fn landed(&mut self, weight: u32, now: Option<Ticks>) {
         self.heavy_bytes -= u64::from(weight);
         self.landed += u64::from(weight);
         self.governor.landed(weight.into(), now);
     }
 
-    /// Tells the governor whether heavy members wait here.
+    /// Tells the governor whether heavy commands wait on this pair.
     pub(super) fn tell_waiting(&mut self, is_waiting: bool) {
         if self.is_waiting != is_waiting {
             self.is_waiting = is_waiting;

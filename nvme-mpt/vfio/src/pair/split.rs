@@ -1,16 +1,14 @@
-//! Commands that go to the drive in parts: their children.
+//! Split commands: children that each execute a part of their parent.
 //!
-//! A command is split because it transfers more than the drive takes at once. Or it is split because a
-//! light member's command would wait too long for one that large ([`governor`](super::governor)). How
-//! large a child is, is decided when it is dispatched: some whole *grains* of its parent. Write Zeroes, which transfers
-//! nothing, is split for the second reason alone. A drive that
-//! takes all that a guest may transfer gets commands whole: its guests are promised its atomic writes,
-//! which may be longer than a block, and use SGLs.
+//! A command is split if it transfers more than the drive takes at once, or if a light user's command would wait too long
+//! for it ([`governor`](super::governor)). The size of a child is decided at dispatch: a number of whole *grains* of the
+//! parent. Write Zeroes, which transfers no data, is split only for the second reason. If the drive takes the longest
+//! command of a guest, it gets commands whole. Guests of such a drive get its atomic writes, which may exceed a block,
+//! and may use SGLs.
 //!
-//! No data is copied. A child's PRP entries are its parent's. The list that translation made for
-//! the parent lies in memory of the slot's own until the parent completes. It has no entry that
-//! points to another list (1 MiB takes 256 entries at most, half a page). A PRP list may start at
-//! any entry (Base 2.0, section 4.1.1).
+//! No data is copied. A child uses the PRP entries of its parent. The list that translation made for the parent stays in
+//! the slot's own memory until the parent completes. It never chains to another list (1 MiB takes 256 entries at most,
+//! half a page). A PRP list may start at any entry (Base 2.0, section 4.1.1).
 
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::host::{HostCompletion, HostMemory};
@@ -21,20 +19,20 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::{Psdt, Sqe};
 use nvme_mpt::spec::status::Status;
 
-/// Most bytes of a guest's command (MDTS of a guest controller).
+/// Maximum bytes of a guest's command (MDTS of a guest controller).
 pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 
-/// Limit up to which the drive takes a member's commands whole.
+/// Limit up to which a command need not be split.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct UnsplitLimit {
     bytes: u64,
     lba_shift: u8,
-    /// The most blocks that the drive takes at once, zero-based as NLB is.
+    /// Maximum blocks, zero-based like NLB.
     nlb_z: u16,
 }
 
 impl UnsplitLimit {
-    /// Of a drive that takes so many bytes at once.
+    /// Creates the limit of `bytes` for blocks of this size.
     pub(super) fn new(bytes: u64, lba_shift: u8) -> Self {
         let blocks = (bytes >> lba_shift).clamp(1, 1 << 16);
         Self {
@@ -44,20 +42,20 @@ impl UnsplitLimit {
         }
     }
 
-    /// Bytes of data that a command transfers from or to the guest's memory, as far as they can be
-    /// more than one page; 0 for other commands.
+    /// Returns the bytes that Read, Write or Compare transfers; 0 for other commands.
     #[inline]
     pub(super) fn data_len(&self, sqe: &Sqe) -> u64 {
         match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ | NvmOpcode::WRITE | NvmOpcode::COMPARE => {
-                // The three have NLB in the same place (NVM 1.0, section 3.2).
+                // All three have NLB in the same place (NVM 1.0, section 3.2).
                 (u64::from(sqe.cdw12 & 0xFFFF) + 1) << self.lba_shift
             }
             _ => 0,
         }
     }
 
-    /// Bytes by which a command can be split: those of [`Self::data_len`], and of zeroes if it is to be `interruptible`.
+    /// Returns the bytes by which a command can be split: its data, and for an `interruptible` command also the zeroes of
+    /// Write Zeroes.
     #[inline]
     pub(super) fn divisible_len(&self, sqe: &Sqe, interruptible: bool) -> u64 {
         match NvmOpcode(sqe.opcode()) {
@@ -68,9 +66,9 @@ impl UnsplitLimit {
         }
     }
 
-    /// Bytes of the drive that a command reads, writes or deallocates, as they count for the shares of tenants. A command
-    /// without data counts [`WINDOW_MAX`] at most: a guest that deallocates a whole lease then waits no longer than after
-    /// that many bytes of data.
+    /// Returns the bytes that a command reads, writes or deallocates, for the accounting of shares. A command without
+    /// data counts at most [`WINDOW_MAX`]. So a guest that deallocates a whole lease waits no longer than after that many
+    /// bytes of data.
     #[inline]
     pub(super) fn touched(&self, sqe: &Sqe, memory: HostMemory<'_>) -> u64 {
         match self.data_len(sqe) {
@@ -107,15 +105,16 @@ impl UnsplitLimit {
         blocks << self.lba_shift
     }
 
-    /// Returns whether the drive takes a command at once.
+    /// Returns whether the drive takes a command whole.
     #[inline]
     pub(super) fn is_whole(&self, sqe: &Sqe) -> bool {
-        // Commands whose dword 12 is something else are rarely that large there.
+        // The first comparison is a fast path: other commands rarely have so large a value in dword 12.
         sqe.cdw12 as u16 <= self.nlb_z || self.data_len(sqe) <= self.bytes
     }
 }
 
-/// Adds up the blocks of a command's ranges, which lie in its slot's own list. `blocks` reads those of the range at a word.
+/// Sums the blocks of a command's ranges, which lie in its slot's own list. `blocks` reads the length of the range at a
+/// word index.
 fn ranges(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -132,20 +131,20 @@ fn ranges(
         .sum()
 }
 
-/// The smallest grain: two pages, so that a command of more than one has a PRP list.
+/// Smallest grain in bytes: two pages, so that a longer command has a PRP list.
 pub(super) const GRAIN: u64 = 2 * PAGE_SIZE;
 
-/// Progress of a command that was split.
+/// Progress of a split command.
 #[derive(Clone, Copy, Debug, Default)]
 struct SplitProgress {
-    /// Bytes of a grain.
+    /// Length of a grain in bytes.
     grain: u32,
     grains: u16,
-    /// Grains that the drive has had.
+    /// Grains that were dispatched.
     dispatched: u16,
-    /// Children.
+    /// Children in flight.
     in_flight: u16,
-    /// The first child, in the order of LBAs, that failed, and how.
+    /// First failed child in LBA order, and its status.
     failure: Option<(u16, Status)>,
 }
 
@@ -159,29 +158,29 @@ impl SplitProgress {
     }
 }
 
-/// Returns whether a command that is split has data in the guest's memory.
+/// Returns whether a split command transfers data.
 fn has_data(sqe: &Sqe) -> bool {
     NvmOpcode(sqe.opcode()) != NvmOpcode::WRITE_ZEROES
 }
 
-/// A member's commands that were split, by slot.
+/// Split commands of a user, by slot.
 #[derive(Debug)]
 pub(super) struct SplitCommands {
-    /// Most bytes of a child, a multiple of the page size.
+    /// Maximum bytes of a child, a multiple of the page size.
     child_bytes: u64,
     lba_shift: u8,
     progress: Box<[SplitProgress]>,
-    /// Data Pointers of children that are one grain: [`GRAINS_MAX`] per slot. Pointers that no command has needed yet
-    /// lie in untouched memory.
+    /// Data Pointers of children of one grain: [`GRAINS_MAX`] per slot. Pages of this table that no command has used yet
+    /// stay unallocated.
     pointers: Box<[[u64; 2]]>,
 }
 
-/// Most grains of a command.
+/// Maximum grains of a command.
 const GRAINS_MAX: usize = (PARENT_BYTES_MAX / GRAIN) as usize;
 
 impl SplitCommands {
-    /// Room for `slots` commands of which the drive takes `child_bytes` at once: two pages at least,
-    /// as MDTS is at least 1 (Base 2.0, Figure 275).
+    /// Allocates `slots` commands, for a drive that takes `child_bytes` at once: at least two pages, as MDTS is at least
+    /// 1 (Base 2.0, Figure 275).
     pub(super) fn new(slots: u16, child_bytes: u64, lba_shift: u8) -> Self {
         let slots = usize::from(slots);
         Self {
@@ -192,8 +191,8 @@ impl SplitCommands {
         }
     }
 
-    /// The grain of a command that is to be split: it transfers more than the drive takes at once, or
-    /// is to be `interruptible` by light members' commands.
+    /// Returns the grain of a command that must be split, because it exceeds the drive's limit or has to be
+    /// `interruptible` by light commands.
     #[inline]
     pub(super) fn grain(&self, len: u64, interruptible: bool) -> Option<u64> {
         let grain = if interruptible {
@@ -204,8 +203,7 @@ impl SplitCommands {
         (len > grain).then_some(grain)
     }
 
-    /// Prepares a command that transfers or zeroes `len` bytes, more than `grain`, for children of whole
-    /// ones: all that must be known of the parent's PRP list is read now.
+    /// Prepares a command of `len` bytes, more than `grain`. Reads everything that its children need of the PRP list.
     pub(super) fn prepare(
         &mut self,
         sqe: &Sqe,
@@ -219,13 +217,13 @@ impl SplitCommands {
             self.progress[slot] = SplitProgress::new(grain, grains)?;
             return Ok(());
         }
-        // SGLs are not offered on such a drive.
+        // SGLs are not offered on a drive that needs split commands.
         if sqe.cdw0.psdt() != Psdt::PRP || len > PARENT_BYTES_MAX {
             return Err(Status::INTERNAL_ERROR);
         }
         let [prp1, list] = sqe.dptr;
         let offset = prp1 % PAGE_SIZE;
-        // More than two pages, as a grain has two at least: PRP2 points to a list.
+        // The command has more than two pages, as a grain has at least two: PRP2 points to a list.
         let entries = (offset + len).div_ceil(PAGE_SIZE) as usize - 1;
         let words = memory
             .lists
@@ -239,7 +237,7 @@ impl SplitCommands {
             .ok_or(Status::INTERNAL_ERROR)?;
         let pages_per_grain = (grain / PAGE_SIZE) as usize;
         for (index, pointer) in pointers.iter_mut().enumerate() {
-            // Its first page is as many pages after its parent's; entry 0 is that of page 1.
+            // Entry 0 of the list is for page 1 of the parent.
             let page = index * pages_per_grain;
             let first = match page {
                 0 => prp1,
@@ -260,8 +258,7 @@ impl SplitCommands {
         Ok(())
     }
 
-    /// Bytes of the child that is dispatched next, of a parent that transfers `len` bytes, where more
-    /// than `most` are not wanted: a grain at least.
+    /// Returns the bytes of the next child of a parent of `len` bytes: at most `most`, but at least a grain.
     pub(super) fn next_len(&self, slot: u16, len: u64, most: u64) -> u64 {
         let progress = &self.progress[usize::from(slot)];
         let grain = u64::from(progress.grain);
@@ -270,7 +267,7 @@ impl SplitCommands {
             .min(most - most % grain)
     }
 
-    /// Takes the next child of a command of `len` bytes. Its length is [`Self::next_len`].
+    /// Takes the next child of a command of `len` bytes. The length of the child is [`Self::next_len`].
     pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> SplitPart {
         let slot = usize::from(parent.cid().0);
         let child_len = self.next_len(parent.cid().0, len, most);
@@ -287,7 +284,7 @@ impl SplitCommands {
         if has_data(parent) {
             sqe.dptr = self.pointers[slot * GRAINS_MAX + usize::from(first)];
             if child_len > grain {
-                // More than two pages: the rest of its parent's list.
+                // More than two pages: PRP2 points into the parent's list.
                 sqe.dptr[1] = parent.dptr[1] + 8 * (bytes_before / PAGE_SIZE);
             }
         }
@@ -298,8 +295,8 @@ impl SplitCommands {
         }
     }
 
-    /// Has no further child of a command dispatched, which ends with this status unless a child fails.
-    /// Returns whether the drive has children of it.
+    /// Stops the dispatch of further children. The command ends with `status` unless a child fails. Returns whether
+    /// children are in flight.
     pub(super) fn cut_short(&mut self, slot: u16, status: Status) -> bool {
         let progress = &mut self.progress[usize::from(slot)];
         progress.grains = progress.dispatched;
@@ -309,7 +306,7 @@ impl SplitCommands {
         progress.in_flight > 0
     }
 
-    /// The child that begins with grain `child` has completed. After a failure no more are
+    /// Records the completion of the child that begins with grain `child`. After a failure no further children are
     /// dispatched.
     pub(super) fn complete(&mut self, slot: u16, child: u16, status: Status) -> SplitPartOutcome {
         let progress = &mut self.progress[usize::from(slot)];
@@ -337,20 +334,20 @@ impl SplitCommands {
     }
 }
 
-/// A command to the drive that does a part of its parent.
+/// A child command for a part of its parent.
 pub(super) struct SplitPart {
     pub(super) sqe: Sqe,
-    /// Number of the parent's grain that it begins with.
+    /// Number of the parent's first grain in this child.
     pub(super) first_grain: u16,
-    /// The parent has no further child.
+    /// True if this is the parent's last child.
     pub(super) is_last: bool,
 }
 
-/// Fate of a parent when a child has completed.
+/// State of a parent after a child has completed.
 #[derive(Debug)]
 pub(super) struct SplitPartOutcome {
-    /// Its other children are not dispatched any more.
+    /// True if the remaining children are not dispatched.
     pub(super) cut_short: bool,
-    /// It has completed.
+    /// Completion of the parent, if it has completed.
     pub(super) completion: Option<HostCompletion>,
 }

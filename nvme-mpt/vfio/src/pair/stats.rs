@@ -1,16 +1,16 @@
-//! Figures of a queue pair.
+//! Statistics of a queue pair.
 
-/// Figures of a host queue pair since it was created.
+/// Statistics of a host queue pair since its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PairStats {
-    /// Commands of its members.
+    /// Number of commands of all users.
     pub commands: u64,
-    /// Those of them that the drive could not take in one.
+    /// Number of commands that were split.
     pub splits: u64,
-    /// Commands that the drive got in their place.
+    /// Number of child commands sent to the drive.
     pub children: u64,
-    /// Doorbell register writes that the drive's Doorbell Buffer spared.
+    /// Register writes avoided by the drive's Doorbell Buffer.
     pub doorbell_writes_saved: u64,
-    /// Completions of commands that were not in flight; they were dropped.
+    /// Completions for commands that were not in flight, which were dropped.
     pub late_completions: u64,
 }

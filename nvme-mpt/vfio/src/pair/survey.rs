@@ -1,10 +1,10 @@
-//! Looks at all queue pairs of a drive, by which its governor knows of members that have a pair to themselves.
+//! Survey of a drive's queue pairs, by which the governor learns about lone users.
 //!
-//! Such a member goes straight to its ring, and counts nothing but its commands in flight. So the drive's supervisor adds
-//! them up ten times a second, by lease: a tenant is quiet or busy with all its queues, whichever pairs they use. While
-//! commands take noticeably long on a drive that a quiet tenant shares with a busy one, its pairs are not used directly.
-//! Busy tenants have their [`shares`](super::shares) by weight meanwhile. A drive with one tenant, or one that is fast
-//! enough for all, costs nothing but these looks.
+//! A lone user submits directly to its ring and counts only its commands in flight. So the drive monitor adds these up
+//! ten times a second, by lease: an owner is quiet or busy with all its queues together, regardless of their pairs. If
+//! commands take noticeably long on a drive with quiet and busy owners, direct submission stops. Busy owners then get
+//! their [`shares`](super::shares) by weight. On a drive with one owner, or one that is fast enough for all, the only
+//! cost is the survey.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,48 +18,48 @@ use nvme_mpt::clock::{TickRate, Ticks};
 use nvme_mpt::learn::CommandClass;
 use nvme_mpt::spec::admin::QueuePriority;
 
-/// Mean time of commands in the drive above which a quiet tenant notices a busy one: a few times the latency of a fast drive
-/// that has one command. A slow drive may exceed it by its own latency alone. The governor then learns a window that costs
-/// busy tenants little.
+/// Mean time in the drive above which a quiet owner notices a busy one: a few times the latency of a fast drive with one
+/// command. A slow drive may exceed it by its latency alone. The governor then learns a window that costs busy owners
+/// little.
 const NOTICEABLE: Duration = Duration::from_micros(250);
 
-/// Classes of queues that a drive serves by weights.
+/// Priority classes that are used for weighted round robin.
 pub const CLASSES: [QueuePriority; 3] = [
     QueuePriority::HIGH,
     QueuePriority::MEDIUM,
     QueuePriority::LOW,
 ];
 
-/// Parts into which a weight is divided among the classes of its lease's queues.
+/// Resolution of a lease's weight when it is divided among the priority classes of its queues.
 const PARTS: u64 = 64;
 
-/// Looks for which a tenant counts in the weights of classes after it had commands, and as a busy one after it was busy. With
-/// fewer, a guest with pauses would have them changed again and again.
+/// Number of surveys for which an owner counts in the class weights after its last command, and as busy after it was
+/// busy. It is large enough that pauses of a guest do not change the weights again and again.
 const CLASS_LOOKS: u8 = 50;
 
-/// Load of a class of queues.
+/// Load of a priority class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassLoad {
-    /// Weight of all tenants that use queues of it, busy ones and quiet ones: their queues have turns with each other. It is 0
-    /// if there are none. The unit is the same for all classes.
+    /// Total weight of the owners that use queues of this class, quiet ones included, because all queues of a class take
+    /// turns. 0 if there are none. All classes have the same unit.
     pub weight: u64,
-    /// True if one of them is busy.
+    /// True if any of these owners is busy.
     pub is_busy: bool,
 }
 
-/// A tenant that counts in the weights of classes.
+/// An owner that counts in the class weights.
 #[derive(Debug)]
 struct ClassUser {
     lease: Arc<LeaseShare>,
-    /// Its queues by class, as they were when it last had commands.
+    /// Number of its queues by class, at the last survey with commands.
     queues: [u64; CLASSES.len()],
-    /// Further looks at which it counts, and at which it counts as busy.
+    /// Remaining surveys for which the owner counts, and counts as busy.
     looks: u8,
     busy_looks: u8,
 }
 
 impl ClassUser {
-    /// Adds its weight to the loads of the classes, by its queues in each.
+    /// Adds the owner's weight to the loads of the classes, in proportion to its queues.
     fn add_to(&self, loads: &mut [ClassLoad; CLASSES.len()]) {
         let queues: u64 = self.queues.iter().sum();
         for (load, of_class) in loads.iter_mut().zip(self.queues) {
@@ -72,41 +72,41 @@ impl ClassUser {
     }
 }
 
-/// A tenant of the drive at a look.
+/// An owner in one survey.
 #[derive(Debug)]
 struct SurveyedOwner {
     lease: Arc<LeaseShare>,
     outstanding: u32,
-    /// Its queues.
+    /// Number of its queues.
     queues: u64,
-    /// The same by class.
+    /// Number of its queues by class.
     in_classes: [u64; CLASSES.len()],
-    /// Further looks at which it counts as busy.
+    /// Remaining surveys for which the owner counts as busy.
     busy_looks: u8,
-    /// Bytes that the drive had got of it before, and its limit since.
+    /// Bytes that the drive had received from the owner before, and the owner's limit since.
     bytes: u64,
     limit: Option<u64>,
 }
 
-/// Time from one look to the next, as a rule.
+/// Nominal time between two surveys.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Looks for which a tenant counts as busy after it was: one that resets its controller, or maps memory, has moments without
-/// commands.
+/// Number of surveys for which an owner counts as busy after it was. A guest that resets its controller or maps memory
+/// has moments without commands.
 const BUSY_LOOKS: u8 = 5;
 
 impl SurveyedOwner {
-    /// Returns whether it is too busy to be quiet, or was until a short time ago.
+    /// Returns whether the owner is busy, or was a short time ago.
     fn is_busy(&self) -> bool {
         self.wants() || self.busy_looks > 0
     }
 
-    /// Returns whether it has more commands outstanding now than a quiet one.
+    /// Returns whether the owner has more commands outstanding than a quiet one.
     fn wants(&self) -> bool {
         CommandClass::is_heavy(self.outstanding, 0)
     }
 
-    /// Its bytes of `elapsed` ticks, as if those had been `look` ticks.
+    /// Returns the owner's share, with its bytes in `elapsed` ticks scaled to `look` ticks.
     fn portion(&self, look: u64, elapsed: u64) -> OwnerShare {
         let got = self.lease.bytes().saturating_sub(self.bytes);
         OwnerShare {
@@ -118,44 +118,44 @@ impl SurveyedOwner {
     }
 }
 
-/// Tenants of a drive, and the time of their commands.
+/// Survey of a drive's owners and of the time that their commands take.
 #[derive(Debug)]
 pub struct DriveSurvey {
     noticeable: u64,
     look: u64,
-    /// Tenants at this look that have commands, or had some since the last one.
+    /// Owners with commands in this survey, or since the previous one.
     tenants: Vec<SurveyedOwner>,
-    /// Tenants at the previous look.
+    /// Owners of the previous survey.
     former: Vec<SurveyedOwner>,
     class_users: Vec<ClassUser>,
     shares: WeightedShares,
-    /// Pairs that have members, at this look.
+    /// Number of pairs with users in this survey.
     used_pairs: usize,
-    /// True if one of them had no place left for busy members.
+    /// True if a pair had no entry left for heavy users.
     is_full: bool,
-    /// `None` until the first look.
+    /// `None` until the first survey.
     backlog: Option<InFlightBound>,
-    /// Bytes that completed, and that the drive has, of commands that are counted.
+    /// Bytes of counted commands that completed, and those in flight.
     landed: u64,
     in_flight: u64,
-    /// True if a quiet tenant was there while shares were watched.
+    /// True if a light user was active in the previous weighed survey.
     had_light: bool,
-    /// True if shares were watched since the last look.
+    /// True if the drive was weighed in the previous survey.
     is_weighed: bool,
-    /// Time of the last look.
+    /// Time of the last survey.
     looked: Ticks,
-    /// Commands of all pairs that were in flight at the look before that.
+    /// Commands in flight at the survey before the last one, of all pairs.
     had: u64,
-    /// Commands taken between these two looks.
+    /// Commands submitted between these two surveys.
     commands: u64,
-    /// Commands of all pairs that were in flight at the last look.
+    /// Commands in flight at the last survey, of all pairs.
     has: u64,
-    /// Those of `has` that went straight to the rings.
+    /// Part of `has` that was submitted directly.
     direct: u64,
 }
 
 impl DriveSurvey {
-    /// Of a drive that nobody has looked at, with a clock of this rate.
+    /// Creates the survey of an unknown drive, with a clock of this rate.
     #[must_use]
     pub fn new(rate: TickRate) -> Self {
         Self {
@@ -180,7 +180,7 @@ impl DriveSurvey {
         }
     }
 
-    /// Looks at all pairs of a drive, and tells its governor.
+    /// Surveys all pairs of a drive and updates its governor.
     pub fn look<'a>(
         &mut self,
         governor: &DriveGovernor,
@@ -205,17 +205,17 @@ impl DriveSurvey {
         if is_slow && busy > 0 && busy < self.tenants.len() {
             governor.contend(now);
         }
-        // On a single pair whose places are all taken, its turns alone divide the drive. While some are free, no command waits
-        // for its turn, and the drive has whatever was submitted.
+        // If all entries of the only used pair are taken, its arbitration alone divides the drive. If entries are free,
+        // no command waits for arbitration, and the drive has everything that was submitted.
         let is_divided = self.used_pairs == 1 && self.is_full;
         let is_contended = is_slow && busy > 1 && !is_divided;
         self.weigh(governor, is_contended, elapsed, now);
-        // More of them come while the drive is not governed.
+        // While direct submission is enabled, the number may grow at any time.
         let direct = governor.is_governed(now).then_some(self.direct);
         governor.note_direct(direct);
     }
 
-    /// Returns the loads of the [classes](CLASSES) of queues at the last look.
+    /// Returns the loads of the [priority classes](CLASSES) at the last survey.
     #[must_use]
     pub fn class_loads(&self) -> [ClassLoad; CLASSES.len()] {
         let mut loads = [ClassLoad::default(); CLASSES.len()];
@@ -225,7 +225,7 @@ impl DriveSurvey {
         loads
     }
 
-    /// Takes up the tenants of this look in the classes of their queues, and forgets those that had no command for long.
+    /// Updates the owners that count in the class weights, and drops those without commands for a long time.
     fn count_in_classes(&mut self) {
         for user in &mut self.class_users {
             user.looks = user.looks.saturating_sub(1);
@@ -251,7 +251,7 @@ impl DriveSurvey {
         self.class_users.retain(|user| user.looks > 0);
     }
 
-    /// Carries over how long tenants count as busy, also those that have no command at this look.
+    /// Carries over for how long owners count as busy, also those without commands in this survey.
     fn remember_busy(&mut self) {
         for old in &self.former {
             let busy_looks = match old.wants() {
@@ -277,7 +277,7 @@ impl DriveSurvey {
         }
     }
 
-    /// Gives busy tenants their shares while there are several and commands take long.
+    /// Sets the limits of busy owners if the drive is contended; else removes them.
     fn weigh(&mut self, governor: &DriveGovernor, is_contended: bool, elapsed: u64, now: Ticks) {
         if !is_contended {
             if std::mem::take(&mut self.is_weighed) {
@@ -290,7 +290,7 @@ impl DriveSurvey {
             return;
         }
         let mut former = std::mem::take(&mut self.former);
-        // What the drive does beside a quiet tenant tells nothing of what it does without one.
+        // The throughput beside a quiet owner differs from the throughput without one.
         let has_light = governor.is_light_present(now);
         if std::mem::replace(&mut self.had_light, has_light) != has_light {
             self.shares.forget();
@@ -307,7 +307,7 @@ impl DriveSurvey {
             }
         }
         self.former = former;
-        // While a quiet tenant is there, busy ones wait in front of the drive.
+        // While a light user is active, busy owners wait in front of the drive.
         let is_slow = self.is_slow(elapsed) || has_light;
         let tenants = self.tenants.iter_mut();
         let mut busy: Vec<_> = tenants.filter(|tenant| tenant.is_busy()).collect();
@@ -331,8 +331,8 @@ impl DriveSurvey {
         governor.weigh(now);
     }
 
-    /// Bounds what the drive has of each tenant, as long as it is not known to be fast: the tenants' parts go by weight, and
-    /// those of a tenant's pairs are equal.
+    /// Limits each pair's bytes in flight while the drive is not known to be fast. Owners get parts of the bound by
+    /// weight, divided equally among each owner's queues.
     fn bound<'a>(
         &mut self,
         governor: &DriveGovernor,
@@ -355,7 +355,7 @@ impl DriveSurvey {
             governor.govern(now);
         }
         let Some(bound) = bound else {
-            // Those that were created since the last look have one.
+            // Pairs created since the last survey have a limit.
             pairs
                 .into_iter()
                 .for_each(|pair| pair.shared.lock().bound(None));
@@ -373,14 +373,14 @@ impl DriveSurvey {
             let part: f64 = parts.sum();
             let bytes = match part > 0.0 {
                 true => (bound as f64 * part / weights as f64) as u64,
-                // Nobody has used it since the last look.
+                // The pair was not used since the last survey.
                 false => backlog::FIRST.min(bound),
             };
             core.bound(Some(bytes));
         }
     }
 
-    /// Adds what a pair has had to do for so many ticks.
+    /// Adds the load of a pair during the last `elapsed` ticks.
     fn add(&mut self, priority: QueuePriority, core: &mut QueuePairCore, now: Ticks, elapsed: u64) {
         let (taken, in_flight) = (core.stats().commands, core.in_flight() as u64);
         let commands = taken - std::mem::replace(&mut core.surveyed, taken);
@@ -428,7 +428,8 @@ impl DriveSurvey {
         }
     }
 
-    /// Returns whether the mean time of commands is noticeable: commands in flight, divided by completions per tick.
+    /// Returns whether the mean time of commands is noticeable. The mean is the number of commands in flight divided by
+    /// completions per tick.
     fn is_slow(&self, elapsed: u64) -> bool {
         let completed = (self.had + self.commands).saturating_sub(self.has);
         u128::from(self.has) * u128::from(elapsed)

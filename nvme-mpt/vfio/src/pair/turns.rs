@@ -1,16 +1,16 @@
-//! Turns of heavy members at the places of a queue pair, in proportion to the weights of their leases.
+//! Arbitration between a queue pair's heavy users, in proportion to the weights of their leases.
 //!
-//! The rule is start-time fair queueing, in two levels. A lease's *virtual time* is the number of bytes that its members
-//! got places for, divided by its weight. Of the leases that wait, the one with the earliest time is next. Within a
-//! lease, the same rule with equal weights chooses the member. So a lease with four queues has one share, not four.
+//! The algorithm is start-time fair queueing on two levels. A lease's *virtual time* is the number of dispatched bytes of
+//! its users, divided by its weight. The waiting lease with the earliest time is next. Within the lease, the same rule
+//! with equal weights selects the user. So a lease with four queues has one share, not four.
 //!
-//! - A lease that begins to wait starts no earlier than the lease that was served last. It saves no turns up while it
-//!   wants none, and the others keep what it left.
-//! - Once nothing waits, all leases are equal again.
-//! - A new weight counts from the lease's next command on.
+//! - A lease that begins to wait starts no earlier than the lease that was served last. So an idle lease accumulates no
+//!   credit.
+//! - Once no lease waits, all leases are equal again.
+//! - A new weight applies from the lease's next command on.
 //!
-//! While two leases wait, their bytes by weight differ by one command of each at most. The order depends on no clock: a
-//! drive that is stopped or reset changes nothing here.
+//! While two leases wait, their bytes by weight differ by at most one command of each. The order does not depend on a
+//! clock, so stopping or resetting the drive changes nothing here.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,27 +20,27 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use nvme_mpt::limit::LeaseWeight;
 
-/// Virtual time of a byte at weight 1.
+/// Virtual time of one byte at weight 1.
 const BYTE: u64 = 1 << 32;
 
-/// A lease as queue pairs know it: its reservation, its weight, and the commands of all its queues.
+/// A lease's state for queue pairs: reservation, weight, and the commands of all its queues.
 #[derive(Debug)]
 pub struct LeaseShare {
     reservation: Option<u64>,
-    /// Commands that its queues submitted in turn and have not got back. It is changed once per batch.
+    /// Outstanding commands that went through arbitration, of all queues. Updated once per batch.
     outstanding: AtomicU32,
-    /// Virtual time of a byte.
+    /// Virtual time of one byte.
     per_byte: AtomicU64,
-    /// Bytes that the drive got of it while shares were watched.
+    /// Bytes that were dispatched while the drive was weighed.
     launched: AtomicU64,
-    /// Value of `launched` at which the lease has to wait for the next look; `u64::MAX` without a limit.
+    /// Value of `launched` from which the lease must wait for the next survey; `u64::MAX` without a limit.
     launches_until: AtomicU64,
-    /// True while its namespace is not the one that was leased.
+    /// True while the leased namespace is missing or has another block size.
     revoked: AtomicBool,
 }
 
 impl LeaseShare {
-    /// A lease of the usual weight, with a reservation if it has one.
+    /// Creates the state of a lease with the default weight.
     #[must_use]
     pub fn new(reservation: Option<u64>) -> Arc<Self> {
         let share = Self {
@@ -55,20 +55,20 @@ impl LeaseShare {
         Arc::new(share)
     }
 
-    /// Returns the reservation.
+    /// Returns the key of the reservation, if there is one.
     #[must_use]
     pub fn reservation(&self) -> Option<u64> {
         self.reservation
     }
 
-    /// Changes the weight, also while commands wait.
+    /// Sets the weight, also while commands wait.
     pub fn set_weight(&self, weight: LeaseWeight) {
         let per_byte = BYTE / u64::from(weight.get());
         self.per_byte.store(per_byte, Ordering::Relaxed);
     }
 
-    /// Sets whether the drive gets no command of the lease: those of queues that join from now on, and of others with
-    /// [`Pair::revoke`](super::VfioQueuePair::revoke).
+    /// Sets whether the lease is revoked, so that the drive gets none of its commands. This applies to queues that join
+    /// from now on, and to present users after [`VfioQueuePair::revoke`](super::VfioQueuePair::revoke).
     pub fn set_revoked(&self, revoked: bool) {
         self.revoked.store(revoked, Ordering::Relaxed);
     }
@@ -77,43 +77,43 @@ impl LeaseShare {
         self.revoked.load(Ordering::Relaxed)
     }
 
-    /// A queue submitted so many commands. Returns how many the lease has outstanding with them.
+    /// Counts submitted commands. Returns the lease's number of outstanding commands.
     #[inline]
     pub(super) fn submitted(&self, commands: u32) -> u32 {
         let before = self.outstanding.fetch_add(commands, Ordering::Relaxed);
         before.saturating_add(commands)
     }
 
-    /// A queue got so many commands back, or lets go of them.
+    /// Counts commands that have completed or were dropped.
     #[inline]
     pub(super) fn ended(&self, commands: u32) {
         self.outstanding.fetch_sub(commands, Ordering::Relaxed);
     }
 
-    /// The drive got so many bytes of it.
+    /// Counts dispatched bytes.
     #[inline]
     pub(super) fn launched(&self, bytes: u64) {
         self.launched.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns whether it has had as much as it may until the next look.
+    /// Returns whether the lease has reached its limit until the next survey.
     #[inline]
     pub(super) fn is_spent(&self) -> bool {
         self.launched.load(Ordering::Relaxed) >= self.launches_until.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes that the drive got of it while shares were watched.
+    /// Returns the bytes that were dispatched while the drive was weighed.
     pub(super) fn bytes(&self) -> u64 {
         self.launched.load(Ordering::Relaxed)
     }
 
-    /// Lets the drive get so many bytes of it until the next look, or any number.
+    /// Sets the limit of bytes until the next survey; `None` for no limit.
     pub(super) fn allow(&self, bytes: Option<u64>) {
         let until = bytes.map_or(u64::MAX, |bytes| self.bytes().saturating_add(bytes));
         self.launches_until.store(until, Ordering::Relaxed);
     }
 
-    /// Returns its weight.
+    /// Returns the weight.
     #[must_use]
     pub fn weight(&self) -> u64 {
         BYTE / self.per_byte.load(Ordering::Relaxed).max(1)
@@ -124,20 +124,20 @@ impl LeaseShare {
     }
 }
 
-/// Parties, and those of them that wait by their virtual times.
+/// Waiting parties, ordered by virtual time.
 #[derive(Debug, Default)]
 struct VirtualTimeOrder {
-    /// Number of parties, whether they wait or not.
+    /// Number of parties, waiting or not.
     parties: usize,
     waiting: BinaryHeap<Reverse<(u128, u16)>>,
-    /// Time at which the last served party began.
+    /// Start time of the party that was served last.
     now: u128,
-    /// Latest time that a party has reached.
+    /// Latest time that any party has reached.
     latest: u128,
 }
 
 impl VirtualTimeOrder {
-    /// Adds a party that begins to wait, which reached this time before.
+    /// Adds a waiting party that has reached `time`.
     fn enter(&mut self, party: u16, time: u128) {
         if self.waiting.is_empty() {
             self.now = self.latest;
@@ -145,15 +145,15 @@ impl VirtualTimeOrder {
         self.waiting.push(Reverse((time.max(self.now), party)));
     }
 
-    /// Returns the party that is next.
+    /// Returns the next party.
     #[inline]
     fn first(&self) -> Option<u16> {
         self.waiting.peek().map(|Reverse((_, party))| *party)
     }
 
-    /// Charges the party that is next, and removes it unless it `goes_on`. Returns the time that it reached.
+    /// Charges the next party, and removes it unless it `goes_on`. Returns the time that it reached.
     ///
-    /// One without another beside it takes from none, and its time stands still.
+    /// The time of an only party does not advance, because the party takes nothing from others.
     #[inline]
     fn charge(&mut self, cost: impl FnOnce() -> u128, goes_on: bool) -> u128 {
         let Some(mut first) = self.waiting.peek_mut() else {
@@ -174,22 +174,22 @@ impl VirtualTimeOrder {
         time
     }
 
-    /// Removes a party, wherever it stands.
+    /// Removes a waiting party.
     fn remove(&mut self, party: u16) {
         self.waiting.retain(|Reverse((_, other))| *other != party);
     }
 }
 
-/// A lease with members of the pair.
+/// A lease with users on this pair.
 #[derive(Debug)]
 struct ArbitratedLease {
     share: Arc<LeaseShare>,
     time: u128,
-    /// Its members.
+    /// Users of the lease.
     order: VirtualTimeOrder,
 }
 
-/// Place of a member.
+/// Arbitration state of a user.
 #[derive(Clone, Copy, Debug)]
 struct ArbitratedUser {
     tenant: u16,
@@ -197,18 +197,18 @@ struct ArbitratedUser {
     waits: bool,
 }
 
-/// Turns of a pair's members.
+/// Arbitration between a pair's heavy users.
 #[derive(Debug, Default)]
 pub(super) struct QueuePairArbitration {
-    /// Leases.
+    /// Order of the leases.
     order: VirtualTimeOrder,
     tenants: Vec<Option<ArbitratedLease>>,
-    /// By the members' numbers.
+    /// State by user number.
     places: Vec<Option<ArbitratedUser>>,
 }
 
 impl QueuePairArbitration {
-    /// Adds a member of a lease. No later call allocates memory for it.
+    /// Adds a user of a lease. Later calls allocate no memory.
     pub(super) fn join(&mut self, member: u16, share: &Arc<LeaseShare>) {
         let is_its = |tenant: &ArbitratedLease| Arc::ptr_eq(&tenant.share, share);
         let mut tenants = self.tenants.iter();
@@ -238,7 +238,7 @@ impl QueuePairArbitration {
         });
     }
 
-    /// Removes a member, and its lease with the last one.
+    /// Removes a user, and its lease if it was the last one.
     pub(super) fn leave(&mut self, member: u16) {
         self.forget(member);
         let place = self.places.get_mut(usize::from(member));
@@ -255,7 +255,7 @@ impl QueuePairArbitration {
         }
     }
 
-    /// Lets a member wait for its turn, unless it does already.
+    /// Marks a user as waiting.
     #[inline]
     pub(super) fn wait(&mut self, member: u16) {
         let Some(Some(place)) = self.places.get_mut(usize::from(member)) else {
@@ -274,7 +274,7 @@ impl QueuePairArbitration {
         tenant.order.enter(member, place.time);
     }
 
-    /// Returns the member whose turn it is.
+    /// Returns the next user.
     #[inline]
     pub(super) fn next(&self) -> Option<u16> {
         let tenant = self.order.first()?;
@@ -285,7 +285,7 @@ impl QueuePairArbitration {
             .first()
     }
 
-    /// Charges the member whose turn it is with so many bytes. It waits no more unless it `goes_on`.
+    /// Charges the next user with `bytes`. The user stops waiting unless it `goes_on`.
     #[inline]
     pub(super) fn charge(&mut self, bytes: u64, goes_on: bool) {
         let Some(tenant) = self.order.first() else {
@@ -307,7 +307,7 @@ impl QueuePairArbitration {
         tenant.time = self.order.charge(cost, goes_on);
     }
 
-    /// Lets a member wait no more.
+    /// Removes a user from the waiting ones.
     #[cold]
     pub(super) fn forget(&mut self, member: u16) {
         let Some(Some(place)) = self.places.get_mut(usize::from(member)) else {
@@ -325,7 +325,7 @@ impl QueuePairArbitration {
         }
     }
 
-    /// Returns whether no member waits.
+    /// Returns whether no user is waiting.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.order.waiting.is_empty()

@@ -458,7 +458,7 @@ mod tests {
 
     use super::*;
 
-    /// Classes that are busy with these weights, or that nobody uses.
+    /// Returns loads with these weights; classes of weight 0 are unused.
     fn busy(weights: [u64; CLASSES.len()]) -> [ClassLoad; CLASSES.len()] {
         weights.map(|weight| ClassLoad {
             weight,
@@ -550,7 +550,7 @@ mod tests {
     fn a_drive_is_told_of_four_changes_in_a_minute_at_most() {
         let mut arbitration = weighted();
         let mut told = Vec::new();
-        // Guests come and go at each look.
+        // Guests come and go in each survey.
         for look in 0..1_800_u64 {
             let now = Duration::from_millis(100 * look);
             let loads = busy([100 + 300 * (look % 2), 100, 0]);
@@ -573,7 +573,7 @@ mod tests {
         }
     }
 
-    /// Sets weights on a drive with these answers. Returns the weights that it was sent, and whether it is to be reset.
+    /// Sets weights on a drive with these answers. Returns the weights sent, and whether the drive must be reset.
     fn set_with(answers: &[fn() -> Result<(), ControllerError>]) -> (Vec<[u8; 3]>, bool) {
         let mut arbitration = weighted();
         let (mut sent, mut answers) = (Vec::new(), answers.iter());

@@ -131,7 +131,7 @@ mod tests {
             self.queues[queue].pop_front();
         }
 
-        /// Lets time pass, and looks again and again. Returns the queues of late commands.
+        /// Lets time pass with regular checks. Returns the queues of overdue commands.
         fn pass(&mut self, time: u64) -> Vec<u16> {
             let end = self.now + time;
             loop {
@@ -142,7 +142,7 @@ mod tests {
             }
         }
 
-        /// Looks once, after some time.
+        /// Checks once, after some time.
         fn look_after(&mut self, time: u64) -> Vec<u16> {
             self.now += time;
             let look = |queue: &VecDeque<LateCommand>| InFlightSample {
@@ -210,7 +210,7 @@ mod tests {
         }
     }
 
-    /// The supervisor had no processor, or the host was suspended.
+    /// The drive monitor got no processor time, or the host was suspended.
     #[test]
     fn time_without_a_look_is_no_silence_of_the_drive() {
         let mut scene = DriveProgressTest::default();
@@ -222,7 +222,7 @@ mod tests {
         }
         scene.submit(1, 1);
         assert_eq!(scene.look_after(50 * DEADLINE), [0; 0], "a new one");
-        // A drive that stays silent is late, at the latest after as many looks as the deadline has parts.
+        // A drive that completes nothing is late after LOOKS checks at most.
         let looks = (1..).find(|_| !scene.look_after(50 * DEADLINE).is_empty());
         assert_eq!(looks, Some(LOOKS));
     }

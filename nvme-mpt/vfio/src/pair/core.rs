@@ -5,7 +5,7 @@
 //!
 //! 1. Commands of light users, at once, regardless of their leases' weights.
 //! 2. Commands of heavy users, in bytes by [the weights of their leases](super::turns), as far as the [governor's
-//! window](super::governor) allows. A split command counts by the children that go to the drive, not as a whole.
+//!    window](super::governor) allows. A split command counts by the children that go to the drive, not as a whole.
 //!
 //! While a light user is active on any pair of the drive, or while the drive is [contended](super::survey), lone users
 //! are arbitrated, too.

@@ -529,7 +529,7 @@ impl InFlightCommands {
 mod tests {
     use super::*;
 
-    /// A command of whoever it is, as each table has it.
+    /// Adds a command to the plain or the special table.
     fn take_off(flights: &mut InFlightCommands, slot: u16, special: bool, now: Ticks) -> CommandId {
         if special {
             let flight = InFlightCommand {
@@ -546,14 +546,14 @@ mod tests {
         }
     }
 
-    /// Takes a command down as one that there is no more to.
+    /// Removes a completed plain command and counts it.
     fn land_plain(flights: &mut InFlightCommands, cid: CommandId) -> Option<u16> {
         let slot = flights.land_plain(cid);
         flights.count_landed_plain(slot.iter().count());
         slot
     }
 
-    /// Returns slot and status of a landing, as its member gets them.
+    /// Returns slot and status of a completion.
     fn told(landing: Option<CompletionOutcome>) -> Option<(u16, Status)> {
         landing.map(|landing| match landing {
             CompletionOutcome::Plain {
@@ -685,7 +685,7 @@ mod tests {
             let late = flights.overdue(Ticks(99), 5)[0];
             assert!(flights.begin_abort(&late));
             assert!(flights.begin_abort(&late), "twice is once");
-            // The command ends by itself, and the Abort is on its way still.
+            // The command completes while its Abort is outstanding.
             assert!(flights.land(cid, Status::SUCCESS).is_some());
             assert!(!flights.has(&late));
             assert_eq!(

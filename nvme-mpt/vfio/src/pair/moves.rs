@@ -4,7 +4,7 @@
 //!
 //! 1. The queue becomes a user of the new pair. The old pair records where the queue goes.
 //! 2. The queue's next batch goes to the new pair. Commands in flight complete on the old pair, and the queue reaps from
-//! both pairs until the last of them has completed.
+//!    both pairs until the last of them has completed.
 //! 3. The queue leaves the old pair.
 //!
 //! A queue without commands leaves the old pair in step 1, so that an idle queue delays no other.

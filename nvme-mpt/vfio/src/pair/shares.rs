@@ -177,7 +177,7 @@ mod tests {
         }
     }
 
-    /// The busiest look is no measure of what a drive can do: by it, the drive seems to have room at most looks.
+    /// The maximum throughput is a poor estimate of capacity: by it, the drive seems idle in most surveys.
     #[test]
     fn a_drive_whose_work_varies_is_divided_as_well() {
         for spread in [0, 20, 40, 60] {

@@ -72,7 +72,7 @@ impl QueuePairSharing {
         }
     }
 
-    /// Returns whether no member has commands waiting.
+    /// Returns whether no user has commands waiting.
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.lights.is_empty() && self.turns.is_empty()

@@ -1,5 +1,5 @@
-//! Opens what an option string describes: a drive, a lease of a part of it, and what attaches a guest
-//! controller to that. If a drive server has the drive, all of that is in the server.
+//! Opens a function's option string: the drive, a lease of part of it, and the controller backend for the guest. If a drive
+//! server has the drive, the server provides all three.
 
 use std::io;
 use std::num::NonZeroU64;
@@ -28,67 +28,67 @@ use crate::drives::{self, DrivePath, OpenDriveError};
 use crate::options::{FunctionOptions, LeaseSize, ParsedFunctionOptions};
 use crate::sandbox;
 
-/// Errors of opening the drive and range of an option string.
+/// Errors of opening the drive and lease of an option string.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// The drive cannot be opened.
     #[error(transparent)]
     Drive(#[from] OpenDriveError),
-    /// A lease of the drive has whole units of its own.
+    /// The unit is not a multiple of the drive's lease granularity.
     #[error(
         "Option \"unit={unit}\" is no multiple of {multiple}, as leases of {drive} are: {multiple} is one"
     )]
     Unit {
         /// The drive.
         drive: String,
-        /// Unit that was asked for.
+        /// Requested unit.
         unit: Bytes,
-        /// Number of bytes that it is to be a multiple of.
+        /// The drive's lease granularity.
         multiple: Bytes,
     },
-    /// Leases of the drive have whole units of its own, and no unit of a lease by size is one.
+    /// The drive cannot be leased by size: its lease granularity is no power of two.
     #[error(
         "Leases by size have units of a power of two, and {drive} has zones of {zone}: use range= in place of size="
     )]
     NoUnit {
         /// The drive.
         drive: String,
-        /// Number of bytes that its leases are multiples of.
+        /// The drive's lease granularity.
         zone: Bytes,
     },
-    /// The drive has a label, by which its leases are known.
+    /// The drive has a label, and leases in the ledger use the label. Options must name the label.
     #[error("Drive `{drive}` has the label drive-id={name}, and leases of it: say drive-id={name}")]
     Labelled {
         /// The drive.
         drive: String,
-        /// Name of its label.
+        /// Name of the label.
         name: DriveName,
     },
-    /// The bytes begin with the header of a disk image or of an encrypted disk.
+    /// The leased bytes begin with the header of a disk image or of an encrypted disk.
     #[error(
         "{drive} begins with the header of {kind}, which a guest would see as it is: {remedy}; or say format=raw if that is \
          what the guest is to have"
     )]
     Header {
-        /// The drive, or the part of it.
+        /// The drive, or the part of the drive.
         drive: String,
         /// Kind of the header.
         kind: &'static str,
-        /// Way to what the guest is to see.
+        /// Advice for getting at the content.
         remedy: &'static str,
     },
-    /// A lease of a range has no size to change.
+    /// A lease with a fixed range cannot be resized.
     #[error(
         "The function has a range=, which stays as it is; a function with size= can be resized"
     )]
     NoSize,
-    /// The drive has no bytes.
+    /// The range of the whole drive is empty.
     #[error(transparent)]
     Range(#[from] RangeError),
-    /// The drive does not give the lease its queue pairs.
+    /// The drive cannot reserve the queue pairs.
     #[error(transparent)]
     Reserve(#[from] ReserveError),
-    /// The range is not given out.
+    /// The ledger refuses the lease.
     #[error(transparent)]
     Lease(#[from] LeaseError),
     /// Data that another id left in the range cannot be wiped.
@@ -97,10 +97,10 @@ pub enum OpenError {
     /// The data path cannot be set up.
     #[error(transparent)]
     Attach(#[from] LocalBackendError),
-    /// The server that has the drive gives no lease.
+    /// The drive server refuses the lease.
     #[error(transparent)]
     Server(#[from] nvme_mpt_lease_protocol::LeaseAttachError),
-    /// No server has the drive any more, and the sandbox of this process was made while one had it.
+    /// The drive's server is gone, and this process's sandbox was set up for a server: it cannot open the drive.
     #[error(
         "No drive server has {0} any more, and this process was confined while one had it, without the right to open the \
          drive: start the server again, and add the function then; or start this process anew"
@@ -108,26 +108,27 @@ pub enum OpenError {
     LeftToServers(DrivePath),
 }
 
-/// Ledgers of leases, by the processes that may know of them.
+/// Ledgers of leases: one that all processes share, and one of this process.
 #[derive(Debug)]
 pub struct LeaseLedgers {
-    /// All processes that use the same state folder.
+    /// Ledger of all processes that use the same state directory.
     shared: Ledger,
-    /// This process.
+    /// Ledger of drives that only this process has.
     private: Ledger,
     state_dir: PathBuf,
-    /// Right by which leases are asked for.
+    /// Claim with which leases are requested.
     claim: LeaseClaim,
-    /// Names this process in the shared ledger. Without it, the thread that asks for a lease does.
+    /// Thread that enters this process as lease holder in the shared ledger. If `None`, the thread that requests a lease does
+    /// so.
     clerk: Option<Arc<LedgerWriterThread>>,
-    /// Has spare descriptions of the files of leases, if this process has a keeper.
+    /// Supervisor's store of spare file descriptors of leases, if this process has a supervisor.
     spares: Option<Arc<dyn SpareDescriptorStore>>,
-    /// Memory limit of functions that have none of their own.
+    /// Memory limit of functions without one of their own.
     memory_limit: Option<Bytes>,
 }
 
 impl LeaseLedgers {
-    /// The ledger in a state folder, and one for drives that only this process has.
+    /// Opens the ledger of a state directory, and an empty ledger for private drives.
     #[must_use]
     pub fn open(state_dir: &Path) -> Self {
         Self {
@@ -141,7 +142,7 @@ impl LeaseLedgers {
         }
     }
 
-    /// The same, of a process whose functions have this memory limit unless they have one of their own.
+    /// Sets the memory limit of functions without one of their own.
     #[must_use]
     pub fn with_memory_limit(self, memory_limit: Option<Bytes>) -> Self {
         Self {
@@ -150,36 +151,36 @@ impl LeaseLedgers {
         }
     }
 
-    /// The same, for a process whose functions go on from one before. Leases that it takes over do not wait for the
-    /// disk: a thread enters this process as their holder soon after.
+    /// Starts a thread that enters this process as lease holder. Functions that continue after a predecessor then do not wait
+    /// for ledger writes to the disk.
     ///
     /// # Errors
-    /// Returns the kernel's error. There is no such thread.
+    /// Returns the kernel's error if the thread cannot be started.
     pub fn with_clerk(self) -> io::Result<Self> {
         let clerk = LedgerWriterThread::start(self.shared.clone())?;
         let clerk = Some(Arc::new(clerk));
         Ok(Self { clerk, ..self })
     }
 
-    /// Returns the memory limit of a function: its own before that of the process.
+    /// Returns the memory limit of a function: its own, or else the process's.
     fn memory_limit_of(&self, options: &FunctionOptions) -> Option<Bytes> {
         options.memory_limit.or(self.memory_limit)
     }
 
-    /// The same, whose ledger of private drives is `private`: that of the process before, and of the next one.
+    /// Sets the ledger of private drives, which this process has from its predecessor and leaves to its successor.
     #[must_use]
     pub fn with_private(self, private: Ledger) -> Self {
         Self { private, ..self }
     }
 
-    /// The same, of a process whose keeper has spare descriptions of the files of leases.
+    /// Sets the supervisor's store of spare file descriptors.
     #[must_use]
     pub fn with_spares(self, spares: Arc<dyn SpareDescriptorStore>) -> Self {
         let spares = Some(spares);
         Self { spares, ..self }
     }
 
-    /// Returns the id of a lease that is ending and still has commands in flight, if there is one.
+    /// Returns the id of an ending lease that still has in-flight commands, if there is one.
     ///
     /// # Errors
     /// A ledger cannot be read.
@@ -190,14 +191,13 @@ impl LeaseLedgers {
         Ok(ending.map(|entry| entry.id))
     }
 
-    /// Leaves what the next process finds of the ledger of private drives: this process ends, and changes nothing of it any
-    /// more. Returns whether it has let go of all leases of private drives. The next process finds no other one held, and
-    /// could give its range away.
+    /// Ends all changes of the private ledger by this process, before a hand-over. Returns whether all leases of private drives
+    /// were released. The successor sees no other lease as held, and could grant its range to another id.
     pub fn leave(&self) -> bool {
         self.private.leave()
     }
 
-    /// Returns the same ledgers, which are asked for leases by the right of `claim`.
+    /// Returns the same ledgers, with `claim` for leases that are requested through them.
     #[must_use]
     pub fn claiming(&self, claim: LeaseClaim) -> Self {
         Self {
@@ -211,7 +211,7 @@ impl LeaseLedgers {
         }
     }
 
-    /// Returns the unit of leases by size of a drive, and its room for leases of `unit`, or of that unit.
+    /// Returns the unit of leases by size of a drive, and the drive's free capacity in that unit. `unit` overrides the default.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -229,7 +229,7 @@ impl LeaseLedgers {
         Ok((unit, room))
     }
 
-    /// Renames a drive in the ledger if an earlier version gave it another name in this boot.
+    /// Renames a drive in the ledger if an earlier version gave it another name.
     fn carry_over(&self, drive: &Drive) -> Result<(), LeaseError> {
         let DriveIdentityRef { name, formerly, .. } = drive.identity();
         for before in formerly {
@@ -247,8 +247,8 @@ impl LeaseLedgers {
         }
     }
 
-    /// Refuses the first lease of bytes that begin with the header of a disk image. A guest that wrote one later keeps its
-    /// drive.
+    /// Refuses the first lease of bytes that begin with a disk image header. Later leases are not refused, since a guest may
+    /// have written such a header itself.
     fn check_header(&self, drive: &Drive, wanted: RequestedBytes) -> Result<(), OpenError> {
         let nsid = drive.namespace().nsid;
         let begins = match wanted {
@@ -293,9 +293,9 @@ impl LeaseLedgers {
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
             former_data: match (&options.path, options.data) {
-                // It keeps nothing.
+                // The drive stores no data, so no data needs to be erased.
                 (DrivePath::Null(_), _) => PreviousDataPolicy::Kept,
-                // Memory of this process begins with zeroes, and keys are not erased by their blocks.
+                // Private memory starts zeroed, and a drive's keys are not erased with its blocks.
                 (_, PreviousDataPolicy::Erased) if drive.is_private() || options.has_keys() => {
                     PreviousDataPolicy::Wiped
                 }
@@ -322,16 +322,16 @@ impl LeaseLedgers {
     }
 }
 
-/// Unit of leases by size, in bytes, where neither the operator nor the drive has one.
+/// Default unit of leases by size, in bytes, for drives without a lease granularity.
 const UNIT: u64 = 1 << 30;
 
-/// Returns the unit of leases by size, in bytes, where the operator gives none.
+/// Returns the drive's default unit of leases by size, in bytes.
 fn default_unit(drive: &Drive) -> u64 {
     let multiple = drive.controller().whole_lease();
     multiple.map_or(UNIT, |multiple| multiple.max(MIN_UNIT))
 }
 
-/// Returns what `options` ask for by size.
+/// Returns the request for a lease by size.
 fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
     let LeaseSize { size, unit } = asked;
     let multiple = drive.controller().whole_lease();
@@ -354,7 +354,7 @@ fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenEr
     }
 }
 
-/// Returns the id and the place or size of the lease that `options` ask for.
+/// Returns the id and the requested bytes of a function's lease.
 fn lease_of(
     options: &FunctionOptions,
     drive: &Drive,
@@ -391,11 +391,11 @@ pub fn lease_id(
     Ok(lease_of(options, drive, ledgers)?.0)
 }
 
-/// Takes a lease by size that no function has, to be [truncated](Lease::truncate) to `bytes`. It has what it had, however
-/// little that is.
+/// Takes an unused lease by size, to be [truncated](Lease::truncate) to `bytes`. The lease has its previous extents, even if
+/// they are smaller than `bytes`.
 ///
 /// # Errors
-/// [`OpenError::Lease`], also for a size that does not do; [`OpenError::NoSize`] for a function whose lease has a place.
+/// [`OpenError::Lease`], also for an invalid size; [`OpenError::NoSize`] for a function whose lease has a fixed range.
 pub fn lease_to_truncate(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
@@ -414,10 +414,10 @@ pub fn lease_to_truncate(
     ledgers.lease(&options, drive, &id, wanted)
 }
 
-/// Leases what `options` ask for, and gives it back: its bytes belong to the id, and its owner is the one that `ledgers`
-/// claim it for. Limits become those of the id. Returns the id and the extents.
+/// Reserves the lease of `options` for its id without attaching a function. The owner is the claimant of `ledgers`, and
+/// `limits` become the id's limits. Returns the id and the extents.
 ///
-/// A range with data of another id may have to be wiped first. That ends early when `stop` is set.
+/// Data of another id may have to be wiped first. The wipe ends early when `stop` is set.
 ///
 /// # Errors
 /// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Wipe`].
@@ -439,9 +439,9 @@ pub fn reserve(
     Ok((id, extents))
 }
 
-/// Attaches to the part of `drive` that `options` ask for.
+/// Leases the part of `drive` that `options` describe, and returns its controller backend.
 ///
-/// A range with data of another id may have to be wiped first. That ends early when `stop` is set.
+/// Data of another id may have to be wiped first. The wipe ends early when `stop` is set.
 ///
 /// # Errors
 /// [`OpenError::Range`], [`OpenError::Reserve`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
@@ -456,7 +456,7 @@ pub fn attach(
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
-/// The same, for a function that may outlive this process, or has parts of the process before.
+/// Works like [`attach`], for a function that may outlive this process or that has parts of the predecessor.
 ///
 /// # Errors
 /// As [`attach`].
@@ -469,7 +469,7 @@ pub fn attach_with(
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
     let (id, wanted) = lease_of(options, drive, ledgers)?;
-    // First, since a refused reservation changes nothing: neither the ledger nor former data.
+    // Reserve first: a refused reservation must leave ledger and previous data unchanged.
     let reservation = match options.reserve {
         0 => None,
         pairs => Some(drive.reserve(&id, pairs, options.rates.weight.unwrap_or_default())?),
@@ -497,7 +497,7 @@ pub fn attach_with(
     Ok(LocalBackend::with_spares(config, parts, spares)?)
 }
 
-/// Opens the drive of `options` for a function alone, and attaches to it, as [`attach`] does.
+/// Opens the drive of `options` in this process, and attaches to it as [`attach`] does.
 ///
 /// # Errors
 /// See [`OpenError`].
@@ -516,8 +516,8 @@ pub fn open(
     attach(options, &drive, ledgers, pollers, stop)
 }
 
-/// Attaches a function of a client to the drive of `options`, which this process has open. None is opened for a client, who
-/// may replace what its path leads to at any time.
+/// Attaches a client's function to a drive that this process has open. The path of `options` is not opened again, since the
+/// client may have replaced the file there.
 ///
 /// # Errors
 /// See [`OpenError`]; [`OpenDriveError::Closed`] for a drive that is not open.
@@ -533,8 +533,8 @@ pub fn attach_opened(
     attach_with(options, &drive, ledgers, pollers, parts, stop)
 }
 
-/// Host side of a function in this process: that of the drive server that has the drive, or one that this process opens
-/// itself. Returns it with the id of its lease.
+/// Returns the lease id and the controller backend of a function. The drive server provides the backend if it has the drive,
+/// else this process opens the drive.
 ///
 /// # Errors
 /// See [`OpenError`].

@@ -18,21 +18,21 @@ use crate::limit::LeaseWeight;
 use crate::origin::DriveIdentityRef;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 
-/// I/O queue pairs of a host controller that has a number of them.
+/// Use of a host controller's I/O queue pairs, whose number is limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueuePairUse {
-    /// Total of the drive.
+    /// Queue pairs of the drive.
     pub total: u16,
-    /// Those that belong to one lease each, used or not.
+    /// Queue pairs that are reserved for single leases, used or not.
     pub reserved: u16,
-    /// Those that one shadow queue has to itself, of those without a reservation.
+    /// Unreserved queue pairs with one shadow queue each.
     pub exclusive: u16,
-    /// Those that several shadow queues share, of those without a reservation.
+    /// Unreserved queue pairs with several shadow queues each.
     pub shared: u16,
 }
 
 impl QueuePairUse {
-    /// Those that nobody uses.
+    /// Returns the number of unused queue pairs.
     #[must_use]
     pub fn free(&self) -> u16 {
         self.total - self.reserved - self.exclusive - self.shared
@@ -48,34 +48,34 @@ pub struct DriveIncidents {
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,
-    /// True if it failed for good or was removed: every command fails.
+    /// True if the drive failed for good or was removed: every command fails.
     pub gone: bool,
 }
 
 /// The control path of a host controller.
 pub trait HostController: Any + Send + Sync + fmt::Debug {
-    /// Returns the name that stays the same for the same drive, whatever path leads to it, and its other names.
+    /// Returns the drive's persistent name, which does not depend on its path, and the drive's other names.
     fn identity(&self) -> DriveIdentityRef<'_>;
 
-    /// Model Number, up to 40 characters.
+    /// Returns the Model Number, up to 40 characters.
     fn model(&self) -> &str;
 
-    /// Returns its abilities.
+    /// Returns the controller's limits.
     fn limits(&self) -> &ControllerLimits;
 
-    /// Returns the most data of one command that a function on it can be given; that of [`Self::limits`] unless the
-    /// operator chooses.
+    /// Returns the largest data transfer that a function may be given. By default this is the MDTS of [`Self::limits`]; the
+    /// operator can choose another.
     fn mdts_max(&self) -> Mdts {
         Mdts::of_pages(self.limits().mdts)
     }
 
-    /// Its active namespaces, by ascending identifier.
+    /// Returns the active namespaces, by ascending identifier.
     fn namespaces(&self) -> Vec<HostNamespace>;
 
-    /// The addresses that it can be given.
+    /// Returns the address space of the drive's DMA.
     fn iova_space(&self) -> &Arc<IovaSpace>;
 
-    /// Opens a lease of part of a namespace. It finds what a ledger cannot know of: other users of the same bytes.
+    /// Opens a lease of parts of a namespace. Refuses bytes that a user outside the ledger has, such as another program.
     ///
     /// # Errors
     /// See [`HostLeaseError`].
@@ -84,24 +84,24 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError>;
 
-    /// Returns the label that lies on the drive, and whether the drive is used by it.
+    /// Returns the label on the drive, and whether leases use it as the drive's name.
     fn label(&self) -> Option<(&DriveLabel, bool)> {
         None
     }
 
-    /// Reads bytes of a file or block device of the host, to check its content before the first lease. Returns their number;
-    /// `None` for other drives, and for bytes that cannot be read.
+    /// Reads bytes of a file or block device of the host, to check its content before the first lease. Returns the number of
+    /// bytes read. Returns `None` for other drives and for unreadable bytes.
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
         let _ = (offset, into);
         None
     }
 
-    /// Returns whether the drive exists in this process only, so that no other can have a lease of it.
+    /// Returns whether the drive exists in this process only, so that no other process can lease parts of it.
     fn is_private(&self) -> bool {
         false
     }
 
-    /// Makes I/O queue pairs those of one lease, until the reservation is dropped. The lease begins with this weight.
+    /// Reserves I/O queue pairs for one lease until the reservation is dropped. `weight` is the lease's initial weight.
     ///
     /// # Errors
     /// See [`ReserveError`]. Nothing is reserved then.
@@ -115,39 +115,38 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         Err(ReserveError::Unbounded)
     }
 
-    /// Returns the node of the host's memory that the drive is next to, by the kernel's number; `None` if it is next to
-    /// none, or that is not known.
+    /// Returns the kernel's number of the NUMA node next to the drive. `None` if there is none or it is unknown.
     fn numa_node(&self) -> Option<u32> {
         None
     }
 
-    /// Returns whether the kernel may make a thread that submits commands wait for other processes or hosts. Such a drive
-    /// shares no poller with others.
+    /// Returns whether submitting a command may block the thread while other processes or hosts work. Such a drive shares no
+    /// poller with other drives.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// Returns the number of bytes of which a lease is a multiple and one part; `None` if leases may be any parts.
+    /// Returns the size in bytes of which each lease is a multiple. Such leases are contiguous. `None` if leases may have any
+    /// parts.
     fn whole_lease(&self) -> Option<u64> {
         None
     }
 
-    /// Returns the use of its I/O queue pairs; `None` without a bound on them.
+    /// Returns the use of the I/O queue pairs; `None` if their number is not limited.
     fn queue_pairs(&self) -> Option<QueuePairUse> {
         None
     }
 
-    /// The drive's own SMART / Health Information, which is that of all its users together; `None`
-    /// if it keeps none.
+    /// Returns the drive's SMART / Health Information, which covers all users together. `None` if the drive keeps none.
     ///
     /// # Errors
-    /// Returns the drive's error; nothing of it is known while the drive is reset or gone.
+    /// Returns the drive's error. Fails while the drive is reset or gone.
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
         Ok(None)
     }
 
-    /// The drive's own Error Information entries, newest first. They name its users' commands by
-    /// the host's identifiers and LBAs, so no guest may see them as they are.
+    /// Returns the drive's Error Information entries, newest first. They contain the host's command identifiers and LBAs, so
+    /// guests must not see them unchanged.
     ///
     /// # Errors
     /// As [`Self::smart_health`].
@@ -155,50 +154,49 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         Ok(Vec::new())
     }
 
-    /// When the drive warns of its temperature; `None` if it measures none.
+    /// Returns the temperatures at which the drive warns; `None` if it measures no temperature.
     fn temperature_thresholds(&self) -> Option<TemperatureThresholds> {
         None
     }
 
-    /// Returns its incidents so far.
+    /// Returns the incidents since the drive was opened.
     fn incidents(&self) -> DriveIncidents {
         DriveIncidents::default()
     }
 
-    /// Returns whether a namespace whose size changes keeps its blocks, as far as it has them. That of a
-    /// physical drive is deleted, and another one created in its place.
+    /// Returns whether a namespace keeps its blocks when its size changes, up to the new size. A physical drive instead deletes
+    /// the namespace and creates a new one.
     fn resizes_in_place(&self) -> bool {
         false
     }
 
-    /// Has the drive rest, and returns descriptors with which another process goes on with it as it is. `None` for a
-    /// drive that the next process opens anew.
+    /// Quiesces the drive and returns the descriptors for its successor. `None` if the successor opens the drive anew.
     ///
-    /// No function has a command in flight. Admin commands wait until [`Self::take_back`], or this process ends without
-    /// giving the drive back.
+    /// The caller ensures that no function has an in-flight command. Admin commands wait until [`Self::take_back`], or until
+    /// this process exits without it.
     ///
     /// # Errors
-    /// The drive cannot rest, and goes on: the next process resets it.
+    /// The drive cannot be quiesced. It continues here, and the next process resets it.
     fn hand_over(&self) -> io::Result<Option<Vec<OwnedFd>>> {
         Ok(None)
     }
 
-    /// Returns whether another process can open the drive while this one has it open, and lease parts of it that this one
-    /// has [let go](HostLease::let_go) of.
+    /// Returns whether another process can open the drive while this one has it open. The other process can then lease parts
+    /// that this one has [released](HostLease::let_go).
     fn opens_beside(&self) -> bool {
         false
     }
 
-    /// Ends the rest of [`Self::hand_over`]: no other process has the drive.
+    /// Resumes after [`Self::hand_over`] if no other process took the drive.
     fn take_back(&self) {}
 
-    /// Takes memory from the drive that the process before had mapped, and that no function of this one has after `time`.
+    /// Unmaps memory that the predecessor had mapped, unless a function of this process has mapped it within `time`.
     fn end_inheritance(&self, time: Duration) {
         let _ = time;
     }
 
-    /// Tells of the drive's events ([`Event::Drive`](crate::event::IoQueueEvent::Drive)) from now on, as
-    /// long as the queue lives.
+    /// Reports the drive's events ([`Event::Drive`](crate::event::IoQueueEvent::Drive)) to the queue from now on, as long as
+    /// the queue lives.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }

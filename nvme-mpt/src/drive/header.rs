@@ -1,22 +1,22 @@
 //! Headers of disk images and of encrypted disks: a guest should get the content of such an image, not its raw bytes.
 //!
-//! A guest may write such a header itself. So headers are checked only before the first lease of bytes that no id had yet. A
-//! header that a guest wrote does not make it lose its drive.
+//! A guest may write such a header itself. Headers are therefore checked only before the first lease of bytes that no id had
+//! yet, so that such a guest keeps its drive.
 
 use crate::drive::Drive;
 
-/// A kind of disk image, or of encryption.
+/// A kind of disk image or disk encryption.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskImageHeader {
     /// Name of the kind.
     pub name: &'static str,
-    /// Way to what the guest is to see.
+    /// Advice for getting at the content.
     pub remedy: &'static str,
 }
 
-/// Way from an image to a raw one.
+/// Remedy for disk images.
 const CONVERT: &str = "convert it first (`qemu-img convert -O raw`)";
-/// Way to what an encrypted disk holds.
+/// Remedy for encrypted disks.
 const OPEN: &str = "open it first (`cryptsetup open`), and make the device of that the drive";
 
 /// For each header: offset of its magic, the magic, the kind and the remedy.
@@ -36,7 +36,7 @@ const HEADERS: &[(usize, &[u8], &str, &str)] = &[
     (3, b"-FVE-FS-", "BitLocker", OPEN),
 ];
 
-/// Bytes that are looked at.
+/// Bytes to read for the check.
 const LENGTH: usize = 512;
 
 impl DiskImageHeader {
@@ -49,7 +49,7 @@ impl DiskImageHeader {
         known.next().map(|(.., name, remedy)| Self { name, remedy })
     }
 
-    /// Returns the kind of header at a byte of a drive, if it is a file or block device of the host.
+    /// Returns the kind of header at byte `offset` of a drive. `None` for drives other than files and block devices.
     #[must_use]
     pub fn at(drive: &Drive, offset: u64) -> Option<Self> {
         let mut bytes = [0; LENGTH];

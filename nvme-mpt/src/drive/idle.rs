@@ -15,12 +15,12 @@ use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
 use crate::spec::sqe::Sqe;
 
-/// Look of a test at what goes on while a queue is created.
+/// Hook that a test runs while a queue is created.
 #[derive(Clone, Default)]
 pub(crate) struct QueueCreationHook(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
 
 impl QueueCreationHook {
-    /// Has `look` called whenever a queue is created from now on.
+    /// Sets the hook to call whenever a queue is created.
     pub(crate) fn set(&self, look: impl Fn() + Send + Sync + 'static) {
         assert!(self.0.set(Box::new(look)).is_ok(), "one look");
     }
@@ -64,12 +64,12 @@ impl IdleController {
         })
     }
 
-    /// Returns the place of a test's look at the creation of queues.
+    /// Returns the hook, for a test to set.
     pub(crate) fn on_queue(&self) -> QueueCreationHook {
         self.on_queue.clone()
     }
 
-    /// Its only namespace.
+    /// Returns a drive of the controller's only namespace.
     pub(crate) fn drive() -> Arc<Drive> {
         Drive::new("idle", Self::new(), None).expect("a namespace")
     }

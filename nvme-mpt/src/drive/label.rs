@@ -1,8 +1,8 @@
-//! Labels: names that an operator writes on drives without a lasting name.
+//! Labels: names that an operator writes on drives without a persistent name.
 //!
-//! A label lies in the last MiB of the drive, which no lease contains once the drive is used by its label. The label's UUID,
-//! which no guest sees, is part of the drive's name in the ledger. So a label that a guest writes on its own drive names no
-//! other drive.
+//! A label is in the last MiB of the drive. Once the label names the drive, no lease contains that MiB. The drive's name in the
+//! ledger contains the label's UUID, which no guest sees. A guest therefore cannot imitate another drive by writing a label on
+//! its own one.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,10 +12,10 @@ use uuid::{Builder, Uuid};
 use crate::memory::system::random;
 use crate::origin::{DriveIdentity, DriveIdentityRef, extent};
 
-/// Bytes at the end of a drive that belong to its label.
+/// Size in bytes of the label's area at the end of a drive.
 const ROOM: u64 = 1 << 20;
 
-/// Bytes of a label: a block of every drive.
+/// Size of a label in bytes: one block of every drive.
 pub const LABEL_BYTES: usize = 4096;
 
 /// First and last line.
@@ -25,7 +25,7 @@ const END: &str = "end";
 /// Longest name.
 const NAME_MAX: usize = 64;
 
-/// Name that an operator gives a drive.
+/// Name of a drive, chosen by the operator.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DriveName(String);
 
@@ -54,12 +54,12 @@ impl fmt::Display for DriveName {
 pub struct DriveLabel {
     /// Name that the operator gave.
     pub name: DriveName,
-    /// UUID that distinguishes it from labels of the same name.
+    /// UUID that distinguishes labels of the same name.
     uuid: Uuid,
 }
 
 impl DriveLabel {
-    /// A new label.
+    /// Creates a label with a random UUID.
     #[must_use]
     pub fn new(name: DriveName) -> Self {
         let random = u128::from(random()) << 64 | u128::from(random());
@@ -69,7 +69,8 @@ impl DriveLabel {
         }
     }
 
-    /// Returns the start of the label on a drive of `bytes`, which is the end of the bytes for leases; `None` without room.
+    /// Returns the label's offset on a drive of `bytes`, which is also the end of the leasable bytes. `None` if the drive is
+    /// too small.
     #[must_use]
     pub fn place(bytes: u64) -> Option<u64> {
         let place = bytes.checked_sub(ROOM)?;
@@ -77,18 +78,18 @@ impl DriveLabel {
         (place >= ROOM).then_some(place)
     }
 
-    /// Reads a label.
+    /// Parses a label; `None` if the block is no label.
     #[must_use]
     pub fn read(block: &[u8]) -> Option<Self> {
         let mut lines = std::str::from_utf8(block).ok()?.lines().skip(1);
         let name = lines.next()?.strip_prefix("name ")?.parse().ok()?;
         let uuid = lines.next()?.strip_prefix("uuid ")?.parse().ok()?;
         let label = Self { name, uuid };
-        // A UUID has more than one spelling: only the block that is written is a label.
+        // A UUID has several spellings: only a block as [`Self::block`] writes it is a label.
         (label.block() == block).then_some(label)
     }
 
-    /// Returns the block that it is written as.
+    /// Returns the label's block on the drive.
     #[must_use]
     pub fn block(&self) -> Vec<u8> {
         let Self { name, uuid } = self;
@@ -97,13 +98,13 @@ impl DriveLabel {
         block
     }
 
-    /// Returns the name by which the ledger knows the drive.
+    /// Returns the base of the drive's name in the ledger.
     #[must_use]
     pub fn base(&self) -> String {
         extent::base(extent::NAMED, &format!("{}/{}", self.name, self.uuid))
     }
 
-    /// Reads the label that a [base](Self::base) was made of.
+    /// Parses the label from a [base](Self::base).
     #[must_use]
     pub fn of_base(base: &str) -> Option<Self> {
         let (kind, name) = base.split_once(':')?;
@@ -115,8 +116,8 @@ impl DriveLabel {
         (kind == extent::NAMED).then_some(label)
     }
 
-    /// Returns the identity of the drive: the label over the bytes that the identity `of` names, as far as leases may have
-    /// them. The drive was given its label while it had the names of `of`.
+    /// Returns the labelled drive's identity, given the unlabelled identity `of` and the number of leasable bytes. The names of
+    /// `of` become former names.
     #[must_use]
     pub fn identity(&self, of: DriveIdentityRef<'_>, bytes: u64) -> DriveIdentity {
         let formerly = of.formerly.iter().map(String::as_str).chain([of.name]);

@@ -1,4 +1,4 @@
-//! A host controller as one lease has it.
+//! The control path of a host controller for one lease.
 
 use std::error::Error;
 use std::fmt;
@@ -15,27 +15,27 @@ use crate::live::{ChangeRecord, LeaseWriteErrorRecord};
 use crate::range::{BlockRange, ByteRange};
 use crate::shadow::HostQueuePair;
 
-/// A lease to open at a host controller.
+/// Request to open a lease at a host controller.
 #[derive(Clone, Copy, Debug)]
 pub struct HostLeaseRequest<'a> {
     /// The lease's name in the log.
     pub name: &'a str,
     /// The namespace.
     pub namespace: HostNamespace,
-    /// Its parts that are leased, in the order of the lease's blocks.
+    /// Leased parts of the namespace, in the order of the lease's blocks.
     pub parts: &'a [BlockRange],
-    /// Queue pairs that belong to it, if the drive has a bound on them.
+    /// Queue pairs that are reserved for the lease. `None` if there is no reservation.
     pub reservation: Option<&'a QueuePairReservation>,
 }
 
 impl HostLeaseRequest<'_> {
-    /// Returns the leased parts, in bytes.
+    /// Returns the leased parts as byte ranges.
     pub fn bytes(&self) -> impl Iterator<Item = ByteRange> {
         let shift = self.namespace.lba_shift;
         self.parts.iter().map(move |part| part.bytes(shift))
     }
 
-    /// Returns the leased part of a drive whose leases are one part.
+    /// Returns the only leased part, for a drive whose leases are contiguous.
     ///
     /// # Errors
     /// [`HostLeaseError::SeveralParts`].
@@ -50,13 +50,13 @@ impl HostLeaseRequest<'_> {
 /// Errors of opening a lease at a host controller.
 #[derive(Debug, thiserror::Error)]
 pub enum HostLeaseError {
-    /// Another server or program has part of the range, which no ledger here knows of.
+    /// Another server or program uses part of the range without an entry in this ledger.
     #[error("Another process uses part of it")]
     InUse(#[source] io::Error),
-    /// The drive's leases are one part each.
+    /// A lease of this drive must be one part of fixed size.
     #[error("Each lease of the drive is one part of it, and stays as long as it is")]
     SeveralParts,
-    /// The drive cannot be leased in such parts.
+    /// The drive cannot be leased in these parts.
     #[error(transparent)]
     Unfit(Box<dyn Error + Send + Sync>),
     /// The kernel's error.
@@ -64,21 +64,20 @@ pub enum HostLeaseError {
     Io(#[from] io::Error),
 }
 
-/// All that a host controller keeps for one lease, until it is dropped.
+/// The control path of one lease at a host controller.
 ///
-/// While it lives, the host controller excludes users of the range that no ledger here knows of: a server with
-/// another ledger, or a VMM that has the same file open as a disk image. What outlives the lease is in the ledger:
-/// see [`Self::keep_marks`].
+/// Until it is dropped, the host controller excludes users of the range that this host's ledger does not know: a server with
+/// another ledger, or a VMM that has the same file open as a disk image. State that outlives the lease is in the ledger: see
+/// [`Self::keep_marks`].
 pub trait HostLease: fmt::Debug + Send + Sync {
-    /// Creates a queue pair with room for `slots` commands in flight; or a share of a queue pair, where the
-    /// drive has no more of them.
+    /// Creates a queue pair for `slots` in-flight commands. If the drive has no free queue pair, the new one shares a pair of
+    /// the drive with others.
     ///
     /// # Errors
     /// Returns the error of the kernel or of the drive.
     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair>;
 
-    /// Creates a queue pair that wipes the lease. Rules that restrict a guest's writes, such as write pointers, do
-    /// not hold for it.
+    /// Creates a queue pair for wiping the lease. Restrictions of a guest's writes, such as write pointers, do not apply to it.
     ///
     /// # Errors
     /// As [`Self::create_queue`].
@@ -86,64 +85,64 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         self.create_queue(slots)
     }
 
-    /// Adds a part to the lease, behind those that it has. Queues may exist.
+    /// Appends a part to the lease. Queues may exist.
     ///
     /// # Errors
-    /// As [`HostController::open_lease`](super::HostController::open_lease). The lease is as it was then.
+    /// As [`HostController::open_lease`](super::HostController::open_lease). The lease is unchanged after an error.
     fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let _ = part;
         Err(HostLeaseError::SeveralParts)
     }
 
-    /// Changes the weight of the lease among those whose queues share queue pairs with its own. Queues may exist.
+    /// Changes the weight of the lease against other leases that share its queue pairs. Queues may exist.
     fn set_weight(&self, weight: LeaseWeight) {
         let _ = weight;
     }
 
-    /// Returns the number of blocks from the first one of a part on that are known to be zeroes, as those of a hole are.
-    /// A wipe leaves them out. After [`Self::flush`], they are zeroes for good. The part lies in the lease, and nothing
-    /// writes to it meanwhile.
+    /// Returns the number of blocks at the start of a part that are known to be zeroes, such as a hole's. A wipe skips these
+    /// blocks. After [`Self::flush`], the zeroes are durable. The caller ensures that the part is leased and nothing writes to
+    /// it meanwhile.
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let _ = part;
         0
     }
 
-    /// Makes everything durable that the lease completed until now.
+    /// Makes all completed writes of the lease durable.
     ///
     /// # Errors
     /// Returns the error of the kernel or of the drive; any error if the lease has lost writes.
     fn flush(&self) -> io::Result<()>;
 
-    /// Lets go of what keeps the next process from the lease. No command is in flight, and this process ends at once: the
-    /// kernel may need some time for the rest.
+    /// Releases the locks of the lease before a hand-over, since the kernel may need time to release them after the process
+    /// exits. The caller ensures that no command is in flight and exits at once.
     fn let_go(&self) {}
 
-    /// Reports [changes](Self::changes) of the lease and new damage to these events from now on.
+    /// Reports [changes](Self::changes) and new damage of the lease to these events from now on.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
 
-    /// Looks for damage of the lease's data, which takes system calls, and returns it.
+    /// Checks the lease's data for damage, by system calls, and returns the result.
     fn damage(&self) -> LeaseDamage {
         LeaseDamage::default()
     }
 
-    /// Returns whether its damage has to be looked for now and then.
+    /// Returns whether callers must poll [`Self::damage`].
     fn can_be_damaged(&self) -> bool {
         false
     }
 
-    /// Notes that completed writes of this VMM were lost before the lease was opened here.
+    /// Records that completed writes of this VMM were lost before this process opened the lease.
     fn lose_earlier_writes(&self) {}
 
-    /// Records from now on whether writes were lost, for the process after this one.
+    /// Records lost writes in `record` from now on, for the successor process.
     fn record_losses(&self, record: LeaseWriteErrorRecord) {
         let _ = record;
     }
 
-    /// Opens a spare description of each file that the lease writes, for a [keeper](super::SpareDescriptorStore). The lease
-    /// keeps copies, and asks them when a VMM connects. Empty for a lease whose writes are in no file, or in one that may hold
-    /// up the process that closes it.
+    /// Opens a spare descriptor of each file that the lease writes, for the [supervisor process](super::SpareDescriptorStore).
+    /// The lease keeps copies, and checks them when a VMM connects. Returns none if the lease writes no file, or a file whose
+    /// closing may block.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -151,8 +150,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Takes up spare descriptions that [`Self::open_spare`] opened in the process before. Returns whether they are of the
-    /// files that the lease writes now.
+    /// Restores spare descriptors that [`Self::open_spare`] opened in the predecessor. Returns whether they refer to the files
+    /// that the lease writes now.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -161,46 +160,46 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Ok(false)
     }
 
-    /// Notes losses that the spare descriptions tell of, or of which other leases of the drive were told before this one was
-    /// opened here. The lease goes on after another process: some of its completed writes are older, and may be lost.
+    /// Notes write errors that the spare descriptors or other leases of the drive reported before this process opened the
+    /// lease. A lease that continues after another process needs this, since its earlier completed writes may be lost.
     fn take_up_losses(&self) {}
 
-    /// Records from now on whether there are [changes](Self::changes) of which the guest was not told, for the process
-    /// after this one. If the process before had some, there are changes that are not known one by one.
+    /// Records in `record` whether there are unreported [changes](Self::changes), for the successor process. If the record says
+    /// that the predecessor had unreported changes, the lease reports a change of unknown blocks.
     fn record_changes(&self, record: ChangeRecord) {
         let _ = record;
     }
 
-    /// Loads the unreadable blocks of the lease's id. From now on `ask` makes another thread call [`Self::store_marks`] after
-    /// each change of them. A drive that keeps its own marks has nothing to do.
+    /// Loads the unreadable blocks of the lease's id. After each change of these blocks, `ask` makes another thread call
+    /// [`Self::store_marks`]. A drive that stores its unreadable blocks itself ignores this.
     fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
-    /// Makes the present unreadable blocks durable by `store`. Commands wait for that, and it takes as long as a disk write.
+    /// Stores the present unreadable blocks durably by `store`. Commands wait meanwhile, for as long as a disk write takes.
     fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let _ = store;
     }
 
-    /// Begins anew for a VMM that connected. Writes that were lost concern the VMM before it.
+    /// Starts over for a newly connected VMM, which is not told of writes that its predecessor lost.
     fn begin_anew(&self) {}
 
-    /// Notes that a range of the drive was wiped, which lies in the lease: its bytes are zeroes.
+    /// Notes that the wipe of a leased range succeeded: its bytes are zeroes.
     fn wiped(&self, range: &ByteRange) {
         let _ = range;
     }
 
-    /// Returns the description of its namespace by the command set of its own; `None` of the NVM Command Set.
+    /// Returns the namespace's command set description; `None` for the NVM Command Set.
     fn command_set(&self) -> Option<CommandSetDescription> {
         None
     }
 
-    /// Returns what changed by itself; `None` if its command set has no list of changes.
+    /// Returns the log of changes that the drive made by itself; `None` if the command set has no such log.
     fn changes(&self) -> Option<&dyn LeaseChangeLog> {
         None
     }
 
-    /// Returns the bytes that are in use, if its command set counts them; else 0.
+    /// Returns the number of used bytes if the command set counts them, else 0.
     fn used(&self) -> u64 {
         0
     }

@@ -1,4 +1,4 @@
-//! Drives: a namespace of a host controller, leased in parts.
+//! Drives: namespaces of host controllers, leased in parts.
 //!
 //! [`HostController`] and [`HostLease`] are the control path of a host controller of any kind.
 
@@ -28,28 +28,28 @@ use crate::origin::DriveIdentityRef;
 use crate::range::BlockRange;
 use crate::spec::ids::Nsid;
 
-/// Errors of a namespace that cannot be leased.
+/// Errors of using a namespace as a drive.
 #[derive(Debug, thiserror::Error)]
 pub enum DriveNamespaceError {
-    /// The drive has no namespace that is active.
+    /// The drive has no active namespace.
     #[error("Drive `{0}` has no active namespace; create and attach one with `nvme create-ns`")]
     NoNamespace(String),
-    /// The drive has no such namespace.
+    /// The drive has no active namespace with this identifier.
     #[error("Drive `{path}` has no active namespace {nsid}; it has {active:?}")]
     NoSuchNamespace {
         /// The drive.
         path: String,
-        /// Namespace that was asked for.
+        /// Requested namespace.
         nsid: Nsid,
         /// Active namespaces.
         active: Vec<u32>,
     },
-    /// The drive has no block.
+    /// The drive has less than one block.
     #[error("Drive `{path}` is smaller than one logical block of {lba_size} bytes")]
     TooSmall {
         /// The drive.
         path: String,
-        /// Its logical block size.
+        /// Logical block size in bytes.
         lba_size: u32,
     },
 }
@@ -63,7 +63,7 @@ pub struct Drive {
 }
 
 impl Drive {
-    /// A namespace of a host controller that is there already.
+    /// Creates a drive from a namespace of an open host controller: the given one, or the first.
     ///
     /// # Errors
     /// [`DriveNamespaceError::NoSuchNamespace`] and [`DriveNamespaceError::TooSmall`].
@@ -99,7 +99,7 @@ impl Drive {
         }))
     }
 
-    /// Another namespace of the same host controller, or this one again.
+    /// Returns a drive for a namespace of the same host controller.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -113,61 +113,61 @@ impl Drive {
         &self.path
     }
 
-    /// Returns the name that stays the same for the same drive, whatever path leads to it, and its other names.
+    /// Returns the drive's persistent name, which does not depend on its path, and the drive's other names.
     #[must_use]
     pub fn identity(&self) -> DriveIdentityRef<'_> {
         self.controller.identity()
     }
 
-    /// Returns the label that lies on the drive, and whether the drive is used by it.
+    /// Returns the label on the drive, and whether leases use it as the drive's name.
     #[must_use]
     pub fn label(&self) -> Option<(&DriveLabel, bool)> {
         self.controller.label()
     }
 
-    /// Returns whether the drive exists in this process only, so that no other can have a lease of it.
+    /// Returns whether the drive exists in this process only, so that no other process can lease parts of it.
     #[must_use]
     pub fn is_private(&self) -> bool {
         self.controller.is_private()
     }
 
-    /// Returns whether both are of one host controller that is open.
+    /// Returns whether both drives are of one open host controller.
     #[must_use]
     pub fn shares_controller_with(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.controller, &other.controller)
     }
 
-    /// Which of the host controller's namespaces it is.
+    /// Returns the namespace.
     #[must_use]
     pub fn namespace(&self) -> &HostNamespace {
         &self.namespace
     }
 
-    /// Its size, in logical blocks.
+    /// Returns the size in logical blocks.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.namespace.blocks
     }
 
-    /// Logical block size as a power of two, in bytes.
+    /// Returns the logical block size as a power of two, in bytes.
     #[must_use]
     pub fn lba_shift(&self) -> u8 {
         self.namespace.lba_shift
     }
 
-    /// Returns the abilities of the host controller.
+    /// Returns the host controller's limits.
     #[must_use]
     pub fn limits(&self) -> &ControllerLimits {
         self.controller.limits()
     }
 
-    /// The control path of its host controller.
+    /// Returns the control path of the host controller.
     #[must_use]
     pub fn controller(&self) -> &dyn HostController {
         self.controller.as_ref()
     }
 
-    /// Makes I/O queue pairs of the host controller those of a lease, which begins with this weight.
+    /// Reserves I/O queue pairs of the host controller for a lease, whose initial weight is `weight`.
     ///
     /// # Errors
     /// See [`ReserveError`].
@@ -180,7 +180,7 @@ impl Drive {
         self.controller.clone().reserve(lease, pairs, weight)
     }
 
-    /// Opens a lease of parts of its namespace at the host controller; `name` is the lease's in the log.
+    /// Opens a lease of parts of the namespace at the host controller. `name` is the lease's name in the log.
     ///
     /// # Errors
     /// See [`HostLeaseError`].

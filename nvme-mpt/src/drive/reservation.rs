@@ -1,12 +1,12 @@
-//! Queue pairs of a drive that belong to one lease.
+//! Queue pairs that are reserved for a lease.
 
 use std::any::Any;
 use std::fmt;
 use std::io;
 
-/// I/O queue pairs of a host controller that belong to one lease, given back when dropped.
+/// I/O queue pairs of a host controller that are reserved for one lease until this is dropped.
 ///
-/// It outlives the queues of the lease: a queue that has a pair of it shares the pair afterwards.
+/// If queues of the lease live longer than the reservation, their pairs become shared.
 #[derive(Debug)]
 pub struct QueuePairReservation {
     key: u64,
@@ -15,7 +15,8 @@ pub struct QueuePairReservation {
 }
 
 impl QueuePairReservation {
-    /// A reservation of `pairs` pairs, which its host controller knows by `key` and takes back when `grant` is dropped.
+    /// Creates a reservation of `pairs` pairs. `key` identifies it at the host controller, which takes the pairs back when
+    /// `grant` is dropped.
     pub fn new(key: u64, pairs: u16, grant: impl Any + Send + Sync) -> Self {
         Self {
             key,
@@ -24,7 +25,7 @@ impl QueuePairReservation {
         }
     }
 
-    /// Its name at the host controller.
+    /// Returns the reservation's identifier at the host controller.
     #[must_use]
     pub fn key(&self) -> u64 {
         self.key
@@ -37,7 +38,7 @@ impl QueuePairReservation {
     }
 }
 
-/// Queue pairs that a lease has reserved.
+/// Number of queue pairs that a lease has reserved, for messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReservedPairs {
     /// Id of the lease.
@@ -66,16 +67,16 @@ pub enum ReserveError {
     TooFew {
         /// The drive.
         drive: String,
-        /// Pairs that were asked for.
+        /// Pairs that were requested.
         asked: u16,
-        /// Pairs that can be reserved.
+        /// Pairs that are available for reservations.
         left: u16,
-        /// Pairs of the drive.
+        /// Total pairs of the drive.
         total: u16,
         /// The leases with reservations.
         holders: Vec<ReservedPairs>,
     },
-    /// The host controller makes as many queue pairs as there are queues.
+    /// The number of the host controller's queue pairs is not limited.
     #[error("Only a physical drive has queue pairs to reserve: leave reserve= out")]
     Unbounded,
     /// The error of the kernel or of the drive.

@@ -1,20 +1,20 @@
-//! Spare descriptions of a lease's files, which outlive the process.
+//! Spare file descriptors of leases, which outlive the process.
 //!
-//! The kernel reports a failed write-back once to each open file description. A process that is killed before it noted
-//! that takes the report with it, as a description that is opened later begins behind it. So the keeper of a server has
-//! descriptions that no process uses. The next server asks them.
+//! The kernel reports a failed write-back once to each open file description. If a process is killed before it records the
+//! report, the report is lost: a description that is opened later does not get it. The supervisor process therefore holds
+//! descriptions that no server uses, and the next server checks them for errors.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// A place for spare descriptions of leases, by the identity of their drive and their id.
+/// A store of spare file descriptors, by drive identity and lease id.
 pub trait SpareDescriptorStore: fmt::Debug + Send + Sync {
-    /// Returns the descriptions that are kept for a lease, by this process or one before.
+    /// Returns a lease's descriptors, stored by this process or a predecessor.
     fn kept(&self, drive: &str, lease: &str) -> Vec<OwnedFd>;
 
-    /// Keeps descriptions for a lease, in place of others.
+    /// Replaces a lease's descriptors.
     fn keep(&self, drive: &str, lease: &str, spare: &[OwnedFd]);
 
-    /// Closes what is kept for a lease. Once this returns, no process has it open any more.
+    /// Closes a lease's descriptors. When this returns, no process has them open.
     fn forget(&self, drive: &str, lease: &str);
 }

@@ -1,7 +1,7 @@
-//! Drives, as a PATH names them: opened once in a process, and leased in parts.
+//! Drives by path: opened once per process, and leased in parts.
 //!
-//! A new kind of drive is a variant of [`DrivePath`], a line in each of its two text forms, and the line that opens it.
-//! Options that have no meaning for it are refused in `options/function.rs`.
+//! To add a kind of drive, add a variant of [`DrivePath`], its two text forms, and the code that opens it. Options that do not
+//! apply to the kind are refused in `options/function.rs`.
 
 mod opened;
 
@@ -39,15 +39,15 @@ use crate::report;
 /// Errors of opening a drive.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenDriveError {
-    /// The path names nothing that can be a drive.
+    /// The path names no kind of drive.
     #[error(
         "`{0}` is no drive; use a file, a block device, memory:SIZE or null:SIZE, as in memory:4G"
     )]
     InvalidPath(String),
-    /// A PCI function cannot be reached.
+    /// The PCI function cannot be opened.
     #[error(transparent)]
     Function(#[from] VfioError),
-    /// A physical drive cannot be taken into use.
+    /// The physical drive's controller cannot be started.
     #[error("Drive `{path}` cannot be taken into use")]
     Controller {
         /// The drive.
@@ -55,16 +55,16 @@ pub enum OpenDriveError {
         /// Cause.
         source: ControllerError,
     },
-    /// It cannot be divided into zones.
+    /// The drive cannot be divided into zones.
     #[error(transparent)]
     Zones(#[from] ZoneError),
-    /// It cannot hold keys and values.
+    /// The drive cannot hold keys and values.
     #[error(transparent)]
     KeyValue(#[from] KeyValueError),
-    /// Its faults do not fit it.
+    /// The faults do not fit the drive.
     #[error(transparent)]
     Faults(#[from] FaultError),
-    /// The host has less memory than the drive is to take at its start.
+    /// The host has not enough free memory to populate the drive.
     #[error(
         "Drive `{path}` cannot take its memory at the start (populate=on); give it fewer bytes, free memory, or leave \
          populate out"
@@ -83,15 +83,15 @@ pub enum OpenDriveError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// Its bytes are in use by something that knows nothing of leases.
+    /// The drive's bytes are in use outside the ledger of leases.
     #[error("Drive `{path}` is in use by {user}; end that use, or choose another drive")]
     InUse {
         /// Path that was to be opened.
         path: String,
-        /// The mount, swap, device or program.
+        /// Mount, swap, device or program that uses the bytes.
         user: String,
     },
-    /// This process has it open, with an option that another function asked for.
+    /// This process has the drive open with another value of an option.
     #[error(
         "Drive `{path}` is open in this process with another {key}=: give the same {key}= to all functions that \
          share it"
@@ -102,7 +102,7 @@ pub enum OpenDriveError {
         /// The option that differs.
         key: &'static str,
     },
-    /// Two drives have one label: one is a copy.
+    /// Two open drives have the same label: one is a copy of the other.
     #[error(
         "Drive `{path}` has the label drive-id={name}, and so has another drive that is open: one is a copy of the other; \
          close that one, or use this one without its label once it is overwritten"
@@ -113,7 +113,7 @@ pub enum OpenDriveError {
         /// Name of the label.
         name: DriveName,
     },
-    /// This process has no such drive open, and opens none.
+    /// The drive is not open in this process, and may not be opened.
     #[error("Drive `{0}` is not open in this process any more")]
     Closed(String),
     /// The device does not exist.
@@ -124,22 +124,22 @@ pub enum OpenDriveError {
     /// The file does not exist.
     #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
     NotFound(String),
-    /// Logical blocks have one of two sizes.
+    /// Logical blocks must have 512 or 4096 bytes.
     #[error("A logical block of {0} bytes is not supported; use 512 or 4096")]
     InvalidLbaSize(u32),
-    /// It has no such namespace, or no block.
+    /// The drive has no such namespace, or less than one block.
     #[error(transparent)]
     Namespace(#[from] nvme_mpt::DriveNamespaceError),
 }
 
-/// A drive, as a PATH names it.
+/// Path of a drive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DrivePath {
-    /// `null:SIZE`, a drive that keeps nothing, of so many bytes.
+    /// `null:SIZE`: a drive that stores nothing, of this size in bytes.
     Null(u64),
-    /// `memory:SIZE`, a drive in this process's memory, of so many bytes.
+    /// `memory:SIZE`: a drive in this process's memory, of this size in bytes.
     Memory(u64),
-    /// A PCI function, by its address.
+    /// PCI address of a physical drive.
     Pci(PciAddress),
     /// A file or block device.
     File(PathBuf),
@@ -182,35 +182,35 @@ impl fmt::Display for DrivePath {
     }
 }
 
-/// Options with which a drive is opened.
+/// Options for opening a drive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DriveOptions {
-    /// Logical block size of a software drive, in bytes: 512 or 4096. A physical drive has its own.
+    /// Logical block size of a software drive, in bytes: 512 or 4096. Physical drives ignore it.
     pub lba_size: u32,
-    /// Which namespace; `None` for the first that is active.
+    /// Namespace to use; `None` for the first active one.
     pub namespace: Option<Nsid>,
-    /// Time that a drive may take for a command. After it, a physical drive aborts the command or is reset, and a software
-    /// drive's queue fails. `None` means 10 s for a physical drive, and no bound for a software drive.
+    /// Timeout of commands. On expiry, a physical drive aborts the command or is reset, and a software drive's queue fails.
+    /// `None` means 10 s for a physical drive, and no timeout for a software drive.
     pub deadline: Option<Duration>,
-    /// Arbitration with which a physical drive is enabled.
+    /// Arbitration mechanism with which a physical drive is enabled.
     pub arbitration: ArbitrationChoice,
-    /// Choices for what learns about the drive.
+    /// Which adaptive policies of the drive are fixed.
     pub learning: AdaptivePolicies,
-    /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
+    /// Performance model of a software drive; `None` for full speed. Physical drives ignore it.
     pub profile: Option<Arc<DriveProfile>>,
-    /// Faults of a software drive; `None` for a drive that never fails.
+    /// Fault schedule of a software drive; `None` for no faults.
     pub faults: Option<Arc<FaultPlan>>,
-    /// Moment at which a `memory:` drive takes its memory.
+    /// When a `memory:` drive allocates its memory.
     pub allocation: MemoryAllocationTime,
-    /// Name of the label by which the drive is used; `None` for a drive without a label or with a sufficient name of its own.
+    /// Name of the label that names the drive; `None` if no label is used.
     pub name: Option<DriveName>,
-    /// Memory file with the content of a `memory:` drive; `None` for memory that ends with the process.
+    /// Memory file with the content of a `memory:` drive; `None` if the content ends with the process.
     pub memory: Option<MemoryFile>,
-    /// Memory file that keeps the faults for the next process; `None` for faults that end with the process.
+    /// Memory file with the fault state for the successor process; `None` if the fault state ends with the process.
     pub kept_faults: Option<MemoryFile>,
 }
 
-/// Memory file of a drive: the content of a `memory:` one, or its faults.
+/// Memory file with the content or the fault state of a drive.
 #[derive(Clone, Debug)]
 pub struct MemoryFile(pub Arc<OwnedFd>);
 
@@ -228,8 +228,8 @@ impl Hash for MemoryFile {
     }
 }
 
-/// Default time that a physical drive may take for a command: far longer than a healthy one needs, and less
-/// than drivers wait (Linux: 30 seconds).
+/// Default timeout of a physical drive's commands: far more than a healthy drive needs, and less than the guest driver's
+/// timeout (Linux: 30 seconds).
 const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
 
 impl Default for DriveOptions {
@@ -251,8 +251,8 @@ impl Default for DriveOptions {
 }
 
 impl DriveOptions {
-    /// Returns the key of an option that differs from those with which the drive at `path` is open. A drive that has
-    /// a profile, faults or fixed decisions has them for all that leave these open.
+    /// Returns the key of an option that conflicts with those of the open drive at `path`. Unset profile, faults and policies
+    /// conflict with no value.
     #[must_use]
     pub fn difference(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
         let Self {
@@ -288,7 +288,7 @@ impl DriveOptions {
     }
 }
 
-/// Opens a drive, or finds the one that this process has open.
+/// Opens a drive, or returns the one that this process has open.
 ///
 /// # Errors
 /// All of [`OpenDriveError`] but [`OpenDriveError::InvalidPath`].
@@ -296,7 +296,7 @@ pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Drive>, OpenD
     open_on(path, options, &ThreadSpawner::default())
 }
 
-/// [Opens](open) a drive; what watches over a physical one runs on one of `threads`.
+/// [Opens](open) a drive. Monitor threads of a physical drive are started through `threads`.
 ///
 /// # Errors
 /// As [`open`].
@@ -308,18 +308,18 @@ pub fn open_on(
     open_with(path, options, threads, PersistedDriveDescriptors::default())
 }
 
-/// Descriptors of a physical drive that outlive a process.
+/// Descriptors of a physical drive that outlive the process that opened it.
 #[derive(Debug, Default)]
 pub struct PersistedDriveDescriptors {
-    /// Those of a process that has [handed the drive over](HostController::hand_over).
+    /// Descriptors from a [hand-over](HostController::hand_over) by the predecessor.
     pub handed: Vec<OwnedFd>,
-    /// Those that a process has left with its keeper, and that hold unless it has handed the drive over.
+    /// Descriptors that a dead predecessor left with its supervisor process. Ignored after a hand-over.
     pub left: Vec<OwnedFd>,
-    /// Keeper of this process.
+    /// Descriptor store of this process's supervisor.
     pub keeper: Option<Arc<dyn DescriptorStore>>,
 }
 
-/// [Opens](open) a drive with what another process has left of it. A drive that cannot go on is opened anew.
+/// [Opens](open) a drive with the descriptors of a predecessor. A drive that cannot be restored is opened anew.
 ///
 /// # Errors
 /// As [`open`].
@@ -331,7 +331,7 @@ pub fn open_outliving(
     open_with(path, options, &ThreadSpawner::default(), outliving)
 }
 
-/// Finds a drive that this process has open. It opens none, whatever the path leads to by now.
+/// Returns a drive that this process has open. Opens no drive, even if the path leads to another one by now.
 ///
 /// # Errors
 /// [`OpenDriveError::Closed`], [`OpenDriveError::OpenedOtherwise`], [`OpenDriveError::Namespace`].
@@ -352,8 +352,8 @@ fn open_with(
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
 
-/// Returns the options that this process has a drive open with; `None` for one that it has not, and for
-/// `null:` and `memory:`, which are another drive each time.
+/// Returns the options of an open drive. `None` if the drive is not open, and for `null:` and `memory:` drives, of which each
+/// open makes a new one.
 #[must_use]
 pub fn opened_options(path: &DrivePath) -> Option<DriveOptions> {
     opened::options(path)
@@ -455,7 +455,7 @@ fn open_controller(
     })
 }
 
-/// Opens a physical drive: as another process has handed it over, with the IOMMU of one that died, or anew.
+/// Opens a physical drive: from a hand-over, with the IOMMU of a dead predecessor, or anew.
 fn open_physical(
     address: PciAddress,
     options: ControllerOptions,
@@ -469,7 +469,7 @@ fn open_physical(
     } = outliving;
     if !handed.is_empty() {
         let went_on = handed_over(address, handed).and_then(|(backing, handed)| {
-            // What the process before has recorded holds no more.
+            // The descriptors that were left are out of date after a hand-over.
             left.clear();
             let backing = Arc::new(backing);
             VfioController::handed_over(backing, handed, options, threads, keeper.clone())
@@ -497,7 +497,7 @@ fn open_physical(
                 let error = report::chain(&error);
                 log::warn!("Drive {address}: all memory is pinned again: {error}");
             }
-            // Nothing of the process before is to have the function.
+            // Release the predecessor's descriptors: the function can be opened only once.
             if let Some(keeper) = &kept.keeper {
                 keeper
                     .let_go()
@@ -509,7 +509,7 @@ fn open_physical(
     VfioController::open_kept(Arc::new(backing), options, threads, kept).map_err(failed)
 }
 
-/// Takes up a physical drive that another process has handed over.
+/// Restores a physical drive that the predecessor handed over.
 fn handed_over(
     address: PciAddress,
     handed: Vec<OwnedFd>,
@@ -519,7 +519,7 @@ fn handed_over(
     Ok((backing, handed))
 }
 
-/// Takes up the IOMMU that a process has left which died; `None` if it has left none.
+/// Restores the IOMMU that a dead predecessor left; `None` if there is none.
 fn left_backing(
     address: PciAddress,
     left: Vec<OwnedFd>,
@@ -533,8 +533,8 @@ fn left_backing(
     Ok(Some((backing, left)))
 }
 
-/// Returns the name by which leases know the bytes behind a path. The drive is not opened. The name of an NVMe drive, as a
-/// refusal of its lease has it, is its own.
+/// Returns the name of a drive in the ledger, without opening the drive. A path that is already the ledger's name of an NVMe
+/// drive is returned unchanged.
 ///
 /// # Errors
 /// [`OpenDriveError::NoDevice`], [`OpenDriveError::NotFound`], [`OpenDriveError::Open`].
@@ -557,7 +557,7 @@ pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
     })
 }
 
-/// Reads the label of a file or block device, and where it lies.
+/// Reads the label of a file or block device, and returns it with its offset.
 fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
     let mut file = fs::File::open(path).ok()?;
     let place = DriveLabel::place(file.seek(SeekFrom::End(0)).ok()?)?;
@@ -569,25 +569,25 @@ fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
     Some((DriveLabel::read(&block)?, place))
 }
 
-/// A drive cannot be given a label.
+/// Errors of labelling a drive.
 #[derive(Debug, thiserror::Error)]
 pub enum LabelError {
     /// The drive cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenDriveError),
-    /// The ledger cannot be used, or refuses.
+    /// The ledger cannot be used, or refuses the label.
     #[error(transparent)]
     Lease(#[from] LeaseError),
-    /// It has no room.
+    /// The drive is too small for a label.
     #[error("Drive `{0}` is too small for a label, which takes the last MiB of 2 or more")]
     TooSmall(String),
-    /// Another drive has the name.
+    /// Another drive has a label with this name.
     #[error(
         "Leases or data are on a drive with the label drive-id={0}: choose another name; if this is that drive and it has lost \
          its label, as by growing, say --again"
     )]
     Taken(DriveName),
-    /// It has a label.
+    /// The drive has a label already.
     #[error("Drive `{path}` has the label drive-id={name}: use that name")]
     Labelled {
         /// The drive.
@@ -605,18 +605,18 @@ pub enum LabelError {
     MayBe {
         /// The drive.
         path: String,
-        /// Name of the drive with the data.
+        /// Ledger name of the missing drive.
         lost: String,
-        /// Ids that have data there.
+        /// Ids with data on the missing drive.
         ids: Vec<String>,
     },
-    /// Its last MiB is in use.
+    /// The last MiB of the drive is in use.
     #[error(
         "The last MiB of drive `{0}` is not empty, or belongs to a lease: choose a partition or a larger drive, whose last \
          MiB can be the label's"
     )]
     InUse(String),
-    /// The kernel's error.
+    /// The label cannot be written.
     #[error("The label cannot be written to drive `{path}`")]
     Write {
         /// The drive.
@@ -626,8 +626,8 @@ pub enum LabelError {
     },
 }
 
-/// Gives a drive a label by which its leases are found again. Existing leases of the drive move to that name. With `again`,
-/// writes the label that the ledger knows. `is_other` is the operator's word that the drive is not a missing one.
+/// Labels a drive, so that its leases are found again under any path. Existing leases move to the label's name. `again` writes
+/// a label that the ledger already knows. `is_other` is the operator's statement that the drive is not a missing one.
 ///
 /// # Errors
 /// See [`LabelError`]. After an error, the drive has no label or a complete one.
@@ -652,7 +652,7 @@ pub fn label(
         (None, _) => DriveLabel::new(name.clone()),
         (Some(_), false) => return Err(LabelError::Taken(name.clone())),
     };
-    // What uses the drive is found, and a block device is this process's alone meanwhile.
+    // Opening detects other users of the drive, and keeps a block device exclusive meanwhile.
     let drive = open(&DrivePath::File(path.to_owned()), DriveOptions::default())?;
     let namespace = *drive.namespace();
     let bytes = namespace.blocks << namespace.lba_shift;
@@ -690,7 +690,7 @@ pub fn label(
     let identity = label.identity(drive.identity(), place).name;
     let before = || formerly.iter().map(String::as_str).chain([name]);
     for before in before() {
-        // Nothing goes wrong if this is the last step: a drive that is used by its label has it made up for.
+        // If the process dies before the last step, the next open of the labelled drive moves the leases.
         if !again {
             ledger.check_idle(before)?;
         }
@@ -703,16 +703,16 @@ pub fn label(
     Ok(label)
 }
 
-/// Returns whether a path leads to a block device, beside which no model keeps a file.
+/// Returns whether a path leads to a block device. A disk model stores no state file next to one.
 #[must_use]
 pub fn is_block_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// Returns the error for a path that leads to nothing.
+/// Returns the error for a path that does not exist.
 fn absent(path: &DrivePath) -> OpenDriveError {
     match path {
-        // A file made there would be lost with the next start of the host.
+        // A regular file in `/dev` would be lost when the host restarts.
         DrivePath::File(file) if file.starts_with("/dev") => {
             OpenDriveError::NoDevice(path.to_string())
         }
@@ -720,7 +720,7 @@ fn absent(path: &DrivePath) -> OpenDriveError {
     }
 }
 
-/// Returns what keeps a block device from being opened exclusively.
+/// Describes the user that keeps a block device from being opened exclusively.
 fn exclusive_user(path: &DrivePath) -> String {
     let DrivePath::File(file) = path else {
         return "another program".to_owned();
@@ -731,7 +731,7 @@ fn exclusive_user(path: &DrivePath) -> String {
     })
 }
 
-/// Opens a drive of keys and values.
+/// Opens a key-value drive.
 fn open_key_value(
     path: &DrivePath,
     profile: &KvProfile,

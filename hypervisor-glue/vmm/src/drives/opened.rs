@@ -1,9 +1,9 @@
-//! The drives that this process has open: each host controller once, however many functions share it.
+//! Registry of the drives that this process has open. Each host controller is opened once and shared by its functions.
 //!
-//! A block device and a VFIO group can be opened once only, and a file of keys and values is locked as a whole. So the
-//! second function in a VMM's process finds the drive that the first one opened.
+//! A block device or VFIO group can be opened only once, and a key-value file is locked as a whole. The second function of a
+//! VMM's process must therefore share the drive that the first one opened.
 //!
-//! `memory:` and `null:` drives are not among them: each call opens one of its own, and `serve` shares those by itself.
+//! `memory:` and `null:` drives are not registered: each open makes a new drive. `serve` shares them itself.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -14,19 +14,19 @@ use nvme_vfio::function::PciAddress;
 
 use super::{DriveOptions, DrivePath, OpenDriveError};
 
-/// A drive that is open, whatever path led to it. It is not the drive's identity, by which two devices could
-/// have one serial number.
+/// Key of an open drive, independent of its path. The drive's identity would not do, since two devices may report the same
+/// serial number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpenDriveKey {
     Function(PciAddress),
-    /// A device's number.
+    /// Device number.
     Device(u64),
-    /// A file's device and inode.
+    /// Device and inode number.
     File(u64, u64),
 }
 
 impl OpenDriveKey {
-    /// `None` for drives that each function has to itself, and for paths that lead to nothing.
+    /// Returns the key of a path; `None` for `memory:` and `null:` drives, and for paths that do not exist.
     fn of(path: &DrivePath) -> Option<Self> {
         match path {
             DrivePath::Pci(address) => Some(Self::Function(*address)),
@@ -49,17 +49,17 @@ struct OpenedController {
     controller: Weak<dyn HostController>,
 }
 
-/// Held while a drive is opened, so that two functions that come at once open it once.
+/// Locked while a drive is opened, so that two concurrent functions open it once.
 static OPENED: Mutex<Vec<OpenedController>> = Mutex::new(Vec::new());
 
 fn opened() -> MutexGuard<'static, Vec<OpenedController>> {
-    // Each change is complete before anything can panic.
+    // Poisoning is harmless: a panic cannot interrupt a change.
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     opened.retain(|drive| drive.controller.strong_count() > 0);
     opened
 }
 
-/// Returns the options of a drive that this process has open.
+/// Returns the options of an open drive.
 pub(super) fn options(path: &DrivePath) -> Option<DriveOptions> {
     let place = OpenDriveKey::of(path)?;
     let opened = opened();
@@ -67,7 +67,7 @@ pub(super) fn options(path: &DrivePath) -> Option<DriveOptions> {
     Some(drive.options.clone())
 }
 
-/// Returns the host controller of a path: the one that is open, or what `open` opens.
+/// Returns the open host controller of a path, or else opens it by `open`.
 pub(super) fn find_or_open(
     path: &DrivePath,
     options: &DriveOptions,

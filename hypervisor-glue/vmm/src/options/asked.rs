@@ -1,4 +1,4 @@
-//! A function as it is asked for: parsed, and in text for a drive server.
+//! Options of a function together with their text.
 
 use std::env;
 use std::str::FromStr;
@@ -7,9 +7,9 @@ use super::error::OptionError;
 use super::function::FunctionOptions;
 use super::served::OptionText;
 
-/// Options of a function, and their text.
+/// Parsed options of a function, and their text.
 ///
-/// A VMM parses options to open a drive itself. It sends the text if a drive server has the drive.
+/// A VMM uses the parsed options to open a drive itself, and sends the text to a drive server that has the drive.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParsedFunctionOptions {
     options: FunctionOptions,
@@ -17,13 +17,13 @@ pub struct ParsedFunctionOptions {
 }
 
 impl ParsedFunctionOptions {
-    /// From options that are in text. Relative paths are those of this process.
+    /// Parses options. Relative paths start at this process's working directory.
     ///
     /// # Errors
-    /// All of [`OptionError`] that values can cause.
+    /// Any [`OptionError`] that values can cause.
     pub fn read(text: OptionText) -> Result<Self, OptionError> {
         let options = text.to_string().parse()?;
-        // A process whose folder is gone has no relative paths either.
+        // If the working directory was removed, relative paths stay as they are and fail later.
         let text = match env::current_dir() {
             Ok(folder) => text.absolute(&folder),
             Err(_) => text,
@@ -31,13 +31,13 @@ impl ParsedFunctionOptions {
         Ok(Self { options, text })
     }
 
-    /// The options.
+    /// Returns the parsed options.
     #[must_use]
     pub fn options(&self) -> &FunctionOptions {
         &self.options
     }
 
-    /// Their text, with absolute paths.
+    /// Returns the text, with absolute paths.
     #[must_use]
     pub fn text(&self) -> &OptionText {
         &self.text

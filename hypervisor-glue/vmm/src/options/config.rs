@@ -1,5 +1,5 @@
-//! A function as a VMM's own configuration has it: a value per option, which its API takes and its
-//! files keep, where a person writes an option string.
+//! A function in a VMM's own configuration, with a field for each option. A VMM's API and configuration files use this form
+//! instead of an option string.
 
 use std::path::PathBuf;
 
@@ -14,112 +14,111 @@ use super::function::{FunctionOptions, LbaSize};
 use super::key_values::{KeyValues, parsed};
 use super::served::OptionText;
 
-/// Folder of the ledger of leases unless another one is chosen.
+/// Default directory of the lease ledger.
 ///
-/// It is not in /run: after a power failure, the range of an owner that died stays that owner's until an operator
-/// releases it.
+/// It is not in /run: after a power failure, a range stays with its owner until an operator releases it.
 pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
-/// Choices about a function of a VM: those of a [`FunctionOptions`], as they are written.
+/// Configuration of a function: the options of [`FunctionOptions`] as text.
 ///
-/// An unknown key is an error: `rang` for `range` would lease the whole drive. A type that flattens this one (`serde(flatten)`)
-/// has to refuse unknown keys itself.
+/// Unknown keys are errors: `rang` for `range` would lease the whole drive. A type that flattens this one (`serde(flatten)`)
+/// must refuse unknown keys itself.
 ///
-/// It has no `id`, since names that a VMM gives its devices are unique within a VM only: `lease` names the lease.
+/// There is no `id`, since device names are unique within one VM only: `lease` names the lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FunctionConfig {
     /// The drive.
     pub path: String,
-    /// The part of it that the guest gets.
+    /// Range of the drive for the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub range: Option<String>,
-    /// Bytes that the guest gets, wherever the drive has room.
+    /// Size for the guest, allocated anywhere on the drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<String>,
-    /// Bytes of a unit of a lease by size.
+    /// Unit of a lease by size, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
-    /// Most I/O queue pairs.
+    /// Maximum number of I/O queue pairs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// I/O queue pairs of a physical drive that belong to the function alone.
+    /// Number of the physical drive's I/O queue pairs to reserve for the function.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserve: Option<u16>,
-    /// Most data of a command.
+    /// Maximum data transfer of a command.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mdts: Option<String>,
     /// Name of the lease.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lease: Option<String>,
-    /// Path of the guest's doorbell writes.
+    /// Handling of the guest's doorbell writes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub doorbells: Option<String>,
-    /// Bytes from one doorbell to the next.
+    /// Doorbell stride in bytes.
     #[serde(rename = "doorbell-stride", skip_serializing_if = "Option::is_none")]
     pub doorbell_stride: Option<u16>,
-    /// Polling of the guest's queues.
+    /// Polling policy of the guest's queues.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub poll: Option<String>,
-    /// Names of what does not learn.
+    /// Names of adaptive policies to fix.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fixed: Option<String>,
-    /// Kinds of files that the VM's memory may be in.
+    /// Kinds of files that may back the VM's memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
-    /// Most bytes of the VM's memory that are mapped for a physical drive.
+    /// Maximum bytes of the VM's memory that are mapped for a physical drive.
     #[serde(
         default,
         rename = "memory-limit",
         skip_serializing_if = "Option::is_none"
     )]
     pub memory_limit: Option<String>,
-    /// Most I/O commands per second.
+    /// Maximum I/O commands per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<String>,
-    /// Most bytes per second.
+    /// Maximum bytes per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<String>,
-    /// Share of a physical drive's queue pairs beside busy guests.
+    /// Weight of the function against other guests on shared queue pairs of a physical drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<u16>,
-    /// Fate of data that another id left in the range.
+    /// Policy for data that another id left in the range.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
     /// Serial number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
-    /// Bytes of a logical block of a software drive.
+    /// Logical block size of a software drive, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lba: Option<u32>,
     /// Name of the drive's label.
     #[serde(default, rename = "drive-id", skip_serializing_if = "Option::is_none")]
     pub drive_id: Option<String>,
-    /// `raw` serves bytes that begin with the header of a disk image to the guest as they are.
+    /// `raw` allows bytes that begin with a disk image header.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
-    /// Timing of a software drive.
+    /// Performance model of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
-    /// Faults of a software drive.
+    /// Fault schedule of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub faults: Option<String>,
-    /// Moment at which a drive in memory takes its memory: `on` for its start.
+    /// When a `memory:` drive allocates its memory: `on` for its start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub populate: Option<String>,
     /// Namespace of a physical drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace: Option<u32>,
-    /// Seconds that a drive may take for a command; by default that of its kind.
+    /// Timeout of the drive's commands in seconds; by default that of the kind of drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
-    /// Arbitration with which a physical drive is enabled.
+    /// Arbitration mechanism with which a physical drive is enabled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arbitration: Option<String>,
-    /// Seconds that the function waits for a drive server to come back.
+    /// Maximum wait for a drive server to come back, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reconnect: Option<u64>,
-    /// Folder with the ledger of leases.
+    /// Directory of the lease ledger.
     pub state_dir: PathBuf,
 }
 
@@ -133,7 +132,7 @@ fn default_state_dir() -> PathBuf {
 }
 
 impl Default for FunctionConfig {
-    /// No drive, and the default of each option.
+    /// Returns a configuration without a drive, and with the default of each option.
     fn default() -> Self {
         Self {
             path: String::new(),
@@ -171,7 +170,7 @@ impl Default for FunctionConfig {
 }
 
 impl FunctionConfig {
-    /// The keys of an option string that has all of it.
+    /// All keys of the configuration.
     pub const KEYS: &[&str] = &[
         "path",
         "range",
@@ -205,11 +204,11 @@ impl FunctionConfig {
         "state_dir",
     ];
 
-    /// From the values of keys, which `get` knows.
+    /// Builds a configuration from the values that `get` returns for keys.
     ///
     /// # Errors
-    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for what is no number. All
-    /// else is looked at by [`Self::options`].
+    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for an invalid number. [`Self::options`]
+    /// checks the other values.
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
         let path = get("path").ok_or(NO_PATH)?;
         let state_dir = get("state_dir").map_or_else(default_state_dir, PathBuf::from);
@@ -254,23 +253,22 @@ impl FunctionConfig {
     /// Returns the parsed options.
     ///
     /// # Errors
-    /// All of [`OptionError`] that values can cause.
+    /// Any [`OptionError`] that values can cause.
     pub fn options(&self) -> Result<FunctionOptions, OptionError> {
         let mut keys = KeyValues::of(self.pairs()?);
         FunctionOptions::take(&mut keys)
     }
 
-    /// Returns the function as it is asked for.
+    /// Returns the parsed options together with their text.
     ///
     /// # Errors
-    /// All of [`OptionError`] that values can cause.
+    /// Any [`OptionError`] that values can cause.
     pub fn asked(&self) -> Result<ParsedFunctionOptions, OptionError> {
         ParsedFunctionOptions::read(OptionText::of(self.pairs()?)?)
     }
 
-    /// The files that a sandbox has to let the function use that opens its drive itself, each with whether it has to let
-    /// it write there. The folder of the ledger has to be there before. [`settle`](crate::sandbox::settle) returns fewer if
-    /// a server has the drive.
+    /// Returns the files that a sandbox must allow if the function opens its drive itself, each with whether it is writable.
+    /// The ledger's directory must exist. [`settle`](crate::sandbox::settle) returns fewer files if a server has the drive.
     ///
     /// # Errors
     /// [`OptionError::Value`] if the path names no drive.
@@ -279,19 +277,19 @@ impl FunctionConfig {
         let mut files = vec![(self.state_dir.clone(), true)];
         match parsed("path", path, str::parse)? {
             Some(DrivePath::File(file)) => {
-                // A model's state is in a file beside it, which is written under another name first.
+                // A disk model stores its state in a file next to the drive, which it replaces by a rename.
                 let keeps_state = self.profile.as_deref().is_some_and(|name| {
-                    // One that cannot be read is refused later.
+                    // An unreadable profile is refused later.
                     let profile = DriveProfile::load(name).ok();
                     profile.is_none_or(|profile| profile.keeps_state())
                 });
                 let has_file = keeps_state && !is_block_device(&file);
                 let folder = file.parent().filter(|_| has_file);
                 files.push((folder.unwrap_or(&file).to_owned(), true));
-                // They tell where the bytes of a path lie, and what else uses them.
+                // Needed for finding the device of a path and its other users.
                 files.push(("/sys".into(), false));
                 files.push(("/proc".into(), false));
-                // The tables of logical volumes are read there, on hosts with device mapper.
+                // Device mapper tables, needed for the extents of logical volumes.
                 let mapper = PathBuf::from("/dev/mapper/control");
                 if mapper.exists() {
                     files.push((mapper, true));
@@ -302,7 +300,7 @@ impl FunctionConfig {
                 files.push(("/proc".into(), false));
                 files.push(("/dev/vfio".into(), true));
             }
-            // Others are in memory.
+            // Other drives are in memory.
             _ => {}
         }
         if self.poll.as_ref().is_some_and(|poll| poll.contains('@')) {
@@ -316,14 +314,14 @@ impl FunctionConfig {
         Ok(files)
     }
 
-    /// Returns the files of a function whose drive a server has, each with whether the function writes there.
+    /// Returns the files of a function whose drive a server has, each with whether it is writable.
     pub(crate) fn files_with_server(&self) -> Vec<(PathBuf, bool)> {
         let mut files = vec![(sockets(&self.state_dir), false)];
         files.extend(self.described());
         files
     }
 
-    /// Returns the files that options name beside the drive, which are read with the options.
+    /// Returns the profile and fault schedule files that the options name.
     fn described(&self) -> impl Iterator<Item = (PathBuf, bool)> {
         let described = [&self.profile, &self.faults].into_iter().flatten();
         let named = described.filter(|name| name.contains('/'));

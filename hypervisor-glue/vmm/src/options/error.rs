@@ -8,94 +8,94 @@ use thiserror::Error;
 /// Error in the options of a function.
 #[derive(Debug, Error)]
 pub enum OptionError {
-    /// A key without `=`.
+    /// A key has no `=`.
     #[error("{}", no_value(word))]
     NoValue {
         /// The key.
         word: String,
     },
-    /// A key with blanks around it.
+    /// A key has blanks around it.
     #[error(
         "Option \"{key}\" has a blank before or after its name: write KEY=VALUE,KEY=VALUE without blanks"
     )]
     Blank {
-        /// The key, without them.
+        /// The key without the blanks.
         key: String,
     },
-    /// Nothing behind the `=`.
+    /// A value is empty.
     #[error("Option \"{key}\" has an empty value: give it one, or leave it out")]
     EmptyValue {
         /// The key.
         key: String,
     },
-    /// A key that is there already.
+    /// A key occurs twice.
     #[error("Option \"{key}\" is given twice: keep one")]
     Twice {
         /// The key.
         key: String,
     },
-    /// Two keys of which one alone can be given.
+    /// Two keys exclude each other.
     #[error("Options \"{key}\" and \"{other}\" are both given: {why}; keep one")]
     Both {
         /// One key.
         key: &'static str,
         /// The other key.
         other: &'static str,
-        /// Why.
+        /// Reason.
         why: &'static str,
     },
-    /// A quote without its end.
+    /// A quote is not closed.
     #[error("Option \"{key}\" opens a quote that it does not close: add a \"")]
     Unclosed {
         /// The key.
         key: String,
     },
-    /// A key that means nothing.
+    /// A key is unknown.
     #[error("There is no option \"{key}\": the options are {allowed}")]
     Unknown {
         /// The key.
         key: String,
-        /// The keys that there are.
+        /// The known keys.
         allowed: String,
     },
-    /// A key that cannot be left out.
+    /// A mandatory key is missing.
     #[error("Option \"{key}\" is missing: add {key}={example}")]
     Missing {
         /// The key.
         key: &'static str,
-        /// A value that would do.
+        /// Example of a value.
         example: &'static str,
     },
-    /// A key that the kind of drive makes meaningless.
+    /// A key does not apply to the kind of drive.
     #[error("Option \"{key}\" is not for {path}: {why}; leave it out")]
     Meaningless {
         /// The key.
         key: &'static str,
         /// The drive.
         path: DrivePath,
-        /// Why.
+        /// Reason.
         why: &'static str,
     },
-    /// A value that another option has to go with.
+    /// A value requires another option.
     #[error("Option \"{key}={value}\" needs {other}: {why}; add that, or leave it out")]
     Needs {
         /// The key.
         key: &'static str,
         /// The value.
         value: String,
-        /// The option that it needs.
+        /// The required option.
         other: &'static str,
-        /// Why.
+        /// Reason.
         why: &'static str,
     },
-    /// A value that is none of its key's.
+    /// A value is invalid.
     #[error("Option \"{key}\" cannot be \"{value}\"")]
     Value {
         /// The key.
         key: &'static str,
         /// The value.
         value: String,
-        /// The fault, and the values that are allowed.
+        /// The parse error, with the allowed values.
         source: Box<dyn StdError + Send + Sync>,
     },
 }

@@ -1,4 +1,4 @@
-//! The options of a function, parsed and checked.
+//! Parsed and checked options of a function.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -25,13 +25,13 @@ use super::error::OptionError;
 use super::key_values::{KeyValues, no_more, take};
 use super::table;
 
-/// Longest serial number (Base 2.0, Identify Controller data structure, SN).
+/// Maximum length of a serial number in bytes (Base 2.0, Identify Controller data structure, SN).
 const MAX_SERIAL: usize = 20;
 
-/// Longest timeout of a drive's commands, in seconds: no driver waits that long by itself.
+/// Maximum timeout of a drive's commands in seconds. No driver waits that long by default.
 const MAX_TIMEOUT: u64 = 3600;
 
-/// Size of a logical block of a software drive.
+/// Logical block size of a software drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LbaSize {
     /// 512 bytes.
@@ -69,63 +69,63 @@ impl FromStr for LbaSize {
 pub struct FunctionOptions {
     /// The drive.
     pub path: DrivePath,
-    /// The part of it that the guest gets; the whole drive if not given.
+    /// Range of the drive for the guest; the whole drive if not given.
     pub range: Option<ByteRange>,
-    /// Bytes that the guest gets at least, wherever the drive has room.
+    /// Minimum size for the guest, allocated anywhere on the drive.
     pub size: Option<LeaseSize>,
-    /// Most I/O queue pairs that the guest gets, 1 to [`MAX_QUEUE_PAIRS`].
+    /// Maximum number of I/O queue pairs for the guest, 1 to [`MAX_QUEUE_PAIRS`].
     pub queues: u16,
-    /// I/O queue pairs of a physical drive that belong to the function alone, at most [`Self::queues`].
+    /// Number of the physical drive's I/O queue pairs to reserve for the function, at most [`Self::queues`].
     pub reserve: u16,
-    /// Most data of a command; the drive's own if not given.
+    /// Maximum data transfer of a command; the drive's MDTS if not given.
     pub mdts: Option<Mdts>,
     /// Name of the function and of its lease.
     pub id: Option<String>,
-    /// Path of the guest's doorbell writes.
+    /// Handling of the guest's doorbell writes.
     pub doorbells: DoorbellMode,
-    /// Bytes from one doorbell to the next.
+    /// Doorbell stride.
     pub doorbell_stride: DoorbellStride,
-    /// Polling of the guest's queues.
+    /// Polling policy of the guest's queues.
     pub poll: PollPolicy,
-    /// Choices for all that learns.
+    /// Which adaptive policies are fixed.
     pub fixed: AdaptivePolicies,
-    /// Kinds of files that the VM's memory may be in.
+    /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
-    /// Most bytes of the VM's memory that are mapped for a physical drive; all memory of the host if not given.
+    /// Maximum bytes of the VM's memory that are mapped for a physical drive. If not given, the host's memory is the limit.
     pub memory_limit: Option<Bytes>,
-    /// I/Os and bytes per second, and the weight beside other guests.
+    /// Limits of I/Os and bytes per second, and the weight against other guests.
     pub rates: RateLimits,
-    /// Fate of data that another id left in the range.
+    /// Policy for data that another id left in the range.
     pub data: PreviousDataPolicy,
-    /// Serial number that the guest sees, in place of the one that belongs to the range.
+    /// Serial number that the guest sees instead of the range's own.
     pub serial: Option<String>,
-    /// Size of a logical block, where the drive is a software one.
+    /// Logical block size of a software drive.
     pub lba: Option<LbaSize>,
     /// Name of the drive's label.
     pub drive_id: Option<DriveName>,
-    /// True if the guest gets the raw bytes even if they begin with the header of a disk image.
+    /// True if the leased bytes may begin with a disk image header.
     pub is_raw: bool,
-    /// Timing of a software drive, or its zones, or its keys and values.
+    /// Performance model of a software drive, or its zones, or its key-value profile.
     pub profile: Option<Arc<DriveProfile>>,
-    /// Faults of a software drive.
+    /// Fault schedule of a software drive.
     pub faults: Option<Arc<FaultPlan>>,
-    /// Moment at which a `memory:` drive takes its memory.
+    /// When a `memory:` drive allocates its memory.
     pub populate: Option<MemoryAllocationTime>,
-    /// Namespace of a physical drive; its first if not given.
+    /// Namespace of a physical drive; the first if not given.
     pub namespace: Option<Nsid>,
-    /// Time that a drive may take for a command; that of its kind if not given.
+    /// Timeout of the drive's commands; that of the kind of drive if not given.
     pub timeout: Option<Duration>,
-    /// Arbitration with which a physical drive is enabled; round robin if not given.
+    /// Arbitration mechanism with which a physical drive is enabled; round robin if not given.
     pub arbitration: Option<ArbitrationChoice>,
-    /// Time that a function in a VMM waits for a server that has its drive, if its own goes; for ever if not given.
+    /// Maximum wait of a function in a VMM for its drive server to come back; unlimited if not given.
     pub reconnect: Option<Duration>,
 }
 
-/// Reason for which a software drive has no use for a weight.
+/// Reason why a software drive has no weight.
 pub(super) const UNSHARED: &str =
     "only a physical drive, as in path=0000:01:00.0, has queue pairs that guests share";
 
-/// Refuses a limit of bytes that is too low for drivers.
+/// Refuses a bandwidth limit that is too low for drivers.
 pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionError> {
     let Some(limit) = limit else {
         return Ok(());
@@ -137,19 +137,18 @@ pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionErro
     })
 }
 
-/// I/O queue pairs of a function for which nobody chose: one for each vCPU of most guests. Queues
-/// that a guest does not create cost nothing.
+/// Default number of I/O queue pairs: one for each vCPU of most guests. Queues that a guest does not create cost nothing.
 const DEFAULT_QUEUES: u16 = 16;
 
 impl FunctionOptions {
-    /// Returns the I/O queue pairs of [`Self::queues`] for which the doorbells have room.
+    /// Returns the number of I/O queue pairs: [`Self::queues`], limited by the room for doorbells.
     #[must_use]
     pub fn queue_pairs(&self) -> u16 {
         let most = self.doorbell_stride.queue_pairs_max(self.doorbells);
         self.queues.min(most)
     }
 
-    /// Returns what a person should know of the function's queues, in sentences.
+    /// Returns warnings about the function's queues for the operator, in sentences.
     #[must_use]
     pub fn cautions(&self) -> Vec<String> {
         let mut cautions = Vec::new();
@@ -185,7 +184,7 @@ impl FunctionOptions {
         cautions
     }
 
-    /// Refuses limits that are too low for drivers. A function that is there already keeps those that it has.
+    /// Refuses limits that are too low for drivers. Call it for new functions only: existing ones keep their limits.
     ///
     /// # Errors
     /// [`OptionError::Value`].
@@ -193,8 +192,7 @@ impl FunctionOptions {
         check_bandwidth(self.rates.bandwidth)
     }
 
-    /// Returns the options that the function asks of its drive. Those that it leaves open are as a drive has them that
-    /// is open already.
+    /// Returns the drive options of the function. Unset options take the values of the drive that is `opened`, if there is one.
     #[must_use]
     pub fn of_drive(&self, opened: Option<&DriveOptions>) -> DriveOptions {
         let default = opened.cloned().unwrap_or_default();
@@ -213,7 +211,7 @@ impl FunctionOptions {
         }
     }
 
-    /// Takes the options of a function out of `keys`.
+    /// Removes the options of a function from `keys` and parses them.
     pub(super) fn take(keys: &mut KeyValues) -> Result<Self, OptionError> {
         let path = take(keys, "path", str::parse)?.ok_or(OptionError::Missing {
             key: "path",
@@ -336,19 +334,19 @@ impl FunctionOptions {
         }
     }
 
-    /// Returns whether the drive has the guest's memory pinned. A VMM must not free such memory while it is mapped: no
-    /// balloon, no free page reporting, and virtio-mem only if it unmaps memory before it frees it.
+    /// Returns whether the drive pins the guest's memory. A VMM must not free mapped memory then: no balloon, no free page
+    /// reporting, and virtio-mem only if it unmaps memory before it frees the memory.
     #[must_use]
     pub fn pins_memory(&self) -> bool {
         matches!(self.path, DrivePath::Pci(_))
     }
 
-    /// Returns whether the drive holds keys and values.
+    /// Returns whether the drive is a key-value drive.
     pub(crate) fn has_keys(&self) -> bool {
         matches!(self.profile.as_deref(), Some(DriveProfile::Kv(_)))
     }
 
-    /// An option that the kind of drive makes meaningless, and why.
+    /// Returns an option that does not apply to the kind of drive, and the reason.
     fn meaningless(&self) -> Option<(&'static str, &'static str)> {
         let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.has_keys();
         if self.fixed.slices == PolicyChoice::Fixed && !is_sliced {
@@ -441,12 +439,12 @@ impl FromStr for FunctionOptions {
     }
 }
 
-/// Size of a lease without a place.
+/// Size of a lease without a fixed range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseSize {
-    /// Number of bytes.
+    /// Size.
     pub size: Bytes,
-    /// Bytes of a unit, of which the lease's parts are multiples; that of the drive if not given.
+    /// Unit of the lease, of which its extents are multiples; the drive's default if not given.
     pub unit: Option<Bytes>,
 }
 
@@ -476,13 +474,13 @@ fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
     }
 }
 
-/// Least memory limit: a VM has more, and a limit that is meant in GiB is noticed.
+/// Minimum memory limit. It catches limits whose unit was forgotten, such as 16 for 16G.
 const MEMORY_LIMIT_MIN: u64 = 1 << 20;
 
-/// Reads a memory limit.
+/// Parses a memory limit.
 ///
 /// # Errors
-/// It is no size, or too small for any VM.
+/// The text is no size, or the size is too small for any VM.
 pub fn parse_memory_limit(text: &str) -> Result<Bytes, String> {
     let limit: Bytes = text.parse().map_err(|error: SizeError| error.to_string())?;
     match limit.0 >= MEMORY_LIMIT_MIN {
@@ -516,7 +514,7 @@ fn parse_format(text: &str) -> Result<(), &'static str> {
     }
 }
 
-/// Word for a drive without a timeout.
+/// Value of `timeout` for no timeout.
 const NO_TIMEOUT: &str = "none";
 
 fn parse_timeout(text: &str) -> Result<Option<Duration>, String> {
@@ -538,7 +536,7 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 
 fn parse_serial(text: &str) -> Result<String, String> {
     let visible = text.bytes().all(|byte| matches!(byte, b' '..=b'~'));
-    // It is padded with spaces, so that spaces around it would be lost.
+    // The serial number is padded with spaces, so spaces around it would be lost.
     if text.len() > MAX_SERIAL || !visible || text.trim() != text {
         return Err(format!(
             "A serial number has 1 to {MAX_SERIAL} ASCII characters, without spaces around it"

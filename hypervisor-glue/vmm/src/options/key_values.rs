@@ -1,7 +1,7 @@
-//! `key=value,key=value`: the form of an option string, whatever its keys mean.
+//! `key=value,key=value`: the syntax of option strings.
 //!
-//! A value that holds a comma stands in double quotes, `path="/a,b"`. A double quote within quotes
-//! is written twice. Both are as in the options of Cloud Hypervisor.
+//! A value with a comma is put in double quotes, as in `path="/a,b"`. A double quote within quotes is doubled. Both rules are
+//! those of Cloud Hypervisor.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -10,7 +10,7 @@ use std::str::Chars;
 
 use super::error::OptionError;
 
-/// The keys of an option string with their values, each key once, no value empty.
+/// Keys and values of an option string. Keys are unique, and values are not empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct KeyValues(Vec<(String, String)>);
 
@@ -36,7 +36,7 @@ impl KeyValues {
         }
     }
 
-    /// Adds a key that is not there yet, with a value.
+    /// Adds a key that is not present yet.
     pub(super) fn push(&mut self, key: String, value: String) -> Result<(), OptionError> {
         if value.is_empty() {
             return Err(OptionError::EmptyValue { key });
@@ -48,7 +48,7 @@ impl KeyValues {
         Ok(())
     }
 
-    /// These, each key of which is there once.
+    /// Creates a list from unique keys.
     pub(super) fn of(pairs: Vec<(String, String)>) -> Self {
         Self(pairs)
     }
@@ -74,7 +74,7 @@ impl KeyValues {
         self.0.iter_mut().map(|(key, value)| (key.as_str(), value))
     }
 
-    /// Sets the value of `key`, or takes the key out.
+    /// Sets the value of `key`, or removes the key.
     pub(super) fn set(&mut self, key: &str, value: Option<&str>) {
         let place = self.0.iter().position(|(present, _)| present == key);
         match (place, value) {
@@ -87,20 +87,20 @@ impl KeyValues {
         }
     }
 
-    /// Takes the value of `key` out.
+    /// Removes `key` and returns its value.
     pub(super) fn take(&mut self, key: &str) -> Option<String> {
         let index = self.0.iter().position(|(present, _)| present == key)?;
         Some(self.0.swap_remove(index).1)
     }
 
-    /// A key that nobody took.
+    /// Returns a key that was not taken, if there is one.
     pub(super) fn rest(self) -> Option<String> {
         self.0.into_iter().next().map(|(key, _)| key)
     }
 }
 
 impl fmt::Display for KeyValues {
-    /// The option string, with values in quotes where they need them.
+    /// Writes the option string, with quotes where values need them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (key, value)) in self.0.iter().enumerate() {
             let separator = if index == 0 { "" } else { "," };
@@ -114,8 +114,7 @@ impl fmt::Display for KeyValues {
     }
 }
 
-/// Reads up to the next comma outside quotes: what comes before the equals sign, and, if there is
-/// one, what comes after it.
+/// Reads up to the next comma outside quotes. Returns the text before the equals sign, and the text after it if there is one.
 fn pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), OptionError> {
     let mut word = String::new();
     let mut value: Option<String> = None;
@@ -134,14 +133,14 @@ fn pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), Opt
     Ok((word, value))
 }
 
-/// Reads what is quoted, behind the opening quote, up to and with the closing one.
+/// Reads a quoted value from behind the opening quote through the closing quote.
 fn quoted(
     chars: &mut Peekable<Chars<'_>>,
     key: &str,
     value: &mut String,
 ) -> Result<(), OptionError> {
     while let Some(next) = chars.next() {
-        // A quote closes, unless a second one makes it a character of the value.
+        // A quote closes the value unless it is doubled.
         if next == '"' && chars.next_if_eq(&'"').is_none() {
             return Ok(());
         }
@@ -152,7 +151,7 @@ fn quoted(
     })
 }
 
-/// Takes `key` out of `keys` and makes a value of it.
+/// Removes `key` from `keys` and parses its value.
 pub(super) fn take<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     keys: &mut KeyValues,
     key: &'static str,
@@ -161,7 +160,7 @@ pub(super) fn take<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     parsed(key, keys.take(key), parse)
 }
 
-/// Makes what it means of the value of `key`, if it has one.
+/// Parses the value of `key`, if there is one.
 pub(super) fn parsed<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     key: &'static str,
     value: Option<String>,
@@ -180,7 +179,7 @@ pub(super) fn parsed<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     }
 }
 
-/// Refuses a key that nobody took. `allowed` are the keys that there are.
+/// Returns an error if `keys` has a key left. The message lists the `allowed` keys.
 pub(super) fn no_more<'a>(
     keys: KeyValues,
     allowed: impl Iterator<Item = &'a str>,

@@ -1,11 +1,13 @@
-//! Options that describe an NVMe function, the same for every VMM.
+//! Options of an NVMe function, the same for every VMM.
 //!
-//! A person writes an option string, as in `path=/srv/drive.img,range=0+8G`. It is parsed once, into [`FunctionOptions`],
-//! whose values need no further check. A function that `nvme-mpt serve` offers has a `socket=PATH` as well:
-//! [`ServerFunctionOptions`]. A drive that it keeps open has some of the keys: [`ServerDriveOptions`]. So has a lease that an
-//! operator reserves for a VMM: [`LeaseReservation`]. A VMM's own configuration has a value per option: [`FunctionConfig`].
+//! An option string, such as `path=/srv/drive.img,range=0+8G`, is parsed once into [`FunctionOptions`]. Its values need no
+//! further check. Other types cover a subset or a superset of the keys:
+//! - [`ServerFunctionOptions`]: a function of `nvme-mpt serve`, with `socket=PATH`.
+//! - [`ServerDriveOptions`]: a drive that the server keeps open.
+//! - [`LeaseReservation`]: a lease that an operator reserves for a VMM.
+//! - [`FunctionConfig`]: a function in a VMM's own configuration, with a field for each option.
 //!
-//! [`table`] has every option with its help.
+//! [`table`] contains every option with its help.
 
 mod asked;
 mod config;

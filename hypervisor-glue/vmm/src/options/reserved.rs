@@ -1,4 +1,4 @@
-//! Options of the leases that an operator reserves for functions in VMMs, and of the socket on which VMMs ask for them.
+//! Options of leases that an operator reserves for functions in VMMs, and of the socket for such VMMs.
 
 use std::str::FromStr;
 
@@ -10,16 +10,16 @@ use super::served::{OptionText, RateChange, ServerDriveOptions, SocketOwner, par
 /// A lease that an operator reserves for the VMMs of a user.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LeaseReservation {
-    /// User that owns the lease, by name or by number.
+    /// User that owns the lease, by name or number.
     pub owner: String,
-    /// Drive, place, id and former data of the lease. The others have their defaults.
+    /// Drive, range or size, id and previous-data policy of the lease. All other options have their defaults.
     pub function: FunctionOptions,
     /// The operator's limits, in the form of [`RateChange`].
     pub limits: Option<OptionText>,
 }
 
 impl LeaseReservation {
-    /// Keys that it may have, besides those of a drive and of a [`RateChange`].
+    /// Keys of a reservation, in addition to those of a drive and of a [`RateChange`].
     pub const KEYS: &[&str] = &[
         "owner", "range", "size", "unit", "id", "lease", "data", "format",
     ];
@@ -66,10 +66,10 @@ impl FromStr for LeaseReservation {
     }
 }
 
-/// Reads a user by name or by number.
+/// Parses a user name or number.
 ///
 /// # Errors
-/// A group is given as well.
+/// The text contains a group.
 pub fn parse_user(text: &str) -> Result<String, &'static str> {
     match text.contains(':') {
         true => Err("A lease has a user alone, without a group"),
@@ -77,17 +77,17 @@ pub fn parse_user(text: &str) -> Result<String, &'static str> {
     }
 }
 
-/// Permissions of the socket on which VMMs ask for leases: `mode=` and `owner=`.
+/// Options of the socket on which VMMs request leases: `mode=` and `owner=`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmmSocket {
-    /// File mode; that of the server's user alone if not given.
+    /// File mode. If not given, only the server's user has access.
     pub mode: Option<u32>,
     /// Owner; the server's user and group if not given.
     pub owner: Option<SocketOwner>,
 }
 
 impl VmmSocket {
-    /// Keys that it may have.
+    /// Keys of the options.
     pub const KEYS: &[&str] = &["mode", "owner"];
 }
 

@@ -1,4 +1,4 @@
-//! Options of what `nvme-mpt serve` has: functions on sockets, and drives.
+//! Options for `nvme-mpt serve`: functions on sockets, and drives.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -11,15 +11,15 @@ use super::key_values::{KeyValues, no_more, take};
 use super::table;
 use crate::drives::DrivePath;
 
-/// Longest path of a UNIX socket in bytes: `sun_path` has 108, with a terminating zero.
+/// Maximum length of a UNIX socket's path in bytes: `sun_path` has 108, with a terminating zero.
 const MAX_SOCKET_PATH: usize = 107;
 
-/// A function that a server offers on a socket.
+/// Options of a function that a server offers on a socket.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServerFunctionOptions {
     /// Socket on which a VMM connects.
     pub socket: PathBuf,
-    /// File mode of the socket; that of the server's user alone if not given.
+    /// File mode of the socket. If not given, only the server's user has access.
     pub mode: Option<u32>,
     /// Owner of the socket; the server's user and group if not given.
     pub owner: Option<SocketOwner>,
@@ -50,7 +50,7 @@ impl FromStr for ServerFunctionOptions {
     }
 }
 
-/// A user, and a group, by name or by number: `USER`, `USER:GROUP` or `:GROUP`.
+/// User and group of a socket, by name or number: `USER`, `USER:GROUP` or `:GROUP`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketOwner {
     /// The user.
@@ -73,15 +73,15 @@ impl FromStr for SocketOwner {
     }
 }
 
-/// A drive that a server keeps open, whether functions use it or not.
+/// Options of a drive that a server keeps open, even without functions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServerDriveOptions {
-    /// The options that belong to the drive. The others have their defaults.
+    /// Options of the drive. All other options have their defaults.
     pub drive: FunctionOptions,
 }
 
 impl ServerDriveOptions {
-    /// Keys that belong to a drive.
+    /// Keys of a drive's options.
     pub const KEYS: &[&str] = &[
         "path",
         "fixed",
@@ -113,7 +113,7 @@ impl FromStr for ServerDriveOptions {
     }
 }
 
-/// Change of the limits of a function: `iops=`, `bandwidth=` and `weight=`, each with a value or with `none`.
+/// Change of a function's limits: `iops=`, `bandwidth=` and `weight=`, each with a value or `none`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RateChange {
     iops: Option<Option<RateLimit>>,
@@ -122,13 +122,13 @@ pub struct RateChange {
 }
 
 impl RateChange {
-    /// Keys that a change may have.
+    /// Keys of a change.
     pub const KEYS: &[&str] = &["iops", "bandwidth", "weight"];
 
-    /// Value for no limit, and for the usual weight.
+    /// Value that removes a limit, or restores the default weight.
     pub const NONE: &str = "none";
 
-    /// Refuses a limit of bytes that is too low for drivers.
+    /// Refuses a bandwidth limit that is too low for drivers.
     ///
     /// # Errors
     /// [`OptionError::Value`].
@@ -136,7 +136,7 @@ impl RateChange {
         check_bandwidth(self.bandwidth.flatten())
     }
 
-    /// Refuses a change that means nothing for a drive, or whose limit of bytes is too low for drivers.
+    /// Refuses a change that does not apply to a drive, and a bandwidth limit that is too low for drivers.
     ///
     /// # Errors
     /// [`OptionError::Meaningless`], [`OptionError::Value`].
@@ -154,7 +154,7 @@ impl RateChange {
         }
     }
 
-    /// Returns the limits after the change. A key that it does not have changes nothing.
+    /// Returns the limits after the change. Keys that the change does not contain keep their values.
     #[must_use]
     pub fn of(self, rates: RateLimits) -> RateLimits {
         RateLimits {
@@ -188,15 +188,14 @@ impl FromStr for RateChange {
     }
 }
 
-/// An option string whose values are not read yet.
+/// An option string whose values are not parsed yet.
 ///
-/// It is the form in which functions and drives lie in files and are sent to a server. Its text form is an option
-/// string.
+/// Functions and drives are stored in files and sent to servers in this form. It displays as an option string.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OptionText(KeyValues);
 
 impl OptionText {
-    /// Returns the options with these values.
+    /// Creates the options from keys and values.
     ///
     /// # Errors
     /// [`OptionError::EmptyValue`], [`OptionError::Twice`].
@@ -208,7 +207,7 @@ impl OptionText {
         Ok(Self(keys))
     }
 
-    /// Reads the given keys of an option string, and leaves the others out; `None` if it has none of them.
+    /// Returns the given keys of an option string without the others; `None` if the string has none of them.
     ///
     /// # Errors
     /// The text is no option string.
@@ -231,7 +230,7 @@ impl OptionText {
         self.0.pairs()
     }
 
-    /// Sets the value of a key, or takes the key out.
+    /// Sets the value of a key, or removes the key.
     #[must_use]
     pub fn with(mut self, key: &str, value: Option<&str>) -> Self {
         self.0.set(key, value);
@@ -245,7 +244,7 @@ impl OptionText {
         pairs.fold(self, |text, (key, value)| text.with(key, Some(value)))
     }
 
-    /// Makes relative paths absolute, as seen from `folder`.
+    /// Makes relative paths absolute, starting at `folder`.
     #[must_use]
     pub fn absolute(mut self, folder: &Path) -> Self {
         for (key, value) in self.0.pairs_mut() {
@@ -278,10 +277,10 @@ impl std::fmt::Display for OptionText {
     }
 }
 
-/// A path that a UNIX socket can have.
+/// Checks the length of a UNIX socket's path.
 ///
 /// # Errors
-/// It is too long.
+/// The path is too long.
 pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
     if text.len() > MAX_SOCKET_PATH {
         return Err(format!(

@@ -1,13 +1,13 @@
-//! Table of all options, from which messages and help are made.
+//! Table of all options, the source of messages and help.
 
 /// An option of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionHelp {
     /// The key.
     pub key: &'static str,
-    /// Form of its value, as in `START+LENGTH`.
+    /// Form of the value, as in `START+LENGTH`.
     pub value: &'static str,
-    /// Help, in lines of at most 92 characters.
+    /// Help text, in lines of at most 92 characters.
     pub help: &'static str,
 }
 
@@ -15,7 +15,7 @@ const fn option(key: &'static str, value: &'static str, help: &'static str) -> O
     OptionHelp { key, value, help }
 }
 
-/// The options of a function that a server offers, besides [`OPTIONS`]. The first one cannot be left out.
+/// Options of a server's function in addition to [`OPTIONS`]. The first one is mandatory.
 pub const SERVED: &[OptionHelp] = &[
     option(
         "socket",
@@ -35,7 +35,7 @@ of the server]",
     ),
 ];
 
-/// The options of an option string. The first one cannot be left out.
+/// Options of a function. The first one is mandatory.
 pub const OPTIONS: &[OptionHelp] = &[
     option(
         "path",
@@ -224,13 +224,13 @@ pub(super) fn served() -> impl Iterator<Item = &'static OptionHelp> {
     SERVED.iter().chain(OPTIONS)
 }
 
-/// Options that cannot be left out.
+/// Mandatory options.
 const REQUIRED: [&str; 2] = ["socket", "path"];
 
-/// Longest line of [`synopsis`] but for its last option.
+/// Maximum line length of [`synopsis`], not counting the last option.
 const LINE: usize = 90;
 
-/// Returns the form of the option string of a function that a server offers, in several lines.
+/// Returns the synopsis of a server function's option string, in several lines.
 #[must_use]
 pub fn synopsis() -> String {
     let is_required = |option: &&OptionHelp| REQUIRED.contains(&option.key);
@@ -254,7 +254,7 @@ pub fn synopsis() -> String {
     text
 }
 
-/// Returns the help of all options of a function that a server offers: a line or more for each.
+/// Returns the help of all options of a server's function.
 #[must_use]
 pub fn help() -> String {
     let width = served().map(|option| option.key.len()).max().unwrap_or(0);

@@ -31,13 +31,13 @@ pub mod vmms;
 
 use std::path::{Path, PathBuf};
 
-/// The folder of the workspace, in which cargo is run.
+/// Returns the folder of the workspace, in which cargo is run.
 pub fn workspace_dir() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package)
 }
 
-/// The folder that builds and provisioned things go to.
+/// Returns the folder that builds and provisioned things go to.
 pub fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         // Cargo takes a relative one from the folder it is run in.
@@ -46,7 +46,7 @@ pub fn target_dir() -> PathBuf {
     }
 }
 
-/// A size in bytes, or with K, M, G or T.
+/// Returns a size in bytes, or with K, M, G or T.
 pub(crate) fn parse_size(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(['K', 'M', 'G', 'T']);
     let shift = match &text[digits.len()..] {

@@ -106,13 +106,13 @@ pub fn give_way() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
-/// The last lines of a text.
+/// Returns the last lines of a text.
 pub fn tail(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
 }
 
-/// The end of a log file, or why it can't be read.
+/// Returns the end of a log file, or why it can't be read.
 pub fn file_tail(path: &Path) -> String {
     match std::fs::read(path) {
         Ok(bytes) => tail(&String::from_utf8_lossy(&bytes)),
@@ -188,7 +188,7 @@ pub fn at_work(pid: u32) -> String {
 /// Reported fields of an io_uring.
 const RING_FIELDS: [&str; 5] = ["SqHead", "SqTail", "CqHead", "CqTail", "task_works"];
 
-/// The name of a process or thread, and the fields behind that of its `stat`.
+/// Returns the name of a process or thread, and the fields behind that of its `stat`.
 fn stat_of(folder: &Path) -> Option<(String, Vec<String>)> {
     let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
     // A name may have anything in it, so that the rest begins behind its last parenthesis.
@@ -221,7 +221,7 @@ impl Supervised {
     /// Starts `program`; what it prints goes to the file `log`.
     ///
     /// # Errors
-    /// If the program or its log file can't be made.
+    /// The program or its log file can't be made.
     pub fn spawn(name: &str, program: &Command, log: &Path) -> Result<Self, ProcessError> {
         let file = |source| ProcessError::Log {
             path: log.to_owned(),
@@ -269,7 +269,7 @@ impl Supervised {
         })
     }
 
-    /// The child's process id.
+    /// Returns the child's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -282,7 +282,7 @@ impl Supervised {
     /// Returns the status with which it ended, if it has.
     ///
     /// # Errors
-    /// If the system can't tell.
+    /// The system can't tell.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>, ProcessError> {
         if self.ended.is_none() {
             self.ended = self.child.try_wait().map_err(|source| ProcessError::Wait {

@@ -97,7 +97,7 @@ impl Drop for Step {
     }
 }
 
-/// A duration as people read it.
+/// Returns a duration as people read it.
 pub fn seconds(duration: Duration) -> String {
     let total = duration.as_secs_f64();
     if total < 100.0 {

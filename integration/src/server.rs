@@ -146,7 +146,7 @@ impl FunctionOptions {
         options.collect::<Vec<_>>().join(",")
     }
 
-    /// The options one by one, by their keys.
+    /// Returns the options one by one, by their keys.
     pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
         let own = [
             ("id", &*self.id),
@@ -257,22 +257,22 @@ impl Server {
         Ok(server)
     }
 
-    /// The socket of the function `id`.
+    /// Returns the socket of the function `id`.
     pub fn socket(&self, id: &str) -> PathBuf {
         socket(&self.folder, id)
     }
 
-    /// The folder with its ledger, where VMMs find it.
+    /// Returns the folder with its ledger, where VMMs find it.
     pub fn state_dir(&self) -> PathBuf {
         state_dir(&self.folder)
     }
 
-    /// The server's process id, or its keeper's.
+    /// Returns the server's process id, or its keeper's.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// The end of its log.
+    /// Returns the end of its log.
     pub fn log_tail(&self) -> String {
         process::file_tail(self.process.log())
     }
@@ -290,7 +290,7 @@ impl Server {
         })
     }
 
-    /// The statistics of one function, now.
+    /// Returns the statistics of one function, now.
     ///
     /// # Errors
     /// If they can't be had.
@@ -308,7 +308,7 @@ impl Server {
         }
     }
 
-    /// The statistics of one drive, now.
+    /// Returns the statistics of one drive, now.
     ///
     /// # Errors
     /// If they can't be had.
@@ -325,7 +325,7 @@ impl Server {
     /// Adds the faults of a plan to those of the drive at `path`.
     ///
     /// # Errors
-    /// If the server refuses them.
+    /// The server refuses them.
     pub fn inject_faults(&self, path: &str, plan: &str) -> Result<(), ServerError> {
         let file = self.folder.join("faults.toml");
         fs::write(&file, plan).map_err(|source| ServerError::File {
@@ -357,7 +357,7 @@ impl Server {
     /// Takes the faults of the drive at `path` away.
     ///
     /// # Errors
-    /// If the server refuses.
+    /// The server refuses.
     pub fn clear_faults(&self, path: &str) -> Result<(), ServerError> {
         self.fault(|command| command.args(["clear", path]))
     }
@@ -377,7 +377,7 @@ impl Server {
     /// Adds a function. It is not among those of a [restart](Self::restart), as the server keeps it.
     ///
     /// # Errors
-    /// If the server refuses it.
+    /// The server refuses it.
     pub fn add(&self, function: &FunctionOptions) -> Result<(), ServerError> {
         let options = function.render(&self.socket(&function.id));
         self.ask(&["add", &options]).map(drop)
@@ -386,7 +386,7 @@ impl Server {
     /// Removes a function.
     ///
     /// # Errors
-    /// If the server refuses, as a VMM is connected.
+    /// The server refuses, as a VMM is connected.
     pub fn remove(&self, id: &str) -> Result<(), ServerError> {
         self.ask(&["remove", id]).map(drop)
     }
@@ -394,7 +394,7 @@ impl Server {
     /// Changes the limits of a function.
     ///
     /// # Errors
-    /// If the server refuses.
+    /// The server refuses.
     pub fn limit(&self, id: &str, limits: &str) -> Result<(), ServerError> {
         self.ask(&["limit", id, limits]).map(drop)
     }
@@ -402,7 +402,7 @@ impl Server {
     /// Changes the size of a function's lease, under its guest.
     ///
     /// # Errors
-    /// If the server refuses.
+    /// The server refuses.
     pub fn resize(&self, id: &str, size: &str) -> Result<(), ServerError> {
         self.ask(&["resize", id, size]).map(drop)
     }
@@ -435,7 +435,7 @@ impl Server {
     /// killed after the process has ended: requests in an io_uring, which QEMU waits with, hold it a little longer.
     ///
     /// # Errors
-    /// If one stays connected.
+    /// One stays connected.
     pub fn await_no_client(&self, name: &str) -> Result<(), ServerError> {
         // A connected socket's state in the list (proc_net_unix in Linux, net/unix/af_unix.c).
         const CONNECTED: &str = "03";
@@ -813,7 +813,7 @@ pub struct Totals {
 }
 
 impl FunctionStats {
-    /// All I/O queues together.
+    /// Returns all I/O queues together.
     pub fn totals(&self) -> Totals {
         let sum = |of: fn(&QueueStats) -> u64| self.queues.iter().map(of).sum();
         Totals {

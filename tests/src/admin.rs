@@ -53,38 +53,38 @@ pub enum Select {
     Default = 1,
     /// The saved value.
     Saved = 2,
-    /// Abilities of the feature.
+    /// Capabilities of the feature.
     Capabilities = 3,
 }
 
-/// A completed Asynchronous Event Request (NVMe Base 2.0, figure 145).
+/// Decoded completion of an Asynchronous Event Request (NVMe Base 2.0, figure 145).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AsyncEvent {
     /// Type: 0 error, 1 SMART, 2 notice.
     pub kind: u8,
-    /// Event, by type.
+    /// Event information, by type.
     pub info: u8,
-    /// The log page that has details, and clears the event.
+    /// Log page with details. Reading it clears the event.
     pub log_page: u8,
 }
 
-/// A Get Log Page command (NVMe Base 2.0, section 5.16).
+/// Parameters of Get Log Page (NVMe Base 2.0, section 5.16).
 #[derive(Clone, Copy, Debug)]
 pub struct LogPage {
     /// Log page identifier.
     pub id: u8,
     /// Namespace, or all ones for the controller.
     pub nsid: u32,
-    /// Offset at which it starts.
+    /// Offset in the log page, in bytes.
     pub offset: u64,
-    /// Bytes, a multiple of 4.
+    /// Size in bytes, a multiple of 4.
     pub len: usize,
-    /// Retain Asynchronous Event: do not clear it.
+    /// Retain Asynchronous Event: reading does not clear the event.
     pub retain: bool,
 }
 
 impl LogPage {
-    /// A whole log page of the controller.
+    /// Returns the parameters for a whole log page of the controller.
     pub fn of_controller(id: u8, len: usize) -> Self {
         Self {
             id,
@@ -97,10 +97,10 @@ impl LogPage {
 }
 
 impl Controller {
-    /// An admin command that returns `len` bytes.
+    /// Executes an admin command and returns its `len` bytes of data.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn admin_read(&mut self, sqe: Sqe, len: usize) -> Result<Vec<u8>> {
         let data = self.memory().alloc(len)?;
         let prepared = prp::buffer(&data, 0, len)?;
@@ -108,10 +108,10 @@ impl Controller {
         Ok(data.to_vec(0, len))
     }
 
-    /// An admin command that sends bytes; gives Dword 0 of the completion.
+    /// Executes an admin command that sends data. Returns Dword 0 of the completion.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn admin_write(&mut self, sqe: Sqe, bytes: &[u8]) -> Result<u32> {
         let data = self.memory().alloc(bytes.len())?;
         data.write(0, bytes);
@@ -119,27 +119,27 @@ impl Controller {
         Ok(self.admin(sqe.with_data(prepared.pointer))?.dw0())
     }
 
-    /// Identify with any CNS.
+    /// Executes Identify with any CNS.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn identify(&mut self, cns: u8, nsid: u32, csi: u8) -> Result<Vec<u8>> {
         self.admin_read(Sqe::identify(cns, nsid, csi), IDENTIFY_SIZE)
     }
 
-    /// Identify Controller, read anew.
+    /// Executes Identify Controller.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn identify_controller(&mut self) -> Result<IdentifyController> {
         self.identify(cns::CONTROLLER, 0, 0)
             .map(IdentifyController::parse)
     }
 
-    /// Identify Namespace.
+    /// Executes Identify Namespace.
     ///
     /// # Errors
-    /// When the command fails, or the logical block size cannot be one.
+    /// The command fails, or the logical block size is invalid.
     pub fn identify_namespace(&mut self, nsid: u32) -> Result<IdentifyNamespace> {
         let namespace = self
             .identify(cns::NAMESPACE, nsid, 0)
@@ -154,36 +154,36 @@ impl Controller {
         }
     }
 
-    /// The active namespaces with an identifier above `after`.
+    /// Returns the active namespaces with identifiers above `after`.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn active_namespaces(&mut self, after: u32) -> Result<Vec<u32>> {
         let raw = self.identify(cns::ACTIVE_NAMESPACES, after, 0)?;
         Ok(namespace_list(&raw))
     }
 
-    /// The identifiers of a namespace.
+    /// Returns the identification descriptors of a namespace.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn namespace_descriptors(&mut self, nsid: u32) -> Result<Vec<NamespaceDescriptor>> {
         let raw = self.identify(cns::NAMESPACE_DESCRIPTORS, nsid, 0)?;
         Ok(namespace_descriptors(&raw))
     }
 
-    /// Get Features; gives Dword 0 of the completion.
+    /// Executes Get Features. Returns Dword 0 of the completion.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn get_feature(&mut self, id: u8, select: Select, nsid: u32, cdw11: u32) -> Result<u32> {
         Ok(self.admin(get_features(id, select, nsid, cdw11))?.dw0())
     }
 
-    /// Get Features of a feature with a data structure.
+    /// Executes Get Features of a feature with a data structure, and returns the data.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn get_feature_data(
         &mut self,
         id: u8,
@@ -194,26 +194,26 @@ impl Controller {
         self.admin_read(get_features(id, select, nsid, 0), len)
     }
 
-    /// Set Features, not saved; gives Dword 0 of the completion.
+    /// Executes Set Features without saving. Returns Dword 0 of the completion.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn set_feature(&mut self, id: u8, nsid: u32, cdw11: u32) -> Result<u32> {
         Ok(self.admin(set_features(id, nsid, cdw11))?.dw0())
     }
 
-    /// Set Features of a feature with a data structure.
+    /// Executes Set Features of a feature with a data structure.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn set_feature_data(&mut self, id: u8, nsid: u32, cdw11: u32, bytes: &[u8]) -> Result<u32> {
         self.admin_write(set_features(id, nsid, cdw11), bytes)
     }
 
-    /// Asks for `pairs` I/O queue pairs; gives how many the controller allows, which may be more.
+    /// Requests `pairs` I/O queue pairs. Returns the granted number, which may be larger.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn set_number_of_queues(&mut self, pairs: u16) -> Result<u16> {
         // Both counts are zero-based; FFFFh is reserved.
         let count = u32::from(pairs.saturating_sub(1).min(0xfffe));
@@ -223,10 +223,10 @@ impl Controller {
             .saturating_add(1))
     }
 
-    /// Doorbell Buffer Config with these pages.
+    /// Executes Doorbell Buffer Config with these pages.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn doorbell_buffer_config(&mut self, buffer: &DoorbellBuffer) -> Result<()> {
         let pages =
             crate::command::DataPointer::prp(buffer.shadow().gpa(), buffer.event_idx().gpa());
@@ -234,10 +234,10 @@ impl Controller {
         Ok(())
     }
 
-    /// Get Log Page.
+    /// Executes Get Log Page.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn log_page(&mut self, page: LogPage) -> Result<Vec<u8>> {
         let dwords = (page.len / 4).saturating_sub(1) as u32;
         let sqe = Sqe::new(admin::GET_LOG_PAGE, page.nsid)
@@ -254,24 +254,24 @@ impl Controller {
     /// Sends Abort, and returns whether the controller reports the command as aborted.
     ///
     /// # Errors
-    /// When the Abort command itself fails.
+    /// The Abort command itself fails.
     pub fn abort(&mut self, sq: u16, cid: u16) -> Result<bool> {
         Ok(self.admin(Sqe::abort(sq, cid))?.dw0() & 1 == 0)
     }
 
-    /// Keep Alive.
+    /// Executes Keep Alive.
     ///
     /// # Errors
-    /// When the command fails.
+    /// The command fails.
     pub fn keep_alive(&mut self) -> Result<()> {
         self.admin(Sqe::new(admin::KEEP_ALIVE, 0))?;
         Ok(())
     }
 
-    /// Leaves an Asynchronous Event Request with the controller.
+    /// Submits an Asynchronous Event Request.
     ///
     /// # Errors
-    /// When the controller is disabled or its queue is full.
+    /// The controller is disabled or its queue is full.
     pub fn request_async_event(&mut self) -> Result<()> {
         let cid = self.next_event_cid;
         let sqe = Sqe::new(admin::ASYNC_EVENT_REQUEST, 0).with_cid(cid);
@@ -280,7 +280,7 @@ impl Controller {
             return Err(Error::QueueFull { queue: 0 });
         }
         queue.ring();
-        // FFFFh is left out: the Error Information log page uses it for "no command".
+        // FFFFh is not used: in the Error Information log page, it means "no command".
         self.next_event_cid = match cid {
             0xfffe => RESERVED_CIDS,
             cid => cid + 1,
@@ -294,10 +294,10 @@ impl Controller {
         self.event_requests.len()
     }
 
-    /// The next asynchronous event; none when no request completes in time.
+    /// Returns the next asynchronous event; `None` if no request completes in time.
     ///
     /// # Errors
-    /// When the controller is disabled, a request completes with an error, or something else completes.
+    /// The controller is disabled, a request completes with an error, or another command completes.
     pub fn async_event(&mut self, timeout: Duration) -> Result<Option<AsyncEvent>> {
         let mut patience = Patience::new(timeout);
         loop {

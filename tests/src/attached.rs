@@ -1,4 +1,4 @@
-//! A guest of an attachment without a function in front: its memory, its Doorbell Buffer and its queue pairs.
+//! A guest of a local backend without a function: its memory, Doorbell Buffer and queue pairs.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::memory::GuestMemory;
 use crate::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use crate::registers::Cap;
 
-/// Doorbell registers that trap into the attachment, as a VMM would have it.
+/// Trapped doorbell registers that call the backend, as a VMM does.
 struct Trap(Arc<LocalBackend>);
 
 impl Bar for Trap {
@@ -33,7 +33,7 @@ impl Bar for Trap {
     fn write64(&self, _: u64, _: u64) {}
 }
 
-/// The guest.
+/// A guest of a local backend.
 pub struct AttachedGuest {
     attachment: Arc<LocalBackend>,
     memory: GuestMemory,
@@ -42,10 +42,10 @@ pub struct AttachedGuest {
 }
 
 impl AttachedGuest {
-    /// Gives the attachment a guest with so many bytes of memory, and a Doorbell Buffer in it.
+    /// Creates a guest with `bytes` bytes of memory and a Doorbell Buffer in it.
     ///
     /// # Panics
-    /// If the attachment refuses that.
+    /// The backend refuses the memory or the buffer.
     #[must_use]
     pub fn new(attachment: Arc<LocalBackend>, bytes: u64) -> Self {
         let memory = GuestMemory::new(&[(0, bytes)]).unwrap();
@@ -80,10 +80,10 @@ impl AttachedGuest {
         &self.memory
     }
 
-    /// Creates a queue pair of so many entries, whose interrupts go by `vector`.
+    /// Creates a queue pair of `entries` entries, with interrupts by `vector`.
     ///
     /// # Panics
-    /// If the attachment refuses it.
+    /// The backend refuses the queue pair.
     #[must_use]
     pub fn queue_pair(&self, qid: u16, entries: u32, vector: Option<u16>) -> QueuePair {
         let attachment = &self.attachment;

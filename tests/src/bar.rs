@@ -1,4 +1,4 @@
-//! Access of the driver to the controller's registers.
+//! The driver's access to the controller's registers.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;
@@ -8,9 +8,8 @@ use crate::memory::{MemoryError, SharedSlice};
 
 /// BAR0 of the controller under test.
 ///
-/// Accesses are infallible, as on a bus: where nothing answers, reads give all ones and writes go
-/// nowhere. An implementation whose transport failed does the same, and the driver reports
-/// [`crate::Error::Gone`] when CSTS reads all ones.
+/// Accesses cannot fail, as on a bus: if the device is gone, reads return all ones and writes are lost. Implementations with a
+/// failed transport do the same. If CSTS reads all ones, the driver reports [`crate::Error::Gone`].
 pub trait Bar: Send + Sync {
     /// Reads 4 bytes at a multiple of 4.
     fn read32(&self, offset: u64) -> u32;
@@ -24,14 +23,13 @@ pub trait Bar: Send + Sync {
     /// Writes 8 bytes at a multiple of 8.
     fn write64(&self, offset: u64, value: u64);
 
-    /// The parts of the BAR that are mapped into the guest, so that a doorbell write there is a plain
-    /// store that is not trapped.
+    /// Returns the parts of the BAR that are mapped into the guest. Doorbell writes there are plain stores that do not trap.
     fn doorbell_windows(&self) -> &[DoorbellWindow] {
         &[]
     }
 }
 
-/// A part of the BAR that is memory.
+/// A mapped part of the BAR.
 #[derive(Clone, Debug)]
 pub struct DoorbellWindow {
     offset: u64,
@@ -42,7 +40,7 @@ impl DoorbellWindow {
     /// Maps `len` bytes at `fd_offset` of a file as the part of the BAR at `offset`.
     ///
     /// # Errors
-    /// When the file cannot be mapped.
+    /// The file cannot be mapped.
     pub fn map(
         offset: u64,
         fd: BorrowedFd<'_>,
@@ -55,7 +53,7 @@ impl DoorbellWindow {
         })
     }
 
-    /// The register at `offset` of the BAR, as a slice of one, where this window holds it.
+    /// Returns the register at `offset` of the BAR as a slice of one element, if this window contains it.
     pub fn register(&self, offset: u64) -> Option<SharedSlice<AtomicU32>> {
         let index = usize::try_from(offset.checked_sub(self.offset)? / 4).ok()?;
         (index < self.registers.len()).then(|| self.registers.slice(index, 1))

@@ -1,4 +1,4 @@
-//! Submission queue entries (NVMe Base 2.0, section 3.3.3.1): any bytes, with constructors for the sound ones.
+//! Submission queue entries (NVMe Base 2.0, section 3.3.3.1), arbitrary or valid.
 
 use std::fmt;
 
@@ -36,7 +36,7 @@ pub mod io {
     pub const ZONE_APPEND: u8 = 0x7d;
 }
 
-/// I/O opcodes of keys and values (Key Value Command Set 1.0, section 3.2).
+/// I/O opcodes of the Key Value Command Set 1.0, section 3.2.
 pub mod kv {
     #![expect(missing_docs, reason = "the names are the specification's")]
     pub const FLUSH: u8 = 0x00;
@@ -45,7 +45,7 @@ pub mod kv {
     pub const LIST: u8 = 0x06;
     pub const DELETE: u8 = 0x10;
     pub const EXIST: u8 = 0x14;
-    /// Vendor specific.
+    /// Vendor specific: a batch of key-value operations.
     pub const BATCH: u8 = 0x85;
 }
 
@@ -58,7 +58,7 @@ pub const DEAC: u32 = 1 << 25;
 /// CDW11 of Dataset Management: Attribute - Deallocate.
 pub const DSM_DEALLOCATE: u32 = 1 << 2;
 
-/// The DPTR field: where a command's data is.
+/// DPTR field: the location of a command's data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DataPointer {
     words: [u64; 2],
@@ -66,7 +66,7 @@ pub struct DataPointer {
 }
 
 impl DataPointer {
-    /// Two PRP entries, as they are.
+    /// Creates a data pointer from two PRP entries, unchecked.
     pub const fn prp(prp1: u64, prp2: u64) -> Self {
         Self {
             words: [prp1, prp2],
@@ -74,7 +74,7 @@ impl DataPointer {
         }
     }
 
-    /// One SGL descriptor, as it is; PSDT will say so.
+    /// Creates a data pointer from one SGL descriptor, unchecked. Sets PSDT accordingly.
     pub const fn sgl(descriptor: [u64; 2]) -> Self {
         Self {
             words: descriptor,
@@ -83,34 +83,34 @@ impl DataPointer {
     }
 }
 
-/// A submission queue entry: 64 bytes.
+/// A submission queue entry of 64 bytes.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Sqe(pub [u64; 8]);
 
 impl Sqe {
-    /// An entry of zeroes but for opcode and namespace.
+    /// Creates an entry with opcode and namespace, and zeroes in the other fields.
     pub const fn new(opcode: u8, nsid: u32) -> Self {
         Self([opcode as u64 | (nsid as u64) << 32, 0, 0, 0, 0, 0, 0, 0])
     }
 
-    /// An entry of arbitrary bytes.
+    /// Creates an entry from arbitrary bytes.
     pub fn from_bytes(bytes: &[u8; 64]) -> Self {
         let (words, _) = bytes.as_chunks::<8>();
         Self(std::array::from_fn(|i| u64::from_le_bytes(words[i])))
     }
 
-    /// The opcode.
+    /// Returns the opcode.
     pub const fn opcode(&self) -> u8 {
         self.0[0] as u8
     }
 
-    /// The command identifier.
+    /// Returns the command identifier.
     pub const fn cid(&self) -> u16 {
         (self.0[0] >> 16) as u16
     }
 
-    /// The namespace identifier.
+    /// Returns the namespace identifier.
     pub const fn nsid(&self) -> u32 {
         (self.0[0] >> 32) as u32
     }
@@ -150,7 +150,7 @@ impl Sqe {
     pub const fn with_data(mut self, data: DataPointer) -> Self {
         self.0[3] = data.words[0];
         self.0[4] = data.words[1];
-        // PSDT 01b: DPTR is an SGL, MPTR (unused) an address.
+        // PSDT 01b: DPTR is an SGL, and MPTR (unused) is an address.
         self.0[0] = self.0[0] & !0xc000 | (data.sgl as u64) << 14;
         self
     }
@@ -158,7 +158,7 @@ impl Sqe {
     /// Sets Command Dword `n`, 2 to 15.
     ///
     /// # Panics
-    /// When there is no such dword.
+    /// There is no such dword.
     #[must_use]
     pub const fn with_cdw(mut self, n: usize, value: u32) -> Self {
         let shift = 32 * (n as u32 % 2);
@@ -166,10 +166,10 @@ impl Sqe {
         self
     }
 
-    /// Command Dword `n`, 0 to 15.
+    /// Returns Command Dword `n`, 0 to 15.
     ///
     /// # Panics
-    /// When there is no such dword.
+    /// There is no such dword.
     pub const fn cdw(&self, n: usize) -> u32 {
         (self.0[n / 2] >> (32 * (n as u32 % 2))) as u32
     }
@@ -182,78 +182,78 @@ impl Sqe {
         self
     }
 
-    /// A command on a range of logical blocks: SLBA, and NLB in CDW12. `blocks` counts from one; none
-    /// becomes the largest NLB, as the field is zero-based.
+    /// Creates a command on a range of logical blocks: SLBA, and NLB in CDW12. `blocks` counts from one. Since NLB is
+    /// zero-based, 0 blocks becomes the largest NLB.
     pub const fn range(opcode: u8, nsid: u32, slba: u64, blocks: u32) -> Self {
         Self::new(opcode, nsid)
             .with_slba(slba)
             .with_cdw(12, blocks.wrapping_sub(1) & 0xffff)
     }
 
-    /// Read.
+    /// Returns Read.
     pub const fn read(nsid: u32, slba: u64, blocks: u32) -> Self {
         Self::range(io::READ, nsid, slba, blocks)
     }
 
-    /// Write.
+    /// Returns Write.
     pub const fn write(nsid: u32, slba: u64, blocks: u32) -> Self {
         Self::range(io::WRITE, nsid, slba, blocks)
     }
 
-    /// Compare.
+    /// Returns Compare.
     pub const fn compare(nsid: u32, slba: u64, blocks: u32) -> Self {
         Self::range(io::COMPARE, nsid, slba, blocks)
     }
 
-    /// Verify.
+    /// Returns Verify.
     pub const fn verify(nsid: u32, slba: u64, blocks: u32) -> Self {
         Self::range(io::VERIFY, nsid, slba, blocks)
     }
 
-    /// Write Zeroes, with or without the Deallocate bit.
+    /// Returns Write Zeroes, with or without the Deallocate bit.
     pub const fn write_zeroes(nsid: u32, slba: u64, blocks: u32, deallocate: bool) -> Self {
         let sqe = Self::range(io::WRITE_ZEROES, nsid, slba, blocks);
         let nlb = sqe.cdw(12);
         sqe.with_cdw(12, if deallocate { nlb | DEAC } else { nlb })
     }
 
-    /// Write Uncorrectable.
+    /// Returns Write Uncorrectable.
     pub const fn write_uncorrectable(nsid: u32, slba: u64, blocks: u32) -> Self {
         Self::range(io::WRITE_UNCORRECTABLE, nsid, slba, blocks)
     }
 
-    /// Flush.
+    /// Returns Flush.
     pub const fn flush(nsid: u32) -> Self {
         Self::new(io::FLUSH, nsid)
     }
 
-    /// Dataset Management with the Deallocate attribute; the ranges are the data.
+    /// Creates Dataset Management with the Deallocate attribute. The ranges are sent as data.
     pub const fn deallocate(nsid: u32, ranges: u32) -> Self {
         Self::new(io::DATASET_MANAGEMENT, nsid)
             .with_cdw(10, ranges.wrapping_sub(1) & 0xff)
             .with_cdw(11, DSM_DEALLOCATE)
     }
 
-    /// Copy to `sdlba` with descriptor format 0; the source ranges are the data.
+    /// Creates Copy to `sdlba` with descriptor format 0. The source ranges are sent as data.
     pub const fn copy(nsid: u32, sdlba: u64, ranges: u32) -> Self {
         Self::new(io::COPY, nsid)
             .with_slba(sdlba)
             .with_cdw(12, ranges.wrapping_sub(1) & 0xff)
     }
 
-    /// Zone Append to the zone that starts at `zslba`.
+    /// Returns Zone Append to the zone that starts at `zslba`.
     pub const fn zone_append(nsid: u32, zslba: u64, blocks: u32) -> Self {
         Self::range(io::ZONE_APPEND, nsid, zslba, blocks)
     }
 
-    /// Zone Management Send: an action on a zone, or on all that it is meant for.
+    /// Creates Zone Management Send: an action on one zone, or on all zones to which the action applies.
     pub const fn zone_send(nsid: u32, zslba: u64, action: u8, all: bool) -> Self {
         Self::new(io::ZONE_MANAGEMENT_SEND, nsid)
             .with_slba(zslba)
             .with_cdw(13, (all as u32) << 8 | action as u32)
     }
 
-    /// Zone Management Receive: a report of `len` bytes, of the zones that an option selects.
+    /// Creates Zone Management Receive: a report of `len` bytes about the zones that `option` selects.
     pub const fn zone_receive(nsid: u32, slba: u64, len: usize, option: u8, partial: bool) -> Self {
         Self::new(io::ZONE_MANAGEMENT_RECEIVE, nsid)
             .with_slba(slba)
@@ -261,10 +261,10 @@ impl Sqe {
             .with_cdw(13, (partial as u32) << 16 | (option as u32) << 8)
     }
 
-    /// A command on a key of 16 bytes at most, with a value or a host buffer of so many bytes.
+    /// Creates a command on a key of at most 16 bytes, with a value or host buffer of `size` bytes.
     ///
     /// # Panics
-    /// When the key is longer than a command has room for.
+    /// The key is too long.
     pub fn key_value(opcode: u8, nsid: u32, key: &[u8], size: u32) -> Self {
         let mut bytes = [0; 16];
         bytes[..key.len()].copy_from_slice(key);
@@ -278,14 +278,14 @@ impl Sqe {
             .with_cdw(11, key.len() as u32)
     }
 
-    /// Batch, the vendor specific command on keys, of so many operations in data of so many bytes.
+    /// Creates Batch, a vendor specific key-value command, with `length` bytes of data.
     pub const fn batch(nsid: u32, operations: u8, length: u32) -> Self {
         Self::new(kv::BATCH, nsid)
             .with_cdw(10, length)
             .with_cdw(11, operations as u32)
     }
 
-    /// Create I/O Completion Queue. `entries` counts from one.
+    /// Returns Create I/O Completion Queue. `entries` counts from one.
     pub const fn create_cq(id: u16, gpa: u64, entries: u32, vector: Option<u16>) -> Self {
         let interrupt = match vector {
             Some(vector) => (vector as u32) << 16 | 1 << 1,
@@ -297,7 +297,7 @@ impl Sqe {
             .with_cdw(11, interrupt | 1)
     }
 
-    /// Create I/O Submission Queue, of urgent priority. `entries` counts from one.
+    /// Returns Create I/O Submission Queue of urgent priority. `entries` counts from one.
     pub const fn create_sq(id: u16, gpa: u64, entries: u32, cq: u16) -> Self {
         Self::new(admin::CREATE_SQ, 0)
             .with_data(DataPointer::prp(gpa, 0))
@@ -305,24 +305,24 @@ impl Sqe {
             .with_cdw(11, (cq as u32) << 16 | 1)
     }
 
-    /// Delete I/O Submission Queue.
+    /// Returns Delete I/O Submission Queue.
     pub const fn delete_sq(id: u16) -> Self {
         Self::new(admin::DELETE_SQ, 0).with_cdw(10, id as u32)
     }
 
-    /// Delete I/O Completion Queue.
+    /// Returns Delete I/O Completion Queue.
     pub const fn delete_cq(id: u16) -> Self {
         Self::new(admin::DELETE_CQ, 0).with_cdw(10, id as u32)
     }
 
-    /// Identify.
+    /// Returns Identify.
     pub const fn identify(cns: u8, nsid: u32, csi: u8) -> Self {
         Self::new(admin::IDENTIFY, nsid)
             .with_cdw(10, cns as u32)
             .with_cdw(11, (csi as u32) << 24)
     }
 
-    /// Abort of command `cid` of submission queue `sq`.
+    /// Creates Abort of command `cid` of submission queue `sq`.
     pub const fn abort(sq: u16, cid: u16) -> Self {
         Self::new(admin::ABORT, 0).with_cdw(10, (cid as u32) << 16 | sq as u32)
     }
@@ -339,7 +339,7 @@ impl fmt::Debug for Sqe {
     }
 }
 
-/// A source range of Copy, descriptor format 0 (NVM Command Set 1.0, figure 41).
+/// Returns a source range of Copy, descriptor format 0 (NVM Command Set 1.0, figure 41).
 pub fn copy_range(slba: u64, blocks: u32) -> [u8; 32] {
     let mut bytes = [0; 32];
     bytes[8..16].copy_from_slice(&slba.to_le_bytes());
@@ -347,7 +347,7 @@ pub fn copy_range(slba: u64, blocks: u32) -> [u8; 32] {
     bytes
 }
 
-/// A range of Dataset Management (NVM Command Set 1.0, figure 46). The length counts from one.
+/// Returns a range of Dataset Management (NVM Command Set 1.0, figure 46). `blocks` counts from one.
 pub fn dsm_range(slba: u64, blocks: u32) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[4..8].copy_from_slice(&blocks.to_le_bytes());

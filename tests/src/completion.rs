@@ -7,41 +7,41 @@ use crate::status::Status;
 /// A completion queue entry: Dwords 0 and 1, then Dwords 2 and 3.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Cqe {
-    /// Dwords 0 and 1: command specific.
+    /// Dwords 0 and 1: command specific result.
     pub result: u64,
     /// Dwords 2 and 3: SQHD, SQID, CID, phase tag and status.
     pub tail: u64,
 }
 
 impl Cqe {
-    /// Position of the phase tag in [`Cqe::tail`].
+    /// Bit position of the phase tag in [`Cqe::tail`].
     pub(crate) const PHASE_SHIFT: u32 = 48;
 
-    /// Dword 0.
+    /// Returns Dword 0.
     #[inline]
     pub fn dw0(self) -> u32 {
         self.result as u32
     }
 
-    /// Submission queue head pointer.
+    /// Returns the submission queue head pointer.
     #[inline]
     pub fn sq_head(self) -> u16 {
         self.tail as u16
     }
 
-    /// Submission queue identifier.
+    /// Returns the submission queue identifier.
     #[inline]
     pub fn sq_id(self) -> u16 {
         (self.tail >> 16) as u16
     }
 
-    /// Command identifier.
+    /// Returns the command identifier.
     #[inline]
     pub fn cid(self) -> u16 {
         (self.tail >> 32) as u16
     }
 
-    /// Status field, without the phase tag.
+    /// Returns the Status Field without the phase tag.
     #[inline]
     pub fn status(self) -> Status {
         Status((self.tail >> (Self::PHASE_SHIFT + 1)) as u16)

@@ -1,4 +1,4 @@
-//! Bring-up, reset and shutdown (NVMe Base 2.0, section 3.5 and 3.6), and the I/O queues.
+//! Bring-up, reset and shutdown (NVMe Base 2.0, sections 3.5 and 3.6), and creation of I/O queues.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,18 +21,18 @@ use crate::registers::{
     Cap, VS,
 };
 
-/// Options with which the controller is brought up.
+/// Options of bringing up the controller.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Entries of the admin queues.
+    /// Entries of each admin queue.
     pub admin_entries: u16,
-    /// Way in which doorbells are rung.
+    /// Way of ringing doorbells.
     pub doorbells: DoorbellMode,
     /// The command sets to select in CC.CSS.
     pub command_set: u32,
-    /// Longest time of an admin command.
+    /// Timeout of admin commands.
     pub admin_timeout: Duration,
-    /// True if the admin queue's doorbells are in the Doorbell Buffer, too, as libvfn has them.
+    /// True if the admin queue uses the Doorbell Buffer, too, as with libvfn.
     pub admin_in_buffer: bool,
 }
 
@@ -53,12 +53,12 @@ impl Default for Config {
 pub struct QueueOptions {
     /// Entries of each of the two queues.
     pub entries: u32,
-    /// The vector that the completion queue signals, and its number; polled without.
+    /// Vector of the completion queue, with its number; `None` for a polled queue.
     pub interrupt: Option<(u16, Arc<Interrupt>)>,
 }
 
 impl QueueOptions {
-    /// Polled queues of `entries` entries.
+    /// Returns options for polled queues of `entries` entries.
     pub fn polled(entries: u32) -> Self {
         Self {
             entries,
@@ -66,7 +66,7 @@ impl QueueOptions {
         }
     }
 
-    /// Queues of `entries` entries that signal a vector.
+    /// Returns options for queues of `entries` entries that signal a vector.
     pub fn interrupting(entries: u32, vector: u16, interrupt: Arc<Interrupt>) -> Self {
         Self {
             entries,
@@ -84,7 +84,7 @@ pub struct Controller {
     admin: Option<QueuePair>,
     doorbell_buffer: Option<Arc<DoorbellBuffer>>,
     identity: Option<IdentifyController>,
-    /// Asynchronous Event Requests outstanding.
+    /// Identifiers of outstanding Asynchronous Event Requests.
     pub(crate) event_requests: Vec<u16>,
     pub(crate) next_event_cid: u16,
 }
@@ -100,7 +100,7 @@ impl std::fmt::Debug for Controller {
 }
 
 impl Controller {
-    /// A controller that is left as it is. Nothing but CAP is read.
+    /// Creates a driver without touching the controller, except for reading CAP.
     pub fn new(bar: Arc<dyn Bar>, memory: GuestMemory, config: Config) -> Self {
         let cap = Cap(bar.read64(CAP));
         Self {
@@ -116,12 +116,11 @@ impl Controller {
         }
     }
 
-    /// Resets and enables the controller, identifies it, asks for `queues` I/O queue pairs, and
-    /// configures the Doorbell Buffer where [`Config::doorbells`] wants it: then the controller is ready
-    /// for [`Controller::create_queue_pair`].
+    /// Resets and enables the controller, identifies it, requests `queues` I/O queue pairs, and configures the Doorbell Buffer
+    /// if [`Config::doorbells`] needs it. The controller is then ready for [`Controller::create_queue_pair`].
     ///
     /// # Errors
-    /// When the controller does not come up, lacks what was asked for, or grants fewer queue pairs.
+    /// The controller does not come up, lacks a requested feature, or grants fewer queue pairs.
     pub fn attach(
         bar: Arc<dyn Bar>,
         memory: GuestMemory,
@@ -139,11 +138,11 @@ impl Controller {
         Ok(controller)
     }
 
-    /// The controller lies behind another BAR from now on, as for a guest that was moved. Queue pairs
-    /// that exist are moved by [`QueuePair::move_to`].
+    /// Switches to another BAR of the same controller, as for a migrated guest. Existing queue pairs need
+    /// [`QueuePair::move_to`].
     ///
     /// # Errors
-    /// When a doorbell that is mapped is not in a window of that BAR.
+    /// A mapped doorbell is in no window of the new BAR.
     pub fn move_to(&mut self, bar: Arc<dyn Bar>) -> Result<()> {
         if let Some(admin) = &mut self.admin {
             admin.move_to(&bar)?;
@@ -152,30 +151,30 @@ impl Controller {
         Ok(())
     }
 
-    /// The registers.
+    /// Returns the registers.
     pub fn bar(&self) -> &Arc<dyn Bar> {
         &self.bar
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
     }
 
-    /// The CAP register.
+    /// Returns the CAP register.
     pub fn cap(&self) -> Cap {
         self.cap
     }
 
-    /// The VS register.
+    /// Returns the VS register.
     pub fn version(&self) -> u32 {
         self.bar.read32(VS)
     }
 
-    /// The CSTS register.
+    /// Returns the CSTS register.
     ///
     /// # Errors
-    /// When it reads all ones.
+    /// The register reads all ones.
     pub fn status(&self) -> Result<u32> {
         match self.bar.read32(CSTS) {
             u32::MAX => Err(Error::Gone),
@@ -183,28 +182,28 @@ impl Controller {
         }
     }
 
-    /// Identify Controller, as read when the controller was enabled.
+    /// Returns the Identify Controller data that was read when the controller was enabled.
     ///
     /// # Errors
-    /// When the controller is disabled.
+    /// The controller is disabled.
     pub fn identity(&self) -> Result<&IdentifyController> {
         self.identity.as_ref().ok_or(Error::Disabled)
     }
 
-    /// The Doorbell Buffer in use.
+    /// Returns the Doorbell Buffer in use.
     pub fn doorbell_buffer(&self) -> Option<&Arc<DoorbellBuffer>> {
         self.doorbell_buffer.as_ref()
     }
 
-    /// The admin queue pair.
+    /// Returns the admin queue pair.
     ///
     /// # Errors
-    /// When the controller is disabled.
+    /// The controller is disabled.
     pub fn admin_queue(&mut self) -> Result<&mut QueuePair> {
         self.admin.as_mut().ok_or(Error::Disabled)
     }
 
-    /// Returns the time that CSTS may take to follow CC: CAP.TO, and never less than one of its units.
+    /// Returns the timeout for CSTS to follow CC: CAP.TO, and at least one of its units.
     fn ready_timeout(&self) -> Duration {
         Duration::from_millis(self.cap.timeout_ms().max(500))
     }
@@ -218,7 +217,7 @@ impl Controller {
             if csts & mask == value {
                 return Ok(());
             }
-            // A failed controller still becomes disabled, but never ready.
+            // A failed controller can still be disabled, but never becomes ready.
             if csts & CSTS_FATAL != 0 && value & CSTS_READY != 0 {
                 return Err(Error::Fatal { csts });
             }
@@ -228,10 +227,10 @@ impl Controller {
         }
     }
 
-    /// Clears CC.EN and waits for CSTS.RDY to follow. The I/O queue pairs of before are dead.
+    /// Clears CC.EN and waits until CSTS.RDY follows. Existing I/O queue pairs become invalid.
     ///
     /// # Errors
-    /// When CSTS does not follow.
+    /// CSTS does not follow.
     pub fn disable(&mut self) -> Result<()> {
         let cc = self.bar.read32(CC);
         self.bar.write32(CC, cc & !CC_ENABLE & !CC_SHN_MASK);
@@ -243,10 +242,10 @@ impl Controller {
         Ok(())
     }
 
-    /// Sets the admin queues up, sets CC.EN, waits for CSTS.RDY, and identifies the controller.
+    /// Sets up the admin queues, sets CC.EN, waits for CSTS.RDY, and identifies the controller.
     ///
     /// # Errors
-    /// When CSTS does not follow, or the Identify command fails.
+    /// CSTS does not follow, or the Identify command fails.
     pub fn enable(&mut self) -> Result<()> {
         if self.cap.min_page_size() > PAGE_SIZE as u64 {
             return Err(Error::Unsupported("memory pages of 4 KiB"));
@@ -257,7 +256,7 @@ impl Controller {
         self.bar.write32(AQA, (entries - 1) << 16 | (entries - 1));
         self.bar.write64(ASQ, sq.gpa());
         self.bar.write64(ACQ, cq.gpa());
-        // In mapped mode the admin doorbells are mapped where a window holds them, else trapped.
+        // Mapped admin doorbells are optional: they are trapped if no window contains them.
         let mapped = self.config.doorbells == DoorbellMode::Mapped;
         let doorbell = |offset| {
             Doorbell::new(&self.bar, offset, mapped)
@@ -278,7 +277,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Controller Level Reset: disables and enables again.
+    /// Disables and enables the controller again (Controller Level Reset).
     ///
     /// # Errors
     /// As [`Controller::disable`] and [`Controller::enable`].
@@ -287,10 +286,10 @@ impl Controller {
         self.enable()
     }
 
-    /// Shuts down, normally or abruptly, and waits for CSTS.SHST. Only a reset makes it work again.
+    /// Shuts down the controller, normally or abruptly, and waits for CSTS.SHST. After that, it needs a reset.
     ///
     /// # Errors
-    /// When CSTS does not follow.
+    /// CSTS does not follow.
     pub fn shutdown(&mut self, abrupt: bool) -> Result<()> {
         let kind = if abrupt { CC_SHN_ABRUPT } else { CC_SHN_NORMAL };
         let cc = self.bar.read32(CC);
@@ -298,30 +297,29 @@ impl Controller {
         self.wait_status(CSTS_SHST_MASK, CSTS_SHST_COMPLETE, "CSTS.SHST=10b")
     }
 
-    /// Any admin command, whatever its status.
+    /// Executes an admin command and returns its completion, with any status.
     ///
     /// # Errors
-    /// When the controller is disabled or does not complete it in time.
+    /// The controller is disabled or does not complete the command in time.
     pub fn admin_raw(&mut self, sqe: Sqe) -> Result<Cqe> {
         let timeout = self.config.admin_timeout;
         self.admin_queue()?.submit_and_wait(sqe, timeout)
     }
 
-    /// Any admin command that is to succeed.
+    /// Executes an admin command that must succeed.
     ///
     /// # Errors
-    /// As [`Controller::admin_raw`], and when the status is not success.
+    /// As [`Controller::admin_raw`], and if the status is not success.
     pub fn admin(&mut self, sqe: Sqe) -> Result<Cqe> {
         let timeout = self.config.admin_timeout;
         self.admin_queue()?.execute(sqe, timeout)
     }
 
-    /// Allocates a Doorbell Buffer and tells the controller (Doorbell Buffer Config). Queue pairs created
-    /// from now on use it. `existing` ones, which must be idle, change over to it: as in Linux, their
-    /// shadow doorbells hold their values before the controller looks at them.
+    /// Allocates a Doorbell Buffer and sends it to the controller (Doorbell Buffer Config). New queue pairs use it. `existing`
+    /// queue pairs must be idle. As in Linux, they write their shadow doorbells before the command.
     ///
     /// # Errors
-    /// When the controller does not support the command, or it fails; `existing` stay as they were.
+    /// The controller does not support the command, or the command fails. `existing` queue pairs are unchanged then.
     pub fn configure_doorbell_buffer(
         &mut self,
         existing: &mut [&mut QueuePair],
@@ -346,7 +344,7 @@ impl Controller {
         Ok(buffer)
     }
 
-    /// The doorbell of an I/O queue in the configured mode, without a shadow.
+    /// Returns the doorbell of an I/O queue in the configured mode, without a shadow doorbell.
     fn io_doorbell(&self, offset: u64) -> Result<Doorbell> {
         let mapped = self.config.doorbells == DoorbellMode::Mapped;
         Doorbell::new(&self.bar, offset, mapped)
@@ -355,7 +353,7 @@ impl Controller {
     /// Creates a completion queue.
     ///
     /// # Errors
-    /// When memory cannot be had or the command fails.
+    /// Memory is exhausted or the command fails.
     pub fn create_cq(&mut self, id: u16, options: &QueueOptions) -> Result<CompletionQueue> {
         let entries = options.entries;
         let ring = self.memory.alloc(entries as usize * CQE_SIZE)?;
@@ -366,10 +364,10 @@ impl Controller {
         Ok(CompletionQueue::new(id, ring, entries, doorbell, interrupt))
     }
 
-    /// Creates a submission queue that completes to completion queue `cq`.
+    /// Creates a submission queue with completion queue `cq`.
     ///
     /// # Errors
-    /// When memory cannot be had or the command fails.
+    /// Memory is exhausted or the command fails.
     pub fn create_sq(&mut self, id: u16, entries: u32, cq: u16) -> Result<SubmissionQueue> {
         let ring = self.memory.alloc(entries as usize * SQE_SIZE)?;
         let doorbell = self.io_doorbell(self.cap.sq_doorbell(id))?;
@@ -377,10 +375,10 @@ impl Controller {
         Ok(SubmissionQueue::new(id, ring, entries, doorbell))
     }
 
-    /// Creates a queue pair of which both queues have identifier `id`, 1 or more.
+    /// Creates a queue pair whose queues both have identifier `id`, 1 or more.
     ///
     /// # Errors
-    /// When memory cannot be had or a command fails.
+    /// Memory is exhausted or a command fails.
     pub fn create_queue_pair(&mut self, id: u16, options: &QueueOptions) -> Result<QueuePair> {
         let cq = self.create_cq(id, options)?;
         let sq = self.create_sq(id, options.entries, id)?;
@@ -391,18 +389,18 @@ impl Controller {
         Ok(queue)
     }
 
-    /// Deletes both queues of a pair, the submission queue first. The pair comes back, so that what the
-    /// deletion aborted can be read from its completion queue.
+    /// Deletes both queues of a pair, the submission queue first. Returns the pair, so that completions of aborted commands can
+    /// be read from the completion queue.
     ///
     /// # Errors
-    /// When a command fails.
+    /// A command fails.
     pub fn delete_queue_pair(&mut self, queue: QueuePair) -> Result<QueuePair> {
         self.admin(Sqe::delete_sq(queue.sq.id()))?;
         self.admin(Sqe::delete_cq(queue.cq.id()))?;
         Ok(queue)
     }
 
-    /// Writes any value to a doorbell register, past every mode.
+    /// Writes any value to a doorbell register, regardless of the doorbell mode.
     pub fn write_doorbell(&self, queue: u16, side: crate::doorbell::Side, value: u32) {
         let offset = match side {
             crate::doorbell::Side::SqTail => self.cap.sq_doorbell(queue),

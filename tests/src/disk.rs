@@ -1,4 +1,4 @@
-//! Blocking I/O on one namespace through one queue pair, with every kind of data pointer.
+//! Blocking I/O on one namespace through one queue pair, with all kinds of data pointers.
 
 use std::time::Duration;
 
@@ -13,25 +13,25 @@ use crate::prp::{self, Prepared};
 use crate::queue::QueuePair;
 use crate::sgl;
 
-/// Description of data to the controller.
+/// Kind of data pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transfer {
-    /// PRPs, with the data at this offset in its first page (a multiple of 4).
+    /// PRPs. The data starts at this offset of its first page (a multiple of 4).
     Prp {
-        /// Bytes into the first page.
+        /// Offset in the first page, in bytes.
         offset: usize,
     },
-    /// SGL Data Blocks of `piece` bytes at most, in segments of `per_segment` descriptors at most.
+    /// SGL Data Blocks of at most `piece` bytes, in segments of at most `per_segment` descriptors.
     Sgl {
-        /// Bytes of a Data Block.
+        /// Maximum bytes per Data Block.
         piece: usize,
-        /// Descriptors of a segment, 2 or more.
+        /// Maximum descriptors per segment, 2 or more.
         per_segment: usize,
     },
 }
 
 impl Transfer {
-    /// Memory for `len` bytes of data, where in it they begin, and the data pointer to them.
+    /// Allocates memory for `len` bytes of data. Returns the memory, the offset of the data in it, and the data pointer.
     pub(crate) fn prepare(
         self,
         memory: &GuestMemory,
@@ -56,14 +56,14 @@ impl Transfer {
     }
 }
 
-/// A namespace, seen through a queue pair.
+/// A namespace with the queue pair for its I/O.
 #[derive(Debug)]
 pub struct Disk {
-    /// The queue pair, for commands that have no function here.
+    /// Queue pair, for commands without a function here.
     pub queue: QueuePair,
-    /// Description of data.
+    /// Kind of data pointer.
     pub transfer: Transfer,
-    /// Longest time of a command.
+    /// Timeout of a command.
     pub timeout: Duration,
     /// Sets Force Unit Access on reads and writes.
     pub fua: bool,
@@ -73,10 +73,10 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// A namespace through a queue pair that exists.
+    /// Uses an existing queue pair for a namespace.
     ///
     /// # Errors
-    /// When Identify fails or the namespace is not active.
+    /// Identify fails or the namespace is not active.
     pub fn new(controller: &mut Controller, queue: QueuePair, nsid: u32) -> Result<Self> {
         let namespace = controller.identify_namespace(nsid)?;
         if !namespace.is_active() {
@@ -93,44 +93,44 @@ impl Disk {
         })
     }
 
-    /// Namespace 1 through a new, polled queue pair of the given identifier with 64 entries.
+    /// Creates a polled queue pair of 64 entries for namespace 1. `queue` is the identifier of both queues.
     ///
     /// # Errors
-    /// When the queues cannot be created, or as [`Disk::new`].
+    /// The queues cannot be created, or as [`Disk::new`].
     pub fn open(controller: &mut Controller, queue: u16) -> Result<Self> {
         let queue = controller.create_queue_pair(queue, &QueueOptions::polled(64))?;
         Self::new(controller, queue, 1)
     }
 
-    /// Namespace identifier.
+    /// Returns the namespace identifier.
     pub fn nsid(&self) -> u32 {
         self.nsid
     }
 
-    /// Identify Namespace.
+    /// Returns the Identify Namespace data.
     pub fn namespace(&self) -> &IdentifyNamespace {
         &self.namespace
     }
 
-    /// Bytes of a logical block.
+    /// Returns the logical block size in bytes.
     pub fn block_size(&self) -> usize {
         self.namespace.block_size as usize
     }
 
-    /// Logical blocks.
+    /// Returns the size in logical blocks.
     pub fn blocks(&self) -> u64 {
         self.namespace.nsze
     }
 
-    /// A command without data.
+    /// Executes a command without data.
     ///
     /// # Errors
-    /// When it does not complete with success in time.
+    /// The command does not complete with success in time.
     pub fn command(&mut self, sqe: Sqe) -> Result<Cqe> {
         self.queue.execute(sqe, self.timeout)
     }
 
-    /// A command that returns `len` bytes.
+    /// Executes a command that returns `len` bytes.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -140,7 +140,7 @@ impl Disk {
         Ok(data.to_vec(offset, len))
     }
 
-    /// A command that sends bytes.
+    /// Executes a command that sends bytes.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -180,7 +180,7 @@ impl Disk {
         self.command_out(sqe, bytes).map(drop)
     }
 
-    /// Compares whole blocks with `bytes`; unequal is Compare Failure.
+    /// Compares whole blocks with `bytes`. If they differ, the error is Compare Failure.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -215,7 +215,7 @@ impl Disk {
             .map(drop)
     }
 
-    /// Flushes.
+    /// Executes Flush.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -223,7 +223,7 @@ impl Disk {
         self.command(Sqe::flush(self.nsid)).map(drop)
     }
 
-    /// Deallocates ranges (first block, blocks), 1 to 256 of them.
+    /// Deallocates ranges (first block, number of blocks), 1 to 256 of them.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -233,7 +233,7 @@ impl Disk {
             .map(drop)
     }
 
-    /// Copies ranges (first block, blocks), one behind the other, to `sdlba`.
+    /// Copies ranges (first block, number of blocks) consecutively to `sdlba`.
     ///
     /// # Errors
     /// As [`Disk::command`].

@@ -1,8 +1,7 @@
-//! Doorbells: a trapped register, a mapped register, or a shadow doorbell in front of one.
+//! Doorbells: trapped registers, mapped registers, or shadow doorbells with a register.
 //!
-//! Shadow doorbells follow the Doorbell Buffer Config command (NVMe Base 2.0, section 5.8) the way
-//! Linux does: write the shadow, full barrier, read EventIdx, and write the register only when EventIdx
-//! was passed.
+//! Shadow doorbells follow the Doorbell Buffer Config command (NVMe Base 2.0, section 5.8) in the order of Linux: write the
+//! shadow doorbell, full barrier, read EventIdx, and write the register only if the new value passed EventIdx.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,18 +15,18 @@ use crate::error::{Error, Result};
 use crate::memory::{DmaBuffer, GuestMemory, MemoryError, PAGE_SIZE, SharedSlice};
 use crate::registers::Cap;
 
-/// Way in which the I/O queues' doorbells are rung.
+/// Way of ringing the I/O queues' doorbells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DoorbellMode {
-    /// By register writes.
+    /// Register writes, which trap.
     Trap,
-    /// By stores to the part of the BAR that is mapped; the admin queue's too where they are in it.
+    /// Stores to the mapped part of the BAR, if possible for the admin queue, too.
     Mapped,
-    /// By the Doorbell Buffer, with register writes where EventIdx asks for them.
+    /// Doorbell Buffer, with register writes when EventIdx requires them.
     Shadow,
 }
 
-/// One of a queue pair's two doorbells.
+/// Doorbell kind of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Submission queue tail.
@@ -42,20 +41,20 @@ impl Side {
     }
 }
 
-/// The two pages of Doorbell Buffer Config: shadow doorbells and EventIdx.
+/// Pages of Doorbell Buffer Config: shadow doorbells and EventIdx.
 #[derive(Debug)]
 pub struct DoorbellBuffer {
     shadow: DmaBuffer,
     event_idx: DmaBuffer,
-    /// Dwords from one doorbell to the next, as CAP.DSTRD has it for the registers.
+    /// Doorbell stride in dwords, equal to CAP.DSTRD of the registers.
     stride: usize,
 }
 
 impl DoorbellBuffer {
-    /// Two zeroed pages.
+    /// Allocates two zeroed pages.
     ///
     /// # Errors
-    /// When there is no memory.
+    /// Guest memory is exhausted.
     pub fn new(memory: &GuestMemory, cap: Cap) -> std::result::Result<Self, MemoryError> {
         Ok(Self {
             shadow: memory.alloc(PAGE_SIZE)?,
@@ -64,18 +63,18 @@ impl DoorbellBuffer {
         })
     }
 
-    /// The page of shadow doorbells (PRP1 of the command).
+    /// Returns the page of shadow doorbells (PRP1 of the command).
     pub fn shadow(&self) -> &DmaBuffer {
         &self.shadow
     }
 
-    /// The page of EventIdx values (PRP2 of the command).
+    /// Returns the page of EventIdx values (PRP2 of the command).
     pub fn event_idx(&self) -> &DmaBuffer {
         &self.event_idx
     }
 
-    /// The shadow doorbell and the EventIdx of one doorbell, where the page has room for them: a queue
-    /// beyond it has registers only.
+    /// Returns the shadow doorbell and EventIdx of a doorbell. `None` for queues beyond the page's end, which use registers
+    /// only.
     pub fn cells(
         &self,
         queue: u16,
@@ -91,8 +90,8 @@ impl DoorbellBuffer {
     }
 }
 
-/// Returns whether moving a doorbell from `old` to `new` passes `event_idx`, so that the register must be
-/// written. Wraps like the 16-bit values do.
+/// Returns whether moving a doorbell from `old` to `new` passes `event_idx`, so that the register must be written. Values have
+/// 16 bits and wrap.
 #[inline]
 pub fn need_event(event_idx: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event_idx).wrapping_sub(1) < new.wrapping_sub(old)
@@ -127,11 +126,11 @@ impl Register {
 struct Shadow {
     doorbell: SharedSlice<AtomicU32>,
     event_idx: SharedSlice<AtomicU32>,
-    /// Keeps the pages from being allocated again while this queue writes to them.
+    /// Keeps the pages allocated while this queue uses them.
     _buffer: Arc<DoorbellBuffer>,
 }
 
-/// One doorbell of one queue.
+/// A doorbell of a queue.
 pub struct Doorbell {
     register: Register,
     shadow: Option<Shadow>,
@@ -152,10 +151,10 @@ impl fmt::Debug for Doorbell {
 }
 
 impl Doorbell {
-    /// A doorbell by register: a mapped one where `mapped` says so.
+    /// Creates a doorbell that uses its register, mapped or trapped.
     ///
     /// # Errors
-    /// When a mapped one is asked for and no window of the BAR holds it.
+    /// `mapped` is set and no window of the BAR contains the register.
     pub fn new(bar: &Arc<dyn Bar>, offset: u64, mapped: bool) -> Result<Self> {
         Ok(Self {
             register: Register::new(bar, offset, mapped)?,
@@ -166,10 +165,10 @@ impl Doorbell {
         })
     }
 
-    /// The register lies behind another BAR from now on, as for a guest that was moved.
+    /// Moves the register to another BAR, as for a migrated guest.
     ///
     /// # Errors
-    /// When a mapped one is not in a window of that BAR.
+    /// The register is mapped, and in no window of the new BAR.
     pub fn move_to(&mut self, bar: &Arc<dyn Bar>) -> Result<()> {
         let (offset, mapped) = match &self.register {
             Register::Trapped { offset, .. } => (*offset, false),
@@ -179,7 +178,7 @@ impl Doorbell {
         Ok(())
     }
 
-    /// Puts the Doorbell Buffer in front of the register, where it has room for this queue.
+    /// Uses the Doorbell Buffer from now on, if it has room for this queue.
     pub fn attach(&mut self, buffer: &Arc<DoorbellBuffer>, queue: u16, side: Side) {
         self.shadow = buffer.cells(queue, side).map(|(doorbell, event_idx)| {
             doorbell[0].store(u32::from(self.value), Ordering::Release);
@@ -191,29 +190,28 @@ impl Doorbell {
         });
     }
 
-    /// Goes back to the register.
+    /// Uses the register again.
     pub fn detach(&mut self) {
         self.shadow = None;
     }
 
-    /// The value last rung.
+    /// Returns the last value.
     #[inline]
     pub fn value(&self) -> u16 {
         self.value
     }
 
-    /// Returns the number of times that it was rung, by any means.
+    /// Returns the number of rings, through shadow doorbell or register.
     pub fn rings(&self) -> u64 {
         self.rings
     }
 
-    /// Returns the number of times that the register was written and trapped: the exits that a guest would
-    /// have had.
+    /// Returns the number of trapped register writes: the VM exits of a guest.
     pub fn writes(&self) -> u64 {
         self.writes
     }
 
-    /// Rings with a new value.
+    /// Rings the doorbell with a new value.
     #[inline]
     pub fn ring(&mut self, value: u16) {
         if let Some(old) = self.publish(value) {
@@ -222,8 +220,8 @@ impl Doorbell {
         }
     }
 
-    /// Makes a new value visible. For a shadow doorbell, returns the old value; the caller must then put a full barrier
-    /// before [`Doorbell::notify`]. One barrier serves several doorbells.
+    /// Publishes a new value. For a shadow doorbell, returns the old value. The caller must then execute a full barrier before
+    /// [`Doorbell::notify`]. One barrier serves several doorbells.
     #[inline]
     pub(crate) fn publish(&mut self, value: u16) -> Option<u16> {
         let old = std::mem::replace(&mut self.value, value);
@@ -231,7 +229,7 @@ impl Doorbell {
         if let Some(shadow) = &self.shadow {
             #[cfg(simulation)]
             simulation::turn(simulation::ActorStep::GuestRings, [value.into(), 0]);
-            // Release: the entries behind the value are visible before it is.
+            // Release: the entries become visible before the doorbell value.
             shadow.doorbell[0].store(u32::from(value), Ordering::Release);
             return Some(old);
         }
@@ -239,7 +237,7 @@ impl Doorbell {
         None
     }
 
-    /// Writes the register when EventIdx asks for it.
+    /// Writes the register if EventIdx requires it.
     #[inline]
     pub(crate) fn notify(&mut self, old: u16) {
         if let Some(shadow) = &self.shadow {

@@ -1,4 +1,4 @@
-//! Errors on the guest's side of a controller.
+//! Errors of the guest driver.
 
 use std::time::Duration;
 
@@ -8,32 +8,32 @@ use crate::memory::MemoryError;
 /// The result of a driver operation.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A driver operation that did not succeed.
+/// Error of a driver operation.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// CSTS reads all ones: nothing answers at the BAR any more.
+    /// CSTS reads all ones: the device is gone.
     #[error("Controller is gone (CSTS reads all ones)")]
     Gone,
-    /// CSTS.CFS is set: only a reset helps.
+    /// CSTS.CFS is set: the controller needs a reset.
     #[error("Controller failed (CSTS {csts:#x} has CFS set)")]
     Fatal {
-        /// The register as read.
+        /// Value of CSTS.
         csts: u32,
     },
-    /// CSTS did not show what was waited for within CAP.TO.
+    /// CSTS did not reach the expected state within CAP.TO.
     #[error("Controller did not reach {want} within {after:?} (CSTS {csts:#x})")]
     NotReached {
-        /// The state waited for.
+        /// Expected state.
         want: &'static str,
-        /// Time after which it ended.
+        /// Timeout.
         after: Duration,
-        /// The register as last read.
+        /// Last value of CSTS.
         csts: u32,
     },
-    /// The controller cannot do what was asked of it.
+    /// The controller does not support a feature.
     #[error("Controller does not support {0}")]
     Unsupported(&'static str),
-    /// The controller is disabled, so that there is no admin queue.
+    /// The controller is disabled and has no admin queue.
     #[error("Controller is not enabled")]
     Disabled,
     /// A command completed with an error status.
@@ -41,7 +41,7 @@ pub enum Error {
     Status {
         /// Opcode of the command.
         opcode: u8,
-        /// Its completion.
+        /// Completion of the command.
         cqe: Cqe,
     },
     /// A command did not complete in time.
@@ -51,10 +51,10 @@ pub enum Error {
         cid: u16,
         /// Submission queue identifier.
         queue: u16,
-        /// Time that was waited.
+        /// Timeout.
         after: Duration,
     },
-    /// A completion queue entry that no command asked for, or the second for one command.
+    /// A completion queue entry matches no command, or a command completed twice.
     #[error("Unexpected completion on queue {queue}: {cqe:?}")]
     UnexpectedCompletion {
         /// Submission queue identifier.
@@ -68,21 +68,21 @@ pub enum Error {
         /// Submission queue identifier.
         queue: u16,
     },
-    /// A data structure of the controller breaks the specification.
+    /// A data structure of the controller violates the specification.
     #[error("Invalid {what}: {value}")]
     Invalid {
-        /// The structure or field.
+        /// Structure or field.
         what: &'static str,
         /// Its value.
         value: String,
     },
-    /// A doorbell outside of every mapped window.
+    /// A doorbell is outside of every mapped window.
     #[error("No mapped doorbell at BAR0 offset {offset:#x}")]
     NotMapped {
         /// Offset of the doorbell in BAR0.
         offset: u64,
     },
-    /// Guest memory could not be had.
+    /// A guest memory operation failed.
     #[error("Guest memory failed")]
     Memory(#[from] MemoryError),
     /// A system call on an interrupt vector failed.
@@ -94,7 +94,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The completion of a command that was answered with an error status.
+    /// Returns the completion of a command that failed with an error status.
     pub fn completion(&self) -> Option<Cqe> {
         match self {
             Self::Status { cqe, .. } => Some(*cqe),

@@ -1,4 +1,4 @@
-//! A function in this process, as a VMM has it: behind a lock, with a thread for its events.
+//! A function in this process, as a VMM uses it: behind a lock, with a thread for its events.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -19,26 +19,26 @@ use crate::memory::{GuestMemory, Piece, Region};
 /// Maps a region of a guest's memory for a function.
 ///
 /// # Panics
-/// If the function refuses it.
+/// The function refuses the mapping.
 pub fn map(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
     for piece in region.pieces() {
         map_piece(function, memory, piece);
     }
 }
 
-/// Maps a part of a region.
+/// Maps a part of a region for a function.
 ///
 /// # Panics
-/// If the function refuses it.
+/// The function refuses the mapping.
 pub fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
     let mapped = function.host().map(as_handed_over(memory, piece));
     mapped.unwrap();
 }
 
-/// Maps a region that the function had mapped under the process before.
+/// Maps a region that the function had mapped in the predecessor process.
 ///
 /// # Panics
-/// If the function refuses it.
+/// The function refuses the mapping.
 pub fn map_kept(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
     for piece in region.pieces() {
         let mapped = function.host().map_kept(as_handed_over(memory, piece));
@@ -57,7 +57,7 @@ fn as_handed_over(memory: &GuestMemory, piece: Piece) -> MemoryRegion {
     }
 }
 
-/// Plays a VMM's control thread: lets the function work whenever there is something to do.
+/// Runs a VMM's control thread: processes the function's events until `stop`.
 fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
     let epoll = Epoll::new().unwrap();
     for fd in [events, stop] {
@@ -81,7 +81,7 @@ fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
     }
 }
 
-/// A function, and BAR0 as its guest sees it.
+/// A function with its control thread, and BAR0 as its guest sees it.
 #[derive(Debug)]
 pub struct InProcess {
     function: Arc<Mutex<NvmeFunction>>,
@@ -91,10 +91,10 @@ pub struct InProcess {
 }
 
 impl InProcess {
-    /// Starts the function's thread, and maps its doorbells if the guest may have them.
+    /// Starts the function's control thread, and maps its doorbells if they can be mapped.
     ///
     /// # Panics
-    /// If this process has no descriptors or threads left.
+    /// This process has no descriptors or threads left.
     #[must_use]
     pub fn new(function: NvmeFunction) -> Self {
         let windows = function
@@ -120,10 +120,10 @@ impl InProcess {
         }
     }
 
-    /// The function, while no access of the guest's is under way.
+    /// Locks the function. No access of the guest is under way meanwhile.
     ///
     /// # Panics
-    /// If the function panicked, which is the failure of the test that notices.
+    /// The function panicked, which fails the test.
     pub fn function(&self) -> MutexGuard<'_, NvmeFunction> {
         self.function.lock().unwrap()
     }

@@ -1,34 +1,34 @@
-//! Files in huge pages of 2 MiB, which the kernel sets aside for a test.
+//! Files in huge pages of 2 MiB, which the kernel reserves for a test.
 
 use std::fs::{self, File};
 
 use crate::mapping::{self, MemoryError};
 
-/// Bytes of a page.
+/// Size of a huge page in bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;
 
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
-/// Huge pages, given back when dropped.
+/// Reserved huge pages, released when dropped.
 #[derive(Debug)]
 pub struct HugePages(u64);
 
 impl HugePages {
-    /// Reserves pages of the kernel. `None` where it has none to give, or not to this user.
+    /// Reserves `count` huge pages. `None` if the kernel or this user's permissions do not allow it.
     #[must_use]
     pub fn set_aside(count: u64) -> Option<Self> {
         let before = pool()?;
         fs::write(POOL, (before + count).to_string()).ok()?;
-        // From here on, those that the kernel had are given back.
+        // From here on, dropping the guard releases the pages that the kernel did reserve.
         let added = pool()?.saturating_sub(before);
         let pages = Self(added);
         (added >= count).then_some(pages)
     }
 
-    /// Returns a file in such pages.
+    /// Creates a memory file in huge pages.
     ///
     /// # Errors
-    /// The kernel makes none.
+    /// The kernel cannot create the file.
     pub fn file(&self) -> Result<File, MemoryError> {
         mapping::memfd_with(libc::MFD_HUGETLB | libc::MFD_HUGE_2MB)
     }
@@ -37,7 +37,7 @@ impl HugePages {
 impl Drop for HugePages {
     fn drop(&mut self) {
         if let Some(now) = pool() {
-            // Pages that cannot be given back stay in the kernel's pool.
+            // If this fails, the pages stay in the kernel's pool.
             let _ = fs::write(POOL, now.saturating_sub(self.0).to_string());
         }
     }

@@ -1,5 +1,5 @@
-//! Identify data structures (NVMe Base 2.0, section 5.17; NVM Command Set 1.0, section 4.1.5), by the
-//! fields that a driver uses. The whole structure stays at hand in `raw`.
+//! Identify data structures (NVMe Base 2.0, section 5.17; NVM Command Set 1.0, section 4.1.5): the fields that a driver uses.
+//! The complete structure is in `raw`.
 
 /// CNS values (NVMe Base 2.0, figure 274).
 pub mod cns {
@@ -19,30 +19,30 @@ pub mod cns {
     pub const COMMAND_SETS: u8 = 0x1c;
 }
 
-/// Bytes of every Identify data structure.
+/// Size of every Identify data structure in bytes.
 pub const IDENTIFY_SIZE: usize = 4096;
 
 /// Little-endian fields of an Identify data structure or a log page.
 ///
 /// # Panics
-/// The functions panic when the field is not within the bytes.
+/// The functions panic if the field is not within the bytes.
 pub mod field {
-    /// 2 bytes at `at`.
+    /// Reads 2 bytes at `at`.
     pub fn u16(bytes: &[u8], at: usize) -> u16 {
         u16::from_le_bytes([bytes[at], bytes[at + 1]])
     }
 
-    /// 4 bytes at `at`.
+    /// Reads 4 bytes at `at`.
     pub fn u32(bytes: &[u8], at: usize) -> u32 {
         u32::from(u16(bytes, at)) | u32::from(u16(bytes, at + 2)) << 16
     }
 
-    /// 8 bytes at `at`.
+    /// Reads 8 bytes at `at`.
     pub fn u64(bytes: &[u8], at: usize) -> u64 {
         u64::from(u32(bytes, at)) | u64::from(u32(bytes, at + 4)) << 32
     }
 
-    /// An ASCII string of a fixed length, padded with spaces.
+    /// Reads an ASCII string of `len` bytes, without its padding.
     pub fn text(bytes: &[u8], at: usize, len: usize) -> String {
         String::from_utf8_lossy(&bytes[at..at + len])
             .trim_end_matches([' ', '\0'])
@@ -72,7 +72,7 @@ pub const SGLS_BIT_BUCKET: u32 = 1 << 16;
 /// Identify Controller.
 #[derive(Clone, Debug)]
 pub struct IdentifyController {
-    /// The data structure.
+    /// Complete data structure.
     pub raw: Vec<u8>,
     /// PCI vendor.
     pub vid: u16,
@@ -90,9 +90,9 @@ pub struct IdentifyController {
     pub version: u32,
     /// Optional Admin Command Support.
     pub oacs: u16,
-    /// Asynchronous Event Requests that may be outstanding.
+    /// Maximum number of outstanding Asynchronous Event Requests.
     pub max_async_events: u16,
-    /// Aborts that may be outstanding.
+    /// Maximum number of outstanding Aborts.
     pub max_aborts: u16,
     /// Log Page Attributes.
     pub lpa: u8,
@@ -114,7 +114,7 @@ impl IdentifyController {
     /// Reads the fields of the data structure.
     ///
     /// # Panics
-    /// When it is shorter than [`IDENTIFY_SIZE`].
+    /// The data is shorter than [`IDENTIFY_SIZE`].
     pub fn parse(raw: Vec<u8>) -> Self {
         assert!(raw.len() >= IDENTIFY_SIZE);
         Self {
@@ -140,8 +140,7 @@ impl IdentifyController {
         }
     }
 
-    /// The largest transfer in bytes, with a minimum page size of 4 KiB; at most 1 GiB where there is no
-    /// limit.
+    /// Returns the maximum transfer in bytes, for a minimum page size of 4 KiB; 1 GiB if there is no limit or a larger one.
     pub fn max_transfer(&self) -> usize {
         match self.mdts {
             0 => 1 << 30,
@@ -163,7 +162,7 @@ impl IdentifyController {
 /// Identify Namespace of the NVM Command Set.
 #[derive(Clone, Debug)]
 pub struct IdentifyNamespace {
-    /// The data structure.
+    /// Complete data structure.
     pub raw: Vec<u8>,
     /// Namespace Size in logical blocks.
     pub nsze: u64,
@@ -175,15 +174,15 @@ pub struct IdentifyNamespace {
     pub nsfeat: u8,
     /// Deallocate Logical Block Features.
     pub dlfeat: u8,
-    /// Bytes of a logical block.
+    /// Logical block size in bytes.
     pub block_size: u32,
-    /// Bytes of metadata for each logical block.
+    /// Metadata bytes per logical block.
     pub metadata_size: u16,
-    /// Logical blocks of one source range of Copy.
+    /// Maximum logical blocks per source range of Copy.
     pub mssrl: u16,
-    /// Logical blocks of one Copy.
+    /// Maximum logical blocks per Copy.
     pub mcl: u32,
-    /// Source ranges of one Copy.
+    /// Maximum source ranges per Copy.
     pub max_copy_ranges: u16,
     /// Globally unique identifier.
     pub nguid: [u8; 16],
@@ -195,11 +194,11 @@ impl IdentifyNamespace {
     /// Reads the fields of the data structure.
     ///
     /// # Panics
-    /// When it is shorter than [`IDENTIFY_SIZE`].
+    /// The data is shorter than [`IDENTIFY_SIZE`].
     pub fn parse(raw: Vec<u8>) -> Self {
         assert!(raw.len() >= IDENTIFY_SIZE);
         let flbas = raw[26];
-        // Bits 6:5 are the upper ones of the format index where there are more than 16 formats.
+        // Bits 6:5 are the upper bits of the format index if there are more than 16 formats.
         let upper = match raw[25] {
             0..16 => 0,
             _ => flbas >> 5 & 0b11,
@@ -223,7 +222,7 @@ impl IdentifyNamespace {
         }
     }
 
-    /// Returns whether the namespace exists: an inactive one is all zeroes.
+    /// Returns whether the namespace is active: the data of an inactive one is all zeroes.
     pub fn is_active(&self) -> bool {
         self.nsze != 0
     }
@@ -232,13 +231,13 @@ impl IdentifyNamespace {
 /// One entry of the Namespace Identification Descriptor list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceDescriptor {
-    /// 1 EUI-64, 2 NGUID, 3 UUID, 4 command set identifier.
+    /// Type: 1 EUI-64, 2 NGUID, 3 UUID, 4 command set identifier.
     pub kind: u8,
     /// The identifier.
     pub id: Vec<u8>,
 }
 
-/// Reads a Namespace Identification Descriptor list (CNS 03h), up to its end or what does not fit.
+/// Parses a Namespace Identification Descriptor list (CNS 03h) up to its end or a truncated entry.
 pub fn namespace_descriptors(raw: &[u8]) -> Vec<NamespaceDescriptor> {
     let mut list = Vec::new();
     let mut rest = raw;
@@ -256,7 +255,7 @@ pub fn namespace_descriptors(raw: &[u8]) -> Vec<NamespaceDescriptor> {
     list
 }
 
-/// Reads a list of 32-bit identifiers (CNS 02h, 07h, 10h) up to the first 0.
+/// Parses a list of 32-bit identifiers (CNS 02h, 07h, 10h) up to the first 0.
 pub fn namespace_list(raw: &[u8]) -> Vec<u32> {
     let (words, _) = raw.as_chunks::<4>();
     words

@@ -8,7 +8,7 @@ use nvme_mpt::memory::{clock, eventfd};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// One vector that the device signals and the guest waits for.
+/// An interrupt vector, which the device signals and the guest waits for.
 #[derive(Debug)]
 pub struct Interrupt {
     event: EventFd,
@@ -16,18 +16,18 @@ pub struct Interrupt {
 }
 
 impl Interrupt {
-    /// A vector on an eventfd of its own.
+    /// Creates a vector with a new eventfd.
     ///
     /// # Errors
-    /// When the system has no descriptors left.
+    /// The system has no descriptors left.
     pub fn new() -> io::Result<Self> {
         Self::from_event(EventFd::new(EFD_NONBLOCK)?)
     }
 
-    /// A vector on an eventfd that the device has already. It must be non-blocking.
+    /// Creates a vector from the device's eventfd, which must be non-blocking.
     ///
     /// # Errors
-    /// When the system has no descriptors left.
+    /// The system has no descriptors left.
     pub fn from_event(event: EventFd) -> io::Result<Self> {
         let epoll = Epoll::new()?;
         epoll.ctl(
@@ -38,15 +38,15 @@ impl Interrupt {
         Ok(Self { event, epoll })
     }
 
-    /// The eventfd, for the device's side.
+    /// Returns the eventfd for the device.
     pub fn event(&self) -> &EventFd {
         &self.event
     }
 
-    /// Takes the signals that came, without waiting: how many since the last time.
+    /// Takes pending signals without waiting. Returns their number.
     ///
     /// # Errors
-    /// When the eventfd cannot be read.
+    /// The eventfd cannot be read.
     pub fn take(&self) -> io::Result<u64> {
         match self.event.read() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
@@ -54,10 +54,10 @@ impl Interrupt {
         }
     }
 
-    /// Waits for a signal: how many came, 0 when none did in time.
+    /// Waits for signals. Returns their number, 0 after a timeout.
     ///
     /// # Errors
-    /// When the system calls fail.
+    /// The system calls fail.
     pub fn wait(&self, timeout: Duration) -> io::Result<u64> {
         let deadline = clock::monotonic() + timeout;
         loop {
@@ -68,7 +68,7 @@ impl Interrupt {
                     0 => {}
                     signals => return Ok(signals),
                 },
-                // A process that was stopped and continued did not wait its time.
+                // A process that was stopped may return before the timeout: wait again.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }

@@ -1,4 +1,4 @@
-//! Keys and values of a namespace: commands and answers of the Key Value Command Set 1.0.
+//! Key-value namespaces: commands and answers of the Key Value Command Set 1.0.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::memory::GuestMemory;
 use crate::queue::QueuePair;
 use crate::status::KEY_DOES_NOT_EXIST;
 
-/// The command set's identifier.
+/// Command set identifier.
 pub const CSI: u8 = 1;
 
 /// Store options (section 3.2.5), in dword 11.
@@ -27,17 +27,17 @@ pub mod option {
 /// An operation of a Batch (`docs/software-drives.md`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Operation {
-    /// Opcode of the command that does the same.
+    /// Opcode of the equivalent command.
     pub opcode: u8,
-    /// Key, of 16 bytes at most.
+    /// Key of at most 16 bytes.
     pub key: Vec<u8>,
     /// Store options, as in dword 11 of a Store.
     pub options: u32,
-    /// Value of a Store.
+    /// Value for a Store.
     pub value: Vec<u8>,
 }
 
-/// Status of an operation of a Batch.
+/// Status codes of an operation in a Batch.
 pub mod step {
     #![expect(missing_docs, reason = "the names say what the documentation does")]
     pub const DONE: u8 = 0;
@@ -49,10 +49,10 @@ pub mod step {
     pub const INVALID: u8 = 6;
 }
 
-/// The data of a Batch: an entry of 32 bytes for each operation, then their values.
+/// Encodes the data of a Batch: an entry of 32 bytes for each operation, followed by the values.
 ///
 /// # Panics
-/// When a key is longer than an entry has room for.
+/// A key is too long.
 pub fn batch_data(operations: &[Operation]) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut values: Vec<u8> = Vec::new();
@@ -72,7 +72,7 @@ pub fn batch_data(operations: &[Operation]) -> Vec<u8> {
     entries
 }
 
-/// A namespace's own description (section 4.1.5.1).
+/// Command set specific Identify Namespace data (section 4.1.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Namespace {
     /// Namespace Size, in bytes.
@@ -88,10 +88,10 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// The data structure's first format.
+    /// Parses the first format of the data structure.
     ///
     /// # Panics
-    /// When there are fewer bytes than it has.
+    /// The data is too short.
     pub fn parse(bytes: &[u8]) -> Self {
         Self {
             size: field::u64(bytes, 0),
@@ -103,10 +103,10 @@ impl Namespace {
     }
 }
 
-/// The keys of a List: a count, then each with its length, in whole dwords (section 3.2.3).
+/// Parses the keys of a List: a count, then each key with its length, padded to dwords (section 3.2.3).
 ///
 /// # Panics
-/// When the bytes end before the keys do.
+/// The data ends before the keys.
 pub fn parse_list(bytes: &[u8]) -> Vec<Vec<u8>> {
     let mut at = 4;
     (0..field::u32(bytes, 0))
@@ -119,24 +119,24 @@ pub fn parse_list(bytes: &[u8]) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// A namespace of keys and values, seen through a queue pair.
+/// A key-value namespace with the queue pair for its I/O.
 #[derive(Debug)]
 pub struct KeyValues {
-    /// The queue pair, for commands that have no function here.
+    /// Queue pair, for commands without a function here.
     pub queue: QueuePair,
-    /// Description of data.
+    /// Kind of data pointer.
     pub transfer: Transfer,
-    /// Longest time of a command.
+    /// Timeout of a command.
     pub timeout: Duration,
     nsid: u32,
     memory: GuestMemory,
 }
 
 impl KeyValues {
-    /// A namespace through a queue pair that exists.
+    /// Uses an existing queue pair for a namespace.
     ///
     /// # Errors
-    /// When Identify fails or the namespace has no keys and values.
+    /// Identify fails or the namespace is no key-value namespace.
     pub fn new(controller: &mut Controller, queue: QueuePair, nsid: u32) -> Result<Self> {
         Self::namespace(controller, nsid)?;
         Ok(Self {
@@ -148,19 +148,19 @@ impl KeyValues {
         })
     }
 
-    /// Namespace 1 through a new, polled queue pair of the given identifier with 64 entries.
+    /// Creates a polled queue pair of 64 entries for namespace 1. `queue` is the identifier of both queues.
     ///
     /// # Errors
-    /// When the queues cannot be created, or as [`KeyValues::new`].
+    /// The queues cannot be created, or as [`KeyValues::new`].
     pub fn open(controller: &mut Controller, queue: u16) -> Result<Self> {
         let queue = controller.create_queue_pair(queue, &QueueOptions::polled(64))?;
         Self::new(controller, queue, 1)
     }
 
-    /// Returns a namespace's own description as it is now.
+    /// Returns the present key-value Identify data of a namespace.
     ///
     /// # Errors
-    /// When it has no keys and values.
+    /// The namespace is no key-value namespace.
     pub fn namespace(controller: &mut Controller, nsid: u32) -> Result<Namespace> {
         let id = controller.identify(cns::CSI_NAMESPACE, nsid, CSI)?;
         let namespace = Namespace::parse(&id);
@@ -170,20 +170,20 @@ impl KeyValues {
         Ok(namespace)
     }
 
-    /// Namespace identifier.
+    /// Returns the namespace identifier.
     pub fn nsid(&self) -> u32 {
         self.nsid
     }
 
-    /// A command without data.
+    /// Executes a command without data.
     ///
     /// # Errors
-    /// When it does not complete with success in time.
+    /// The command does not complete with success in time.
     pub fn command(&mut self, sqe: Sqe) -> Result<Cqe> {
         self.queue.execute(sqe, self.timeout)
     }
 
-    /// A command that returns `len` bytes at most; what it does not return is of this value.
+    /// Executes a command that returns at most `len` bytes. Bytes that the command does not write are `fill`.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
@@ -197,13 +197,13 @@ impl KeyValues {
         Ok((cqe, data.to_vec(offset, len)))
     }
 
-    /// Stores a value, if the options allow it.
+    /// Stores a value with Store options.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
     ///
     /// # Panics
-    /// When the key is longer than a command has room for.
+    /// The key is too long for a command.
     pub fn store_with(&mut self, key: &[u8], value: &[u8], options: u32) -> Result<()> {
         let sqe = Sqe::key_value(kv::STORE, self.nsid, key, value.len() as u32);
         let sqe = sqe.with_cdw(11, sqe.cdw(11) | options);
@@ -221,18 +221,18 @@ impl KeyValues {
     /// As [`KeyValues::command`].
     ///
     /// # Panics
-    /// When the key is longer than a command has room for.
+    /// The key is too long for a command.
     pub fn store(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
         self.store_with(key, value, 0)
     }
 
-    /// The first `room` bytes of a value, and how many it has.
+    /// Returns the first `room` bytes of a value, and the value's full length.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
     ///
     /// # Panics
-    /// When the key is longer than a command has room for.
+    /// The key is too long for a command.
     pub fn retrieve(&mut self, key: &[u8], room: usize) -> Result<(Vec<u8>, u32)> {
         let sqe = Sqe::key_value(kv::RETRIEVE, self.nsid, key, room as u32);
         let (cqe, mut value) = self.command_in(sqe, room, 0)?;
@@ -240,13 +240,13 @@ impl KeyValues {
         Ok((value, cqe.dw0()))
     }
 
-    /// Returns whether a key is there.
+    /// Returns whether a key exists.
     ///
     /// # Errors
-    /// As [`KeyValues::command`], unless it is not there.
+    /// As [`KeyValues::command`], except for a missing key.
     ///
     /// # Panics
-    /// When the key is longer than a command has room for.
+    /// The key is too long for a command.
     pub fn exists(&mut self, key: &[u8]) -> Result<bool> {
         match self.command(Sqe::key_value(kv::EXIST, self.nsid, key, 0)) {
             Ok(_) => Ok(true),
@@ -263,19 +263,19 @@ impl KeyValues {
     /// As [`KeyValues::command`].
     ///
     /// # Panics
-    /// When the key is longer than a command has room for.
+    /// The key is too long for a command.
     pub fn delete(&mut self, key: &[u8]) -> Result<()> {
         let sqe = Sqe::key_value(kv::DELETE, self.nsid, key, 0);
         self.command(sqe).map(drop)
     }
 
-    /// Carries out 8 operations at most. Returns the status of each.
+    /// Executes a Batch of at most 8 operations. Returns the status of each.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
     ///
     /// # Panics
-    /// When a key is longer than an operation has room for.
+    /// A key is too long for an operation.
     pub fn batch(&mut self, operations: &[Operation]) -> Result<Vec<u8>> {
         let bytes = batch_data(operations);
         let (data, offset, prepared) = self.transfer.prepare(&self.memory, bytes.len())?;
@@ -286,20 +286,20 @@ impl KeyValues {
         Ok((0..operations.len()).map(status).collect())
     }
 
-    /// Keys from one on, or from the first one for an empty key, as many as `room` bytes hold.
+    /// Lists keys, starting at `from` or, if it is empty, at the first key, as many as `room` bytes hold.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
     ///
     /// # Panics
-    /// When the key is longer than a command has room for, or the list is not one.
+    /// The key is too long for a command, or the returned list is invalid.
     pub fn list(&mut self, from: &[u8], room: usize) -> Result<Vec<Vec<u8>>> {
         let sqe = Sqe::key_value(kv::LIST, self.nsid, from, room as u32);
         let (_, list) = self.command_in(sqe, room, 0xEE)?;
         Ok(parse_list(&list))
     }
 
-    /// Flushes.
+    /// Executes Flush.
     ///
     /// # Errors
     /// As [`KeyValues::command`].

@@ -1,9 +1,8 @@
-//! An independent guest NVMe driver for the tests that cross crates.
+//! An independent NVMe guest driver for tests across crates.
 //!
-//! The driver is written from the NVMe Base and NVM Command Set specifications 2.0, with constants of
-//! its own: it shares no wire type with the device under test, so that a mistake there is not repeated
-//! here. It reaches a controller through [`bar::Bar`], which an in-process function, a vfio-user client
-//! ([`vfio_user`]) or anything else with an NVMe BAR0 can implement.
+//! The driver is written from the NVMe Base and NVM Command Set specifications 2.0, with constants of its own. It shares no
+//! wire types with the device under test, so that it does not repeat the device's mistakes. It accesses a controller through
+//! [`bar::Bar`], which has implementations for in-process functions, vfio-user clients ([`vfio_user`]) and other NVMe BAR0s.
 //!
 //! From the bottom up:
 //!
@@ -13,20 +12,19 @@
 //! | [`bar`], [`interrupt`] | register access, mapped doorbells, interrupt vectors |
 //! | [`registers`], [`command`], [`completion`], [`status`], [`identify`] | the wire format |
 //! | [`prp`], [`sgl`] | data pointers |
-//! | [`function`] | a function in this process, as a VMM has it |
-//! | [`doorbell`], [`queue`] | rings and how their doorbells are rung; the pipelined form of I/O |
+//! | [`function`] | a function in this process, as a VMM uses it |
+//! | [`doorbell`], [`queue`] | rings, and ways to ring their doorbells; pipelined I/O |
 //! | [`controller`], [`admin`] | bring-up and admin commands |
 //! | [`disk`] | blocking I/O on one namespace |
-//! | [`key_value`] | keys and values of one namespace |
-//! | [`zoned`] | what a namespace with zones has beside that |
-//! | [`model`] | what a namespace must answer, for property tests |
-//! | [`drive`] | the other side of a driver: a model of a physical drive, and what goes wrong with it |
+//! | [`key_value`] | key-value commands on one namespace |
+//! | [`zoned`] | zone commands on one namespace |
+//! | [`model`] | expected answers of a namespace, for property tests |
+//! | [`drive`] | a model of a physical drive with fault injection, for tests of host drivers |
 //!
-//! Everything hostile is possible: raw submission queue entries, raw doorbell values, hand-made PRP
-//! lists and SGL segments, queues at any address.
+//! Tests can act maliciously: with raw submission queue entries, raw doorbell values, hand-made PRP lists and SGL segments, and
+//! queues at any address.
 //!
-//! Not here: metadata and protection information, controller memory buffers, fabrics, namespace
-//! management.
+//! Not implemented: metadata and protection information, controller memory buffers, fabrics, namespace management.
 
 pub mod admin;
 pub mod attached;
@@ -60,6 +58,5 @@ pub mod zoned;
 
 pub use error::{Error, Result};
 
-/// Time that a command may take, unless a test says otherwise. A virtual machine may stand still for a minute, in which
-/// its clock goes on.
+/// Default timeout of a command. A virtual machine may be stopped for a minute while its clock continues.
 pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(180);

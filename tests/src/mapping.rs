@@ -1,8 +1,8 @@
-//! Shared mappings, and how they are accessed.
+//! Shared mappings and their access.
 //!
-//! The controller under test reads and writes guest memory while the driver does, in this process or in
-//! another one. The driver therefore never makes a plain Rust reference to it: [`SharedSlice`] gives
-//! atomics, and the copying functions use volatile accesses. All unsafe code of the crate is here.
+//! The controller under test accesses guest memory concurrently, in this process or in another one. The driver therefore never
+//! creates a plain Rust reference to it: [`SharedSlice`] provides atomics, and the copying functions use volatile accesses. All
+//! unsafe code of the crate is here.
 
 #![expect(
     unsafe_code,
@@ -17,51 +17,51 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
-/// Guest memory that could not be had or does not exist.
+/// Errors of guest memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// A system call failed.
     #[error("{call} of {len:#x} bytes failed")]
     System {
-        /// The call.
+        /// System call.
         call: &'static str,
-        /// Bytes asked for.
+        /// Requested size in bytes.
         len: u64,
-        /// Its error.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// A region that is empty, overlaps another one, or is not made of whole pages.
+    /// A region is empty, overlaps another one, or has partial pages.
     #[error("Region {gpa:#x}+{len:#x} is empty, unaligned or overlaps another one")]
     Region {
         /// Guest physical address.
         gpa: u64,
-        /// Bytes.
+        /// Size in bytes.
         len: u64,
     },
     /// No free run of pages is long enough.
     #[error("No {len:#x} bytes free at alignment {align:#x}")]
     Exhausted {
-        /// Bytes asked for.
+        /// Requested size in bytes.
         len: usize,
-        /// Alignment asked for.
+        /// Requested alignment.
         align: usize,
     },
-    /// Addresses that are in no region.
+    /// An address range is in no region.
     #[error("{gpa:#x}+{len:#x} is outside of guest memory")]
     Outside {
         /// Guest physical address.
         gpa: u64,
-        /// Bytes.
+        /// Size in bytes.
         len: usize,
     },
 }
 
-/// A new, empty memfd.
+/// Creates an empty memfd.
 pub(crate) fn memfd() -> Result<File, MemoryError> {
     memfd_with(0)
 }
 
-/// A new, empty memfd, with more flags.
+/// Creates an empty memfd with additional flags.
 pub(crate) fn memfd_with(flags: libc::c_uint) -> Result<File, MemoryError> {
     let flags = flags | libc::MFD_CLOEXEC;
     // SAFETY: the name is a C string; the call has no other requirement.
@@ -77,7 +77,7 @@ pub(crate) fn memfd_with(flags: libc::c_uint) -> Result<File, MemoryError> {
     Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-/// A shared mapping of a file, unmapped when the last user is gone.
+/// A shared mapping of a file, unmapped with its last reference.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     base: NonNull<u8>,
@@ -117,7 +117,7 @@ impl Mapping {
         Ok(Self { base, len })
     }
 
-    /// Maps pages of a file one behind the other, which lie anywhere in it.
+    /// Maps pages from anywhere in a file to consecutive addresses.
     pub(crate) fn of_pages(
         fd: BorrowedFd<'_>,
         offsets: &[u64],
@@ -126,7 +126,7 @@ impl Mapping {
         let (&first, rest) = offsets
             .split_first()
             .ok_or(MemoryError::Region { gpa: 0, len: 0 })?;
-        // Takes the addresses for all of them.
+        // Reserves the addresses for all pages below.
         let mut mapping = Self::new(fd, first, page)?;
         let len = page * offsets.len();
         let failed = |call| MemoryError::System {
@@ -164,13 +164,13 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Asks for huge pages. Without them everything works too, so a refusal is no error.
+    /// Requests huge pages. A refusal is no error, since they are optional.
     pub(crate) fn advise_huge(&self) {
         // SAFETY: the range is this mapping; the advice changes no content.
         unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
     }
 
-    /// Address of a byte in this process.
+    /// Returns the address of a byte in this process.
     pub(crate) fn address(&self, offset: usize) -> u64 {
         self.base.as_ptr().addr() as u64 + offset as u64
     }
@@ -237,7 +237,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// Views of shared memory: atomics, and arrays of them.
+/// Element types of shared memory: atomics, and arrays of them.
 ///
 /// Sealed, because [`SharedSlice`] relies on every bit pattern being valid and on interior mutability.
 pub trait Cell: sealed::Sealed + Sync + 'static {}
@@ -250,7 +250,7 @@ cells!(AtomicU8, AtomicU16, AtomicU32, AtomicU64);
 impl<T: Cell, const N: usize> sealed::Sealed for [T; N] {}
 impl<T: Cell, const N: usize> Cell for [T; N] {}
 
-/// A piece of shared memory as a slice of atomics, which keeps the mapping alive.
+/// A slice of atomics in shared memory, which keeps the mapping alive.
 #[derive(Debug)]
 pub struct SharedSlice<T: Cell> {
     first: NonNull<T>,
@@ -277,10 +277,10 @@ impl<T: Cell> SharedSlice<T> {
         }
     }
 
-    /// `len` elements from `start`, as a slice of its own.
+    /// Returns `len` elements from `start` as a slice.
     ///
     /// # Panics
-    /// When the elements are not all in this slice.
+    /// The elements are not all in this slice.
     pub fn slice(&self, start: usize, len: usize) -> Self {
         assert!(start <= self.len && len <= self.len - start);
         Self {
@@ -328,10 +328,10 @@ impl<T: Cell> Deref for SharedSlice<T> {
     }
 }
 
-/// Maps `len` bytes at `offset` of a file, shared, as doorbell registers.
+/// Maps `len` bytes at `offset` of a file as doorbell registers.
 ///
 /// # Errors
-/// When the file cannot be mapped.
+/// The file cannot be mapped.
 pub(crate) fn map_registers(
     fd: BorrowedFd<'_>,
     offset: u64,

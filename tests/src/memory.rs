@@ -1,4 +1,4 @@
-//! Guest memory: one memfd, mapped shared, with regions at guest physical addresses.
+//! Guest memory: one shared memfd, with regions at guest physical addresses.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,40 +13,39 @@ pub use crate::mapping::{Cell, MemoryError, SharedSlice};
 use crate::rng::Rng;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard, RwLock};
 
-/// The memory page size that the driver sets in CC.MPS (0), whatever the host's page size is.
+/// Memory page size that the driver sets in CC.MPS (0), independent of the host's page size.
 pub const PAGE_SIZE: usize = 4096;
 
-/// Regions start at multiples of this in the memfd: the size of a huge page, and a multiple of every
-/// host's page size.
+/// Alignment of regions in the memfd: the size of a huge page, and a multiple of every host's page size.
 const REGION_ALIGN: u64 = 2 << 20;
 
-/// One range of guest physical addresses, backed by a part of the memfd.
+/// A range of guest physical addresses, backed by a part of the memfd.
 #[derive(Clone, Debug)]
 pub struct Region {
     /// Guest physical address.
     pub gpa: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub len: u64,
     /// Offset in [`GuestMemory::fd`].
     pub fd_offset: u64,
-    /// Places of its pages in the memfd, if they do not follow one another.
+    /// Memfd offsets of the pages, if the pages are not contiguous in the memfd.
     pages: Option<Arc<[u64]>>,
     mapping: Arc<Mapping>,
 }
 
-/// A part of a region that is mapped by itself.
+/// A part of a region that must be mapped separately.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
     /// Guest physical address.
     pub gpa: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub len: u64,
     /// Offset in [`GuestMemory::fd`].
     pub fd_offset: u64,
 }
 
 impl Region {
-    /// The parts to map: one, or each page of scattered memory by itself.
+    /// Returns the parts to map: the whole region, or each page of a scattered region.
     pub fn pieces(&self) -> Vec<Piece> {
         let page = PAGE_SIZE as u64;
         match &self.pages {
@@ -76,29 +75,29 @@ impl Region {
 #[derive(Debug)]
 struct Inner {
     memfd: File,
-    /// Seed of the order of pages of regions, if they are to be scattered.
+    /// Seed for the order of pages, if regions are scattered in the memfd.
     scattered: Option<u64>,
     regions: RwLock<Vec<Region>>,
-    /// Free runs: guest physical address to bytes. Runs of two regions are never merged.
+    /// Free runs of pages: size in bytes by guest physical address. A run never spans two regions.
     free: Mutex<BTreeMap<u64, u64>>,
 }
 
-/// A guest's memory. Clones share it.
+/// Guest memory. Clones share it.
 #[derive(Clone, Debug)]
 pub struct GuestMemory {
     inner: Arc<Inner>,
 }
 
 impl GuestMemory {
-    /// Memory with the given regions (guest physical address, bytes).
+    /// Creates memory with the given regions (guest physical address, bytes).
     ///
     /// # Errors
-    /// When a region is empty, unaligned or overlaps another one, or memory cannot be had.
+    /// A region is empty, unaligned or overlaps another one, or a system call fails.
     pub fn new(regions: &[(u64, u64)]) -> Result<Self, MemoryError> {
         Self::of(mapping::memfd()?, regions, None)
     }
 
-    /// As [`GuestMemory::new`], in huge pages that were set aside.
+    /// Creates memory like [`GuestMemory::new`], in reserved huge pages.
     ///
     /// # Errors
     /// As [`GuestMemory::new`].
@@ -106,8 +105,8 @@ impl GuestMemory {
         Self::of(pages.file()?, regions, None)
     }
 
-    /// As [`GuestMemory::new`], with the pages of each region anywhere in the region's part of the memfd: as a device
-    /// sees the memory of a guest that has a virtual IOMMU. Each page is to be mapped by itself.
+    /// Creates memory like [`GuestMemory::new`], whose pages are scattered in the memfd. A device sees this if the guest has a
+    /// virtual IOMMU: each page is mapped separately.
     ///
     /// # Errors
     /// As [`GuestMemory::new`].
@@ -193,12 +192,12 @@ impl GuestMemory {
         Ok(region)
     }
 
-    /// The memfd behind all regions, to be mapped for DMA.
+    /// Returns the memfd of all regions, for DMA mappings.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.inner.memfd.as_fd()
     }
 
-    /// All regions, in the order they were added.
+    /// Returns all regions in the order of their creation.
     pub fn regions(&self) -> Vec<Region> {
         self.inner
             .regions
@@ -224,18 +223,18 @@ impl GuestMemory {
             .ok_or(MemoryError::Outside { gpa, len })
     }
 
-    /// Allocates whole pages, zeroed, freed when the buffer is dropped.
+    /// Allocates whole, zeroed pages, which are freed when the buffer is dropped.
     ///
     /// # Errors
-    /// When no free run is long enough.
+    /// No free run is long enough.
     pub fn alloc(&self, len: usize) -> Result<DmaBuffer, MemoryError> {
         self.alloc_aligned(len, PAGE_SIZE)
     }
 
-    /// As [`GuestMemory::alloc`], at a multiple of `align`, a power of two of at least a page.
+    /// Allocates like [`GuestMemory::alloc`], with alignment `align`, a power of two of at least a page.
     ///
     /// # Errors
-    /// When no free run is long enough.
+    /// No free run is long enough.
     pub fn alloc_aligned(&self, len: usize, align: usize) -> Result<DmaBuffer, MemoryError> {
         let exhausted = MemoryError::Exhausted { len, align };
         let bytes = len.max(1).next_multiple_of(PAGE_SIZE) as u64;
@@ -259,10 +258,10 @@ impl GuestMemory {
         self.take(at, bytes)
     }
 
-    /// Takes the pages at a given address out of the allocator, for tests that need memory just there.
+    /// Allocates the pages at a given address.
     ///
     /// # Errors
-    /// When a page of it is in use or outside of every region.
+    /// A page is in use or outside of every region.
     pub fn alloc_at(&self, gpa: u64, len: usize) -> Result<DmaBuffer, MemoryError> {
         let bytes = len.max(1).next_multiple_of(PAGE_SIZE) as u64;
         let mut runs = self.free_runs();
@@ -321,30 +320,30 @@ impl GuestMemory {
         runs.insert(start, run);
     }
 
-    /// Copies out of guest memory.
+    /// Copies bytes out of guest memory.
     ///
     /// # Errors
-    /// When the range is not within one region.
+    /// The range is not within one region.
     pub fn read(&self, gpa: u64, into: &mut [u8]) -> Result<(), MemoryError> {
         let (mapping, offset) = self.find(gpa, into.len())?;
         mapping.read(offset, into);
         Ok(())
     }
 
-    /// Copies into guest memory.
+    /// Copies bytes into guest memory.
     ///
     /// # Errors
-    /// When the range is not within one region.
+    /// The range is not within one region.
     pub fn write(&self, gpa: u64, from: &[u8]) -> Result<(), MemoryError> {
         let (mapping, offset) = self.find(gpa, from.len())?;
         mapping.write(offset, from);
         Ok(())
     }
 
-    /// `len` elements at a guest physical address.
+    /// Returns `len` elements at a guest physical address.
     ///
     /// # Errors
-    /// When the range is not within one region, or not aligned for `T`.
+    /// The range is not within one region, or not aligned for `T`.
     pub fn cells<T: Cell>(&self, gpa: u64, len: usize) -> Result<SharedSlice<T>, MemoryError> {
         let bytes = len.saturating_mul(size_of::<T>());
         let (mapping, offset) = self.find(gpa, bytes)?;
@@ -355,7 +354,7 @@ impl GuestMemory {
     }
 }
 
-/// Whole pages of guest memory, contiguous, owned until dropped.
+/// Contiguous whole pages of guest memory, freed when dropped.
 #[derive(Debug)]
 pub struct DmaBuffer {
     memory: GuestMemory,
@@ -366,45 +365,45 @@ pub struct DmaBuffer {
 }
 
 impl DmaBuffer {
-    /// Guest physical address.
+    /// Returns the guest physical address.
     pub fn gpa(&self) -> u64 {
         self.gpa
     }
 
-    /// Bytes, a multiple of [`PAGE_SIZE`].
+    /// Returns the size in bytes, a multiple of [`PAGE_SIZE`].
     #[expect(clippy::len_without_is_empty, reason = "a buffer is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The memory it is a part of.
+    /// Returns the guest memory that contains the buffer.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
     }
 
-    /// Copies out of the buffer.
+    /// Copies bytes out of the buffer.
     ///
     /// # Panics
-    /// When the range is not within the buffer.
+    /// The range is not within the buffer.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         assert!(offset <= self.len && into.len() <= self.len - offset);
         self.mapping.read(self.offset + offset, into);
     }
 
-    /// Copies out of the buffer, into a new vector.
+    /// Copies bytes out of the buffer into a new vector.
     ///
     /// # Panics
-    /// When the range is not within the buffer.
+    /// The range is not within the buffer.
     pub fn to_vec(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.read(offset, &mut bytes);
         bytes
     }
 
-    /// Copies into the buffer.
+    /// Copies bytes into the buffer.
     ///
     /// # Panics
-    /// When the range is not within the buffer.
+    /// The range is not within the buffer.
     pub fn write(&self, offset: usize, from: &[u8]) {
         assert!(offset <= self.len && from.len() <= self.len - offset);
         self.mapping.write(self.offset + offset, from);
@@ -415,10 +414,10 @@ impl DmaBuffer {
         self.mapping.fill(self.offset, self.len, byte);
     }
 
-    /// Physical address of its first byte in the host's memory (Linux, `admin-guide/mm/pagemap`). For root alone.
+    /// Returns the host physical address of the first byte (Linux, `admin-guide/mm/pagemap`). Requires root.
     ///
     /// # Errors
-    /// The kernel does not tell, or has no page there.
+    /// The kernel hides the address, or the page is not present.
     pub fn host_address(&self) -> Result<u64, MemoryError> {
         let failed = |source| MemoryError::System {
             call: "reading /proc/self/pagemap",
@@ -437,7 +436,7 @@ impl DmaBuffer {
         }
     }
 
-    /// The buffer as atomics, as many as fit.
+    /// Returns the buffer as atomics, as many as fit.
     pub fn cells<T: Cell>(&self) -> SharedSlice<T> {
         SharedSlice::new(&self.mapping, self.offset, self.len / size_of::<T>())
     }

@@ -1,12 +1,12 @@
-//! Reports of what a test cannot check where it runs.
+//! Reports of checks that a test had to skip.
 
 use std::io::Write;
 use std::thread;
 
-/// Reports that the running test, or a part of it, checks nothing, and the reason.
+/// Reports that the running test, or a part of it, was skipped, and the reason.
 ///
-/// The test harness shows no output of a test that passes, but for what goes to the descriptor itself. `cargo verify`
-/// repeats such lines at its end.
+/// The test harness hides output of passing tests, except for direct writes to the descriptor. `cargo verify` repeats these
+/// lines at its end.
 pub fn not_checked(reason: &str) {
     let thread = thread::current();
     // The harness names the thread of a test after it.
@@ -14,6 +14,6 @@ pub fn not_checked(reason: &str) {
         "NOT CHECKED: {}: {reason}\n",
         thread.name().unwrap_or("a test")
     );
-    // A reader that is gone fails no test.
+    // A closed standard error is no failure of the test.
     let _ = std::io::stderr().write_all(line.as_bytes());
 }

@@ -1,27 +1,27 @@
-//! Physical Region Pages (NVMe Base 2.0, section 4.1.1): PRP entries and lists, sound or hand-made.
+//! Physical Region Pages (NVMe Base 2.0, section 4.1.1): PRP entries and lists, valid or hand-made.
 
 use crate::command::DataPointer;
 use crate::memory::{DmaBuffer, GuestMemory, MemoryError, PAGE_SIZE};
 
-/// Entries in a whole PRP list page.
+/// Number of entries in a full PRP list page.
 pub const ENTRIES_PER_PAGE: usize = PAGE_SIZE / 8;
 
-/// A data pointer with the list or segment pages it points to, which must live until completion.
+/// A data pointer with its list or segment pages, which must live until the command completes.
 #[derive(Debug)]
 pub struct Prepared {
-    /// For [`crate::command::Sqe::with_data`].
+    /// Data pointer for [`crate::command::Sqe::with_data`].
     pub pointer: DataPointer,
-    /// PRP list pages or SGL segments, in the order of the chain.
+    /// PRP list pages or SGL segments, in chain order.
     pub pages: Vec<DmaBuffer>,
 }
 
-/// PRPs for `len` bytes from `offset` of a buffer.
+/// Builds PRPs for `len` bytes from `offset` of a buffer.
 ///
 /// # Errors
-/// When there is no memory for the list.
+/// Memory for the list is exhausted.
 ///
 /// # Panics
-/// When the range is not within the buffer.
+/// The range is not within the buffer.
 pub fn buffer(data: &DmaBuffer, offset: usize, len: usize) -> Result<Prepared, MemoryError> {
     assert!(offset <= data.len() && len <= data.len() - offset);
     let first = data.gpa() + offset as u64;
@@ -32,15 +32,15 @@ pub fn buffer(data: &DmaBuffer, offset: usize, len: usize) -> Result<Prepared, M
     list(data.memory(), first, &pages, 0)
 }
 
-/// PRP1 at `first`, then one PRP for each of `pages`, whatever they are: by PRP2 itself when it is one,
-/// by PRP lists when there are more. The first list starts `list_offset` bytes into its page, which the
-/// specification allows for multiples of 8; lists are chained at the end of a page.
+/// Builds a data pointer with PRP1 `first` and one PRP for each of `pages`, unchecked. PRP2 is the page itself if there is one,
+/// and a PRP list if there are more. The first list starts `list_offset` bytes into its page, which the specification allows
+/// for multiples of 8. Lists are chained at the end of a page.
 ///
 /// # Errors
-/// When there is no memory for the list.
+/// Memory for the list is exhausted.
 ///
 /// # Panics
-/// When `list_offset` leaves no room for an entry.
+/// `list_offset` leaves no room for an entry.
 pub fn list(
     memory: &GuestMemory,
     first: u64,

@@ -1,8 +1,8 @@
 //! Queue pairs: rings in guest memory.
 //!
-//! Two forms of I/O share them. The *pipelined* form is [`QueuePair::push`], [`QueuePair::ring`] and
-//! [`QueuePair::poll`]: the caller numbers the commands, nothing is allocated or looked up, and one
-//! [`QueuePair::ring`] serves a batch. The *blocking* form is [`QueuePair::execute`] and what is built on it.
+//! There are two forms of I/O. In the *pipelined* form ([`QueuePair::push`], [`QueuePair::ring`] and [`QueuePair::poll`]) the
+//! caller chooses command identifiers, nothing is allocated or looked up, and one [`QueuePair::ring`] serves a batch. The
+//! *blocking* form is [`QueuePair::execute`] and the functions based on it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -20,33 +20,33 @@ use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
 use crate::memory::{DmaBuffer, SharedSlice};
 
-/// Command identifiers from here on are never given out by [`QueuePair::submit`]: they are for commands
-/// that stay outstanding (Asynchronous Event Requests).
+/// First command identifier that [`QueuePair::submit`] never uses. Such identifiers are for Asynchronous Event Requests, which
+/// stay outstanding.
 pub const RESERVED_CIDS: u16 = 0xf000;
 
-/// Bytes of a submission queue entry.
+/// Size of a submission queue entry in bytes.
 pub const SQE_SIZE: usize = 64;
-/// Bytes of a completion queue entry.
+/// Size of a completion queue entry in bytes.
 pub const CQE_SIZE: usize = 16;
 
-/// A submission queue, seen by its producer.
+/// The producer's side of a submission queue.
 #[derive(Debug)]
 pub struct SubmissionQueue {
     id: u16,
     entries: SharedSlice<[AtomicU64; 8]>,
     size: u32,
     tail: u32,
-    /// The last value that the controller reported.
+    /// Last head that the controller reported.
     head: u32,
     doorbell: Doorbell,
     memory: DmaBuffer,
 }
 
 impl SubmissionQueue {
-    /// A queue of `size` entries in `memory`; the doorbell is that of queue `id`.
+    /// Creates a queue of `size` entries in `memory`. `doorbell` is that of queue `id`.
     ///
     /// # Panics
-    /// When the memory is too small.
+    /// The memory is too small.
     pub fn new(id: u16, memory: DmaBuffer, size: u32, doorbell: Doorbell) -> Self {
         Self {
             id,
@@ -59,43 +59,43 @@ impl SubmissionQueue {
         }
     }
 
-    /// Queue identifier.
+    /// Returns the queue identifier.
     #[inline]
     pub fn id(&self) -> u16 {
         self.id
     }
 
-    /// Entries, one of which is always empty.
+    /// Returns the number of entries, one of which is always empty.
     pub fn size(&self) -> u32 {
         self.size
     }
 
-    /// Tail: the next entry to be written.
+    /// Returns the tail: the index of the next entry to write.
     pub fn tail(&self) -> u32 {
         self.tail
     }
 
-    /// Head that the controller reported last.
+    /// Returns the head that the controller reported last.
     pub fn head(&self) -> u32 {
         self.head
     }
 
-    /// The doorbell, with its counters.
+    /// Returns the doorbell, with its counters.
     pub fn doorbell(&self) -> &Doorbell {
         &self.doorbell
     }
 
-    /// The doorbell, for raw values.
+    /// Returns the doorbell, for raw values.
     pub fn doorbell_mut(&mut self) -> &mut Doorbell {
         &mut self.doorbell
     }
 
-    /// The ring itself, for tests that write it behind the queue's back.
+    /// Returns the ring's memory, for tests that overwrite entries.
     pub fn memory(&self) -> &DmaBuffer {
         &self.memory
     }
 
-    /// Writes an entry; false when the queue is full. The controller hears of it by the doorbell.
+    /// Writes an entry without ringing the doorbell. Returns false if the queue is full.
     #[inline]
     pub fn push(&mut self, sqe: &Sqe) -> bool {
         let next = if self.tail + 1 == self.size {
@@ -116,8 +116,8 @@ impl SubmissionQueue {
         true
     }
 
-    /// A completion said that the controller has consumed up to `head`: for queues that share a
-    /// completion queue, which [`QueuePair`] does not know.
+    /// Frees entries up to `head`, which a completion reported. Needed if submission queues share a completion queue, which
+    /// [`QueuePair`] does not handle.
     pub fn freed(&mut self, head: u16) {
         self.head = u32::from(head);
     }
@@ -127,14 +127,14 @@ impl SubmissionQueue {
     }
 }
 
-/// A completion queue, seen by its consumer.
+/// The consumer's side of a completion queue.
 #[derive(Debug)]
 pub struct CompletionQueue {
     id: u16,
     entries: SharedSlice<[AtomicU64; 2]>,
     size: u32,
     head: u32,
-    /// The phase tag of new entries: 1 in the first pass.
+    /// Phase tag of new entries: 1 in the first pass.
     phase: u64,
     doorbell: Doorbell,
     interrupt: Option<Arc<Interrupt>>,
@@ -142,10 +142,10 @@ pub struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// A queue of `size` entries in zeroed `memory`.
+    /// Creates a queue of `size` entries in zeroed `memory`.
     ///
     /// # Panics
-    /// When the memory is too small.
+    /// The memory is too small.
     pub fn new(
         id: u16,
         memory: DmaBuffer,
@@ -165,53 +165,53 @@ impl CompletionQueue {
         }
     }
 
-    /// Queue identifier.
+    /// Returns the queue identifier.
     pub fn id(&self) -> u16 {
         self.id
     }
 
-    /// Entries.
+    /// Returns the number of entries.
     pub fn size(&self) -> u32 {
         self.size
     }
 
-    /// Head: the next entry to be consumed.
+    /// Returns the head: the index of the next entry to consume.
     pub fn head(&self) -> u32 {
         self.head
     }
 
-    /// The doorbell, with its counters.
+    /// Returns the doorbell, with its counters.
     pub fn doorbell(&self) -> &Doorbell {
         &self.doorbell
     }
 
-    /// The doorbell, for raw values.
+    /// Returns the doorbell, for raw values.
     pub fn doorbell_mut(&mut self) -> &mut Doorbell {
         &mut self.doorbell
     }
 
-    /// The vector of the queue, where it was created with interrupts.
+    /// Returns the vector of the queue, if it was created with interrupts.
     pub fn interrupt(&self) -> Option<&Arc<Interrupt>> {
         self.interrupt.as_ref()
     }
 
-    /// The ring itself.
+    /// Returns the ring's memory.
     pub fn memory(&self) -> &DmaBuffer {
         &self.memory
     }
 
-    /// Returns whether an entry is there to be consumed.
+    /// Returns whether there is a new entry.
     #[inline]
     pub fn ready(&self) -> bool {
         let tail = self.entries[self.head as usize][1].load(Ordering::Acquire);
         tail >> Cqe::PHASE_SHIFT & 1 == self.phase
     }
 
-    /// Consumes the next entry, if it is there. The controller hears of it by the doorbell.
+    /// Consumes the next entry, if there is one, without ringing the doorbell.
     #[inline]
     pub fn poll(&mut self) -> Option<Cqe> {
         let entry = &self.entries[self.head as usize];
-        // Acquire: the other half, and the data, are read after the half with the phase tag.
+        // Acquire: the phase tag is read before the rest of the entry and the data.
         let tail = entry[1].load(Ordering::Acquire);
         if tail >> Cqe::PHASE_SHIFT & 1 != self.phase {
             return None;
@@ -235,7 +235,7 @@ impl CompletionQueue {
     }
 }
 
-/// A submission queue and the completion queue it completes to.
+/// A submission queue and its completion queue.
 #[derive(Debug)]
 pub struct QueuePair {
     /// The submission queue.
@@ -243,12 +243,12 @@ pub struct QueuePair {
     /// The completion queue.
     pub cq: CompletionQueue,
     next_cid: u16,
-    /// Completions that the blocking form met while it waited for another one.
+    /// Completions that the blocking form received while it waited for another one.
     stash: Vec<Cqe>,
 }
 
 impl QueuePair {
-    /// A pair of queues that the controller knows already.
+    /// Creates a pair of queues that the controller has already.
     pub fn new(sq: SubmissionQueue, cq: CompletionQueue) -> Self {
         Self {
             sq,
@@ -258,45 +258,45 @@ impl QueuePair {
         }
     }
 
-    /// Identifier of the submission queue.
+    /// Returns the identifier of the submission queue.
     pub fn id(&self) -> u16 {
         self.sq.id
     }
 
-    /// Lets both doorbells use the Doorbell Buffer, which holds their values from now on.
+    /// Makes both doorbells use the Doorbell Buffer, starting with their present values.
     pub fn attach(&mut self, buffer: &Arc<DoorbellBuffer>) {
         self.sq.doorbell.attach(buffer, self.sq.id, Side::SqTail);
         self.cq.doorbell.attach(buffer, self.cq.id, Side::CqHead);
     }
 
-    /// Goes back to the doorbell registers.
+    /// Makes both doorbells use their registers again.
     pub fn detach(&mut self) {
         self.sq.doorbell.detach();
         self.cq.doorbell.detach();
     }
 
-    /// Both doorbells lie behind another BAR from now on, as for a guest that was moved.
+    /// Moves both doorbells to another BAR, as for a migrated guest.
     ///
     /// # Errors
-    /// When one that is mapped is not in a window of that BAR.
+    /// A mapped doorbell is in no window of the new BAR.
     pub fn move_to(&mut self, bar: &Arc<dyn Bar>) -> Result<()> {
         self.sq.doorbell.move_to(bar)?;
         self.cq.doorbell.move_to(bar)
     }
 
-    /// Trapped register writes of both doorbells.
+    /// Returns the number of trapped register writes of both doorbells.
     pub fn doorbell_writes(&self) -> u64 {
         self.sq.doorbell.writes() + self.cq.doorbell.writes()
     }
 
-    /// Pipelined form: writes an entry with the caller's command identifier; false when the queue is
-    /// full. Nothing is rung.
+    /// Writes an entry with the caller's command identifier, without ringing the doorbell (pipelined form). Returns false if
+    /// the queue is full.
     #[inline]
     pub fn push(&mut self, sqe: &Sqe) -> bool {
         self.sq.push(sqe)
     }
 
-    /// Pipelined form: rings the doorbells whose values moved. One full barrier serves both.
+    /// Rings the doorbells whose values changed (pipelined form). One full barrier serves both.
     #[inline]
     pub fn ring(&mut self) {
         let sq = match self.sq.unrung() {
@@ -318,8 +318,7 @@ impl QueuePair {
         }
     }
 
-    /// Pipelined form: the next completion, if there is one. The head doorbell waits for
-    /// [`QueuePair::ring`].
+    /// Returns the next completion, if there is one (pipelined form). [`QueuePair::ring`] rings the head doorbell later.
     #[inline]
     pub fn poll(&mut self) -> Option<Cqe> {
         if !self.stash.is_empty() {
@@ -331,17 +330,17 @@ impl QueuePair {
     #[inline]
     fn poll_ring(&mut self) -> Option<Cqe> {
         let cqe = self.cq.poll()?;
-        // Another submission queue may share the completion queue.
+        // The completion may be of another submission queue that shares the completion queue.
         if cqe.sq_id() == self.sq.id {
             self.sq.head = u32::from(cqe.sq_head());
         }
         Some(cqe)
     }
 
-    /// Writes an entry with a command identifier of the queue's choice, which it returns. Nothing is rung.
+    /// Writes an entry with a new command identifier, without ringing the doorbell. Returns the identifier.
     ///
     /// # Errors
-    /// When the queue is full.
+    /// The queue is full.
     pub fn submit(&mut self, sqe: Sqe) -> Result<u16> {
         let cid = self.next_cid;
         if !self.sq.push(&sqe.with_cid(cid)) {
@@ -351,11 +350,11 @@ impl QueuePair {
         Ok(cid)
     }
 
-    /// Rings, and waits for the completion of `cid`. Others that come first are kept for
-    /// [`QueuePair::poll`] and later waits.
+    /// Rings the doorbells and waits for the completion of `cid`. Stores other completions for [`QueuePair::poll`] and later
+    /// waits.
     ///
     /// # Errors
-    /// When it does not come in time, or comes with a head that is beyond the queue.
+    /// The completion does not come in time, or its submission queue head is invalid.
     pub fn wait(&mut self, cid: u16, timeout: Duration) -> Result<Cqe> {
         self.ring();
         let queue = self.sq.id;
@@ -389,19 +388,19 @@ impl QueuePair {
         }
     }
 
-    /// Blocking form: submits, and waits for the completion, whatever its status.
+    /// Submits a command and waits for its completion, with any status (blocking form).
     ///
     /// # Errors
-    /// When the queue is full or the completion does not come in time.
+    /// The queue is full or the completion does not come in time.
     pub fn submit_and_wait(&mut self, sqe: Sqe, timeout: Duration) -> Result<Cqe> {
         let cid = self.submit(sqe)?;
         self.wait(cid, timeout)
     }
 
-    /// Blocking form: submits, and waits for a successful completion.
+    /// Submits a command and waits for its successful completion (blocking form).
     ///
     /// # Errors
-    /// As [`QueuePair::submit_and_wait`], and when the status is not success.
+    /// As [`QueuePair::submit_and_wait`], and if the status is not success.
     pub fn execute(&mut self, sqe: Sqe, timeout: Duration) -> Result<Cqe> {
         let cqe = self.submit_and_wait(sqe, timeout)?;
         match cqe.status().is_success() {
@@ -413,11 +412,10 @@ impl QueuePair {
         }
     }
 
-    /// Rings, and waits for one completion of each of `cids`, in their order: each command completes
-    /// exactly once, and nothing else does.
+    /// Rings the doorbells and waits for one completion of each of `cids`. Returns the completions in that order.
     ///
     /// # Errors
-    /// When one does not come in time, comes twice, or was not asked for.
+    /// A completion does not come in time, comes twice, or belongs to another command.
     pub fn drain(&mut self, cids: &[u16], timeout: Duration) -> Result<Vec<Cqe>> {
         let mut cqes = Vec::with_capacity(cids.len());
         for &cid in cids {
@@ -433,10 +431,10 @@ impl QueuePair {
     }
 }
 
-/// Longest time that a pause counts for: in a longer one, the other side did not run either.
+/// Maximum time that a pause counts: during a longer one, the other side was probably stopped, too.
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// Waiting that ends: spins, then sleeps, as the other side may need this very core.
+/// Wait with a timeout: spins first, then sleeps, since the other side may need this processor.
 #[derive(Debug)]
 pub(crate) struct Patience {
     last: Duration,
@@ -453,15 +451,15 @@ impl Patience {
         }
     }
 
-    /// Pauses a little; false when the time was over before, so that the caller has looked after it.
+    /// Waits for a moment. Returns false if the timeout had passed before, so that callers check once after it.
     pub(crate) fn pause(&mut self) -> bool {
         self.pauses += 1;
-        // In a simulation whoever spins keeps others from going on.
+        // In a simulation, a spinning thread keeps other threads from running.
         if self.pauses < 500 && !cfg!(simulation) {
             std::hint::spin_loop();
             return true;
         }
-        // Nor is it looked at millions of times for what comes after many seconds.
+        // In a simulation, a long wait polls less often.
         let is_long = cfg!(simulation) && self.pauses > 1000;
         clock::sleep(Duration::from_micros(if is_long { 2000 } else { 20 }));
         let was_over = self.left.is_zero();

@@ -24,7 +24,7 @@ pub const ACQ: u64 = 0x30;
 pub const CMBLOC: u64 = 0x38;
 /// Controller Memory Buffer Size.
 pub const CMBSZ: u64 = 0x3c;
-/// First doorbell (PCIe Transport 1.0, section 3.1.2).
+/// Offset of the first doorbell (PCIe Transport 1.0, section 3.1.2).
 pub const DOORBELLS: u64 = 0x1000;
 
 /// CC.EN.
@@ -64,42 +64,42 @@ impl Cap {
         self.0 >> shift & ((1 << bits) - 1)
     }
 
-    /// MQES as a number of entries, where the register holds one less.
+    /// Returns MQES as a number of entries, which is one more than the field.
     pub fn max_queue_entries(self) -> u32 {
         self.field(0, 16) as u32 + 1
     }
 
-    /// CQR: I/O queues must be physically contiguous.
+    /// Returns CQR: I/O queues must be physically contiguous.
     pub fn contiguous_queues(self) -> bool {
         self.field(16, 1) == 1
     }
 
-    /// TO: the longest that CSTS.RDY may take to follow CC.EN, in milliseconds.
+    /// Returns TO, the maximum time for CSTS.RDY to follow CC.EN, in milliseconds.
     pub fn timeout_ms(self) -> u64 {
         self.field(24, 8) * 500
     }
 
-    /// DSTRD as bytes from one doorbell to the next.
+    /// Returns DSTRD as the doorbell stride in bytes.
     pub fn doorbell_stride(self) -> u64 {
         4 << self.field(32, 4)
     }
 
-    /// NSSRS: NVM Subsystem Reset is supported.
+    /// Returns NSSRS: NVM Subsystem Reset is supported.
     pub fn subsystem_reset(self) -> bool {
         self.field(36, 1) == 1
     }
 
-    /// CSS, the bits of the command sets supported.
+    /// Returns CSS, the bits of the supported command sets.
     pub fn command_sets(self) -> u8 {
         self.field(37, 8) as u8
     }
 
-    /// MPSMIN as bytes.
+    /// Returns MPSMIN in bytes.
     pub fn min_page_size(self) -> u64 {
         1 << (12 + self.field(48, 4))
     }
 
-    /// MPSMAX as bytes.
+    /// Returns MPSMAX in bytes.
     pub fn max_page_size(self) -> u64 {
         1 << (12 + self.field(52, 4))
     }

@@ -1,30 +1,30 @@
-//! Random numbers from a seed, and data patterns made of them.
+//! Seeded random numbers, and data patterns based on them.
 
-/// SplitMix64: small, fast, the same on every machine.
+/// SplitMix64: small, fast, and the same on every machine.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// Numbers that follow from `seed`.
+    /// Creates a generator with a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     #[inline]
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
-    /// A number below `bound`, which must not be 0.
+    /// Returns a number below `bound`, which must not be 0.
     #[inline]
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 }
 
-/// Scatters the bits of `x`; a bijection.
+/// Mixes the bits of `x`, bijectively.
 #[inline]
 pub fn mix(mut x: u64) -> u64 {
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -32,17 +32,17 @@ pub fn mix(mut x: u64) -> u64 {
     x ^ x >> 31
 }
 
-/// The content of one logical block that was written with `tag`: 64-bit words that name the tag, the
-/// block and their place in it, so that stale, misplaced and torn data all show.
+/// Returns the content of a logical block that was written with `tag`. Its 64-bit words depend on the tag, the block and their
+/// index, so that stale, misplaced and torn data is detected.
 pub fn block_words(tag: u64, lba: u64) -> impl Iterator<Item = u64> {
     let base = mix(tag ^ mix(lba));
     (0..).map(move |i: u64| mix(base.wrapping_add(i)))
 }
 
-/// The content of the blocks from `slba` on that `bytes` has room for.
+/// Fills `bytes` with the content of consecutive blocks from `slba` on.
 pub fn fill_blocks(bytes: &mut [u8], tag: u64, slba: u64, block_size: usize) {
     for (block, index) in bytes.chunks_mut(block_size).zip(0..) {
-        // A test may well write beyond the last block that can be numbered.
+        // A test may write beyond the largest LBA.
         let lba = slba.wrapping_add(index);
         let (words, _) = block.as_chunks_mut::<8>();
         for (word, value) in words.iter_mut().zip(block_words(tag, lba)) {

@@ -1,46 +1,46 @@
-//! Scatter Gather Lists (NVMe Base 2.0, section 4.1.2): descriptors and segments, sound or hand-made.
+//! Scatter Gather Lists (NVMe Base 2.0, section 4.1.2): descriptors and segments, valid or hand-made.
 
 use crate::command::DataPointer;
 use crate::memory::{DmaBuffer, GuestMemory, MemoryError};
 use crate::prp::Prepared;
 
-/// An SGL descriptor: 16 bytes.
+/// An SGL descriptor of 16 bytes.
 pub type Descriptor = [u64; 2];
 
-/// Any descriptor: address, length, type and sub type.
+/// Returns a descriptor from address, length, type and sub type, unchecked.
 pub const fn descriptor(address: u64, len: u32, kind: u8, sub: u8) -> Descriptor {
     let identifier = (kind << 4 | sub & 0xf) as u64;
     [address, len as u64 | identifier << 56]
 }
 
-/// Data Block descriptor.
+/// Returns a Data Block descriptor.
 pub const fn data_block(gpa: u64, len: u32) -> Descriptor {
     descriptor(gpa, len, 0x0, 0)
 }
 
-/// Bit Bucket descriptor: source data that a read leaves out.
+/// Returns a Bit Bucket descriptor: source data that a read discards.
 pub const fn bit_bucket(len: u32) -> Descriptor {
     descriptor(0, len, 0x1, 0)
 }
 
-/// Segment descriptor: more descriptors, of which the last is another Segment or Last Segment.
+/// Returns a Segment descriptor: more descriptors, of which the last one is a Segment or Last Segment.
 pub const fn segment(gpa: u64, len: u32) -> Descriptor {
     descriptor(gpa, len, 0x2, 0)
 }
 
-/// Last Segment descriptor: more descriptors, all of them data.
+/// Returns a Last Segment descriptor: more descriptors, all of them data.
 pub const fn last_segment(gpa: u64, len: u32) -> Descriptor {
     descriptor(gpa, len, 0x3, 0)
 }
 
-/// The data pointer for a list of descriptors: the descriptor itself when it is one, otherwise segments
-/// of at most `per_segment` descriptors each, the link to the next one among them.
+/// Builds the data pointer for a list of descriptors. A single descriptor is the data pointer itself. More descriptors are put
+/// into segments of at most `per_segment` descriptors, including the link to the next segment.
 ///
 /// # Errors
-/// When there is no memory for the segments.
+/// Memory for the segments is exhausted.
 ///
 /// # Panics
-/// When `list` is empty or `per_segment` is below 2.
+/// `list` is empty or `per_segment` is below 2.
 pub fn build(
     memory: &GuestMemory,
     list: &[Descriptor],
@@ -53,7 +53,7 @@ pub fn build(
             pages: Vec::new(),
         });
     }
-    // Built from the last segment backwards: a link names the kind and length of what it links to.
+    // Segments are built from the last one backwards, since a link contains the kind and length of its target.
     let mut pieces = Vec::new();
     let mut rest = list;
     while rest.len() > per_segment {
@@ -75,7 +75,7 @@ pub fn build(
     })
 }
 
-/// Writes one segment; gives its memory and the descriptor that links to it.
+/// Writes one segment. Returns its memory and the descriptor that links to it.
 fn place(
     memory: &GuestMemory,
     piece: &[Descriptor],

@@ -1,8 +1,8 @@
-//! Status Field of a completion (NVMe Base 2.0, section 3.3.3.2.1), decoded with names.
+//! Status Field of a completion (NVMe Base 2.0, section 3.3.3.2.1), with names.
 
 use std::fmt;
 
-/// Status Code Type and Status Code: what a test compares.
+/// Status Code Type and Status Code, for comparisons.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StatusCode {
     /// Status Code Type.
@@ -19,7 +19,7 @@ macro_rules! codes {
         )*
 
         impl StatusCode {
-            /// The specification's name.
+            /// Returns the specification's name.
             pub fn name(self) -> &'static str {
                 match (self.sct, self.sc) {
                     $(($sct, $sc) => $text,)*
@@ -74,7 +74,7 @@ codes! {
     0 0x82 NAMESPACE_NOT_READY "Namespace Not Ready",
     0 0x83 RESERVATION_CONFLICT "Reservation Conflict",
     0 0x84 FORMAT_IN_PROGRESS "Format In Progress",
-    // Those of the Key Value Command Set (1.0, section 3.1.2).
+    // Key Value Command Set (1.0, section 3.1.2).
     0 0x85 INVALID_VALUE_SIZE "Invalid Value Size",
     0 0x86 INVALID_KEY_SIZE "Invalid Key Size",
     0 0x87 KEY_DOES_NOT_EXIST "KV Key Does Not Exist",
@@ -111,7 +111,7 @@ codes! {
     1 0x81 INVALID_PROTECTION "Invalid Protection Information",
     1 0x82 READ_ONLY_RANGE "Attempted Write to Read Only Range",
     1 0x83 SIZE_LIMIT_EXCEEDED "Command Size Limit Exceeded",
-    // Those of the Zoned Namespace Command Set (1.1, section 3.1.2).
+    // Zoned Namespace Command Set (1.1, section 3.1.2).
     1 0xb8 ZONE_BOUNDARY_ERROR "Zone Boundary Error",
     1 0xb9 ZONE_IS_FULL "Zone Is Full",
     1 0xba ZONE_IS_READ_ONLY "Zone Is Read Only",
@@ -151,12 +151,12 @@ impl fmt::Display for StatusCode {
     }
 }
 
-/// The whole Status Field: the 15 bits above the phase tag.
+/// Complete Status Field: the 15 bits above the phase tag.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Status(pub u16);
 
 impl Status {
-    /// Status Code Type and Status Code.
+    /// Returns Status Code Type and Status Code.
     pub fn code(self) -> StatusCode {
         StatusCode {
             sct: (self.0 >> 8 & 0b111) as u8,
@@ -164,23 +164,23 @@ impl Status {
         }
     }
 
-    /// Neither an error nor a warning.
+    /// Returns whether the status is Successful Completion.
     #[inline]
     pub fn is_success(self) -> bool {
         self.0 & 0x7ff == 0
     }
 
-    /// Command Retry Delay: which of the controller's delays to wait for.
+    /// Returns the Command Retry Delay, an index of the controller's delays.
     pub fn retry_delay(self) -> u8 {
         (self.0 >> 11 & 0b11) as u8
     }
 
-    /// More: the Error Information log page has an entry on this.
+    /// Returns More: the Error Information log page has an entry for this error.
     pub fn more(self) -> bool {
         self.0 & 1 << 13 != 0
     }
 
-    /// Do Not Retry.
+    /// Returns Do Not Retry.
     pub fn do_not_retry(self) -> bool {
         self.0 & 1 << 14 != 0
     }

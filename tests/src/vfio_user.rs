@@ -31,7 +31,7 @@ const UNMASK_EVENTFD: u32 = 1 << 2 | 1 << 4;
 /// VFIO_IRQ_SET_DATA_NONE and VFIO_IRQ_SET_ACTION_UNMASK.
 const UNMASK: u32 = 1 << 0 | 1 << 4;
 
-/// A vfio-user client, as the BAR of its device.
+/// A vfio-user client as BAR0 of its device.
 pub struct VfioUserBar {
     client: Mutex<Client>,
     windows: Vec<DoorbellWindow>,
@@ -46,10 +46,10 @@ impl std::fmt::Debug for VfioUserBar {
 }
 
 impl VfioUserBar {
-    /// Connects, and maps the parts of BAR0 that the server lets be mapped.
+    /// Connects, and maps the parts of BAR0 that the server allows to map.
     ///
     /// # Errors
-    /// When the server cannot be reached or is not a PCI device, or a mapping fails.
+    /// The server is unreachable or no PCI device, or a mapping fails.
     pub fn connect(socket: &Path) -> Result<Self> {
         let client = Client::new(socket).map_err(Error::VfioUser)?;
         let mut windows = Vec::new();
@@ -79,10 +79,10 @@ impl VfioUserBar {
         })
     }
 
-    /// Connects, gives the device all of the guest's memory, and lets it master the bus.
+    /// Connects, maps all guest memory for DMA, and enables bus mastering.
     ///
     /// # Errors
-    /// As [`VfioUserBar::connect`], and when a request fails.
+    /// As [`VfioUserBar::connect`], and if a request fails.
     pub fn attach(socket: &Path, memory: &GuestMemory) -> Result<Self> {
         let bar = Self::connect(socket)?;
         for region in memory.regions() {
@@ -95,15 +95,15 @@ impl VfioUserBar {
         Ok(bar)
     }
 
-    /// The client, for raw requests.
+    /// Returns the client, for raw requests.
     pub fn client(&self) -> MutexGuard<'_, Client> {
         self.client.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the device a region of the guest's memory.
+    /// Maps a region of guest memory for DMA.
     ///
     /// # Errors
-    /// When the request cannot be sent or answered.
+    /// The request cannot be sent or answered.
     pub fn dma_map(&self, memory: &GuestMemory, region: &Region) -> Result<()> {
         let fd = memory.fd().as_raw_fd();
         self.client()
@@ -111,10 +111,10 @@ impl VfioUserBar {
             .map_err(Error::VfioUser)
     }
 
-    /// Takes a region of the guest's memory away from the device.
+    /// Unmaps a region of guest memory.
     ///
     /// # Errors
-    /// When the request cannot be sent or answered.
+    /// The request cannot be sent or answered.
     pub fn dma_unmap(&self, region: &Region) -> Result<()> {
         self.client()
             .dma_unmap(region.gpa, region.len)
@@ -124,15 +124,15 @@ impl VfioUserBar {
     /// Resets the device.
     ///
     /// # Errors
-    /// When the request cannot be sent or answered.
+    /// The request cannot be sent or answered.
     pub fn reset(&self) -> Result<()> {
         self.client().reset().map_err(Error::VfioUser)
     }
 
-    /// Gives the device one eventfd for each MSI-X vector from 0 on, unmasks them, and enables MSI-X.
+    /// Sets one eventfd for each MSI-X vector from 0 on, unmasks the vectors, and enables MSI-X.
     ///
     /// # Errors
-    /// When a request fails, or the device has no MSI-X capability.
+    /// A request fails, or the device has no MSI-X capability.
     pub fn enable_msix<'a>(&self, vectors: impl IntoIterator<Item = &'a Interrupt>) -> Result<()> {
         let capability = self.capability(0x11, "MSI-X")?;
         let mut table = [0; 4];
@@ -143,7 +143,7 @@ impl VfioUserBar {
             self.client()
                 .set_irqs(MSIX, TRIGGER_EVENTFD, vector, 1, &[interrupt.as_raw_fd()])
                 .map_err(Error::VfioUser)?;
-            // Any address and data: the eventfd stands for the message. Vector Control 0 unmasks.
+            // Address and data are arbitrary, since the eventfd replaces the message. Vector Control 0 unmasks.
             let mut entry = [0; 16];
             entry[..4].copy_from_slice(&0xfee0_0000_u32.to_le_bytes());
             entry[8..12].copy_from_slice(&vector.to_le_bytes());
@@ -161,10 +161,10 @@ impl VfioUserBar {
         self.config_write(capability + 2, &control.to_le_bytes())
     }
 
-    /// Gives the device one eventfd for each MSI message from 0 on, and enables MSI with so many messages.
+    /// Sets one eventfd for each MSI message from 0 on, and enables MSI with as many messages.
     ///
     /// # Errors
-    /// When a request fails, or the device has no MSI capability.
+    /// A request fails, or the device has no MSI capability.
     pub fn enable_msi<'a>(&self, vectors: impl IntoIterator<Item = &'a Interrupt>) -> Result<()> {
         let capability = self.capability(0x05, "MSI")?;
         let mut count = 0_u32;
@@ -181,11 +181,11 @@ impl VfioUserBar {
         self.config_write(capability + 2, &(messages << 4 | 1).to_le_bytes())
     }
 
-    /// Gives the device an eventfd for its pin. It sends the next signal once [`Self::unmask_pin`] is called, or
-    /// `acknowledged` is signalled if there is one.
+    /// Sets an eventfd for the device's interrupt pin. After each signal, the pin is masked until [`Self::unmask_pin`] is
+    /// called, or `acknowledged` is signalled if it is given.
     ///
     /// # Errors
-    /// When a request fails.
+    /// A request fails.
     pub fn enable_pin(&self, pin: &Interrupt, acknowledged: Option<&Interrupt>) -> Result<()> {
         self.client()
             .set_irqs(INTX, TRIGGER_EVENTFD, 0, 1, &[pin.as_raw_fd()])
@@ -198,10 +198,10 @@ impl VfioUserBar {
         Ok(())
     }
 
-    /// Tells the device that the level of its pin has fallen.
+    /// Reports to the device that its pin was deasserted.
     ///
     /// # Errors
-    /// When the request fails.
+    /// The request fails.
     pub fn unmask_pin(&self) -> Result<()> {
         self.client()
             .set_irqs(INTX, UNMASK, 0, 1, &[])
@@ -212,7 +212,7 @@ impl VfioUserBar {
     fn capability(&self, id: u8, name: &'static str) -> Result<u64> {
         let mut pointer = [0; 1];
         self.config_read(0x34, &mut pointer)?;
-        // No more capabilities fit: a list that does not end is left here.
+        // Configuration space holds at most 48 capabilities, which bounds a cyclic list.
         for _ in 0..48 {
             let at = u64::from(pointer[0] & !0b11);
             if at == 0 {
@@ -231,7 +231,7 @@ impl VfioUserBar {
     /// Reads configuration space.
     ///
     /// # Errors
-    /// When the request cannot be sent or answered.
+    /// The request cannot be sent or answered.
     pub fn config_read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.client()
             .region_read(CONFIG, offset, into)
@@ -241,7 +241,7 @@ impl VfioUserBar {
     /// Writes configuration space.
     ///
     /// # Errors
-    /// When the request cannot be sent or answered.
+    /// The request cannot be sent or answered.
     pub fn config_write(&self, offset: u64, from: &[u8]) -> Result<()> {
         self.client()
             .region_write(CONFIG, offset, from)
@@ -252,13 +252,13 @@ impl VfioUserBar {
         let mut bytes = [0xff; N];
         match self.client().region_read(BAR0, offset, &mut bytes) {
             Ok(()) => bytes,
-            // As a bus does when nothing answers.
+            // Reads of a missing device return all ones, as on a bus.
             Err(_) => [0xff; N],
         }
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) {
-        // A write without a receiver is lost, as on a bus; the next read of CSTS shows it.
+        // A write to a missing device is lost, as on a bus. The next read of CSTS shows that it is gone.
         let _lost = self.client().region_write(BAR0, offset, bytes);
     }
 }

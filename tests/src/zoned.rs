@@ -27,7 +27,7 @@ pub mod state {
     pub const OFFLINE: u8 = 0xf;
 }
 
-/// Bytes of a report's header, and of a zone descriptor.
+/// Size in bytes of a report's header, and of a zone descriptor.
 pub const DESCRIPTOR: usize = 64;
 
 /// A zone descriptor.
@@ -46,10 +46,10 @@ pub struct Zone {
 }
 
 impl Zone {
-    /// A descriptor's 64 bytes.
+    /// Parses a descriptor of 64 bytes.
     ///
     /// # Panics
-    /// When there are fewer.
+    /// The data is too short.
     pub fn parse(bytes: &[u8]) -> Self {
         Self {
             kind: bytes[0] & 0xf,
@@ -61,7 +61,7 @@ impl Zone {
     }
 }
 
-/// A report: the Number of Zones, and the descriptors that came with it.
+/// Parses a report: the Number of Zones, and the descriptors in the report.
 pub fn parse_report(bytes: &[u8]) -> (u64, Vec<Zone>) {
     let count = field::u64(bytes, 0);
     let descriptors = bytes[DESCRIPTOR..].chunks_exact(DESCRIPTOR);
@@ -70,7 +70,7 @@ pub fn parse_report(bytes: &[u8]) -> (u64, Vec<Zone>) {
 }
 
 impl Disk {
-    /// Reports zones from `slba` on that an option selects, `room` of them at most.
+    /// Reports at most `room` zones from `slba` on that `option` selects.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -87,18 +87,18 @@ impl Disk {
             .map(|report| parse_report(&report))
     }
 
-    /// The zone that starts at `zslba`.
+    /// Returns the zone that starts at `zslba`.
     ///
     /// # Errors
     /// As [`Disk::command`].
     ///
     /// # Panics
-    /// When the report has no zone.
+    /// The report contains no zone.
     pub fn zone(&mut self, zslba: u64) -> Result<Zone> {
         Ok(self.report_zones(zslba, 1, 0, true)?.1[0])
     }
 
-    /// An action on the zone that starts at `zslba`.
+    /// Executes an action on the zone that starts at `zslba`.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -107,7 +107,7 @@ impl Disk {
             .map(drop)
     }
 
-    /// An action on all zones that it is meant for.
+    /// Executes an action on all zones to which it applies.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -116,7 +116,7 @@ impl Disk {
             .map(drop)
     }
 
-    /// Appends whole blocks to the zone that starts at `zslba`. Returns where they are.
+    /// Appends whole blocks to the zone that starts at `zslba`. Returns the LBA of the data.
     ///
     /// # Errors
     /// As [`Disk::command`].

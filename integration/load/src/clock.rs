@@ -8,7 +8,7 @@
 use std::io;
 use std::time::Instant;
 
-/// The time stamp counter, read after every load before it: without the fence, a completion that is
+/// Returns the time stamp counter, read after every load before it: without the fence, a completion that is
 /// still on its way to this processor would be given a time before it came.
 #[cfg(target_arch = "x86_64")]
 #[inline]

@@ -48,7 +48,7 @@ impl Tally {
     }
 }
 
-/// An empty histogram of latencies in ticks.
+/// Returns an empty histogram of latencies in ticks.
 pub(super) fn latencies() -> Histogram<u64> {
     Histogram::new_with_max(LATENCY_MAX, LATENCY_DIGITS).expect("bounds in order")
 }
@@ -110,7 +110,7 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// A lane of one slot for each entry; the slots' data lies every `stride` bytes in `buffer`.
+    /// Returns a lane of one slot for each entry; the slots' data lies every `stride` bytes in `buffer`.
     pub(super) fn new(
         queue: QueuePair,
         entries: Vec<Sqe>,

@@ -146,7 +146,7 @@ impl Options {
         }
     }
 
-    /// Bytes that a command transfers: a list of one range where it deallocates.
+    /// Returns the bytes that a command transfers: a list of one range where it deallocates.
     pub(super) fn transfer(&self) -> usize {
         match self.deallocate {
             true => DSM_RANGE,
@@ -159,7 +159,7 @@ impl Options {
     }
 }
 
-/// Bytes with an optional suffix K, M or G (powers of 1,024).
+/// Returns the bytes with an optional suffix K, M or G (powers of 1,024).
 fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.char_indices().next_back() {
         Some((at, 'k' | 'K')) => (&text[..at], 10),

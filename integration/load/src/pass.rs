@@ -18,7 +18,7 @@ const REST: Duration = Duration::from_micros(20);
 /// Time without an interrupt after which the queue is examined all the same.
 const LOST_INTERRUPT: Duration = Duration::from_secs(1);
 
-/// The limits that the options give for the measured pass, from now on.
+/// Returns the limits that the options give for the measured pass, from now on.
 pub(super) fn timed(target: &Target, options: &Options) -> Limits {
     let batch = u32::from(options.batch);
     match options.count {

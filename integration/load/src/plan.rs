@@ -25,10 +25,10 @@ pub(super) struct SlotData<'a> {
 
 /// A source of commands, for one queue.
 pub(super) trait Plan: Send {
-    /// The next command, whose data will be `data`; none when the plan has come to its end.
+    /// Returns the next command, whose data will be `data`; none when the plan has come to its end.
     fn next(&mut self, data: SlotData<'_>) -> Option<Next>;
 
-    /// The command of the slot completed with success.
+    /// Returns the command of the slot completed with success.
     fn completed(&mut self, data: SlotData<'_>) -> Result<(), LoadError>;
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Mix {
 }
 
 impl Mix {
-    /// The plan of queue `index` of `queues`.
+    /// Returns the plan of queue `index` of `queues`.
     pub(super) fn new(
         target: &Target,
         index: u64,

@@ -158,7 +158,7 @@ impl Report {
         }
     }
 
-    /// The distribution of latencies, a line for each group.
+    /// Returns the distribution of latencies, a line for each group.
     pub fn histogram(&self) -> String {
         let most = self.distribution.iter().map(|b| b.commands).max();
         let most = most.unwrap_or(0).max(1);

@@ -29,7 +29,7 @@ const ADMIN_TIMEOUT: Duration = Duration::from_secs(180);
 /// Interrupt vectors by number: the admin queue's (unused), then one for each I/O queue.
 pub(super) type Vectors = Vec<Arc<Interrupt>>;
 
-/// Bytes from one slot's data to the next: whole pages.
+/// Returns the bytes from one slot's data to the next: whole pages.
 fn stride(options: &Options) -> usize {
     options.transfer().next_multiple_of(PAGE_SIZE)
 }
@@ -56,7 +56,7 @@ pub(super) fn memory(options: &Options) -> Result<GuestMemory, LoadError> {
     Ok(GuestMemory::new(&[(MEMORY_BASE, len as u64)])?)
 }
 
-/// The vectors, where interrupts are wanted.
+/// Returns the vectors, where interrupts are wanted.
 pub(super) fn vectors(options: &Options) -> Result<Option<Vectors>, LoadError> {
     if !options.interrupts {
         return Ok(None);

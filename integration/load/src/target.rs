@@ -20,7 +20,7 @@ impl Target {
         (seconds * self.ticks_per_second) as u64
     }
 
-    /// The part of queue `index` of `queues`: its first place, and how many.
+    /// Returns the part of queue `index` of `queues`: its first place, and how many.
     pub(super) fn part(&self, index: u64, queues: u64) -> (u64, u64) {
         let places = self.places / queues;
         (index * places, places)

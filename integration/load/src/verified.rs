@@ -104,7 +104,7 @@ impl Area {
         self.seed << 32 ^ u64::from(generation)
     }
 
-    /// The next place and whether to read it; none when the phase is over.
+    /// Returns the next place and whether to read it; none when the phase is over.
     fn choose(&mut self) -> Option<(u64, bool)> {
         let places = self.generations.len() as u64;
         if self.phase != Phase::Mix {

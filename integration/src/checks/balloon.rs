@@ -36,7 +36,7 @@ pub trait Ballooned {
     /// Asks the guest, whose memory has `memory` bytes, to have `size` bytes in its balloon.
     ///
     /// # Errors
-    /// If the VMM refuses.
+    /// The VMM refuses.
     fn set_balloon(&mut self, memory: u64, size: u64) -> Result<(), Failure>;
 }
 
@@ -80,7 +80,7 @@ impl<V: Ballooned> Balloon<V> {
     /// Takes a guest whose balloon is empty, and loads the driver.
     ///
     /// # Errors
-    /// If the guest fails.
+    /// The guest fails.
     pub fn new(vmm: V) -> Result<Self, Failure> {
         vmm.guest().load_modules()?;
         let total = "awk '/^MemTotal:/ { print $2 }' /proc/meminfo";
@@ -90,7 +90,7 @@ impl<V: Ballooned> Balloon<V> {
         Ok(Self { vmm, total_kib })
     }
 
-    /// The VMM.
+    /// Returns the VMM.
     pub fn vmm(&mut self) -> &mut V {
         &mut self.vmm
     }
@@ -98,7 +98,7 @@ impl<V: Ballooned> Balloon<V> {
     /// The guest's memory.
     ///
     /// # Errors
-    /// If the host can't tell.
+    /// The host can't tell.
     pub fn memory(&self) -> Result<MemoryFile, Failure> {
         let pid = self.vmm.guest().pid();
         MemoryFile::of_process(pid).map_err(at(format!("/proc/{pid}/fd")))
@@ -107,7 +107,7 @@ impl<V: Ballooned> Balloon<V> {
     /// Has the guest inflate its balloon to `BALLOON`, and waits for that.
     ///
     /// # Errors
-    /// If the VMM or the guest fails.
+    /// The VMM or the guest fails.
     pub fn inflate(&mut self) -> Result<(), Failure> {
         self.set(BALLOON)
     }
@@ -115,7 +115,7 @@ impl<V: Ballooned> Balloon<V> {
     /// Has the guest empty its balloon, and waits for that.
     ///
     /// # Errors
-    /// If the VMM or the guest fails.
+    /// The VMM or the guest fails.
     pub fn deflate(&mut self) -> Result<(), Failure> {
         self.set(0)
     }
@@ -134,7 +134,7 @@ impl<V: Ballooned> Balloon<V> {
     /// Has the guest use memory and free it. Returns its memory while it was in use.
     ///
     /// # Errors
-    /// If the guest fails.
+    /// The guest fails.
     pub fn use_and_free(&self) -> Result<MemoryFile, Failure> {
         let guest = self.vmm.guest();
         guest.check(&format!("head -c {USED} /dev/zero >/run/used"), PATIENCE)?;
@@ -146,7 +146,7 @@ impl<V: Ballooned> Balloon<V> {
     /// Waits until the host has got memory back, and no more than `most` bytes are left in the memory file.
     ///
     /// # Errors
-    /// If the host does not get it.
+    /// The host does not get it.
     pub fn await_freed(&self, most: u64) -> Result<(), Failure> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -167,7 +167,7 @@ impl<V: Ballooned> Balloon<V> {
     /// inflated and deflated. `look` gets the balloon's size, and the memory after a pass with that size.
     ///
     /// # Errors
-    /// If data is wrong, or the guest's kernel has complained.
+    /// Data is wrong, or the guest's kernel has complained.
     pub fn verify(
         &mut self,
         mut look: impl FnMut(u64, MemoryFile) -> Result<(), Failure>,
@@ -241,7 +241,7 @@ fn load() -> String {
 /// pages of that are freed.
 ///
 /// # Errors
-/// If data is wrong, or no memory is freed.
+/// Data is wrong, or no memory is freed.
 pub fn in_cloud_hypervisor(vmm: CloudHypervisor) -> Result<CloudHypervisor, Failure> {
     let mut balloon = Balloon::new(vmm)?;
     let used = balloon.use_and_free()?;
@@ -259,7 +259,7 @@ pub fn in_cloud_hypervisor(vmm: CloudHypervisor) -> Result<CloudHypervisor, Fail
 /// plugged, and none from then on (`ram_block_uncoordinated_discard_disable` in its `hw/vfio-user/container.c`).
 ///
 /// # Errors
-/// If data is wrong, or memory is freed while the drive may use it.
+/// Data is wrong, or memory is freed while the drive may use it.
 pub fn in_qemu(
     bench: &Bench,
     assets: &Assets,

@@ -18,7 +18,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// A bench with the `nvme-mpt` command `program`. Logs and sockets go to `folder`, drives to `drives`; both are
+    /// Returns a bench with the `nvme-mpt` command `program`. Logs and sockets go to `folder`, drives to `drives`; both are
     /// there.
     pub fn new(folder: PathBuf, drives: PathBuf, program: PathBuf, assets: Assets) -> Self {
         Self {
@@ -29,17 +29,17 @@ impl Bench {
         }
     }
 
-    /// The folder of logs, sockets and the like.
+    /// Returns the folder of logs, sockets and the like.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The folder with the leases of its servers and VMMs.
+    /// Returns the folder with the leases of its servers and VMMs.
     pub fn state_dir(&self) -> PathBuf {
         server::state_dir(&self.folder)
     }
 
-    /// The `nvme-mpt` command.
+    /// Returns the `nvme-mpt` command.
     pub fn program(&self) -> &Path {
         &self.program
     }
@@ -52,7 +52,7 @@ impl Bench {
     /// Assets with Linux 6.1, Debian 12's kernel.
     ///
     /// # Errors
-    /// If the kernel can't be fetched or verified.
+    /// The kernel can't be fetched or verified.
     pub fn v6_1(&self) -> Result<Assets, Failure> {
         Ok(self.assets.with_kernel(&KernelChoice::V6_1)?)
     }
@@ -60,7 +60,7 @@ impl Bench {
     /// Makes a drive of so many MiB in a file.
     ///
     /// # Errors
-    /// If the file can't be made.
+    /// The file can't be made.
     pub fn drive(&self, name: &str, mib: u64) -> Result<PathBuf, Failure> {
         let path = self.drives.join(name);
         File::create(&path)

@@ -179,7 +179,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// A group without a check.
+    /// Returns a group without a check.
     pub fn new(name: &'static str) -> Self {
         Self {
             name,

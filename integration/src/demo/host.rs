@@ -11,7 +11,7 @@ use crate::progress::Step;
 /// Longest time that the host's driver may take to show a drive's namespace.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The block device of the drive's first namespace, which the host's driver shows a moment after it has
+/// Returns the block device of the drive's first namespace, which the host's driver shows a moment after it has
 /// got the drive.
 pub(super) fn block_device(address: &str) -> Result<PathBuf, DemoError> {
     if let Some(device) = find(address) {

@@ -78,7 +78,7 @@ impl Layout {
         })
     }
 
-    /// A file that is empty is made as large as it takes.
+    /// Returns a file that is empty is made as large as it takes.
     pub(super) fn on_file(path: &Path, guests: u32) -> Result<Self, DemoError> {
         let at = |source| DemoError::File {
             path: path.to_owned(),
@@ -98,7 +98,7 @@ impl Layout {
         })
     }
 
-    /// A physical drive that the host's own driver has.
+    /// Returns a physical drive that the host's own driver has.
     pub(super) fn on_function(address: &str, guests: u32) -> Result<Self, DemoError> {
         let path = host::block_device(address)?;
         let at = |source| DemoError::File {
@@ -113,7 +113,7 @@ impl Layout {
         })
     }
 
-    /// The drive as the option string has it.
+    /// Returns the drive as the option string has it.
     pub(super) fn drive(&self) -> String {
         match &self.place {
             Place::Memory => format!("memory:{}", self.size),
@@ -122,7 +122,7 @@ impl Layout {
         }
     }
 
-    /// The PCI address of a physical drive.
+    /// Returns the PCI address of a physical drive.
     pub(super) fn function(&self) -> Option<&str> {
         match &self.place {
             Place::Function(address) => Some(address),
@@ -203,7 +203,7 @@ impl Layout {
         Ok(faults)
     }
 
-    /// The guards, the last of which is cut where an uneven drive's rest begins.
+    /// Returns the guards, the last of which is cut where an uneven drive's rest begins.
     fn guards(&self) -> impl Iterator<Item = Range> {
         let ends = self.ranges.iter().map(|range| range.start + range.length);
         std::iter::once(0).chain(ends).map(|start| Range {
@@ -261,7 +261,7 @@ fn tag(name: &str) -> [u8; 8] {
     tag
 }
 
-/// A block full of: where it is, and whose it is.
+/// Returns a block full of: where it is, and whose it is.
 fn pattern(position: u64, tag: [u8; 8]) -> Vec<u8> {
     let mut unit = position.to_le_bytes().to_vec();
     unit.extend(tag);
@@ -304,7 +304,7 @@ fn check_part(
     Ok(())
 }
 
-/// The fio job that writes the whole range with the guest's pattern.
+/// Returns the fio job that writes the whole range with the guest's pattern.
 fn pattern_job(guest: &Guest, name: &str, pattern: &str) -> Fio {
     let tag = tag(guest.name());
     Fio::new(name, pattern, "128k", 8)
@@ -343,7 +343,7 @@ mod tests {
         file.write_all(bytes).expect("write");
     }
 
-    /// A drive as two well-behaved guests leave it.
+    /// Returns a drive as two well-behaved guests leave it.
     fn drive(folder: &Path) -> (Layout, Vec<String>) {
         let path = folder.join("drive.img");
         File::create(&path)

@@ -26,7 +26,7 @@ fn jobs(runtime: Duration) -> Vec<Fio> {
     ]
 }
 
-/// A part of the names of jobs, for the command line.
+/// Returns a part of the names of jobs, for the command line.
 pub(super) fn named(text: &str) -> Result<String, String> {
     let jobs = jobs(Duration::ZERO);
     if jobs.iter().any(|job| job.name().contains(text)) {

@@ -76,7 +76,7 @@ pub enum Doorbells {
 }
 
 impl Doorbells {
-    /// The word for it in the option string.
+    /// Returns the word for it in the option string.
     pub fn word(self) -> &'static str {
         match self {
             Self::Shadow => "shadow",

@@ -37,7 +37,7 @@ impl GuestReport {
     /// Says and notes a failure, if it is one.
     ///
     /// # Errors
-    /// If nothing can follow: the guest is lost, or a guest that is lost later would hide the failure, as labs
+    /// Nothing can follow: the guest is lost, or a guest that is lost later would hide the failure, as labs
     /// try again.
     pub(super) fn note(&mut self, result: Result<(), FioError>) -> Result<(), DemoError> {
         let Err(error) = result else { return Ok(()) };

@@ -22,10 +22,10 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// The agent that talks on `stream`, of a guest whose kernel writes to the file `console`.
+    /// Returns the agent that talks on `stream`, of a guest whose kernel writes to the file `console`.
     ///
     /// # Errors
-    /// If the stream can't be used.
+    /// The stream can't be used.
     pub(crate) fn new(
         name: &str,
         kernel: &str,
@@ -95,7 +95,7 @@ impl Agent {
     /// Starts a shell script in the background; several may run at once.
     ///
     /// # Errors
-    /// If the guest is dead.
+    /// The guest is dead.
     pub fn start(&self, script: &str) -> Result<Job, GuestError> {
         self.channel
             .start(script)
@@ -122,10 +122,10 @@ impl Agent {
         self.expect_success(&script, output)
     }
 
-    /// The next line that a script said with `event`.
+    /// Returns the next line that a script said with `event`.
     ///
     /// # Errors
-    /// If none comes in time, or the guest dies.
+    /// None comes in time, or the guest dies.
     pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
         self.channel
             .next_event(patience)
@@ -140,7 +140,7 @@ impl Agent {
     /// Loads the modules that its user land has, in their order.
     ///
     /// # Errors
-    /// If its kernel does not take one.
+    /// Its kernel does not take one.
     pub fn load_modules(&self) -> Result<(), GuestError> {
         let script = "for module in /lib/modules/*.ko; do insmod $module || exit 1; done";
         self.check(script, BOOT_PATIENCE)?;
@@ -150,7 +150,7 @@ impl Agent {
     /// Goes on talking on another stream: what was started before has no end that could be waited for.
     ///
     /// # Errors
-    /// If the stream can't be used.
+    /// The stream can't be used.
     pub(crate) fn reconnect(&mut self, stream: UnixStream) -> Result<(), GuestError> {
         let mut channel = Channel::new(stream).map_err(|reason| self.silent(reason))?;
         if self.channel.reminds() {
@@ -163,7 +163,7 @@ impl Agent {
     /// Returns whether the VMM has ended.
     ///
     /// # Errors
-    /// If the system can't tell.
+    /// The system can't tell.
     pub(crate) fn has_ended(&mut self) -> Result<bool, GuestError> {
         Ok(self.vmm.ended()?.is_some())
     }
@@ -171,7 +171,7 @@ impl Agent {
     /// Starts a script that ends the VMM, and waits until it has.
     ///
     /// # Errors
-    /// If the VMM does not end in time.
+    /// The VMM does not end in time.
     pub fn end(&mut self, script: &str, patience: Duration) -> Result<ExitStatus, GuestError> {
         // The script has no end that could be waited for.
         let _job = self.start(script)?;
@@ -205,12 +205,12 @@ impl Agent {
         }
     }
 
-    /// The end of what the VMM printed.
+    /// Returns the end of what the VMM printed.
     pub fn vmm_log_tail(&self) -> String {
         process::file_tail(self.vmm.log())
     }
 
-    /// The VMM's process id.
+    /// Returns the VMM's process id.
     pub fn pid(&self) -> u32 {
         self.vmm.pid()
     }

@@ -70,7 +70,7 @@ impl Guest {
     /// Asks the guest to leave itself so many bytes of memory, and to have the rest in its balloon.
     ///
     /// # Errors
-    /// If QEMU refuses.
+    /// QEMU refuses.
     pub fn leave(&mut self, bytes: u64) -> Result<(), GuestError> {
         let size = json!({"value": bytes});
         self.monitor(|qmp| qmp.execute("balloon", size).map(drop))

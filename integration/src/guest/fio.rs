@@ -47,7 +47,7 @@ pub struct Fio {
 }
 
 impl Fio {
-    /// A job on the first namespace, with direct I/O.
+    /// Returns a job on the first namespace, with direct I/O.
     pub fn new(name: &str, pattern: &str, block_size: &str, depth: u32) -> Self {
         let fio = Self {
             name: name.to_owned(),
@@ -89,12 +89,12 @@ impl Fio {
             .option("do_verify", "1")
     }
 
-    /// The job's name.
+    /// Returns the job's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The shell script that runs it and prints its report.
+    /// Returns the shell script that runs it and prints its report.
     pub fn script(&self) -> String {
         let report = format!("/tmp/fio-{}.json", self.name);
         let quoted: Vec<String> = self.options.iter().map(|option| quote(option)).collect();
@@ -114,7 +114,7 @@ impl Fio {
     /// Runs it in a guest.
     ///
     /// # Errors
-    /// If fio finds an I/O error or wrong data, or the guest fails.
+    /// Fio finds an I/O error or wrong data, or the guest fails.
     pub fn run(&self, guest: &Agent) -> Result<Report, FioError> {
         let output = guest.run(&self.script(), self.patience())?;
         self.report(&output.text)
@@ -123,7 +123,7 @@ impl Fio {
     /// Reads what [`Fio::script`] printed.
     ///
     /// # Errors
-    /// If fio found an I/O error or wrong data, or printed no report.
+    /// Fio found an I/O error or wrong data, or printed no report.
     pub fn report(&self, text: &str) -> Result<Report, FioError> {
         let (said, job) = self.job(text)?;
         let code = self.error(&job, text)?;
@@ -145,7 +145,7 @@ impl Fio {
     /// Reads what [`Fio::script`] printed of a job that may end with an error of its drive.
     ///
     /// # Errors
-    /// If fio printed no report.
+    /// Fio printed no report.
     pub fn outcome(&self, text: &str) -> Result<Outcome, FioError> {
         let (_, job) = self.job(text)?;
         let flushes = job["sync"]["lat_ns"]["N"].as_u64();
@@ -200,7 +200,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// The direction that did more.
+    /// Returns the direction that did more.
     pub fn main(&self) -> &Side {
         if self.read.ios >= self.write.ios {
             &self.read
@@ -209,7 +209,7 @@ impl Report {
         }
     }
 
-    /// The direction that a pattern such as `randwrite` names.
+    /// Returns the direction that a pattern such as `randwrite` names.
     pub fn writes_first(&self) -> &Side {
         if self.write.ios > 0 {
             &self.write

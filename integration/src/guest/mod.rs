@@ -165,7 +165,7 @@ pub struct Drive {
 }
 
 impl Drive {
-    /// A drive served on a vfio-user socket.
+    /// Returns a drive served on a vfio-user socket.
     pub fn vfio_user(socket: impl Into<PathBuf>) -> Self {
         Self::from_source(Source::VfioUser(socket.into()))
     }
@@ -175,7 +175,7 @@ impl Drive {
         Self::from_source(Source::VfioPci(address.to_owned()))
     }
 
-    /// A file or block device of this machine, by virtio.
+    /// Returns a file or block device of this machine, by virtio.
     pub fn virtio_blk(path: impl Into<PathBuf>) -> Self {
         Self::from_source(Source::VirtioBlk(path.into()))
     }
@@ -432,7 +432,7 @@ impl Guest {
     /// Boots a guest and waits until it takes commands. `folder` gets its console and QEMU's log.
     ///
     /// # Errors
-    /// If QEMU can't be run or the guest doesn't come up in time.
+    /// QEMU can't be run or the guest doesn't come up in time.
     pub fn boot(assets: &Assets, config: &GuestConfig, folder: &Path) -> Result<Self, GuestError> {
         let guest = Self::start_booting(assets, config, folder)?;
         guest.await_ready(BOOT_PATIENCE)?;
@@ -442,7 +442,7 @@ impl Guest {
     /// Starts QEMU without waiting for the guest in it: see [`Agent::await_ready`].
     ///
     /// # Errors
-    /// If QEMU can't be run.
+    /// QEMU can't be run.
     pub fn start_booting(
         assets: &Assets,
         config: &GuestConfig,
@@ -505,7 +505,7 @@ impl Guest {
     /// Plugs a drive in at run time.
     ///
     /// # Errors
-    /// If QEMU refuses.
+    /// QEMU refuses.
     pub fn plug(&mut self, drive: &Drive) -> Result<(), GuestError> {
         if let Some(block_device) = drive.block_device() {
             let thread = json!({"qom-type": "iothread", "id": drive.io_thread()});
@@ -520,7 +520,7 @@ impl Guest {
     /// [reboot](GuestConfig::reboots).
     ///
     /// # Errors
-    /// If QEMU refuses.
+    /// QEMU refuses.
     pub fn reset(&mut self) -> Result<(), GuestError> {
         self.monitor(|qmp| qmp.execute("system_reset", json!({})).map(drop))
     }
@@ -528,7 +528,7 @@ impl Guest {
     /// Stops the vCPUs, as a VMM does to pause a guest.
     ///
     /// # Errors
-    /// If QEMU refuses.
+    /// QEMU refuses.
     pub fn pause(&mut self) -> Result<(), GuestError> {
         self.monitor(|qmp| qmp.execute("stop", json!({})).map(drop))
     }
@@ -536,7 +536,7 @@ impl Guest {
     /// Lets the vCPUs run again.
     ///
     /// # Errors
-    /// If QEMU refuses.
+    /// QEMU refuses.
     pub fn resume(&mut self) -> Result<(), GuestError> {
         self.monitor(|qmp| qmp.execute("cont", json!({})).map(drop))
     }
@@ -544,7 +544,7 @@ impl Guest {
     /// Powers the guest off and waits for QEMU's end.
     ///
     /// # Errors
-    /// If the guest does not power off in time.
+    /// The guest does not power off in time.
     pub fn power_off(&mut self, patience: Duration) -> Result<(), GuestError> {
         self.agent.end("poweroff -f", patience)?;
         Ok(())
@@ -596,7 +596,7 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
     }
 }
 
-/// A socket that a VMM connects to.
+/// Returns a socket that a VMM connects to.
 pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
     // A socket of an earlier guest of this name may still lie there.
     let _ = fs::remove_file(path);

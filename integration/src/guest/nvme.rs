@@ -53,7 +53,7 @@ impl Agent {
     /// Runs `nvme COMMAND` and returns the status that the device completed it with.
     ///
     /// # Errors
-    /// If nvme-cli fails without a status of the device.
+    /// Nvme-cli fails without a status of the device.
     pub fn nvme(&self, command: &str) -> Result<Completion, NvmeError> {
         let output = self.run(&format!("nvme {command}"), PATIENCE)?;
         let status = if output.status == 0 {

@@ -42,7 +42,7 @@ pub struct Anchor {
 /// Makes the machines.
 ///
 /// # Errors
-/// If KVM is not there or refuses.
+/// KVM is not there or refuses.
 pub fn drop_anchor() -> Result<Anchor, AnchorError> {
     let kvm = Kvm::new().map_err(because("be opened"))?;
 

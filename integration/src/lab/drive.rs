@@ -75,7 +75,7 @@ pub enum DriveError {
 }
 
 impl LabDrive {
-    /// A drive with one namespace of `size` bytes in blocks of 512, as QEMU makes them by default.
+    /// Returns a drive with one namespace of `size` bytes in blocks of 512, as QEMU makes them by default.
     pub fn new(id: &str, size: u64) -> Self {
         Self {
             id: id.to_owned(),
@@ -269,7 +269,7 @@ pub(super) fn place(drives: &[LabDrive]) -> Result<Vec<Placed>, LabError> {
     Ok(placed)
 }
 
-/// The drives and their addresses, a line each.
+/// Returns the drives and their addresses, a line each.
 pub(super) fn list(drives: &[LabDrive]) -> String {
     let line = |(slot, drive): (usize, &LabDrive)| {
         format!("{} 0000:{:02x}:00.0\n", drive.id, slot + FIRST_BUS)
@@ -415,7 +415,7 @@ impl Placed {
         arguments
     }
 
-    /// A namespace's block node, over another node.
+    /// Returns a namespace's block node, over another node.
     pub(super) fn node(&self, node: &str, over: &str) -> Value {
         json!({"driver": "raw", "node-name": node, "discard": "unmap", "file": over})
     }

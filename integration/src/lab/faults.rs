@@ -258,7 +258,7 @@ impl Faults {
         Ok(())
     }
 
-    /// A limit lets the first request through and makes the next ones wait until it is paid for: that
+    /// Returns a limit lets the first request through and makes the next ones wait until it is paid for: that
     /// first request is a large one of ours.
     fn freeze(&mut self, drive: &Placed) -> Result<(), FaultError> {
         self.throttle(drive, 1, 0)?;

@@ -47,12 +47,12 @@ pub enum InsideError {
 
 pub use place::is_inside;
 
-/// A program or file that was brought along.
+/// Returns a program or file that was brought along.
 pub fn brought(name: &str) -> PathBuf {
     place::brought("bin").join(name)
 }
 
-/// A drive's PCI address: `0000:01:00.0`.
+/// Returns a drive's PCI address: `0000:01:00.0`.
 ///
 /// # Errors
 /// If there is no such drive.
@@ -69,13 +69,13 @@ pub fn address(id: &str) -> Result<String, InsideError> {
 /// Binds a drive to `driver`: `vfio-pci` or `nvme`.
 ///
 /// # Errors
-/// If the driver does not take it.
+/// The driver does not take it.
 pub fn bind(id: &str, driver: &str) -> Result<(), InsideError> {
     process::run(Command::new("lab-bind").args([driver, id]))?;
     Ok(())
 }
 
-/// A namespace's block device, of a drive that the `nvme` driver has. The kernel may show it a moment later.
+/// Returns a namespace's block device, of a drive that the `nvme` driver has. The kernel may show it a moment later.
 ///
 /// # Errors
 /// If it does not appear.

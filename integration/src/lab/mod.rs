@@ -211,7 +211,7 @@ pub struct Lab {
 pub struct Said(Vec<u8>);
 
 impl Said {
-    /// The last lines.
+    /// Returns the last lines.
     pub fn tail(&self) -> String {
         process::tail(&String::from_utf8_lossy(&self.0))
     }
@@ -440,7 +440,7 @@ impl Lab {
     /// kernel leaves some out when there are many, never all.
     ///
     /// # Errors
-    /// If the lab does not answer.
+    /// The lab does not answer.
     pub fn iommu_faults(&self) -> Result<u64, LabError> {
         Ok(count_faults(&self.check("dmesg", PATIENCE)?))
     }
@@ -448,7 +448,7 @@ impl Lab {
     /// Brings back `files`, powers the lab off, and reports on a command that ended with `status`.
     ///
     /// # Errors
-    /// If a file is not there although the command did well, or the lab does not power off.
+    /// A file is not there although the command did well, or the lab does not power off.
     pub fn finish(
         mut self,
         status: i32,
@@ -525,7 +525,7 @@ impl Stream {
     }
 }
 
-/// The disk with what this run brings along.
+/// Returns the disk with what this run brings along.
 fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
     let tree = folder.join("run");
     let programs = tree.join("bin");
@@ -556,7 +556,7 @@ fn count_faults(log: &str) -> u64 {
     count as u64
 }
 
-/// A word as the shell takes it.
+/// Returns a word as the shell takes it.
 pub(crate) fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }

@@ -66,7 +66,7 @@ pub struct Options {
 /// Runs one command in a lab of its own.
 ///
 /// # Errors
-/// If the lab can't be had, dies, or the command does not end in time.
+/// The lab can't be had, dies, or the command does not end in time.
 pub fn run(options: &Options) -> Result<LabReport, LabError> {
     let programs = build()?;
     let assets = LabAssets::provide(&options.kernel)?;
@@ -128,7 +128,7 @@ fn run_in(
     Ok(report)
 }
 
-/// The script for a command, and the file here that it runs, if it does.
+/// Returns the script for a command, and the file here that it runs, if it does.
 fn script(command: &[String]) -> (String, Option<PathBuf>) {
     let file = command
         .first()

@@ -205,7 +205,7 @@ fn file_size(path: &Path) -> Result<u64, ProvisionError> {
     Ok(metadata.len())
 }
 
-/// The mirror from which this machine takes the packages of its own suite.
+/// Returns the mirror from which this machine takes the packages of its own suite.
 pub(super) fn mirror() -> Result<String, ProvisionError> {
     let release = read("/etc/os-release")?;
     let value = |key| {

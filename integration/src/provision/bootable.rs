@@ -50,7 +50,7 @@ fn loader_configuration() -> String {
 /// Returns the image of the disk, made now if the cache has none of this recipe. Only root can make it.
 ///
 /// # Errors
-/// If packages can't be fetched or installed.
+/// Packages can't be fetched or installed.
 pub fn provide() -> Result<PathBuf, ProvisionError> {
     // The cache has one user at a time.
     let root = debian::provide(Release::Debian12)?;

@@ -21,7 +21,7 @@ impl Cache {
     /// Opens the cache and waits until no other process provisions into it.
     ///
     /// # Errors
-    /// If the folder can't be made or locked.
+    /// The folder can't be made or locked.
     pub fn open() -> Result<Self, ProvisionError> {
         let root = match std::env::var_os(CACHE_VARIABLE) {
             Some(path) => PathBuf::from(path),
@@ -42,7 +42,7 @@ impl Cache {
         Ok(Self { root, _lock: lock })
     }
 
-    /// A cache in a folder, for tests.
+    /// Returns a cache in a folder, for tests.
     #[cfg(test)]
     pub(super) fn at(root: &Path) -> Self {
         Self {
@@ -51,13 +51,13 @@ impl Cache {
         }
     }
 
-    /// The folder made by `build` from this `recipe`, made now if it is not there yet.
+    /// Returns the folder made by `build` from this `recipe`, made now if it is not there yet.
     ///
     /// `build` fills a folder of a temporary name, which is renamed when it is complete: what was
     /// interrupted leaves nothing that a later run would take for finished.
     ///
     /// # Errors
-    /// If `build` fails, or the folder can't be made or renamed.
+    /// `build` fails, or the folder can't be made or renamed.
     pub fn entry(
         &self,
         name: &str,

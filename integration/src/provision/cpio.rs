@@ -23,7 +23,7 @@ impl<W: Write> Archive<W> {
     /// Adds a directory. Parents come before what they hold.
     ///
     /// # Errors
-    /// If writing fails.
+    /// Writing fails.
     pub(super) fn directory(&mut self, path: &str) -> io::Result<()> {
         self.member(path, ModeFileType::Directory, 0o755, &[])
     }
@@ -31,7 +31,7 @@ impl<W: Write> Archive<W> {
     /// Adds a file with the permission bits `mode`.
     ///
     /// # Errors
-    /// If writing fails.
+    /// Writing fails.
     pub(super) fn file(&mut self, path: &str, mode: u32, content: &[u8]) -> io::Result<()> {
         self.member(path, ModeFileType::Regular, mode, content)
     }
@@ -39,7 +39,7 @@ impl<W: Write> Archive<W> {
     /// Adds a symbolic link.
     ///
     /// # Errors
-    /// If writing fails.
+    /// Writing fails.
     pub(super) fn symlink(&mut self, path: &str, to: &Path) -> io::Result<()> {
         self.member(
             path,
@@ -52,7 +52,7 @@ impl<W: Write> Archive<W> {
     /// Ends the archive and returns what it was written to.
     ///
     /// # Errors
-    /// If writing fails.
+    /// Writing fails.
     pub(super) fn finish(self) -> io::Result<W> {
         let mut out = newc::trailer(self.out)?;
         out.flush()?;

@@ -45,7 +45,7 @@ pub enum Release {
 }
 
 impl Release {
-    /// The name of its suite.
+    /// Returns the name of its suite.
     pub fn suite(self) -> &'static str {
         match self {
             Self::Debian11 => "bullseye",
@@ -69,7 +69,7 @@ impl Release {
 /// Its packages are configured, and `dpkg` knows them. Only root can make it.
 ///
 /// # Errors
-/// If packages can't be fetched or installed.
+/// Packages can't be fetched or installed.
 pub fn provide(release: Release) -> Result<PathBuf, ProvisionError> {
     let cache = Cache::open()?;
     let suite = release.suite();
@@ -88,7 +88,7 @@ pub fn provide(release: Release) -> Result<PathBuf, ProvisionError> {
 /// Makes an image of a file system with all that is in `folder`.
 ///
 /// # Errors
-/// If the folder can't be read or the image not written.
+/// The folder can't be read or the image not written.
 pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
     image::make(folder, disk, 0)
 }

@@ -20,7 +20,7 @@ pub struct Tool {
 /// Ensures that `tools` are there; root installs missing ones.
 ///
 /// # Errors
-/// If something is missing and can't be installed; the error names the command to run.
+/// Something is missing and can't be installed; the error names the command to run.
 pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
     // A package is not complete yet while another thread or process unpacks it.
     let _turn = turn(&crate::target_dir().join("installing"))?;

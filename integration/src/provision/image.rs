@@ -15,7 +15,7 @@ const OVERHEAD: u64 = 32 << 20;
 /// The file system has no journal: it is mounted read-only, and made anew rather than repaired.
 ///
 /// # Errors
-/// If the folder can't be read or the image not written.
+/// The folder can't be read or the image not written.
 pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), ProvisionError> {
     let content = size_of(folder)?;
     let at = |source| ProvisionError::File {
@@ -41,7 +41,7 @@ pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), Provisi
     Ok(())
 }
 
-/// The bytes of all files in a folder, each rounded up to whole blocks.
+/// Returns the bytes of all files in a folder, each rounded up to whole blocks.
 fn size_of(folder: &Path) -> Result<u64, ProvisionError> {
     let at = |source| ProvisionError::File {
         path: folder.to_owned(),

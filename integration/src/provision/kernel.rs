@@ -76,7 +76,7 @@ impl Kernel {
         Self::in_folder(&folder, suites)
     }
 
-    /// A kernel, and a folder with the modules `wanted` and all that these need. The cache has them under
+    /// Returns a kernel, and a folder with the modules `wanted` and all that these need. The cache has them under
     /// the name of whom they are for.
     pub(super) fn with_modules(
         cache: &Cache,
@@ -98,7 +98,7 @@ impl Kernel {
         Ok((Self::in_folder(&folder, suites)?, folder.join("modules")))
     }
 
-    /// The kernel whose image lies in `folder`.
+    /// Returns the kernel whose image lies in `folder`.
     pub(super) fn in_folder(folder: &Path, suites: Suites) -> Result<Self, ProvisionError> {
         let image = find_image(folder, suites)?;
         let file = image.file_name().unwrap_or_default().to_string_lossy();
@@ -107,7 +107,7 @@ impl Kernel {
     }
 }
 
-/// The suites that package a kernel and the name that the cache has for it, or else the kernel itself.
+/// Returns the suites that package a kernel and the name that the cache has for it, or else the kernel itself.
 pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), Kernel> {
     match choice {
         KernelChoice::V5_10 => Ok((

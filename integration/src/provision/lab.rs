@@ -76,7 +76,7 @@ impl LabAssets {
     /// Provides the lab with `kernel`, which must be one of Debian's.
     ///
     /// # Errors
-    /// If something can't be found, fetched or verified.
+    /// Something can't be found, fetched or verified.
     pub fn provide(kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         host::ensure(TOOLS)?;
         let cache = Cache::open()?;
@@ -104,7 +104,7 @@ pub fn is_inside() -> bool {
     std::env::var_os(INSIDE_VARIABLE).is_some() && Path::new(ASSETS).is_dir()
 }
 
-/// A file that this run brought into the lab.
+/// Returns a file that this run brought into the lab.
 pub fn brought(name: &str) -> PathBuf {
     Path::new(RUN).join(name)
 }
@@ -122,7 +122,7 @@ pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
     })
 }
 
-/// The user land that its guests have.
+/// Returns the user land that its guests have.
 fn guest_userland(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
     let (_, modules) = Kernel::with_modules(cache, &KernelChoice::V6_12, "guest", GUEST_MODULES)?;
     let additions = Additions {
@@ -133,7 +133,7 @@ fn guest_userland(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionEr
     additions.to(cache, "guest-userland", userland)
 }
 
-/// A QEMU with its libraries, the guests' kernels and user land.
+/// Returns a QEMU with its libraries, the guests' kernels and user land.
 fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
     let qemu = Qemu::unpacked(cache)?;
     let mut parts = vec![

@@ -106,7 +106,7 @@ impl Assets {
     /// Provides the VMM, `kernel`, and the user land. Inside the lab, they are there.
     ///
     /// # Errors
-    /// If something can't be found, fetched or verified.
+    /// Something can't be found, fetched or verified.
     pub fn provide(kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         if lab::is_inside() {
             return lab::nested(kernel);
@@ -123,7 +123,7 @@ impl Assets {
     /// which they load.
     ///
     /// # Errors
-    /// If something can't be found, fetched or verified; inside the lab, which has none.
+    /// Something can't be found, fetched or verified; inside the lab, which has none.
     pub fn provide_with_modules(wanted: &[&str]) -> Result<Self, ProvisionError> {
         if lab::is_inside() {
             return Err(ProvisionError::NoModules);
@@ -147,7 +147,7 @@ impl Assets {
     /// The same with another kernel.
     ///
     /// # Errors
-    /// If the kernel can't be fetched or verified.
+    /// The kernel can't be fetched or verified.
     pub fn with_kernel(&self, kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         if lab::is_inside() {
             return lab::nested(kernel);

@@ -17,7 +17,7 @@ const DEPENDS: &[u8] = b"\0depends=";
 /// A driver that is built into the kernel has no module. A name without a module is left out.
 ///
 /// # Errors
-/// If a file can't be read, unpacked or written.
+/// A file can't be read, unpacked or written.
 pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), ProvisionError> {
     let mut tree = Tree {
         files: HashMap::new(),
@@ -102,7 +102,7 @@ fn canonical(name: &str) -> String {
     name.replace('-', "_")
 }
 
-/// The modules that a module needs, by its `.modinfo`.
+/// Returns the modules that a module needs, by its `.modinfo`.
 fn depends(module: &[u8]) -> Vec<String> {
     let Some(start) = module
         .windows(DEPENDS.len())

@@ -36,7 +36,7 @@ impl Qemu {
         Ok(Self::unpacked_in(Self::unpacked(cache)?))
     }
 
-    /// The folder with an unpacked one.
+    /// Returns the folder with an unpacked one.
     pub(super) fn unpacked(cache: &Cache) -> Result<PathBuf, ProvisionError> {
         let recipe = format!("{PACKAGES:?} of {SUITES:?}, as a bundle");
         cache.entry("qemu", &recipe, |root| {
@@ -57,14 +57,14 @@ impl Qemu {
         })
     }
 
-    /// The one that was unpacked into `root`.
+    /// Returns the one that was unpacked into `root`.
     pub(super) fn unpacked_in(root: PathBuf) -> Self {
         Self {
             private_root: Some(root),
         }
     }
 
-    /// A command that runs it.
+    /// Returns a command that runs it.
     ///
     /// The unpacked one is started by its own loader with its own libraries, the machine's being older.
     /// Its modules are the trap: it would load those of another QEMU on the system, even if it has none
@@ -86,7 +86,7 @@ impl Qemu {
         command
     }
 
-    /// The UEFI firmware image that belongs to it, if there is one.
+    /// Returns the UEFI firmware image that belongs to it, if there is one.
     pub fn uefi_firmware(&self) -> Option<PathBuf> {
         let root = self.private_root.as_deref().unwrap_or(Path::new("/"));
         let image = root.join("usr/share/ovmf/OVMF.fd");

@@ -68,7 +68,7 @@ const FOLDERS: &[&str] = &[
     "lib/x86_64-linux-gnu",
 ];
 
-/// The image, made now if the cache has none of this recipe.
+/// Returns the image, made now if the cache has none of this recipe.
 pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
     let recipe = format!("{PACKAGES:?} of {SUITES:?}: {FOLDERS:?} {PROGRAMS:?} {SCRIPTS:?}");
     let folder = cache.entry("userland", &recipe, |folder| {
@@ -93,7 +93,7 @@ pub(super) struct Additions<'a> {
 }
 
 impl Additions<'_> {
-    /// An image of `userland` and these over it: Linux unpacks one archive after the other.
+    /// Returns an image of `userland` and these over it: Linux unpacks one archive after the other.
     pub(super) fn to(
         &self,
         cache: &Cache,

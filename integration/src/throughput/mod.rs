@@ -125,7 +125,7 @@ pub enum ThroughputError {
     },
 }
 
-/// The jobs: random 4 KiB and sequential 128 KiB, reads and writes and a mix of both, one command at a
+/// Returns the jobs: random 4 KiB and sequential 128 KiB, reads and writes and a mix of both, one command at a
 /// time and 32 in flight. All by libaio with direct I/O, one process, on a drive that was written before.
 fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
     let runtime = Duration::from_secs(options.runtime);
@@ -158,7 +158,7 @@ fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
     Ok(jobs)
 }
 
-/// The ways that are asked for.
+/// Returns the ways that are asked for.
 fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
     let mut ways = Way::all();
     ways.retain(|way| way.name().contains(&options.ways));
@@ -173,7 +173,7 @@ fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
 /// Measures and prints. Outside the lab, this boots one and does it there.
 ///
 /// # Errors
-/// If something can't be measured: there are no gaps in the table.
+/// Something can't be measured: there are no gaps in the table.
 pub fn run(options: &Options) -> Result<(), ThroughputError> {
     let table = if inside::is_inside() {
         measure(options)?

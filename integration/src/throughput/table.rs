@@ -134,7 +134,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// The middle one, or the mean of the two in the middle.
+/// Returns the middle one, or the mean of the two in the middle.
 fn median(rounds: &[f64]) -> f64 {
     let mut sorted = rounds.to_vec();
     sorted.sort_by(f64::total_cmp);

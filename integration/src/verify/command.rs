@@ -28,7 +28,7 @@ pub(super) enum Worth {
 }
 
 impl Context<'_> {
-    /// A command of cargo in the workspace.
+    /// Returns a command of cargo in the workspace.
     pub(super) fn cargo(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         command
@@ -47,7 +47,7 @@ impl Context<'_> {
         command
     }
 
-    /// The targets of a `kind` ("bin", "bench") that a manifest names.
+    /// Returns the targets of a `kind` ("bin", "bench") that a manifest names.
     pub(super) fn targets(&self, manifest: &str, kind: &str) -> Result<Vec<String>, VerifyError> {
         let arguments = [
             "metadata",
@@ -269,7 +269,7 @@ fn append(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// A command line as a person would type it, with the variables that matter.
+/// Returns a command line as a person would type it, with the variables that matter.
 fn describe(command: &Command) -> String {
     let mut words: Vec<String> = command
         .get_envs()

@@ -294,7 +294,7 @@ fn test_threads() -> String {
     (2 * processors).to_string()
 }
 
-/// The tests of functions once more, each with its host side at the other end of a socket.
+/// Returns the tests of functions once more, each with its host side at the other end of a socket.
 fn remote(context: &mut Context) -> Result<(), VerifyError> {
     let tests = ["--test", "function", "--test", "physical"];
     let arguments = ["test", "--release", "--workspace"];
@@ -304,7 +304,7 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// The tests that `test` leaves out, as they take longer than they are worth each time.
+/// Returns the tests that `test` leaves out, as they take longer than they are worth each time.
 fn long(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace"]);
     command.args(["--test", "command", "--", "--ignored"]);
@@ -472,7 +472,7 @@ fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
     Ok(())
 }
 
-/// The cluster's programs stay in a folder. Their first build takes ten minutes and more.
+/// Returns the cluster's programs stay in a folder. Their first build takes ten minutes and more.
 fn cluster(context: &mut Context) -> Result<(), VerifyError> {
     let go = match go::go() {
         Ok(go) => go,
@@ -498,7 +498,7 @@ fn build_server(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut build, Worth::One)
 }
 
-/// A program of Go's in a module, whose tests find the server.
+/// Returns a program of Go's in a module, whose tests find the server.
 fn in_module(program: &Path, module: &str, arguments: &[&str]) -> Command {
     let server = crate::target_dir().join("release/nvme-mpt");
     let mut command = Command::new(program);

@@ -27,7 +27,7 @@ const IOAPIC_ID: u8 = 0;
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_RTC: u16 = 1 << 5;
 
-/// All tables as they lie in memory from `start` on, where the RSDP is.
+/// Returns all tables as they lie in memory from `start` on, where the RSDP is.
 pub(super) fn tables(start: u64, vcpus: u8) -> Vec<u8> {
     let bytes = |table: &dyn Aml| {
         let mut bytes = Vec::new();

@@ -141,7 +141,7 @@ impl Teller {
         }
     }
 
-    /// The figures of all functions.
+    /// Returns the figures of all functions.
     fn doorbells(&self) -> DoorbellMappingStats {
         let mut sum = DoorbellMappingStats::default();
         for function in self.root.functions() {

@@ -357,7 +357,7 @@ impl Functions {
     }
 }
 
-/// The serial ports: the first one's guest speaks on standard output, the second one's on a socket, if there
+/// Returns the serial ports: the first one's guest speaks on standard output, the second one's on a socket, if there
 /// is one, on which it is also spoken to.
 fn serial_ports(
     vm: &VmFd,

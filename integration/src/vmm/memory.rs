@@ -59,7 +59,7 @@ impl Memory {
         &self.guest
     }
 
-    /// The file that it is in.
+    /// Returns the file that it is in.
     pub(super) fn file(&self) -> io::Result<File> {
         Ok(File::from(self.fd.try_clone()?))
     }

@@ -71,7 +71,7 @@ impl RootComplex {
         true
     }
 
-    /// All functions, with the slots that they are in.
+    /// Returns all functions, with the slots that they are in.
     pub(super) fn occupied(&self) -> Vec<(usize, Arc<FunctionDevice>)> {
         let slots = self.slots();
         let slots = slots.iter().enumerate();
@@ -96,7 +96,7 @@ impl RootComplex {
         Some(function)
     }
 
-    /// The functions that are there.
+    /// Returns the functions that are there.
     pub(super) fn functions(&self) -> Vec<Arc<FunctionDevice>> {
         self.slots().iter().flatten().cloned().collect()
     }

@@ -40,7 +40,7 @@ pub struct CloudHypervisor {
     server: Option<Server>,
 }
 
-/// The one that the user names.
+/// Returns the one that the user names.
 pub fn named() -> Option<PathBuf> {
     std::env::var_os(VARIABLE).map(PathBuf::from)
 }
@@ -48,7 +48,7 @@ pub fn named() -> Option<PathBuf> {
 /// Returns whether the one that the user names has functions in its own process.
 ///
 /// # Errors
-/// If none is named, or it cannot be run.
+/// None is named, or it cannot be run.
 pub fn has_own_functions() -> Result<bool, VmmsError> {
     let binary = named().ok_or(VmmsError::NotNamed)?;
     let help = process::run(Command::new(&binary).arg("--help"))?;
@@ -75,7 +75,7 @@ pub fn assignment() -> String {
 /// Starts the one that the user names with `arguments`. Its API's socket and its log lie in `folder`.
 ///
 /// # Errors
-/// If none is named, or it can't be started.
+/// None is named, or it can't be started.
 pub fn spawn<S: AsRef<OsStr>>(
     folder: &Path,
     arguments: impl IntoIterator<Item = S>,
@@ -229,7 +229,7 @@ impl CloudHypervisor {
     /// Asks the guest to have so many bytes in its balloon.
     ///
     /// # Errors
-    /// If the VMM refuses.
+    /// The VMM refuses.
     pub fn set_balloon(&self, bytes: u64) -> Result<(), VmmsError> {
         let size = json!({"desired_balloon": bytes});
         ask(&self.folder, "vm.resize", &size)

@@ -162,7 +162,7 @@ pub trait Vmm {
     /// Launches the VMM, and waits until its guest is there.
     ///
     /// # Errors
-    /// If the VMM can't be run, or the guest does not come up.
+    /// The VMM can't be run, or the guest does not come up.
     fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError>
     where
         Self: Sized;
@@ -173,13 +173,13 @@ pub trait Vmm {
     /// Plugs the pluggable function, and has the guest rescan its bus if the VMM sends no event.
     ///
     /// # Errors
-    /// If the VMM refuses.
+    /// The VMM refuses.
     fn plug(&mut self) -> Result<(), VmmsError>;
 
     /// Removes that function. `controller` is the guest's name of it, as in `nvme1`.
     ///
     /// # Errors
-    /// If the VMM or the guest refuses.
+    /// The VMM or the guest refuses.
     fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError>;
 
     /// Reboots the guest, and waits until it takes commands.
@@ -191,7 +191,7 @@ pub trait Vmm {
     /// Ends the server of its functions, which has a keeper, and waits until the next one serves.
     ///
     /// # Errors
-    /// If that does not come up.
+    /// That does not come up.
     fn replace_server(&mut self, how: Replacement) -> Result<Outcome, VmmsError>;
 
     /// Powers the guest off, and waits until the VMM has ended.
@@ -205,7 +205,7 @@ pub trait Vmm {
 const NO_SERVER: Outcome =
     Outcome::Lacking("its functions are in its own process, without a server");
 
-/// The script with which a guest stops using a controller and forgets its function.
+/// Returns the script with which a guest stops using a controller and forgets its function.
 fn forget(controller: &str) -> String {
     format!("echo 1 >/sys/class/nvme/{controller}/device/remove")
 }

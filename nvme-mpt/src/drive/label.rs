@@ -85,7 +85,7 @@ impl DriveLabel {
         let name = lines.next()?.strip_prefix("name ")?.parse().ok()?;
         let uuid = lines.next()?.strip_prefix("uuid ")?.parse().ok()?;
         let label = Self { name, uuid };
-        // A UUID has several spellings: only a block as [`Self::block`] writes it is a label.
+        // A UUID has several spellings: only a block as `block` writes it is a label.
         (label.block() == block).then_some(label)
     }
 

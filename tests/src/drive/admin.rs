@@ -1,4 +1,4 @@
-//! Admin commands (NVMe Base 2.0, section 5), those that a host of a drive needs.
+//! Admin commands (NVMe Base 2.0, section 5) that host drivers need.
 
 use super::data;
 use super::faults::Aborts;
@@ -15,7 +15,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// CC.IOSQES and CC.IOCQES: entries of 64 and of 16 bytes.
 const ENTRY_SIZES: u32 = 4 << 20 | 6 << 16;
 
-/// Asynchronous Event Requests that may be outstanding.
+/// Maximum number of outstanding Asynchronous Event Requests.
 const EVENT_REQUESTS: usize = 4;
 
 /// Asynchronous Event Configuration: Namespace Attribute Notices.
@@ -62,7 +62,7 @@ impl Controller {
         self.complete(0, sqe, answer, true);
     }
 
-    /// Sends data of at most as many bytes as the command's two PRP entries name.
+    /// Returns data to the host, up to the end of the command's two PRP entries.
     fn send(&mut self, sqe: &Sqe, data: &[u8]) -> Answer {
         let mut data = data.to_vec();
         let len = data.len();
@@ -276,7 +276,7 @@ impl Controller {
         answer
     }
 
-    /// Reports an event, if the host has enabled it (Asynchronous Event Configuration).
+    /// Queues an event if the host enabled it (Asynchronous Event Configuration).
     pub(super) fn happen(&mut self, kind: u8, info: u8, log_page: u8) {
         let wanted = match kind {
             1 => self.event_config & 0xFF != 0,
@@ -289,8 +289,7 @@ impl Controller {
         }
     }
 
-    /// Completes Asynchronous Event Requests with events, one of a type until its log
-    /// page is read.
+    /// Completes Asynchronous Event Requests with queued events. Each type is reported once until its log page is read.
     pub(super) fn tell_events(&mut self) {
         let tellable = |event: &u32| self.events_masked & 1 << (event & 0b111) == 0;
         if let Some(index) = self.events.iter().position(tellable)

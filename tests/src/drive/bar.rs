@@ -1,5 +1,4 @@
-//! The drive as a guest that has it as a whole meets it: its registers, its interrupts, and all of the guest's memory
-//! at the addresses that it has there.
+//! The drive as assigned to a guest: its registers, its interrupts, and DMA to guest physical addresses.
 
 use std::sync::Arc;
 
@@ -12,10 +11,10 @@ use crate::interrupt::Interrupt;
 use crate::memory::{GuestMemory, Piece, Region};
 use crate::registers::DOORBELLS;
 
-/// DSTRD of doorbells on pages of their own.
+/// DSTRD of doorbells on separate pages.
 const PAGE_STRIDE: u8 = 10;
 
-/// BAR0 of a drive that a guest has. The drive reaches the guest's memory as long as this is there.
+/// BAR0 of a guest's drive. The drive can access the guest's memory until this is dropped.
 pub struct DriveBar {
     drive: Arc<ModelDrive>,
     memory: Vec<(u64, Mapping)>,
@@ -23,11 +22,11 @@ pub struct DriveBar {
 }
 
 impl DriveBar {
-    /// Gives a drive to the guest with this memory. Completion queues signal `interrupts`, by vector. I/O doorbells on
-    /// pages of their own are mapped into the guest.
+    /// Assigns a drive to the guest with this memory. Completion queues signal `interrupts`, by vector. I/O doorbells on
+    /// separate pages are mapped into the guest.
     ///
     /// # Panics
-    /// When memory cannot be mapped.
+    /// Memory cannot be mapped.
     pub fn new(
         drive: &Arc<ModelDrive>,
         memory: &GuestMemory,
@@ -50,7 +49,7 @@ impl DriveBar {
         let mut controller = drive.controller();
         controller.bus_master = true;
         controller.interrupts = interrupts.to_vec();
-        // Those of the admin queues are trapped.
+        // The admin queue's doorbells are trapped.
         let first = controller.doorbell_offset(1, false);
         let window = (controller.options.dstrd == PAGE_STRIDE)
             .then(|| controller.doorbells.window(DOORBELLS, first));

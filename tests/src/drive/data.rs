@@ -1,4 +1,4 @@
-//! Places of a command's data: PRP entries and lists, SGLs (NVMe Base 2.0, sections 4.1.1 and 4.1.2).
+//! Parsing of data pointers: PRP entries and lists, SGLs (NVMe Base 2.0, sections 4.1.1 and 4.1.2).
 
 use super::iommu::ModelIommu;
 use crate::command::Sqe;
@@ -8,13 +8,13 @@ use crate::status::{self, StatusCode};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Descriptors of an SGL that are followed.
+/// Maximum number of SGL descriptors of a command.
 const DESCRIPTORS: usize = 4096;
 
-/// A part of the data: address and bytes.
+/// A part of the data: address and size in bytes.
 pub(super) type Piece = (u64, usize);
 
-/// A data pointer that no host should have written, and what the command completes with.
+/// Error of an invalid data pointer: the completion status, and a description of the violation.
 #[derive(Debug)]
 pub(super) struct Unsound {
     pub(super) status: StatusCode,
@@ -25,7 +25,7 @@ fn unsound<T>(status: StatusCode, what: &'static str) -> Result<T, Unsound> {
     Err(Unsound { status, what })
 }
 
-/// The parts of memory that the data of `len` bytes is in.
+/// Returns the parts of memory with the command's `len` bytes of data.
 pub(super) fn pieces(iommu: &ModelIommu, sqe: &Sqe, len: usize) -> Result<Vec<Piece>, Unsound> {
     match sqe.cdw(0) >> 14 & 0b11 {
         0 => by_prp(iommu, [sqe.0[3], sqe.0[4]], len),
@@ -64,7 +64,7 @@ fn by_prp(iommu: &ModelIommu, [prp1, prp2]: [u64; 2], len: usize) -> Result<Vec<
         return unsound(status::PRP_OFFSET_INVALID, "a PRP list not of qwords");
     }
     while left > 0 {
-        // The last entry of a page leads on where more than one is left.
+        // If more than one entry is left, the last entry of a page points to the next page.
         if entry % PAGE == PAGE - 8 && left > PAGE_SIZE {
             entry = whole(word(iommu, entry)?)?;
             continue;
@@ -81,7 +81,7 @@ fn by_sgl(iommu: &ModelIommu, first: Descriptor, len: usize) -> Result<Vec<Piece
     let mut pieces = Vec::new();
     let mut total = 0;
     let mut seen = 0;
-    // Descriptors that are not looked at yet, the next one last.
+    // Stack of unread descriptors, the next one on top.
     let mut rest = vec![first];
     while let Some([address, word1]) = rest.pop() {
         seen += 1;

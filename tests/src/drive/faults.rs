@@ -1,5 +1,5 @@
-//! Faults of the drive, as data: their commands, their occasions, and their effects. Occasions are those of software
-//! drives' fault plans.
+//! Fault injection as data: the commands to fail, the schedule and the effect. The schedules are those of the software drives'
+//! fault schedules.
 
 use std::time::Duration;
 
@@ -9,23 +9,23 @@ use crate::admin::feature;
 use crate::command::{Sqe, admin};
 use crate::status::StatusCode;
 
-/// QPRIO of the class Medium.
+/// QPRIO of priority class Medium.
 const MEDIUM: u32 = 2;
 
-/// Commands that a [`Fault`] meets.
+/// Commands that a [`Fault`] matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meets {
     /// I/O commands.
     Io,
-    /// I/O commands of an opcode.
+    /// I/O commands with an opcode.
     IoOpcode(u8),
-    /// I/O commands with a block, by SLBA and NLB, in a range.
+    /// I/O commands with a block in a range, by SLBA and NLB.
     Blocks(std::ops::Range<u64>),
-    /// Admin commands of an opcode.
+    /// Admin commands with an opcode.
     Admin(u8),
-    /// Set Features of weights (Arbitration); `true` for unequal ones alone.
+    /// Set Features of Arbitration weights; if `true`, only unequal weights.
     Weights(bool),
-    /// Create I/O Submission Queue of another class than Medium (QPRIO).
+    /// Create I/O Submission Queue with a priority class other than Medium (QPRIO).
     QueueClass,
 }
 
@@ -56,48 +56,49 @@ impl Meets {
     }
 }
 
-/// Fate of a command.
+/// Effect of a fault on a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It is never completed, unless it is aborted. Its data still moves when the controller is reset.
+    /// The command never completes unless it is aborted. Its DMA still happens when the controller is reset.
     Lose,
-    /// As [`Self::Lose`], until [`ModelDrive::let_go`](super::ModelDrive::let_go).
+    /// The command is lost as by [`Self::Lose`], until [`ModelDrive::let_go`](super::ModelDrive::let_go).
     Hold,
-    /// It takes this much longer.
+    /// The command takes longer by this time.
     Delay(Duration),
-    /// It is not executed, and completes as if it had been.
+    /// The command is not executed, but completes successfully.
     Skip,
-    /// It is not executed, and completes with this status; with Do Not Retry, or without.
+    /// The command is not executed, and completes with this status. The flag is Do Not Retry.
     Fail(StatusCode, bool),
-    /// The controller reports a fatal status (CSTS.CFS) and does nothing more until it is reset.
+    /// The controller reports a fatal status (CSTS.CFS) and stops until a reset.
     Fatal,
-    /// The controller takes and completes nothing more until it is reset, and reports nothing.
+    /// The controller stops without a status until a reset.
     Hang,
-    /// The drive is gone from the bus.
+    /// The drive disappears from the bus.
     Vanish,
-    /// It is completed, and a moment later completed again.
+    /// The command completes twice, with a short delay between.
     CompleteTwice,
-    /// It is completed, and completed again once the drive has taken so many more commands of its queue, at least one.
+    /// The command completes, and completes again after the drive has fetched this many more commands of its queue, at least
+    /// one.
     CompleteAgain(u16),
-    /// A command that was not sent is completed, too.
+    /// A command that was not sent completes, too.
     CompleteUnknown,
-    /// A completion queue entry of arbitrary bytes, with the phase that is due, comes before its own.
+    /// An entry of random bytes with the valid phase tag precedes the command's completion.
     Garbage,
 }
 
-/// Something that goes wrong.
+/// A fault to inject.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Commands that it meets.
+    /// Commands that the fault matches.
     pub meets: Meets,
-    /// Which of them.
+    /// Which of the matching commands fail.
     pub occasions: FaultSchedule,
-    /// Their fate.
+    /// Effect on these commands.
     pub effect: Effect,
 }
 
 impl Fault {
-    /// The next such command.
+    /// Creates a fault for the next matching command only.
     pub fn once(meets: Meets, effect: Effect) -> Self {
         Self {
             meets,
@@ -106,14 +107,14 @@ impl Fault {
         }
     }
 
-    /// Sets the number of such commands that go well first.
+    /// Sets the number of matching commands that succeed first.
     #[must_use]
     pub fn after(mut self, commands: u64) -> Self {
         self.occasions.after = commands;
         self
     }
 
-    /// Sets the number of such commands.
+    /// Sets the number of matching commands that fail.
     #[must_use]
     pub fn times(mut self, commands: u64) -> Self {
         self.occasions.count = Some(commands);
@@ -121,39 +122,39 @@ impl Fault {
     }
 }
 
-/// The drive's reaction to Abort.
+/// Reaction to Abort.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Aborts {
-    /// It aborts the command.
+    /// The command is aborted.
     #[default]
     Work,
-    /// It reports that it did not abort the command.
+    /// The Abort reports that the command was not aborted.
     Fail,
-    /// It never completes the Abort.
+    /// The Abort never completes.
     Hang,
-    /// It keeps the Abort, and looks at it once its reaction is another one.
+    /// The Abort is held, and executed when another reaction is set.
     Hold,
 }
 
-/// The drive's reaction to being enabled and disabled.
+/// Reaction to enabling and disabling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Resets {
-    /// It follows.
+    /// CSTS.RDY follows CC.EN.
     #[default]
     Work,
-    /// It never becomes ready again; a function level reset helps.
+    /// CSTS.RDY is never set until a function level reset.
     NeverReady,
-    /// It never becomes ready again, whatever is done.
+    /// CSTS.RDY is never set again.
     Broken,
 }
 
-/// All that goes wrong.
+/// All injected faults.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     list: Vec<Fault>,
     pub(super) aborts: Aborts,
     pub(super) resets: Resets,
-    /// Number of commands that met a fault.
+    /// Number of commands that a fault matched.
     pub(super) met: u64,
 }
 
@@ -166,7 +167,7 @@ impl Faults {
         self.list.clear();
     }
 
-    /// Returns the fate of a command that the drive has just taken.
+    /// Returns the effect of the faults on a newly fetched command.
     pub(super) fn meet(&mut self, queue: u16, sqe: &Sqe) -> Option<Effect> {
         let mut effect = None;
         for fault in &mut self.list {

@@ -1,4 +1,4 @@
-//! The drive as a function on a bus: registers, doorbells, and a thread that is its hardware.
+//! The drive as a PCI function: registers, doorbells, and the thread that plays its hardware.
 
 use std::fmt;
 use std::io::{self, PipeReader, PipeWriter, Write};
@@ -21,38 +21,38 @@ use super::registers::Phase;
 use super::{Controller, Counters, Options};
 use crate::registers::CC_ENABLE;
 
-/// Turns without work before the drive's thread sleeps between turns.
+/// Idle turns before the drive's thread sleeps between turns.
 const IDLE_TURNS: u32 = 200;
 
-/// Time that it then sleeps.
+/// Sleep between idle turns.
 const IDLE: Duration = Duration::from_micros(100);
 
-/// Longest such time in a simulation. A drive with a [`Service`](super::Service) also looks whenever something happened.
+/// Maximum sleep in a simulation. A drive with a [`Service`](super::Service) also wakes up after every event.
 const IDLE_SIMULATED: Duration = Duration::from_millis(10);
 
-/// Longest time of an admin command, unless a test awaits it: much longer than a loaded machine needs.
+/// Default timeout of an admin command: much longer than a loaded machine needs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A drive, there as long as a reference to it.
+/// A drive, which exists as long as references to it.
 pub struct ModelDrive {
     name: String,
     controller: Mutex<Controller>,
     iommu: Arc<ModelIommu>,
     doorbells: Arc<DoorbellRegisters>,
-    /// Readable when the drive is to be removed.
+    /// Pipe that becomes readable when the drive is to be removed.
     removal: (PipeReader, PipeWriter),
-    /// True once it is gone from the bus.
+    /// True once the drive has disappeared from the bus.
     vanished: AtomicBool,
-    /// True while it does not answer, though it is there.
+    /// True while the drive is present but does not answer.
     silent: AtomicBool,
     released: AtomicBool,
     judge_on_release: bool,
-    /// True if commands begin as soon as their doorbell is rung, on a simulated clock, too.
+    /// True if commands start when their doorbell is rung, even with a simulated clock.
     is_prompt: bool,
     admin_timeout: Mutex<Duration>,
-    /// Looks of its driver at that time.
+    /// Number of times that the driver read the admin timeout.
     admin_waits: AtomicU64,
-    /// Held by a test that has the release take its time.
+    /// Lock by which a test delays the release.
     release: Mutex<()>,
 }
 
@@ -65,10 +65,10 @@ impl fmt::Debug for ModelDrive {
 }
 
 impl ModelDrive {
-    /// Plugs a drive in.
+    /// Plugs in a drive.
     ///
     /// # Panics
-    /// When the system has no memory or threads left.
+    /// The system has no memory or threads left.
     pub fn start(options: Options) -> Arc<Self> {
         let iommu = Arc::new(ModelIommu::new(options.mappings_max));
         let stride = 4 << options.dstrd;
@@ -107,12 +107,12 @@ impl ModelDrive {
         !self.vanished.load(Ordering::Acquire) && !self.released.load(Ordering::Acquire)
     }
 
-    /// Returns whether it is there and its link is up.
+    /// Returns whether the drive is present and answers.
     fn is_reached(&self) -> bool {
         self.answers() && !self.silent.load(Ordering::Acquire)
     }
 
-    /// A register, or all ones if the drive is gone or silent.
+    /// Returns a register, or all ones if the drive is unreachable.
     pub(super) fn register(&self, offset: u64) -> u64 {
         match self.is_reached() {
             true => self.controller().read_register(offset),
@@ -120,24 +120,24 @@ impl ModelDrive {
         }
     }
 
-    /// Writes a register, if the drive is reached.
+    /// Writes a register if the drive is reachable.
     pub(super) fn set_register(&self, offset: u64, value: u64) {
         if self.is_reached() {
             self.controller().write_register(offset, value);
         }
     }
 
-    /// The IOMMU in front of it.
+    /// Returns the IOMMU in front of the drive.
     pub fn model_iommu(&self) -> &Arc<ModelIommu> {
         &self.iommu
     }
 
-    /// Returns its figures so far.
+    /// Returns the present counters.
     pub fn counters(&self) -> Counters {
         self.controller().counters
     }
 
-    /// From now on, what admin commands return, and how many queues are granted, is what this makes of it.
+    /// Sets a hook that changes the data of admin commands, and the number of granted queues.
     pub fn forge(&self, forger: Box<super::Forger>) {
         self.controller().forger = Some(forger);
     }
@@ -147,7 +147,7 @@ impl ModelDrive {
         self.controller().faults.add(fault);
     }
 
-    /// Completes the commands that it holds.
+    /// Completes the commands that a fault holds (`Effect::Hold`).
     pub fn let_go(&self) {
         let now = clock::monotonic();
         for work in &mut self.controller().work {
@@ -157,7 +157,7 @@ impl ModelDrive {
         }
     }
 
-    /// From now on nothing goes wrong any more.
+    /// Removes all faults and restores the normal reactions.
     pub fn heal(&self) {
         let mut controller = self.controller();
         controller.faults.clear();
@@ -165,17 +165,17 @@ impl ModelDrive {
         controller.faults.resets = Resets::Work;
     }
 
-    /// Sets its reaction to Abort from now on.
+    /// Sets the reaction to Abort.
     pub fn set_aborts(&self, aborts: Aborts) {
         self.controller().faults.aborts = aborts;
     }
 
-    /// Sets its reaction to resets from now on.
+    /// Sets the reaction to resets.
     pub fn set_resets(&self, resets: Resets) {
         self.controller().faults.resets = resets;
     }
 
-    /// Sets the time after which its driver takes an admin command for lost; none for the usual one.
+    /// Sets the driver's timeout of admin commands; `None` for the default.
     pub fn set_admin_timeout(&self, timeout: Option<Duration>) {
         let mut admin_timeout = self
             .admin_timeout
@@ -184,22 +184,22 @@ impl ModelDrive {
         *admin_timeout = timeout.unwrap_or(ADMIN_TIMEOUT);
     }
 
-    /// Returns how often its driver has looked whether an admin command takes too long.
+    /// Returns how often the driver read its timeout of admin commands.
     pub fn admin_waits(&self) -> u64 {
         self.admin_waits.load(Ordering::Relaxed)
     }
 
-    /// Reports a fatal status (CSTS.CFS) and does nothing more until it is reset.
+    /// Reports a fatal status (CSTS.CFS) and stops until a reset.
     pub fn fail(&self) {
         self.controller().fatal = true;
     }
 
-    /// Stops all work, and reports nothing.
+    /// Stops without a status.
     pub fn hang(&self) {
         self.controller().hung = true;
     }
 
-    /// Pauses all work and reports that (CSTS.PP), as while it activates firmware.
+    /// Stops and reports it by CSTS.PP, as during firmware activation.
     pub fn pause(&self) {
         let mut controller = self.controller();
         (controller.hung, controller.paused) = (true, true);
@@ -213,15 +213,15 @@ impl ModelDrive {
 
     /// Pulls the drive out.
     pub fn vanish(&self) {
-        // No access to memory is under way, and none comes.
+        // The lock ensures that no DMA is under way, and none follows.
         let mut controller = self.controller();
         self.vanished.store(true, Ordering::Release);
         controller.forget();
     }
 
-    /// From now on it neither answers nor works, as while the kernel recovers its link, or resets the function.
+    /// Stops all work and answers, as while the kernel recovers the link or resets the function.
     pub fn fall_silent(&self, is_reset: bool) {
-        // No register is being read or written.
+        // The lock ensures that no register access is under way.
         let mut controller = self.controller();
         self.silent.store(true, Ordering::Release);
         if is_reset {
@@ -235,22 +235,22 @@ impl ModelDrive {
         self.silent.store(false, Ordering::Release);
     }
 
-    /// Requests removal in order: its driver is asked to release it.
+    /// Requests an orderly removal: the driver is asked to release the drive.
     pub fn request_removal(&self) {
         (&self.removal.1).write_all(&[1]).expect("room for a byte");
     }
 
-    /// Has its driver wait in its release until the guard is dropped.
+    /// Blocks the driver's release until the guard is dropped.
     pub fn hold_release(&self) -> MutexGuard<'_, ()> {
         self.release.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether its driver gave it up.
+    /// Returns whether the driver has released the drive.
     pub fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
     }
 
-    /// Sets the temperature, and reports it as critical.
+    /// Sets the temperature, and reports it as a critical warning.
     pub fn overheat(&self, temperature: u16) {
         let mut controller = self.controller();
         controller.temperature = temperature;
@@ -258,25 +258,25 @@ impl ModelDrive {
         controller.happen(1, 1, 2);
     }
 
-    /// Cools down, which is no event.
+    /// Sets the temperature and clears the critical warning, which is no event.
     pub fn cool(&self, temperature: u16) {
         let mut controller = self.controller();
         controller.temperature = temperature;
         controller.critical_warning &= !(1 << 1);
     }
 
-    /// Changes the size of a namespace, and reports it.
+    /// Changes the size of a namespace, and reports the change.
     ///
     /// # Panics
-    /// When there is no such namespace.
+    /// There is no such namespace.
     pub fn resize(&self, nsid: u32, blocks: u64) {
         self.change_namespace(nsid, |namespace| namespace.resize(blocks));
     }
 
-    /// Formats a namespace to blocks with so many bytes of metadata, and reports it. I/O commands go on as before.
+    /// Formats a namespace with `metadata` bytes of metadata per block, and reports the change. I/O commands continue to work.
     ///
     /// # Panics
-    /// When there is no such namespace.
+    /// There is no such namespace.
     pub fn format_with_metadata(&self, nsid: u32, metadata: u16) {
         self.change_namespace(nsid, |namespace| namespace.options.metadata = metadata);
     }
@@ -291,20 +291,20 @@ impl ModelDrive {
         controller.happen(2, 0, 4);
     }
 
-    /// Returns blocks of a namespace, without a command.
+    /// Returns blocks of a namespace without a command.
     ///
     /// # Panics
-    /// When there are no such blocks.
+    /// There are no such blocks.
     pub fn peek(&self, nsid: u32, slba: u64, blocks: u64) -> Vec<u8> {
         let controller = self.controller();
         let namespace = &controller.namespaces[&nsid];
         namespace.peek(slba, blocks).expect("blocks").to_vec()
     }
 
-    /// Changes bytes of a namespace, without a command.
+    /// Changes bytes of a namespace without a command.
     ///
     /// # Panics
-    /// When there are no such bytes.
+    /// There are no such bytes.
     pub fn poke(&self, nsid: u32, offset: usize, bytes: &[u8]) {
         let mut controller = self.controller();
         let namespace = controller.namespaces.get_mut(&nsid);
@@ -316,13 +316,13 @@ impl ModelDrive {
         self.controller().cc & CC_ENABLE != 0
     }
 
-    /// Returns the weights of the classes High, Medium and Low, if it was enabled with weighted round robin.
+    /// Returns the weights of the classes High, Medium and Low, if the controller was enabled with weighted round robin.
     pub fn weights(&self) -> Option<[u32; 3]> {
         let controller = self.controller();
         controller.is_weighted().then(|| controller.weights())
     }
 
-    /// Returns the Arbitration Burst, as a power of two.
+    /// Returns the Arbitration Burst as a power of two.
     pub fn arbitration_burst(&self) -> u32 {
         self.controller().arbitration & 0b111
     }
@@ -334,28 +334,27 @@ impl ModelDrive {
         io.map(|(_, sq)| sq.priority).collect()
     }
 
-    /// Returns the number of commands that wait in its I/O Submission Queues.
+    /// Returns the number of commands that wait in I/O Submission Queues.
     pub fn waiting(&self) -> u32 {
         let controller = self.controller();
         let io = controller.sqs.iter().filter(|(id, _)| **id != 0);
         io.map(|(_, sq)| sq.waiting()).sum()
     }
 
-    /// Returns the queues of the I/O commands that it has taken since the last call, in order; of many, the first.
+    /// Returns the queues of I/O commands that were fetched since the last call, in order, at most 4096.
     pub fn taken(&self) -> Vec<u16> {
         std::mem::take(&mut self.controller().taken)
     }
 
-    /// I/O queue pairs that there are.
+    /// Returns the number of I/O queue pairs.
     pub fn queue_pairs(&self) -> usize {
         self.controller().sqs.len().saturating_sub(1)
     }
 
-    /// Returns an error for the host's misdeeds: complaints of the drive's, and accesses that the IOMMU
-    /// refused.
+    /// Checks for violations by the host: the drive's complaints, and DMA that the IOMMU refused.
     ///
     /// # Errors
-    /// All that it did wrong.
+    /// All violations.
     pub fn judgement(&self) -> Result<(), String> {
         let complaints = self.controller().complaints.clone();
         let faults = self.iommu.faults();
@@ -366,7 +365,7 @@ impl ModelDrive {
     }
 }
 
-/// The hardware.
+/// Runs the drive's hardware.
 fn run(drive: &Weak<ModelDrive>) {
     let mut idle = 0;
     while let Some(drive) = drive.upgrade() {
@@ -402,7 +401,7 @@ fn run(drive: &Weak<ModelDrive>) {
     }
 }
 
-/// Waits until another actor of a simulation did something, or until so long has passed.
+/// Waits for `time`; in a simulation, also until another actor takes a step.
 fn look_again(time: Duration) {
     #[cfg(simulation)]
     nvme_mpt::memory::simulation::wait(Some(clock::monotonic() + time));
@@ -411,7 +410,7 @@ fn look_again(time: Duration) {
 }
 
 impl Controller {
-    /// Returns the moment at which there is something to do that nobody asks for.
+    /// Returns the time of the next action that needs no request.
     fn next(&self) -> Option<Duration> {
         let phase = match self.phase {
             Phase::Enabling(then) | Phase::Disabling(then) => Some(then),
@@ -423,7 +422,7 @@ impl Controller {
         due.chain(phase).min()
     }
 
-    /// Returns whether a command was taken with which the drive goes from the bus.
+    /// Returns whether a fetched command makes the drive disappear.
     fn vanishing(&self) -> bool {
         let vanish = Some(Effect::Vanish);
         self.work.iter().any(|work| work.effect == vanish)
@@ -464,7 +463,7 @@ impl DeviceBacking for ModelDrive {
     }
 
     fn usable_iovas(&self) -> Vec<RangeInclusive<u64>> {
-        // As behind an x86 IOMMU of 39 bits.
+        // The address ranges of an x86 IOMMU with 39 bits.
         vec![0..=0xFEDF_FFFF, 0xFEF0_0000..=(1 << 39) - 1]
     }
 
@@ -500,19 +499,19 @@ impl DeviceBacking for ModelDrive {
         !self.answers()
     }
 
-    /// Another driver in this process needs none.
+    /// Descriptors are not needed, since the other driver is in this process.
     fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
-    /// Another driver in this process has the same IOMMU.
+    /// The other driver in this process uses the same IOMMU.
     fn keep_iommu(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
     fn release(&self) {
         drop(self.hold_release());
-        // As closing a function does: it is reset, and reaches no memory.
+        // Closing a function resets it and ends its DMA.
         let mut controller = self.controller();
         let left_enabled = controller.cc & CC_ENABLE != 0 && self.answers();
         self.released.store(true, Ordering::Release);

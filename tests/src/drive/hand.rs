@@ -1,4 +1,4 @@
-//! I/O queues that the drive leaves to the test, which chooses each completion.
+//! I/O queues whose commands the test completes itself.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use super::iommu::{DoorbellRegisters, ModelIommu};
 use crate::command::Sqe;
 use crate::queue::{CQE_SIZE, SQE_SIZE};
 
-/// Phase tag in an entry's upper half.
+/// Phase tag in the upper half of an entry.
 const PHASE: u64 = 1 << 48;
 
 /// An I/O queue pair of a drive with [`by_hand`](super::Options::by_hand).
@@ -26,7 +26,7 @@ pub struct HandQueue {
 }
 
 impl ModelDrive {
-    /// I/O queue `id` with its completion queue of the same size, just created; none if there is none.
+    /// Returns new I/O queue `id`. `None` if the queue does not exist or its completion queue has another size.
     pub fn hand_queue(&self, id: u16) -> Option<HandQueue> {
         let controller = self.controller();
         let (sq, entries, cq) = controller.rings(id)?;
@@ -46,15 +46,15 @@ impl ModelDrive {
 }
 
 impl HandQueue {
-    /// Entries of each ring.
+    /// Returns the number of entries of each ring.
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// The next command that the host has sent.
+    /// Returns the next command that the host has sent.
     ///
     /// # Panics
-    /// When the host rang with a value beyond the queue, or the ring is not mapped.
+    /// The doorbell value is beyond the queue, or the ring is not mapped.
     pub fn take(&mut self) -> Option<Sqe> {
         if let Some(tail) = self.doorbells.take(self.tail_doorbell) {
             assert!(tail < self.entries, "a tail of {tail}");
@@ -70,10 +70,10 @@ impl HandQueue {
         Some(Sqe::from_bytes(&bytes))
     }
 
-    /// Posts any entry, with the phase tag that is due. It does not check for room.
+    /// Posts an entry with the valid phase tag, without a check for a full queue.
     ///
     /// # Panics
-    /// When the ring is not mapped.
+    /// The ring is not mapped.
     pub fn post(&mut self, [lower, upper]: [u64; 2]) {
         let phase = if self.phase { PHASE } else { 0 };
         let at = self.cq + u64::from(self.cq_tail) * CQE_SIZE as u64;

@@ -4,12 +4,12 @@ use super::{Controller, DoorbellBufferUse};
 use crate::identify::{IDENTIFY_SIZE, OACS_DOORBELL_BUFFER, cns};
 use crate::status::{self, StatusCode};
 
-/// Puts a field into a data structure.
+/// Writes a field of a data structure.
 fn put(structure: &mut [u8], at: usize, field: &[u8]) {
     structure[at..at + field.len()].copy_from_slice(field);
 }
 
-/// Puts an ASCII field of a length, padded with spaces.
+/// Writes an ASCII field, padded with spaces to its length.
 fn put_text(structure: &mut [u8], at: usize, len: usize, text: &str) {
     structure[at..at + len].fill(b' ');
     put(structure, at, text.as_bytes());
@@ -80,7 +80,7 @@ impl Controller {
     }
 
     fn identify_namespace(&self, nsid: u32, data: &mut [u8]) {
-        // A namespace that is not active is all zeroes.
+        // The data structure of an inactive namespace is all zeroes.
         let Some(namespace) = self.namespaces.get(&nsid) else {
             return;
         };
@@ -108,7 +108,7 @@ impl Controller {
         data
     }
 
-    /// The newest error.
+    /// Returns the log page with the newest error.
     pub(super) fn error_information(&self) -> Vec<u8> {
         let mut data = vec![0; 64];
         put(&mut data, 0, &self.error_count.to_le_bytes());

@@ -1,4 +1,4 @@
-//! Work on commands: what is due is executed and completed, in some order.
+//! Execution and completion of commands.
 
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ use crate::identify::{
 use crate::memory::PAGE_SIZE;
 use crate::status::{self, StatusCode};
 
-/// Commands that are executed in a turn: registers are not answered meanwhile.
+/// Maximum commands per turn, since registers do not answer meanwhile.
 const AT_ONCE: usize = 16;
 
-/// A command identifier that no host has in use for long. Hosts number slots by its lower 11 bits, from 0.
+/// Command identifier that hosts do not use for long. Hosts number slots from 0 in the lower 11 bits.
 const UNKNOWN_CID: u16 = 0xFFF0;
 
 impl Controller {
-    /// Executes what is due.
+    /// Executes commands that are due.
     pub(super) fn work(&mut self, now: Duration) -> bool {
         let holds_aborts = self.faults.aborts == Aborts::Hold;
         for done in 0..AT_ONCE {
@@ -69,7 +69,7 @@ impl Controller {
             }
             Some(Effect::Skip) => return self.complete(*sq, sqe, Ok(0), false),
             Some(Effect::Garbage) => {
-                // With the identifier of a command in flight it would be no garbage: such an entry completes it.
+                // The identifier of an in-flight command would complete the command, so it is not used.
                 let cid = u64::from(UNKNOWN_CID & 0x7FF) << 32;
                 let entry = [self.rng.next_u64(), self.rng.next_u64() | cid];
                 self.post(*sq, entry);
@@ -81,7 +81,7 @@ impl Controller {
             _ => {}
         }
         let outcome = self.execute(sqe);
-        // Do Not Retry: media errors stay, and other failures are the host's.
+        // Do Not Retry is set: media errors are permanent, and other errors are the host's fault.
         self.complete(*sq, sqe, outcome, true);
         match effect {
             Some(Effect::CompleteTwice) => self.complete(*sq, sqe, outcome, true),
@@ -100,7 +100,7 @@ impl Controller {
         let code = match result {
             Ok(()) => return Ok(0),
             Err(Unsound { status, what }) => {
-                // These are for the host to prevent; what others are, it cannot know.
+                // The host must avoid these errors. It cannot know about errors without a description.
                 if !what.is_empty() {
                     self.complain(format!("{what}: {sqe:?}"));
                 }
@@ -111,7 +111,7 @@ impl Controller {
         Err(code)
     }
 
-    /// Checks what a host must respect, and finds the command's data.
+    /// Checks the rules that a host must follow, and returns the parts of memory with the command's data.
     fn check(&self, sqe: &Sqe) -> Result<Vec<Piece>, Unsound> {
         let unsound = |status, what| Err(Unsound { status, what });
         let oncs = match sqe.opcode() {
@@ -165,7 +165,7 @@ impl Controller {
         data::pieces(&self.iommu, sqe, len)
     }
 
-    /// Moves the data and does the command's work.
+    /// Executes the command with its DMA.
     fn transfer(&mut self, sqe: &Sqe, pieces: &[Piece]) -> Result<(), Unsound> {
         let fault = |_| Unsound {
             status: status::DATA_TRANSFER_ERROR,
@@ -194,7 +194,7 @@ impl Controller {
             Ok(read) => read,
             Err(status) => {
                 let what = match status {
-                    // A host knows how large a namespace is, and what one Copy may be.
+                    // A host knows the size of a namespace and the limits of Copy.
                     status::LBA_OUT_OF_RANGE if !resized => "blocks that are not",
                     status::SIZE_LIMIT_EXCEEDED => "more than one Copy may be",
                     _ => "",
@@ -210,8 +210,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Moves the data of commands that are never completed: what the controller may do until CSTS.RDY
-    /// is cleared.
+    /// Executes the DMA of commands that never complete. The controller may do so until CSTS.RDY is cleared.
     pub(super) fn move_data_of_lost_commands(&mut self) {
         for work in std::mem::take(&mut self.work) {
             if work.sq != 0 && self.bus_master {

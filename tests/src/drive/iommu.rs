@@ -1,4 +1,4 @@
-//! Memory that the drive can reach. Any other access that it is told to make is a fault, and counted.
+//! Memory that the drive can access. Any other access is a fault, which is recorded.
 #![expect(
     unsafe_code,
     reason = "DMA: memory that others write at the same time, by address"
@@ -23,7 +23,7 @@ use crate::bar::DoorbellWindow;
 use crate::mapping;
 use crate::rng::Rng;
 
-/// Faults that are kept; more are only counted.
+/// Maximum number of recorded faults. Further faults are only counted.
 const KEPT: usize = 16;
 
 /// Bytes that are pinned at a time.
@@ -32,12 +32,12 @@ const PIECE: usize = 64 << 20;
 /// The granularity of mappings.
 const PAGE: u64 = 4096;
 
-/// An access of the drive's that reached no memory.
+/// An access of the drive to unmapped memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaFault {
     /// The address.
     pub iova: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub len: usize,
     /// True if it was a write to memory.
     pub write: bool,
@@ -58,23 +58,23 @@ unsafe impl Sync for Mapped {}
 /// The IOMMU in front of the drive.
 #[derive(Debug, Default)]
 pub struct ModelIommu {
-    /// As many as can be at a time, if there is a limit.
+    /// Maximum number of mappings at a time, if there is a limit.
     mappings_max: Option<usize>,
     maps: RwLock<BTreeMap<u64, Mapped>>,
     faults: Mutex<Vec<DmaFault>>,
     count: AtomicU64,
     made: AtomicU64,
     refusing: AtomicBool,
-    /// Pages that are missing are taken. Otherwise, memory that is mapped stays as it is.
+    /// True if mapping allocates missing pages. Otherwise, mapped memory keeps its holes.
     pins: AtomicBool,
-    /// Bytes whose pages were taken before they were mapped.
+    /// Bytes that were allocated before they were mapped.
     taken: AtomicU64,
     taking: Mutex<Option<Act>>,
     pinning: Mutex<Option<Act>>,
     gate: Gate,
 }
 
-/// Part of a test in the taking or pinning of pages: it is given the bytes that were done before.
+/// A test's hook in allocating or pinning pages. The argument is the number of bytes done so far.
 struct Act(Box<dyn FnMut(u64) + Send>);
 
 impl fmt::Debug for Act {
@@ -83,19 +83,19 @@ impl fmt::Debug for Act {
     }
 }
 
-/// Times that the IOMMU takes to pin memory of guests. The driver's own memory takes none.
+/// Random delays of mapping guest memory. Mappings of the driver's own memory are not delayed.
 #[derive(Clone, Debug)]
 pub struct Pinning {
-    /// Chooses the maps that take time, and their times.
+    /// Random numbers that select the delayed mappings and their delays.
     pub rng: Rng,
-    /// One map in so many takes time.
+    /// Average number of mappings per delayed one.
     pub one_in: u64,
-    /// Shortest and longest time of such a map.
+    /// Range of the delays.
     pub times: Range<Duration>,
 }
 
 impl Pinning {
-    /// Chooses the time of the next map.
+    /// Returns the delay of the next mapping.
     fn next(&mut self) -> Duration {
         if self.rng.below(self.one_in) > 0 {
             return Duration::ZERO;
@@ -105,7 +105,7 @@ impl Pinning {
     }
 }
 
-/// Gate at which maps wait, as they do while an IOMMU pins memory page by page.
+/// Gate at which mappings wait, as if the IOMMU were pinning memory page by page.
 #[derive(Debug, Default)]
 struct Gate {
     state: Mutex<GateState>,
@@ -127,7 +127,7 @@ impl Gate {
         result
     }
 
-    /// Waits until memory is pinned.
+    /// Waits until the gate is open, and for the delay.
     fn pass(&self, memory: &Mapping) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.waiting += 1;
@@ -136,7 +136,7 @@ impl Gate {
             state = woken.unwrap_or_else(PoisonError::into_inner);
         }
         state.waiting -= 1;
-        // Guests' memory is that of files.
+        // Guest memory is backed by a file.
         let pinning = state.pinning.as_mut().filter(|_| memory.place().is_some());
         let time = pinning.map_or(Duration::ZERO, Pinning::next);
         drop(state);
@@ -154,7 +154,7 @@ impl ModelIommu {
         }
     }
 
-    /// The first accesses that reached no memory.
+    /// Returns the first accesses to unmapped memory.
     pub fn faults(&self) -> Vec<DmaFault> {
         self.faults
             .lock()
@@ -162,42 +162,42 @@ impl ModelIommu {
             .clone()
     }
 
-    /// Returns the number of accesses that reached no memory.
+    /// Returns the number of accesses to unmapped memory.
     pub fn fault_count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Bytes that the drive can reach.
+    /// Returns the number of mapped bytes.
     pub fn mapped(&self) -> u64 {
         self.read_maps().values().map(|mapped| mapped.len).sum()
     }
 
-    /// First addresses of all that the drive can reach.
+    /// Returns the first addresses of all mappings.
     pub fn iovas(&self) -> Vec<u64> {
         self.read_maps().keys().copied().collect()
     }
 
-    /// Returns the number of mappings that were made so far.
+    /// Returns the number of mappings that were ever made.
     pub fn made(&self) -> u64 {
         self.made.load(Ordering::Relaxed)
     }
 
-    /// From now on maps fail as if the memory that may be locked were used up, or no longer do.
+    /// Makes mappings fail as if the limit of locked memory were reached, or ends this.
     pub fn refuse_maps(&self, refuse: bool) {
         self.refusing.store(refuse, Ordering::Relaxed);
     }
 
-    /// From now on, memory has all its pages once it is mapped.
+    /// Makes mappings allocate missing pages.
     pub fn pin_pages(&self) {
         self.pins.store(true, Ordering::Relaxed);
     }
 
-    /// From now on maps take until [`Self::let_maps_through`].
+    /// Blocks mappings until [`Self::let_maps_through`].
     pub fn hold_maps(&self) {
         self.gate.change(|state| state.closed = true);
     }
 
-    /// Maps that are held.
+    /// Returns the number of blocked mappings.
     pub fn held_maps(&self) -> usize {
         self.gate.change(|state| state.waiting)
     }
@@ -207,24 +207,24 @@ impl ModelIommu {
         self.gate.change(|state| state.closed = false);
     }
 
-    /// Bytes of guests' memory whose pages were taken so far. The model takes none.
+    /// Returns the bytes of guest memory that the driver allocated before mapping. The model itself allocates none.
     pub fn pages_taken(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
 
-    /// Calls `act` each time that pages are to be taken, with the bytes that were taken before.
+    /// Calls `act` before each allocation of pages, with the number of bytes allocated before.
     pub fn when_pages_are_taken(&self, act: impl FnMut(u64) + Send + 'static) {
         let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
         *taking = Some(Act(Box::new(act)));
     }
 
-    /// Calls `act` each time that a piece of memory was pinned, with the bytes of the map that were pinned so far.
+    /// Calls `act` after each pinned piece of memory, with the number of bytes of the mapping that are pinned.
     pub fn when_a_piece_is_pinned(&self, act: impl FnMut(u64) + Send + 'static) {
         let mut pinning = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
         *pinning = Some(Act(Box::new(act)));
     }
 
-    /// From now on, some maps of guests' memory take time.
+    /// Delays some mappings of guest memory.
     pub fn pin_slowly(&self, pinning: Pinning) {
         self.gate.change(|state| state.pinning = Some(pinning));
     }
@@ -233,8 +233,8 @@ impl ModelIommu {
         self.maps.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `access` on each stretch of memory (start, offset in the range, bytes) of the range, if the
-    /// drive may reach all of it. The memory stays mapped meanwhile.
+    /// Runs `access` on each part of the range (start, offset in the range, size in bytes) if the drive may access all of it.
+    /// The memory stays mapped meanwhile.
     fn each(
         &self,
         iova: u64,
@@ -273,7 +273,7 @@ impl ModelIommu {
         Ok(())
     }
 
-    /// Copies memory out.
+    /// Copies bytes out of memory.
     pub(super) fn read(&self, iova: u64, into: &mut [u8]) -> Result<(), DmaFault> {
         self.each(iova, into.len(), false, |first, offset, bytes| {
             let to = &mut into[offset..offset + bytes];
@@ -282,7 +282,7 @@ impl ModelIommu {
         })
     }
 
-    /// Copies into memory.
+    /// Copies bytes into memory.
     pub(super) fn write(&self, iova: u64, from: &[u8]) -> Result<(), DmaFault> {
         self.each(iova, from.len(), true, |first, offset, bytes| {
             let from = &from[offset..offset + bytes];
@@ -291,7 +291,7 @@ impl ModelIommu {
         })
     }
 
-    /// Reads an aligned word; what its writer stored before is visible after.
+    /// Reads an aligned word. Earlier stores of its writer are visible afterwards.
     pub(super) fn load32(&self, iova: u64) -> Result<u32, DmaFault> {
         let mut value = 0;
         self.each(iova & !3, 4, false, |first, _, _| {
@@ -310,7 +310,7 @@ impl ModelIommu {
         })
     }
 
-    /// Writes two aligned words of 64 bits; a reader that sees the second sees the first.
+    /// Writes two aligned 64-bit words. A reader that sees the second word sees the first one, too.
     pub(super) fn publish(&self, iova: u64, words: [u64; 2]) -> Result<(), DmaFault> {
         self.each(iova & !15, 16, true, |first, _, _| {
             for (index, word) in words.into_iter().enumerate() {
@@ -352,7 +352,7 @@ impl Iommu for ModelIommu {
             return Err(io::ErrorKind::StorageFull.into());
         }
         self.made.fetch_add(1, Ordering::Relaxed);
-        // The caller keeps the memory longer than the mapping.
+        // The caller keeps the memory as long as the mapping.
         maps.insert(iova, Mapped { len, start, access });
         Ok(())
     }
@@ -377,7 +377,7 @@ impl Iommu for ModelIommu {
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
-        // Waits for the accesses that are under way.
+        // The lock waits for accesses that are under way.
         let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
         match maps.get(&iova) {
             Some(mapped) if mapped.len == len => drop(maps.remove(&iova)),
@@ -418,14 +418,14 @@ impl Iommu for ModelIommu {
     }
 }
 
-/// The doorbell registers: a store to one is an event, which is taken once.
+/// The doorbell registers. Each store is an event that the drive takes once.
 #[derive(Debug)]
 pub(super) struct DoorbellRegisters {
     pub(super) mapping: Arc<Mapping>,
     memfd: File,
 }
 
-/// Value of a doorbell register that was not written since. No queue has so many entries.
+/// Value of a doorbell register without a new store. No queue has as many entries.
 const UNTOUCHED: u32 = u32::MAX;
 
 impl DoorbellRegisters {
@@ -441,7 +441,7 @@ impl DoorbellRegisters {
         Ok(registers)
     }
 
-    /// The registers from `first` on, mapped into a guest whose BAR has all of them at `base`.
+    /// Maps the registers from `first` on for a guest, whose BAR has all registers at `base`.
     pub(super) fn window(&self, base: u64, first: usize) -> DoorbellWindow {
         let (offset, len) = (first as u64, self.mapping.len() - first);
         let window = DoorbellWindow::map(base + offset, self.memfd.as_fd(), offset, len);
@@ -455,7 +455,7 @@ impl DoorbellRegisters {
         Some(unsafe { AtomicU32::from_ptr(bytes.as_ptr().cast()) })
     }
 
-    /// Takes the value that was written to a doorbell since the last call.
+    /// Takes the value that was stored to a doorbell since the last call.
     pub(super) fn take(&self, offset: usize) -> Option<u32> {
         let value = self
             .register(offset)?
@@ -463,7 +463,7 @@ impl DoorbellRegisters {
         (value != UNTOUCHED.to_le()).then(|| u32::from_le(value))
     }
 
-    /// Forgets all that was written.
+    /// Discards all stored values.
     pub(super) fn forget(&self) {
         for offset in (0..self.mapping.len()).step_by(4) {
             if let Some(register) = self.register(offset) {

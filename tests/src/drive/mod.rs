@@ -1,17 +1,15 @@
-//! A model of a physical NVMe drive, for a host's driver and the guests' driver to be tested against: what it should
-//! do, what real drives differ in, and what goes wrong with them.
+//! A model of a physical NVMe drive for tests of host and guest drivers: the specified behaviour, differences between real
+//! drives, and faults.
 //!
-//! The drive is one thread that does what hardware does. It is reached by registers and by doorbells that are plain
-//! stores ([`ModelDrive`] is a [`DeviceBacking`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). It
-//! reaches memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test, and judges
-//! its host: accesses to memory that is not mapped, and whatever a host must not do, are kept for the test to find
-//! ([`ModelDrive::judgement`]).
+//! One thread plays the drive's hardware. Drivers access registers, and ring doorbells by plain stores ([`ModelDrive`] is a
+//! [`Backing`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). The drive accesses memory only through an
+//! IOMMU ([`ModelIommu`]). It shares no wire types with the driver under test. It records what a host must not do, such as DMA
+//! to unmapped memory, and the test checks the record ([`ModelDrive::judgement`]).
 //!
-//! DMA takes place late: not when a command is taken but when it is completed, and, for commands that
-//! are never completed, when the controller is disabled. So memory that a driver gives back too early
-//! is found out.
+//! DMA is as late as possible: when a command completes rather than when it is fetched. For commands that never complete, DMA
+//! happens when the controller is disabled. A driver that frees memory too early is detected in this way.
 //!
-//! Not here: moderation of interrupts, metadata, controller memory buffers, bursts of arbitration.
+//! Not implemented: interrupt coalescing, metadata, controller memory buffers, arbitration bursts.
 
 mod admin;
 mod bar;
@@ -61,42 +59,42 @@ pub const ONCS_ALL: u16 = ONCS_COMPARE
     | ONCS_VERIFY
     | ONCS_COPY;
 
-/// Commands whose queues are kept.
+/// Maximum number of recorded queues of fetched commands.
 const TAKEN: usize = 4096;
 
-/// Complaints that are kept.
+/// Maximum number of recorded complaints.
 const COMPLAINTS: usize = 16;
 
-/// The drive's Doorbell Buffer, and its use.
+/// Support of the Doorbell Buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DoorbellBufferUse {
-    /// Doorbells are registers only.
+    /// The drive has registers only.
     None,
-    /// The drive looks at the buffer all the time, and never asks for a register write.
+    /// The drive polls the buffer, and never requests register writes.
     Watched,
-    /// The drive looks at the buffer when a register was written, and asks for the next such write.
+    /// The drive reads the buffer after register writes, and requests the next register write.
     Asked,
 }
 
-/// The drive's arbitration between Submission Queues.
+/// Arbitration mechanisms between Submission Queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arbitration {
-    /// Round robin alone (CAP.AMS).
+    /// Only round robin (CAP.AMS).
     InTurn,
-    /// Weighted round robin, too.
+    /// Round robin and weighted round robin.
     Weighted,
-    /// It says that it has weighted round robin, and fails when it is enabled so.
+    /// The drive reports weighted round robin, but fails when it is enabled with it.
     InNameOnly(WeightedFailure),
 }
 
-/// Failure of a drive that is enabled with weighted round robin. It never becomes ready (CSTS.RDY) with it.
+/// Failure mode of a drive that is enabled with weighted round robin. CSTS.RDY is never set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightedFailure {
-    /// It reports a fatal status (CSTS.CFS) until it is disabled, which takes its time.
+    /// CSTS.CFS is set until the controller is disabled. Disabling takes as long as usual.
     Fatal,
-    /// It reports a fatal status until the function is reset.
+    /// CSTS.CFS is set until a function level reset.
     FatalUntilFunctionReset,
-    /// It reports nothing, and becomes ready with no arbitration until the function is reset.
+    /// No status is reported, and the drive becomes ready with no arbitration mechanism until a function level reset.
     NeverReady,
 }
 
@@ -119,9 +117,9 @@ pub struct Options {
     pub command_sets: u8,
     /// CAP.AMS.
     pub arbitration: Arbitration,
-    /// I/O queue pairs.
+    /// Number of I/O queue pairs.
     pub queue_pairs: u16,
-    /// Doorbells that BAR0 has room for, in bytes; none for all of them.
+    /// Size of the doorbells in BAR0 in bytes; `None` for all doorbells.
     pub doorbell_bytes: Option<usize>,
     /// MDTS; 0 is no limit.
     pub mdts: u8,
@@ -133,26 +131,26 @@ pub struct Options {
     pub doorbell_buffer: DoorbellBufferUse,
     /// VWC.
     pub volatile_cache: bool,
-    /// WZSL, VSL and WUSL, as MDTS is given; 0 is no limit.
+    /// WZSL, VSL and WUSL, in the unit of MDTS; 0 is no limit.
     pub no_data_limit: u8,
-    /// Most mappings that its IOMMU takes; none without a bound.
+    /// Maximum number of IOMMU mappings; `None` for no limit.
     pub mappings_max: Option<usize>,
     /// The namespaces.
     pub namespaces: Vec<NamespaceOptions>,
-    /// Time in which it becomes ready, and in which it is disabled.
+    /// Time from CC.EN to CSTS.RDY, for enabling and for disabling.
     pub reset_time: Duration,
-    /// Shortest time of a command.
+    /// Minimum time of a command.
     pub latency: Duration,
-    /// Commands that are worked on at once.
+    /// Maximum number of commands that are executed concurrently.
     pub parallel: usize,
-    /// Channels that work on commands, in the place of [`Self::latency`] and [`Self::parallel`].
+    /// Service model, which replaces [`Self::latency`] and [`Self::parallel`].
     pub service: Option<Service>,
-    /// Commands are completed in an order that follows from this; none for the order they came in.
+    /// Seed of the order of completions; `None` for the order of submission.
     pub seed: Option<u64>,
-    /// I/O queues are left to the test ([`ModelDrive::hand_queue`]).
+    /// True if the test completes I/O commands itself ([`ModelDrive::hand_queue`]).
     pub by_hand: bool,
-    /// True if `release` panics where the host did not behave ([`ModelDrive::judgement`]), for tests that do
-    /// not hold the drive to its end.
+    /// True if `release` panics after a violation by the host ([`ModelDrive::judgement`]), for tests that do not keep the drive
+    /// until the end.
     pub judge_on_release: bool,
 }
 
@@ -189,58 +187,58 @@ impl Default for Options {
     }
 }
 
-/// Figures of a drive.
+/// Counters of a drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// I/O commands taken.
+    /// I/O commands fetched.
     pub commands: u64,
-    /// I/O commands completed; those completed twice count once.
+    /// I/O commands completed, not counting duplicate completions.
     pub completed: u64,
     /// Flush commands executed.
     pub flushes: u64,
-    /// Abort commands taken.
+    /// Abort commands fetched.
     pub aborts: u64,
-    /// Number of times that the controller was enabled.
+    /// Times that the controller was enabled.
     pub enables: u64,
-    /// The same with weighted round robin.
+    /// Times that the controller was enabled with weighted round robin.
     pub weighted_enables: u64,
-    /// Number of times that it was disabled.
+    /// Times that the controller was disabled.
     pub disables: u64,
-    /// Number of times that it was shut down.
+    /// Times that the controller was shut down.
     pub shutdowns: u64,
     /// Function level resets.
     pub function_resets: u64,
-    /// Doorbell registers found written.
+    /// Doorbell register writes that the drive noticed.
     pub doorbells: u64,
     /// I/O Submission Queues created.
     pub queues_created: u64,
     /// Set Features commands for Arbitration.
     pub arbitrations: u64,
-    /// The most that there were at a time.
+    /// Maximum number of I/O Submission Queues at a time.
     pub queues_most: u64,
-    /// Commands that met a fault.
+    /// Commands that a fault matched.
     pub faults_met: u64,
 }
 
-/// A command that the drive has taken and not completed.
+/// A fetched command that is not completed yet.
 #[derive(Clone, Debug)]
 struct Work {
     sq: u16,
     sqe: Sqe,
-    /// When it is done; never, if it is lost.
+    /// Time of its completion; `None` if the command is lost.
     due: Option<Duration>,
     effect: Option<Met>,
 }
 
-/// Changes what an admin command returns.
+/// Hook that changes the data that an admin command returns.
 pub type Forger = dyn FnMut(&Sqe, &mut Vec<u8>) + Send;
 
-/// The drive, as its thread and its registers see it.
+/// Controller state, shared by the drive's thread and its registers.
 struct Controller {
     options: Options,
     iommu: Arc<ModelIommu>,
     doorbells: Arc<DoorbellRegisters>,
-    /// Interrupt vectors, if anything takes interrupts.
+    /// Interrupt vectors; empty without interrupts.
     interrupts: Vec<Arc<Interrupt>>,
     namespaces: BTreeMap<u32, Namespace>,
     faults: Faults,
@@ -256,26 +254,26 @@ struct Controller {
     acq: u64,
     bus_master: bool,
     fatal: bool,
-    /// Failure of the last time that it was enabled with weighted round robin, until it is over.
+    /// Present failure after enabling with weighted round robin.
     weighted_failure: Option<WeightedFailure>,
     hung: bool,
     /// CSTS.PP.
     paused: bool,
     // State that a reset forgets.
     sqs: BTreeMap<u16, Sq>,
-    /// I/O queue of the last command that was taken.
+    /// I/O queue of the last fetched command.
     last_taken: u16,
-    /// Arbitration, the feature.
+    /// Arbitration feature (Set Features).
     arbitration: u32,
     weighted_turns: WeightedTurns,
     cqs: BTreeMap<u16, Cq>,
     work: Vec<Work>,
-    /// When each channel of its [`Service`] is free.
+    /// Time at which each channel of the [`Service`] becomes free.
     channels: Vec<Duration>,
     shadow: Option<[u64; 2]>,
     event_requests: VecDeque<u16>,
     events: VecDeque<u32>,
-    /// Types of events that were reported and whose log page was not read since.
+    /// Event types that were reported and whose log page was not read since.
     events_masked: u8,
     event_config: u32,
     // State that a reset keeps.
@@ -283,9 +281,9 @@ struct Controller {
     critical_warning: u8,
     temperature: u16,
     error_count: u64,
-    /// I/O queues of the commands that were taken, up to [`TAKEN`] of them.
+    /// I/O queues of fetched commands, at most [`TAKEN`].
     taken: Vec<u16>,
-    /// Forger of its description.
+    /// Hook that changes the drive's description.
     forger: Option<Box<Forger>>,
 }
 
@@ -336,14 +334,14 @@ impl Controller {
         }
     }
 
-    /// Keeps what the host must not have done.
+    /// Records a violation by the host.
     fn complain(&mut self, what: impl Into<String>) {
         if self.complaints.len() < COMPLAINTS {
             self.complaints.push(what.into());
         }
     }
 
-    /// Does what there is to do; false if that was nothing.
+    /// Runs the hardware once. Returns false if there was nothing to do.
     fn turn(&mut self, now: Duration) -> bool {
         let moved = self.follow(now);
         if self.phase != Phase::Ready || self.fatal || self.hung {

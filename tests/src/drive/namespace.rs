@@ -1,4 +1,4 @@
-//! Storage: namespaces, their blocks, and the commands that work on them.
+//! Namespaces: their blocks, and the execution of commands.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -10,18 +10,18 @@ use crate::status::{self, StatusCode};
 /// Options of a new namespace.
 #[derive(Clone, Copy, Debug)]
 pub struct NamespaceOptions {
-    /// Its identifier.
+    /// Namespace identifier.
     pub nsid: u32,
-    /// Logical blocks.
+    /// Size in logical blocks.
     pub blocks: u64,
-    /// Bytes of a logical block, as a power of two.
+    /// Logical block size as a power of two, in bytes.
     pub lba_shift: u8,
-    /// Bytes of metadata of a logical block.
+    /// Bytes of metadata per logical block.
     pub metadata: u16,
 }
 
 impl NamespaceOptions {
-    /// A namespace of so many bytes, in blocks of 512 or 4096.
+    /// Returns options for `bytes` bytes in blocks of 512 or 4096 bytes.
     pub fn new(nsid: u32, bytes: u64, block_size: u32) -> Self {
         let lba_shift = block_size.trailing_zeros() as u8;
         Self {
@@ -46,7 +46,7 @@ pub(super) struct CopyLimits {
 pub(super) struct Namespace {
     pub(super) options: NamespaceOptions,
     pub(super) copy: CopyLimits,
-    /// Its size was changed: hosts may not know of it yet.
+    /// True after a change of its size, which hosts may not know yet.
     pub(super) resized: bool,
     bytes: Vec<u8>,
     uncorrectable: BTreeSet<u64>,
@@ -76,17 +76,17 @@ impl Namespace {
             .resize((blocks << self.options.lba_shift) as usize, 0);
     }
 
-    /// The blocks from `slba` on, as they are.
+    /// Returns the blocks from `slba` on, without checking for uncorrectable blocks.
     pub(super) fn peek(&self, slba: u64, blocks: u64) -> Option<&[u8]> {
         self.bytes.get(self.range(slba, blocks).ok()?)
     }
 
-    /// Changes the bytes at an offset, from outside of all commands.
+    /// Changes bytes at an offset without a command.
     pub(super) fn poke(&mut self, offset: usize, bytes: &[u8]) {
         self.bytes[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Bytes that a command transfers, by opcode; none if it transfers no data.
+    /// Returns the number of bytes that a command transfers; 0 if it has no data.
     pub(super) fn transfer(&self, sqe: &Sqe) -> usize {
         match sqe.opcode() {
             io::READ | io::WRITE | io::COMPARE => {
@@ -98,7 +98,7 @@ impl Namespace {
         }
     }
 
-    /// Returns the place of blocks.
+    /// Returns the byte range of blocks.
     fn range(&self, slba: u64, blocks: u64) -> Result<Range<usize>, StatusCode> {
         match slba.checked_add(blocks) {
             Some(end) if end <= self.options.blocks => {
@@ -121,7 +121,7 @@ impl Namespace {
             .retain(|lba| !(slba..slba + blocks).contains(lba));
     }
 
-    /// Executes a command whose data, if it sends any, is `data`; gives what it returns.
+    /// Executes a command with its data from the host. Returns the data for the host.
     pub(super) fn execute(&mut self, sqe: &Sqe, data: &[u8]) -> Result<&[u8], StatusCode> {
         let (slba, blocks) = (sqe.0[5], u64::from(sqe.cdw(12) & 0xFFFF) + 1);
         match sqe.opcode() {

@@ -1,4 +1,4 @@
-//! Rings and doorbells: taking commands and completing them (NVMe Base 2.0, sections 3.3 and 5.8).
+//! Rings and doorbells: fetching commands and posting completions (NVMe Base 2.0, sections 3.3 and 5.8).
 
 use std::collections::VecDeque;
 use std::ops::Bound;
@@ -12,10 +12,10 @@ use crate::command::Sqe;
 use crate::queue::{CQE_SIZE, SQE_SIZE};
 use crate::status::{self, StatusCode};
 
-/// Do Not Retry, in the Status Field of an entry's upper half.
+/// Do Not Retry, in the upper half of an entry.
 const DNR: u64 = 1 << 63;
 
-/// Asynchronous event: an invalid value was written to a doorbell; Error Information has details.
+/// Asynchronous event of an invalid doorbell value. Details are in Error Information.
 const INVALID_DOORBELL_VALUE: u32 = 1 << 8 | 1 << 16;
 
 /// A Submission Queue.
@@ -28,7 +28,7 @@ pub(super) struct Sq {
     pub(super) cq: u16,
     /// QPRIO.
     pub(super) priority: u8,
-    /// Entries to be posted later, each with the number of commands that the drive takes before.
+    /// Entries to post later, each with the number of commands that the drive fetches before.
     later: Vec<(u16, [u64; 2])>,
 }
 
@@ -45,12 +45,12 @@ impl Sq {
         }
     }
 
-    /// Returns the number of commands that wait in it.
+    /// Returns the number of waiting commands.
     pub(super) fn waiting(&self) -> u32 {
         (self.tail + self.entries - self.head) % self.entries
     }
 
-    /// The same with so many commands that wait.
+    /// Sets the number of waiting commands.
     #[cfg(test)]
     pub(super) fn with_waiting(self, commands: u32) -> Self {
         Self {
@@ -59,7 +59,7 @@ impl Sq {
         }
     }
 
-    /// Takes out the entries that are due, as the drive takes the next command.
+    /// Removes and returns the entries that are due when the drive fetches the next command.
     fn take_later(&mut self) -> Vec<[u64; 2]> {
         for (further, _) in &mut self.later {
             *further = further.saturating_sub(1);
@@ -69,18 +69,18 @@ impl Sq {
     }
 }
 
-/// QPRIO of the class that goes before the others.
+/// QPRIO of the class with strict priority.
 const URGENT: u8 = 0;
 
-/// QPRIO of the classes with weights: High, Medium, Low.
+/// QPRIO of the weighted classes: High, Medium, Low.
 const WEIGHTED: [u8; 3] = [1, 2, 3];
 
 /// State of weighted round robin arbitration.
 #[derive(Debug, Default)]
 pub(super) struct WeightedTurns {
-    /// Commands that each class with a weight may still have in this round.
+    /// Remaining commands of each weighted class in this round.
     credits: [u32; WEIGHTED.len()],
-    /// Queue of the last command of each class, by QPRIO.
+    /// Last served queue of each class, by QPRIO.
     last: [u16; 1 + WEIGHTED.len()],
 }
 
@@ -93,7 +93,7 @@ pub(super) struct Cq {
     head: u32,
     phase: bool,
     vector: Option<usize>,
-    /// Entries that wait for room, without their phase tag.
+    /// Entries without a phase tag that wait for a free place in the ring.
     held: VecDeque<[u64; 2]>,
 }
 
@@ -116,21 +116,19 @@ impl Cq {
 }
 
 impl Controller {
-    /// Offset of a doorbell behind the first one: of a Submission Queue's tail, or a Completion Queue's
-    /// head.
+    /// Returns the offset of a doorbell from the first one: a Submission Queue's tail, or a Completion Queue's head.
     pub(super) fn doorbell_offset(&self, queue: u16, head: bool) -> usize {
         (2 * usize::from(queue) + usize::from(head)) * (4 << self.options.dstrd)
     }
 
-    /// Base and entries of a Submission Queue, and the base of the queue that it completes to, if that is
-    /// as long.
+    /// Returns base and entries of a Submission Queue, and the base of its Completion Queue. `None` if their sizes differ.
     pub(super) fn rings(&self, id: u16) -> Option<(u64, u32, u64)> {
         let sq = self.sqs.get(&id).filter(|_| id != 0)?;
         let cq = self.cqs.get(&sq.cq)?;
         (cq.entries == sq.entries).then_some((sq.base, sq.entries, cq.base))
     }
 
-    /// Returns the last ring of a doorbell, if it was rung since.
+    /// Returns the value of a doorbell, if it may be new.
     fn doorbell(&mut self, queue: u16, head: bool) -> Option<u32> {
         let offset = self.doorbell_offset(queue, head);
         let register = self.doorbells.take(offset);
@@ -141,11 +139,11 @@ impl Controller {
         if register.is_none() && self.options.doorbell_buffer == DoorbellBufferUse::Asked {
             return None;
         }
-        // The buffer is newer than the register: it is written first.
+        // The host writes the buffer before the register, so the buffer has the newer value.
         self.iommu.load32(shadow + offset as u64).ok()
     }
 
-    /// Takes note of all doorbells that were rung.
+    /// Reads all doorbells. Returns whether a value changed.
     pub(super) fn take_doorbells(&mut self) -> bool {
         let mut rung = false;
         let last = if self.options.by_hand {
@@ -164,7 +162,7 @@ impl Controller {
         rung
     }
 
-    /// A doorbell has this value; false if it had it before.
+    /// Handles a doorbell value. Returns false if the value is unchanged.
     fn ring(&mut self, queue: u16, head: bool, value: u32) -> bool {
         let (known, entries) = match head {
             false => match self.sqs.get_mut(&queue) {
@@ -187,14 +185,14 @@ impl Controller {
     }
 
     fn no_such_queue(&mut self, queue: u16, value: u32) -> bool {
-        // In a Doorbell Buffer, doorbells without a queue have no owner.
+        // In a Doorbell Buffer, doorbells of queues that do not exist may have any value.
         if self.shadow.is_none() || queue == 0 {
             self.complain(format!("Doorbell of queue {queue}, which is not: {value}"));
         }
         false
     }
 
-    /// Requests writes of the next doorbells (EventIdx), if the drive does that.
+    /// Requests a register write for the next doorbell values (EventIdx), if the drive does so.
     pub(super) fn ask_for_doorbells(&mut self) {
         let Some([shadow, event_idx]) = self.shadow else {
             return;
@@ -211,13 +209,13 @@ impl Controller {
         let doorbells: Vec<_> = sqs.chain(cqs).filter(|(id, ..)| *id != 0).collect();
         for (id, head, value, entries) in doorbells {
             let offset = self.doorbell_offset(id, head) as u64;
-            // Just behind the value, so that the next one passes it; or as far from it as can be.
+            // The present value makes the next one pass EventIdx. The farthest value requests no write.
             let ask = match asked {
                 true => value,
                 false => (value + entries / 2) % entries,
             };
             let stored = self.iommu.store32(event_idx + offset, ask);
-            // A doorbell that was rung before the host could see that it was asked for.
+            // The host may have rung before it could see the new EventIdx.
             if asked
                 && stored.is_ok()
                 && let Ok(now) = self.iommu.load32(shadow + offset)
@@ -228,7 +226,7 @@ impl Controller {
         }
     }
 
-    /// Takes commands as long as there are any and the drive has room.
+    /// Fetches commands while there are any and the drive has room.
     pub(super) fn take_commands(&mut self, now: Duration) -> bool {
         match self.is_weighted() {
             true => self.take_by_weight(now),
@@ -236,13 +234,13 @@ impl Controller {
         }
     }
 
-    /// Commands of each class in a round: High, Medium, Low.
+    /// Returns the number of commands of each class in a round: High, Medium, Low.
     pub(super) fn weights(&self) -> [u32; WEIGHTED.len()] {
         [24, 16, 8].map(|at| (self.arbitration >> at & 0xFF) + 1)
     }
 
-    /// Weighted round robin with an urgent class (section 3.4.4.2): admin commands go first, then the urgent queues. Each of
-    /// the other classes has as many commands in a round as its weight. The queues of a class have turns.
+    /// Arbitrates by weighted round robin with an urgent class (section 3.4.4.2): admin commands first, then urgent queues.
+    /// Each other class may have as many commands per round as its weight. Queues of the same class take turns.
     fn take_by_weight(&mut self, now: Duration) -> bool {
         let mut taken = false;
         while !self.fatal
@@ -255,13 +253,13 @@ impl Controller {
         taken
     }
 
-    /// Returns whether the drive takes one more I/O command. Admin commands that it has take no place.
+    /// Returns whether the drive has room for an I/O command. Admin commands do not count.
     pub(super) fn has_place(&self) -> bool {
         let of_io = self.work.iter().filter(|work| work.sq != 0);
         of_io.count() < self.options.parallel
     }
 
-    /// Returns the queue of which the drive takes the next command.
+    /// Returns the queue of the next command.
     pub(super) fn next_by_weight(&mut self) -> Option<u16> {
         if self.sqs.get(&0).is_some_and(|admin| admin.waiting() > 0) {
             return Some(0);
@@ -286,7 +284,7 @@ impl Controller {
         next[class]
     }
 
-    /// Returns the queue of a class whose turn it is, of those with commands.
+    /// Returns the next non-empty queue of a class.
     fn next_of_class(&self, class: u8) -> Option<u16> {
         let last = self.weighted_turns.last[usize::from(class)];
         let behind = self
@@ -298,11 +296,11 @@ impl Controller {
         waiting.next().map(|(&id, _)| id)
     }
 
-    /// One command of each queue in turn: round robin arbitration (section 3.4.4.1).
+    /// Arbitrates by round robin (section 3.4.4.1): one command of each queue in turn.
     fn take_in_turn(&mut self, now: Duration) -> bool {
         let mut taken = false;
         loop {
-            // The queue behind the last one is next, also if the drive had no room meanwhile.
+            // The turn continues behind the last served queue, even if the drive had no room meanwhile.
             let (last, sqs) = (self.last_taken, &self.sqs);
             let behind = sqs.range((Bound::Excluded(last), Bound::Unbounded));
             let turns = behind.chain(sqs.range(..=last));
@@ -312,7 +310,7 @@ impl Controller {
                 let room = id == 0 || self.has_room(now);
                 if room && !self.fatal && !self.hung && self.take_command(id, now) {
                     more = true;
-                    // The admin queue has no part in the turns.
+                    // The admin queue does not take part in round robin.
                     if id != 0 {
                         self.last_taken = id;
                     }
@@ -379,7 +377,7 @@ impl Controller {
         true
     }
 
-    /// Completes a command; `dnr` is Do Not Retry, for one that failed.
+    /// Completes a command. `dnr` sets Do Not Retry if the command failed.
     pub(super) fn complete(
         &mut self,
         sq: u16,
@@ -391,14 +389,14 @@ impl Controller {
         self.post(sq, entry);
     }
 
-    /// Posts an entry once the drive has taken `further` more commands of its Submission Queue.
+    /// Posts an entry after the drive has fetched `further` more commands of its Submission Queue.
     pub(super) fn post_later(&mut self, sq: u16, entry: [u64; 2], further: u16) {
         if let Some(sq) = self.sqs.get_mut(&sq) {
             sq.later.push((further, entry));
         }
     }
 
-    /// Puts an entry into the queue that a Submission Queue completes to, when there is room.
+    /// Queues an entry for the Completion Queue of a Submission Queue.
     pub(super) fn post(&mut self, sq: u16, entry: [u64; 2]) {
         if let Some(sq) = self.sqs.get(&sq)
             && let Some(cq) = self.cqs.get_mut(&sq.cq)
@@ -407,7 +405,7 @@ impl Controller {
         }
     }
 
-    /// Writes entries that wait, into the queues that have room.
+    /// Writes queued entries into Completion Queues that have room.
     pub(super) fn post_held(&mut self) -> bool {
         let mut posted = false;
         let mut unreachable = None;
@@ -416,7 +414,7 @@ impl Controller {
             while !cq.is_full()
                 && let Some([lower, upper]) = cq.held.pop_front()
             {
-                // SQHD, as it is now; an entry of arbitrary bytes may name any queue.
+                // SQHD has the present head. An entry of random bytes may name any queue.
                 let sqid = (upper >> 16) as u16;
                 let head = self.sqs.get(&sqid).map_or(0, |sq| sq.head);
                 let upper =
@@ -432,7 +430,7 @@ impl Controller {
                 posted = true;
             }
             if let Some(interrupt) = signals.and_then(|vector| self.interrupts.get(vector)) {
-                // A full counter has signalled the guest already.
+                // If the counter is full, the guest has a pending signal already.
                 let _full = eventfd::signal(interrupt.event());
             }
         }
@@ -444,7 +442,7 @@ impl Controller {
     }
 }
 
-/// Returns the entry that completes a command; `dnr` is Do Not Retry, for one that failed.
+/// Returns the completion entry of a command. `dnr` sets Do Not Retry if the command failed.
 pub(super) fn entry(sq: u16, sqe: &Sqe, outcome: Result<u32, StatusCode>, dnr: bool) -> [u64; 2] {
     let (result, code) = match outcome {
         Ok(result) => (result, status::SUCCESS),

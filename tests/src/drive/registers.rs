@@ -1,4 +1,4 @@
-//! The properties, and the states that CC and CSTS go through (NVMe Base 2.0, sections 3.1.3, 3.5, 3.6).
+//! Registers, and the states of CC and CSTS (NVMe Base 2.0, sections 3.1.3, 3.5, 3.6).
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ const CC_AMS: u32 = 0b111 << 11;
 /// CC.AMS: Weighted Round Robin with Urgent Priority Class.
 const CC_AMS_WEIGHTED: u32 = 1 << 11;
 
-/// Phase of the controller between disabled and ready.
+/// State of the controller between disabled and ready. Times are ends of transitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Disabled,
@@ -129,7 +129,7 @@ impl Controller {
         }
     }
 
-    /// A controller with an arbitration that it does not have fails.
+    /// Fails the controller if it does not have the selected arbitration mechanism.
     fn select_arbitration(&mut self, ams: u32) {
         match (ams, self.options.arbitration) {
             (0, _) | (CC_AMS_WEIGHTED, Arbitration::Weighted) => {}
@@ -144,12 +144,12 @@ impl Controller {
         }
     }
 
-    /// Returns whether it was enabled with weighted round robin.
+    /// Returns whether the controller was enabled with weighted round robin.
     pub(super) fn is_weighted(&self) -> bool {
         self.cc & CC_AMS == CC_AMS_WEIGHTED
     }
 
-    /// Lets CSTS follow CC.
+    /// Makes CSTS follow CC.
     pub(super) fn follow(&mut self, now: Duration) -> bool {
         match self.phase {
             Phase::Enabling(then)
@@ -182,7 +182,7 @@ impl Controller {
         self.phase = Phase::Ready;
     }
 
-    /// All that a reset forgets; memory is not touched from now on.
+    /// Clears the state that a reset clears. The drive no longer accesses memory.
     pub(super) fn forget(&mut self) {
         self.phase = Phase::Disabled;
         let lasting = |failure: &WeightedFailure| *failure != WeightedFailure::Fatal;

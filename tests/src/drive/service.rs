@@ -1,4 +1,4 @@
-//! Times of commands on a drive that works on a few of them at a time.
+//! Service times of a drive with a limited number of channels.
 
 use std::time::Duration;
 
@@ -6,31 +6,31 @@ use super::Controller;
 use crate::command::{Sqe, io};
 use crate::memory::PAGE_SIZE;
 
-/// Order in which a drive begins the commands that wait.
+/// Order in which a drive begins waiting commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// One of each Submission Queue in turn: round robin arbitration (NVMe Base 2.0, section 3.4.4.1). A command stays in its
-    /// queue until it is begun.
+    /// Round robin arbitration between Submission Queues (NVMe Base 2.0, section 3.4.4.1). A command stays in its queue until
+    /// it begins.
     RoundRobin,
-    /// That of their arrival, whichever queues they are in. The drive takes them as soon as their doorbell is rung.
+    /// Order of arrival over all queues. The drive fetches commands as soon as their doorbell is rung.
     Arrival,
 }
 
-/// A drive's channels, each of which works on one command at a time, and the time that it takes for that.
+/// Channels of a drive, which execute one command at a time each, and their service times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Service {
-    /// Commands that are worked on at a time.
+    /// Number of channels.
     pub channels: usize,
-    /// Time of a command, whatever its length.
+    /// Service time of a command, independent of its size.
     pub command: Duration,
-    /// Time for each page that it transfers or writes zeroes to. A deallocation takes none.
+    /// Additional time for each page that the command transfers or zeroes. Deallocation takes no additional time.
     pub page: Duration,
-    /// Order in which it begins them.
+    /// Order in which commands begin.
     pub order: Order,
 }
 
 impl Controller {
-    /// Returns whether the drive takes another I/O command now.
+    /// Returns whether the drive can fetch another I/O command now.
     pub(super) fn has_room(&self, now: Duration) -> bool {
         match self.options.service {
             None => self.has_place(),
@@ -40,7 +40,7 @@ impl Controller {
         }
     }
 
-    /// Gives an I/O command to the channel that is free first. Returns when it is done.
+    /// Assigns an I/O command to the channel that is free first. Returns the time of its completion.
     pub(super) fn begin_service(&mut self, sqe: &Sqe, now: Duration) -> Duration {
         let Some(service) = self.options.service else {
             return now + self.options.latency;

@@ -1,9 +1,9 @@
 //! Model of a namespace's answers, for property tests.
 //!
-//! The model knows, for every logical block, what it may read as. That is one thing after a write; after
-//! a deallocation, which is a hint, it is zeroes or what was there, until a read tells which. A test
-//! feeds [`Op`]s to [`Model::step`], which runs each on the device and compares. [`Op::choose`] makes
-//! them from any numbers, so that a property test can shrink them.
+//! The model contains the possible contents of each logical block. After a write, there is one. A deallocation is a hint:
+//! afterwards the block has its old content or zeroes, until a read shows which. A test passes [`Op`]s to [`Model::step`],
+//! which executes them on the device and compares the answers. [`Op::choose`] creates them from arbitrary numbers, so that a
+//! property test can shrink them.
 
 use std::collections::BTreeMap;
 
@@ -20,12 +20,12 @@ pub use op::{Limits, Op};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     Zero,
-    /// The pattern of a tag for a block, which may have been copied from elsewhere.
+    /// Pattern of a tag and block. The block differs from the present one after a Copy.
     Pattern {
         tag: u64,
         lba: u64,
     },
-    /// Unrecovered Read Error.
+    /// Reads fail with Unrecovered Read Error.
     Uncorrectable,
 }
 
@@ -45,55 +45,55 @@ impl Content {
     }
 }
 
-/// All that a block may be; empty when nothing is known about it.
+/// Possible contents of a block; empty if the content is unknown.
 type Possible = Vec<Content>;
 
-/// The device did not do what the model says.
+/// A difference between device and model.
 #[derive(Debug, thiserror::Error)]
 pub enum Mismatch {
-    /// The driver failed before the device could answer.
+    /// The driver failed before the device answered.
     #[error("{op:?} was not answered")]
     Driver {
         /// The operation.
         op: Op,
-        /// Error.
+        /// Error of the driver.
         source: Error,
     },
-    /// Not the status that the model says.
+    /// The status differs from the model's.
     #[error("{op:?} completed with {got}, where {want} was to be expected")]
     Status {
         /// The operation.
         op: Op,
-        /// The device's status.
+        /// Status of the device.
         got: StatusCode,
-        /// Answer that the model allows.
+        /// Answers that the model allows.
         want: String,
     },
-    /// Not the data that the model says.
+    /// The data differs from the model's.
     #[error("{op:?} gave block {lba} as {got:02x?}…, where {want} was to be expected")]
     Data {
         /// The operation.
         op: Op,
-        /// The first wrong block.
+        /// First wrong block.
         lba: u64,
-        /// Start of its content.
+        /// Start of the block's content.
         got: Vec<u8>,
-        /// Answer that the model allows.
+        /// Answers that the model allows.
         want: String,
     },
 }
 
-/// The expected state of a namespace.
+/// Expected state of a namespace.
 #[derive(Clone, Debug)]
 pub struct Model {
     limits: Limits,
-    /// Possible content of untouched blocks.
+    /// Possible contents of untouched blocks.
     initial: Possible,
     touched: BTreeMap<u64, Possible>,
 }
 
 impl Model {
-    /// A namespace of zeroes, or of unknown content.
+    /// Creates a model of a namespace of zeroes, or of unknown content.
     pub fn new(limits: Limits, zeroed: bool) -> Self {
         Self {
             limits,
@@ -125,7 +125,7 @@ impl Model {
         !possible.is_empty() && possible.iter().all(|c| *c == Content::Uncorrectable)
     }
 
-    /// Narrows a block down to what `keep` accepts; false when that is nothing.
+    /// Removes contents that `keep` rejects from a block's possible ones. Returns false if none is left.
     fn narrow(&mut self, lba: u64, keep: impl Fn(Content) -> bool) -> bool {
         let mut possible = self.at(lba).clone();
         if possible.is_empty() {
@@ -139,10 +139,10 @@ impl Model {
         some
     }
 
-    /// Runs an operation on the device and compares status and data with the model.
+    /// Executes an operation on the device and compares status and data with the model.
     ///
     /// # Errors
-    /// When the device does not do what the model says.
+    /// The device differs from the model.
     pub fn step(&mut self, disk: &mut Disk, op: &Op) -> std::result::Result<(), Mismatch> {
         let block_size = disk.block_size();
         let pattern = |tag: u64, slba: u64, blocks: u32| {
@@ -186,7 +186,7 @@ impl Model {
         self.judge(op, code, &data, block_size)
     }
 
-    /// Compares an answer with the model, and learns from it.
+    /// Compares an answer with the model, and updates the model.
     fn judge(
         &mut self,
         op: &Op,
@@ -202,7 +202,7 @@ impl Model {
             })
         };
         if !self.addressed(op) {
-            // A copy may get to a bad source before it gets to the range that is not there.
+            // A Copy may fail at an unreadable source before it reaches the range beyond the namespace.
             let bad_source = code == status::UNRECOVERED_READ_ERROR && self.may_fail_first(op);
             if code != status::LBA_OUT_OF_RANGE && !bad_source {
                 return wrong("LBA Out of Range");
@@ -283,7 +283,7 @@ impl Model {
         }
     }
 
-    /// Returns whether a source block of a copy may be bad.
+    /// Returns whether a source block of a Copy may be unreadable.
     fn may_fail_first(&self, op: &Op) -> bool {
         let Op::Copy { ranges, .. } = op else {
             return false;
@@ -294,8 +294,7 @@ impl Model {
             .any(|&(slba, blocks)| Self::range(slba, blocks).any(|lba| self.may_fail(lba)))
     }
 
-    /// Notes the possible effects of a refused operation: a command of several ranges may have begun with
-    /// those that were good.
+    /// Updates the model after a refused operation. A command of several ranges may have executed the valid ones.
     fn refused(&mut self, op: &Op) {
         match op {
             Op::Deallocate { ranges } => {
@@ -310,7 +309,7 @@ impl Model {
         }
     }
 
-    /// The destination of a failed copy is anything.
+    /// Marks the destination of a failed Copy as unknown.
     fn forget(&mut self, sdlba: u64, ranges: &[(u64, u32)]) {
         let total: u64 = ranges.iter().map(|&(_, n)| u64::from(n)).sum();
         for lba in sdlba..sdlba.saturating_add(total).min(self.limits.blocks) {
@@ -352,7 +351,7 @@ impl Model {
         }
     }
 
-    /// Checks whether success, or Unrecovered Read Error, is possible for these blocks.
+    /// Returns whether success or Unrecovered Read Error is possible for these blocks.
     fn judge_media(&self, slba: u64, blocks: u32, code: StatusCode) -> bool {
         let mut range = Self::range(slba, blocks);
         match code {
@@ -403,10 +402,10 @@ impl Model {
         }
     }
 
-    /// Reads every block that an operation touched, and compares.
+    /// Reads every touched block and compares it with the model.
     ///
     /// # Errors
-    /// When the device does not hold what the model says.
+    /// The device differs from the model.
     pub fn verify_all(&mut self, disk: &mut Disk) -> std::result::Result<(), Mismatch> {
         let lbas: Vec<u64> = self.touched.keys().copied().collect();
         for slba in lbas {

@@ -1,20 +1,20 @@
-//! I/O commands with their parameters, made from any numbers.
+//! I/O commands with their parameters, created from arbitrary numbers.
 
 use crate::disk::Disk;
 use crate::rng;
 
-/// Limits of the namespace for one command.
+/// Limits of commands on the namespace.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Logical blocks of the namespace.
+    /// Size of the namespace in logical blocks.
     pub blocks: u64,
-    /// Logical blocks of one command with data.
+    /// Maximum logical blocks of a command with data.
     pub transfer: u32,
-    /// Source ranges of one Copy.
+    /// Maximum source ranges per Copy.
     pub copy_ranges: u16,
-    /// Logical blocks of one source range.
+    /// Maximum logical blocks per source range.
     pub copy_range: u16,
-    /// Logical blocks of one Copy.
+    /// Maximum logical blocks per Copy.
     pub copy_blocks: u32,
 }
 
@@ -74,13 +74,13 @@ pub enum Op {
 }
 
 impl Op {
-    /// An operation from any numbers: mostly near the start of the namespace, so that they meet, some
-    /// at its end, a few beyond it.
+    /// Creates an operation from arbitrary numbers. Most are near the start of the namespace, so that they overlap; some are at
+    /// its end, and a few beyond it.
     pub fn choose(words: [u64; 4], limits: &Limits) -> Self {
         let [kind, place, size, more] = words;
         let blocks = 1 + (size % u64::from(limits.transfer.max(1))) as u32;
         let slba = Self::place(place, limits);
-        // Few tags, so that Compare often meets what was written.
+        // With few tags, Compare often finds equal data.
         let tag = more % 4;
         match kind % 16 {
             0..4 => Self::Read { slba, blocks },
@@ -116,7 +116,7 @@ impl Op {
         }
     }
 
-    /// A copy within the limits, of ranges that do not overlap its destination.
+    /// Creates a Copy within the limits, whose ranges do not overlap the destination.
     fn copy(sdlba: u64, size: u64, more: u64, limits: &Limits) -> Self {
         let count = 1 + size % u64::from(limits.copy_ranges.clamp(1, 4));
         let most = u64::from(limits.copy_range)

@@ -12,19 +12,19 @@ use nvme_vfio::{ArbitrationDescription, DriveDescription};
 
 use super::report::{CheckOutcome, DoctorCheck};
 
-/// The host's own driver.
+/// Name of the host's NVMe driver.
 const NVME: &str = "nvme";
 
-/// Memory pages of a drive, in which it counts its transfers, as a power of two.
+/// Memory page size of a drive as a power of two, the unit of its MDTS.
 const PAGE_SHIFT: u8 = 12;
 
-/// Percentage used of a drive's life that calls for a new one.
+/// Percentage Used from which a drive should be replaced.
 const WORN: u8 = 90;
 
-/// Difference between kelvins and degrees Celsius.
+/// Offset between kelvins and degrees Celsius.
 const KELVIN: i32 = 273;
 
-/// Checks the function in its host.
+/// Checks the function's driver, IOMMU group and users on the host.
 pub(super) fn placed(root: &HostRoot, function: &PciFunction) -> Vec<DoctorCheck> {
     vec![
         class(function),
@@ -182,7 +182,7 @@ fn read(path: &Path) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
-/// Checks what the drive reports about itself.
+/// Checks the drive's own description.
 pub(super) fn described(description: &DriveDescription) -> Vec<DoctorCheck> {
     let DriveDescription {
         controller,
@@ -212,7 +212,7 @@ pub(super) fn described(description: &DriveDescription) -> Vec<DoctorCheck> {
         cache(controller),
         self::controller_memory(*controller_memory),
     ]);
-    // The host's own driver does not show it.
+    // The host's NVMe driver does not expose arbitration.
     checks.extend(arbitration.map(self::arbitration));
     checks
 }
@@ -293,7 +293,7 @@ fn queue_pairs(pairs: Option<u16>) -> DoctorCheck {
     }
 }
 
-/// Most bytes of one command.
+/// Reports the maximum data transfer of a command.
 fn transfer(controller: &IdentifyController) -> DoctorCheck {
     const NAME: &str = "drive.transfer";
     let bytes = 1_u64
@@ -359,13 +359,13 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> DoctorCheck {
     )
 }
 
-/// Bytes of a logical block, whose size comes from the drive.
+/// Formats a logical block size, whose exponent comes from the drive and may be too large.
 fn block(shift: u8) -> String {
     let bytes = 1_u64.checked_shl(shift.into());
     bytes.map_or_else(|| format!("2^{shift}"), |bytes| bytes.to_string())
 }
 
-/// The namespaces whose deallocated blocks read as something else than zeroes.
+/// Returns the namespaces whose deallocated blocks may read as something other than zeroes.
 fn not_zeroes(namespaces: &[(Nsid, IdentifyNamespace)]) -> Vec<String> {
     let others = namespaces
         .iter()

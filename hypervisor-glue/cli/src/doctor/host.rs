@@ -1,4 +1,4 @@
-//! Checks of the host: its kernel, its IOMMU, limits of this process, and rights.
+//! Checks of the host: kernel, IOMMU, limits of this process, and permissions.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,13 +13,14 @@ use super::report::{CheckOutcome, DoctorCheck};
 use crate::control::{ControlError, query_stats};
 use crate::stats::SupervisorStatus;
 
-/// Oldest kernel that the tests run on.
+/// Oldest kernel that is tested.
 const OLDEST_KERNEL: (u32, u32) = (6, 1);
 
-/// Descriptors that a server with many functions is to have at least: more than the usual soft limit.
+/// Minimum descriptor limit for a server with many functions: more than the usual soft limit.
 const DESCRIPTORS: u64 = 4096;
 
-/// Bytes that a process with a physical drive locks besides the memory of VMs (`nvme_vfio::VfioError::MemoryLock`).
+/// Locked memory in bytes that a process with a physical drive needs in addition to the VMs'
+/// (`nvme_vfio::VfioError::MemoryLock`).
 const LOCKED_BESIDES: u64 = 256 << 20;
 
 /// Capabilities (capabilities(7)).
@@ -31,14 +32,14 @@ const CAP_SYS_ADMIN: u32 = 21;
 pub struct DoctorHost {
     /// Root of the kernel's file systems.
     pub root: HostRoot,
-    /// Folder with the ledger of leases.
+    /// Directory of the lease ledger.
     pub state_dir: PathBuf,
-    /// True if a physical drive is to be served, so that its needs are the host's.
+    /// True if the host must be able to serve a physical drive.
     pub physical: bool,
 }
 
 impl DoctorHost {
-    /// Makes all checks of the host.
+    /// Runs all checks of the host.
     #[must_use]
     pub fn checks(&self) -> Vec<DoctorCheck> {
         vec![
@@ -65,7 +66,7 @@ impl DoctorHost {
         read(&self.root.sys.join(name))
     }
 
-    /// Outcome of a check that physical drives depend on.
+    /// Returns the outcome for an unmet requirement of physical drives.
     fn unmet(&self) -> CheckOutcome {
         match self.physical {
             true => CheckOutcome::Problem,
@@ -187,7 +188,7 @@ impl DoctorHost {
         self.accessible(NAME, &path, CheckOutcome::Warning, remedy)
     }
 
-    /// Checks that this user may read and write a device's file.
+    /// Checks that this user may read and write a device file.
     fn accessible(
         &self,
         name: &str,
@@ -322,7 +323,7 @@ impl DoctorHost {
                 .remedy(elsewhere);
         }
         let nearest = folder.ancestors().skip(1).find(|parent| parent.exists());
-        // A relative path may have no other folder.
+        // A relative path without a directory starts at the working directory.
         let parent = nearest.unwrap_or(Path::new("."));
         match rustix::fs::access(parent, writable) {
             Ok(()) if parent.is_dir() => DoctorCheck::ok(
@@ -341,7 +342,7 @@ impl DoctorHost {
         }
     }
 
-    /// The keeper of the server with the control socket of the state folder.
+    /// Checks the supervisor process of the server that has the state directory's control socket.
     fn keeper(&self) -> DoctorCheck {
         const NAME: &str = "server.keeper";
         match query_stats(&self.state_dir.join(CONTROL_SOCKET)).map(|stats| stats.keeper) {
@@ -363,7 +364,7 @@ impl DoctorHost {
         }
     }
 
-    /// Soft and hard limit of this process; `None` for unlimited.
+    /// Returns the soft and hard limit of this process. An inner `None` means unlimited.
     fn limit(&self, name: &str) -> Option<(Option<u64>, Option<u64>)> {
         let text = self.proc("self/limits")?;
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;
@@ -387,13 +388,13 @@ impl DoctorHost {
     }
 }
 
-/// Text of a file without the line's end; `None` if it cannot be read.
+/// Returns the text of a file without the line end; `None` if the file cannot be read.
 fn read(path: &Path) -> Option<String> {
     let bytes = fs::read(path).ok()?;
     Some(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
-/// Names in a folder, in order; none if it cannot be read.
+/// Returns the names in a directory, sorted; none if the directory cannot be read.
 fn names(folder: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(folder) else {
         return Vec::new();

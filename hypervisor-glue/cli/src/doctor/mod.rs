@@ -1,9 +1,9 @@
 //! `nvme-mpt doctor`: a report on a host and a drive, for a person and for an issue.
 //!
-//! [`examine`] changes nothing. A drive that `vfio-pci` has and no process uses is taken into use for a moment, which resets it
-//! and leaves its data alone. All that is read from the host's kernel may be any text, and none of it ends the checks.
+//! [`examine`] changes no data. It opens a `vfio-pci` drive that no process uses, which resets the drive. Text from the host's
+//! kernel is untrusted: no content ends the checks.
 //!
-//! [`DoctorReport::try_out`] overwrites a namespace that was given up for it: see [`scratch`].
+//! [`DoctorReport::try_out`] overwrites a namespace with the operator's consent: see [`scratch`].
 
 mod drive;
 mod host;
@@ -46,9 +46,9 @@ pub fn examine(host: &DoctorHost, address: Option<PciAddress>) -> DoctorReport {
 }
 
 impl DoctorReport {
-    /// Tries a namespace out, whose data `consent` gives up, and appends the checks. Each measurement takes `time`.
+    /// Tests a namespace and appends the checks. `consent` must allow erasing the namespace. Each measurement takes `time`.
     ///
-    /// Nothing is done while the drive has problems.
+    /// Does nothing if the drive has problems.
     pub fn try_out(
         &mut self,
         host: &DoctorHost,
@@ -81,7 +81,7 @@ impl DoctorReport {
     }
 }
 
-/// Checks a drive, whose description `describe` returns or says why there is none.
+/// Checks a drive. `describe` returns the drive's description, or the reason why there is none.
 fn drive_checks(
     host: &DoctorHost,
     address: PciAddress,
@@ -108,7 +108,7 @@ fn drive_checks(
     checks
 }
 
-/// Asks a drive to describe itself, through the driver that it has.
+/// Reads the drive's description through its present driver.
 fn describe(host: &DoctorHost, function: &PciFunction) -> Result<DriveDescription, String> {
     if let Some(controller) = &function.controller {
         return controller

@@ -1,4 +1,4 @@
-//! The report: checks with their outcomes, for a person and for a program.
+//! The doctor's report: checks with their outcomes, as text and as JSON.
 
 use std::fmt;
 
@@ -9,18 +9,18 @@ use crate::table::TextTable;
 /// Outcome of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckOutcome {
-    /// Nothing to do.
+    /// The requirement is met.
     Ok,
-    /// It works, with a drawback.
+    /// The feature works with a drawback.
     Warning,
-    /// It does not work before the remedy.
+    /// The feature does not work without the remedy.
     Problem,
-    /// The check could not be made, or was not asked for.
+    /// The check was impossible or not requested.
     NotChecked,
 }
 
 impl CheckOutcome {
-    /// Its name, in text and in JSON.
+    /// Returns the outcome's name in text and JSON.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -38,21 +38,21 @@ impl Serialize for CheckOutcome {
     }
 }
 
-/// A check, and its result.
+/// A check and its result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DoctorCheck {
-    /// Name that stays the same from version to version, as in `host.iommu`.
+    /// Name, stable across versions, as in `host.iommu`.
     pub name: String,
     /// Outcome.
     pub outcome: CheckOutcome,
-    /// Observation, with its value.
+    /// Observed value or state.
     pub finding: String,
-    /// Step that changes the outcome, with a command where there is one.
+    /// Advice that changes the outcome, with a command where possible.
     pub remedy: Option<String>,
 }
 
 impl DoctorCheck {
-    /// A check without a remedy.
+    /// Creates a check without a remedy.
     #[must_use]
     pub fn new(name: impl Into<String>, outcome: CheckOutcome, finding: impl Into<String>) -> Self {
         Self {
@@ -63,19 +63,19 @@ impl DoctorCheck {
         }
     }
 
-    /// A check that found nothing to do.
+    /// Creates a check whose requirement is met.
     #[must_use]
     pub fn ok(name: impl Into<String>, finding: impl Into<String>) -> Self {
         Self::new(name, CheckOutcome::Ok, finding)
     }
 
-    /// A check that could not be made.
+    /// Creates a check that could not be made.
     #[must_use]
     pub fn not_checked(name: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::new(name, CheckOutcome::NotChecked, reason)
     }
 
-    /// The same check, with a remedy.
+    /// Sets the remedy.
     #[must_use]
     pub fn remedy(mut self, remedy: impl Into<String>) -> Self {
         self.remedy = Some(remedy.into());
@@ -88,16 +88,16 @@ impl DoctorCheck {
 pub struct ReportSection {
     /// Subject, as in `Host`.
     pub subject: String,
-    /// Its checks.
+    /// Checks of the subject.
     pub checks: Vec<DoctorCheck>,
 }
 
-/// All that `nvme-mpt doctor` found.
+/// Report of `nvme-mpt doctor`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DoctorReport {
     /// Version of the program.
     pub version: String,
-    /// Moment of the report.
+    /// Time of the report.
     pub time: String,
     /// The sections, in the order of the checks.
     pub sections: Vec<ReportSection>,
@@ -112,7 +112,7 @@ impl DoctorReport {
     }
 }
 
-/// Text without control characters, which may come from a drive or from the kernel.
+/// Replaces control characters, which may come from a drive or the kernel.
 fn printable(text: &str) -> String {
     let clean = |c: char| if c.is_control() { ' ' } else { c };
     text.chars().map(clean).collect()
@@ -126,7 +126,7 @@ impl fmt::Display for DoctorReport {
             sections,
         } = self;
         writeln!(f, "nvme-mpt {version}, {time}")?;
-        // One table for all, so that the columns of all sections are equally wide.
+        // All sections share one table, so that their columns are equally wide.
         let mut table = TextTable::of_text();
         let mut lines = Vec::new();
         for ReportSection { checks, .. } in sections {

@@ -1,4 +1,4 @@
-//! Drives that a server has open: each host controller once, with each namespace that is used.
+//! Drives that a server has open: each host controller once, with each namespace in use.
 
 use std::io;
 use std::path::Path;
@@ -21,10 +21,10 @@ use thiserror::Error;
 use crate::confine::LandlockRefusal;
 use crate::kept::{PersistenceError, ServerPersistence};
 
-/// A drive cannot be opened for a function.
+/// Errors of opening a drive for a function.
 #[derive(Debug, Error)]
 pub enum FunctionDriveError {
-    /// Functions want the same drive in different ways.
+    /// Functions that share a drive disagree on an option of the drive.
     #[error(
         "Drive {path} is opened once, but the functions that share it ask for different {key}=: give the same {key}= to each"
     )]
@@ -34,13 +34,13 @@ pub enum FunctionDriveError {
         /// The option that differs.
         key: &'static str,
     },
-    /// It cannot be opened.
+    /// The drive cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenDriveError),
-    /// The server may not use its files.
+    /// The server's sandbox does not allow the drive's files.
     #[error(transparent)]
     Landlock(#[from] LandlockRefusal),
-    /// Its content cannot be kept for the next process.
+    /// The content of the drive cannot be stored for the successor process.
     #[error(transparent)]
     Keeping(Box<PersistenceError>),
 }
@@ -51,10 +51,10 @@ impl From<PersistenceError> for FunctionDriveError {
     }
 }
 
-/// Longest wait for the path of a drive that no function uses.
+/// Longest wait for the path lookup of an unused drive.
 const UNUSED_LOOK: Duration = Duration::from_millis(100);
 
-/// The next server would not find a drive by its path.
+/// A drive whose path leads to something else now, and the reason.
 #[derive(Debug, Error)]
 #[error("The path of drive {path} is not that of the open drive: {reason}")]
 pub(super) struct MovedDrive {
@@ -62,22 +62,22 @@ pub(super) struct MovedDrive {
     reason: io::Error,
 }
 
-/// Result of [`beginning_of`], which may take as long as the file system likes.
+/// Result of [`beginning_of`], which may block as long as the file system does.
 type PathLookup = Receiver<io::Result<String>>;
 
 #[derive(Debug)]
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
-    /// Place of the drive's first byte when it was opened; `None` for a drive without a file.
+    /// Name of the drive's first byte when it was opened; `None` for a drive without a file.
     beginning: Option<String>,
-    /// A look at the path that has not ended.
+    /// A path lookup that has not finished.
     look: Mutex<Option<PathLookup>>,
     options: DriveOptions,
 }
 
 impl OpenDrive {
-    /// Returns why the next process would not find the drive by its path. A file system that does not answer in time is a
+    /// Returns why the successor process would not find the drive by its path. A file system that does not answer in time is a
     /// reason, too.
     fn moved(&self, deadline: &Deadline) -> Option<MovedDrive> {
         let (DrivePath::File(file), Some(known)) = (&self.path, &self.beginning) else {
@@ -92,18 +92,18 @@ impl OpenDrive {
         Some(MovedDrive { path, reason })
     }
 
-    /// Finds the first byte to which the path leads, on a thread of its own. A thread that does not come back is waited for by
-    /// later calls, so there is one at most.
+    /// Looks up the first byte behind the path, on a separate thread. Later calls wait for a blocked thread, so that there is
+    /// at most one.
     fn look(&self, file: &Path, deadline: &Deadline) -> io::Result<String> {
         let mut look = self.look.lock().unwrap_or_else(PoisonError::into_inner);
-        // What came after its call had given up may be out of date.
+        // A result that arrived after its caller's timeout may be out of date.
         let is_pending = |look: &PathLookup| matches!(look.try_recv(), Err(TryRecvError::Empty));
         let pending = match look.take().filter(is_pending) {
             Some(pending) => pending,
             None => {
                 let (sender, receiver) = sync_channel(1);
                 let file = file.to_owned();
-                // Who asked may have gone.
+                // The receiver may be gone.
                 start_thread("path", move || drop(sender.send(beginning_of(&file))))?;
                 receiver
             }
@@ -120,21 +120,21 @@ impl OpenDrive {
     }
 }
 
-/// Returns the place of the first byte of a file or block device.
+/// Returns the name of the first byte of a file or block device.
 fn beginning_of(file: &Path) -> io::Result<String> {
     Ok(beginning(&BackingId::of(file)?.identity().name))
 }
 
-/// The drives that are open.
+/// The open drives.
 #[derive(Debug, Default)]
 pub(super) struct OpenDrives(Vec<OpenDrive>);
 
 impl OpenDrives {
-    /// Opens drives that another server has open: those that `held` names, then those of functions. The paths are as
-    /// [`Self::open`] is given them later.
+    /// Opens drives while another server has them open: first those in `held`, then those of functions. The paths are equal to
+    /// those of later [`Self::open`] calls.
     ///
-    /// It opens files alone, and none with a timing model or faults. If one of them cannot be opened, it keeps none open: the
-    /// error is reported when the drive is opened for its function.
+    /// Opens only files without a timing model and faults. If one drive cannot be opened, all are closed again: the error is
+    /// reported when the drive is opened for its function.
     pub(super) fn open_beside(held: &[FunctionOptions], functions: &[FunctionOptions]) -> Self {
         let is_plain = |path: &DrivePath| {
             let mut all = held.iter().chain(functions);
@@ -155,8 +155,8 @@ impl OpenDrives {
         drives
     }
 
-    /// Returns the drive of a function. `sharing` are the functions that are to share it, this one among them: the
-    /// drive is opened as they ask.
+    /// Returns the drive of a function, and opens it if necessary. `sharing` are the functions that share the drive, including
+    /// this one; their options must agree.
     pub(super) fn open<'a>(
         &mut self,
         function: &FunctionOptions,
@@ -203,14 +203,14 @@ impl OpenDrives {
                 };
                 let drive = drives::open_outliving(path, options.clone(), outliving);
                 if let (DrivePath::Pci(_), Some(keeping)) = (path, keeping) {
-                    // It does nothing of the server before any more, open or not.
+                    // The predecessor needs nothing of this drive any more, whether opening succeeded or not.
                     match &drive {
                         Ok(_) => keeping.take_drive_back(&path.to_string()),
                         Err(_) => keeping.let_go_of_drive(&path.to_string()),
                     }
                 }
                 if drive.is_ok() && function.pins_memory() {
-                    // Which VMMs will come is not known.
+                    // The server cannot know which VMMs will connect.
                     log::warn!(
                         "Drive {path} pins the memory of its VMs: they must have no balloon and no free page reporting, \
                          unless their VMM prevents both, as QEMU does"
@@ -237,8 +237,8 @@ impl OpenDrives {
         Ok(drive)
     }
 
-    /// Closes drives that no function uses and that their paths do not lead to. A function that waits for such a drive opens
-    /// what is at the path now.
+    /// Closes unused drives whose path leads to something else. A function that waits for such a path then opens what is there
+    /// now.
     pub(super) fn close_moved(&mut self, is_used: impl Fn(&Arc<Drive>) -> bool) {
         self.0.retain(|open| {
             let deadline = Deadline::after(&SystemClock::shared(), UNUSED_LOOK);
@@ -247,7 +247,7 @@ impl OpenDrives {
         });
     }
 
-    /// Closes all drives but those that `used` reports. Returns the paths of those that are open no more.
+    /// Closes all drives but those for which `used` returns true. Returns the paths of the closed drives.
     pub(super) fn close_unused(
         &mut self,
         used: impl Fn(&DrivePath, &Arc<Drive>) -> bool,
@@ -261,13 +261,13 @@ impl OpenDrives {
         paths
     }
 
-    /// Returns a drive that the next process would not find by its path: a file that was renamed, removed or replaced, or a
-    /// device with another number.
+    /// Returns a drive that the successor process would not find by its path: a file that was renamed, removed or replaced, or
+    /// a device with another number.
     pub(super) fn find_moved(&self, deadline: &Deadline) -> Option<MovedDrive> {
         self.0.iter().find_map(|open| open.moved(deadline))
     }
 
-    /// Returns all of them, each with the path by which it was opened.
+    /// Returns all drives with the paths by which they were opened.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&DrivePath, &Arc<Drive>)> {
         self.0.iter().map(|open| (&open.path, &open.drive))
     }
@@ -284,8 +284,8 @@ impl OpenDrives {
     }
 }
 
-/// Returns whether a function with these options goes on in the next process of its server. Zones, keys and values of a
-/// `memory:` drive are in the memory of one process.
+/// Returns whether a function with these options continues in the server's successor process. Zones, keys and values of a
+/// `memory:` drive end with the process.
 pub(super) fn outlives_process(options: &FunctionOptions) -> bool {
     let in_process = matches!(
         options.profile.as_deref(),
@@ -294,10 +294,10 @@ pub(super) fn outlives_process(options: &FunctionOptions) -> bool {
     !(in_process && matches!(options.path, DrivePath::Memory(_)))
 }
 
-/// The key of an option whose values differ.
+/// Key of an option on which functions disagree.
 struct DifferingOption(&'static str);
 
-/// Returns the options of a drive as all the functions ask that share it.
+/// Returns the drive options on which the functions that share the drive agree.
 fn common_options<'a>(
     sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
 ) -> Result<DriveOptions, DifferingOption> {

@@ -246,7 +246,7 @@ impl Holes {
         })
     }
 
-    /// Offset of the buffers in the file of the guest's memory.
+    /// Returns the offset of the buffers in the file of the guest's memory.
     fn offset(&self) -> u64 {
         let regions = self.client.memory.regions();
         let gpa = self.data.gpa();

@@ -36,7 +36,7 @@ impl Kind {
         Self::RefusedUpgrade,
     ];
 
-    /// The name of its row.
+    /// Returns the name of its row.
     pub fn name(self) -> &'static str {
         match self {
             Self::Spin => "spin",

@@ -91,7 +91,7 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
 /// Measures each attacker on a server of its own. `told` is called with each row as soon as there is one.
 ///
 /// # Errors
-/// If a server does not start, or a victim cannot connect to it. What goes wrong later is in the report.
+/// A server does not start, or a victim cannot connect to it. What goes wrong later is in the report.
 pub fn run(
     program: &Path,
     options: &Options,

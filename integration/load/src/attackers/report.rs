@@ -136,7 +136,7 @@ impl Row {
         Self { kind, outcome }
     }
 
-    /// The two lines above the rows.
+    /// Returns the two lines above the rows.
     pub fn header() -> String {
         let columns = format!("{:>9} {:>9} {:>9} {:>9}", "p50", "p99", "p99.9", "max");
         format!(

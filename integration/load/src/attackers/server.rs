@@ -123,7 +123,7 @@ impl Server {
         ready.recv().is_ok()
     }
 
-    /// The socket of a function.
+    /// Returns the socket of a function.
     pub(super) fn socket(&self, id: &str) -> PathBuf {
         self.folder.path().join(format!("{id}.sock"))
     }

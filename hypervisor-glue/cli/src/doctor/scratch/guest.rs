@@ -1,7 +1,7 @@
-//! A function in this process, and a small driver of it, which plays its guest.
+//! A function in this process, and a small guest driver for it.
 //!
-//! The guest's memory is a memory file, its doorbells are mapped, and it polls. It reaches the drive by the function's
-//! registers and queues alone, as a VM does.
+//! The guest's memory is a memory file, its doorbells are mapped, and it polls. It accesses the drive only through the
+//! function's registers and queues, as a VM does.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -29,17 +29,17 @@ use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
 use thiserror::Error;
 use vmm_device::{Bar, FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
-/// Bytes of each I/O.
+/// Size of each I/O in bytes.
 pub(super) const IO_BYTES: usize = 4096;
 
-/// Most commands in flight.
+/// Maximum number of in-flight commands.
 pub(super) const DEPTH_MAX: u16 = 128;
 
-/// Guest address of the memory.
+/// Guest physical address and size of the memory.
 const MEMORY: u64 = 1 << 32;
 const MEMORY_BYTES: usize = 2 << 20;
 
-/// Offsets in the memory: a page for each admin queue, the I/O queues, and a page of data for each command.
+/// Offsets in the memory: a page for each admin queue, the I/O queues, and a data page for each command.
 const ADMIN_SQ: usize = 0;
 const ADMIN_CQ: usize = 0x1000;
 const IO_SQ: usize = 0x4000;
@@ -54,41 +54,41 @@ const _: () = assert!(DATA + DEPTH_MAX as usize * IO_BYTES <= MEMORY_BYTES);
 
 const IO_QUEUE: QueueId = QueueId(1);
 
-/// Longest wait for a completion, longer than a function takes to give a command up.
+/// Timeout of a completion, longer than a function's own command timeout.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Looks for a completion before the driver sleeps between two: more than any drive is slow.
+/// Polls for a completion before the driver starts to sleep between polls. Normal commands complete within them.
 const SPINS: u32 = 100_000;
 
-/// Sleep between two looks, for a machine that has one processor for poller and guest.
+/// Sleep between polls, for hosts where poller and guest share one processor.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Error of a guest that cannot go on.
+/// Errors of a guest.
 #[derive(Debug, Error)]
 pub(super) enum GuestError {
-    /// Its memory or its thread cannot be had.
+    /// The guest's memory or thread cannot be created.
     #[error("No memory, thread or doorbells for a guest")]
     System(#[from] io::Error),
-    /// The function does not take its memory.
+    /// The function cannot map the guest's memory.
     #[error("The function does not take the guest's memory")]
     Memory(#[from] nvme_mpt::DmaError),
-    /// The controller does not follow CC.EN.
+    /// CSTS.RDY did not follow CC.EN.
     #[error(
         "The controller does not follow CC.EN={enabled} within {PATIENCE:?}: CSTS is {csts:08x}h"
     )]
     NotReady {
-        /// Value that was written.
+        /// Value of CC.EN that was written.
         enabled: bool,
-        /// Value that was read.
+        /// Value of CSTS that was read.
         csts: u32,
     },
-    /// A command does not complete.
+    /// A command did not complete in time.
     #[error("No command completes within {PATIENCE:?}; {flying} are in flight")]
     Silent {
-        /// Number of commands in flight.
+        /// Number of in-flight commands.
         flying: usize,
     },
-    /// A completion has no command.
+    /// A completion matches no command.
     #[error("A completion has the identifier {0}, which no command has")]
     Unknown(u16),
     /// A command failed.
@@ -102,13 +102,13 @@ pub(super) enum GuestError {
     /// The function cannot be paused.
     #[error("The function cannot be paused")]
     Pause(#[from] nvme_mpt::QueueError),
-    /// Its state cannot be saved.
+    /// The function's state cannot be saved.
     #[error("The function's state cannot be saved")]
     Save(#[from] nvme_mpt::BackendStateError),
-    /// Its state cannot be taken up.
+    /// The function's state cannot be restored.
     #[error("The function's state cannot be taken up")]
     Restore(#[from] SnapshotError),
-    /// It does not end in order.
+    /// The function did not end cleanly.
     #[error("The function does not end in order")]
     End(#[from] vmm_device::EndError),
 }
@@ -132,18 +132,18 @@ impl QueuePairRings {
     }
 }
 
-/// Doorbells of the I/O queue pair, which the guest stores to.
+/// Mapped doorbells of the I/O queue pair.
 struct GuestDoorbells {
     tail: MappedWord32,
     head: MappedWord32,
 }
 
-/// A function, shared by its guest and its control thread.
+/// A function that its guest and its control thread share.
 struct SharedFunction(Mutex<NvmeFunction>);
 
 impl SharedFunction {
     fn lock(&self) -> MutexGuard<'_, NvmeFunction> {
-        // A function that panicked is at worst a failed controller.
+        // Poisoning is acceptable: at worst, the controller of a panicked function fails.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -158,7 +158,7 @@ impl ControlLoopHandler for &SharedFunction {
     }
 }
 
-/// A function with its control thread.
+/// A function and its control thread.
 struct RunningFunction {
     function: Arc<SharedFunction>,
     control: Arc<ControlLoop>,
@@ -182,13 +182,13 @@ impl RunningFunction {
         })
     }
 
-    /// Ends the thread, and the function in order.
+    /// Stops the control thread, then ends the function.
     fn end(&mut self) -> Result<(), GuestError> {
         let Some(thread) = self.thread.take() else {
             return Ok(());
         };
         self.control.stop();
-        // What a panic leaves behind is ended as anything else.
+        // The function of a panicked thread is ended in the same way.
         let _ = thread.join();
         let mut function = self.function.lock();
         function.end()?;
@@ -205,7 +205,7 @@ impl Drop for RunningFunction {
     }
 }
 
-/// A guest's memory and rings, which outlive a function.
+/// Guest memory and rings, which outlive a function.
 struct GuestMachine {
     name: String,
     lba_shift: u8,
@@ -215,7 +215,7 @@ struct GuestMachine {
     io: QueuePairRings,
 }
 
-/// A guest whose function was saved and has ended.
+/// A guest whose function was saved and ended.
 pub(super) struct SuspendedGuest {
     machine: GuestMachine,
     state: Vec<u8>,
@@ -229,7 +229,7 @@ pub(super) struct ScratchGuest {
 }
 
 impl ScratchGuest {
-    /// Starts a guest on a function whose doorbells can be mapped.
+    /// Starts a guest on a function with mappable doorbells.
     pub(super) fn start(
         name: &str,
         function: NvmeFunction,
@@ -296,7 +296,7 @@ impl ScratchGuest {
         }
     }
 
-    /// Enables the controller, and creates the I/O queue pair.
+    /// Enables the controller and creates the I/O queue pair.
     fn enable(&mut self) -> Result<(), GuestError> {
         // Memory Space Enable and Bus Master Enable.
         let _ = self.function().write_config(0x04, &0b110_u16.to_le_bytes());
@@ -361,7 +361,7 @@ impl ScratchGuest {
         self.running.control.wake();
     }
 
-    /// Disables and enables the controller, whatever is in flight (Controller Level Reset).
+    /// Resets the controller by CC.EN, even with in-flight commands (Controller Level Reset).
     pub(super) fn reset(&mut self) -> Result<(), GuestError> {
         self.set_enabled(false)?;
         for rings in [&mut self.machine.admin, &mut self.machine.io] {
@@ -371,7 +371,7 @@ impl ScratchGuest {
         self.enable()
     }
 
-    /// Saves the function and ends it. Its lease is given back.
+    /// Saves the function's state and ends the function, which releases its lease.
     pub(super) fn suspend(mut self) -> Result<SuspendedGuest, GuestError> {
         let state = {
             let mut function = self.function();
@@ -385,12 +385,12 @@ impl ScratchGuest {
         })
     }
 
-    /// Limits the lease from now on.
+    /// Sets the rate limits of the lease.
     pub(super) fn set_rates(&self, rates: RateLimits) {
         self.function().host().set_rates(rates);
     }
 
-    /// Command that reads or writes the data of a slot.
+    /// Returns a command that transfers the data page of a slot.
     pub(super) fn command(&self, opcode: NvmOpcode, slot: u16, block: u64) -> Sqe {
         let mut sqe = Sqe::new(opcode.0);
         sqe.nsid = Nsid(1);
@@ -404,14 +404,14 @@ impl ScratchGuest {
         sqe
     }
 
-    /// Fills the data of a slot.
+    /// Fills the data page of a slot.
     pub(super) fn fill(&self, slot: u16, bytes: &[u8; IO_BYTES]) {
         if let Some(data) = self.machine.memory.bytes(data_offset(slot), IO_BYTES) {
             data.copy_from(bytes);
         }
     }
 
-    /// Returns the data of a slot.
+    /// Returns the content of a slot's data page.
     pub(super) fn data(&self, slot: u16) -> [u8; IO_BYTES] {
         let mut bytes = [0; IO_BYTES];
         if let Some(data) = self.machine.memory.bytes(data_offset(slot), IO_BYTES) {
@@ -420,7 +420,7 @@ impl ScratchGuest {
         bytes
     }
 
-    /// Submits commands that nothing waits for: those of slots 0, 1, 2 and so on.
+    /// Submits commands in slots 0, 1, 2 and so on, without waiting for completions.
     pub(super) fn submit(&mut self, commands: &[Sqe]) {
         for (slot, sqe) in (0..).zip(commands) {
             self.machine.io.sq.push(sqe, CommandId(slot));
@@ -428,7 +428,7 @@ impl ScratchGuest {
         self.doorbells.tail.store(self.machine.io.sq.tail());
     }
 
-    /// Keeps up to `depth` commands of `work` in flight until it has no more.
+    /// Runs `work` with up to `depth` in-flight commands, until it has no more commands.
     pub(super) fn run(
         &mut self,
         depth: u16,
@@ -480,7 +480,7 @@ impl ScratchGuest {
         }
     }
 
-    /// Reads or writes the data of slot 0, and returns the status.
+    /// Transfers the data page of slot 0 and returns the command's status.
     pub(super) fn execute(&mut self, opcode: NvmOpcode, block: u64) -> Result<Status, GuestError> {
         let mut once = SingleCommand {
             opcode,
@@ -491,7 +491,7 @@ impl ScratchGuest {
         Ok(once.status)
     }
 
-    /// Ends the function in order.
+    /// Ends the function.
     pub(super) fn end(mut self) -> Result<(), GuestError> {
         self.running.end()
     }
@@ -503,7 +503,7 @@ impl SuspendedGuest {
         self.state.len()
     }
 
-    /// Goes on with another function, which takes up the saved state.
+    /// Restores the saved state into another function and continues there.
     pub(super) fn go_on(self, mut function: NvmeFunction) -> Result<ScratchGuest, GuestError> {
         let Self { machine, state } = self;
         map(&function, &machine.file)?;
@@ -518,16 +518,16 @@ impl SuspendedGuest {
     }
 }
 
-/// Commands of a guest.
+/// Source of a guest's commands.
 pub(super) trait GuestWorkload {
-    /// Returns the next command, for a slot that is free; `None` if there is no more.
+    /// Returns the next command for a free slot; `None` at the end.
     fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe>;
 
-    /// Takes the end of a slot's command, with its status and its time in ticks.
+    /// Handles the completion of a slot's command. `took` is the latency in ticks.
     fn done(&mut self, guest: &ScratchGuest, slot: u16, status: Status, took: u64);
 }
 
-/// One command.
+/// Workload of one command.
 struct SingleCommand {
     opcode: NvmOpcode,
     block: Option<u64>,
@@ -581,12 +581,12 @@ fn doorbells(function: &NvmeFunction) -> io::Result<GuestDoorbells> {
     })
 }
 
-/// The function that an attachment is the host side of.
+/// Creates the function of a controller backend.
 pub(super) fn function_of(attachment: nvme_mpt::LocalBackend) -> NvmeFunction {
     NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
 }
 
-/// Waiting that ends: spins, then sleeps.
+/// Wait with a timeout: spins first, then sleeps.
 struct BoundedWait {
     spins: u32,
     until: Option<Duration>,
@@ -600,7 +600,7 @@ impl BoundedWait {
         }
     }
 
-    /// Pauses a little. Returns false when the time is over.
+    /// Waits for a moment. Returns false after the timeout.
     fn pause(&mut self) -> bool {
         if self.spins < SPINS {
             self.spins += 1;

@@ -1,7 +1,7 @@
-//! `nvme-mpt doctor DRIVE --scratch NSID`: two functions on leases of a namespace, whose data is overwritten.
+//! `nvme-mpt doctor DRIVE --scratch NSID`: tests two functions on leases of a namespace, whose data is overwritten.
 //!
-//! The functions are in this process. Each has a guest with memory, queues and mapped doorbells of its own. Rates are
-//! those of one queue pair and one poller.
+//! Both functions are in this process. Each has a guest with its own memory, queues and mapped doorbells. Rates are those of
+//! one queue pair and one poller.
 
 mod guest;
 mod pattern;
@@ -40,46 +40,46 @@ use super::host::DoctorHost;
 use super::report::{CheckOutcome, DoctorCheck};
 use crate::bind::{self, BindError};
 
-/// Bytes of each of the two leases at most, and at least.
+/// Maximum and minimum size of each of the two leases in bytes.
 const LEASE_MAX: u64 = 64 << 20;
 const LEASE_MIN: u64 = 1 << 20;
 
-/// Bytes that each guest writes and verifies, at most.
+/// Maximum number of bytes that each guest writes and verifies.
 const VERIFIED_MAX: u64 = 8 << 20;
 
-/// Commands in flight while blocks are written and verified.
+/// Number of in-flight commands while blocks are written and verified.
 const DEPTH: u16 = 32;
 
-/// Least and greatest I/Os per second of the limit that is tried.
+/// Range of the IOPS limit that is tested.
 const LIMIT_MIN: f64 = 100.0;
 const LIMIT_MAX: f64 = 100_000.0;
 
-/// Commands in flight of the measurements of rates.
+/// Numbers of in-flight commands in the rate measurements.
 const DEPTHS: [u16; 2] = [32, 128];
 
-/// Most reads whose times are kept.
+/// Maximum number of stored read latencies.
 const LATENCIES_MAX: usize = 1 << 20;
 
-/// Remedy of what must not happen.
+/// Remedy for failures that indicate a bug.
 const REPORT: &str = "file an issue with this report";
 
-/// Share by which a rate may differ from its limit.
+/// Allowed relative excess of a rate over its limit.
 const TOLERANCE: f64 = 0.02;
 
-/// I/Os per second and core that SPDK published for its vfio-user target.
+/// IOPS per core that SPDK published for its vfio-user target.
 const SPDK_PER_CORE: f64 = 4.3e6;
 
-/// Longest wait for a disk of the host's own driver, and time between two looks.
+/// Timeout for the host driver's disk to appear, and poll interval.
 const DISK_PATIENCE: Duration = Duration::from_secs(30);
 const DISK_PAUSE: Duration = Duration::from_millis(100);
 
-/// Names of the leases.
+/// Ids of the two leases.
 const IDS: [&str; 2] = ["doctor-1", "doctor-2"];
 
-/// Error trying a namespace out.
+/// Errors of testing a namespace.
 #[derive(Debug, Error)]
 pub enum ScratchError {
-    /// The data is not given up.
+    /// The operator did not allow erasing the namespace.
     #[error("Not confirmed: nothing was written")]
     NotConfirmed,
     /// The drive is in use.
@@ -100,7 +100,7 @@ pub enum ScratchError {
         /// The namespace.
         nsid: u32,
     },
-    /// The namespace has too few bytes.
+    /// The namespace is too small for two leases.
     #[error("Namespace {nsid} of {drive} has fewer than {} bytes", 2 * LEASE_MIN)]
     TooSmall {
         /// The drive.
@@ -116,7 +116,7 @@ pub enum ScratchError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// The host does not show the function.
+    /// The host does not show the PCI function.
     #[error(transparent)]
     Function(#[from] PciFunctionError),
     /// The drive cannot be bound.
@@ -125,13 +125,13 @@ pub enum ScratchError {
     /// The drive cannot be opened.
     #[error(transparent)]
     Drive(#[from] OpenDriveError),
-    /// The leases cannot be described.
+    /// The options of the leases are invalid.
     #[error(transparent)]
     Options(#[from] OptionError),
-    /// The leases cannot be had.
+    /// A lease cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// A guest cannot go on.
+    /// A guest failed.
     #[error("A guest of {drive} cannot go on")]
     Guest {
         /// The drive.
@@ -142,23 +142,23 @@ pub enum ScratchError {
     },
 }
 
-/// The namespace whose data is given up.
+/// The namespace to erase, as shown to the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScratchNamespace {
     /// The drive.
     pub drive: String,
     /// The namespace.
     pub nsid: u32,
-    /// Word that confirms: the drive's serial number, or its path if it has none.
+    /// Word that the operator types to confirm: the drive's serial number, or its path if it has none.
     pub word: String,
-    /// Former use, where the namespace shows one.
+    /// Signature of previous data on the namespace, if there is one.
     pub former_use: Option<&'static str>,
 }
 
-/// Asks for the data of a namespace to be given up.
+/// Asks the operator whether a namespace may be erased.
 pub type ErasureConsent<'a> = dyn FnMut(&ScratchNamespace) -> bool + 'a;
 
-/// Rates and latencies of reads.
+/// IOPS and latencies of reads.
 #[derive(Clone, Copy, Debug)]
 struct ReadMeasurements {
     /// Reads with one command in flight.
@@ -174,26 +174,27 @@ struct ReadMeasurements {
 #[derive(Clone, Copy, Debug)]
 struct ReadRate {
     iops: f64,
-    /// Reads a second in which the poller found work; `None` if it counted no such time.
+    /// Reads per second of the poller's busy time; `None` if the poller reported no busy time.
     per_core: Option<f64>,
 }
 
-/// A way to the namespace.
+/// Access to the namespace through one driver.
 struct NamespaceAccess<'a> {
     host: &'a DoctorHost,
     path: DrivePath,
-    /// The namespace at this path: a block device has the first alone.
+    /// Namespace identifier behind this path: always the first for a block device.
     nsid: u32,
     /// Duration of each measurement.
     time: Duration,
 }
 
-/// Tries a namespace out, whose data `consent` gives up. Each measurement takes `time`.
+/// Tests a namespace. `consent` must allow erasing the namespace. Each measurement takes `time`.
 ///
-/// A drive that the host's own driver has is measured there, bound to `vfio-pci`, and given back.
+/// If the host's NVMe driver has the drive, the reads are measured there, too. The drive is bound to `vfio-pci` and given back
+/// after the test.
 ///
 /// # Errors
-/// [`ScratchError`]. A drive that was bound is given back all the same.
+/// See [`ScratchError`]. The drive is given back after an error, too.
 pub fn try_out(
     host: &DoctorHost,
     path: &DrivePath,
@@ -253,7 +254,7 @@ pub fn try_out(
     let (mut checks, figures) = tried?;
     match given_back {
         Ok(bound) => {
-            // The blocks are written by now, as those that were measured.
+            // By now the namespace has the written blocks that were measured before.
             checks.push(compared(way.by_host(address), &figures));
             checks.push(DoctorCheck::ok("scratch.given_back", bound.to_string()));
         }
@@ -265,14 +266,14 @@ pub fn try_out(
     Ok(checks)
 }
 
-/// Returns the disk of a namespace, which the host's own driver has.
+/// Returns the host driver's block device of a namespace.
 fn disk_of(host: &DoctorHost, controller: &KernelController, nsid: u32) -> Option<PathBuf> {
     let mut namespaces = controller.namespaces.iter();
     let namespace = namespaces.find(|namespace| namespace.nsid == nsid)?;
     Some(host.root.dev.join(&namespace.disk))
 }
 
-/// Bytes at the start of a file.
+/// Reads the start of a file.
 fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
     let mut head = Vec::new();
     let read = File::open(path).and_then(|file| {
@@ -288,7 +289,7 @@ fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
     }
 }
 
-/// Compares the figures of the same function on the host's block device.
+/// Compares the measurements with those of the host's block device.
 fn compared(
     by_host: Result<ReadMeasurements, ScratchError>,
     own: &ReadMeasurements,
@@ -331,7 +332,7 @@ impl NamespaceAccess<'_> {
         }
     }
 
-    /// Measures the namespace through the host's own driver, once that has it again.
+    /// Measures the namespace through the host's NVMe driver, after waiting for its block device.
     fn by_host(&self, address: PciAddress) -> Result<ReadMeasurements, ScratchError> {
         let root = &self.host.root;
         let deadline = clock::monotonic() + DISK_PATIENCE;
@@ -385,7 +386,7 @@ impl NamespaceAccess<'_> {
         })
     }
 
-    /// Measures reads of the namespace, which nothing is written to.
+    /// Measures reads of the namespace without writing to it.
     fn measure(&self) -> Result<ReadMeasurements, ScratchError> {
         let bench = self.bench()?;
         let mut guest = bench.guest(0)?;
@@ -395,7 +396,7 @@ impl NamespaceAccess<'_> {
         Ok(figures)
     }
 
-    /// Makes all checks. Asks for consent, if it was not given before.
+    /// Runs all checks. Asks for `consent` unless it was given before.
     fn try_out(
         &self,
         consent: Option<&mut ErasureConsent<'_>>,
@@ -407,13 +408,13 @@ impl NamespaceAccess<'_> {
     }
 }
 
-/// A drive with two leases to be.
+/// A drive with room for the two leases.
 struct ScratchDrive<'a> {
     way: &'a NamespaceAccess<'a>,
     drive: Arc<Drive>,
     ledgers: LeaseLedgers,
     pollers: Arc<PollerPool>,
-    /// Bytes of each lease.
+    /// Size of each lease in bytes.
     lease: u64,
 }
 
@@ -422,14 +423,14 @@ impl ScratchDrive<'_> {
         self.way.failed(source)
     }
 
-    /// Attaches a function to the lease of a guest.
+    /// Attaches a function to the lease of guest `which`.
     fn function(&self, which: usize) -> Result<vmm_device::NvmeFunction, ScratchError> {
         let start = which as u64 * self.lease;
         let config = FunctionConfig::from_keys(|key| match key {
             "path" => Some(self.way.path.to_string()),
             "range" => Some(format!("{start}+{}", self.lease)),
             "lease" => Some(IDS[which].to_owned()),
-            // Other drives have one alone.
+            // Only physical drives may have several namespaces.
             "namespace" if matches!(self.way.path, DrivePath::Pci(_)) => {
                 Some(self.way.nsid.to_string())
             }
@@ -449,7 +450,7 @@ impl ScratchDrive<'_> {
         guest.map_err(|error| self.failed(error))
     }
 
-    /// Gives the ids up: data of theirs is nobody's secret.
+    /// Marks the data of both ids as not secret, so that no later lease has to wipe it.
     fn forget(&self) {
         if self.drive.is_private() {
             return;
@@ -463,12 +464,12 @@ impl ScratchDrive<'_> {
         }
     }
 
-    /// Blocks of an I/O.
+    /// Returns the number of blocks per I/O.
     fn io_blocks(&self) -> u64 {
         IO_BYTES as u64 >> self.drive.lba_shift()
     }
 
-    /// I/Os that a guest writes and verifies.
+    /// Returns the number of I/Os that a guest writes and verifies.
     fn verified(&self) -> u64 {
         self.lease.min(VERIFIED_MAX) / IO_BYTES as u64
     }
@@ -507,7 +508,7 @@ impl ScratchDrive<'_> {
         Ok((checks, figures))
     }
 
-    /// Word that confirms: the serial number at the end of a physical drive's name, or the path.
+    /// Returns the confirmation word: the serial number at the end of a physical drive's name, else the path.
     fn word(&self) -> String {
         match self.way.path {
             DrivePath::Pci(_) => {
@@ -534,7 +535,7 @@ impl ScratchDrive<'_> {
         Ok(head)
     }
 
-    /// Writes or reads all that a guest verifies.
+    /// Writes or reads all I/Os that a guest verifies.
     fn pass(
         &self,
         guest: &mut ScratchGuest,
@@ -558,7 +559,7 @@ impl ScratchDrive<'_> {
         Ok(pass)
     }
 
-    /// Writes a round of a guest, and reads it again.
+    /// Writes one round of contents and reads it again.
     fn write_and_verify(
         &self,
         guest: &mut ScratchGuest,
@@ -570,7 +571,7 @@ impl ScratchDrive<'_> {
         Ok(written.complaint().or(read.complaint()))
     }
 
-    /// Has both guests write and verify at once.
+    /// Lets both guests write and verify concurrently.
     fn sharing(
         &self,
         one: &mut ScratchGuest,
@@ -599,7 +600,7 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Has a guest reach beyond its lease.
+    /// Lets a guest access blocks beyond its lease, and checks that it fails.
     fn isolation(
         &self,
         one: &mut ScratchGuest,
@@ -609,7 +610,7 @@ impl ScratchDrive<'_> {
         let end = self.lease >> self.drive.lba_shift();
         let mut places = vec![end, u64::MAX - self.io_blocks()];
         if self.io_blocks() > 1 {
-            // Across the end.
+            // An I/O across the end of the lease.
             places.push(end - 1);
         }
         one.fill(0, &content(1, u8::MAX, 0));
@@ -645,7 +646,7 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Resets a controller with writes in flight, of what is there already.
+    /// Resets a controller with in-flight writes. The writes repeat the present content.
     fn reset(&self, guest: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.reset";
         let commands: Vec<Sqe> = (0..DEPTH)
@@ -672,7 +673,7 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Saves a function, ends it, and has another one take its state up.
+    /// Saves a function, ends it, and restores its state into a new function.
     fn upgrade(&self, guest: ScratchGuest) -> Result<(ScratchGuest, DoctorCheck), ScratchError> {
         const NAME: &str = "scratch.upgrade";
         let suspended = match guest.suspend() {
@@ -705,7 +706,7 @@ impl ScratchDrive<'_> {
         Ok((guest, check))
     }
 
-    /// Verifies the second lease at the end.
+    /// Verifies at the end that the second lease is unchanged.
     fn neighbour(&self, two: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.neighbour";
         Ok(match self.pass(two, NvmOpcode::READ, 2, 0)?.complaint() {
@@ -716,13 +717,13 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Seconds in which pollers found work.
+    /// Returns the busy time of the pollers in seconds.
     fn busy(&self) -> f64 {
         let stats = self.pollers.stats();
         stats.iter().map(|poller| poller.busy_seconds).sum()
     }
 
-    /// Reads for the time of a measurement.
+    /// Measures random reads for the duration of a measurement.
     fn reads(
         &self,
         guest: &mut ScratchGuest,
@@ -776,7 +777,7 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Limits a lease to half of what it reached, and measures.
+    /// Limits a lease to half of the measured rate, and measures again.
     fn limits(&self, guest: &mut ScratchGuest, reached: f64) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.limits";
         let limit = (reached / 2.0).clamp(LIMIT_MIN, LIMIT_MAX) as u64;
@@ -796,7 +797,7 @@ impl ScratchDrive<'_> {
             rate.iops,
             difference * 100.0
         );
-        // A burst and the commands in flight come on top, once.
+        // The initial burst and the in-flight commands may exceed the limit once.
         let at_once = limit as f64 / 100.0 + f64::from(DEPTHS[0]);
         let most = TOLERANCE + at_once / (limit as f64 * self.way.time.as_secs_f64());
         Ok(match difference {
@@ -812,16 +813,16 @@ impl ScratchDrive<'_> {
     }
 }
 
-/// Writes or reads of known contents, one after the other.
+/// Sequential writes or reads of known contents.
 struct PatternPass {
     opcode: NvmOpcode,
     which: u8,
     round: u8,
     blocks: u64,
     places: Range<u64>,
-    /// Place of each slot's command.
+    /// I/O index of each slot's command.
     flying: [u64; DEPTH_MAX as usize],
-    /// I/Os that were read with another content.
+    /// Number of I/Os that read wrong content.
     wrong: u64,
     failed: Option<Status>,
 }
@@ -864,14 +865,14 @@ impl GuestWorkload for PatternPass {
     }
 }
 
-/// Reads at random places, for a time.
+/// Random reads for a given time.
 struct RandomReads {
     blocks: u64,
     places: u64,
-    /// State of the generator of places.
+    /// State of the random number generator.
     state: u64,
     until: Duration,
-    /// Times of the first reads, in ticks.
+    /// Latencies of the first reads, in ticks.
     latencies: Vec<u64>,
     done: u64,
     failed: Option<Status>,
@@ -882,7 +883,7 @@ impl GuestWorkload for RandomReads {
         if clock::monotonic() >= self.until {
             return None;
         }
-        // Numerical Recipes' generator, whose upper bits are good.
+        // Linear congruential generator of Numerical Recipes. Only its upper bits are random enough.
         self.state = self
             .state
             .wrapping_mul(6_364_136_223_846_793_005)
@@ -903,14 +904,14 @@ impl GuestWorkload for RandomReads {
 }
 
 impl ReadRate {
-    /// The rate of a core, for a person.
+    /// Formats the rate per core.
     fn of_core(&self) -> String {
         self.per_core
             .map_or("unknown".to_owned(), |rate| format!("{rate:.0}"))
     }
 }
 
-/// The checks of the figures.
+/// Converts measurements into checks.
 fn shown(figures: &ReadMeasurements) -> Vec<DoctorCheck> {
     let ReadMeasurements {
         reads,

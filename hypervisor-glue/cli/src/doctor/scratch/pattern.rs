@@ -1,23 +1,23 @@
-//! Contents of blocks, and what a namespace held before.
+//! Test patterns, and signatures of previous data.
 
 use super::guest::IO_BYTES;
 
-/// Content of I/O number `index` of a guest, different for each guest, I/O and round.
+/// Returns the content of I/O `index`, which is unique to guest, round and I/O.
 pub(super) fn content(guest: u8, round: u8, index: u64) -> [u8; IO_BYTES] {
     let mut bytes = [0; IO_BYTES];
     for (at, word) in (0_u64..).zip(bytes.chunks_exact_mut(8)) {
         let value = u64::from(guest) << 56 | u64::from(round) << 48 | index << 16 | at;
-        // Odd, so that no value occurs twice.
+        // An odd factor, so that all values differ.
         let value = value.wrapping_mul(0x9E37_79B9_7F4A_7C15);
         word.copy_from_slice(&value.to_le_bytes());
     }
     bytes
 }
 
-/// Bytes at the start of a namespace in which signatures are looked for.
+/// Bytes at the start of a namespace that are searched for signatures.
 pub(super) const HEAD_BYTES: usize = 128 << 10;
 
-/// Signatures: name, offset, bytes.
+/// Signatures: name, offset, magic.
 const SIGNATURES: &[(&str, usize, &[u8])] = &[
     ("a GUID partition table", 512, b"EFI PART"),
     ("a GUID partition table", 4096, b"EFI PART"),
@@ -36,11 +36,11 @@ const SIGNATURES: &[(&str, usize, &[u8])] = &[
         0x1018,
         &[0xC6, 0x85, 0x73, 0xF6, 0x4E, 0x1A, 0x45, 0xCA],
     ),
-    // The last, as a file system or a protective entry may have it, too.
+    // This is last, since file systems and protective MBRs have this signature, too.
     ("a boot sector or a partition table", 510, &[0x55, 0xAA]),
 ];
 
-/// Returns what the start of a namespace shows of its former use: a signature's name, or that it has data.
+/// Returns the name of a signature of previous data at the start of a namespace, if there is one.
 pub(super) fn former_use(head: &[u8]) -> Option<&'static str> {
     let has = |offset: usize, bytes: &[u8]| {
         let end = offset.saturating_add(bytes.len());

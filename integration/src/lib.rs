@@ -1,18 +1,18 @@
 //! Guests, the lab and end-to-end tests for nvme-mpt.
 //!
-//! The parts, bottom up:
-//! - [`process`] and [`progress`]: child processes that never outlive us, and steps a person can follow;
-//! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
+//! The modules, bottom up:
+//! - [`process`] and [`progress`]: child processes that end with this process, and steps that a person can follow;
+//! - [`provision`]: builds guests from Debian's signed packages and finds a QEMU, with a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
 //! - [`package`]: the Debian package;
-//! - [`server`]: `nvme-mpt serve` as a child, and its statistics;
-//! - [`checks`]: one harness and one bench for checks that boot machines;
-//! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
-//! - [`verify`]: everything that must hold, step by step;
+//! - [`server`]: `nvme-mpt serve` as a child process, and its statistics;
+//! - [`checks`]: a harness and tools for checks that boot machines;
+//! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM;
+//! - [`verify`]: all verification steps;
 //! - [`demo`]: the demonstration;
-//! - [`throughput`]: a drive through each way into a guest, in the lab;
+//! - [`throughput`]: throughput of a drive through each way into a guest, in the lab;
 //! - [`vmm`]: the reference VMM, with functions in its own process;
-//! - [`vmms`]: every VMM behind one trait, for checks that are the same for all.
+//! - [`vmms`]: all VMMs behind one trait, for checks that are the same for all.
 
 pub mod checks;
 pub mod demo;
@@ -31,22 +31,22 @@ pub mod vmms;
 
 use std::path::{Path, PathBuf};
 
-/// Returns the folder of the workspace, in which cargo is run.
+/// Returns the directory of the workspace, where cargo runs.
 pub fn workspace_dir() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package)
 }
 
-/// Returns the folder that builds and provisioned things go to.
+/// Returns the directory for builds and provisioned files.
 pub fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
-        // Cargo takes a relative one from the folder it is run in.
+        // Cargo interprets a relative path from its working directory.
         Some(path) => std::path::absolute(&path).unwrap_or_else(|_| PathBuf::from(path)),
         None => workspace_dir().join("target"),
     }
 }
 
-/// Returns a size in bytes, or with K, M, G or T.
+/// Parses a size in bytes, or with suffix K, M, G or T.
 pub(crate) fn parse_size(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(['K', 'M', 'G', 'T']);
     let shift = match &text[digits.len()..] {
@@ -60,7 +60,7 @@ pub(crate) fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// Returns an error and its causes, one a line. An error with the text of its cause counts once.
+/// Returns an error and its causes, one per line. Consecutive equal texts are printed once.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut last = text.clone();
@@ -77,7 +77,7 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Prints an error and all that caused it.
+/// Prints an error and its causes.
 pub fn print_error(error: &dyn std::error::Error) {
     eprintln!("Error: {}", error_chain(error));
 }

@@ -1,4 +1,4 @@
-//! The Debian package of the command and its service. `[package.metadata.deb]` of the command lists its files.
+//! The Debian package of the command and its service. `[package.metadata.deb]` of the command's crate lists the files.
 
 use std::fs;
 use std::io;
@@ -27,7 +27,7 @@ pub struct Options {
     deb_version: Option<String>,
 }
 
-/// The package cannot be built.
+/// Errors of building the package.
 #[derive(Debug, Error)]
 pub enum PackageError {
     /// A program failed.
@@ -38,10 +38,10 @@ pub enum PackageError {
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// cargo-deb is missing, or cannot build it.
+    /// cargo-deb is missing or fails.
     #[error(
         "Cannot build the package; cargo-deb is installed by `cargo install --locked cargo-deb@3.8.0`"
     )]
@@ -59,12 +59,12 @@ pub fn run(options: &Options) -> Result<(), PackageError> {
     Ok(())
 }
 
-/// Builds the package into a folder, and returns its path.
+/// Builds the package into a directory, and returns its path.
 ///
 /// # Errors
 /// See [`PackageError`].
 pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageError> {
-    // All builds use one folder of generated files.
+    // All builds share one directory of generated files.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let program = server::build()?;
@@ -84,14 +84,14 @@ pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageErr
     Ok(PathBuf::from(output.trim()))
 }
 
-/// Writes the manual pages and completions, which the command makes of itself.
+/// Writes the manual pages and completions, which the command generates.
 fn write_generated(program: &Path) -> Result<(), PackageError> {
     let folder = crate::target_dir().join("release/package");
     let at = |path: &Path| {
         let path = path.to_owned();
         move |source| PackageError::File { path, source }
     };
-    // A command that is gone has no page.
+    // Removes pages of commands that no longer exist.
     match fs::remove_dir_all(&folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&folder)(error)),
         _ => {}

@@ -1,4 +1,4 @@
-//! Child processes: run to the end, or supervised so that none outlives this process.
+//! Child processes: run to completion, or supervised so that they end with this process.
 #![expect(
     unsafe_code,
     reason = "kill(2), prctl(2) and setpriority(2) have no safe wrapper in the standard library"
@@ -15,46 +15,46 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-/// Lines of a failed command's output that an error shows.
+/// Maximum number of output lines in an error.
 const TAIL_LINES: usize = 25;
-/// Niceness of what [gives way](give_way): a third of the weight of others.
+/// Niceness after [`give_way`]: a third of the weight of other processes.
 const NICE: libc::c_int = 5;
 
-/// A child process that did not do what was asked.
+/// Errors of a child process.
 #[derive(Debug, Error)]
 pub enum ProcessError {
-    /// The program could not be started at all.
+    /// The program cannot be started.
     #[error("Cannot start `{command}`: is it installed?")]
     Start {
         /// The command line.
         command: String,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The program ran and failed.
+    /// The program failed.
     #[error("`{command}` failed ({status}):\n{tail}")]
     Failed {
         /// The command line.
         command: String,
-        /// Status with which it ended.
+        /// Exit status.
         status: ExitStatus,
-        /// The end of what it printed.
+        /// End of the output.
         tail: String,
     },
-    /// The child's log file could not be made.
+    /// The child's log file cannot be created.
     #[error("Cannot create the log file {path}")]
     Log {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The child could not be waited for or signalled.
+    /// The child cannot be waited for or signalled.
     #[error("Cannot wait for `{name}`")]
     Wait {
         /// The child.
         name: String,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
     /// The child did not end in time.
@@ -62,15 +62,15 @@ pub enum ProcessError {
     StillRuns {
         /// The child.
         name: String,
-        /// Time that was waited.
+        /// Timeout.
         after: Duration,
     },
 }
 
-/// Runs a command to its end and returns its standard output.
+/// Runs a command to completion and returns its standard output.
 ///
 /// # Errors
-/// If it can't be started or exits with a failure; the error shows the end of its output.
+/// The command cannot be started or fails. The error contains the end of its output.
 pub fn run(command: &mut Command) -> Result<String, ProcessError> {
     let line = command_line(command);
     let output = command
@@ -92,15 +92,15 @@ pub fn run(command: &mut Command) -> Result<String, ProcessError> {
     })
 }
 
-/// Lets this thread, and threads and programs that it starts from now on, sleep for no longer than they ask. By default,
-/// Linux adds up to 50 us to each sleep: several times what tests ask for between two looks at a queue.
+/// Sets a timer slack of 1 us for this thread and its future threads and programs. By default, Linux adds up to 50 us to each
+/// sleep, several times the sleep that tests want between polls of a queue.
 pub fn sleep_exactly() {
     let nanoseconds: libc::c_ulong = 1000;
     // SAFETY: prctl(2) changes the timer slack of the calling thread, and touches no memory of ours.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, nanoseconds) };
 }
 
-/// Lets this thread, and programs that it starts from now on, give way to others (nice(1)).
+/// Lowers the priority of this thread and its future programs (nice(1)).
 pub fn give_way() {
     // SAFETY: setpriority(2) touches no memory of ours. Linux takes 0 for the calling thread.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
@@ -112,7 +112,7 @@ pub fn tail(text: &str) -> String {
     lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
 }
 
-/// Returns the end of a log file, or why it can't be read.
+/// Returns the end of a log file, or the reason why it cannot be read.
 pub fn file_tail(path: &Path) -> String {
     match std::fs::read(path) {
         Ok(bytes) => tail(&String::from_utf8_lossy(&bytes)),
@@ -120,8 +120,7 @@ pub fn file_tail(path: &Path) -> String {
     }
 }
 
-/// Reports the work of the processes that this one started: their threads, and the content of their
-/// io_urings.
+/// Describes the state of this process's children: their threads and io_urings.
 pub fn children_at_work() -> String {
     let own = std::process::id().to_string();
     let Ok(processes) = std::fs::read_dir("/proc") else {
@@ -137,16 +136,15 @@ pub fn children_at_work() -> String {
     children.join("\n")
 }
 
-/// Returns the status with which a thread ended, by its fields from the state on.
+/// Returns the exit status of a thread from its `stat` fields, if it has ended.
 fn end_of(fields: &[String]) -> Option<String> {
     const EXIT_CODE: usize = 49;
     let status = fields.get(EXIT_CODE)?.parse().ok()?;
     Some(ExitStatus::from_raw(status).to_string())
 }
 
-/// Reports the work of a process: its threads, and the progress of its io_urings (Linux, io_uring/fdinfo.c).
-/// Each thread comes with its state and its time in user and in kernel mode, in ticks of the kernel's clock
-/// (Documentation/filesystems/proc.rst).
+/// Describes the state of a process: its threads and the progress of its io_urings (Linux, io_uring/fdinfo.c). For each thread,
+/// it has the state and the user and kernel time, in clock ticks (Documentation/filesystems/proc.rst).
 pub fn at_work(pid: u32) -> String {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let Ok(threads) = std::fs::read_dir(process.join("task")) else {
@@ -156,7 +154,7 @@ pub fn at_work(pid: u32) -> String {
         let thread = thread.ok()?.path();
         let (name, fields) = stat_of(&thread)?;
         let (state, user, kernel) = (fields.first()?, fields.get(11)?, fields.get(12)?);
-        // Only root may read the function that it waits in.
+        // Only root may read the kernel function in which a thread waits.
         let stack = std::fs::read_to_string(thread.join("stack")).unwrap_or_default();
         let place = stack.lines().find_map(|line| line.split(' ').nth(1));
         let end = (state == "Z").then(|| end_of(&fields)).flatten();
@@ -185,13 +183,13 @@ pub fn at_work(pid: u32) -> String {
     told
 }
 
-/// Reported fields of an io_uring.
+/// Fields of an io_uring that are reported.
 const RING_FIELDS: [&str; 5] = ["SqHead", "SqTail", "CqHead", "CqTail", "task_works"];
 
-/// Returns the name of a process or thread, and the fields behind that of its `stat`.
+/// Returns the name of a process or thread, and the `stat` fields behind the name.
 fn stat_of(folder: &Path) -> Option<(String, Vec<String>)> {
     let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
-    // A name may have anything in it, so that the rest begins behind its last parenthesis.
+    // A name may contain any character, so the other fields begin behind the last parenthesis.
     let (start, rest) = stat.rsplit_once(") ")?;
     let (_, name) = start.split_once(" (")?;
     Some((
@@ -208,7 +206,7 @@ fn command_line(command: &Command) -> String {
         .join(" ")
 }
 
-/// A child that is killed when its owner drops it, or when this process dies in whatever way.
+/// A child that is killed when this is dropped, or when this process dies for any reason.
 #[derive(Debug)]
 pub struct Supervised {
     name: String,
@@ -218,10 +216,10 @@ pub struct Supervised {
 }
 
 impl Supervised {
-    /// Starts `program`; what it prints goes to the file `log`.
+    /// Starts `program` with its output in the file `log`.
     ///
     /// # Errors
-    /// The program or its log file can't be made.
+    /// The program cannot be started or its log file not created.
     pub fn spawn(name: &str, program: &Command, log: &Path) -> Result<Self, ProcessError> {
         let file = |source| ProcessError::Log {
             path: log.to_owned(),
@@ -274,15 +272,15 @@ impl Supervised {
         self.child.id()
     }
 
-    /// Returns the path of the log of its output.
+    /// Returns the path of the child's log.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// Returns the status with which it ended, if it has.
+    /// Returns the exit status if the child has ended.
     ///
     /// # Errors
-    /// The system can't tell.
+    /// The status cannot be read.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>, ProcessError> {
         if self.ended.is_none() {
             self.ended = self.child.try_wait().map_err(|source| ProcessError::Wait {
@@ -293,10 +291,10 @@ impl Supervised {
         Ok(self.ended)
     }
 
-    /// Waits for its end.
+    /// Waits until the child has ended.
     ///
     /// # Errors
-    /// If it has not ended after `patience`.
+    /// The child has not ended after `patience`.
     pub fn wait(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
         let deadline = Instant::now() + patience;
         loop {
@@ -313,10 +311,10 @@ impl Supervised {
         }
     }
 
-    /// Asks it to stop (SIGTERM) and waits.
+    /// Requests the child to stop (SIGTERM) and waits.
     ///
     /// # Errors
-    /// If it has not ended after `patience`.
+    /// The child has not ended after `patience`.
     pub fn terminate(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
         if self.ended()?.is_none() {
             let pid = libc::pid_t::try_from(self.child.id()).unwrap_or(libc::pid_t::MAX);
@@ -327,9 +325,9 @@ impl Supervised {
         self.wait(patience)
     }
 
-    /// Kills it (SIGKILL), as a crash or a power cut would.
+    /// Kills the child (SIGKILL), as a crash or power failure would.
     pub fn kill(&mut self) {
-        // Both fail only when the child has ended already, which is what is wanted.
+        // Both calls fail only if the child has ended already.
         let _ = self.child.kill();
         if let Ok(status) = self.child.wait() {
             self.ended = Some(status);
@@ -347,8 +345,8 @@ impl Drop for Supervised {
 
 type Request = (Command, Sender<io::Result<Child>>);
 
-/// Linux sends the parent-death signal when the *thread* that started the child ends. So one
-/// thread, which lasts as long as the process does, starts all supervised children.
+/// Starts all supervised children on one thread, which lives as long as the process. Linux sends the parent-death signal when
+/// the *thread* that started the child ends.
 static SPAWNER: LazyLock<Sender<Request>> = LazyLock::new(|| {
     let (requests, inbox) = mpsc::channel::<Request>();
     std::thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! Builds of our own programs.
+//! Builds of this project's programs.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -6,15 +6,15 @@ use std::process::Command;
 use crate::process::{self, ProcessError};
 use crate::progress::Step;
 
-/// Builds programs, announced as `what`, and returns where they lie.
+/// Builds programs, announced as `what`, and returns their paths.
 ///
 /// # Errors
-/// If they don't build.
+/// A program does not build.
 pub fn build(what: &str, programs: &[&str]) -> Result<Vec<PathBuf>, ProcessError> {
     let step = Step::start(format!("Building {what}"));
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    // Of the workspace, as tests are: with less of it, other features of shared dependencies would be asked for, and
-    // nearly all crates would be compiled once more.
+    // The whole workspace is selected, as for tests. A smaller selection would select other features of shared dependencies,
+    // and nearly all crates would be compiled again.
     command.args(["build", "--release", "--workspace"]);
     for program in programs {
         command.args(["--bin", program]);

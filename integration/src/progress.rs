@@ -1,4 +1,4 @@
-//! Steps that a person can follow: what runs, for how long already, and how it ended.
+//! Progress of steps for a person: start, running time and result.
 
 use std::cell::RefCell;
 use std::io::Write;
@@ -7,23 +7,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time after which a running step first reports that it still runs.
+/// Running time after which a step is first reported as still running.
 const FIRST_REMINDER: Duration = Duration::from_secs(10);
 /// Longest time between two such reports.
 const REMINDER_MAX: Duration = Duration::from_secs(300);
 
 thread_local! {
-    /// Destination of this thread's lines.
+    /// Destination of this thread's output lines.
     static LINES: RefCell<Lines> = const { RefCell::new(Lines(None)) };
 }
 
-/// Returns the waits before each report that a step still runs: its running time doubles from one to the next.
+/// Returns the waits between reports that a step still runs. The running time doubles from one report to the next.
 fn reminders() -> impl Iterator<Item = Duration> {
     let next = |wait: &Duration| Some((*wait * 2).min(REMINDER_MAX));
     std::iter::once(FIRST_REMINDER).chain(std::iter::successors(Some(FIRST_REMINDER), next))
 }
 
-/// One step: announced when it starts, reminded of while it runs, timed when it ends.
+/// A step, which is announced at its start, reported while it runs, and timed.
 #[derive(Debug)]
 pub struct Step {
     what: String,
@@ -33,7 +33,7 @@ pub struct Step {
 }
 
 impl Step {
-    /// Announces a step. One whose lines are [kept](keep) reports nothing while it runs.
+    /// Announces a step. If the thread's lines are [kept](keep), nothing is reported while it runs.
     pub fn start(what: impl Into<String>) -> Self {
         let what = what.into();
         say(&format!("==> {what}"));
@@ -57,13 +57,13 @@ impl Step {
         }
     }
 
-    /// Prints what a part of the step has come to, with the time since its start.
+    /// Prints an intermediate result with the time since the step's start.
     pub fn note(&self, what: impl AsRef<str>) {
         let after = seconds(self.started.elapsed());
         say(&format!("    {} after {after}", what.as_ref()));
     }
 
-    /// Ends the step well, and prints its result, `detail`.
+    /// Ends the step successfully, and prints its result `detail`.
     pub fn done(mut self, detail: impl AsRef<str>) {
         self.silence();
         let detail = detail.as_ref();
@@ -77,14 +77,14 @@ impl Step {
     fn silence(&mut self) {
         self.stop.take();
         if let Some(reminder) = self.reminder.take() {
-            // The reminder only prints; if it panicked there is nothing to save.
+            // The reminder thread only prints, so a panic there is harmless.
             let _ = reminder.join();
         }
     }
 }
 
 impl Drop for Step {
-    /// A step that is dropped without [`Step::done`] has failed.
+    /// Reports a failure, since the step was dropped without [`Step::done`].
     fn drop(&mut self) {
         if self.stop.is_some() {
             self.silence();
@@ -97,7 +97,7 @@ impl Drop for Step {
     }
 }
 
-/// Returns a duration as people read it.
+/// Formats a duration for people.
 pub fn seconds(duration: Duration) -> String {
     let total = duration.as_secs_f64();
     if total < 100.0 {
@@ -121,7 +121,7 @@ impl Lines {
         LINES.with_borrow(Self::clone)
     }
 
-    /// Runs `work`, perhaps on another thread. Its lines go there.
+    /// Runs `work`, perhaps on another thread, with its lines going to this destination.
     pub fn take_from<T>(&self, work: impl FnOnce() -> T) -> T {
         let before = LINES.replace(self.clone());
         let result = work();
@@ -130,8 +130,8 @@ impl Lines {
     }
 }
 
-/// Runs `work`, and returns its result with the lines that it has said. They are not printed. Threads that it starts
-/// print theirs, unless their [`Lines`] are those of this thread.
+/// Runs `work` without printing its lines. Returns its result and the lines. Threads that `work` starts print their lines,
+/// unless they use this thread's [`Lines`].
 pub fn keep<T>(work: impl FnOnce() -> T) -> (T, String) {
     let kept = Arc::new(Mutex::new(String::new()));
     let result = Lines(Some(Arc::clone(&kept))).take_from(work);
@@ -139,7 +139,7 @@ pub fn keep<T>(work: impl FnOnce() -> T) -> (T, String) {
     (result, std::mem::take(&mut *kept))
 }
 
-/// Prints a line at once, also into a pipe, unless the thread [keeps](keep) its lines.
+/// Prints a line immediately, also into a pipe, unless the thread's lines are [kept](keep).
 pub fn say(line: &str) {
     if let Lines(Some(kept)) = Lines::of_this_thread() {
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -148,7 +148,7 @@ pub fn say(line: &str) {
         return;
     }
     let mut out = std::io::stdout().lock();
-    // A reader that went away must not turn into a panic in the middle of a test.
+    // A closed standard output must not cause a panic in a test.
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
 }

@@ -1,4 +1,4 @@
-//! `nvme-mpt serve` as a child process, and the statistics that `nvme-mpt stats` prints of it.
+//! `nvme-mpt serve` as a child process, and its statistics from `nvme-mpt stats`.
 
 use std::fs;
 use std::io;
@@ -14,27 +14,27 @@ use crate::lab::inside;
 use crate::process::{self, ProcessError, Supervised};
 use crate::programs;
 
-/// Longest time that the server may take to listen, or to stop.
+/// Timeout for the server to listen, or to stop.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Longest time for which the server, or the thread of a function, may be held up.
+/// Longest tolerated stall of the server or of a function's thread.
 const HELD_UP: Duration = Duration::from_secs(180);
 
 /// Errors of the server.
 #[derive(Debug, Error)]
 pub enum ServerError {
-    /// A process of ours failed.
+    /// A child process failed.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// A file or folder for it can't be used.
+    /// A file or directory of the server cannot be used.
     #[error("Cannot use {path}")]
     File {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// Error of a server that does not come up.
+    /// The server does not come up.
     #[error("nvme-mpt serve does not say that it is ready:\n{log}")]
     NotReady {
         /// The end of its log.
@@ -45,10 +45,10 @@ pub enum ServerError {
     Connected {
         /// The socket.
         path: PathBuf,
-        /// Time that was waited.
+        /// Timeout.
         patience: Duration,
     },
-    /// Error of a server that ended in another way than asked to.
+    /// The server ended unexpectedly.
     #[error("nvme-mpt serve ended badly ({status}):\n{log}")]
     Ended {
         /// Exit status.
@@ -56,31 +56,31 @@ pub enum ServerError {
         /// The end of its log.
         log: String,
     },
-    /// A keeper has no server, or several.
+    /// The supervisor process has no server, or several.
     #[error("The keeper, process {keeper}, has not one server but {kept:?}")]
     NotOne {
-        /// Its process id.
+        /// Process id of the supervisor.
         keeper: u32,
         /// Process ids of its children.
         kept: Vec<u32>,
     },
-    /// A command with `--json` printed something else.
+    /// A command with `--json` printed invalid output.
     #[error("Cannot read the output of `nvme-mpt {command} --json`: {source}\n{text}")]
     Output {
         /// The command.
         command: &'static str,
-        /// Why.
+        /// Cause.
         source: serde_json::Error,
         /// Its output.
         text: String,
     },
-    /// A function that was asked for is not in the statistics.
+    /// The function is not in the statistics.
     #[error("`nvme-mpt stats` knows no function '{id}'")]
     NoFunction {
         /// The function's id.
         id: String,
     },
-    /// A drive that was asked for is not in the statistics.
+    /// The drive is not in the statistics.
     #[error("`nvme-mpt stats` knows no drive {path}")]
     NoDrive {
         /// Path by which it was opened.
@@ -88,10 +88,10 @@ pub enum ServerError {
     },
 }
 
-/// Builds the `nvme-mpt` command and returns where it lies. Inside the lab, it is there.
+/// Builds the `nvme-mpt` command and returns its path. Inside the lab, the command exists already.
 ///
 /// # Errors
-/// If it doesn't build.
+/// The command does not build.
 pub fn build() -> Result<PathBuf, ProcessError> {
     if inside::is_inside() {
         return Ok(inside::brought("nvme-mpt"));
@@ -100,21 +100,21 @@ pub fn build() -> Result<PathBuf, ProcessError> {
     Ok(crate::target_dir().join("release/nvme-mpt"))
 }
 
-/// A function to serve, in the words of the option string.
+/// A function to serve, as parts of its option string.
 #[derive(Debug, Clone)]
 pub struct FunctionOptions {
-    /// Its name in the statistics.
+    /// Name in the statistics.
     pub id: String,
-    /// The store: a file, a block device, `memory:SIZE`, `null:SIZE`.
+    /// Drive: a file, a block device, `memory:SIZE`, `null:SIZE`.
     pub path: String,
     /// `START+LENGTH`.
     pub range: String,
-    /// More options, such as `doorbells=trap`.
+    /// Further options, such as `doorbells=trap`.
     pub more: Vec<String>,
 }
 
 impl FunctionOptions {
-    /// A function `id` on a `range` of `path`.
+    /// Creates a function `id` on a `range` of `path`.
     pub fn new(id: &str, path: impl Into<String>, range: impl Into<String>) -> Self {
         Self {
             id: id.to_owned(),
@@ -124,7 +124,7 @@ impl FunctionOptions {
         }
     }
 
-    /// A function `id` of a `size`, wherever `path` has room.
+    /// Creates a function `id` of `size` bytes, allocated anywhere on `path`.
     pub fn by_size(id: &str, path: impl Into<String>, size: &str) -> Self {
         Self::new(id, path, "").option(format!("size={size}"))
     }
@@ -140,13 +140,13 @@ impl FunctionOptions {
         format!("socket={},{}", socket.display(), self.in_process())
     }
 
-    /// Returns the option string with which a VMM takes the function into its own process.
+    /// Returns the option string for a function in the VMM's own process.
     pub fn in_process(&self) -> String {
         let options = self.pairs().map(|(key, value)| format!("{key}={value}"));
         options.collect::<Vec<_>>().join(",")
     }
 
-    /// Returns the options one by one, by their keys.
+    /// Returns the options as keys and values.
     pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
         let own = [
             ("id", &*self.id),
@@ -160,7 +160,7 @@ impl FunctionOptions {
     }
 }
 
-/// End of a server that has a keeper.
+/// Way of replacing a server under a supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Replacement {
     /// SIGKILL, as a crash would be.
@@ -169,12 +169,12 @@ pub enum Replacement {
     Upgrade,
 }
 
-/// Parent of a server's process.
+/// Parent of the server's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parent {
     /// This process.
     Own,
-    /// `nvme-mpt keep`, which starts the server again.
+    /// `nvme-mpt keep`, which restarts the server.
     Keeper,
 }
 
@@ -190,11 +190,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it and waits until every function's socket listens. `folder` gets the sockets, the
-    /// ledger of the leases and the log.
+    /// Starts a server and waits until every function's socket listens. Sockets, lease ledger and log are put into `folder`.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The server does not come up.
     pub fn start(
         binary: &Path,
         functions: &[FunctionOptions],
@@ -203,10 +202,10 @@ impl Server {
         Self::start_under(Parent::Own, binary, functions, folder)
     }
 
-    /// Starts it as [`Self::start`] does, under a keeper.
+    /// Starts a server as [`Self::start`] does, under a supervisor.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The server does not come up.
     pub fn start_kept(
         binary: &Path,
         functions: &[FunctionOptions],
@@ -239,10 +238,10 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts it with drives that it keeps open, and no function. Functions in VMMs find them.
+    /// Starts a server that keeps drives open, without functions. Functions in VMMs attach to these drives.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The server does not come up.
     pub fn holding(binary: &Path, drives: &[String], folder: &Path) -> Result<Self, ServerError> {
         let process = spawn(Parent::Own, binary, &[], drives, folder)?;
         let mut server = Self {
@@ -262,25 +261,25 @@ impl Server {
         socket(&self.folder, id)
     }
 
-    /// Returns the folder with its ledger, where VMMs find it.
+    /// Returns the directory of the lease ledger, for VMMs.
     pub fn state_dir(&self) -> PathBuf {
         state_dir(&self.folder)
     }
 
-    /// Returns the server's process id, or its keeper's.
+    /// Returns the process id of the supervisor if there is one, else of the server.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// Returns the end of its log.
+    /// Returns the end of the log.
     pub fn log_tail(&self) -> String {
         process::file_tail(self.process.log())
     }
 
-    /// Its statistics, now.
+    /// Returns the present statistics.
     ///
     /// # Errors
-    /// If they can't be had.
+    /// The statistics cannot be read.
     pub fn stats(&self) -> Result<Stats, ServerError> {
         let text = self.ask(&["stats", "--json"])?;
         serde_json::from_str(&text).map_err(|source| ServerError::Output {
@@ -290,10 +289,10 @@ impl Server {
         })
     }
 
-    /// Returns the statistics of one function, now.
+    /// Returns the present statistics of one function.
     ///
     /// # Errors
-    /// If they can't be had.
+    /// The statistics cannot be read.
     pub fn function_stats(&self, id: &str) -> Result<FunctionStats, ServerError> {
         let deadline = Instant::now() + HELD_UP;
         loop {
@@ -301,17 +300,17 @@ impl Server {
             if let Some(found) = functions.into_iter().find(|function| function.id == id) {
                 return Ok(found);
             }
-            // One whose thread is held up is not reported.
+            // A function whose thread is stalled is listed but not in the statistics.
             if Instant::now() >= deadline || !self.list()?.iter().any(|listed| listed == id) {
                 return Err(ServerError::NoFunction { id: id.to_owned() });
             }
         }
     }
 
-    /// Returns the statistics of one drive, now.
+    /// Returns the present statistics of one drive.
     ///
     /// # Errors
-    /// If they can't be had.
+    /// The statistics cannot be read.
     pub fn drive_stats(&self, path: &str) -> Result<DriveStats, ServerError> {
         self.stats()?
             .drives
@@ -322,7 +321,7 @@ impl Server {
             })
     }
 
-    /// Adds the faults of a plan to those of the drive at `path`.
+    /// Adds the faults of a plan to the drive at `path`.
     ///
     /// # Errors
     /// The server refuses them.
@@ -335,10 +334,10 @@ impl Server {
         self.fault(|command| command.args(["inject", path]).arg(&file))
     }
 
-    /// Returns the number of commands that faults of the drive at `path` struck so far.
+    /// Returns the number of commands that faults of the drive at `path` have matched.
     ///
     /// # Errors
-    /// If it can't be had.
+    /// The number cannot be read.
     pub fn struck(&self, path: &str) -> Result<u64, ServerError> {
         let text = self.ask(&["fault", "list", "--json"])?;
         let drives: Result<Vec<DriveFaults>, _> = serde_json::from_str(&text);
@@ -354,7 +353,7 @@ impl Server {
             .sum())
     }
 
-    /// Takes the faults of the drive at `path` away.
+    /// Removes the faults of the drive at `path`.
     ///
     /// # Errors
     /// The server refuses.
@@ -374,7 +373,7 @@ impl Server {
         run_in_time(command).map(drop)
     }
 
-    /// Adds a function. It is not among those of a [restart](Self::restart), as the server keeps it.
+    /// Adds a function. A [restart](Self::restart) does not include it, since the server stores it itself.
     ///
     /// # Errors
     /// The server refuses it.
@@ -386,7 +385,7 @@ impl Server {
     /// Removes a function.
     ///
     /// # Errors
-    /// The server refuses, as a VMM is connected.
+    /// The server refuses, because a VMM is connected.
     pub fn remove(&self, id: &str) -> Result<(), ServerError> {
         self.ask(&["remove", id]).map(drop)
     }
@@ -399,7 +398,7 @@ impl Server {
         self.ask(&["limit", id, limits]).map(drop)
     }
 
-    /// Changes the size of a function's lease, under its guest.
+    /// Resizes a function's lease while its guest uses it.
     ///
     /// # Errors
     /// The server refuses.
@@ -407,10 +406,10 @@ impl Server {
         self.ask(&["resize", id, size]).map(drop)
     }
 
-    /// Returns the ids of its functions.
+    /// Returns the ids of the server's functions.
     ///
     /// # Errors
-    /// If they can't be had.
+    /// The list cannot be read.
     pub fn list(&self) -> Result<Vec<String>, ServerError> {
         let text = self.ask(&["list", "--json"])?;
         let entries: Result<Vec<FunctionEntry>, _> = serde_json::from_str(&text);
@@ -431,13 +430,13 @@ impl Server {
         })
     }
 
-    /// Waits until no VMM is connected to the function `name`. The kernel may close the socket of a VMM that was
-    /// killed after the process has ended: requests in an io_uring, which QEMU waits with, hold it a little longer.
+    /// Waits until no VMM is connected to the function `name`. The kernel may close the socket of a killed VMM only after the
+    /// process has ended, since io_uring requests of QEMU hold the socket a little longer.
     ///
     /// # Errors
-    /// One stays connected.
+    /// A client stays connected.
     pub fn await_no_client(&self, name: &str) -> Result<(), ServerError> {
-        // A connected socket's state in the list (proc_net_unix in Linux, net/unix/af_unix.c).
+        // State of a connected socket in the list (proc_net_unix in Linux, net/unix/af_unix.c).
         const CONNECTED: &str = "03";
         let path = self.socket(name);
         let list = Path::new("/proc/net/unix");
@@ -462,15 +461,15 @@ impl Server {
         })
     }
 
-    /// Kills it, as a crash would.
+    /// Kills the server, as a crash would.
     pub fn kill(&mut self) {
         self.process.kill();
     }
 
-    /// Starts it anew, on the same sockets and the same drive, after it has ended.
+    /// Restarts the ended server, on the same sockets and the same drive.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The server does not come up.
     pub fn restart(&mut self) -> Result<(), ServerError> {
         let Self {
             binary,
@@ -484,10 +483,10 @@ impl Server {
         self.await_ready()
     }
 
-    /// Has another process take its place under the keeper, and waits until that one serves.
+    /// Replaces the server under its supervisor, and waits until the successor serves.
     ///
     /// # Errors
-    /// If it does not come up, or the server has no keeper.
+    /// The successor does not come up, or the server has no supervisor.
     pub fn replace(&mut self, how: Replacement) -> Result<(), ServerError> {
         let served = self.readies();
         let pid = self.await_kept()?;
@@ -500,7 +499,7 @@ impl Server {
         self.await_readies(served + 1)
     }
 
-    /// Waits until the keeper has one server, and returns its process id. A server that was replaced may be about to
+    /// Waits until the supervisor has exactly one server, and returns its process id. A replaced server may still be about to
     /// end.
     fn await_kept(&mut self) -> Result<u32, ServerError> {
         let deadline = Instant::now() + PATIENCE;
@@ -518,7 +517,7 @@ impl Server {
         }
     }
 
-    /// Returns the process ids of the keeper's children.
+    /// Returns the process ids of the supervisor's children.
     fn kept(&self) -> Vec<u32> {
         let keeper = self.pid();
         let path = format!("/proc/{keeper}/task/{keeper}/children");
@@ -529,10 +528,10 @@ impl Server {
             .collect()
     }
 
-    /// Stops it (SIGTERM) and sees that it ends well.
+    /// Stops the server (SIGTERM) and checks that it ends successfully.
     ///
     /// # Errors
-    /// If it does not end, or not with success.
+    /// The server does not end, or not successfully.
     pub fn stop(&mut self) -> Result<(), ServerError> {
         let status = self.process.terminate(PATIENCE)?;
         if status.success() {
@@ -544,10 +543,10 @@ impl Server {
         })
     }
 
-    /// Checks that it still runs.
+    /// Checks that the server still runs.
     ///
     /// # Errors
-    /// If it has ended.
+    /// The server has ended.
     pub fn expect_alive(&mut self) -> Result<(), ServerError> {
         match self.process.ended()? {
             None => Ok(()),
@@ -558,13 +557,13 @@ impl Server {
         }
     }
 
-    /// It prints "ready" when every socket listens. The sockets themselves are not asked: each takes one
-    /// client, and one that is left over from a server that was killed is there all along.
+    /// Waits for "ready" in the log, which the server prints when every socket listens. The sockets are no evidence: each
+    /// accepts one client, and a killed server leaves its sockets behind.
     fn await_ready(&mut self) -> Result<(), ServerError> {
         self.await_readies(1)
     }
 
-    /// Returns the number of times that it, or the server that it has replaced, was ready.
+    /// Returns the number of times that this server or its predecessors were ready.
     fn readies(&self) -> usize {
         let log = fs::read_to_string(self.process.log()).unwrap_or_default();
         let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
@@ -591,18 +590,18 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if self.parent == Parent::Keeper && matches!(self.process.ended(), Ok(None)) {
-            // The keeper first, which would start the next server.
+            // The supervisor is killed first, since it would restart the server.
             let kept = self.kept();
             self.process.kill();
             for pid in kept {
-                // It may have ended with its keeper.
+                // The server may have ended with its supervisor.
                 let _ = process::run(Command::new("kill").args(["-s", "KILL", &pid.to_string()]));
             }
         }
     }
 }
 
-/// Runs a command, again as long as its server does not answer in time. Nothing has changed then.
+/// Runs a command, and repeats it while the server does not answer in time. A timeout changes nothing.
 fn run_in_time(command: impl Fn() -> Command) -> Result<String, ServerError> {
     let deadline = Instant::now() + HELD_UP;
     loop {
@@ -615,13 +614,13 @@ fn run_in_time(command: impl Fn() -> Command) -> Result<String, ServerError> {
     }
 }
 
-/// A function, in the parts of `nvme-mpt list --json` that are used here.
+/// Entry of `nvme-mpt list --json`, reduced to the fields in use.
 #[derive(Debug, Deserialize)]
 struct FunctionEntry {
     id: String,
 }
 
-/// The faults of a drive, in the parts of `nvme-mpt fault list --json` that are used here.
+/// Faults of a drive in `nvme-mpt fault list --json`, reduced to the fields in use.
 #[derive(Debug, Deserialize)]
 struct DriveFaults {
     drive: String,
@@ -633,7 +632,7 @@ struct Fault {
     struck: u64,
 }
 
-/// Separates the logs of one server from those of the next on the same sockets.
+/// Separates the logs of consecutive servers on the same sockets.
 const START_MARK: &str = "---- nvme-mpt serve ----\n";
 
 fn spawn(
@@ -657,7 +656,7 @@ fn spawn(
 
     let mut command = Command::new(binary);
     if parent == Parent::Keeper {
-        // Checks end many servers, and time how long I/O stands still.
+        // Checks end many servers, and measure the pauses of I/O.
         let endless = ["--deaths", "1000000", "--delay", "0"];
         command.arg("keep").args(endless).arg("--").arg(binary);
     }
@@ -667,7 +666,7 @@ fn spawn(
         .arg(control(folder))
         .arg("--state-dir")
         .arg(state_dir(folder))
-        // Checks look at what functions with other ids left.
+        // Checks read data that functions with other ids left.
         .arg("--keep-data");
     for function in functions {
         command
@@ -684,7 +683,7 @@ fn socket(folder: &Path, id: &str) -> PathBuf {
     folder.join(format!("{id}.sock"))
 }
 
-/// Returns where a server of this folder has its ledger.
+/// Returns the directory of a server's lease ledger.
 pub(crate) fn state_dir(folder: &Path) -> PathBuf {
     folder.join("state")
 }
@@ -693,7 +692,7 @@ fn control(folder: &Path) -> PathBuf {
     folder.join("control.sock")
 }
 
-/// Output of `nvme-mpt stats --json`, as far as it is used here.
+/// Output of `nvme-mpt stats --json`, reduced to the fields in use.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Stats {
     /// One entry for each function.
@@ -706,22 +705,22 @@ pub struct Stats {
     pub drives: Vec<DriveStats>,
 }
 
-/// Incidents of a drive.
+/// Statistics of a drive.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct DriveStats {
     /// Path by which it was opened, such as its PCI address.
     pub path: String,
-    /// Its I/O queue pairs; `None` without a bound.
+    /// Use of the drive's I/O queue pairs; `None` if their number is not limited.
     pub queue_pairs: Option<QueuePairStats>,
-    /// Commands that did not complete within their deadline.
+    /// Commands that did not complete within their timeout.
     pub timeouts: u64,
-    /// Abort commands for such commands.
+    /// Abort commands for timed-out commands.
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,
-    /// True if it failed for good or was removed.
+    /// True if the drive failed for good or was removed.
     pub gone: bool,
-    /// Critical Warning bits of its last answer about its health; `None` without one.
+    /// Critical Warning bits of the last health report; `None` without one.
     #[serde(default)]
     pub critical_warning: Option<u8>,
 }
@@ -737,83 +736,83 @@ pub struct QueuePairStats {
     pub shared: u16,
 }
 
-/// One function's counters.
+/// Statistics of a function.
 #[derive(Debug, Clone, Deserialize)]
 pub struct FunctionStats {
-    /// Its name.
+    /// Id of the function.
     pub id: String,
-    /// The model that its guest sees.
+    /// Model number that the guest sees.
     pub model: String,
-    /// The serial number that its guest sees.
+    /// Serial number that the guest sees.
     pub serial: String,
-    /// The capacity that its guest sees.
+    /// Capacity that the guest sees.
     pub capacity_bytes: u64,
-    /// Its I/O queues.
+    /// I/O queues.
     pub queues: Vec<QueueStats>,
-    /// Its guest's memory.
+    /// Guest memory.
     #[serde(default)]
     pub memory: MemoryStats,
 }
 
-/// A guest's memory, as its function has it mapped.
+/// Guest memory mappings of a function.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 pub struct MemoryStats {
-    /// Regions that were mapped so far.
+    /// Regions that were ever mapped.
     pub maps: u64,
-    /// Regions that were unmapped so far.
+    /// Regions that were ever unmapped.
     pub unmaps: u64,
 }
 
-/// One I/O queue pair's counters.
+/// Statistics of an I/O queue pair.
 #[derive(Debug, Clone, Deserialize)]
 pub struct QueueStats {
     /// Commands completed.
     pub commands: u64,
-    /// Doorbell writes that came as an exit.
+    /// Doorbell writes that exited from the guest.
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Looks of a poller on its way to sleep that found a new command.
+    /// Checks by a poller about to park that found a new command.
     #[serde(default)]
     pub rearm_saves: u64,
-    /// Milliseconds in which commands waited for the limits of their lease.
+    /// Milliseconds in which commands waited for the lease's limits.
     #[serde(default)]
     pub throttled_ms: u64,
-    /// Use of the drive's queue pair behind it: `reserved`, `exclusive` or `shared`; `None` without a bound.
+    /// Use of the drive's queue pair: `reserved`, `exclusive` or `shared`; `None` if their number is not limited.
     #[serde(default)]
     pub host_queue: Option<String>,
 }
 
-/// One poller's counters.
+/// Statistics of a poller.
 #[derive(Debug, Clone, Deserialize)]
 pub struct PollerStats {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// The share of time that it found work, 0 to 1.
+    /// Share of time with work, 0 to 1.
     pub busy_share: f64,
-    /// The share of time that it slept, 0 to 1.
+    /// Share of time parked, 0 to 1.
     pub parked_share: f64,
-    /// Number of times that it went to sleep.
+    /// Number of times that the poller parked.
     pub parks: u64,
 }
 
-/// The counters of all I/O queues of a function, added up.
+/// Sums over all I/O queues of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Totals {
     /// Commands completed.
     pub commands: u64,
-    /// Doorbell writes that came as an exit.
+    /// Doorbell writes that exited from the guest.
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Looks of pollers on their way to sleep that found a new command.
+    /// Checks by pollers about to park that found a new command.
     pub rearm_saves: u64,
     /// Milliseconds in which commands waited for limits.
     pub throttled_ms: u64,
 }
 
 impl FunctionStats {
-    /// Returns all I/O queues together.
+    /// Returns the sums over all I/O queues.
     pub fn totals(&self) -> Totals {
         let sum = |of: fn(&QueueStats) -> u64| self.queues.iter().map(of).sum();
         Totals {
@@ -839,18 +838,18 @@ impl Totals {
         }
     }
 
-    /// Doorbell exits for each command.
+    /// Returns the doorbell exits per command.
     pub fn doorbell_exits_per_io(self) -> f64 {
         ratio(self.doorbell_exits, self.commands)
     }
 
-    /// Interrupts for each command.
+    /// Returns the interrupts per command.
     pub fn interrupts_per_io(self) -> f64 {
         ratio(self.interrupts, self.commands)
     }
 }
 
-/// Without commands there is no ratio: not a number, so that no comparison with it holds.
+/// Returns a ratio. Without commands it is NaN, so that no comparison holds.
 fn ratio(count: u64, commands: u64) -> f64 {
     if commands == 0 {
         f64::NAN

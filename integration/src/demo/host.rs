@@ -1,4 +1,4 @@
-//! A physical drive and the host's own driver for it.
+//! The host's NVMe driver for a physical drive.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,11 +8,11 @@ use super::DemoError;
 use crate::process;
 use crate::progress::Step;
 
-/// Longest time that the host's driver may take to show a drive's namespace.
+/// Longest wait for the host's driver to show a namespace.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Returns the block device of the drive's first namespace, which the host's driver shows a moment after it has
-/// got the drive.
+/// Returns the block device of the drive's first namespace. Waits for it, since the host's driver shows it some time after
+/// binding.
 pub(super) fn block_device(address: &str) -> Result<PathBuf, DemoError> {
     if let Some(device) = find(address) {
         return Ok(device);
@@ -33,10 +33,10 @@ pub(super) fn block_device(address: &str) -> Result<PathBuf, DemoError> {
     }
 }
 
-/// Folder with the PCI functions of this host.
+/// Directory of the host's PCI functions.
 const FUNCTIONS: &str = "/sys/bus/pci/devices";
 
-/// Checks that the host's nvme driver has a function.
+/// Checks that a PCI function exists and the nvme driver is bound to it.
 pub(super) fn check_function(address: &str) -> Result<(), DemoError> {
     check_function_in(Path::new(FUNCTIONS), address)
 }
@@ -60,7 +60,7 @@ fn find(address: &str) -> Option<PathBuf> {
         for namespace in std::fs::read_dir(controller.path()).ok()?.flatten() {
             let device = Path::new("/dev").join(namespace.file_name());
             let name = namespace.file_name().to_string_lossy().into_owned();
-            // Beside it lie attributes, and "ng0n1", which is no block device.
+            // The directory also contains attributes, and "ng0n1", which is no block device.
             if name.starts_with("nvme") && device.exists() {
                 return Some(device);
             }
@@ -69,7 +69,7 @@ fn find(address: &str) -> Option<PathBuf> {
     None
 }
 
-/// A drive that was taken from the host's driver, which gets it back.
+/// A drive that was unbound from the host's driver, and is bound again when this is dropped.
 #[derive(Debug)]
 pub(super) struct Taken {
     binary: PathBuf,
@@ -78,7 +78,7 @@ pub(super) struct Taken {
 }
 
 impl Taken {
-    /// Takes the drive from the host's driver.
+    /// Unbinds the drive from the host's driver.
     pub(super) fn take(binary: &Path, address: &str) -> Result<Self, DemoError> {
         process::run(Command::new(binary).args(["bind", address]))?;
         Ok(Self {
@@ -88,7 +88,7 @@ impl Taken {
         })
     }
 
-    /// Gives the drive back, which no server holds any more.
+    /// Binds the drive to the host's driver again. No server may use the drive any more.
     pub(super) fn give_back(mut self) -> Result<(), DemoError> {
         self.is_back = true;
         process::run(Command::new(&self.binary).args(["unbind", &self.address]))?;
@@ -97,7 +97,7 @@ impl Taken {
 }
 
 impl Drop for Taken {
-    /// After a failure, which is what is told.
+    /// Binds the drive again after a failure. Errors are ignored in favour of the failure.
     fn drop(&mut self) {
         if !self.is_back {
             let _ = process::run(Command::new(&self.binary).args(["unbind", &self.address]));

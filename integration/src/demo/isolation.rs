@@ -1,8 +1,8 @@
-//! Division of the drive, and the proof that each guest kept to its part.
+//! Division of the drive, and the check that each guest wrote only to its range.
 //!
-//! Between, before and after the ranges lie guards, which no guest leases. The host marks them. Each guest
-//! fills its whole range with blocks that name the guest and the block. In the end the host reads the
-//! drive: every byte of it has one right value.
+//! Guards before, between and after the ranges belong to no guest. The host writes a mark to them. Each guest fills its range
+//! with blocks that contain the guest's name and the block's position. In the end the host reads the whole drive, where every
+//! byte has one valid value.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -15,17 +15,17 @@ use crate::guest::fio::{Fio, FioError};
 
 const MIB: u64 = 1 << 20;
 const GUARD: u64 = 16 * MIB;
-/// Enough to be spread over by every job, little enough to be filled in seconds.
+/// Large enough for every job, and small enough to be filled in seconds.
 const RANGE: u64 = 256 * MIB;
 const SMALLEST_RANGE: u64 = 64 * MIB;
-/// A guest's pattern names the block of this size that it is in.
+/// Block size of a guest's pattern. Each block contains its position.
 const BLOCK: u64 = 128 << 10;
-/// Content of a guard: a mark, and its place.
+/// Mark of a guard's blocks, which also contain their position.
 const GUARD_TAG: [u8; 8] = *b"no-lease";
-/// Most faults that are printed.
+/// Maximum number of faults to print.
 const FAULTS: usize = 10;
 
-/// A part of the drive that one guest leases.
+/// Part of the drive that one guest leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Range {
     start: u64,
@@ -33,21 +33,21 @@ pub(super) struct Range {
 }
 
 impl Range {
-    /// `START+LENGTH` as the option string has it.
+    /// Returns `START+LENGTH` for the option string.
     pub(super) fn option(self) -> String {
         format!("{}+{}", self.start, self.length)
     }
 }
 
-/// Place of the drive's data.
+/// Location of the drive's data.
 #[derive(Debug)]
 enum Place {
-    /// In the server's memory, where only the guests can look.
+    /// Memory of the server, which only guests can read.
     Memory,
     /// In a file or block device.
     File(PathBuf),
-    /// On a physical drive: this is its PCI address. The host looks through its own driver, before the
-    /// drive is served and after.
+    /// Physical drive with this PCI address. The host reads and writes it through its own driver, before and after the drive is
+    /// served.
     Function(String),
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Layout {
     ranges: Vec<Range>,
 }
 
-/// Checks that a path leads to a drive: a file that a mistyped path would make is none.
+/// Checks that a drive's path exists, so that a mistyped path creates no file.
 pub(super) fn check_exists(path: &Path) -> Result<(), DemoError> {
     match path.exists() {
         true => Ok(()),
@@ -78,7 +78,7 @@ impl Layout {
         })
     }
 
-    /// Returns a file that is empty is made as large as it takes.
+    /// Divides a file. An empty file is extended to the necessary size.
     pub(super) fn on_file(path: &Path, guests: u32) -> Result<Self, DemoError> {
         let at = |source| DemoError::File {
             path: path.to_owned(),
@@ -98,7 +98,7 @@ impl Layout {
         })
     }
 
-    /// Returns a physical drive that the host's own driver has.
+    /// Divides a physical drive of the host's driver.
     pub(super) fn on_function(address: &str, guests: u32) -> Result<Self, DemoError> {
         let path = host::block_device(address)?;
         let at = |source| DemoError::File {
@@ -113,7 +113,7 @@ impl Layout {
         })
     }
 
-    /// Returns the drive as the option string has it.
+    /// Returns the drive for the option string.
     pub(super) fn drive(&self) -> String {
         match &self.place {
             Place::Memory => format!("memory:{}", self.size),
@@ -122,7 +122,7 @@ impl Layout {
         }
     }
 
-    /// Returns the PCI address of a physical drive.
+    /// Returns the PCI address if the drive is a physical one.
     pub(super) fn function(&self) -> Option<&str> {
         match &self.place {
             Place::Function(address) => Some(address),
@@ -130,7 +130,7 @@ impl Layout {
         }
     }
 
-    /// Returns the path by which the host can read and write the drive's data, while no server has it.
+    /// Returns the path for reading and writing the drive's data on the host. No server may use the drive meanwhile.
     fn path(&self) -> Result<Option<PathBuf>, DemoError> {
         match &self.place {
             Place::Memory => Ok(None),
@@ -156,7 +156,7 @@ impl Layout {
         !matches!(self.place, Place::Memory)
     }
 
-    /// Writes the mark into every guard.
+    /// Writes the mark to all guards.
     pub(super) fn mark_guards(&self) -> Result<(), DemoError> {
         let Some(path) = &self.path()? else {
             return Ok(());
@@ -176,7 +176,7 @@ impl Layout {
         file.sync_all().map_err(at)
     }
 
-    /// Reads the drive and returns what is wrong.
+    /// Reads the drive and returns all faults.
     pub(super) fn check(&self, names: &[String]) -> Result<Vec<String>, DemoError> {
         let Some(path) = &self.path()? else {
             return Ok(Vec::new());
@@ -203,7 +203,7 @@ impl Layout {
         Ok(faults)
     }
 
-    /// Returns the guards, the last of which is cut where an uneven drive's rest begins.
+    /// Returns the guards. Behind the last one, the drive may have an unused remainder.
     fn guards(&self) -> impl Iterator<Item = Range> {
         let ends = self.ranges.iter().map(|range| range.start + range.length);
         std::iter::once(0).chain(ends).map(|start| Range {
@@ -213,7 +213,7 @@ impl Layout {
     }
 }
 
-/// Guards and ranges in turn, a guard at both ends.
+/// Divides a size into alternating guards and ranges, with a guard at each end. Returns the ranges.
 fn divide(size: u64, guests: u32) -> Result<Vec<Range>, DemoError> {
     let count = u64::from(guests);
     let least = GUARD + count * (SMALLEST_RANGE + GUARD);
@@ -233,12 +233,12 @@ fn divide(size: u64, guests: u32) -> Result<Vec<Range>, DemoError> {
         .collect())
 }
 
-/// Opens the drive; a block device only if nothing else on the machine uses it.
+/// Opens the drive. A block device must have no other user.
 fn open(path: &Path) -> Result<File, DemoError> {
     let mut options = File::options();
     options.read(true).write(true);
     match std::fs::metadata(path) {
-        // For a block device O_EXCL means: fail if it is mounted or otherwise claimed.
+        // For a block device, O_EXCL fails if the device is mounted or otherwise claimed.
         Ok(metadata) if metadata.file_type().is_block_device() => {
             options.custom_flags(libc::O_EXCL);
         }
@@ -252,16 +252,16 @@ fn open(path: &Path) -> Result<File, DemoError> {
     })
 }
 
-/// A guest's mark: its name, as far as eight bytes hold it.
+/// Returns a guest's mark: the last eight bytes of its name.
 fn tag(name: &str) -> [u8; 8] {
     let mut tag = [b'.'; 8];
     let kept = name.len().min(tag.len());
-    // Names of guests differ at the end: guest-1, guest-2, …
+    // Names of guests differ at their ends: guest-1, guest-2, …
     tag[..kept].copy_from_slice(&name.as_bytes()[name.len() - kept..]);
     tag
 }
 
-/// Returns a block full of: where it is, and whose it is.
+/// Returns a block that repeats its position and a tag.
 fn pattern(position: u64, tag: [u8; 8]) -> Vec<u8> {
     let mut unit = position.to_le_bytes().to_vec();
     unit.extend(tag);
@@ -304,13 +304,13 @@ fn check_part(
     Ok(())
 }
 
-/// Returns the fio job that writes the whole range with the guest's pattern.
+/// Returns a fio job on the whole range with the guest's pattern.
 fn pattern_job(guest: &Guest, name: &str, pattern: &str) -> Fio {
     let tag = tag(guest.name());
     Fio::new(name, pattern, "128k", 8)
         .option("size", "100%")
         .option("verify", "pattern")
-        // %o: the offset of the block, eight bytes, little endian.
+        // `%o` is the offset of the block: eight bytes, little endian.
         .option(
             "verify_pattern",
             &format!("%o\"{}\"", String::from_utf8_lossy(&tag)),
@@ -318,7 +318,7 @@ fn pattern_job(guest: &Guest, name: &str, pattern: &str) -> Fio {
         .option("verify_fatal", "1")
 }
 
-/// A guest writes its whole range.
+/// Fills the guest's whole range with its pattern.
 pub(super) fn fill(guest: &Guest) -> Result<(), FioError> {
     pattern_job(guest, "fill", "write")
         .option("do_verify", "0")
@@ -327,7 +327,7 @@ pub(super) fn fill(guest: &Guest) -> Result<(), FioError> {
     Ok(())
 }
 
-/// A guest reads its whole range: it must find its own pattern and nothing else.
+/// Reads the guest's whole range and verifies its pattern.
 pub(super) fn read_back(guest: &Guest) -> Result<(), FioError> {
     pattern_job(guest, "read-back", "read").run(guest)?;
     Ok(())

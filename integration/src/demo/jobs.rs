@@ -26,7 +26,7 @@ fn jobs(runtime: Duration) -> Vec<Fio> {
     ]
 }
 
-/// Returns a part of the names of jobs, for the command line.
+/// Checks that a job's name contains `text`, for the command line.
 pub(super) fn named(text: &str) -> Result<String, String> {
     let jobs = jobs(Duration::ZERO);
     if jobs.iter().any(|job| job.name().contains(text)) {
@@ -36,7 +36,7 @@ pub(super) fn named(text: &str) -> Result<String, String> {
     Err(format!("no job has it in its name: {}", names.join(", ")))
 }
 
-/// Runs the jobs that are wanted in a guest. A job that fails is noted and the others go on.
+/// Runs the selected jobs in a guest. If a job fails, the failure is recorded and the next job runs.
 pub(super) fn measure(
     guest: &Guest,
     server: &Server,
@@ -84,7 +84,7 @@ pub(super) fn measure(
     Ok(report)
 }
 
-/// Asks the guest itself about its kernel and its drive.
+/// Reads the kernel's release and the drive's properties in the guest.
 fn identify(guest: &Guest, vcpus: u32) -> Result<GuestReport, DemoError> {
     let said = guest.check(
         "uname -r; cat /sys/class/nvme/nvme0/model /sys/block/nvme0n1/size",
@@ -108,7 +108,7 @@ fn identify(guest: &Guest, vcpus: u32) -> Result<GuestReport, DemoError> {
         name: guest.name().to_owned(),
         kernel: kernel.to_owned(),
         model: model.to_owned(),
-        // sysfs counts in units of 512 bytes whatever the logical block size is.
+        // sysfs counts units of 512 bytes, independent of the logical block size.
         capacity: sectors * 512,
         vcpus,
         jobs: Vec::new(),

@@ -1,4 +1,4 @@
-//! The demonstration inside the lab: this same program runs there, on a drive that it drives as a physical one.
+//! The demonstration inside the lab: this program runs there on a physical drive.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,22 +12,22 @@ use crate::progress::{Step, say};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
-/// The lab's only drive, and where it is in there.
+/// The lab's only drive, and its PCI address there.
 const DRIVE: &str = "a";
 const ADDRESS: &str = "0000:01:00.0";
-/// Bytes of the drive for each guest, and those left between them.
+/// Bytes of the drive for each guest, and of the guards between them.
 const SHARE: u64 = (64 + 16) << 20;
 const GUARD: u64 = 16 << 20;
-/// Memory of the lab that each guest takes, and that of the lab itself.
+/// Memory of the lab for each guest, and for the lab itself, in MiB.
 const GUEST_MIB: u32 = 640;
 const HOST_MIB: u32 = 2048;
-/// Longer than any demonstration takes: a job's run time is for each guest to choose.
+/// Timeout, longer than any demonstration. The run time of jobs is an option.
 const PATIENCE: Duration = Duration::from_secs(3600);
 const REPORT: &str = "/tmp/demo.json";
-/// Most labs that it is given in, one after the other, while guests are lost.
+/// Maximum number of labs to try if guests are lost.
 const ATTEMPTS: u32 = 4;
 
-/// Runs the demonstration inside a lab of its own, and in another one if a guest was lost.
+/// Runs the demonstration inside a new lab. If a guest is lost, tries again in another lab.
 pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
     let programs = build()?;
     let assets = LabAssets::provide(&KernelChoice::V6_12)?;
@@ -92,7 +92,7 @@ fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<b
     Ok(status == 0 && report.iommu_faults == 0)
 }
 
-/// Returns the command of the program inside, with the options given here.
+/// Returns the command line inside the lab, with the options given here.
 fn command(options: &Options) -> String {
     let mut command = format!(
         "demo --drive {ADDRESS} --guests {} --kernel {} --doorbells {} --vcpus {} --runtime {}",
@@ -103,7 +103,7 @@ fn command(options: &Options) -> String {
         options.runtime,
     );
     if let Some(text) = &options.jobs {
-        // A part of the name of a job, so nothing in it is of the shell.
+        // The text is part of a job's name, so it needs no quoting.
         command.push_str(" --jobs ");
         command.push_str(text);
     }

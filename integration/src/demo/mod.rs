@@ -76,7 +76,7 @@ pub enum Doorbells {
 }
 
 impl Doorbells {
-    /// Returns the word for it in the option string.
+    /// Returns the value of the `doorbells` option.
     pub fn word(self) -> &'static str {
         match self {
             Self::Shadow => "shadow",
@@ -117,10 +117,10 @@ impl FromStr for DriveChoice {
     }
 }
 
-/// Why the demonstration could not be given.
+/// Errors of the demonstration.
 #[derive(Debug, Error)]
 pub enum DemoError {
-    /// No guests to be had.
+    /// The guests cannot be provided.
     #[error(transparent)]
     Provision(#[from] ProvisionError),
     /// A program failed.
@@ -132,28 +132,28 @@ pub enum DemoError {
     /// A guest failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// fio failed where it had to work.
+    /// A fio job that must work failed.
     #[error(transparent)]
     Fio(#[from] FioError),
-    /// The drive is too small to be shared.
+    /// The drive is too small for the guests.
     #[error("{size} bytes are too few for {guests} guests: the drive must have at least {least}")]
     TooSmall {
         /// The drive's size.
         size: u64,
-        /// Among how many it is to be shared.
+        /// Number of guests.
         guests: u32,
-        /// The size it must have.
+        /// Minimum size.
         least: u64,
     },
-    /// A file can't be used.
+    /// A file cannot be used.
     #[error("Cannot use {path}")]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// There is no drive at a path.
+    /// The drive's path does not exist.
     #[error(
         "There is no drive {path}: give one that exists, as made by `truncate -s 1G FILE`, or leave --drive out for a \
          file of its own"
@@ -162,7 +162,7 @@ pub enum DemoError {
         /// The path.
         path: PathBuf,
     },
-    /// The host has no function at an address.
+    /// The host has no PCI function at the address.
     #[error(
         "There is no PCI function {address} on this host: `nvme-mpt drives` lists its NVMe functions"
     )]
@@ -185,18 +185,18 @@ pub enum DemoError {
     /// A guest in the lab was [lost](crate::guest::is_lost).
     #[error("In the lab a guest was lost:\n{said}")]
     GuestLost {
-        /// The end of what the demonstration said.
+        /// End of the demonstration's output.
         said: String,
     },
-    /// The lab did not, but the demonstration in it did.
+    /// The demonstration inside the lab failed.
     #[error("The demonstration in the lab ended with status {status}, without a report:\n{said}")]
     NotGiven {
         /// Its exit status.
         status: i32,
-        /// The end of what it said.
+        /// End of its output.
         said: String,
     },
-    /// The output of a guest's program is not what the program prints.
+    /// A program in a guest printed invalid output.
     #[error("Unexpected output of guest {guest} about its drive: {said:?}")]
     Drive {
         /// The guest.
@@ -206,15 +206,15 @@ pub enum DemoError {
     },
 }
 
-/// Runs the demonstration. Returns whether all data was right and all ranges were kept.
+/// Runs the demonstration. Returns whether all data was right and all guests kept to their ranges.
 ///
 /// # Errors
-/// If it can't be given.
+/// The demonstration cannot be run.
 pub fn run(options: &Options) -> Result<bool, DemoError> {
     if options.drive == Some(DriveChoice::Lab) {
         return lab::run(options);
     }
-    // Before anything is fetched or built.
+    // These checks come before anything is fetched or built.
     match &options.drive {
         Some(DriveChoice::Path(path)) => isolation::check_exists(path)?,
         Some(DriveChoice::Function { address }) => host::check_function(address)?,
@@ -266,7 +266,7 @@ fn share(
                 source,
             };
             fs::create_dir_all(path.parent().unwrap_or(&path)).map_err(at)?;
-            // Made anew: what an earlier run left must not pass for what this one wrote.
+            // The file is created anew, since an earlier run may have left guests' patterns in it.
             match fs::remove_file(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(error)),
                 _ => {}
@@ -288,7 +288,7 @@ fn share(
                 .option(format!("queues={}", options.vcpus))
         })
         .collect();
-    // Declared before the server, and so given back after it has gone.
+    // This is declared before the server, and therefore dropped after it.
     let taken = match layout.function() {
         Some(address) => {
             let step = Step::start(format!("Taking {address} from the host's driver"));
@@ -307,7 +307,7 @@ fn share(
         names.len(),
         assets.kernel.name
     ));
-    // In a lab, of guests that boot at the same time one is lost more often.
+    // In a lab, guests are lost more often if they boot at the same time.
     let one_by_one = crate::lab::inside::is_inside();
     let mut guests = Vec::new();
     for name in &names {
@@ -374,7 +374,7 @@ fn share(
     })
 }
 
-/// Does the same for every guest at once, and returns the results in the guests' order.
+/// Runs `what` for all guests concurrently, and returns the results in the guests' order.
 fn on_each<T: Send>(
     guests: &[Guest],
     what: impl Fn(&Guest) -> Result<T, DemoError> + Sync,
@@ -393,7 +393,7 @@ fn on_each<T: Send>(
     })
 }
 
-/// Returns all results, or the first error. An error that has another cause than a lost guest comes first.
+/// Returns all results, or an error. Errors with another cause than a lost guest take precedence.
 fn all<T>(results: impl Iterator<Item = Result<T, DemoError>>) -> Result<Vec<T>, DemoError> {
     let (well, failed): (Vec<_>, Vec<_>) = results.partition(Result::is_ok);
     let (lost, failed): (Vec<_>, Vec<_>) = failed

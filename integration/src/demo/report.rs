@@ -1,4 +1,4 @@
-//! The figures, for people and for programs.
+//! Results of the demonstration, as text and as JSON.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use crate::guest;
 use crate::guest::fio::FioError;
 use crate::progress::say;
 
-/// One job of one guest.
+/// Result of one job in one guest.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct JobReport {
     pub(super) name: String,
@@ -21,7 +21,7 @@ pub(super) struct JobReport {
     pub(super) interrupts_per_io: f64,
 }
 
-/// One guest.
+/// Results of one guest.
 #[derive(Debug, Clone)]
 pub(super) struct GuestReport {
     pub(super) name: String,
@@ -34,11 +34,11 @@ pub(super) struct GuestReport {
 }
 
 impl GuestReport {
-    /// Says and notes a failure, if it is one.
+    /// Prints and records a failure, if `result` is one.
     ///
     /// # Errors
-    /// Nothing can follow: the guest is lost, or a guest that is lost later would hide the failure, as labs
-    /// try again.
+    /// The guest is lost. The demonstration must stop then, since labs try again after a lost guest, which would hide a
+    /// recorded failure.
     pub(super) fn note(&mut self, result: Result<(), FioError>) -> Result<(), DemoError> {
         let Err(error) = result else { return Ok(()) };
         let failure = crate::error_chain(&error);
@@ -51,14 +51,14 @@ impl GuestReport {
     }
 }
 
-/// Everything.
+/// Results of the demonstration.
 #[derive(Debug)]
 pub(super) struct Report {
     pub(super) doorbells: Doorbells,
     pub(super) guests: Vec<GuestReport>,
-    /// True if the host could read what lies between the ranges.
+    /// True if the host could read the guards.
     pub(super) guards_checked: bool,
-    /// Bytes that the host found in the wrong place.
+    /// Faults that the host found on the drive.
     pub(super) faults: Vec<String>,
 }
 
@@ -73,7 +73,7 @@ struct JsonGuest<'a> {
     name: &'a str,
     kernel: &'a str,
     verify_ok: bool,
-    /// Failures, in words.
+    /// Failures as text.
     failures: &'a [String],
     jobs: &'a [JobReport],
 }
@@ -83,8 +83,8 @@ impl Report {
         self.faults.is_empty() && self.guests.iter().all(|guest| guest.failures.is_empty())
     }
 
-    /// A guest that reads something else than it wrote has perhaps read another's data: that, too, is a
-    /// failure of isolation where the host can't look for itself.
+    /// Returns whether no guest wrote outside its range. If the host cannot read the guards, a guest's wrong data counts as a
+    /// failure of isolation, too, since it may be another guest's.
     fn isolation_ok(&self) -> bool {
         self.faults.is_empty() && (self.guards_checked || self.all_well())
     }
@@ -104,7 +104,7 @@ impl Report {
                 })
                 .collect(),
         };
-        // Only maps with keys that are no strings can fail to be written; there are none.
+        // Only maps with keys other than strings cannot be serialized, and there are none.
         serde_json::to_string_pretty(&report).unwrap_or_default() + "\n"
     }
 

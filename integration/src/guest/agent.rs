@@ -1,4 +1,4 @@
-//! Requests to a guest, whatever VMM it runs in: scripts for its agent, and its end.
+//! Requests to a guest of any VMM: scripts for its agent, and the end of the VMM.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -11,7 +11,7 @@ use super::{BOOT_PATIENCE, GuestError, PANIC_LINES};
 use crate::process::{self, Supervised};
 use crate::vmm::counters::has_foreign_registers;
 
-/// The agent of a guest, and the process of the VMM that the guest runs in. Dropping it kills the VMM.
+/// The agent of a guest, and the VMM's process. Dropping it kills the VMM.
 #[derive(Debug)]
 pub struct Agent {
     name: String,
@@ -22,10 +22,10 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Returns the agent that talks on `stream`, of a guest whose kernel writes to the file `console`.
+    /// Creates the agent that communicates over `stream`. The guest's kernel writes to the file `console`.
     ///
     /// # Errors
-    /// The stream can't be used.
+    /// The stream cannot be used.
     pub(crate) fn new(
         name: &str,
         kernel: &str,
@@ -48,51 +48,51 @@ impl Agent {
         })
     }
 
-    /// Says empty lines while a script is waited for, where the VMM's serial port needs it.
+    /// Sends empty lines while waiting for a script, for VMMs whose serial port needs it.
     pub(crate) fn remind(mut self) -> Self {
         self.channel.remind();
         self
     }
 
-    /// The guest's name.
+    /// Returns the guest's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its kernel's release.
+    /// Returns the release of the guest's kernel.
     pub fn kernel(&self) -> &str {
         &self.kernel
     }
 
-    /// Waits until the guest takes commands: after a start or a reboot.
+    /// Waits until the guest accepts commands, after a start or a reboot.
     ///
     /// # Errors
-    /// If it does not come up in time.
+    /// The guest does not come up in time.
     pub fn await_ready(&self, patience: Duration) -> Result<(), GuestError> {
         self.channel
             .await_ready(patience)
             .map_err(|reason| self.silent(reason))
     }
 
-    /// Runs a shell script and returns what it printed and its exit status.
+    /// Runs a shell script and returns its output and exit status.
     ///
     /// # Errors
-    /// If it does not end in time, or the guest dies.
+    /// The script does not end in time, or the guest dies.
     pub fn run(&self, script: &str, patience: Duration) -> Result<Output, GuestError> {
         let job = self.start(script)?;
         self.finish(job, patience)
     }
 
-    /// Runs a shell script that must succeed and returns what it printed.
+    /// Runs a shell script that must succeed and returns its output.
     ///
     /// # Errors
-    /// If it fails, does not end in time, or the guest dies.
+    /// The script fails or does not end in time, or the guest dies.
     pub fn check(&self, script: &str, patience: Duration) -> Result<String, GuestError> {
         let output = self.run(script, patience)?;
         self.expect_success(script, output)
     }
 
-    /// Starts a shell script in the background; several may run at once.
+    /// Starts a shell script in the background. Several may run concurrently.
     ///
     /// # Errors
     /// The guest is dead.
@@ -102,27 +102,27 @@ impl Agent {
             .map_err(|reason| self.silent(reason))
     }
 
-    /// Waits for a script in the background.
+    /// Waits for a background script.
     ///
     /// # Errors
-    /// If it does not end in time, or the guest dies.
+    /// The script does not end in time, or the guest dies.
     pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
         self.channel
             .wait(job, patience, || has_foreign_registers(self.pid()))
             .map_err(|reason| self.silent(reason))
     }
 
-    /// Waits for a script in the background that must succeed.
+    /// Waits for a background script that must succeed.
     ///
     /// # Errors
-    /// If it fails, does not end in time, or the guest dies.
+    /// The script fails or does not end in time, or the guest dies.
     pub fn finish_well(&self, job: Job, patience: Duration) -> Result<String, GuestError> {
         let script = job.script().to_owned();
         let output = self.finish(job, patience)?;
         self.expect_success(&script, output)
     }
 
-    /// Returns the next line that a script said with `event`.
+    /// Returns the next line that a script reported with `event`.
     ///
     /// # Errors
     /// None comes in time, or the guest dies.
@@ -132,25 +132,25 @@ impl Agent {
             .map_err(|reason| self.silent(reason))
     }
 
-    /// Every event said so far and not yet taken.
+    /// Returns all events that were not taken yet.
     pub fn pending_events(&self) -> Vec<String> {
         self.channel.pending_events()
     }
 
-    /// Loads the modules that its user land has, in their order.
+    /// Loads the kernel modules of the guest's user land, in their order.
     ///
     /// # Errors
-    /// Its kernel does not take one.
+    /// The kernel refuses a module.
     pub fn load_modules(&self) -> Result<(), GuestError> {
         let script = "for module in /lib/modules/*.ko; do insmod $module || exit 1; done";
         self.check(script, BOOT_PATIENCE)?;
         Ok(())
     }
 
-    /// Goes on talking on another stream: what was started before has no end that could be waited for.
+    /// Continues on another stream. Scripts that were started before can no longer be waited for.
     ///
     /// # Errors
-    /// The stream can't be used.
+    /// The stream cannot be used.
     pub(crate) fn reconnect(&mut self, stream: UnixStream) -> Result<(), GuestError> {
         let mut channel = Channel::new(stream).map_err(|reason| self.silent(reason))?;
         if self.channel.reminds() {
@@ -163,35 +163,35 @@ impl Agent {
     /// Returns whether the VMM has ended.
     ///
     /// # Errors
-    /// The system can't tell.
+    /// The VMM's status cannot be read.
     pub(crate) fn has_ended(&mut self) -> Result<bool, GuestError> {
         Ok(self.vmm.ended()?.is_some())
     }
 
-    /// Starts a script that ends the VMM, and waits until it has.
+    /// Starts a script that ends the VMM, and waits for the VMM.
     ///
     /// # Errors
     /// The VMM does not end in time.
     pub fn end(&mut self, script: &str, patience: Duration) -> Result<ExitStatus, GuestError> {
-        // The script has no end that could be waited for.
+        // The script's end cannot be observed.
         let _job = self.start(script)?;
         self.await_end(patience)
     }
 
-    /// Waits until the VMM has ended.
+    /// Waits for the VMM's end.
     ///
     /// # Errors
-    /// If it does not end in time.
+    /// The VMM does not end in time.
     pub(crate) fn await_end(&mut self, patience: Duration) -> Result<ExitStatus, GuestError> {
         Ok(self.vmm.wait(patience)?)
     }
 
-    /// Kills the VMM: for the guest a power cut, for the device a client that vanishes.
+    /// Kills the VMM: a power failure for the guest, and a vanished client for the device.
     pub fn kill(&mut self) {
         self.vmm.kill();
     }
 
-    /// Returns the end of the guest's console, or, after a panic, its first lines, which name the cause.
+    /// Returns the end of the guest's console. After a panic, returns the panic's first lines, which name the cause.
     pub fn console_tail(&self) -> String {
         let text = fs::read(&self.console).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
@@ -205,7 +205,7 @@ impl Agent {
         }
     }
 
-    /// Returns the end of what the VMM printed.
+    /// Returns the end of the VMM's output.
     pub fn vmm_log_tail(&self) -> String {
         process::file_tail(self.vmm.log())
     }

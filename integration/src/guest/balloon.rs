@@ -1,4 +1,4 @@
-//! Memory that a guest gives back to its host, and the memory file that it lies in.
+//! Memory that a guest returns to its host, and the memory file behind it.
 
 use std::fs;
 use std::io;
@@ -9,19 +9,19 @@ use serde_json::json;
 
 use super::{Guest, GuestConfig, GuestError};
 
-/// A balloon, and free page reporting beside it.
+/// A balloon with free page reporting.
 const DEVICE: &str = "virtio-balloon-pci,id=balloon,free-page-reporting=on";
-/// Begins the name of a memfd in `/proc/PID/fd`.
+/// Start of a memfd's name in `/proc/PID/fd`.
 const MEMFD: &str = "/memfd:";
-/// The unit of `st_blocks`.
+/// Unit of `st_blocks` in bytes.
 const BLOCK: u64 = 512;
 
-/// The file that a VMM has its guest's memory in.
+/// The memory file of a VMM's guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryFile {
-    /// Size of the guest's memory.
+    /// Size of the guest's memory in bytes.
     pub len_bytes: u64,
-    /// Bytes that the host has given to it. Pages that were freed are not among them.
+    /// Allocated bytes, which do not include freed pages.
     pub allocated_bytes: u64,
 }
 
@@ -29,12 +29,12 @@ impl MemoryFile {
     /// Returns the largest memfd of a process.
     ///
     /// # Errors
-    /// If it has none, or its descriptors can't be read.
+    /// The process has no memfd, or its descriptors cannot be read.
     pub fn of_process(pid: u32) -> io::Result<Self> {
         let mut largest: Option<Self> = None;
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
             let path = entry?.path();
-            // One that was closed meanwhile has no memory.
+            // The descriptor may have been closed meanwhile.
             let Some(file) = Self::of_descriptor(&path) else {
                 continue;
             };
@@ -67,7 +67,7 @@ impl GuestConfig {
 }
 
 impl Guest {
-    /// Asks the guest to leave itself so many bytes of memory, and to have the rest in its balloon.
+    /// Requests the guest to keep `bytes` bytes of memory, and to inflate its balloon with the rest.
     ///
     /// # Errors
     /// QEMU refuses.

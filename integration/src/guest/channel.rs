@@ -1,6 +1,6 @@
-//! The line to the guest's agent: commands go in, their output and events come out.
+//! The connection to the guest's agent, for commands, their output and events.
 //!
-//! The protocol is described where the guest speaks it: `resources/guest/agent`.
+//! The agent documents the protocol: `resources/guest/agent`.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
@@ -14,55 +14,55 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;
 use thiserror::Error;
 
-/// Intervals at which a guest is reminded of unread input, at first and later.
+/// Intervals of reminders to a guest with unread input, at first and later.
 const REMINDERS: [(Duration, Duration); 2] = [
     (Duration::from_secs(3), Duration::from_millis(50)),
     (Duration::MAX, Duration::from_secs(1)),
 ];
 
-/// Interval of checks for lost guests.
+/// Interval of checks whether the guest is lost.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// Inquiry to a guest that left a script without an end, and the longest time for its answer.
+/// Script for a guest that did not end another script in time, and the timeout of its answer.
 const INQUIRY: &str = include_str!("../../../resources/guest/inquiry");
 const INQUIRY_PATIENCE: Duration = Duration::from_secs(180);
 
-/// The guest does not answer.
+/// Errors of the connection to the agent.
 #[derive(Debug, Error)]
 pub enum ChannelError {
-    /// No answer.
+    /// The guest did not answer in time.
     #[error("waited {patience:?} in vain for {what}{}", sign_of_life(.life.as_deref()))]
     Timeout {
-        /// Event that was waited for.
+        /// Expected event.
         what: String,
-        /// Time that was waited.
+        /// Timeout.
         patience: Duration,
-        /// Result of another script, if it was asked to run one.
+        /// Result of another script, if one was started to find the cause.
         life: Option<Box<Life>>,
     },
-    /// The end of the line: no answer will come.
+    /// The connection ended, so that no answer will come.
     #[error("it runs with its host's registers, and {what} was waited for")]
     Lost {
-        /// Event that was waited for.
+        /// Expected event.
         what: String,
     },
-    /// The line was cut: the VMM has ended.
+    /// The VMM closed the connection, since it has ended.
     #[error("its VMM ended while {what} was waited for")]
     Closed {
-        /// Event that was waited for.
+        /// Expected event.
         what: String,
     },
-    /// The line could not be set up.
+    /// The connection could not be set up.
     #[error("the line to its agent can't be used: {0}")]
     Io(#[from] std::io::Error),
 }
 
-/// Tells a script that hangs from a guest that does.
+/// Distinguishes a hanging script from a hanging guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Life {
-    /// Output of another script, which the guest still ran, and which looks for the cause.
+    /// The guest ran the inquiry, whose output may show the cause.
     Said(String),
-    /// No other script ran any more.
+    /// The guest did not run the inquiry.
     None,
 }
 
@@ -74,16 +74,16 @@ fn sign_of_life(life: Option<&Life>) -> String {
     }
 }
 
-/// Output of a script, and its exit status.
+/// Output and exit status of a script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
-    /// The exit status; 128 + N for a script that died of signal N.
+    /// Exit status; 128 + N if signal N ended the script.
     pub status: i32,
-    /// Standard output and standard error, as they came.
+    /// Standard output and standard error, in order of arrival.
     pub text: String,
 }
 
-/// A script that runs in the guest.
+/// A running script in the guest.
 #[derive(Debug)]
 pub struct Job {
     script: String,
@@ -91,12 +91,12 @@ pub struct Job {
 }
 
 impl Job {
-    /// Returns the script that it runs.
+    /// Returns the script.
     pub fn script(&self) -> &str {
         &self.script
     }
 
-    /// Its result, if it has ended.
+    /// Returns the result if the script has ended.
     pub fn try_result(&self) -> Option<Output> {
         self.result.try_recv().ok()
     }
@@ -110,7 +110,7 @@ struct Running {
 
 type RunningJobs = Arc<Mutex<HashMap<u64, Running>>>;
 
-/// The host's end of the line.
+/// The host's end of the connection.
 #[derive(Debug)]
 pub(super) struct Channel {
     out: Mutex<UnixStream>,
@@ -128,7 +128,7 @@ impl Channel {
         let (events_in, events) = mpsc::channel();
         let input = stream.try_clone()?;
         let jobs = Arc::clone(&running);
-        // Ends when the VMM closes its end; dropping the senders then wakes all threads that wait.
+        // The thread ends when the VMM closes its end. Dropping the senders then wakes all waiting threads.
         std::thread::spawn(move || listen(input, &jobs, &ready_in, &events_in));
         Ok(Self {
             out: Mutex::new(stream),
@@ -140,19 +140,18 @@ impl Channel {
         })
     }
 
-    /// Sends empty lines, which the agent ignores, while a caller waits for the end of a script. A port may raise one
-    /// interrupt for all bytes that come at once. Bytes that the guest does not take then (Linux takes 256) stay until
-    /// more bytes come.
+    /// Sends empty lines, which the agent ignores, while a caller waits for a script. Some ports raise a single interrupt for
+    /// many bytes. Bytes that the guest does not take on that interrupt (Linux takes 256) stay there until more bytes arrive.
     pub(super) fn remind(&mut self) {
         self.reminds = true;
     }
 
-    /// Returns whether it does.
+    /// Returns whether empty lines are sent.
     pub(super) fn reminds(&self) -> bool {
         self.reminds
     }
 
-    /// Waits for the end of a script. `is_lost` is asked now and then whether there is a guest to wait for.
+    /// Waits for the end of a script. `is_lost` is called periodically and returns whether the guest is lost.
     pub(super) fn wait(
         &self,
         job: Job,
@@ -184,7 +183,7 @@ impl Channel {
             }
             if reminder.is_some() {
                 let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
-                // The listener finds a line that is cut.
+                // The listener thread detects a closed connection.
                 let _ = out.write_all(b"\n");
             }
             if waited >= looked + LOOK {
@@ -242,7 +241,7 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // Ends the listening thread even if the VMM should still be there.
+        // Ends the listener thread even if the VMM is still alive.
         let out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = out.shutdown(std::net::Shutdown::Both);
     }
@@ -274,24 +273,24 @@ fn listen(input: UnixStream, jobs: &RunningJobs, ready: &Sender<()>, events: &Se
         line.clear();
         match lines.read_until(b'\n', &mut line) {
             Ok(0) | Err(_) => break,
-            // The end of the line cut it short.
+            // The end of the connection truncated the line.
             Ok(_) if !line.ends_with(b"\n") => break,
             Ok(_) => {}
         }
         let text = String::from_utf8_lossy(&line);
-        // The port turns "\n" into "\r\n"; firmware may have left something in front.
+        // The port turns "\n" into "\r\n", and firmware may have left characters before the line.
         understand(text.trim(), jobs, ready, events);
     }
-    // No answer comes any more: a dropped sender wakes the thread that waits for its job.
+    // No answer can come any more: dropping the senders wakes waiting threads.
     lock(jobs).clear();
 }
 
 fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sender<String>) {
     let (verb, rest) = line.split_once(' ').unwrap_or((line, ""));
-    // A send fails only if the guest's owner has dropped the guest, and so takes no answer.
+    // Sends fail only if the guest was dropped, and nothing waits for the answer.
     match verb {
         "ready" => {
-            // After a reboot, what ran before has no end.
+            // After a reboot, scripts from before have no end.
             lock(jobs).clear();
             let _ = ready.send(());
         }
@@ -303,7 +302,7 @@ fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sende
                 && let Ok(id) = id.parse::<u64>()
                 && let Some(running) = lock(jobs).get_mut(&id)
             {
-                // A garbled piece is shown as it came.
+                // A garbled piece is kept unchanged.
                 let text = BASE64.decode(piece).unwrap_or_else(|_| piece.into());
                 running.text.extend(text);
             }

@@ -7,31 +7,31 @@ use thiserror::Error;
 
 use super::{Agent, GuestError};
 
-/// fio may take this much longer than its run time: start, end, verification on a busy machine.
+/// Time that fio may need in addition to its run time: start, end, and verification on a busy machine.
 const SLACK: Duration = Duration::from_secs(300);
 
-/// fio failed, or its report could not be read.
+/// Errors of a fio job.
 #[derive(Debug, Error)]
 pub enum FioError {
     /// The guest failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The report is not what fio writes.
+    /// fio printed no valid report.
     #[error("fio job {job}: cannot read its report: {reason}\n{text}")]
     Report {
         /// The job.
         job: String,
         /// Cause.
         reason: String,
-        /// Output of fio instead.
+        /// Output instead of the report.
         text: String,
     },
-    /// fio itself reports an error: an I/O error or wrong data.
+    /// fio reports an I/O error or wrong data.
     #[error("fio job {job} failed with error {code}:\n{text}")]
     Failed {
         /// The job.
         job: String,
-        /// An errno; 84 (EILSEQ) is wrong data.
+        /// Error number; 84 (EILSEQ) means wrong data.
         code: i64,
         /// Output of fio.
         text: String,
@@ -47,7 +47,7 @@ pub struct Fio {
 }
 
 impl Fio {
-    /// Returns a job on the first namespace, with direct I/O.
+    /// Creates a job on the first namespace, with direct I/O.
     pub fn new(name: &str, pattern: &str, block_size: &str, depth: u32) -> Self {
         let fio = Self {
             name: name.to_owned(),
@@ -63,17 +63,17 @@ impl Fio {
             .option("randrepeat", "1")
     }
 
-    /// Sets an option, the last setting of which counts.
+    /// Sets an option, replacing its earlier value.
     #[must_use]
     pub fn option(mut self, name: &str, value: &str) -> Self {
         let name = format!("--{name}=");
-        // fio takes a second name of a file for that of a second file.
+        // fio would take a repeated file name as a second file.
         self.options.retain(|option| !option.starts_with(&name));
         self.options.push(format!("{name}{value}"));
         self
     }
 
-    /// Runs for this long, over and over the same range if need be.
+    /// Runs for this long, repeating the range if necessary.
     #[must_use]
     pub fn runtime(mut self, runtime: Duration) -> Self {
         self.runtime = runtime;
@@ -81,7 +81,7 @@ impl Fio {
         self.option("runtime", &seconds).option("time_based", "1")
     }
 
-    /// Writes are read back and checked against checksums in them.
+    /// Reads writes back and checks their checksums.
     #[must_use]
     pub fn verified(self) -> Self {
         self.option("verify", "crc32c")
@@ -94,7 +94,7 @@ impl Fio {
         &self.name
     }
 
-    /// Returns the shell script that runs it and prints its report.
+    /// Returns a shell script that runs the job and prints the report.
     pub fn script(&self) -> String {
         let report = format!("/tmp/fio-{}.json", self.name);
         let quoted: Vec<String> = self.options.iter().map(|option| quote(option)).collect();
@@ -106,12 +106,12 @@ impl Fio {
         )
     }
 
-    /// Returns the longest wait for it.
+    /// Returns the timeout of the job.
     pub fn patience(&self) -> Duration {
         self.runtime + SLACK
     }
 
-    /// Runs it in a guest.
+    /// Runs the job in a guest.
     ///
     /// # Errors
     /// Fio finds an I/O error or wrong data, or the guest fails.
@@ -120,7 +120,7 @@ impl Fio {
         self.report(&output.text)
     }
 
-    /// Reads what [`Fio::script`] printed.
+    /// Parses the output of [`Fio::script`].
     ///
     /// # Errors
     /// Fio found an I/O error or wrong data, or printed no report.
@@ -142,7 +142,7 @@ impl Fio {
         })
     }
 
-    /// Reads what [`Fio::script`] printed of a job that may end with an error of its drive.
+    /// Parses the output of [`Fio::script`] of a job that may end with an I/O error.
     ///
     /// # Errors
     /// Fio printed no report.
@@ -155,9 +155,9 @@ impl Fio {
         })
     }
 
-    /// Returns what fio printed before its report, and the report's one job.
+    /// Returns the output before the report, and the only job in the report.
     fn job<'a>(&self, text: &'a str) -> Result<(&'a str, Value), FioError> {
-        // Other lines come before the report, which starts with a brace on a line of its own.
+        // Other lines may precede the report, which starts with a brace on its own line.
         let mut start = 0;
         let found = text.split_inclusive('\n').any(|line| {
             let is_it = line.trim_start().starts_with('{');
@@ -193,14 +193,14 @@ impl Fio {
 /// Result of a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
-    /// Reads, those for verification included.
+    /// Reads, including those for verification.
     pub read: Side,
     /// Writes.
     pub write: Side,
 }
 
 impl Report {
-    /// Returns the direction that did more.
+    /// Returns the direction with more I/Os.
     pub fn main(&self) -> &Side {
         if self.read.ios >= self.write.ios {
             &self.read
@@ -209,7 +209,7 @@ impl Report {
         }
     }
 
-    /// Returns the direction that a pattern such as `randwrite` names.
+    /// Returns the writes of a job that writes, as `randwrite` does, and else the reads.
     pub fn writes_first(&self) -> &Side {
         if self.write.ios > 0 {
             &self.write
@@ -222,9 +222,9 @@ impl Report {
 /// Result of a job that may have failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
-    /// An errno, or 0.
+    /// Error number, or 0.
     pub error: i64,
-    /// Calls of `fsync` with success.
+    /// Number of successful `fsync` calls.
     pub flushes: u64,
 }
 
@@ -237,18 +237,18 @@ pub struct Side {
     pub iops: f64,
     /// MiB per second.
     pub mib_s: f64,
-    /// Half of the completions took at most this many microseconds.
+    /// Median completion latency in microseconds.
     pub p50_us: f64,
-    /// All but one in a hundred took at most this.
+    /// 99th percentile of the latency in microseconds.
     pub p99_us: f64,
-    /// The slowest.
+    /// Maximum latency in microseconds.
     pub max_us: f64,
 }
 
 impl Side {
     fn parse(side: &Value) -> Option<Self> {
         let latency = &side["clat_ns"];
-        // fio leaves the percentiles out where there was no I/O.
+        // fio omits the percentiles if there was no I/O.
         let percentile = |p: &str| latency["percentile"][p].as_f64().unwrap_or(0.0) / 1e3;
         Some(Self {
             ios: side["total_ios"].as_u64()?,

@@ -1,4 +1,4 @@
-//! A machine without a kernel: what its firmware makes of the drive.
+//! A machine without a kernel, whose firmware uses the drive.
 
 use std::fs;
 use std::path::Path;
@@ -11,35 +11,35 @@ use super::{Drive, GuestConfig, machine_arguments};
 use crate::process::{self, ProcessError, Supervised};
 use crate::provision::{Assets, Qemu};
 
-/// There is no UEFI firmware beside this QEMU.
+/// UEFI firmware for this QEMU is missing.
 #[derive(Debug, Error)]
 #[error("QEMU has no UEFI firmware beside it: install the package ovmf")]
 pub struct NoUefi;
 
-/// Firmware did not do what it should.
+/// Errors of a firmware check.
 #[derive(Debug, Error)]
 pub enum FirmwareError {
-    /// QEMU could not be run.
+    /// QEMU cannot be run.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// There is no UEFI firmware.
+    /// UEFI firmware is missing.
     #[error(transparent)]
     NoUefi(#[from] NoUefi),
-    /// The text never appeared.
+    /// The expected text did not appear on the console.
     #[error(
         "{expected:?} is not on the firmware's console:\n{console}\nThe end of QEMU's log:\n{log}"
     )]
     Silent {
-        /// Text that was waited for.
+        /// Expected text.
         expected: String,
-        /// The end of the console.
+        /// End of the console.
         console: String,
-        /// The end of what QEMU printed.
+        /// End of QEMU's output.
         log: String,
     },
 }
 
-/// The kinds of firmware.
+/// Kinds of firmware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Firmware {
     /// SeaBIOS, QEMU's own.
@@ -49,7 +49,7 @@ pub enum Firmware {
 }
 
 impl Firmware {
-    /// Has a machine begin with it.
+    /// Adds the firmware to QEMU's arguments.
     pub(super) fn add_to(self, command: &mut Command, qemu: &Qemu) -> Result<(), NoUefi> {
         if self == Self::Uefi {
             let image = qemu.uefi_firmware().ok_or(NoUefi)?;
@@ -59,10 +59,11 @@ impl Firmware {
     }
 }
 
-/// Starts a machine with nothing but firmware and drives, and waits until `expected` is on its console. It boots from the
-/// drive with a [boot index](Drive::boot_index).
+/// Starts a machine with only firmware and drives, and waits for `expected` on its console. The machine boots from the drive
+/// with a [boot index](Drive::boot_index).
 ///
 /// # Errors
+/// The text does not appear within `patience`.
 /// If it does not within `patience`.
 pub fn await_console(
     assets: &Assets,

@@ -1,4 +1,4 @@
-//! A guest: a Linux that runs commands for the host while its devices come, go and fail.
+//! Guests: Linux machines that run commands for the host while their devices are plugged, unplugged and fail.
 //!
 //! ```text
 //! let guest = Guest::boot(&assets, GuestConfig::new("a").drive(Drive::vfio_user(socket)), folder)?;
@@ -35,35 +35,32 @@ pub use qmp::QmpError;
 use firmware::{Firmware, NoUefi};
 use qmp::Qmp;
 
-/// Time that QEMU waits for an answer to a vfio-user message; 5 s by default.
+/// QEMU's timeout of vfio-user messages in milliseconds; 5 s by default.
 const MESSAGE_TIMEOUT_MS: u32 = 300_000;
 
-/// A guest emulated in software on a busy machine boots within this. One in the lab, on a physical drive, took up to
-/// 135 s to boot and verify 4 MiB. A dozen other processes wanted its two processors meanwhile.
+/// Timeout of booting an emulated guest on a busy machine. A guest in the lab, on a physical drive, took up to 135 s to boot
+/// and verify 4 MiB, while a dozen other processes used the lab's two processors.
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
-/// Arguments with which a kernel boots from the file system on its first NVMe drive, whose user land is that
-/// of guests.
+/// Kernel arguments for booting from the file system on the first NVMe drive, which contains the guests' user land.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
-/// A panic ends the machine. A kernel looks for ten ticks of its timer when it starts; on a busy machine it would
-/// find too few of them and panic. A driver that waits for 30 seconds gives up while a machine stands still: a check of
-/// a driver's timeout sets its own.
+/// Kernel arguments. A panic ends the machine. `no_timer_check` avoids a boot check that counts ten timer ticks and panics on a
+/// busy machine. The driver's timeout is longer than its default of 30 seconds, since the machine may be stopped for that long;
+/// checks of the timeout set their own.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check \
                                 nvme_core.io_timeout=600 nvme_core.admin_timeout=600";
-/// Lines of a panic that an error shows.
+/// Maximum number of panic lines in an error.
 const PANIC_LINES: usize = 25;
-/// Longest time that QEMU may take to open its sockets.
+/// Timeout for QEMU to open its sockets.
 const START_PATIENCE: Duration = Duration::from_secs(300);
 
-/// Exit status of a program whose guest was [lost](is_lost): that of a failure that need not happen again
-/// (`EX_TEMPFAIL`).
+/// Exit status of a program with a [lost](is_lost) guest: a failure that need not repeat (`EX_TEMPFAIL`).
 pub const LOST_STATUS: u8 = 75;
-/// Part of a line that reports a lost guest, whose work is repeated.
+/// Part of the line that reports a lost guest whose work is repeated.
 pub const LOST: &str = "a guest was lost: once more";
 
-/// Returns whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one
-/// without a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never
-/// came up. Or it goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM
-/// itself reports that it cannot go on.
+/// Returns whether an error was caused by a lost guest. KVM on an emulated processor sometimes ends a guest without a message:
+/// the VMM ended, the guest reset itself in the reference VMM, or the guest did not come up. A guest may also continue with
+/// [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM reports that it cannot continue.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
     [
@@ -82,26 +79,26 @@ pub fn is_lost(error: &dyn std::error::Error) -> bool {
 /// Errors of a guest.
 #[derive(Debug, Error)]
 pub enum GuestError {
-    /// The guest's folder or a socket in it can't be made.
+    /// The guest's directory or a socket in it cannot be created.
     #[error("Cannot use {path}")]
     Folder {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The VMM could not be run.
+    /// The VMM cannot be run.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// The VMM ended instead of connecting to us.
+    /// The VMM ended before it connected.
     #[error("The VMM of guest {guest} did not start:\n{log}")]
     NotStarted {
         /// The guest.
         guest: String,
-        /// The end of what the VMM printed.
+        /// End of the VMM's output.
         log: String,
     },
-    /// The guest did not come up, or does not answer.
+    /// The guest does not come up or does not answer.
     #[error(
         "Guest {guest}: {reason}\nThe end of its console:\n{console}\nThe end of its VMM's log:\n{log}"
     )]
@@ -110,9 +107,9 @@ pub enum GuestError {
         guest: String,
         /// Cause.
         reason: ChannelError,
-        /// The end of its console.
+        /// End of the guest's console.
         console: String,
-        /// The end of what the VMM printed, and what it and other processes are at.
+        /// End of the VMM's output, and the state of the VMM and other processes.
         log: String,
     },
     /// A command in the guest failed.
@@ -122,15 +119,15 @@ pub enum GuestError {
         guest: String,
         /// Script that was run.
         script: String,
-        /// Its exit status.
+        /// Exit status of the script.
         status: i32,
-        /// The end of what it printed.
+        /// End of the script's output.
         text: String,
     },
-    /// There is no firmware of the kind that was asked for.
+    /// The requested firmware is missing.
     #[error(transparent)]
     Firmware(#[from] NoUefi),
-    /// QEMU's monitor refused something or went away.
+    /// QEMU's monitor refused a command or closed the connection.
     #[error("Guest {guest}: {reason}")]
     Monitor {
         /// The guest.
@@ -140,14 +137,14 @@ pub enum GuestError {
     },
 }
 
-/// Source of a guest's drive.
+/// Backend of a guest's drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A vfio-user socket.
     VfioUser(PathBuf),
-    /// A function of the machine, at this PCI address, passed through whole.
+    /// PCI address of a function of this machine, passed through as a whole.
     VfioPci(String),
-    /// A file or block device, by virtio.
+    /// File or block device, as a virtio disk.
     VirtioBlk(PathBuf),
 }
 
@@ -156,26 +153,26 @@ pub enum Source {
 pub struct Drive {
     /// QEMU's name for the device.
     pub id: String,
-    /// Source.
+    /// Backend.
     pub source: Source,
-    /// The bus that it is plugged into; `None`: the root bus.
+    /// Bus of the drive; `None` for the root bus.
     pub bus: Option<String>,
-    /// Its place in the firmware's boot order.
+    /// Position in the firmware's boot order.
     pub boot_index: Option<u32>,
 }
 
 impl Drive {
-    /// Returns a drive served on a vfio-user socket.
+    /// Creates a drive on a vfio-user socket.
     pub fn vfio_user(socket: impl Into<PathBuf>) -> Self {
         Self::from_source(Source::VfioUser(socket.into()))
     }
 
-    /// A function of this machine, which is bound to `vfio-pci`, passed through whole.
+    /// Creates a drive from a function of this machine that is bound to `vfio-pci`, passed through as a whole.
     pub fn vfio_pci(address: &str) -> Self {
         Self::from_source(Source::VfioPci(address.to_owned()))
     }
 
-    /// Returns a file or block device of this machine, by virtio.
+    /// Creates a virtio disk from a file or block device of this machine.
     pub fn virtio_blk(path: impl Into<PathBuf>) -> Self {
         Self::from_source(Source::VirtioBlk(path.into()))
     }
@@ -189,21 +186,21 @@ impl Drive {
         }
     }
 
-    /// QEMU's name for the device.
+    /// Sets QEMU's name for the device.
     #[must_use]
     pub fn id(mut self, id: &str) -> Self {
         self.id = id.to_owned();
         self
     }
 
-    /// Sets its place in the firmware's boot order.
+    /// Sets the position in the firmware's boot order.
     #[must_use]
     pub fn boot_index(mut self, index: u32) -> Self {
         self.boot_index = Some(index);
         self
     }
 
-    /// Plugs it into a bus, such as [`HOTPLUG_BUS`].
+    /// Sets the bus, such as [`HOTPLUG_BUS`].
     #[must_use]
     pub fn bus(mut self, bus: &str) -> Self {
         self.bus = Some(bus.to_owned());
@@ -217,7 +214,7 @@ impl Drive {
                 "driver": "vfio-user-pci",
                 "id": id,
                 "socket": {"type": "unix", "path": socket},
-                // Mapping memory for a physical drive takes its time where the IOMMU is emulated.
+                // DMA mappings for a physical drive take long on an emulated IOMMU.
                 "x-msg-timeout": MESSAGE_TIMEOUT_MS,
             }),
             Source::VfioPci(address) => json!({"driver": "vfio-pci", "id": id, "host": address}),
@@ -237,18 +234,18 @@ impl Drive {
         properties
     }
 
-    /// QEMU's name for what is behind the device.
+    /// Returns QEMU's name of the block node behind the device.
     fn block_node(&self) -> String {
         format!("{}-disk", self.id)
     }
 
-    /// QEMU's name for the thread that does its I/O.
+    /// Returns QEMU's name of the device's I/O thread.
     fn io_thread(&self) -> String {
         format!("{}-thread", self.id)
     }
 
-    /// Returns the block device that QEMU must open before it makes the device: past the page cache, as
-    /// drives are.
+    /// Returns the block device that QEMU must open before it creates the virtio disk. It bypasses the page cache, as drives
+    /// do.
     fn block_device(&self) -> Option<serde_json::Value> {
         let Source::VirtioBlk(path) = &self.source else {
             return None;
@@ -264,21 +261,20 @@ impl Drive {
     }
 }
 
-/// Execution of a guest's instructions.
+/// Executor of a guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
-    /// QEMU emulates them, as this CPU: on any machine.
+    /// QEMU's emulation of this CPU, which works on any machine.
     Software {
         /// QEMU's name of the CPU.
         cpu: &'static str,
     },
-    /// The machine's CPU does: inside the lab.
+    /// The machine's CPU, used inside the lab.
     Kvm,
 }
 
 impl Accelerator {
-    /// KVM inside the lab, where it is known to work; software elsewhere, where a KVM may be there and
-    /// be of no use.
+    /// Returns KVM inside the lab, where it is known to work, and software elsewhere, where KVM may be present but unusable.
     fn here() -> Self {
         if lab::is_inside() {
             Self::Kvm
@@ -288,7 +284,7 @@ impl Accelerator {
     }
 }
 
-/// The bus of a PCIe root port that a guest with [`GuestConfig::hotplug`] has.
+/// Bus of the PCIe root port of a guest with [`GuestConfig::hotplug`].
 pub const HOTPLUG_BUS: &str = "port0";
 
 /// Configuration of a guest.
@@ -309,7 +305,7 @@ pub struct GuestConfig {
 }
 
 impl GuestConfig {
-    /// A guest with one vCPU, half a GiB and no drive.
+    /// Creates a guest with one vCPU, half a GiB of memory and no drive.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -341,36 +337,35 @@ impl GuestConfig {
         self
     }
 
-    /// Adds a drive that is there from the start.
+    /// Adds a drive that is present from the start.
     #[must_use]
     pub fn drive(mut self, drive: Drive) -> Self {
         self.drives.push(drive);
         self
     }
 
-    /// Adds a PCIe root port to plug a drive into at run time.
+    /// Adds a PCIe root port, into which a drive can be plugged at run time.
     #[must_use]
     pub fn hotplug(mut self) -> Self {
         self.hotplug = true;
         self
     }
 
-    /// Adds an IOMMU between the guest's devices and its memory, which its kernel uses with `intel_iommu=on`.
+    /// Adds a virtual IOMMU for the guest's devices, which its kernel uses with `intel_iommu=on`.
     #[must_use]
     pub fn virtual_iommu(mut self) -> Self {
         self.virtual_iommu = true;
         self
     }
 
-    /// Boots from the file system on its first NVMe drive, in place of an initial user land.
+    /// Boots from the file system on the first NVMe drive instead of an initial user land.
     #[must_use]
     pub fn root_on_drive(mut self) -> Self {
         self.root_on_drive = true;
         self.kernel_arguments(ROOT_ARGUMENTS)
     }
 
-    /// Has firmware boot what it finds on the drive with a [boot index](Drive::boot_index), in place of a kernel that QEMU
-    /// loads.
+    /// Lets firmware boot from the drive with a [boot index](Drive::boot_index), instead of a kernel that QEMU loads.
     #[must_use]
     pub fn firmware(mut self, firmware: Firmware) -> Self {
         self.firmware = Some(firmware);
@@ -385,14 +380,14 @@ impl GuestConfig {
         self
     }
 
-    /// Lets the guest reboot; otherwise QEMU ends when it does.
+    /// Allows the guest to reboot. By default, QEMU ends when the guest reboots.
     #[must_use]
     pub fn reboots(mut self) -> Self {
         self.reboots = true;
         self
     }
 
-    /// Sets what runs its instructions.
+    /// Sets the executor of the guest's instructions.
     #[must_use]
     pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
         self.accelerator = accelerator;
@@ -407,7 +402,7 @@ impl GuestConfig {
     }
 }
 
-/// A running guest of QEMU. Its [`Agent`] runs scripts in the guest. Dropping it kills QEMU.
+/// A running guest in QEMU. Its [`Agent`] runs scripts in the guest. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct Guest {
     agent: Agent,
@@ -429,10 +424,10 @@ impl DerefMut for Guest {
 }
 
 impl Guest {
-    /// Boots a guest and waits until it takes commands. `folder` gets its console and QEMU's log.
+    /// Boots a guest and waits until it accepts commands. Its console and QEMU's log are put into `folder`.
     ///
     /// # Errors
-    /// QEMU can't be run or the guest doesn't come up in time.
+    /// QEMU cannot be run or the guest does not come up in time.
     pub fn boot(assets: &Assets, config: &GuestConfig, folder: &Path) -> Result<Self, GuestError> {
         let guest = Self::start_booting(assets, config, folder)?;
         guest.await_ready(BOOT_PATIENCE)?;
@@ -442,7 +437,7 @@ impl Guest {
     /// Starts QEMU without waiting for the guest in it: see [`Agent::await_ready`].
     ///
     /// # Errors
-    /// QEMU can't be run.
+    /// QEMU cannot be run.
     pub fn start_booting(
         assets: &Assets,
         config: &GuestConfig,
@@ -502,7 +497,7 @@ impl Guest {
         Ok(Self { agent, qmp })
     }
 
-    /// Plugs a drive in at run time.
+    /// Plugs in a drive at run time.
     ///
     /// # Errors
     /// QEMU refuses.
@@ -516,8 +511,7 @@ impl Guest {
         self.monitor(|qmp| qmp.execute("device_add", properties).map(drop))
     }
 
-    /// Resets the machine, as its reset button would; the guest must have been made to
-    /// [reboot](GuestConfig::reboots).
+    /// Resets the machine by its reset button. The guest must be allowed to [reboot](GuestConfig::reboots).
     ///
     /// # Errors
     /// QEMU refuses.
@@ -525,7 +519,7 @@ impl Guest {
         self.monitor(|qmp| qmp.execute("system_reset", json!({})).map(drop))
     }
 
-    /// Stops the vCPUs, as a VMM does to pause a guest.
+    /// Stops the vCPUs, as a VMM does for pausing a guest.
     ///
     /// # Errors
     /// QEMU refuses.
@@ -533,7 +527,7 @@ impl Guest {
         self.monitor(|qmp| qmp.execute("stop", json!({})).map(drop))
     }
 
-    /// Lets the vCPUs run again.
+    /// Resumes the vCPUs.
     ///
     /// # Errors
     /// QEMU refuses.
@@ -541,7 +535,7 @@ impl Guest {
         self.monitor(|qmp| qmp.execute("cont", json!({})).map(drop))
     }
 
-    /// Powers the guest off and waits for QEMU's end.
+    /// Powers the guest off and waits until QEMU has ended.
     ///
     /// # Errors
     /// The guest does not power off in time.
@@ -561,7 +555,7 @@ impl Guest {
     }
 }
 
-/// The machine without its kernel, with memory that a device server can map.
+/// Adds the machine without its kernel, with memory that a device server can map.
 fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) {
     let memory = config.memory_mib;
     command.args(["-nodefaults", "-display", "none"]);
@@ -583,7 +577,7 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
         command.arg("-no-reboot");
     }
     if config.virtual_iommu {
-        // Before every device behind it. It reports mappings that a guest makes anew only with caching-mode.
+        // The IOMMU precedes the devices behind it. It reports new mappings only with caching-mode.
         command.args([
             "-device",
             "intel-iommu,intremap=on,caching-mode=on,aw-bits=48",
@@ -596,9 +590,9 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
     }
 }
 
-/// Returns a socket that a VMM connects to.
+/// Creates a socket that a VMM connects to.
 pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
-    // A socket of an earlier guest of this name may still lie there.
+    // A socket of an earlier guest with this name may still exist.
     let _ = fs::remove_file(path);
     UnixListener::bind(path).map_err(|source| GuestError::Folder {
         path: path.to_owned(),
@@ -606,7 +600,7 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
     })
 }
 
-/// Waits until the VMM connects, or has died.
+/// Waits until the VMM connects or ends.
 pub(crate) fn accept(
     listener: &UnixListener,
     vmm: &mut Supervised,

@@ -1,4 +1,4 @@
-//! nvme-cli in a guest: what a command said, and the status the device completed it with.
+//! nvme-cli in a guest: output of commands, and the completion status from the device.
 
 use std::time::Duration;
 
@@ -6,19 +6,19 @@ use thiserror::Error;
 
 use super::{Agent, GuestError};
 
-/// A single NVMe command takes no longer than this, even on a busy machine.
+/// Timeout of a single NVMe command on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Status Code Type and Status Code (NVMe Base 2.0, 4.6.1): the rest says whether to retry.
+/// Status Code Type and Status Code (NVMe Base 2.0, 4.6.1). The other bits are about retries.
 const TYPE_AND_CODE: u16 = 0x7ff;
 
-/// nvme-cli failed otherwise than by a status of the device.
+/// Errors of nvme-cli.
 #[derive(Debug, Error)]
 pub enum NvmeError {
     /// The guest failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The command failed without a status.
+    /// The command failed without an NVMe status.
     #[error("`nvme {command}` failed, and not with a status of the device:\n{text}")]
     NoStatus {
         /// The command.
@@ -26,21 +26,21 @@ pub enum NvmeError {
         /// Output.
         text: String,
     },
-    /// The command ended with another status than the specification asks for.
+    /// The command completed with another status than expected.
     #[error("`nvme {command}`: status {found:#05x}, expected {expected:#05x}:\n{text}")]
     Unexpected {
         /// The command.
         command: String,
-        /// Status that the device answered.
+        /// Status from the device.
         found: u16,
-        /// Status that it should have answered.
+        /// Expected status.
         expected: u16,
         /// Output of the command.
         text: String,
     },
 }
 
-/// End of a command.
+/// Result of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Completion {
     /// Status Code Type (bits 10:8) and Status Code (bits 7:0); 0 is success.
@@ -50,10 +50,10 @@ pub struct Completion {
 }
 
 impl Agent {
-    /// Runs `nvme COMMAND` and returns the status that the device completed it with.
+    /// Runs `nvme COMMAND` and returns the completion status.
     ///
     /// # Errors
-    /// Nvme-cli fails without a status of the device.
+    /// nvme-cli fails without an NVMe status.
     pub fn nvme(&self, command: &str) -> Result<Completion, NvmeError> {
         let output = self.run(&format!("nvme {command}"), PATIENCE)?;
         let status = if output.status == 0 {
@@ -73,10 +73,10 @@ impl Agent {
         }
     }
 
-    /// Runs `nvme COMMAND`, which must complete with `expected`, and returns what it printed.
+    /// Runs `nvme COMMAND`, which must complete with status `expected`, and returns the output.
     ///
     /// # Errors
-    /// If it completes with another status, or nvme-cli fails.
+    /// The command completes with another status, or nvme-cli fails.
     pub fn expect_nvme(&self, command: &str, expected: u16) -> Result<String, NvmeError> {
         let Completion { status, text } = self.nvme(command)?;
         if status == expected {
@@ -91,7 +91,7 @@ impl Agent {
     }
 }
 
-/// Finds `NVMe status: NAME: EXPLANATION(0xNNNN)`.
+/// Finds the status in `NVMe status: NAME: EXPLANATION(0xNNNN)`.
 fn status_in(text: &str) -> Option<u16> {
     let line = &text[text.find("NVMe status:")?..];
     let line = line.lines().next()?;

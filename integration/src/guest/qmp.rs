@@ -1,4 +1,4 @@
-//! QEMU's monitor protocol (QEMU, docs/interop/qmp-spec): one JSON object a line.
+//! QEMU's monitor protocol (QEMU, docs/interop/qmp-spec): one JSON object per line.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// Longest time that QEMU may take to answer.
+/// Timeout of an answer.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// The monitor did not do what was asked.
+/// Errors of the monitor.
 #[derive(Debug, Error)]
 pub enum QmpError {
-    /// The connection failed, or nothing came in time.
+    /// The connection failed or timed out.
     #[error("QEMU's monitor does not answer `{asked}`: {reason}")]
     Io {
         /// Request.
@@ -21,12 +21,12 @@ pub enum QmpError {
         /// Why.
         reason: std::io::Error,
     },
-    /// QEMU refused.
+    /// QEMU refused the request.
     #[error("QEMU refused `{asked}`: {reason}")]
     Refused {
         /// Request.
         asked: String,
-        /// QEMU's words.
+        /// QEMU's reason.
         reason: String,
     },
 }
@@ -44,7 +44,7 @@ impl Qmp {
             lines: BufReader::new(stream),
             partial: Vec::new(),
         };
-        // QEMU greets first.
+        // QEMU sends a greeting first.
         qmp.read("greeting", Instant::now() + PATIENCE)?;
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
@@ -71,7 +71,7 @@ impl Qmp {
             if let Some(answer) = message.get("return") {
                 return Ok(answer.clone());
             }
-            // An event, which may come at any time.
+            // Events may come at any time.
         }
     }
 
@@ -82,7 +82,7 @@ impl Qmp {
         };
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            // A timeout of zero would mean none at all.
+            // A timeout of zero would mean no timeout.
             let left = left.max(Duration::from_millis(1));
             self.lines
                 .get_ref()

@@ -1,11 +1,10 @@
-//! Keeps KVM's code in the lab as it is.
+//! Keeps the static keys of the lab's KVM unchanged.
 //!
-//! Linux patches its own instructions where a condition rarely changes (static keys), and KVM has such
-//! conditions for what hardly any virtual machine is: without a local APIC in the kernel, with one that is
-//! off, in hardware or by software. Each machine's start and end is such a change if it is the only
-//! machine. On an emulated host with several CPUs, another CPU now and then goes on with code translated
-//! before the change, or during it. The lab then dies of a breakpoint, or a guest of a wrong branch.
-//! Machines that never run, and for which all these conditions hold, keep every key as it is.
+//! Linux patches its own instructions if a condition rarely changes (static keys). KVM has keys for rare kinds of virtual
+//! machines: without an in-kernel local APIC, or with one that is disabled by hardware or software. Starting and ending the
+//! only such machine changes a key. On an emulated host with several CPUs, another CPU sometimes continues with code that was
+//! translated before or during the change. The lab then dies of a breakpoint, or a guest takes a wrong branch. Machines that
+//! never run, and that fulfil all these conditions, keep the keys unchanged.
 
 use std::io;
 
@@ -16,16 +15,16 @@ use thiserror::Error;
 use super::{LabError, PATIENCE};
 use crate::guest::Guest;
 
-/// The program that calls [`drop_anchor`].
+/// Program that calls [`drop_anchor`].
 pub(super) const PROGRAM: &str = "kvm-anchor";
-/// Output when the machines are there.
+/// Output once the machines exist.
 pub const DROPPED: &str = "holding the static keys of KVM";
-/// Inputs of an I/O APIC, which is all that the ioctl wants to know.
+/// Number of I/O APIC inputs, the only parameter of the ioctl.
 const IO_APIC_PINS: u64 = 24;
 /// APIC Base Address Register: the local APIC is on (AMD64 APM volume 2, 16.3.1).
 const APIC_BASE_ENABLE: u64 = 1 << 11;
 
-/// KVM refuses a machine.
+/// Error creating a machine.
 #[derive(Debug, Error)]
 #[error("KVM cannot {what}")]
 pub struct AnchorError {
@@ -33,16 +32,16 @@ pub struct AnchorError {
     source: io::Error,
 }
 
-/// Machines that never run. KVM's code may change again when this is dropped.
+/// Machines that never run. KVM's static keys may change again when this is dropped.
 #[derive(Debug)]
 pub struct Anchor {
     _machines: Vec<(VmFd, Vec<VcpuFd>)>,
 }
 
-/// Makes the machines.
+/// Creates the machines.
 ///
 /// # Errors
-/// KVM is not there or refuses.
+/// KVM is missing or refuses.
 pub fn drop_anchor() -> Result<Anchor, AnchorError> {
     let kvm = Kvm::new().map_err(because("be opened"))?;
 
@@ -58,7 +57,7 @@ pub fn drop_anchor() -> Result<Anchor, AnchorError> {
     machine
         .enable_cap(&in_kernel)
         .map_err(because("have local APICs in the kernel"))?;
-    // Off by software is how an APIC comes out of a reset.
+    // After a reset, a local APIC is disabled by software.
     let off_by_software = machine.create_vcpu(0).map_err(because("make a vCPU"))?;
     let off = machine.create_vcpu(1).map_err(because("make a vCPU"))?;
     let mut registers = off
@@ -76,7 +75,7 @@ pub fn drop_anchor() -> Result<Anchor, AnchorError> {
     })
 }
 
-/// Runs the program in a lab that has just come up, and waits until it holds.
+/// Runs the program in a newly booted lab, and waits until it holds the keys.
 pub(super) fn hold(lab: &Guest) -> Result<(), LabError> {
     let script = format!(
         "{PROGRAM} </dev/null >/run/{PROGRAM}.log 2>&1 & \

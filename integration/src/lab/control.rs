@@ -1,6 +1,6 @@
-//! The line between the lab and the machine around it: a request a line from inside, an answer a line.
+//! The control line between the lab and its host: one request per line from inside, one answer per line.
 //!
-//! `REQUEST` in, `ok [TEXT]` or `error TEXT` out. `resources/lab/lab-ctl` speaks it inside.
+//! Requests are answered by `ok [TEXT]` or `error TEXT`. `resources/lab/lab-ctl` is the client inside.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -12,28 +12,28 @@ use super::drive::Placed;
 use super::faults::{ENABLE, FaultError, Faults, Request};
 use crate::guest::qmp::Qmp;
 
-/// QEMU's name of the port, which the lab finds it by.
+/// QEMU's name of the port, by which the lab finds it.
 const PORT: &str = "lab.control";
-/// A line that is longer is no request.
+/// Maximum length of a request line.
 const LONGEST_LINE: usize = 256;
 
-/// The line can't be used.
+/// Errors of the control line.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// A socket of QEMU's can't be used.
+    /// A socket of QEMU cannot be used.
     #[error("Cannot use the lab's socket {path}")]
     Socket {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The monitor does not do what was asked.
+    /// The request failed.
     #[error(transparent)]
     Fault(#[from] FaultError),
 }
 
-/// Does what is asked for from inside, as long as it lives.
+/// The control line's server. It answers requests until it is dropped.
 #[derive(Debug)]
 pub(super) struct Control {
     line: UnixStream,
@@ -52,7 +52,7 @@ fn monitor_socket(folder: &Path) -> PathBuf {
 }
 
 impl Control {
-    /// QEMU's arguments for the line and for a monitor of our own.
+    /// Returns QEMU's arguments for the control line and for a separate monitor.
     pub(super) fn arguments(folder: &Path) -> Vec<String> {
         let socket = |id: &str, path: PathBuf| {
             format!("socket,id={id},path={},server=on,wait=off", path.display())
@@ -74,7 +74,7 @@ impl Control {
         arguments.map(str::to_owned).to_vec()
     }
 
-    /// Starts to answer, once the machine runs.
+    /// Starts to answer requests, once QEMU runs.
     pub(super) fn start(folder: &Path, drives: Vec<Placed>) -> Result<Self, ControlError> {
         let connect = |path: PathBuf| {
             UnixStream::connect(&path).map_err(|source| ControlError::Socket { path, source })
@@ -86,7 +86,7 @@ impl Control {
             path: line_socket(folder),
             source,
         })?;
-        // Ends when QEMU does, or when the lab is dropped.
+        // The thread ends with QEMU, or when the lab is dropped.
         std::thread::spawn(move || answer(ours, |request| faults.execute(request)));
         Ok(Self { line })
     }
@@ -94,12 +94,12 @@ impl Control {
 
 impl Drop for Control {
     fn drop(&mut self) {
-        // Fails only if QEMU is gone, and then the thread has ended.
+        // Fails only if QEMU has ended, and so has the thread.
         let _ = self.line.shutdown(std::net::Shutdown::Both);
     }
 }
 
-/// Answers every line until there are no more.
+/// Answers each line until the end of input.
 fn answer(line: UnixStream, mut execute: impl FnMut(&Request) -> Result<String, FaultError>) {
     let Ok(mut out) = line.try_clone() else {
         return;
@@ -120,7 +120,7 @@ fn answer(line: UnixStream, mut execute: impl FnMut(&Request) -> Result<String, 
             Ok(said) => format!("ok {said}"),
             Err(error) => format!("error {}", crate::error_chain(&error)),
         };
-        // One line, whatever is in it.
+        // Answers are single lines.
         let answer = answer.replace('\n', " ");
         if writeln!(out, "{}", answer.trim_end()).is_err() {
             return;
@@ -128,7 +128,7 @@ fn answer(line: UnixStream, mut execute: impl FnMut(&Request) -> Result<String, 
     }
 }
 
-/// Reads a line of which no more is kept than a request can have.
+/// Reads a line, of which at most [`LONGEST_LINE`] bytes are kept. Returns false at the end of input.
 fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         let available = input.fill_buf()?;

@@ -1,4 +1,4 @@
-//! The lab's drives: their properties, and the arguments of QEMU's `nvme` device.
+//! The lab's drives: their properties, and their arguments of QEMU's `nvme` device.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -9,49 +9,49 @@ use thiserror::Error;
 
 use super::LabError;
 
-/// The bus of the first root port; the next ones follow, in the order of the drives.
+/// Bus of the first root port. The next ones follow in the order of the drives.
 const FIRST_BUS: usize = 1;
-/// Most namespaces of a drive.
+/// Maximum number of namespaces of a drive.
 const MAX_NAMESPACES: u32 = 16;
-/// Most I/O queue pairs of QEMU's device (hw/nvme/ctrl.c).
+/// Maximum number of I/O queue pairs of QEMU's device (hw/nvme/ctrl.c).
 const MAX_QUEUES: u32 = 0xffff - 1;
 
 /// A drive of the lab.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LabDrive {
-    /// Its name.
+    /// Name.
     pub id: String,
-    /// The size of each namespace in bytes.
+    /// Size of each namespace in bytes.
     pub size: u64,
-    /// The size of a logical block: 512 or 4096.
+    /// Logical block size in bytes: 512 or 4096.
     pub lba_size: u32,
-    /// Number of namespaces. With more than one it can't be plugged in again after it was removed.
+    /// Number of namespaces. A drive with several namespaces cannot be plugged in again after its removal.
     pub namespaces: u32,
-    /// Number of I/O queue pairs that it grants.
+    /// Number of I/O queue pairs.
     pub max_ioqpairs: u32,
     /// Maximum Data Transfer Size, a power of two of 4 KiB pages; 0: no limit.
     pub mdts: u8,
-    /// True if it offers Doorbell Buffer Config.
+    /// True if the drive supports Doorbell Buffer Config.
     pub dbcs: bool,
-    /// Most I/Os a second.
+    /// Maximum I/Os per second.
     pub iops: Option<u64>,
-    /// Most bytes a second.
+    /// Maximum bytes per second.
     pub bandwidth: Option<u64>,
-    /// The file that holds its data, made if it is not there and kept; `None`: one that goes with the lab.
-    /// Further namespaces have "-2", "-3", … at the end of the name.
+    /// File with the drive's data, created if missing, and kept. `None` for a file that is removed with the lab. Files of
+    /// further namespaces have "-2", "-3", … at the end of their names.
     pub image: Option<PathBuf>,
 }
 
-/// Mistakes in a drive's description.
+/// Errors in a drive's description.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum DriveError {
-    /// Not `key=value`.
+    /// A part is not `key=value`.
     #[error("'{part}' is not KEY=VALUE")]
     NotAPair {
-        /// Text at that place.
+        /// The part.
         part: String,
     },
-    /// No such key.
+    /// A key is unknown.
     #[error(
         "A drive has no '{key}': there are id, size, lba, namespaces, queues, mdts, dbcs, iops, bandwidth, image"
     )]
@@ -59,23 +59,23 @@ pub enum DriveError {
         /// The key.
         key: String,
     },
-    /// A value that a key can't have.
+    /// A value is invalid.
     #[error("{key}={value}: must be {rule}")]
     BadValue {
         /// The key.
         key: String,
         /// The value.
         value: String,
-        /// Rule that it must keep.
+        /// Rule for values of the key.
         rule: &'static str,
     },
-    /// A drive without a name.
+    /// The drive has no name.
     #[error("A drive needs an id: id=a")]
     NoId,
 }
 
 impl LabDrive {
-    /// Returns a drive with one namespace of `size` bytes in blocks of 512, as QEMU makes them by default.
+    /// Creates a drive with one namespace of `size` bytes and QEMU's default block size of 512 bytes.
     pub fn new(id: &str, size: u64) -> Self {
         Self {
             id: id.to_owned(),
@@ -105,7 +105,7 @@ impl LabDrive {
         self
     }
 
-    /// Sets how many I/O queue pairs it grants.
+    /// Sets the number of I/O queue pairs.
     #[must_use]
     pub fn max_ioqpairs(mut self, max_ioqpairs: u32) -> Self {
         self.max_ioqpairs = max_ioqpairs;
@@ -119,28 +119,28 @@ impl LabDrive {
         self
     }
 
-    /// Sets whether it offers Doorbell Buffer Config.
+    /// Sets whether the drive supports Doorbell Buffer Config.
     #[must_use]
     pub fn dbcs(mut self, dbcs: bool) -> Self {
         self.dbcs = dbcs;
         self
     }
 
-    /// Sets how many I/Os a second it does at most.
+    /// Sets the maximum I/Os per second.
     #[must_use]
     pub fn iops(mut self, iops: u64) -> Self {
         self.iops = Some(iops);
         self
     }
 
-    /// Sets how many bytes a second it transfers at most.
+    /// Sets the maximum bytes per second.
     #[must_use]
     pub fn bandwidth(mut self, bandwidth: u64) -> Self {
         self.bandwidth = Some(bandwidth);
         self
     }
 
-    /// Keeps its data in a file.
+    /// Stores the drive's data in a file that is kept.
     #[must_use]
     pub fn image(mut self, image: impl Into<PathBuf>) -> Self {
         self.image = Some(image.into());
@@ -208,7 +208,7 @@ impl LabDrive {
                 self.bandwidth = Some(bandwidth.ok_or_else(|| bad(rule))?);
             }
             "image" => {
-                // The characters that mean something in a QEMU option are not worth the trouble.
+                // Characters with a meaning in QEMU's options are refused.
                 if value.is_empty() {
                     return Err(bad("a path"));
                 }
@@ -269,7 +269,7 @@ pub(super) fn place(drives: &[LabDrive]) -> Result<Vec<Placed>, LabError> {
     Ok(placed)
 }
 
-/// Returns the drives and their addresses, a line each.
+/// Returns the drives with their PCI addresses, one per line.
 pub(super) fn list(drives: &[LabDrive]) -> String {
     let line = |(slot, drive): (usize, &LabDrive)| {
         format!("{} 0000:{:02x}:00.0\n", drive.id, slot + FIRST_BUS)
@@ -278,15 +278,14 @@ pub(super) fn list(drives: &[LabDrive]) -> String {
 }
 
 impl Placed {
-    /// QEMU's names of the block nodes, one for each namespace.
+    /// Returns QEMU's names of the block nodes, one for each namespace.
     pub(super) fn nodes(&self) -> Vec<String> {
         (1..=self.drive.namespaces)
             .map(|nsid| format!("{}-{nsid}", self.drive.id))
             .collect()
     }
 
-    /// QEMU's names of the devices that have the block nodes: the namespaces, of which a drive with one
-    /// has none of its own.
+    /// Returns QEMU's names of the devices that use the block nodes: the namespaces, or the drive itself if it has only one.
     pub(super) fn block_users(&self) -> Vec<String> {
         if self.drive.namespaces == 1 {
             vec![self.drive.id.clone()]
@@ -296,7 +295,7 @@ impl Placed {
         }
     }
 
-    /// QEMU's name of a node's file.
+    /// Returns QEMU's name of a node's file.
     pub(super) fn file_node(node: &str) -> String {
         format!("{node}-file")
     }
@@ -310,7 +309,7 @@ impl Placed {
             "bus": self.port(),
             "serial": format!("LAB-{}", drive.id),
             "max_ioqpairs": drive.max_ioqpairs,
-            // A vector each, and one for the admin queue.
+            // One vector for each I/O queue, and one for the admin queue.
             "msix_qsize": (drive.max_ioqpairs + 1).min(2048),
             "mdts": drive.mdts,
             "dbcs": drive.dbcs,
@@ -348,7 +347,7 @@ impl Placed {
         self.nodes().iter().enumerate().map(image).collect()
     }
 
-    /// Makes the images that are not there.
+    /// Creates missing image files.
     pub(super) fn create_images(&self, folder: &Path) -> Result<(), LabError> {
         for path in self.images(folder) {
             let size = self.drive.size;
@@ -372,7 +371,7 @@ impl Placed {
         Ok(())
     }
 
-    /// QEMU's arguments.
+    /// Returns QEMU's arguments.
     pub(super) fn arguments(&self, folder: &Path) -> Vec<String> {
         let mut arguments = Vec::new();
         let mut add = |option: &str, value: String| {
@@ -415,7 +414,7 @@ impl Placed {
         arguments
     }
 
-    /// Returns a namespace's block node, over another node.
+    /// Returns the block node of a namespace, on top of node `over`.
     pub(super) fn node(&self, node: &str, over: &str) -> Value {
         json!({"driver": "raw", "node-name": node, "discard": "unmap", "file": over})
     }

@@ -1,4 +1,4 @@
-//! Mishaps of drives, made on request through QEMU's monitor.
+//! Faults of drives, injected through QEMU's monitor.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -13,10 +13,10 @@ use thiserror::Error;
 use super::drive::{LabDrive, Placed};
 use crate::guest::qmp::{Qmp, QmpError};
 
-/// Read after a drive is held to a byte a second: it then owes more than any test waits for.
+/// Read that is issued once a drive is limited to one byte per second. Its debt outlasts every test.
 const FREEZING_READ: &str = "aio_read 0 1M";
 
-/// Request to do something to a drive.
+/// Request to inject a fault into a drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// The drive.
@@ -25,33 +25,32 @@ pub struct Request {
     pub action: Action,
 }
 
-/// Action on a drive, in the words of the request.
+/// Fault to inject, in the words of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// `freeze DRIVE`: no read or write completes any more. Registers, admin commands and Flush go on, and
-    /// a controller reset ends what is in flight, as QEMU's device waits for it.
+    /// `freeze DRIVE`: reads and writes no longer complete. Registers, admin commands and Flush still work. A controller reset
+    /// ends in-flight commands, since QEMU's device waits for them.
     Freeze,
-    /// `thaw DRIVE`: all of it completes, at full speed.
+    /// `thaw DRIVE`: frozen commands complete, and the drive has full speed again.
     Thaw,
-    /// `slow DRIVE IOPS`: no more than that many I/Os a second.
+    /// `slow DRIVE IOPS`: limits the I/Os per second.
     Slow(u64),
-    /// `fail DRIVE read|write|flush [BLOCK]`: such commands end in a media error, or only those that touch
-    /// one logical block of 512 bytes, whatever the drive's format is.
+    /// `fail DRIVE read|write|flush [BLOCK]`: commands of this kind end with a media error. With BLOCK, only commands on this
+    /// block of 512 bytes fail, independent of the drive's block size.
     Fail(Direction, Option<u64>),
-    /// `heal DRIVE`: nothing fails any more.
+    /// `heal DRIVE`: ends all failures.
     Heal,
-    /// `warn DRIVE BITS`: the health log's Critical Warning (NVMe Base 2.0, 5.16.1.3) has these bits, and
-    /// the drive reports the event.
+    /// `warn DRIVE BITS`: sets the health log's Critical Warning bits (NVMe Base 2.0, 5.16.1.3), and reports the event.
     Warn(u8),
-    /// `unplug DRIVE`: a person presses the slot's button, and the system may prepare itself.
+    /// `unplug DRIVE`: presses the slot's attention button. The system may prepare for the removal.
     Unplug,
-    /// `plug DRIVE`: it is put into its slot again.
+    /// `plug DRIVE`: plugs the drive into its slot again.
     Plug,
-    /// `enables DRIVE`: the answer is the number of times that CC.EN was set, of all drives together.
+    /// `enables DRIVE`: returns the number of times that CC.EN was set, of all drives together.
     Enables,
 }
 
-/// Direction that fails.
+/// Kind of commands to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// Reads.
@@ -62,28 +61,28 @@ pub enum Direction {
     Flush,
 }
 
-/// QEMU's trace of a drive whose CC.EN is set.
+/// QEMU's trace event for setting CC.EN.
 pub(super) const ENABLE: &str = "pci_nvme_mmio_start_success";
 
-/// A request that was not fulfilled.
+/// Errors of a fault request.
 #[derive(Debug, Error)]
 pub enum FaultError {
-    /// Not a request.
+    /// The text is no request.
     #[error(
         "'{text}' is no request: freeze DRIVE, thaw DRIVE, slow DRIVE IOPS, fail DRIVE read|write|flush \
          [BLOCK], heal DRIVE, warn DRIVE BITS, unplug DRIVE, plug DRIVE or enables DRIVE"
     )]
     NotARequest {
-        /// Request.
+        /// The text.
         text: String,
     },
-    /// No such drive.
+    /// The drive does not exist.
     #[error("There is no drive '{drive}'")]
     NoDrive {
         /// Its name.
         drive: String,
     },
-    /// A drive whose namespaces QEMU can't plug in.
+    /// QEMU cannot plug in the drive's namespaces.
     #[error("Drive '{drive}' has several namespaces, which can't be plugged in at run time")]
     NotPluggable {
         /// Its name.
@@ -97,7 +96,7 @@ pub enum FaultError {
         /// Why.
         source: io::Error,
     },
-    /// QEMU does not do it.
+    /// QEMU refused the request.
     #[error(transparent)]
     Monitor(#[from] QmpError),
 }
@@ -258,8 +257,8 @@ impl Faults {
         Ok(())
     }
 
-    /// Returns a limit lets the first request through and makes the next ones wait until it is paid for: that
-    /// first request is a large one of ours.
+    /// Freezes a drive by a limit of one byte per second. Such a limit lets the first request through and delays all later ones
+    /// until the first is paid for. The first one is a large read.
     fn freeze(&mut self, drive: &Placed) -> Result<(), FaultError> {
         self.throttle(drive, 1, 0)?;
         for user in drive.block_users() {
@@ -269,7 +268,7 @@ impl Faults {
         Ok(())
     }
 
-    /// Puts a node that fails between each namespace and its file.
+    /// Inserts a failing node between each namespace and its file.
     fn fail(
         &mut self,
         drive: &Placed,

@@ -1,4 +1,4 @@
-//! Surroundings of a program that runs inside the lab.
+//! The lab as seen by a program inside it.
 
 use std::fs;
 use std::io;
@@ -12,21 +12,21 @@ use thiserror::Error;
 use crate::process::{self, ProcessError};
 use crate::provision::lab as place;
 
-/// Longest time in which the kernel shows a namespace.
+/// Longest wait for the kernel to show a namespace.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Errors inside the lab.
 #[derive(Debug, Error)]
 pub enum InsideError {
-    /// A file of the lab can't be used.
+    /// A file of the lab cannot be used.
     #[error("Cannot use {path}: does this run inside the lab?")]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// No such drive.
+    /// The drive does not exist.
     #[error("The lab has no drive '{id}'")]
     NoDrive {
         /// Its name.
@@ -35,7 +35,7 @@ pub enum InsideError {
     /// A command of the lab failed.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// The drive's namespaces did not appear.
+    /// The kernel did not show the namespace in time.
     #[error("Drive '{id}' shows no namespace {nsid}")]
     NoNamespace {
         /// The drive.
@@ -47,15 +47,15 @@ pub enum InsideError {
 
 pub use place::is_inside;
 
-/// Returns a program or file that was brought along.
+/// Returns the path of a program or file that was copied into the lab.
 pub fn brought(name: &str) -> PathBuf {
     place::brought("bin").join(name)
 }
 
-/// Returns a drive's PCI address: `0000:01:00.0`.
+/// Returns the PCI address of a drive, as in `0000:01:00.0`.
 ///
 /// # Errors
-/// If there is no such drive.
+/// The drive does not exist.
 pub fn address(id: &str) -> Result<String, InsideError> {
     let path = place::brought("drives");
     let list = fs::read_to_string(&path).map_err(at(&path))?;
@@ -69,22 +69,22 @@ pub fn address(id: &str) -> Result<String, InsideError> {
 /// Binds a drive to `driver`: `vfio-pci` or `nvme`.
 ///
 /// # Errors
-/// The driver does not take it.
+/// The driver does not accept the drive.
 pub fn bind(id: &str, driver: &str) -> Result<(), InsideError> {
     process::run(Command::new("lab-bind").args([driver, id]))?;
     Ok(())
 }
 
-/// Returns a namespace's block device, of a drive that the `nvme` driver has. The kernel may show it a moment later.
+/// Returns the block device of a namespace, for a drive of the `nvme` driver. Waits until the kernel shows the device.
 ///
 /// # Errors
-/// If it does not appear.
+/// The device does not appear.
 pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     let controllers = Path::new("/sys/bus/pci/devices")
         .join(address(id)?)
         .join("nvme");
     let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
-    // Their names are numbered in the order in which the kernel found them, not by identifier.
+    // Namespaces are numbered in the order of their discovery, not by identifier.
     let has_nsid = |namespace: &Path| {
         fs::read_to_string(namespace.join("nsid")).is_ok_and(|text| text.trim() == nsid.to_string())
     };
@@ -108,10 +108,10 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     }
 }
 
-/// Does something to a drive: a [`Request`](super::faults::Request) in its words, or `remove DRIVE`.
+/// Injects a fault into a drive: a [`Request`](super::faults::Request) as text, or `remove DRIVE`.
 ///
 /// # Errors
-/// If it can't be done.
+/// The request fails.
 pub fn control(request: &str) -> Result<String, InsideError> {
     let said = process::run(Command::new("lab-ctl").args(request.split_whitespace()))?;
     Ok(said.trim_end().to_owned())

@@ -1,5 +1,5 @@
-//! The lab: a whole host in software, with NVMe drives, an IOMMU and KVM. In it, VFIO, KVM wiring and
-//! guests of our own meet what they will meet on a real one.
+//! The lab: an emulated host with NVMe drives, an IOMMU and KVM. VFIO, KVM wiring and nested guests behave there as on a real
+//! host.
 //!
 //! From the command line, `cargo lab -- [--drive id=a,size=1G,…]… [--get FILE]… COMMAND…`: see [`options`].
 //! From a program:
@@ -49,63 +49,63 @@ pub use drive::LabDrive;
 
 use control::Control;
 
-/// A command of ours inside that ends by itself.
+/// Timeout of a short command inside the lab.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// The host's own guests take half a GiB each, and its file systems live in memory.
+/// Memory of the lab. Nested guests take half a GiB each, and the lab's file systems are in memory.
 const MEMORY_MIB: u32 = 3072;
 /// Interval of checks that the lab is alive while a long command runs.
 const HEARTBEAT: Duration = Duration::from_secs(15);
-/// Time without an answer after which the lab is dead: one that is late is alive.
+/// Time without an answer after which the lab counts as dead.
 const SILENCE: Duration = Duration::from_secs(600);
-/// Sleep on each processor, which ends where the processor takes its timer's interrupts.
+/// Sleep on each processor. It ends only if the processor still receives its timer interrupts.
 const ALIVE: &str = "for processor in $(seq 0 $(($(nproc) - 1))); do \
      taskset -c $processor sleep 0.1; done";
-/// Interval at which a command's output is read.
+/// Interval for reading a command's output.
 const FOLLOW: Duration = Duration::from_millis(20);
-/// Memory encryption and the like are not emulated; SVM with nested paging is what KVM needs.
+/// CPU model without memory encryption and similar features, which are not emulated. KVM needs SVM with nested paging.
 const CPU: &str = "EPYC,+svm,+npt,+vgif";
-/// A kernel that has lost its way ends the machine, and faults are not to be pushed out of its log. On a busy
-/// machine it would think that the timer does not tick, when it looks for ten ticks right at the start.
+/// Kernel arguments. An oops ends the machine, and the log is large enough to keep fault messages. `no_timer_check` avoids a
+/// boot check that counts ten timer ticks and fails on a busy machine.
 const KERNEL_ARGUMENTS: &str = "intel_iommu=on oops=panic log_buf_len=4M no_timer_check quiet";
 
-/// Gives guests' memory, which is in memfds, huge pages. All of it is mapped for a physical drive, page by page,
-/// whenever a VMM reports its memory. In an emulated IOMMU each page is dear. Files that are smaller than a huge
-/// page, such as those of doorbells, get none.
+/// Script that gives huge pages to guest memory, which is in memfds. For a physical drive, guest memory is mapped page by page,
+/// and mapping a page in an emulated IOMMU is expensive. Files below the size of a huge page, such as those of doorbells, get
+/// none.
 const HUGE_PAGES: &str = "policy=/sys/kernel/mm/transparent_hugepage/shmem_enabled; \
                           [ ! -e $policy ] || echo within_size >$policy";
 
 /// Errors of the lab.
 #[derive(Debug, Error)]
 pub enum LabError {
-    /// Error providing the lab's parts.
+    /// The lab's parts cannot be provided.
     #[error(transparent)]
     Provision(#[from] ProvisionError),
-    /// The machine does not boot, does not answer, or a command in it failed.
+    /// The machine does not boot or answer, or a command in it failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// A program outside failed.
+    /// A program on the host failed.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// The line for requests from inside can't be used.
+    /// The control line failed.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// A file can't be used.
+    /// A file cannot be used.
     #[error("Cannot use {path}")]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// Files that were to be brought back are not there.
+    /// Files to fetch do not exist.
     #[error("Only {found} of these files are in the lab: {wanted}")]
     NotHandedOver {
-        /// The files.
+        /// Names of all files to fetch.
         wanted: String,
-        /// Number that was found.
+        /// Number of files that exist.
         found: usize,
     },
-    /// Two drives of one name.
+    /// Two drives have the same name.
     #[error("There are two drives '{id}'")]
     TwoDrives {
         /// The name.
@@ -116,13 +116,13 @@ pub enum LabError {
 /// Result of a command in the lab.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LabReport {
-    /// Its exit status.
+    /// Exit status of the command.
     pub status: i32,
-    /// Number of accesses of devices that the IOMMU has refused.
+    /// Number of device accesses that the IOMMU refused.
     pub iommu_faults: u64,
-    /// The files brought back, as they are called here.
+    /// Paths of the fetched files on this machine.
     pub files: Vec<PathBuf>,
-    /// The end of the machine's console.
+    /// End of the machine's console.
     pub console: String,
 }
 
@@ -143,7 +143,7 @@ impl Default for LabConfig {
 }
 
 impl LabConfig {
-    /// A host with two CPUs and no drive.
+    /// Creates a lab with two CPUs and no drive.
     pub fn new() -> Self {
         Self {
             drives: Vec::new(),
@@ -154,14 +154,14 @@ impl LabConfig {
         }
     }
 
-    /// Adds a drive. Each is behind a root port of its own, and so alone in its IOMMU group.
+    /// Adds a drive. Each drive has its own root port, and therefore its own IOMMU group.
     #[must_use]
     pub fn drive(mut self, drive: LabDrive) -> Self {
         self.drives.push(drive);
         self
     }
 
-    /// Adds an image as a disk by virtio, without a serial number. The first is `/dev/vdc`, the next ones follow.
+    /// Adds an image as a virtio disk without a serial number. The first one is `/dev/vdc`, and the next ones follow.
     #[must_use]
     pub fn disk(mut self, image: impl Into<PathBuf>) -> Self {
         self.disks.push(image.into());
@@ -187,7 +187,7 @@ impl LabConfig {
         self.brought.iter().any(is_it)
     }
 
-    /// Brings a program or another file along, to `/lab/run/bin`.
+    /// Copies a program or another file into the lab, to `/lab/run/bin`.
     #[must_use]
     pub fn bring(mut self, file: impl Into<PathBuf>) -> Self {
         self.brought.push(file.into());
@@ -199,19 +199,19 @@ impl LabConfig {
 #[derive(Debug)]
 pub struct Lab {
     guest: Guest,
-    /// Answers the requests from inside.
+    /// Server of the control line.
     _control: Control,
     out: Stream,
     files: Stream,
     folder: PathBuf,
 }
 
-/// Sink of [`Lab::stream`] that prints what it gets, and keeps it.
+/// Sink for [`Lab::stream`] that prints and stores its input.
 #[derive(Debug, Default)]
 pub struct Said(Vec<u8>);
 
 impl Said {
-    /// Returns the last lines.
+    /// Returns the last lines of the output.
     pub fn tail(&self) -> String {
         process::tail(&String::from_utf8_lossy(&self.0))
     }
@@ -229,7 +229,7 @@ impl Write for Said {
     }
 }
 
-/// Output of one of the lab's ports, which is a file here, and the part of it that was taken.
+/// Output of a port of the lab. QEMU writes it to a file, of which the first `taken` bytes were read.
 #[derive(Debug)]
 struct Stream {
     path: PathBuf,
@@ -237,10 +237,10 @@ struct Stream {
 }
 
 impl Lab {
-    /// Boots a lab and waits until it takes commands. `folder` gets its console, logs and disks.
+    /// Boots a lab and waits until it accepts commands. Console, logs and disks are put into `folder`.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The lab does not come up.
     pub fn boot(assets: &LabAssets, config: &LabConfig, folder: &Path) -> Result<Self, LabError> {
         let drives = drive::place(&config.drives)?;
         let run_disk = run_disk(config, folder)?;
@@ -255,12 +255,12 @@ impl Lab {
             .memory_mib(config.memory_mib)
             .accelerator(Accelerator::Software { cpu: CPU })
             .kernel_arguments(KERNEL_ARGUMENTS)
-            // 48 bits of IOVA: VMMs place large BARs far up in the address space.
+            // 48 bits of IOVA are needed: VMMs map large BARs far up in the address space.
             .qemu_arguments([
                 "-device",
                 "intel-iommu,intremap=on,caching-mode=on,aw-bits=48",
             ])
-            // Slots that are powered by their registers, as those of servers, not by ACPI methods.
+            // Slots are powered by their registers, as on servers, instead of ACPI methods.
             .qemu_arguments([
                 "-global",
                 "ICH9-LPC.acpi-pci-hotplug-with-bridge-support=off",
@@ -277,7 +277,7 @@ impl Lab {
             let device = format!("virtio-blk-pci,drive=disk{number}");
             guest = guest.qemu_arguments(["-blockdev", &node, "-device", &device]);
         }
-        // Without an ioeventfd, what a program has written is in the file when its write returns.
+        // Without an ioeventfd, a program's write has reached the file when the write returns.
         guest = guest.qemu_arguments(["-device", "virtio-serial-pci,ioeventfd=off"]);
         for stream in [&out, &files] {
             let path = stream.path.display();
@@ -316,27 +316,27 @@ impl Lab {
         })
     }
 
-    /// Runs a shell script and returns what it printed and its exit status. Several may run at once.
+    /// Runs a shell script and returns its output and exit status. Several scripts may run concurrently.
     ///
     /// # Errors
-    /// If it does not end in time, or the lab dies.
+    /// The script does not end in time, or the lab dies.
     pub fn run(&self, script: &str, patience: Duration) -> Result<Output, LabError> {
         Ok(self.guest.run(script, patience)?)
     }
 
-    /// Runs a shell script that must succeed and returns what it printed.
+    /// Runs a shell script that must succeed and returns its output.
     ///
     /// # Errors
-    /// If it fails, does not end in time, or the lab dies.
+    /// The script fails or does not end in time, or the lab dies.
     pub fn check(&self, script: &str, patience: Duration) -> Result<String, LabError> {
         Ok(self.guest.check(script, patience)?)
     }
 
-    /// Runs a shell script, passes on what it prints while it prints it, and returns its exit status. One
-    /// at a time: there is one stream.
+    /// Runs a shell script, forwards its output to `sink` while it runs, and returns its exit status. Only one script may be
+    /// streamed at a time.
     ///
     /// # Errors
-    /// If it does not end in time, or the lab dies.
+    /// The script does not end in time, or the lab dies.
     pub fn stream(
         &self,
         script: &str,
@@ -359,15 +359,14 @@ impl Lab {
         });
         let output = output?;
         followed?;
-        // Output of the shell before the stream is open, such as that the port is taken.
+        // The shell's own output, from before the stream was opened, such as an error opening the port.
         sink.write_all(output.text.as_bytes())
             .map_err(|source| self.out.error(source))?;
         Ok(output.status)
     }
 
-    /// Looks until `ended` whether each of the lab's processors still answers, and ends the lab if not: an
-    /// emulated processor that has lost an interrupt sleeps for good, and so does all that waits on it, with
-    /// its deadlines.
+    /// Checks until `ended` that each processor of the lab still answers, and kills the lab if not. An emulated processor that
+    /// lost an interrupt sleeps forever, and so does everything that waits for it, including timeouts.
     fn end_if_silent(&self, ended: &AtomicBool) {
         let mut asked = Instant::now();
         while !ended.load(Ordering::Acquire) {
@@ -383,7 +382,7 @@ impl Lab {
                     "The lab does not answer any more and is ended: {error}"
                 ));
                 let pid = self.guest.pid().to_string();
-                // It fails only when the lab has ended by itself.
+                // Fails only if the lab has ended by itself.
                 let _ = process::run(Command::new("kill").args(["-KILL", &pid]));
                 return;
             }
@@ -391,11 +390,10 @@ impl Lab {
         }
     }
 
-    /// Brings files of the lab to the folder `into`, under their own names, and returns those that were
-    /// there.
+    /// Copies files of the lab into the directory `into`, under their own names. Returns the paths of the files that exist.
     ///
     /// # Errors
-    /// If they can't be brought.
+    /// The files cannot be copied.
     pub fn fetch(&self, names: &[String], into: &Path) -> Result<Vec<PathBuf>, LabError> {
         if names.is_empty() {
             return Ok(Vec::new());
@@ -411,7 +409,7 @@ impl Lab {
         }
         let there = self.check(&script, BOOT_PATIENCE)?;
         if there.is_empty() {
-            // tar takes an empty file for none of its archives.
+            // tar treats an empty file as no archive.
             return Ok(Vec::new());
         }
         let archive = self.folder.join("files.tar");
@@ -427,17 +425,17 @@ impl Lab {
         Ok(there.lines().map(here).collect())
     }
 
-    /// Does something to a drive: a [`Request`](faults::Request) in its words, or `remove DRIVE`, a card
-    /// pulled from its slot without notice.
+    /// Injects a fault into a drive: a [`Request`](faults::Request) as text, or `remove DRIVE`, which pulls the card without
+    /// notice.
     ///
     /// # Errors
-    /// If it can't be done.
+    /// The request fails.
     pub fn control(&self, request: &str) -> Result<String, LabError> {
         self.check(&format!("lab-ctl {request}"), PATIENCE)
     }
 
-    /// Returns the number of accesses of devices that the IOMMU has refused so far, by the kernel's log. The
-    /// kernel leaves some out when there are many, never all.
+    /// Returns the number of device accesses that the IOMMU refused, by the kernel's log. If there are many, the kernel omits
+    /// some, but never all.
     ///
     /// # Errors
     /// The lab does not answer.
@@ -445,10 +443,10 @@ impl Lab {
         Ok(count_faults(&self.check("dmesg", PATIENCE)?))
     }
 
-    /// Brings back `files`, powers the lab off, and reports on a command that ended with `status`.
+    /// Fetches `files`, powers the lab off, and returns the report of a command that ended with `status`.
     ///
     /// # Errors
-    /// A file is not there although the command did well, or the lab does not power off.
+    /// The command succeeded but a file is missing, or the lab does not power off.
     pub fn finish(
         mut self,
         status: i32,
@@ -458,7 +456,7 @@ impl Lab {
         let iommu_faults = self.iommu_faults()?;
         let wanted = files;
         let files = self.fetch(wanted, into)?;
-        // A command that failed is the news, not what it left undone.
+        // If the command failed, a missing file is not the cause.
         if status == 0 && files.len() < wanted.len() {
             return Err(LabError::NotHandedOver {
                 wanted: wanted.join(", "),
@@ -477,10 +475,10 @@ impl Lab {
 }
 
 impl Stream {
-    /// Passes on what comes until `ended`, and then the rest.
+    /// Forwards new output until `ended`, and then the rest.
     fn follow(&self, ended: &AtomicBool, sink: &mut (dyn Write + Send)) -> Result<(), LabError> {
         loop {
-            // Looked at before the file: what came until then is taken below.
+            // Read the flag before the file: output written before `ended` is then forwarded below.
             let last = ended.load(Ordering::Acquire);
             self.take(sink)?;
             if last {
@@ -498,7 +496,7 @@ impl Stream {
         self.take(&mut file)
     }
 
-    /// Passes on what has come since it was taken last.
+    /// Forwards the output since the last call.
     fn take(&self, sink: &mut dyn Write) -> Result<(), LabError> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let mut copy = |taken: &mut u64| {
@@ -525,7 +523,7 @@ impl Stream {
     }
 }
 
-/// Returns the disk with what this run brings along.
+/// Creates the disk with the files that this run copies into the lab.
 fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
     let tree = folder.join("run");
     let programs = tree.join("bin");
@@ -547,7 +545,7 @@ fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
     Ok(disk)
 }
 
-/// Refused accesses in a kernel's log (Linux, drivers/iommu/intel/dmar.c).
+/// Counts refused accesses in a kernel log (Linux, drivers/iommu/intel/dmar.c).
 fn count_faults(log: &str) -> u64 {
     let count = log
         .lines()
@@ -556,7 +554,7 @@ fn count_faults(log: &str) -> u64 {
     count as u64
 }
 
-/// Returns a word as the shell takes it.
+/// Quotes a word for the shell.
 pub(crate) fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }

@@ -12,7 +12,7 @@ use crate::progress::{Step, say, seconds};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
-/// Programs of ours that every lab has.
+/// Programs of this project that every lab has.
 const PROGRAMS: &[&str] = &[
     "nvme-mpt",
     "nvme-load",
@@ -63,10 +63,10 @@ pub struct Options {
     command: Vec<String>,
 }
 
-/// Runs one command in a lab of its own.
+/// Runs one command in a new lab.
 ///
 /// # Errors
-/// The lab can't be had, dies, or the command does not end in time.
+/// The lab cannot be provided or dies, or the command does not end in time.
 pub fn run(options: &Options) -> Result<LabReport, LabError> {
     let programs = build()?;
     let assets = LabAssets::provide(&options.kernel)?;
@@ -128,7 +128,7 @@ fn run_in(
     Ok(report)
 }
 
-/// Returns the script for a command, and the file here that it runs, if it does.
+/// Returns the script for a command, and the local program to copy into the lab, if the command names one.
 fn script(command: &[String]) -> (String, Option<PathBuf>) {
     let file = command
         .first()
@@ -148,10 +148,10 @@ fn script(command: &[String]) -> (String, Option<PathBuf>) {
     (quoted.join(" "), file)
 }
 
-/// Builds our programs and returns where they lie.
+/// Builds the lab's programs and returns their paths.
 ///
 /// # Errors
-/// If they don't build.
+/// A program does not build.
 pub fn build() -> Result<Vec<PathBuf>, LabError> {
     Ok(programs::build("the programs that the lab runs", PROGRAMS)?)
 }

@@ -1,4 +1,4 @@
-//! Time stamps that cost next to nothing, and the processor a thread runs on.
+//! Cheap time stamps, and binding a thread to a processor.
 
 #![expect(
     unsafe_code,
@@ -8,8 +8,8 @@
 use std::io;
 use std::time::Instant;
 
-/// Returns the time stamp counter, read after every load before it: without the fence, a completion that is
-/// still on its way to this processor would be given a time before it came.
+/// Returns the time stamp counter, read after all earlier loads. Without the fence, a completion could get a time from before
+/// its arrival.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 pub(super) fn ticks() -> u64 {
@@ -20,14 +20,14 @@ pub(super) fn ticks() -> u64 {
     }
 }
 
-/// Nanoseconds since the first call, where there is no time stamp counter to be read.
+/// Returns the nanoseconds since the first call, on processors without a readable time stamp counter.
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) fn ticks() -> u64 {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// Relates ticks to time: over the whole of a run, so that it is exact.
+/// Conversion of ticks to time, measured over a whole run for precision.
 pub(super) struct Calibration {
     instant: Instant,
     ticks: u64,
@@ -41,7 +41,7 @@ impl Calibration {
         }
     }
 
-    /// Ticks per second since the start; waits until 10 ms have passed.
+    /// Returns the ticks per second since the start, after waiting until at least 10 ms have passed.
     pub(super) fn ticks_per_second(&self) -> f64 {
         let least = std::time::Duration::from_millis(10);
         std::thread::sleep(least.saturating_sub(self.instant.elapsed()));
@@ -50,7 +50,7 @@ impl Calibration {
     }
 }
 
-/// Keeps the calling thread on one processor.
+/// Binds the calling thread to one processor.
 pub(super) fn pin(cpu: usize) -> io::Result<()> {
     // SAFETY: all zeroes is an empty set.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };

@@ -1,4 +1,4 @@
-//! One queue pair under load: a slot for each outstanding command, prepared once.
+//! A queue pair under load, with a slot for each in-flight command.
 
 use std::time::Duration;
 
@@ -13,24 +13,24 @@ use super::LoadError;
 use super::clock::ticks;
 use super::plan::{Plan, SlotData};
 
-/// Longest latency that is counted, in ticks: a day at 3 GHz. Longer ones count as this one.
+/// Maximum latency in ticks: a day at 3 GHz. Longer latencies count as this one.
 const LATENCY_MAX: u64 = 1 << 48;
-/// Significant decimal digits of a latency: two take 60 KiB for each lane.
+/// Significant decimal digits of latencies. Two digits take 60 KiB per lane.
 const LATENCY_DIGITS: u8 = 2;
 
 /// Measurements of a lane.
 #[derive(Clone, Debug)]
 pub(super) struct Tally {
-    /// Latencies in ticks, of every command since measuring began.
+    /// Latencies in ticks of all measured commands.
     pub(super) latency: Histogram<u64>,
-    /// When measuring began, and the last completion, in ticks.
+    /// Start of the measurement and last completion, in ticks.
     pub(super) from: u64,
     pub(super) to: u64,
-    /// While measuring: trapped doorbell writes, doorbells rung by any means, interrupts taken.
+    /// Measured trapped doorbell writes, doorbell rings by any means, and interrupts.
     pub(super) doorbell_writes: u64,
     pub(super) doorbell_rings: u64,
     pub(super) interrupts: u64,
-    /// Number of completions that no interrupt had come for.
+    /// Number of completions without an interrupt.
     pub(super) lost_interrupts: u64,
 }
 
@@ -48,29 +48,29 @@ impl Tally {
     }
 }
 
-/// Returns an empty histogram of latencies in ticks.
+/// Creates an empty histogram of latencies in ticks.
 pub(super) fn latencies() -> Histogram<u64> {
     Histogram::new_with_max(LATENCY_MAX, LATENCY_DIGITS).expect("bounds in order")
 }
 
-/// A time that does not come.
+/// Tick count that is never reached.
 pub(super) const NEVER: u64 = u64::MAX;
 
-/// When a pass over a lane ends.
+/// Limits of a pass over a lane.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Commands to submit at most.
+    /// Maximum number of commands to submit.
     pub(super) count: u64,
-    /// Ticks at which measuring begins, or [`NEVER`].
+    /// Ticks at which the measurement begins, or [`NEVER`].
     pub(super) measure_from: u64,
-    /// Ticks at which submitting ends.
+    /// Ticks at which submission ends.
     pub(super) until: u64,
-    /// Completions after which the doorbells are rung at the latest.
+    /// Maximum number of completions before doorbells are rung.
     pub(super) batch: u32,
 }
 
 impl Limits {
-    /// Until the plan ends, measuring from the start.
+    /// Returns limits for a complete plan, measured from the start.
     pub(super) fn none(batch: u32) -> Self {
         Self {
             count: u64::MAX,
@@ -81,7 +81,7 @@ impl Limits {
     }
 }
 
-/// Counts of a lane from its start.
+/// Counters of a lane since its creation.
 #[derive(Clone, Copy, Debug)]
 struct Counters {
     doorbell_writes: u64,
@@ -89,28 +89,28 @@ struct Counters {
     interrupts: u64,
 }
 
-/// A queue pair with its slots; a slot's number is its command identifier.
+/// A queue pair with its slots. The command identifier is the slot's number.
 pub(super) struct Lane {
     pub(super) queue: QueuePair,
     pub(super) tally: Tally,
-    /// The entry of each slot. A command changes its opcode, and its SLBA or what is in that place.
+    /// Prepared entry of each slot. A command changes the opcode and the SLBA or the fields in its place.
     entries: Box<[Sqe]>,
-    /// Ticks at submission; 0 where nothing is outstanding.
+    /// Submission time in ticks of each slot; 0 without an in-flight command.
     started: Box<[u64]>,
     outstanding: usize,
     submitted: u64,
     buffer: DmaBuffer,
     stride: usize,
-    /// The PRP lists that the entries point to.
+    /// PRP lists of the entries.
     _lists: Vec<DmaBuffer>,
-    /// Interrupts taken so far.
+    /// Number of received interrupts.
     interrupts: u64,
-    /// Counts at the beginning of the measurement.
+    /// Counters at the start of the measurement.
     base: Option<Counters>,
 }
 
 impl Lane {
-    /// Returns a lane of one slot for each entry; the slots' data lies every `stride` bytes in `buffer`.
+    /// Creates a lane with one slot per entry. Data of consecutive slots is `stride` bytes apart in `buffer`.
     pub(super) fn new(
         queue: QueuePair,
         entries: Vec<Sqe>,
@@ -149,7 +149,7 @@ impl Lane {
         }
     }
 
-    /// Begins a pass: submits a command from every slot.
+    /// Begins a pass by submitting a command in each slot.
     pub(super) fn begin<P: Plan>(
         &mut self,
         plan: &mut P,
@@ -168,7 +168,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Takes what completed, up to a batch, and submits as much again; how many completed.
+    /// Handles up to a batch of completions and submits as many commands. Returns the number of completions.
     #[inline]
     pub(super) fn turn<P: Plan>(
         &mut self,
@@ -178,8 +178,8 @@ impl Lane {
         let Some(first) = self.queue.poll() else {
             return Ok(0);
         };
-        // One time stamp for the batch: taken after the first completion was seen, and what it submits
-        // counts from here on.
+        // One time stamp serves the batch. It is read after the first completion was seen, and is the start time of the
+        // commands that the batch submits.
         let now = ticks();
         self.complete(first, plan, limits, now)?;
         let mut done = 1;
@@ -278,12 +278,12 @@ impl Lane {
         }
     }
 
-    /// An interrupt was taken.
+    /// Counts an interrupt.
     pub(super) fn interrupted(&mut self) {
         self.interrupts += 1;
     }
 
-    /// Ends a pass: what was counted while it measured.
+    /// Ends a pass and records the counters of the measurement.
     pub(super) fn end(&mut self) {
         let now = self.counters();
         let base = self.base.take().unwrap_or(now);
@@ -292,7 +292,7 @@ impl Lane {
         self.tally.interrupts += now.interrupts - base.interrupts;
     }
 
-    /// Nothing completed for too long.
+    /// Returns the error for a timeout without completions.
     pub(super) fn stalled(&self, after: Duration) -> LoadError {
         LoadError::Stalled {
             queue: self.queue.id(),

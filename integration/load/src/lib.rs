@@ -1,15 +1,15 @@
-//! Load on a function of `nvme-mpt serve`, at native speed: the guest driver of `nvme-mpt-tests` over
-//! vfio-user, without a guest around it.
+//! Load generator for functions of `nvme-mpt serve` at native speed: the guest driver of `nvme-mpt-tests` over vfio-user,
+//! without a guest.
 //!
-//! - [`options`]: what to run; [`report`]: what came out;
-//! - `lane`: one queue pair with its slots, submitting and completing in batches;
-//! - `plan`: which command comes next, for plain load and for verified load;
-//! - `worker`: threads and their lanes; `pass`: one pass over them; `paced`: single I/Os with pauses between them;
-//! - `clock`: latencies, in time stamp counter ticks;
-//! - [`attackers`]: what guests notice of a neighbour that attacks.
+//! - [`options`]: parameters; [`report`]: results;
+//! - `lane`: a queue pair with its slots, with batched submission and completion;
+//! - `plan`: choice of the next command, for plain and for verified load;
+//! - `worker`: threads and their lanes; `pass`: one pass over lanes; `paced`: single I/Os with pauses;
+//! - `clock`: time stamp counter ticks for latencies;
+//! - [`attackers`]: impact of attacking guests on their neighbours.
 //!
-//! The cost of a command on this side limits the measurements. So entries are prepared once, and a command changes two
-//! of their words. Once per batch, the clock is read and the doorbells are rung.
+//! The generator's cost per command limits the measurable rate. Entries are therefore prepared once, a command changes only two
+//! words of its entry, and each batch reads the clock and rings the doorbells once.
 
 pub mod attackers;
 mod clock;
@@ -38,7 +38,7 @@ use options::Options;
 use report::Report;
 use setup::Vectors;
 
-/// A load that could not be run, or found the device wrong.
+/// Errors of a load.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The options do not fit the namespace or each other.
@@ -47,7 +47,7 @@ pub enum LoadError {
     /// The driver failed.
     #[error("The driver failed")]
     Driver(#[from] nvme_mpt_tests::Error),
-    /// Memory for the guest could not be had.
+    /// Guest memory cannot be allocated.
     #[error("Memory for the load failed")]
     Memory(#[from] MemoryError),
     /// An operating system call failed.
@@ -55,7 +55,7 @@ pub enum LoadError {
     System {
         /// Action that failed.
         what: &'static str,
-        /// Its error.
+        /// Error of the call.
         source: std::io::Error,
     },
     /// A command failed.
@@ -65,12 +65,12 @@ pub enum LoadError {
         queue: u16,
         /// Opcode of the command.
         opcode: u8,
-        /// Its first block.
+        /// First block.
         slba: u64,
-        /// The status.
+        /// Completion status.
         status: StatusCode,
     },
-    /// A completion of no command that is outstanding.
+    /// A completion matches no in-flight command.
     #[error("Queue {queue} completed command {cid}, which is not outstanding")]
     Unexpected {
         /// Submission queue identifier.
@@ -78,24 +78,24 @@ pub enum LoadError {
         /// Command identifier of the completion.
         cid: u16,
     },
-    /// Nothing completed for too long.
+    /// No command completed in time.
     #[error(
         "Queue {queue} completed nothing for {after:?}, with {outstanding} commands outstanding"
     )]
     Stalled {
         /// Submission queue identifier.
         queue: u16,
-        /// Commands without completion.
+        /// Number of in-flight commands.
         outstanding: usize,
-        /// Time after which it happened.
+        /// Timeout.
         after: Duration,
     },
-    /// A read did not give what was written.
+    /// A read returned wrong data.
     #[error("Block {lba} does not hold generation {generation} of what was written")]
     Corrupt {
-        /// The first wrong block.
+        /// First wrong block.
         lba: u64,
-        /// The expected generation of its content.
+        /// Expected generation of its content.
         generation: u32,
     },
 }
@@ -103,7 +103,7 @@ pub enum LoadError {
 /// Connects to a function's socket and runs the load.
 ///
 /// # Errors
-/// Error of a load that cannot be run, or that the device fails.
+/// The load cannot be run, or the device fails.
 pub fn run(options: &Options) -> Result<Report, LoadError> {
     let memory = setup::memory(options)?;
     let bar = VfioUserBar::attach(&options.socket, &memory)?;
@@ -114,7 +114,7 @@ pub fn run(options: &Options) -> Result<Report, LoadError> {
     run_on(Arc::new(bar), memory, vectors, options)
 }
 
-/// Runs the load on a controller that is reached already.
+/// Runs the load on an accessible controller.
 fn run_on(
     bar: Arc<dyn Bar>,
     memory: GuestMemory,

@@ -1,5 +1,5 @@
-//! Puts load on a function of `nvme-mpt serve`: a native vfio-user client, for figures that mean
-//! something without hardware virtualisation.
+//! Generates load on a function of `nvme-mpt serve`, as a native vfio-user client. Its results are meaningful without hardware
+//! virtualization.
 
 use std::error::Error;
 use std::path::Path;
@@ -45,7 +45,7 @@ fn write_json(path: &Path, report: &Report) -> std::io::Result<()> {
     std::fs::write(path, text)
 }
 
-/// Prints an error and all that caused it, one a line.
+/// Prints an error and its causes, one per line.
 fn print_error(error: &dyn Error) {
     eprintln!("Error: {error}");
     let mut cause = error.source();

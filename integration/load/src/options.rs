@@ -31,7 +31,7 @@ pub enum Doorbells {
 }
 
 impl Doorbells {
-    /// The driver's mode, where it was chosen.
+    /// Returns the driver's doorbell mode, if the user chose one.
     pub(super) fn chosen(self) -> Option<DoorbellMode> {
         match self {
             Self::Auto => None,
@@ -42,7 +42,7 @@ impl Doorbells {
     }
 }
 
-/// Bytes of a range that is deallocated.
+/// Size of a Dataset Management range in bytes.
 const DSM_RANGE: usize = 16;
 
 /// Load to run, and the function to run it on.
@@ -138,7 +138,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Commands outstanding in each queue: one where there are pauses.
+    /// Returns the number of in-flight commands per queue, which is one with pauses.
     pub(super) fn depth(&self) -> u16 {
         match self.pause_us {
             Some(_) => 1,
@@ -146,7 +146,7 @@ impl Options {
         }
     }
 
-    /// Returns the bytes that a command transfers: a list of one range where it deallocates.
+    /// Returns the data size of a command in bytes: that of one range for Deallocate.
     pub(super) fn transfer(&self) -> usize {
         match self.deallocate {
             true => DSM_RANGE,
@@ -159,7 +159,7 @@ impl Options {
     }
 }
 
-/// Returns the bytes with an optional suffix K, M or G (powers of 1,024).
+/// Parses a size in bytes with an optional suffix K, M or G (powers of 1,024).
 fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.char_indices().next_back() {
         Some((at, 'k' | 'K')) => (&text[..at], 10),

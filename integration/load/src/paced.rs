@@ -1,4 +1,4 @@
-//! Single I/Os with random pauses before them: whatever serves the queue goes to sleep and is woken.
+//! Single I/Os with random pauses, so that the queue's poller parks and must be woken.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::pass::{Idle, timed, wait_for_interrupt};
 use super::plan::Mix;
 use super::target::Target;
 
-/// Runs commands one at a time, each after a pause of up to `most`, until the limits end.
+/// Runs commands one at a time, each after a pause of up to `most`, until the limits are reached.
 pub(super) fn run(
     lane: &mut Lane,
     mix: &mut Mix,
@@ -24,7 +24,7 @@ pub(super) fn run(
         Some(_) => f64::INFINITY,
         None => options.seconds,
     };
-    // One command by each pass; measuring starts with the first.
+    // Each pass runs one command. Measuring starts with the first one.
     let once = Limits {
         count: 1,
         ..Limits::none(1)

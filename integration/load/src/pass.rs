@@ -1,4 +1,4 @@
-//! One pass of plans over lanes, and the wait for what they have outstanding.
+//! A pass of plans over lanes, and waiting for completions.
 
 use std::time::{Duration, Instant};
 
@@ -9,16 +9,16 @@ use super::options::Options;
 use super::plan::Plan;
 use super::target::Target;
 
-/// Turns without a completion between two looks at the clock.
+/// Number of turns without a completion between reads of the clock.
 const IDLE_TURNS: u32 = 64;
-/// Time without a completion after which the thread that completes our commands may need this processor.
+/// Spinning time without a completion, after which the device's thread may need this processor.
 const EAGER: Duration = Duration::from_micros(500);
-/// Sleep that leaves it the processor.
+/// Sleep that yields the processor.
 const REST: Duration = Duration::from_micros(20);
-/// Time without an interrupt after which the queue is examined all the same.
+/// Time without an interrupt after which the queue is checked anyway.
 const LOST_INTERRUPT: Duration = Duration::from_secs(1);
 
-/// Returns the limits that the options give for the measured pass, from now on.
+/// Returns the limits of the measured pass, starting now.
 pub(super) fn timed(target: &Target, options: &Options) -> Limits {
     let batch = u32::from(options.batch);
     match options.count {
@@ -38,7 +38,7 @@ pub(super) fn timed(target: &Target, options: &Options) -> Limits {
     }
 }
 
-/// Runs the plans until they or the limits end, and every command has completed.
+/// Runs the plans until their end or the limits, and until all commands have completed.
 pub(super) fn pass<P: Plan>(
     lanes: &mut [Lane],
     plans: &mut [P],
@@ -70,7 +70,7 @@ pub(super) fn pass<P: Plan>(
     Ok(())
 }
 
-/// As an interrupt handler is entered: the queue is looked at again only after its vector was signalled.
+/// Waits for the queue's interrupt vector, as a guest does. The queue is not checked before the vector is signalled.
 pub(super) fn wait_for_interrupt(lane: &mut Lane, idle: &mut Idle) -> Result<(), LoadError> {
     let Some(interrupt) = lane.queue.cq.interrupt() else {
         return Err(LoadError::Options("The queue has no vector".to_owned()));
@@ -88,7 +88,7 @@ pub(super) fn wait_for_interrupt(lane: &mut Lane, idle: &mut Idle) -> Result<(),
     Ok(())
 }
 
-/// Spinning for completions, with an end.
+/// Spinning for completions with a timeout.
 pub(super) struct Idle {
     turns: u32,
     since: Option<Instant>,
@@ -104,14 +104,14 @@ impl Idle {
         }
     }
 
-    /// Something completed.
+    /// Resets the wait after a completion.
     #[inline]
     pub(super) fn over(&mut self) {
         self.turns = 0;
         self.since = None;
     }
 
-    /// Nothing completed: false when that has been so for too long.
+    /// Waits for a moment without a completion. Returns false after the timeout.
     #[inline]
     pub(super) fn spin(&mut self) -> bool {
         self.turns += 1;
@@ -126,7 +126,7 @@ impl Idle {
         idle < self.timeout
     }
 
-    /// Nothing completed: whether that may still go on.
+    /// Returns whether the timeout has not passed yet.
     fn in_time(&mut self) -> bool {
         self.since.get_or_insert_with(Instant::now).elapsed() < self.timeout
     }

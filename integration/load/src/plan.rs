@@ -8,14 +8,14 @@ use super::LoadError;
 use super::options::Pattern;
 use super::target::Target;
 
-/// A command to be submitted: what changes from one to the next.
+/// Variable fields of the next command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Next {
     pub(super) opcode: u8,
     pub(super) slba: u64,
 }
 
-/// Place of a slot's data.
+/// Data of a slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SlotData<'a> {
     pub(super) slot: usize,
@@ -23,33 +23,33 @@ pub(super) struct SlotData<'a> {
     pub(super) offset: usize,
 }
 
-/// A source of commands, for one queue.
+/// Source of commands for one queue.
 pub(super) trait Plan: Send {
-    /// Returns the next command, whose data will be `data`; none when the plan has come to its end.
+    /// Returns the next command, with `data` as its data; `None` at the end of the plan.
     fn next(&mut self, data: SlotData<'_>) -> Option<Next>;
 
-    /// Returns the command of the slot completed with success.
+    /// Handles the successful completion of the slot's command.
     fn completed(&mut self, data: SlotData<'_>) -> Result<(), LoadError>;
 }
 
-/// Reads and writes, or Deallocates, without an end; the data means nothing.
+/// Endless reads and writes, or deallocations, without checks of the data.
 #[derive(Clone, Debug)]
 pub(super) struct Mix {
     rng: Rng,
     pattern: Pattern,
-    /// Bound of the low 32 bits of a random number, below which a command reads.
+    /// A command reads if the low 32 bits of a random number are below this.
     reads_below: u64,
-    /// First block, number of commands that fit, blocks of each.
+    /// First block, number of positions for commands, and blocks per command.
     first: u64,
     places: u64,
     blocks: u64,
     place: u64,
-    /// Blocks that each command deallocates, if it does.
+    /// Number of blocks that each command deallocates; `None` for reads and writes.
     deallocates: Option<u32>,
 }
 
 impl Mix {
-    /// Returns the plan of queue `index` of `queues`.
+    /// Creates the plan of queue `index` of `queues`.
     pub(super) fn new(
         target: &Target,
         index: u64,
@@ -74,7 +74,7 @@ impl Mix {
         }
     }
 
-    /// Deallocates so many blocks with each command instead.
+    /// Makes commands deallocate `blocks` blocks each.
     pub(super) fn deallocating(self, blocks: u32) -> Self {
         Self {
             deallocates: Some(blocks),
@@ -102,7 +102,7 @@ impl Plan for Mix {
         let slba = (self.first + place) * self.blocks;
         if let Some(blocks) = self.deallocates {
             data.buffer.write(data.offset, &dsm_range(slba, blocks));
-            // One range, and AD, where other commands have their first block.
+            // One range and AD are where other commands have their first block.
             return Some(Next {
                 opcode: io::DATASET_MANAGEMENT,
                 slba: u64::from(DSM_DEALLOCATE) << 32,

@@ -1,4 +1,4 @@
-//! Report of a load.
+//! Results of a load.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,45 +11,45 @@ use super::lane::{Tally, latencies};
 use super::options::{Options, Pattern};
 use super::target::Target;
 
-/// I/Os over this are counted: no I/O may take so long, whatever else the machine does.
+/// Latency in seconds above which I/Os are counted as too slow on any machine.
 const SLOW_SECONDS: f64 = 0.1;
 
 /// Latencies in microseconds.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Latency {
-    /// The shortest.
+    /// Minimum.
     pub min: f64,
-    /// The mean.
+    /// Mean.
     pub mean: f64,
-    /// The median.
+    /// Median.
     pub p50: f64,
-    /// 90 % take no longer.
+    /// 90th percentile.
     pub p90: f64,
-    /// 99 % take no longer.
+    /// 99th percentile.
     pub p99: f64,
-    /// 99.9 % take no longer.
+    /// 99.9th percentile.
     pub p99_9: f64,
-    /// The longest.
+    /// Maximum.
     pub max: f64,
 }
 
-/// A group of latencies.
+/// A group of latencies in the distribution.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Bucket {
-    /// Its shortest, in microseconds.
+    /// Lower bound in microseconds.
     pub from_us: f64,
-    /// Commands in it.
+    /// Number of commands.
     pub commands: u64,
 }
 
-/// The result of a load.
+/// Results of a load.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// Model number of the controller.
     pub model: String,
-    /// Bytes of the namespace.
+    /// Size of the namespace in bytes.
     pub capacity: u64,
-    /// Bytes of a command.
+    /// Size of a command in bytes.
     pub size: u64,
     /// Percentage of reads.
     pub read_percent: u8,
@@ -57,37 +57,37 @@ pub struct Report {
     pub random: bool,
     /// I/O queue pairs.
     pub queues: u16,
-    /// Commands outstanding in each queue.
+    /// In-flight commands per queue.
     pub qd: u16,
-    /// `shadow`, `mapped` or `trap`.
+    /// Doorbell mode: `shadow`, `mapped` or `trap`.
     pub doorbells: &'static str,
-    /// True if interrupts were waited for.
+    /// True if completions were signalled by interrupts.
     pub interrupts: bool,
     /// True if all data was verified.
     pub verified: bool,
-    /// Seconds measured.
+    /// Measured time in seconds.
     pub seconds: f64,
-    /// Commands measured.
+    /// Number of measured commands.
     pub commands: u64,
     /// Commands per second.
     pub iops: f64,
-    /// Data rate.
+    /// Data rate in MiB per second.
     pub mib_s: f64,
     /// Latencies in microseconds.
     pub latency_us: Latency,
-    /// Trapped doorbell writes for each command: the exits that a guest would have had.
+    /// Trapped doorbell writes per command, which would be VM exits of a guest.
     pub doorbell_writes_per_io: f64,
-    /// Doorbells rung by any means for each command.
+    /// Doorbell rings by any means per command.
     pub doorbell_rings_per_io: f64,
-    /// Interrupts for each command.
+    /// Interrupts per command.
     pub interrupts_per_io: f64,
-    /// Completions that no interrupt came for within a second.
+    /// Completions without an interrupt within a second.
     pub lost_interrupts: u64,
     /// Commands that took more than 50 ms.
     pub over_50_ms: u64,
     /// Commands that took more than 100 ms.
     pub over_100_ms: u64,
-    /// The distribution of latencies.
+    /// Distribution of latencies.
     pub distribution: Vec<Bucket>,
 }
 
@@ -105,7 +105,7 @@ impl Report {
         let per_io = |count: fn(&Tally) -> u64| {
             tallies.iter().map(count).sum::<u64>() as f64 / commands.max(1) as f64
         };
-        // Lanes start together but for the time that their first commands took to prepare.
+        // Lanes start nearly at the same time. They differ by the preparation of their first commands.
         let from = tallies.iter().map(|t| t.from).min().unwrap_or(0);
         let to = tallies.iter().map(|t| t.to).max().unwrap_or(0);
         let seconds = to.saturating_sub(from) as f64 / rate;
@@ -158,7 +158,7 @@ impl Report {
         }
     }
 
-    /// Returns the distribution of latencies, a line for each group.
+    /// Returns the distribution of latencies as text, one line per group.
     pub fn histogram(&self) -> String {
         let most = self.distribution.iter().map(|b| b.commands).max();
         let most = most.unwrap_or(0).max(1);
@@ -177,12 +177,12 @@ impl Report {
     }
 }
 
-/// Groups of latencies, four to an octave, that are not empty: lowest value and count.
+/// Returns non-empty groups of latencies, four per octave, as lower bound and count.
 fn groups(latency: &Histogram<u64>) -> BTreeMap<u64, u64> {
     let mut groups = BTreeMap::new();
     for bucket in latency.iter_recorded() {
         let lowest = latency.lowest_equivalent(bucket.value_iterated_to());
-        // The first bit and the two after it distinguish groups.
+        // A group has the same first bit and the same two bits behind it.
         let shift = lowest.max(1).ilog2().saturating_sub(2);
         *groups.entry(lowest >> shift << shift).or_default() += bucket.count_at_value();
     }

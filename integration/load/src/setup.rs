@@ -1,4 +1,4 @@
-//! Needs of a load before it runs: memory, a controller that is up, queue pairs with their slots.
+//! Setup of a load: memory, an enabled controller, and queue pairs with their slots.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,19 +17,19 @@ use super::lane::Lane;
 use super::options::{Options, Pattern};
 use super::target::Target;
 
-/// Start of the guest's memory: above 4 GiB, as most of a large guest's is.
+/// Guest physical address of the memory: above 4 GiB, as in large guests.
 const MEMORY_BASE: u64 = 1 << 32;
 const HUGE_PAGE: usize = 2 << 20;
-/// The namespace under load.
+/// Namespace under load.
 const NSID: u32 = 1;
 
-/// Longest time of an admin command, which `--timeout` is not about.
+/// Timeout of admin commands, independent of `--timeout`.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Interrupt vectors by number: the admin queue's (unused), then one for each I/O queue.
+/// Interrupt vectors by number: the admin queue's (unused), and one for each I/O queue.
 pub(super) type Vectors = Vec<Arc<Interrupt>>;
 
-/// Returns the bytes from one slot's data to the next: whole pages.
+/// Returns the distance between data of consecutive slots in bytes: whole pages.
 fn stride(options: &Options) -> usize {
     options.transfer().next_multiple_of(PAGE_SIZE)
 }
@@ -38,7 +38,7 @@ fn entries(options: &Options) -> u32 {
     (u32::from(options.depth()) + 1).next_power_of_two().max(64)
 }
 
-/// Memory with room for all data, lists and rings.
+/// Allocates memory for all data, lists and rings.
 pub(super) fn memory(options: &Options) -> Result<GuestMemory, LoadError> {
     if options.size > 1 << 30 {
         return Err(LoadError::Options(format!(
@@ -50,13 +50,13 @@ pub(super) fn memory(options: &Options) -> Result<GuestMemory, LoadError> {
     let lists = (stride(options) / PAGE_SIZE * 8).next_multiple_of(PAGE_SIZE) + PAGE_SIZE;
     let rings = usize::from(options.queues) * (entries(options) as usize * 80 + 2 * PAGE_SIZE);
     let data = slots * (stride(options) + lists);
-    // Each queue's data is aligned to a huge page.
+    // The data of each queue is aligned to a huge page.
     let alignment = (usize::from(options.queues) + 2) * HUGE_PAGE;
     let len = (data + rings + alignment).next_multiple_of(HUGE_PAGE);
     Ok(GuestMemory::new(&[(MEMORY_BASE, len as u64)])?)
 }
 
-/// Returns the vectors, where interrupts are wanted.
+/// Creates the vectors if interrupts are requested.
 pub(super) fn vectors(options: &Options) -> Result<Option<Vectors>, LoadError> {
     if !options.interrupts {
         return Ok(None);
@@ -71,7 +71,7 @@ pub(super) fn vectors(options: &Options) -> Result<Option<Vectors>, LoadError> {
     Ok(Some(vectors))
 }
 
-/// Brings the controller up with the doorbells wanted, and fits the options to its namespace.
+/// Enables the controller with the requested doorbell mode, and adapts the options to its namespace.
 pub(super) fn bring_up(
     bar: Arc<dyn Bar>,
     memory: GuestMemory,
@@ -130,7 +130,7 @@ pub(super) fn bring_up(
     Ok((controller, target))
 }
 
-/// Checks whether the options fit the namespace and each other.
+/// Checks that the options fit the namespace and each other.
 fn check(
     target: &Target,
     range: u64,
@@ -159,7 +159,7 @@ fn check(
     let queues = u64::from(options.queues);
     let apart = options.verify || options.pattern == Pattern::Sequential;
     let needed = match (options.verify, apart) {
-        // One that is not busy is always to be found.
+        // With twice as many positions as commands, an idle position always exists.
         (true, _) => queues * 2 * u64::from(options.depth()),
         (false, true) => queues,
         (false, false) => 1,
@@ -177,7 +177,7 @@ fn check(
     Ok(())
 }
 
-/// Creates the queue pairs and prepares their slots.
+/// Creates queue pairs and prepares their slots.
 pub(super) fn lanes(
     controller: &mut Controller,
     target: &Target,

@@ -2,14 +2,14 @@
 
 use nvme_mpt_tests::doorbell::DoorbellMode;
 
-/// The namespace under load, and what a command is to it.
+/// The namespace under load, with the size and positions of commands.
 #[derive(Clone, Debug)]
 pub(super) struct Target {
     pub(super) model: String,
     pub(super) capacity: u64,
     pub(super) block_size: usize,
     pub(super) blocks_per_command: u32,
-    /// Commands that fit the range side by side.
+    /// Number of non-overlapping positions of commands in the range.
     pub(super) places: u64,
     pub(super) doorbells: DoorbellMode,
     pub(super) ticks_per_second: f64,
@@ -20,7 +20,7 @@ impl Target {
         (seconds * self.ticks_per_second) as u64
     }
 
-    /// Returns the part of queue `index` of `queues`: its first place, and how many.
+    /// Returns the part of queue `index` of `queues`: its first position, and the number of positions.
     pub(super) fn part(&self, index: u64, queues: u64) -> (u64, u64) {
         let places = self.places / queues;
         (index * places, places)

@@ -1,5 +1,5 @@
-//! Verified load: every place of the range has a generation, writes make the next one, reads must give
-//! the last one that completed.
+//! Verified load. Each position of the range has a generation, which a write increments. Reads must return the last completed
+//! generation.
 
 use nvme_mpt_tests::command::io;
 use nvme_mpt_tests::rng::{self, Rng};
@@ -11,7 +11,7 @@ use super::pass::{pass, timed};
 use super::plan::{Next, Plan, SlotData};
 use super::target::Target;
 
-/// Writes all of each lane's part of the range, runs the mix, then reads all of it.
+/// Writes each lane's whole part of the range, runs the mix, and reads the whole part.
 pub(super) fn run(
     lanes: &mut [Lane],
     indices: &[u64],
@@ -47,7 +47,7 @@ enum Phase {
     Check,
 }
 
-/// Outstanding command of a slot.
+/// In-flight command of a slot.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     place: u64,
@@ -55,7 +55,7 @@ struct Pending {
     read: bool,
 }
 
-/// One lane's part of the range.
+/// Part of the range of one lane.
 #[derive(Debug)]
 struct Area {
     phase: Phase,
@@ -67,10 +67,10 @@ struct Area {
     blocks: u64,
     block_size: usize,
     place: u64,
-    /// By place: the generation that completed last.
+    /// Last completed generation of each position.
     generations: Vec<u32>,
-    /// By place: true if a command is outstanding. A read during a write may return the old or the new data, so a
-    /// place has one command at a time.
+    /// Whether each position has an in-flight command. There is at most one per position, since a read during a write may
+    /// return old or new data.
     busy: Vec<bool>,
     pending: Vec<Option<Pending>>,
     scratch: Vec<u8>,
@@ -104,7 +104,7 @@ impl Area {
         self.seed << 32 ^ u64::from(generation)
     }
 
-    /// Returns the next place and whether to read it; none when the phase is over.
+    /// Returns the next position and whether to read it; `None` at the end of the phase.
     fn choose(&mut self) -> Option<(u64, bool)> {
         let places = self.generations.len() as u64;
         if self.phase != Phase::Mix {

@@ -1,4 +1,4 @@
-//! Threads, and the lanes that each drives.
+//! Threads and their lanes.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::plan::Mix;
 use super::target::Target;
 use super::{paced, verified};
 
-/// Runs the load on all lanes, by threads; gives what each lane measured.
+/// Runs the load on all lanes, by several threads. Returns the lanes' measurements.
 pub(super) fn run(
     lanes: Vec<Lane>,
     target: &Target,

@@ -7,7 +7,7 @@ use integration::lab::options::{self, Options};
 
 fn main() -> ExitCode {
     match options::run(&Options::parse()) {
-        // A status that does not fit is one of failure, too.
+        // An exit status that does not fit is reported as a failure.
         Ok(report) => ExitCode::from(u8::try_from(report.status).unwrap_or(u8::MAX)),
         Err(error) => {
             integration::print_error(&error);

@@ -11,7 +11,7 @@ fn main() -> ExitCode {
     logging::start(None, LevelFilter::Warn);
     match options::run(Options::parse()) {
         Ok(Ended::PoweredOff | Ended::Suspended) => ExitCode::SUCCESS,
-        // No supervisor would start it again.
+        // The VMM does not restart itself: the status reports that the guest reset the machine.
         Ok(Ended::Reset) => ExitCode::from(2),
         Ok(Ended::Failed(why)) => {
             eprintln!("Error: {why}");

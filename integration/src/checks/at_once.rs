@@ -1,6 +1,6 @@
-//! Several units at once. Checks are reported in the order of the list, each with what it said as a whole.
+//! Concurrent units of checks. Results are reported in the order of the list, each with the complete output of its check.
 //!
-//! Threads of ours make the checks. A trial of `libtest-mimic` waits for the outcome of its check, and reports it.
+//! Checks run on threads of this module. A trial of `libtest-mimic` waits for the result of its check and reports it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{self, Receiver};
@@ -13,20 +13,20 @@ use libtest_mimic::{Arguments, Conclusion, Failed, Trial};
 use super::{Check, Failure, Run, Unit, report};
 use crate::progress;
 
-/// End of a check, and all that it said.
+/// Result of a check with its output.
 struct Made {
     result: thread::Result<Result<(), Failure>>,
     said: String,
     took: Duration,
 }
 
-/// A check to be made on whichever thread.
+/// A check, to run on any thread.
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Jobs of units.
+/// Jobs by unit.
 type Jobs = Vec<Vec<Job>>;
 
-/// Runs units, `at_once` of them beside each other, and then those that are alone.
+/// Runs `at_once` units concurrently, and the exclusive units after them.
 pub(super) fn run(tests: &Arguments, units: Vec<Unit>, at_once: usize) -> Conclusion {
     let (trials, together, alone) = split(units);
     thread::scope(|scope| {
@@ -38,7 +38,7 @@ pub(super) fn run(tests: &Arguments, units: Vec<Unit>, at_once: usize) -> Conclu
     })
 }
 
-/// Returns the trials of all checks, and the jobs of units that run together and of those that are alone.
+/// Splits units into the trials of all checks, the jobs of concurrent units, and the jobs of exclusive units.
 fn split(units: Vec<Unit>) -> (Vec<Trial>, Jobs, Jobs) {
     let (mut trials, mut together, mut alone) = (Vec::new(), Vec::new(), Vec::new());
     for Unit { checks, is_alone } in units {
@@ -56,13 +56,13 @@ fn split(units: Vec<Unit>) -> (Vec<Trial>, Jobs, Jobs) {
     (trials, together, alone)
 }
 
-/// Returns the job that makes a check, and the place where its end arrives.
+/// Returns the job of a check, and the receiver of its result.
 fn job(run: Run) -> (Job, Receiver<Made>) {
     let (sender, made) = mpsc::channel();
     let job = move || {
         let started = Instant::now();
         let (result, said) = progress::keep(|| catch_unwind(AssertUnwindSafe(run)));
-        // It fails only if nobody reports any more.
+        // Fails only if the trial is gone.
         let _ = sender.send(Made {
             result,
             said,
@@ -72,7 +72,7 @@ fn job(run: Run) -> (Job, Receiver<Made>) {
     (Box::new(job), made)
 }
 
-/// Waits for the end of a check, and reports it. A check that panicked panics here.
+/// Waits for a check's result and reports it. If the check panicked, this panics, too.
 fn reported(made: &Receiver<Made>) -> Result<(), Failed> {
     let ended = |_| Failed::from("The thread that makes the check has ended");
     let Made { result, said, took } = made.recv().map_err(ended)?;
@@ -85,7 +85,7 @@ fn reported(made: &Receiver<Made>) -> Result<(), Failed> {
     }
 }
 
-/// Does all jobs, those of a unit one after the other.
+/// Runs all jobs, those of each unit in sequence.
 fn make(units: Jobs, at_once: usize) {
     let units = Mutex::new(units.into_iter());
     let next = || {

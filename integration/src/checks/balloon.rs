@@ -1,4 +1,4 @@
-//! Guests that give memory back, by a balloon and by free page reporting, while fio verifies on a drive.
+//! Checks of guests that return memory by a balloon and free page reporting, while fio verifies a drive.
 
 use std::time::{Duration, Instant};
 
@@ -11,29 +11,29 @@ use crate::provision::Assets;
 use crate::server::FunctionOptions;
 use crate::vmms::{CloudHypervisor, Vmm};
 
-/// Module of the balloon's driver.
+/// Module of the balloon driver.
 pub const MODULE: &str = "virtio_balloon";
 
 const MEMORY_MIB: u32 = 384;
-/// Size of the balloon.
+/// Size of the inflated balloon in bytes.
 const BALLOON: u64 = 64 << 20;
-/// Memory that the guest uses and has free then.
+/// Memory in bytes that the guest uses and then frees.
 const USED: u64 = 64 << 20;
-/// Memory that the machine has below 1 MiB and lets no device use.
+/// Memory in bytes below 1 MiB that the machine does not let devices access.
 const UNMAPPED: u64 = 1 << 20;
 /// Number of times that the balloon is inflated and deflated under load.
 const ROUNDS: u32 = 3;
-/// Passes of fio with a balloon of each size.
+/// Number of fio passes with each size of the balloon.
 const PASSES: u32 = 1;
-/// Longer than all that a busy guest needs.
+/// Timeout of steps in a busy guest.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A VMM whose guest has a balloon.
 pub trait Ballooned {
-    /// The guest.
+    /// Returns the guest.
     fn guest(&self) -> &Agent;
 
-    /// Asks the guest, whose memory has `memory` bytes, to have `size` bytes in its balloon.
+    /// Requests the guest, which has `memory` bytes of memory, to set its balloon to `size` bytes.
     ///
     /// # Errors
     /// The VMM refuses.
@@ -60,24 +60,24 @@ impl Ballooned for CloudHypervisor {
     }
 }
 
-/// Pinning of a guest's memory by its drive.
+/// Whether a drive pins the guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pinning {
-    /// A software drive: its server maps the memory alone.
+    /// A software drive: the server maps the memory without pinning it.
     None,
-    /// A physical drive.
+    /// A physical drive: all memory is pinned.
     All,
 }
 
-/// A guest with an empty balloon, or with one of `BALLOON`.
+/// A guest whose balloon is empty or has `BALLOON` bytes.
 pub struct Balloon<V> {
     vmm: V,
-    /// Memory of the guest's kernel while the balloon is empty.
+    /// Memory of the guest's kernel with an empty balloon.
     total_kib: u64,
 }
 
 impl<V: Ballooned> Balloon<V> {
-    /// Takes a guest whose balloon is empty, and loads the driver.
+    /// Loads the balloon driver in a guest with an empty balloon.
     ///
     /// # Errors
     /// The guest fails.
@@ -95,16 +95,16 @@ impl<V: Ballooned> Balloon<V> {
         &mut self.vmm
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory file.
     ///
     /// # Errors
-    /// The host can't tell.
+    /// The memory file cannot be read.
     pub fn memory(&self) -> Result<MemoryFile, Failure> {
         let pid = self.vmm.guest().pid();
         MemoryFile::of_process(pid).map_err(at(format!("/proc/{pid}/fd")))
     }
 
-    /// Has the guest inflate its balloon to `BALLOON`, and waits for that.
+    /// Inflates the balloon to `BALLOON`, and waits until it is inflated.
     ///
     /// # Errors
     /// The VMM or the guest fails.
@@ -112,7 +112,7 @@ impl<V: Ballooned> Balloon<V> {
         self.set(BALLOON)
     }
 
-    /// Has the guest empty its balloon, and waits for that.
+    /// Deflates the balloon, and waits until it is empty.
     ///
     /// # Errors
     /// The VMM or the guest fails.
@@ -123,7 +123,7 @@ impl<V: Ballooned> Balloon<V> {
     fn set(&mut self, size: u64) -> Result<(), Failure> {
         let memory = self.memory()?.len_bytes;
         self.vmm.set_balloon(memory, size)?;
-        // The driver takes pages in the balloon out of its kernel's memory.
+        // The driver subtracts the balloon's pages from the kernel's memory.
         let left_kib = self.total_kib - size / 1024;
         let script =
             format!("until grep -q '^MemTotal: *{left_kib} kB' /proc/meminfo; do sleep 0.1; done");
@@ -131,7 +131,7 @@ impl<V: Ballooned> Balloon<V> {
         Ok(())
     }
 
-    /// Has the guest use memory and free it. Returns its memory while it was in use.
+    /// Lets the guest use memory and free it. Returns the state of the memory file while the memory was in use.
     ///
     /// # Errors
     /// The guest fails.
@@ -143,10 +143,10 @@ impl<V: Ballooned> Balloon<V> {
         Ok(memory)
     }
 
-    /// Waits until the host has got memory back, and no more than `most` bytes are left in the memory file.
+    /// Waits until at most `most` bytes of the memory file are allocated.
     ///
     /// # Errors
-    /// The host does not get it.
+    /// The guest's memory is not freed.
     pub fn await_freed(&self, most: u64) -> Result<(), Failure> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -163,11 +163,11 @@ impl<V: Ballooned> Balloon<V> {
         }
     }
 
-    /// Has fio write and verify on the first namespace, past the page cache and through it, while the balloon is
-    /// inflated and deflated. `look` gets the balloon's size, and the memory after a pass with that size.
+    /// Verifies the first namespace by fio with direct and cached I/O, while the balloon is inflated and deflated. `look` is
+    /// called after a pass, with the balloon's size and the state of the memory file.
     ///
     /// # Errors
-    /// Data is wrong, or the guest's kernel has complained.
+    /// Data is wrong, or the guest's kernel reported an error.
     pub fn verify(
         &mut self,
         mut look: impl FnMut(u64, MemoryFile) -> Result<(), Failure>,
@@ -179,7 +179,7 @@ impl<V: Ballooned> Balloon<V> {
         let result = self.rounds(&mut look);
         let guest = self.vmm.guest();
         guest.check(": >/run/over", PATIENCE)?;
-        // An error of fio's is the cause of others.
+        // An error of fio explains other errors.
         let passes = guest.finish_well(load, PATIENCE)?;
         result?;
         say(&format!("        fio verified in {} passes", passes.trim()));
@@ -199,7 +199,7 @@ impl<V: Ballooned> Balloon<V> {
         for size in [BALLOON, 0].repeat(ROUNDS as usize) {
             let started = Instant::now();
             self.set(size)?;
-            // The pass under way may have begun before.
+            // The present pass may have begun before the change.
             let passes = format!(
                 "passes() {{ wc -l </run/passes; }}
                 wanted=$(($(passes) + {PASSES} + 1))
@@ -216,8 +216,8 @@ impl<V: Ballooned> Balloon<V> {
     }
 }
 
-/// Passes of fio until `/run/over` is there. Each has other data, so that a page which the drive still uses, and the
-/// guest has no more, is found by its data of an earlier pass.
+/// Returns a script of fio passes until `/run/over` exists. Passes write different data. If the drive still uses a page that
+/// the guest freed, the data of an earlier pass shows it.
 fn load() -> String {
     let direct = Fio::new("direct", "randwrite", "64k", 16).option("size", "4m");
     let cached = Fio::new("cached", "write", "64k", 1)
@@ -237,8 +237,8 @@ fn load() -> String {
     )
 }
 
-/// Has a guest of Cloud Hypervisor, whose balloon is empty, verify on a function that pins none of its memory, while
-/// pages of that are freed.
+/// Verifies with a guest of Cloud Hypervisor on a function that does not pin memory, while its pages are freed. The guest's
+/// balloon is empty at first.
 ///
 /// # Errors
 /// Data is wrong, or no memory is freed.
@@ -255,8 +255,8 @@ pub fn in_cloud_hypervisor(vmm: CloudHypervisor) -> Result<CloudHypervisor, Fail
     Ok(balloon.vmm)
 }
 
-/// Has a guest of QEMU with a balloon verify on a function. QEMU gives memory back to the host until the function is
-/// plugged, and none from then on (`ram_block_uncoordinated_discard_disable` in its `hw/vfio-user/container.c`).
+/// Verifies with a guest of QEMU. QEMU returns memory to the host only until the function is plugged
+/// (`ram_block_uncoordinated_discard_disable` in its `hw/vfio-user/container.c`).
 ///
 /// # Errors
 /// Data is wrong, or memory is freed while the drive may use it.

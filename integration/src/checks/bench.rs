@@ -1,4 +1,4 @@
-//! Tools of a check: a folder of its own, drives, servers, guests.
+//! Environment of a check: a directory, drives, servers, guests.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use crate::guest::{Guest, GuestConfig};
 use crate::provision::{Assets, KernelChoice};
 use crate::server::{self, FunctionOptions, Server};
 
-/// Possessions of one check, or of a group of checks that share a guest.
+/// Environment of one check, or of a group of checks that share a guest.
 #[derive(Debug)]
 pub struct Bench {
     folder: PathBuf,
@@ -18,8 +18,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Returns a bench with the `nvme-mpt` command `program`. Logs and sockets go to `folder`, drives to `drives`; both are
-    /// there.
+    /// Creates an environment with the `nvme-mpt` command `program`. Logs and sockets are put into `folder`, and drives into
+    /// `drives`. Both directories must exist.
     pub fn new(folder: PathBuf, drives: PathBuf, program: PathBuf, assets: Assets) -> Self {
         Self {
             folder,
@@ -29,12 +29,12 @@ impl Bench {
         }
     }
 
-    /// Returns the folder of logs, sockets and the like.
+    /// Returns the directory of logs and sockets.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Returns the folder with the leases of its servers and VMMs.
+    /// Returns the directory of the lease ledger of servers and VMMs.
     pub fn state_dir(&self) -> PathBuf {
         server::state_dir(&self.folder)
     }
@@ -44,23 +44,23 @@ impl Bench {
         &self.program
     }
 
-    /// Assets with Linux 6.12, Debian 13's kernel.
+    /// Returns the assets with Linux 6.12, Debian 13's kernel.
     pub fn v6_12(&self) -> &Assets {
         &self.assets
     }
 
-    /// Assets with Linux 6.1, Debian 12's kernel.
+    /// Returns the assets with Linux 6.1, Debian 12's kernel.
     ///
     /// # Errors
-    /// The kernel can't be fetched or verified.
+    /// The kernel cannot be fetched or verified.
     pub fn v6_1(&self) -> Result<Assets, Failure> {
         Ok(self.assets.with_kernel(&KernelChoice::V6_1)?)
     }
 
-    /// Makes a drive of so many MiB in a file.
+    /// Creates a drive of `mib` MiB in a file.
     ///
     /// # Errors
-    /// The file can't be made.
+    /// The file cannot be created.
     pub fn drive(&self, name: &str, mib: u64) -> Result<PathBuf, Failure> {
         let path = self.drives.join(name);
         File::create(&path)
@@ -72,15 +72,15 @@ impl Bench {
     /// Starts `nvme-mpt serve` with these functions.
     ///
     /// # Errors
-    /// If it does not start.
+    /// The server does not come up.
     pub fn serve(&self, functions: &[FunctionOptions]) -> Result<Server, Failure> {
         Ok(Server::start(&self.program, functions, &self.folder)?)
     }
 
-    /// Starts `nvme-mpt serve` with these functions under `nvme-mpt keep`.
+    /// Starts `nvme-mpt serve` with these functions under a supervisor (`nvme-mpt keep`).
     ///
     /// # Errors
-    /// If it does not start.
+    /// The server does not come up.
     pub fn serve_kept(&self, functions: &[FunctionOptions]) -> Result<Server, Failure> {
         Ok(Server::start_kept(&self.program, functions, &self.folder)?)
     }
@@ -88,7 +88,7 @@ impl Bench {
     /// Starts a server with drives for functions in VMMs.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The server does not come up.
     pub fn hold(&self, drives: &[String]) -> Result<Server, Failure> {
         Ok(Server::holding(&self.program, drives, &self.folder)?)
     }
@@ -96,7 +96,7 @@ impl Bench {
     /// Boots a guest with Linux 6.12.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The guest does not come up.
     pub fn boot(&self, config: &GuestConfig) -> Result<Guest, Failure> {
         self.boot_with(&self.assets, config)
     }
@@ -104,7 +104,7 @@ impl Bench {
     /// Boots a guest with these assets.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// The guest does not come up.
     pub fn boot_with(&self, assets: &Assets, config: &GuestConfig) -> Result<Guest, Failure> {
         Ok(Guest::boot(assets, config, &self.folder)?)
     }

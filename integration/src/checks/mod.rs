@@ -1,7 +1,7 @@
-//! One harness for the checks that boot machines: the programs `e2e` and `lab`.
+//! A harness for checks that boot machines: the programs `e2e` and `lab`.
 //!
-//! It is `libtest-mimic` with four additions: [groups](Group) of checks that share a machine, [shares](Shard) of all
-//! groups, several groups at once, and `--once`. Checks that share a machine run one after the other.
+//! It extends `libtest-mimic` by [groups](Group) of checks that share a machine, [shares](Shard) of all groups, concurrent
+//! groups, and `--once`. Checks that share a machine run in sequence.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -24,13 +24,13 @@ mod bench;
 
 pub use bench::Bench;
 
-/// Why a check failed: an error of anything that it used, or a text.
+/// Reason why a check failed.
 pub type Failure = Box<dyn StdError + Send + Sync>;
 
-/// Variable of the environment that `cargo verify --full` sets: checks that can be done many times are.
+/// Environment variable that `cargo verify --full` sets. Checks with repetitions then run more of them.
 pub const FULL: &str = "NVME_MPT_FULL";
 
-/// A file of a check that can't be used.
+/// Error of a file that a check uses.
 #[derive(Debug, Error)]
 #[error("Cannot use {path}")]
 struct FileFailure {
@@ -38,7 +38,7 @@ struct FileFailure {
     source: io::Error,
 }
 
-/// Returns what makes a failure of an error at `path`.
+/// Returns a function that adds the path to an I/O error.
 pub fn at(path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Failure {
     let path = path.as_ref().display().to_string();
     |source| FileFailure { path, source }.into()
@@ -47,7 +47,7 @@ pub fn at(path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Failure {
 /// Fails with `message` unless `holds`.
 ///
 /// # Errors
-/// If it does not hold.
+/// The condition does not hold.
 pub fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<(), Failure> {
     match holds {
         true => Ok(()),
@@ -55,21 +55,21 @@ pub fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<(), Failu
     }
 }
 
-/// A share that is none.
+/// Invalid share.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0}: expected I/N with 1 <= I <= N, as in 2/3")]
 pub struct ShardError(String);
 
-/// One of `count` shares of all checks.
+/// One of `count` shares of all groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
-    /// From 0.
+    /// Index from 0.
     index: usize,
     count: usize,
 }
 
 impl Shard {
-    /// Returns whether the share has this place of a list.
+    /// Returns whether the share contains the entry at position `place` of a list.
     pub fn has(self, place: usize) -> bool {
         place % self.count == self.index
     }
@@ -110,10 +110,10 @@ pub struct Options {
     shard: Option<Shard>,
 }
 
-/// Work of a check.
+/// Body of a check.
 type Run = Box<dyn FnOnce() -> Result<(), Failure> + Send>;
 
-/// A check that is yet to be made.
+/// A check that has not run yet.
 struct Check {
     name: String,
     run: Run,
@@ -135,7 +135,7 @@ impl Check {
         !tests.is_filtered_out(&Trial::test(&*self.name, || Ok(())))
     }
 
-    /// Makes it where it is reported.
+    /// Converts the check into a trial, which runs it.
     fn into_trial(self) -> Trial {
         let Self { name, run } = self;
         Trial::test(name, move || {
@@ -152,23 +152,23 @@ impl fmt::Debug for Check {
     }
 }
 
-/// Prints what a check said, and its time, on the line that the outcome ends. Returns the outcome.
+/// Prints a check's output and its time, before the harness prints the outcome on the same line. Returns the outcome.
 fn report(said: &str, took: Duration, result: Result<(), Failure>) -> Result<(), Failed> {
     print!("{said}{} ", seconds(took));
-    // A reader that is gone fails no check.
+    // A closed standard output is no failure of the check.
     let _ = io::stdout().flush();
     result.map_err(|failure| Failed::from(crate::error_chain(&*failure)))
 }
 
-/// Checks that run one after the other, in this order.
+/// Checks that run in sequence, in this order.
 #[derive(Debug)]
 struct Unit {
     checks: Vec<Check>,
-    /// Nothing runs beside it.
+    /// True if nothing may run concurrently.
     is_alone: bool,
 }
 
-/// Checks that share a machine, in the order in which they run. A [`Shard`] has a group as a whole.
+/// Checks that share a machine, in the order in which they run. A group belongs to one [`Shard`].
 #[derive(Debug)]
 pub struct Group {
     name: &'static str,
@@ -179,7 +179,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// Returns a group without a check.
+    /// Creates a group without checks.
     pub fn new(name: &'static str) -> Self {
         Self {
             name,
@@ -190,7 +190,7 @@ impl Group {
         }
     }
 
-    /// Adds a check. Its closure, with all it owns, is dropped after it ran, or if it is not selected.
+    /// Adds a check. Its closure is dropped after it ran, or if the check is not selected.
     #[must_use]
     pub fn check(
         mut self,
@@ -201,7 +201,7 @@ impl Group {
         self
     }
 
-    /// Sets the check that ends the group. It runs after any other check of the group.
+    /// Sets the last check of the group. It runs if any other check of the group runs.
     #[must_use]
     pub fn end(
         mut self,
@@ -212,14 +212,14 @@ impl Group {
         self
     }
 
-    /// Lets checks of the group run beside each other: each has machines of its own.
+    /// Lets the group's checks run concurrently, since each has its own machines.
     #[must_use]
     pub fn apart(mut self) -> Self {
         self.is_apart = true;
         self
     }
 
-    /// Runs the group after all others, with nothing beside it.
+    /// Runs the group exclusively after all others.
     #[must_use]
     pub fn alone(mut self) -> Self {
         self.is_alone = true;
@@ -249,8 +249,8 @@ impl Group {
     }
 }
 
-/// Runs the checks that `options` select, or lists them. At most `most` groups, or checks that are
-/// [apart](Group::apart), run at once: as many as there are processors, or as `--test-threads` names.
+/// Runs the checks that `options` select, or lists them. At most `most` groups or [independent](Group::apart) checks run
+/// concurrently, and at most the number of processors or of `--test-threads`.
 pub fn run(options: Options, groups: Vec<Group>, most: usize) -> ExitCode {
     let Options {
         mut tests,
@@ -260,10 +260,10 @@ pub fn run(options: Options, groups: Vec<Group>, most: usize) -> ExitCode {
     let units = select(&tests, shard, groups);
     let processors = || thread::available_parallelism().map_or(1, NonZero::get);
     let wanted = tests.test_threads.unwrap_or_else(processors);
-    // They are selected already: the end of a group comes with any other check of it.
+    // The checks are already selected. The last check of a group runs with any other one.
     (tests.filter, tests.exact) = (None, false);
     tests.skip.clear();
-    // Those are units. Checks are reported one by one.
+    // Concurrency is between units. The harness itself reports the checks one by one.
     tests.test_threads = Some(1);
     if units.is_empty() {
         say("No check has such a name");

@@ -93,7 +93,7 @@ pub enum FaultError {
     Log {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
     /// QEMU refused the request.
@@ -162,7 +162,7 @@ fn direction(word: &str) -> Option<Direction> {
 pub(super) struct Faults {
     monitor: Qmp,
     drives: Vec<Placed>,
-    /// The drives that have a node in between that makes them fail.
+    /// Drives with a failing node in between.
     failing: HashSet<String>,
     /// QEMU's log of [`ENABLE`].
     log: PathBuf,
@@ -182,7 +182,7 @@ impl Faults {
         Ok(faults)
     }
 
-    /// Fulfils a request and returns the answer.
+    /// Executes a request and returns the answer.
     pub(super) fn execute(&mut self, request: &Request) -> Result<String, FaultError> {
         let drive = self
             .drives

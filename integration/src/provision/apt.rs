@@ -1,8 +1,7 @@
-//! Fetches packages of any Debian suite, verified, without touching the machine's own packages.
+//! Fetches verified packages of any Debian suite without changing the machine's own packages.
 //!
-//! apt runs on a configuration and a package database of its own, in which nothing is installed: it
-//! resolves the whole set that a package needs, checks every signature and hash on the way, and
-//! `dpkg-deb` unpacks the set into a folder. No maintainer script runs.
+//! apt runs with a separate configuration and an empty package database. It resolves all dependencies of a package and checks
+//! all signatures and hashes. `dpkg-deb` unpacks the packages into a directory. Maintainer scripts do not run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,19 +13,19 @@ use crate::progress::Step;
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// The suites to take packages from.
+/// Debian suites with packages.
 #[derive(Debug, Clone, Copy)]
 pub struct Suites {
-    /// The suites to know of; a backports suite comes after the one that it belongs to.
+    /// Names of the suites. A backports suite follows its base suite.
     pub known: &'static [&'static str],
-    /// The suite that wins when several have a package.
+    /// Suite that is preferred if several have a package.
     pub preferred: &'static str,
 }
 
-/// Fetches `packages` and all they depend on, and unpacks them into `root`.
+/// Fetches `packages` with all dependencies, and unpacks them into `root`.
 ///
 /// # Errors
-/// If there is no mirror, or a package can't be fetched, verified or unpacked.
+/// There is no mirror, or a package cannot be fetched, verified or unpacked.
 pub fn unpack(suites: Suites, packages: &[&str], root: &Path) -> Result<(), ProvisionError> {
     let apt = PrivateApt::new(suites, root)?;
     unpack_from(&apt, suites, packages, root)?;
@@ -35,14 +34,14 @@ pub fn unpack(suites: Suites, packages: &[&str], root: &Path) -> Result<(), Prov
 
 /// Source of packages.
 trait Source {
-    /// Fetches the lists of packages.
+    /// Fetches the package lists.
     fn update(&self) -> Result<(), ProvisionError>;
 
-    /// Fetches packages and all they depend on, and returns their files.
+    /// Fetches packages with all dependencies, and returns their files.
     fn fetch(&self, packages: &[&str]) -> Result<Vec<PathBuf>, ProvisionError>;
 }
 
-/// Fetches and unpacks as one step, whose announcement has the packages: no line of a run is that of another fetch.
+/// Fetches and unpacks packages as one progress step, whose unique announcement lists the packages.
 fn unpack_from(
     source: &impl Source,
     suites: Suites,
@@ -69,7 +68,7 @@ fn unpack_from(
     Ok(())
 }
 
-/// An apt that has its own sources, lists and package database in a folder.
+/// An apt with its own sources, lists and package database in a directory.
 struct PrivateApt {
     folder: PathBuf,
     preferred: &'static str,
@@ -102,8 +101,8 @@ impl PrivateApt {
         Ok(apt)
     }
 
-    /// Read after the machine's own configuration, of which proxies and the like stay in force. The
-    /// hooks that other programs hung into it are not for a private package set.
+    /// Returns the configuration. It is read after the machine's own one, whose proxies and similar settings stay in effect.
+    /// Hooks of other programs are removed.
     fn configuration(&self) -> String {
         let folder = self.folder.display();
         format!(
@@ -143,7 +142,7 @@ Acquire::Retries "3";
         command
     }
 
-    /// Removes what only apt needed: the lists and the packed packages.
+    /// Removes the package lists and packed packages.
     fn remove(self) -> Result<(), ProvisionError> {
         fs::remove_dir_all(&self.folder).map_err(|source| ProvisionError::File {
             path: self.folder,
@@ -205,7 +204,7 @@ fn file_size(path: &Path) -> Result<u64, ProvisionError> {
     Ok(metadata.len())
 }
 
-/// Returns the mirror from which this machine takes the packages of its own suite.
+/// Returns the mirror from which this machine gets the packages of its own suite.
 pub(super) fn mirror() -> Result<String, ProvisionError> {
     let release = read("/etc/os-release")?;
     let value = |key| {
@@ -217,7 +216,7 @@ pub(super) fn mirror() -> Result<String, ProvisionError> {
     if value("ID=").as_deref() != Some("debian") {
         return Err(ProvisionError::NotDebian);
     }
-    // Debian's testing and unstable have no code name in os-release until shortly before release.
+    // Debian testing and unstable have no code name in os-release until shortly before the release.
     let suite = value("VERSION_CODENAME=").unwrap_or_else(|| "sid".to_owned());
 
     let mut texts = Vec::new();
@@ -246,7 +245,7 @@ pub(super) fn mirror() -> Result<String, ProvisionError> {
         .ok_or(ProvisionError::NoMirror { suite })
 }
 
-/// sources.list(5), one-line style: `deb [options] uri suite component…`
+/// Finds a mirror in sources.list(5), one-line style: `deb [options] uri suite component…`
 fn mirror_in_list(text: &str, suite: &str) -> Option<String> {
     text.lines().find_map(|line| {
         let line = line.split('#').next()?.trim().strip_prefix("deb ")?.trim();
@@ -260,7 +259,7 @@ fn mirror_in_list(text: &str, suite: &str) -> Option<String> {
     })
 }
 
-/// sources.list(5), deb822 style: stanzas of `Key: value`, values continued on indented lines.
+/// Finds a mirror in sources.list(5), deb822 style: stanzas of `Key: value`, with values continued on indented lines.
 fn mirror_in_deb822(text: &str, suite: &str) -> Option<String> {
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     lines

@@ -1,5 +1,5 @@
-//! A disk with a Debian 12 that UEFI firmware boots: GRUB and the kernel on an EFI system partition, and the file
-//! system of [`debian`] on a partition of its own.
+//! A disk with Debian 12 that UEFI firmware boots. GRUB and the kernel are on an EFI system partition, and the file system of
+//! [`debian`] is on another partition.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ const SUITES: Suites = Suites {
     preferred: "bookworm",
 };
 const LOADER_PACKAGES: &[&str] = &["grub-efi-amd64-bin"];
-/// GRUB with its modules in it. It reads `/EFI/debian/grub.cfg` of the partition that it comes from.
+/// GRUB with built-in modules. It reads `/EFI/debian/grub.cfg` on its own partition.
 const LOADER: &str = "usr/lib/grub/x86_64-efi/monolithic/grubx64.efi";
 const TOOLS: [Tool; 2] = [
     Tool {
@@ -32,14 +32,14 @@ const TOOLS: [Tool; 2] = [
 ];
 
 const MIB: u64 = 1 << 20;
-/// The EFI system partition in MiB: the table lies before it.
+/// Start and size of the EFI system partition in MiB, behind the partition table.
 const SYSTEM_PARTITION: (u64, u64) = (1, 64);
-/// MiB after the last partition, for the copy of the table.
+/// MiB after the last partition, for the backup partition table.
 const END: u64 = 1;
-/// The unique identifier of the partition that is the root: which number its drive gets is the kernel's choice.
+/// Unique identifier of the root partition. It is used since the kernel chooses the number of its drive.
 const ROOT: &str = "4d9bdff4-5a02-4b3c-9a4b-6e2f2f0f8f01";
 
-/// Commands of GRUB, without a menu.
+/// Returns the GRUB commands, without a menu.
 fn loader_configuration() -> String {
     format!(
         "linux /vmlinuz root=PARTUUID={ROOT} rw console=ttyS0 panic=-1 no_timer_check \
@@ -47,12 +47,12 @@ fn loader_configuration() -> String {
     )
 }
 
-/// Returns the image of the disk, made now if the cache has none of this recipe. Only root can make it.
+/// Returns the image of the disk, creating it if the cache does not contain it. Creating it requires root.
 ///
 /// # Errors
-/// Packages can't be fetched or installed.
+/// Packages cannot be fetched or installed.
 pub fn provide() -> Result<PathBuf, ProvisionError> {
-    // The cache has one user at a time.
+    // The cache has one user at a time, so this precedes opening it.
     let root = debian::provide(Release::Debian12)?;
     let cache = Cache::open()?;
     let kernel = Kernel::provide(&cache, &KernelChoice::V6_1)?;
@@ -81,7 +81,7 @@ pub fn provide() -> Result<PathBuf, ProvisionError> {
     Ok(folder.join("disk"))
 }
 
-/// Makes a FAT file system of files, each with its path in it.
+/// Creates a FAT file system with these files and paths.
 fn make_system_partition(image: &Path, files: &[(PathBuf, &str)]) -> Result<(), ProvisionError> {
     let (_, mib) = SYSTEM_PARTITION;
     let sectors = (mib * MIB / 512).to_string();
@@ -98,7 +98,7 @@ fn make_system_partition(image: &Path, files: &[(PathBuf, &str)]) -> Result<(), 
     Ok(())
 }
 
-/// Makes a disk of two partitions with these contents.
+/// Creates a disk with two partitions of these contents.
 fn make_disk(disk: &Path, system: &Path, root: &Path) -> Result<(), ProvisionError> {
     let root_mib = fs::metadata(root).map_err(at(root))?.len().div_ceil(MIB);
     let (start, mib) = SYSTEM_PARTITION;
@@ -113,7 +113,7 @@ fn make_disk(disk: &Path, system: &Path, root: &Path) -> Result<(), ProvisionErr
          start={root_start}MiB, size={root_mib}MiB, type=linux, uuid={ROOT}\n"
     );
     fs::write(&table, text).map_err(at(&table))?;
-    // Debian keeps it where only root's PATH leads.
+    // Debian installs sfdisk in a directory that is only in root's PATH.
     let script = "exec /sbin/sfdisk --quiet \"$0\" < \"$1\"";
     process::run(
         Command::new("sh")

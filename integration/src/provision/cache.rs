@@ -1,4 +1,4 @@
-//! Cache of provisioned things: a folder per recipe, complete or absent.
+//! Cache of provisioned files: one directory per recipe, complete or absent.
 
 use std::fs::{self, File};
 use std::io;
@@ -6,22 +6,22 @@ use std::path::{Path, PathBuf};
 
 use super::ProvisionError;
 
-/// Names a cache folder other than `target/guests`.
+/// Environment variable for a cache directory other than `target/guests`.
 pub const CACHE_VARIABLE: &str = "NVME_MPT_CACHE";
 
-/// The cache folder, held by one process at a time.
+/// The cache directory, locked by one process at a time.
 #[derive(Debug)]
 pub struct Cache {
     root: PathBuf,
-    /// Locked as long as it is open.
+    /// Locked while it is open.
     _lock: File,
 }
 
 impl Cache {
-    /// Opens the cache and waits until no other process provisions into it.
+    /// Opens the cache, waiting until no other process has it open.
     ///
     /// # Errors
-    /// The folder can't be made or locked.
+    /// The directory cannot be created or locked.
     pub fn open() -> Result<Self, ProvisionError> {
         let root = match std::env::var_os(CACHE_VARIABLE) {
             Some(path) => PathBuf::from(path),
@@ -42,7 +42,7 @@ impl Cache {
         Ok(Self { root, _lock: lock })
     }
 
-    /// Returns a cache in a folder, for tests.
+    /// Opens a cache in a directory, for tests.
     #[cfg(test)]
     pub(super) fn at(root: &Path) -> Self {
         Self {
@@ -51,13 +51,12 @@ impl Cache {
         }
     }
 
-    /// Returns the folder made by `build` from this `recipe`, made now if it is not there yet.
+    /// Returns the directory for a `recipe`, calling `build` if the cache does not contain it.
     ///
-    /// `build` fills a folder of a temporary name, which is renamed when it is complete: what was
-    /// interrupted leaves nothing that a later run would take for finished.
+    /// `build` fills a temporary directory, which is renamed when it is complete. An interrupted build is therefore never used.
     ///
     /// # Errors
-    /// `build` fails, or the folder can't be made or renamed.
+    /// `build` fails, or the directory cannot be created or renamed.
     pub fn entry(
         &self,
         name: &str,
@@ -84,7 +83,7 @@ impl Cache {
     }
 }
 
-/// FNV-1a: names a recipe. Not for security, but the same in every build of this program.
+/// Hashes a recipe by FNV-1a, which is the same in every build of this program. It is not cryptographic.
 fn fnv1a(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

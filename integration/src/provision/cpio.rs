@@ -1,5 +1,4 @@
-//! Archives that Linux unpacks as its initial file system (Linux,
-//! Documentation/driver-api/early-userspace/buffer-format.rst).
+//! Writer of initramfs archives (Linux, Documentation/driver-api/early-userspace/buffer-format.rst).
 
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -7,7 +6,7 @@ use std::path::Path;
 
 use cpio::newc::{self, Builder, ModeFileType};
 
-/// An archive being written.
+/// An archive that is being written.
 #[derive(Debug)]
 pub(super) struct Archive<W> {
     out: W,
@@ -20,7 +19,7 @@ impl<W: Write> Archive<W> {
         Self { out, inode: 0 }
     }
 
-    /// Adds a directory. Parents come before what they hold.
+    /// Adds a directory. Parent directories must precede their entries.
     ///
     /// # Errors
     /// Writing fails.
@@ -49,7 +48,7 @@ impl<W: Write> Archive<W> {
         )
     }
 
-    /// Ends the archive and returns what it was written to.
+    /// Ends the archive and returns the underlying writer.
     ///
     /// # Errors
     /// Writing fails.

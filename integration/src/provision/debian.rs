@@ -1,4 +1,4 @@
-//! A Debian as it is installed, with systemd as its first process and an agent that the host talks to.
+//! A regular Debian installation with systemd and an agent for the host.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -12,7 +12,7 @@ use super::{ProvisionError, apt, at, image};
 use crate::process;
 use crate::progress::Step;
 
-/// Bytes for what is installed in it: two versions of a package lie there at once during an upgrade.
+/// Free space in bytes for packages to install. During an upgrade, it holds two versions of a package.
 const ROOM: u64 = 512 << 20;
 const PACKAGES: &str = "systemd,systemd-sysv,udev,e2fsprogs";
 const TOOLS: [Tool; 1] = [Tool {
@@ -30,7 +30,7 @@ After=local-fs.target systemd-udevd.service
 [Service]
 ExecStart=/bin/sh /usr/local/sbin/agent
 ";
-/// Target that a guest boots into by default.
+/// Target into which a guest boots by default.
 const TARGET: &str = "multi-user.target.wants";
 
 /// A release of Debian.
@@ -45,7 +45,7 @@ pub enum Release {
 }
 
 impl Release {
-    /// Returns the name of its suite.
+    /// Returns the name of the release's suite.
     pub fn suite(self) -> &'static str {
         match self {
             Self::Debian11 => "bullseye",
@@ -54,7 +54,7 @@ impl Release {
         }
     }
 
-    /// Its kernel.
+    /// Returns the release's kernel.
     pub fn kernel(self) -> KernelChoice {
         match self {
             Self::Debian11 => KernelChoice::V5_10,
@@ -64,12 +64,12 @@ impl Release {
     }
 }
 
-/// Returns the image of its file system, made now if the cache has none of this recipe.
+/// Returns the image of the file system, creating it if the cache does not contain it.
 ///
-/// Its packages are configured, and `dpkg` knows them. Only root can make it.
+/// Its packages are configured and known to `dpkg`. Creating it requires root.
 ///
 /// # Errors
-/// Packages can't be fetched or installed.
+/// Packages cannot be fetched or installed.
 pub fn provide(release: Release) -> Result<PathBuf, ProvisionError> {
     let cache = Cache::open()?;
     let suite = release.suite();
@@ -85,10 +85,10 @@ pub fn provide(release: Release) -> Result<PathBuf, ProvisionError> {
     Ok(folder.join("disk"))
 }
 
-/// Makes an image of a file system with all that is in `folder`.
+/// Creates a file system image with the contents of `folder`.
 ///
 /// # Errors
-/// The folder can't be read or the image not written.
+/// The directory cannot be read or the image not written.
 pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
     image::make(folder, disk, 0)
 }
@@ -116,6 +116,6 @@ fn add_agent(root: &Path) -> Result<(), ProvisionError> {
     fs::create_dir_all(&wants).map_err(at(&wants))?;
     let link = wants.join("agent.service");
     symlink("../agent.service", &link).map_err(at(&link))?;
-    // It is the root of the file system, which every user has to pass.
+    // The directory becomes the root of the file system, which every user must be able to traverse.
     fs::set_permissions(root, fs::Permissions::from_mode(0o755)).map_err(at(root))
 }

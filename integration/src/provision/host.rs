@@ -1,4 +1,4 @@
-//! Programs of the machine itself: asked for by name, installed by package where allowed.
+//! Programs of this machine, which root installs if they are missing.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -8,21 +8,21 @@ use super::ProvisionError;
 use crate::process;
 use crate::progress::Step;
 
-/// A program and the Debian package that brings it.
+/// A program and its Debian package.
 #[derive(Debug, Clone, Copy)]
 pub struct Tool {
-    /// Its name, or the path of a file that it needs.
+    /// Name, or the path of a file that the program needs.
     pub program: &'static str,
-    /// Its package.
+    /// Debian package.
     pub package: &'static str,
 }
 
-/// Ensures that `tools` are there; root installs missing ones.
+/// Ensures that `tools` are installed. Root installs missing ones.
 ///
 /// # Errors
-/// Something is missing and can't be installed; the error names the command to run.
+/// A tool is missing and cannot be installed. The error names the command to run.
 pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
-    // A package is not complete yet while another thread or process unpacks it.
+    // While another thread or process unpacks a package, the package is incomplete.
     let _turn = turn(&crate::target_dir().join("installing"))?;
     let missing = |of: fn(&Tool) -> &'static str| {
         let missing = tools.iter().filter(|tool| !on_path(tool.program));
@@ -45,7 +45,7 @@ pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
                 .env("DEBIAN_FRONTEND", "noninteractive"),
         )
     };
-    // Lists that are already there are mostly good enough; without them, or with old ones, fetch.
+    // Existing package lists are usually sufficient. If not, fetch them.
     if install().is_err() {
         process::run(Command::new("apt-get").arg("update"))?;
         install()?;
@@ -54,8 +54,8 @@ pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
     Ok(())
 }
 
-/// Waits until no thread and no other program of the workspace installs anything: apt refuses a second one beside it. The
-/// turn ends when the file is dropped.
+/// Waits until no thread or program of the workspace installs packages, since apt refuses concurrent installations. The lock
+/// ends when the file is dropped.
 fn turn(path: &Path) -> Result<File, ProvisionError> {
     let at = |source| ProvisionError::File {
         path: path.to_owned(),
@@ -69,7 +69,7 @@ fn turn(path: &Path) -> Result<File, ProvisionError> {
     Ok(file)
 }
 
-/// Returns whether a program can be found.
+/// Returns whether a program is in `PATH`.
 pub fn on_path(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

@@ -1,4 +1,4 @@
-//! File system images made from a folder, without mounting anything.
+//! File system images of directories, created without mounting.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -7,15 +7,15 @@ use std::process::Command;
 use super::ProvisionError;
 use crate::process;
 
-/// Bytes of an ext4 beside the files themselves.
+/// Bytes of an ext4 file system in addition to its files.
 const OVERHEAD: u64 = 32 << 20;
 
-/// Makes an ext4 image of all that is in `folder`, with `room` for so many bytes more.
+/// Creates an ext4 image of the contents of `folder`, with `room` additional bytes.
 ///
-/// The file system has no journal: it is mounted read-only, and made anew rather than repaired.
+/// The file system has no journal, since it is recreated rather than repaired.
 ///
 /// # Errors
-/// The folder can't be read or the image not written.
+/// The directory cannot be read or the image not written.
 pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), ProvisionError> {
     let content = size_of(folder)?;
     let at = |source| ProvisionError::File {
@@ -26,7 +26,7 @@ pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), Provisi
     File::create(image)
         .and_then(|file| file.set_len(size))
         .map_err(at)?;
-    // Debian keeps it where only root's PATH leads.
+    // Debian installs mkfs in a directory that is only in root's PATH.
     let program = ["/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4"]
         .into_iter()
         .find(|path| Path::new(path).is_file())
@@ -41,7 +41,7 @@ pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), Provisi
     Ok(())
 }
 
-/// Returns the bytes of all files in a folder, each rounded up to whole blocks.
+/// Returns the total size of all files in a directory, each rounded up to whole blocks.
 fn size_of(folder: &Path) -> Result<u64, ProvisionError> {
     let at = |source| ProvisionError::File {
         path: folder.to_owned(),

@@ -1,5 +1,5 @@
-//! Guest kernels: Debian's cloud kernels, unmodified. NVMe, ext4 and the serial port are built into
-//! them, so that most guests need no modules.
+//! Guest kernels: unmodified cloud kernels of Debian. NVMe, ext4 and the serial port are built in, so that most guests need no
+//! modules.
 
 use std::fmt;
 use std::fs;
@@ -11,19 +11,19 @@ use super::cache::Cache;
 use super::modules;
 use super::{ProvisionError, at};
 
-/// The package that brings a kernel, in every suite.
+/// Kernel package in every suite.
 pub(super) const PACKAGE: &str = "linux-image-cloud-amd64";
 
 /// Kernel of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// Debian 11's, for guests alone.
+    /// Debian 11's kernel, for guests only.
     V5_10,
-    /// Debian 12's.
+    /// Debian 12's kernel.
     V6_1,
-    /// Debian 13's.
+    /// Debian 13's kernel.
     V6_12,
-    /// An image of one's own, with NVMe, ext4, devtmpfs and the 8250 serial port built in.
+    /// The user's kernel image, with NVMe, ext4, devtmpfs and the 8250 serial port built in.
     Image(PathBuf),
 }
 
@@ -42,7 +42,7 @@ impl FromStr for KernelChoice {
     }
 }
 
-/// In the words in which it is chosen.
+/// Writes the choice as the command line accepts it.
 impl fmt::Display for KernelChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -54,12 +54,12 @@ impl fmt::Display for KernelChoice {
     }
 }
 
-/// A kernel that can be booted.
+/// A bootable kernel.
 #[derive(Debug, Clone)]
 pub struct Kernel {
-    /// Its release, as `uname -r` prints it, or the name of its file.
+    /// Release, as printed by `uname -r`, or the name of the image file.
     pub name: String,
-    /// The image.
+    /// Path of the image.
     pub image: PathBuf,
 }
 
@@ -76,8 +76,8 @@ impl Kernel {
         Self::in_folder(&folder, suites)
     }
 
-    /// Returns a kernel, and a folder with the modules `wanted` and all that these need. The cache has them under
-    /// the name of whom they are for.
+    /// Returns a kernel, and a directory with the modules `wanted` and their dependencies. `whom` is part of the name in the
+    /// cache.
     pub(super) fn with_modules(
         cache: &Cache,
         choice: &KernelChoice,
@@ -98,7 +98,7 @@ impl Kernel {
         Ok((Self::in_folder(&folder, suites)?, folder.join("modules")))
     }
 
-    /// Returns the kernel whose image lies in `folder`.
+    /// Returns the kernel whose image is in `folder`.
     pub(super) fn in_folder(folder: &Path, suites: Suites) -> Result<Self, ProvisionError> {
         let image = find_image(folder, suites)?;
         let file = image.file_name().unwrap_or_default().to_string_lossy();
@@ -107,7 +107,7 @@ impl Kernel {
     }
 }
 
-/// Returns the suites that package a kernel and the name that the cache has for it, or else the kernel itself.
+/// Returns the suites of a packaged kernel and its name in the cache, or else the user's kernel.
 pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), Kernel> {
     match choice {
         KernelChoice::V5_10 => Ok((
@@ -142,8 +142,8 @@ pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), 
     }
 }
 
-/// Returns the folder with the package of a suite, which the cache keeps: the kernels with modules for the lab and for
-/// its guests are made of one package.
+/// Returns the directory of a suite's unpacked kernel package. The cache keeps it, since the lab's and the guests' modules come
+/// from the same package.
 fn package(
     cache: &Cache,
     suites: Suites,
@@ -154,7 +154,7 @@ fn package(
     cache.entry(&name, &recipe, |root| unpack(suites, &[PACKAGE], root))
 }
 
-/// Copies the image of an unpacked package in `root` to `folder`.
+/// Copies the image of a package that is unpacked in `root` to `folder`.
 fn keep_image(root: &Path, folder: &Path, suites: Suites) -> Result<(), ProvisionError> {
     let image = find_image(&root.join("boot"), suites)?;
     let kept = folder.join(image.file_name().unwrap_or_default());

@@ -1,5 +1,5 @@
-//! Parts that the lab boots: a kernel with the modules of a virtualisation host, a user land, and a disk with
-//! all that its own guests need. A program inside the lab finds the same things on that disk.
+//! Parts of the lab: a kernel with the modules of a virtualization host, a user land, and a disk with everything that nested
+//! guests need. Programs inside the lab use that disk.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,15 +14,15 @@ use super::{Assets, ProvisionError, at, image};
 use crate::process;
 use crate::progress::Step;
 
-/// Set inside the lab.
+/// Environment variable that is set inside the lab.
 const INSIDE_VARIABLE: &str = "NVME_MPT_LAB";
-/// Folder in which the lab has the disk of all that its guests need.
+/// Mount point of the nested guests' disk in the lab.
 const ASSETS: &str = "/lab/assets";
-/// Folder in which the lab has the files of this run.
+/// Directory of this run's files in the lab.
 const RUN: &str = "/lab/run";
 
-/// Modules of a virtualisation host. The modules that they need come with them. A kernel need not have those that it
-/// has built in, as Debian 13's has most of virtio.
+/// Modules of a virtualization host, without their dependencies. A kernel may have some built in; Debian 13's has most of
+/// virtio.
 const MODULES: &[&str] = &[
     "virtio_pci",
     "virtio_blk",
@@ -34,7 +34,7 @@ const MODULES: &[&str] = &[
     "dm_flakey",
 ];
 
-/// Scripts: path in the lab, and text.
+/// Scripts: path in the lab, and content.
 const SCRIPTS: &[(&str, &str)] = &[
     ("init", include_str!("../../../resources/lab/init")),
     (
@@ -49,7 +49,7 @@ const SCRIPTS: &[(&str, &str)] = &[
 
 const FOLDERS: &[&str] = &["lab", "lab/assets", "lab/run", "lib/modules"];
 
-/// Modules that its guests have, of Debian 13's kernel.
+/// Modules of nested guests, from Debian 13's kernel.
 const GUEST_MODULES: &[&str] = &["virtio_balloon", "virtio_blk"];
 
 const TOOLS: &[Tool] = &[
@@ -63,26 +63,26 @@ const TOOLS: &[Tool] = &[
     },
 ];
 
-/// All that booting the lab takes.
+/// Files for booting the lab.
 #[derive(Debug, Clone)]
 pub struct LabAssets {
-    /// The lab as a guest.
+    /// Files for the lab as a guest.
     pub host: Assets,
-    /// The disk with all that the guests inside it need.
+    /// Disk image with everything that nested guests need.
     pub disk: PathBuf,
 }
 
 impl LabAssets {
-    /// Provides the lab with `kernel`, which must be one of Debian's.
+    /// Provides the lab with `kernel`, which must be Debian's.
     ///
     /// # Errors
-    /// Something can't be found, fetched or verified.
+    /// A file cannot be found, fetched or verified.
     pub fn provide(kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         host::ensure(TOOLS)?;
         let cache = Cache::open()?;
         let (kernel, modules) = Kernel::with_modules(&cache, kernel, "lab", MODULES)?;
         let userland = userland::provide(&cache)?;
-        // The additions turn the guests' user land into a virtualisation host's.
+        // The additions turn the guests' user land into a virtualization host's.
         let additions = Additions {
             folders: FOLDERS,
             scripts: SCRIPTS,
@@ -104,12 +104,12 @@ pub fn is_inside() -> bool {
     std::env::var_os(INSIDE_VARIABLE).is_some() && Path::new(ASSETS).is_dir()
 }
 
-/// Returns a file that this run brought into the lab.
+/// Returns the path of a file that this run copied into the lab.
 pub fn brought(name: &str) -> PathBuf {
     Path::new(RUN).join(name)
 }
 
-/// Returns the parts that a guest inside the lab boots.
+/// Returns the files for booting a nested guest.
 pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
     let assets = Path::new(ASSETS);
     Ok(Assets {
@@ -122,7 +122,7 @@ pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
     })
 }
 
-/// Returns the user land that its guests have.
+/// Returns the user land of nested guests.
 fn guest_userland(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
     let (_, modules) = Kernel::with_modules(cache, &KernelChoice::V6_12, "guest", GUEST_MODULES)?;
     let additions = Additions {
@@ -133,7 +133,7 @@ fn guest_userland(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionEr
     additions.to(cache, "guest-userland", userland)
 }
 
-/// Returns a QEMU with its libraries, the guests' kernels and user land.
+/// Creates a disk with QEMU and its libraries, and the nested guests' kernels and user land.
 fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
     let qemu = Qemu::unpacked(cache)?;
     let mut parts = vec![
@@ -152,7 +152,7 @@ fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
         let tree = folder.join("tree");
         fs::create_dir(&tree).map_err(at(&tree))?;
         for (from, name) in &parts {
-            // The cache is one file system, in which a link costs nothing.
+            // The cache is one file system, so hard links save space.
             process::run(
                 Command::new("cp")
                     .args(["--archive", "--link"])

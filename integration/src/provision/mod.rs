@@ -1,7 +1,7 @@
-//! Provides what the guests need: a QEMU with a vfio-user client, kernels, a user land.
+//! Provides the parts of guests: a QEMU with a vfio-user client, kernels, and a user land.
 //!
-//! Everything comes from Debian's own signed packages, of the mirror that the machine uses already, but for [`go`];
-//! nothing on the machine is upgraded. The [cache](cache::Cache) keeps the results.
+//! Except for [`go`], all parts come from Debian's signed packages, through the machine's own mirror. Packages of the machine
+//! are not upgraded. The [cache](cache::Cache) keeps the results.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -30,60 +30,60 @@ pub use qemu::Qemu;
 use cache::Cache;
 use kernel::Kernel;
 
-/// Why guests could not be provided.
+/// Errors of providing guests.
 #[derive(Debug, Error)]
 pub enum ProvisionError {
-    /// The cache folder can't be used.
+    /// The cache directory cannot be used.
     #[error("Cannot use the cache folder {path} (set {variable} to use another)", variable = cache::CACHE_VARIABLE)]
     Cache {
         /// The folder.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// A file that is needed can't be read or written.
+    /// A file cannot be read or written.
     #[error("Cannot use {path}")]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// Not a Debian machine.
+    /// The machine is no Debian.
     #[error(
         "Guests are made from Debian packages: this needs a Debian machine with apt-get, dpkg-deb \
          and the debian-archive-keyring"
     )]
     NotDebian,
-    /// No Debian mirror in the machine's apt sources.
+    /// The machine's apt sources contain no Debian mirror.
     #[error("No Debian mirror for '{suite}' in /etc/apt/sources.list or /etc/apt/sources.list.d")]
     NoMirror {
-        /// The suite that was looked for.
+        /// Name of the suite.
         suite: String,
     },
-    /// Something is missing and only root may install it.
+    /// A program is missing and only root may install it.
     #[error("Missing: {programs}. Run as root: apt-get update && apt-get install -y {packages}")]
     Missing {
         /// Missing programs.
         programs: String,
-        /// The packages that bring it.
+        /// Packages with the programs.
         packages: String,
     },
-    /// A package does not hold what it used to.
+    /// A package does not contain an expected file.
     #[error("The packages of {suite} hold no {what}")]
     NotInPackages {
-        /// The suite.
+        /// Name of the suite.
         suite: String,
-        /// Name that was looked for.
+        /// Name of the file.
         what: String,
     },
-    /// A QEMU that doesn't do what is needed.
+    /// QEMU lacks a required feature.
     #[error("{qemu} has no vfio-user-pci device (it needs to be version 10.1 or newer)")]
     QemuTooOld {
         /// The program.
         qemu: PathBuf,
     },
-    /// A kernel without its modules where they are needed.
+    /// Modules of a kernel are required but missing.
     #[error("There are modules for the kernels 6.1 and 6.12 only, and none inside the lab")]
     NoModules,
     /// A program failed.
@@ -91,22 +91,22 @@ pub enum ProvisionError {
     Process(#[from] ProcessError),
 }
 
-/// All that booting a guest takes.
+/// Files for booting a guest.
 #[derive(Debug, Clone)]
 pub struct Assets {
-    /// The VMM.
+    /// QEMU.
     pub qemu: Qemu,
-    /// The guest's kernel.
+    /// Guest kernel.
     pub kernel: Kernel,
-    /// The guest's user land, which serves every kernel.
+    /// Guest user land, which works with every kernel.
     pub initramfs: PathBuf,
 }
 
 impl Assets {
-    /// Provides the VMM, `kernel`, and the user land. Inside the lab, they are there.
+    /// Provides QEMU, `kernel`, and the user land. Inside the lab, they exist already.
     ///
     /// # Errors
-    /// Something can't be found, fetched or verified.
+    /// A file cannot be found, fetched or verified.
     pub fn provide(kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         if lab::is_inside() {
             return lab::nested(kernel);
@@ -119,11 +119,10 @@ impl Assets {
         })
     }
 
-    /// Debian 13's kernel with the modules `wanted`, which a guest finds in `/lib/modules`, in the order in
-    /// which they load.
+    /// Provides Debian 13's kernel with the modules `wanted`. The guest has them in `/lib/modules`, in loading order.
     ///
     /// # Errors
-    /// Something can't be found, fetched or verified; inside the lab, which has none.
+    /// A file cannot be found, fetched or verified, or this is inside the lab, which has no modules for guests.
     pub fn provide_with_modules(wanted: &[&str]) -> Result<Self, ProvisionError> {
         if lab::is_inside() {
             return Err(ProvisionError::NoModules);
@@ -144,10 +143,10 @@ impl Assets {
         })
     }
 
-    /// The same with another kernel.
+    /// Returns these assets with another kernel.
     ///
     /// # Errors
-    /// The kernel can't be fetched or verified.
+    /// The kernel cannot be fetched or verified.
     pub fn with_kernel(&self, kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         if lab::is_inside() {
             return lab::nested(kernel);

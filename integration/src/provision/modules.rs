@@ -1,4 +1,4 @@
-//! Kernel modules: those that are wanted and all that they need, in the order in which they load.
+//! Kernel modules with their dependencies, in loading order.
 
 use std::collections::HashMap;
 use std::fs;
@@ -8,23 +8,23 @@ use std::process::Command;
 use super::ProvisionError;
 use crate::process;
 
-/// The text before the list of modules that a module needs, in its `.modinfo` section.
+/// Text before a module's list of dependencies, in the `.modinfo` section.
 const DEPENDS: &[u8] = b"\0depends=";
 
-/// Copies the modules `wanted`, and what they need, from the tree `root` of an unpacked kernel package
-/// to `folder`, uncompressed, as `00-name.ko`, `01-name.ko`, …: a module comes after all that it needs.
+/// Copies the modules `wanted` and their dependencies from the tree `root` of an unpacked kernel package to `folder`,
+/// uncompressed. Files are named `00-name.ko`, `01-name.ko`, …, with dependencies first.
 ///
-/// A driver that is built into the kernel has no module. A name without a module is left out.
+/// Names without a module are skipped, since the driver may be built into the kernel.
 ///
 /// # Errors
-/// A file can't be read, unpacked or written.
+/// A file cannot be read, uncompressed or written.
 pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), ProvisionError> {
     let mut tree = Tree {
         files: HashMap::new(),
         chosen: Vec::new(),
         folder,
     };
-    // Packages hold them in these folders, before and after the merge of / and /usr.
+    // Directories of modules in packages, before and after the merge of / and /usr.
     for place in ["lib/modules", "usr/lib/modules"] {
         let place = root.join(place);
         if place.is_dir() {
@@ -52,7 +52,7 @@ impl Tree<'_> {
         for entry in fs::read_dir(folder).map_err(at)? {
             let entry = entry.map_err(at)?;
             let path = entry.path();
-            // A link `build` leads out of the tree.
+            // The link `build` points out of the tree, so links are not followed.
             if entry.file_type().map_err(at)?.is_dir() {
                 self.index(&path)?;
             } else if let Some((name, _)) = entry.file_name().to_string_lossy().split_once(".ko") {
@@ -97,12 +97,12 @@ impl Tree<'_> {
     }
 }
 
-/// Files are named with dashes or underscores, modules always with underscores.
+/// Returns the canonical name of a module: file names may have dashes, but module names have underscores.
 fn canonical(name: &str) -> String {
     name.replace('-', "_")
 }
 
-/// Returns the modules that a module needs, by its `.modinfo`.
+/// Returns the dependencies of a module from its `.modinfo`.
 fn depends(module: &[u8]) -> Vec<String> {
     let Some(start) = module
         .windows(DEPENDS.len())

@@ -1,5 +1,4 @@
-//! A QEMU that speaks vfio-user: the system's where it is new enough, else one unpacked from a newer
-//! Debian suite beside it.
+//! A QEMU with vfio-user: the system's if it is new enough, else one that is unpacked from a newer Debian suite.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -13,17 +12,17 @@ use crate::process;
 
 const PROGRAM: &str = "qemu-system-x86_64";
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
-/// Debian 13's backports carry QEMU 11, linked with Debian 13's libraries.
+/// Debian 13's backports have QEMU 11, linked with Debian 13's libraries.
 pub(super) const SUITES: Suites = Suites {
     known: &["trixie", "trixie-backports"],
     preferred: "trixie-backports",
 };
 pub(super) const PACKAGES: &[&str] = &["qemu-system-x86", "ovmf"];
 
-/// A QEMU that can be run.
+/// A runnable QEMU.
 #[derive(Debug, Clone)]
 pub struct Qemu {
-    /// `None`: the system's.
+    /// Root directory of the unpacked QEMU; `None` for the system's.
     private_root: Option<PathBuf>,
 }
 
@@ -36,7 +35,7 @@ impl Qemu {
         Ok(Self::unpacked_in(Self::unpacked(cache)?))
     }
 
-    /// Returns the folder with an unpacked one.
+    /// Returns the directory of the unpacked QEMU.
     pub(super) fn unpacked(cache: &Cache) -> Result<PathBuf, ProvisionError> {
         let recipe = format!("{PACKAGES:?} of {SUITES:?}, as a bundle");
         cache.entry("qemu", &recipe, |root| {
@@ -57,19 +56,18 @@ impl Qemu {
         })
     }
 
-    /// Returns the one that was unpacked into `root`.
+    /// Creates the QEMU that is unpacked in `root`.
     pub(super) fn unpacked_in(root: PathBuf) -> Self {
         Self {
             private_root: Some(root),
         }
     }
 
-    /// Returns a command that runs it.
+    /// Returns a command that runs QEMU.
     ///
-    /// The unpacked one is started by its own loader with its own libraries, the machine's being older.
-    /// Its modules are the trap: it would load those of another QEMU on the system, even if it has none
-    /// of that name itself, and abort because they don't fit. A folder `qemu-bundle` beside the program
-    /// that runs, which is the loader, makes it take all such paths from in there.
+    /// The unpacked QEMU is started by its own loader with its own libraries, since the machine's are older. By default it
+    /// would load the modules of a QEMU on the system, which do not fit, and abort. A directory `qemu-bundle` next to the
+    /// running program, which is the loader, makes QEMU look up all such paths inside it.
     pub fn command(&self) -> Command {
         let Some(root) = &self.private_root else {
             return Command::new(PROGRAM);
@@ -86,17 +84,17 @@ impl Qemu {
         command
     }
 
-    /// Returns the UEFI firmware image that belongs to it, if there is one.
+    /// Returns the UEFI firmware image of the same packages, if there is one.
     pub fn uefi_firmware(&self) -> Option<PathBuf> {
         let root = self.private_root.as_deref().unwrap_or(Path::new("/"));
         let image = root.join("usr/share/ovmf/OVMF.fd");
         image.is_file().then_some(image)
     }
 
-    /// Returns its version, as it reports it.
+    /// Returns the version that QEMU reports.
     ///
     /// # Errors
-    /// If it can't be run.
+    /// QEMU cannot be run.
     pub fn version(&self) -> Result<String, ProvisionError> {
         let text = process::run(self.command().arg("--version"))?;
         Ok(text.lines().next().unwrap_or_default().to_owned())

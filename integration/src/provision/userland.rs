@@ -1,6 +1,5 @@
-//! The guests' user land: busybox, fio, nvme-cli, tools of file systems and zones with the libraries they
-//! load, as an initial file system. It is left uncompressed: a guest emulated in software would spend longer
-//! on unpacking it than the host saves in reading it.
+//! The guests' user land as an initramfs: busybox, fio, nvme-cli, and tools for file systems and zones, with their libraries.
+//! It is not compressed, since decompression in an emulated guest takes longer than reading it.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -42,7 +41,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("usr/sbin/blkzone", "sbin/blkzone"),
 ];
 
-/// Scripts: path in the guest, and text.
+/// Scripts: path in the guest, and content.
 const SCRIPTS: &[(&str, &str)] = &[
     ("init", include_str!("../../../resources/guest/init")),
     ("sbin/agent", include_str!("../../../resources/guest/agent")),
@@ -68,11 +67,11 @@ const FOLDERS: &[&str] = &[
     "lib/x86_64-linux-gnu",
 ];
 
-/// Returns the image, made now if the cache has none of this recipe.
+/// Returns the image, creating it if the cache does not contain it.
 pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
     let recipe = format!("{PACKAGES:?} of {SUITES:?}: {FOLDERS:?} {PROGRAMS:?} {SCRIPTS:?}");
     let folder = cache.entry("userland", &recipe, |folder| {
-        // The packages are kept apart: an edited script must not fetch them again.
+        // The packages have their own cache entry, so that a changed script does not fetch them again.
         let root = cache.entry(
             "userland-packages",
             &format!("{PACKAGES:?} of {SUITES:?}"),
@@ -83,17 +82,17 @@ pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
     Ok(folder.join("initramfs"))
 }
 
-/// Additions of some guests.
+/// Additional content for some guests.
 pub(super) struct Additions<'a> {
     pub(super) folders: &'a [&'a str],
-    /// Paths of scripts in the guest, with their text.
+    /// Paths and contents of scripts in the guest.
     pub(super) scripts: &'a [(&'a str, &'a str)],
-    /// A folder of modules, which the guest has in `lib/modules`.
+    /// Directory of modules, which the guest has in `lib/modules`.
     pub(super) modules: &'a Path,
 }
 
 impl Additions<'_> {
-    /// Returns an image of `userland` and these over it: Linux unpacks one archive after the other.
+    /// Returns an image of `userland` with these additions. It consists of two archives, which Linux unpacks in sequence.
     pub(super) fn to(
         &self,
         cache: &Cache,
@@ -167,11 +166,11 @@ fn pack(root: &Path, image: &Path) -> Result<(), ProvisionError> {
     Ok(())
 }
 
-/// Every library that the programs load, as their own loader finds them.
+/// Returns all libraries of the programs, as resolved by their loader.
 fn libraries(root: &Path) -> Result<BTreeSet<PathBuf>, ProvisionError> {
     let folder = root.join(LIBRARIES);
     let loader = folder.join("ld-linux-x86-64.so.2");
-    // fio's RADOS engine finds one of its libraries by a path compiled in.
+    // fio's RADOS engine has a built-in path for one of its libraries.
     let path = format!("{0}:{0}/ceph", folder.display());
     let mut found = BTreeSet::from([loader.clone()]);
     for (program, _) in PROGRAMS
@@ -183,7 +182,7 @@ fn libraries(root: &Path) -> Result<BTreeSet<PathBuf>, ProvisionError> {
                 .args(["--library-path", &path, "--list"])
                 .arg(root.join(program)),
         )?;
-        // "libz.so.1 => /…/libz.so.1 (0x…)"; what has no arrow is the loader or the vDSO.
+        // Lines are like "libz.so.1 => /…/libz.so.1 (0x…)". Lines without an arrow are the loader or the vDSO.
         for line in listing.lines() {
             let Some((name, target)) = line.split_once(" => ") else {
                 continue;

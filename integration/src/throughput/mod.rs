@@ -1,9 +1,9 @@
-//! Comparison of ways into a guest for one NVMe drive, in one run, in the lab: the host's own driver without
-//! any guest, whole-device pass-through, nvme-mpt, and virtio over the host's driver. If `CLOUD_HYPERVISOR` names one, its
-//! guests have a file on the drive, too, by nvme-mpt and by its own virtio-blk.
+//! Compares ways of giving one NVMe drive to a guest, in the lab: the host's driver without a guest, pass-through of the whole
+//! device, nvme-mpt, and virtio over the host's driver. If `CLOUD_HYPERVISOR` is set, guests of Cloud Hypervisor also use a
+//! file on the drive, through nvme-mpt and through its own virtio-blk.
 //!
-//! In the lab an instruction costs many times what it costs on a processor, and the drive next to nothing:
-//! ratios between the ways are what is to be read, and they favour the way with fewer instructions.
+//! In the lab, an instruction costs much more than on a real processor, and the drive costs nearly nothing. Only ratios between
+//! the ways are meaningful, and they favour ways with fewer instructions.
 
 use std::fs;
 use std::io;
@@ -35,10 +35,10 @@ use ways::Way;
 /// The lab's only drive.
 const DRIVE: &str = "a";
 const DRIVE_SIZE: u64 = 512 << 20;
-/// Longer than any run takes.
+/// Timeout, longer than any run.
 const PATIENCE: Duration = Duration::from_secs(4 * 3600);
 const REPORT: &str = "/tmp/throughput.json";
-/// Attempts to measure a way whose guest is lost.
+/// Maximum number of attempts for a way whose guest is lost.
 const ATTEMPTS: u32 = 3;
 
 /// Measures a drive through each way into a guest, in the lab, and prints a table with ratios
@@ -65,10 +65,10 @@ pub struct Options {
     json: Option<PathBuf>,
 }
 
-/// Why nothing could be measured.
+/// Errors of the measurement.
 #[derive(Debug, Error)]
 pub enum ThroughputError {
-    /// No guests to be had.
+    /// The guests cannot be provided.
     #[error(transparent)]
     Provision(#[from] ProvisionError),
     /// A program failed.
@@ -89,51 +89,51 @@ pub enum ThroughputError {
     /// A VMM failed.
     #[error(transparent)]
     Vmm(#[from] VmmsError),
-    /// Something in the lab is not there.
+    /// A drive or file in the lab is missing.
     #[error(transparent)]
     Inside(#[from] InsideError),
-    /// A file can't be used.
+    /// A file cannot be used.
     #[error("Cannot use {path}")]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The program that measures in the lab has failed.
+    /// The measuring program in the lab failed.
     #[error(
         "Nothing was measured: the program in the lab ended with status {status}; the cause is above"
     )]
     NotMeasured {
-        /// Its exit status.
+        /// Exit status.
         status: i32,
     },
-    /// No way is left.
+    /// No way has the text in its name.
     #[error(
         "There is no way with '{part}' in its name; those on a file want {variable} to name a Cloud Hypervisor",
         variable = cloud_hypervisor::VARIABLE
     )]
     NoWay {
-        /// Part that was looked for.
+        /// The text.
         part: String,
     },
-    /// No job is left.
+    /// No job has the text in its name.
     #[error("There is no job with '{part}' in its name")]
     NoJob {
-        /// Part that was looked for.
+        /// The text.
         part: String,
     },
 }
 
-/// Returns the jobs: random 4 KiB and sequential 128 KiB, reads and writes and a mix of both, one command at a
-/// time and 32 in flight. All by libaio with direct I/O, one process, on a drive that was written before.
+/// Returns the jobs: random 4 KiB and sequential 128 KiB, as reads, writes and a mix, with one command and with 32 in flight.
+/// All use libaio with direct I/O in one process, on a drive that was written before.
 fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
     let runtime = Duration::from_secs(options.runtime);
     let job = |name, pattern, size, depth| {
         Fio::new(name, pattern, size, depth)
             .runtime(runtime)
             .option("size", "256m")
-            // The ramp leaves out work that the drive and the guest do only once, at first.
+            // The ramp time excludes one-time work of drive and guest.
             .option("ramp_time", "1")
     };
     let jobs: Vec<Fio> = [
@@ -158,7 +158,7 @@ fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
     Ok(jobs)
 }
 
-/// Returns the ways that are asked for.
+/// Returns the selected ways.
 fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
     let mut ways = Way::all();
     ways.retain(|way| way.name().contains(&options.ways));
@@ -170,10 +170,10 @@ fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
     Ok(ways)
 }
 
-/// Measures and prints. Outside the lab, this boots one and does it there.
+/// Measures and prints the results. Outside the lab, boots a lab and measures there.
 ///
 /// # Errors
-/// Something can't be measured: there are no gaps in the table.
+/// A way cannot be measured. The table has no gaps.
 pub fn run(options: &Options) -> Result<(), ThroughputError> {
     let table = if inside::is_inside() {
         measure(options)?
@@ -186,7 +186,7 @@ pub fn run(options: &Options) -> Result<(), ThroughputError> {
             source,
         })?;
     }
-    // Inside, the program outside prints the figures.
+    // Inside the lab, the program outside prints the results.
     if !inside::is_inside() {
         say(&table.to_string());
     }
@@ -231,7 +231,7 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
     let status = lab.stream(&command, PATIENCE, &mut io::stdout())?;
     let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
     if status != 0 {
-        // It has said why.
+        // The program in the lab has printed the cause.
         return Err(ThroughputError::NotMeasured { status });
     }
     let path = folder.path().join("throughput.json");
@@ -272,7 +272,7 @@ fn measure(options: &Options) -> Result<Table, ThroughputError> {
     Ok(table)
 }
 
-/// Measures a way, and again if its guest is lost.
+/// Measures a way, repeating it if its guest is lost.
 fn measured(
     way: Way,
     jobs: &[Fio],

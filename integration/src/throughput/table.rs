@@ -1,4 +1,4 @@
-//! The figures: medians, and how they compare.
+//! Results: medians and ratios.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::guest::fio::Side;
 
-/// The columns that ratios are taken of and to. The better one of ours is taken.
+/// Columns for ratios. Of this project's columns, the better one is used.
 const HOST: &str = "host driver";
 const PASS_THROUGH: &str = "pass-through";
 const VIRTIO: &str = "virtio-blk";
@@ -24,14 +24,14 @@ const RATIOS: [([&str; 2], &str); 3] = [
 pub(super) struct Table {
     ways: Vec<String>,
     rows: Vec<Row>,
-    /// Accesses that the IOMMU has refused meanwhile.
+    /// Number of accesses that the IOMMU refused during the measurement.
     pub(super) iommu_faults: u64,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Row {
     job: String,
-    /// The rounds' figures, by way.
+    /// Results of the rounds, by way.
     iops: Vec<Vec<f64>>,
     mib_s: Vec<Vec<f64>>,
     p50_us: Vec<Vec<f64>>,
@@ -70,7 +70,7 @@ impl Table {
     }
 
     pub(super) fn json(&self) -> String {
-        // Numbers, strings and lists always have a form in JSON.
+        // Numbers, strings and lists can always be serialized.
         serde_json::to_string_pretty(self).unwrap_or_default()
     }
 
@@ -78,7 +78,7 @@ impl Table {
         self.ways.iter().position(|name| name == way)
     }
 
-    /// Returns the ratios whose sides both have a column.
+    /// Returns the ratios for which both columns exist.
     fn ratios(&self) -> impl Iterator<Item = &([&str; 2], &str)> {
         let is_there = |way: &&str| self.column(way).is_some();
         RATIOS
@@ -86,7 +86,7 @@ impl Table {
             .filter(move |(ours, way)| ours.iter().any(&is_there) && is_there(way))
     }
 
-    /// Returns the better of our ways, by another.
+    /// Returns the better median of the columns `ours`, divided by that of `way`.
     fn ratio(&self, row: &Row, ours: &[&str], way: &str) -> f64 {
         let median = |way: &str| {
             self.column(way)
@@ -134,7 +134,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// Returns the middle one, or the mean of the two in the middle.
+/// Returns the median.
 fn median(rounds: &[f64]) -> f64 {
     let mut sorted = rounds.to_vec();
     sorted.sort_by(f64::total_cmp);

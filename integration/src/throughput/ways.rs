@@ -1,4 +1,4 @@
-//! The ways, each set up as its own documentation recommends, and put away again.
+//! The ways, each set up as its own documentation recommends, and torn down afterwards.
 
 use std::path::Path;
 use std::process::Command;
@@ -17,28 +17,28 @@ use crate::vmms::{Root, Setup, Vmm};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const FUNCTION: &str = "f";
-/// Place of a file system on the drive.
+/// Mount point of a file system on the drive.
 const MOUNTED: &str = "/mnt";
-/// A file there.
+/// File in that file system.
 const FILE: &str = "/mnt/drive.img";
 const FILE_SIZE: &str = "256M";
 
-/// A way to the drive.
+/// A way of accessing the drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
-    /// The host's driver; no guest.
+    /// The host's driver without a guest.
     Host,
-    /// A guest has the whole drive, by QEMU's `vfio-pci`.
+    /// A guest with the whole drive, by QEMU's `vfio-pci`.
     PassThrough,
-    /// A guest on nvme-mpt, whose poller never sleeps.
+    /// A guest with nvme-mpt, whose poller never parks.
     Busy,
-    /// A guest on nvme-mpt as it is by default.
+    /// A guest with nvme-mpt and its default polling.
     Adaptive,
     /// A guest with QEMU's virtio-blk over the host's driver.
     Virtio,
-    /// A guest of Cloud Hypervisor with nvme-mpt on a file, whose poller never sleeps.
+    /// A guest of Cloud Hypervisor with nvme-mpt on a file, whose poller never parks.
     FileBusy,
-    /// The same, with nvme-mpt as it is by default.
+    /// A guest of Cloud Hypervisor with nvme-mpt on a file and its default polling.
     FileAdaptive,
     /// A guest of Cloud Hypervisor with its virtio-blk on the same file.
     FileVirtio,
@@ -54,7 +54,7 @@ impl Way {
     ];
     const ON_FILE: [Self; 3] = [Self::FileBusy, Self::FileAdaptive, Self::FileVirtio];
 
-    /// Returns all ways that there are: those on a file, if a Cloud Hypervisor is named.
+    /// Returns all available ways. Those on a file need a Cloud Hypervisor.
     pub(super) fn all() -> Vec<Self> {
         let on_file = cloud_hypervisor::named().map(|_| Self::ON_FILE);
         Self::ON_DRIVE
@@ -63,7 +63,7 @@ impl Way {
             .collect()
     }
 
-    /// Returns its name in the table.
+    /// Returns the way's name in the table.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Host => "host driver",
@@ -114,10 +114,10 @@ impl Way {
     }
 }
 
-/// A disk over virtio in a guest.
+/// The virtio disk in a guest.
 const VIRTIO_DISK: &str = "/dev/vda";
 
-/// Runs all jobs in a guest of Cloud Hypervisor, on a device that is the file of a new file system on the drive.
+/// Runs all jobs in a guest of Cloud Hypervisor, on a file in a new file system on the drive.
 fn on_file(
     jobs: &[Fio],
     assets: &crate::provision::Assets,
@@ -146,7 +146,7 @@ fn in_cloud_hypervisor(
     device: &str,
 ) -> Result<Vec<Side>, ThroughputError> {
     let is_virtio = device == VIRTIO_DISK;
-    // A guest has a function in any case. Beside virtio-blk, it is idle.
+    // Every guest has a function. With virtio-blk, the function is idle.
     let path = if is_virtio { "null:256M" } else { FILE };
     let function = |id| {
         FunctionOptions::new(id, path, format!("0+{FILE_SIZE}"))
@@ -166,7 +166,7 @@ fn in_cloud_hypervisor(
     if is_virtio {
         let disk = json!({"path": FILE, "direct": true});
         cloud_hypervisor::ask(folder, "vm.add-disk", &disk)?;
-        // fio would make a file in the guest's memory in place of a disk that is not there yet.
+        // If the disk does not exist yet, fio would create a file in the guest's memory instead.
         let there = format!("until [ -b {VIRTIO_DISK} ]; do sleep 0.1; done");
         vmm.guest().check(&there, PATIENCE)?;
     }
@@ -175,7 +175,7 @@ fn in_cloud_hypervisor(
     Ok(sides)
 }
 
-/// Writes the whole drive once: reads of what was never written would be of nothing.
+/// Writes the whole drive once, since reads of unwritten blocks may not reach the drive's storage.
 pub(super) fn fill() -> Result<(), ThroughputError> {
     inside::bind(DRIVE, "nvme")?;
     let device = inside::block_device(DRIVE, 1)?;

@@ -1,4 +1,4 @@
-//! Runs one program of a step. Its output goes to the step's log, and the results of its tests are counted.
+//! Runs a program of a step. Writes the output to the step's log, and counts the results of tests.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -13,22 +13,22 @@ use crate::guest::LOST;
 use crate::process;
 use crate::progress::{say, seconds};
 
-/// Sanitizers want the target named, so that build scripts are built without them.
+/// Target triple for sanitizers. If the target is named, build scripts are built without the sanitizer.
 pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Worth of a program's success.
+/// Number of checks that a successful program counts for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Worth {
-    /// One check.
+    /// One.
     One,
-    /// The number that it prints, which must not be 0.
+    /// The number in the program's output, which must not be 0.
     ItsTests,
-    /// The same. Its output is shown as it comes.
+    /// The number in the output, which is also shown while the program runs.
     ItsTestsShown,
 }
 
 impl Context<'_> {
-    /// Returns a command of cargo in the workspace.
+    /// Returns a cargo command in the workspace.
     pub(super) fn cargo(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         command
@@ -38,7 +38,7 @@ impl Context<'_> {
         command
     }
 
-    /// The same in a build of its own, made with other flags.
+    /// Returns a cargo command with a separate build directory and other flags.
     pub(super) fn cargo_apart(&self, arguments: &[&str], build: &str, flags: &str) -> Command {
         let mut command = self.cargo(arguments);
         command
@@ -47,7 +47,7 @@ impl Context<'_> {
         command
     }
 
-    /// Returns the targets of a `kind` ("bin", "bench") that a manifest names.
+    /// Returns the targets of a `kind` ("bin", "bench") in a manifest.
     pub(super) fn targets(&self, manifest: &str, kind: &str) -> Result<Vec<String>, VerifyError> {
         let arguments = [
             "metadata",
@@ -77,7 +77,7 @@ impl Context<'_> {
             .collect())
     }
 
-    /// Runs a program, which must succeed.
+    /// Runs a program that must succeed.
     pub(super) fn run(&mut self, command: &mut Command, worth: Worth) -> Result<(), VerifyError> {
         let line = describe(command);
         let ran = self.run_logged(command, &line, worth == Worth::ItsTestsShown)?;
@@ -147,7 +147,7 @@ impl Context<'_> {
                 source,
             })
         })?;
-        // The command holds our copies of the pipe's writing end, which would never end.
+        // The command holds the writing end of the pipe, so that reading would never end.
         command.stdout(Stdio::null()).stderr(Stdio::null());
 
         let mut count = Count::default();
@@ -190,7 +190,7 @@ struct Ran {
     not_checked: Vec<String>,
 }
 
-/// Test programs that cargo ran, and the seconds that each took.
+/// Test programs that cargo ran, with their times in seconds.
 #[derive(Debug, Default)]
 struct Programs {
     running: Option<String>,
@@ -198,12 +198,11 @@ struct Programs {
 }
 
 impl Programs {
-    /// Programs that are named, and the fewest seconds of each.
+    /// Maximum number of programs to report, and the minimum time of each in seconds.
     const MOST: usize = 5;
     const LONG: f64 = 10.0;
 
-    /// Takes the next line: `     Running tests/a/main.rs (target/release/deps/a-0123)`, or
-    /// `test result: …; finished in 1.50s`.
+    /// Parses a line: `     Running tests/a/main.rs (target/release/deps/a-0123)`, or `test result: …; finished in 1.50s`.
     fn read(&mut self, line: &str) {
         if let Some((_, program)) = line.split_once("/deps/")
             && line.trim_start().starts_with("Running ")
@@ -219,7 +218,7 @@ impl Programs {
         }
     }
 
-    /// Returns the slowest of several ones; `None` if none took long.
+    /// Returns the slowest programs, if several ran and at least one took long.
     fn slowest(mut self) -> Option<String> {
         let are_several = self.took.len() > 1;
         self.took.retain(|(took, _)| *took >= Self::LONG);
@@ -233,9 +232,9 @@ impl Programs {
     }
 }
 
-/// Messages of the tests that failed, out of the output of test programs.
+/// Failure messages in the output of test programs.
 ///
-/// Cargo goes on after a program with a failure, so the end of the output says nothing of it.
+/// Cargo continues after a program with failures, so the end of the output need not contain them.
 #[derive(Debug, Default)]
 struct Failures {
     lines: Vec<String>,
@@ -243,11 +242,11 @@ struct Failures {
 }
 
 impl Failures {
-    /// Lines that are kept.
+    /// Maximum number of lines.
     const MOST: usize = 300;
 
-    /// Takes the next line. The messages follow `failures:`, each below `---- NAME stdout ----`. Then the names follow
-    /// a second `failures:`.
+    /// Parses a line. The messages follow `failures:`, each below `---- NAME stdout ----`. The names follow a second
+    /// `failures:`.
     fn read(&mut self, line: &str) {
         if line == "failures:" {
             self.is_inside = true;
@@ -269,7 +268,7 @@ fn append(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Returns a command line as a person would type it, with the variables that matter.
+/// Returns a command line as a person would type it, with the relevant environment variables.
 fn describe(command: &Command) -> String {
     let mut words: Vec<String> = command
         .get_envs()
@@ -290,14 +289,14 @@ fn describe(command: &Command) -> String {
     words.join(" ")
 }
 
-/// Returns what a check or test did not check, by a line of its output. The harness may have begun the line.
+/// Returns the skipped check that a line of output reports. The test harness may have written text before it.
 fn not_checked_in(line: &str) -> Option<String> {
     let (_, what) = line.split_once("NOT CHECKED: ")?;
     Some(what.to_owned())
 }
 
-/// Counts in a line of cargo or of a test program: `test result: ok. 3 passed; 0 failed; …`, a crate that is built,
-/// a guest that is lost, or a package of Go's.
+/// Counts the results in a line of cargo or a test program: `test result: ok. 3 passed; 0 failed; …`, a built crate, a lost
+/// guest, or a Go package.
 fn results_in(line: &str) -> Option<Count> {
     if line.contains(LOST) {
         return Some(Count {
@@ -305,7 +304,7 @@ fn results_in(line: &str) -> Option<Count> {
             ..Count::default()
         });
     }
-    // A package of Go's, whose tests are not counted one by one.
+    // Tests of a Go package are not counted separately.
     if line.starts_with("ok  \t") || line.starts_with("FAIL\t") {
         return Some(Count {
             passed: u64::from(line.starts_with("ok")),

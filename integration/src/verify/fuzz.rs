@@ -1,4 +1,4 @@
-//! Fuzz targets for a while each: libFuzzer on the stable compiler, without further tools.
+//! Runs each fuzz target for a limited time, by libFuzzer on the stable compiler without further tools.
 
 use std::fs;
 use std::num::NonZero;
@@ -15,15 +15,15 @@ use crate::progress::say;
 
 const MANIFEST: &str = "tests/fuzz/Cargo.toml";
 
-/// An input that takes longer is a find: nothing here may be driven to hang. A machine may stand still for a minute.
+/// Timeout of one input, beyond which it counts as a hang. A machine may be stopped for a minute.
 const TIMEOUT: &str = "-timeout=300";
 
-/// Options of the compiler for libFuzzer (LLVM, SanitizerCoverage): edges counted, comparisons traced.
+/// Compiler options for libFuzzer (LLVM, SanitizerCoverage): counters of edges and traces of comparisons.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
      -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares";
 
-/// Builds all targets and runs each for a while, as many at once as there are processors: a target has one thread.
+/// Builds all targets and runs them, each on one thread, as many at once as there are processors.
 pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
     let at_once = thread::available_parallelism().map_or(1, NonZero::get);
     let build = [
@@ -54,11 +54,11 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
         let mut result = Ok(());
         while let Some(target) = next() {
             own.log = own.log.with_file_name(format!("fuzz-{target}.log"));
-            // The log of an earlier run does not belong to this one.
+            // Remove the log of an earlier run.
             let _ = fs::remove_file(&own.log);
             let outcome = run_target(&mut own, &target, &programs.join(&target));
             own.count.failed += u64::from(outcome.is_err());
-            // The others are worth knowing of as well.
+            // The other targets run even if one fails.
             result = result.and(outcome);
         }
         (own.count, result)
@@ -80,7 +80,7 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
 fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(), VerifyError> {
     let finds = folder(&context.folder.join("fuzz-finds").join(target))?;
     let artifacts = folder(&context.folder.join("fuzz-artifacts").join(target))?;
-    // An artefact of an earlier run must not be taken for one of this.
+    // Ignore artifacts of earlier runs.
     let before = files(&artifacts)?;
     let seconds = context.options.fuzz_seconds;
     let mut command = Command::new(program);
@@ -88,7 +88,7 @@ fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(),
         .arg(format!("-max_total_time={seconds}"))
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
         .args([TIMEOUT, "-rss_limit_mb=2048", "-print_final_stats=1"])
-        // New finds go to the first folder, the others are read.
+        // libFuzzer writes new inputs to the first directory, and only reads the others.
         .arg(&finds);
     let corpus = corpus(target);
     if corpus.is_dir() {

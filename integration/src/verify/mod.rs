@@ -1,4 +1,4 @@
-//! Everything that must hold before a change is good: one list of steps, each timed and logged.
+//! All verification steps for a change, each timed and logged.
 
 use std::fs;
 use std::io;
@@ -53,7 +53,7 @@ pub struct Options {
     lab_filter: Option<String>,
 }
 
-/// Why a step failed.
+/// Reasons why a step failed.
 #[derive(Debug, Error)]
 pub enum VerifyError {
     /// A tool is missing.
@@ -69,10 +69,10 @@ pub enum VerifyError {
         command: String,
         /// The log.
         log: PathBuf,
-        /// Messages of the tests that failed, or the end of the log.
+        /// Messages of failed tests, or the end of the log.
         what: String,
     },
-    /// A program that should test something did not.
+    /// A program that should run tests ran none.
     #[error("`{command}` ran no test. Its output is in {log}")]
     NothingTested {
         /// The command line.
@@ -80,38 +80,38 @@ pub enum VerifyError {
         /// The log.
         log: PathBuf,
     },
-    /// A file can't be used.
+    /// A file cannot be used.
     #[error("Cannot use {path}")]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// A fuzz target found something.
+    /// A fuzz target found a failing input.
     #[error("Fuzz target {target} found something, kept in {artifact}:\n{tail}")]
     Fuzz {
         /// The target.
         target: String,
-        /// The input.
+        /// Path of the input.
         artifact: PathBuf,
-        /// The end of the log.
+        /// End of the log.
         tail: String,
     },
-    /// No such step.
+    /// A step is unknown.
     #[error("There is no step '{name}': see --list")]
     NoStep {
-        /// Name that was asked for.
+        /// Requested name.
         name: String,
     },
 }
 
-/// Tests and checks that passed and failed, and what it took.
+/// Numbers of passed and failed checks, and of related events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Count {
     passed: u64,
     failed: u64,
-    /// Guests that were lost and tried again.
+    /// Guests that were lost and retried.
     lost: u64,
     /// Crates that were compiled or checked.
     built: u64,
@@ -132,10 +132,10 @@ impl Count {
     }
 }
 
-/// Tools of a step.
+/// Environment of a step.
 struct Context<'a> {
     options: &'a Options,
-    /// Logs, and builds that must not be mixed with the usual ones.
+    /// Directory of logs, and of builds that must be separate from the usual ones.
     folder: &'a Path,
     log: PathBuf,
     count: Count,
@@ -143,7 +143,7 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Tools of a part of the step that runs beside others, with counts of its own.
+    /// Returns an environment with separate counts, for a part that runs concurrently.
     fn beside(&self) -> Self {
         Self {
             options: self.options,
@@ -155,27 +155,27 @@ impl Context<'_> {
     }
 }
 
-/// Condition under which a step runs.
+/// Condition for running a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {
-    /// Always, unless others are named.
+    /// Always, unless other steps are selected.
     Always,
-    /// Without `--full`, which runs a step that contains it. Each boots one machine.
+    /// Without `--full`, for steps that boot one machine and are part of another step of `--full`.
     UnlessFull,
-    /// With `--full`.
+    /// Only with `--full`.
     Full,
 }
 
-/// One thing to verify.
+/// A verification step.
 struct Step {
     name: &'static str,
     what: &'static str,
     when: When,
-    /// The step runs a part of itself for each [`Shard`], instead of belonging to one.
+    /// True if each [`Shard`] runs a part of the step. Otherwise, one shard runs the whole step.
     is_shared_out: bool,
-    /// Its builds are its own, so it runs beside the steps that share the workspace's build.
+    /// True if the step has separate builds, and can run beside steps that share the workspace's build.
     is_beside: bool,
-    /// With `--full`, the step and those after it begin once those beside have ended: a busy machine may fail checks of it.
+    /// True if the step needs a quiet machine. With `--full`, it and all later steps wait for concurrent steps to end.
     wants_quiet: bool,
     run: fn(&mut Context) -> Result<(), VerifyError>,
 }
@@ -198,11 +198,11 @@ struct Outcome {
     count: Count,
     time: Duration,
     well: bool,
-    /// Parts of the step that could not be run here.
+    /// Skipped parts of the step.
     not_checked: Vec<String>,
 }
 
-/// Needs of the builds and tests beside Rust.
+/// Tools that builds and tests need in addition to Rust.
 const TOOLS: &[Tool] = &[
     Tool {
         program: "cc",
@@ -216,17 +216,17 @@ const TOOLS: &[Tool] = &[
         program: "valgrind",
         package: "valgrind",
     },
-    // For a test of subvolumes.
+    // Needed by a test of subvolumes.
     Tool {
         program: "mkfs.btrfs",
         package: "btrfs-progs",
     },
 ];
 
-/// Verifies. Returns whether all is well.
+/// Runs the selected steps. Returns whether all succeeded.
 ///
 /// # Errors
-/// If it can't be done at all.
+/// The steps cannot be run at all.
 pub fn run(options: &Options) -> Result<bool, VerifyError> {
     if options.list {
         for step in steps::ALL {
@@ -263,18 +263,18 @@ pub fn run(options: &Options) -> Result<bool, VerifyError> {
     Ok(summarize(&outcomes, started.elapsed()))
 }
 
-/// Steps, with their places in the list.
+/// Steps with their positions in the list.
 type Placed<'a> = Vec<(usize, &'a Step)>;
 
-/// Steps by the time at which they run.
+/// Steps by the phase in which they run.
 struct Lanes<'a> {
-    /// Those with builds of their own, which give way to the others.
+    /// Steps with separate builds, which run at lower priority.
     beside: Placed<'a>,
-    /// Those that run meanwhile.
+    /// Steps that run meanwhile.
     first: Placed<'a>,
-    /// Those that boot one machine each, all at once, after these: such a machine keeps one processor busy.
+    /// Steps that boot one machine each. They run concurrently after `first`, since each machine keeps one processor busy.
     machines: Placed<'a>,
-    /// Those that run once all others have ended.
+    /// Steps that run after all others.
     last: Placed<'a>,
 }
 
@@ -299,7 +299,7 @@ impl<'a> Lanes<'a> {
     }
 }
 
-/// Runs steps in their order, by their [lanes](Lanes). Returns the outcomes in the order of the steps.
+/// Runs steps by their [lanes](Lanes). Returns the outcomes in the order of the steps.
 fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usize) -> Vec<Outcome> {
     let run = |steps: Placed<'_>| -> Vec<(usize, Outcome)> {
         let steps = steps.into_iter();
@@ -343,7 +343,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
         count: Count::default(),
         not_checked: Vec::new(),
     };
-    // The log of an earlier run does not belong to this one.
+    // Remove the log of an earlier run.
     let _ = fs::remove_file(&context.log);
     let result = (step.run)(&mut context);
     let mut count = context.count;
@@ -355,7 +355,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
         Err(error) => {
             drop(announced);
             say(&crate::error_chain(&error));
-            // A step that failed without counting anything failed as a whole.
+            // A step that failed without counting a failure failed as a whole.
             count.failed = count.failed.max(1);
             false
         }
@@ -369,7 +369,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
     }
 }
 
-/// Prints what became of each step, and the sum alone on the last line. `time` is that of all steps together.
+/// Prints the result of each step, and the sum on the last line. `time` is the total time. Returns whether all succeeded.
 fn summarize(outcomes: &[Outcome], time: Duration) -> bool {
     let mut sum = Count::default();
     say(&format!(

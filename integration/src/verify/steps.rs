@@ -1,4 +1,4 @@
-//! The steps, in the order in which a mistake is cheapest to find.
+//! Verification steps, cheapest first.
 
 use std::fs;
 use std::io;
@@ -15,12 +15,12 @@ use crate::provision::host::{self, Tool};
 use crate::provision::lab::LabAssets;
 use crate::provision::{Assets, KernelChoice, go};
 
-/// Crates of which loom models parts.
+/// Crates with loom models.
 const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
-/// Crates with accesses to memory that no type checks, and those that use them most.
+/// Crates with unsafe memory accesses, and their main users.
 const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
 
-/// Crates that are not made to be published.
+/// Crates that are not published.
 const PRIVATE: [&str; 5] = [
     "nvme-mpt-tests",
     "nvme-mpt-fuzz-targets",
@@ -28,19 +28,19 @@ const PRIVATE: [&str; 5] = [
     "nvme-load",
     "integration",
 ];
-/// The crate that boots PCs, on PCs alone.
+/// Crate for x86-64 only, since it boots PCs.
 const OF_PCS: &str = "integration";
-/// Modules of Go: the Kubernetes driver, and its tests against parts of Kubernetes.
+/// Go modules: the Kubernetes driver, and its tests against parts of Kubernetes.
 const DRA_MODULES: [&str; 2] = [
     "hypervisor-glue/kubernetes",
     "hypervisor-glue/kubernetes/conformance",
 ];
-/// Module of Go that runs the driver in a cluster.
+/// Go module of the tests that run the driver in a cluster.
 const CLUSTER_MODULE: &str = "hypervisor-glue/kubernetes/cluster";
-/// Flag of Go's compiler. One build of dependencies, without optimization, is shared by lints, tests and the cluster.
+/// Flag of the Go compiler. Lints, tests and the cluster share one build of dependencies, without optimization.
 const UNOPTIMIZED: &str = "-gcflags=all=-N -l";
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
-/// Linker and C library of `AARCH64`.
+/// Linker and C library for `AARCH64`.
 const AARCH64_TOOLS: [Tool; 2] = [
     Tool {
         program: "aarch64-linux-gnu-gcc",
@@ -264,7 +264,7 @@ fn clippy(context: &mut Context) -> Result<(), VerifyError> {
     ];
     let mut command = context.cargo(&arguments);
     context.run(&mut command, Worth::One)?;
-    // `--all-targets` leaves out what `cargo test` does not run by itself.
+    // `--all-targets` omits tests that `cargo test` does not run by default.
     let mut command = context.cargo(&["clippy", "--release", "--workspace"]);
     command.args(["--test", "e2e", "--test", "lab", "--", "--deny", "warnings"]);
     context.run(&mut command, Worth::One)
@@ -276,25 +276,25 @@ fn doc(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::One)
 }
 
-/// In the profile of what the guests, the lab and the benchmarks run, and of the whole workspace, as other packages ask
-/// for other features of their dependencies. So all of them share one build.
-/// The debug profile's checks of arithmetic are in the builds of `asan` and `fuzz`.
+/// Tests the whole workspace in the release profile, which guests, lab and benchmarks use, too. Selecting the whole workspace
+/// selects the same dependency features as there, so that all share one build. Arithmetic checks of the debug profile are in
+/// the builds of `asan` and `fuzz`.
 fn test(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
     command.env(TEST_THREADS, test_threads());
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// Variable of the environment with the number of tests that a program runs at once.
+/// Environment variable for the number of concurrent tests of a program.
 const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
-/// Returns twice the number of processors: tests wait for a third of their time.
+/// Returns twice the number of processors, since tests wait for a third of their time.
 fn test_threads() -> String {
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
     (2 * processors).to_string()
 }
 
-/// Returns the tests of functions once more, each with its host side at the other end of a socket.
+/// Runs the function tests again, with a remote backend over a socket.
 fn remote(context: &mut Context) -> Result<(), VerifyError> {
     let tests = ["--test", "function", "--test", "physical"];
     let arguments = ["test", "--release", "--workspace"];
@@ -304,7 +304,7 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// Returns the tests that `test` leaves out, as they take longer than they are worth each time.
+/// Runs tests that are too slow for the step `test`.
 fn long(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace"]);
     command.args(["--test", "command", "--", "--ignored"]);
@@ -312,10 +312,10 @@ fn long(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// Provides what guests and the lab boot, which later steps would wait for.
+/// Downloads and builds the parts of guests and lab in advance, since later steps would wait for them.
 fn fetch(context: &mut Context) -> Result<(), VerifyError> {
     Assets::provide(&KernelChoice::V6_12)?;
-    // Its guests' kernels are those of all other guests.
+    // The lab's guests use the same kernels as other guests.
     LabAssets::provide(&KernelChoice::V6_12)?;
     context.count.passed += 1;
     Ok(())
@@ -333,8 +333,7 @@ fn loom(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// The seeds that failed once, and others. With `--full`, twenty thousand of these, and lints of what is built for simulations
-/// alone.
+/// Simulates seeds that failed once, and new ones. `--full` adds twenty thousand seeds, and lints of simulation-only code.
 fn simulate(context: &mut Context) -> Result<(), VerifyError> {
     let full = context.options.full;
     let mut command = context.cargo(&["simulate", "--regressions"]);
@@ -355,17 +354,17 @@ fn simulate(context: &mut Context) -> Result<(), VerifyError> {
 fn asan(context: &mut Context) -> Result<(), VerifyError> {
     let packages = SANITIZED.map(|package| ["--package", package]).concat();
     let how = ["--target", TARGET, "--lib", "--all-features"];
-    // `test` has the figures of simulated drives, whose other simulations access the same memory.
+    // The step `test` has the statistics of simulated drives. Other simulations cover the same memory accesses.
     let which = ["--", "--skip", "sharing::figures_"];
     let arguments = [&["test"][..], &packages, &how, &which].concat();
     let mut command = context.cargo_apart(&arguments, "asan", "-Zsanitizer=address");
-    // The sanitizer's switch is unstable; what it instruments is the stable compiler's code.
+    // The sanitizer's option is unstable, but the instrumented code is the stable compiler's.
     command.env("RUSTC_BOOTSTRAP", "1");
-    // The tests run for longer than their build takes. Checks of arithmetic stay.
+    // The tests run longer than their build, so they are optimized. Arithmetic checks stay enabled.
     command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
     command.env("CARGO_PROFILE_DEV_LTO", "off");
     command.env("CARGO_PROFILE_DEV_INCREMENTAL", "false");
-    // A report names functions and lines.
+    // Reports contain functions and lines.
     command.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
     context.run(&mut command, Worth::ItsTests)
 }
@@ -402,7 +401,7 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
     );
     context.run(&mut offline, Worth::One)?;
     match context.run(&mut advisories, Worth::One) {
-        // Their database is no package of a registry: there are networks without it.
+        // The database is not in a registry, and some networks cannot reach it.
         Err(VerifyError::Failed { what, .. }) if what.contains(NO_ADVISORIES) => {
             let what = "advisories of dependencies: their database cannot be fetched from here";
             context.not_checked.push(what.to_owned());
@@ -412,14 +411,14 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
     }
 }
 
-/// Message of cargo-deny where it does not reach the database of advisories.
+/// Message of cargo-deny if it cannot fetch the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
-/// With the sources as they lie there, committed or not. Its folder has a new name each time. Cargo keeps what it unpacks by
-/// the folder's name. It would take a crate of an earlier commit for that of the present one, as both have the same version.
+/// Packages the present sources, committed or not, in a directory with a new name. Cargo identifies unpacked crates by the
+/// directory's name. With the same name, it would reuse an earlier crate of the same version.
 fn package(context: &mut Context) -> Result<(), VerifyError> {
     let parent = crate::target_dir().join("packages");
-    // What a run that was killed has left.
+    // A killed run may have left directories.
     let removed = match fs::remove_dir_all(&parent) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
@@ -449,7 +448,7 @@ fn aarch64(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::One)
 }
 
-/// The driver's tests ask the server that is built here.
+/// Tests the Kubernetes driver against the server that is built here.
 fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
     build_server(context)?;
     let go = go::go()?;
@@ -472,7 +471,8 @@ fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
     Ok(())
 }
 
-/// Returns the cluster's programs stay in a folder. Their first build takes ten minutes and more.
+/// Tests the driver in a cluster. The cluster's programs stay in a directory, since their first build takes ten minutes and
+/// more.
 fn cluster(context: &mut Context) -> Result<(), VerifyError> {
     let go = match go::go() {
         Ok(go) => go,
@@ -485,7 +485,7 @@ fn cluster(context: &mut Context) -> Result<(), VerifyError> {
     build_server(context)?;
     let mut vet = in_module(&go, CLUSTER_MODULE, &["vet", UNOPTIMIZED, "./..."]);
     context.run(&mut vet, Worth::One)?;
-    // Go shows reasons of tests that are skipped with -v alone.
+    // Go prints the reasons of skipped tests only with -v.
     let how = ["-vet=off", "-count=1", "-v", "-timeout=3h"];
     let arguments = [&["test"][..], &how, &[UNOPTIMIZED, "."]].concat();
     let mut test = in_module(&go, CLUSTER_MODULE, &arguments);
@@ -498,7 +498,7 @@ fn build_server(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut build, Worth::One)
 }
 
-/// Returns a program of Go's in a module, whose tests find the server.
+/// Returns a command for a Go program in a module, with the server's path in the environment.
 fn in_module(program: &Path, module: &str, arguments: &[&str]) -> Command {
     let server = crate::target_dir().join("release/nvme-mpt");
     let mut command = Command::new(program);
@@ -515,7 +515,7 @@ fn guest(context: &mut Context) -> Result<(), VerifyError> {
     machines(context, "e2e", &["modes::"], Worth::ItsTestsShown)
 }
 
-/// Without its output, as that of `guest` is shown meanwhile.
+/// Runs the lab's native checks. Their output is not shown, since that of `guest` is shown meanwhile.
 fn host(context: &mut Context) -> Result<(), VerifyError> {
     machines(context, "lab", &["--once", "native::"], Worth::ItsTests)
 }
@@ -549,7 +549,7 @@ fn share_of_machines(
     machines(context, name, &arguments, Worth::ItsTestsShown)
 }
 
-/// Runs checks that boot machines: a program of its own, which reports as it goes on.
+/// Runs a program of checks that boot machines, which reports its progress.
 fn machines(
     context: &mut Context,
     name: &str,

@@ -23,11 +23,11 @@ const OEM: [u8; 6] = *b"NVMMPT";
 const TABLE: [u8; 8] = *b"REFERENC";
 const REVISION: u32 = 1;
 const IOAPIC_ID: u8 = 0;
-/// Hardware that a kernel need not look for (ACPI 6.5, table 5.11).
+/// Flags for absent legacy hardware (ACPI 6.5, table 5.11).
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_RTC: u16 = 1 << 5;
 
-/// Returns all tables as they lie in memory from `start` on, where the RSDP is.
+/// Returns all tables as they are in memory from `start` on, beginning with the RSDP.
 pub(super) fn tables(start: u64, vcpus: u8) -> Vec<u8> {
     let bytes = |table: &dyn Aml| {
         let mut bytes = Vec::new();
@@ -54,14 +54,14 @@ pub(super) fn tables(start: u64, vcpus: u8) -> Vec<u8> {
     placed.bytes
 }
 
-/// Tables one after the other.
+/// Consecutive tables in memory.
 struct Placed {
     start: u64,
     bytes: Vec<u8>,
 }
 
 impl Placed {
-    /// Returns where it lies.
+    /// Appends a table and returns its address.
     fn add(&mut self, table: &[u8]) -> u64 {
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
         let at = self.start + self.bytes.len() as u64;
@@ -78,7 +78,7 @@ fn fadt(dsdt: u64) -> FADTBuilder {
     let mut fadt = FADTBuilder::new(OEM, TABLE, REVISION)
         .flag(Flags::HwReducedAcpi)
         .flag(Flags::ResetRegSup)
-        // No buttons that are fixed hardware.
+        // Power and sleep buttons are not fixed hardware, so there are none.
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton)
         .dsdt_64(dsdt);
@@ -100,7 +100,7 @@ fn madt(vcpus: u8) -> MADT {
     madt
 }
 
-/// A serial port, by its place in [`layout::SERIAL`].
+/// A serial port, as an index of [`layout::SERIAL`].
 struct SerialPort(u8);
 
 impl Aml for SerialPort {
@@ -121,7 +121,7 @@ impl Aml for SerialPort {
     }
 }
 
-/// Route of INTA of a device number (ACPI 6.5, section 6.2.13).
+/// Interrupt route of INTA for a device number (ACPI 6.5, section 6.2.13).
 struct Route(u32);
 
 impl Aml for Route {
@@ -129,7 +129,7 @@ impl Aml for Route {
         /// All functions of the device.
         const FUNCTIONS: u32 = 0xFFFF;
         let address = self.0 << 16 | FUNCTIONS;
-        // INTA, and no link device: the pin is wired.
+        // INTA, without a link device: the interrupt is hard-wired.
         Package::new(vec![&address, &ZERO, &ZERO, &layout::INTX]).to_aml_bytes(sink);
     }
 }
@@ -160,7 +160,7 @@ fn dsdt() -> Sdt {
                     &Name::new("_PRT".into(), &routes),
                 ],
             ),
-            // Kernels use configuration space only where a device claims it.
+            // Kernels use configuration space only if a device claims it.
             &Device::new(
                 "MB00".into(),
                 vec![

@@ -1,5 +1,4 @@
-//! Loads a kernel and all that it starts with (Linux, Documentation/arch/x86/boot.rst, "64-bit Boot
-//! Protocol").
+//! Loads a kernel and its boot data (Linux, Documentation/arch/x86/boot.rst, "64-bit Boot Protocol").
 
 use std::fs::File;
 use std::path::Path;
@@ -13,32 +12,32 @@ use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, ReadVolatil
 use super::memory::Memory;
 use super::{MachineError, acpi, layout};
 
-/// The 64-bit entry lies so far behind the start of the kernel.
+/// Offset of the 64-bit entry point from the start of the kernel.
 const ENTRY_64: u64 = 0x200;
-/// A boot loader without a number of its own.
+/// Identifier of boot loaders without an assigned number.
 const LOADER_UNDEFINED: u8 = 0xFF;
 const E820_RAM: u32 = 1;
 const E820_RESERVED: u32 = 2;
 
 const PAGE: u64 = 0x1000;
-/// Page table entries: present and writable; and a page of 2 MiB.
+/// Page table entry bits: present and writable; a page of 2 MiB.
 const PRESENT_WRITABLE: u64 = 0b11;
 const LARGE: u64 = 1 << 7;
 const ENTRIES: u64 = 512;
 const GIB_MAPPED: u64 = 4;
 
-/// Selectors that the protocol fixes: `__BOOT_CS` and `__BOOT_DS`.
+/// Segment selectors of the protocol: `__BOOT_CS` and `__BOOT_DS`.
 const CODE_SELECTOR: u16 = 0x10;
 const DATA_SELECTOR: u16 = 0x18;
 const GDT: [u64; 4] = [0, 0, 0x00AF_9B00_0000_FFFF, 0x00CF_9300_0000_FFFF];
 
-/// Initial registers of the first vCPU.
+/// Entry point of the first vCPU.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     address: u64,
 }
 
-/// Loads the kernel at `path`, with a file of an initial user land if there is one.
+/// Loads the kernel at `path`, and an initramfs file if there is one.
 pub(super) fn load(
     memory: &Memory,
     vcpus: u8,
@@ -74,7 +73,7 @@ pub(super) fn load(
     if let Some(initramfs) = initramfs {
         let mut file = open(initramfs)?;
         let len = file.metadata().map_or(0, |metadata| metadata.len());
-        // At the end of memory, out of the way of the kernel that unpacks itself.
+        // The initramfs is at the end of memory, away from the kernel that decompresses itself.
         let start = memory
             .len()
             .checked_sub(len.next_multiple_of(PAGE))
@@ -82,7 +81,7 @@ pub(super) fn load(
             .ok_or(MachineError::Place("the initial user land"))?;
         read_all(guest, GuestAddress(start), &mut file, len)
             .ok_or(MachineError::Place("the initial user land"))?;
-        // Below 3 GiB, as all memory is.
+        // All memory is below 3 GiB.
         params.hdr.ramdisk_image = start as u32;
         params.hdr.ramdisk_size = len as u32;
     }
@@ -93,7 +92,7 @@ pub(super) fn load(
             memory.len() - layout::HIGH_MEMORY,
             E820_RAM,
         ),
-        // Kernels use configuration space only if it is declared as reserved.
+        // Kernels use configuration space only if it is reserved in the memory map.
         (layout::ECAM, layout::ECAM_SIZE, E820_RESERVED),
     ];
     for (entry, (addr, size, kind)) in params.e820_table.iter_mut().zip(ranges) {
@@ -145,7 +144,7 @@ fn write(
         .map_err(|_| MachineError::Place(what))
 }
 
-/// PML4, PDPT and four page directories.
+/// Returns page tables: PML4, PDPT and four page directories.
 fn page_tables() -> Vec<u64> {
     let table = |index: u64| layout::PAGE_TABLES + index * PAGE;
     let mut words = vec![0; ((2 + GIB_MAPPED) * ENTRIES) as usize];
@@ -160,7 +159,7 @@ fn page_tables() -> Vec<u64> {
 }
 
 impl Entry {
-    /// Puts the first vCPU there: in long mode, as the protocol has it.
+    /// Sets the registers of the first vCPU as the protocol requires, in long mode.
     pub(super) fn set(self, vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
         const PROTECTED_MODE: u64 = 1;
         const PAGING: u64 = 1 << 31;
@@ -200,7 +199,7 @@ impl Entry {
     }
 }
 
-/// Registers that firmware would leave behind on every processor.
+/// Sets the registers that firmware would set on every processor.
 pub(super) fn set_msrs(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
     /// MTRRs are on, and page tables decide how memory is cached.
     const MTRR_DEF_TYPE: (u32, u64) = (0x2FF, 1 << 11 | 6);

@@ -1,4 +1,4 @@
-//! Routing of the guest's accesses.
+//! Dispatch of the guest's port and memory accesses to devices.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -7,14 +7,14 @@ use vm_device::device_manager::{IoManager, MmioManager, PioManager};
 use vm_device::{DeviceMmio, DevicePio};
 use vmm_device::BarMove;
 
-/// The ports and addresses that devices have.
+/// Port and address ranges of devices.
 ///
-/// No lock is held during an access to a device, which may move the device on the bus.
+/// No lock is held during a device access, since the device may move its ranges.
 #[derive(Default)]
 pub(super) struct Bus(RwLock<IoManager>);
 
 impl Bus {
-    /// Adds a device that answers at ports.
+    /// Adds a device at a range of ports.
     pub(super) fn add_ports(
         &self,
         (first, ports): (u16, u16),
@@ -24,7 +24,7 @@ impl Bus {
         self.change().register_pio(range, device)
     }
 
-    /// Adds a device that answers at addresses.
+    /// Adds a device at a range of addresses.
     pub(super) fn add_addresses(
         &self,
         (first, len): (u64, u64),
@@ -34,7 +34,7 @@ impl Bus {
         self.change().register_mmio(range, device)
     }
 
-    /// Removes the device whose addresses begin at `first`.
+    /// Removes the device whose range begins at `first`.
     pub(super) fn remove_addresses(&self, first: u64) {
         let mut bus = self.change();
         let begins = |found: &(&MmioRange, _)| found.0.base().0 == first;
@@ -47,7 +47,7 @@ impl Bus {
         }
     }
 
-    /// Follows a device's BARs. One that is moved over something else answers nowhere.
+    /// Moves a device's BARs. A BAR that overlaps another range is not mapped.
     pub(super) fn follow<D>(&self, device: &Arc<D>, moves: &[BarMove])
     where
         D: DeviceMmio + Send + Sync + 'static,
@@ -64,7 +64,7 @@ impl Bus {
         }
     }
 
-    /// Reads a port; one that nothing answers reads as ones.
+    /// Reads a port. Without a device, it reads all ones.
     pub(super) fn read_port(&self, port: u16, data: &mut [u8]) {
         match self.at_port(port) {
             Some((base, device)) => device.pio_read(PioAddress(base), port - base, data),
@@ -78,7 +78,7 @@ impl Bus {
         }
     }
 
-    /// Reads an address; one that nothing answers reads as ones.
+    /// Reads an address. Without a device, it reads all ones.
     pub(super) fn read_address(&self, address: u64, data: &mut [u8]) {
         match self.at_address(address) {
             Some((base, device)) => device.mmio_read(MmioAddress(base), address - base, data),

@@ -1,11 +1,11 @@
-//! The control socket of a machine: a line per request, and a line that answers it.
+//! The control socket of a machine: one request per line, one answer per line.
 //!
 //! - `add OPTIONS`: adds a function, as `--nvme-mpt OPTIONS` does; answers `ok ID`.
 //! - `remove ID`: removes a function; answers `ok`.
-//! - `count`: answers `ok` and what the machine has from KVM: `memory_slots=N message_routes=N`.
-//! - `snapshot FOLDER`: writes the machine into a folder, and ends it; answers `ok`.
+//! - `count`: answers `ok` and the machine's KVM resources: `memory_slots=N message_routes=N`.
+//! - `snapshot FOLDER`: writes the machine to a directory, and ends it; answers `ok`.
 //!
-//! A request that fails is answered with `error` and the cause.
+//! A failed request is answered by `error` and the cause.
 
 use std::error::Error as _;
 use std::fs;
@@ -19,26 +19,25 @@ use nvme_mpt_vmm::options::ParsedFunctionOptions;
 
 use super::MachineError;
 
-/// Longest request.
+/// Maximum length of a request in bytes.
 const REQUEST_MAX: u64 = 4096;
 
-/// A machine while it runs, as its control socket reaches it.
+/// Requests to a running machine.
 pub(super) trait Requests: Send + Sync + 'static {
-    /// Adds a function. Returns its name.
+    /// Adds a function and returns its id.
     fn add(&self, options: &ParsedFunctionOptions) -> Result<String, MachineError>;
 
-    /// Removes a function: its slot is empty from now on. If its guest has not let go of it before, the
-    /// guest sees a function that is pulled out.
+    /// Removes a function and frees its slot. If the guest still uses the function, the guest sees a surprise removal.
     fn remove(&self, id: &str) -> Result<(), MachineError>;
 
-    /// Returns the KVM resources of its functions, memory of the guest included.
+    /// Returns the KVM resources in use, including guest memory.
     fn count(&self) -> String;
 
-    /// Writes the machine into a folder, and ends it.
+    /// Writes the machine to a directory, and ends it.
     fn snapshot(&self, folder: &Path) -> Result<(), MachineError>;
 }
 
-/// Serves the socket at `path` as long as there is the machine.
+/// Serves the socket at `path` while the machine exists.
 pub(super) fn serve<M: Requests>(path: &Path, machine: Weak<M>) -> Result<(), MachineError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -52,11 +51,11 @@ pub(super) fn serve<M: Requests>(path: &Path, machine: Weak<M>) -> Result<(), Ma
             if machine.strong_count() == 0 {
                 return;
             }
-            // One that is gone has no use for an answer.
+            // If the client is gone, it needs no answer.
             let _ = answer(&stream, &machine);
         }
     };
-    // It ends with the process.
+    // The thread ends with the process.
     thread::Builder::new()
         .name("control".to_owned())
         .spawn(serve)

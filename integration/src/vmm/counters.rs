@@ -1,4 +1,4 @@
-//! KVM's own counters of a virtual machine, and the register by which a guest of the reference VMM has them printed.
+//! KVM's counters of a virtual machine, and the register by which a guest of the reference VMM prints them.
 
 use std::fmt;
 use std::fs;
@@ -16,27 +16,27 @@ use vm_device::bus::{MmioAddress, MmioAddressOffset};
 
 use super::pci::RootComplex;
 
-/// Folder in which KVM has a folder of counters for each machine (Linux, virt/kvm/kvm_main.c).
+/// KVM's directory with one directory of counters per machine (Linux, virt/kvm/kvm_main.c).
 const FOLDERS: &str = "/sys/kernel/debug/kvm";
 
-/// KVM's counts of a machine so far (Linux, arch/x86/kvm/x86.c).
+/// KVM's counters of a machine (Linux, arch/x86/kvm/x86.c).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KvmCounters {
-    /// Accesses of memory that exited to the VMM.
+    /// Memory accesses that exited to the VMM.
     pub mmio_exits: u64,
-    /// Accesses of ports.
+    /// Port accesses.
     pub io_exits: u64,
     /// Interrupts of all kinds.
     pub irq_injections: u64,
-    /// Exits of all kinds, most of which KVM deals with itself.
+    /// Exits of all kinds. KVM handles most of them itself.
     pub exits: u64,
 }
 
 impl KvmCounters {
-    /// Returns the counters of the machine that a process has.
+    /// Returns the counters of a process's machine.
     ///
     /// # Errors
-    /// If it has none, or the kernel's debugfs can't be read.
+    /// The process has no machine, or the kernel's debugfs cannot be read.
     pub fn of_process(pid: u32) -> io::Result<Self> {
         Self::read(&folder_of_process(pid)?)
     }
@@ -52,7 +52,7 @@ impl KvmCounters {
     }
 }
 
-/// Returns the folder of counters of a process's machine, which goes by the thread that made it.
+/// Returns the counter directory of a process's machine. It is named after the thread that created the machine.
 fn folder_of_process(pid: u32) -> io::Result<PathBuf> {
     let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -80,12 +80,12 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
     value.trim().parse().map_err(|_| no_number())
 }
 
-/// Returns whether the machine that a process has runs with registers that are not its guest's.
+/// Returns whether a process's machine runs with registers of the host instead of its guest's.
 ///
-/// KVM on an emulated processor now and then has a guest go on with the registers of the host: at the host's
-/// VMRUN, with the host's page tables. The guest has no memory at their addresses. Each access of them is a fault.
-/// KVM gives the fault to the guest, which ends in the next fault. With nested paging no other faults come to the
-/// counter. It stands at 0 for machines that are well, and otherwise grows by 19,000 in a second.
+/// KVM on an emulated processor sometimes continues a guest with the registers of the host, at the host's VMRUN and with the
+/// host's page tables. The guest has no memory at these addresses, so each access faults, and KVM injects the fault into the
+/// guest, which causes the next one. With nested paging, KVM counts no other faults. The counter stays 0 for healthy machines,
+/// and otherwise grows by 19,000 per second.
 pub fn has_foreign_registers(pid: u32) -> bool {
     folder_of_process(pid).is_ok_and(|folder| {
         let a_second = || thread::sleep(Duration::from_secs(1));
@@ -93,7 +93,7 @@ pub fn has_foreign_registers(pid: u32) -> bool {
     })
 }
 
-/// Looks at the counter before and after `pause`.
+/// Compares the counter before and after `pause`.
 fn faults_for_ever(folder: &Path, pause: impl FnOnce()) -> bool {
     const MANY: u64 = 1000;
     let faults = || read(folder, "pf_guest");
@@ -120,8 +120,8 @@ impl fmt::Display for KvmCounters {
     }
 }
 
-/// Address that a guest writes to in order to have the counters printed, while its vCPU stands still: KVM's,
-/// and the number and time of the VMM's mappings of doorbells. It reads as the number of unmappings.
+/// Device at an address where a guest's write prints counters while its vCPU waits: KVM's counters, and the number and time of
+/// the VMM's doorbell mappings. Reads return the number of unmappings.
 pub(super) struct Teller {
     folder: PathBuf,
     root: Arc<RootComplex>,
@@ -130,7 +130,7 @@ pub(super) struct Teller {
 }
 
 impl Teller {
-    /// Tells of `vm`, with the functions of `root`.
+    /// Creates the device for `vm`, with the functions of `root`.
     pub(super) fn new(vm: &VmFd, root: Arc<RootComplex>) -> Self {
         let name = format!("{}-{}", std::process::id(), vm.as_raw_fd());
         Self {
@@ -141,7 +141,7 @@ impl Teller {
         }
     }
 
-    /// Returns the figures of all functions.
+    /// Returns the sums over all functions.
     fn doorbells(&self) -> DoorbellMappingStats {
         let mut sum = DoorbellMappingStats::default();
         for function in self.root.functions() {

@@ -1,4 +1,4 @@
-//! A machine: all the parts together, and functions that come and go.
+//! A machine with all its parts, and with functions that are added and removed.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
@@ -27,46 +27,45 @@ use super::snapshot::{self, InterruptState, MachineState, SerialPortState, SlotS
 use super::vcpu::{self, Vcpus};
 use super::{Ended, MachineError, boot, layout};
 
-/// Most vCPUs: as many as a small guest has.
+/// Maximum number of vCPUs, enough for a small guest.
 pub(super) const MAX_VCPUS: u8 = 4;
 
-/// Parts of a machine.
+/// Configuration of a machine.
 #[derive(Debug, Clone)]
 pub struct MachineConfig {
-    /// The kernel, a bzImage.
+    /// Kernel image (bzImage).
     pub kernel: PathBuf,
-    /// Archive from which its initial user land is unpacked.
+    /// Initramfs archive.
     pub initramfs: Option<PathBuf>,
-    /// Its command line.
+    /// Kernel command line.
     pub command_line: String,
-    /// vCPUs, 1 to 4.
+    /// Number of vCPUs, 1 to 4.
     pub vcpus: u8,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// Functions that are there from the start.
+    /// Functions that exist from the start.
     pub functions: Vec<ParsedFunctionOptions>,
-    /// Folder with the ledger of leases.
+    /// Directory of the lease ledger.
     pub state_dir: PathBuf,
-    /// True if a guest that writes to address FE000000h has KVM's counters of the machine printed.
+    /// True if a guest's write to address FE000000h prints KVM's counters of the machine.
     pub counters: bool,
-    /// A socket that is listened on, for the second serial port.
+    /// Path of the listening socket for the second serial port.
     pub serial: Option<PathBuf>,
-    /// Socket on which functions are added and removed, and a snapshot is requested.
+    /// Path of the control socket for adding and removing functions and for snapshots.
     pub control: Option<PathBuf>,
-    /// Folder of a written machine that is to go on, in place of one that is started.
+    /// Directory of a snapshot to restore, instead of booting a kernel.
     pub restore: Option<PathBuf>,
 }
 
-/// A running machine. Dropped, it is as if its plug were pulled, but for what functions hold: they are
-/// stopped and their drives flushed.
+/// A running machine. Dropping it is like a power failure, except that functions are stopped and their drives flushed.
 pub struct Machine {
     shared: Arc<Shared>,
     ended: Receiver<Ended>,
 }
 
-/// State for requests to a machine while it runs.
+/// State for requests to a running machine.
 struct Shared {
-    /// Dropped first: the vCPUs access what follows. None when the machine has ended.
+    /// Dropped first, since the vCPUs access the other fields. `None` once the machine has ended.
     vcpus: Mutex<Option<Vcpus>>,
     ended: Sender<Ended>,
     kvm: Kvm,
@@ -75,7 +74,7 @@ struct Shared {
     functions: Functions,
 }
 
-/// The functions of a machine, and what more of them are made with.
+/// Functions of a machine, and resources for creating more.
 struct Functions {
     vmm: Arc<KvmVmm>,
     memory: Memory,
@@ -85,7 +84,7 @@ struct Functions {
 }
 
 impl Machine {
-    /// Starts a machine, or has one go on that was written to a folder.
+    /// Boots a machine, or restores a snapshot.
     ///
     /// # Errors
     /// See [`MachineError`].
@@ -93,7 +92,7 @@ impl Machine {
         let saved = config.restore.as_deref().map(MachineState::read_from);
         let saved = saved.transpose()?;
         let (vcpus, memory_mib) = match &saved {
-            // As many as fit is checked right after.
+            // The number of vCPUs is checked below.
             Some(saved) => (saved.vcpus.len() as u8, saved.memory_mib),
             None => (config.vcpus, config.memory_mib),
         };
@@ -145,7 +144,7 @@ impl Machine {
         };
         let vcpus = Vcpus::start(vcpus, &shared.functions.vmm, &bus, &sender);
         let vcpus = vcpus.map_err(MachineError::kvm("start the vCPUs"))?;
-        // Those of a snapshot have their messages already.
+        // Functions of a snapshot have their interrupt messages already.
         for (_, function) in shared.functions.root.occupied() {
             function.vcpus_changed();
         }
@@ -156,7 +155,7 @@ impl Machine {
         Ok(Self { shared, ended })
     }
 
-    /// Adds a function. The guest finds it when it looks at the bus again. Returns its name.
+    /// Adds a function and returns its id. The guest sees the function when it rescans the bus.
     ///
     /// # Errors
     /// See [`MachineError`].
@@ -164,12 +163,12 @@ impl Machine {
         self.shared.add(options)
     }
 
-    /// Waits until the machine ends, and takes it apart.
+    /// Waits until the machine ends, and releases its resources.
     ///
     /// # Errors
-    /// A function does not end well.
+    /// A function does not end cleanly.
     pub fn wait(self) -> Result<Ended, MachineError> {
-        // The power control, which can end the machine, is always there.
+        // The power control holds a sender as long as the machine exists.
         let ended = self.ended.recv().unwrap_or(Ended::PoweredOff);
         drop(lock(&self.shared.vcpus).take());
         self.shared.functions.stop()?;
@@ -212,12 +211,12 @@ impl Requests for Shared {
             vcpus.stop()
         };
         let written = self.write(&stopped, folder);
-        // The vCPUs do not go on here, however it went.
+        // After a failed snapshot, the vCPUs cannot continue, either.
         let ended = match &written {
             Ok(()) => Ended::Suspended,
             Err(error) => Ended::Failed(error.to_string()),
         };
-        // A machine ends once; later requests are dropped.
+        // Only the first end counts; later ones are dropped.
         let _ = self.ended.send(ended);
         written
     }
@@ -226,7 +225,7 @@ impl Requests for Shared {
 impl Shared {
     fn write(&self, vcpus: &[VcpuFd], folder: &Path) -> Result<(), MachineError> {
         let mut functions = Vec::new();
-        // They come to rest before anything is looked at that their interrupts change.
+        // Functions are paused first, since their interrupts change other state.
         for (slot, function) in self.functions.root.occupied() {
             function.pause()?;
             functions.push(SlotState {
@@ -254,7 +253,7 @@ impl Shared {
         state.write_to(folder, &file)
     }
 
-    /// Loads a kernel. Returns vCPUs that start with it.
+    /// Loads a kernel. Returns vCPUs that start it.
     fn boot(&self, config: &MachineConfig) -> Result<Vec<VcpuFd>, MachineError> {
         for options in &config.functions {
             self.add(options)?;
@@ -270,7 +269,7 @@ impl Shared {
         let set_up = || MachineError::kvm("set up a vCPU");
         for (number, vcpu) in vcpus.iter().enumerate() {
             boot::set_msrs(vcpu).map_err(set_up())?;
-            // The others wait for the first to start them.
+            // The first vCPU starts the others.
             if number == 0 {
                 entry.set(vcpu).map_err(set_up())?;
             }
@@ -278,7 +277,7 @@ impl Shared {
         Ok(vcpus)
     }
 
-    /// Restores a snapshot. Returns vCPUs that go on from it.
+    /// Restores a snapshot. Returns vCPUs that continue from it.
     fn restore(
         &self,
         saved: &MachineState,
@@ -288,7 +287,7 @@ impl Shared {
         let look = MachineError::kvm("look at the guest's memory");
         let memory = self.functions.memory.file().map_err(look)?;
         snapshot::read_memory(folder, &memory)?;
-        // At most four.
+        // There are at most four.
         let vcpus = self.vcpus(saved.vcpus.len() as u8)?;
         let set_up = || MachineError::kvm("restore the vCPUs and their interrupts");
         for (vcpu, state) in vcpus.iter().zip(&saved.vcpus) {
@@ -337,7 +336,7 @@ impl Shared {
 }
 
 impl Functions {
-    /// A function that has no slot yet.
+    /// Creates a function without a slot.
     fn make(&self, function: &ParsedFunctionOptions) -> Result<Arc<FunctionDevice>, MachineError> {
         let (id, host) = open::host_side(function, &self.ledgers, &self.pollers)?;
         let function = NvmeFunction::new(host, MsixMasking::Function);
@@ -357,8 +356,8 @@ impl Functions {
     }
 }
 
-/// Returns the serial ports: the first one's guest speaks on standard output, the second one's on a socket, if there
-/// is one, on which it is also spoken to.
+/// Creates the serial ports. The first one's output is standard output. The second one is connected to a socket in both
+/// directions, if there is one.
 fn serial_ports(
     vm: &VmFd,
     bus: &Bus,
@@ -392,7 +391,7 @@ fn serial_ports(
         ports.push(port);
     }
     if let (Some(reader), Some(port)) = (reader, ports.last().cloned()) {
-        // It ends with the process, or when the last sender is gone.
+        // The thread ends with the process, or when the last sender is dropped.
         thread::Builder::new()
             .name("serial".to_owned())
             .spawn(move || SerialPort::feed(&port, reader))
@@ -406,6 +405,6 @@ fn place_device(_: bus::Error) -> MachineError {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The values under these locks are taken and put as a whole.
+    // Values under these locks are only replaced as a whole, so poisoning is harmless.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! The guest's memory: one region from address 0 on, shared so that functions can map it.
+//! Guest memory: one shared region from address 0 on, which functions can map.
 
 use std::fs::File;
 use std::io;
@@ -13,12 +13,12 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 
 use super::MachineError;
 
-/// Less, and no kernel unpacks itself.
+/// Minimum size in MiB, so that kernels can decompress themselves.
 pub(super) const MIN_MIB: u64 = 128;
-/// More would meet the BARs.
+/// Maximum size in MiB, so that memory does not overlap the BARs.
 pub(super) const MAX_MIB: u64 = 3072;
 
-/// The guest's memory.
+/// Guest memory.
 #[derive(Debug)]
 pub(super) struct Memory {
     fd: OwnedFd,
@@ -27,7 +27,7 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Memory of so many MiB, in which `vmm` has the guest run.
+    /// Creates memory of `mib` MiB and maps it into the guest of `vmm`.
     pub(super) fn new(mib: u64, vmm: &dyn Vmm) -> Result<Self, MachineError> {
         if !(MIN_MIB..=MAX_MIB).contains(&mib) {
             return Err(MachineError::Memory(mib));
@@ -35,7 +35,7 @@ impl Memory {
         let len = mib << 20;
         let failed = || MachineError::kvm("map the guest's memory");
         let fd = memfd(c"guest-memory", len).map_err(failed())?;
-        // At most 3 GiB.
+        // The size is at most 3 GiB.
         let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, MappingAccess::ReadWrite);
         vmm.map(Gpa(0), &Arc::new(mapping.map_err(failed())?))?;
         let file = File::from(fd.try_clone().map_err(failed())?);
@@ -49,22 +49,22 @@ impl Memory {
         Ok(Self { fd, len, guest })
     }
 
-    /// In bytes.
+    /// Returns the size in bytes.
     pub(super) fn len(&self) -> u64 {
         self.len
     }
 
-    /// For what is loaded into it.
+    /// Returns the memory for loading boot data.
     pub(super) fn guest(&self) -> &GuestMemoryMmap {
         &self.guest
     }
 
-    /// Returns the file that it is in.
+    /// Returns the memory file.
     pub(super) fn file(&self) -> io::Result<File> {
         Ok(File::from(self.fd.try_clone()?))
     }
 
-    /// Returns its description for a function.
+    /// Returns the description for a function's DMA mapping.
     pub(super) fn region(&self) -> io::Result<MemoryRegion> {
         Ok(MemoryRegion {
             gpa: Gpa(0),

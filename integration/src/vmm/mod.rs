@@ -1,14 +1,14 @@
-//! The reference VMM: the smallest one that boots a Linux kernel with functions in its own process.
+//! The reference VMM: a minimal VMM that boots a Linux kernel with functions in its own process.
 //!
-//! It shows how a VMM takes a [`FunctionDevice`] in, and proves the in-process path where no other VMM
-//! is at hand. It is no product: one kind of guest, no firmware, memory up to 3 GiB.
+//! It is an example of integrating a [`FunctionDevice`], and tests the in-process path without another VMM. It is no product:
+//! it has one kind of guest, no firmware, and at most 3 GiB of memory.
 //!
-//! - `options`: its command line;
-//! - `layout`, `memory`, `boot`, `acpi`: what the guest finds when it starts;
-//! - `bus`, `pci`, `platform`: what its accesses reach;
-//! - `machine`, `vcpu`: all of that together, and running;
-//! - `control`, `snapshot`: functions that come and go, and a machine that goes on in another process;
-//! - `counters`: what KVM has counted meanwhile.
+//! - `options`: the command line;
+//! - `layout`, `memory`, `boot`, `acpi`: the guest's initial state;
+//! - `bus`, `pci`, `platform`: devices;
+//! - `machine`, `vcpu`: the running machine;
+//! - `control`, `snapshot`: adding and removing functions, and continuing a machine in another process;
+//! - `counters`: KVM's counters.
 //!
 //! [`FunctionDevice`]: nvme_mpt_vmm::FunctionDevice
 
@@ -36,29 +36,29 @@ use thiserror::Error;
 
 pub use machine::{Machine, MachineConfig};
 
-/// Why a machine has ended.
+/// Reasons why a machine ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
-    /// The guest turned it off.
+    /// The guest powered it off.
     PoweredOff,
     /// The guest reset it.
     Reset,
-    /// The machine was written to a folder, to go on in another process.
+    /// A snapshot was written.
     Suspended,
-    /// The machine cannot go on.
+    /// The machine cannot continue.
     Failed(String),
 }
 
-/// The machine cannot be made, or does not go on.
+/// Errors of a machine.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// A number of vCPUs that there cannot be.
+    /// The number of vCPUs is invalid.
     #[error("A machine has 1 to {max} vCPUs, not {0}", max = machine::MAX_VCPUS)]
     Vcpus(u8),
-    /// A size of memory that there cannot be.
+    /// The memory size is invalid.
     #[error("A machine has {min} to {max} MiB of memory, not {0}", min = memory::MIN_MIB, max = memory::MAX_MIB)]
     Memory(u64),
-    /// More functions than there are slots.
+    /// There are more functions than slots.
     #[error("A machine has at most {max} functions", max = pci::SLOTS)]
     Functions,
     /// The kernel refuses something.
@@ -66,7 +66,7 @@ pub enum MachineError {
     Kvm {
         /// Action that failed.
         action: &'static str,
-        /// Why it was not.
+        /// Cause.
         source: io::Error,
     },
     /// A file cannot be used.
@@ -74,39 +74,39 @@ pub enum MachineError {
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The kernel image does not load.
+    /// The kernel image cannot be loaded.
     #[error("Cannot load the kernel {path}: it is to be a bzImage")]
     Kernel {
         /// The image.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: linux_loader::loader::Error,
     },
-    /// Data for the guest does not fit into its memory.
+    /// Data for the guest does not fit into memory.
     #[error("Cannot place {0} in the guest's memory: give it more")]
     Place(&'static str),
-    /// There is no function of that name.
+    /// There is no function with this id.
     #[error("The machine has no function {0}")]
     NoFunction(String),
-    /// A machine was not written as this one is, or with other options.
+    /// The snapshot is invalid, or from a machine with another version or other options.
     #[error("The machine cannot be restored: {0}")]
     Snapshot(String),
-    /// A machine that ends cannot be written any more.
+    /// The machine is ending and cannot be written.
     #[error("The machine has ended")]
     Ended,
-    /// A function is described wrongly.
+    /// The options of a function are invalid.
     #[error(transparent)]
     Options(#[from] OptionError),
-    /// The description of a function cannot be opened.
+    /// A function cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// A function cannot be taken in.
+    /// A function's device cannot be created.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// Memory cannot be given to the guest.
+    /// Memory cannot be mapped into the guest.
     #[error(transparent)]
     Vmm(#[from] VmmError),
 }

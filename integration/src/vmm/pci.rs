@@ -1,5 +1,5 @@
-//! The PCI root complex: configuration space of one bus (PCI Express 4.0, section 7.2.2), with a host
-//! bridge and a slot for each function.
+//! The PCI root complex: configuration space of one bus (PCI Express 4.0, section 7.2.2), with a host bridge and a slot per
+//! function.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -10,29 +10,29 @@ use vmm_device::{Bar, BarMove};
 
 use super::bus::Bus;
 
-/// Device numbers of a bus but for the host bridge's.
+/// Number of slots: device numbers of a bus without the host bridge's.
 pub(super) const SLOTS: usize = 31;
 
-/// Bits of an offset that have the register, the function and the device number.
+/// Bits of an offset for register, function and device number.
 const REGISTER_MASK: u64 = 0xFFF;
 const FUNCTION_SHIFT: u32 = 12;
 const FUNCTION_MASK: u64 = 0b111;
 const DEVICE_SHIFT: u32 = 15;
 
-/// The host bridge: vendor and device ID, which belong to no vendor; and its class, 06-00-00.
+/// The host bridge's vendor and device ID, which belong to no vendor, and its class, 06-00-00.
 const HOST_BRIDGE_ID: [u8; 4] = [0x50, 0x4D, 0x02, 0x00];
 const HOST_BRIDGE_CLASS: [u8; 3] = [0x00, 0x00, 0x06];
 const CLASS_CODE: usize = 0x09;
 
 /// The root complex.
 pub(super) struct RootComplex {
-    /// The bus holds the root complex, not the other way round.
+    /// Weak, since the bus owns the root complex.
     bus: Weak<Bus>,
     slots: Mutex<[Option<Arc<FunctionDevice>>; SLOTS]>,
 }
 
 impl RootComplex {
-    /// One whose functions have their BARs on `bus`.
+    /// Creates a root complex whose functions have their BARs on `bus`.
     pub(super) fn new(bus: &Arc<Bus>) -> Self {
         Self {
             bus: Arc::downgrade(bus),
@@ -40,7 +40,7 @@ impl RootComplex {
         }
     }
 
-    /// Puts a function into a free slot. Returns its device number, or the function if there is none.
+    /// Puts a function into a free slot. Returns its device number, or the function if all slots are used.
     pub(super) fn insert(
         &self,
         function: Arc<FunctionDevice>,
@@ -53,7 +53,7 @@ impl RootComplex {
         Ok(free + 1)
     }
 
-    /// Puts a function into a slot that is free, with its BARs where they are. Returns whether it is.
+    /// Puts a function into a given slot, keeping its BARs. Returns whether the slot was free.
     pub(super) fn insert_at(
         &self,
         slot: usize,
@@ -71,7 +71,7 @@ impl RootComplex {
         true
     }
 
-    /// Returns all functions, with the slots that they are in.
+    /// Returns all functions with their slots.
     pub(super) fn occupied(&self) -> Vec<(usize, Arc<FunctionDevice>)> {
         let slots = self.slots();
         let slots = slots.iter().enumerate();
@@ -80,8 +80,7 @@ impl RootComplex {
             .collect()
     }
 
-    /// Takes the function of that name out of its slot. No access reaches it any more, but for those
-    /// that have begun.
+    /// Removes a function by its id. Accesses that have begun may still finish.
     pub(super) fn remove(&self, id: &str) -> Option<Arc<FunctionDevice>> {
         let is_it = |slot: &&mut Option<Arc<FunctionDevice>>| {
             slot.as_ref().is_some_and(|function| function.id() == id)
@@ -96,12 +95,12 @@ impl RootComplex {
         Some(function)
     }
 
-    /// Returns the functions that are there.
+    /// Returns all functions.
     pub(super) fn functions(&self) -> Vec<Arc<FunctionDevice>> {
         self.slots().iter().flatten().cloned().collect()
     }
 
-    /// Takes all functions out.
+    /// Removes all functions.
     pub(super) fn remove_all(&self) -> Vec<Arc<FunctionDevice>> {
         let functions = self.functions();
         let removed = functions

@@ -1,4 +1,4 @@
-//! Devices of a machine without legacy hardware beside PCI: serial ports, and power.
+//! Platform devices of a machine without legacy hardware: serial ports and power control.
 
 use std::io::{self, Read, Write};
 use std::sync::mpsc::Sender;
@@ -13,22 +13,22 @@ use vmm_sys_util::eventfd::EventFd;
 use super::Ended;
 use super::snapshot::SerialPortState;
 
-/// SLP_TYP of soft off, as the DSDT says (ACPI 6.5, section 7.4.2.6).
+/// SLP_TYP of soft off in the DSDT (ACPI 6.5, section 7.4.2.6).
 pub(super) const SLEEP_TYPE_OFF: u8 = 5;
-/// Value that resets the machine, as the FADT says (ACPI 6.5, section 4.8.3.6).
+/// Value of the FADT that resets the machine (ACPI 6.5, section 4.8.3.6).
 pub(super) const RESET_VALUE: u8 = 1;
 
-/// Sleep Control Register: SLP_EN, and where SLP_TYP is (ACPI 6.5, section 4.8.3.7).
+/// Sleep Control Register: SLP_EN, and the position of SLP_TYP (ACPI 6.5, section 4.8.3.7).
 const SLEEP_ENABLE: u8 = 1 << 5;
 const SLEEP_TYPE_SHIFT: u8 = 2;
 
-/// Interrupt Enable, Interrupt Identification and Line Status Register, and Data Ready in the last.
+/// Interrupt Enable, Interrupt Identification and Line Status Registers, and Data Ready in the last.
 const IER: u8 = 1;
 const IIR: u8 = 2;
 const LSR: u8 = 5;
 const LSR_DATA_READY: u8 = 1 << 0;
 
-/// An interrupt line that rises.
+/// An edge-triggered interrupt line.
 pub(super) struct Line(EventFd);
 
 impl Trigger for Line {
@@ -39,7 +39,7 @@ impl Trigger for Line {
     }
 }
 
-/// Wakes the thread that waits for room in a port: see [`SerialPort::feed`].
+/// Waker of a thread that waits for space in a port: see [`SerialPort::feed`].
 struct Room(Arc<Condvar>);
 
 impl SerialEvents for Room {
@@ -54,15 +54,14 @@ impl SerialEvents for Room {
     }
 }
 
-/// A serial port, whose output goes to a writer.
+/// A serial port with a writer for its output.
 pub(super) struct SerialPort {
     serial: Serial<Line, Room, Box<dyn Write + Send>>,
     room: Arc<Condvar>,
 }
 
 impl SerialPort {
-    /// One whose interrupts are signalled on `line`, as it is or goes on where another one was. `None` if
-    /// that never was there.
+    /// Creates a serial port with interrupts on `line`, from a saved state if there is one. `None` if the state is invalid.
     pub(super) fn new(
         line: EventFd,
         writer: Box<dyn Write + Send>,
@@ -77,23 +76,23 @@ impl SerialPort {
         Some(Self { serial, room })
     }
 
-    /// Returns its state.
+    /// Returns the port's state.
     pub(super) fn save(&self) -> SerialPortState {
         self.serial.state().into()
     }
 
-    /// Identifies data that is there, as a UART does for as long as it is (16550D data sheet, section 8.5).
-    /// Left to itself, the port forgets at the first byte that is read. A guest that takes at most so many
-    /// bytes at once would never learn of the rest.
+    /// Raises the interrupt again while there is data, as a UART does (16550D data sheet, section 8.5). The emulated port
+    /// clears it when the first byte is read. A guest that reads a limited number of bytes per interrupt would not see the
+    /// rest.
     fn identify_data(&mut self) {
         if self.serial.read(LSR) & LSR_DATA_READY != 0 {
             let enabled = self.serial.read(IER);
-            // Interrupts that are enabled while there is cause for them are raised.
+            // Enabling an interrupt raises it if its cause is present.
             let _ = self.serial.write(IER, enabled);
         }
     }
 
-    /// Feeds the guest all that comes from `reader`, as it makes room for it.
+    /// Sends all input from `reader` to the guest, waiting for space in the port.
     pub(super) fn feed(port: &Mutex<Self>, mut reader: impl Read) {
         let mut bytes = [0; 64];
         loop {
@@ -108,7 +107,7 @@ impl SerialPort {
                     .wait_while(port, |port| port.serial.fifo_capacity() == 0)
                     .unwrap_or_else(PoisonError::into_inner);
                 match port.serial.enqueue_raw_bytes(piece) {
-                    // In loopback a port is deaf.
+                    // In loopback mode, a port has no input.
                     Ok(0) | Err(_) => break,
                     Ok(taken) => piece = &piece[taken..],
                 }
@@ -132,13 +131,13 @@ impl MutDevicePio for SerialPort {
         let (Ok(offset), Some(byte)) = (u8::try_from(offset), data.first()) else {
             return;
         };
-        // A port without a listener has nothing to report to.
+        // Errors of the writer are ignored, since nothing can handle them.
         let _ = self.serial.write(offset, *byte);
         let _ = self.serial.writer_mut().flush();
     }
 }
 
-/// Sleep control, sleep status and reset, a port each.
+/// Sleep control, sleep status and reset registers, one port each.
 pub(super) struct PowerControl(pub(super) Sender<Ended>);
 
 impl MutDevicePio for PowerControl {
@@ -153,7 +152,7 @@ impl MutDevicePio for PowerControl {
             (2, Some(&RESET_VALUE)) => Ended::Reset,
             _ => return,
         };
-        // A machine ends once; later requests are dropped.
+        // Only the first end counts; later ones are dropped.
         let _ = self.0.send(ended);
     }
 }

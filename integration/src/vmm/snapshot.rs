@@ -1,4 +1,4 @@
-//! A machine that stands still, as files: its memory, and all else.
+//! Snapshots of a paused machine, as files: memory, and all other state.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -17,19 +17,19 @@ use vmm_device::FunctionSnapshot;
 
 use super::MachineError;
 
-/// A change of what follows is a new version.
+/// Version of the format, to increment with each change.
 pub(super) const VERSION: u32 = 2;
 
 const STATE: &str = "machine.json";
 const MEMORY: &str = "memory";
 
-/// Memory is copied in pieces of so many bytes; those without anything in them are left out.
+/// Memory is copied in pieces of this size in bytes. Pieces of zeroes are skipped.
 const PIECE: usize = 1 << 20;
 
-/// The local APIC's timer by time stamp, which is set when the local APIC and the time stamp are.
+/// TSC deadline of the local APIC's timer, to be restored after the local APIC and the time stamp counter.
 const IA32_TSC_DEADLINE: u32 = 0x6E0;
 
-/// All of a machine but its memory.
+/// State of a machine without its memory.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct MachineState {
@@ -41,7 +41,7 @@ pub(super) struct MachineState {
     pub(super) functions: Vec<SlotState>,
 }
 
-/// A function, with the slot that it is in.
+/// State of a function, with its slot.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SlotState {
@@ -50,7 +50,7 @@ pub(super) struct SlotState {
     pub(super) function: FunctionSnapshot,
 }
 
-/// A processor.
+/// State of a vCPU.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct VcpuState {
@@ -65,7 +65,7 @@ pub(super) struct VcpuState {
     events: kvm_vcpu_events,
 }
 
-/// Interrupt controllers, and the clock that guests of KVM have.
+/// State of the interrupt controllers and of KVM's clock.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct InterruptState {
@@ -73,7 +73,7 @@ pub(super) struct InterruptState {
     clock: kvm_clock_data,
 }
 
-/// A serial port.
+/// State of a serial port.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SerialPortState {
@@ -82,7 +82,7 @@ pub(super) struct SerialPortState {
 }
 
 impl MachineState {
-    /// Writes it, and memory, into a folder that is made for it.
+    /// Writes the state and memory to a new directory.
     pub(super) fn write_to(&self, folder: &Path, memory: &File) -> Result<(), MachineError> {
         fs::create_dir_all(folder).map_err(MachineError::file(folder))?;
         let path = folder.join(MEMORY);
@@ -94,13 +94,13 @@ impl MachineState {
         copied.map_err(MachineError::file(&path))?;
         let path = folder.join(STATE);
         let state = serde_json::to_vec(self).map_err(io::Error::from);
-        // Last, so that where it is, all is.
+        // The state is written last, so that its file implies complete files.
         state
             .and_then(|state| fs::write(&path, state))
             .map_err(MachineError::file(&path))
     }
 
-    /// Reads a machine from a folder, but for its memory.
+    /// Reads the state without memory from a directory.
     pub(super) fn read_from(folder: &Path) -> Result<Self, MachineError> {
         let path = folder.join(STATE);
         let state = fs::read(&path).and_then(|state| Ok(serde_json::from_slice::<Self>(&state)?));
@@ -115,7 +115,7 @@ impl MachineState {
     }
 }
 
-/// Fills memory with what was written to a folder.
+/// Fills memory from a directory.
 pub(super) fn read_memory(folder: &Path, memory: &File) -> Result<(), MachineError> {
     let path = folder.join(MEMORY);
     let copied = File::open(&path).and_then(|mut copy| {
@@ -130,7 +130,7 @@ pub(super) fn read_memory(folder: &Path, memory: &File) -> Result<(), MachineErr
     copied.map_err(MachineError::file(&path))
 }
 
-/// Copies one file over another that has nothing in it and is as long.
+/// Copies one file over an empty one of the same length.
 fn copy_pieces(from: &mut File, to: &mut File) -> io::Result<()> {
     from.rewind()?;
     let mut piece = vec![0; PIECE];
@@ -150,7 +150,7 @@ fn copy_pieces(from: &mut File, to: &mut File) -> io::Result<()> {
 }
 
 impl VcpuState {
-    /// State of a processor that is not running, with these of its model-specific registers.
+    /// Returns the state of a stopped vCPU, with its `known` model-specific registers.
     pub(super) fn of(vcpu: &VcpuFd, known: &MsrList) -> Result<Self, kvm_ioctls::Error> {
         Ok(Self {
             mp_state: vcpu.get_mp_state()?,
@@ -165,7 +165,7 @@ impl VcpuState {
         })
     }
 
-    /// Puts it into a processor that was just made and knows its features.
+    /// Restores the state into a new vCPU whose features are set.
     pub(super) fn restore(&self, vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
         let Self {
             mp_state,
@@ -185,7 +185,7 @@ impl VcpuState {
         set_xsave(vcpu, xsave)?;
         vcpu.set_debug_regs(debugregs)?;
         vcpu.set_lapic(lapic)?;
-        // One by one, as KVM stops at the first that it does not take. A register that it offers and does not take has
+        // Registers are set one by one, since KVM stops at the first that it refuses. A register that KVM lists and refuses has
         // the value of the host's processor, which is the same.
         for entry in msrs {
             vcpu.set_msrs(&one(*entry)?)?;
@@ -211,7 +211,7 @@ fn read_msrs(vcpu: &VcpuFd, known: &MsrList) -> Result<Vec<kvm_msr_entry>, kvm_i
             index: *index,
             ..Default::default()
         })?;
-        // Some of those that KVM knows are not this processor's.
+        // KVM knows registers that this processor does not have.
         if let Ok(1) = vcpu.get_msrs(&mut msrs) {
             found.extend_from_slice(msrs.as_slice());
         }
@@ -248,7 +248,7 @@ impl InterruptState {
         for chip in &self.chips {
             vm.set_irqchip(chip)?;
         }
-        // The clock goes on from where it was, whatever time it is.
+        // The clock continues from its saved value, independent of the present time.
         vm.set_clock(&kvm_clock_data {
             clock: self.clock.clock,
             ..Default::default()

@@ -1,4 +1,4 @@
-//! Virtual processors: a thread each.
+//! vCPUs, each with a thread.
 
 use std::io;
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use super::Ended;
 use super::bus::Bus;
 
-/// Time that a kicked thread has to end before it is kicked again: the signal may come right before the guest
-/// is entered.
+/// Interval of signals to a vCPU thread that must end. A signal may arrive immediately before the guest is entered, and have no
+/// effect.
 const KICK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Processor features as KVM has them, for the processor with this local APIC.
+/// Returns the processor features that KVM supports, for the vCPU with this local APIC.
 pub(super) fn cpuid(kvm: &Kvm, apic: u8) -> Result<CpuId, kvm_ioctls::Error> {
     const FEATURES: u32 = 0x1;
-    /// The hypervisor bit, and the local APIC's timer by time stamp.
+    /// CPUID bits: hypervisor, and TSC deadline timer of the local APIC.
     const HYPERVISOR: u32 = 1 << 31;
     const TSC_DEADLINE: u32 = 1 << 24;
     const APIC_SHIFT: u32 = 24;
@@ -41,14 +41,14 @@ pub(super) fn cpuid(kvm: &Kvm, apic: u8) -> Result<CpuId, kvm_ioctls::Error> {
     Ok(cpuid)
 }
 
-/// The running processors.
+/// The running vCPUs.
 pub(super) struct Vcpus {
     stopping: Arc<AtomicBool>,
     threads: Vec<JoinHandle<VcpuFd>>,
 }
 
 impl Vcpus {
-    /// Runs processors that are set up. Each reports when it ends by itself. `vmm` knows their threads then.
+    /// Starts vCPUs that are set up. Each one reports if it ends by itself. Registers the threads with `vmm`.
     pub(super) fn start(
         vcpus: Vec<VcpuFd>,
         vmm: &KvmVmm,
@@ -69,28 +69,28 @@ impl Vcpus {
                 .name(format!("vcpu-{number}"))
                 .spawn(move || {
                     let mut vcpu = vcpu;
-                    // It waits for nobody: there is room.
+                    // The channel has room, so that sending does not block.
                     let _ = name.send(ThreadId::of_this_thread());
                     if let Some(why) = run(&mut vcpu, &bus, &stopping) {
-                        // A machine ends once; later requests are dropped.
+                        // Only the first end counts; later ones are dropped.
                         let _ = ended.send(why);
                     }
                     vcpu
                 })?;
             running.threads.push(thread);
-            // At most four.
+            // There are at most four.
             vmm.set_vcpu_thread(number as u32, named.recv().ok());
         }
         Ok(running)
     }
 
-    /// Ends all of them. Each stands between two instructions then.
+    /// Stops all vCPUs, each between two instructions.
     pub(super) fn stop(&mut self) -> Vec<VcpuFd> {
         self.stopping.store(true, Ordering::Release);
         let mut stopped = Vec::new();
         for thread in self.threads.drain(..) {
             while !thread.is_finished() {
-                // Fails for a thread that has ended alone.
+                // Fails only if the thread has ended.
                 let _ = thread.kill(SIGRTMIN());
                 thread::sleep(KICK_AGAIN);
             }
@@ -109,14 +109,14 @@ impl Drop for Vcpus {
     }
 }
 
-/// Empty handler: the signal ends a system call by its arrival.
+/// Signal handler without effect: the signal interrupts a system call.
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
-/// Runs a processor until it is stopped; or returns what ended it.
+/// Runs a vCPU until it is stopped. Returns the reason if it ends by itself.
 fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
     loop {
-        // An access that exited is part of an instruction, which KVM completes when it is entered
-        // again: also the last one, and then it runs no other.
+        // KVM completes the instruction of an access that exited when the vCPU is entered again. Before stopping, this entry
+        // happens with an immediate exit, so that no other instruction runs.
         let last = stopping.load(Ordering::Acquire);
         vcpu.set_kvm_immediate_exit(u8::from(last));
         match vcpu.run() {
@@ -124,7 +124,7 @@ fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
             Ok(VcpuExit::IoOut(port, data)) => bus.write_port(port, data),
             Ok(VcpuExit::MmioRead(address, data)) => bus.read_address(address, data),
             Ok(VcpuExit::MmioWrite(address, data)) => bus.write_address(address, data),
-            // A triple fault, which resets a PC.
+            // A triple fault resets a PC.
             Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(Ended::Reset),
             Ok(VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen) => {}
             Ok(exit) => return Some(Ended::Failed(format!("a vCPU stopped: {exit:?}"))),

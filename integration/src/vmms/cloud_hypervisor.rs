@@ -1,5 +1,5 @@
-//! A Cloud Hypervisor of the user's: a stock one has functions of `nvme-mpt serve`, one with our patch has
-//! them in its own process.
+//! The user's Cloud Hypervisor. A stock one uses functions of `nvme-mpt serve`, and one with this project's patch has functions
+//! in its own process.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -20,13 +20,13 @@ use super::{
     VmmsError, expect_success,
 };
 
-/// The environment variable that names one.
+/// Environment variable with the path of the user's Cloud Hypervisor.
 pub const VARIABLE: &str = "CLOUD_HYPERVISOR";
 
 const NAME: &str = "cloud-hypervisor";
-/// The option of one that has functions in its own process.
+/// Option for functions in its own process.
 const OPTION: &str = "--nvme-mpt";
-/// The option for devices over vfio-user.
+/// Option for vfio-user devices.
 const USER_DEVICE: &str = "--user-device";
 
 /// A Cloud Hypervisor with a guest.
@@ -36,31 +36,31 @@ pub struct CloudHypervisor {
     folder: PathBuf,
     state_dir: PathBuf,
     pluggable: FunctionOptions,
-    /// None if functions are in its own process.
+    /// Server of the functions; `None` if functions are in the VMM's process.
     server: Option<Server>,
 }
 
-/// Returns the one that the user names.
+/// Returns the path of the user's Cloud Hypervisor.
 pub fn named() -> Option<PathBuf> {
     std::env::var_os(VARIABLE).map(PathBuf::from)
 }
 
-/// Returns whether the one that the user names has functions in its own process.
+/// Returns whether the user's Cloud Hypervisor has functions in its own process.
 ///
 /// # Errors
-/// None is named, or it cannot be run.
+/// The variable is not set, or the program cannot be run.
 pub fn has_own_functions() -> Result<bool, VmmsError> {
     let binary = named().ok_or(VmmsError::NotNamed)?;
     let help = process::run(Command::new(&binary).arg("--help"))?;
     Ok(help.contains(OPTION))
 }
 
-/// The same, if it is there to be [brought](crate::lab::LabConfig::bring) into the lab.
+/// Returns the path if the file exists, to be [copied](crate::lab::LabConfig::bring) into the lab.
 pub fn to_bring() -> Option<PathBuf> {
     named().filter(|path| path.is_file())
 }
 
-/// Returns the prefix of a command in the lab that is to find it, if one is named.
+/// Returns the prefix that sets the variable for a command in the lab; empty if the user has none.
 pub fn assignment() -> String {
     let Some(path) = named() else {
         return String::new();
@@ -72,16 +72,16 @@ pub fn assignment() -> String {
     )
 }
 
-/// Starts the one that the user names with `arguments`. Its API's socket and its log lie in `folder`.
+/// Starts the user's Cloud Hypervisor with `arguments`. Its API socket and its log are in `folder`.
 ///
 /// # Errors
-/// None is named, or it can't be started.
+/// The variable is not set, or the program cannot be started.
 pub fn spawn<S: AsRef<OsStr>>(
     folder: &Path,
     arguments: impl IntoIterator<Item = S>,
 ) -> Result<Supervised, VmmsError> {
     let socket = api(folder);
-    // One of an earlier guest may still lie there.
+    // A socket of an earlier guest may still exist.
     let _ = std::fs::remove_file(&socket);
     let mut command = Command::new(named().ok_or(VmmsError::NotNamed)?);
     command
@@ -90,10 +90,10 @@ pub fn spawn<S: AsRef<OsStr>>(
     Ok(Supervised::spawn(NAME, &command, &folder.join("vmm.log"))?)
 }
 
-/// Asks the one of that folder for something (Cloud Hypervisor, docs/api.md). A request without a body has `null`.
+/// Sends an API request to the Cloud Hypervisor of a directory (Cloud Hypervisor, docs/api.md). The body may be `null`.
 ///
 /// # Errors
-/// If it does not answer, or refuses.
+/// The VMM does not answer, or refuses.
 pub fn ask(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError> {
     let path = api(folder);
     let file = || VmmsError::file(&path);
@@ -124,7 +124,7 @@ fn api(folder: &Path) -> PathBuf {
     folder.join("api")
 }
 
-/// An answer to a request (RFC 9112).
+/// HTTP response (RFC 9112).
 struct Answer {
     status: String,
     body: String,
@@ -161,7 +161,7 @@ impl Answer {
     }
 }
 
-/// Connects to its serial port, when that is there.
+/// Connects to the serial port's socket once it exists.
 fn connect(
     path: &Path,
     mut has_ended: impl FnMut() -> Result<bool, VmmsError>,
@@ -178,7 +178,7 @@ fn connect(
     }
 }
 
-/// Returns the help of the one that the user names, which has vfio-user.
+/// Returns the help text of the user's Cloud Hypervisor, which must support vfio-user.
 fn help() -> Result<String, VmmsError> {
     let binary = named().ok_or(VmmsError::NotNamed)?;
     let help = process::run(Command::new(&binary).arg("--help"))?;
@@ -188,15 +188,15 @@ fn help() -> Result<String, VmmsError> {
     }
 }
 
-/// Returns the arguments that give it a function over vfio-user.
+/// Returns the arguments for a vfio-user function.
 fn user_device(socket: &Path, id: &str) -> [String; 2] {
     let device = format!("socket={},id={id}", socket.display());
     [USER_DEVICE.to_owned(), device]
 }
 
 impl CloudHypervisor {
-    /// Launches the one that the user names, with or without the patch. Its first function is behind a socket of a
-    /// server that others share. It cannot be given another one.
+    /// Launches the user's Cloud Hypervisor, with or without the patch. Its first function is on a socket of a server that
+    /// other VMMs share. No other function can be plugged.
     ///
     /// # Errors
     /// As of [`Vmm::launch`].
@@ -205,7 +205,7 @@ impl CloudHypervisor {
         Self::boot(setup, user_device(socket, &setup.first.id), None, &[])
     }
 
-    /// Launches it as [`Vmm::launch`] does, with more arguments.
+    /// Launches as [`Vmm::launch`] does, with additional arguments.
     ///
     /// # Errors
     /// As of [`Vmm::launch`].
@@ -226,7 +226,7 @@ impl CloudHypervisor {
         Self::boot(setup, function, Some(server), arguments)
     }
 
-    /// Asks the guest to have so many bytes in its balloon.
+    /// Requests a balloon of `bytes` bytes.
     ///
     /// # Errors
     /// The VMM refuses.
@@ -242,7 +242,7 @@ impl CloudHypervisor {
         more: &[&str],
     ) -> Result<Self, VmmsError> {
         let (agent, console) = (setup.folder.join("agent"), setup.folder.join("console"));
-        // One of an earlier guest may still lie there.
+        // A socket of an earlier guest may still exist.
         let _ = std::fs::remove_file(&agent);
         let kernel = &setup.assets.kernel;
         let command_line = format!(
@@ -255,7 +255,7 @@ impl CloudHypervisor {
             ["--kernel".into(), kernel.image.display().to_string()],
             ["--cmdline".into(), command_line],
             ["--cpus".into(), format!("boot={}", setup.vcpus)],
-            // A server maps it.
+            // The memory is shared, since a server maps it.
             ["--memory".into(), format!("size={MEMORY_MIB}M,shared=on")],
             ["--console".into(), format!("file={}", console.display())],
             ["--serial".into(), format!("socket={}", agent.display())],
@@ -265,7 +265,7 @@ impl CloudHypervisor {
         let arguments = arguments.chain(more.iter().map(|&argument| argument.to_owned()));
         let mut vmm = spawn(setup.folder, arguments)?;
         let stream = connect(&agent, || Ok(vmm.ended()?.is_some()))?;
-        // It raises one interrupt for all that comes over its serial port at once.
+        // The serial port raises a single interrupt for all bytes that arrive together.
         let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
         guest.await_ready(BOOT_PATIENCE)?;
         Ok(Self {
@@ -303,17 +303,17 @@ impl Vmm for CloudHypervisor {
     }
 
     fn unplug(&mut self, _: &str) -> Result<Outcome, VmmsError> {
-        // The guest gets the request, and lets go of the function.
+        // The guest receives the request, and releases the function.
         let device = json!({"id": self.pluggable.id});
         ask(&self.folder, "vm.remove-device", &device)?;
         Ok(Outcome::Done)
     }
 
     fn reboot(&mut self) -> Result<Outcome, VmmsError> {
-        // The script has no end that could be waited for.
+        // The script's end cannot be observed.
         let _job = self.guest.start(REBOOT)?;
         let deadline = Instant::now() + BOOT_PATIENCE;
-        // It makes its devices anew, the serial port among them.
+        // A reboot creates all devices again, including the serial port.
         loop {
             match self.guest.await_ready(BOOT_PATIENCE) {
                 Err(GuestError::Silent {

@@ -1,8 +1,8 @@
-//! VMMs behind one trait, which launches them, so that one list of checks runs over every VMM that is there.
+//! VMMs behind one trait, so that the same checks run with every available VMM.
 //!
-//! - [`Qemu`]: stock, with functions over vfio-user;
+//! - [`Qemu`]: a stock QEMU, with functions over vfio-user;
 //! - [`Reference`]: the [reference VMM](crate::vmm), with functions in its own process;
-//! - [`CloudHypervisor`]: one of the user's; over vfio-user or in its own process, as it can.
+//! - [`CloudHypervisor`]: the user's Cloud Hypervisor, with functions over vfio-user or in its own process.
 //!
 //! Each has a guest, whose [`Agent`] runs scripts.
 
@@ -27,14 +27,14 @@ pub use qemu::Qemu;
 pub use reference::Reference;
 
 const MEMORY_MIB: u32 = 384;
-/// Longer than a guest takes to end, or a VMM to answer.
+/// Timeout of a guest's end and of a VMM's answer.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Parameter for kernels that boot without firmware: to reset the machine as ACPI says. On a machine without
-/// legacy hardware they would jump to where a BIOS begins.
+/// Kernel parameter for machines without firmware: reset by ACPI. Without legacy hardware, other methods end in a jump to a
+/// missing BIOS.
 const RESET_BY_ACPI: &str = "reboot=acpi";
 
-/// Script that a guest runs to end, or to begin again: its root is left in order.
+/// Scripts that power off or reboot the guest, with a clean root file system.
 const POWER_OFF: &str = "sync; mount -o remount,ro / && poweroff -f";
 const REBOOT: &str = "sync; mount -o remount,ro / && reboot -f";
 
@@ -50,24 +50,24 @@ pub enum VmmsError {
     /// The VMM can't be run.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// A file or a socket can't be used.
+    /// A file or a socket cannot be used.
     #[error("Cannot use {path}")]
     File {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The user names no Cloud Hypervisor.
+    /// The user's Cloud Hypervisor is not named.
     #[error("{} names no Cloud Hypervisor", cloud_hypervisor::VARIABLE)]
     NotNamed,
-    /// The user names a program that is no Cloud Hypervisor.
+    /// The named program is no Cloud Hypervisor.
     #[error("{path} does not say in its --help that it is a Cloud Hypervisor: {variable} is to name one", variable = cloud_hypervisor::VARIABLE)]
     NoCloudHypervisor {
         /// The path.
         path: PathBuf,
     },
-    /// The VMM does not do what it is asked for.
+    /// The VMM refuses a request.
     #[error("The VMM refused `{asked}`: {answer}")]
     Refused {
         /// Request.
@@ -81,12 +81,12 @@ pub enum VmmsError {
         /// Request.
         asked: String,
     },
-    /// The VMM ended in another way than it should have.
+    /// The VMM ended unexpectedly.
     #[error("It ended with {status}:\n{log}")]
     Ended {
         /// Exit status.
         status: ExitStatus,
-        /// The end of what it printed.
+        /// End of its output.
         log: String,
     },
 }
@@ -101,37 +101,37 @@ impl VmmsError {
 /// Result of a request to a VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// The VMM fulfilled the request.
+    /// The VMM executed the request.
     Done,
-    /// The VMM lacks this; the text names what was done instead.
+    /// The VMM does not support the request. The text names the replacement.
     Lacking(&'static str),
 }
 
-/// Place of a guest's root file system, which has the guests' user land.
+/// Location of a guest's root file system, which contains the guests' user land.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Root {
-    /// The function that the guest has from the start.
+    /// Function that the guest has from the start.
     Function,
-    /// The guest's memory.
+    /// Guest memory.
     Memory,
 }
 
-/// Parts of a guest.
+/// Configuration of a VMM and its guest.
 #[derive(Debug)]
 pub struct Setup<'a> {
     /// Kernel and programs.
     pub assets: &'a Assets,
-    /// Number of its vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// Place of its root.
+    /// Location of the root file system.
     pub root: Root,
-    /// The function that it has from the start.
+    /// Function that the guest has from the start.
     pub first: FunctionOptions,
-    /// The function that it can be given at run time.
+    /// Function that can be plugged at run time.
     pub pluggable: FunctionOptions,
-    /// Takes logs and sockets.
+    /// Directory of logs and sockets.
     pub folder: &'a Path,
-    /// Takes leases. A server of the VMM's drives has the same.
+    /// Directory of the lease ledger, which a server of the VMM's drives shares.
     pub state_dir: &'a Path,
 }
 
@@ -140,7 +140,7 @@ impl Setup<'_> {
         [self.first.clone(), self.pluggable.clone()]
     }
 
-    /// Returns the parameters of the kernel that are about its root.
+    /// Returns the kernel parameters for the root file system.
     fn root_arguments(&self) -> &'static str {
         match self.root {
             Root::Function => ROOT_ARGUMENTS,
@@ -148,7 +148,7 @@ impl Setup<'_> {
         }
     }
 
-    /// Returns the initial file system, if the root is in memory.
+    /// Returns the initramfs, if the root is in memory.
     fn initramfs(&self) -> Option<&Path> {
         match self.root {
             Root::Function => None,
@@ -157,47 +157,47 @@ impl Setup<'_> {
     }
 }
 
-/// A VMM with a guest, whose root is on a function. Dropping it kills it.
+/// A VMM with a guest. Dropping it kills the VMM.
 pub trait Vmm {
-    /// Launches the VMM, and waits until its guest is there.
+    /// Launches the VMM, and waits until its guest accepts commands.
     ///
     /// # Errors
-    /// The VMM can't be run, or the guest does not come up.
+    /// The VMM cannot be run, or the guest does not come up.
     fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError>
     where
         Self: Sized;
 
-    /// The guest.
+    /// Returns the guest.
     fn guest(&self) -> &Agent;
 
-    /// Plugs the pluggable function, and has the guest rescan its bus if the VMM sends no event.
+    /// Plugs the pluggable function. If the VMM sends no event, the guest rescans its bus.
     ///
     /// # Errors
     /// The VMM refuses.
     fn plug(&mut self) -> Result<(), VmmsError>;
 
-    /// Removes that function. `controller` is the guest's name of it, as in `nvme1`.
+    /// Unplugs the pluggable function. `controller` is its name in the guest, as in `nvme1`.
     ///
     /// # Errors
     /// The VMM or the guest refuses.
     fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError>;
 
-    /// Reboots the guest, and waits until it takes commands.
+    /// Reboots the guest, and waits until it accepts commands.
     ///
     /// # Errors
-    /// If it is not.
+    /// The guest does not come up again.
     fn reboot(&mut self) -> Result<Outcome, VmmsError>;
 
-    /// Ends the server of its functions, which has a keeper, and waits until the next one serves.
+    /// Replaces the server of the functions under its supervisor, and waits until the successor serves.
     ///
     /// # Errors
-    /// That does not come up.
+    /// The successor does not come up.
     fn replace_server(&mut self, how: Replacement) -> Result<Outcome, VmmsError>;
 
     /// Powers the guest off, and waits until the VMM has ended.
     ///
     /// # Errors
-    /// If it does not.
+    /// The VMM does not end.
     fn power_off(&mut self) -> Result<(), VmmsError>;
 }
 
@@ -205,7 +205,7 @@ pub trait Vmm {
 const NO_SERVER: Outcome =
     Outcome::Lacking("its functions are in its own process, without a server");
 
-/// Returns the script with which a guest stops using a controller and forgets its function.
+/// Returns a script that releases a controller and removes its function in the guest.
 fn forget(controller: &str) -> String {
     format!("echo 1 >/sys/class/nvme/{controller}/device/remove")
 }

@@ -25,7 +25,7 @@ impl Vmm for Qemu {
             .hotplug()
             .reboots()
             .drive(Drive::vfio_user(server.socket(&setup.first.id)))
-            // Each letter on the console takes an exit. Warnings, such as those of late commands, are enough.
+            // Each letter on the console costs an exit, so only warnings are printed, such as those about late commands.
             .kernel_arguments("loglevel=5");
         let config = match setup.root {
             Root::Function => config.root_on_drive(),
@@ -57,7 +57,7 @@ impl Vmm for Qemu {
     }
 
     fn reboot(&mut self) -> Result<Outcome, VmmsError> {
-        // The script has no end that could be waited for.
+        // The script's end cannot be observed.
         let _job = self.guest.start(REBOOT)?;
         self.guest.await_ready(BOOT_PATIENCE)?;
         Ok(Outcome::Done)

@@ -20,7 +20,7 @@ use super::{
 const NAME: &str = "reference-vmm";
 /// Exit status after the guest reset the machine.
 const RESET: i32 = 2;
-/// Longest time from the end of a VMM's connections to that of the VMM.
+/// Longest wait for the VMM's end after its connections have ended.
 const END_PATIENCE: Duration = Duration::from_secs(30);
 
 /// The reference VMM.
@@ -31,7 +31,7 @@ pub struct Reference {
     pluggable: (String, String),
 }
 
-/// Needs for starting it, and for starting it again.
+/// Parameters for starting and restarting the VMM.
 #[derive(Debug)]
 struct Machine {
     kernel: (String, PathBuf),
@@ -43,11 +43,11 @@ struct Machine {
     state_dir: PathBuf,
 }
 
-/// Starts the reference VMM with `arguments`. Its control socket lies in `folder`, its leases in `state_dir`; `log` is
+/// Starts the reference VMM with `arguments`. Its control socket is in `folder`, its leases are in `state_dir`, and `log` is
 /// the guest's console.
 ///
 /// # Errors
-/// If it can't be started.
+/// The VMM cannot be started.
 pub fn spawn<S: AsRef<OsStr>>(
     folder: &Path,
     state_dir: &Path,
@@ -64,10 +64,10 @@ pub fn spawn<S: AsRef<OsStr>>(
     Supervised::spawn(NAME, &command, log)
 }
 
-/// Asks the reference VMM of that folder for something while its guest runs, and returns its answer.
+/// Sends a control request to the reference VMM of a directory, and returns the answer.
 ///
 /// # Errors
-/// If it does not answer, or refuses.
+/// The VMM does not answer, or refuses.
 pub fn ask(folder: &Path, request: &str) -> Result<String, VmmsError> {
     let path = control(folder);
     let file = || VmmsError::file(&path);
@@ -125,10 +125,10 @@ impl Machine {
 }
 
 impl Reference {
-    /// Asks the VMM for something.
+    /// Sends a control request to the VMM, and returns the answer.
     ///
     /// # Errors
-    /// If it refuses or does not answer. The error of a VMM that has ended has its status.
+    /// The VMM refuses or does not answer. If the VMM has ended, the error contains its exit status.
     fn ask(&mut self, request: &str) -> Result<String, VmmsError> {
         let answer = ask(&self.machine.folder, request);
         match answer {
@@ -166,7 +166,7 @@ impl Vmm for Reference {
 
     fn plug(&mut self) -> Result<(), VmmsError> {
         self.ask(&format!("add {}", self.pluggable.1))?;
-        // Nothing in the machine reports it to the guest.
+        // The VMM sends no hotplug event.
         self.guest.check("echo 1 >/sys/bus/pci/rescan", PATIENCE)?;
         Ok(())
     }

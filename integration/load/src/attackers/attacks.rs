@@ -1,4 +1,4 @@
-//! Each kind of attack.
+//! Implementations of the attacks.
 
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -25,32 +25,32 @@ use super::error::AttackError;
 use super::kind::Kind;
 use super::server::Server;
 
-/// Bytes of a small read.
+/// Size of a small read in bytes.
 const SMALL: u64 = 4096;
-/// Bytes of a large read.
+/// Size of a large read in bytes.
 const LARGE: u64 = 128 << 10;
-/// Queues of the attacker that has many.
+/// Number of queues of the attacker with many queues.
 const QUEUES: u16 = 16;
-/// Commands in flight in each of them.
+/// In-flight commands in each of them.
 const DEPTH: usize = 32;
-/// Memory of an attacker's guest.
+/// Memory of an attacker's guest in bytes.
 const MEMORY: u64 = 8 << 20;
-/// Memory in which holes are punched.
+/// Memory in which holes are punched, in bytes.
 const HOLES: usize = 64 << 20;
-/// Instances of epoll that watch an eventfd, and descriptors of it that each watches: 20,000 watches.
+/// Number of epoll instances that watch an eventfd, and number of its descriptors that each watches: 20,000 watches.
 const WATCHES: [usize; 2] = [100, 200];
-/// Bytes of a range that is deallocated.
+/// Size of a deallocated range in bytes.
 const RANGE: u64 = 32 << 20;
-/// Time for which a client with a full eventfd stays, before it comes anew.
+/// Time for which a client with a full eventfd stays connected before it reconnects.
 const STAY: Duration = Duration::from_millis(50);
-/// Connections with nonsense to each guest with invalid doorbells.
+/// Number of invalid connections between guests with invalid doorbell writes.
 const NONSENSE: u64 = 32;
-/// Longest wait for the end of a connection.
+/// Timeout for the server to close a connection.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
-/// An attacker that is connected, and does nothing unless it is told to.
+/// A connected attacker, which is idle until it is told to attack.
 pub(super) trait Attack: Send {
-    /// Attacks until `stop`. Returns the number of its operations.
+    /// Attacks until `stop`. Returns the number of operations.
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError>;
 }
 
@@ -76,7 +76,7 @@ fn interrupt() -> Result<Interrupt, AttackError> {
     Interrupt::new().map_err(AttackError::system("Making an eventfd"))
 }
 
-/// Connects once more. The server refuses it until it has noticed the end of the connection before.
+/// Connects again. The server refuses until it has noticed the end of the previous connection.
 fn again<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, AttackError> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -89,7 +89,7 @@ fn again<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, AttackErr
     }
 }
 
-/// The control.
+/// The control attack, which only uses processor time.
 struct Spin;
 
 impl Attack for Spin {
@@ -101,7 +101,7 @@ impl Attack for Spin {
     }
 }
 
-/// Reads into one buffer by some queues.
+/// Reads into one buffer on several queues.
 struct Reads {
     queues: Vec<QueuePair>,
     depth: usize,
@@ -146,7 +146,7 @@ impl Attack for Reads {
     }
 }
 
-/// Has each of its interrupts call as many functions of the kernel as its eventfd has watches.
+/// Reads with an eventfd that has many watches. Each interrupt makes the server's write call a kernel function per watch.
 struct Watched {
     reads: Reads,
     _watches: Vec<Epoll>,
@@ -185,7 +185,7 @@ impl Attack for Watched {
     }
 }
 
-/// Comes again and again with an eventfd whose next write waits.
+/// Connects repeatedly with an eventfd whose next write blocks.
 struct Full {
     socket: PathBuf,
 }
@@ -205,9 +205,9 @@ impl Full {
         let mut reads = again(|| Reads::connect(&self.socket, 1, SMALL, 8))?;
         let event = reads.client.vectors[1].event();
         let failed = AttackError::system("Filling an eventfd");
-        // Nothing reads it.
+        // Nothing reads the eventfd.
         event.write(u64::MAX - 1).map_err(&failed)?;
-        // The server has made it non-blocking, which any process that has it can undo.
+        // The server makes the eventfd non-blocking. Any process that shares it can undo that.
         let descriptor = eventfd::share(event).map_err(&failed)?;
         rustix::io::ioctl_fionbio(descriptor, false).map_err(|error| failed(error.into()))?;
         let end = AtomicBool::new(false);
@@ -224,7 +224,7 @@ impl Full {
     }
 }
 
-/// Punches holes beneath its buffers.
+/// Punches holes in the memory of its buffers.
 struct Holes {
     client: Client,
     queues: Vec<QueuePair>,
@@ -246,7 +246,7 @@ impl Holes {
         })
     }
 
-    /// Returns the offset of the buffers in the file of the guest's memory.
+    /// Returns the offset of the buffers in the guest's memory file.
     fn offset(&self) -> u64 {
         let regions = self.client.memory.regions();
         let gpa = self.data.gpa();
@@ -286,25 +286,25 @@ impl Attack for Holes {
     }
 }
 
-/// Has the server log: by connections with nonsense, then by a guest that writes invalid values to doorbells, and resets
-/// its controller.
+/// Makes the server log: first by invalid connections, then by a guest that writes invalid doorbell values and resets its
+/// controller.
 struct Log {
     socket: PathBuf,
 }
 
 impl Log {
-    /// Connects, and sends what is no message. The server logs that, and closes the connection.
+    /// Connects and sends an invalid message. The server logs it and closes the connection.
     fn say_nonsense(&self) -> std::io::Result<()> {
         let mut stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
-        // The server may have closed it before all is written, or have a client that it has not seen the end of.
+        // Errors are expected: the server may close the connection early, or still have the previous client.
         if stream.write_all(&[0xFF; 64]).is_ok() {
             let _ = stream.read_to_end(&mut Vec::new());
         }
         Ok(())
     }
 
-    /// Is a guest that writes invalid values to doorbells of queues that exist, and of one that does not.
+    /// Connects a guest that writes invalid values to doorbells, of an existing and of a missing queue.
     fn ring_wrongly(&self) -> Result<(), AttackError> {
         let mut client = again(|| Client::connect(&self.socket, MEMORY, 1, interrupt()?))?;
         let _queue = client.queue(1, true)?;
@@ -338,7 +338,7 @@ impl Attack for Log {
 /// Deallocates blocks that are deallocated already.
 struct Deallocate {
     queues: Vec<QueuePair>,
-    /// Ranges, each in a page of its own.
+    /// Ranges, each in a separate page.
     ranges: Vec<(DmaBuffer, Prepared)>,
     _client: Client,
 }
@@ -374,7 +374,7 @@ impl Attack for Deallocate {
     }
 }
 
-/// Asks for upgrades while the path of its drive leads nowhere.
+/// Requests upgrades while its drive's path does not exist.
 struct RefusedUpgrade<'a> {
     server: &'a Server,
     _client: Client,

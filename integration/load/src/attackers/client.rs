@@ -1,4 +1,4 @@
-//! A guest's driver on one function.
+//! A guest driver for one function.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,32 +15,32 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use super::error::AttackError;
 
-/// The namespace of each function.
+/// Namespace of each function.
 pub(super) const NSID: u32 = 1;
-/// Vector of the I/O queues that raise one.
+/// Interrupt vector of I/O queues.
 const VECTOR: u16 = 1;
-/// Entries of an I/O queue.
+/// Number of entries of an I/O queue.
 const ENTRIES: u32 = 64;
-/// Start of a guest's memory.
+/// Guest physical address of the memory.
 const MEMORY_BASE: u64 = 1 << 32;
-/// Time for which an attacker with nothing to do leaves the processor to others.
+/// Sleep of an attacker without work.
 const PAUSE: Duration = Duration::from_micros(50);
-/// Longest wait for commands in flight at the end of an attack.
+/// Timeout of in-flight commands at the end of an attack.
 const ENDS_WITHIN: Duration = Duration::from_secs(60);
 
-/// A guest that is connected, with an enabled controller.
+/// A connected guest with an enabled controller.
 pub(super) struct Client {
     pub(super) who: String,
     pub(super) controller: Controller,
     pub(super) memory: GuestMemory,
     pub(super) block_size: u64,
     pub(super) blocks: u64,
-    /// Vectors of the admin queue and of I/O queues.
+    /// Vectors of the admin queue and of the I/O queues.
     pub(super) vectors: [Arc<Interrupt>; 2],
 }
 
 impl Client {
-    /// Connects a guest that has so much memory and may have so many I/O queues. `interrupt` is its vector for them.
+    /// Connects a guest with `memory` bytes of memory and up to `queues` I/O queues, whose vector is `interrupt`.
     pub(super) fn connect(
         socket: &Path,
         memory: u64,
@@ -73,7 +73,7 @@ impl Client {
         })
     }
 
-    /// Makes an I/O queue pair. It raises the vector with each completion, if so wanted.
+    /// Creates an I/O queue pair. With `interrupts`, each completion signals the vector.
     pub(super) fn queue(&mut self, id: u16, interrupts: bool) -> Result<QueuePair, AttackError> {
         let options = match interrupts {
             true => QueueOptions::interrupting(ENTRIES, VECTOR, Arc::clone(&self.vectors[1])),
@@ -83,8 +83,8 @@ impl Client {
         queue.map_err(AttackError::driver(&self.who))
     }
 
-    /// Returns the read number `number` of so many bytes: one behind the other, around the namespace. It lacks a pointer to
-    /// its data.
+    /// Returns read `number` of `bytes` bytes, without a data pointer. Consecutive numbers read consecutive blocks, wrapping at
+    /// the end of the namespace.
     pub(super) fn read(&self, number: u64, bytes: u64) -> Sqe {
         let blocks = bytes / self.block_size;
         let places = (self.blocks / blocks).max(1);
@@ -92,7 +92,7 @@ impl Client {
     }
 }
 
-/// Keeps so many commands in flight in each queue until `stop`, whatever their status. Returns how many completed.
+/// Keeps `depth` commands in flight in each queue until `stop`, ignoring their status. Returns the number of completions.
 pub(super) fn keep_busy(
     queues: &mut [QueuePair],
     depth: usize,
@@ -102,7 +102,7 @@ pub(super) fn keep_busy(
     let (mut submitted, mut completed) = (0, 0);
     let mut in_flight = vec![0_usize; queues.len()];
     let mut end = None;
-    // What is in flight at the end is awaited, so that the quiet half is quiet.
+    // In-flight commands are awaited, so that the quiet half of the next round is quiet.
     loop {
         let mut has_moved = false;
         if end.is_none() && stop.load(Ordering::Relaxed) {

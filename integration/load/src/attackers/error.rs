@@ -1,4 +1,4 @@
-//! Failures of a measurement beside an attacker.
+//! Errors of a measurement with an attacker.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,34 +6,34 @@ use std::process::Output;
 
 use nvme_mpt_tests::memory::MemoryError;
 
-/// A measurement beside an attacker that could not be made, or that found a victim disturbed.
+/// Errors of a measurement with an attacker.
 #[derive(Debug, thiserror::Error)]
 pub enum AttackError {
-    /// A program does not start.
+    /// A program cannot be started.
     #[error("Cannot start {program}")]
     Start {
-        /// Its path.
+        /// Path of the program.
         program: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
     /// The server ended before it was ready.
     #[error("{program} ended before it was ready:\n{log}")]
     NotReady {
-        /// Its path.
+        /// Path of the program.
         program: PathBuf,
-        /// Its log.
+        /// Log of the server.
         log: String,
     },
-    /// A guest's driver failed.
+    /// A guest driver failed.
     #[error("The driver of {who} failed")]
     Driver {
-        /// The guest's function.
+        /// Name of the guest's function.
         who: String,
-        /// Why.
+        /// Cause.
         source: nvme_mpt_tests::Error,
     },
-    /// Memory for a guest could not be had.
+    /// Guest memory cannot be allocated.
     #[error("Cannot have memory for a guest")]
     Memory(#[from] MemoryError),
     /// A system call failed.
@@ -41,24 +41,24 @@ pub enum AttackError {
     System {
         /// Action that failed.
         what: &'static str,
-        /// Its error.
+        /// Error of the call.
         source: io::Error,
     },
-    /// A thread cannot be kept on a processor.
+    /// A thread cannot be bound to a processor.
     #[error("Cannot keep a thread on processor {cpu}: name others with --cpus")]
     Processor {
-        /// Its number.
+        /// Number of the processor.
         cpu: usize,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// An upgrade was not refused for the drive that was renamed.
+    /// An upgrade succeeded although the drive was renamed.
     #[error("`nvme-mpt upgrade` was not refused for the drive that was renamed: {printed}")]
     Upgraded {
         /// Output of the command.
         printed: String,
     },
-    /// Bug in this program.
+    /// A thread of this program panicked.
     #[error("A thread panicked")]
     Panicked,
 }

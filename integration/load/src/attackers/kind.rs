@@ -36,7 +36,7 @@ impl Kind {
         Self::RefusedUpgrade,
     ];
 
-    /// Returns the name of its row.
+    /// Returns the name of the attacker's row.
     pub fn name(self) -> &'static str {
         match self {
             Self::Spin => "spin",

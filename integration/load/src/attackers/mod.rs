@@ -1,8 +1,8 @@
-//! Guests that attack their neighbours: what four guests notice of a fifth on the same poller of `nvme-mpt serve`.
+//! Guests that attack their neighbours: impact of a fifth guest on four others, on the same poller of `nvme-mpt serve`.
 //!
-//! - `client`: a guest's driver on one function; `victims`: guests that read, and their latencies;
-//! - `kind`: names of attackers; `attacks`: what the fifth guest does; `server`: the server with its functions;
-//! - `report`: the table; `error`: what can go wrong.
+//! - `client`: a guest driver for one function; `victims`: guests that read, and their latencies;
+//! - `kind`: names of attackers; `attacks`: their implementations; `server`: the server with its functions;
+//! - `report`: the table; `error`: errors.
 
 mod attacks;
 mod client;
@@ -57,12 +57,12 @@ pub struct Options {
     pub server: Option<PathBuf>,
 }
 
-/// Processors for the threads of guests. Without any, threads run anywhere.
+/// Processors for the guests' threads; empty for no binding.
 #[derive(Clone, Debug, Default)]
 pub struct Cpus(Vec<usize>);
 
 impl Cpus {
-    /// Keeps the calling thread on the processor of thread `number`.
+    /// Binds the calling thread to the processor for thread `number`.
     fn pin(&self, number: usize) -> Result<(), AttackError> {
         if self.0.is_empty() {
             return Ok(());
@@ -88,10 +88,10 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
         .ok_or_else(|| format!("'{text}' is not a number of seconds from 0.01 to 3600"))
 }
 
-/// Measures each attacker on a server of its own. `told` is called with each row as soon as there is one.
+/// Measures each attacker on a separate server. Calls `told` with each row when the row is complete.
 ///
 /// # Errors
-/// A server does not start, or a victim cannot connect to it. What goes wrong later is in the report.
+/// A server does not start, or a victim cannot connect. Later errors are in the report.
 pub fn run(
     program: &Path,
     options: &Options,
@@ -137,12 +137,12 @@ fn measure(kind: Kind, program: &Path, options: &Options) -> Result<Row, AttackE
     Ok(Row::measured(kind, &rounds))
 }
 
-/// Latencies of the victims, or the failure of one.
+/// Latencies of the victims, or the error of one.
 type Measured = Result<Figures, AttackError>;
-/// The attacker's operations per second, or why it could not attack.
+/// Operations per second of the attacker, or the reason why it could not attack.
 type Attempts = Result<f64, AttackError>;
 
-/// Runs the victims for some time, and the attacker beside them. They go on until the attack has ended.
+/// Runs the victims for a limited time, concurrently with an attack. The victims continue until the attack has ended.
 fn half(
     victims: &mut Victims,
     attack: Option<&mut (dyn Attack + '_)>,

@@ -1,4 +1,4 @@
-//! The table of attackers.
+//! Table of the attackers' impact.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,16 +11,16 @@ use super::kind::Kind;
 /// Latencies in nanoseconds.
 pub(super) type Latencies = Histogram<u64>;
 
-/// Bound of what is told apart. A longer latency is none that is measured.
+/// Maximum latency that is measured.
 const LONGEST: Duration = Duration::from_secs(3600);
 
 pub(super) fn histogram() -> Latencies {
     let longest = u64::try_from(LONGEST.as_nanos()).unwrap_or(u64::MAX);
-    // Three digits, and bounds that are constants.
+    // Three digits and constant bounds are always valid.
     Histogram::new_with_bounds(1, longest, 3).unwrap_or_else(|error| unreachable!("{error}"))
 }
 
-/// Latencies of the victims in half of a round, in microseconds.
+/// Latencies of all victims in half of a round, in microseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Figures {
     /// Median.
@@ -29,7 +29,7 @@ pub struct Figures {
     pub p99: f64,
     /// 99.9th percentile.
     pub p99_9: f64,
-    /// Longest: the longest gap between two completions of one victim, too.
+    /// Maximum, including the longest gap between two completions of one victim.
     pub max: f64,
 }
 
@@ -77,7 +77,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
-/// One round: first the neighbour is quiet, then it attacks.
+/// Results of one round: with a quiet neighbour, and with the attacker.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Round {
     pub(super) quiet: Figures,
@@ -86,30 +86,30 @@ pub(super) struct Round {
     pub(super) attempts: f64,
 }
 
-/// Outcome of an attacker.
+/// Result of an attacker.
 #[derive(Clone, Debug)]
 pub enum Outcome {
     /// Medians of the rounds.
     Measured {
-        /// Beside a quiet neighbour.
+        /// Latencies with a quiet neighbour.
         quiet: Figures,
-        /// Beside the attacker.
+        /// Latencies with the attacker.
         attacked: Figures,
         /// Operations of the attacker per second.
         attempts: f64,
     },
-    /// The attacker could not attack, and why.
+    /// The attack was impossible, with the reason.
     NotMeasured(String),
-    /// A victim had an error.
+    /// A victim failed, with the error.
     Failed(String),
 }
 
-/// One attacker.
+/// Row of one attacker.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// The attacker.
     pub kind: Kind,
-    /// Its figures, or why there are none.
+    /// Result.
     pub outcome: Outcome,
 }
 
@@ -136,7 +136,7 @@ impl Row {
         Self { kind, outcome }
     }
 
-    /// Returns the two lines above the rows.
+    /// Returns the two header lines of the table.
     pub fn header() -> String {
         let columns = format!("{:>9} {:>9} {:>9} {:>9}", "p50", "p99", "p99.9", "max");
         format!(
@@ -171,15 +171,15 @@ impl fmt::Display for Row {
     }
 }
 
-/// All attackers that were asked for.
+/// Results of all selected attackers.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// One for each of them.
+    /// One row per attacker.
     pub rows: Vec<Row>,
 }
 
 impl Report {
-    /// Attacks that this program cannot make, for below the table.
+    /// Attacks that this program cannot make, printed below the table.
     pub const LEFT_OUT: &str = "not measured: an upgrade beside a drive that does not answer, which takes a file system of one's own (FUSE)";
 
     /// Returns whether no victim had an error.

@@ -1,4 +1,4 @@
-//! A server with the functions of the victims and of the attacker, all on one poller.
+//! A server with functions for the victims and the attacker on one poller.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, PipeReader, Write};
@@ -16,21 +16,21 @@ use super::kind::Kind;
 
 /// Number of victims.
 pub(super) const VICTIMS: usize = 4;
-/// The attacker's drive, if it is a sparse file, and its bytes.
+/// Name and size in bytes of the attacker's drive, if it is a sparse file.
 const SPARSE: &str = "sparse.img";
 const SPARSE_LEN: u64 = 64 << 30;
-/// `nvme-mpt serve`, which ends when this is dropped.
+/// `nvme-mpt serve`, which is ended when this is dropped.
 pub(super) struct Server {
     program: PathBuf,
     child: Child,
     has_keeper: bool,
     folder: TempDir,
-    /// Its log, if nobody reads it.
+    /// Reading end of its log, if nothing reads the log.
     _unread: Option<PipeReader>,
 }
 
 impl Server {
-    /// Starts a server with the functions that this kind of attack needs, and waits until it is ready.
+    /// Starts a server with the functions for this kind of attack, and waits until it is ready.
     pub(super) fn start(program: &Path, kind: Kind, cpu: usize) -> Result<Self, AttackError> {
         let system = AttackError::system;
         let folder = tempfile::tempdir().map_err(system("Making a folder"))?;
@@ -42,7 +42,7 @@ impl Server {
                 socket.display()
             )
         };
-        // Whoever has number N begins at N * 64 MiB.
+        // Function number N begins at N * 64 MiB.
         let part = |number: usize| format!("path=memory:320M,range={}M+64M", number * 64);
         let mut functions: Vec<String> = (0..VICTIMS)
             .map(|number| function(&format!("victim-{number}"), &part(number)))
@@ -106,17 +106,17 @@ impl Server {
         }
     }
 
-    /// Waits until it is ready, or has ended.
+    /// Waits until the server is ready or has ended. Returns whether it is ready.
     fn is_ready(&mut self) -> bool {
         let Some(stdout) = self.child.stdout.take() else {
             return false;
         };
         let (sender, ready) = mpsc::channel();
-        // It is read to its end, so that no write to it waits.
+        // Standard output is read until its end, so that the server's writes do not block.
         thread::spawn(move || {
             let lines = BufReader::new(stdout).lines().map_while(Result::ok);
             for _ in lines.filter(|line| line == "ready") {
-                // Only the first one is waited for.
+                // The receiver waits for the first line only.
                 let _ = sender.send(());
             }
         });
@@ -135,7 +135,7 @@ impl Server {
         renamed.map_err(AttackError::system("Renaming a drive"))
     }
 
-    /// Asks for an upgrade.
+    /// Requests an upgrade.
     pub(super) fn upgrade(&self) -> Result<Output, AttackError> {
         let mut command = Command::new(&self.program);
         let command = command
@@ -147,7 +147,7 @@ impl Server {
         })
     }
 
-    /// Returns the server's process under its keeper.
+    /// Returns the process id of the server under its supervisor.
     fn kept(&self) -> Option<String> {
         let keeper = self.child.id();
         let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
@@ -161,7 +161,7 @@ impl Drop for Server {
             true => self.kept(),
             false => None,
         };
-        // The keeper first, which would start the next server. Either fails only if it has ended.
+        // The supervisor is killed first, since it would restart the server. Errors mean that the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if let Some(server) = kept {
@@ -170,9 +170,9 @@ impl Drop for Server {
     }
 }
 
-/// Fills a pipe, so that the next write to it waits.
+/// Fills a pipe, so that the next write blocks.
 fn fill(pipe: &impl AsRawFd) -> io::Result<()> {
-    // Opened anew, as the server's own writes are to wait.
+    // The pipe is opened again for non-blocking writes here. The server's own writes stay blocking.
     let mut end = File::options()
         .write(true)
         .custom_flags(libc::O_NONBLOCK)

@@ -1,4 +1,4 @@
-//! Guests that read at depth 1, as their latencies are what an attack is measured by.
+//! Guests that read one block at a time. Their latencies measure the impact of an attack.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -16,12 +16,12 @@ use super::report::Figures;
 use super::server::{Server, VICTIMS};
 use super::{Cpus, report};
 
-/// Bytes of a read.
+/// Size of a read in bytes.
 const PIECE: u64 = 4096;
-/// Longest time between two looks at a queue whose interrupt did not come.
+/// Longest wait for an interrupt before the queue is checked.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// All victims of a server.
+/// Victims of a server.
 pub(super) struct Victims(Vec<Victim>);
 
 impl Victims {
@@ -30,7 +30,7 @@ impl Victims {
         Ok(Self(victims.collect::<Result<_, _>>()?))
     }
 
-    /// Has all of them read until `stop`. Returns the latencies of all of them together.
+    /// Lets all victims read until `stop`. Returns their combined latencies.
     pub(super) fn read_until(
         &mut self,
         stop: &AtomicBool,
@@ -52,7 +52,7 @@ impl Victims {
         });
         let mut all = report::histogram();
         for latencies in latencies? {
-            // It has the same bounds.
+            // Both histograms have the same bounds, so this cannot fail.
             let _ = all.add(latencies);
         }
         Ok(Figures::of(&all))
@@ -94,7 +94,7 @@ impl Victim {
         Ok(latencies)
     }
 
-    /// Reads once, and sleeps until the interrupt comes.
+    /// Reads once, sleeping until the interrupt.
     fn read(&mut self) -> Result<(), AttackError> {
         let failed = |source| AttackError::Driver {
             who: self.client.who.clone(),

@@ -695,12 +695,12 @@ fn control(folder: &Path) -> PathBuf {
 /// Output of `nvme-mpt stats --json`, reduced to the fields in use.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Stats {
-    /// One entry for each function.
+    /// Statistics of the functions.
     pub functions: Vec<FunctionStats>,
-    /// One entry for each poller.
+    /// Statistics of the pollers.
     #[serde(default)]
     pub pollers: Vec<PollerStats>,
-    /// One entry for each drive.
+    /// Statistics of the drives.
     #[serde(default)]
     pub drives: Vec<DriveStats>,
 }

@@ -228,7 +228,7 @@ impl IdentifyNamespace {
     }
 }
 
-/// One entry of the Namespace Identification Descriptor list.
+/// Entry of the Namespace Identification Descriptor list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceDescriptor {
     /// Type: 1 EUI-64, 2 NGUID, 3 UUID, 4 command set identifier.

@@ -1,8 +1,9 @@
 //! An independent NVMe guest driver for tests across crates.
 //!
-//! The driver is written from the NVMe Base and NVM Command Set specifications 2.0, with constants of its own. It shares no
-//! wire types with the device under test, so that it does not repeat the device's mistakes. It accesses a controller through
-//! [`bar::Bar`], which has implementations for in-process functions, vfio-user clients ([`vfio_user`]) and other NVMe BAR0s.
+//! The driver is written from the NVMe Base and NVM Command Set specifications 2.0, with constants of its own. The driver
+//! shares no wire types with the device under test, so that it does not repeat the device's mistakes. The driver accesses a
+//! controller through [`bar::Bar`]. There are implementations for in-process functions, vfio-user clients ([`vfio_user`]) and
+//! other NVMe BAR0s.
 //!
 //! From the bottom up:
 //!

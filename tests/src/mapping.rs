@@ -293,8 +293,8 @@ impl<T: Cell> SharedSlice<T> {
 }
 
 impl SharedSlice<[AtomicU64; 8]> {
-    /// Stores all 64 bytes of an element, in whatever pieces the processor likes best: nobody reads a
-    /// submission queue entry before the doorbell is rung.
+    /// Stores all 64 bytes of an element, not atomically: the controller reads a submission queue entry only after the
+    /// doorbell.
     ///
     /// # Panics
     /// When there is no such element.

@@ -100,7 +100,7 @@ pub enum OpenError {
     /// The drive server refuses the lease.
     #[error(transparent)]
     Server(#[from] nvme_mpt_lease_protocol::LeaseAttachError),
-    /// The drive's server is gone, and this process's sandbox was set up for a server: it cannot open the drive.
+    /// The drive's server is gone, and this process cannot open the drive, since its sandbox was set up for a server.
     #[error(
         "No drive server has {0} any more, and this process was confined while one had it, without the right to open the \
          drive: start the server again, and add the function then; or start this process anew"
@@ -108,7 +108,7 @@ pub enum OpenError {
     LeftToServers(DrivePath),
 }
 
-/// Ledgers of leases: one that all processes share, and one of this process.
+/// The shared ledger of leases, and the private ledger of this process.
 #[derive(Debug)]
 pub struct LeaseLedgers {
     /// Ledger of all processes that use the same state directory.
@@ -123,7 +123,7 @@ pub struct LeaseLedgers {
     clerk: Option<Arc<LedgerWriterThread>>,
     /// Supervisor's store of spare file descriptors of leases, if this process has a supervisor.
     spares: Option<Arc<dyn SpareDescriptorStore>>,
-    /// Memory limit of functions without one of their own.
+    /// Memory limit of functions that set none.
     memory_limit: Option<Bytes>,
 }
 
@@ -142,7 +142,7 @@ impl LeaseLedgers {
         }
     }
 
-    /// Sets the memory limit of functions without one of their own.
+    /// Sets the memory limit of functions that set none.
     #[must_use]
     pub fn with_memory_limit(self, memory_limit: Option<Bytes>) -> Self {
         Self {
@@ -211,7 +211,7 @@ impl LeaseLedgers {
         }
     }
 
-    /// Returns the unit of leases by size of a drive, and the drive's free capacity in that unit. `unit` overrides the default.
+    /// Returns the unit of leases by size of a drive, and the namespace's capacity in that unit. `unit` overrides the default.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -229,7 +229,7 @@ impl LeaseLedgers {
         Ok((unit, room))
     }
 
-    /// Renames a drive in the ledger if an earlier version gave it another name.
+    /// Moves leases in the ledger from a drive's former names to its present name.
     fn carry_over(&self, drive: &Drive) -> Result<(), LeaseError> {
         let DriveIdentityRef { name, formerly, .. } = drive.identity();
         for before in formerly {

@@ -146,7 +146,7 @@ impl Options {
         }
     }
 
-    /// Returns the data size of a command in bytes: that of one range for Deallocate.
+    /// Returns the data size of a command in bytes. For Deallocate, the data is one range.
     pub(super) fn transfer(&self) -> usize {
         match self.deallocate {
             true => DSM_RANGE,

@@ -1,7 +1,7 @@
 //! A harness for checks that boot machines: the programs `e2e` and `lab`.
 //!
-//! It extends `libtest-mimic` by [groups](Group) of checks that share a machine, [shares](Shard) of all groups, concurrent
-//! groups, and `--once`. Checks that share a machine run in sequence.
+//! The harness extends `libtest-mimic` by [groups](Group) of checks that share a machine, [shares](Shard) of all groups,
+//! concurrent groups, and `--once`. Checks that share a machine run in sequence.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -201,7 +201,7 @@ impl Group {
         self
     }
 
-    /// Sets the last check of the group. It runs if any other check of the group runs.
+    /// Sets the last check of the group. This check runs if any other check of the group runs.
     #[must_use]
     pub fn end(
         mut self,

@@ -130,7 +130,8 @@ impl Layout {
         }
     }
 
-    /// Returns the path for reading and writing the drive's data on the host. No server may use the drive meanwhile.
+    /// Returns the path for reading and writing the drive's data on the host. While the path is used, no server may have the
+    /// drive open.
     fn path(&self) -> Result<Option<PathBuf>, DemoError> {
         match &self.place {
             Place::Memory => Ok(None),

@@ -244,8 +244,8 @@ impl Drive {
         format!("{}-thread", self.id)
     }
 
-    /// Returns the block device that QEMU must open before it creates the virtio disk. It bypasses the page cache, as drives
-    /// do.
+    /// Returns the block device that QEMU must open before it creates the virtio disk. The block device bypasses the page
+    /// cache, as drives do.
     fn block_device(&self) -> Option<serde_json::Value> {
         let Source::VirtioBlk(path) = &self.source else {
             return None;

@@ -33,7 +33,7 @@ pub enum ControlError {
     Fault(#[from] FaultError),
 }
 
-/// The control line's server. It answers requests until it is dropped.
+/// The control line's server. Requests are answered until this is dropped.
 #[derive(Debug)]
 pub(super) struct Control {
     line: UnixStream,

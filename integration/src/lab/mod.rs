@@ -14,11 +14,15 @@
 //! let report = lab.finish(status, &["/tmp/result.json"], folder)?; // LabReport
 //! ```
 //!
-//! Inside, a command finds: `/lab/run/bin` in its PATH with `nvme-mpt`, `nvme-load` and what was brought;
-//! the drives' PCI addresses in `/lab/run/drives` ("a 0000:01:00.0"); `lab-bind vfio-pci|nvme DRIVE`; and
-//! `lab-ctl REQUEST` for what only chance does to a drive: see [`faults::Request`], and `lab-ctl remove a`,
-//! a card pulled without notice. fio, nvme-cli and busybox are there. A Rust program has all that in
-//! [`inside`], and boots guests with [`Guest`] as elsewhere: inside the lab they run by KVM.
+//! A command inside the lab has these resources:
+//! - `/lab/run/bin` in its PATH, with `nvme-mpt`, `nvme-load` and copied files;
+//! - the drives' PCI addresses in `/lab/run/drives` ("a 0000:01:00.0");
+//! - `lab-bind vfio-pci|nvme DRIVE`;
+//! - `lab-ctl REQUEST` for faults of drives: see [`faults::Request`], and `lab-ctl remove a`, which pulls a card without
+//!   notice;
+//! - fio, nvme-cli and busybox.
+//!
+//! Rust programs have the same through [`inside`], and boot nested guests with [`Guest`], by KVM.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -57,7 +61,7 @@ const MEMORY_MIB: u32 = 3072;
 const HEARTBEAT: Duration = Duration::from_secs(15);
 /// Time without an answer after which the lab counts as dead.
 const SILENCE: Duration = Duration::from_secs(600);
-/// Sleep on each processor. It ends only if the processor still receives its timer interrupts.
+/// Sleep on each processor. A sleep ends only if the processor still receives its timer interrupts.
 const ALIVE: &str = "for processor in $(seq 0 $(($(nproc) - 1))); do \
      taskset -c $processor sleep 0.1; done";
 /// Interval for reading a command's output.

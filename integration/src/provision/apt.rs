@@ -1,6 +1,6 @@
 //! Fetches verified packages of any Debian suite without changing the machine's own packages.
 //!
-//! apt runs with a separate configuration and an empty package database. It resolves all dependencies of a package and checks
+//! apt runs with a separate configuration and an empty package database. apt resolves all dependencies of a package and checks
 //! all signatures and hashes. `dpkg-deb` unpacks the packages into a directory. Maintainer scripts do not run.
 
 use std::fs;
@@ -101,8 +101,8 @@ impl PrivateApt {
         Ok(apt)
     }
 
-    /// Returns the configuration. It is read after the machine's own one, whose proxies and similar settings stay in effect.
-    /// Hooks of other programs are removed.
+    /// Returns the configuration. apt reads it after the machine's own configuration, so that proxies and similar settings stay
+    /// in effect. Hooks of other programs are removed.
     fn configuration(&self) -> String {
         let folder = self.folder.display();
         format!(

@@ -36,7 +36,8 @@ const MIB: u64 = 1 << 20;
 const SYSTEM_PARTITION: (u64, u64) = (1, 64);
 /// MiB after the last partition, for the backup partition table.
 const END: u64 = 1;
-/// Unique identifier of the root partition. It is used since the kernel chooses the number of its drive.
+/// Unique identifier of the root partition. The kernel chooses the number of the drive, so the partition is found by this
+/// identifier.
 const ROOT: &str = "4d9bdff4-5a02-4b3c-9a4b-6e2f2f0f8f01";
 
 /// Returns the GRUB commands, without a menu.

@@ -86,7 +86,7 @@ impl Table {
             .filter(move |(ours, way)| ours.iter().any(&is_there) && is_there(way))
     }
 
-    /// Returns the better median of the columns `ours`, divided by that of `way`.
+    /// Returns the best median of the columns `ours`, divided by the median of column `way`.
     fn ratio(&self, row: &Row, ours: &[&str], way: &str) -> f64 {
         let median = |way: &str| {
             self.column(way)

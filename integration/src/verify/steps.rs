@@ -515,7 +515,7 @@ fn guest(context: &mut Context) -> Result<(), VerifyError> {
     machines(context, "e2e", &["modes::"], Worth::ItsTestsShown)
 }
 
-/// Runs the lab's native checks. Their output is not shown, since that of `guest` is shown meanwhile.
+/// Runs the lab's native checks. Their output is not shown, since the step `guest` shows its output concurrently.
 fn host(context: &mut Context) -> Result<(), VerifyError> {
     machines(context, "lab", &["--once", "native::"], Worth::ItsTests)
 }

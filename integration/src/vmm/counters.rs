@@ -52,7 +52,7 @@ impl KvmCounters {
     }
 }
 
-/// Returns the counter directory of a process's machine. It is named after the thread that created the machine.
+/// Returns the counter directory of a process's machine. The directory is named after the thread that created the machine.
 fn folder_of_process(pid: u32) -> io::Result<PathBuf> {
     let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {

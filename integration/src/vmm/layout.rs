@@ -12,7 +12,7 @@ pub(super) const COMMAND_LINE: u64 = 0x2_0000;
 pub(super) const COMMAND_LINE_MAX: usize = 0x1000;
 /// End of low memory.
 pub(super) const LOW_MEMORY_END: u64 = 0x9_FC00;
-/// ACPI tables, at an address that kernels search. It is not declared as memory.
+/// ACPI tables, at an address that kernels search. The memory map does not contain it.
 pub(super) const ACPI_TABLES: u64 = 0xE_0000;
 /// Start of high memory.
 pub(super) const HIGH_MEMORY: u64 = 0x10_0000;

@@ -1,7 +1,7 @@
 //! The reference VMM: a minimal VMM that boots a Linux kernel with functions in its own process.
 //!
-//! It is an example of integrating a [`FunctionDevice`], and tests the in-process path without another VMM. It is no product:
-//! it has one kind of guest, no firmware, and at most 3 GiB of memory.
+//! The reference VMM shows how to integrate a [`FunctionDevice`], and tests the in-process path without another VMM. It is not
+//! for production: it supports one kind of guest, no firmware, and at most 3 GiB of memory.
 //!
 //! - `options`: the command line;
 //! - `layout`, `memory`, `boot`, `acpi`: the guest's initial state;

@@ -48,7 +48,7 @@ pub(super) struct Vcpus {
 }
 
 impl Vcpus {
-    /// Starts vCPUs that are set up. Each one reports if it ends by itself. Registers the threads with `vmm`.
+    /// Starts vCPUs that are set up. A vCPU that ends by itself reports the reason. Registers the threads with `vmm`.
     pub(super) fn start(
         vcpus: Vec<VcpuFd>,
         vmm: &KvmVmm,

@@ -18,7 +18,7 @@ use crate::limit::LeaseWeight;
 use crate::origin::DriveIdentityRef;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 
-/// Use of a host controller's I/O queue pairs, whose number is limited.
+/// Use of a host controller's limited number of I/O queue pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueuePairUse {
     /// Queue pairs of the drive.
@@ -176,13 +176,13 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// this process exits without it.
     ///
     /// # Errors
-    /// The drive cannot be quiesced. It continues here, and the next process resets it.
+    /// The drive cannot be quiesced. The drive continues here, and the successor resets it.
     fn hand_over(&self) -> io::Result<Option<Vec<OwnedFd>>> {
         Ok(None)
     }
 
-    /// Returns whether another process can open the drive while this one has it open. The other process can then lease parts
-    /// that this one has [released](HostLease::let_go).
+    /// Returns whether two processes can have the drive open. The second process can lease parts that the first one has
+    /// [released](HostLease::let_go).
     fn opens_beside(&self) -> bool {
         false
     }

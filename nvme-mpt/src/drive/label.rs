@@ -15,7 +15,7 @@ use crate::origin::{DriveIdentity, DriveIdentityRef, extent};
 /// Size in bytes of the label's area at the end of a drive.
 const ROOM: u64 = 1 << 20;
 
-/// Size of a label in bytes: one block of every drive.
+/// Size of a label in bytes, a multiple of every logical block size.
 pub const LABEL_BYTES: usize = 4096;
 
 /// First and last line.

@@ -1,5 +1,4 @@
-//! Fault injection as data: the commands to fail, the schedule and the effect. The schedules are those of the software drives'
-//! fault schedules.
+//! Fault injection as data: the commands to fail, the schedule and the effect. Software drives use the same type of schedule.
 
 use std::time::Duration;
 

@@ -39,7 +39,7 @@ pub struct ModelDrive {
     controller: Mutex<Controller>,
     iommu: Arc<ModelIommu>,
     doorbells: Arc<DoorbellRegisters>,
-    /// Pipe that becomes readable when the drive is to be removed.
+    /// Pipe that becomes readable when removal is requested.
     removal: (PipeReader, PipeWriter),
     /// True once the drive has disappeared from the bus.
     vanished: AtomicBool,

@@ -13,7 +13,7 @@ use crate::identify::{
 use crate::memory::PAGE_SIZE;
 use crate::status::{self, StatusCode};
 
-/// Maximum commands per turn, since registers do not answer meanwhile.
+/// Maximum commands per turn. Register accesses wait for the end of a turn.
 const AT_ONCE: usize = 16;
 
 /// Command identifier that hosts do not use for long. Hosts number slots from 0 in the lower 11 bits.

@@ -3,8 +3,8 @@
 //!
 //! One thread plays the drive's hardware. Drivers access registers, and ring doorbells by plain stores ([`ModelDrive`] is a
 //! [`Backing`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). The drive accesses memory only through an
-//! IOMMU ([`ModelIommu`]). It shares no wire types with the driver under test. It records what a host must not do, such as DMA
-//! to unmapped memory, and the test checks the record ([`ModelDrive::judgement`]).
+//! IOMMU ([`ModelIommu`]). The model shares no wire types with the driver under test. It records violations by the host, such
+//! as DMA to unmapped memory, and the test checks the record ([`ModelDrive::judgement`]).
 //!
 //! DMA is as late as possible: when a command completes rather than when it is fetched. For commands that never complete, DMA
 //! happens when the controller is disabled. A driver that frees memory too early is detected in this way.

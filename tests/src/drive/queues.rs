@@ -296,7 +296,7 @@ impl Controller {
         waiting.next().map(|(&id, _)| id)
     }
 
-    /// Arbitrates by round robin (section 3.4.4.1): one command of each queue in turn.
+    /// Arbitrates by round robin (section 3.4.4.1): the queues take turns, with one command each.
     fn take_in_turn(&mut self, now: Duration) -> bool {
         let mut taken = false;
         loop {

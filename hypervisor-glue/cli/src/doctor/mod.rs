@@ -1,7 +1,7 @@
 //! `nvme-mpt doctor`: a report on a host and a drive, for a person and for an issue.
 //!
-//! [`examine`] changes no data. It opens a `vfio-pci` drive that no process uses, which resets the drive. Text from the host's
-//! kernel is untrusted: no content ends the checks.
+//! [`examine`] changes no data. Opening an unused `vfio-pci` drive resets the drive. Text from the host's kernel is untrusted:
+//! no content ends the checks.
 //!
 //! [`DoctorReport::try_out`] overwrites a namespace with the operator's consent: see [`scratch`].
 

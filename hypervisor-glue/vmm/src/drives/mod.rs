@@ -251,8 +251,8 @@ impl Default for DriveOptions {
 }
 
 impl DriveOptions {
-    /// Returns the key of an option that conflicts with those of the open drive at `path`. Unset profile, faults and policies
-    /// conflict with no value.
+    /// Returns the key of an option that conflicts with the options of the open drive at `path`. Unset profile, faults and
+    /// policies conflict with no value.
     #[must_use]
     pub fn difference(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
         let Self {
@@ -595,7 +595,7 @@ pub enum LabelError {
         /// Name of its label.
         name: DriveName,
     },
-    /// The drive may be one that the host lost, with data of leases.
+    /// The drive may be a missing drive of this host, with data of leases.
     #[error(
         "Drive `{path}` may be {lost}, which this host does not have now, with data of \"{}\": if it is, go on with `nvme-mpt \
          leases carry-over '{lost}' {path}` first, or with --again and that name if it has lost its label; if not, say \
@@ -690,7 +690,7 @@ pub fn label(
     let identity = label.identity(drive.identity(), place).name;
     let before = || formerly.iter().map(String::as_str).chain([name]);
     for before in before() {
-        // If the process dies before the last step, the next open of the labelled drive moves the leases.
+        // If the process dies before leases are moved below, the next use of the labelled drive moves them.
         if !again {
             ledger.check_idle(before)?;
         }

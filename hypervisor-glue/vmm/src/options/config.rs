@@ -16,7 +16,8 @@ use super::served::OptionText;
 
 /// Default directory of the lease ledger.
 ///
-/// It is not in /run: after a power failure, a range stays with its owner until an operator releases it.
+/// The directory must survive a power failure, so it is not in /run. A range then stays with its owner until an operator
+/// releases it.
 pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Configuration of a function: the options of [`FunctionOptions`] as text.
@@ -109,7 +110,7 @@ pub struct FunctionConfig {
     /// Namespace of a physical drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace: Option<u32>,
-    /// Timeout of the drive's commands in seconds; by default that of the kind of drive.
+    /// Timeout of the drive's commands in seconds; the default depends on the kind of drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
     /// Arbitration mechanism with which a physical drive is enabled.

@@ -113,7 +113,7 @@ pub struct FunctionOptions {
     pub populate: Option<MemoryAllocationTime>,
     /// Namespace of a physical drive; the first if not given.
     pub namespace: Option<Nsid>,
-    /// Timeout of the drive's commands; that of the kind of drive if not given.
+    /// Timeout of the drive's commands. If not given, it depends on the kind of drive.
     pub timeout: Option<Duration>,
     /// Arbitration mechanism with which a physical drive is enabled; round robin if not given.
     pub arbitration: Option<ArbitrationChoice>,
@@ -474,7 +474,7 @@ fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
     }
 }
 
-/// Minimum memory limit. It catches limits whose unit was forgotten, such as 16 for 16G.
+/// Minimum memory limit. Limits without a unit, such as 16 for 16G, are below it.
 const MEMORY_LIMIT_MIN: u64 = 1 << 20;
 
 /// Parses a memory limit.

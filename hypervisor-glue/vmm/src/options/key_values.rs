@@ -1,7 +1,7 @@
 //! `key=value,key=value`: the syntax of option strings.
 //!
-//! A value with a comma is put in double quotes, as in `path="/a,b"`. A double quote within quotes is doubled. Both rules are
-//! those of Cloud Hypervisor.
+//! A value with a comma is put in double quotes, as in `path="/a,b"`. A double quote within quotes is doubled. Cloud Hypervisor
+//! has the same rules.
 
 use std::error::Error as StdError;
 use std::fmt;

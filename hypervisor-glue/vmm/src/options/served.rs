@@ -188,9 +188,9 @@ impl FromStr for RateChange {
     }
 }
 
-/// An option string whose values are not parsed yet.
+/// An option string with unparsed values.
 ///
-/// Functions and drives are stored in files and sent to servers in this form. It displays as an option string.
+/// Functions and drives are stored in files and sent to servers in this form. The `Display` form is an option string.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OptionText(KeyValues);
 

@@ -1,6 +1,6 @@
 //! A function in this process, and a small guest driver for it.
 //!
-//! The guest's memory is a memory file, its doorbells are mapped, and it polls. It accesses the drive only through the
+//! The guest's memory is a memory file, its doorbells are mapped, and it polls. The guest accesses the drive only through the
 //! function's registers and queues, as a VM does.
 
 use std::io;

@@ -1,7 +1,7 @@
-//! `nvme-mpt doctor DRIVE --scratch NSID`: tests two functions on leases of a namespace, whose data is overwritten.
+//! `nvme-mpt doctor DRIVE --scratch NSID`: tests two functions on leases of a namespace, and overwrites its data.
 //!
-//! Both functions are in this process. Each has a guest with its own memory, queues and mapped doorbells. Rates are those of
-//! one queue pair and one poller.
+//! Both functions are in this process. Each has a guest with its own memory, queues and mapped doorbells. Rates are measured
+//! with one queue pair and one poller.
 
 mod guest;
 mod pattern;
@@ -289,7 +289,7 @@ fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
     }
 }
 
-/// Compares the measurements with those of the host's block device.
+/// Compares the measurements with measurements of the host's block device.
 fn compared(
     by_host: Result<ReadMeasurements, ScratchError>,
     own: &ReadMeasurements,

@@ -276,7 +276,7 @@ impl Drop for FunctionThread {
     }
 }
 
-/// Epoll token of the function's events. The server uses [`ActiveServer::TOKENS`].
+/// Epoll token of the function's events. The server uses [`VfioUserServer::TOKENS`].
 const EVENTS: u64 = 0x100;
 /// Epoll token of the client's reports that the INTx pin's level fell.
 const ACKNOWLEDGED: u64 = 0x101;

@@ -235,7 +235,7 @@ struct Guest {
 struct Longest {
     /// Without a completion, while the guest had no admin command.
     without: Vec<Duration>,
-    /// For the admin commands of [`ScratchGuest::administer`].
+    /// For the admin commands of [`Guest::administer`].
     administered: Vec<Duration>,
     /// All times without a completion that were longer than [`BRIEF`], while the guest had no admin command.
     pauses: Vec<Pause>,

@@ -105,7 +105,7 @@ pub struct ReloadResult {
     pub unchanged: usize,
 }
 
-/// Where a function or drive is declared.
+/// Source of the declaration of a function or drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeclarationSource {
@@ -150,7 +150,7 @@ pub struct FunctionEntry {
     /// Leased extents of the drive, in the order of the guest's blocks. `None` if the function failed.
     #[serde(default)]
     pub extents: Option<LeaseExtents>,
-    /// Where the function is declared.
+    /// Source of the declaration.
     pub origin: DeclarationSource,
     /// Limits, as in `iops=20000,bandwidth=100M`. Empty if there are none.
     #[serde(default)]

@@ -63,7 +63,7 @@ impl FromStr for MetricsAddress {
     }
 }
 
-/// Where a server exports its metrics.
+/// Destination of a server's metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetricsOptions {
     /// HTTP address.

@@ -114,7 +114,7 @@ pub struct ServeOptions {
     pub control: PathBuf,
     /// Permissions of the socket on which VMMs request leases.
     pub vmm_socket: VmmSocket,
-    /// Where metrics are exported.
+    /// Destination of the metrics.
     pub metrics: MetricsOptions,
     /// Restrictions by Landlock and seccomp.
     pub confinement: ConfinementOptions,

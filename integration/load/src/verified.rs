@@ -69,8 +69,8 @@ struct Area {
     place: u64,
     /// Last completed generation of each position.
     generations: Vec<u32>,
-    /// Whether each position has an in-flight command. There is at most one per position, since a read during a write may
-    /// return old or new data.
+    /// For each position, true while it has an in-flight command. There is at most one per position, since a read during a
+    /// write may return old or new data.
     busy: Vec<bool>,
     pending: Vec<Option<Pending>>,
     scratch: Vec<u8>,

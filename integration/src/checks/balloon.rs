@@ -60,7 +60,7 @@ impl Ballooned for CloudHypervisor {
     }
 }
 
-/// Whether a drive pins the guest's memory.
+/// True for a drive that pins the guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pinning {
     /// A software drive: the server maps the memory without pinning it.

@@ -14,21 +14,21 @@
 //!
 //! use event_manager::{EventManager, SubscriberOps};
 //! use vfio_user_server::{
-//!     Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Region, RegionIndex, Server,
+//!     DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, RegionIndex, VfioUserDevice, VfioUserServer,
 //! };
 //!
 //! struct Scratch {
 //!     registers: [u8; 4096],
 //! }
 //!
-//! impl Device for Scratch {
-//!     fn region(&self, index: RegionIndex) -> Region {
+//! impl VfioUserDevice for Scratch {
+//!     fn region(&self, index: RegionIndex) -> DeviceRegion {
 //!         let size = match index {
 //!             RegionIndex::Bar0 => 4096,
 //!             RegionIndex::Config => 256,
-//!             _ => return Region::default(),
+//!             _ => return DeviceRegion::default(),
 //!         };
-//!         Region { size, readable: true, writable: true, mappable: None }
+//!         DeviceRegion { size, readable: true, writable: true, mappable: None }
 //!     }
 //!
 //!     // The server calls these for accesses within the region only.
@@ -71,7 +71,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let folder = tempfile::tempdir()?;
 //! # let path = folder.path().join("scratch.sock");
-//! let server = Server::bind(&path, Scratch { registers: [0; 4096] })?;
+//! let server = VfioUserServer::bind(&path, Scratch { registers: [0; 4096] })?;
 //! let mut events = EventManager::new()?;
 //! events.add_subscriber(server);
 //! // A program calls `events.run()` in a loop instead.

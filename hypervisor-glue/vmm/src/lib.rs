@@ -13,7 +13,7 @@
 //! use std::sync::Arc;
 //!
 //! use nvme_mpt_vmm::options::FunctionConfig;
-//! use nvme_mpt_vmm::{Bar, Gpa, Mapping, MsixMessage, Vectors, Vmm, VmmError};
+//! use nvme_mpt_vmm::{Bar, Gpa, Mapping, MsixMessage, Vmm, VmmError, VmmVectors};
 //! use vmm_sys_util::eventfd::EventFd;
 //!
 //! #[derive(Debug)]
@@ -36,7 +36,7 @@
 //!         Ok(())
 //!     }
 //!
-//!     fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError> {
+//!     fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
 //!         let eventfds = (0..count).map(|_| EventFd::new(libc::EFD_NONBLOCK));
 //!         let eventfds = eventfds.collect::<io::Result<_>>();
 //!         let eventfds = eventfds.map_err(|error| VmmError::new("make eventfds", error))?;
@@ -47,7 +47,7 @@
 //! #[derive(Debug)]
 //! struct Irqs(Vec<EventFd>);
 //!
-//! impl Vectors for Irqs {
+//! impl VmmVectors for Irqs {
 //!     fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
 //!         self.0[usize::from(vector)].try_clone()
 //!     }

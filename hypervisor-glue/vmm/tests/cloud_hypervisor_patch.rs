@@ -118,7 +118,7 @@ fn added(end: &str) -> String {
 #[test]
 fn it_implements_all_that_functions_ask_of_a_vmm() {
     let vmm = added("device_manager/nvme_mpt.rs");
-    for (interface, methods) in [("Vmm", 8), ("Vectors", 2), ("Pin", 2)] {
+    for (interface, methods) in [("Vmm", 8), ("VmmVectors", 2), ("IntxPin", 2)] {
         let start = format!("pub trait {interface}:");
         let lines = INTERFACE
             .lines()

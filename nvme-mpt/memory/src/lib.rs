@@ -31,14 +31,14 @@
 //! use std::os::fd::AsFd;
 //! use std::sync::Arc;
 //!
-//! use nvme_mpt_memory::{Access, Mapping, SubmissionRing, memfd};
+//! use nvme_mpt_memory::{Mapping, MappingAccess, SubmissionRing, memfd};
 //! use nvme_spec::{opcode::NvmOpcode, sqe::Sqe};
 //! use zerocopy::IntoBytes;
 //!
 //! # fn main() -> std::io::Result<()> {
 //! let file = memfd(c"guest", 1 << 20)?;
-//! let guest = Mapping::shared(file.as_fd(), 0, 1 << 20, Access::ReadWrite)?;
-//! let device = Mapping::shared(file.as_fd(), 0, 1 << 20, Access::ReadWrite)?;
+//! let guest = Mapping::shared(file.as_fd(), 0, 1 << 20, MappingAccess::ReadWrite)?;
+//! let device = Mapping::shared(file.as_fd(), 0, 1 << 20, MappingAccess::ReadWrite)?;
 //!
 //! let entry = Sqe::new(NvmOpcode::FLUSH.0);
 //! let slot = guest.bytes(0x1000 + 3 * 64, 64).expect("inside");

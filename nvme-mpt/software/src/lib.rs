@@ -17,18 +17,20 @@
 //! use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 //! use nvme_mpt::host::{DataPointer, HostMemory};
 //! use nvme_mpt::shadow::HostQueuePair;
-//! use nvme_mpt::origin::Identity;
+//! use nvme_mpt::origin::DriveIdentity;
 //! use nvme_mpt::spec::nvm::ReadWrite;
 //! use nvme_mpt::spec::opcode::NvmOpcode;
 //! use nvme_mpt::spec::sqe::Sqe;
 //! use nvme_mpt::spec::status::Status;
-//! use nvme_software::{LeasedMedium, Medium, Pace, SoftwareController, SoftwareQueue, Store};
+//! use nvme_software::{
+//!     BackingStore, CommandExecutor, CommandTiming, LeasedBackingStore, SoftwareController, SoftwareQueue,
+//! };
 //!
 //! /// A gibibyte of the letter A.
 //! #[derive(Clone, Copy, Debug)]
 //! struct Letter;
 //!
-//! impl Store for Letter {
+//! impl CommandExecutor for Letter {
 //!     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
 //!         match NvmOpcode(sqe.opcode()) {
 //!             NvmOpcode::READ => {
@@ -47,8 +49,8 @@
 //!     fn prefetch(&self, _: &Sqe) {}
 //! }
 //!
-//! impl Medium for Letter {
-//!     fn identity(&self) -> Identity {
+//! impl BackingStore for Letter {
+//!     fn identity(&self) -> DriveIdentity {
 //!         "letter:A".to_owned().into()
 //!     }
 //!
@@ -63,13 +65,13 @@
 //!     fn open_lease(
 //!         &self,
 //!         _: &HostLeaseRequest<'_>,
-//!     ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+//!     ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
 //!         Ok(Box::new(*self))
 //!     }
 //! }
 //!
-//! impl LeasedMedium for Letter {
-//!     fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+//! impl LeasedBackingStore for Letter {
+//!     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
 //!         Ok(pace.queue(SoftwareQueue::new(*self, slots), slots))
 //!     }
 //! }

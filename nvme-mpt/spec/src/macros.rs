@@ -323,8 +323,8 @@ mod tests {
     #[test]
     fn values_without_a_name_are_kept_and_printed() {
         assert_eq!(NamedNumber::RED.to_string(), "Red");
-        assert_eq!(NamedNumber(0x40).to_string(), "Colour 0x40");
-        assert_eq!(format!("{:?}", NamedNumber::BLUE), "Colour(0x2, Blue)");
+        assert_eq!(NamedNumber(0x40).to_string(), "NamedNumber 0x40");
+        assert_eq!(format!("{:?}", NamedNumber::BLUE), "NamedNumber(0x2, Blue)");
         assert_eq!(NamedNumber(0x40).name(), None);
     }
 

@@ -248,7 +248,7 @@ impl Cell {
     /// and p99 has one step more.
     fn quiet_bounds(&self) -> Bounds {
         let (rate, p99) = match self.neighbour.queues {
-            64 => (0.4, 3.3),
+            64 => (0.4, 6.0),
             _ => (0.49, 2.1),
         };
         Bounds { rate, p99 }

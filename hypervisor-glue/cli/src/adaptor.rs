@@ -32,7 +32,7 @@ pub(crate) enum FunctionResumeError {
     #[error(transparent)]
     Memory(#[from] DmaError),
     /// The client has more vectors than the function.
-    #[error("The client has {had} vectors, and the function has {has}")]
+    #[error("The client has {had} interrupt vectors, but the function has {has}")]
     Vectors {
         /// Number of the client's vectors.
         had: usize,
@@ -49,7 +49,7 @@ pub(crate) enum FunctionResumeError {
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
     /// The kernel's error.
-    #[error("Its descriptors cannot be used")]
+    #[error("Cannot use the function's stored descriptors")]
     Io(#[from] io::Error),
 }
 
@@ -326,7 +326,7 @@ impl NvmeDevice {
         self.follow_interrupts();
         // Reset first, so that no queue uses unmapped memory.
         if let Err(error) = self.function.reset_and_unmap() {
-            log::error!("Memory of a client that is gone is still in use: {error}");
+            log::error!("Memory of a disconnected client is still in use: {error}");
         }
         for vector in self.function.vectors() {
             vector.clear_pending();
@@ -599,7 +599,7 @@ fn holder(process: Option<ClientProcess>) -> MemoryHolder {
 /// Returns the error as an errno for the client, and logs its cause.
 fn refused(error: DmaError) -> io::Error {
     log::warn!(
-        "A request of the client about its memory is refused: {}",
+        "Refused a memory request of the client: {}",
         report::chain(&error)
     );
     let errno = match error {
@@ -628,7 +628,7 @@ fn invalid() -> io::Error {
 /// Returns advice to log if the client probably left because BAR0 cannot be mapped.
 fn advice(registers: &DeviceRegion, sent_nothing: bool) -> Option<&'static str> {
     (sent_nothing && registers.mappable.is_none()).then_some(
-        "The client left without an admin command. SPDK's driver leaves so where it cannot map BAR0: it needs \
+        "The client disconnected before its first admin command. SPDK's driver does so where it cannot map BAR0: set \
          doorbells=mapped",
     )
 }

@@ -58,7 +58,7 @@ const ANSWER_MAX: usize = 64 << 20;
 pub enum ControlError {
     /// The socket cannot be bound.
     #[error(
-        "Cannot offer the control socket; choose another path with --control if one server is to run beside another"
+        "Cannot create the control socket; to run a second server, choose another path with --control"
     )]
     Offer(#[source] vfio_user_server::Error),
     /// The thread or its event loop cannot be created.
@@ -96,7 +96,11 @@ pub enum ControlError {
         source: io::Error,
     },
     /// The answer cannot be parsed.
-    #[error("The server on {} answers what this version does not understand: use the version that runs it", path.display())]
+    #[error(
+        "This version does not understand the answer of the server on {}: use the version of nvme-mpt that the \
+         server has",
+        path.display()
+    )]
     BadAnswer {
         /// The socket.
         path: PathBuf,
@@ -105,8 +109,8 @@ pub enum ControlError {
     },
     /// The successor did not take over the control socket.
     #[error(
-        "Process {process} was to take over, and does not answer on {}: the log of the server has the reason; its keeper \
-         starts it again",
+        "Process {process} should have taken over, but does not answer on {}: see the log of the server; its keeper \
+         restarts it",
         path.display()
     )]
     NotTakenOver {
@@ -242,7 +246,7 @@ impl ChangeReply {
             false => late.hand_in(ControlClient { stream, exchange }),
         });
         if let Err(error) = sent {
-            log::info!("A control client was gone before its change was done: {error}");
+            log::info!("A control client disconnected before its change was complete: {error}");
         }
     }
 }
@@ -450,7 +454,7 @@ impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
                 Err(error) => log::warn!("Cannot accept a control client: {error}"),
             }
         } else if let Err(error) = self.go_on(fd, ops) {
-            log::info!("A control client was not answered: {error}");
+            log::info!("Cannot answer a control client: {error}");
         }
     }
 }
@@ -460,12 +464,13 @@ impl<S: ControlService> ControlClients<S> {
     fn wait_for(&mut self, client: ControlClient, events: EventSet, ops: &mut EventOps) {
         if self.clients.len() >= CLIENTS_MAX && self.take(0, ops).is_some() {
             log::warn!(
-                "{CLIENTS_MAX} control clients have not asked, or not taken their answers: the first one is disconnected"
+                "{CLIENTS_MAX} control clients send no request or do not read their answers: disconnecting the first \
+                 one"
             );
         }
         match ops.add(Events::new(&client.stream, events)) {
             Ok(()) => self.clients.push_back(client),
-            Err(error) => log::warn!("A control client cannot be waited for: {error}"),
+            Err(error) => log::warn!("Cannot watch the socket of a control client: {error}"),
         }
     }
 
@@ -473,7 +478,7 @@ impl<S: ControlService> ControlClients<S> {
     fn take(&mut self, index: usize, ops: &mut EventOps) -> Option<UnixStream> {
         let ControlClient { stream, .. } = self.clients.remove(index)?;
         if let Err(error) = ops.remove(Events::new(&stream, EventSet::IN)) {
-            log::warn!("A control client is still waited for: {error}");
+            log::warn!("Cannot stop watching the socket of a control client: {error}");
         }
         Some(stream)
     }
@@ -681,7 +686,7 @@ impl ControlAnswer {
     fn unexpected(self, path: &Path) -> ControlError {
         let reason = match self {
             Self::Error(reason) => reason,
-            _ => "it answers another request".to_owned(),
+            _ => "its answer is for another request".to_owned(),
         };
         ControlError::Refused {
             path: path.to_owned(),

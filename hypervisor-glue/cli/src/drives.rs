@@ -130,7 +130,7 @@ impl fmt::Display for HostDrive {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let known = |text: &Option<String>| match text.as_deref() {
             Some(text) if !text.is_empty() => text.to_owned(),
-            _ => "model not known while nobody drives it".to_owned(),
+            _ => "model unknown while it has no driver".to_owned(),
         };
         write!(f, "{}  {}", self.address, known(&self.model))?;
         if let Some(serial) = &self.serial {
@@ -242,7 +242,7 @@ mod tests {
         };
         assert_eq!(
             unknown.to_string(),
-            "0000:01:00.0  model not known while nobody drives it, PCI ID 1b36:0010\n\
+            "0000:01:00.0  model unknown while it has no driver, PCI ID 1b36:0010\n\
              \x20 driver vfio-pci, IOMMU group 7\n\
              \x20 ready: serve it with path=0000:01:00.0\n"
         );

@@ -37,7 +37,7 @@ pub enum FaultRequest {
 pub enum FaultRequestError {
     /// The server has no such drive.
     #[error(
-        "It serves no drive {drive}; its drives with faults are: {}",
+        "The server has no drive {drive}; its drives with faults are: {}",
         known(drives)
     )]
     NoDrive {
@@ -48,7 +48,7 @@ pub enum FaultRequestError {
     },
     /// The drive was opened without fault injection.
     #[error(
-        "Drive {0} was opened without faults, which cost a drive something: serve it with faults=none to inject them later"
+        "Drive {0} was opened without support for faults: serve it with faults=none to inject them later"
     )]
     NoFaults(String),
     /// The plan is invalid, or does not fit the drive.

@@ -306,7 +306,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         if let Some(watched) = watched
             && let Err(error) = self.control.forget(watched.as_raw_fd())
         {
-            log::error!("{}: an eventfd is watched still: {error}", self.id);
+            log::error!("{}: cannot stop watching an eventfd: {error}", self.id);
         }
         if let Some(wanted) = &wanted {
             // Edge-triggered, so that each signal is one event, even if the client leaves the eventfd readable.
@@ -317,7 +317,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
                 .epoll()
                 .ctl(ControlOperation::Add, wanted.as_raw_fd(), event);
             if let Err(error) = added {
-                log::error!("{}: the pin stays high: {error}", self.id);
+                log::error!("{}: the interrupt pin stays high: {error}", self.id);
             }
         }
         self.acknowledged = wanted;

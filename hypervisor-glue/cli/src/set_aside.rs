@@ -94,7 +94,7 @@ impl VfioUserDevice for QuarantinedDevice {
     }
 
     fn keep_client(&mut self, _: BorrowedFd<'_>) -> io::Result<()> {
-        let reason = "the function is set aside; `nvme-mpt list` has the remedy";
+        let reason = "the function is quarantined; `nvme-mpt list` has the remedy";
         Err(io::Error::other(reason))
     }
 

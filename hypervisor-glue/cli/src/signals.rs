@@ -108,7 +108,7 @@ impl AsRawFd for EndSignals {
 impl Drop for EndSignals {
     fn drop(&mut self) {
         if let Err(error) = mask(libc::SIG_UNBLOCK, &signal_set()) {
-            log::error!("Signals stay held back: {error}");
+            log::error!("Cannot unblock signals: {error}");
         }
     }
 }

@@ -234,7 +234,7 @@ impl LeaseLedgers {
         let DriveIdentityRef { name, formerly, .. } = drive.identity();
         for before in formerly {
             if self.ledger_of(drive).carry_over(before, name)? {
-                log::info!("What was leased of {before} is leased of {name} now");
+                log::info!("Leases of {before} are now on {name}");
             }
         }
         Ok(())

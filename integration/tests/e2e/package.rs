@@ -161,7 +161,7 @@ fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
     let add = "nvme-mpt add socket=/run/nvme-mpt/b.sock,path=/srv/images/b.img,id=b";
     let told = check(&format!("! {add} 2>&1"))?;
     for part in [
-        "Landlock refuses this server the use of /srv/images/b.img (rw)",
+        "Landlock denies this server /srv/images/b.img (rw)",
         "--landlock-rules path=/srv/images,access=rw",
     ] {
         expect(told.contains(part), || told.clone())?;

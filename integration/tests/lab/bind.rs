@@ -137,7 +137,7 @@ fn there_and_back(_: &Bench) -> Result<(), Failure> {
     let address = &a.address;
     expect_ok(
         &a.bind(),
-        &format!("{address} is bound to vfio-pci now, and was to nvme"),
+        &format!("{address} is now bound to vfio-pci (before: nvme)"),
     )?;
     expect(a.driver()? == "vfio-pci", || {
         "Said, but not done".to_owned()
@@ -149,7 +149,7 @@ fn there_and_back(_: &Bench) -> Result<(), Failure> {
     sh("ls /dev/vfio | grep -q '[0-9]'")?;
     expect_ok(
         &format!("unbind {address}"),
-        &format!("{address} is bound to nvme now, and was to vfio-pci"),
+        &format!("{address} is now bound to nvme (before: vfio-pci)"),
     )?;
     expect_ok(
         &format!("unbind {address}"),
@@ -175,7 +175,7 @@ fn every_name(_: &Bench) -> Result<(), Failure> {
     for name in [short, &format!("/sys/bus/pci/devices/{}", a.address)] {
         expect_ok(
             &format!("bind {name}"),
-            &format!("{} is bound to vfio-pci now, and was to nvme", a.address),
+            &format!("{} is now bound to vfio-pci (before: nvme)", a.address),
         )?;
         HostDrive::ready("a")?;
     }
@@ -277,7 +277,7 @@ fn open(_: &Bench) -> Result<(), Failure> {
     );
     expect_ok(
         &format!("{} --force", a.bind()),
-        &format!("{} is bound to vfio-pci now, and was to nvme", a.address),
+        &format!("{} is now bound to vfio-pci (before: nvme)", a.address),
     )
 }
 
@@ -413,7 +413,7 @@ fn others(_: &Bench) -> Result<(), Failure> {
     for command in ["bind", "unbind"] {
         expect_refusal(
             &format!("{command} {}", bridge.trim()),
-            &["is no NVMe controller: its class code is 0601"],
+            &["is not an NVMe controller: its class code is 0601"],
         )?;
         expect_refusal(
             &format!("{command} 0000:fe:1f.7"),

@@ -31,7 +31,8 @@ pub enum VfioError {
     Function(#[from] PciFunctionError),
     /// The function is not an NVMe controller (class code 010802h).
     #[error(
-        "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
+        "{address} is not an NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists \
+         those of this host"
     )]
     NotNvme {
         /// The function.

@@ -27,7 +27,8 @@ pub enum BindError {
     Users(#[from] DiskUsersError),
     /// The function is not an NVMe controller.
     #[error(
-        "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
+        "{address} is not an NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists \
+         those of this host"
     )]
     NotNvme {
         /// The function.
@@ -66,7 +67,8 @@ pub enum BindError {
     },
     /// The drive has a driver whose users are unknown.
     #[error(
-        "{address} is bound to the driver `{driver}`, and its users are not known; --force takes it all the same"
+        "{address} is bound to the driver `{driver}`, whose users nvme-mpt cannot see: make sure that nothing uses \
+         it, and add --force"
     )]
     OtherDriver {
         /// The function.
@@ -75,7 +77,7 @@ pub enum BindError {
         driver: String,
     },
     /// The drive has a driver other than vfio-pci, so it was not bound by `nvme-mpt bind`.
-    #[error("{address} is bound to the driver `{driver}`, not to vfio-pci: it is left there")]
+    #[error("{address} is bound to the driver `{driver}`, not to vfio-pci: nothing was changed")]
     NotVfio {
         /// The function.
         address: PciAddress,
@@ -99,7 +101,7 @@ pub enum BindError {
     },
     /// The driver did not accept the drive.
     #[error(
-        "The driver {wanted} does not take {address}, which is bound to {} now; the kernel's log (dmesg) has the cause",
+        "The driver {wanted} refused {address}, which is now bound to {}; see the kernel's log (dmesg)",
         now.as_deref().unwrap_or("no driver")
     )]
     NotTaken {
@@ -147,9 +149,9 @@ impl fmt::Display for BindResult {
         match change {
             DriverChange::None => write!(f, "{address} is bound to {driver} already")?,
             DriverChange::From(Some(before)) => {
-                write!(f, "{address} is bound to {driver} now, and was to {before}")?;
+                write!(f, "{address} is now bound to {driver} (before: {before})")?;
             }
-            DriverChange::From(None) => write!(f, "{address} is bound to {driver} now")?,
+            DriverChange::From(None) => write!(f, "{address} is now bound to {driver}")?,
         }
         for remark in remarks {
             write!(f, "\n{remark}")?;
@@ -202,7 +204,7 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindRes
         let back = write(&folder.join("driver_override"), "\n")
             .and_then(|()| write(&drivers_probe(root), &address.to_string()));
         if let Err(error) = back {
-            log::warn!("{address} is not given back to its driver: {error}");
+            log::warn!("Cannot give {address} back to its driver: {error}");
         }
     }
     taken?;

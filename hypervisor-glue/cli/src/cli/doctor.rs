@@ -45,8 +45,8 @@ pub(super) struct DoctorArgs {
 /// A drive that can be tried out, and not examined.
 #[derive(Debug, Error)]
 #[error(
-    "{0} is no PCI address, as in 0000:01:00.0: `nvme-mpt drives` lists the drives of this host; with --scratch NSID, \
-     any drive is tried out"
+    "{0} is not a PCI address such as 0000:01:00.0: `nvme-mpt drives` lists the drives of this host; other drives \
+     need --scratch NSID"
 )]
 struct NotPhysical(DrivePath);
 
@@ -109,7 +109,7 @@ fn consents(subject: &ScratchNamespace, yes: bool) -> bool {
     let mut asked = io::stderr().lock();
     let question = writeln!(
         asked,
-        "Namespace {nsid} of {drive}{shown}, is ERASED. Type {word} to go on:"
+        "Namespace {nsid} of {drive}{shown}, is ERASED. Type {word} to continue:"
     );
     let mut answer = String::new();
     question.is_ok() && io::stdin().lock().read_line(&mut answer).is_ok() && answer.trim() == word

@@ -43,7 +43,8 @@ pub(super) struct AddArgs {
 pub(super) struct ReserveArgs {
     #[arg(
         value_name = "OPTIONS",
-        help = "path=DRIVE,owner=USER,id=ID and range= or size=, as of `add`; limits, as of `limit`",
+        help =
+            "path=DRIVE,owner=USER,id=ID, and range= or size= as for `add`; limits as for `limit`",
         value_parser = |text: &str| match text.parse::<LeaseReservation>() {
             Ok(_) => text.parse::<OptionText>().map_err(|error| told(&error)),
             Err(error) => Err(told(&error)),
@@ -326,7 +327,7 @@ impl ListArgs {
 fn parse_unit(text: &str) -> Result<Bytes, String> {
     match text.parse::<Bytes>() {
         Ok(unit) if unit.0.is_power_of_two() && unit.0 >= MIN_UNIT => Ok(unit),
-        Ok(_) => Err("a unit is a power of two from 1M on".to_owned()),
+        Ok(_) => Err("a unit is a power of two, 1M or more".to_owned()),
         Err(error) => Err(told(&error)),
     }
 }
@@ -398,4 +399,5 @@ fn socket_or_id(text: String) -> String {
 }
 
 /// Error of an answer of the wrong kind.
-const UNEXPECTED: &str = "The server answers another request: use the version that runs it";
+const UNEXPECTED: &str =
+    "The server's answer is for another request: use the version of nvme-mpt that the server has";

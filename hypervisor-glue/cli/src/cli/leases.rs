@@ -164,12 +164,15 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
         LeasesCommand::CarryOver { old, path } => {
             let drive = drives::identity(&path)?;
             if drive == old && ledger.accept(&drive)? {
-                writeln!(out, "{drive} is accepted as it is at its next lease")?;
+                writeln!(
+                    out,
+                    "The next lease of {drive} accepts its namespaces as they are"
+                )?;
                 return Ok(());
             }
             match ledger.carry_over_by_hand(&old, &drive)? {
-                true => writeln!(out, "What was leased of {old} is leased of {drive} now")?,
-                false => writeln!(out, "Nothing in {} is leased of {old}", state_dir.display())?,
+                true => writeln!(out, "Leases of {old} are now on {drive}")?,
+                false => writeln!(out, "{} has no leases of {old}", state_dir.display())?,
             }
         }
         LeasesCommand::Terms { json } => {
@@ -208,7 +211,7 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
                 (Err(LeaseError::NoData { .. }), None) => {
                     writeln!(
                         out,
-                        "{id} left no data of its own; what it had not wiped yet is wiped by the next lease"
+                        "{id} left no data of its own; what it had not wiped yet, the next lease wipes"
                     )?;
                     return Ok(());
                 }
@@ -316,8 +319,8 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
     {
         writeln!(
             out,
-            "\nThe holder of an ending lease gave it up while commands of it were in flight. Nothing can have its \
-             range until the last of them has ended."
+            "\nAn ending lease was released with commands in flight. Its range is free once the last of them has \
+             ended."
         )?;
     }
     if leases
@@ -326,8 +329,8 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
     {
         writeln!(
             out,
-            "\nThe holder of a stale lease ended without releasing it. Started again with the same options, it \
-             takes the lease over; if its data is not needed any more: nvme-mpt leases release ID"
+            "\nThe holder of a stale lease ended without releasing it. Start it again with the same options to take \
+             the lease over; if its data is no longer needed: nvme-mpt leases release ID"
         )?;
     }
     Ok(())

@@ -530,7 +530,7 @@ fn run_keep(options: &SuperviseArgs) -> ExitCode {
     keep.first_delay = Duration::from_millis(options.delay.into());
     if let Err(error) = logging::write_on_a_thread() {
         log::warn!(
-            "The reader of the log can hold up this process, as the log has no thread: {error}"
+            "Cannot start the thread of the log, so a slow reader of the log delays this process: {error}"
         );
     }
     let kept = match options.adopt {
@@ -632,7 +632,7 @@ fn run_fault(options: FaultArgs) -> Result<(), Box<dyn Error>> {
     if as_json {
         writeln!(out, "{}", serde_json::to_string(&drives)?)?;
     } else if drives.is_empty() {
-        writeln!(out, "No drive of the server was given faults=")?;
+        writeln!(out, "No drive of the server was opened with faults=")?;
     } else {
         for drive in &drives {
             write!(out, "{drive}")?;

@@ -85,7 +85,8 @@ impl<W: Write + Send + 'static> Write for ThreadedOutput<W> {
             Err(RecvTimeoutError::Timeout) => {
                 thread.is_late = true;
                 log::warn!(
-                    "Standard output is full, and is not waited for any more: its reader has to take what was printed"
+                    "Standard output is full: this process no longer waits for its reader, which has to read what \
+                     was printed"
                 );
                 Ok(())
             }

@@ -99,7 +99,7 @@ impl FileAccess {
 
 /// Error of parsing a [`FileAccess`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("\"{0}\" names no rights: use letters of rwx, as in rw")]
+#[error("\"{0}\" is not a set of rights: use letters of rwx, as in rw")]
 pub struct FileAccessError(String);
 
 impl FromStr for FileAccess {
@@ -253,7 +253,8 @@ impl FileRules {
         for FileRule { path, .. } in absent {
             let path = path.display();
             log::warn!(
-                "There is no {path}, which a rule for Landlock names: it stays closed until the server is started anew"
+                "{path}, which a Landlock rule names, does not exist: it stays inaccessible until the server is \
+                 restarted"
             );
         }
         Self::new(self.rules.into_iter().chain(there), self.port)

@@ -57,7 +57,7 @@ pub enum SeccompMode {
 
 /// Error of parsing a [`SeccompMode`] mode.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("\"{0}\" is no choice for seccomp: use true, false or log")]
+#[error("\"{0}\" is not a seccomp mode: use true, false or log")]
 pub struct SeccompTextError(String);
 
 impl FromStr for SeccompMode {
@@ -137,8 +137,8 @@ impl ProcessConfinement {
 /// Error of an operation that Landlock denied.
 #[derive(Debug, Error)]
 #[error(
-    "Landlock refuses this server the use of {} ({}): start it with --landlock-rules path={},access={}, or with a \
-     [[landlock-rule]] in its file. Under a keeper, `kill -KILL` starts it anew, and an upgrade does not",
+    "Landlock denies this server {} ({}): start it with --landlock-rules path={},access={}, or with a \
+     [[landlock-rule]] in its file. Under a keeper, restart it with `kill -KILL`: an upgrade keeps the old rules",
     .rule.path.display(),
     .rule.access,
     folder(.rule).display(),
@@ -185,8 +185,8 @@ pub(crate) fn confine(
         let enforced = match inherits(LANDLOCK) {
             true => {
                 log::info!(
-                    "Confined by Landlock, by the rules of the server before; rules that are new hold once a keeper \
-                     starts it anew"
+                    "Confined by the Landlock rules of the previous server; new rules apply once a keeper restarts \
+                     this server"
                 );
                 true
             }
@@ -201,7 +201,7 @@ pub(crate) fn confine(
         SeccompMode::Off => log::info!("Not confined by seccomp, as --seccomp false asks for"),
         // The variable alone proves nothing, so check for a filter.
         _ if inherits(SECCOMP) && has_filter() => {
-            log::info!("Confined by seccomp, by the filter of the server before");
+            log::info!("Confined by the seccomp filter of the previous server");
             confined.words.push(SECCOMP);
         }
         choice => match filter_calls(choice) {
@@ -213,7 +213,8 @@ pub(crate) fn confine(
             Err(error) if has_filter() => {
                 let error = report::chain(&error);
                 log::warn!(
-                    "Confined by the filter of system calls that it was started with, and by none of its own: {error}"
+                    "Confined only by the system call filter that this process was started with, as its own cannot \
+                     be installed: {error}"
                 );
             }
             Err(error) => return Err(error),

@@ -51,7 +51,7 @@ fn class(function: &PciFunction) -> DoctorCheck {
         false => DoctorCheck::new(
             NAME,
             CheckOutcome::Problem,
-            format!("{finding}: no NVMe controller"),
+            format!("{finding}: not an NVMe controller"),
         )
         .remedy("nvme-mpt drives lists those of this host"),
     }
@@ -132,7 +132,7 @@ fn users(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
     let listed = listed.join("; ");
     match lost {
         true => DoctorCheck::new(NAME, CheckOutcome::Problem, listed)
-            .remedy("end that use; the drive is not to be taken from it"),
+            .remedy("end that use first: --force does not override it"),
         false => DoctorCheck::new(NAME, CheckOutcome::Warning, listed)
             .remedy("end these processes first"),
     }
@@ -382,9 +382,9 @@ fn wiping(
         return DoctorCheck::new(
             NAME,
             CheckOutcome::Warning,
-            "no Write Zeroes: data of a former tenant cannot be erased",
+            "no Write Zeroes: data of a previous owner cannot be erased",
         )
-        .remedy("give ranges to one tenant alone, or erase them by other means and use data=keep");
+        .remedy("give each range to one owner only, or erase it by other means and use data=keep");
     }
     DoctorCheck::ok(
         NAME,

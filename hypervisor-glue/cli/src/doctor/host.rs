@@ -314,13 +314,19 @@ impl DoctorHost {
                     CheckOutcome::Problem,
                     format!("{shown} cannot be written: {error}"),
                 )
-                .remedy("run as its owner or as root, or choose another folder with --state-dir"),
+                .remedy(
+                    "run as its owner or as root, or choose another directory with --state-dir",
+                ),
             };
         }
-        let elsewhere = "run as root, or choose another folder with --state-dir";
+        let elsewhere = "run as root, or choose another directory with --state-dir";
         if folder.exists() {
-            return DoctorCheck::new(NAME, CheckOutcome::Problem, format!("{shown} is no folder"))
-                .remedy(elsewhere);
+            return DoctorCheck::new(
+                NAME,
+                CheckOutcome::Problem,
+                format!("{shown} is not a directory"),
+            )
+            .remedy(elsewhere);
         }
         let nearest = folder.ancestors().skip(1).find(|parent| parent.exists());
         // A relative path without a directory starts at the working directory.

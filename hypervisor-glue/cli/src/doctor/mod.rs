@@ -117,10 +117,10 @@ fn describe(host: &DoctorHost, function: &PciFunction) -> Result<DriveDescriptio
     }
     let group = match (&function.iommu_group, function.driver.as_deref()) {
         (Some(group), Some(VFIO_PCI)) => group,
-        _ => return Err("no driver asks the drive".to_owned()),
+        _ => return Err("the drive has no driver that can query it".to_owned()),
     };
     if let Some(user) = group.users(&host.root).first() {
-        return Err(format!("{user}, and one process alone can ask the drive"));
+        return Err(format!("{user}, and only one process can query the drive"));
     }
     let backing = VfioBacking::open(function.address).map_err(|error| chain(&error))?;
     let controller = VfioController::open(

@@ -406,7 +406,7 @@ fn each_obstacle_of_a_drive_has_its_remedy() {
     folder.expect(
         "drive.function",
         Problem,
-        "no NVMe controller",
+        "not an NVMe controller",
         "nvme-mpt drives",
     );
     folder.remove(FUNCTION);
@@ -643,7 +643,7 @@ fn a_drive_of_the_host_is_taken_after_consent_alone() {
         &[check],
         "scratch.setup",
         Problem,
-        "does not take 0000:01:00.0",
+        "refused 0000:01:00.0",
         "",
     );
     assert_eq!(told(), ADDRESS);

@@ -56,7 +56,7 @@ const CATCHES: &str = "key-values";
 #[derive(Debug, Error)]
 pub(crate) enum QuarantineReportError {
     /// The directory cannot be made private to the server's user.
-    #[error("Cannot use the folder of reports")]
+    #[error("Cannot use the directory of reports")]
     Folder(#[from] PrivateFileError),
     /// A file cannot be written.
     #[error("Cannot write the report")]

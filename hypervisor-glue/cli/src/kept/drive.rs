@@ -63,7 +63,7 @@ impl DescriptorStore for SharedDescriptorQueue {
         // Remove the replaced message: it keeps memory for nothing.
         if let Err(error) = bag.retain(|_| true) {
             log::warn!(
-                "The keeper has an older table of mappings: {}",
+                "Cannot remove the older table of mappings from the keeper: {}",
                 report::chain(&error)
             );
         }
@@ -169,7 +169,7 @@ impl ServerPersistence {
             && let Err(error) = bag.bag().retain(retained)
         {
             let error = report::chain(&error);
-            log::error!("The keeper has descriptors of drive {path}, which are of no use: {error}");
+            log::error!("Cannot use the keeper's descriptors of drive {path}: {error}");
         }
     }
 
@@ -183,11 +183,14 @@ impl ServerPersistence {
                 // Empty the bag first: the keeper may take a moment, and no other process can use the drive while its IOMMU is
                 // held.
                 if let Err(error) = bag.let_go() {
-                    log::error!("{name} stays with the keeper: {error}");
+                    log::error!("Cannot remove {name} from the keeper: {error}");
                 }
             }
             if !is_open && let Err(error) = self.registry.forget(name) {
-                log::error!("{name} stays with the keeper: {}", report::chain(&error));
+                log::error!(
+                    "Cannot remove {name} from the keeper: {}",
+                    report::chain(&error)
+                );
             }
             is_open
         });

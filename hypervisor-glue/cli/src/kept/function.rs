@@ -85,7 +85,7 @@ pub(crate) enum RestoreError {
     #[error(transparent)]
     Control(#[from] ControlRestoreError),
     /// The function crashed the server too often, so its state is not read.
-    #[error("it brought the server down {0} times")]
+    #[error("it crashed the server {0} times")]
     Crashes(u32),
     /// The kernel's error.
     #[error("a descriptor cannot be used")]
@@ -295,7 +295,7 @@ pub(crate) enum QuarantineReason {
 impl fmt::Display for QuarantineReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Crashes(crashes) => write!(f, "it brought the server down {crashes} times"),
+            Self::Crashes(crashes) => write!(f, "it crashed the server {crashes} times"),
             Self::Exhaustion(bytes) => write!(
                 f,
                 "memory ran out while {} of its VM's memory were being pinned, and the kernel ended processes: give the VM \
@@ -840,7 +840,7 @@ impl PersistedFunction {
         // If this fails, the next forgotten file triggers another attempt.
         if let Err(error) = inner.remove_waste(&named) {
             log::warn!(
-                "{}: files of memory that nobody uses stay with the keeper: {error}",
+                "{}: cannot remove unused memory files from the keeper: {error}",
                 self.socket.display()
             );
         }
@@ -926,7 +926,7 @@ impl PersistedFunction {
             Ok(bytes) => Some(bytes),
             Err(error) => {
                 log::error!(
-                    "The state of {} cannot be kept: {error}",
+                    "Cannot store the state of {}: {error}",
                     self.socket.display()
                 );
                 None
@@ -1023,7 +1023,7 @@ impl ControlStateStore for ControlStateSaver {
                 inner.last = bytes;
             }
             Err(error) => log::error!(
-                "The state of {} is not kept: {}",
+                "Cannot store the state of {}: {}",
                 socket.display(),
                 report::chain(&error)
             ),

@@ -86,10 +86,10 @@ pub enum PersistenceError {
     #[error(transparent)]
     Predecessor(#[from] PredecessorError),
     /// The ledger of private drives cannot be read.
-    #[error("Cannot read the ledger of memory: and null: drives that the server before has kept")]
+    #[error("Cannot read the previous server's ledger of memory: and null: drives")]
     Ledger(#[from] LeaseError),
     /// The configuration cannot be stored or read.
-    #[error("Cannot use the configuration that outlives this server")]
+    #[error("Cannot use the stored configuration")]
     Configuration(#[from] RequestLogError),
 }
 
@@ -132,7 +132,7 @@ pub(crate) fn notify(keeping: Option<&ServerPersistence>, assignments: &str) {
     };
     if let Err(error) = notified {
         log::error!(
-            "The keeper is not told {assignments}: {}",
+            "Cannot send {assignments} to the keeper: {}",
             report::chain(&error)
         );
     }
@@ -284,7 +284,7 @@ impl ServerPersistence {
                     }
                     Err(error) => {
                         let error = report::chain(&error);
-                        log::error!("{name} of the process before is lost: {error}");
+                        log::error!("Cannot restore {name} of the previous process: {error}");
                         if let Some(leaving) = &leaving {
                             leaving.let_end();
                             leaving.await_end().map_err(PredecessorError::from)?;
@@ -304,7 +304,9 @@ impl ServerPersistence {
             } else if name.starts_with(DRIVE) {
                 if let Err(error) = state.drives.add(name.clone(), descriptors) {
                     let error = report::chain(&error);
-                    log::error!("{name} of the process before is reset: {error}");
+                    log::error!(
+                        "Cannot restore {name} of the previous process, so it is reset: {error}"
+                    );
                     registry.forget(&name)?;
                 }
             } else if name.starts_with(SPARE) {
@@ -461,7 +463,7 @@ impl ServerPersistence {
             match keeping.registry.adopt(store) {
                 Ok(()) => log::info!("The new keeper has everything that the old one had"),
                 Err(error) => log::error!(
-                    "The new keeper did not get everything that the old one had: {}",
+                    "Cannot pass everything that the old keeper had to the new one: {}",
                     report::chain(&error)
                 ),
             }
@@ -482,7 +484,7 @@ impl ServerPersistence {
     pub(crate) fn keep_configuration(&self, bytes: &[u8]) {
         if let Err(error) = self.try_to_keep_configuration(bytes) {
             log::error!(
-                "The next server reads the configuration file, as what is served cannot be kept: {}",
+                "Cannot store the configuration in use, so the next server reads the configuration file: {}",
                 report::chain(&error)
             );
         }
@@ -507,7 +509,7 @@ impl ServerPersistence {
         self.state().configuration = None;
         if let Err(error) = self.registry.forget(CONFIGURATION) {
             let error = report::chain(&error);
-            log::error!("The keeper may have the configuration still: {error}");
+            log::error!("Cannot remove the configuration from the keeper: {error}");
         }
     }
 
@@ -520,7 +522,10 @@ impl ServerPersistence {
             Ok(function) => self.give_back(function),
             Err(error) => {
                 let error = report::chain(&error);
-                log::error!("{} of the process before is lost: {error}", shelf.name);
+                log::error!(
+                    "Cannot restore {} of the previous process: {error}",
+                    shelf.name
+                );
                 shelf.forget_now();
             }
         }
@@ -633,7 +638,7 @@ impl ServerPersistence {
         self.state().faults.remove(&name);
         if let Err(error) = self.registry.forget(&name) {
             log::error!(
-                "The keeper is not asked to let go of faults: {}",
+                "Cannot ask the keeper to release faults: {}",
                 report::chain(&error)
             );
         }
@@ -645,7 +650,7 @@ impl ServerPersistence {
             && let Err(error) = self.registry.forget(&memory_name(bytes))
         {
             log::error!(
-                "The keeper is not asked to let go of memory: {}",
+                "Cannot ask the keeper to release memory: {}",
                 report::chain(&error)
             );
         }

@@ -86,19 +86,20 @@ const LOOK: Duration = Duration::from_millis(100);
 #[derive(Debug, Error)]
 pub enum PredecessorError {
     /// The state of a function cannot be read.
-    #[error("The state of a function cannot be taken over, so the server before goes on")]
+    #[error("Cannot restore the state of a function, so the previous server continues")]
     State(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// VMMs with leases speak another version of the lease protocol.
     #[error(
-        "VMMs speak version {version} of the lease protocol, and this server version {VERSION}, so the server before goes \
-         on: use a release that speaks version {version}, or remove the functions of these VMMs first"
+        "VMMs speak version {version} of the lease protocol, but this server speaks version {VERSION}, so the \
+         previous server continues: use a release that speaks version {version}, or remove the functions of these \
+         VMMs first"
     )]
     LeaseProtocol {
         /// Version of the VMMs.
         version: String,
     },
     /// A resource is too scarce for two servers.
-    #[error("There is not enough for another server beside this one: {what}")]
+    #[error("There are not enough resources for another server beside this one: {what}")]
     Scarce {
         /// Name of the resource, and how to get more.
         what: &'static str,
@@ -106,10 +107,10 @@ pub enum PredecessorError {
         source: io::Error,
     },
     /// The old server continues, or has died.
-    #[error("The server before goes on without this one, or has died and is started again")]
+    #[error("The previous server continues, or has died and is restarted")]
     GoesOn,
     /// The kernel's error.
-    #[error("The end of the server before cannot be seen")]
+    #[error("Cannot watch for the end of the previous server")]
     Io(#[from] io::Error),
 }
 
@@ -338,10 +339,10 @@ pub(crate) enum UpgradeError {
     #[error("The next server cannot be started")]
     Start(#[from] SuperviseError),
     /// The successor ended before it was ready.
-    #[error("The next server ended with {0} before it could take over; the log has its reason")]
+    #[error("The next server ended with {0} before it could take over; see the log")]
     Ended(String),
     /// The successor reported that it cannot take over.
-    #[error("The next server cannot take over, and this one goes on: {0}")]
+    #[error("The next server cannot take over, so this one continues: {0}")]
     Failed(String),
     /// Landlock forbids executing the successor's program.
     #[error(transparent)]
@@ -377,13 +378,13 @@ pub(crate) enum UpgradeError {
     )]
     Moved(String),
     /// The ledger cannot be read.
-    #[error("The leases that end cannot be found")]
+    #[error("Cannot find the leases that are ending")]
     Ledger(#[source] nvme_mpt::lease::LeaseError),
     /// The keeper cannot be told about the successor.
-    #[error("The keeper cannot be told of the next server")]
+    #[error("Cannot announce the next server to the keeper")]
     Keeper(#[from] FdStoreError),
     /// Error of the socket to the successor.
-    #[error("The next server cannot be spoken with")]
+    #[error("Cannot communicate with the next server")]
     Io(#[from] io::Error),
 }
 
@@ -653,7 +654,7 @@ mod tests {
         let (mut successor, theirs) = successor(b"");
         FailureReport(theirs).tell("There is no room");
         let refused = successor.await_ready(|| false).unwrap_err();
-        let told = "The next server cannot take over, and this one goes on: There is no room";
+        let told = "The next server cannot take over, so this one continues: There is no room";
         assert_eq!(refused.to_string(), told);
     }
 

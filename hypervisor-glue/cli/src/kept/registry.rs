@@ -15,7 +15,7 @@ pub(super) const SPARE: &str = "spare-";
 
 /// Consequence of missing spare descriptors, for log messages.
 pub(super) const LEFT_OUT: &str =
-    "if this server is killed, a write of the lease may be lost without a word";
+    "if this server is killed, a lost write of the lease may go unreported";
 
 /// The keeper, with copies of the descriptors stored there.
 #[derive(Debug)]
@@ -149,9 +149,9 @@ impl FdStoreRegistry {
         }
         let max = self.store().max();
         log::error!(
-            "The keeper stores {max} descriptors and has no room for {what}. An upgrade passes it on, but it is lost \
-             if this server dies. Raise FileDescriptorStoreMax= and FDSTORE= of the systemd unit, or RLIMIT_NOFILE of \
-             nvme-mpt keep, which stores up to 4096; or serve fewer functions"
+            "The keeper's store is full ({max} descriptors) and cannot take {what}. An upgrade passes it on, but it \
+             is lost if this server dies. Raise FileDescriptorStoreMax= and FDSTORE= of the systemd unit, or \
+             RLIMIT_NOFILE of nvme-mpt keep, which stores up to 4096; or serve fewer functions"
         );
     }
 
@@ -225,7 +225,10 @@ impl FdStoreRegistry {
             };
             self.send(|store| store.forget(name))?;
             entry.is_left_out = true;
-            log::warn!("The keeper has no room for {name} any more: {}", LEFT_OUT);
+            log::warn!(
+                "The keeper's store is full, so {name} was removed: {}",
+                LEFT_OUT
+            );
         }
         Ok(!self.has_ended())
     }

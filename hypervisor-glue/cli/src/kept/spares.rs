@@ -77,7 +77,7 @@ impl SpareDescriptions {
         };
         if let Err(error) = forget() {
             log::error!(
-                "The keeper may have files of leases open that have ended: {}",
+                "Cannot remove files of ended leases from the keeper: {}",
                 report::chain(&error)
             );
         }
@@ -89,7 +89,7 @@ impl SpareDescriptorStore for SpareDescriptions {
         let kept = self.registry.descriptors(&name_of(drive, lease));
         kept.unwrap_or_else(|error| {
             log::error!(
-                "Writes of lease {lease} that the server before lost cannot be asked for: {}",
+                "Cannot check whether the previous server lost writes of lease {lease}: {}",
                 report::chain(&error)
             );
             Vec::new()
@@ -110,10 +110,12 @@ impl SpareDescriptorStore for SpareDescriptions {
         match kept {
             Ok(true) => {}
             Ok(false) => {
-                log::warn!("The keeper has no room for {name} of lease {lease}: {LEFT_OUT}")
+                log::warn!(
+                    "The keeper's store is full and cannot take {name} of lease {lease}: {LEFT_OUT}"
+                )
             }
             Err(error) => log::error!(
-                "The keeper has not {name} of lease {lease}: {LEFT_OUT}: {}",
+                "Cannot store {name} of lease {lease} in the keeper: {LEFT_OUT}: {}",
                 report::chain(&error)
             ),
         }

@@ -14,19 +14,19 @@ const LEVELS: &str = "off, error, warn, info, debug or trace";
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum FilterError {
     /// A level is unknown.
-    #[error("no level: '{level}'; it is {LEVELS}")]
+    #[error("'{level}' is not a level: use {LEVELS}")]
     Level {
         /// The unknown level.
         level: String,
     },
     /// A module name is missing or invalid.
-    #[error("'{part}' names no module: write MODULE=LEVEL, as in nvme_vfio=debug")]
+    #[error("'{part}' is not a module: write MODULE=LEVEL, as in nvme_vfio=debug")]
     Module {
         /// The invalid part.
         part: String,
     },
     /// Two levels apply to the same messages.
-    #[error("two levels are for {what}: leave one out")]
+    #[error("there are two levels for {what}: keep one")]
     Twice {
         /// The affected messages, as text.
         what: String,
@@ -155,14 +155,14 @@ mod tests {
     #[test]
     fn what_is_no_filter_is_refused_by_name() {
         for (text, error) in [
-            ("inof", "no level: 'inof'; it is off, error, warn"),
-            ("nvme_vfio", "no level: 'nvme_vfio'"),
-            ("nvme_vfio=", "no level: ''"),
-            ("nvme_vfio=loud", "no level: 'loud'"),
-            ("=debug", "'=debug' names no module"),
-            ("a b=debug", "'a b=debug' names no module"),
-            ("info,warn", "two levels are for all modules"),
-            ("a=info,a=warn", "two levels are for module a"),
+            ("inof", "'inof' is not a level: use off, error, warn"),
+            ("nvme_vfio", "'nvme_vfio' is not a level"),
+            ("nvme_vfio=", "'' is not a level"),
+            ("nvme_vfio=loud", "'loud' is not a level"),
+            ("=debug", "'=debug' is not a module"),
+            ("a b=debug", "'a b=debug' is not a module"),
+            ("info,warn", "two levels for all modules"),
+            ("a=info,a=warn", "two levels for module a"),
             ("", "a filter of the log is LEVEL or MODULE=LEVEL"),
             ("info,", "a filter of the log is LEVEL or MODULE=LEVEL"),
         ] {

@@ -75,7 +75,7 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     let _ = log::set_logger(logger);
     log::set_max_level(logger.passing().built.filter());
     if let Some(error) = trouble {
-        log::warn!("{VARIABLE} is not heeded: {error}");
+        log::warn!("Ignored {VARIABLE}: {error}");
     }
 }
 

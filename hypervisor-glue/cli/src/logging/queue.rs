@@ -49,7 +49,7 @@ impl LogMessage {
             place: (None, None),
             thread: "log".to_owned(),
             is_plain: false,
-            text: format!("{number} messages were dropped, as the log's reader took none"),
+            text: format!("{number} messages were dropped, as the log's reader was too slow"),
             fields: Vec::new(),
         }
     }

@@ -134,7 +134,7 @@ impl Collector for MetricsSnapshot {
             SupervisorStatus::None => None,
             state => Some(([("", ""); 0], u64::from(state == SupervisorStatus::Runs))),
         };
-        let help = "0 if the server's keeper has ended, so that VMs lose their drives with the next death of the server";
+        let help = "0 if the server's keeper has ended: VMs lose their drives if the server dies";
         numbers(out, "keeper_up", None, help, keeper)?;
         self.write_functions(out)?;
         write_latencies(out, &stats.functions)?;
@@ -172,8 +172,7 @@ impl MetricsSnapshot {
                 u64::from(reports && !failed),
             )
         });
-        let help =
-            "0 if the function could not be offered, or waits for commands and reports no figures";
+        let help = "0 if the function could not be served, or waits for commands and reports no statistics";
         numbers(out, "function_up", None, help, up)?;
         let facts = self.functions.iter().filter_map(|entry| {
             let function = reporting.get(entry.id.as_str())?;
@@ -231,7 +230,7 @@ fn write_latencies(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats])
     if functions.is_empty() {
         return Ok(());
     }
-    let help = "Latency of commands in the server, from being taken to their completion; sum and bounds are right to 13 %";
+    let help = "Latency of commands in the server, from fetch to completion; sum and bounds are accurate to 13 %";
     let mut metric = out.encode_descriptor(
         "function_latency",
         help,
@@ -304,7 +303,8 @@ fn write_stalls(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
     if stalls.peek().is_none() {
         return Ok(());
     }
-    let help = "Time for which no server worked on the function's queues, when this one took it up; after a crash or a restart from the start of this server";
+    let help = "Time without a server for the function's queues, until this server restored them; after a crash or a \
+         restart, from the start of this server";
     let unit = Some(&Unit::Seconds);
     let mut metric = out.encode_descriptor("function_stall", help, unit, MetricType::Gauge)?;
     for (labels, seconds) in stalls {

@@ -154,12 +154,9 @@ pub(super) static QUEUE: &[MetricFamily<QueueStats>] = &[
         "Commands that completed with an error",
         |queue| some(queue.errors),
     ),
-    gauge(
-        "queue_in_flight",
-        None,
-        "Commands that were taken and are not completed",
-        |queue| some(queue.in_flight),
-    ),
+    gauge("queue_in_flight", None, "Commands in flight", |queue| {
+        some(queue.in_flight)
+    }),
     counter(
         "queue_doorbell_exits",
         None,
@@ -172,7 +169,7 @@ pub(super) static QUEUE: &[MetricFamily<QueueStats>] = &[
     counter(
         "queue_rearm_saves",
         None,
-        "Looks at a re-armed doorbell that found new commands",
+        "Polls of a re-armed doorbell that found new commands",
         |queue| some(queue.rearm_saves),
     ),
     counter(
@@ -188,7 +185,7 @@ pub(super) static FUNCTION: &[MetricFamily<FunctionStats>] = &[
     gauge(
         "function_connected",
         None,
-        "1 if a VMM has the function",
+        "1 if a VMM is connected to the function",
         |function| some(function.connected),
     ),
     gauge(
@@ -272,7 +269,7 @@ pub(super) static LEASE: &[MetricFamily<FunctionEntry>] = &[
     gauge(
         "lease_extents",
         None,
-        "Parts of the drive that the lease has",
+        "Extents of the drive that the lease has",
         |entry| some(entry.extents.as_ref()?.parts().len() as u64),
     ),
 ];
@@ -407,19 +404,19 @@ pub(super) static PROCESS: &[MetricFamily<ProcessStats>] = &[
     counter(
         "wiped",
         Some(Unit::Bytes),
-        "Bytes of former tenants that were erased",
+        "Bytes of previous owners that were erased",
         |process| some(process.wiped.bytes),
     ),
     counter(
         "wipes",
         None,
-        "Parts of drives with data of former tenants that were erased as a whole",
+        "Ranges with data of previous owners that were erased completely",
         |process| some(process.wiped.parts),
     ),
     counter(
         "log_messages_dropped",
         None,
-        "Messages of the log that were dropped, as its reader took none",
+        "Messages of the log that were dropped, as its reader was too slow",
         |process| some(process.dropped_messages),
     ),
 ];

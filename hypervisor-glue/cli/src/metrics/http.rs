@@ -98,10 +98,10 @@ impl HttpRequest {
             Ok(httparse::Status::Partial) => {
                 return Some(Self::Wrong(
                     "431 Request Header Fields Too Large",
-                    "Ask in fewer words",
+                    "Send a shorter request",
                 ));
             }
-            Err(_) => return Some(Self::Wrong("400 Bad Request", "Ask with GET /metrics")),
+            Err(_) => return Some(Self::Wrong("400 Bad Request", "Use GET /metrics")),
         }
         if let Some(refusal) = hosts.and_then(|hosts| refusal(request.headers, hosts)) {
             return Some(refusal);
@@ -115,10 +115,7 @@ impl HttpRequest {
             Some("GET") => true,
             Some("HEAD") => false,
             _ => {
-                return Some(Self::Wrong(
-                    "405 Method Not Allowed",
-                    "Ask with GET /metrics",
-                ));
+                return Some(Self::Wrong("405 Method Not Allowed", "Use GET /metrics"));
             }
         };
         let mut accepted = request.headers.iter();
@@ -145,7 +142,7 @@ fn refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<Htt
     if of("origin").next().is_some() || of("sec-fetch-site").any(foreign) {
         return Some(HttpRequest::Wrong(
             "403 Forbidden",
-            "Pages of other sites get no metrics",
+            "Requests from pages of other sites are refused",
         ));
     }
     // A client without a `Host:` header is not a browser.
@@ -154,7 +151,7 @@ fn refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<Htt
     let is_known = std::str::from_utf8(first.value).is_ok_and(|name| hosts.has(name));
     (!is_known || named.next().is_some()).then_some(HttpRequest::Wrong(
         "421 Misdirected Request",
-        "Ask by the address of this host, or allow its name with --metrics-host",
+        "Use the address of this host, or allow its name with --metrics-host",
     ))
 }
 

@@ -41,7 +41,7 @@ pub enum MetricsAddress {
 /// Error of parsing a [`MetricsAddress`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "\"{0}\" is no place for metrics: use PORT (on the loopback interface), ADDRESS:PORT or unix:PATH"
+    "\"{0}\" is not an address for metrics: use PORT (on the loopback interface), ADDRESS:PORT or unix:PATH"
 )]
 pub struct MetricsAddressError(String);
 
@@ -89,7 +89,10 @@ pub enum MetricsError {
     #[error("Cannot offer metrics on a socket; choose another --metrics")]
     Socket(#[source] vfio_user_server::Error),
     /// The file cannot be written.
-    #[error("Cannot write the metrics file {}; choose another --metrics-file in a folder that exists", path.display())]
+    #[error(
+        "Cannot write the metrics file {}; choose another --metrics-file in a directory that exists",
+        path.display()
+    )]
     File {
         /// The file.
         path: PathBuf,

@@ -58,7 +58,7 @@ impl MetricsSocket {
                     listen().map_err(|source| MetricsError::Listen { address, source })?;
                 if !address.ip().is_loopback() {
                     log::warn!(
-                        "Metrics on {address} are for every host that reaches it: they name functions and drives"
+                        "Every host that reaches {address} can read the metrics, which name functions and drives"
                     );
                 }
                 Ok(Self::Tcp(listener, Arc::new(AllowedHosts::new(hosts))))
@@ -368,7 +368,7 @@ impl MetricsThreadState {
                 self.clients.push(client);
             }
             Err(error) => {
-                log::warn!("A client of the metrics is not taken: {error}");
+                log::warn!("Cannot accept a client of the metrics: {error}");
                 self.rests_until = clock::monotonic() + REST;
             }
         }

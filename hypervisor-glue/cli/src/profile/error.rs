@@ -18,7 +18,7 @@ pub enum FitError {
         source: io::Error,
     },
     /// The file is not a fio report.
-    #[error("{path} is no report of fio; run it with --output-format=json --output=FILE")]
+    #[error("{path} is not a report of fio; run it with --output-format=json --output=FILE")]
     Report {
         /// Its path.
         path: PathBuf,
@@ -36,7 +36,7 @@ pub enum FitError {
         code: i64,
     },
     /// An option's value cannot be parsed.
-    #[error("Job {job} of {path} has {option}={value}, which is no {what}")]
+    #[error("Job {job} of {path} has {option}={value}, which is not a {what}")]
     Option {
         /// The report.
         path: PathBuf,
@@ -51,8 +51,7 @@ pub enum FitError {
     },
     /// A measurement is missing.
     #[error(
-        "{path} has no job that {what}, and nothing else beside; add one with {options}, or use \
-         resources/drives/measure.fio"
+        "{path} has no job that only {what}; add one with {options}, or use resources/drives/measure.fio"
     )]
     Missing {
         /// The report.
@@ -63,7 +62,7 @@ pub enum FitError {
         options: &'static str,
     },
     /// The measurements are outside a profile's range.
-    #[error("{path} tells of a drive that cannot be modelled")]
+    #[error("{path}: unsupported fio result")]
     Profile {
         /// The report.
         path: PathBuf,

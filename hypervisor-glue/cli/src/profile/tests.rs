@@ -203,16 +203,19 @@ fn what_is_missing_or_wrong_is_said() {
     let with = |write: &Value| json!({"jobs": [reads, write]}).to_string();
     let mut odd = job("w", "write", json!({"bs": "4kk"}), 50e3, 20e3);
     for (text, said) in [
-        (with(&deep), "no job that writes with one command in flight"),
+        (
+            with(&deep),
+            "no job that only writes with one command in flight",
+        ),
         (
             with(&mixed),
-            "no job that writes with one command in flight",
+            "no job that only writes with one command in flight",
         ),
         (with(&failed), "Job w of report.json failed with error 5"),
-        (with(&odd), "has bs=4kk, which is no size such as 4k"),
-        (String::new(), "is no report of fio"),
+        (with(&odd), "has bs=4kk, which is not a size such as 4k"),
+        (String::new(), "is not a report of fio"),
         ("{}".to_owned(), "missing field `jobs`"),
-        ("fio: no such file\n".to_owned(), "is no report of fio"),
+        ("fio: no such file\n".to_owned(), "is not a report of fio"),
     ] {
         assert!(
             complaint(&text).contains(said),
@@ -221,7 +224,7 @@ fn what_is_missing_or_wrong_is_said() {
         );
     }
     odd["job options"] = json!({"numjobs": "0"});
-    assert!(complaint(&with(&odd)).contains("has numjobs=0, which is no number"));
+    assert!(complaint(&with(&odd)).contains("has numjobs=0, which is not a number"));
     // 1 KiB/s is no drive's.
     let slow = job("w", "write", json!({}), 0.25, 20e3);
     assert!(complaint(&with(&slow)).contains("write.bandwidth cannot be 1K"));

@@ -37,11 +37,11 @@ impl ChangeQueue {
         let (reply, reason) = match self.0.try_send((change, Some(reply))) {
             Ok(()) => return,
             Err(TrySendError::Full((_, reply))) => {
-                let reason = format!("{QUEUE} changes wait already: try again later");
+                let reason = format!("{QUEUE} changes are waiting already: try again later");
                 (reply, reason)
             }
             Err(TrySendError::Disconnected((_, reply))) => {
-                (reply, "it makes no changes any more: restart it".to_owned())
+                (reply, "it no longer makes changes: restart it".to_owned())
             }
         };
         if let Some(reply) = reply {
@@ -81,7 +81,7 @@ impl ChangeThread {
             .0
             .try_send((FunctionChange::Reload { force: false }, None))
         {
-            log::error!("The file is not reloaded, as many changes wait: {error}");
+            log::error!("Cannot reload the file, as too many changes are waiting: {error}");
         }
     }
 
@@ -125,7 +125,7 @@ fn run(
         let made = made.map_err(|error| report::chain(&error));
         match (reply, made) {
             (Some(reply), made) => reply.send(made),
-            (None, Err(reason)) => log::error!("The file is not reloaded: {reason}"),
+            (None, Err(reason)) => log::error!("Cannot reload the file: {reason}"),
             (None, Ok(_)) => {}
         }
     }
@@ -141,7 +141,7 @@ fn upgrade(
 ) {
     match roster.upgrade(binary) {
         Ok(process) => {
-            log::info!("Process {process} takes the place of this server");
+            log::info!("Process {process} is replacing this server");
             reply.send(Ok(ChangeResult::Upgraded { process, pending }));
             logging::flush(logging::CRASH_PATIENCE);
             // Exit at once: any further action here would affect state that the successor now owns.
@@ -150,7 +150,7 @@ fn upgrade(
         Err(error) => {
             let reason = report::chain(&error);
             if !matches!(error, UpgradeError::NoKeeper) {
-                log::error!("This server is not replaced, and goes on: {reason}");
+                log::error!("This server was not replaced, and continues: {reason}");
             }
             reply.send(Err(reason));
         }
@@ -191,7 +191,7 @@ fn make(
         } => {
             let entry = roster.resize(&id, Bytes(bytes), truncate)?;
             let id = entry.id.as_str();
-            log::info!(function = id; "Function {id} has {} now", Bytes(bytes));
+            log::info!(function = id; "Function {id} has a size of {} now", Bytes(bytes));
             ChangeResult::Resized(entry)
         }
         FunctionChange::Reserve { options } => {

@@ -247,7 +247,10 @@ pub enum ConfigFileError {
         source: Box<toml::de::Error>,
     },
     /// The file has an unknown table.
-    #[error("{} has \"{key}\"; a file has [[drive]], [[function]] and [[landlock-rule]] alone", path.display())]
+    #[error(
+        "{} has \"{key}\"; only [[drive]], [[function]] and [[landlock-rule]] are allowed",
+        path.display()
+    )]
     Unknown {
         /// The file.
         path: PathBuf,
@@ -267,7 +270,7 @@ pub enum ConfigFileError {
         key: String,
     },
     /// A function or drive has invalid options.
-    #[error("{}, {kind} {number} is not one", path.display())]
+    #[error("{}, {kind} {number} is invalid", path.display())]
     Option {
         /// The file.
         path: PathBuf,
@@ -631,7 +634,7 @@ mod tests {
         for (bad, complaint) in [
             (
                 "[[function]]\npath = \"null:1G\"\n",
-                "function 2 is not one\n  Option \"socket\" is missing",
+                "function 2 is invalid\n  Option \"socket\" is missing",
             ),
             (
                 "[[function]]\nsocket = \"/b\"\npath = \"null:1G\"\nlength = 3\n",
@@ -643,7 +646,7 @@ mod tests {
             ),
             (
                 "[[drive]]\npath = \"null:1G\"\nrange = \"0+1M\"\n",
-                "drive 1 is not one",
+                "drive 1 is invalid",
             ),
             ("[server]\nsocket = 1\n", "has \"server\""),
             ("[[function]\n", "serve.toml is not written in TOML"),
@@ -654,7 +657,7 @@ mod tests {
         }
         let error = parse("function = 3\n").unwrap_err();
         assert!(
-            error.to_string().contains("[[landlock-rule]] alone"),
+            error.to_string().contains("[[landlock-rule]] are allowed"),
             "{error}"
         );
     }
@@ -677,7 +680,7 @@ mod tests {
         );
         let error = parse("[[landlock-rule]]\npath = \"/srv\"\naccess = \"ro\"\n").unwrap_err();
         let told = report::chain(&error);
-        assert!(told.contains("landlock-rule 1 is not one"), "{told}");
+        assert!(told.contains("landlock-rule 1 is invalid"), "{told}");
         assert!(told.contains("letters of rwx"), "{told}");
     }
 

@@ -56,7 +56,7 @@ const UNUSED_LOOK: Duration = Duration::from_millis(100);
 
 /// A drive whose path leads to something else now, and the reason.
 #[derive(Debug, Error)]
-#[error("The path of drive {path} is not that of the open drive: {reason}")]
+#[error("The path of drive {path} does not lead to the open drive: {reason}")]
 pub(super) struct MovedDrive {
     path: DrivePath,
     reason: io::Error,
@@ -115,7 +115,7 @@ impl OpenDrive {
                 let text = "its file system does not answer";
                 Err(io::Error::new(io::ErrorKind::TimedOut, text))
             }
-            Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("the look panicked")),
+            Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("the check panicked")),
         }
     }
 }

@@ -48,10 +48,10 @@ pub enum FunctionRegistrationError {
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
     /// The keeper cannot store the function.
-    #[error("The keeper cannot keep the function")]
+    #[error("The keeper cannot store the function")]
     Keeper(#[source] Box<FdStoreError>),
     /// A function of the old server cannot be restored now.
-    #[error("The function of the server before cannot go on now")]
+    #[error("The previous server's function cannot be restored now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The function's thread failed.
     #[error(transparent)]
@@ -200,12 +200,12 @@ pub enum ChangeError {
     },
     /// The limits are recorded, but the VMM disconnected during the change.
     #[error(
-        "The VMM of function {0} disconnected meanwhile: its limits are recorded, and hold when it connects again"
+        "The VMM of function {0} disconnected meanwhile: its limits are recorded, and apply when it reconnects"
     )]
     LimitedWithoutVmm(String),
     /// The lease has grown, but the VMM disconnected during the change.
     #[error(
-        "The VMM of function {0} disconnected meanwhile: its lease has grown, and has the new size when it connects again"
+        "The VMM of function {0} disconnected meanwhile: its lease has grown, and has the new size when it reconnects"
     )]
     GrownWithoutVmm(String),
     /// The function is declared in the configuration file.
@@ -257,7 +257,7 @@ pub enum ChangeError {
     #[error("The server is about to end: repeat the change when it runs again")]
     Ending,
     /// A reload failed, and some functions could not be restored.
-    #[error("{error}\nThe functions before could not all be restored: {}", failed.join("; "))]
+    #[error("{error}\nNot all of the previous functions could be restored: {}", failed.join("; "))]
     NotRestored {
         /// Cause of the failed reload.
         error: Box<Self>,

@@ -546,10 +546,10 @@ impl LeaseTable {
         let count = crashes.as_ref().map_or(0, CrashRecord::crashes);
         if count >= CRASHES_SET_ASIDE {
             log::error!(
-                "A function in process {pid} brought the server down {count} times, and is refused"
+                "A function in process {pid} crashed the server {count} times, and is refused"
             );
             return LeaseAdmission::Refused(format!(
-                "The function brought the server down {count} times: detach the drive and attach it again"
+                "The function crashed the server {count} times: detach the drive and attach it again"
             ));
         }
         let pinning = parts.and_then(|parts| InflightFile::pinning_in(parts.live.as_fd()).ok());
@@ -562,7 +562,7 @@ impl LeaseTable {
             ));
         }
         let Some(_being_made) = self.begin_to_make(stop) else {
-            let reason = "another process takes the place of the server";
+            let reason = "another process is replacing the server";
             return LeaseAdmission::Refused(reason.to_owned());
         };
         let open = || self.open(&options, claim, reader, parts, stop);
@@ -573,7 +573,7 @@ impl LeaseTable {
         };
         let id = attachment.lease().id().to_owned();
         work_for(&id);
-        log::info!("Lease {id} is that of a function in process {pid} of user {uid}");
+        log::info!("A function in process {pid} of user {uid} has lease {id}");
         let extents = attachment.lease().extents();
         let mut lease = VmmLease {
             entry: FunctionEntry {
@@ -617,7 +617,7 @@ impl LeaseTable {
         drop(connections);
         if let Some(stall) = stall {
             let id = attachment.lease().id();
-            log::info!("The VMM of {id} goes on: it was without a server for {stall}");
+            log::info!("The VMM of {id} continues: it had no server for {stall}");
         }
         LeaseAdmission::Attached(attachment)
     }
@@ -795,7 +795,7 @@ impl LeaseServer {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            log::error!("The thread that takes VMMs in panicked");
+            log::error!("The thread that accepts VMMs panicked");
         }
         self.table.ends.store(true, Ordering::Release);
         let mut connections = self.table.connections();
@@ -865,7 +865,7 @@ fn take_in(mut listener: SocketListener, stopped: &PipeReader, table: &Arc<Lease
         if let Err(error) = poll(&mut ready, PollTimeout::NONE)
             && error != nix::errno::Errno::EINTR
         {
-            log::error!("VMMs are not taken in any more: {error}");
+            log::error!("VMMs are no longer accepted: {error}");
             return;
         }
         if ready[0].revents().is_some_and(|events| !events.is_empty()) {
@@ -875,11 +875,11 @@ fn take_in(mut listener: SocketListener, stopped: &PipeReader, table: &Arc<Lease
             Ok(Some(stream)) => {
                 number += 1;
                 if let Err(error) = begin(stream, number, table) {
-                    log::warn!("A VMM is not taken in: {error}");
+                    log::warn!("Cannot accept a VMM: {error}");
                 }
             }
             Ok(None) => {}
-            Err(error) => log::warn!("A VMM is not taken in: {error}"),
+            Err(error) => log::warn!("Cannot accept a VMM: {error}"),
         }
     }
 }
@@ -931,7 +931,7 @@ fn make_room(
     let others = connections.values().filter(|one| !one.peer.is_trusted());
     if others.count() >= OTHERS_MAX {
         return refused(format!(
-            "other users have {OTHERS_MAX} connections, and the rest is for root and the server's user"
+            "other users have {OTHERS_MAX} connections, and the rest is reserved for root and the server's user"
         ));
     }
     Ok(())
@@ -1089,7 +1089,9 @@ mod tests {
         }
         let refused = make_room(&mut table.connections(), &peer(3000), 3000).unwrap_err();
         assert!(
-            refused.to_string().contains("the rest is for root"),
+            refused
+                .to_string()
+                .contains("the rest is reserved for root"),
             "{refused}"
         );
         make_room(&mut table.connections(), &peer(0), 0).unwrap();
@@ -1175,7 +1177,7 @@ mod tests {
                 LeaseAdmission::Attached(_) => assert!(crashes < 2),
                 LeaseAdmission::Refused(reason) => {
                     let times = crashes as u32;
-                    let reasons = format!("brought the server down {times} times");
+                    let reasons = format!("crashed the server {times} times");
                     assert!(crashes >= 2 && reason.contains(&reasons), "{reason}");
                 }
                 LeaseAdmission::NotServed => panic!("the drive is open"),

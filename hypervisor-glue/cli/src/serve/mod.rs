@@ -137,10 +137,13 @@ pub enum ServeError {
         source: io::Error,
     },
     /// The state directory cannot be made private to the server's user.
-    #[error("Cannot use the state folder; choose another one with --state-dir")]
+    #[error("Cannot use the state directory; choose another one with --state-dir")]
     StateDir(#[source] PrivateFileError),
     /// The directory of the control socket cannot be created.
-    #[error("Cannot create the folder {} for the control socket; choose another place with --control", path.display())]
+    #[error(
+        "Cannot create the directory {} for the control socket; choose another place with --control",
+        path.display()
+    )]
     ControlDir {
         /// The folder.
         path: PathBuf,
@@ -154,7 +157,7 @@ pub enum ServeError {
     #[error(transparent)]
     Metrics(#[from] MetricsError),
     /// The socket for leases of VMMs cannot be served.
-    #[error("Cannot offer leases to VMMs; look at the folder `servers` in the state folder")]
+    #[error("Cannot offer leases to VMMs; check the directory `servers` in the state directory")]
     Leases(#[source] io::Error),
     /// The owner of the socket for VMMs is unknown.
     #[error(transparent)]
@@ -187,13 +190,13 @@ pub enum ServeError {
     #[error("Cannot start the thread that writes the log")]
     Log(#[source] io::Error),
     /// The list of served functions cannot be printed.
-    #[error("Cannot print what is offered")]
+    #[error("Cannot print the drives and functions")]
     Print(#[source] io::Error),
     /// The thread that changes functions panicked, which ended all functions.
     #[error("The thread that changes functions panicked")]
     Panicked,
     /// A function ended with an error.
-    #[error("The function on {} did not end well", socket.display())]
+    #[error("The function on {} did not end cleanly", socket.display())]
     End {
         /// Socket of the function.
         socket: PathBuf,
@@ -301,9 +304,7 @@ fn serve_inherited(
     }
     let server = ActiveServer::run(listener, metrics, roster)?;
     if let Some(Err(error)) = keeping.as_ref().map(ServerPersistence::watch) {
-        log::warn!(
-            "The end of the keeper will be noticed late, as no thread can be started: {error}"
-        );
+        log::warn!("Cannot start a thread, so the end of the keeper will be noticed late: {error}");
     }
     // "ready" goes to the keeper first. A reader of the line may kill this process at once, and a keeper does not restart a
     // server that never became ready.
@@ -322,7 +323,7 @@ fn serve_inherited(
             ServerSignal::Reload => server.changes.reload(),
         }
     };
-    log::info!("{signal}: no more clients are taken, and the functions are reset");
+    log::info!("{signal}: no more clients are accepted, and the functions are reset");
     kept::notify(keeping.as_deref(), "STOPPING=1");
     server.end()
 }
@@ -341,7 +342,9 @@ fn declared(
     match served {
         Ok(Some(served)) => {
             for mistake in &options.mistakes {
-                log::warn!("The command line is none, and what was served goes on: {mistake}");
+                log::warn!(
+                    "The command line is invalid, so the previous configuration stays in use: {mistake}"
+                );
             }
             return Ok(served);
         }
@@ -349,7 +352,7 @@ fn declared(
         // A live old server keeps serving, so fail.
         Err(error) if replaces => return Err(error),
         Err(error) => log::error!(
-            "The server begins with its command line and its file: {}",
+            "Cannot restore the previous configuration, so the command line and the file apply: {}",
             report::chain(&error)
         ),
     }
@@ -416,7 +419,7 @@ fn start(
     let access = match socket_access(mode, owner.as_ref()) {
         Err(error) if declared.was_served => {
             let error = report::chain(&error);
-            log::error!("VMMs of root and of this server's user alone may ask for leases: {error}");
+            log::error!("Only VMMs of root and of this server's user may ask for leases: {error}");
             SocketAccess::default()
         }
         access => access?,
@@ -457,7 +460,7 @@ fn start(
     let ledgers = ledgers.with_memory_limit(memory_limit);
     if let Err(error) = pollers.watch() {
         log::warn!(
-            "A function that waits holds up others of its poller, as no thread can be started: {error}"
+            "Cannot start a thread, so a function that waits delays others of its poller: {error}"
         );
     }
     let ledgers = Arc::new(match &keeping {
@@ -573,7 +576,7 @@ fn metrics_listener(
 ) -> Result<MetricsListener, MetricsError> {
     match MetricsListener::bind(options) {
         Err(error) if goes_on => {
-            log::error!("There are no metrics: {}", report::chain(&error));
+            log::error!("Cannot serve metrics: {}", report::chain(&error));
             MetricsListener::bind(&MetricsOptions::default())
         }
         bound => bound,
@@ -605,7 +608,7 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<LeaseLedgers, ServeEr
 fn survey_files() {
     if let Err(error) = nvme_software::survey_files(&nvme_mpt::poller::ThreadSpawner::default()) {
         log::warn!(
-            "Holes of files are deallocated in short slices, as no thread can be started: {error}"
+            "Cannot start a thread, so holes of files are deallocated in short slices: {error}"
         );
     }
 }
@@ -788,7 +791,9 @@ impl ControlService for ServerControl {
     fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String> {
         match &self.figures.keeping {
             Some(keeping) => keeping.adopt(keeper.as_os_str(), max),
-            None => Err("it was started without a keeper, and has kept nothing for one".to_owned()),
+            None => {
+                Err("it was started without a keeper, and has nothing to store in one".to_owned())
+            }
         }
     }
 
@@ -802,7 +807,7 @@ impl ControlService for ServerControl {
     fn log(&self, filter: Option<&str>) -> Result<String, String> {
         if let Some(text) = filter {
             let filter: LogFilter = text.parse().map_err(|error| format!("{error}"))?;
-            let say = || log::info!("The log has what passes {filter} from now on");
+            let say = || log::info!("The filter of the log is {filter} from now on");
             let is_said = log::log_enabled!(log::Level::Info);
             if is_said {
                 say();

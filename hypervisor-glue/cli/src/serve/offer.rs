@@ -150,7 +150,7 @@ impl RegisteredFunction {
             }
         };
         log::error!(
-            "The function on {} does not go on, and a VMM that has it loses its drive: {error}",
+            "Cannot restore the function on {}, so a VMM that has it loses its drive: {error}",
             socket.display()
         );
         // Once the keeper drops the function, its socket is closed and the path is free.
@@ -174,8 +174,8 @@ impl RegisteredFunction {
             Err(error) => format!("its state is not stored: {}", report::chain(&error)),
         };
         let reason = format!(
-            "{reason}, and is set aside (CSTS.CFS); {stored}; remove it with --force \
-             and add it again, or reload the file with --force"
+            "{reason}, and is quarantined (CSTS.CFS); {stored}; remove it with --force and add it again, or reload \
+             the file with --force"
         );
         log::error!(
             function = id;
@@ -257,7 +257,7 @@ impl RegisteredFunction {
         let Self { entry, thread, .. } = self;
         let error = thread.end().err()?;
         Some(format!(
-            "Function {} did not end well: {}",
+            "Function {} did not end cleanly: {}",
             entry.id,
             report::chain(&error)
         ))
@@ -370,7 +370,7 @@ fn resume(
     let server = VfioUserServer::resume(listener, journal, stream, device)?;
     if let Some(stall) = stall {
         let socket = socket.display();
-        log::info!("The client of {socket} goes on: it was without a server for {stall}");
+        log::info!("The client of {socket} continues: it had no server for {stall}");
     }
     Ok(server)
 }

@@ -63,19 +63,17 @@ impl ConfigurationDifferences {
         let all = self.all.iter().map(|difference| match difference {
             ConfigurationDifference::Changed { socket, keys } => {
                 let id = self.id(socket);
-                format!(
-                    "Function {id} is served as before, and the file has it with another {keys}"
-                )
+                format!("Function {id} is served as before, but the file has another {keys}")
             }
             ConfigurationDifference::Removed { socket } => {
                 let id = self.id(socket);
-                format!("Function {id} is served, and the file does not have it")
+                format!("Function {id} is served, but not in the file")
             }
             ConfigurationDifference::Added { id } => {
-                format!("Function {id} is in the file, and is not served")
+                format!("Function {id} is in the file, but not served")
             }
             ConfigurationDifference::Drives => {
-                "The drives that are kept open are not those of the file".into()
+                "The drives that are kept open differ from those of the file".into()
             }
         });
         reason.chain(all).collect()
@@ -295,17 +293,17 @@ mod tests {
             &function("d", ""),
         ];
         let told = [
-            "Function a is served as before, and the file has it with another range",
-            "Function b is served as before, and the file has it with another limit",
-            "Function c is served, and the file does not have it",
-            "Function d is in the file, and is not served",
-            "The drives that are kept open are not those of the file",
+            "Function a is served as before, but the file has another range",
+            "Function b is served as before, but the file has another limit",
+            "Function c is served, but not in the file",
+            "Function d is in the file, but not served",
+            "The drives that are kept open differ from those of the file",
         ];
         assert_eq!(compare(&edited.concat()), told);
         let renamed = served.concat().replace("id = \"a\"", "id = \"z\"");
         assert_eq!(
             compare(&renamed),
-            ["Function a is served as before, and the file has it with another id"]
+            ["Function a is served as before, but the file has another id"]
         );
         let smaller = served.concat().replace("size = \"1M\"", "size = \"512K\"");
         assert_eq!(
@@ -316,7 +314,7 @@ mod tests {
         let larger = served.concat().replace("size = \"1M\"", "size = \"2M\"");
         assert_eq!(
             compare(&larger),
-            ["Function c is served as before, and the file has it with another size"]
+            ["Function c is served as before, but the file has another size"]
         );
         let [broken] = &compare("[[function")[..] else {
             panic!("one sentence");

@@ -583,7 +583,7 @@ impl FunctionRegistry {
         );
         if wanted > pairs.total.into() {
             summary += &format!(
-                "; its functions may use {wanted}, so that queues share them when guests create more than there are"
+                "; its functions may use {wanted}, so queues share them if guests create more than there are"
             );
         }
         Some(summary)
@@ -788,7 +788,7 @@ impl FunctionRegistry {
         let declaration = FailedDeclaration::of(declared);
         let entry = declaration.entry("its memory is being pinned".to_owned());
         let id = entry.id.as_str();
-        log::info!(function = id; "Function {id} is taken up once the others are: its memory is to be pinned");
+        log::info!(function = id; "Function {id} is restored after the others, as its memory has to be pinned");
         self.failed
             .push(FailedFunctionRecord { declaration, entry });
         true
@@ -820,12 +820,14 @@ impl FunctionRegistry {
         let (id, socket) = (entry.id.as_str(), &entry.socket);
         let keeping = self.terms.keeping.as_ref();
         let waits = match keeping.is_some_and(|keeping| keeping.has(socket)) {
-            true => ". It is tried again until it can be, or is removed: its VM waits",
+            true => {
+                ". The server retries until it succeeds, or the function is removed: its VM waits"
+            }
             false => "",
         };
         log::error!(
             function = id;
-            "Function {id}, which there was before this server, cannot be offered: {reason}{waits}"
+            "Function {id} of the previous server cannot be restored: {reason}{waits}"
         );
         self.failed
             .push(FailedFunctionRecord { declaration, entry });

@@ -23,15 +23,15 @@ const VERSION: u32 = 1;
 #[derive(Debug, Error)]
 pub enum StoredConfigurationError {
     /// The configuration is damaged, or another program wrote it.
-    #[error("The configuration that the server before has kept cannot be read")]
+    #[error("The previous server's configuration cannot be read")]
     Syntax(#[from] serde_json::Error),
     /// Another release wrote it in another version.
     #[error(
-        "The configuration that the server before has kept has version {0}, and this program reads version {VERSION}"
+        "The previous server's configuration has version {0}, but this program reads version {VERSION}"
     )]
     Version(u32),
     /// This release cannot parse a drive or a rule.
-    #[error("The configuration that the server before has kept is none to this program")]
+    #[error("The previous server's configuration is not valid for this program")]
     Option(#[from] OptionError),
 }
 

@@ -170,13 +170,15 @@ impl<'a> QuiescedDrives<'a> {
                 Ok(None) => continue,
                 Ok(Some(handed)) => keeping.hand_drive_over(path, &handed),
                 Err(error) => {
-                    log::warn!("The next server resets drive {path}: {error}");
+                    log::warn!(
+                        "Cannot hand drive {path} over, so the next server resets it: {error}"
+                    );
                     continue;
                 }
             };
             if let Err(error) = kept {
                 let error = report::chain(&error);
-                log::warn!("The next server resets drive {path}: {error}");
+                log::warn!("Cannot hand drive {path} over, so the next server resets it: {error}");
             }
             resting.drives.push(drive);
         }

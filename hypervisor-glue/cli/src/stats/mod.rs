@@ -235,8 +235,8 @@ pub struct GuestPause {
 impl fmt::Display for GuestPause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let since = match self.cause {
-            GuestPauseCause::Upgrade => "since its queues were asked to rest",
-            GuestPauseCause::Crash | GuestPauseCause::Restart => "since the start of this one",
+            GuestPauseCause::Upgrade => "since its queues were quiesced",
+            GuestPauseCause::Crash | GuestPauseCause::Restart => "since the start of this server",
         };
         write!(f, "{:.3} ms, {since}", self.seconds * 1e3)
     }

@@ -92,7 +92,9 @@ impl fmt::Display for FunctionStats {
             let when = match cause {
                 GuestPauseCause::Upgrade => "at the upgrade to this server",
                 GuestPauseCause::Crash => "after a crash, from the start of this server",
-                GuestPauseCause::Restart => "after the end of a server, from the start of this one",
+                GuestPauseCause::Restart => {
+                    "after the end of a server, from the start of this server"
+                }
             };
             writeln!(f, "  stall: {:.1} ms {when}", seconds * 1e3)?;
         }

@@ -22,7 +22,7 @@ const TICK: Duration = Duration::from_millis(100);
 #[derive(Debug, Error)]
 pub enum TopError {
     /// Standard output is not a terminal.
-    #[error("Standard output is no terminal: use --once, which prints a table")]
+    #[error("Standard output is not a terminal: use --once, which prints a table")]
     NoTerminal,
     /// The terminal cannot be used.
     #[error("Cannot use the terminal; use --once, which prints a table")]

@@ -497,7 +497,7 @@ fn a_file_with_one_bad_function_changes_nothing() {
         (function("d", "60M+16M"), "the longest range from there"),
         (
             "[[function]]\npath = \"memory:1M\"\n".to_owned(),
-            "function 2 is not one",
+            "function 2 is invalid",
         ),
         (function("a", "16M+16M"), "Two functions have the socket"),
         ("[[function]\n".to_owned(), "not written in TOML"),

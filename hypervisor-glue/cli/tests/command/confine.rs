@@ -135,7 +135,7 @@ fn is_restricted(log: &str) -> bool {
 /// Asserts that an `add` is refused by Landlock, with the rule that would allow it.
 fn assert_refused(bench: &Bench, options: &str, path: &Path, rule: &str) {
     let told = bench.ask("add", &[options]).unwrap_err();
-    let refused = format!("Landlock refuses this server the use of {}", path.display());
+    let refused = format!("Landlock denies this server {}", path.display());
     assert!(told.contains(&refused), "{told}");
     assert!(told.contains(&format!("--landlock-rules {rule}")), "{told}");
     assert!(told.contains("Permission denied"), "{told}");
@@ -162,7 +162,7 @@ fn landlock_refuses_files_that_no_rule_names() {
         assert_refused(&bench, &profile, outside.path(), &readable);
         let reserve = format!("owner=0,path={},id=r,size=1M", image.display());
         let told = bench.ask("reserve", &[&reserve]).unwrap_err();
-        assert!(told.contains("Landlock refuses"), "{told}");
+        assert!(told.contains("Landlock denies"), "{told}");
     }
     // What lies beside its own files is allowed, and all that it has goes on.
     let image = File::create(bench.path("inside.img")).unwrap();

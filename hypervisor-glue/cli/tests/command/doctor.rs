@@ -101,7 +101,7 @@ fn a_namespace_is_erased_after_its_word_alone() {
     let setup = check(&refused, "scratch.setup");
     assert_eq!(setup["outcome"], "not checked", "{setup}");
     assert!(
-        question.contains("ERASED. Type drive.img to go on"),
+        question.contains("ERASED. Type drive.img to continue"),
         "{question}"
     );
     assert!(question.contains("nothing was written"), "{question}");
@@ -139,7 +139,7 @@ fn a_drive_that_is_served_is_left_alone() {
 fn options_of_a_trial_are_refused_without_one() {
     let bench = Bench::new();
     for (arguments, told) in [
-        (&["drive.img"][..], "drive.img is no PCI address"),
+        (&["drive.img"][..], "drive.img is not a PCI address"),
         (&["--scratch", "1"], "<DRIVE>"),
         (&["0000:01:00.0", "--yes"], "--scratch <NSID>"),
     ] {

@@ -300,7 +300,7 @@ fn what_was_served_goes_on_and_differences_are_reported_until_a_reload_applies_t
     let marked = "connected (the file has another range)";
     assert!(list().contains(marked), "{}", list());
     let (code, complaint) = upgrade(&[]);
-    let warning = "warning: Function a is served as before, and the file has it with another range";
+    let warning = "warning: Function a is served as before, but the file has another range";
     assert_eq!(code, Some(0), "{complaint}");
     assert!(complaint.contains(warning), "{complaint}");
     guest.check(&mut rng, "an upgrade");
@@ -311,8 +311,7 @@ fn what_was_served_goes_on_and_differences_are_reported_until_a_reload_applies_t
     kept.kill_server();
     guest.check(&mut rng, "a SIGKILL");
     assert!(list().contains(marked), "{}", list());
-    let told =
-        "Function a is served as before, and the file has it with another range: `nvme-mpt reload`";
+    let told = "Function a is served as before, but the file has another range: `nvme-mpt reload`";
     assert!(kept.log().contains(told), "{}", kept.log());
     fs::write(bench.path("serve.toml"), "[[function").unwrap();
     let (code, complaint) = upgrade(&["--strict"]);
@@ -370,7 +369,7 @@ fn an_upgrade_is_refused_while_the_path_of_a_drive_leads_elsewhere() {
     ] {
         let refused = bench.ask("upgrade", &[]).unwrap_err();
         assert!(
-            refused.contains(told) && refused.contains("drive.img is not that of the open drive"),
+            refused.contains(told) && refused.contains("drive.img does not lead to the open drive"),
             "{refused}"
         );
         guest.check(&mut rng, what);

@@ -116,7 +116,7 @@ impl Kept {
 
     /// Returns the times in which a function had no server, as the servers say in the log.
     fn without_server(&self, socket: &str) -> Vec<Pause> {
-        let named = format!("/{socket} goes on: it was without a server for ");
+        let named = format!("/{socket} continues: it had no server for ");
         let log = self.log();
         let lines = log.lines().filter_map(|line| line.split_once(&named));
         let pauses = lines.map(|(before, after)| {
@@ -182,7 +182,7 @@ impl Kept {
     /// Ends both in order. No function was set aside, however many servers were killed.
     pub(crate) fn stop(self) {
         let log = self.log();
-        assert!(!log.contains("set aside"), "{log}");
+        assert!(!log.contains("quarantined"), "{log}");
         self.end();
     }
 
@@ -762,10 +762,7 @@ fn a_server_goes_on_if_its_successor_cannot_take_over() {
     kept.upgrade(&bench);
     let successor = kept.server();
     assert_ne!(successor, server);
-    let logged = format!(
-        "Process {} takes the place of this server",
-        successor.unwrap()
-    );
+    let logged = format!("Process {} is replacing this server", successor.unwrap());
     assert!(kept.log().contains(&logged), "{}", kept.log());
     // The command has looked for the successor by a connection that it closed.
     let cut = "not answered: unexpected end of file";
@@ -1247,7 +1244,7 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
     let kept = Kept::start(&bench, &functions);
     let connect = |socket: &str| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true);
     let set_aside = |listed: &str| {
-        let lines = listed.lines().filter(|line| line.contains("set aside"));
+        let lines = listed.lines().filter(|line| line.contains("quarantined"));
         let ids = lines.map(|line| line.split(':').next().unwrap().to_owned());
         ids.collect::<Vec<_>>()
     };
@@ -1396,7 +1393,7 @@ fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed
     kept.kill_server();
     let set_aside = || {
         let listed = bench.ask("list", &[]).unwrap();
-        let lines = listed.lines().filter(|line| line.contains("set aside"));
+        let lines = listed.lines().filter(|line| line.contains("quarantined"));
         lines.map(str::to_owned).collect::<Vec<_>>()
     };
     let listed = set_aside();
@@ -1438,11 +1435,7 @@ fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
     set_crashes(&kept.server().unwrap(), 4);
     kept.upgrade(&bench);
     let log = kept.log();
-    assert_eq!(
-        log.matches("of the process before is lost").count(),
-        2,
-        "{log}"
-    );
+    assert_eq!(log.matches("of the previous process: ").count(), 2, "{log}");
     // The server before listened on the sockets until then.
     assert!(!log.contains("cannot be offered"), "{log}");
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);

@@ -152,7 +152,7 @@ fn the_log_of_a_server_has_clients_and_limits_by_default() {
         "WARN [a] Refused a client on",
         "INFO [a] vfio-user: the client has disconnected",
         "INFO [changes] Function a has new limits: iops=500",
-        "INFO [main] SIGTERM: no more clients are taken",
+        "INFO [main] SIGTERM: no more clients are accepted",
     ] {
         assert!(log.contains(line), "{line}:\n{log}");
     }
@@ -232,7 +232,7 @@ const KEEPING: &[&str] = &[
     "restore",
     "use the profile",
     "start its holder",
-    "Started again with the same options",
+    "Start it again with the same options",
     "to keep",
     "--keep",
     "without ",
@@ -243,8 +243,8 @@ const KEEPING: &[&str] = &[
 const FACTS: &[&str] = &[
     "is erased before another id gets",
     "was taken out of the ledger",
-    "Bytes of former tenants that were erased",
-    "Parts of drives with data of former tenants",
+    "Bytes of previous owners that were erased",
+    "Ranges with data of previous owners",
     "cannot be erased",
     "{release} has it erased, and the lease begins anew",
 ];

@@ -636,7 +636,7 @@ fn a_vmm_is_refused_what_another_has() {
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{log}");
     for line in [
-        "Lease first is that of a function in process",
+        "has lease first",
         "is refused: ",
         "Lease first of a function in a VMM ended",
     ] {
@@ -768,8 +768,7 @@ fn a_function_goes_on_with_the_next_server() {
             match signal {
                 "TERM" => {
                     let (_, log) = server.signal("TERM");
-                    let tells =
-                        log.contains("The VMM of first goes on: it was without a server for ");
+                    let tells = log.contains("The VMM of first continues: it had no server for ");
                     assert_eq!(tells, round > 0, "{log}");
                 }
                 _ => server.kill(),

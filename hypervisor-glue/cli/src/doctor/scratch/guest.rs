@@ -106,10 +106,10 @@ pub(super) enum GuestError {
     #[error("The function's state cannot be saved")]
     Save(#[from] nvme_mpt::BackendStateError),
     /// The function's state cannot be restored.
-    #[error("The function's state cannot be taken up")]
+    #[error("The function's state cannot be restored")]
     Restore(#[from] SnapshotError),
     /// The function did not end cleanly.
-    #[error("The function does not end in order")]
+    #[error("The function did not end cleanly")]
     End(#[from] vmm_device::EndError),
 }
 

@@ -132,7 +132,7 @@ pub enum ScratchError {
     #[error(transparent)]
     Open(#[from] OpenError),
     /// A guest failed.
-    #[error("A guest of {drive} cannot go on")]
+    #[error("A test guest of {drive} failed")]
     Guest {
         /// The drive.
         drive: String,
@@ -249,7 +249,7 @@ pub fn try_out(
     let tried = way.try_out(None);
     let given_back = bind::unbind(&host.root, address);
     if let (Err(_), Err(error)) = (&tried, &given_back) {
-        log::error!("{address} is not given back: {}", chain(error));
+        log::error!("Cannot give {address} back to its driver: {}", chain(error));
     }
     let (mut checks, figures) = tried?;
     match given_back {
@@ -459,7 +459,7 @@ impl ScratchDrive<'_> {
         for id in IDS {
             match ledger.decide_data(id, PreviousDataPolicy::Kept) {
                 Ok(_) | Err(LeaseError::NoData { .. }) => {}
-                Err(error) => log::warn!("The ledger keeps {id}: {}", chain(&error)),
+                Err(error) => log::warn!("Cannot release lease {id}: {}", chain(&error)),
             }
         }
     }
@@ -696,7 +696,7 @@ impl ScratchDrive<'_> {
             None => DoctorCheck::ok(
                 NAME,
                 format!(
-                    "the next function took the state up ({bytes} bytes); the same queues go on"
+                    "the next function restored the state ({bytes} bytes); the same queues continued"
                 ),
             ),
             Some(complaint) => {
@@ -710,7 +710,7 @@ impl ScratchDrive<'_> {
     fn neighbour(&self, two: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.neighbour";
         Ok(match self.pass(two, NvmOpcode::READ, 2, 0)?.complaint() {
-            None => DoctorCheck::ok(NAME, "the second lease is unchanged by all of this"),
+            None => DoctorCheck::ok(NAME, "the second lease was not changed by these checks"),
             Some(complaint) => {
                 DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
             }

@@ -133,7 +133,7 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
         Ok(status) if status.is_file() => fs::read(path).map(Some),
-        Ok(_) => Err(io::Error::other("it is no regular file")),
+        Ok(_) => Err(io::Error::other("it is not a regular file")),
     }
 }
 

@@ -60,8 +60,9 @@ impl DescriptorQueue {
     pub fn new() -> Result<Self, FdStoreError> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
-        let (writer, reader) =
-            pair.map_err(|error| FdStoreError::system("make a bag's sockets", error))?;
+        let (writer, reader) = pair.map_err(|error| {
+            FdStoreError::system("create the sockets of a descriptor store", error)
+        })?;
         let bag = Self { writer, reader };
         bag.set_room(false)?;
         Ok(bag)
@@ -77,21 +78,21 @@ impl DescriptorQueue {
     pub fn from_kept(ends: Vec<OwnedFd>) -> Result<Self, FdStoreError> {
         let no_bag = |reason| FdStoreError::NoBag { reason };
         let Ok([first, second]) = <[OwnedFd; 2]>::try_from(ends) else {
-            return Err(no_bag("a bag has two ends"));
+            return Err(no_bag("it needs two sockets"));
         };
         let mut empty = [true; 2];
         for (end, empty) in [&first, &second].into_iter().zip(&mut empty) {
             let is_end = sockopt::socket_domain(end) == Ok(AddressFamily::UNIX)
                 && sockopt::socket_type(end) == Ok(SocketType::SEQPACKET);
             if !is_end {
-                return Err(no_bag("one of them is no SOCK_SEQPACKET socket"));
+                return Err(no_bag("one of them is not a SOCK_SEQPACKET socket"));
             }
             *empty = rustix::io::ioctl_fionread(end)
-                .map_err(|error| FdStoreError::system("look into a bag", error))?
+                .map_err(|error| FdStoreError::system("look into a descriptor store", error))?
                 == 0;
         }
         let (reader, writer) = match empty {
-            [false, false] => return Err(no_bag("both ends have messages")),
+            [false, false] => return Err(no_bag("both sockets have messages")),
             [false, true] => (first, second),
             [true, _] => (second, first),
         };
@@ -121,7 +122,7 @@ impl DescriptorQueue {
             match error {
                 Errno::AGAIN => FdStoreError::Full,
                 Errno::TOOMANYREFS => FdStoreError::TooManyInQueues,
-                error => FdStoreError::system("put a message into a bag", error),
+                error => FdStoreError::system("put a message into a descriptor store", error),
             }
         })
     }
@@ -227,14 +228,15 @@ impl DescriptorQueue {
                 reason: "a message has no number",
             }),
             Err(Errno::AGAIN) => Ok(None),
-            Err(error) => Err(FdStoreError::system("read a bag", error)),
+            Err(error) => Err(FdStoreError::system("read a descriptor store", error)),
         }
     }
 
     /// Sets the offset of the next peek, in bytes; -1 makes every peek begin at the front.
     fn peek_from(&self, offset: i32) -> Result<(), FdStoreError> {
-        setsockopt(&self.reader, PeekOffset, &offset)
-            .map_err(|error| FdStoreError::system("set the place to read a bag from", error))
+        setsockopt(&self.reader, PeekOffset, &offset).map_err(|error| {
+            FdStoreError::system("set the place to read a descriptor store from", error)
+        })
     }
 
     /// Sets the queue's size to the maximum for this process, less [`RESERVE`] unless `all` is set.
@@ -252,7 +254,8 @@ impl DescriptorQueue {
                 false => set(size.saturating_sub(RESERVE)),
             }
         };
-        most().map_err(|error| FdStoreError::system("set the room of a bag", error))
+        most()
+            .map_err(|error| FdStoreError::system("set the capacity of a descriptor store", error))
     }
 }
 
@@ -492,9 +495,12 @@ mod tests {
             Err(FdStoreError::NoBag { reason }) => reason,
             other => panic!("{other:?}"),
         };
-        assert_eq!(refused(vec![]), "a bag has two ends");
-        assert_eq!(refused(vec![file(), file(), file()]), "a bag has two ends");
-        let sockets = "one of them is no SOCK_SEQPACKET socket";
+        assert_eq!(refused(vec![]), "it needs two sockets");
+        assert_eq!(
+            refused(vec![file(), file(), file()]),
+            "it needs two sockets"
+        );
+        let sockets = "one of them is not a SOCK_SEQPACKET socket";
         assert_eq!(refused(vec![file(), file()]), sockets);
         let flags = SocketFlags::CLOEXEC;
         let (one, other) =
@@ -508,6 +514,6 @@ mod tests {
         };
         backwards.put(0, &[]).unwrap();
         let DescriptorQueue { writer, reader } = backwards;
-        assert_eq!(refused(vec![writer, reader]), "both ends have messages");
+        assert_eq!(refused(vec![writer, reader]), "both sockets have messages");
     }
 }

@@ -12,7 +12,7 @@ use thiserror::Error;
 pub enum FdStoreError {
     /// A variable of the keeper's protocol is malformed.
     #[error(
-        "{name} is {value:?}, which no keeper sets: start the server by its keeper, or unset {name}"
+        "{name} is {value:?}, which a keeper does not set: start the server by its keeper, or unset {name}"
     )]
     Variable {
         /// The variable's name.
@@ -30,7 +30,7 @@ pub enum FdStoreError {
     },
     /// The name is invalid for stored descriptors.
     #[error(
-        "Descriptors cannot be kept as {name:?}: a name has 1 to 255 printable ASCII characters and no colon"
+        "Descriptors cannot be stored as {name:?}: use 1 to 255 printable ASCII characters without a colon"
     )]
     Name {
         /// The name.
@@ -68,31 +68,35 @@ pub enum FdStoreError {
         number: i32,
     },
     /// The stored descriptors are no bag.
-    #[error("The kept descriptors are no bag: {reason}")]
+    #[error("The inherited descriptors are not a descriptor store: {reason}")]
     NoBag {
         /// The reason.
         reason: &'static str,
     },
     /// A message for a bag has more descriptors than the kernel passes at once.
-    #[error("{count} descriptors are too many for one message of a bag, which has at most 253")]
+    #[error(
+        "{count} descriptors are too many for one message of a descriptor store, which takes at most 253"
+    )]
     TooMany {
         /// The number of descriptors.
         count: usize,
     },
     /// A bag is full.
-    #[error("The bag is full: remove messages from it, or raise net.core.wmem_max")]
+    #[error("The descriptor store is full: remove messages from it, or raise net.core.wmem_max")]
     Full,
     /// The user has too many descriptors in queues of sockets.
     #[error("The user has too many descriptors in queues of sockets: raise RLIMIT_NOFILE")]
     TooManyInQueues,
     /// A bag has more messages than allowed.
-    #[error("The bag has more than {limit} messages")]
+    #[error("The descriptor store has more than {limit} messages")]
     TooManyMessages {
         /// Maximum number of messages.
         limit: usize,
     },
     /// A message has more descriptors than this process may open.
-    #[error("The process has too few descriptors left to read a bag: raise RLIMIT_NOFILE")]
+    #[error(
+        "The process has too few descriptors left to read a descriptor store: raise RLIMIT_NOFILE"
+    )]
     Cut,
     /// A system call failed.
     #[error("Cannot {action}")]
@@ -128,12 +132,12 @@ pub enum SuperviseError {
         source: io::Error,
     },
     /// The running server did not accept this keeper.
-    #[error("The server does not take this keeper")]
+    #[error("The server does not accept this keeper")]
     Adopt(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The command died too often.
     #[error(
-        "{command:?} ended {deaths} times within a minute, at last with {status}: \
-         the keeper gives up, and all that it kept is closed"
+        "{command:?} ended {deaths} times within a minute, at last with {status}: the keeper gives up, and closes \
+         all descriptors that it stores"
     )]
     GaveUp {
         /// The command.
@@ -145,7 +149,7 @@ pub enum SuperviseError {
     },
     /// The first stage was started without a keeper.
     #[error(
-        "The first stage of a command is for the keeper alone: standard input is no socket of a keeper"
+        "Only a keeper may run the first stage of a command: standard input is not a keeper's socket"
     )]
     NoKeeper(#[source] io::Error),
     /// The keeper passed fewer descriptors than it stores.

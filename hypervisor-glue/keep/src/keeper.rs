@@ -213,7 +213,7 @@ impl<'a> ServerSupervisor<'a> {
             .prefix("nvme-mpt-keep-")
             .permissions(Permissions::from_mode(0o700))
             .tempdir()
-            .map_err(|error| SuperviseError::system("make a folder for its socket", error))?;
+            .map_err(|error| SuperviseError::system("make a directory for its socket", error))?;
         let socket = UnixDatagram::bind(address(&folder))
             .map_err(|error| SuperviseError::system("make its socket", error))?;
         Ok(Self {
@@ -426,7 +426,7 @@ impl<'a> ServerSupervisor<'a> {
                     bytes, descriptors, ..
                 }) => match str::from_utf8(&buffer[..bytes]) {
                     Ok(text) => self.process(text, descriptors),
-                    Err(_) => log::warn!("A message is no text, and is ignored"),
+                    Err(_) => log::warn!("A message is not text, and is ignored"),
                 },
                 Err(Errno::AGAIN) => return,
                 Err(error) => {
@@ -510,7 +510,7 @@ impl<'a> ServerSupervisor<'a> {
             process.filter(|process| is_former(process.pid) || descends(process.pid, main));
         let Some(process) = process else {
             log::warn!(
-                "MAINPID={value:?} names no process that descends from the keeper, and is ignored"
+                "MAINPID={value:?} does not name a process that descends from the keeper, and is ignored"
             );
             return;
         };

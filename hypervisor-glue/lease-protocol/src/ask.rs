@@ -48,7 +48,7 @@ pub enum LeaseAttachError {
         reason: String,
     },
     /// This process lacks memory, descriptors or threads.
-    #[error("Cannot set up what the drive server on {} gave", socket.display())]
+    #[error("Cannot use the resources that the drive server on {} sent", socket.display())]
     SetUp {
         /// The socket.
         socket: PathBuf,

@@ -34,10 +34,10 @@ pub enum ChannelError {
     #[error("the other side closed the connection")]
     Closed,
     /// A message did not arrive in time.
-    #[error("the other side does not go on")]
+    #[error("the other side did not answer in time")]
     Timeout,
     /// A message is larger than the limit.
-    #[error("a message of {length} bytes came, but it may have {most}")]
+    #[error("a message has {length} bytes, more than the {most} that are allowed")]
     TooLarge {
         /// Bytes of the message.
         length: usize,
@@ -45,7 +45,7 @@ pub enum ChannelError {
         most: usize,
     },
     /// The number of descriptors is not the expected one.
-    #[error("a message came with {came} descriptors instead of {said}")]
+    #[error("a message has {came} descriptors instead of {said}")]
     Descriptors {
         /// Number of descriptors received, or to be sent.
         came: usize,
@@ -53,10 +53,10 @@ pub enum ChannelError {
         said: usize,
     },
     /// The message is invalid, or not expected here.
-    #[error("a message came that is not one of the lease protocol")]
+    #[error("a message is not one of the lease protocol")]
     Message(#[from] serde_json::Error),
     /// A lease has impossible facts.
-    #[error("a lease came with facts that no lease has")]
+    #[error("a lease has impossible properties")]
     Impossible,
     /// The kernel's error.
     #[error("the connection failed")]

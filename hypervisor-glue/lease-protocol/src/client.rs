@@ -371,7 +371,7 @@ impl RemoteBackend {
                     let _ = eventfd::signal(&bell);
                     bells.insert(number, Arc::new(bell));
                 }
-                Err(error) => log::error!("The drive server sent a bell that is none: {error}"),
+                Err(error) => log::error!("The drive server sent an invalid waker: {error}"),
             }
         }
         bells.retain(|number, _| named.iter().any(|(_, other)| other == number));
@@ -400,7 +400,7 @@ impl Drop for RemoteBackend {
         // may be connecting to another server.
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
         if ended.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
-            log::error!("A drive server does not end its lease, and is not waited for any more");
+            log::error!("A drive server does not end its lease in time: no longer waiting for it");
             return;
         }
         if let Some(watch) = self.watch.take()

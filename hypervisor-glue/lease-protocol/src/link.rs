@@ -288,7 +288,7 @@ impl ServerLink {
         state.connection = match connection {
             ServerConnectionState::Ending(channel) => {
                 log::error!(
-                    "A drive server does not end its lease, and is not waited for any more"
+                    "A drive server does not end its lease in time: no longer waiting for it"
                 );
                 ServerConnectionState::Failed(channel)
             }

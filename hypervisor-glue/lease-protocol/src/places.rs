@@ -40,7 +40,7 @@ pub(crate) fn have(state_dir: &Path, options: &str, patience: Duration) -> bool 
         let answer = connect(&path).and_then(ask);
         // Reported later, when the function requests its lease.
         answer.unwrap_or_else(|error| {
-            log::debug!("{error}, and is not asked for the drive");
+            log::debug!("{error}: this server is not asked for the drive");
             false
         })
     })
@@ -72,7 +72,7 @@ pub(crate) fn find(
                     true => log::Level::Warn,
                     false => log::Level::Debug,
                 };
-                log::log!(level, "{error}, and is not asked for the drive");
+                log::log!(level, "{error}: this server is not asked for the drive");
             }
             Err(error) => return Err(error),
         }
@@ -99,7 +99,7 @@ mod tests {
         let text = format!("The drive server on {} does not answer", socket.display());
         assert_eq!(error.to_string(), text);
         let cause = std::error::Error::source(&error).unwrap().to_string();
-        assert_eq!(cause, "the other side does not go on");
+        assert_eq!(cause, "the other side did not answer in time");
         // It may have another drive, so the VMM opens its own.
         let found = find(state_dir.path(), "path=a", &[], PATIENCE).unwrap();
         assert!(found.is_none());

@@ -44,10 +44,10 @@ pub enum SessionError {
     #[error("A VMM's connection ended")]
     Channel(#[from] ChannelError),
     /// The lease was created without the shared in-flight state that a VMM's function needs.
-    #[error("A lease has no live state, which a function in a VMM needs")]
+    #[error("A lease has no in-flight tracking, which a function in a VMM needs")]
     NoLiveState,
     /// The kernel's error.
-    #[error("A VMM's connection cannot be set up")]
+    #[error("Cannot set up the connection of a VMM")]
     Io(#[from] std::io::Error),
 }
 
@@ -320,7 +320,7 @@ fn end(
         Ok(()) => {
             let unmapped = host.unmap_all();
             if let Err(error) = &unmapped {
-                log::warn!("Memory of a VMM that went is still in use: {error}");
+                log::warn!("Memory of a disconnected VMM is still in use: {error}");
             }
             unmapped.is_ok()
         }
@@ -333,7 +333,7 @@ fn end(
     if host.commands() != flushed
         && let Err(error) = host.flush_within(deadline.left())
     {
-        log::error!("Cannot flush the drive of a VMM that went: {error}");
+        log::error!("Cannot flush the drive of a disconnected VMM: {error}");
     }
     is_over
 }
@@ -530,7 +530,9 @@ impl BackendRequestHandler<'_> {
             VectorChange::Connect => match descriptor.map(eventfd::take) {
                 Some(Ok(eventfd)) => vector.set_client(self.signals.eventfd(eventfd)),
                 // The vector stays unconnected and keeps its signals.
-                _ => log::warn!("A VMM sent what is no eventfd for vector {number}"),
+                _ => {
+                    log::warn!("A VMM sent a descriptor that is not an eventfd for vector {number}")
+                }
             },
             VectorChange::Disconnect => vector.set_eventfd(None),
             VectorChange::Mask => vector.set_masked(true),

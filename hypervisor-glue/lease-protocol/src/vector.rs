@@ -52,7 +52,7 @@ impl VectorLink for RemoteVector {
         match eventfd::share(eventfd) {
             Ok(descriptor) => self.wire(VectorChange::Connect, Some(descriptor), |_| {}),
             Err(error) => {
-                log::error!("Vector {} stays unconnected: {error}", self.number);
+                log::error!("Cannot connect vector {}: {error}", self.number);
                 false
             }
         }

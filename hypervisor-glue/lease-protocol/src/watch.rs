@@ -47,7 +47,7 @@ enum ReattachError {
     Memory(#[from] DmaError),
     #[error("it cannot make the guest's queues")]
     Queues(#[from] BackendStateError),
-    #[error("it has not what the guest was promised: detach the drive and attach it again")]
+    #[error("it lacks features that the guest was promised: detach the drive and attach it again")]
     Other,
     #[error(
         "its doorbells have another stride (CAP.DSTRD {here}, but the guest was told {told}): detach the drive and attach \
@@ -139,7 +139,7 @@ impl ServerWatch {
             self.look_for_end(&mut left);
             if !self.is_stopped() {
                 if channel.was_removed() {
-                    log::error!("An operator has taken the function's lease away");
+                    log::error!("An operator has released the function's lease");
                     self.give_up();
                 } else if let Some(next) = self.next_server(&mut left) {
                     server = next;
@@ -344,7 +344,7 @@ fn take_up(
         Err(error @ BackendStateError::Queue { .. }) => return Err(error.into()),
         Err(error) => {
             log::error!(
-                "The next drive server cannot take the queues up: {}",
+                "The next drive server cannot restore the queues: {}",
                 chain(&error)
             );
             BackendEvent::BackWithoutQueues
@@ -378,7 +378,7 @@ fn persist(what: &str, wait: impl Fn() -> io::Result<()>) {
     let mut reported = false;
     while let Err(error) = wait() {
         if !std::mem::replace(&mut reported, true) {
-            log::error!("Cannot wait for {what}, and tries again: {error}");
+            log::error!("Cannot wait for {what}, trying again: {error}");
         }
         clock::sleep(RETRY.1);
     }

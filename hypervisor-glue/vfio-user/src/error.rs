@@ -26,7 +26,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// The path has no file name.
-    #[error("{path} names no socket file: give the path of the file to create")]
+    #[error("{path} is not the path of a socket file: give the path of the file to create")]
     NoFileName {
         /// The path.
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum Error {
         source: PathError,
     },
     /// The inherited descriptor is no listening socket.
-    #[error("The kept descriptor for socket {path} is no listening UNIX stream socket")]
+    #[error("The stored descriptor for socket {path} is not a listening UNIX stream socket")]
     NotListening {
         /// The socket file.
         path: PathBuf,
@@ -215,7 +215,7 @@ pub enum RequestRefusal {
         index: u32,
     },
     /// The command selects no interrupts and is not the one that disconnects all.
-    #[error("DEVICE_SET_IRQS is for {start}+0 with flags {flags:#x}, which is no interrupt")]
+    #[error("DEVICE_SET_IRQS is for {start}+0 with flags {flags:#x}, which is not an interrupt")]
     NoIrqs {
         /// First interrupt.
         start: u32,

@@ -71,7 +71,7 @@ const _: () = assert!(DEVICES.is_multiple_of(SLOT) && REPLIES.is_multiple_of(SLO
 pub enum RequestLogError {
     /// The file is no journal.
     #[error(
-        "The kept file is no vfio-user journal: it is {found}. Start without it, and connect the VMM again"
+        "The stored file is not a vfio-user request log: it is {found}. Start without it, and connect the VMM again"
     )]
     NotAJournal {
         /// Kind of file found.
@@ -79,18 +79,19 @@ pub enum RequestLogError {
     },
     /// Another version of the server wrote the journal.
     #[error(
-        "The vfio-user journal has layout {found}, and this program reads layout {LAYOUT}: start the program that wrote it"
+        "The vfio-user request log has layout {found}, but this program reads layout {LAYOUT}: start the program \
+         that wrote it"
     )]
     Layout {
         /// Layout version of the file.
         found: u32,
     },
     /// Nothing was committed: the process ended before it stored the device's first state.
-    #[error("The vfio-user journal is empty: start without it")]
+    #[error("The vfio-user request log is empty: start without it")]
     Empty,
     /// The journal contains an invalid value.
     #[error(
-        "The vfio-user journal is damaged: {field} is {value}. Start without it, and connect the VMM again"
+        "The vfio-user request log is damaged: {field} is {value}. Start without it, and connect the VMM again"
     )]
     Damaged {
         /// Name of the value.
@@ -100,25 +101,26 @@ pub enum RequestLogError {
     },
     /// The server commits faster than the journal can be read.
     #[error(
-        "The vfio-user journal changed while it was read, {ATTEMPTS} times in a row: try again when its client does less"
+        "The vfio-user request log changed while it was read, {ATTEMPTS} times in a row: try again when its client \
+         is less busy"
     )]
     Busy,
     /// An unsent reply needs a descriptor that the device does not have.
-    #[error("A kept reply goes with the memory of region {region:?}, which the device has none of")]
+    #[error("A stored reply needs the memory of region {region:?}, which the device does not have")]
     NoMemory {
         /// The region.
         region: RegionIndex,
     },
     /// The device's state is too large.
     #[error(
-        "The device's state has {size} bytes: a vfio-user journal has room for {MAX_DEVICE_STATE}"
+        "The device's state has {size} bytes: a vfio-user request log takes at most {MAX_DEVICE_STATE}"
     )]
     DeviceState {
         /// Bytes of state.
         size: usize,
     },
     /// The file cannot be accessed.
-    #[error("Cannot {action} the vfio-user journal")]
+    #[error("Cannot {action} the vfio-user request log")]
     File {
         /// Action that failed.
         action: &'static str,
@@ -410,7 +412,7 @@ impl RequestLog {
         let mut file = open(file)?;
         let generation = generation(&file)?;
         let (head, device) = read_head(&file, generation)?;
-        let position = file.stream_position().map_err(failed("look at"))?;
+        let position = file.stream_position().map_err(failed("inspect"))?;
         let sent = position.wrapping_sub(head.start());
         if head.client.is_some() && sent > head.reply.into() && position != head.end() {
             return Err(damaged("the file's position", position));
@@ -475,7 +477,7 @@ impl RequestLog {
     pub(crate) fn sent(&self) -> Result<Option<u32>, RequestLogError> {
         let head = self.head();
         let position = (&self.shared.file).stream_position();
-        let position = position.map_err(failed("look at"))?;
+        let position = position.map_err(failed("inspect"))?;
         let sent = position.wrapping_sub(head.start());
         // Larger values are in the next request's slot: others were rejected when the journal was opened.
         Ok(u32::try_from(sent).ok().filter(|&sent| sent <= head.reply))
@@ -594,10 +596,10 @@ impl AsFd for RequestLog {
 /// Opens a file as a journal, and checks its header and size.
 fn open(file: OwnedFd) -> Result<File, RequestLogError> {
     let file = File::from(file);
-    let metadata = file.metadata().map_err(failed("look at"))?;
+    let metadata = file.metadata().map_err(failed("inspect"))?;
     if !metadata.is_file() {
         return Err(RequestLogError::NotAJournal {
-            found: "no regular file",
+            found: "not a regular file",
         });
     }
     let mut title = RequestLogHeader::new_zeroed();
@@ -608,7 +610,7 @@ fn open(file: OwnedFd) -> Result<File, RequestLogError> {
         }
         _ => {
             return Err(RequestLogError::NotAJournal {
-                found: "a file of other bytes",
+                found: "a file with other contents",
             });
         }
     }

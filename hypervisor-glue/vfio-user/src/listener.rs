@@ -112,7 +112,7 @@ impl SocketListener {
         });
         if ours.is_none() {
             warn!(
-                "Socket {} has lost its file: no client can connect until it is started anew",
+                "The file of socket {} was removed or replaced: no client can connect until the server is restarted",
                 path.display()
             );
         }

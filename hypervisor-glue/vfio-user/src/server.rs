@@ -225,7 +225,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         let head = journal.head();
         let Some(stream) = stream else {
             if head.client.is_some() {
-                info!("The client of {path} has gone with the process before this one");
+                info!("The client of {path} disconnected with the end of the previous process");
                 self.device.disconnected();
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
@@ -259,7 +259,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
                 session
             }
         };
-        debug!("The client of {path} goes on");
+        debug!("The client of {path} continues");
         self.client = Some(ConnectedClient {
             waits_for: session.first_wait(journal),
             session,
@@ -355,7 +355,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             && now.saturating_sub(*since.get_or_insert(now)) >= SUCCESSION
         {
             warn!(
-                "Refused a client on {path}: another process goes on with the connection of the one before"
+                "Refused a client on {path}: another process has taken over the connection of the previous client"
             );
             self.newcomer = None;
         }
@@ -363,9 +363,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             && !client.has_negotiated()
             && now.saturating_sub(*client.seen.get_or_insert(now)) >= NEGOTIATION
         {
-            warn!(
-                "The client on {path} has not said its version for {NEGOTIATION:?}, and is disconnected"
-            );
+            warn!("The client on {path} sent no VERSION for {NEGOTIATION:?}, and is disconnected");
             self.disconnect(watcher);
         }
     }
@@ -437,11 +435,13 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         if self.journal.is_some()
             && let Err(error) = self.device.keep_client(stream.as_fd())
         {
-            return error!("Cannot keep a client of {path}, which is refused: {error}");
+            return error!(
+                "Cannot store the state of a client of {path}, which is refused: {error}"
+            );
         }
         step();
         let peer = PeerProcess::of(&stream)
-            .inspect_err(|error| debug!("A client on {path} is of no known process: {error}"));
+            .inspect_err(|error| debug!("The process of a client on {path} is unknown: {error}"));
         let process = socket::process(&stream).ok();
         let regions = self.regions.clone();
         match begin(stream, regions, self.journal.as_mut(), watcher) {
@@ -543,7 +543,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         freed
             .inspect_err(|error| {
                 let path = self.listener.path().display();
-                error!("Cannot note a client of {path}: {}", chain(error));
+                error!("Cannot record a client of {path}: {}", chain(error));
             })
             .is_ok()
     }

@@ -69,7 +69,7 @@ fn run(ledger: &Ledger, requests: &Receiver<()>) {
         }
         if let Err(error) = ledger.name_holder() {
             log::warn!(
-                "The ledger names an earlier process for leases of this one: {}",
+                "Cannot name this process in the ledger, which names an earlier one for its leases: {}",
                 report::chain(&error)
             );
         }

@@ -114,7 +114,10 @@ impl MappedDoorbells {
         if let Some(at) = self.at {
             let began = Ticks::now();
             if let Err(error) = vmm.unmap(at) {
-                log::error!("Doorbells stay behind: {}", report::chain(&error));
+                log::error!(
+                    "Cannot unmap the doorbells from their old address: {}",
+                    report::chain(&error)
+                );
                 return;
             }
             let took = self.note(began);
@@ -177,7 +180,10 @@ impl IoeventfdDoorbells {
                 return true;
             }
             if let Err(error) = vmm.untie(*address, waker.eventfd()) {
-                log::error!("A doorbell stays tied: {}", report::chain(&error));
+                log::error!(
+                    "Cannot detach the eventfd of a doorbell: {}",
+                    report::chain(&error)
+                );
             }
             false
         });

@@ -163,7 +163,7 @@ impl Vmm for KvmVmm {
         self.vm
             .register_ioevent(eventfd, &IoEventAddress::Mmio(address.0), NoDatamatch)
             .map_err(|error| {
-                let action = format!("tie an eventfd to guest address {address}");
+                let action = format!("attach an eventfd to guest address {address}");
                 VmmError::new(action, io::Error::from(error))
             })
     }
@@ -172,7 +172,7 @@ impl Vmm for KvmVmm {
         self.vm
             .unregister_ioevent(eventfd, &IoEventAddress::Mmio(address.0), NoDatamatch)
             .map_err(|error| {
-                let action = format!("untie an eventfd from guest address {address}");
+                let action = format!("detach an eventfd from guest address {address}");
                 VmmError::new(action, io::Error::from(error))
             })
     }
@@ -262,7 +262,7 @@ impl IntxPin for KvmPin {
 impl Drop for KvmPin {
     fn drop(&mut self) {
         if let Err(error) = self.vm.unregister_irqfd(&self.raise, self.gsi) {
-            log::error!("INTx at pin {} stays connected: {error}", self.gsi);
+            log::error!("Cannot disconnect INTx from pin {}: {error}", self.gsi);
         }
     }
 }
@@ -312,7 +312,7 @@ impl Drop for KvmVectors {
     fn drop(&mut self) {
         for (gsi, eventfd) in &self.vectors {
             if let Err(error) = self.vm.unregister_irqfd(eventfd, *gsi) {
-                log::error!("GSI {gsi} stays connected: {error}");
+                log::error!("Cannot disconnect GSI {gsi}: {error}");
             }
         }
         let mut routes = lock(&self.routes);
@@ -320,7 +320,7 @@ impl Drop for KvmVectors {
             routes.0.remove(gsi);
         }
         if let Err(error) = routes.load_into(&self.vm) {
-            log::error!("The interrupt routes of a function that is gone stay: {error}");
+            log::error!("Cannot remove the interrupt routes of a removed function: {error}");
         }
     }
 }

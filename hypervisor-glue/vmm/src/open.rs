@@ -36,7 +36,8 @@ pub enum OpenError {
     Drive(#[from] OpenDriveError),
     /// The unit is not a multiple of the drive's lease granularity.
     #[error(
-        "Option \"unit={unit}\" is no multiple of {multiple}, as leases of {drive} are: {multiple} is one"
+        "Option \"unit={unit}\" is not a multiple of {multiple}, as leases of {drive} must be: use {multiple} or a \
+         multiple of it"
     )]
     Unit {
         /// The drive.
@@ -102,8 +103,8 @@ pub enum OpenError {
     Server(#[from] nvme_mpt_lease_protocol::LeaseAttachError),
     /// The drive's server is gone, and this process cannot open the drive, since its sandbox was set up for a server.
     #[error(
-        "No drive server has {0} any more, and this process was confined while one had it, without the right to open the \
-         drive: start the server again, and add the function then; or start this process anew"
+        "No drive server has {0} any more, and this process was confined while one had it, without the right to open \
+         the drive: start the server again and then add the function, or restart this process"
     )]
     LeftToServers(DrivePath),
 }

@@ -4,8 +4,8 @@ use std::error::Error;
 use std::io;
 
 /// Likely cause of a read-only file system, and the remedy.
-const READ_ONLY: &str = "it is mounted so, or the unit of this service does not let it write there: name the folder in \
-                         ReadWritePaths= of the unit, and in --landlock-rules where --landlock is given";
+const READ_ONLY: &str = "it is mounted so, or the unit of this service does not let it write there: name the directory in \
+     ReadWritePaths= of the unit, and in --landlock-rules where --landlock is given";
 
 /// Returns the error and its causes, outermost first, one per line.
 ///

@@ -83,7 +83,7 @@ impl VectorRoutes {
                 self.find_vcpus(function);
             }
             (Err(error), _) => {
-                log::error!("The guest's controller stays without interrupts: {error}");
+                log::error!("The guest's controller gets no interrupts: {error}");
             }
             (_, None) => {}
         }
@@ -170,7 +170,7 @@ impl VectorRoutes {
                 }
             }
             Err(error) => log::error!(
-                "Vector {vector} of the guest's controller stays where it was: {}",
+                "Cannot change vector {vector} of the guest's controller: {}",
                 report::chain(&error)
             ),
         }

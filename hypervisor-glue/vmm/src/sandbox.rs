@@ -36,7 +36,7 @@ pub fn settle(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionErr
     let asked = config.asked()?;
     // Needed to detect pages that the VMM restores on demand, for a function that gets memory as a file.
     if let Err(error) = open_own_mappings() {
-        log::warn!("Functions will take no memory that the VMM gives as a file: {error}");
+        log::warn!("Functions cannot use guest memory that the VMM passes as a file: {error}");
     }
     let path = drive_of(&asked);
     if has_server(&config.state_dir, &asked) {

@@ -117,7 +117,7 @@ impl OpenDirectory {
             Err(Errno::NOENT) => return Ok(None),
             Err(error) => return Err(PathError::io("open", &path)(error)),
         };
-        let stat = FileStatus::of(&descriptor).map_err(PathError::io("look at", &path))?;
+        let stat = FileStatus::of(&descriptor).map_err(PathError::io("inspect", &path))?;
         let exposure = match self.protects(stat.owner) {
             true => None,
             false => Some(

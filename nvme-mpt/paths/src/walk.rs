@@ -171,7 +171,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = fs::open("/", flags, Mode::empty());
         let descriptor = opened.map_err(PathError::io("open", Path::new("/")))?;
-        let stat = FileStatus::of(&descriptor).map_err(PathError::io("look at", Path::new("/")))?;
+        let stat = FileStatus::of(&descriptor).map_err(PathError::io("inspect", Path::new("/")))?;
         Ok((descriptor, stat))
     };
     let (descriptor, stat) = root()?;
@@ -201,7 +201,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
             (opened, _) => opened,
         };
         let next = next.map_err(failed("open"))?;
-        let stat = FileStatus::of(&next).map_err(failed("look at"))?;
+        let stat = FileStatus::of(&next).map_err(failed("inspect"))?;
         let is_safe = is_safe(here.descriptor.as_fd(), &here.stat, stat.owner);
         if FileType::from_raw_mode(stat.mode) == FileType::Symlink {
             if !is_safe || !is_trusted(stat.owner) {

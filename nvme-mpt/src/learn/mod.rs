@@ -145,7 +145,7 @@ impl FromStr for AdaptivePolicies {
             let Some((_, choice)) = NAMES.iter().find(|(known, _)| *known == name) else {
                 let known = NAMES.map(|(known, _)| known).join(", ");
                 return Err(format!(
-                    "`{name}` does not learn; join names by +, from {known}"
+                    "`{name}` is not adaptive; join names by +, from {known}"
                 ));
             };
             *choice(&mut learning) = PolicyChoice::Fixed;

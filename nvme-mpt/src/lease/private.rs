@@ -170,7 +170,7 @@ pub(super) fn open_file(path: &Path, options: &mut OpenOptions) -> Result<File, 
         .custom_flags(libc::O_NOFOLLOW)
         .open(path)
         .map_err(failed("open", path))?;
-    let status = file.metadata().map_err(failed("look at", path))?;
+    let status = file.metadata().map_err(failed("inspect", path))?;
     check_owner(path, status.uid(), process_user())?;
     if status.mode() & PERMISSIONS & !FILE_MODE != 0 {
         file.set_permissions(Permissions::from_mode(FILE_MODE))

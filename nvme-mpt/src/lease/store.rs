@@ -159,8 +159,8 @@ fn remedy(error: &io::Error) -> &'static str {
             "; run as a user who may write there, or choose another folder with --state-dir"
         }
         io::ErrorKind::ReadOnlyFilesystem => {
-            "; if a service may not write there, name the folder in ReadWritePaths= of its unit and in --landlock-rules, or \
-             choose another one with --state-dir"
+            "; if a service may not write there, name the directory in ReadWritePaths= of its unit and in \
+             --landlock-rules, or choose another one with --state-dir"
         }
         _ => "",
     }

@@ -56,8 +56,8 @@ pub trait ControlStateStore: fmt::Debug + Send {
 pub enum ControlRestoreError {
     /// The state has a version that this program cannot restore.
     #[error(
-        "The function's state has version {found}, but this program takes up versions up to {VERSION}; detach the drive and \
-         attach it again"
+        "The function's state has version {found}, but this program restores versions up to {VERSION}; detach the \
+         drive and attach it again"
     )]
     Version {
         /// Version of the state.
@@ -65,7 +65,7 @@ pub enum ControlRestoreError {
     },
     /// The drive or the options have changed.
     #[error(
-        "The function has not what its guest was promised; detach the drive and attach it again"
+        "The function lacks features that its guest was promised; detach the drive and attach it again"
     )]
     Promise,
     /// The state is invalid.
@@ -240,7 +240,7 @@ impl NvmeFunction {
             if is_exhaustion(&error) {
                 return Err(error.into());
             }
-            log::error!("The queues of the process before cannot be taken up: {error}");
+            log::error!("Cannot restore the queues of the previous process: {error}");
             self.admin.report_lost_queues();
             self.run_admin();
             self.fail("the process that had its queues ended");

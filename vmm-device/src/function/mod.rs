@@ -601,7 +601,7 @@ impl NvmeFunction {
         };
         if self.pin_watch.is_stuck(high, self.clock.now()) {
             log::debug!(
-                "The guest does not lower its pin. It gets an event that tells of nothing."
+                "The guest does not lower its interrupt pin: it gets an event without a cause"
             );
             self.admin.report_nothing();
         }

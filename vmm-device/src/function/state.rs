@@ -62,8 +62,7 @@ impl NvmeFunction {
     /// storage.
     pub fn save(&self) -> Result<FunctionSnapshot, BackendStateError> {
         if self.waiting.is_some() {
-            let text = "the guest enables its controller or shuts it down, which waits for the host side: save it again \
-                        later";
+            let text = "the guest enables its controller or shuts it down, which waits for the drive: save it again later";
             let source = io::Error::new(io::ErrorKind::NotConnected, text);
             return Err(BackendStateError::Unreachable { source });
         }

@@ -864,7 +864,7 @@ fn a_journal_of_a_later_release_is_refused_before_the_server_ends() {
     let layout = set_layout(&server, 9_u32.to_le_bytes());
     let error = bench.ask("upgrade", &[]).unwrap_err();
     assert!(error.contains("cannot take over"), "{error}");
-    assert!(error.contains("journal has layout 9"), "{error}");
+    assert!(error.contains("request log has layout 9"), "{error}");
     assert_eq!(kept.server().unwrap(), server);
     guest.administer();
     set_layout(&server, layout);

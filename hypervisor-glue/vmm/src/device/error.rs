@@ -16,7 +16,7 @@ pub enum DeviceError {
     #[error(transparent)]
     Vmm(#[from] VmmError),
     /// The kernel refused a resource.
-    #[error("Cannot wire {id}; raise the limit on open files")]
+    #[error("Cannot create the eventfds of {id}; raise the limit on open files")]
     Wiring {
         /// Id of the function.
         id: String,
@@ -32,7 +32,7 @@ pub enum DeviceError {
         source: io::Error,
     },
     /// Guest memory cannot be mapped or unmapped for the function.
-    #[error("Cannot follow the guest's memory")]
+    #[error("Cannot track the guest's memory")]
     Memory(#[from] DmaError),
     /// Commands in flight did not complete in time.
     #[error("The function cannot be paused; its guest has to reset it")]
@@ -59,7 +59,7 @@ pub enum DeviceError {
     #[error("The drive of {0} cannot be handed over: it could not be taken back")]
     Unique(String),
     /// Another process has the drive at present.
-    #[error("The drive of {0} was handed over; have the function go on first")]
+    #[error("The drive of {0} was handed over; resume the function first")]
     HandedOver(String),
     /// The drive was handed over and cannot be taken back.
     #[error("The drive of {0} cannot be taken back; its slot is empty from now on")]

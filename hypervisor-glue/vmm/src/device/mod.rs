@@ -445,7 +445,7 @@ impl SharedFunctionDevice {
             .flatten()
         {
             if let Err(error) = self.control.forget(watched.as_raw_fd()) {
-                log::error!("{} is watched still: {error}", self.id);
+                log::error!("Cannot stop watching {}: {error}", self.id);
             }
         }
     }

@@ -41,14 +41,14 @@ use crate::report;
 pub enum OpenDriveError {
     /// The path names no kind of drive.
     #[error(
-        "`{0}` is no drive; use a file, a block device, memory:SIZE or null:SIZE, as in memory:4G"
+        "`{0}` is not a drive; use a file, a block device, memory:SIZE or null:SIZE, as in memory:4G"
     )]
     InvalidPath(String),
     /// The PCI function cannot be opened.
     #[error(transparent)]
     Function(#[from] VfioError),
     /// The physical drive's controller cannot be started.
-    #[error("Drive `{path}` cannot be taken into use")]
+    #[error("Drive `{path}` cannot be started")]
     Controller {
         /// The drive.
         path: String,
@@ -66,8 +66,8 @@ pub enum OpenDriveError {
     Faults(#[from] FaultError),
     /// The host has not enough free memory to populate the drive.
     #[error(
-        "Drive `{path}` cannot take its memory at the start (populate=on); give it fewer bytes, free memory, or leave \
-         populate out"
+        "Drive `{path}` cannot allocate its memory at the start (populate=on); give it fewer bytes, free memory, or \
+         leave populate out"
     )]
     Populate {
         /// The drive.
@@ -478,7 +478,7 @@ fn open_physical(
             Ok(controller) => return Ok(controller),
             Err(error) => {
                 let error = report::chain(&error);
-                log::warn!("Drive {address} is reset, as it cannot go on: {error}");
+                log::warn!("Drive {address} is reset, as its state cannot be restored: {error}");
             }
         }
     }
@@ -583,8 +583,8 @@ pub enum LabelError {
     TooSmall(String),
     /// Another drive has a label with this name.
     #[error(
-        "Leases or data are on a drive with the label drive-id={0}: choose another name; if this is that drive and it has lost \
-         its label, as by growing, say --again"
+        "Leases or data are on a drive with the label drive-id={0}: choose another name; if this is that drive and \
+         it has lost its label, as by growing, add --again"
     )]
     Taken(DriveName),
     /// The drive has a label already.
@@ -597,9 +597,9 @@ pub enum LabelError {
     },
     /// The drive may be a missing drive of this host, with data of leases.
     #[error(
-        "Drive `{path}` may be {lost}, which this host does not have now, with data of \"{}\": if it is, go on with `nvme-mpt \
-         leases carry-over '{lost}' {path}` first, or with --again and that name if it has lost its label; if not, say \
-         --other",
+        "Drive `{path}` may be {lost}, which this host does not have now, with data of \"{}\": if it is, run \
+         `nvme-mpt leases carry-over '{lost}' {path}` first, or use --again and that name if it has lost its label; \
+         if not, add --other",
         ids.join("\", \"")
     )]
     MayBe {

@@ -148,7 +148,7 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
     assert!(said(refused("null:1G", None)).contains("use memory:SIZE or a file"));
     assert!(said(refused("memory:1G", Some("seed = 1"))).contains("leave faults= out"));
     assert!(said(refused("/nonexistent/file", None)).contains("truncate -s"));
-    assert!(said(refused("/dev/null", None)).contains("no regular file"));
+    assert!(said(refused("/dev/null", None)).contains("not a regular file"));
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("drive.img");
     fs::write(&path, []).expect("written");

@@ -160,7 +160,7 @@ impl FunctionOptions {
                 DoorbellStride::Widest | DoorbellStride::Bytes4 => "",
             };
             cautions.push(format!(
-                "{pairs} of {asked} I/O queue pairs remain, as its Doorbell Buffer has room for no more, {bytes} bytes \
+                "{pairs} of {asked} I/O queue pairs remain, as its Doorbell Buffer holds no more, {bytes} bytes \
                  apart; use doorbells=mapped or trap{narrower}"
             ));
         }
@@ -173,8 +173,8 @@ impl FunctionOptions {
             && !size.is_power_of_two()
         {
             cautions.push(format!(
-                "Linux makes no disk of it, as it takes zones of a power of two alone, and these have {}; use such a \
-                 zone_size for guests with Linux",
+                "Linux makes no disk of it, as it only supports zones of a power of two, and these have {}; use such \
+                 a zone_size for guests with Linux",
                 Bytes(size)
             ));
         }
@@ -222,7 +222,7 @@ impl FunctionOptions {
             return Err(OptionError::Value {
                 key: "timeout",
                 value: NO_TIMEOUT.to_owned(),
-                source: "A physical drive needs one: without it, commands that it loses keep its guests waiting".into(),
+                source: "A physical drive needs one: without it, guests wait for ever for commands that it loses".into(),
             });
         }
         let timeout = timeout.flatten();
@@ -275,8 +275,8 @@ impl FunctionOptions {
             return Err(OptionError::Needs {
                 key: "doorbells",
                 value: options.doorbells.to_string(),
-                other: "a poller that looks for itself, poll=shared or dedicated without :event",
-                why: "a guest's store to a mapped doorbell wakes no poller",
+                other: "a poller that polls: poll=shared or dedicated without :event",
+                why: "a guest's store to a mapped doorbell does not wake a poller",
             });
         }
         options.check_size()?;
@@ -315,20 +315,20 @@ impl FunctionOptions {
             return Err(OptionError::Both {
                 key: "range",
                 other: "size",
-                why: "a lease has a place or a size",
+                why: "a lease has a fixed range or a size",
             });
         }
         if self.data == PreviousDataPolicy::Kept {
             return Err(OptionError::Both {
                 key: "size",
                 other: "data=keep",
-                why: "nobody names whose data that is; say range= to take data over",
+                why: "data is taken over with its range; use range= instead of size=",
             });
         }
         match &self.id {
             None => needs(
                 "id= (or lease=)",
-                "the lease is found again by its name alone",
+                "only its name identifies the lease at the next start",
             ),
             Some(_) => Ok(()),
         }
@@ -376,9 +376,9 @@ impl FunctionOptions {
         if matches!(self.path, DrivePath::Pci(_)) {
             let why = "the logical blocks of a physical drive are as it was formatted";
             let lba = self.lba.map(|_| ("lba", why));
-            let why = "a physical drive is as fast as it is";
+            let why = "a physical drive has its own timing";
             let profile = self.profile.as_ref().map(|_| ("profile", why));
-            let why = "what goes wrong with a physical drive is its own";
+            let why = "faults can be injected into software drives only";
             let faults = self.faults.as_ref().map(|_| ("faults", why));
             let why = "it pins the memory of all its VMs, so that page faults that wait would hold up others";
             let memory = (self.memory == MemoryKinds::Any).then_some(("memory", why));
@@ -387,7 +387,7 @@ impl FunctionOptions {
         if let Some(DriveProfile::Kv(_)) = self.profile.as_deref() {
             let why = "a drive of keys and values has no logical blocks";
             let lba = self.lba.map(|_| ("lba", why));
-            let why = "what goes wrong is declared for logical blocks, which a drive of keys and values has none of";
+            let why = "faults are declared for logical blocks, which a drive of keys and values does not have";
             let faults = self.faults.as_ref().map(|_| ("faults", why));
             if let Some(meaningless) = lba.or(faults) {
                 return Some(meaningless);
@@ -408,7 +408,7 @@ impl FunctionOptions {
         });
         let is_in_memory = matches!(self.path, DrivePath::Null(_) | DrivePath::Memory(_));
         let timeout = self.timeout.filter(|_| is_in_memory).map(|_| {
-            let why = "no storage can keep its commands, which this process carries out by itself";
+            let why = "its commands are executed in memory by this process, and cannot hang";
             ("timeout", why)
         });
         let reserve = (self.reserve > 0).then(|| {
@@ -458,7 +458,7 @@ fn take_size(keys: &mut KeyValues) -> Result<Option<LeaseSize>, OptionError> {
             key: "unit",
             value: unit.to_string(),
             other: "size=",
-            why: "a range has its place",
+            why: "a range is not divided into units",
         }),
     }
 }
@@ -486,7 +486,7 @@ pub fn parse_memory_limit(text: &str) -> Result<Bytes, String> {
     match limit.0 >= MEMORY_LIMIT_MIN {
         true => Ok(limit),
         false => Err(format!(
-            "No VM has as little memory: write at least {}, as in 16G",
+            "That is too little memory for a VM: write at least {}, as in 16G",
             Bytes(MEMORY_LIMIT_MIN)
         )),
     }

@@ -72,7 +72,7 @@ impl FromStr for LeaseReservation {
 /// The text contains a group.
 pub fn parse_user(text: &str) -> Result<String, &'static str> {
     match text.contains(':') {
-        true => Err("A lease has a user alone, without a group"),
+        true => Err("A lease has only a user, without a group"),
         false => Ok(text.to_owned()),
     }
 }

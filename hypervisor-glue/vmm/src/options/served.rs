@@ -284,7 +284,7 @@ impl std::fmt::Display for OptionText {
 pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
     if text.len() > MAX_SOCKET_PATH {
         return Err(format!(
-            "The path of a socket has at most {MAX_SOCKET_PATH} bytes, this one has {}: use a shorter folder, \
+            "The path of a socket has at most {MAX_SOCKET_PATH} bytes, this one has {}: use a shorter directory, \
              such as one in /run",
             text.len()
         ));

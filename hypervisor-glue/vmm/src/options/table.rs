@@ -52,20 +52,20 @@ memory:SIZE or null:SIZE; functions of this server with the same path share the 
     option(
         "size",
         "SIZE",
-        "in place of range=: so many bytes, wherever the drive has room, as in 64G; needs id= or
-lease=. `nvme-mpt resize` makes it larger under its guest",
+        "instead of range=: bytes of a lease wherever the drive has free space, as in 64G; needs id=
+or lease=. `nvme-mpt resize` makes it larger while its guest runs",
     ),
     option(
         "unit",
         "SIZE",
-        "with size=: the parts of the drive begin and end at multiples of it, a power of two
-from 1M on [default: 1G; a zone on a drive of zones]",
+        "with size=: extents of the lease begin and end at multiples of it, a power of two,
+1M or more [default: 1G; a zone on a drive of zones]",
     ),
     option(
         "queues",
         "N",
-        "most I/O queue pairs that the guest gets, 1 to 1024; at most 511 beside a Doorbell Buffer,
-which doorbells=mapped and trap have none of [default: 16]",
+        "most I/O queue pairs that the guest gets, 1 to 1024; at most 511 with a Doorbell Buffer,
+so not with doorbells=mapped or trap [default: 16]",
     ),
     option(
         "reserve",
@@ -97,8 +97,8 @@ of queues= [default: 0]",
     option(
         "doorbell-stride",
         "4|64",
-        "bytes from one doorbell to the next; 4 for drivers and firmware that know of no other. With
-64, a Doorbell Buffer has room for 31 queue pairs [default: 64, or less for many queues]",
+        "bytes from one doorbell to the next; 4 for drivers and firmware that support no other. With
+64, a Doorbell Buffer holds 31 queue pairs [default: 64, or less for many queues]",
     ),
     option(
         "poll",
@@ -109,14 +109,14 @@ joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated [default: share
     option(
         "fixed",
         "NAME+NAME",
-        "what does not learn, joined by +: spin, courtesy, moderation, governor, doorbells, budget,
-slices, looks [default: all of it learns]",
+        "what does not adapt, joined by +: spin, courtesy, moderation, governor, doorbells, budget,
+slices, looks [default: all of it adapts]",
     ),
     option(
         "memory",
         "resident|any",
-        "files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
-whose page faults may wait, with poll=dedicated alone [default: resident]",
+        "files that may hold the guest's memory: resident (memfd, tmpfs, hugetlbfs), or any, whose
+page faults may wait; any needs poll=dedicated [default: resident]",
     ),
     option(
         "memory-limit",
@@ -145,8 +145,8 @@ with 300 gets three times as much as one with 100 [default: 100]",
     option(
         "data",
         "keep|wipe",
-        "fate of data that another id left in the range: keep hands it over, wipe erases
-it first [default: such a range is refused]",
+        "data that another id left in the range: keep hands it over, wipe erases it first
+[default: such a range is refused]",
     ),
     option(
         "serial",
@@ -168,7 +168,7 @@ number [default: the drive is known by itself]",
         "format",
         "raw",
         "raw: the guest gets a file or block device as it is, although it begins with the header of a
-disk image or of LUKS [default: such a one is refused when it is leased first]",
+disk image or of LUKS [default: its first lease is refused]",
     ),
     option(
         "profile",
@@ -186,8 +186,8 @@ inject faults later with `nvme-mpt fault` [default: the drive never fails]",
     option(
         "populate",
         "on|off",
-        "on: a drive in memory takes all of its memory at the start, so that first writes are as fast
-as others [default: off, memory is taken as it is written]",
+        "on: a drive in memory allocates all of it at the start, so that first writes are as fast
+as others [default: off, memory is allocated as it is written]",
     ),
     option(
         "namespace",
@@ -209,8 +209,8 @@ weight=, also while it is fast; one value per drive [default: round-robin]",
     option(
         "reconnect",
         "SECONDS",
-        "seconds that a function in a VMM waits for a drive server to come back; 0 for not at all
-[default: for ever]",
+        "seconds that a function in a VMM waits for a drive server to come back; 0: no wait
+[default: no limit]",
     ),
 ];
 

@@ -223,7 +223,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,profile=nvm",
-            "Option \"profile\" is not for 0000:01:00.0: a physical drive is as fast as it is; leave it out",
+            "Option \"profile\" is not for 0000:01:00.0: a physical drive has its own timing; leave it out",
         ),
         (
             "path=memory:1G,profile=fast",
@@ -232,7 +232,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,faults=none",
-            "Option \"faults\" is not for 0000:01:00.0: what goes wrong with a physical drive is its own; leave it out",
+            "Option \"faults\" is not for 0000:01:00.0: faults can be injected into software drives only; leave it \
+             out",
         ),
         (
             "path=memory:1G,profile=kv,lba=4096",
@@ -240,8 +241,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=memory:1G,profile=kv,faults=none",
-            "Option \"faults\" is not for memory:1G: what goes wrong is declared for logical blocks, which a \
-             drive of keys and values has none of; leave it out",
+            "Option \"faults\" is not for memory:1G: faults are declared for logical blocks, which a drive of keys \
+             and values does not have; leave it out",
         ),
         (
             "path=memory:1G,faults=/nonexistent/plan",
@@ -270,7 +271,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,fixed=moderation+doorbell",
-            "Option \"fixed\" cannot be \"moderation+doorbell\"\n  `doorbell` does not learn; join names by +, from spin, \
+            "Option \"fixed\" cannot be \"moderation+doorbell\"\n  `doorbell` is not adaptive; join names by +, from spin, \
              courtesy, moderation, governor, doorbells, budget, slices, looks",
         ),
         (
@@ -290,8 +291,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=memory:1G,timeout=5",
-            "Option \"timeout\" is not for memory:1G: no storage can keep its commands, which this process carries out \
-             by itself; leave it out",
+            "Option \"timeout\" is not for memory:1G: its commands are executed in memory by this process, and \
+             cannot hang; leave it out",
         ),
         (
             "path=/d,reconnect=soon",
@@ -319,7 +320,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,memory-limit=16",
-            "Option \"memory-limit\" cannot be \"16\"\n  No VM has as little memory: write at least 1M, as in 16G",
+            "Option \"memory-limit\" cannot be \"16\"\n  That is too little memory for a VM: write at least 1M, as in 16G",
         ),
         (
             "path=0000:01:00.0,memory-limit=much",
@@ -342,21 +343,21 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,size=1G",
-            "Option \"size=1G\" needs id= (or lease=): the lease is found again by its name alone; add that, or \
-             leave it out",
+            "Option \"size=1G\" needs id= (or lease=): only its name identifies the lease at the next start; add \
+             that, or leave it out",
         ),
         (
             "path=/d,size=1G,range=0+1G,id=a",
-            "Options \"range\" and \"size\" are both given: a lease has a place or a size; keep one",
+            "Options \"range\" and \"size\" are both given: a lease has a fixed range or a size; keep one",
         ),
         (
             "path=/d,size=1G,data=keep,id=a",
-            "Options \"size\" and \"data=keep\" are both given: nobody names whose data that is; say range= to take \
-             data over; keep one",
+            "Options \"size\" and \"data=keep\" are both given: data is taken over with its range; use range= \
+             instead of size=; keep one",
         ),
         (
             "path=/d,unit=1G,range=0+1G",
-            "Option \"unit=1G\" needs size=: a range has its place; add that, or leave it out",
+            "Option \"unit=1G\" needs size=: a range is not divided into units; add that, or leave it out",
         ),
         (
             "path=/d,id=a,lease=a",
@@ -383,13 +384,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,timeout=none",
-            "Option \"timeout\" cannot be \"none\"\n  A physical drive needs one: without it, commands that it loses \
-             keep its guests waiting",
+            "Option \"timeout\" cannot be \"none\"\n  A physical drive needs one: without it, guests wait forever \
+             for commands that the drive loses",
         ),
         (
             "path=/d,doorbells=mapped,poll=shared:event",
-            "Option \"doorbells=mapped\" needs a poller that looks for itself, poll=shared or dedicated without \
-             :event: a guest's store to a mapped doorbell wakes no poller; add that, or leave it out",
+            "Option \"doorbells=mapped\" needs a poller that polls: poll=shared or dedicated without :event: a \
+             guest's store to a mapped doorbell does not wake a poller; add that, or leave it out",
         ),
         (
             "path=/d,memory=any",
@@ -444,7 +445,8 @@ fn a_socket_has_a_path_that_fits() {
     let complaint = complaint::<ServerFunctionOptions>(&format!("path=/d,socket={too_long}"));
     assert!(
         complaint.ends_with(
-            "The path of a socket has at most 107 bytes, this one has 108: use a shorter folder, such as one in /run"
+            "The path of a socket has at most 107 bytes, this one has 108: use a shorter directory, such as one in \
+             /run"
         ),
         "{complaint}"
     );

@@ -63,7 +63,7 @@ pub enum KeyValueError {
     Null,
     /// The path is not a regular file, but for example a block device.
     #[error(
-        "{} is no regular file, and keys and values need one that can grow: use a file on it, or memory:SIZE",
+        "{} is not a regular file, and keys and values need one that can grow: use a file on it, or memory:SIZE",
         .0.display()
     )]
     NotAFile(PathBuf),

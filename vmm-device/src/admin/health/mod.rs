@@ -153,7 +153,7 @@ impl GuestDriveHealth {
         match host.smart_health() {
             Ok(Some(log)) => self.reading = HealthReading::Drive(Box::new(log)),
             Ok(None) => self.reading = HealthReading::None,
-            Err(error) => log::info!("The drive does not tell its health: {error}"),
+            Err(error) => log::info!("The drive does not report its health: {error}"),
         }
     }
 

@@ -75,7 +75,7 @@ pub enum WipeError {
         status: Status,
     },
     /// The drive completes no commands, or is gone.
-    #[error("Wiping {range} of drive {drive} came to a stop: the drive completes no commands")]
+    #[error("Wiping {range} of drive {drive} stopped: the drive completes no commands")]
     Stopped {
         /// The drive.
         drive: String,

@@ -212,7 +212,7 @@ mod tests {
             ),
             (
                 inject("memory:1M", "fault = 1"),
-                "Fault plan `request` is not one",
+                "Fault plan `request` is invalid",
             ),
             (
                 inject(

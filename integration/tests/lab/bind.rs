@@ -219,7 +219,7 @@ fn mounted_elsewhere(_: &Bench) -> Result<(), Failure> {
     })?;
     expect_refusal(
         &format!("{} --force", a.bind()),
-        &["is in exclusive use by what cannot be seen from here"],
+        &["is in exclusive use by a process that cannot be seen from here"],
     )?;
     holder.end();
     a.expect_untouched()
@@ -419,7 +419,7 @@ fn others(_: &Bench) -> Result<(), Failure> {
             &format!("{command} 0000:fe:1f.7"),
             &["There is no PCI function 0000:fe:1f.7"],
         )?;
-        expect_refusal(&format!("{command} nvme0"), &["is no PCI address"])?;
+        expect_refusal(&format!("{command} nvme0"), &["is not a PCI address"])?;
     }
     Ok(())
 }

@@ -191,7 +191,7 @@ impl Host {
                 self.expect_right(tenant, path, BY_RANGE)?;
                 continue;
             }
-            let why = ["until the host was started anew", "leases carry-over"];
+            let why = ["before the host was restarted", "leases carry-over"];
             self.expect_refused("sized", path, BY_SIZE, &why)?;
             // Whoever asks: the tenant that had the path at first, another one, and one that was never there.
             for id in [tenant, "tenant1", "stranger"] {

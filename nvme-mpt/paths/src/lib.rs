@@ -71,8 +71,8 @@ pub enum PathError {
     },
     /// Another user can write the file.
     #[error(
-        "{} is not used, as other users may write it (owner {owner}, mode {mode:04o}): it must belong to root or to the user \
-         of this process, and nobody else may write it",
+        "{} is not used, as other users may write it (owner {owner}, mode {mode:04o}): it must belong to root or to \
+         the user of this process, and no other user may write it",
         path.display()
     )]
     ForeignFile {

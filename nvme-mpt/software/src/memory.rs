@@ -55,7 +55,7 @@ impl FromStr for MemoryAllocationTime {
             "off" => Ok(Self::AsWritten),
             "on" => Ok(Self::AtOnce),
             _ => Err(format!(
-                "`{text}` is neither; use on (all memory at the start) or off (as it is written)"
+                "`{text}` is not a choice for populate; use on (all memory at the start) or off (as it is written)"
             )),
         }
     }

@@ -20,7 +20,7 @@ pub enum LocalBackendError {
         most: u16,
     },
     /// The maximum data size of a command is above the drive's, or below the size that its command set promises.
-    #[error("{asked} as most data of a command is not possible on {drive}; use {least} to {most}")]
+    #[error("{asked} of data in one command is not possible on {drive}; use {least} to {most}")]
     InvalidMdts {
         /// Path of the drive.
         drive: String,
@@ -41,7 +41,7 @@ pub enum LocalBackendError {
     Unwiped(ByteRange),
     /// The lease has several extents that are not whole units.
     #[error(
-        "The extents of lease \"{0}\" are no whole units of it; the ledger was changed by hand"
+        "The extents of lease \"{0}\" are not whole units of it; the ledger was changed by hand"
     )]
     Units(String),
     /// Page faults in the memory may wait, and other functions use the same pollers.
@@ -52,7 +52,7 @@ pub enum LocalBackendError {
     MemoryMayWait,
     /// An event-driven poller would miss stores to mapped doorbells.
     #[error(
-        "No store to a mapped doorbell wakes an event-driven poller: use another way of doorbells than doorbells=mapped, \
+        "A store to a mapped doorbell does not wake an event-driven poller: use another mode than doorbells=mapped, \
          or poll= without :event"
     )]
     NoEvents,
@@ -67,8 +67,8 @@ pub enum LocalBackendError {
     },
     /// Part of the range is in use without a lease in this ledger.
     #[error(
-        "Range {range} of drive {drive} is locked by a user with no lease in this ledger: a server or a \
-         function with another state folder, or a VMM that has the file open; stop it, or choose another range"
+        "Range {range} of drive {drive} is locked by a user with no lease in this ledger: a server or a function \
+         with another state directory, or a VMM that has the file open; stop it, or choose another range"
     )]
     InUse {
         /// Path of the drive.

@@ -36,12 +36,12 @@ pub enum GrowError {
     },
     /// Leases of the drive have a fixed size.
     #[error(
-        "Lease \"{0}\" does not grow, as each lease of its drive is one part of it: add a larger one"
+        "Lease \"{0}\" cannot grow, as leases of its drive have a fixed size: add a larger lease"
     )]
     Whole(String),
     /// The extents of the lease are not whole units.
     #[error(
-        "The extents of lease \"{0}\" are no whole units of it; the ledger was changed by hand"
+        "The extents of lease \"{0}\" are not whole units of it; the ledger was changed by hand"
     )]
     Units(String),
     /// Data of another lease cannot be wiped.

@@ -36,7 +36,7 @@ pub(crate) fn take_up(
         entries,
         vector,
     } = queue.cq;
-    let name = format!("live state of completion queue {qid}");
+    let name = format!("in-flight state of completion queue {qid}");
     let invalid = |value: &str| BackendStateError::invalid(name.as_str(), value, "whole");
     let state = live.queue(qid).ok_or_else(|| invalid("not there"))?;
     let (recorded, head) = state.positions().ok_or_else(|| invalid("incomplete"))?;
@@ -116,7 +116,7 @@ fn head_after(
     let RecordedSqHead { index, mut number } = recorded;
     let head = RingSize::new(sq.entries).and_then(|size| RingIndex::at(size, index));
     let mut head = head.ok_or_else(|| {
-        let name = format!("live head of submission queue {}", sq.qid);
+        let name = format!("in-flight head of submission queue {}", sq.qid);
         BackendStateError::invalid(name, index, format!("less than {}", sq.entries))
     })?;
     // Each iteration finds another number, so there are at most as many as marks.

@@ -46,11 +46,12 @@ impl SpareDescriptors {
                 Ok(true) => return Some(spare),
                 Ok(false) => warn!(
                     lease = id;
-                    "Lease {id} lies in another file than under the server before: whether the former one lost writes is not known"
+                    "Lease {id} is in another file than under the previous server: whether the old file lost writes \
+                     is not known"
                 ),
                 Err(error) => warn!(
                     lease = id;
-                    "Lease {id} may have lost writes of the server before, which cannot be asked for: {error}"
+                    "Cannot check whether the previous server lost writes of lease {id}: {error}"
                 ),
             }
         }
@@ -62,8 +63,8 @@ impl SpareDescriptors {
             Ok(_) => {}
             Err(error) => error!(
                 lease = id;
-                "If this server is killed, a write of lease {id} may be lost without a word: its file cannot be opened for \
-                 the next server: {error}"
+                "If this server is killed, a lost write of lease {id} may go unreported: its file cannot be opened \
+                 for the next server: {error}"
             ),
         }
         // An unused entry must not be reported to the next server.

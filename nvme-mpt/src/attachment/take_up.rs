@@ -64,8 +64,8 @@ impl LocalBackend {
         kept: &PersistedQueues,
     ) -> Result<Vec<CompletionQueueState>, BackendStateError> {
         let live = self.context.live.as_ref();
-        let live =
-            live.ok_or_else(|| BackendStateError::invalid("live state", "not there", "a file"))?;
+        let live = live
+            .ok_or_else(|| BackendStateError::invalid("in-flight state", "not there", "a file"))?;
         let limits = QueueLimits::of(self);
         self.check_doorbell_buffer(kept.doorbell_buffer)?;
         limits.check_number("completion queues", kept.cqs.len())?;

@@ -34,8 +34,8 @@ pub enum DmaError {
     TooManyFiles,
     /// The VM may take no more mappings of a physical drive's IOMMU.
     #[error(
-        "The memory of function {function} has {taken} of the {max} mappings that the drive takes for all VMs, and can have no \
-         more while {left} are left; have it in fewer and larger regions, or its disk on another drive"
+        "The memory of function {function} has {taken} of the {max} mappings that the drive takes for all VMs, and \
+         can have no more while {left} are left; use fewer and larger regions, or move its disk to another drive"
     )]
     TooManyMappings {
         /// Name of the function; empty from servers of earlier releases.
@@ -50,8 +50,8 @@ pub enum DmaError {
     },
     /// The VM's files exceed their limit of this process's address space.
     #[error(
-        "The memory of region {gpa}+{len:#x} has no room: of the {MAX_FILE_BYTES:#x} bytes of address space \
-         that the files of one VM may take, {left:#x} are left; unmap others first, or map less of it"
+        "The memory of region {gpa}+{len:#x} does not fit: of the {MAX_FILE_BYTES:#x} bytes of address space that \
+         the files of one VM may take, {left:#x} are left; unmap others first, or map less of it"
     )]
     FilesTooLarge {
         /// Start of the region.
@@ -145,10 +145,10 @@ pub enum DmaError {
         source: io::Error,
     },
     /// The dirty log is not started.
-    #[error("Pages that are written are not noted; start the dirty log first")]
+    #[error("Written pages are not tracked; start the dirty log first")]
     NotLogged,
     /// In-flight commands did not finish in time. The memory stays mapped.
-    #[error("Commands in flight still use {gpa}+{len:#x} after the time that they had")]
+    #[error("Commands in flight still use {gpa}+{len:#x} after their timeout")]
     Busy {
         /// Start of the range.
         gpa: Gpa,

@@ -56,7 +56,7 @@ impl FromStr for MemoryKinds {
             "resident" => Ok(Self::Resident),
             "any" => Ok(Self::Any),
             _ => Err(format!(
-                "`{text}` is no kind of memory; use resident (memfd, tmpfs, hugetlbfs) or any"
+                "`{text}` is not a kind of memory; use resident (memfd, tmpfs, hugetlbfs) or any"
             )),
         }
     }

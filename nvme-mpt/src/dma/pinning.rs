@@ -173,7 +173,7 @@ impl PreparedPinning<'_> {
             if let Err(error) = space.take_pages(place.file.mapping(), part) {
                 // The IOMMU's own error will say more. The promise lasts until the IOMMU has pinned the pages.
                 let function = self.pinning.function;
-                log::debug!("Memory of function {function} cannot be taken before: {error}");
+                log::debug!("Cannot allocate memory of function {function} in advance: {error}");
                 break;
             }
             self.promise.note_taken(missing);

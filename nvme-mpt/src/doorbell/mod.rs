@@ -74,7 +74,7 @@ impl FromStr for DoorbellMode {
             "mapped" => Ok(Self::Mapped),
             "trap" => Ok(Self::Trap),
             _ => Err(format!(
-                "`{text}` is no doorbell mode; use auto, shadow, mapped or trap"
+                "`{text}` is not a doorbell mode; use auto, shadow, mapped or trap"
             )),
         }
     }
@@ -131,7 +131,7 @@ impl DoorbellPage {
         queue_pairs: u16,
     ) -> io::Result<Self> {
         if !crate::memory::is_size_sealed(fd.as_fd()) {
-            let text = "the file of the doorbells can be cut short";
+            let text = "the file of the doorbells can be truncated";
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         Self::of_file(fd, stride.dstrd(mode, queue_pairs), queue_pairs)

@@ -54,7 +54,7 @@ pub enum HostLeaseError {
     #[error("Another process uses part of it")]
     InUse(#[source] io::Error),
     /// A lease of this drive must be one part of fixed size.
-    #[error("Each lease of the drive is one part of it, and stays as long as it is")]
+    #[error("Leases of the drive have a fixed size")]
     SeveralParts,
     /// The drive cannot be leased in these parts.
     #[error(transparent)]

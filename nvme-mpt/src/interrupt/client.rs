@@ -276,7 +276,7 @@ impl ClientSignalState {
         if self.writes.load(Ordering::Relaxed) {
             BLOCKED.fetch_add(1, Ordering::Relaxed);
             log::warn!(
-                "{}: its VMM has an eventfd of interrupts that makes writes wait, and gets signals that do not from now on",
+                "{}: writes to an interrupt eventfd of its VMM block, so they are made without blocking from now on",
                 self.name
             );
             self.stop_writing();

@@ -27,7 +27,7 @@ pub enum DriveLikeness {
 impl fmt::Display for DriveLikeness {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::EarlierBoot => "may be the one that was known until the host was started anew as",
+            Self::EarlierBoot => "may be the one that was known before the host was restarted as",
             Self::Absent => "may be one that this host does not have now,",
             Self::OtherName => "has another name by which the ledger knows it or its copy,",
         })
@@ -169,9 +169,10 @@ pub enum LeaseError {
     },
     /// A lease by size on this drive could not be found after a reboot.
     #[error(
-        "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after the \
-         next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; or give it a \
-         serial number, and go on with what it has leases of with `nvme-mpt leases carry-over OLD PATH`; or lease it with range="
+        "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after \
+         the next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; \
+         or give it a serial number, and move its old leases to it with `nvme-mpt leases carry-over OLD PATH`; or \
+         lease it with range="
     )]
     Unlasting {
         /// The drive.
@@ -226,8 +227,8 @@ pub enum LeaseError {
     },
     /// The drive has too little free capacity.
     #[error(
-        "There is no room for {size}{} on {drive}: it has {free} free in whole units of {unit}, the largest extent \
-         {largest}; {remedy}",
+        "There is no capacity for {size}{} on {drive}: it has {free} free in whole units of {unit}, the largest \
+         extent {largest}; {remedy}",
         if *more { " more" } else { "" }
     )]
     NoRoom {
@@ -307,8 +308,8 @@ pub enum LeaseError {
     },
     /// The holder of the lease is alive.
     #[error(
-        "Cannot release {other}, which is in use: stop that process first; --force releases it all the same, but then whoever leases \
-         the range next shares it with a process that may still write"
+        "Cannot release {other}, which is in use: stop that process first; --force releases it all the same, but \
+         then the next lease of the range shares it with a process that may still write"
     )]
     Held {
         /// The lease.

@@ -43,10 +43,10 @@ impl LedgerMemoryFile {
         let place = word(&file, 0)?;
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text);
         let place = PLACES.iter().position(|other| *other == place);
-        let place = place.ok_or_else(|| invalid("the kept ledger has another layout"))?;
+        let place = place.ok_or_else(|| invalid("the stored ledger has another layout"))?;
         let len = usize::try_from(word(&file, PLACES[place])?).ok();
         let len = len.filter(|len| *len <= BYTES_MAX - 8);
-        let mut bytes = vec![0; len.ok_or_else(|| invalid("the kept ledger is too long"))?];
+        let mut bytes = vec![0; len.ok_or_else(|| invalid("the stored ledger is too long"))?];
         file.read_exact_at(&mut bytes, PLACES[place] + 8)?;
         let LedgerMemoryContent { salt, records } = serde_json::from_slice(&bytes)?;
         Ok((Self::of(file, 1 - place), Some((salt, records))))
@@ -76,7 +76,7 @@ impl LedgerMemoryFile {
         }
         self.write(salt, records)
             .map_err(|source| LedgerStoreError::Io {
-                action: "keep the ledger in",
+                action: "store the ledger in",
                 path: PathBuf::from("a memory file"),
                 source,
             })

@@ -155,11 +155,11 @@ impl LeaseRefusal {
                     ),
                     // Only the server of a physical drive can query its name.
                     None if nvme::is_name(&drive) => format!(
-                        "go on with {}",
+                        "run {}",
                         command(&format!("leases carry-over '{name}' '{drive}'"), folder)
                     ),
                     None => format!(
-                        "go on with {}",
+                        "run {}",
                         command(&format!("leases carry-over '{name}' PATH"), folder)
                     ),
                 };
@@ -213,8 +213,8 @@ impl LeaseRefusal {
                     id,
                     drive,
                     left: format!(
-                        "{}, {unfit}; {keeps}; if nobody needs that data any more, {release} has it erased, and the lease \
-                         begins anew",
+                        "{}, {unfit}; {keeps}; if that data is no longer needed, {release} has it erased, and the \
+                         lease begins empty",
                         list(&ranges)
                     ),
                 }
@@ -247,7 +247,7 @@ impl LeaseRefusal {
                         ""
                     };
                     format!(
-                        "{why}ask for less, {smaller}or release leases that are not needed any more, which {} shows",
+                        "{why}ask for less, {smaller}or release leases that are no longer needed, which {} shows",
                         command("leases", folder)
                     )
                 },
@@ -297,7 +297,8 @@ fn wait_for_end(folder: &Path) -> String {
 
 fn take_over_or_release(id: &str, folder: &Path) -> String {
     format!(
-        "start its holder with the same options, which takes it over; if nobody needs its data any more, {} gives it up",
+        "start its holder with the same options, which takes it over; if its data is no longer needed, {} gives it \
+         up",
         command(&format!("leases release {id}"), folder)
     )
 }

@@ -35,8 +35,8 @@ pub enum PrivateFileError {
     },
     /// The directory or file belongs to another user.
     #[error(
-        "{} belongs to user {owner}, and this process runs as user {user}: run as user {owner}{}, or choose another folder \
-         with --state-dir",
+        "{} belongs to user {owner}, and this process runs as user {user}: run as user {owner}{}, or choose another \
+         directory with --state-dir",
         path.display(),
         become_user(*owner, *user)
     )]
@@ -50,8 +50,8 @@ pub enum PrivateFileError {
     },
     /// Other users may write to the directory, and it contains unknown files.
     #[error(
-        "Other users may write in {} (mode {mode:04o}), which holds more than leases: make a folder for leases \
-         alone with `mkdir -m 700`, and name it with --state-dir",
+        "Other users may write in {} (mode {mode:04o}), which holds more than leases: make a directory only for \
+         leases with `mkdir -m 700`, and name it with --state-dir",
         path.display()
     )]
     Shared {
@@ -100,27 +100,27 @@ pub(super) fn make_folder(
     is_own: impl Fn(&str) -> bool,
 ) -> Result<(), PrivateFileError> {
     if let Some(parent) = path.parent() {
-        files::create_dir_all(parent).map_err(failed("make the folder", parent))?;
+        files::create_dir_all(parent).map_err(failed("make the directory", parent))?;
     }
     match DirBuilder::new().mode(FOLDER_MODE).create(path) {
         Ok(()) => return Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(failed("make the state folder", path)(error)),
+        Err(error) => return Err(failed("make the state directory", path)(error)),
     }
-    let status = files::metadata(path).map_err(failed("look at the state folder", path))?;
+    let status = files::metadata(path).map_err(failed("inspect the state directory", path))?;
     check_owner(path, status.uid(), process_user())?;
     let mode = status.mode() & PERMISSIONS;
     if mode & !(FOLDER_MODE | OTHERS_SEARCH) == 0 {
         return Ok(());
     }
-    let mut entries = files::read_dir(path).map_err(failed("list the state folder", path))?;
+    let mut entries = files::read_dir(path).map_err(failed("list the state directory", path))?;
     let only_own = entries.all(|entry| {
         let name = entry.map(|entry| entry.file_name());
         name.is_ok_and(|name| name.to_str().is_some_and(&is_own))
     });
     if only_own {
         info!(
-            "The state folder {} was open to other users (mode {mode:04o}): it is not any more",
+            "The state directory {} was open to other users (mode {mode:04o}): their access was removed",
             path.display()
         );
         let permissions = Permissions::from_mode(FOLDER_MODE);
@@ -134,7 +134,7 @@ pub(super) fn make_folder(
         });
     }
     warn!(
-        "The state folder {} is open to other users (mode {mode:04o}), and stays so because it holds more than \
+        "The state directory {} is open to other users (mode {mode:04o}), and stays so because it holds more than \
          leases",
         path.display()
     );
@@ -146,13 +146,13 @@ pub(super) fn make_folder(
 /// # Errors
 /// See [`PrivateFileError`].
 pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateFileError> {
-    let status = files::metadata(path).map_err(failed("look at the state folder", path))?;
+    let status = files::metadata(path).map_err(failed("inspect the state directory", path))?;
     let mode = status.mode() & PERMISSIONS;
     if mode & OTHERS_SEARCH == OTHERS_SEARCH {
         return Ok(());
     }
     info!(
-        "Other users may pass through the state folder {} from now on, to sockets for VMMs",
+        "Other users may pass through the state directory {} from now on, to sockets for VMMs",
         path.display()
     );
     files::set_permissions(path, Permissions::from_mode(mode | OTHERS_SEARCH))
@@ -256,8 +256,8 @@ mod tests {
         assert_eq!(
             error.to_string(),
             format!(
-                "{} belongs to user 7, and this process runs as user 1000: run as user 7, or choose another folder \
-                 with --state-dir",
+                "{} belongs to user 7, and this process runs as user 1000: run as user 7, or choose another \
+                 directory with --state-dir",
                 dir.path().display()
             )
         );

@@ -156,7 +156,7 @@ pub enum LedgerStoreError {
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => {
-            "; run as a user who may write there, or choose another folder with --state-dir"
+            "; run as a user who may write there, or choose another directory with --state-dir"
         }
         io::ErrorKind::ReadOnlyFilesystem => {
             "; if a service may not write there, name the directory in ReadWritePaths= of its unit and in \
@@ -662,7 +662,7 @@ impl LedgerWriteLock<'_> {
         write_synced(file, &text).map_err(failed("write the ledger to", &temporary))?;
         if files::metadata(&ledger).is_err() {
             self.sync_above()
-                .map_err(failed("sync the folders above", &self.folder.path))?;
+                .map_err(failed("sync the directories above", &self.folder.path))?;
         }
         self.rename_synced(&temporary, &ledger)
             .map_err(failed("replace the ledger", &ledger))
@@ -694,7 +694,7 @@ impl LedgerWriteLock<'_> {
             read => read.map(|_| ()),
         };
         settled.map_err(|source| LedgerStoreError::Io {
-            action: "make durable what a process that died left of the ledger in",
+            action: "sync the ledger that a process left when it died in",
             path: self.folder.path.clone(),
             source,
         })
@@ -798,7 +798,7 @@ mod tests {
         // It would reach the sync of the folder, and no further.
         CRASH_AFTER.set(Some(LedgerWriteStep::FolderSynced));
         let error = folder.lock().unwrap_err();
-        assert!(error.to_string().contains("that died left"), "{error}");
+        assert!(error.to_string().contains("left when it died"), "{error}");
         assert_eq!(CRASH_AFTER.get(), None);
         // Now it does, once.
         drop(folder.lock().unwrap());

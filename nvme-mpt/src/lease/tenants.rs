@@ -43,7 +43,7 @@ impl FromStr for PreviousDataPolicy {
             "keep" => Ok(Self::Kept),
             "wipe" => Ok(Self::Erased),
             _ => Err(format!(
-                "`{text}` is nothing that can become of data which another id left in the range; use keep or wipe"
+                "`{text}` is not a choice for data that another id left in the range; use keep or wipe"
             )),
         }
     }

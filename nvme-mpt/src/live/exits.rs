@@ -55,7 +55,12 @@ impl ExitCounter {
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file has another layout; the kernel's error if it cannot be mapped.
     pub fn of_file(live: BorrowedFd<'_>) -> io::Result<Self> {
-        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "live state of another layout");
+        let invalid = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "in-flight tracking of another layout",
+            )
+        };
         let file = File::from(live.try_clone_to_owned()?);
         let len = file.metadata()?.len();
         let most = place(MAX_QUEUE_PAIRS.into()) as u64;

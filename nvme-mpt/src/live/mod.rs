@@ -136,13 +136,15 @@ impl InflightFile {
     pub fn kept(fd: OwnedFd, queue_pairs: u16) -> io::Result<Self> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text);
         if !crate::memory::is_size_sealed(fd.as_fd()) {
-            return Err(invalid("the file of the live state can be cut short"));
+            return Err(invalid(
+                "the file of the in-flight tracking can be truncated",
+            ));
         }
         let len = Self::file_len(queue_pairs);
         let file = File::from(fd);
         if file.metadata()?.len() != len as u64 || queue_pairs > MAX_QUEUE_PAIRS {
             return Err(invalid(
-                "the file of the live state has not the size for the function's queues",
+                "the file of the in-flight tracking has the wrong size for the function's queues",
             ));
         }
         let mapping = Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite)?;
@@ -157,7 +159,7 @@ impl InflightFile {
         match state.word(0) {
             Some(magic) if magic.load() == MAGIC => Ok(state),
             _ => Err(invalid(
-                "the live state has the layout of another release; detach the drive and attach it again",
+                "the in-flight tracking has the layout of another release; detach the drive and attach it again",
             )),
         }
     }
@@ -181,7 +183,10 @@ impl InflightFile {
     }
 
     fn no_file() -> io::Error {
-        io::Error::new(io::ErrorKind::InvalidData, "no file of live state")
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            "not a file of in-flight tracking",
+        )
     }
 
     /// Maps the bytes before the first queue pair.

@@ -93,19 +93,23 @@ impl FromStr for PollPolicy {
         let placement = match placement {
             "shared" => PollerSharing::Shared,
             "dedicated" => PollerSharing::Dedicated,
-            _ => return Err(format!("`{placement}` is no way of polling; {form}")),
+            _ => {
+                return Err(format!(
+                    "`{placement}` is not a placement of pollers; {form}"
+                ));
+            }
         };
         let spin = match spin {
             "adaptive" => PollerIdleMode::Adaptive,
             "busy" => PollerIdleMode::Busy,
             "event" => PollerIdleMode::Event,
-            _ => return Err(format!("`{spin}` is no way of spinning; {form}")),
+            _ => return Err(format!("`{spin}` is not a polling mode; {form}")),
         };
         let parse = |cpu: &str| {
             cpu.parse::<usize>()
                 .ok()
                 .filter(|cpu| *cpu < PROCESSORS_MAX)
-                .ok_or_else(|| format!("`{cpu}` is no processor number; {form}"))
+                .ok_or_else(|| format!("`{cpu}` is not a processor number; {form}"))
         };
         let processors = match processors {
             None => PollerProcessors::Any,

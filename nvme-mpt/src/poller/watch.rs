@@ -36,7 +36,9 @@ pub(super) fn watch(pollers: &Weak<PollerPool>) {
                 Err(error) if is_told => drop(error),
                 Err(error) => {
                     is_told = true;
-                    warn!("A function holds up others, which cannot have another thread: {error}");
+                    warn!(
+                        "A function delays others, and no thread can be started for them: {error}"
+                    );
                 }
             }
         }

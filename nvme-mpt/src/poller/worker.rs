@@ -674,8 +674,8 @@ impl PollerThread {
         };
         let held = crate::clock::nanoseconds(Ticks::now().since(began)) / 1_000_000;
         warn!(
-            "A function held poller {} up for {held} ms, by memory, storage or a descriptor that makes others wait: it has \
-             a poller of its own from now on, {}",
+            "A function blocked poller {} for {held} ms, by slow memory, storage or a descriptor: it has a poller of \
+             its own from now on, {}",
             self.shared.name, shared.name
         );
         self.seat = shared.seat();

@@ -75,7 +75,7 @@ impl PersistedQueues {
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum QueueError {
     /// The identifier is 0 or above the number of queue pairs.
-    #[error("There can be no queue {0}")]
+    #[error("Queue {0} is not a valid queue identifier")]
     InvalidQueueId(QueueId),
     /// A queue with this identifier exists already.
     #[error("Queue {0} exists already")]

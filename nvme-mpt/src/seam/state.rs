@@ -61,7 +61,7 @@ pub enum BackendStateError {
         valid: String,
     },
     /// The back end's process, which has the queues, cannot be reached.
-    #[error("The state of the queues is out of reach")]
+    #[error("Cannot reach the state of the queues")]
     Unreachable {
         /// Cause.
         #[serde(with = "crossing::io_error")]

@@ -174,7 +174,7 @@ impl VfioBacking {
                 source,
             }
         };
-        let flags = ioctl::device_flags(&device).map_err(refused("ask for the abilities"))?;
+        let flags = ioctl::device_flags(&device).map_err(refused("read the capabilities"))?;
         let config = ioctl::region(&device, abi::VFIO_PCI_CONFIG_REGION_INDEX)
             .map_err(refused("find the configuration space"))?;
         let bar0 = ioctl::region(&device, abi::VFIO_PCI_BAR0_REGION_INDEX)
@@ -196,7 +196,7 @@ impl VfioBacking {
             }
             None => None,
         };
-        let removal = removal_event(&device).map_err(refused("hear of the removal"))?;
+        let removal = removal_event(&device).map_err(refused("watch for the removal"))?;
         debug!("{address}: BAR0 {bar0:x?}, flags {flags:#x}");
         Ok(Self {
             name: address.to_string(),
@@ -269,7 +269,7 @@ impl VfioBacking {
         for window in self.windows() {
             if let Err(error) = window.registers.mapping().give_up_device() {
                 warn!(
-                    "{}: BAR0 stays mapped, and keeps the function from being given back: {error}",
+                    "{}: BAR0 cannot be unmapped, so the function cannot be given back: {error}",
                     self.name
                 );
             }
@@ -403,7 +403,7 @@ impl DeviceBacking for VfioBacking {
                 .with_device(|device| Ok(is_absent(device, &self.config) && self.is_wanted_back()))
                 .unwrap_or(true);
         if is_gone && !self.gone.swap(true, Ordering::AcqRel) {
-            warn!("{} is there no more", self.name);
+            warn!("{} no longer exists", self.name);
             // Not every bus returns all ones for reads of an absent device, which the driver relies on.
             self.give_up_registers();
         }

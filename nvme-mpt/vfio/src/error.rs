@@ -21,7 +21,7 @@ fn group_users(group: &Path, users: &[DiskUser]) -> String {
 #[derive(Debug, thiserror::Error)]
 pub enum VfioError {
     /// The IOMMU group of a predecessor has no container: the function was unbound or removed since.
-    #[error("{address} was unbound or removed since another process had it")]
+    #[error("{address} was unbound or removed after another process had opened it")]
     NoContainer {
         /// The function.
         address: PciAddress,

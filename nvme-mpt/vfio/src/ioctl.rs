@@ -404,7 +404,7 @@ impl VfioCapabilityChain {
             }
             if needed > INFO_MAX {
                 return Err(io::Error::other(format!(
-                    "the kernel has {needed} bytes to tell, more than {INFO_MAX}"
+                    "the kernel's answer has {needed} bytes, more than {INFO_MAX}"
                 )));
             }
             len = needed;

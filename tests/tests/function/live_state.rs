@@ -607,7 +607,7 @@ fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
         assert!(error.to_string().contains(reason), "{error}");
     };
     let kept = queues();
-    refused(&kept, "live state of completion queue 1 is incomplete");
+    refused(&kept, "in-flight state of completion queue 1 is incomplete");
     let many = PersistedQueues {
         cqs: kept.cqs.repeat(5),
         ..kept.clone()
@@ -643,7 +643,7 @@ fn a_function_without_live_state_cannot_be_taken_up() {
     let attachment = host.attachment_with("function", &Setup::default(), SharedPartsSource::Own);
     let error = ControllerBackend::take_up(&*attachment, &queues()).unwrap_err();
     assert!(
-        error.to_string().contains("live state is not there"),
+        error.to_string().contains("in-flight state is not there"),
         "{error}"
     );
 }

@@ -395,12 +395,7 @@ fn each_obstacle_of_a_drive_has_its_remedy() {
     folder.remove(&format!("{FUNCTION}/iommu_group"));
     folder.expect("drive.iommu_group", Problem, "all memory", "host.iommu");
     folder.write(&format!("{DISK}/size"), b"many\n");
-    folder.expect(
-        "drive.function",
-        Problem,
-        "a form that is not known: `many`",
-        "",
-    );
+    folder.expect("drive.function", Problem, "an unknown form: `many`", "");
     folder.write(&format!("{DISK}/size"), b"8\n");
     folder.write(&format!("{FUNCTION}/class"), b"0x010601\n");
     folder.expect(

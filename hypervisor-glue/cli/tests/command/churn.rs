@@ -48,7 +48,10 @@ const WITNESS_PAUSE: Duration = Duration::from_millis(50);
 const KEPT: Duration = Duration::from_secs(5);
 
 /// Beginnings of messages about requests that the kernel keeps.
-const KEPT_MESSAGES: [&str; 2] = ["The kernel keeps a ", "The kernel cancels no request "];
+const KEPT_MESSAGES: [&str; 2] = [
+    "The kernel has not completed a ",
+    "The kernel did not cancel request ",
+];
 
 /// Resources of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]

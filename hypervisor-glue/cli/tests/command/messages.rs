@@ -246,7 +246,7 @@ const FACTS: &[&str] = &[
     "Bytes of previous owners that were erased",
     "Ranges with data of previous owners",
     "cannot be erased",
-    "{release} has it erased, and the lease begins anew",
+    "{release} has it erased, and the lease begins empty",
 ];
 
 #[test]

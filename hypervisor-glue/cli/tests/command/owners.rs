@@ -296,7 +296,7 @@ fn what_is_reserved_is_in_the_way_of_others() {
     reserve("size=16M,unit=1M,id=second").unwrap();
     for (what, complaint) in [
         ("range=8M+16M,id=third", "data of lease \"first\""),
-        ("size=64M,unit=1M,id=third", "There is no room"),
+        ("size=64M,unit=1M,id=third", "There is no capacity"),
         (
             "range=0+16M,id=third,queues=2",
             "There is no option \"queues\"",
@@ -395,5 +395,5 @@ fn a_user_whose_eventfds_block_holds_up_nobody() {
     neighbour.end();
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{log}");
-    assert!(log.contains("makes writes wait"), "{log}");
+    assert!(log.contains("of its VMM block"), "{log}");
 }

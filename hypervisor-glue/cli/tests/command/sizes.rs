@@ -221,7 +221,7 @@ fn sizes_find_room_between_the_ranges_of_others() {
         (
             "id=d,size=3M,unit=1M",
             &[
-                "There is no room for 3M on file:",
+                "There is no capacity for 3M on file:",
                 "it has 2M free in whole units of 1M, the largest extent 2M",
             ][..],
         ),
@@ -304,7 +304,7 @@ fn an_added_function_grows_and_is_as_large_after_an_end_and_after_a_crash() {
     let complaint = refused(&bench, "resize", &["a", "64M"]);
     assert!(
         complaint.contains("Cannot resize function a")
-            && complaint.contains("no room for 58M more")
+            && complaint.contains("no capacity for 58M more")
             && complaint.contains("it has 54M free"),
         "{complaint}"
     );
@@ -505,7 +505,7 @@ fn a_function_of_a_file_grows_with_the_file_and_is_not_touched() {
     // All stays, and nothing is added.
     let other = "\n[[function]]\nid = \"n\"\nsocket = \"n.sock\"\npath = \"memory:1M\"\n";
     for (size, complaint) in [
-        ("61M", "no room for 49M more"),
+        ("61M", "no capacity for 49M more"),
         ("14848K", "not a multiple of its unit 1M"),
     ] {
         write_file(&bench, size, other);
@@ -618,7 +618,10 @@ fn a_function_in_a_vmm_grows_while_it_is_attached() {
         "{complaint}"
     );
     let complaint = refused(&bench, "resize", &["first", "64M"]);
-    assert!(complaint.contains("no room for 32M more"), "{complaint}");
+    assert!(
+        complaint.contains("no capacity for 32M more"),
+        "{complaint}"
+    );
     assert_eq!(vmm.pass(), "passed");
 
     // The next server has the grown lease for the function, which asks for as much as before.

@@ -261,8 +261,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=memory:1G,populate=yes",
-            "Option \"populate\" cannot be \"yes\"\n  `yes` is neither; use on (all memory at the start) or off (as it is \
-             written)",
+            "Option \"populate\" cannot be \"yes\"\n  `yes` is not a choice for populate; use on (all memory at the \
+             start) or off (as it is written)",
         ),
         (
             "path=memory:1G,namespace=1",
@@ -375,8 +375,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,arbitration=urgent",
-            "Option \"arbitration\" cannot be \"urgent\"\n  `urgent` is neither; use round-robin (queues have turns) or \
-             weighted (the drive counts weights)",
+            "Option \"arbitration\" cannot be \"urgent\"\n  `urgent` is not an arbitration; use round-robin (queues \
+             have turns) or weighted (the drive counts weights)",
         ),
         (
             "path=0000:01:00.0,timeout=0",

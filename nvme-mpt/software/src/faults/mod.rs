@@ -273,7 +273,7 @@ impl FaultInjector {
         all.clear();
         self.any.store(false, Ordering::Release);
         if let Err(error) = self.record_list(&all) {
-            warn!("The next process has the faults again that were cleared: {error}");
+            warn!("Cannot record the cleared faults, so the next process restores them: {error}");
         }
     }
 

@@ -42,9 +42,7 @@ pub enum FaultError {
     },
     /// The text is not a valid fault plan.
     #[cfg(feature = "toml")]
-    #[error(
-        "Fault plan `{origin}` is not one; resources/faults/example.toml has every field explained"
-    )]
+    #[error("Fault plan `{origin}` is invalid; resources/faults/example.toml explains every field")]
     Syntax {
         /// Source of the plan.
         origin: String,
@@ -106,7 +104,7 @@ pub enum FaultError {
         zone: Bytes,
     },
     /// The memory file that records the faults for a successor cannot be used.
-    #[error("The faults of the drive cannot be kept for the next process")]
+    #[error("The faults of the drive cannot be stored for the next process")]
     Kept(#[source] io::Error),
     /// The drive would have too many faults.
     #[error(
@@ -404,7 +402,7 @@ impl WrittenFault {
     }
 
     fn effect(&self) -> Result<FaultEffect, InvalidFaultField> {
-        let meaningless = "means something for another kind of fault alone; leave it out";
+        let meaningless = "is only for other kinds of faults; leave it out";
         if self.add.is_some() && self.kind != FaultKind::Latency {
             return Err(InvalidFaultField::Field("add", meaningless));
         }
@@ -574,11 +572,11 @@ mod tests {
             ("kind = \"lost\"\nafter = -1", "invalid value: integer `-1`"),
             (
                 "kind = \"lost\"\nadd = \"1ms\"",
-                "fault 2: add means something for another",
+                "fault 2: add is only for other",
             ),
             (
                 "kind = \"lost\"\nsize = \"1M\"",
-                "fault 2: size means something for another",
+                "fault 2: size is only for other",
             ),
             ("kind = \"latency\"", "fault 2: add is missing"),
             ("kind = \"latency\"\nadd = \"1h\"", "\"1h\" is not a time"),

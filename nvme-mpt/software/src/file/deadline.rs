@@ -43,9 +43,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     fn cancel(&mut self, slot: usize) {
         self.operations[slot].overdue = true;
         if self.operations[slot].repeats > 0 {
-            return warn!("{}: it is waited for", self.report(slot));
+            return warn!("{}: waiting for it", self.report(slot));
         }
-        warn!("{}: it is cancelled", self.report(slot));
+        warn!("{}: cancelling it", self.report(slot));
         let tag = slot as u64;
         if let Err(error) = self.ring.cancel(CANCELLATION | tag, tag) {
             warn!("A request cannot be cancelled: {error}");
@@ -100,7 +100,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             }
         };
         format!(
-            "The kernel keeps a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over {:?}",
+            "The kernel has not completed a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over \
+             {:?}",
             self.file.path.display(),
             LOOK * self.looks.count.wrapping_sub(operation.since)
         )
@@ -116,7 +117,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         if let Err(errno) = result {
             let error = std::io::Error::from_raw_os_error(errno);
             warn!(
-                "The kernel cancels no request {}: {error}",
+                "The kernel did not cancel request {}: {error}",
                 tag & !CANCELLATION
             );
         }

@@ -137,7 +137,7 @@ impl FileBackingStore {
         let way = FileIoMode::of(bytes, direct);
         if way == FileIoMode::Cached && !in_memory {
             info!(
-                "{} is not read and written past the page cache, which costs a copy",
+                "{} is read and written through the page cache, which costs a copy",
                 path.display()
             );
         }

@@ -67,8 +67,8 @@ impl MappedFilePages {
     pub(super) fn report(&self, path: &Path) {
         if !self.reported.swap(true, Ordering::Relaxed) {
             warn!(
-                "Pages of {} are gone: it was cut short, or its memory is damaged. From now on, the kernel makes all of \
-                 its transfers, which takes longer",
+                "Pages of {} are gone: it was cut short, or its memory is damaged. From now on, the kernel makes all \
+                 transfers of the file, which takes longer",
                 path.display()
             );
         }

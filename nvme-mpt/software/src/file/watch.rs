@@ -84,7 +84,7 @@ impl SharedFile {
         if bytes < before {
             error!(
                 "The file {} was cut short from {before} to {bytes} bytes while it is served. What lay behind is \
-                 lost, and is neither read nor written until the drive is opened anew",
+                 lost, and is neither read nor written until the drive is reopened",
                 self.path.display()
             );
             self.watched.report();
@@ -106,8 +106,8 @@ impl SharedFile {
         };
         if replaced && !self.watched.replaced.swap(true, Ordering::Relaxed) {
             error!(
-                "The file {} was removed or replaced while it is served. Guests go on with the file that was \
-                 opened, which may have no other name and be lost when the last of them ends",
+                "The file {} was removed or replaced while it is served. Guests continue with the opened file, which \
+                 may have no name left and be lost when the last of them ends",
                 self.path.display()
             );
             self.watched.report();

@@ -75,7 +75,7 @@ pub enum KeyValueError {
     TooSmall(PathBuf),
     /// The file has other content.
     #[error(
-        "{} holds something else than keys and values: use an empty file, made with truncate -s SIZE FILE",
+        "{} holds other data than keys and values: use an empty file, made with truncate -s SIZE FILE",
         .0.display()
     )]
     Foreign(PathBuf),
@@ -132,8 +132,8 @@ pub enum KeyValueError {
     },
     /// Faults concern logical blocks, which a key-value drive does not have.
     #[error(
-        "Faults are of drives with logical blocks, which a drive of keys and values has none of: leave \
-         faults= out, or choose another profile"
+        "Faults are for drives with logical blocks, which a drive of keys and values does not have: leave faults= \
+         out, or choose another profile"
     )]
     Faults,
 }

@@ -228,12 +228,14 @@ impl KvFileRoute {
         match standstill {
             KvFileThreadDelay::Short => {}
             KvFileThreadDelay::Overdue => warn!(
-                "The kernel has kept a transaction on {path} for over {:?}: {requests} commands of a queue wait for it",
+                "The kernel has not completed a transaction on {path} for over {:?}: {requests} commands of a queue \
+                 wait for it",
                 LOOK * OVERDUE
             ),
             KvFileThreadDelay::Lost => {
                 error!(
-                    "The kernel has kept a transaction on {path} for over {:?}, its timeout: a queue with {requests} commands fails",
+                    "The kernel has not completed a transaction on {path} for over {:?}, its timeout: a queue with \
+                     {requests} commands fails",
                     timeout.unwrap_or_default()
                 );
                 self.failed = true;

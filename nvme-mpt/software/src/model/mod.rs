@@ -144,7 +144,7 @@ impl DriveModel {
         {
             let path = ssd::beside(drive);
             warn!(
-                "The state of the flash in {} is not taken up, and the drive begins as new: {error}",
+                "Cannot restore the state of the flash in {}, so the drive begins as new: {error}",
                 path.display()
             );
         }
@@ -157,7 +157,7 @@ impl DriveModel {
         {
             let path = ssd::beside(drive);
             warn!(
-                "The state of the flash cannot be kept in {}, and the drive will begin as it last did: {error}",
+                "Cannot store the state of the flash in {}, so the next start restores an older state: {error}",
                 path.display()
             );
         }

@@ -53,7 +53,7 @@ pub enum ProfileError {
     /// The text is not a valid profile.
     #[cfg(feature = "toml")]
     #[error(
-        "Profile `{origin}` is not one; resources/drives has examples with every field explained"
+        "Profile `{origin}` is invalid; resources/drives has examples with every field explained"
     )]
     Syntax {
         /// Name or path of the profile.

@@ -197,7 +197,7 @@ impl PersistedZones {
         if !self.lost.swap(true, Ordering::Relaxed) {
             error!(
                 "The zone states in {} are lost, as the file was cut short or changed, or its disk failed. Writes, \
-                 Zone Management Sends and Flushes on the drive fail until it is opened anew",
+                 Zone Management Sends and Flushes on the drive fail until it is reopened",
                 self.path.display()
             );
         }

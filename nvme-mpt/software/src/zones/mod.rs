@@ -74,7 +74,7 @@ pub enum ZoneError {
     },
     /// A block device has no directory for the file of zone states.
     #[error(
-        "Block device {} has no place beside it for the states of its zones: use a file, or memory:SIZE",
+        "Block device {} has no directory beside it for the states of its zones: use a file, or memory:SIZE",
         .0.display()
     )]
     NoPlace(PathBuf),
@@ -100,7 +100,7 @@ pub enum ZoneError {
     )]
     NotZones(PathBuf),
     /// The states cannot be stored.
-    #[error("The states of the zones cannot be kept in {}", .path.display())]
+    #[error("The states of the zones cannot be stored in {}", .path.display())]
     Keep {
         /// Path of the file.
         path: PathBuf,
@@ -109,7 +109,7 @@ pub enum ZoneError {
     },
     /// The file system has no space for the states.
     #[error(
-        "The file system of {} has no room for the {bytes} bytes of the zone states in that file: make room on it, \
+        "The file system of {} has no space for the {bytes} bytes of the zone states in that file: free space on it, \
          or move the drive to a larger one",
         .path.display()
     )]

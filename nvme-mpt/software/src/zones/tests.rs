@@ -265,7 +265,7 @@ fn states_that_another_program_changed_are_lost_for_all_leases() {
             let lost = lease.check().expect_err("lost").to_string();
             assert!(lost.contains(kept.to_str().expect("a path")), "{lost}");
             lease.begin_anew();
-            lease.check().expect_err("until the drive is opened anew");
+            lease.check().expect_err("until the drive is reopened");
         }
         drive.lease(range(0, 8 << 20)).expect_err("lost");
     }

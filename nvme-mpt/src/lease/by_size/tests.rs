@@ -587,8 +587,8 @@ fn a_change_of_size_that_cannot_be_is_refused_and_changes_nothing() {
         let error = a.grow(40 * M).unwrap_err();
         assert!(
             error.to_string().starts_with(
-                "There is no room for 36M more on disk:d: it has 35M free in whole units of 1M, the largest extent \
-                 29M; ask for less, or release leases that are not needed any more, which `nvme-mpt leases"
+                "There is no capacity for 36M more on disk:d: it has 35M free in whole units of 1M, the largest \
+                 extent 29M; ask for less, or release leases that are no longer needed, which `nvme-mpt leases"
             ),
             "{error}"
         );
@@ -613,13 +613,13 @@ fn a_lease_in_one_extent_grows_at_its_end_alone() {
     assert_eq!(a.grow(6 * M).unwrap(), ranges(&["37M+3M"]));
     let message = a.grow(7 * M).unwrap_err().to_string();
     assert!(
-        message.starts_with("There is no room for 1M more on disk:d: it has 32M free")
+        message.starts_with("There is no capacity for 1M more on disk:d: it has 32M free")
             && message.contains("which can only grow at its end: ask for less"),
         "{message}"
     );
     let message = refusal(&ledger, &whole("b", 31));
     assert!(
-        message.starts_with("There is no room for 31M on disk:d: it has 32M free")
+        message.starts_with("There is no capacity for 31M on disk:d: it has 32M free")
             && message.contains("the largest extent 30M; this drive's leases have one extent: ask"),
         "{message}"
     );

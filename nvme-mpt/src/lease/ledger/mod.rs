@@ -84,7 +84,7 @@ impl Ledger {
     /// The file cannot be read or written, or contains no such ledger.
     pub fn kept(file: File) -> Result<Self, LeaseError> {
         let damaged = |source| LedgerStoreError::Io {
-            action: "read the ledger that is kept in",
+            action: "read the ledger that is stored in",
             path: PathBuf::from("a memory file"),
             source,
         };

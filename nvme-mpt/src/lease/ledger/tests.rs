@@ -171,10 +171,10 @@ fn the_refusal_names_the_other_lease_and_what_to_do() {
             .unwrap_err()
             .to_string(),
         format!(
-            "Range 512M+1G of file:/drive overlaps lease \"a\" (range 0+1G of file:/drive, stale: process {} \
-             ended without releasing it); choose a range that does not overlap, or start its holder with the same \
-             options, which takes it over; if nobody needs its data any more, `nvme-mpt leases release a --state-dir \
-             {}` gives it up",
+            "Range 512M+1G of file:/drive overlaps lease \"a\" (range 0+1G of file:/drive, stale: process {} ended \
+             without releasing it); choose a range that does not overlap, or start its holder with the same options, \
+             which takes it over; if its data is no longer needed, `nvme-mpt leases release a --state-dir {}` gives \
+             it up",
             process::id(),
             state.display()
         )

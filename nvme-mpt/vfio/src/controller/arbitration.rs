@@ -79,7 +79,8 @@ impl FromStr for ArbitrationChoice {
             "round-robin" => Ok(Self::RoundRobin),
             "weighted" => Ok(Self::Weighted),
             _ => Err(format!(
-                "`{text}` is neither; use round-robin (queues have turns) or weighted (the drive counts weights)"
+                "`{text}` is not an arbitration; use round-robin (queues have turns) or weighted (the drive counts \
+                 weights)"
             )),
         }
     }
@@ -224,7 +225,7 @@ impl Arbitration {
         let arbitration = Self::new(choice, cap, name);
         let is_weighted = mechanism == ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
         if arbitration.is_usable && !is_weighted {
-            info!(drive = name; "Drive {name} goes on with round robin (CC.AMS), as it was handed over");
+            info!(drive = name; "Drive {name} continues with round robin (CC.AMS), as it was handed over");
         }
         Self {
             is_usable: arbitration.is_usable && is_weighted,

@@ -23,7 +23,7 @@ pub enum ControllerError {
     /// The controller has lost its commands: its link is down, or it was reset by the kernel or by another party. The
     /// drive monitor waits for the drive and resets it.
     #[error(
-        "The drive has lost its commands: its registers read as all ones, or it was reset by somebody else; try again"
+        "The drive has lost its commands: its registers read as all ones, or another program has reset it; try again"
     )]
     Lost,
     /// A reset is pending or in progress.
@@ -90,7 +90,7 @@ pub enum ControllerError {
         reason: &'static str,
     },
     /// Memory for queues cannot be allocated, or not be mapped for the drive.
-    #[error("Memory for the drive's queues cannot be had")]
+    #[error("Cannot allocate memory for the drive's queues")]
     Memory(#[source] io::Error),
     /// The drive cannot be handed over to a successor, or not be taken over from a predecessor.
     #[error("The drive cannot be handed over: {0}")]
@@ -99,7 +99,7 @@ pub enum ControllerError {
     #[error("The drive's PCI function cannot be configured")]
     Function(#[source] io::Error),
     /// The drive monitor cannot be started.
-    #[error("The drive's supervisor cannot be started")]
+    #[error("The drive's monitor cannot be started")]
     Supervisor(#[source] io::Error),
     /// A Flush failed.
     #[error("Namespace {} of the drive cannot be flushed: {status}", .namespace.nsid)]

@@ -188,7 +188,7 @@ impl VfioController {
         drive.closing.store(false, Ordering::Release);
         match supervisor::start(drive.clone(), &self.threads) {
             Ok(supervisor) => *lock(&self.supervisor) = Some(supervisor),
-            Err(error) => drive.give_up(&format!("nothing can watch over it: {error}")),
+            Err(error) => drive.give_up(&format!("its monitor cannot be started: {error}")),
         }
     }
 }
@@ -276,13 +276,15 @@ impl PhysicalDrive {
         let mut admin = lock(&self.admin);
         self.check_can_rest()?;
         if admin.has_events() {
-            return Err(no_state("one of its events is not dealt with yet"));
+            return Err(no_state("one of its events is still being handled"));
         }
         let memory = ControllerError::Memory;
         let header = memfd(c"nvme-mpt-drive", STATE_AT as u64).map_err(memory)?;
         let mapping = Mapping::shared(header.as_fd(), 0, STATE_AT, MappingAccess::ReadWrite);
         let mapping = Arc::new(mapping.map_err(memory)?);
-        let word = |at| MappedWord64::new(&mapping, at).ok_or(no_state("its state has no place"));
+        let word = |at| {
+            MappedWord64::new(&mapping, at).ok_or(no_state("its state has an impossible address"))
+        };
         let (complete, outdated) = (word(COMPLETE_AT)?, word(OUTDATED_AT)?);
         let rest = QuiescedDrive {
             outdated: StaleMappingsFlag::new(word(OUTDATED_AT)?),

@@ -111,8 +111,8 @@ impl IdentifiedDrive {
                 && *known != now
             {
                 log::warn!(
-                    "Namespace {nsid} of {} has the id {now}, and had {known}: it is another one, and is leased once the drive is \
-                     opened anew, as by another start of the server",
+                    "Namespace {nsid} of {} has the id {now}, and had {known}: it is another one: start the server \
+                     again to lease it",
                     self.name
                 );
                 namespaces.retain(|namespace| namespace.nsid != nsid);

@@ -201,6 +201,6 @@ pub(super) fn let_go(keeper: Option<&Arc<dyn DescriptorStore>>) {
     if let Some(keeper) = keeper
         && let Err(error) = keeper.let_go()
     {
-        error!("The keeper has the IOMMU of a drive that is given up: {error}");
+        error!("Cannot remove the IOMMU of a failed drive from the keeper: {error}");
     }
 }

@@ -132,7 +132,7 @@ fn missing(accepted: Option<CriticalWarning>) -> Option<&'static str> {
     match accepted {
         // A drive need not support the configuration.
         None => Some(
-            "The drive chooses its events itself, and may not tell of critical warnings and changed namespaces",
+            "The drive chooses its events itself, and may not report critical warnings and changed namespaces",
         ),
         Some(CriticalWarning(0)) => Some(
             "The drive has no event for critical warnings, and they are noticed when its health is read",

@@ -243,7 +243,7 @@ impl VfioController {
         let supervisor = lock(&self.supervisor).take();
         if supervisor.is_some_and(|supervisor| supervisor.join().is_err()) {
             log::error!(
-                "The supervisor of drive {} panicked",
+                "The monitor of drive {} panicked",
                 self.drive.backing.name()
             );
         }
@@ -530,7 +530,7 @@ impl PhysicalDrive {
         let result = self.registers.shut_down(timeout);
         if let Err(error) = result.and_then(|()| self.registers.disable()) {
             warn!(
-                "Drive {} is not given back in order: {error}",
+                "Drive {} was not shut down cleanly: {error}",
                 self.backing.name()
             );
             // The drive may still be working; a reset ends its DMA.
@@ -538,7 +538,7 @@ impl PhysicalDrive {
         }
         if let Err(error) = self.backing.set_bus_master(false) {
             warn!(
-                "Drive {} keeps its bus mastering: {error}",
+                "Cannot disable the bus mastering of drive {}: {error}",
                 self.backing.name()
             );
         }

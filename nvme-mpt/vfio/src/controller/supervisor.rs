@@ -184,7 +184,7 @@ impl DriveMonitor {
             Some(_) if is_reset_wanted => {
                 self.reset("it does not answer admin commands");
             }
-            Some(csts) if !csts.rdy() => self.reset("somebody else has reset it (CSTS.RDY)"),
+            Some(csts) if !csts.rdy() => self.reset("another program has reset it (CSTS.RDY)"),
             Some(_) => {
                 self.check_deadlines();
                 self.drive.even_out();
@@ -243,7 +243,7 @@ impl DriveMonitor {
         let work = move || shrunk.iter().for_each(|memory| memory.find_freed());
         match self.threads.spawn("nvme-memory", Box::new(work)) {
             Ok(look) => self.memory_look = Some(look),
-            Err(error) => warn!("Memory that lost pages is not looked through yet: {error}"),
+            Err(error) => warn!("Cannot look for memory that lost pages yet: {error}"),
         }
     }
 
@@ -369,7 +369,7 @@ impl DriveMonitor {
         for event in events {
             if let Err(error) = self.handle(event) {
                 warn!(
-                    "Drive {}: an event is not dealt with: {error}",
+                    "Drive {}: an event cannot be handled: {error}",
                     self.drive.backing.name()
                 );
             }

@@ -15,7 +15,7 @@ pub struct PciAddress {
 /// Error for a text that is not the address of a PCI function.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "`{0}` is no PCI address; use the form 0000:01:00.0 or 01:00.0, or /sys/bus/pci/devices/0000:01:00.0"
+    "`{0}` is not a PCI address; use the form 0000:01:00.0 or 01:00.0, or /sys/bus/pci/devices/0000:01:00.0"
 )]
 pub struct PciAddressError(String);
 

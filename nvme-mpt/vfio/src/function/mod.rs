@@ -74,7 +74,7 @@ pub enum PciFunctionError {
         source: io::Error,
     },
     /// A file of the kernel has unknown content.
-    #[error("{} has a form that is not known: `{text}`", path.display())]
+    #[error("{} has an unknown form: `{text}`", path.display())]
     Form {
         /// The file.
         path: PathBuf,

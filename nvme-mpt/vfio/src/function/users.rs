@@ -70,7 +70,7 @@ impl fmt::Display for DiskUser {
             } => write!(f, "{device} is open in process {pid} ({command})"),
             Self::Exclusive { device } => write!(
                 f,
-                "{device} is in exclusive use by what cannot be seen from here, as in another namespace"
+                "{device} is in exclusive use by a process that cannot be seen from here, as in another namespace"
             ),
         }
     }

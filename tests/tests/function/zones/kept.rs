@@ -72,8 +72,8 @@ fn refused_until_there_is_room(folder: &Path) {
         let error = chain(&refused.expect_err("there is no room for the states"));
         let named = kept.to_str().unwrap();
         assert!(error.contains(named), "{error}");
-        assert!(error.contains("no room for the 4480 bytes"), "{error}");
-        assert!(error.contains("make room"), "{error}");
+        assert!(error.contains("no space for the 4480 bytes"), "{error}");
+        assert!(error.contains("free space"), "{error}");
         drop(full);
         drop(open().unwrap());
         let states = File::options().write(true).open(&kept).unwrap();

@@ -341,7 +341,7 @@ impl LeasedFile {
         self.record(false);
         if self.lost.swap(false, Ordering::Relaxed) {
             info!(
-                "Lease {} takes writes again, as its VMM connected anew",
+                "Lease {} accepts writes again, as its VMM reconnected",
                 self.name
             );
         }

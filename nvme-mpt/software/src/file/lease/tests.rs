@@ -165,7 +165,7 @@ fn lost_writes_are_logged_once_with_their_lease_and_file() {
         scene.store.shared.path.display(),
         io::Error::from_raw_os_error(libc::ENOSPC),
     );
-    let again = "Lease a takes writes again, as its VMM connected anew".to_owned();
+    let again = "Lease a accepts writes again, as its VMM reconnected".to_owned();
     assert_eq!(logged, [(Level::Error, lost), (Level::Info, again)]);
 }
 

@@ -571,7 +571,7 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
         if !settled {
             self.is_given_up = true;
             error!(
-                "The kernel keeps {} requests on {} for good; memory that they name is not used again",
+                "The kernel does not complete {} requests on {}; their memory is not reused",
                 self.ring.in_flight(),
                 self.file.path.display()
             );

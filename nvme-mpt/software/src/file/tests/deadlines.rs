@@ -49,7 +49,8 @@ fn reports(drive: &Drive<FakeRing, TestClock>, ring: &FakeRing, what: &str) {
     assert_eq!(
         drive.queue.report(0),
         format!(
-            "The kernel keeps a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over 0ns",
+            "The kernel has not completed a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over \
+             0ns",
             drive.file.path().display()
         )
     );

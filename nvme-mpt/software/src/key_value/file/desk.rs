@@ -152,7 +152,7 @@ impl KvReplyQueue {
         if self.any.swap(false, Ordering::Relaxed)
             && let Err(error) = self.event.read()
         {
-            error!("A poller cannot stop being woken for keys and values: {error}");
+            error!("Cannot stop waking a poller for keys and values: {error}");
         }
     }
 
@@ -166,7 +166,7 @@ impl KvReplyQueue {
 
     fn signal(&self) {
         if let Err(error) = self.event.write(1) {
-            error!("A poller cannot be woken for keys and values: {error}");
+            error!("Cannot wake a poller for keys and values: {error}");
         }
     }
 

@@ -172,7 +172,8 @@ impl KeyValueFile {
         let end = self.end.get_mut().unwrap_or_else(PoisonError::into_inner);
         if end.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
             error!(
-                "The kernel has kept a request on {} for over {patience:?}. The file stays locked until it ends",
+                "The kernel has not completed a request on {} for over {patience:?}. The file stays locked until it \
+                 does",
                 self.path.display()
             );
             return false;

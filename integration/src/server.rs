@@ -49,7 +49,7 @@ pub enum ServerError {
         patience: Duration,
     },
     /// The server ended unexpectedly.
-    #[error("nvme-mpt serve ended badly ({status}):\n{log}")]
+    #[error("nvme-mpt serve did not end cleanly ({status}):\n{log}")]
     Ended {
         /// Exit status.
         status: ExitStatus,

@@ -166,7 +166,7 @@ fn check(
     };
     if target.places < needed {
         return wrong(format!(
-            "The range has room for {} commands, and the load needs {needed}",
+            "The range has capacity for {} commands, but the load needs {needed}",
             target.places
         ));
     }

@@ -111,7 +111,7 @@ impl FromStr for DriveChoice {
             return Ok(Self::Path(PathBuf::from(text)));
         };
         let size = crate::parse_size(size).ok_or_else(|| {
-            format!("'{size}' is no size: a number of bytes, or with K, M, G or T")
+            format!("'{size}' is not a size: a number of bytes, or with K, M, G or T")
         })?;
         Ok(Self::Memory { size })
     }

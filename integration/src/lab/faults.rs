@@ -69,8 +69,8 @@ pub(super) const ENABLE: &str = "pci_nvme_mmio_start_success";
 pub enum FaultError {
     /// The text is no request.
     #[error(
-        "'{text}' is no request: freeze DRIVE, thaw DRIVE, slow DRIVE IOPS, fail DRIVE read|write|flush \
-         [BLOCK], heal DRIVE, warn DRIVE BITS, unplug DRIVE, plug DRIVE or enables DRIVE"
+        "'{text}' is not a request: freeze DRIVE, thaw DRIVE, slow DRIVE IOPS, fail DRIVE read|write|flush [BLOCK], \
+         heal DRIVE, warn DRIVE BITS, unplug DRIVE, plug DRIVE or enables DRIVE"
     )]
     NotARequest {
         /// The text.

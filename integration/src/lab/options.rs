@@ -46,10 +46,10 @@ pub struct Options {
     /// Brings a file along, to /lab/run/bin, which is in the command's PATH
     #[arg(long = "put", value_name = "FILE")]
     put: Vec<PathBuf>,
-    /// Brings a file back, to the folder of --into
+    /// Brings a file back, to the directory of --into
     #[arg(long = "get", value_name = "FILE")]
     get: Vec<String>,
-    /// Folder to which files are brought back
+    /// Directory to which files are brought back
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     into: PathBuf,
     /// Gives the command this long

@@ -94,7 +94,7 @@ pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
 }
 
 fn install(suite: &str, root: &Path) -> Result<(), ProvisionError> {
-    let step = Step::start(format!("Installing Debian {suite} into a folder"));
+    let step = Step::start(format!("Installing Debian {suite} into a directory"));
     let mut command = Command::new("mmdebstrap");
     command
         .args(["--mode=root", "--variant=minbase", "--include", PACKAGES])

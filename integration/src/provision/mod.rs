@@ -34,7 +34,10 @@ use kernel::Kernel;
 #[derive(Debug, Error)]
 pub enum ProvisionError {
     /// The cache directory cannot be used.
-    #[error("Cannot use the cache folder {path} (set {variable} to use another)", variable = cache::CACHE_VARIABLE)]
+    #[error(
+        "Cannot use the cache directory {path} (set {variable} to use another)",
+        variable = cache::CACHE_VARIABLE
+    )]
     Cache {
         /// The folder.
         path: PathBuf,

@@ -85,7 +85,7 @@ fn carry_out<M: Requests>(request: &str, machine: &M) -> String {
             .snapshot(Path::new(folder))
             .map(|()| "ok".to_owned()),
         None if request == "count" => Ok(format!("ok {}", machine.count())),
-        _ => return "error Ask to add OPTIONS, remove ID, count, or snapshot FOLDER".to_owned(),
+        _ => return "error Ask to add OPTIONS, remove ID, count, or snapshot DIR".to_owned(),
     };
     result.unwrap_or_else(|error| {
         let mut text = format!("error {error}");

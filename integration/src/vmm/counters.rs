@@ -76,7 +76,7 @@ fn folder_of_process(pid: u32) -> io::Result<PathBuf> {
 fn read(folder: &Path, name: &str) -> io::Result<u64> {
     let path = folder.join(name);
     let value = fs::read_to_string(&path)?;
-    let no_number = || io::Error::other(format!("{} is no number", path.display()));
+    let no_number = || io::Error::other(format!("{} is not a number", path.display()));
     value.trim().parse().map_err(|_| no_number())
 }
 
@@ -201,7 +201,10 @@ mod tests {
         );
         fs::write(folder.path().join("exits"), "many").expect("a file");
         let error = KvmCounters::read(folder.path()).expect_err("no number");
-        assert!(error.to_string().ends_with("exits is no number"), "{error}");
+        assert!(
+            error.to_string().ends_with("exits is not a number"),
+            "{error}"
+        );
     }
 
     #[test]

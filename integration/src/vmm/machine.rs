@@ -296,8 +296,7 @@ impl Shared {
         saved.interrupts.restore(&self.vm).map_err(set_up())?;
         if saved.functions.len() != config.functions.len() {
             return Err(MachineError::Snapshot(format!(
-                "it had {} functions, and {} are given; give it those that it had, in the order of \
-                 their slots",
+                "it had {} functions, but {} are given; give it those that it had, in the order of their slots",
                 saved.functions.len(),
                 config.functions.len()
             )));
@@ -382,7 +381,7 @@ fn serial_ports(
         let line = EventFd::new(libc::EFD_CLOEXEC).map_err(make)?;
         vm.register_irqfd(&line, gsi)
             .map_err(MachineError::kvm("make a serial port"))?;
-        let never = || MachineError::Snapshot("its serial ports never were there".to_owned());
+        let never = || MachineError::Snapshot("it has no state of its serial ports".to_owned());
         let saved = saved.map(|saved| saved.get(ports.len()).cloned().ok_or_else(never));
         let port = SerialPort::new(line, writer, saved.transpose()?).ok_or_else(never)?;
         let port = Arc::new(Mutex::new(port));

@@ -78,7 +78,7 @@ pub enum MachineError {
         source: io::Error,
     },
     /// The kernel image cannot be loaded.
-    #[error("Cannot load the kernel {path}: it is to be a bzImage")]
+    #[error("Cannot load the kernel {path}: it must be a bzImage")]
     Kernel {
         /// The image.
         path: PathBuf,

@@ -29,7 +29,7 @@ pub struct Options {
     /// An NVMe function, as in path=disk.img,range=0+1G; again for another one.
     #[arg(long = "nvme-mpt", value_name = "OPTIONS")]
     functions: Vec<ParsedFunctionOptions>,
-    /// Folder with the ledger of leases.
+    /// Directory with the ledger of leases.
     #[arg(long, default_value = "/run/nvme-mpt")]
     state_dir: PathBuf,
     /// Prints KVM's counters of the machine whenever the guest writes to address 0xfe000000.
@@ -41,7 +41,7 @@ pub struct Options {
     /// A socket on which functions can be added and removed, and a snapshot can be taken.
     #[arg(long)]
     control: Option<PathBuf>,
-    /// Resumes the machine that was written to this folder, with the functions that it had.
+    /// Resumes the machine that was written to this directory, with the functions that it had.
     #[arg(long, conflicts_with_all = ["kernel", "initramfs", "cpus", "memory"])]
     restore: Option<PathBuf>,
 }

@@ -109,7 +109,7 @@ impl MachineState {
             return Ok(state);
         }
         Err(MachineError::Snapshot(format!(
-            "it has version {}, and not {VERSION}; restore it with the program that took it",
+            "it has version {}, not {VERSION}; restore it with the program that took it",
             state.version
         )))
     }

@@ -59,10 +59,13 @@ pub enum VmmsError {
         source: io::Error,
     },
     /// The user's Cloud Hypervisor is not named.
-    #[error("{} names no Cloud Hypervisor", cloud_hypervisor::VARIABLE)]
+    #[error("{} does not name a Cloud Hypervisor", cloud_hypervisor::VARIABLE)]
     NotNamed,
     /// The named program is no Cloud Hypervisor.
-    #[error("{path} does not say in its --help that it is a Cloud Hypervisor: {variable} is to name one", variable = cloud_hypervisor::VARIABLE)]
+    #[error(
+        "{path} does not say in its --help that it is a Cloud Hypervisor: set {variable} to one",
+        variable = cloud_hypervisor::VARIABLE
+    )]
     NoCloudHypervisor {
         /// The path.
         path: PathBuf,

@@ -51,8 +51,8 @@ impl Vmm for Qemu {
     fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError> {
         self.guest.check(&forget(controller), PATIENCE)?;
         Ok(Outcome::Lacking(
-            "QEMU up to 11.1 aborts itself when a vfio-user function with MSI-X is taken out; the guest \
-             alone let go of it",
+            "QEMU up to 11.1 aborts itself when a vfio-user function with MSI-X is taken out; only the guest \
+             released it",
         ))
     }
 

@@ -19,7 +19,7 @@ use crate::doctor::{CheckOutcome, DoctorHost, examine};
 /// for its abilities. The command fails if there is a problem; a warning names a drawback.
 #[derive(Args, Debug)]
 pub(super) struct DoctorArgs {
-    /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices; with --scratch any drive, as in
+    /// The drive's PCI address, as in 0000:01:00.0, or its directory in /sys/bus/pci/devices; with --scratch any drive, as in
     /// path=
     #[arg(value_parser = |text: &str| text.parse::<DrivePath>().map_err(|error| told(&error)))]
     drive: Option<DrivePath>,

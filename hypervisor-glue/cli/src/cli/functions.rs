@@ -69,7 +69,7 @@ pub(super) struct RemoveArgs {
 
 /// Change the limits of a function of a running server, under its guest
 ///
-/// Those of a function that was added are there again after a restart. Those of a function in a VMM hold until
+/// Limits of a function that was added are restored after a restart. Limits of a function in a VMM apply until
 /// `nvme-mpt leases release ID`.
 #[derive(Args, Debug)]
 pub(super) struct LimitArgs {
@@ -88,8 +88,8 @@ pub(super) struct LimitArgs {
 
 /// Change the size of a function of a running server that has size=, under its guest
 ///
-/// It grows while its guest runs, which is told of it. It shrinks only with --truncate, and only while no VMM is
-/// connected: data at its end is lost. The size of a function that was added is there again after a restart.
+/// It grows while its guest runs, and the guest is notified. It shrinks only with --truncate, and only while no VMM is
+/// connected: data at its end is lost. The size of a function that was added is restored after a restart.
 #[derive(Args, Debug)]
 pub(super) struct ResizeArgs {
     /// The function's id, or its socket
@@ -113,10 +113,10 @@ pub(super) struct ListArgs {
 
 /// Show the ids that have parts of each drive of a running server, and what is free
 ///
-/// Data of an id takes room until `nvme-mpt leases release ID`.
+/// Data of an id takes capacity until `nvme-mpt leases release ID`.
 #[derive(Args, Debug)]
 pub(super) struct CapacityArgs {
-    /// Count what is free in units of so many bytes, as in 16M: a power of two from 1M on [default: 1G; of zones, one
+    /// Count what is free in units of this size, as in 16M: a power of two, 1M or more [default: 1G; of zones, one
     /// zone]
     #[arg(long, value_name = "SIZE", value_parser = parse_unit)]
     unit: Option<Bytes>,
@@ -126,8 +126,8 @@ pub(super) struct CapacityArgs {
 
 /// Make the functions of a running server those of its file
 ///
-/// Functions that did not change go on. If a function of the file is wrong, or a VMM is connected to one that changes
-/// or goes or has a lease on a drive that goes, all stays as it is.
+/// Functions that did not change continue. If a function of the file is wrong, or a VMM is connected to one that changes
+/// or goes or has a lease on a drive that goes, nothing is changed.
 #[derive(Args, Debug)]
 pub(super) struct ReloadArgs {
     /// Reload although a VMM is connected to a function that changes or goes, or has a lease on a drive that goes. Its
@@ -142,10 +142,10 @@ pub(super) struct ReloadArgs {
 ///
 /// The server needs a keeper: `nvme-mpt keep`, or systemd with resources/nvme-mpt.service. The new process has the same
 /// arguments, and serves the same functions even if the file was edited: differences are reported, and `nvme-mpt reload`
-/// applies them. If it cannot take over the state of a function, the server goes on.
+/// applies them. If it cannot take over the state of a function, the old server continues.
 #[derive(Args, Debug)]
 pub(super) struct UpgradeArgs {
-    /// Program of the new process [default: the server's own path, where an update has put its new version]
+    /// Program of the new process [default: the path of the server's program, which an update may have replaced]
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
     /// End with 3 if the file differs from what is served. The new process has taken over then, too

@@ -43,7 +43,7 @@ enum LeasesCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Make another user the owner of an id. A VMM that has the lease keeps it until it goes
+    /// Make another user the owner of an id. A VMM that has the lease keeps it until it disconnects
     Give {
         /// The lease's id
         id: String,
@@ -72,7 +72,7 @@ enum LeasesCommand {
         other: bool,
     },
     /// Say that a drive which the ledger knows by an old name, as of an earlier boot of the host, is the one that a path leads
-    /// to. Its leases go on there, with the names that their guests know
+    /// to. Its leases continue there, with the names that their guests know
     CarryOver {
         /// The old name, as in a refusal and in the column DRIVE of `leases`
         old: String,
@@ -88,7 +88,7 @@ enum LeasesCommand {
         /// Hand the data that the id left over to the next lease of its range, whatever its id
         #[arg(long)]
         keep: bool,
-        /// Release it although its holder lives. The next tenant then shares the range with a process
+        /// Release it although its holder lives. The next lease then shares the range with a process
         /// that may still write
         #[arg(long)]
         force: bool,

@@ -11,10 +11,10 @@ use thiserror::Error;
 
 use super::CommandLine;
 
-/// Write the manual pages of all commands into a folder
+/// Write the manual pages of all commands into a directory
 #[derive(Args, Debug)]
 pub(super) struct ManArgs {
-    /// The folder, such as /usr/local/share/man/man1. It is made if it is absent
+    /// The directory, such as /usr/local/share/man/man1. It is created if it does not exist
     #[arg(value_name = "DIR")]
     folder: PathBuf,
 }

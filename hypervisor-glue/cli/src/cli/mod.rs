@@ -149,14 +149,14 @@ struct ServeArgs {
         value_parser = |text: &str| text.parse::<VmmSocket>().map_err(|error| told(&error))
     )]
     vmm_socket: VmmSocket,
-    /// Offer metrics to Prometheus at http://ADDRESS/metrics: PORT of the loopback interface, ADDRESS:PORT, or unix:PATH
+    /// Serve metrics to Prometheus at http://ADDRESS/metrics: PORT of the loopback interface, ADDRESS:PORT, or unix:PATH
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
     /// Name of this host by which clients may ask for metrics over TCP, beside addresses, localhost and the host name: other
     /// names are refused, as their owners could read the metrics by a browser on this host
     #[arg(long, value_name = "NAME")]
     metrics_host: Vec<String>,
-    /// Write metrics into a file for the node exporter, every 15 s: it reads names that end in .prom in its textfile folder
+    /// Write metrics into a file for the node exporter, every 15 s: it reads names that end in .prom in its textfile directory
     #[arg(long, value_name = "PATH")]
     metrics_file: Option<PathBuf>,
     /// Messages of the log: a least level (off, error, warn, info, debug, trace), or levels of modules, as in
@@ -167,7 +167,7 @@ struct ServeArgs {
         value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| told(&error))
     )]
     log: Option<LogFilter>,
-    /// Filter of the server's system calls: true, false, or log, which refuses none and has the kernel's audit log name them
+    /// Filter of the server's system calls: true, false, or log, which only reports refusals to the kernel's audit log
     #[arg(
         long,
         value_name = "true|false|log",
@@ -175,18 +175,18 @@ struct ServeArgs {
         value_parser = |text: &str| text.parse::<SeccompMode>().map_err(|error| told(&error))
     )]
     seccomp: SeccompMode,
-    /// Let the server use the files of its functions, drives and folders alone, by Landlock
+    /// Let the server use only the files of its functions, drives and directories, by Landlock
     ///
     /// That is what the arguments, the file and earlier runs name at its start. The log reports what the kernel enforces.
     #[arg(long)]
     landlock: bool,
-    /// Files that the server may use beside them, for functions that come later: path=FOLDER,access=rw
+    /// Other files that the server may use, for functions that are added later: path=DIR,access=rw
     ///
-    /// path= is a folder or a file, access= letters of r (read), w (write) and x (execute, for `upgrade --binary`). Can be
+    /// path= is a directory or a file, access= letters of r (read), w (write) and x (execute, for `upgrade --binary`). Can be
     /// given many times.
     #[arg(
         long,
-        value_name = "path=FOLDER,access=rwx",
+        value_name = "path=DIR,access=rwx",
         requires = "landlock",
         value_parser = |text: &str| text.parse::<FileRule>().map_err(|error| told(&error))
     )]
@@ -199,7 +199,7 @@ struct ServeArgs {
 
 /// Show or change the messages that a running server logs
 ///
-/// The change lasts until the server ends or is replaced. `serve --log` is for good.
+/// The change lasts until the server ends or is replaced. `serve --log` is permanent.
 #[derive(Args, Debug)]
 struct LogArgs {
     /// New filter: a least level (off, error, warn, info, debug, trace), or levels of modules, as in
@@ -225,22 +225,23 @@ impl LogArgs {
 /// Keep the drives of VMs on vfio-user while their server is replaced
 ///
 /// Starts COMMAND, `nvme-mpt serve` with its options, and starts it again after it died. Connections, memory and state of
-/// the functions outlive it, so VMs notice a pause alone. SIGTERM and SIGINT are passed on; the keeper ends with the
+/// the functions outlive it, so VMs notice only a pause. SIGTERM and SIGINT are passed on; the keeper ends with the
 /// server. systemd does the same with resources/nvme-mpt.service.
 ///
-/// If a keeper dies, its server goes on and says so in its log, list and stats. `nvme-mpt keep --adopt` is its next keeper.
+/// If a keeper dies, its server continues and reports it in its log, list and stats. `nvme-mpt keep --adopt` starts
+/// the next one.
 #[derive(Args, Debug)]
 struct SuperviseArgs {
     /// Become the keeper of a running server whose keeper has died. COMMAND is started once that server dies
     #[arg(long)]
     adopt: bool,
-    /// With --adopt: control socket of the server [default: control.sock in the default state folder]
+    /// With --adopt: control socket of the server [default: control.sock in the default state directory]
     #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path, requires = "adopt")]
     control: Option<PathBuf>,
-    /// Deaths of the server within a minute after which it is not started again
+    /// Deaths of the server within a minute after which it is not restarted
     #[arg(long, value_name = "COUNT", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     deaths: u32,
-    /// Milliseconds before the start after the second death within a minute; each further death doubles them, up to 5 s
+    /// Milliseconds until the restart after the second death within a minute; each further death doubles them, up to 5 s
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 100)]
     delay: u32,
     /// Command of the server, as in: nvme-mpt keep -- nvme-mpt serve --config /etc/nvme-mpt.toml
@@ -322,9 +323,9 @@ struct DrivesArgs {
 /// vfio-pci and vfio_iommu_type1 must be loaded.
 #[derive(Args, Debug)]
 struct BindArgs {
-    /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
+    /// The drive's PCI address, as in 0000:01:00.0, or its directory in /sys/bus/pci/devices
     address: PciAddress,
-    /// Take it also if a process has it open, or if an unknown driver has it
+    /// Take it even if a process has it open, or if an unknown driver has it
     #[arg(long)]
     force: bool,
 }
@@ -334,20 +335,20 @@ struct BindArgs {
 /// Refuses a drive that is served, or that a virtual machine has.
 #[derive(Args, Debug)]
 struct UnbindArgs {
-    /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
+    /// The drive's PCI address, as in 0000:01:00.0, or its directory in /sys/bus/pci/devices
     address: PciAddress,
 }
 
 #[derive(Args, Debug)]
 struct StateDirArgs {
-    /// Folder with the ledger of leases, the same for all servers that share a drive
+    /// Directory with the ledger of leases, the same for all servers that share a drive
     #[arg(long, value_name = "DIR", default_value = STATE_DIR, global = true)]
     state_dir: PathBuf,
 }
 
 #[derive(Args, Debug)]
 struct ControlSocketArgs {
-    /// Control socket of the server [default: control.sock in the state folder]
+    /// Control socket of the server [default: control.sock in the state directory]
     #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path, global = true)]
     control: Option<PathBuf>,
 }

@@ -22,7 +22,7 @@ pub(super) struct TopArgs {
     /// Column to sort by
     #[arg(long, value_enum, value_name = "COLUMN", default_value_t)]
     sort: TopColumn,
-    /// Time between two looks
+    /// Time between two updates
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = parse_interval)]
     interval: Duration,
     /// Print a table of one interval and end, for scripts

@@ -16,12 +16,12 @@ use crate::stats::ServerStats;
 /// Moves the cursor home and clears the terminal below it.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
-/// Show figures of the functions, queues, pollers and drives of a running server
+/// Show statistics of the functions, queues, pollers and drives of a running server
 #[derive(Args, Debug)]
 pub(super) struct StatsArgs {
     #[command(flatten)]
     server: RunningServerArgs,
-    /// Repeat at this interval; each further table counts from the one before. A terminal is cleared for each
+    /// Repeat at this interval; each further table counts from the previous one. A terminal is cleared for each
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     watch: Option<Duration>,
 }

@@ -34,7 +34,7 @@ pub enum AttackError {
         source: nvme_mpt_tests::Error,
     },
     /// Guest memory cannot be allocated.
-    #[error("Cannot have memory for a guest")]
+    #[error("Cannot allocate memory for a guest")]
     Memory(#[from] MemoryError),
     /// A system call failed.
     #[error("{what} failed")]
@@ -45,7 +45,7 @@ pub enum AttackError {
         source: io::Error,
     },
     /// A thread cannot be bound to a processor.
-    #[error("Cannot keep a thread on processor {cpu}: name others with --cpus")]
+    #[error("Cannot pin a thread to processor {cpu}: name others with --cpus")]
     Processor {
         /// Number of the processor.
         cpu: usize,

@@ -33,7 +33,7 @@ impl Server {
     /// Starts a server with the functions for this kind of attack, and waits until it is ready.
     pub(super) fn start(program: &Path, kind: Kind, cpu: usize) -> Result<Self, AttackError> {
         let system = AttackError::system;
-        let folder = tempfile::tempdir().map_err(system("Making a folder"))?;
+        let folder = tempfile::tempdir().map_err(system("Making a directory"))?;
         let at = |name: &str| folder.path().join(name);
         let function = |id: &str, rest: &str| {
             let socket = at(&format!("{id}.sock"));

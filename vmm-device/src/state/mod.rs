@@ -22,7 +22,7 @@ pub const VERSION: u32 = 1;
 pub enum SnapshotError {
     /// The bytes do not begin like a snapshot.
     #[error(
-        "This is no snapshot of an NVMe function: it does not begin with `{}`",
+        "This is not a snapshot of an NVMe function: it does not begin with `{}`",
         bytes::MAGIC
     )]
     NotASnapshot,

@@ -117,7 +117,7 @@ impl FdStoreKey {
         self.forget();
         if let Err(error) = self.registry.await_keeper() {
             log::error!(
-                "{} may stay with the keeper: {}",
+                "Cannot remove {} from the keeper: {}",
                 self.name,
                 report::chain(&error)
             );
@@ -128,7 +128,7 @@ impl FdStoreKey {
     pub(crate) fn forget(&self) {
         if let Err(error) = self.registry.forget(&self.name) {
             log::error!(
-                "{} stays with the keeper: {}",
+                "Cannot remove {} from the keeper: {}",
                 self.name,
                 report::chain(&error)
             );

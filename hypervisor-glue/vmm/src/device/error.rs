@@ -34,8 +34,8 @@ pub enum DeviceError {
     /// Guest memory cannot be mapped or unmapped for the function.
     #[error("Cannot track the guest's memory")]
     Memory(#[from] DmaError),
-    /// Commands in flight did not complete in time.
-    #[error("The function cannot be paused; its guest has to reset it")]
+    /// Commands in flight did not complete in time. The function continues as before.
+    #[error("The function cannot be paused and continues as before; pause it again later")]
     Pause(#[from] QueueError),
     /// The state cannot be saved.
     #[error("The state of the function cannot be saved")]
@@ -75,5 +75,18 @@ impl DeviceError {
             id: id.to_owned(),
             source,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nvme_mpt::spec::ids::QueueId;
+
+    #[test]
+    fn a_failed_pause_says_that_the_function_continues() {
+        let error = DeviceError::from(QueueError::Timeout(QueueId(1))).to_string();
+        assert!(error.contains("continues"), "{error}");
+        assert!(!error.contains("reset"), "{error}");
     }
 }

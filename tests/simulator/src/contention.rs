@@ -180,7 +180,7 @@ impl Client {
                     done += 1;
                 }
                 while *count < DEPTH && !is_over.load(Ordering::Relaxed) {
-                    queue.submit(sqe.clone()).expect("room");
+                    queue.submit(sqe).expect("room");
                     *count += 1;
                 }
                 queue.ring();
@@ -252,7 +252,7 @@ pub(crate) fn run_shares(less: Less, rng: &mut Rng) {
         let times = Times::default();
         let sqe = quiet.read(0);
         let commands = 2 * COMMANDS.min(less.rounds.unwrap_or(u64::MAX) as usize);
-        times.add((0..commands).map(|_| quiet.do_one(sqe.clone())).collect());
+        times.add((0..commands).map(|_| quiet.do_one(sqe)).collect());
         is_over.store(true, Ordering::Relaxed);
         acted();
         let _ended = actor.join();
@@ -418,7 +418,7 @@ pub(crate) fn run_attackers(less: Less, rng: &mut Rng) {
         let work = move || {
             let sqe = client.read(0);
             let mut phase = |phase: usize, commands: usize| {
-                let times = (0..commands).map(|_| client.do_one(sqe.clone())).collect();
+                let times = (0..commands).map(|_| client.do_one(sqe)).collect();
                 phases[phase].add(times);
             };
             phase(0, commands);

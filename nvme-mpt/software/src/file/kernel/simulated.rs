@@ -563,9 +563,13 @@ pub(in crate::file) fn reopen_to_read(_: &File, _: Option<&Path>) -> io::Result<
     Ok(File::open())
 }
 
-/// Returns nothing, because there is only one file.
-pub(in crate::file) const fn place(_: &File) -> io::Result<()> {
-    Ok(())
+/// Identity of the only file.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::file) struct OpenFileIdentity;
+
+/// Returns the identity of an open file.
+pub(in crate::file) const fn place(_: &File) -> io::Result<OpenFileIdentity> {
+    Ok(OpenFileIdentity)
 }
 
 /// Returns a descriptor through which another process can take over the description. The description stays open meanwhile.

@@ -82,19 +82,17 @@ impl Mapping {
         Self::of_file(fd, offset, len, access, libc::MAP_SHARED)
     }
 
-    /// Like [`Self::shared`], but reserves no memory for untouched pages. A reservation would take huge pages from
-    /// others.
+    /// Maps the first `len` bytes of `fd` like [`Self::shared`], but reserves no memory for untouched pages. A reservation
+    /// would take huge pages from others.
     ///
     /// # Errors
     /// Like [`Self::shared`].
     pub fn shared_unreserved(
         fd: BorrowedFd<'_>,
-        offset: u64,
         len: usize,
         access: MappingAccess,
     ) -> io::Result<Self> {
-        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
-        Self::of_file(fd, offset, len, access, flags)
+        Self::of_file(fd, 0, len, access, libc::MAP_SHARED | libc::MAP_NORESERVE)
     }
 
     fn of_file(

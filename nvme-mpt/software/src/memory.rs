@@ -140,7 +140,7 @@ impl MemoryBackingStore {
             expect_available(bytes.saturating_sub(taken))?;
             memory::allocate(file.as_fd(), bytes)?;
         }
-        let blocks = Mapping::shared_unreserved(file.as_fd(), 0, len, MappingAccess::ReadWrite)?;
+        let blocks = Mapping::shared_unreserved(file.as_fd(), len, MappingAccess::ReadWrite)?;
         let store = MemoryCommandExecutor::over(blocks, true, lba_shift, Arc::default());
         Ok(Self { bytes, store })
     }

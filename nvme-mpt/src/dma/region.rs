@@ -66,7 +66,7 @@ impl GuestFile {
             .ok()
             .filter(|size| *size as u64 <= room)
             .filter(|size| *size > len && end.is_some_and(|end| end <= status.len()))
-            .and_then(|size| Mapping::shared_unreserved(file.as_fd(), 0, size, access).ok());
+            .and_then(|size| Mapping::shared_unreserved(file.as_fd(), size, access).ok());
         let (start, mapping) = match whole {
             Some(mapping) => (0, mapping),
             None => (offset, Mapping::shared(file.as_fd(), offset, len, access)?),

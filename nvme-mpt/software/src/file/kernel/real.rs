@@ -109,7 +109,7 @@ pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
 /// # Errors
 /// Returns the kernel's error.
 pub(in crate::file) fn map(file: &File, len: usize) -> io::Result<Mapping> {
-    Mapping::shared_unreserved(file.as_fd(), 0, len, MappingAccess::ReadWrite)
+    Mapping::shared_unreserved(file.as_fd(), len, MappingAccess::ReadWrite)
 }
 
 /// The io_uring of one queue.

@@ -1,4 +1,4 @@
-//! A drive's blocks, which outlive the process that has the drive.
+//! A drive's blocks, which outlive the process that uses the drive.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,12 +28,12 @@ use crate::history::BLOCK;
 pub(crate) struct Blocks {
     bytes: Arc<Mutex<Vec<u8>>>,
     path: Option<PathBuf>,
-    /// Processor time of a command.
+    /// Processor time that each command takes.
     time: Duration,
 }
 
 impl Blocks {
-    /// Blocks of zeroes.
+    /// Creates a drive whose blocks are all zeroes.
     pub(crate) fn new(blocks: usize) -> Self {
         Self {
             bytes: Arc::new(Mutex::new(vec![0; blocks * BLOCK])),
@@ -42,12 +42,12 @@ impl Blocks {
         }
     }
 
-    /// Has each command take processor time.
+    /// Makes each command take processor time.
     pub(crate) fn with_time(self, time: Duration) -> Self {
         Self { time, ..self }
     }
 
-    /// The same blocks, with a file beside which the drive's other files lie.
+    /// Places the drive at `path`: its metadata files lie beside this file. The blocks stay the same.
     pub(crate) fn at(self, path: &Path) -> Self {
         Self {
             path: Some(path.to_owned()),
@@ -88,7 +88,7 @@ impl BackingStore for Blocks {
     }
 }
 
-/// A drive as one lease has it.
+/// A controller of the drive for one lease.
 #[derive(Clone, Debug)]
 struct Leased {
     blocks: Blocks,
@@ -115,7 +115,7 @@ impl CommandExecutor for Leased {
         let (start, len) = (slba.0 as usize * BLOCK, blocks as usize * BLOCK);
         let data = DataPointer::of(sqe);
         let mut at = 0;
-        // The lock is not held while the guest's memory is used, which others may be waited for.
+        // Guest memory may make this thread wait for other actors, so the lock is not held here.
         let moved = match opcode {
             NvmOpcode::READ => {
                 let read = self.blocks.bytes()[start..start + len].to_vec();
@@ -150,7 +150,7 @@ impl CommandExecutor for Leased {
         NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE_ZEROES
     }
 
-    /// Zeroes one block a turn, so that other queues come in between.
+    /// Zeroes one block per turn, so that commands of other queues run in between.
     fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let mut block = *sqe;

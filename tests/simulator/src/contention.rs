@@ -1,9 +1,9 @@
-//! Guests that share one poller, on a clock that only calls move: reads, signals, accesses to memory, submissions,
-//! deallocations and lines of the log take time.
+//! Guests that share one poller. The clock moves with calls only: reads, signals, memory accesses, submissions, deallocations
+//! and log lines take time.
 //!
-//! In `shares`, a guest has one command at a time, beside a function with one busy queue and then with sixteen. In
-//! `attackers`, four guests do so beside a fifth: first a quiet one, then one that has the poller wait, as far as it can. The
-//! times of the commands of both phases are compared.
+//! Both scenarios have two phases and compare the command latencies of the phases. In `shares`, a guest with one outstanding
+//! command runs beside a function with one busy queue, then with sixteen. In `attackers`, four such guests run beside a fifth
+//! guest. The fifth guest is quiet at first, then delays the poller as much as it can.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt;
@@ -37,51 +37,51 @@ use crate::history::BLOCK;
 use crate::runs::Less;
 use crate::scenario::{LOW, LOW_LEN, Started, config, interrupts, lease_on};
 
-/// Blocks of a command, which are 4 KiB, and of a guest's range.
+/// Size of a command in blocks of 512 bytes (4 KiB), and of a guest's range.
 const COMMAND_BLOCKS: u32 = 8;
 const RANGE_BLOCKS: usize = 64;
 
-/// Time of a drive in memory for a read.
+/// Time of a read on the drive in memory.
 const READ: Duration = Duration::from_micros(5);
 
-/// Commands of a guest in a phase, and before the phase with an attacker, which servers get to know in them.
+/// Commands of a guest in each phase, and before the phase with an attacker. Servers adapt to the guest in these.
 const COMMANDS: usize = 700;
 const FIRST: usize = 100;
 
 /// Longest pause of a guest between two commands, in nanoseconds.
 const PAUSE: u64 = 200_000;
 
-/// Time of a function in a round of its poller.
+/// Longest time that a poller spends on one function per round.
 const QUANTUM: Duration = Duration::from_micros(50);
 
-/// Longest time of a command while an attacker is not known: others get another thread after 4 ms, and somebody looks for
-/// that each 40 ms if all pollers slept.
+/// Longest latency while the attacker is not yet detected. Other functions move to another thread after 4 ms, and if all
+/// pollers sleep, the watcher checks for this every 40 ms.
 const LONGEST: Duration = Duration::from_millis(50);
 
 /// Queues of a busy function, and the commands of each.
 const QUEUES: u16 = 16;
 const DEPTH: usize = 8;
 
-/// Time of a signal to an eventfd that is watched 200,000 times.
+/// Time of a signal to an eventfd that has 200,000 waiters.
 const SIGNAL: Duration = Duration::from_millis(2);
-/// Time of an access to memory in which a hole is punched.
+/// Time of an access to memory into which a hole is being punched.
 const ACCESS: Duration = Duration::from_millis(60);
-/// Time of a submission to a file system that is another process.
+/// Time of a submission to a file system that another process implements (FUSE).
 const SUBMISSION: Duration = Duration::from_millis(25);
-/// Time to give a MiB back, of a range that is a hole already.
+/// Time to deallocate one MiB of a range that is a hole already.
 const DEALLOCATION: Duration = Duration::from_micros(2);
-/// Time of a line of the log.
+/// Time to write a log line.
 const LINE: Duration = Duration::from_micros(200);
 
 /// Size of the drive on which holes are deallocated.
 const HOLES: u64 = 64 << 20;
 
-/// A function with a guest that does one thing.
+/// A function and its guest. The guest performs a single task.
 struct Client {
     controller: Controller,
     queues: Vec<QueuePair>,
     vectors: Vec<Arc<Interrupt>>,
-    /// Descriptor by which the server signals its first queue's vector.
+    /// File descriptor by which the server signals the first queue's vector.
     signalled: RawFd,
     memory: GuestMemory,
     buffer: DmaBuffer,
@@ -149,7 +149,7 @@ impl Client {
         Sqe::read(1, 0, COMMAND_BLOCKS).with_data(data.pointer)
     }
 
-    /// Has a command carried out, after a pause. Returns the time that it took.
+    /// Pauses, then executes a command. Returns the latency.
     fn do_one(&mut self, sqe: Sqe) -> Duration {
         clock::sleep(Duration::from_nanos(self.rng.below(PAUSE)));
         let began = clock::monotonic();
@@ -167,7 +167,7 @@ impl Client {
         }
     }
 
-    /// Keeps some of its queues full until a flag is set. Returns the number of commands.
+    /// Keeps the first `queues` queues full until the flag is set. Returns the number of commands.
     fn keep_busy(&mut self, queues: usize, is_over: &AtomicBool) -> u64 {
         let sqe = self.read(0);
         let mut in_flight = vec![0; queues];
@@ -191,7 +191,7 @@ impl Client {
     }
 }
 
-/// Times of commands.
+/// Latencies of commands.
 #[derive(Debug, Default)]
 struct Times(Mutex<Vec<Duration>>);
 
@@ -210,7 +210,7 @@ impl Times {
     }
 }
 
-/// Drive in memory with room for some guests, each read of which takes time.
+/// Creates a drive in memory with a range for each guest. Each read takes time.
 fn timed_drive(guests: usize) -> Arc<Drive> {
     let blocks = Blocks::new(guests * RANGE_BLOCKS).with_time(READ);
     let controller: Arc<dyn HostController> = Arc::new(SoftwareController::over(blocks, 9));
@@ -222,7 +222,7 @@ fn range_of(guest: usize) -> ByteRange {
     ByteRange::new(guest as u64 * bytes, bytes).expect("a range")
 }
 
-/// Begins a world with one poller that all share, and is watched.
+/// Starts a world in which all functions share one poller. A watcher thread runs too.
 fn begin() -> Arc<PollerPool> {
     let engine = Engine::of_thread().expect("a scheduler");
     engine.charge_calls_alone();
@@ -232,7 +232,7 @@ fn begin() -> Arc<PollerPool> {
     pollers
 }
 
-/// Compares the waits of a guest beside a function with one busy queue, and beside the same with sixteen.
+/// Compares a guest's latencies beside a function with one busy queue and beside the same function with sixteen.
 pub(crate) fn run_shares(less: Less, rng: &mut Rng) {
     let pollers = begin();
     let drive = timed_drive(2);
@@ -269,18 +269,18 @@ pub(crate) fn run_shares(less: Less, rng: &mut Rng) {
     assert!(done > 0, "the function with {QUEUES} queues has no turn");
 }
 
-/// A way of the fifth guest to have the poller wait.
+/// Means by which the fifth guest delays the poller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Attack {
-    /// Its eventfd is watched many times, so that a signal takes long.
+    /// The guest's eventfd has many waiters, so a signal takes long.
     Signals,
-    /// Holes are being punched into its memory.
+    /// Holes are punched into the guest's memory.
     Memory,
-    /// Its drive is a file on a file system that is another process.
+    /// The guest's drive is a file on a file system that another process implements.
     Submissions,
-    /// It deallocates holes.
+    /// The guest deallocates holes.
     Holes,
-    /// It has lines of the log written.
+    /// The guest causes log lines.
     Log,
 }
 
@@ -292,7 +292,7 @@ const ATTACKS: [Attack; 5] = [
     Attack::Log,
 ];
 
-/// The log: each line takes time.
+/// A logger that charges time for each line.
 struct Log;
 
 impl log::Log for Log {
@@ -307,7 +307,7 @@ impl log::Log for Log {
     fn flush(&self) {}
 }
 
-/// Sets whether lines of the log take time.
+/// Sets whether log lines take time.
 pub(crate) fn charge_lines(are_charged: bool) {
     static SET: Once = Once::new();
     SET.call_once(|| {
@@ -319,7 +319,7 @@ pub(crate) fn charge_lines(are_charged: bool) {
     });
 }
 
-/// Drive of the attacker, and its range there.
+/// Returns the attacker's drive, and the attacker's range on this drive.
 fn drive_of(attack: Attack, shared: &Arc<Drive>, guests: usize) -> (Arc<Drive>, ByteRange) {
     let controller = match attack {
         Attack::Submissions => SoftwareController::file("/drive".as_ref(), 9)
@@ -335,7 +335,7 @@ fn drive_of(attack: Attack, shared: &Arc<Drive>, guests: usize) -> (Arc<Drive>, 
 }
 
 impl Client {
-    /// Does what an attacker does, once.
+    /// Performs one iteration of the attack.
     fn attack(&mut self, attack: Attack) {
         match attack {
             Attack::Signals | Attack::Submissions => drop(self.do_one(self.read(0))),
@@ -345,7 +345,7 @@ impl Client {
         }
     }
 
-    /// Deallocates the drive again and again, by as many ranges as a command has.
+    /// Deallocates the drive repeatedly, with the most ranges that a command can have.
     fn deallocate(&mut self) {
         let half = HOLES / 2 / BLOCK as u64;
         let ranges: Vec<u8> = (0..256_u64)
@@ -360,7 +360,7 @@ impl Client {
         self.do_one(sqe);
     }
 
-    /// Rings doorbells beyond its queue.
+    /// Writes doorbell values that are outside the queue.
     fn lie(&mut self) {
         clock::sleep(Duration::from_nanos(self.rng.below(PAUSE)));
         let value = 1000 + self.rng.below(60_000) as u32;
@@ -368,7 +368,7 @@ impl Client {
         self.controller.write_doorbell(1, side, value);
     }
 
-    /// Makes ready for an attack, which costs the poller what it costs from now on.
+    /// Prepares an attack: from now on, the attacker's calls take their extra time.
     fn prepare(&self, attack: Attack) {
         match attack {
             Attack::Signals => costs::slow_signals(self.signalled, SIGNAL),
@@ -387,7 +387,7 @@ impl Client {
     }
 }
 
-/// Compares the waits of guests beside a quiet one and beside an attacker.
+/// Compares guests' latencies beside a quiet guest and beside an attacker.
 pub(crate) fn run_attackers(less: Less, rng: &mut Rng) {
     let pollers = begin();
     let attack = ATTACKS[rng.below(ATTACKS.len() as u64) as usize];

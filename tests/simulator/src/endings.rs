@@ -1,5 +1,7 @@
-//! A tenant of a physical drive that goes while the drive keeps its commands. The next tenant gets the range once the last
-//! of them has ended: none takes effect later, and none touches the memory of the guest that is gone.
+//! A tenant of a physical drive ends while the drive still executes commands of this tenant.
+//!
+//! The next tenant gets the range only after the last such command has ended. After this, none of the old commands takes
+//! effect, and none accesses the old guest's memory.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -20,17 +22,16 @@ use crate::scenario::{
     HIGH, HIGH_LEN, Host, LOW, LOW_LEN, Scenario, any_persona, buffers, plug, rest,
 };
 
-/// The longest that the drive keeps a command: longer than a function waits for it at its end.
+/// Longest time that the drive delays a command. A function that ends waits less than this.
 const KEPT_MAX: Duration = Duration::from_secs(36);
 
-/// Time in which a command that is late for the end of its function takes effect.
+/// Time for delayed commands of the ended function to take effect, if there are any.
 const LATE: Duration = Duration::from_secs(8);
 
-/// Most commands that it keeps.
+/// Maximum number of delayed commands.
 const KEPT_COMMANDS: u64 = 4;
 
-/// Time after which all commands of a tenant have ended, also those that a drive carries out one by one, and so has its
-/// lease.
+/// Time limit for the end of a tenant's commands and lease. The drive may execute the commands one by one.
 const PATIENCE: Duration = Duration::from_secs(160);
 
 /// A tenant's guest, and its function.
@@ -66,10 +67,10 @@ impl Tenant {
     }
 }
 
-/// Has a tenant go while the drive keeps commands of it, and another one get its range.
+/// Ends a tenant whose commands the drive delays, then leases the range to another tenant.
 ///
 /// # Panics
-/// If that one gets it too early, or never.
+/// The second tenant gets the range too early, or never.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let host = Host::new(Scenario::Endings, 1, PollerPool::new(), rng);
     let history = Arc::new(Mutex::new(History::new(0, BLOCKS)));
@@ -105,7 +106,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     host.close(true);
 }
 
-/// Has the drive keep some of the next commands for a while.
+/// Makes the drive delay some of the next commands.
 fn keep_commands(model: &ModelDrive, rng: &mut Rng) {
     for _ in 0..1 + rng.below(KEPT_COMMANDS) {
         let kept = Duration::from_millis(rng.below(KEPT_MAX.as_millis() as u64));
@@ -114,7 +115,7 @@ fn keep_commands(model: &ModelDrive, rng: &mut Rng) {
     }
 }
 
-/// Asks for the range of the tenant that went, until it is free.
+/// Requests the ended tenant's range until it is free.
 fn next_lease(host: &Host, rng: &mut Rng) -> Lease {
     let began = clock::monotonic();
     loop {
@@ -134,7 +135,7 @@ fn next_lease(host: &Host, rng: &mut Rng) -> Lease {
     }
 }
 
-/// Returns what lies in the memory of a guest.
+/// Returns the contents of a guest's memory.
 fn contents(memory: &GuestMemory) -> Vec<u8> {
     let mut bytes = vec![0; (LOW_LEN + HIGH_LEN) as usize];
     let (low, high) = bytes.split_at_mut(LOW_LEN as usize);

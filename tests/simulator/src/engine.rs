@@ -1,8 +1,8 @@
 //! Scheduler of a simulation: one thread, one clock, one seed.
 //!
-//! Each actor has a stack of its own ([`generator`]). At each step that others can see, it may lose its turn to another
-//! one. An actor that waits is looked at again after others did something, and when its time is over. The clock moves
-//! with each step, and jumps where nobody has anything to do.
+//! Each actor has its own stack ([`generator`]). At each step that is visible to other actors, the scheduler may switch to
+//! another actor. The scheduler polls a waiting actor after other actors had effects, and when the actor's timeout is over. The
+//! clock advances with each step. If all actors wait, the clock jumps to the next timeout.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -20,25 +20,25 @@ use nvme_software::simulated as drives;
 
 use crate::runs::Less;
 
-/// Words of an actor's stack.
+/// Stack size of an actor, in words.
 const STACK: usize = 64 << 10;
 
-/// Steps after which a simulation is taken for one that never ends.
+/// Maximum number of steps of a simulation. A simulation with more steps counts as endless.
 const STEPS_MAX: u64 = 100_000_000;
 
-/// Moment at which an actor that is held has a processor again.
+/// Value of `descheduled` for a held actor.
 const HELD: Duration = Duration::MAX;
 
-/// Time of a step where calls alone are charged, in nanoseconds, and the most steps per change of the actor.
+/// Step time in nanoseconds, and maximum number of steps between two switches, if only calls are charged.
 const QUICK_STEP: u64 = 4;
 const QUICK_STICKINESS: u64 = 64;
 
-/// Steps that are kept for a report.
+/// Number of steps in a report.
 const LAST_STEPS: usize = 200;
 
 type Stack = Generator<'static, (), Yield>;
 
-/// Reason for which an actor lets others go on.
+/// Reason why an actor yields.
 #[derive(Clone, Copy, Debug)]
 enum Yield {
     Turn,
@@ -46,21 +46,20 @@ enum Yield {
     Ended,
 }
 
-/// An actor, as the scheduler sees it.
 #[derive(Debug)]
 struct Actor {
     name: String,
     state: State,
-    /// The process that it is a thread of.
+    /// Number of the process to which this thread belongs.
     process: u64,
-    /// When it has a processor again.
+    /// Moment from which the actor may run again.
     descheduled: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Ready,
-    /// Until a moment, or until the others' effects are more than these.
+    /// Waits until a moment, or until the effect counter differs from `seen`.
     Waits {
         until: Option<Duration>,
         seen: u64,
@@ -68,22 +67,22 @@ enum State {
     Ended,
 }
 
-/// Habits of a simulation's scheduler, by its seed.
+/// Scheduling parameters, chosen by the seed.
 #[derive(Clone, Copy, Debug)]
 struct Habits {
-    /// Time of a step, in nanoseconds.
+    /// Average duration of a step, in nanoseconds.
     step: u64,
-    /// Steps per change of the actor.
+    /// Average number of steps between two switches.
     stickiness: u64,
-    /// Quarters of the kinds of steps at which the actor always changes.
+    /// Step kinds whose quarter (see `heat`) is below this number always cause a switch.
     hot: u64,
-    /// Quarter of each kind, two bits each.
+    /// Quarter of each kind of step, two bits each.
     heat: u64,
-    /// Steps per loss of the processor for longer; never for 0.
+    /// Average number of steps between two long preemptions. 0 means never.
     desched: u64,
-    /// Longest such time, in nanoseconds.
+    /// Longest duration of a long preemption, in nanoseconds.
     desched_max: u64,
-    /// Stores per store that is seen late; never for 0.
+    /// Average number of stores per delayed store. 0 means never.
     late: u64,
 }
 
@@ -102,12 +101,12 @@ impl Habits {
     }
 }
 
-/// Returns a number below `bound`, which is less than 65,536, made of the lowest 16 random bits.
+/// Returns a number below `bound`, derived from the lowest 16 bits of `random`. `bound` is less than 65,536.
 const fn share(random: u64, bound: u64) -> u64 {
     ((random & 0xFFFF) * bound) >> 16
 }
 
-/// All of a simulation but its actors' stacks.
+/// State of a simulation except for the actors' stacks.
 #[derive(Debug)]
 struct Core {
     rng: Rng,
@@ -115,19 +114,19 @@ struct Core {
     now: u64,
     steps: u64,
     commands: u64,
-    /// Steps that others may have to see.
+    /// Number of steps so far that may be visible to waiting actors.
     effects: u64,
-    /// Effects after which all that wait have looked.
+    /// Value of `effects` at which all waiting actors have been polled.
     looked: u64,
     actors: Vec<Actor>,
     processes: u64,
     last: VecDeque<(u64, usize, ActorEvent)>,
 }
 
-/// The scheduler of the thread.
+/// The thread's scheduler.
 pub(crate) struct Engine {
     core: RefCell<Core>,
-    /// Actors that were started, and have no stack in the scheduler yet.
+    /// New actors that have no stack in the scheduler yet.
     started: RefCell<Vec<ActorWork>>,
     current: Cell<Option<usize>>,
 }
@@ -136,30 +135,30 @@ thread_local! {
     static ENGINE: Cell<Option<&'static Engine>> = const { Cell::new(None) };
 }
 
-/// A process that was killed, and has not ended yet.
+/// A killed process that has not ended yet.
 #[derive(Debug)]
 #[must_use = "others wait for its end"]
 pub(crate) struct Dying(u64);
 
 impl Dying {
-    /// Ends it: nothing of it is left.
+    /// Ends the process. No state of the process remains.
     pub(crate) fn end(self) {
         sockets::end_process(self.0);
     }
 }
 
-/// A process: actors that can end together.
+/// A process: a group of actors that can be killed together.
 #[derive(Debug)]
 pub(crate) struct Process(u64);
 
 impl Process {
-    /// Its number, which no other process of the simulation has.
+    /// Returns the number of the process, which is unique in the simulation.
     pub(crate) const fn number(&self) -> u64 {
         self.0
     }
 }
 
-/// Outcome of a simulation without a failure.
+/// Statistics of a simulation without a failure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
     /// Steps of all actors.
@@ -171,7 +170,7 @@ pub(crate) struct Outcome {
 }
 
 impl Engine {
-    /// The thread's scheduler. There is one for the life of the thread.
+    /// Installs the thread's scheduler, which lives as long as the thread.
     pub(crate) fn install() -> &'static Self {
         let engine: &'static Self = Box::leak(Box::new(Self {
             core: RefCell::new(Core::new(0)),
@@ -183,15 +182,15 @@ impl Engine {
         engine
     }
 
-    /// The calling thread's scheduler, if it has one.
+    /// Returns the calling thread's scheduler, if the thread has one.
     pub(crate) fn of_thread() -> Option<&'static Self> {
         ENGINE.get()
     }
 
-    /// Runs `main` and all actors that it starts, until all have ended.
+    /// Runs `main` and all actors that `main` starts, until all actors have ended.
     ///
     /// # Panics
-    /// If an actor panics, if all wait for each other, or if there is no end.
+    /// An actor panics, all actors wait for each other, or the simulation exceeds the maximum number of steps.
     pub(crate) fn run(
         &self,
         seed: u64,
@@ -229,7 +228,7 @@ impl Engine {
             self.core.borrow_mut().yielded(next, ended);
         }
         for stack in stacks {
-            // What a process that was killed had on its stacks is not cleared away.
+            // The stacks of killed processes are not unwound.
             if !stack.is_done() {
                 std::mem::forget(stack);
             }
@@ -237,7 +236,7 @@ impl Engine {
         self.core.borrow().progress()
     }
 
-    /// Starts an actor of a process of its own, and returns the process.
+    /// Starts an actor in a new process, and returns the process.
     pub(crate) fn start_process(
         &self,
         name: &str,
@@ -251,12 +250,12 @@ impl Engine {
         Process(process)
     }
 
-    /// Ends all actors of a process at the step that they are at. What they stored is seen.
+    /// Kills all actors of a process at their present steps. Their stores become visible.
     pub(crate) fn kill(&self, process: Process) {
         self.kill_but_its_drive(process).end();
     }
 
-    /// As [`Self::kill`], but the process has not ended for others: the kernel has closed its sockets, and not its drive yet.
+    /// Kills a process as [`Self::kill`] does, but delays its end: the kernel has closed the sockets, but not the drive.
     pub(crate) fn kill_but_its_drive(&self, Process(process): Process) -> Dying {
         let killed = self.with_core(|core| {
             core.effects += 1;
@@ -277,26 +276,25 @@ impl Engine {
         Dying(process)
     }
 
-    /// Has a process stand still for some time, at the steps that its actors are at.
+    /// Suspends a process for some time: its actors stop at their present steps.
     pub(crate) fn suspend(&self, process: &Process, time: Duration) {
         let until = self.with_core(|core| Duration::from_nanos(core.now) + time);
         self.deschedule(process, until);
     }
 
-    /// Has a process stand still until it is [released](Self::release), at the steps that its actors are at. What they
-    /// stored is seen.
+    /// Suspends a process until [`Self::release`]: its actors stop at their present steps. Their stores become visible.
     pub(crate) fn hold(&self, process: &Process) {
         for actor in self.deschedule(process, HELD) {
             stores::drain(actor);
         }
     }
 
-    /// Lets a process that was held go on.
+    /// Resumes a held process.
     pub(crate) fn release(&self, process: &Process) {
         self.deschedule(process, Duration::ZERO);
     }
 
-    /// Has the actors of a process, whose numbers it returns, lose their processors until a moment.
+    /// Keeps the actors of a process from running until a moment. Returns the numbers of the actors.
     fn deschedule(&self, Process(process): &Process, until: Duration) -> Vec<usize> {
         self.with_core(|core| {
             core.effects += 1;
@@ -323,8 +321,8 @@ impl Engine {
         });
     }
 
-    /// From now on, steps take hardly any time, and no actor loses its processor. So time goes by with calls that
-    /// [cost](costs) it.
+    /// Makes steps nearly free, and preemptions of long duration impossible. From now on, mainly calls that [cost](costs) time
+    /// move the clock.
     pub(crate) fn charge_calls_alone(&self) {
         self.with_core(|core| {
             core.habits = Habits {
@@ -336,7 +334,7 @@ impl Engine {
         });
     }
 
-    /// Returns the longest time for which an actor loses its processor.
+    /// Returns the longest time for which an actor can be preempted.
     pub(crate) fn longest_absence(&self) -> Duration {
         let Habits {
             desched,
@@ -346,7 +344,7 @@ impl Engine {
         Duration::from_nanos(if desched == 0 { 0 } else { desched_max })
     }
 
-    /// The last steps, one a line, with their time and actor.
+    /// Returns the last steps as text: one line for each step, with time and actor.
     pub(crate) fn trace(&self) -> String {
         let Ok(core) = self.core.try_borrow() else {
             return String::new();
@@ -363,7 +361,7 @@ impl Engine {
         text
     }
 
-    /// State of all actors, for a report.
+    /// Returns the state of all actors as text, for a report.
     pub(crate) fn actors(&self) -> String {
         let Ok(core) = self.core.try_borrow() else {
             return String::new();
@@ -375,7 +373,7 @@ impl Engine {
         text
     }
 
-    /// Returns what was done so far. While the engine notes a step, it returns zeroes.
+    /// Returns the statistics so far. While the engine records a step, all numbers are zero.
     pub(crate) fn progress(&self) -> Outcome {
         let core = self.core.try_borrow();
         core.map(|core| core.progress()).unwrap_or_default()
@@ -399,7 +397,7 @@ impl Core {
         }
     }
 
-    /// Returns what was done so far.
+    /// Returns the statistics so far.
     fn progress(&self) -> Outcome {
         Outcome {
             steps: self.steps,
@@ -408,7 +406,7 @@ impl Core {
         }
     }
 
-    /// Takes note of a step of an actor. Returns whether another one goes on.
+    /// Records a step of an actor. Returns whether the scheduler shall switch to another actor.
     fn step(&mut self, actor: usize, event: ActorEvent) -> bool {
         if self.last.len() == LAST_STEPS {
             self.last.pop_front();
@@ -428,7 +426,7 @@ impl Core {
             ..
         } = self.habits;
         if desched > 0 && share(random >> 16, desched) == 0 {
-            // As many short times as long ones.
+            // The exponent is uniform, so short times are as frequent as long times.
             let bits = self.rng.below(u64::from(desched_max.ilog2()));
             let time = self.rng.below(2 << bits);
             self.actors[actor].descheduled = Duration::from_nanos(self.now + time);
@@ -438,7 +436,7 @@ impl Core {
         is_hot || share(random >> 32, stickiness) == 0
     }
 
-    /// The actor goes on later.
+    /// Updates the state of an actor that has yielded.
     fn yielded(&mut self, actor: usize, reason: Yield) {
         self.actors[actor].state = match reason {
             Yield::Turn => State::Ready,
@@ -453,10 +451,10 @@ impl Core {
         };
     }
 
-    /// Chooses the actor that goes on, and lets time pass until there is one. None if all have ended.
+    /// Chooses the next actor, and advances the clock until an actor can run. Returns `None` if all actors have ended.
     ///
     /// # Panics
-    /// If all wait, and nothing ends that.
+    /// All actors wait without a timeout.
     fn next(&mut self) -> Option<usize> {
         loop {
             let now = Duration::from_nanos(self.now);
@@ -479,7 +477,7 @@ impl Core {
             if self.actors.iter().all(|actor| actor.state == State::Ended) {
                 return None;
             }
-            // Before time passes, all that wait look once more.
+            // Polls all waiting actors once more before the clock advances.
             if self.effects != self.looked {
                 self.effects += 1;
                 self.looked = self.effects;
@@ -505,7 +503,7 @@ impl Engine {
         call(&mut self.core.borrow_mut())
     }
 
-    /// Lets others go on, if an actor runs at all.
+    /// Yields to other actors, if the caller is an actor.
     fn lets_go_on(&self, reason: Yield) {
         if self.current.get().is_some() {
             #[expect(

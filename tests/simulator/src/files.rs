@@ -1,10 +1,11 @@
-//! Tenants of one file: their server dies at any step, the next one takes their queues up, and the machine crashes.
+//! Tenants of one file. Their server dies at any step, the next server restores their queues, and the machine crashes.
 //!
-//! The file lies on a simulated disk (`nvme_software::simulated`), which has a page cache, a device with a cache of its
-//! own, and errors. Requests of a server that died take effect later, or never. Each block is a register. What a Flush or
-//! FUA promised has to be stable at once. The disk is asked for that, so that no crash has to find it.
+//! The file lies on a simulated disk (`nvme_software::simulated`). The disk has a page cache, a device cache and errors.
+//! Requests of a dead server take effect later, or never. Each block is a register. After a Flush or a FUA write, the test asks
+//! the disk at once whether the data is stable, so the test does not depend on a crash at the right moment.
 //!
-//! A server may die before it noted an error of the kernel's. The next one asks spare descriptions, which outlive it.
+//! A server may die before it has recorded an error of the kernel. The next server finds the error by spare file descriptions,
+//! which outlive a server.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,47 +37,47 @@ use crate::registers::{BLOCKS, BLOCKS_MAX, bytes_of, value_of};
 use crate::runs::Less;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, buffers};
 
-/// Blocks of a tenant: so many pages that what was lost is seldom written anew before a Flush promises it.
+/// Blocks of a tenant. With this many pages, a lost block is seldom overwritten before a Flush promises the block.
 const SHARE_BLOCKS: usize = 4 * BLOCKS;
 
-/// Bytes of a tenant.
+/// Size of a tenant's range in bytes.
 pub(crate) const SHARE: u64 = (SHARE_BLOCKS * BLOCK) as u64;
 
-/// Force Unit Access, in dword 12 of commands that write.
+/// Force Unit Access bit in dword 12 of write commands.
 const FUA: u32 = 1 << 30;
 
-/// Longest time of a command: the kernel may keep a few requests, for many seconds each.
+/// Longest time of a command. The kernel may delay a few requests by many seconds each.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Requests that the kernel keeps, of all tenants.
+/// Maximum number of requests that the kernel delays, of all tenants.
 const KEPT_MAX: u64 = 2;
 
-/// Folder of the ledger, on a disk of its own.
+/// Directory of the ledger, on a separate disk.
 const STATE: &str = "/state";
 
-/// Values of a block among a tenant's marks.
+/// Values of a block in `marks`.
 const READABLE: u64 = 0;
 const MARKED: u64 = 1;
 
-/// A tenant's blocks, by all that it knows of them.
+/// Expected contents of a tenant's blocks.
 #[derive(Debug)]
 struct Known {
     number: u64,
-    /// Blocks as a read finds them.
+    /// Values that a read may return.
     seen: History,
-    /// The same blocks as they are stable.
+    /// Values that may be on stable storage.
     stable: History,
-    /// Moment at which the last Flush that succeeded had begun.
+    /// Moment at which the last successful Flush began.
     flushed: Duration,
-    /// Failures of the disk when its VMM connected.
+    /// Number of disk failures when the VMM connected.
     failures: u64,
-    /// A server died when its live state had a loss, which may be none: it is noted before the spare is asked.
+    /// A server died with a loss in its live state. The loss may be unreal: the server records it before it asks the spare.
     may_be_wrong: bool,
-    /// Commands of a storm of Deallocates that are left.
+    /// Number of Deallocates that remain of a storm.
     storm: u64,
-    /// Blocks that can be read, and those that Write Uncorrectable marked: this outlives crashes.
+    /// Readability of the blocks: Write Uncorrectable marks blocks as unreadable. Marks survive crashes.
     marks: History,
-    /// True for work without commands for which others wait long.
+    /// True if the work has no commands that delay other tenants for long.
     is_plain: bool,
 }
 
@@ -96,12 +97,12 @@ impl Known {
         }
     }
 
-    /// Returns whether a read that began at a moment may find some block unreadable.
+    /// Returns whether a read that began at a moment may find an unreadable block.
     fn may_be_marked(&self, mut blocks: std::ops::Range<u64>, began: Duration) -> bool {
         blocks.any(|block| self.marks.may_be(block, began, |value| value == MARKED))
     }
 
-    /// Checks that a read which began at a moment may find all blocks readable.
+    /// Checks that a read that began at a moment may find all blocks readable.
     fn judge_readable(&self, blocks: std::ops::Range<u64>, began: Duration) {
         for block in blocks {
             if let Err(error) = self.marks.judge(block, READABLE, began) {
@@ -110,13 +111,12 @@ impl Known {
         }
     }
 
-    /// Returns the stable value of a block.
     fn stable_value(&self, block: u64) -> u64 {
         let offset = self.number * SHARE + block * BLOCK as u64;
         value_of(block, &disk::stable(offset, BLOCK))
     }
 
-    /// Checks that blocks are as stable as was promised at a moment for what was complete by then.
+    /// Checks that the writes that had completed at the moment `promised` are stable.
     fn judge_stable(&self, blocks: std::ops::Range<u64>, promised: Duration, what: &str) {
         for block in blocks {
             let value = self.stable_value(block);
@@ -126,7 +126,7 @@ impl Known {
         }
     }
 
-    /// Checks that blocks which a write made readable again are stable: a mark ends with the old data alone.
+    /// Checks that a write that cleared marks is stable. A cleared mark must not expose the old data.
     fn judge_cleared(&self, blocks: std::ops::Range<u64>, began: Duration) {
         for block in blocks {
             if self.marks.judge(block, READABLE, began).is_ok() {
@@ -139,7 +139,7 @@ impl Known {
         }
     }
 
-    /// The machine has crashed.
+    /// Handles a crash of the machine: checks the stable values, and continues with these values.
     fn crash(&mut self, now: Duration) {
         let blocks = self.seen.blocks();
         self.judge_stable(0..blocks, self.flushed, "after a crash, the last Flush");
@@ -149,7 +149,8 @@ impl Known {
         self.flushed = now;
     }
 
-    /// Its VMM connects anew, and no request of the VMM before it is under way. The disk had so many failures before.
+    /// Handles a new connection of the VMM, when no requests of the previous VMM are in flight. `failures` is the disk's number
+    /// of failures before.
     fn connect(&mut self, failures: u64, now: Duration) {
         self.seen.end_all(now);
         self.stable.end_all(now);
@@ -162,7 +163,7 @@ impl Known {
     }
 }
 
-/// Work of a tenant's guest.
+/// A guest's work on a tenant's blocks.
 #[derive(Debug)]
 pub(crate) struct Tenant(Arc<Mutex<Known>>);
 
@@ -173,14 +174,14 @@ pub(crate) struct Command {
     slba: u64,
     blocks: u64,
     is_durable: bool,
-    /// Of Write Zeroes: the blocks may be deallocated.
+    /// Deallocate bit of Write Zeroes.
     deallocates: bool,
-    /// Values that are written to the blocks, one by one.
+    /// Values written to the blocks, one for each block.
     values: Vec<u64>,
 }
 
 impl Tenant {
-    /// One with blocks of zeroes, which reads, writes and flushes alone.
+    /// Creates work that only reads, writes and flushes. All blocks are zeroes.
     pub(crate) fn plain(number: u64) -> Self {
         Self(Arc::new(Mutex::new(Known {
             is_plain: true,
@@ -224,7 +225,7 @@ impl Work for Tenant {
             io::DATASET_MANAGEMENT | io::WRITE_ZEROES => 1 + rng.below(2 * BLOCKS_MAX),
             _ => 1 + rng.below(BLOCKS_MAX),
         };
-        // Other leases lie just before the first block, and behind the last.
+        // Other leases are adjacent to the first block and to the last block.
         let slba = match rng.below(4) {
             0 => 0,
             1 => most - blocks,
@@ -342,7 +343,7 @@ impl Work for Tenant {
                 known.marks.end(block, end.began, end.now, has_succeeded);
             }
         }
-        // Deallocate is advice.
+        // Deallocate is advisory, so the blocks may stay as they were.
         let sure = has_succeeded && opcode != io::DATASET_MANAGEMENT;
         for (block, _) in (slba..).zip(&values) {
             known.seen.end(block, end.began, end.now, sure);
@@ -380,7 +381,7 @@ impl Work for Tenant {
     }
 }
 
-/// Habits of a disk.
+/// Chooses the parameters of a disk model.
 pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::DiskModelParameters {
     let fails = !less.no_trouble;
     let write_backs = [8, 40][rng.below(2) as usize];
@@ -402,12 +403,12 @@ pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::DiskModelParameters {
     }
 }
 
-/// A tenant while its machine runs.
+/// A tenant in one life of its machine.
 struct Seat {
     kept: Arc<Kept>,
     known: Arc<Mutex<Known>>,
     shared: Arc<Shared>,
-    /// Failures of the disk before its VMM connected.
+    /// Number of disk failures before the VMM connected.
     failures: u64,
     guest: Option<(Guest<Tenant>, Vec<QueuePair>)>,
 }
@@ -447,7 +448,7 @@ impl Seat {
         }
     }
 
-    /// Its VMM is connected: its guest begins.
+    /// Starts the guest once its VMM is connected.
     fn start(&mut self, engine: &Engine) -> Option<Process> {
         let (guest, pairs) = self.guest.take()?;
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -456,10 +457,10 @@ impl Seat {
         Some(engine.start_process("guest", move || guest.run_on(pairs)))
     }
 
-    /// Its server has died.
+    /// Handles the death of the server.
     fn server_died(&self) {
         self.kept.died();
-        // Without the lock, as others may have a turn meanwhile.
+        // The call may switch to other actors, so it happens without the lock.
         let has_losses = self.kept.has_losses();
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.may_be_wrong |= has_losses;
@@ -470,7 +471,7 @@ impl Seat {
     }
 }
 
-/// A server's life.
+/// Runs a server for one life.
 fn serve(kept: &[Arc<Kept>], life: u64) {
     let path = Path::new("/drive");
     let controller = SoftwareController::file(path, 9);
@@ -488,7 +489,7 @@ fn serve(kept: &[Arc<Kept>], life: u64) {
     live_on();
 }
 
-/// Lets machines run and crash, and servers live and die. The last server lives until the guests are done.
+/// Runs machines that crash, and servers that die. The last server lives until the guests have finished.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let tenants = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
@@ -537,7 +538,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         }
         guests.into_iter().for_each(|guest| engine.kill(guest));
         engine.kill(server);
-        // Else it is all processes alone that end.
+        // Otherwise only the processes end, and the machine continues.
         if machine == machines || rng.below(3) > 0 {
             disk::crash();
             ledger_disk::crash();

@@ -1,10 +1,11 @@
-//! Storage that stands still for many seconds, beside drives that work.
+//! A disk that stalls for many seconds, beside drives that work.
 //!
-//! A guest of a file waits for the disk, or its driver has timeouts: it aborts commands after 5 s, then resets its controller,
-//! or enables it before the reset is complete. Guests of other drives share its pollers. An upgrade is tried meanwhile.
+//! The guest of a file waits for the disk, or its driver has timeouts: it aborts commands after 5 s. Then it resets its
+//! controller, or enables the controller before the reset is complete. Guests of other drives share the pollers. Upgrades are
+//! attempted during the stall.
 //!
-//! The guest gets its late completions, or its reset lasts until the host's kernel has no transfer of its memory any more. Its
-//! controller never fails. An upgrade is refused for that guest's function, and no other guest waits for it.
+//! The guest gets its late completions, or its reset lasts until the host's kernel has no transfers of guest memory. The
+//! controller never fails. An upgrade is refused because of this guest's function, and no other guest waits for the upgrade.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
@@ -34,37 +35,38 @@ use crate::scenario::{
     config, lease_on, plug, policy, rest, start_guest,
 };
 
-/// Shortest and longest time for which the disk stands still, in seconds.
+/// Range of the disk's stall time, in seconds.
 const STANDS: std::ops::Range<u64> = 30..151;
 
-/// Time after which a driver with timeouts aborts a command, and resets its controller.
+/// Timeout after which a driver aborts a command, and after which it resets the controller.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest time of an Abort.
 const ABORT: Duration = Duration::from_secs(2);
 
-/// Longest time for which an upgrade keeps the control thread of a function whose drive stands still.
+/// Longest time for which an upgrade may block the control thread of a function on a stalled drive.
 const UPGRADE: Duration = Duration::from_secs(40);
 
-/// Longest time of a command of the guest whose disk stands still.
+/// Longest time of a command of the guest with the stalled disk.
 const PATIENCE: Duration = Duration::from_secs(400);
 
-/// Longest time of a command of another guest: no function rests for more than 100 ms for another one's drive.
+/// Longest time of another guest's command. An upgrade pauses such a function for at most 100 ms because of another function's
+/// drive.
 const NEIGHBOUR: Duration = Duration::from_millis(130);
 
-/// Time that commands in flight have in the check before an upgrade.
+/// Time limit for commands in flight in the check before an upgrade.
 const CHECK: Duration = Duration::from_secs(5);
 
-/// Time that an upgrade has until it is refused.
+/// Time within which an upgrade is refused.
 const REFUSED: Duration = Duration::from_secs(20);
 
-/// The guest whose disk stands still.
+/// The guest with the stalled disk.
 struct Frozen {
     guest: Guest<files::Tenant>,
     bar: Arc<InProcess>,
     attachment: Weak<LocalBackend>,
     shared: Arc<Shared>,
-    /// Before its end, the guest does not end.
+    /// State of the guest that must end before the frozen guest ends.
     trouble: Arc<Shared>,
 }
 
@@ -112,7 +114,7 @@ impl Frozen {
         };
         let seed = Rng::new(rng.next_u64());
         let mut guest = Guest::new(files::Tenant::plain(0), persona, conditions, seed, machine);
-        // It has commands for as long as the disk may stand still.
+        // The guest has commands for as long as the disk may stall.
         let trouble = Arc::new(Shared::default());
         guest = guest.with_load(Load::Usual, vec![trouble.clone()]);
         if let Some(timeouts) = timeouts {
@@ -128,8 +130,8 @@ impl Frozen {
     }
 }
 
-/// Returns a driver whose doorbells are registers, which wake pollers: others are looked at a million times in the time of a
-/// world.
+/// Returns a driver that uses doorbell registers, which wake pollers. Without wakes, the simulation would need millions of
+/// polls for the long times of a world.
 fn patient_persona(rng: &mut Rng) -> Persona {
     match any_persona(rng) {
         Persona::Linux | Persona::Spdk | Persona::Libvfn => Persona::FreeBsd,
@@ -137,12 +139,12 @@ fn patient_persona(rng: &mut Rng) -> Persona {
     }
 }
 
-/// A function that rests until this is dropped.
+/// A function that stays paused until this is dropped.
 struct Resting {
     _goes_on: Sender<()>,
 }
 
-/// Asks functions to rest within a time, each by a thread of its own, as a server does.
+/// Pauses functions within a time limit, each by a thread of its own, as a server does.
 fn ask_to_rest(
     functions: &[Weak<InProcess>],
     places: &[usize],
@@ -168,7 +170,7 @@ fn ask_to_rest(
                     answered
                 }
             };
-            // Whoever asked may have stopped waiting.
+            // The caller may have stopped waiting.
             drop(answered);
         };
         start_thread("rest", rest).expect("an actor");
@@ -182,10 +184,10 @@ fn ask_to_rest(
     asked.into_iter().map(wait).collect()
 }
 
-/// An upgrade up to the moment at which the next process would take over, and its refusal.
+/// Performs an upgrade up to the hand-over, and checks its refusal.
 ///
 /// # Panics
-/// If it is refused for a function whose drive works, or not refused while the disk has requests that it does not answer.
+/// A function whose drive works causes a refusal, or the upgrade is not refused although the disk has unanswered requests.
 fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Duration) {
     let is_refused = || {
         let is_still = disk::transfers() > 0 && clock::monotonic() + REFUSED < until;
@@ -196,7 +198,7 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Du
         let rests = frozen.rest_once(CHECK);
         judge(rests.is_err());
     }
-    // Found by that in a server. The disk may stand still from here on.
+    // A server decides by the check above. The disk may stall from here on.
     let judge = is_refused();
     match rest_all(functions.len(), |places, time| {
         ask_to_rest(functions, places, time)
@@ -212,7 +214,7 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Du
     }
 }
 
-/// Has the disk stand still some times.
+/// Stalls the disk several times.
 fn freeze(
     functions: &[Weak<InProcess>],
     attachment: &Weak<LocalBackend>,
@@ -235,7 +237,7 @@ fn freeze(
     }
 }
 
-/// Has a disk stand still under a guest, beside guests of other drives.
+/// Runs a guest of a disk that stalls, and guests of other drives.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
     let pollers = PollerPool::new();

@@ -1,8 +1,8 @@
-//! Queues of a quiet guest and of loud ones that share the queue pairs of a physical drive, which the governor divides.
+//! Quiet and loud guests that share the queue pairs of a physical drive, which the governor divides.
 //!
-//! The quiet guest has one command at a time, and goes on until the loud ones have ended. Its commands wait no longer than
-//! all that the loud ones can have in the drive takes. The loud ones' go on beside it, also after a drive has failed: no
-//! place in the window is lost.
+//! The quiet guest has one outstanding command at a time, and runs until the loud guests have ended. A quiet command waits at
+//! most for the commands that the loud guests can have in the drive. The loud guests progress too, even after a failure of the
+//! drive: no slot of the governor's window is lost.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,12 +18,12 @@ use crate::scenario::{
     ABSENCES, FAILURE_PATIENCE, Host, Scenario, Tenant, any_persona, start_guest, trouble,
 };
 
-/// Longest time of a command of the quiet guest, and of loud ones, if nobody loses the processor for longer: a multiple of
-/// what 80 commands of 2 ms take, one after the other.
+/// Time limits for commands of the quiet guest and of loud guests, without long preemptions: multiples of the time for 80
+/// sequential commands of 2 ms.
 const QUIET: Duration = Duration::from_millis(500);
 const LOUD: Duration = Duration::from_secs(5);
 
-/// Has quiet and loud guests share queue pairs of a drive, which fails in each third world.
+/// Runs quiet and loud guests on shared queue pairs. In every third world the drive fails.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let scenario = Scenario::Governor;
     let loud = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX));
@@ -38,7 +38,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     let mut guests = Vec::new();
     for (number, shared) in (0..).zip(&company) {
         let persona = match any_persona(rng) {
-            // It has one command at a time.
+            // EDK2 has one outstanding command only, so it cannot be loud.
             Persona::Edk2 => Persona::Spdk,
             other => other,
         };

@@ -1,4 +1,4 @@
-//! Guests that behave like the drivers of operating systems, with work that knows what it may see.
+//! Guests that behave like the drivers of operating systems. Their `Work` checks the results of commands.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -20,49 +20,49 @@ use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CC, CC_ENABLE, CSTS_FATAL, CSTS_READY};
 use nvme_mpt_tests::rng::Rng;
 
-/// Bytes of a buffer of a command.
+/// Size of a command's buffer in bytes.
 const BUFFER: usize = 16 << 10;
 
-/// Looks at a controller after a reset of its function, before a guest gives it up: more than CAP.TO.
+/// Number of polls of a controller after a function reset before the guest gives up. Together they take longer than CAP.TO.
 const READY_LOOKS: u32 = 2000;
 
-/// Time after a Function Level Reset in which a driver leaves the function alone (PCI Express 4.0, section 6.6.2).
+/// Time after a Function Level Reset during which a driver must not access the function (PCI Express 4.0, section 6.6.2).
 const FUNCTION_RESET_TIME: Duration = Duration::from_millis(100);
 
-/// Resets after failures of a drive, after which it is taken for lost.
+/// Maximum number of resets after failures of a drive. After these, the guest regards the drive as lost.
 const FAILURES_MAX: u32 = 20;
 
-/// Asynchronous Event Requests of a driver that gives them at once.
+/// Asynchronous Event Requests of a driver that submits them at start.
 const EVENT_REQUESTS: usize = 4;
 
-/// Pause between two looks at a queue without interrupts.
+/// Polling interval for a queue without interrupts.
 const LOOK: Duration = Duration::from_micros(20);
 
-/// Longest pause of a guest that seldom has commands.
+/// Longest pause between commands of a guest with seldom load.
 const SELDOM: Duration = Duration::from_millis(150);
 
-/// Byte of memory that no command may write.
+/// Fill byte for memory that no command may write.
 const CANARY: u8 = 0xCA;
 
 /// A driver of an operating system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Persona {
-    /// Linux: a Doorbell Buffer for I/O queues alone, and interrupts.
+    /// Linux: shadow doorbells (Doorbell Buffer Config) for I/O queues only, and interrupts.
     Linux,
-    /// libvfn: a Doorbell Buffer for the admin queue too, and no interrupts.
+    /// libvfn: shadow doorbells for the admin queue too, and no interrupts.
     Libvfn,
-    /// Windows: registers alone, interrupts, and Asynchronous Event Requests at once.
+    /// Windows: doorbell registers, interrupts, and Asynchronous Event Requests at start.
     StorNvme,
-    /// EDK2: one queue pair, one command at a time, no interrupts.
+    /// EDK2: one queue pair, one outstanding command, no interrupts.
     Edk2,
     /// SPDK: mapped doorbells, no interrupts.
     Spdk,
-    /// FreeBSD: registers alone, and interrupts.
+    /// FreeBSD: doorbell registers, and interrupts.
     FreeBsd,
 }
 
 impl Persona {
-    /// All of them.
+    /// All drivers.
     pub(crate) const ALL: [Self; 6] = [
         Self::Linux,
         Self::Libvfn,
@@ -72,7 +72,7 @@ impl Persona {
         Self::FreeBsd,
     ];
 
-    /// Way of its I/O doorbells.
+    /// Returns the kind of doorbells that the driver uses for I/O queues.
     pub(crate) const fn doorbells(self) -> DoorbellMode {
         match self {
             Self::Linux | Self::Libvfn => DoorbellMode::Shadow,
@@ -89,21 +89,21 @@ impl Persona {
 /// Number of commands that a guest has outstanding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Load {
-    /// Now few, now many.
+    /// A varying number.
     #[default]
     Usual,
-    /// One at a time.
+    /// One command at a time.
     Quiet,
-    /// As many as it has memory for.
+    /// As many commands as there are buffers.
     Loud,
-    /// One at a time, with pauses.
+    /// One command at a time, with pauses.
     Seldom,
 }
 
-/// Limits of what a guest does and has to bear.
+/// Parameters and limits of a guest's run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conditions {
-    /// Rounds of commands.
+    /// Number of rounds of commands.
     pub(crate) rounds: u64,
     /// Longest time of an I/O command.
     pub(crate) patience: Duration,
@@ -113,54 +113,53 @@ pub(crate) struct Conditions {
     pub(crate) errors: bool,
     /// True if commands may take many seconds.
     pub(crate) is_kept_waiting: bool,
-    /// One reset of the controller in so many rounds; none for 0.
+    /// Average number of rounds per controller reset. 0 means never.
     pub(crate) resets: u64,
-    /// One deletion of a queue in so many rounds; none for 0.
+    /// Average number of rounds per queue deletion. 0 means never.
     pub(crate) deletions: u64,
-    /// One Abort in so many rounds; none for 0.
+    /// Average number of rounds per Abort. 0 means never.
     pub(crate) aborts: u64,
 }
 
-/// Work of a guest: its commands, and what it may see of them.
+/// Commands of a guest, and the expected results.
 pub(crate) trait Work: Send {
-    /// A command.
+    /// Description of a command.
     type Command: Send;
 
-    /// Command sets that are selected when the controller is enabled, as CC.CSS has them.
+    /// Value of CC.CSS when the controller is enabled.
     const COMMAND_SETS: u32;
 
     /// Chooses the next command.
     fn choose(&mut self, rng: &mut Rng) -> Self::Command;
 
-    /// Returns a command's entry, without the place of its data, and the data.
+    /// Returns a command's submission queue entry (without a data pointer) and data.
     fn request(&self, command: &Self::Command) -> (Sqe, Data);
 
-    /// Notes that a command is in its queue.
+    /// Records that a command is in its queue.
     fn begin(&mut self, command: &mut Self::Command, now: Duration);
 
-    /// Judges a command that has ended.
+    /// Checks the result of a command.
     ///
     /// # Panics
-    /// If it ended as it never may.
+    /// The result is impossible.
     fn end(&mut self, command: Self::Command, end: &End<'_>);
 
-    /// Returns commands that read all there is, for a guest that has none in flight.
+    /// Returns commands that read all contents. The guest executes them when no other command is in flight.
     fn last(&self) -> Vec<Self::Command>;
 }
 
-/// Data of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Data {
-    /// None.
+    /// No data.
     None,
-    /// From the guest.
+    /// Data from the guest to the drive.
     Out(Vec<u8>),
-    /// To the guest, so many bytes.
+    /// Number of bytes from the drive to the guest.
     In(usize),
 }
 
 impl Data {
-    /// Its bytes.
+    /// Returns the number of bytes.
     pub(crate) const fn len(&self) -> usize {
         match self {
             Self::None => 0,
@@ -170,23 +169,22 @@ impl Data {
     }
 }
 
-/// End of a command.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct End<'a> {
-    /// Moment at which it was put into its queue.
+    /// Moment of submission.
     pub(crate) began: Duration,
-    /// The moment.
+    /// Moment of completion, or of the loss of the queue.
     pub(crate) now: Duration,
-    /// Its completion; `None` if its queue is gone, and it took effect before this, or never will.
+    /// Completion queue entry. `None` if the queue is gone: the command took effect before `now`, or never will.
     pub(crate) cqe: Option<Cqe>,
-    /// It may have failed, and have taken effect or not.
+    /// True if the command may have failed. It may have taken effect or not.
     pub(crate) is_excused: bool,
-    /// Data of its transfer.
+    /// Data of the transfer.
     pub(crate) data: &'a [u8],
 }
 
 impl End<'_> {
-    /// Returns whether it succeeded.
+    /// Returns whether the command succeeded.
     pub(crate) fn has_succeeded(&self) -> bool {
         self.cqe.is_some_and(|cqe| cqe.status().is_success())
     }
@@ -195,21 +193,21 @@ impl End<'_> {
 /// State that a guest shares with its VMM.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
-    /// True while commands may use the memory that comes and goes.
+    /// True while commands may use the high memory, which the VMM maps and unmaps.
     pub(crate) plugged: AtomicBool,
-    /// Number of times that this memory was taken away without regard to commands.
+    /// Number of times that the VMM has unmapped the high memory in spite of commands in flight.
     pub(crate) rude: AtomicUsize,
-    /// Commands in flight that use this memory.
+    /// Number of commands in flight that use the high memory.
     pub(crate) users: AtomicUsize,
-    /// True while the guest's processors are to stand still.
+    /// True if the guest's processors shall stop.
     pub(crate) frozen: AtomicBool,
-    /// True while the guest's processors stand still.
+    /// True while the guest's processors are stopped.
     pub(crate) stands_still: AtomicBool,
-    /// True once the guest has its queues.
+    /// True once the guest has created its queues.
     pub(crate) works: AtomicBool,
     /// True once the guest's drive may be gone.
     pub(crate) gone: AtomicBool,
-    /// Number of the server that was killed, and whose drive may still write to the guest's memory; 0 for none.
+    /// Number of the killed server whose drive may still write to the guest's memory. 0 for none.
     pub(crate) late_drive: AtomicU64,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
@@ -217,23 +215,23 @@ pub(crate) struct Shared {
     pub(crate) function: Mutex<Weak<InProcess>>,
 }
 
-/// Memory of a guest's commands: some that stays, and some that comes and goes.
+/// Memory of a guest's commands.
 pub(crate) struct Buffers {
-    /// Memory that stays.
+    /// Memory that stays mapped.
     pub(crate) low: DmaBuffer,
-    /// Memory that comes and goes.
+    /// Memory that the VMM maps and unmaps.
     pub(crate) high: DmaBuffer,
 }
 
-/// Machine of a guest: all that it has beside its driver.
+/// Hardware of a guest as its driver sees it.
 pub(crate) struct Machine {
-    /// Its memory.
+    /// Guest memory.
     pub(crate) memory: GuestMemory,
-    /// Vectors of its function.
+    /// Interrupt vectors of the function.
     pub(crate) interrupts: Vec<Arc<Interrupt>>,
-    /// State that it shares with its VMM.
+    /// State shared with the VMM.
     pub(crate) shared: Arc<Shared>,
-    /// Memory of its commands.
+    /// Buffers for commands.
     pub(crate) buffers: Buffers,
 }
 
@@ -247,11 +245,11 @@ struct Flight<C> {
     len: usize,
     _prepared: Option<Prepared>,
     aborted: bool,
-    /// [`Shared::rude`] when it was made.
+    /// Value of [`Shared::rude`] at submission.
     rude: usize,
 }
 
-/// A buffer.
+/// Location of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Slot {
     high: bool,
@@ -265,7 +263,6 @@ struct Queue<C> {
     next_cid: u16,
 }
 
-/// A guest.
 pub(crate) struct Guest<W: Work> {
     work: W,
     persona: Persona,
@@ -277,37 +274,37 @@ pub(crate) struct Guest<W: Work> {
     buffers: Buffers,
     busy: Vec<Slot>,
     queues: Vec<Queue<W::Command>>,
-    /// Admin commands that failed.
+    /// Number of failed admin commands.
     failures: u32,
     load: Load,
-    /// Guests before whose end it does not end.
+    /// Guests that must end before this guest ends.
     company: Vec<Arc<Shared>>,
-    /// Resets the whole function.
+    /// Performs a Function Level Reset.
     reset_function: Option<Box<dyn Fn() + Send>>,
-    /// True once it has given up a drive that is gone.
+    /// True once the guest has given up a drive that is gone.
     has_given_up: bool,
-    /// Limits of its driver for the drive's time, if it has any.
+    /// Timeouts of the driver, if it has any.
     timeouts: Option<Timeouts>,
-    /// True if commands have taken longer than these.
+    /// True if a command has exceeded the driver's timeout.
     is_late: bool,
-    /// Longest time of an I/O command from its submission to its completion, if there is a bound.
+    /// Maximum latency of an I/O command, if there is a limit.
     longest: Option<Duration>,
 }
 
-/// Limits of a driver for the time of a drive.
+/// Timeouts of a driver.
 pub(crate) struct Timeouts {
-    /// Longest time of a command. After it, the driver aborts the commands, and after it once more, it resets the controller.
+    /// Timeout of a command. After it the driver aborts commands. After the same time again, the driver resets the controller.
     pub(crate) command: Duration,
-    /// Longest time of an Abort, which waits for no other command.
+    /// Longest time of an Abort, which does not depend on other commands.
     pub(crate) abort: Duration,
-    /// Longest time that storage stands still.
+    /// Longest time without progress of the storage.
     pub(crate) storage: Duration,
-    /// Returns the number of transfers that the host's kernel has for this guest's memory.
+    /// Returns the number of transfers that the host's kernel has in progress for this guest's memory.
     pub(crate) transfers: fn() -> usize,
 }
 
 impl<W: Work> Guest<W> {
-    /// A guest with a function and memory of its own.
+    /// Creates a guest with its own function and memory.
     pub(crate) fn new(
         work: W,
         persona: Persona,
@@ -343,7 +340,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Has its driver abort commands that take too long, and reset the controller.
+    /// Sets timeouts after which the driver aborts commands and resets the controller.
     pub(crate) fn with_timeouts(self, timeouts: Timeouts) -> Self {
         Self {
             timeouts: Some(timeouts),
@@ -351,7 +348,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Bounds the time of each of its I/O commands, from its submission on.
+    /// Sets the maximum latency of I/O commands.
     pub(crate) fn with_longest(self, longest: Duration) -> Self {
         Self {
             longest: Some(longest),
@@ -359,7 +356,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Sets its load, and the guests before whose end it does not end.
+    /// Sets the load, and the guests that must end first.
     pub(crate) fn with_load(self, load: Load, company: Vec<Arc<Shared>>) -> Self {
         Self {
             load,
@@ -368,7 +365,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Has some of its resets begin with a reset of the whole function.
+    /// Lets some controller resets start with a Function Level Reset.
     pub(crate) fn with_function_resets(self, reset: impl Fn() + Send + 'static) -> Self {
         Self {
             reset_function: Some(Box::new(reset)),
@@ -376,12 +373,12 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Attaches, does its rounds, reads all that it wrote, and shuts the controller down.
+    /// Attaches, executes the rounds, verifies all written data, and shuts the controller down.
     pub(crate) fn run(self, bar: Arc<dyn Bar>) {
         self.run_until(bar, || ());
     }
 
-    /// Attaches, and creates its queues. Returns the controller, and the number of queues that it wants.
+    /// Attaches and creates the queues. Returns the controller and the number of queues that the guest requested.
     fn attach(&mut self, bar: Arc<dyn Bar>) -> Option<(Controller, u16)> {
         let config = Config {
             doorbells: self.persona.doorbells(),
@@ -409,7 +406,7 @@ impl<W: Work> Guest<W> {
         Some((controller, count))
     }
 
-    /// Attaches, does its rounds, calls `last`, fills its queues, and is gone without another look.
+    /// Attaches, executes the rounds, calls `last`, fills the queues, and ends with the commands in flight.
     pub(crate) fn run_and_leave(mut self, bar: Arc<dyn Bar>, last: impl FnOnce()) {
         let Some((mut controller, count)) = self.attach(bar) else {
             return;
@@ -428,7 +425,7 @@ impl<W: Work> Guest<W> {
         self.shared.ended.store(true, Ordering::Relaxed);
     }
 
-    /// Attaches, does its rounds, waits for `end`, reads all that it wrote, and shuts the controller down.
+    /// Attaches, executes the rounds, waits for `end`, verifies all written data, and shuts the controller down.
     pub(crate) fn run_until(mut self, bar: Arc<dyn Bar>, end: impl FnOnce()) {
         let Some((mut controller, count)) = self.attach(bar) else {
             return;
@@ -457,7 +454,7 @@ impl<W: Work> Guest<W> {
         self.shared.ended.store(true, Ordering::Relaxed);
     }
 
-    /// Leaves a drive that may be gone: its memory is its own again.
+    /// Leaves a drive that may be gone. After the controller is disabled, the drive must not access the guest's memory.
     fn leave(&mut self, controller: &mut Controller) {
         let disabled = controller.disable();
         disabled.unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
@@ -473,7 +470,7 @@ impl<W: Work> Guest<W> {
     /// Gives up a drive that is gone.
     ///
     /// # Panics
-    /// If it is there, or if the guest waited in vain.
+    /// The drive is present, or the guest's access timed out without an answer.
     fn give_up(&mut self, what: &str, error: &Error) {
         let is_answer = match error {
             Error::Timeout { .. } => false,
@@ -485,7 +482,7 @@ impl<W: Work> Guest<W> {
         self.has_given_up = true;
     }
 
-    /// Does its rounds on queues that it has, and reads all that it wrote.
+    /// Executes the rounds on existing queues, and verifies all written data.
     pub(crate) fn run_on(mut self, pairs: Vec<QueuePair>) {
         for pair in pairs {
             let next_cid = self.rng.next_u64() as u16;
@@ -524,7 +521,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Submits commands to a queue, which it returns, and takes completions.
+    /// Submits commands to a queue, and takes completions. Returns the index of the queue.
     fn submit_round(&mut self) -> usize {
         while self.shared.frozen.load(Ordering::Relaxed) {
             self.shared.stands_still.store(true, Ordering::Relaxed);
@@ -550,7 +547,7 @@ impl<W: Work> Guest<W> {
         }
         self.queues[index].pair.ring();
         if self.load != Load::Seldom && self.one_in(6) {
-            // Long enough for pollers to fall asleep, or not.
+            // The pause may be long enough for pollers to fall asleep.
             let bits = self.rng.below(24);
             clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
         }
@@ -567,7 +564,7 @@ impl<W: Work> Guest<W> {
         index
     }
 
-    /// Gives the Asynchronous Event Requests that a driver gives at once.
+    /// Submits the Asynchronous Event Requests of a driver that submits them at start.
     fn request_events(&self, controller: &mut Controller) {
         if self.persona == Persona::StorNvme {
             for _ in 0..EVENT_REQUESTS {
@@ -586,7 +583,8 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// An admin command failed: the drive may have. A driver resets its controller then, some times.
+    /// Handles a failed admin command. The drive may have failed, so the driver resets the controller a limited number of
+    /// times.
     fn start_again(&mut self, controller: &mut Controller, count: u16, error: &Error) {
         if self.shared.gone.load(Ordering::Relaxed) {
             return self.give_up("an admin command failed", error);
@@ -661,13 +659,13 @@ impl<W: Work> Guest<W> {
         (buffer, slot.index * BUFFER)
     }
 
-    /// Writes a command into a queue. Returns whether there was room.
+    /// Chooses a command and submits it. Returns whether the queue had space.
     fn submit(&mut self, index: usize) -> bool {
         let command = self.work.choose(&mut self.rng);
         self.submit_command(index, command).is_ok()
     }
 
-    /// Writes a command into a queue. Returns it if there was no room.
+    /// Submits a command. Returns the command if the queue is full.
     fn submit_command(&mut self, index: usize, mut command: W::Command) -> Result<(), W::Command> {
         let Some(slot) = self.slot() else {
             return Err(command);
@@ -716,7 +714,7 @@ impl<W: Work> Guest<W> {
         Ok(())
     }
 
-    /// Takes completions until `least` have come, or nothing is in flight.
+    /// Takes completions until there are `least`, or nothing is in flight.
     fn collect(&mut self, index: usize, least: usize) {
         let mut taken = 0;
         let mut last = clock::monotonic();
@@ -728,7 +726,7 @@ impl<W: Work> Guest<W> {
             }
             let before = clock::monotonic();
             self.queues[index].pair.ring();
-            // A VMM has memory pinned before it takes a doorbell that is trapped.
+            // The VMM pins memory before it handles a trapped doorbell. This time does not count.
             last += clock::monotonic() - before;
             let queue = &self.queues[index];
             if taken >= least || queue.flights.is_empty() {
@@ -765,7 +763,7 @@ impl<W: Work> Guest<W> {
                         self.conditions.patience
                     );
                 }
-                // A kernel that keeps requests takes a million looks else.
+                // If the kernel delays requests for long, a fixed polling interval would take a million polls.
                 None if self.conditions.is_kept_waiting => {
                     clock::sleep((waited / 64).clamp(LOOK, 500 * LOOK));
                 }
@@ -780,11 +778,10 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Aborts commands that took too long, and resets the controller if they do not end after that, either. Returns whether
-    /// there were any.
+    /// Aborts late commands, and resets the controller if they still do not end. Returns whether there were late commands.
     ///
     /// # Panics
-    /// If an Abort waits for other commands, if the controller fails, or if its reset ends before the host's requests have.
+    /// An Abort waits for other commands, the controller fails, or the reset completes before the host's requests.
     fn recover(&mut self, controller: &mut Controller, count: u16) -> bool {
         if !std::mem::take(&mut self.is_late) {
             return false;
@@ -810,7 +807,7 @@ impl<W: Work> Guest<W> {
         }
         let began = clock::monotonic();
         loop {
-            // Some drivers enable a controller again whose reset is not complete.
+            // Some drivers enable a controller again although its reset is not complete.
             if self.one_in(3) {
                 let cc = controller.bar().read32(CC);
                 controller.bar().write32(CC, cc & !CC_ENABLE);
@@ -844,7 +841,7 @@ impl<W: Work> Guest<W> {
         true
     }
 
-    /// Judges a completion.
+    /// Checks a completion.
     fn complete(&mut self, index: usize, cqe: Cqe) {
         let queue = &mut self.queues[index];
         let id = queue.pair.sq.id();
@@ -857,7 +854,7 @@ impl<W: Work> Guest<W> {
         self.land(flight, Some(cqe), is_excused);
     }
 
-    /// A command has ended, or its queue has.
+    /// Ends a command that has completed, or whose queue is gone.
     fn land(&mut self, flight: Flight<W::Command>, cqe: Option<Cqe>, is_excused: bool) {
         let now = clock::monotonic();
         if let Some(longest) = self.longest {
@@ -890,8 +887,8 @@ impl<W: Work> Guest<W> {
         self.free(flight.slot);
     }
 
-    /// Ends the commands of queues that are gone: each took effect before this, or never will. Nobody writes to their
-    /// memory from now on.
+    /// Ends the commands of deleted queues. Each command took effect already, or never will. The test checks that the commands'
+    /// memory is not written from now on.
     fn lose(&mut self, queues: Vec<Queue<W::Command>>) {
         let mut slots = Vec::new();
         for flight in queues
@@ -918,7 +915,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Resets the whole function, some times.
+    /// Performs a Function Level Reset in some cases.
     fn reset_function(&mut self, controller: &Controller) {
         let Some(reset) = self.reset_function.take() else {
             return;
@@ -926,7 +923,7 @@ impl<W: Work> Guest<W> {
         if self.one_in(3) {
             reset();
             clock::sleep(FUNCTION_RESET_TIME);
-            // Commands that the host still has may use the guest's memory until then.
+            // Until the controller is ready, the host may have commands that use the guest's memory.
             let mut looks = 0;
             loop {
                 let csts = controller.status();
@@ -967,7 +964,7 @@ impl<W: Work> Guest<W> {
         self.set_up(controller, count);
     }
 
-    /// Sets a controller up that was just enabled.
+    /// Configures a controller that was just enabled.
     fn set_up(&mut self, controller: &mut Controller, count: u16) {
         if self.persona.doorbells() == DoorbellMode::Shadow
             && let Err(error) = controller.configure_doorbell_buffer(&mut [])
@@ -1021,7 +1018,7 @@ impl<W: Work> Guest<W> {
         );
     }
 
-    /// Reads all once nothing else is in flight.
+    /// Verifies all data once no other command is in flight.
     fn read_all(&mut self) {
         for mut command in self.work.last() {
             while let Err(left) = self.submit_command(0, command) {

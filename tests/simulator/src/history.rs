@@ -1,41 +1,41 @@
-//! Blocks as registers: the values that a read may return, by all writes that its guest knows of.
+//! Model of blocks as registers. From the guest's writes, it derives the values that a read may return.
 //!
-//! A write takes effect at some moment between its submission and its completion; one that failed or was cut short, at
-//! one such moment or never. A read returns what one moment between its own submission and completion has.
+//! A write takes effect at some moment between submission and completion. A failed or interrupted write takes effect at some
+//! such moment, or never. A read returns the contents at one moment between its own submission and completion.
 
 use std::time::Duration;
 
-/// Bytes of a logical block.
+/// Size of a logical block in bytes.
 pub(crate) const BLOCK: usize = 512;
 
-/// Writes of a block that are kept, of many blocks.
+/// Number of writes kept for each block, if there are many blocks.
 const KEPT: usize = 24;
 
-/// A write, as its guest knows it.
+/// A write of a value to a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Write {
     value: u64,
     began: Duration,
-    /// None while it is under way.
+    /// `None` while the write is in flight.
     ended: Option<Duration>,
-    /// False if it may not have taken effect.
+    /// False if the write may not have taken effect.
     sure: bool,
 }
 
-/// A guest's blocks.
+/// Writes to a guest's blocks.
 #[derive(Debug)]
 pub(crate) struct History {
     guest: u64,
     writes: u64,
-    /// Writes of a block that are kept.
+    /// Number of writes kept for each block.
     kept: usize,
-    /// No write that began before this moment is sure to have taken effect.
+    /// Moment before which no write is certain to have taken effect.
     doubted: Duration,
     blocks: Vec<Vec<Write>>,
 }
 
 impl History {
-    /// Blocks of zeroes.
+    /// Creates a history of `blocks` blocks that are all zeroes.
     pub(crate) fn new(guest: u64, blocks: usize) -> Self {
         let zeroes = Write {
             value: 0,
@@ -52,7 +52,7 @@ impl History {
         }
     }
 
-    /// Keeps all writes. So few blocks may be written many times while a read is under way.
+    /// Keeps all writes. If there are few blocks, a block may be written many times during one read.
     pub(crate) fn whole(self) -> Self {
         Self {
             kept: usize::MAX,
@@ -60,18 +60,18 @@ impl History {
         }
     }
 
-    /// Number of blocks.
+    /// Returns the number of blocks.
     pub(crate) fn blocks(&self) -> u64 {
         self.blocks.len() as u64
     }
 
-    /// A value that no other write has.
+    /// Returns a unique value.
     pub(crate) fn value(&mut self, block: u64) -> u64 {
         self.writes += 1;
         (self.guest + 1) << 56 | block << 36 | self.writes
     }
 
-    /// A value is on its way to a block.
+    /// Records the start of a write.
     pub(crate) fn begin(&mut self, block: u64, value: u64, now: Duration) {
         self.blocks[block as usize].push(Write {
             value,
@@ -81,7 +81,7 @@ impl History {
         });
     }
 
-    /// The write that began at that moment has ended; `sure` if it succeeded.
+    /// Records the end of the write that began at `began`. `sure` means success.
     pub(crate) fn end(&mut self, block: u64, began: Duration, now: Duration, sure: bool) {
         let sure = sure && began >= self.doubted;
         let writes = &mut self.blocks[block as usize];
@@ -92,7 +92,7 @@ impl History {
             (write.ended, write.sure) = (Some(now), sure);
         }
         if writes.len() > self.kept {
-            // What was overwritten long ago. No read is under way for so many writes.
+            // Drops writes that were overwritten long ago. No read lasts for that many writes.
             let sure = writes.iter().rev().filter(|write| write.sure).nth(8);
             if let Some(&last) = sure {
                 writes.retain(|write| write.ended.is_none_or(|ended| ended >= last.began));
@@ -100,7 +100,7 @@ impl History {
         }
     }
 
-    /// The write of a value that began at that moment was refused: it never takes effect.
+    /// Removes a rejected write, which never takes effect.
     pub(crate) fn forget(&mut self, block: u64, value: u64, began: Duration) {
         let writes = &mut self.blocks[block as usize];
         let write = writes.iter().position(|write| {
@@ -111,7 +111,7 @@ impl History {
         }
     }
 
-    /// All writes that are under way have ended: they took effect before this moment, or never will.
+    /// Ends all writes in flight. Each took effect before this moment, or never will.
     pub(crate) fn end_all(&mut self, now: Duration) {
         let under_way = self.blocks.iter_mut().flatten();
         for write in under_way.filter(|write| write.ended.is_none()) {
@@ -119,7 +119,7 @@ impl History {
         }
     }
 
-    /// No write that began before a moment is sure to have taken effect.
+    /// Marks all writes that began before a moment as uncertain.
     pub(crate) fn doubt(&mut self, moment: Duration) {
         if moment <= self.doubted {
             return;
@@ -131,7 +131,7 @@ impl History {
         }
     }
 
-    /// The blocks have these values alone, from a moment on.
+    /// Replaces the history: from this moment on, the blocks have exactly these values.
     pub(crate) fn begin_with(&mut self, values: &[u64], now: Duration) {
         for (writes, value) in self.blocks.iter_mut().zip(values) {
             *writes = vec![Write {
@@ -143,7 +143,7 @@ impl History {
         }
     }
 
-    /// Returns whether a read that began at a moment may return such a value.
+    /// Returns whether a read that began at `began` may return a value that meets `such`.
     pub(crate) fn may_be(&self, block: u64, began: Duration, such: impl Fn(u64) -> bool) -> bool {
         let values = self.blocks[block as usize].iter().map(|write| write.value);
         values
@@ -151,10 +151,10 @@ impl History {
             .any(|value| self.judge(block, value, began).is_ok())
     }
 
-    /// Judges a value of a block after a write that began at a moment: no older write has it.
+    /// Checks that a value was written by a write that began at `began` or later.
     ///
     /// # Errors
-    /// A description of the mistake.
+    /// Description of the mistake.
     pub(crate) fn judge_since(
         &self,
         block: u64,
@@ -171,10 +171,10 @@ impl History {
         }
     }
 
-    /// Judges what a read that began at a moment has returned for a block.
+    /// Checks the value that a read returned for a block. The read began at `began`.
     ///
     /// # Errors
-    /// A description of the mistake.
+    /// Description of the mistake.
     pub(crate) fn judge(&self, block: u64, value: u64, began: Duration) -> Result<(), String> {
         let writes = &self.blocks[block as usize];
         let over = |write: &Write| {
@@ -186,7 +186,7 @@ impl History {
                     && other.ended.is_some_and(|ended| ended < began)
             })
         };
-        // Zeroes are written again and again.
+        // Zeroes are written repeatedly, so the value does not identify one write.
         let mut last = None;
         for write in writes.iter().filter(|write| write.value == value) {
             match over(write) {

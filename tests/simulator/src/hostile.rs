@@ -1,4 +1,4 @@
-//! A guest that lies in every field: its neighbours notice nothing, and its host goes on.
+//! A malicious guest with random values in every field. Its neighbours must not notice, and the host must survive.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,13 +14,13 @@ use nvme_mpt_tests::rng::Rng;
 
 use crate::registers::BLOCKS;
 
-/// Entries of its queues.
+/// Entries of the guest's queues.
 const ENTRIES: u32 = 16;
 
-/// Attaches again and again, and does what no driver does.
+/// Attaches repeatedly, and performs actions that no driver performs.
 ///
 /// # Panics
-/// If its controller does not come up, unless the drive may fail.
+/// The controller does not become ready, unless the drive may fail.
 pub(crate) fn run(
     bar: &Arc<dyn Bar>,
     memory: &GuestMemory,
@@ -34,7 +34,7 @@ pub(crate) fn run(
             admin_timeout: Duration::from_secs(60),
             ..Config::default()
         };
-        // What it did before may have failed its controller, which a reset cures.
+        // Earlier actions may have failed the controller. A reset recovers it.
         let controller = Controller::attach(bar.clone(), memory.clone(), config, 2);
         let mut controller = match controller {
             Ok(controller) => controller,
@@ -56,7 +56,7 @@ pub(crate) fn run(
 fn lie(controller: &Controller, queue: &mut QueuePair, rng: &mut Rng) {
     let entry = |rng: &mut Rng| {
         let mut words: [u64; SQE_SIZE / 8] = std::array::from_fn(|_| rng.next_u64());
-        // Often enough a command of blocks that it has, with addresses and lengths that it has not.
+        // Opcode and namespace are often valid, so that invalid addresses and lengths are reached.
         let opcode = [0, 1, 2, 8, 9, 0x19, rng.below(256)][rng.below(7) as usize];
         let nsid = [1, 1, 1, rng.next_u64() >> 32][rng.below(4) as usize];
         words[0] = opcode | rng.below(1 << 16) << 16 | nsid << 32;
@@ -79,7 +79,7 @@ fn lie(controller: &Controller, queue: &mut QueuePair, rng: &mut Rng) {
             ring(controller, rng.below(4) as u16, side, value as u32);
         }
         1 => {
-            // The rings behind the device's back.
+            // Overwrites an entry of the ring without ringing the doorbell.
             let bytes = entry(rng);
             let at = rng.below(u64::from(ENTRIES)) as usize * SQE_SIZE;
             queue.sq.memory().write(at, &bytes);
@@ -91,7 +91,7 @@ fn lie(controller: &Controller, queue: &mut QueuePair, rng: &mut Rng) {
             }
             let tail = rng.below(u64::from(ENTRIES)) as u32;
             ring(controller, 1, Side::SqTail, tail);
-            // It consumes nothing, or all that there is.
+            // Consumes a random number of completions, possibly none or all.
             while rng.below(2) == 0 && queue.cq.poll().is_some() {}
             ring(controller, 1, Side::CqHead, queue.cq.head());
         }

@@ -1,4 +1,4 @@
-//! Work of a guest with keys and values: each key is a register, which has nothing at first.
+//! Work of a guest with keys and values: each key is a register without a value at first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,46 +19,46 @@ use crate::registers::value_of;
 use crate::runs::Less;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, run_alone};
 
-/// Keys of a guest: few, so that commands meet.
+/// Number of keys. It is small, so that commands conflict.
 const KEYS: usize = 4;
 
-/// Value of a key that is not there.
+/// Value that represents an absent key.
 const ABSENT: u64 = 0;
 
-/// Bytes of a guest's buffer for a value.
+/// Size of a guest's buffer for a value, in bytes.
 const ROOM: usize = 512;
 
-/// Most Stores in a row of one key that must not be there.
+/// Maximum number of consecutive Stores of one key that must be absent.
 const RACERS: u64 = 10;
 
-/// Keys that are registers, with all that was stored in them.
+/// Model of the keys, with all stored values.
 #[derive(Debug)]
 struct Keys {
     history: History,
-    /// A key, and the number of Stores that are still to race for it.
+    /// Key of a race, and the number of Stores that are left in the race.
     race: Option<(u64, u64)>,
-    /// Stores that made a key, as it was absent.
+    /// Stores that created an absent key.
     made: Vec<Span>,
-    /// Deletes of a key that was there, or may have been.
+    /// Deletes of a key that existed, or may have existed.
     deleted: Vec<Span>,
 }
 
-/// Time of a command on a key.
+/// Time span of a command on a key.
 #[derive(Clone, Copy, Debug)]
 struct Span {
     key: u64,
     began: Duration,
-    /// None while it is under way.
+    /// `None` while the command is in flight.
     ended: Option<Duration>,
 }
 
 impl Span {
-    /// Returns whether some of it lies between two moments.
+    /// Returns whether the span overlaps the time between two moments.
     fn meets(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
         self.key == key && self.began <= to && self.ended.is_none_or(|ended| ended >= from)
     }
 
-    /// Returns whether all of it lies there.
+    /// Returns whether the span lies between two moments.
     fn is_within(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
         self.key == key && self.began >= from && self.ended.is_some_and(|ended| ended <= to)
     }
@@ -69,13 +69,13 @@ impl Span {
 pub(crate) struct Command {
     opcode: u8,
     key: u64,
-    /// Value that the key has after it.
+    /// Value of the key after the command.
     value: Option<u64>,
-    /// Presence that a key has to have for a Store.
+    /// State that the key must have for a Store to succeed.
     only_if: Option<Presence>,
 }
 
-/// Presence of a key at some moment of a command.
+/// Existence of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
     Present,
@@ -83,7 +83,7 @@ enum Presence {
 }
 
 impl Presence {
-    /// Returns the Store option that asks for it.
+    /// Returns the Store option that requires this state.
     const fn option(self) -> u32 {
         match self {
             Self::Present => option::MUST_EXIST,
@@ -92,17 +92,17 @@ impl Presence {
     }
 }
 
-/// Returns a key's name, of 1 to 16 bytes. Each name begins with all shorter ones.
+/// Returns a key's name, of 1 to 16 bytes. Each name starts with all shorter names.
 fn name(key: u64) -> Vec<u8> {
     vec![b'a'; 1 + key as usize * 15 / (KEYS - 1)]
 }
 
-/// Returns the bytes of a value: the value itself, some times.
+/// Returns the bytes that represent a value: the value, repeated.
 fn bytes_of(value: u64) -> Vec<u8> {
     value.to_le_bytes().repeat(1 + value as usize % 40)
 }
 
-/// Returns the presence of a command's key that its end tells of.
+/// Returns the state of the key that a command's completion reveals.
 fn presence(command: &Command, end: &End<'_>) -> Option<Presence> {
     let status = end.cqe?.status().code();
     match (command.opcode, status, command.only_if) {
@@ -118,14 +118,14 @@ fn presence(command: &Command, end: &End<'_>) -> Option<Presence> {
 }
 
 impl Keys {
-    /// Judges a value that a command found.
+    /// Checks a value that a command has read.
     fn judge(&self, key: u64, value: u64, end: &End<'_>) {
         if let Err(error) = self.history.judge(key, value, end.began) {
             panic!("key {key}: {error}");
         }
     }
 
-    /// Judges a Store that made a key. Of several, all but one need a Delete between them.
+    /// Checks a Store that created a key: in any span, N such Stores need at least N - 1 Deletes.
     fn judge_maker(&mut self, key: u64, end: &End<'_>) {
         self.made.push(Span {
             key,
@@ -145,7 +145,7 @@ impl Keys {
         }
     }
 
-    /// Notes the end of a Delete. One that was cut short may have taken effect.
+    /// Records the end of a Delete. An interrupted Delete may have taken effect.
     fn end_delete(&mut self, key: u64, end: &End<'_>, found: Option<Presence>) {
         let its = |span: &Span| span.key == key && span.began == end.began && span.ended.is_none();
         let Some(index) = self.deleted.iter().position(its) else {
@@ -301,7 +301,7 @@ impl Work for Keys {
     }
 }
 
-/// Has a guest do its work on keys in memory.
+/// Runs a guest on key-value storage in memory.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let timing = match rng.below(3) {
         0 => "",

@@ -1,7 +1,7 @@
-//! A server that dies at any step, and the next one, which takes its queues up from the live state.
+//! A server that dies at any step, and its successor, which restores the queues from the live state.
 //!
-//! The VMM has what outlives a server: the guest's memory, the doorbell registers and the live state. The drive keeps its
-//! blocks. A server's death is that of its actors: they never go on, and what they have on their stacks stays as it is.
+//! The VMM keeps the state that outlives a server: guest memory, doorbell registers and live state. The drive keeps its blocks.
+//! When a server dies, its actors stop, and their stacks stay as they are.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +32,7 @@ use crate::engine::Engine;
 use crate::guest::{Guest, Work};
 use crate::scenario::{QUEUE_PAIRS, config};
 
-/// Parts of a function that its VMM has, and that outlive each server.
+/// Parts of a function that belong to the VMM and outlive each server.
 #[derive(Debug)]
 pub(crate) struct Kept {
     memory: GuestMemory,
@@ -40,9 +40,9 @@ pub(crate) struct Kept {
     live: InflightFile,
     queues: PersistedQueues,
     wakers: Mutex<Vec<(Doorbell, DoorbellWaker)>>,
-    /// Spare descriptions of its lease's file, which a keeper has.
+    /// Spare descriptions of the lease's file, as a keeper has them.
     spare: Mutex<Vec<OwnedFd>>,
-    /// True while a server serves.
+    /// True while a server serves the function.
     is_served: AtomicBool,
 }
 
@@ -63,7 +63,7 @@ impl SpareDescriptorStore for Kept {
 }
 
 impl Kept {
-    /// Queues in the guest's memory, which no server has yet.
+    /// Creates the queues in the guest's memory. No server uses them yet.
     pub(crate) fn new(memory: &GuestMemory, rng: &mut Rng) -> (Arc<Self>, Vec<QueuePair>) {
         let doorbells = DoorbellPage::new(
             DoorbellMode::Trap,
@@ -126,18 +126,18 @@ impl Kept {
         (kept, pairs)
     }
 
-    /// Returns whether a server serves it.
+    /// Returns whether a server serves the function.
     pub(crate) fn is_served(&self) -> bool {
         self.is_served.load(Ordering::Relaxed)
     }
 
-    /// Its server has died.
+    /// Records the death of the server.
     pub(crate) fn died(&self) {
         self.is_served.store(false, Ordering::Relaxed);
         self.wakers().clear();
     }
 
-    /// Returns whether its live state says that writes were lost.
+    /// Returns whether the live state records lost writes.
     pub(crate) fn has_losses(&self) -> bool {
         self.live.losses().is_some_and(|losses| losses.is_set())
     }
@@ -151,7 +151,7 @@ impl Kept {
     }
 }
 
-/// Doorbell registers: a write is stored, and wakes the poller that there is.
+/// Doorbell registers. A write is stored, and wakes the present poller if there is one.
 #[derive(Debug)]
 struct KeptBar(Arc<Kept>);
 
@@ -187,18 +187,18 @@ impl Bar for KeptBar {
     }
 }
 
-/// A guest's queues, and the VMM's side of them.
+/// A guest's queues, and the VMM's side of the queues.
 pub(crate) struct World {
     kept: Arc<Kept>,
     open: Open,
     range: ByteRange,
 }
 
-/// Opens the drive, in each server anew.
+/// Opens the drive. Each server calls it.
 pub(crate) type Open = Arc<dyn Fn() -> Arc<dyn HostController> + Send + Sync>;
 
 impl World {
-    /// Queues in the guest's memory, which no server has yet, for a range of a drive.
+    /// Creates queues in the guest's memory for a range of a drive. No server uses the queues yet.
     pub(crate) fn new(
         memory: &GuestMemory,
         open: Open,
@@ -209,7 +209,7 @@ impl World {
         (Self { kept, open, range }, pairs)
     }
 
-    /// Lets servers live and die while the guest works. The last one lives.
+    /// Runs servers that die while the guest works. The last server survives.
     pub(crate) fn run<W: Work + 'static>(
         self,
         guest: Guest<W>,
@@ -223,7 +223,7 @@ impl World {
             engine.start_process("server", move || serve(&kept, &open, range, life))
         };
         let mut server = serve(0);
-        // Its function is there before the guest is.
+        // Waits for the function before the guest starts.
         while !kept.is_served.load(Ordering::Relaxed) {
             clock::sleep(Duration::from_micros(10));
         }
@@ -241,7 +241,7 @@ impl World {
     }
 }
 
-/// A server's life.
+/// Runs a server for one life.
 fn serve(kept: &Arc<Kept>, open: &Open, range: ByteRange, life: u64) {
     let drive = Drive::new("simulated", open(), None).expect("a namespace");
     let ledger = Ledger::in_process();
@@ -249,14 +249,14 @@ fn serve(kept: &Arc<Kept>, open: &Open, range: ByteRange, life: u64) {
     live_on();
 }
 
-/// Lives until its VMM ends it.
+/// Waits forever. The VMM ends the process.
 pub(crate) fn live_on() -> ! {
     loop {
         clock::sleep(Duration::from_secs(3600));
     }
 }
 
-/// Serves a function, whose queues are there since the first life.
+/// Serves a function, whose queues exist since the first life.
 pub(crate) fn attach(
     kept: &Arc<Kept>,
     drive: &Arc<Drive>,
@@ -307,7 +307,7 @@ pub(crate) fn attach(
         }
     }
     if life == 0 {
-        // As its VMM connects.
+        // The first server sees a connecting VMM.
         ControllerBackend::begin_anew(&attachment);
         for cq in &kept.queues.cqs {
             attachment
@@ -326,7 +326,7 @@ pub(crate) fn attach(
     let wakers = ControllerBackend::io_doorbells(&attachment).wakers;
     *kept.wakers() = wakers;
     kept.is_served.store(true, Ordering::Relaxed);
-    // A doorbell that was stored before its waker was known.
+    // Wakes pollers for doorbells that were written before their wakers were registered.
     for (_, waker) in kept.wakers().iter() {
         let _full = eventfd::signal(waker.eventfd());
     }

@@ -1,10 +1,10 @@
 //! `cargo simulate`: functions, attachments, pollers and drives under one scheduler, with one clock and one seed.
 //!
-//! The code that runs is that of the product. Built with `cfg(simulation)`, it lets the scheduler choose who goes on at
-//! each access to memory that several use (`nvme_mpt_memory::simulation`). Guests judge what they see, and the model of
-//! a drive judges its host.
+//! The simulation runs the product's code, built with `cfg(simulation)`. At each access to shared memory, this code lets the
+//! scheduler choose the next actor (`nvme_mpt_memory::simulation`). Guests check the results of their commands, and the drive
+//! model checks the host.
 //!
-//! A failure is a seed: the same seed takes the same steps on each machine.
+//! A seed identifies a failure: the same seed takes the same steps on each machine.
 
 #[cfg(simulation)]
 mod blocks;

@@ -1,6 +1,6 @@
-//! Deliberate defects, and the seeds that find them.
+//! Mutation tests: deliberate defects, and the seeds that find them.
 //!
-//! Each is made in a copy of the sources, which is built and simulated, and taken back. The workspace stays as it is.
+//! Each defect is applied to a copy of the sources. The copy is built, simulated, and restored. The workspace is unchanged.
 
 use std::fs;
 use std::io;
@@ -10,47 +10,47 @@ use std::process::Command;
 
 use serde::Deserialize;
 
-/// Seeds of a mutation's simulation, unless it has a number of its own.
+/// Default number of seeds for a mutation.
 const SEEDS: u64 = 1000;
 
-/// Reason for which mutations cannot be tried.
+/// Reason why mutations cannot be tested.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MutationError {
-    /// The list of mutations is no such list.
+    /// The list of mutations is malformed.
     #[error("{path}: {source}")]
     List {
-        /// The list.
+        /// Path of the list.
         path: PathBuf,
-        /// Complaint of the parser.
+        /// Error of the parser.
         source: Box<toml::de::Error>,
     },
     /// A file cannot be read or written.
     #[error("{path}: {source}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The kernel's error.
+        /// I/O error.
         source: io::Error,
     },
     /// A program cannot be started, or failed.
     #[error("`{command}` failed: {reason}")]
     Program {
-        /// The program, with its arguments.
+        /// Command line of the program.
         command: String,
-        /// The kernel's error, or its status.
+        /// I/O error or exit status.
         reason: String,
     },
     /// The sources have changed since the mutation was written.
     #[error("Mutation {name}: {file} has its text {count} times, not once; write it anew")]
     Stale {
-        /// The mutation.
+        /// Name of the mutation.
         name: String,
-        /// The file that it changes.
+        /// Path of the file that the mutation changes.
         file: String,
-        /// Number of times that the text is there.
+        /// Number of occurrences of the text.
         count: usize,
     },
-    /// There is no mutation of that name.
+    /// No mutation matches the filter.
     #[error("No mutation has `{0}` in its name")]
     Unknown(String),
 }
@@ -60,21 +60,21 @@ struct List {
     mutation: Vec<Mutation>,
 }
 
-/// A defect: text of a file, and what is there in its place.
+/// A defect: a text in a file, and the replacement.
 #[derive(Debug, Deserialize)]
 struct Mutation {
     name: String,
     file: String,
     find: String,
     replace: String,
-    /// The only scenario of its seeds; without it, each seed chooses one.
+    /// The only scenario of the seeds. Without it, each seed chooses a scenario.
     scenario: Option<String>,
-    /// Number of seeds, if it is another one than usual.
+    /// Number of seeds, if it differs from the default.
     seeds: Option<u64>,
 }
 
 impl Mutation {
-    /// Text that begins a line is written on a line of its own.
+    /// Returns the text and the replacement without the final newlines of TOML's multi-line strings.
     fn texts(&self) -> [&str; 2] {
         [&self.find, &self.replace].map(|text| text.trim_end_matches('\n'))
     }
@@ -92,14 +92,14 @@ impl Mutation {
     }
 }
 
-/// Fate of a mutation.
+/// Result of a mutation test.
 struct Found {
     name: String,
     seeds: String,
     is_found: bool,
 }
 
-/// Tries the mutations whose names have `filter` in them. Returns whether all of them were found.
+/// Tests the mutations whose names contain `filter`. Returns whether all were found.
 pub(crate) fn run(filter: &str, first: bool) -> Result<bool, MutationError> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let path = workspace.join("tests/simulator/mutations.toml");
@@ -136,7 +136,7 @@ pub(crate) fn run(filter: &str, first: bool) -> Result<bool, MutationError> {
 fn simulate(copy: &Path, mutation: &Mutation, first: bool) -> Result<Found, MutationError> {
     let mut cargo = Command::new("cargo");
     cargo.current_dir(copy).env_remove("CARGO_TARGET_DIR");
-    // As `cargo simulate` does, but for lints: a defect may leave something unused.
+    // Flags of `cargo simulate`, except for lints: a defect may leave unused code.
     let flags = "build.rustflags=['--cfg=simulation', '--cap-lints=allow']";
     cargo.args(["run", "--profile", "simulation", "--config", flags]);
     cargo.args(["--target-dir", "target/simulation"]);
@@ -167,7 +167,7 @@ fn simulate(copy: &Path, mutation: &Mutation, first: bool) -> Result<Found, Muta
     })
 }
 
-/// Copies what is under version control, and what is new beside it.
+/// Copies the files under version control, and new files that are not ignored.
 fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
     let mut git = Command::new("git");
     git.current_dir(workspace)
@@ -188,10 +188,10 @@ fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
             continue;
         }
         let Ok(bytes) = fs::read(&from) else {
-            // It was removed, and that is not committed yet.
+            // The file was removed, and the removal is not committed yet.
             continue;
         };
-        // A file that is the same keeps its time, so that it is not built again.
+        // An unchanged file keeps its modification time, so Cargo does not build it again.
         if fs::read(&to).is_ok_and(|there| there == bytes) {
             continue;
         }
@@ -201,7 +201,7 @@ fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
     Ok(())
 }
 
-/// Makes the folder that a file lies in.
+/// Creates the directory of a file.
 fn make_folder(file: &Path) -> Result<(), MutationError> {
     let folder = file.parent().unwrap_or(file);
     fs::create_dir_all(folder).map_err(|source| MutationError::File {

@@ -1,4 +1,4 @@
-//! Work of a guest whose blocks are registers: reads and writes that meet.
+//! Work of a guest whose blocks are registers: reads and writes that overlap.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -10,13 +10,13 @@ use nvme_mpt_tests::rng::Rng;
 use crate::guest::{Data, End, Work};
 use crate::history::{BLOCK, History};
 
-/// Blocks that a guest uses: few, so that commands meet.
+/// Number of blocks that a guest uses. It is small, so that commands overlap.
 pub(crate) const BLOCKS: usize = 96;
 
-/// Most blocks of a command.
+/// Maximum number of blocks of a command.
 pub(crate) const BLOCKS_MAX: u64 = 12;
 
-/// Blocks that are registers, with all that was written to them.
+/// Model of the blocks, with all written values.
 #[derive(Debug)]
 pub(crate) struct Registers(Arc<Mutex<History>>);
 
@@ -26,17 +26,17 @@ pub(crate) struct Command {
     opcode: u8,
     slba: u64,
     blocks: u64,
-    /// Values that are written to the blocks, one by one.
+    /// Values written to the blocks, one for each block.
     values: Vec<u64>,
 }
 
 impl Registers {
-    /// Blocks of zeroes.
+    /// Creates work on blocks that are all zeroes.
     pub(crate) fn new(guest: u64) -> Self {
         Self::after(Arc::new(Mutex::new(History::new(guest, BLOCKS))))
     }
 
-    /// Blocks with the history of a guest before this one.
+    /// Creates work on blocks with a previous guest's history.
     pub(crate) fn after(history: Arc<Mutex<History>>) -> Self {
         Self(history)
     }
@@ -46,15 +46,15 @@ impl Registers {
     }
 }
 
-/// Bytes of a block that has a value.
+/// Returns the contents of a block that has a value.
 pub(crate) fn bytes_of(value: u64) -> Vec<u8> {
     [value.to_le_bytes(); BLOCK / 8].concat()
 }
 
-/// Returns the value that the bytes of a block have.
+/// Returns the value of a block with these contents.
 ///
 /// # Panics
-/// If they have several.
+/// The contents have several values.
 pub(crate) fn value_of(block: u64, bytes: &[u8]) -> u64 {
     let (words, _) = bytes.as_chunks::<8>();
     let value = u64::from_le_bytes(words[0]);
@@ -141,7 +141,7 @@ impl Work for Registers {
                 end.has_succeeded() || end.is_excused,
                 "opcode {opcode:#x} failed: {cqe:?}"
             );
-            // No command of these has a result.
+            // These commands return no result in dword 0.
             assert_eq!(cqe.result, 0, "opcode {opcode:#x}: {cqe:?}");
         }
         let mut history = self.history();
@@ -152,7 +152,7 @@ impl Work for Registers {
                 }
             }
         }
-        // Deallocate is advice.
+        // Deallocate is advisory, so the blocks may stay as they were.
         let sure = end.has_succeeded() && opcode != io::DATASET_MANAGEMENT;
         for (block, _) in (slba..).zip(&values) {
             history.end(block, end.began, end.now, sure);

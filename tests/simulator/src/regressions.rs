@@ -1,27 +1,27 @@
-//! Seeds that failed once.
+//! Seeds that have found defects.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use serde::Deserialize;
 
-/// Reason for which there is no list.
+/// Reason why the list cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegressionError {
-    /// The list is no such list.
+    /// The list is malformed.
     #[error("{path}: {source}")]
     List {
-        /// The list.
+        /// Path of the list.
         path: PathBuf,
-        /// Complaint of the parser.
+        /// Error of the parser.
         source: Box<toml::de::Error>,
     },
     /// The list cannot be read.
     #[error("{path}: {source}")]
     File {
-        /// The list.
+        /// Path of the list.
         path: PathBuf,
-        /// The kernel's error.
+        /// I/O error.
         source: io::Error,
     },
 }
@@ -31,14 +31,14 @@ struct List {
     regression: Vec<Regression>,
 }
 
-/// A seed that failed once.
+/// A seed that has found a defect.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Regression {
     pub(crate) scenario: String,
     pub(crate) seed: u64,
-    /// Its failure.
+    /// Description of the failure.
     pub(crate) found: String,
-    /// The commit with which it failed no more.
+    /// Commit that fixed the failure.
     pub(crate) fix: String,
 }
 

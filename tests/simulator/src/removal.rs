@@ -1,7 +1,7 @@
-//! A physical drive that is removed under its guests. Those of another drive, on the same pollers, notice nothing.
+//! A physical drive that is removed while guests use it. Guests of another drive on the same pollers must not notice.
 //!
-//! The drive goes in order or at once, with commands in flight, while a queue is created, or within a reset. From then on
-//! commands may fail, but all of them end.
+//! The drive is removed normally or by surprise, with commands in flight, during a queue creation, or during a reset. From then
+//! on commands may fail, but all of them end.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,10 +18,10 @@ use crate::guest::Shared;
 use crate::runs::Less;
 use crate::scenario::{Host, Scenario, Tenant, any_persona, start_guest};
 
-/// Time after which a drive is gone that met no command with which it was to go.
+/// Time after which the drive vanishes in any case, if no command has triggered the removal.
 const AT_LAST: Duration = Duration::from_secs(2);
 
-/// Has guests use two drives, one of which is removed.
+/// Runs guests on two drives, and removes one drive.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     let host = Host::new(Scenario::Removal, count, PollerPool::new(), rng);
@@ -57,7 +57,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     other.close(true);
 }
 
-/// Removes a drive at some moment.
+/// Removes a drive at a random moment.
 fn remove(model: &ModelDrive, guests: &[Arc<Shared>], rng: &mut Rng) {
     let bits = rng.below(24);
     clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
@@ -70,7 +70,7 @@ fn remove(model: &ModelDrive, guests: &[Arc<Shared>], rng: &mut Rng) {
         0 => model.request_removal(),
         1 => model.inject(vanish(Meets::Admin(creation))),
         2 => {
-            // Within the reset that this brings about.
+            // The drive vanishes during the reset that the fatal error causes.
             model.inject(Fault::once(Meets::Io, Effect::Fatal).after(rng.below(8)));
             let opcode = [admin::SET_FEATURES, creation][rng.below(2) as usize];
             model.inject(vanish(Meets::Admin(opcode)).after(rng.below(2)));

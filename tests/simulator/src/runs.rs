@@ -1,4 +1,4 @@
-//! Seeds, one after the other, in processes that are replaced after some of them.
+//! Runs seeds in sequence. A child process runs a batch of seeds and is then replaced.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write as _, stdout};
@@ -16,77 +16,77 @@ use crate::regressions::{self, Regression};
 use crate::scenario::{self, Scenario};
 use crate::tenants;
 
-/// Seeds of a process.
+/// Seeds of a child process.
 const BATCH: u64 = 25;
 
-/// Failures that are shown.
+/// Maximum number of failures to show.
 const SHOWN: usize = 10;
 
-/// First word of a child's line about a seed that went well.
+/// First word of a child's line about a seed that passed.
 const OK: &str = "ok";
-/// First word of its line about one that failed.
+/// First word of a child's line about a seed that failed.
 const FAILED: &str = "failed";
-/// First word of its line with the figures of a cell of [`tenants`].
+/// First word of a child's line with results of a cell of [`tenants`].
 const FIGURES: &str = "figures";
 
-/// Runs functions, pollers and drives on one simulated clock, and judges what their guests see.
+/// Runs functions, pollers and drives on one simulated clock, and checks what the guests observe.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "cargo simulate")]
 pub(crate) struct Options {
     /// First seed.
     #[arg(long)]
     seed: Option<u64>,
-    /// Number of seeds; 1 if a first one is given, else 1000.
+    /// Number of seeds. Default: 1 if a first seed is given, else 1000.
     #[arg(long)]
     seeds: Option<u64>,
-    /// Runs seeds until so many hours of simulated time have passed, however many they are.
+    /// Runs seeds until this many hours of simulated time have passed, regardless of the number of seeds.
     #[arg(long)]
     hours: Option<f64>,
-    /// The only world to simulate; without it, the seed chooses one.
+    /// The only world to simulate. Without it, the seed chooses a world.
     #[arg(long, value_parser = named)]
     scenario: Option<Scenario>,
     /// File for the last steps of the last seed that failed.
     #[arg(long)]
     trace: Option<PathBuf>,
-    /// Ends with the first seed that fails.
+    /// Stops at the first seed that fails.
     #[arg(long)]
     first: bool,
-    /// Simulates less than the seed asks for.
+    /// Simulates less than the seed requires.
     #[command(flatten)]
     less: Less,
-    /// Looks for the least that still fails with the seed.
+    /// Searches for the smallest simulation that still fails with the seed.
     #[arg(long)]
     shrink: bool,
-    /// Makes each deliberate defect whose name has this text in it, and counts the seeds that find it.
+    /// Applies each deliberate defect whose name contains this text, and counts the seeds that find it.
     #[arg(long, num_args = 0..=1, default_missing_value = "", value_name = "NAME")]
     mutations: Option<String>,
-    /// Runs the seeds that failed once.
+    /// Runs the seeds that have found defects.
     #[arg(long)]
     regressions: bool,
-    /// Prints what tenants of a physical drive keep beside each other, as tables.
+    /// Prints tables of the performance that tenants of a physical drive keep beside each other.
     #[arg(long)]
     tenants: bool,
-    /// Runs these seeds in this process, for a parent.
+    /// Runs these seeds in this process, on behalf of a parent process.
     #[arg(long, hide = true, num_args = 2)]
     batch: Option<Vec<u64>>,
 }
 
-/// Parts of a simulation that are left out.
+/// Parts of a simulation to leave out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct Less {
-    /// Most guests.
+    /// Maximum number of guests.
     #[arg(long)]
     pub(crate) guests: Option<u64>,
-    /// Most rounds of commands of a guest.
+    /// Maximum number of rounds of commands for each guest.
     #[arg(long)]
     pub(crate) rounds: Option<u64>,
-    /// Nobody loses the processor for longer.
+    /// No actor is preempted for long.
     #[arg(long)]
     pub(crate) no_preemption: bool,
-    /// Stores are seen at once.
+    /// All stores are visible at once.
     #[arg(long)]
     pub(crate) no_late_stores: bool,
-    /// Drives do not fail, and no guest lies.
+    /// Drives do not fail, and no guest is malicious.
     #[arg(long)]
     pub(crate) no_trouble: bool,
 }
@@ -109,7 +109,7 @@ impl Less {
         arguments
     }
 
-    /// Smaller ones, the smallest first.
+    /// Returns smaller simulations, the smallest first.
     fn smaller(self) -> Vec<Self> {
         let rounds = self.rounds.unwrap_or(64);
         let guests = self.guests.unwrap_or(3);
@@ -148,10 +148,10 @@ impl Less {
     }
 }
 
-/// Returns the scenario of a name.
+/// Returns the scenario with this name.
 ///
 /// # Errors
-/// The names that there are.
+/// A list of the valid names.
 fn named(name: &str) -> Result<Scenario, String> {
     let mut all = Scenario::ALL.iter();
     let found = all.find(|(known, _)| *known == name);
@@ -161,7 +161,7 @@ fn named(name: &str) -> Result<Scenario, String> {
     })
 }
 
-/// Runs what the command line asks for.
+/// Executes the command line.
 pub(crate) fn main() -> ExitCode {
     let options = Options::parse();
     match (&options.batch, &options.mutations) {
@@ -181,7 +181,7 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-/// Runs seeds in this process. The first that fails ends it.
+/// Runs seeds in this process. The first failure ends the process.
 fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
     let engine = Engine::install();
     let trace = options.trace.clone();
@@ -216,7 +216,7 @@ fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Returns the numbers of an outcome, as [`Batch::finish`] reads them.
+/// Formats the numbers of an outcome for [`Batch::finish`].
 fn numbers(outcome: Outcome) -> String {
     let Outcome {
         steps,
@@ -234,11 +234,11 @@ struct Results {
     commands: u64,
     time: Duration,
     failures: Vec<(u64, String)>,
-    /// Lines with figures.
+    /// Lines with results of tenants' cells.
     figures: Vec<String>,
 }
 
-/// A process that runs seeds.
+/// A child process that runs seeds.
 struct Batch {
     child: Child,
     rest: Range<u64>,
@@ -265,7 +265,7 @@ impl Batch {
         })
     }
 
-    /// Reads its results to the end. Returns the seeds that it left out, as one before them failed.
+    /// Reads the child's results to the end. Returns the seeds that remain after a failure.
     fn finish(mut self, results: &Mutex<Results>) -> Range<u64> {
         let lines = self.child.stdout.take().map(BufReader::new);
         for line in lines
@@ -314,7 +314,7 @@ impl Batch {
     }
 }
 
-/// Leaves out one part after the other, as long as the seed still fails.
+/// Removes parts of the simulation one by one, as long as the seed still fails.
 fn shrink(options: &Options) -> ExitCode {
     let seed = options.seed.unwrap_or(0);
     let failure = |less: Less| {
@@ -348,7 +348,7 @@ fn shrink(options: &Options) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs the seeds that failed once, each in its scenario.
+/// Runs the seeds that have found defects, each in its scenario.
 fn run_regressions(options: &Options) -> ExitCode {
     let list = match regressions::read() {
         Ok(list) => list,
@@ -405,7 +405,7 @@ fn run_regressions(options: &Options) -> ExitCode {
     }
 }
 
-/// Shows a failure, and the command that repeats it.
+/// Prints a failure, and the command that reproduces it.
 fn show(scenario: &str, reason: &str, seed: u64, less: Less) {
     let seed = seed.to_string();
     let mut command = vec!["cargo simulate", "--seed", &seed, "--scenario", scenario];
@@ -414,7 +414,7 @@ fn show(scenario: &str, reason: &str, seed: u64, less: Less) {
     println!("{scenario}: {reason}\n    {}", command.join(" "));
 }
 
-/// Prints the figures of all cells of [`tenants`].
+/// Prints the results of all cells of [`tenants`].
 fn print_tenants(options: &Options) -> ExitCode {
     let options = Options {
         scenario: Some(Scenario::Tenants),
@@ -443,7 +443,7 @@ fn parent(options: &Options) -> ExitCode {
     report(options, &results, began.elapsed())
 }
 
-/// Runs seeds in as many processes as there are processors, until so much simulated time has passed.
+/// Runs seeds in one child per processor, until the seeds are done or the simulated time reaches `limit`.
 fn run_seeds(options: &Options, seeds: Range<u64>, limit: Option<Duration>) -> Results {
     let (next, results) = (Mutex::new(seeds.start), Mutex::new(Results::default()));
     let processors = std::thread::available_parallelism().map_or(1, |number| number.get());

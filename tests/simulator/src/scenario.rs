@@ -1,4 +1,4 @@
-//! Worlds: a drive, guests with functions on it, and what happens to them.
+//! Worlds: a drive, guests with functions on the drive, and events.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -50,53 +50,52 @@ use crate::snapshots;
 use crate::tenants;
 use crate::zones;
 
-/// Bytes of a lease: as many as its guest uses, so that leases of others lie just beside.
+/// Size of a lease in bytes. A guest uses all blocks, so leases of other guests are directly adjacent.
 pub(crate) const LEASE: u64 = (BLOCKS * BLOCK) as u64;
 
-/// Queue pairs of a function.
+/// Number of queue pairs of a function.
 pub(crate) const QUEUE_PAIRS: u16 = 4;
 
-/// A region of a guest's memory that stays.
+/// Region of a guest's memory that stays mapped.
 pub(crate) const LOW: u64 = 0x10_0000;
 pub(crate) const LOW_LEN: u64 = 2 << 20;
-/// A region that comes and goes.
+/// Region of a guest's memory that the VMM maps and unmaps.
 pub(crate) const HIGH: u64 = 1 << 32;
 pub(crate) const HIGH_LEN: u64 = 128 << 10;
-/// Most pieces in which it comes.
+/// Maximum number of pieces in which the VMM maps the high region.
 const PIECES: u64 = 4;
 
 /// Longest time of a command on a drive that fails.
 pub(crate) const FAILURE_PATIENCE: Duration = Duration::from_secs(180);
 
-/// Longest time of an I/O command while memory is pinned, if no actor loses its processor for longer. The most commands of
-/// three guests, 144 of 2 ms each, take 288 ms one after the other, and more in parts.
+/// Longest time of an I/O command while memory is pinned, without long preemptions. Three guests have up to 144 commands of 2
+/// ms, which take 288 ms in sequence, or more if the commands are split.
 const PINNING_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Number of longer losses of a processor within a command.
+/// Maximum number of long preemptions during a command.
 pub(crate) const ABSENCES: u32 = 40;
 
-/// Shortest and longest time to pin memory, as multiples of the longest time of a command.
+/// Range of the time to pin memory, as multiples of the longest time of a command.
 const PINNING_TIMES: std::ops::Range<u32> = 3..6;
 
-/// Most maps of memory for which an admin command waits.
+/// Maximum number of memory mappings that an admin command waits for.
 const PINS_MAX: u32 = 16;
 
-/// Configuration space: place of the first capability.
+/// Offset of the capabilities pointer in configuration space.
 const CAPABILITIES: u64 = 0x34;
 /// Identifier of the PCI Express capability.
 const PCI_EXPRESS: u8 = 0x10;
-/// Device Control, relative to that capability.
+/// Offset of Device Control in the PCI Express capability.
 const DEVICE_CONTROL: u64 = 8;
 /// Initiate Function Level Reset, in the upper byte of Device Control.
 const INITIATE_RESET: u8 = 1 << 7;
 
-/// Byte of memory that is taken away.
+/// Fill byte for unmapped memory.
 pub(crate) const TAKEN: u8 = 0x5A;
 
 /// A world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scenario {
-    /// A drive in memory.
     Memory,
     /// A drive in memory whose commands take time.
     Timed,
@@ -104,52 +103,52 @@ pub(crate) enum Scenario {
     Physical,
     /// A physical drive that fails.
     Failing,
-    /// Memory that comes and goes, on a drive in memory.
+    /// Memory that is mapped and unmapped, on a drive in memory.
     Maps,
-    /// The same on a physical drive.
+    /// Memory that is mapped and unmapped, on a physical drive.
     PhysicalMaps,
-    /// Controllers and queues that come and go, on a drive in memory whose commands take time.
+    /// Controllers that are reset and queues that are deleted, on a drive in memory whose commands take time.
     Resets,
-    /// The same on a physical drive.
+    /// Controllers that are reset and queues that are deleted, on a physical drive.
     PhysicalResets,
     /// Functions that are paused and resumed, on a drive in memory whose commands take time.
     Pauses,
-    /// The same on a physical drive.
+    /// Functions that are paused and resumed, on a physical drive.
     PhysicalPauses,
-    /// Leases with limits, on a drive in memory.
+    /// Leases with rate limits, on a drive in memory.
     Limits,
-    /// A server that dies at any step, and the next one that takes its queues up.
+    /// A server that dies at any step, and a successor that restores the queues.
     Lives,
-    /// Processes with leases of one drive, which die, on a machine that crashes.
+    /// Processes with leases of one drive. Processes die, and the machine crashes.
     Ledger,
-    /// VMMs with leases of a server's drive, all of which die at any step.
+    /// VMMs with leases of a server's drive. The server and the VMMs die at any step.
     Protocol,
-    /// A function that is saved under load, and restored in other processes, which die at any step.
+    /// A function that is saved under load and restored in other processes, which die at any step.
     Snapshots,
-    /// Zones, with controllers and queues that come and go, or a server that dies at any step.
+    /// Zones, with controller resets and queue deletions, or with a server that dies at any step.
     Zones,
-    /// Keys and values, with controllers and queues that come and go.
+    /// Keys and values, with controller resets and queue deletions.
     Keys,
-    /// Tenants of a file, with a server that dies at any step, and a machine that crashes.
+    /// Tenants of a file, with a server that dies at any step, on a machine that crashes.
     Files,
-    /// A physical drive that is removed, beside one that stays.
+    /// A physical drive that is removed, beside another drive.
     Removal,
-    /// Queues of quiet and loud guests that share the queue pairs of a physical drive.
+    /// Quiet and loud guests that share the queue pairs of a physical drive.
     Governor,
-    /// Tenants of a physical drive that go while it keeps their commands, and those that get their ranges.
+    /// Tenants of a physical drive that end while their commands are in flight, and the next tenants of their ranges.
     Endings,
-    /// A file whose disk stands still, beside drives that work, and upgrades meanwhile.
+    /// A file on a disk that stalls, beside drives that work, with upgrades during the stall.
     Frozen,
     /// A guest that shares a poller with a function of many busy queues.
     Shares,
-    /// Guests that share a poller with one that has it wait as far as it can.
+    /// Guests that share a poller with a guest that delays the poller as much as it can.
     Attackers,
-    /// A quiet or a busy tenant of a physical drive, beside one with another behaviour.
+    /// A quiet or a busy tenant of a physical drive, beside a tenant with another behaviour.
     Tenants,
 }
 
 impl Scenario {
-    /// All of them, by their names.
+    /// All scenarios with their names.
     pub(crate) const ALL: [(&str, Self); 25] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
@@ -178,7 +177,7 @@ impl Scenario {
         ("tenants", Self::Tenants),
     ];
 
-    /// The scenario of a seed. A world of tenants takes as long as ten others, and is asked for by its name.
+    /// Returns the scenario of a seed. `Tenants` is excluded: it takes ten times as long as the others, and runs by name only.
     pub(crate) fn of(seed: u64) -> Self {
         let others = Self::ALL
             .iter()
@@ -187,7 +186,7 @@ impl Scenario {
         others[(seed % others.len() as u64) as usize].1
     }
 
-    /// Its name.
+    /// Returns the scenario's name.
     pub(crate) fn name(self) -> &'static str {
         let named = Self::ALL.iter().find(|(_, scenario)| *scenario == self);
         named.map_or("", |(name, _)| name)
@@ -226,7 +225,7 @@ impl Scenario {
         matches!(self, Self::Resets | Self::PhysicalResets)
     }
 
-    /// Limits of what a guest does and has to bear.
+    /// Returns the parameters and limits of a guest's run.
     pub(crate) fn conditions(self, less: Less, rng: &mut Rng) -> Conditions {
         let errors = self == Self::Failing;
         let resets = match self {
@@ -234,9 +233,9 @@ impl Scenario {
             _ => self.has_resets(),
         };
         let rounds = match self {
-            // Worlds with one guest, which are small.
+            // These worlds have one guest, so they are fast.
             Self::Snapshots | Self::Zones | Self::Keys => 2 * (16 + rng.below(48)),
-            // Their time goes by with commands that wait.
+            // In these worlds, commands wait for long.
             Self::Governor | Self::Endings => 4 + rng.below(16),
             _ => 16 + rng.below(48),
         };
@@ -257,7 +256,7 @@ impl Scenario {
     }
 }
 
-/// Drive of a world, and its model if it is a physical one.
+/// The drive of a world. A physical drive has a model.
 pub(crate) struct Host {
     drive: Arc<Drive>,
     pub(crate) model: Option<Arc<ModelDrive>>,
@@ -265,11 +264,11 @@ pub(crate) struct Host {
     pollers: Arc<PollerPool>,
 }
 
-/// Options of a physical drive.
+/// Returns the options of a physical drive's model.
 fn options(scenario: Scenario, bytes: u64, rng: &mut Rng) -> Options {
     let latency = [0, 500, 20_000, 2_000_000][rng.below(4) as usize];
     let (queue_pairs, most) = match scenario {
-        // Its queues share pairs, and its commands wait for each other.
+        // Queues share few queue pairs, and commands wait for each other.
         Scenario::Governor => (2, 4),
         _ => (8, 64),
     };
@@ -300,7 +299,7 @@ impl Host {
             model = Some(drive.clone());
             let options = ControllerOptions {
                 deadline: match scenario {
-                    // Commands are late, and not lost.
+                    // The drive delays commands. The deadline is long, so they do not count as lost.
                     Scenario::Endings => Duration::from_secs(600),
                     _ => Duration::from_secs(10),
                 },
@@ -330,15 +329,15 @@ impl Host {
         }
     }
 
-    /// Returns the pollers, for another drive's guests.
+    /// Returns the pollers, which guests of another drive may share.
     pub(crate) fn pollers(&self) -> Arc<PollerPool> {
         self.pollers.clone()
     }
 
-    /// Has the drive's IOMMU pin guests' memory slowly, in some worlds. Returns the longest time of an I/O command in them: a
-    /// third of the shortest time to pin memory.
+    /// Lets the drive's IOMMU pin guest memory slowly in some worlds. Returns the longest time of an I/O command in these
+    /// worlds: a third of the shortest time to pin memory.
     fn pin_slowly(&self, scenario: Scenario, seed: u64, less: Less) -> Option<Duration> {
-        // These numbers are its own, so that all other choices stay as they are.
+        // A separate generator leaves all other random choices as they are.
         let mut rng = Rng::new(!seed);
         let (worlds, one_in) = match scenario {
             Scenario::PhysicalMaps => (2, 4),
@@ -359,10 +358,10 @@ impl Host {
         Some(patience)
     }
 
-    /// Gives the drive back, whose guests have ended. Judges the host, unless the drive did not behave itself.
+    /// Closes the drive after its guests have ended. If `is_judged` is true, checks the host's behaviour.
     ///
     /// # Panics
-    /// If the host did anything wrong, or kept anything of the drive.
+    /// The host made a mistake, or still has resources of the drive.
     pub(crate) fn close(self, is_judged: bool) {
         let Self {
             drive,
@@ -381,7 +380,7 @@ impl Host {
         }
     }
 
-    /// Asks for one of the drive's ranges, whatever data it has.
+    /// Leases one of the drive's ranges, with any previous data.
     pub(crate) fn lease(&self, id: &str, number: u64) -> Result<Lease, LeaseError> {
         let range = ByteRange::new(number * LEASE, LEASE).expect("a range");
         self.ledger.acquire(&LeaseRequest {
@@ -407,7 +406,7 @@ impl Host {
         self.attach(scenario, lease, doorbells, rng)
     }
 
-    /// Makes a function with a lease.
+    /// Creates a function for a lease.
     pub(crate) fn attach(
         &self,
         scenario: Scenario,
@@ -429,9 +428,9 @@ impl Host {
     }
 }
 
-/// Returns a policy for the pollers of a function with such doorbells.
+/// Returns a random polling policy that works with this kind of doorbells.
 pub(crate) fn policy(doorbells: DoorbellMode, rng: &mut Rng) -> &'static str {
-    // No store to a mapped doorbell wakes an event-driven poller.
+    // A store to a mapped doorbell does not wake an event-driven poller.
     let policies = match doorbells {
         DoorbellMode::Mapped => &["shared", "dedicated"][..],
         _ => &["shared", "dedicated", "shared:event", "dedicated:event"],
@@ -439,7 +438,7 @@ pub(crate) fn policy(doorbells: DoorbellMode, rng: &mut Rng) -> &'static str {
     policies[rng.below(policies.len() as u64) as usize]
 }
 
-/// Returns the configuration of a function whose guest has such doorbells.
+/// Returns the configuration of a function whose guest uses this kind of doorbells.
 pub(crate) fn config(
     drive: &Arc<Drive>,
     lease: Lease,
@@ -479,13 +478,13 @@ fn limits(rng: &mut Rng) -> RateLimits {
     }
 }
 
-/// A timing model of a drive.
+/// Creates a random timing model for a drive.
 pub(crate) fn profile(rng: &mut Rng) -> DriveProfile {
     let text = format!("model = \"nvm\"\n{}", timing(rng));
     DriveProfile::parse("simulated", &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Times of a drive's commands.
+/// Returns random command times for a drive model.
 pub(crate) fn timing(rng: &mut Rng) -> String {
     let latency = [1, 20, 300][rng.below(3) as usize];
     format!(
@@ -496,7 +495,7 @@ pub(crate) fn timing(rng: &mut Rng) -> String {
     )
 }
 
-/// Runs a world from its beginning to its end.
+/// Runs a world.
 pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
     let seed = mix(number);
     let mut rng = Rng::new(seed);
@@ -518,7 +517,7 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
-    // The last lease is that of a guest that lies, if there is one.
+    // The additional lease is for the malicious guest, if there is one.
     let host = Host::new(scenario, count + 1, PollerPool::new(), &mut rng);
     let patience = host.pin_slowly(scenario, seed, less);
     let is_hostile = !less.no_trouble && rng.below(3) == 0;
@@ -526,7 +525,7 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
         .map(|number| {
             let tenant = Tenant {
                 patience,
-                // Its VMM carries out one request at a time.
+                // The VMM executes requests one at a time, and maps of memory are requests too.
                 admin_patience: patience.map(|time| time * PINNING_TIMES.end * PINS_MAX),
                 ..Tenant::new(number, any_persona(&mut rng))
             };
@@ -552,12 +551,12 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
     host.close(scenario != Scenario::Failing);
 }
 
-/// Returns a driver.
+/// Returns a random driver.
 pub(crate) fn any_persona(rng: &mut Rng) -> Persona {
     Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize]
 }
 
-/// Returns a lease of a ledger that ends with the process.
+/// Returns a lease from a ledger that lives in this process only.
 pub(crate) fn lease_on(drive: &Drive, id: &str, range: ByteRange) -> Lease {
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id,
@@ -571,7 +570,7 @@ pub(crate) fn lease_on(drive: &Drive, id: &str, range: ByteRange) -> Lease {
     lease.unwrap_or_else(|error| panic!("no lease: {error}"))
 }
 
-/// One guest with a function on a range of a drive, which is paused at times.
+/// Runs one guest with a function on a range of a drive. The function is paused at times.
 pub(crate) fn run_alone<W: Work + 'static>(
     controller: Arc<dyn HostController>,
     range: ByteRange,
@@ -610,7 +609,7 @@ pub(crate) fn run_alone<W: Work + 'static>(
     }
 }
 
-/// One guest, whose server dies some times.
+/// Runs one guest whose server dies several times.
 fn run_lives(scenario: Scenario, less: Less, rng: &mut Rng) {
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
@@ -639,7 +638,7 @@ fn run_lives(scenario: Scenario, less: Less, rng: &mut Rng) {
     world.run(guest, pairs, Rng::new(rng.next_u64()));
 }
 
-/// Memory of a guest's commands.
+/// Allocates the buffers for a guest's commands.
 pub(crate) fn buffers(memory: &GuestMemory) -> Buffers {
     Buffers {
         high: memory
@@ -653,26 +652,26 @@ pub(crate) fn buffers(memory: &GuestMemory) -> Buffers {
 
 pub(crate) type Started = nvme_mpt::memory::sync::JoinHandle<()>;
 
-/// A guest with blocks of a drive.
+/// Options of a guest on a drive.
 pub(crate) struct Tenant {
     pub(crate) number: u64,
     pub(crate) persona: Persona,
     pub(crate) shared: Arc<Shared>,
     pub(crate) load: Load,
-    /// Guests before whose end it does not end.
+    /// Guests that must end before this guest ends.
     pub(crate) company: Vec<Arc<Shared>>,
-    /// Longest time of its commands, if it is another one than that of its scenario.
+    /// Longest time of commands, if it differs from the scenario's limit.
     pub(crate) patience: Option<Duration>,
-    /// Longest time of its admin commands, if it is another one than that of all commands.
+    /// Longest time of admin commands, if it differs from the limit of all commands.
     pub(crate) admin_patience: Option<Duration>,
-    /// True if its commands may fail in any scenario.
+    /// True if commands may fail, whatever the scenario.
     pub(crate) errors: bool,
-    /// Longest time of each of its I/O commands, from its submission on, if there is a bound.
+    /// Maximum latency of I/O commands, if there is a limit.
     pub(crate) longest: Option<Duration>,
 }
 
 impl Tenant {
-    /// One that does its rounds, and ends.
+    /// Creates options for a guest that executes its rounds and ends.
     pub(crate) fn new(number: u64, persona: Persona) -> Self {
         Self {
             number,
@@ -766,7 +765,7 @@ pub(crate) fn start_guest(
     start_thread(&name, work).expect("an actor")
 }
 
-/// Gives a function the memory of its guest and the guest the function.
+/// Connects a function and its guest: maps the guest's memory, and creates the vectors.
 pub(crate) fn plug(
     function: NvmeFunction,
     memory: &GuestMemory,
@@ -778,7 +777,7 @@ pub(crate) fn plug(
     (wire(function, &interrupts), interrupts)
 }
 
-/// Resets a function as a guest does: by Device Control of its PCI Express capability (PCI Express 4.0, section 7.5.3.4).
+/// Performs a Function Level Reset by Device Control of the PCI Express capability (PCI Express 4.0, section 7.5.3.4).
 fn reset_function(bar: &InProcess) {
     let mut function = bar.function();
     let byte = |offset: u64| {
@@ -798,13 +797,13 @@ fn reset_function(bar: &InProcess) {
     assert!(moves.is_empty(), "its BARs were decoded nowhere: {moves:?}");
 }
 
-/// Vectors of a guest's machine.
+/// Creates the vectors of a guest's machine.
 pub(crate) fn interrupts(count: usize) -> Vec<Arc<Interrupt>> {
     let interrupt = |_| Arc::new(Interrupt::new().expect("descriptors"));
     (0..count).map(interrupt).collect()
 }
 
-/// Gives a function the vectors of its guest's machine, and starts its control thread.
+/// Connects a function to the vectors of the guest's machine, and starts the function's control thread.
 pub(crate) fn wire(function: NvmeFunction, interrupts: &[Arc<Interrupt>]) -> Arc<InProcess> {
     for (vector, interrupt) in function.vectors().iter().zip(interrupts) {
         let event = interrupt.event().try_clone().expect("descriptors");
@@ -828,16 +827,16 @@ fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> St
     start_thread("liar", work).expect("an actor")
 }
 
-/// Work of a VMM until its guest has ended.
+/// Actions of a VMM, until its guest has ended.
 pub(crate) type Vmm = fn(&InProcess, &GuestMemory, &Shared, Rng);
 
-/// Lets some time pass, 17 ms at most.
+/// Sleeps for a random time of at most 17 ms.
 pub(crate) fn rest(rng: &mut Rng) {
     let bits = 10 + rng.below(14);
     clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
 }
 
-/// A VMM that pauses the function and resumes it, until the guest has ended.
+/// Pauses and resumes the function until the guest has ended.
 pub(crate) fn pause_and_resume(
     bar: &InProcess,
     memory: &GuestMemory,
@@ -849,7 +848,7 @@ pub(crate) fn pause_and_resume(
         shared.frozen.store(true, Ordering::Relaxed);
         let stands_still =
             || shared.stands_still.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
-        // The guest's processors stand still before the device does, or after it.
+        // The guest's processors stop before the device is paused, or later.
         let is_first = rng.below(2) == 0;
         while is_first && !stands_still() {
             clock::sleep(Duration::from_micros(50));
@@ -865,7 +864,7 @@ pub(crate) fn pause_and_resume(
             let before = look();
             rest(&mut rng);
             let after = look();
-            // All at once first: the search is slow without optimization.
+            // Compares all bytes at once first: the search for the position is slow without optimization.
             if after != before {
                 let differs = |(after, before)| after != before;
                 let first = after.iter().zip(&before).position(differs);
@@ -879,7 +878,7 @@ pub(crate) fn pause_and_resume(
     }
 }
 
-/// A VMM that takes a region of the guest's memory away and gives it back, until the guest has ended.
+/// Unmaps and maps a region of the guest's memory until the guest has ended.
 pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
     let region = memory
         .regions()
@@ -910,7 +909,7 @@ pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shar
             let written = bytes.iter().position(|byte| *byte != TAKEN);
             assert_eq!(written, None, "memory was written after it was taken away");
         }
-        // While one piece is pinned, pollers may have taken up all pieces before it, some of them or none.
+        // While the kernel pins a piece, pollers may have seen all earlier pieces, some of them or none.
         let pieces = [1, PIECES][rng.below(2) as usize];
         for piece in 0..pieces {
             let len = HIGH_LEN / pieces;
@@ -925,7 +924,7 @@ pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shar
     }
 }
 
-/// Has a drive fail some times, and work from then on.
+/// Injects some faults into a drive, then heals the drive.
 pub(crate) fn trouble(model: &ModelDrive, mut rng: Rng) {
     for _ in 0..1 + rng.below(4) {
         let bits = rng.below(24);
@@ -935,7 +934,7 @@ pub(crate) fn trouble(model: &ModelDrive, mut rng: Rng) {
             1 => Effect::Delay(Duration::from_millis(rng.below(20_000))),
             2 => Effect::Fatal,
             3 => Effect::Hang,
-            // A host may give an identifier again after 32 commands.
+            // A host may reuse an identifier after 32 commands.
             4 => match rng.below(16) {
                 0 => Effect::CompleteTwice,
                 further => Effect::CompleteAgain(further as u16),

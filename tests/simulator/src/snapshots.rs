@@ -1,9 +1,10 @@
-//! A guest that is moved: its function is saved under load, and another one is restored from the snapshot, in other
-//! processes, until one of them goes on.
+//! Migration of a guest. Its function is saved under load and restored from the snapshot in other processes, until the function
+//! runs in one of them.
 //!
-//! A process dies at any step of that. A function does not fit, memory is missing, bytes of the snapshot are damaged,
-//! and the sender goes on in the end. A machine of its own runs the guest, which stands still meanwhile at any step that
-//! is no access to a register. The drive's blocks, the guest's memory and the ledger are there for all processes.
+//! A process dies at any step of this. Restoring fails because the function does not fit, memory is missing, or the snapshot is
+//! damaged. In some cases, the function continues in the sender. The guest runs as a process of its own, and stops during the
+//! migration, at any step except for register accesses. All processes share the drive's blocks, the guest's memory and the
+//! ledger.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,10 +38,10 @@ use crate::scenario::{
     policy, profile, wire,
 };
 
-/// Folder of the ledger.
+/// Directory of the ledger.
 const FOLDER: &str = "/state";
 
-/// Drivers whose doorbells are none that a VMM maps into the guest: it would have to map others when the guest is moved.
+/// Drivers without mapped doorbells. A VMM would have to replace mapped doorbells during a migration.
 const PERSONAS: [Persona; 5] = [
     Persona::Linux,
     Persona::Libvfn,
@@ -49,7 +50,7 @@ const PERSONAS: [Persona; 5] = [
     Persona::FreeBsd,
 ];
 
-/// All that outlives a process.
+/// State that outlives a process.
 #[derive(Debug)]
 struct World {
     blocks: Blocks,
@@ -59,24 +60,24 @@ struct World {
     interrupts: Vec<Arc<Interrupt>>,
 }
 
-/// Options of a function.
+/// Options for the creation of a function.
 #[derive(Clone, Copy, Debug)]
 struct Build {
     policy: &'static str,
     queue_pairs: u16,
     doorbells: DoorbellMode,
-    /// The guest's memory is mapped.
+    /// True if the guest's memory is mapped.
     has_memory: bool,
 }
 
-/// A process's place for a function.
+/// The function of a process, if there is one.
 struct Slot {
     world: Arc<World>,
     function: Option<Arc<InProcess>>,
 }
 
 impl Slot {
-    /// Makes a function of the lease, as after power-on.
+    /// Creates a function for the lease, in its state after power-on.
     fn build(&mut self, build: Build) -> Result<(), LeaseError> {
         let World {
             blocks,
@@ -137,7 +138,7 @@ impl Slot {
         restored.map(drop)
     }
 
-    /// Checks that a function of which a restoration failed is as after power-on.
+    /// Checks that a function is in its state after power-on, although restoring has failed.
     fn check_new(&self) {
         assert!(
             !self.function().function().is_paused(),
@@ -167,7 +168,7 @@ struct Vmm {
 }
 
 impl Vmm {
-    /// Begins work of the process. Its outcome comes if the process lives.
+    /// Starts work in the process. The receiver gets the result, unless the process dies.
     fn begin<T: Send + 'static>(
         &self,
         work: impl FnOnce(&mut Slot) -> T + Send + 'static,
@@ -181,22 +182,22 @@ impl Vmm {
         receiver
     }
 
-    /// Has the process do work.
+    /// Performs work in the process, and waits for the result.
     fn call<T: Send + 'static>(&self, work: impl FnOnce(&mut Slot) -> T + Send + 'static) -> T {
         self.begin(work).recv().expect("a process that lives")
     }
 
-    /// Ends the function in order.
+    /// Ends the function normally.
     fn end(&self) {
         self.call(|slot| drop(slot.function.take()));
     }
 }
 
-/// BAR0 of the function that the guest has at the time.
+/// BAR0 of the guest's present function.
 #[derive(Debug, Default)]
 struct MovingBar {
     function: Mutex<Weak<InProcess>>,
-    /// Accesses that are under way.
+    /// Number of accesses in progress.
     accesses: AtomicUsize,
 }
 
@@ -242,7 +243,7 @@ struct Mover<'a> {
     shared: Arc<Shared>,
     guest: Process,
     rng: &'a mut Rng,
-    /// Failures are left out.
+    /// True if no failures are injected.
     is_calm: bool,
 }
 
@@ -251,7 +252,7 @@ impl Mover<'_> {
         self.rng.below(bound) == 0
     }
 
-    /// Lets at most `2 << bits` nanoseconds pass.
+    /// Sleeps for less than `2 << bits` nanoseconds.
     fn rest(&mut self, bits: u64) {
         let bits = self.rng.below(bits);
         clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
@@ -267,16 +268,16 @@ impl Mover<'_> {
         }
     }
 
-    /// Has the guest's processors stand still.
+    /// Stops the guest's processors.
     fn stop_guest(&self) {
-        // An access to a register ends first.
+        // Waits for the end of register accesses.
         while self.bar.accesses.load(Ordering::Relaxed) > 0 {
             clock::sleep(Duration::from_micros(1));
         }
         self.engine.hold(&self.guest);
     }
 
-    /// Has the function of a process go on, and the guest's processors before it or after it.
+    /// Resumes the function of a process, and resumes the guest's processors before or after it.
     fn go_on(&mut self, vmm: &Vmm) {
         self.bar.move_to(vmm.call(|slot| slot.weak()));
         let is_first = self.one_in(2);
@@ -291,7 +292,7 @@ impl Mover<'_> {
         }
     }
 
-    /// All that is in the guest's memory.
+    /// Returns the contents of the guest's memory.
     fn memory(&self) -> Vec<u8> {
         let mut bytes = vec![0; (LOW_LEN + HIGH_LEN) as usize];
         let (low, high) = bytes.split_at_mut(LOW_LEN as usize);
@@ -305,7 +306,7 @@ impl Mover<'_> {
         assert!(!written, "memory was written while the guest was moved");
     }
 
-    /// Moves the guest from a process to another one, or back to it. Returns the process that has it then.
+    /// Migrates the guest to another process, or back to the same process. Returns the process with the guest's function.
     fn move_guest(&mut self, sender: Vmm) -> Vmm {
         let stops_first = self.one_in(2);
         if stops_first {
@@ -326,7 +327,7 @@ impl Mover<'_> {
             self.go_on(&sender);
             return sender;
         }
-        // The sender gives the drive up.
+        // The sender releases the drive, by its death or normally.
         let mut sender = if self.one_in(3) {
             self.engine.kill(sender.process);
             None
@@ -357,7 +358,7 @@ impl Mover<'_> {
             );
             if let Some(sender) = sender {
                 if self.one_in(2) {
-                    // It believes that the guest is its own.
+                    // The sender tries to take the drive back.
                     let build = self.build();
                     let taken = sender.call(move |slot| slot.build(build).is_ok());
                     assert!(!taken, "two processes have the guest's drive");
@@ -365,7 +366,7 @@ impl Mover<'_> {
                 self.engine.kill(sender.process);
             }
             if self.one_in(2) {
-                // Else they are lost on the way.
+                // Raises the interrupts that the sender raised. Otherwise they are lost in the migration.
                 self.raise(&raised);
             }
             self.go_on(&vmm);
@@ -373,7 +374,7 @@ impl Mover<'_> {
         }
     }
 
-    /// Takes the signals of the guest's vectors that it did not take itself.
+    /// Takes the pending signals of the guest's vectors.
     fn take_interrupts(&self) -> Vec<u64> {
         let interrupts = self.world.interrupts.iter();
         interrupts
@@ -389,7 +390,7 @@ impl Mover<'_> {
         }
     }
 
-    /// Has a process become the one with the guest's function, which is paused then.
+    /// Restores the guest's function in a process. The function stays paused.
     fn become_guests(&mut self, vmm: &Vmm, snapshot: &[u8]) {
         let build = Build {
             has_memory: self.is_calm || !self.one_in(4),
@@ -403,7 +404,7 @@ impl Mover<'_> {
             if build.has_memory {
                 return restored;
             }
-            // The memory comes later. Without queues, nothing misses it.
+            // The memory is mapped later. A function without queues can be restored without memory.
             if restored.is_err() {
                 slot.check_new();
             }
@@ -416,11 +417,11 @@ impl Mover<'_> {
         restored.unwrap_or_else(|error| panic!("a snapshot does not fit: {error}: {error:?}"));
     }
 
-    /// Has a process fail to take the guest over. The snapshot is what the next one gets.
+    /// Makes a process fail to restore the function. The next process gets `snapshot`.
     fn fail(&mut self, vmm: Vmm, snapshot: &mut Vec<u8>) {
         match self.rng.below(8) {
             0..4 => {
-                // It dies at any step.
+                // The process dies at any step of the restore.
                 let (build, bytes) = (self.build(), snapshot.clone());
                 let _outcome = vmm.begin(move |slot| {
                     let built = slot.build(build);
@@ -481,7 +482,7 @@ impl Mover<'_> {
         self.engine.kill(vmm.process);
     }
 
-    /// Ends a function that did not go on, in order or by the death of its process.
+    /// Ends a function that was not resumed, normally or by the death of its process.
     fn end(&mut self, vmm: &Vmm) {
         if self.one_in(2) {
             vmm.end();
@@ -492,7 +493,7 @@ impl Mover<'_> {
         start_vmm(self.engine, &self.world)
     }
 
-    /// Moves the guest some times, and waits until it has ended.
+    /// Migrates the guest several times, and waits until the guest has ended.
     fn run(mut self, mut vmm: Vmm) {
         for _ in 0..1 + self.rng.below(10) {
             self.rest(24);
@@ -531,7 +532,7 @@ fn save(vmm: &Vmm) -> Vec<u8> {
     state.to_bytes().expect("bytes")
 }
 
-/// Has a guest do its work, and moves it meanwhile.
+/// Runs a guest, and migrates the guest at the same time.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     files::format(0);
     let engine = Engine::of_thread().expect("a scheduler");

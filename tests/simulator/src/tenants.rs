@@ -1,9 +1,9 @@
-//! Tenants of a physical drive in pairs: what one keeps, beside another one, of what it has alone.
+//! Pairs of tenants of a physical drive: the rate and latency that a tenant keeps beside a neighbour, compared with its rate
+//! and latency alone.
 //!
-//! Each seed is a cell of a table. A tenant is quiet, or busy with a weight. It has the drive to itself first, and then a
-//! neighbour with some behaviour comes. The drive works on a few commands at a time. It takes them from its queues in turn,
-//! or in the order of their arrival. All that shares the drive is the product's: pairs, turns, governor, supervisor and
-//! pollers.
+//! Each seed is a cell of a table. The tenant is quiet, or busy with a weight. At first the tenant has the drive alone. Then a
+//! neighbour with some behaviour arrives. The drive executes a few commands at a time, and takes them from its queues in turn,
+//! or in order of arrival. The tenants share the product's code: queue pairs, arbitration, governor, drive monitor and pollers.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -38,56 +38,56 @@ use crate::engine::Engine;
 use crate::history::BLOCK;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, config, interrupts, wire};
 
-/// Bytes of a tenant's range.
+/// Size of a tenant's range in bytes.
 const RANGE: u64 = 2 << 20;
 
-/// Pages of rings and data.
+/// Size of the pages of rings and data.
 const PAGE: usize = 4096;
 
-/// Times of the drive, which has four channels: a command takes a millisecond, and a fiftieth more for each page. The pollers'
-/// looks at it, each 50 us and more, are short beside that.
+/// Channels and times of the drive. A command takes 1 ms, plus 20 us for each page. These times are long compared with the
+/// pollers' intervals of 50 us and more.
 const CHANNELS: usize = 4;
 const COMMAND: Duration = Duration::from_millis(1);
 const COMMAND_PAGE: Duration = Duration::from_micros(20);
 
-/// Times of a tenant alone: to begin, and counted.
+/// Times of a tenant alone: before the measurement, and of the measurement.
 const SETTLES: Duration = Duration::from_millis(100);
 const ALONE: Duration = Duration::from_millis(500);
 
-/// Times beside a neighbour: those in which the product learns of the two, and counted. Shares by weight are decided by what
-/// the drive did in the last tenths of seconds.
+/// Times beside a neighbour: for the product's adaptation, and of the measurement. Weighted shares follow the drive's work in
+/// the last tenths of seconds.
 const LEARNS: [Duration; 2] = [Duration::from_millis(1500), Duration::from_secs(4)];
 const COUNTED: Duration = Duration::from_secs(1);
 
 /// Longest wait for an interrupt.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Commands that a queue may have in a second though its tenant has used up its share.
+/// Commands per second that each queue may have although its tenant's share is used up.
 const HELD_BACK_COMMANDS: f64 = 16.0;
 
-/// Commands of a tenant's queues.
+/// Kind of commands of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
     Write,
-    /// Write Zeroes and deallocations in turn.
+    /// Alternating Write Zeroes and deallocations.
     Zeroes,
 }
 
-/// Course of a neighbour's life.
+/// Changes in a neighbour's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
     Steady,
-    /// Its controller is reset over and over.
+    /// The controller is reset repeatedly.
     Resets,
-    /// Memory of it is unmapped and mapped over and over.
+    /// Memory is unmapped and mapped repeatedly.
     MapChurn,
-    /// It ends with commands in flight, and comes back.
+    /// The neighbour ends with commands in flight, and comes back.
     Dies,
 }
 
 impl Life {
-    /// Returns how long it lives, and how long it is away then.
+    /// Returns the durations of presence and absence.
     const fn times(self) -> (Duration, Duration) {
         match self {
             Self::Steady | Self::MapChurn => (Duration::MAX, Duration::ZERO),
@@ -97,10 +97,10 @@ impl Life {
     }
 }
 
-/// Pause between two changes of the memory.
+/// Pause between two changes of the memory mapping.
 const CHURN: Duration = Duration::from_millis(1);
 
-/// Behaviour of a tenant: so many commands outstanding, all the time, in each of its queues.
+/// Behaviour of a tenant, which keeps `depth` commands outstanding in each queue.
 #[derive(Clone, Copy, Debug)]
 struct Behaviour {
     name: &'static str,
@@ -173,7 +173,7 @@ const NEIGHBOURS: [Behaviour; 7] = [
     },
 ];
 
-/// The tenant that is looked at: its behaviour, and its weight beside that of its neighbour.
+/// The measured tenants: behaviour, and weights of the tenant and its neighbour.
 const TENANTS: [(Behaviour, [u16; 2]); 3] =
     [(QUIET, [100, 100]), (BUSY, [100, 100]), (BUSY, [1000, 100])];
 
@@ -184,7 +184,7 @@ const ORDERS: [Order; 2] = [Order::RoundRobin, Order::Arrival];
 pub(crate) const CELLS: u64 =
     (NEIGHBOURS.len() * TENANTS.len() * PAIRS.len() * ORDERS.len()) as u64;
 
-/// A cell of the table.
+/// A combination of tenant, neighbour and drive.
 #[derive(Clone, Copy, Debug)]
 struct Cell {
     neighbour: Behaviour,
@@ -195,12 +195,12 @@ struct Cell {
 }
 
 impl Cell {
-    /// Numbers of its neighbours, tenants, pairs and orders.
+    /// Numbers of neighbours, tenants, pairs and orders.
     const PARTS: [usize; 4] = [NEIGHBOURS.len(), TENANTS.len(), PAIRS.len(), ORDERS.len()];
 
-    /// The cell of a seed. As many seeds as there are cells have each of them once.
+    /// Returns the cell of a seed. `CELLS` consecutive seeds have each cell once.
     fn of(seed: u64) -> Self {
-        // Shifted in each round, so that seeds that lie a number apart have all cells, too.
+        // The shift in each round makes seeds at a regular distance have all cells, too.
         let mut number = ((seed + seed / CELLS) % CELLS) as usize;
         let [neighbour, tenant, pairs, order] = Self::PARTS.map(|count| {
             let part = number % count;
@@ -217,7 +217,7 @@ impl Cell {
         }
     }
 
-    /// Returns the first seed of the cell with these parts.
+    /// Returns the first seed of the cell with these indices.
     fn number(parts: [usize; 4]) -> u64 {
         let parts = parts.into_iter().zip(Self::PARTS).rev();
         parts.fold(0, |number, (part, count)| {
@@ -229,7 +229,7 @@ impl Cell {
         self.tenant.depth == QUIET.depth
     }
 
-    /// Returns the least that the tenant keeps.
+    /// Returns the tenant's minimum rate and maximum p99.
     fn bounds(&self) -> Bounds {
         match self.is_quiet() {
             true => self.quiet_bounds(),
@@ -240,12 +240,12 @@ impl Cell {
         }
     }
 
-    /// A quiet tenant keeps its half, and waits twice as long at most, but for a look of its poller.
+    /// A quiet tenant keeps half of its rate, and its latency at most doubles, plus one poll interval.
     ///
-    /// All commands of 4 KiB take the same time here, so waits come in steps of it. The governor's window has room for a
-    /// command or two more than the channels at times, and it is by the median that it shrinks. Of one deep queue, the commands
-    /// behind those that are worked on are seldom there when the quiet one comes. Of many queues, they are there more often,
-    /// and p99 has one step more.
+    /// All commands of 4 KiB take the same time here, so latencies are multiples of this time. The governor's window may have
+    /// room for one or two commands more than the drive has channels, and the window shrinks by the median latency. With one
+    /// deep queue as neighbour, further commands seldom wait in the drive when the quiet command arrives. With many queues they
+    /// do so more often, and p99 is one step longer.
     fn quiet_bounds(&self) -> Bounds {
         let (rate, p99) = match self.neighbour.queues {
             64 => (0.4, 6.0),
@@ -254,34 +254,35 @@ impl Cell {
         Bounds { rate, p99 }
     }
 
-    /// The least rate of a busy tenant: nine tenths of its share by weight, as limits follow what the drive did in the tenths
-    /// of seconds before. Some neighbours leave it less.
+    /// Returns the minimum rate of a busy tenant: 90 % of its weighted share, since limits follow the drive's work in the last
+    /// tenths of seconds. Beside some neighbours the minimum is lower.
     fn busy_rate(&self) -> f64 {
         let [own, others] = self.weights.map(f64::from);
         let share = own / (own + others);
-        // Each queue of the other may have a command each 62 ms, whatever its weight: no command waits without end.
+        // To prevent starvation, each queue of the neighbour may have a command every 62 ms, whatever its weight.
         let drive = CHANNELS as f64 / (COMMAND + COMMAND_PAGE).as_secs_f64();
         let unlimited = f64::from(self.neighbour.queues) * HELD_BACK_COMMANDS / drive;
         let share = share.min(1.0 - unlimited);
         match (self.neighbour.life, self.neighbour.kind) {
-            // It is a new tenant each time, without a limit for most of its life. Then places go by what waits, which is 32 of
-            // 288, and the commands that it leaves behind are done all the same.
+            // After each return, the neighbour is a new tenant, and has no limit for most of its life. Slots then go by the
+            // number of waiting commands, which is 32 of 288. The drive also executes the commands that the neighbour leaves
+            // behind.
             (Life::Dies, _) => 0.3,
-            // Weights divide bytes. What the drive needs for a byte of a large command and of a small one is not known.
+            // Weights divide bytes. The drive's cost of a byte is unknown, and differs between large and small commands.
             (_, Kind::Write | Kind::Zeroes) => 0.3,
-            // Its queue fills anew after each reset, beyond its limit at first.
+            // After each reset, the neighbour's queue fills again, beyond its limit at first.
             (Life::Resets, _) => 0.85 * share,
             _ => 0.9 * share,
         }
     }
 }
 
-/// Bounds of the figures of a cell.
+/// Limits for the results of a cell.
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
-    /// The least rate.
+    /// Minimum rate, relative to the tenant's rate alone.
     rate: f64,
-    /// The longest p99.
+    /// Maximum p99, relative to the tenant's latency alone.
     p99: f64,
 }
 
@@ -313,22 +314,22 @@ impl fmt::Display for Cell {
     }
 }
 
-/// The drive, and what its tenants share.
+/// The drive, and the parts that its tenants share.
 struct World {
     drive: Arc<Drive>,
     ledger: Ledger,
     pollers: Arc<PollerPool>,
 }
 
-/// A queue of a guest.
+/// A guest's queue.
 struct Queue {
     pair: QueuePair,
-    /// When each command was submitted, by its identifier; none if it was not.
+    /// Time of submission for each command identifier. `None` if the identifier is free.
     submitted: Vec<Option<Duration>>,
     free: Vec<u16>,
 }
 
-/// A guest and its function. All queues of it have one vector.
+/// A guest and its function. All queues share one vector.
 struct Client {
     behaviour: Behaviour,
     controller: Controller,
@@ -342,7 +343,7 @@ struct Client {
 }
 
 impl World {
-    /// Makes a function with a lease of the `number`th range, and has its guest create its queues.
+    /// Creates a function with a lease of the `number`th range, and lets its guest create the queues.
     fn connect(&self, number: u64, behaviour: Behaviour, weight: u16) -> Client {
         let range = ByteRange::new(number * RANGE, RANGE).expect("a range");
         let lease = loop {
@@ -357,7 +358,7 @@ impl World {
             });
             match lease {
                 Ok(lease) => break lease,
-                // The drive has commands still of a process that died.
+                // The drive still executes commands of the process that died.
                 Err(LeaseError::Overlap { .. } | LeaseError::InUse { .. }) => clock::sleep(LOOK),
                 Err(error) => panic!("no lease: {error}"),
             }
@@ -368,7 +369,7 @@ impl World {
                 weight: Some(LeaseWeight::try_from(weight).expect("within bounds")),
                 ..RateLimits::default()
             },
-            // A trial that holds interrupts back would be most of p99.
+            // An experiment with interrupt coalescing would dominate p99.
             learning: AdaptivePolicies {
                 moderation: PolicyChoice::Fixed,
                 ..AdaptivePolicies::default()
@@ -418,7 +419,7 @@ impl World {
     }
 }
 
-/// The commands of a behaviour, and their lists.
+/// Returns the commands of a behaviour, and their PRP lists.
 fn commands(behaviour: Behaviour, buffer: &DmaBuffer) -> (Vec<Sqe>, Vec<prp::Prepared>) {
     let blocks = (behaviour.bytes / BLOCK) as u32;
     match behaviour.kind {
@@ -455,7 +456,7 @@ impl Client {
         }
     }
 
-    /// Resets the controller, with commands in flight.
+    /// Resets the controller while commands are in flight.
     fn reset(&mut self) {
         let reset = self.controller.reset();
         reset.unwrap_or_else(|error| panic!("the controller is not reset: {error}"));
@@ -463,7 +464,7 @@ impl Client {
         self.create_queues();
     }
 
-    /// Keeps its queues full until a moment, or until a flag is set. `done` gets the time of each command.
+    /// Keeps the queues full until `until`, or until the flag is set. `done` gets the latency of each command.
     fn work(&mut self, until: Duration, is_over: &AtomicBool, mut done: impl FnMut(Duration)) {
         loop {
             let now = clock::monotonic();
@@ -504,7 +505,7 @@ impl Client {
     }
 }
 
-/// A region that is unmapped and mapped until a flag is set.
+/// Unmaps and maps a region until the flag is set.
 fn churn(bar: &InProcess, memory: &GuestMemory, is_over: &AtomicBool) {
     let regions = memory.regions();
     let region: &Region = regions.iter().find(|it| it.gpa == HIGH).expect("a region");
@@ -519,7 +520,7 @@ fn churn(bar: &InProcess, memory: &GuestMemory, is_over: &AtomicBool) {
     }
 }
 
-/// Lives as the neighbour until a flag is set, and counts its bytes.
+/// Runs the neighbour until the flag is set, and counts its bytes.
 fn live(
     world: &World,
     behaviour: Behaviour,
@@ -553,7 +554,7 @@ fn live(
     }
 }
 
-/// Observations of a tenant in some time.
+/// Latencies of a tenant's commands in a period.
 #[derive(Debug, Default)]
 struct Seen {
     times: Vec<Duration>,
@@ -583,7 +584,7 @@ impl Seen {
     }
 }
 
-/// Figures of a cell: rate and times by those alone, and the part of all bytes.
+/// Results of a cell: rate and latencies relative to those of the tenant alone, and the tenant's share of all bytes.
 #[derive(Clone, Copy, Debug)]
 struct Figures {
     rate: f64,
@@ -615,7 +616,7 @@ impl fmt::Display for Figures {
     }
 }
 
-/// Lets the two tenants of a cell use a drive.
+/// Measures the tenant of a cell, alone and beside its neighbour.
 fn measure(cell: Cell) -> Figures {
     let engine = Engine::of_thread().expect("a scheduler");
     engine.charge_calls_alone();
@@ -681,7 +682,7 @@ fn measure(cell: Cell) -> Figures {
 /// Checks the cell of a seed.
 ///
 /// # Panics
-/// If the tenant keeps less than it should.
+/// The tenant's results are worse than the limits.
 pub(crate) fn run(seed: u64) {
     let cell = Cell::of(seed);
     let figures = measure(cell);
@@ -689,7 +690,7 @@ pub(crate) fn run(seed: u64) {
     assert!(figures.are_within(bounds), "{cell}: {figures}; {bounds}");
 }
 
-/// Returns the figures of a seed's cell as a line, for [`table`].
+/// Returns the results of a seed's cell as a line for [`table`].
 pub(crate) fn figures(seed: u64) -> String {
     let Figures {
         rate,
@@ -715,7 +716,7 @@ impl FromStr for Figures {
     }
 }
 
-/// Returns a table of lines that [`figures`] made, as Markdown.
+/// Returns a Markdown table of lines by [`figures`].
 pub(crate) fn table(lines: &[String]) -> String {
     let figures: BTreeMap<u64, Figures> = lines
         .iter()

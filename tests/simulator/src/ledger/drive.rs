@@ -1,4 +1,4 @@
-//! A drive with a cache that a crash of the machine loses.
+//! A drive whose write cache is lost in a crash of the machine.
 
 use std::io;
 
@@ -17,10 +17,10 @@ use nvme_software::{
 
 use super::judge::{CELL, CELLS, Judge};
 
-/// Size of a logical block, as a power of two.
+/// Binary logarithm of the logical block size.
 pub(super) const LBA_SHIFT: u8 = 12;
 
-/// A process's side of the drive. The judge has the content.
+/// A process's handle of the drive. The judge stores the contents.
 #[derive(Clone, Debug)]
 pub(super) struct Cells(pub(super) Judge);
 
@@ -58,7 +58,7 @@ impl BackingStore for Cells {
     }
 
     fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
-        // So a wipe takes several commands.
+        // Small commands make a wipe take several commands.
         ControllerLimits {
             no_data_bytes_max: 2 * CELL,
             ..limits

@@ -1,7 +1,7 @@
-//! Judge of leases: a model of what each id may have, see and lose, which knows nothing of the ledger's rules.
+//! Model of leases: the cells and data that each id may have, see and lose. It does not use the ledger's code.
 //!
-//! The drive is a list of cells. Each has the data of an id, or zeroes, as it is seen and as it is durable. What a
-//! process was doing when it died may have been done or not; the judge then allows both.
+//! The drive is a list of cells. A cell has the data of an id, or zeroes. The model has the visible state and the durable state
+//! of each cell. An operation of a process that died may have happened or not, and the model allows both.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,16 +13,16 @@ use nvme_mpt::memory::simulation::process;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt_tests::rng::Rng;
 
-/// Bytes of a cell.
+/// Size of a cell in bytes.
 pub(super) const CELL: u64 = 256 << 10;
 
-/// Cells of the drive.
+/// Number of cells of the drive.
 pub(super) const CELLS: usize = 40;
 
 /// Ids of leases.
 pub(super) const IDS: [&str; 5] = ["a", "b", "c", "d", "e"];
 
-/// Number of an id.
+/// Index in `IDS`.
 pub(super) type Id = usize;
 
 /// A process's request for a lease.
@@ -31,7 +31,7 @@ pub(super) struct Request {
     pub(super) id: Id,
     pub(super) wanted: RequestedBytes,
     pub(super) fate: PreviousDataPolicy,
-    /// User that owns the lease from then on; `None`: it keeps its owner.
+    /// New owner of the lease. `None` leaves the owner unchanged.
     pub(super) owner: Option<u32>,
 }
 
@@ -40,7 +40,7 @@ impl Request {
         matches!(self.wanted, RequestedBytes::Size { .. })
     }
 
-    /// Returns whether it names a cell, and the data of others there has this fate.
+    /// Returns whether the request is for a range that includes `cell`, with this policy for previous data.
     fn has_fate(&self, cell: usize, fate: PreviousDataPolicy) -> bool {
         match self.wanted {
             RequestedBytes::At(range) => self.fate == fate && cells_of(&[range]).contains(&cell),
@@ -49,55 +49,55 @@ impl Request {
     }
 }
 
-/// Returns the cells of ranges, in their order.
+/// Returns the cells of the ranges, in order.
 fn cells_of(ranges: &[ByteRange]) -> Vec<usize> {
     let cells = |range: &ByteRange| (range.start() / CELL) as usize..(range.end() / CELL) as usize;
     ranges.iter().flat_map(cells).collect()
 }
 
-/// Data in a cell: the id that wrote it, and the cell's number in its lease by size.
+/// Origin of a cell's data: the id that wrote the cell, and the cell's index in the id's lease by size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Data {
     id: Id,
     at: Option<usize>,
 }
 
-/// A cell of the drive.
+/// State of a cell of the drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Cell {
-    /// `None`: zeroes.
+    /// `None` for zeroes.
     data: Option<Data>,
-    /// The data was given up, so that any id may see it.
+    /// True if the owner has given the data up, so that any id may see the data.
     given_up: bool,
-    /// The data may be wiped.
+    /// True if the data may be wiped.
     condemned: bool,
-    /// A wipe has begun, and has not ended.
+    /// True while a wipe is in progress.
     wiping: bool,
 }
 
-/// A lease that was given out, and that its holder has not begun to give back.
+/// A lease that is held, and whose holder has not started to return it.
 #[derive(Clone, Debug)]
 struct Grant {
     request: Request,
-    /// In the order of the lease.
+    /// Cells in the order of the lease.
     cells: Vec<usize>,
-    /// The ledger has just these cells, and no more behind them.
+    /// True if the ledger has exactly these cells. Otherwise the ledger may have more cells behind them.
     is_exact: bool,
-    /// `None`: it died.
+    /// Process that holds the lease. `None` if the process has died.
     holder: Option<u64>,
-    /// `None`: not known.
+    /// `None` if unknown.
     owner: Option<u32>,
     is_ending: bool,
-    /// Decisions about the id's data since: given up, condemned.
+    /// Decisions about the id's data since the grant: given up, condemned.
     decided: (bool, bool),
 }
 
-/// A lease, as its holder sees it.
+/// A lease from the holder's view.
 #[derive(Clone, Debug)]
 pub(super) struct Facts {
     cells: Vec<usize>,
     unwiped: Vec<usize>,
-    /// Its range; `None` of a lease by size.
+    /// Range of the lease. `None` for a lease by size.
     range: Option<ByteRange>,
     names: LeaseIdentity,
 }
@@ -117,49 +117,49 @@ impl Facts {
     }
 }
 
-/// A change of the ledger that a process has under way.
+/// A ledger operation in progress.
 #[derive(Clone, Debug)]
 pub(super) enum Doing {
     Acquire(Request),
     GiveBack,
-    /// The operator's.
+    /// Release by the operator.
     Release,
     Decide(PreviousDataPolicy),
     Grow,
-    /// To so many cells.
+    /// Truncation to this number of cells.
     Truncate(usize),
-    /// Anything that changes neither cells nor ids.
+    /// Any other change, which affects neither cells nor ids.
     Note,
 }
 
-/// Outcome of what a process did.
+/// Outcome of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     Done,
     Refused,
-    /// It failed in the middle.
+    /// The operation failed halfway.
     Unknown,
 }
 
-/// Something that a process is doing.
+/// An operation in progress.
 #[derive(Clone, Debug)]
 struct Open {
     process: u64,
     id: Id,
     doing: Doing,
-    /// The id's moves after it began.
+    /// Value of the id's counter in `moves` after the start of the operation.
     moves: u64,
-    /// The grant when it began.
+    /// Grant at the start of the operation.
     before: Option<Grant>,
-    /// Decisions about the id's data since: given up, condemned.
+    /// Decisions about the id's data since the start: given up, condemned.
     decided: (bool, bool),
 }
 
-/// Permit to end what was begun.
+/// Handle with which an operation is ended.
 #[derive(Debug)]
 pub(super) struct Token(u64);
 
-/// The moves of all ids when a look at the ledger began; `None` for ids that were on the move.
+/// Counters of all ids when a listing of the ledger began. `None` for ids with operations in progress.
 #[derive(Debug)]
 pub(super) struct Look([Option<u64>; IDS.len()]);
 
@@ -168,12 +168,12 @@ struct State {
     seen: Vec<Cell>,
     durable: Vec<Cell>,
     grants: BTreeMap<Id, Grant>,
-    /// Ids whose lease was given back or released for certain.
+    /// Ids whose lease was certainly returned or released.
     released: BTreeSet<Id>,
     open: BTreeMap<u64, Open>,
-    /// Number of the next thing that is done.
+    /// Number of the next operation.
     next: u64,
-    /// Begins and ends of all that concerns an id.
+    /// Number of starts and ends of operations, for each id.
     moves: [u64; IDS.len()],
     names: Vec<(Id, Option<ByteRange>, LeaseIdentity)>,
 }
@@ -193,7 +193,7 @@ impl Default for State {
     }
 }
 
-/// The judge. A clone is the same one. It lets nobody else go on.
+/// Handle of the model. Clones share the model. No method yields to other actors.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Judge(Arc<Mutex<State>>);
 
@@ -202,12 +202,12 @@ impl Judge {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns how many things were done.
+    /// Returns the number of operations so far.
     pub(super) fn doings_so_far(&self) -> u64 {
         self.state().next
     }
 
-    /// Notes that the process that runs begins something.
+    /// Records the start of an operation of the calling process.
     pub(super) fn begin(&self, id: Id, doing: Doing) -> Token {
         let mut state = self.state();
         state.moves[id] += 1;
@@ -241,7 +241,7 @@ impl Judge {
         Token(number)
     }
 
-    /// Notes the end of something but a lease that was given out or has grown.
+    /// Records the end of an operation. For grants and growth, see `granted` and `grown`.
     pub(super) fn end(&self, token: Token, outcome: Outcome) {
         let mut state = self.state();
         if let Some(open) = state.open.remove(&token.0) {
@@ -249,7 +249,7 @@ impl Judge {
         }
     }
 
-    /// Notes that a lease was given out.
+    /// Records a grant.
     pub(super) fn granted(&self, token: Token, facts: Facts) {
         let mut state = self.state();
         if let Some(open) = state.open.get(&token.0).cloned() {
@@ -258,7 +258,7 @@ impl Judge {
         }
     }
 
-    /// Notes that a lease has grown.
+    /// Records the growth of a lease.
     pub(super) fn grown(&self, token: Token, facts: Facts) {
         let mut state = self.state();
         if let Some(open) = state.open.get(&token.0).cloned() {
@@ -267,14 +267,14 @@ impl Judge {
         }
     }
 
-    /// Notes that the holder of a lease marks it as ending.
+    /// Records that the holder marks a lease as ending.
     pub(super) fn ends(&self, id: Id) {
         if let Some(grant) = self.state().grants.get_mut(&id) {
             grant.is_ending = true;
         }
     }
 
-    /// Notes the death of a process.
+    /// Records the death of a process.
     pub(super) fn died(&self, process: u64) {
         let mut state = self.state();
         let open = state.open.extract_if(.., |_, open| open.process == process);
@@ -292,7 +292,7 @@ impl Judge {
         }
     }
 
-    /// Loses a part of what was written to the drive and not flushed. All processes have died.
+    /// Loses some of the data that was not flushed. All processes have died before.
     pub(super) fn crash(&self, rng: &mut Rng) {
         let mut state = self.state();
         let way = rng.below(3);
@@ -309,7 +309,7 @@ impl Judge {
         }
     }
 
-    /// A command of a process zeroes a cell.
+    /// Records that a command of a process has zeroed a cell.
     pub(super) fn zeroed(&self, process: u64, number: usize) {
         let mut state = self.state();
         let is_holder =
@@ -323,13 +323,13 @@ impl Judge {
         cell.data = None;
     }
 
-    /// All that was written is durable.
+    /// Records a flush: all data is durable.
     pub(super) fn flushed(&self) {
         let mut state = self.state();
         state.durable = state.seen.clone();
     }
 
-    /// Notes what is not wiped of a lease after a wipe, or a part of one.
+    /// Records a lease's unwiped ranges after a wipe, or after a part of a wipe.
     pub(super) fn wiped(&self, id: Id, unwiped: &[ByteRange]) {
         let mut state = self.state();
         let unwiped = cells_of(unwiped);
@@ -356,7 +356,7 @@ impl Judge {
         state.grants.get(&id).map_or(0, |grant| grant.cells.len())
     }
 
-    /// The holder of a lease reads one of its cells, and writes it if asked to.
+    /// Checks that the holder may read a cell of its lease. If `writes` is true, writes the cell.
     pub(super) fn used(&self, id: Id, at: usize, writes: bool) {
         let mut state = self.state();
         let Some(grant) = state.grants.get(&id).cloned() else {
@@ -379,14 +379,14 @@ impl Judge {
         }
     }
 
-    /// Begins a look at the ledger.
+    /// Records the start of a listing of the ledger.
     pub(super) fn look(&self) -> Look {
         let state = self.state();
         let moves = |id| (!state.is_moving(id)).then_some(state.moves[id]);
         Look(std::array::from_fn(moves))
     }
 
-    /// Judges a list of leases. `named` have the process that runs as their holder in it.
+    /// Checks a list of leases. Entries of ids in `named` must show the calling process as holder.
     pub(super) fn judge_list(&self, look: &Look, entries: &[LeaseEntry], named: &[Id]) {
         let state = self.state();
         for (id, moves) in look.0.into_iter().enumerate() {
@@ -443,12 +443,12 @@ impl State {
         self.open.values().any(|open| open.id == id)
     }
 
-    /// Returns whether anything is being done that `is_it` says yes to.
+    /// Returns whether an operation in progress meets a condition.
     fn is_open(&self, is_it: impl Fn(&Open) -> bool) -> bool {
         self.open.values().any(is_it)
     }
 
-    /// Judges that the holder of a lease sees a cell.
+    /// Checks that the holder of a lease may see a cell.
     fn judge_sight(&self, by: &Request, at: usize, number: usize) {
         let cell = self.seen[number];
         assert!(!cell.wiping, "cell {number} is used before it is wiped");
@@ -471,7 +471,7 @@ impl State {
         );
     }
 
-    /// Judges that a cell is to be wiped, for a lease.
+    /// Checks that a cell may be wiped for a lease.
     fn judge_wipe(&self, by: &Request, number: usize) {
         let cell = self.seen[number];
         let Some(data) = cell.data else {
@@ -493,7 +493,7 @@ impl State {
         );
     }
 
-    /// Judges cells that a lease gets, from its cell `first` on, and notes what becomes of their data.
+    /// Checks the cells that a lease gets, starting at index `first` of the lease. Updates the state of the cells' data.
     fn judge_cells(
         &mut self,
         by: &Request,
@@ -530,7 +530,7 @@ impl State {
                         }
                         (cell.given_up, cell.condemned) = decided;
                     }
-                    // The id's from now on.
+                    // From now on, the lease's id may use the data as its own.
                     Some(_) if is_seen || is_kept => (cell.given_up, cell.condemned) = (true, true),
                     _ => {}
                 }
@@ -578,7 +578,7 @@ impl State {
             cells,
             is_exact: true,
             holder: Some(open.process),
-            // A decision ends the terms of an id.
+            // A decision about the data ends the id's ownership.
             owner: request.owner.or(known).filter(|_| !open.decided.1),
             is_ending: false,
             decided: open.decided,
@@ -588,7 +588,7 @@ impl State {
         self.moves[id] += 1;
     }
 
-    /// Judges the names of a lease: always the same, and those of no other lease.
+    /// Checks a lease's names: they never change, and no other lease has them.
     fn judge_names(&mut self, id: Id, place: Option<ByteRange>, names: LeaseIdentity) {
         for (other, at, known) in &self.names {
             let is_same = (*other, *at) == (id, place);
@@ -699,13 +699,13 @@ impl State {
         }
     }
 
-    /// A lease may have been given out, to a process that does not know of it.
+    /// Handles an acquisition that may have succeeded, although the process does not know of the lease.
     fn may_have_acquired(&mut self, request: &Request) {
         let id = request.id;
         self.released.remove(&id);
         if let RequestedBytes::At(range) = request.wanted {
             for number in cells_of(&[range]) {
-                // The holder of a lease that overlaps came before or after: this one has nothing of it.
+                // An overlapping lease was held before or after this lease, so this lease has none of its cells.
                 let has = |grant: &Grant| grant.holder.is_some() && grant.cells.contains(&number);
                 if self.grants.values().any(has) {
                     continue;
@@ -753,7 +753,7 @@ impl State {
             grant.owner = None;
             grant.decided = (gives_up || grant.decided.0, true);
         }
-        // It may come before or after what is being done.
+        // The operation may come before or after the operations in progress.
         for open in self.open.values_mut().filter(|open| open.id == id) {
             open.decided = (gives_up || open.decided.0, true);
         }

@@ -1,7 +1,7 @@
 //! Processes that share the leases of one drive by a ledger on a simulated disk.
 //!
-//! A process dies at any step, and the next one takes its leases over. The machine crashes: all processes die, the disk
-//! keeps a part of what was not synced, and the drive a part of what was not flushed.
+//! A process dies at any step, and the next process takes over its leases. In a crash of the machine, all processes die. The
+//! disk keeps some of the data that was not synced, and the drive keeps some of the data that was not flushed.
 
 mod drive;
 mod judge;
@@ -22,23 +22,23 @@ use crate::runs::Less;
 use judge::{Judge, Request};
 use server::Server;
 
-/// All that outlives a process.
+/// State that outlives a process.
 #[derive(Debug)]
 struct World {
     judge: Judge,
-    /// Folder of the ledger.
+    /// Directory of the ledger.
     folder: PathBuf,
-    /// True if the disk fails now and then.
+    /// True if the disk fails sometimes.
     fails: bool,
     seats: Mutex<Vec<Seat>>,
 }
 
-/// Place of a process: when it ends, another one comes.
+/// Slot for a process. When the process ends, another process starts in the slot.
 #[derive(Clone, Debug, Default)]
 struct Seat {
-    /// Leases that the process had, which the next one asks for again.
+    /// Leases of the process, which the next process requests again.
     had: Vec<Request>,
-    /// The process has ended by itself.
+    /// True if the process has ended normally.
     is_left: bool,
 }
 
@@ -47,7 +47,7 @@ impl World {
         self.seats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks the ledger as it is: no process changes it.
+    /// Checks the ledger while no process changes it.
     fn check(&self) {
         let ledger = Ledger::open(&self.folder);
         let look = self.judge.look();
@@ -57,7 +57,7 @@ impl World {
     }
 }
 
-/// Lets processes live and die, and the machine crash.
+/// Runs processes that die, on a machine that crashes.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let fails = !less.no_trouble && rng.below(4) == 0;

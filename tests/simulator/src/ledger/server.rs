@@ -1,4 +1,4 @@
-//! A process with leases, as a server has them.
+//! A process with leases, similar to a drive server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,16 +22,15 @@ use super::World;
 use super::drive::{Cells, LBA_SHIFT};
 use super::judge::{CELL, CELLS, Doing, Facts, IDS, Id, Outcome, Request};
 
-/// Size of the smallest unit of leases by size.
+/// Smallest allocation unit of leases by size, in bytes.
 const UNIT: u64 = 1 << 20;
 
-/// A lease that the process has.
+/// A lease of the process.
 struct Held {
     request: Request,
     lease: Lease,
 }
 
-/// A process.
 pub(super) struct Server {
     world: Arc<World>,
     seat: usize,
@@ -56,7 +55,7 @@ impl Server {
         }
     }
 
-    /// Lives until the process is killed, or ends by itself.
+    /// Runs until the process is killed, or ends normally.
     pub(super) fn live(mut self) {
         let is_over = Arc::new(AtomicBool::new(false));
         let clerk = self.start_clerk(&is_over);
@@ -81,7 +80,7 @@ impl Server {
         self.world.seats()[self.seat].is_left = true;
     }
 
-    /// Starts the thread that names this process in the ledger.
+    /// Starts the thread that records this process in the ledger.
     fn start_clerk(&mut self, is_over: &Arc<AtomicBool>) -> JoinHandle<()> {
         let (world, ledger, is_over) = (self.world.clone(), self.ledger.clone(), is_over.clone());
         let bits = 16 + self.rng.below(6);
@@ -122,7 +121,7 @@ impl Server {
         }
     }
 
-    /// Makes up a request. Ids ask for few different ranges, so that they ask for one again.
+    /// Creates a random request. Each id uses few different ranges, so that requests repeat.
     fn request(&mut self) -> Request {
         let id = self.below(IDS.len());
         let wanted = match self.below(2) {
@@ -154,7 +153,7 @@ impl Server {
         }
     }
 
-    /// Asks for a lease, and uses it.
+    /// Acquires a lease, and uses the lease.
     fn take(&mut self, request: Request) {
         let Request {
             id,
@@ -172,7 +171,7 @@ impl Server {
             former_data: fate,
         };
         let claim = owner.map_or(LeaseClaim::Operator, LeaseClaim::For);
-        // The next process asks for it again, also if this one dies before it knows of the lease.
+        // The next process requests the lease again, even if this process dies before it knows of the lease.
         self.world.seats()[self.seat].had.push(request);
         let token = self.world.judge.begin(id, Doing::Acquire(request));
         match self.ledger.acquire_by(claim, &asked) {
@@ -189,7 +188,7 @@ impl Server {
         }
     }
 
-    /// Wipes what is to be wiped of a lease, and uses it. A lease that cannot be wiped is given back.
+    /// Wipes the unwiped parts of a lease, and uses the lease. A lease that cannot be wiped is returned.
     fn wipe(&mut self, which: usize) {
         let is_stopped = AtomicBool::new(self.rng.below(16) == 0);
         let Held { request, lease } = &self.held[which];
@@ -206,7 +205,7 @@ impl Server {
         }
     }
 
-    /// Reads all of a lease, and writes some of it.
+    /// Reads all cells of a lease, and writes some.
     fn use_all(&mut self, which: usize) {
         let Held { request, lease } = &self.held[which];
         let (id, judge) = (request.id, &self.world.judge);
@@ -278,7 +277,7 @@ impl Server {
         }
     }
 
-    /// Enters something about a lease that is not its bytes.
+    /// Records metadata of a lease in the ledger.
     fn note(&mut self, which: usize) {
         let number = self.rng.below(3);
         let Held { request, lease } = &self.held[which];
@@ -292,7 +291,7 @@ impl Server {
         self.world.judge.end(token, outcome);
     }
 
-    /// Looks at all leases.
+    /// Lists all leases, and checks the list.
     fn look(&self, named: &[Id]) {
         let look = self.world.judge.look();
         match self.ledger.list() {
@@ -301,7 +300,7 @@ impl Server {
         }
     }
 
-    /// Names this process in the ledger for all its leases.
+    /// Records this process in the ledger for all its leases.
     fn name(&self) {
         let held = self.held.iter().map(|held| held.request.id);
         let held: Vec<Id> = held.collect();
@@ -313,7 +312,7 @@ impl Server {
         }
     }
 
-    /// The operator releases the lease of a holder that died.
+    /// Releases a dead holder's lease, as the operator does.
     fn release(&mut self) {
         let id = self.below(IDS.len());
         let token = self.world.judge.begin(id, Doing::Release);
@@ -321,7 +320,7 @@ impl Server {
         self.world.judge.end(token, outcome);
     }
 
-    /// The operator decides what becomes of an id's data.
+    /// Decides about an id's data, as the operator does.
     fn decide(&mut self) {
         let id = self.below(IDS.len());
         let fate = [
@@ -342,10 +341,10 @@ impl Server {
     }
 }
 
-/// Returns what an error leaves.
+/// Returns the outcome that an error implies.
 ///
 /// # Panics
-/// The ledger cannot be used, and the disk is not to blame.
+/// The ledger is unusable without a fault of the disk.
 fn outcome(world: &World, error: &LeaseError) -> Outcome {
     match error {
         LeaseError::Store(error) => outcome_of_store(world, error),

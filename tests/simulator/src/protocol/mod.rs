@@ -1,8 +1,8 @@
 //! VMMs with leases of a server's drive, by the lease protocol.
 //!
-//! The server dies at any step, ends in order for the next one, or stands still for longer than a VMM waits. A VMM dies
-//! at any step, too, and the next one has its lease and its blocks. What survives a process is what the files and the
-//! memory of a machine have: the drive's blocks, and the memory that the other side maps.
+//! The server dies at any step, ends normally before its successor starts, or stalls for longer than a VMM waits. A VMM dies at
+//! any step, too, and the next VMM gets its lease and blocks. State that outlives a process: the files, the drive's blocks, and
+//! memory that the other side has mapped.
 
 mod server;
 mod vmm;
@@ -30,47 +30,47 @@ use crate::registers::BLOCKS;
 use crate::runs::Less;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, TAKEN, policy, profile};
 
-/// Folder that the servers share, with the ledger and their sockets.
+/// Directory that the servers share. It has the ledger and the servers' sockets.
 const FOLDER: &str = "/state";
 
-/// Longest time until a server has ended in order, or a VMM's lease is free.
+/// Longest time until a server has ended normally, or a VMM's lease is free.
 const END: Duration = Duration::from_secs(200);
 
-/// Longest time until a function has found the server again that stood still.
+/// Longest time until a function is reconnected to a server that stalled.
 const RECOVERY: Duration = Duration::from_secs(70);
 
-/// A lease, and the VMM that has it: when one dies, the next one comes.
+/// A lease and its VMM. When the VMM dies, another VMM starts.
 #[derive(Debug)]
 struct Seat {
     persona: Persona,
-    /// Polling of its queues.
+    /// Polling policy of the queues.
     policy: &'static str,
     history: Arc<Mutex<History>>,
-    /// The VMM that has it now.
+    /// Present VMM of the lease.
     vmm: Mutex<Vmm>,
-    /// Memory of guests whose VMM died. Nothing writes to it.
+    /// Memory of guests whose VMM died. Nothing may write to it.
     former: Mutex<Vec<GuestMemory>>,
 }
 
-/// A VMM, as the world sees it.
+/// Facts about a VMM.
 #[derive(Debug)]
 struct Vmm {
     memory: GuestMemory,
-    /// State that the guest shares with it.
+    /// State shared with the guest.
     guest: Arc<Shared>,
-    /// The guest and its function have ended.
+    /// True once the guest and its function have ended.
     has_ended: bool,
 }
 
-/// A lease, as the server has given it out last.
+/// Latest assignment of a lease by a server.
 #[derive(Debug, Default)]
 struct Given {
-    /// Number of the server.
+    /// Number of the server that assigned the lease.
     server: u64,
     attachment: Weak<LocalBackend>,
 }
 
-/// All that outlives a process.
+/// State that outlives a process.
 #[derive(Debug)]
 struct World {
     less: Less,
@@ -78,13 +78,13 @@ struct World {
     profile: Option<DriveProfile>,
     seats: Vec<Seat>,
     given: Vec<Mutex<Given>>,
-    /// Servers so far.
+    /// Number of servers so far.
     servers: AtomicU64,
-    /// The server that lives has ended in order.
+    /// True if the present server has ended normally.
     has_left: AtomicBool,
-    /// Servers stand still at times, for longer than a VMM waits.
+    /// True if servers stall at times, for longer than a VMM waits.
     has_standstills: bool,
-    /// Faults have stopped.
+    /// True once no more faults are injected.
     is_calm: AtomicBool,
 }
 
@@ -111,13 +111,13 @@ impl World {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the server that lives does anything for a function of a seat.
+    /// Returns whether the present server still has state for a seat's function.
     fn has_lease(&self, number: usize) -> bool {
         let given = self.given(number);
         given.server == self.servers.load(Ordering::Relaxed) && given.attachment.strong_count() > 0
     }
 
-    /// Returns whether the guests of all VMMs have their queues.
+    /// Returns whether the guests of all VMMs have created their queues.
     fn works(&self) -> bool {
         let works = |seat: &Seat| seat.vmm().guest.works.load(Ordering::Relaxed);
         self.seats.iter().all(works)
@@ -148,13 +148,13 @@ impl Seat {
         self.former.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory of guests whose VMM died. No actor loses its turn while it has the lock.
+    /// Returns the memory of guests whose VMM died. The caller must not yield while the memory is locked.
     fn former_memory(&self) -> Vec<GuestMemory> {
         self.former().clone()
     }
 
-    /// Notes that a new VMM has the lease: the server has ended all that it did for the VMMs before. Returns what its
-    /// guest has.
+    /// Starts a new VMM's use of the lease, when the server has finished all work for earlier VMMs. Returns the guest's memory
+    /// and shared state.
     fn begin(&self) -> (GuestMemory, Arc<Shared>) {
         let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
         history.end_all(clock::monotonic());
@@ -166,7 +166,7 @@ impl Seat {
         (vmm.memory.clone(), vmm.guest.clone())
     }
 
-    /// Checks that nothing wrote to the memory of guests that are gone.
+    /// Checks that nothing wrote to the memory of ended guests.
     fn check(&self) {
         for memory in self.former_memory() {
             check_filled(&memory);
@@ -201,21 +201,21 @@ fn check_filled(memory: &GuestMemory) {
     }
 }
 
-/// The server that lives.
+/// The present server.
 struct Server {
     process: Process,
-    /// Disconnected to end it in order.
+    /// Ends the server normally when disconnected.
     orders: Sender<()>,
 }
 
-/// Lets servers and VMMs live and die.
+/// Kills, ends and stalls servers and VMMs.
 struct Fate<'a> {
     engine: &'static Engine,
     world: Arc<World>,
     rng: &'a mut Rng,
-    /// Times that a server may still stand still.
+    /// Number of stalls left.
     standstills: u64,
-    /// Moment at which the last of them is over.
+    /// End of the latest stall.
     stands_until: Duration,
 }
 
@@ -238,13 +238,13 @@ impl Fate<'_> {
             .start_process(&name, move || vmm::live(&world, number, rng))
     }
 
-    /// Lets at most `2 << bits` nanoseconds pass.
+    /// Sleeps for less than `2 << bits` nanoseconds.
     fn rest(&mut self, bits: u64) {
         let bits = self.rng.below(bits);
         clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
     }
 
-    /// Waits until processes have said more to each other, or for some milliseconds, and for some time after that.
+    /// Waits until the processes have exchanged some messages, for 12 ms at most, then for a short random time.
     fn wait(&mut self) {
         let enough = sockets::sends() + self.rng.below(40);
         let patience = clock::monotonic() + Duration::from_millis(12);
@@ -254,7 +254,7 @@ impl Fate<'_> {
         self.rest(16);
     }
 
-    /// Kills the server. The kernel closes its sockets first, and its drive some time after that.
+    /// Kills the server. The kernel closes the server's sockets first, and the drive later.
     fn kill(&mut self, server: Server) {
         let world = self.world.clone();
         let number = world.servers.load(Ordering::Relaxed);
@@ -269,7 +269,7 @@ impl Fate<'_> {
         dying.end();
     }
 
-    /// Has the server end by itself, and waits for that.
+    /// Makes the server end normally, and waits for the end.
     fn end(&mut self, server: Server) {
         let Server { process, orders } = server;
         drop(orders);
@@ -282,7 +282,7 @@ impl Fate<'_> {
         self.engine.kill(process);
     }
 
-    /// Has the server stand still, for less or more time than a VMM waits for it.
+    /// Stalls the server, for less or more time than a VMM waits.
     fn stand_still(&mut self, server: &Server) {
         let times = [40, 5_000, 44_000, 50_000, 100_000];
         let time = Duration::from_millis(times[self.rng.below(5) as usize]);
@@ -296,7 +296,7 @@ impl Fate<'_> {
 
     fn run(mut self) {
         let world = self.world.clone();
-        // A server that takes no VMM in, whom all ask first.
+        // A server that accepts no VMM, and that all VMMs ask first.
         let silent = (self.rng.below(12) == 0).then(|| {
             self.engine.start_process("silent", || {
                 let _listener = sockets::SimulatedListener::bind(&socket(0));
@@ -328,7 +328,7 @@ impl Fate<'_> {
                     if !seat.vmm().has_ended {
                         let next = Vmm::new();
                         let vmm = std::mem::replace(&mut *seat.vmm(), next);
-                        // The next one may come before the server knows that this one is gone.
+                        // The next VMM may start before the server notices the death of this VMM.
                         let next = self.start_vmm(number);
                         self.engine.kill(std::mem::replace(&mut vmms[number], next));
                         seat.former().push(vmm.memory);
@@ -358,12 +358,12 @@ impl Fate<'_> {
     }
 }
 
-/// Returns the socket of a server.
+/// Returns the path of a server's socket.
 fn socket(number: u64) -> PathBuf {
     socket_of(Path::new(FOLDER), &number.to_string())
 }
 
-/// Lets servers and VMMs live and die, until the guests have done their work.
+/// Runs servers and VMMs that die, until the guests have finished their work.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     files::format(0);
     sockets::clear();

@@ -1,4 +1,4 @@
-//! A server, as `nvme-mpt serve` is one: it takes VMMs in, and has the drive.
+//! A drive server like `nvme-mpt serve`: it owns the drive and accepts VMMs.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -28,28 +28,28 @@ use nvme_software::SoftwareController;
 use super::{END, FOLDER, Given, World, socket};
 use crate::scenario::{LEASE, config};
 
-/// Time between two looks for a lease that is about to end.
+/// Polling interval for a lease that is about to be freed.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// All that a server has, for as long as its process lives.
+/// State of a server, for the life of its process.
 struct Table {
     world: Arc<World>,
     number: u64,
     drive: Arc<Drive>,
     ledger: Ledger,
     pollers: Arc<PollerPool>,
-    /// The server ends.
+    /// True if the server is ending.
     ends: AtomicBool,
     sessions: Mutex<BTreeMap<u64, Connection>>,
 }
 
-/// A connection of a VMM.
+/// A VMM's connection.
 struct Connection {
     stream: Stream,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Serves until an order comes to end.
+/// Serves until the sender of `orders` is dropped.
 pub(super) fn live(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
     let controller = SoftwareController::over(world.blocks.clone(), 9);
     let controller = match &world.profile {
@@ -78,7 +78,7 @@ pub(super) fn live(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
         };
         start_thread("leases", take_in).expect("an actor")
     };
-    // The sender is gone: nothing is sent.
+    // Returns when the sender is dropped. Nothing is ever sent.
     let _ordered = orders.recv();
     listener.close();
     let _ended = taking_in.join();
@@ -92,7 +92,7 @@ impl Table {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a session with a VMM.
+    /// Starts a session with a VMM.
     fn begin(self: &Arc<Self>, number: u64, stream: Stream) {
         let kept = stream.try_clone().expect("a socket");
         let session = LeaseSession::new(stream).expect("a socket");
@@ -107,7 +107,7 @@ impl Table {
             let ended = table.sessions().remove(&number);
             drop(ended);
         };
-        // The thread waits for the lock before it takes the connection out.
+        // The lock keeps the thread from removing the connection before it is inserted.
         let mut sessions = self.sessions();
         let thread = start_thread("lease", work).expect("an actor");
         let connection = Connection {
@@ -117,7 +117,7 @@ impl Table {
         sessions.insert(number, connection);
     }
 
-    /// Ends all sessions: requests are not read any more.
+    /// Ends all sessions. The server reads no more requests.
     fn end(&self) {
         self.ends.store(true, Ordering::Relaxed);
         let ending = {
@@ -133,7 +133,7 @@ impl Table {
         }
     }
 
-    /// Waits for the lease of a seat. The VMM that had it may just have gone.
+    /// Waits for the lease of a seat, which the previous VMM may still be releasing.
     fn lease(&self, number: usize) -> Lease {
         let range = ByteRange::new(number as u64 * LEASE, LEASE).expect("a range");
         let id = format!("guest-{number}");

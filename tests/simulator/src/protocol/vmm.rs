@@ -1,4 +1,4 @@
-//! A VMM: a function whose host side is in the server, and its guest.
+//! A VMM: a function with a remote back end in the server, and a guest.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use crate::guest::{Conditions, Guest, Machine, Shared};
 use crate::registers::Registers;
 use crate::scenario::{Vmm, buffers, pause_and_resume, plug, rest, take_and_give};
 
-/// Longest time of a command: a server may stand still, and be lost twice before a command has completed.
+/// Longest time of a command. The server may stall, and be lost twice, before the command completes.
 const PATIENCE: Duration = Duration::from_secs(400);
 
-/// Has a guest do its work, and ends.
+/// Runs a guest until its work is done.
 pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
     let seat = &world.seats[number];
     let host = attach(number);
@@ -37,8 +37,8 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
         buffers: buffers(&memory),
     };
     let guest_rng = Rng::new(rng.next_u64());
-    // A pause or an unmap that a server does not answer in time fails, as does a reset or a deletion. Commands of a queue
-    // that is gone are no users of memory that is taken away.
+    // In a world where servers stall, pauses, unmaps, resets and deletions would fail. Commands of a deleted queue do not count
+    // as users of the unmapped memory, so queues are not deleted while memory is unmapped.
     let (doing, loses_queues): (Option<Vmm>, bool) = match rng.below(5) {
         _ if world.has_standstills => (None, false),
         0 => (None, true),
@@ -57,7 +57,7 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
         start_thread("doing", work).expect("an actor")
     });
     guest.run_until(bar.clone(), || {
-        // The end of a function is one that a server answers in time.
+        // A function must end while the server answers in time.
         while world.has_standstills && !world.is_calm.load(Ordering::Relaxed) {
             clock::sleep(Duration::from_millis(50));
         }
@@ -68,7 +68,7 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
     end(world, number, bar, &memory);
 }
 
-/// Looks for the server that has the drive, as long as it takes.
+/// Attaches to the server that has the drive. Retries until there is one.
 fn attach(number: usize) -> RemoteBackend {
     let options = format!("seat={number}");
     loop {
@@ -96,7 +96,7 @@ fn conditions(world: &World, loses_queues: bool, rng: &mut Rng) -> Conditions {
     }
 }
 
-/// Ends the function, and checks that the server has ended all that it did for it.
+/// Ends the function, and checks that the server has finished all work for the function.
 fn end(world: &World, number: usize, bar: Arc<InProcess>, memory: &GuestMemory) {
     drop(bar);
     fill(memory);
@@ -113,8 +113,8 @@ fn end(world: &World, number: usize, bar: Arc<InProcess>, memory: &GuestMemory) 
     world.seats[number].vmm().has_ended = true;
 }
 
-/// A VMM that saves the function and makes it again what it was, until the guest has ended. The server that saved its
-/// queues may be another one than the server that restores them.
+/// Saves and restores the function until the guest has ended. The server that saved the queues may differ from the server that
+/// restores them.
 fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: Rng) {
     while !shared.ended.load(Ordering::Relaxed) {
         rest(&mut rng);
@@ -142,7 +142,7 @@ fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: 
     }
 }
 
-/// Does something with the queues of a server, as soon as there is one.
+/// Retries an operation on the queues until a server is present.
 fn repeat<T>(mut work: impl FnMut() -> Result<T, BackendStateError>) -> T {
     let began = clock::monotonic();
     loop {
@@ -156,7 +156,7 @@ fn repeat<T>(mut work: impl FnMut() -> Result<T, BackendStateError>) -> T {
     }
 }
 
-/// A VMM that masks interrupts and unmasks them, until the guest has ended.
+/// Masks and unmasks interrupts until the guest has ended.
 fn mask(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: Rng) {
     while !shared.ended.load(Ordering::Relaxed) {
         rest(&mut rng);

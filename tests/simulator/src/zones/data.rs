@@ -1,4 +1,4 @@
-//! Data in a guest's zones: the values that a read may return, by all writes and resets that the guest knows of.
+//! Data in a guest's zones. From the guest's writes and resets, it derives the values that a read may return.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -6,31 +6,31 @@ use std::time::Duration;
 
 use super::model::Number;
 
-/// Bits of a value that number the blocks of its command.
+/// Number of bits of a value that hold the index of the block in its command.
 const BLOCK_BITS: u32 = 8;
 
-/// Returns the value that a command writes to the `nth` of its blocks.
+/// Returns the value that a command writes to its `nth` block.
 pub(super) const fn value(number: Number, nth: u64) -> u64 {
     1 << 63 | number << BLOCK_BITS | nth
 }
 
-/// Blocks that a command writes.
+/// Blocks written by a command.
 #[derive(Clone, Copy, Debug)]
 struct Write {
     zone: usize,
-    /// Blocks from the start of the zone on; `None` for an append whose place its guest does not know.
+    /// Offset from the start of the zone, in blocks. `None` for a Zone Append whose location the guest does not know.
     offset: Option<u64>,
     blocks: u64,
     zeroes: bool,
     began: Duration,
-    /// None while it is under way.
+    /// `None` while the write is in flight.
     ended: Option<Duration>,
-    /// False if it may not have taken effect.
+    /// False if the write may not have taken effect.
     is_sure: bool,
 }
 
 impl Write {
-    /// Returns which of its blocks lies there, as far as that is known.
+    /// Returns the index in the write of the block at this location. `None` also if the write's location is unknown.
     fn nth(&self, zone: usize, offset: u64) -> Option<u64> {
         let nth = offset.checked_sub(self.offset?)?;
         (self.zone == zone && nth < self.blocks).then_some(nth)
@@ -42,11 +42,11 @@ impl Write {
 struct Reset {
     zone: usize,
     began: Duration,
-    /// None while it is under way.
+    /// `None` while the reset is in flight.
     ended: Option<Duration>,
-    /// False if it may not have taken effect.
+    /// False if the reset may not have taken effect.
     is_sure: bool,
-    /// It may have left blocks as they were, behind the write pointer.
+    /// True for an interrupted reset, which may have left old data behind the write pointer.
     is_cut: bool,
 }
 
@@ -55,12 +55,12 @@ struct Reset {
 pub(super) struct Data {
     writes: BTreeMap<Number, Write>,
     resets: BTreeMap<(Number, usize), Reset>,
-    /// A reset that a process did not end may leave data behind the write pointer.
+    /// True if a reset that a dying process interrupts may leave data behind the write pointer.
     leaves_data: bool,
 }
 
 impl Data {
-    /// Blocks of zeroes.
+    /// Creates data of zones that are all zeroes.
     pub(super) const fn new(leaves_data: bool) -> Self {
         Self {
             writes: BTreeMap::new(),
@@ -69,7 +69,7 @@ impl Data {
         }
     }
 
-    /// Data is on its way.
+    /// Records the start of a write.
     pub(super) fn begin_write(
         &mut self,
         number: Number,
@@ -90,19 +90,19 @@ impl Data {
         self.writes.insert(number, write);
     }
 
-    /// A write has succeeded, at this place.
+    /// Records the success of a write at `offset`.
     pub(super) fn written(&mut self, number: Number, offset: u64, now: Duration) {
         if let Some(write) = self.writes.get_mut(&number) {
             (write.offset, write.ended, write.is_sure) = (Some(offset), Some(now), true);
         }
     }
 
-    /// A write has failed: nothing of it is anywhere.
+    /// Removes a failed write, which has written nothing.
     pub(super) fn failed(&mut self, number: Number) {
         self.writes.remove(&number);
     }
 
-    /// A write or a reset took effect before this moment, or never will.
+    /// Ends an interrupted write or reset, which took effect before `now`, or never will.
     pub(super) fn lost(&mut self, number: Number, now: Duration) {
         if let Some(write) = self.writes.get_mut(&number) {
             write.ended = Some(now);
@@ -113,7 +113,7 @@ impl Data {
         }
     }
 
-    /// Zones are about to be reset.
+    /// Records the start of a reset.
     pub(super) fn begin_reset(
         &mut self,
         number: Number,
@@ -132,23 +132,23 @@ impl Data {
         }
     }
 
-    /// A reset has ended; `is_sure` if it succeeded.
+    /// Records the end of a reset. `is_sure` means success.
     pub(super) fn end_reset(&mut self, number: Number, now: Duration, is_sure: bool) {
         for (_, reset) in self.resets.range_mut(parts(number)) {
             (reset.ended, reset.is_sure) = (Some(now), is_sure);
         }
     }
 
-    /// A reset has failed: it changed nothing.
+    /// Removes a failed reset, which has changed nothing.
     pub(super) fn reset_failed(&mut self, number: Number) {
         self.resets.retain(|(other, _), _| *other != number);
     }
 
-    /// Judges what a read that began at a moment has returned for a block; `is_written` if it lies below the write
-    /// pointer now.
+    /// Checks the value that a read returned for a block. The read began at `began`. `is_written` means that the block lies
+    /// below the write pointer now.
     ///
     /// # Panics
-    /// If the block never had that value meanwhile.
+    /// The block cannot have had this value during the read.
     pub(super) fn judge(
         &self,
         (zone, offset): (usize, u64),
@@ -192,7 +192,7 @@ impl Data {
         );
     }
 
-    /// Returns the values of which a block had one when a read began, and until now; `None` if others are possible.
+    /// Returns the possible values of a block since the start of a read. `None` if other values are possible too.
     fn settled(
         &self,
         zone: usize,
@@ -209,7 +209,7 @@ impl Data {
                 if let Some(nth) = nth {
                     let value = value(*number, nth);
                     values.push(if write.zeroes { 0 } else { value });
-                    // No reset can have taken it.
+                    // No reset can have removed the data.
                     is_certain |= resets().all(|reset| is_before(reset.ended, write.began));
                 }
             } else {
@@ -221,7 +221,7 @@ impl Data {
         (is_certain || is_settled).then_some(values)
     }
 
-    /// Returns a reset after a write.
+    /// Returns a reset that certainly followed a write.
     fn reset_over(&self, write: &Write) -> Option<&Reset> {
         self.resets.values().find(|reset| {
             reset.zone == write.zone && reset.is_sure && is_before(write.ended, reset.began)
@@ -229,12 +229,12 @@ impl Data {
     }
 }
 
-/// Numbers of a reset's zones.
+/// Returns the keys of a reset's zones.
 const fn parts(number: Number) -> RangeInclusive<(Number, usize)> {
     (number, 0)..=(number, usize::MAX)
 }
 
-/// Returns whether something ended before a moment.
+/// Returns whether a command ended before a moment.
 fn is_before(ended: Option<Duration>, moment: Duration) -> bool {
     ended.is_some_and(|ended| ended < moment)
 }

@@ -1,8 +1,8 @@
-//! A guest with a drive that is divided into zones: it opens, writes, appends to, closes, finishes, resets and reads
-//! them from several queues at once, and holds the answers against a model of zones.
+//! A guest with a zoned drive. The guest opens, writes, appends to, closes, finishes, resets and reads zones from several
+//! queues at once, and checks the results against a model.
 //!
-//! In one half of the worlds, controllers and queues come and go, and the function is paused. In the other half, the
-//! server dies at any step, and the next one takes the queues up; the states of the zones lie beside the drive.
+//! In half of the worlds, controllers are reset, queues are deleted, and the function is paused. In the other half, the server
+//! dies at any step, and its successor restores the queues. The states of the zones are stored beside the drive.
 
 mod data;
 mod model;
@@ -34,13 +34,12 @@ use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, buffers, run_alone
 use data::Data;
 use model::{Action, Answer, Geometry, Model, Number};
 
-/// Most blocks of a Zone Append: 4 KiB.
+/// Maximum number of blocks of a Zone Append: 4 KiB.
 const APPEND_MAX: u64 = 8;
 
-/// Most commands in flight that change one zone: the model keeps all orders of them.
+/// Maximum number of commands in flight that change a zone. The model tries all orders of these commands.
 const IN_FLIGHT: usize = 3;
 
-/// A command on zones.
 #[derive(Debug)]
 pub(crate) struct Command {
     number: Number,
@@ -59,7 +58,7 @@ enum Kind {
         zone: usize,
         blocks: u64,
     },
-    /// An action on a zone, or on all.
+    /// Zone Management Send to a zone, or to all zones.
     Send {
         zone: Option<usize>,
         code: u8,
@@ -72,12 +71,12 @@ enum Kind {
     Flush,
 }
 
-/// A guest's zones, and all that it knows of them.
+/// A guest's zones with their model.
 #[derive(Debug)]
 struct Zones {
     geometry: Geometry,
-    /// The server may die: then a Zone Append may have taken effect that was interrupted. As in Linux, no other command
-    /// changes a zone while one does, but for appends.
+    /// True if the server may die. An interrupted Zone Append may then have taken effect. As in Linux, a zone has only one
+    /// changing command in flight then, except for appends.
     dies: bool,
     model: Model,
     data: Data,
@@ -103,7 +102,7 @@ impl Zones {
         }
     }
 
-    /// Returns whether a zone may get another command that changes it.
+    /// Returns whether the guest may submit another command that changes a zone.
     fn is_free(&self, zone: usize, appends: bool) -> bool {
         let in_flight = self.model.in_flight(zone);
         if self.dies && in_flight > 0 && !(appends && self.model.has_appends_alone(zone)) {
@@ -121,7 +120,7 @@ impl Zones {
                 blocks: 1 + rng.below(APPEND_MAX),
             },
             10..20 => {
-                // The next block, or another one at times.
+                // Mostly the next block, sometimes another one.
                 let offset = match rng.below(8) {
                     0 => rng.below(self.geometry.size),
                     1..4 => self.model.written(zone).0,
@@ -161,7 +160,7 @@ impl Zones {
             capacity,
             ..
         } = self.geometry;
-        // Mostly what can be written of a zone.
+        // Mostly blocks within the zone's capacity.
         let slba = rng.below(zones as u64) * size + rng.below(capacity + 2);
         let blocks = 1 + rng.below(BLOCKS_MAX);
         Kind::Read {
@@ -170,7 +169,7 @@ impl Zones {
         }
     }
 
-    /// Notes the end of a command that changes zones.
+    /// Records the end of a command that changes zones.
     fn end_change(&mut self, number: Number, kind: Kind, end: &End<'_>) {
         let answer = match end.cqe.map(|cqe| (cqe.status().code(), cqe.result)) {
             None => None,
@@ -201,7 +200,7 @@ impl Zones {
             (Some(Answer::Done), Kind::Write { offset, .. }) => {
                 self.data.written(number, offset, now);
             }
-            // A reset of all leaves a zone to another reset that is under way.
+            // A reset of all zones skips a zone with another reset in progress.
             (Some(Answer::Done), Kind::Send { zone, .. }) => {
                 self.data.end_reset(number, now, zone.is_some());
             }
@@ -377,7 +376,7 @@ impl Work for Zones {
     }
 }
 
-/// A drive of which the second half of the zones is a guest's.
+/// A drive whose second half of zones belongs to a guest.
 struct ZonedDrive {
     geometry: Geometry,
     blocks: Blocks,
@@ -387,7 +386,7 @@ struct ZonedDrive {
 impl ZonedDrive {
     fn new(rng: &mut Rng) -> Self {
         let zones = 2 + rng.below(4) as usize;
-        // The smallest size that there is, and one that is no power of two.
+        // The minimum size, and a size that is not a power of two.
         let size = [64, 68][rng.below(2) as usize];
         let capacity = [4, 8, 12][rng.below(3) as usize];
         let open_max = 1 + rng.below(3);
@@ -422,7 +421,7 @@ impl ZonedDrive {
         ByteRange::new(bytes, bytes).expect("a range")
     }
 
-    /// Opens the drive, whose zones' states lie beside a path if there is one.
+    /// Opens the drive. With a path, the states of the zones are stored beside the path.
     fn open(&self, path: Option<&Path>) -> Arc<dyn HostController> {
         let DriveProfile::Zns(zns) = &self.profile else {
             panic!("no profile of zones");
@@ -437,7 +436,7 @@ impl ZonedDrive {
     }
 }
 
-/// Has a guest do its work on zones.
+/// Runs a guest on zones.
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let drive = ZonedDrive::new(rng);
     let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
@@ -459,7 +458,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     }
 }
 
-/// The server dies some times.
+/// Runs a guest whose server dies several times.
 fn run_lives(drive: ZonedDrive, memory: GuestMemory, conditions: Conditions, rng: &mut Rng) {
     let folder = Folder::new();
     let (geometry, range, path) = (drive.geometry, drive.lease(), folder.0.join("drive"));
@@ -477,7 +476,7 @@ fn run_lives(drive: ZonedDrive, memory: GuestMemory, conditions: Conditions, rng
     world.run(guest, pairs, Rng::new(rng.next_u64()));
 }
 
-/// A folder on a disk, for a file that has memory of its own: the words of zones are stored to a mapping.
+/// Directory on a real disk: the states of zones are stored by a memory mapping, which needs a real file.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -485,7 +484,7 @@ impl Folder {
         let folder = std::env::temp_dir().join(format!("nvme-mpt-zones-{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder");
         std::fs::write(folder.join("drive"), []).expect("a file");
-        // Names are synced on the simulated disk.
+        // The names are synced on the simulated disk.
         files::format(0);
         files::create_dir_all(&folder).expect("a folder");
         Self(folder)

@@ -1,21 +1,21 @@
-//! Model of zones that knows no rule of the product: the states that each zone can be in, by all commands so far.
+//! Model of zones, independent of the product's code: the possible states of each zone after the commands so far.
 //!
-//! A command takes effect at one moment between its submission and its completion; a reset at two, between which the
-//! zone takes no commands. Each zone has a set of possibilities. A completion leaves those in which the command got
-//! this answer. If none is left, no order of the commands explains what the guest saw.
+//! A command takes effect at one moment between submission and completion. A reset takes effect at two moments, and between
+//! them the zone accepts no commands. Each zone has a set of possibilities. A completion removes the possibilities with a
+//! different answer. If none remains, no order of the commands explains the guest's observations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use nvme_mpt_tests::status::{self, StatusCode};
 use nvme_mpt_tests::zoned::{Zone, state};
 
-/// Number of a command, which no other command of the guest has.
+/// Unique number of a command.
 pub(super) type Number = u64;
 
 /// Action of a command on a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Write at so many blocks from the start of the zone.
+    /// Write at this offset from the start of the zone, in blocks.
     Write {
         offset: u64,
         blocks: u64,
@@ -34,7 +34,7 @@ pub(super) enum Action {
 }
 
 impl Action {
-    /// Returns whether the command needs a zone to be open.
+    /// Returns whether the command needs an open zone.
     const fn opens(self) -> bool {
         matches!(self, Self::Write { .. } | Self::Append { .. } | Self::Open)
     }
@@ -44,17 +44,17 @@ impl Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Answer {
     Done,
-    /// So many blocks from the start of the zone.
+    /// Success of a Zone Append at this offset from the start of the zone, in blocks.
     Appended(u64),
     Failed(StatusCode),
 }
 
-/// State that a zone can be in, and the answers that commands in flight got on the way.
+/// Possible state of a zone, and the answers of commands in flight that led to the state.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Possibility {
     state: u8,
     written: u64,
-    /// The reset that gives its blocks back.
+    /// Reset in progress, which deallocates the zone's blocks.
     resetting: Option<Number>,
     answers: BTreeMap<Number, Answer>,
 }
@@ -75,7 +75,7 @@ impl Possibility {
         self.is_open() || self.state == state::CLOSED
     }
 
-    /// As a report has it. The write pointer of a full zone is none.
+    /// Returns state and write pointer as in a report. A full zone has no write pointer, so it has 0.
     fn reported(&self) -> (u8, u64) {
         let written = if self.state == state::FULL {
             0
@@ -92,7 +92,7 @@ impl Possibility {
         }
     }
 
-    /// Returns the possibilities after a command, with its answers.
+    /// Returns the possibilities after a command, with the command's answers.
     fn after(&self, number: Number, action: Action, capacity: u64) -> Vec<(Self, Answer)> {
         let failed = |status| (self.clone(), Answer::Failed(status));
         let reset = || Self {
@@ -154,7 +154,7 @@ impl Possibility {
     }
 }
 
-/// A zone, as it can be.
+/// Possible states of a zone.
 #[derive(Clone, Debug)]
 struct Possible {
     all: BTreeSet<Possibility>,
@@ -162,7 +162,7 @@ struct Possible {
 }
 
 impl Possible {
-    /// Adds all that the zone can become by commands in flight, and by the need of others for an open zone.
+    /// Adds all states to which commands in flight can lead. `may_be_closed`: other zones may force a close.
     fn expand(&mut self, capacity: u64, may_be_closed: bool) {
         let mut new: Vec<_> = self.all.iter().cloned().collect();
         while let Some(from) = new.pop() {
@@ -193,7 +193,7 @@ impl Possible {
         }
     }
 
-    /// Leaves what agrees with the end of a command: its answer, or none, if it may have taken effect or not.
+    /// Keeps the possibilities that agree with a command's answer. Without an answer, the command may have taken effect or not.
     fn end(&mut self, number: Number, answer: Option<Answer>) {
         self.in_flight.remove(&number);
         let all = std::mem::take(&mut self.all);
@@ -211,7 +211,7 @@ impl Possible {
             .collect();
     }
 
-    /// Returns whether it may be open, if only for a write that fills it.
+    /// Returns whether the zone may be open, including for a write that fills it.
     fn may_be_open(&self) -> bool {
         self.can(Possibility::is_open) || self.in_flight.values().any(|action| action.opens())
     }
@@ -225,26 +225,26 @@ impl Possible {
     }
 }
 
-/// Others that the zones of a command in flight may have shared the drive's resources with.
+/// Resources that other zones may have used while a command was in flight.
 #[derive(Clone, Debug, Default)]
 struct Rivals {
     zone: Option<usize>,
-    /// Most zones that may have been active.
+    /// Maximum number of other zones that may have been active.
     active: usize,
-    /// Most zones that may have been opened explicitly.
+    /// Maximum number of other zones that may have been open explicitly.
     explicit: usize,
 }
 
-/// A report in flight.
+/// A report command in flight.
 #[derive(Clone, Debug)]
 struct Report {
-    /// All that each zone may have been meanwhile.
+    /// Possible states and write pointers of each zone since the start of the report.
     seen: Vec<BTreeSet<(u8, u64)>>,
-    /// No other command has been in flight meanwhile.
+    /// True if no other command has been in flight since the start of the report.
     is_alone: bool,
 }
 
-/// Size of a guest's zones, in blocks, and limits of their drive.
+/// Geometry of a guest's zones in blocks, and zone limits of the drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Geometry {
     pub(super) zones: usize,
@@ -254,7 +254,7 @@ pub(super) struct Geometry {
     pub(super) active_max: usize,
 }
 
-/// Zones of a guest.
+/// Model of a guest's zones.
 #[derive(Clone, Debug)]
 pub(super) struct Model {
     geometry: Geometry,
@@ -264,7 +264,7 @@ pub(super) struct Model {
 }
 
 impl Model {
-    /// Empty zones.
+    /// Creates zones that are all empty.
     pub(super) fn new(geometry: Geometry) -> Self {
         let empty = Possible {
             all: BTreeSet::from([Possibility::EMPTY]),
@@ -289,19 +289,19 @@ impl Model {
         actions.all(|action| matches!(action, Action::Append { .. }))
     }
 
-    /// Returns the fewest and the most blocks that may be written in a zone.
+    /// Returns the minimum and maximum possible write pointer of a zone, in blocks.
     pub(super) fn written(&self, zone: usize) -> (u64, u64) {
         let written = || self.zones[zone].all.iter().map(|zone| zone.written);
         let (fewest, most) = (written().min(), written().max());
         (fewest.unwrap_or(0), most.unwrap_or(0))
     }
 
-    /// Returns whether a block lies below the write pointer of its zone, whatever the order of the commands.
+    /// Returns whether a block certainly lies below its zone's write pointer.
     pub(super) fn is_written(&self, zone: usize, offset: u64) -> bool {
         self.zones[zone].must(|possibility| possibility.written > offset)
     }
 
-    /// A command on a zone, or on all, is on its way.
+    /// Records the start of a command on a zone, or on all zones.
     pub(super) fn begin(&mut self, number: Number, zone: Option<usize>, action: Action) {
         for (index, possible) in self.zones.iter_mut().enumerate() {
             if zone.is_none_or(|zone| zone == index) {
@@ -318,7 +318,7 @@ impl Model {
         self.update();
     }
 
-    /// A report of all zones is on its way.
+    /// Records the start of a report of all zones.
     pub(super) fn begin_report(&mut self, number: Number) {
         let report = Report {
             seen: vec![BTreeSet::new(); self.zones.len()],
@@ -328,10 +328,10 @@ impl Model {
         self.update();
     }
 
-    /// A command has its answer. Without one, it took effect before this or never will.
+    /// Records the end of a command. A command without an answer took effect already, or never will.
     ///
     /// # Panics
-    /// If no order of the commands explains the answer.
+    /// No order of the commands explains the answer.
     pub(super) fn end(&mut self, number: Number, answer: Option<Answer>) {
         let rivals = self.rivals.remove(&number).unwrap_or_default();
         let Geometry {
@@ -364,10 +364,10 @@ impl Model {
         self.update();
     }
 
-    /// A report has ended, with these zones if it succeeded.
+    /// Records the end of a report. `zones` is the result if the report succeeded.
     ///
     /// # Panics
-    /// If the zones cannot have been so.
+    /// The reported states are impossible.
     pub(super) fn end_report(&mut self, number: Number, zones: Option<&[Zone]>) {
         let (Some(report), Some(zones)) = (self.reports.remove(&number), zones) else {
             return;
@@ -408,7 +408,7 @@ impl Model {
         );
     }
 
-    /// Follows what may have changed, for all zones and commands in flight.
+    /// Updates the possible states for all zones and commands in flight.
     fn update(&mut self) {
         let Geometry {
             capacity, open_max, ..
@@ -420,7 +420,7 @@ impl Model {
             }
             let open = self.zones.iter().filter(|zone| zone.may_be_open());
             let open = open.count();
-            // One zone is closed for another one if as many as may be are open.
+            // If the maximum number of zones is open, the drive closes an implicitly opened zone to open another zone.
             if may_be_closed || open <= open_max {
                 break;
             }

@@ -1,4 +1,4 @@
-//! `.ci/run` beside a cargo that does nothing: its order, its exit status and its end.
+//! Tests of `.ci/run` with a fake cargo: order of the commands, exit status, and cleanup.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-/// A program that one thread has just written is not started while another one starts a process.
+/// Serializes tests. A child that another test forks may have a new program open for writing, which then cannot start.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Does what the test has in a file of the command's name. There is no cargo-deny.
+/// A fake cargo, which executes a file named like the command if the test provides it. There is no cargo-deny.
 const CARGO: &str = r#"#!/bin/sh
 echo "$*" >>"$STUB/calls"
 case "$1" in
@@ -23,8 +23,8 @@ verify) [ $# -gt 1 ] || . "$STUB/verify" ;;
 esac
 "#;
 
-/// Runs the script with these ends of `cargo install` and the first `cargo verify`. Returns its output and the folder
-/// of its programs.
+/// Runs the script. `install` and `verify` are the scripts that end `cargo install` and the first `cargo verify`. Returns the
+/// output and the directory with the fake programs.
 fn run(install: &str, verify: &str) -> (Output, TempDir) {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
@@ -87,7 +87,7 @@ fn what_fails_first_is_the_exit_status_of_ci() {
     }
 }
 
-/// Returns whether a process works still. One that has ended stays until its parent has asked for its status.
+/// Returns whether a process is running. An ended process exists until its parent has waited for it.
 fn works(process: &str) -> bool {
     let stat = fs::read_to_string(Path::new("/proc").join(process).join("stat"));
     stat.is_ok_and(|stat| !stat.contains(") Z "))

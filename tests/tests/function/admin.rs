@@ -1,5 +1,5 @@
-//! Every opcode and every CNS value, fused and addressed wrongly, and the commands that wait: requests
-//! for events, and aborts.
+//! All opcodes and CNS values, fused commands, invalid identifiers, and commands that wait: Asynchronous Event Requests and
+//! Aborts.
 
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin, io};
@@ -70,10 +70,10 @@ fn every_io_opcode() {
             let sqe = Sqe::new(opcode, nsid).with_data(DataPointer::prp(pointer, 0));
             let want = match (opcode, nsid) {
                 _ if !known => INVALID_OPCODE,
-                // The only one that may name all namespaces.
+                // Flush is the only command that accepts the broadcast namespace identifier.
                 (io::FLUSH, 1 | u32::MAX) => SUCCESS,
                 (_, 0 | u32::MAX) => INVALID_NAMESPACE,
-                // Other tests check the effects of these.
+                // Other tests check the effects of these commands.
                 _ => continue,
             };
             assert_eq!(
@@ -92,11 +92,11 @@ fn every_admin_opcode() {
     let mut scene = scene(&Host::new("memory:32M", 512));
     for opcode in 0..=u8::MAX {
         let want = match opcode {
-            // Queue 0 is the admin queue, which no command creates or deletes.
+            // All fields are 0, and queue 0 is the admin queue, which these commands cannot name.
             admin::CREATE_SQ | admin::CREATE_CQ | admin::DELETE_SQ | admin::DELETE_CQ => {
                 INVALID_QUEUE_ID
             }
-            // Log page 0, which there is or is not, at an address where there is no memory.
+            // Log page 0 with a data pointer outside of memory. Either error may be reported first.
             admin::GET_LOG_PAGE => {
                 let sqe = Sqe::new(opcode, u32::MAX).with_data(DataPointer::prp(NOWHERE, 0));
                 let code = admin_status(&mut scene.controller, sqe);
@@ -106,13 +106,13 @@ fn every_admin_opcode() {
                 );
                 continue;
             }
-            // CNS 0 of no namespace; feature 0, which there is not.
+            // CNS 0 of namespace 0; feature 0, which does not exist.
             admin::IDENTIFY => INVALID_NAMESPACE,
             admin::SET_FEATURES | admin::GET_FEATURES => INVALID_FIELD,
             admin::ABORT => SUCCESS,
-            // It waits.
+            // This command waits for an event.
             admin::ASYNC_EVENT_REQUEST => continue,
-            // No memory at 0.
+            // The guest has no memory at address 0.
             admin::DOORBELL_BUFFER_CONFIG => INVALID_FIELD,
             _ => INVALID_OPCODE,
         };
@@ -176,7 +176,7 @@ fn every_cns_value() {
             );
         }
     }
-    // A structure that has nowhere to go, and one that goes into two regions.
+    // Data pointers without memory, and data that spans two regions.
     let nowhere = Sqe::identify(cns::CONTROLLER, 0, 0).with_data(DataPointer::prp(NOWHERE, 0));
     assert_eq!(admin_status(controller, nowhere), DATA_TRANSFER_ERROR);
     scene.finish();
@@ -235,7 +235,7 @@ fn requests_for_events_are_limited() {
         let code = admin_status(&mut scene.controller, one_more);
         assert_eq!(code, AER_LIMIT_EXCEEDED);
     }
-    // All of them wait still, and complete when something happens.
+    // All requests are still outstanding, and complete when an event occurs.
     scene.controller.write_doorbell(3, Side::SqTail, 1);
     let event = scene.controller.async_event(HANG).unwrap().unwrap();
     assert_eq!((event.kind, event.info), (0, 0));
@@ -246,7 +246,7 @@ fn requests_for_events_are_limited() {
     scene.finish();
 }
 
-/// Sends an admin command and collects the completions of those commands, by identifier.
+/// Submits an admin command and returns the completions of the given commands, by identifier.
 fn admin_completions(
     controller: &mut Controller,
     sqe: Sqe,
@@ -275,11 +275,11 @@ fn a_request_for_events_is_aborted() {
         queue.ring();
     }
     let seen = admin_completions(&mut scene.controller, Sqe::abort(0, 0xf101), 2);
-    // First what was aborted, then the abort.
+    // The aborted command completes before the Abort.
     assert_eq!(seen[0], (0xf101, ABORT_REQUESTED));
     assert_eq!(seen[1].1, SUCCESS);
     assert_eq!(seen.len(), 2);
-    // It is not there any more; the other one is.
+    // The aborted command is gone. The other command is still outstanding.
     assert!(!scene.controller.abort(0, 0xf101).unwrap());
     let seen = admin_completions(&mut scene.controller, Sqe::abort(0, 0xf100), 2);
     assert_eq!(seen[0], (0xf100, ABORT_REQUESTED));
@@ -290,7 +290,7 @@ fn a_request_for_events_is_aborted() {
 fn what_is_not_there_is_not_aborted() {
     let mut scene = scene(&Host::new("memory:32M", 512));
     for (sq, cid) in [(0, 0x1234), (1, 0), (2, 0), (77, 5), (0xffff, 0xffff)] {
-        // The command succeeds, and says that nothing was aborted.
+        // The Abort succeeds and reports that it aborted nothing.
         assert!(!scene.controller.abort(sq, cid).unwrap(), "{sq} {cid}");
     }
     scene.finish();

@@ -1,5 +1,5 @@
-//! Guest memory that is plugged block by block, as virtio-mem does it: to the guest it is one memory,
-//! wherever blocks end, and to its VMM each block is one that can be unplugged.
+//! Guest memory that is plugged block by block, as virtio-mem does. The guest sees contiguous memory, while the VMM maps and
+//! unmaps each block separately.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -19,24 +19,24 @@ use crate::memory::queue_pair_at;
 
 const BLOCK: u64 = 64 << 10;
 const BLOCKS: u64 = 32;
-/// Behind the memory that the machine has from the start, with a gap.
+/// Address of the plugged memory, with a gap behind the initial memory.
 const PLUGGED: u64 = HIGH + (1 << 30);
 const PAGE: u64 = PAGE_SIZE as u64;
 const MDTS: usize = 1 << 20;
 
-/// A file for two leases.
+/// Creates a file for two leases.
 fn file() -> tempfile::NamedTempFile {
     let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
     file
 }
 
-/// The guest's memory there, of which the function has nothing yet.
+/// Adds the region to the guest's memory. The function does not have it mapped yet.
 fn unplugged(machine: &Machine) -> Region {
     machine.memory.add_region(PLUGGED, BLOCKS * BLOCK).unwrap()
 }
 
-/// A part of a region, as a VMM maps it.
+/// Returns a part of a region in the form that a VMM maps.
 fn part(machine: &Machine, region: &Region, offset: u64, len: u64) -> MemoryRegion {
     MemoryRegion {
         gpa: Gpa(region.gpa + offset),
@@ -71,7 +71,7 @@ fn orders() -> [Vec<u64>; 3] {
     [upwards, downwards, any]
 }
 
-/// Writes what one buffer has and reads it into another, which are anywhere in memory.
+/// Writes the contents of one buffer to the drive, and reads them into another buffer.
 #[track_caller]
 fn round_trip(
     queue: &mut QueuePair,
@@ -112,12 +112,12 @@ fn data_goes_on_from_block_to_block() {
             });
             let list = |buffer| prp::buffer(buffer, 0, MDTS).unwrap();
             let (list_a, list_b) = (list(&a), list(&b));
-            // One block of an SGL, for all of it.
+            // One data block descriptor for the whole buffer.
             let sgl = |buffer: &DmaBuffer| DataPointer::sgl(data_block(buffer.gpa(), MDTS as u32));
             round_trip(&mut queue, (list_a.pointer, &a), (list_b.pointer, &b));
             round_trip(&mut queue, (sgl(&b), &b), (sgl(&a), &a));
             round_trip(&mut queue, (list_a.pointer, &a), (sgl(&b), &b));
-            // Without one block, none of it is written.
+            // If one block is missing, no data is written.
             unplug(&machine, &region, BLOCKS / 2 + 3);
             b.fill(0x5a);
             for pointer in [list_b.pointer, sgl(&b)] {
@@ -138,7 +138,7 @@ fn descriptors_that_cross_too_many_blocks_are_refused() {
     let bystander = Bystander::start(&host, &Setup::nth(1));
     let machine = host.machine(&Setup::nth(0));
     let region = unplugged(&machine);
-    // A page each, downwards: no two of them are one run.
+    // Single pages in descending order, which never merge into runs.
     for page in (0..BLOCKS * BLOCK / PAGE).rev() {
         let memory = part(&machine, &region, page * PAGE, PAGE);
         machine.function().host().map(memory).unwrap();
@@ -159,7 +159,7 @@ fn descriptors_that_cross_too_many_blocks_are_refused() {
             memory,
         )
     };
-    // 512 descriptors are what a command may have. Every second one of these lies in two pages.
+    // A command may have at most 512 descriptors. Every second data block here spans two pages.
     let (sqe, _memory) = read(512, 2048, 3072);
     assert_eq!(status(&mut queue, sqe), INVALID_SGL_COUNT);
     let (sqe, _memory) = read(512, 2048, 0);
@@ -179,7 +179,7 @@ fn blocks_come_and_go_under_io_to_others() {
     (0..BLOCKS).for_each(|block| plug(&machine, &region, block));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
-    // The first half stays, in the middle of what comes and goes.
+    // The middle half stays mapped while the rest is unmapped and mapped.
     let stays = BLOCKS / 4..BLOCKS * 3 / 4;
     let buffer = machine
         .memory
@@ -234,7 +234,7 @@ fn queues_may_lie_in_several_blocks() {
             plug(&machine, &region, block);
         }
         let mut controller = machine.attach();
-        // 64 KiB, of which half are in the next block.
+        // The queue has 64 KiB, and its second half is in the next block.
         let sq = PLUGGED + 9 * BLOCK + BLOCK / 2;
         let sq = machine.memory.alloc_at(sq, 64 << 10).unwrap();
         let cq = machine.memory.alloc(16 << 10).unwrap();
@@ -242,7 +242,7 @@ fn queues_may_lie_in_several_blocks() {
         for _ in 0..3000 {
             assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
         }
-        // A queue ends with any of its blocks.
+        // If any block of a queue is unmapped, the controller fails.
         unplug(&machine, &region, 10);
         machine.poke(&controller, 1, Side::SqTail, 0);
         machine.wait_fatal(&controller);
@@ -271,7 +271,7 @@ fn a_client_that_maps_page_by_page_is_stopped() {
         matches!(refused, Err(DmaError::TooManyRegions)),
         "{refused:?}"
     );
-    // It can use what it has, to the last page.
+    // The guest can use the mapped memory to the last page.
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
     let end = PLUGGED + len;

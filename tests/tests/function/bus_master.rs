@@ -1,5 +1,4 @@
-//! Bus Master Enable: while a guest has cleared it, nothing of its memory is read or written (PCI Express
-//! 4.0, section 7.5.1.1.3).
+//! Bus Master Enable: while the bit is clear, the device must not access guest memory (PCI Express 4.0, section 7.5.1.1.3).
 
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin};
@@ -18,7 +17,7 @@ fn command(machine: &Machine, value: u16) {
     drop(moves);
 }
 
-/// A command that needs no memory but the queue's.
+/// Returns a command that accesses no memory except for its queue.
 fn number_of_queues() -> Sqe {
     Sqe::new(admin::GET_FEATURES, 0).with_cdw(10, feature::NUMBER_OF_QUEUES.into())
 }
@@ -30,7 +29,7 @@ fn nothing_is_taken_or_completed_without_it() {
         let other = host.machine(&Setup::nth(1));
         let (_controller, mut neighbour) = other.disk();
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
-        // A driver that leaves Command alone is served: one in user space may.
+        // A user-space driver may not write the Command register. Its commands are still executed.
         let (mut controller, mut disk) = machine.disk();
         disk.verify(0, 8).unwrap();
         for _ in 0..3 {
@@ -43,7 +42,7 @@ fn nothing_is_taken_or_completed_without_it() {
             let queue = controller.admin_queue().unwrap();
             let asked = queue.submit(number_of_queues()).unwrap();
             queue.ring();
-            // The poller, which has the neighbour's queue as well, goes round, and so does the function.
+            // The neighbour's queue shows that the poller makes a round, and so does the function's thread.
             neighbour.verify(0, 8).unwrap();
             machine.function().process_events();
             assert!(disk.queue.poll().is_none(), "{mode:?}");
@@ -72,7 +71,7 @@ fn a_function_level_reset_clears_it() {
     let mut controller = machine.attach();
     controller.identify_controller().unwrap();
     machine.function_level_reset();
-    // Registers work as ever, and the admin queue waits.
+    // Registers work as usual, while the admin queue waits.
     let bar = machine.bar();
     assert_eq!(bar.read32(CC) & CC_ENABLE, 0);
     command(&machine, MEMORY_SPACE);

@@ -1,4 +1,4 @@
-//! Drives that do not flush in time: the guest's controller reports it, and its lease lives meanwhile.
+//! Drives that do not flush in time: the guest's controller reports this, and its lease stays.
 
 use std::io;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use vmm_device::EndError;
 use crate::common::scripted_controller::ScriptedController;
 use crate::common::{Setup, wait_for};
 
-/// CC.SHN: a normal shutdown.
+/// CC.SHN: normal shutdown.
 const SHN_NORMAL: u32 = 1 << 14;
 /// CSTS.SHST: shutdown processing occurring.
 const SHST_OCCURRING: u32 = 0b01 << 2;
 const CC: u64 = 0x14;
 
-/// Longest wait of an end, in all.
+/// Maximum total wait when a function ends.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Longest wait of an access, in all.
+/// Maximum total wait of an access.
 const ACCESS: Duration = Duration::from_secs(1);
 
 #[test]
@@ -39,7 +39,7 @@ fn a_shutdown_is_complete_once_the_drive_has_flushed() {
     };
     assert!(shutdown(SHST_OCCURRING));
     assert_eq!(host.clock.waited(), ACCESS);
-    // Longer than any driver waits by itself.
+    // Longer than a driver waits for a shutdown.
     for _ in 0..10 {
         host.clock.advance(Duration::from_secs(30));
         machine.function().process_events();
@@ -48,7 +48,7 @@ fn a_shutdown_is_complete_once_the_drive_has_flushed() {
     drive.hold_flushes(false);
     host.clock.skip_waits(false);
     wait_for("the shutdown", || {
-        // The calls above may have taken the event that the function's own thread was to wake for.
+        // The calls above may have consumed the event that wakes the function's own thread.
         machine.function().process_events();
         shutdown(CSTS_SHST_COMPLETE)
     });
@@ -64,7 +64,7 @@ fn a_pause_leaves_the_result_of_a_flush_to_the_shutdown_that_waits_for_it() {
     host.clock.skip_waits(true);
     let bar = machine.bar();
     bar.write32(CC, bar.read32(CC) | SHN_NORMAL);
-    // While this is locked, the function's own thread does not ask for the result.
+    // While the function is locked, its own thread does not fetch the result.
     let mut function = machine.function();
     drive.hold_flushes(false);
     host.clock.skip_waits(false);

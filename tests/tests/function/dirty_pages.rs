@@ -1,4 +1,4 @@
-//! The pages that a function writes are told to whoever asks: all of them, and no others.
+//! Dirty page log: it contains all pages that a function writes, and no others.
 
 use std::collections::BTreeSet;
 
@@ -14,10 +14,10 @@ use nvme_mpt_tests::sgl;
 
 use crate::common::{HANG, Host, LEASE, MODES, Machine, Setup};
 
-/// Pages by number.
+/// Page numbers.
 type Pages = BTreeSet<u64>;
 
-/// Those of a buffer.
+/// Returns the pages of a buffer.
 fn pages_of(buffer: &DmaBuffer) -> impl Iterator<Item = u64> {
     pages_at(buffer.gpa(), buffer.len() as u64)
 }
@@ -34,7 +34,7 @@ fn pages_told(ranges: &[DirtyRange]) -> Pages {
         .collect()
 }
 
-/// Returns the content of every page of a guest's memory.
+/// Returns the contents of all pages of guest memory.
 fn contents(machine: &Machine) -> Vec<(u64, Vec<u8>)> {
     let regions = machine.memory.regions();
     let pages = regions
@@ -50,7 +50,7 @@ fn contents(machine: &Machine) -> Vec<(u64, Vec<u8>)> {
         .collect()
 }
 
-/// A read that is ready to be submitted.
+/// A prepared read.
 struct Read {
     slba: u64,
     blocks: u32,
@@ -106,7 +106,7 @@ fn transfers(rng: &mut Rng) -> Transfer {
     }
 }
 
-/// Returns the guest's own writes: its rings, doorbells and lists.
+/// Returns the pages that the guest writes itself: rings, doorbells and lists.
 fn written_by_guest(controller: &mut Controller, disk: &Disk, reads: &[Read]) -> Pages {
     let mut pages: Pages = pages_of(disk.queue.sq.memory()).collect();
     pages.extend(pages_of(controller.admin_queue().unwrap().sq.memory()));
@@ -118,7 +118,7 @@ fn written_by_guest(controller: &mut Controller, disk: &Disk, reads: &[Read]) ->
     pages
 }
 
-/// Reads of all kinds while pages are noted, asked for at random moments.
+/// Executes all kinds of reads while the dirty page log is active, and queries the log at random moments.
 fn reads_are_told(host: &Host, mode: DoorbellMode) {
     let machine = host.machine(&Setup::default().doorbells(mode));
     let (mut controller, mut disk) = machine.disk();
@@ -194,7 +194,7 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
     let invented: Vec<_> = told.difference(&writable).collect();
     assert!(invented.is_empty(), "{mode:?}: nobody wrote {invented:x?}");
 
-    // And once more, with nobody who asks.
+    // Repeat the reads with the log stopped.
     machine.function().host().stop_dirty_log();
     machine.function().resume();
     disk.read(0, 64).unwrap();

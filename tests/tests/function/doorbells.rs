@@ -1,5 +1,5 @@
-//! Doorbell values that cannot be, and doorbells of queues that do not exist (NVMe Base 2.0, section
-//! 3.1.4; asynchronous events, section 5.2).
+//! Invalid doorbell values, and doorbells of queues that do not exist (NVMe Base 2.0, section 3.1.4; asynchronous events,
+//! section 5.2).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -37,7 +37,7 @@ fn with_each_mode(test: impl Fn(Machine, Controller, DoorbellMode)) {
     }
 }
 
-/// Queue pair 1, of which the two queues have different sizes, as its two parts.
+/// Creates queue pair 1, with queues of different sizes. Returns both queues.
 fn queues(
     controller: &mut Controller,
     sq_entries: u32,
@@ -56,20 +56,20 @@ fn queues(
 #[track_caller]
 fn expect_event(controller: &mut Controller, want: AsyncEvent) {
     assert_eq!(controller.async_event(HANG).unwrap(), Some(want));
-    // Reading the log lets events of the type come again.
+    // Reading the log page unmasks the event type.
     controller
         .log_page(LogPage::of_controller(log::ERROR, 64))
         .unwrap();
     request_event(controller);
 }
 
-/// Leaves a request for an event with the controller, which has it when this returns.
+/// Submits an Asynchronous Event Request. Returns when the controller has taken the request.
 fn request_event(controller: &mut Controller) {
     controller.request_async_event().unwrap();
     assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
 }
 
-/// No event waits: a command that goes the same way as an event would have brought it.
+/// Checks that no event is pending. The admin command would complete after the event.
 #[track_caller]
 fn expect_no_event(controller: &mut Controller) {
     assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
@@ -87,10 +87,10 @@ fn tails_beyond_the_queue() {
         for bad in [8, 9, 255, 0xffff, 0x1_0000, u32::MAX] {
             machine.poke(&controller, 1, Side::SqTail, bad);
             expect_event(&mut controller, INVALID_VALUE);
-            // The same once more is nothing new.
+            // Writing the same value again causes no second event.
             machine.poke(&controller, 1, Side::SqTail, bad);
             machine.poke(&controller, 1, Side::SqTail, bad);
-            // The queue goes on with a good value.
+            // The queue still works with valid values.
             for _ in 0..20 {
                 assert_eq!(
                     status(&mut queue, Sqe::flush(1)),
@@ -110,7 +110,7 @@ fn heads_beyond_the_queue() {
         request_event(&mut controller);
         let mut head = 0;
         for bad in [4, 5, 0xffff, 0x1_0001, u32::MAX] {
-            // More commands than completions have room: the head is what the device waits for.
+            // More commands than completion entries: the device waits for the head doorbell.
             for cid in 0..8 {
                 assert!(sq.push(&Sqe::flush(1).with_cid(cid)));
             }
@@ -137,7 +137,7 @@ fn heads_beyond_the_queue() {
 #[test]
 fn heads_beyond_what_was_posted() {
     for mode in MODES {
-        // Without another guest: an idle queue is looked at when its poller goes to sleep.
+        // There is no second guest: the poller examines an idle queue before it goes to sleep.
         let machine = Host::new("memory:16M", 512).machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 8);
@@ -166,7 +166,7 @@ fn doorbells_without_a_queue() {
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 8);
         request_event(&mut controller);
-        // Queues that could exist, that could not, and what is between two doorbells.
+        // Possible queues, impossible queues, and an offset between two doorbells.
         for (queue, side) in [
             (2, Side::SqTail),
             (3, Side::CqHead),
@@ -180,7 +180,7 @@ fn doorbells_without_a_queue() {
         controller.bar().write32(0x1000 + 2, 1);
         expect_event(&mut controller, INVALID_REGISTER);
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-        // One that was deleted.
+        // A deleted queue.
         drop(controller.delete_queue_pair(queue).unwrap());
         controller.write_doorbell(1, Side::SqTail, 1);
         expect_event(&mut controller, INVALID_REGISTER);
@@ -201,8 +201,8 @@ fn admin_doorbells_beyond_the_queue() {
     });
 }
 
-/// A driver that keeps the admin queue's doorbells in the Doorbell Buffer, as libvfn does: it writes a
-/// register only when EventIdx asks for it.
+/// Attaches a driver that uses the Doorbell Buffer for the admin queue too, like libvfn. The driver writes a register only when
+/// EventIdx requires it.
 fn buffered_admin_queue(machine: &Machine, bar: Arc<dyn Bar>) -> Controller {
     let config = Config {
         doorbells: DoorbellMode::Shadow,
@@ -216,7 +216,7 @@ fn buffered_admin_queue(machine: &Machine, bar: Arc<dyn Bar>) -> Controller {
 
 const ADMIN_ENTRIES: u16 = 8;
 
-/// A command that needs no memory.
+/// Returns a command that accesses no data.
 fn number_of_queues() -> Sqe {
     Sqe::new(admin::GET_FEATURES, 0).with_cdw(10, feature::NUMBER_OF_QUEUES.into())
 }
@@ -229,7 +229,7 @@ fn an_admin_queue_in_the_doorbell_buffer_is_served_round_after_round() {
     for _ in 0..10 * ADMIN_ENTRIES {
         controller.identify_controller().unwrap();
     }
-    // By one move of the doorbell, and by one each.
+    // The doorbell is written once for all commands, or once for each command.
     for count in 1..ADMIN_ENTRIES {
         for at_once in [true, false] {
             let queue = controller.admin_queue().unwrap();
@@ -247,17 +247,17 @@ fn an_admin_queue_in_the_doorbell_buffer_is_served_round_after_round() {
             }
         }
     }
-    // I/O goes on as ever.
+    // I/O works as usual.
     let mut disk = crate::common::disk(&mut controller, 1);
     disk.verify(0, 8).unwrap();
-    // A driver that comes after it may have registers alone.
+    // The next driver may use registers only.
     let mut controller = machine.attach();
     for _ in 0..4 * ADMIN_ENTRIES {
         controller.identify_controller().unwrap();
     }
 }
 
-/// A BAR whose doorbell writes arrive when the test says so, as those of a client that waits for no reply.
+/// A BAR whose doorbell writes arrive when the test delivers them, like writes of a client that awaits no reply.
 struct Posted {
     bar: Arc<dyn Bar>,
     posts: AtomicBool,
@@ -310,10 +310,10 @@ fn register_writes_that_arrive_late_hide_no_admin_command() {
         for cid in 0..3 {
             let sqe = number_of_queues().with_cid(cid);
             assert!(queue.push(&sqe));
-            // The second and the third move find EventIdx where the first one did.
+            // The second and third update find EventIdx still behind the first update.
             queue.ring();
             if round % 3 == cid {
-                // Something else has the device look before the write arrives.
+                // Another event makes the device examine the queue before the register write arrives.
                 machine.function().process_events();
             }
         }

@@ -1,4 +1,4 @@
-//! Leases by size: commands over the borders of extents, and leases that grow under their guests.
+//! Leases by size: commands across the borders of extents, and leases that grow while in use.
 
 use std::fs::OpenOptions;
 use std::sync::Arc;
@@ -24,16 +24,16 @@ use nvme_software::model::DriveProfile;
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, Host, Machine, Setup, queue_pair, status, wait_for};
 
-/// Bytes of a unit.
+/// Allocation unit in bytes.
 const UNIT: u64 = 1 << 20;
 
-/// Blocks of a unit.
+/// Allocation unit in blocks.
 const BLOCKS: u64 = UNIT / 512;
 
-/// Size of the drives.
+/// Size of the drives in bytes.
 const DRIVE: u64 = 32 * UNIT;
 
-/// A drive of each kind.
+/// Creates a drive of each kind.
 fn hosts() -> [(Host, Option<tempfile::NamedTempFile>); 2] {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(DRIVE).unwrap();
@@ -43,19 +43,19 @@ fn hosts() -> [(Host, Option<tempfile::NamedTempFile>); 2] {
     ]
 }
 
-/// A lease of so many units.
+/// Returns the setup of a lease by size of `count` units.
 fn units(count: u64) -> Setup {
     Setup::whole(count * UNIT).by_size(UNIT)
 }
 
-/// Leases all but this number of units, none of which follows another: the second of the drive, the fourth, and so on.
+/// Leases all units except for `count` separate ones: the second unit of the drive, the fourth, and so on.
 fn leave(host: &Host, count: u64) -> Vec<Lease> {
     let rest = 2 * count * UNIT;
     let every_second = (0..count).map(|at| (2 * at * UNIT, UNIT));
     host.occupy(every_second.chain([(rest, DRIVE - rest)]))
 }
 
-/// Bytes that are others in each block.
+/// Returns data that differs for each block.
 fn pattern(first: u64, blocks: u64) -> Vec<u8> {
     let words = (first * 64..(first + blocks) * 64).map(|word| word.wrapping_mul(0x9E37_79B9));
     words.flat_map(u64::to_le_bytes).collect()
@@ -110,7 +110,7 @@ fn copies_go_over_borders() {
         let machine = host.machine(&units(8));
         let (_controller, mut disk) = machine.disk();
         fill(&mut disk);
-        // Sources over two borders, to a target over another one.
+        // Source ranges across two borders, and a destination across another border.
         let sources = [
             (BLOCKS - 5, 11),
             (BLOCKS + 100, 1),
@@ -137,7 +137,7 @@ fn ranges_without_data_go_over_borders() {
         let machine = host.machine(&units(8));
         let (_controller, mut disk) = machine.disk();
         fill(&mut disk);
-        // More ranges than a command may have, once they are cut at the borders.
+        // After the split at the borders, there are more ranges than a command may have.
         let ranges: Vec<(u64, u32)> = (0..256).map(|at| (BLOCKS - 8, 16 + at % 2)).collect();
         disk.deallocate(&ranges).unwrap();
         disk.write_zeroes(3 * BLOCKS - 4, 9, true).unwrap();
@@ -192,14 +192,14 @@ fn many_commands_in_parts_are_in_flight_at_a_time() {
     }
 }
 
-/// Returns the status of a command that failed.
+/// Returns the status of a failed command.
 #[track_caller]
 fn failure(result: Result<(), Error>) -> StatusCode {
     let completion = result.unwrap_err().completion();
     completion.expect("a completion").status().code()
 }
 
-/// A drive in memory with faults.
+/// Creates a drive in memory with faults.
 fn faulty(plan: &str, profile: Option<&str>) -> Host {
     let options = DriveOptions {
         faults: Some(Arc::new(FaultPlan::parse("test", plan).unwrap())),
@@ -211,7 +211,7 @@ fn faulty(plan: &str, profile: Option<&str>) -> Host {
 
 #[test]
 fn a_part_that_fails_ends_its_command() {
-    // The lease's second unit is the drive's fourth.
+    // The second unit of the lease is the fourth unit of the drive.
     let host = faulty(
         "[[fault]]\nkind = \"media-error\"\nrange = \"3M+4K\"\n",
         None,
@@ -222,7 +222,7 @@ fn a_part_that_fails_ends_its_command() {
     disk.write(BLOCKS - 8, &pattern(0, 8)).unwrap();
     let written = disk.write(BLOCKS - 4, &pattern(BLOCKS - 4, 8));
     assert_eq!(failure(written), WRITE_FAULT);
-    // Writes are atomic up to a block.
+    // Only writes of up to one block are atomic.
     check(&mut disk, BLOCKS - 4, 4);
     let compared = disk.compare(BLOCKS - 4, &pattern(0, 8));
     assert_eq!(failure(compared), COMPARE_FAILURE);
@@ -233,7 +233,7 @@ fn a_part_that_fails_ends_its_command() {
 
 #[test]
 fn a_reset_begins_no_further_part() {
-    // Nothing completes by itself, for longer than a machine stands still.
+    // The latency is longer than any pause of the machine, so no write completes on its own.
     let plan = "[[fault]]\nkind = \"latency\"\nadd = \"60s\"\noperations = [\"write\"]\n".repeat(3);
     let host = faulty(&plan, Some("nvm"));
     let _others = leave(&host, 4);
@@ -263,7 +263,7 @@ fn check_zeroes(disk: &mut Disk, first: u64, blocks: u64) {
     );
 }
 
-/// The driver of a guest that wants to hear of its namespace.
+/// Attaches a driver that enables namespace notices.
 fn listening(machine: &Machine) -> (Controller, Disk) {
     let (mut controller, disk) = machine.disk();
     controller
@@ -287,7 +287,7 @@ fn hears_of_its_namespace(controller: &mut Controller) {
 #[test]
 fn a_lease_grows_under_its_guest() {
     for (host, _file) in hosts() {
-        // A tenant whose range was released, and another one that lives.
+        // Data of a released lease, and of a lease in use.
         let stop = AtomicBool::new(false);
         {
             let former = host.machine(&Setup::whole(2 * UNIT));
@@ -303,7 +303,7 @@ fn a_lease_grows_under_its_guest() {
                 ..Setup::whole(26 * UNIT)
             },
         );
-        // Room that nobody had comes first.
+        // Unused space is allocated first.
         let machine = host.machine(&units(1));
         let attachment = host.attached.lock().unwrap().upgrade().unwrap();
         assert_eq!(attachment.lease().extents().to_string(), "2M+1M");
@@ -321,7 +321,7 @@ fn a_lease_grows_under_its_guest() {
 
         attachment.grow(5 * UNIT, &stop).unwrap();
         hears_of_its_namespace(&mut controller);
-        // The same queue reaches the new blocks, over the borders of extents.
+        // The existing queue can access the new blocks, across the borders of extents.
         check(&mut disk, 0, BLOCKS);
         let mut whole = crate::common::disk(&mut controller, 2);
         assert_eq!(whole.blocks(), 5 * BLOCKS);
@@ -338,7 +338,7 @@ fn a_lease_grows_under_its_guest() {
             check(queue, BLOCKS / 2, BLOCKS);
             check(queue, 4 * BLOCKS - 3, 90);
         }
-        // Nothing changes.
+        // The lease has this size already.
         attachment.grow(5 * UNIT, &stop).unwrap();
         let error = attachment.grow(4 * UNIT, &stop).unwrap_err();
         assert!(error.to_string().contains("--truncate"), "{error}");
@@ -363,7 +363,7 @@ fn growth_that_fails_leaves_the_guest_what_it_had_and_goes_on_the_next_time() {
     let beyond = Sqe::read(1, BLOCKS, 1);
     let grow = |units, stop| attachment.grow(units * UNIT, &AtomicBool::new(stop));
 
-    // Somebody without a lease has part of the room.
+    // Another process has locked part of the free space without a lease.
     let mut options = OpenOptions::new();
     let opened = options.read(true).write(true).open(file.path()).unwrap();
     let lock = FileRangeLock::take(opened, 3 * UNIT, UNIT)
@@ -378,7 +378,7 @@ fn growth_that_fails_leaves_the_guest_what_it_had_and_goes_on_the_next_time() {
     hears_of_its_namespace(&mut controller);
     check_zeroes(&mut disk, BLOCKS, BLOCKS);
 
-    // The server ends while it wipes.
+    // The server stops during the wipe.
     controller.request_async_event().unwrap();
     controller
         .log_page(LogPage::of_controller(log::CHANGED_NAMESPACES, 4096))
@@ -411,7 +411,7 @@ fn a_lease_of_zones_does_not_grow() {
     assert!(matches!(error, Err(GrowError::Whole(_))), "{error:?}");
     assert_eq!(attachment.lease().extents().to_string(), "0+4M");
     drop((machine, attachment));
-    // What it did not get is nobody's data.
+    // The failed growth did not affect the data state of the space.
     let others = host.occupy([(4 * UNIT, UNIT)]);
     assert_eq!(others[0].unwiped(), []);
 }
@@ -425,7 +425,7 @@ fn a_snapshot_is_taken_up_by_a_lease_that_has_grown() {
     let suspended = machine.suspend();
 
     let smaller = host.restore(&suspended, &units(1));
-    // A lease has what it had.
+    // A lease never shrinks, so restoring with a smaller size succeeds.
     drop(smaller.unwrap());
     let machine = host.restore(&suspended, &units(4)).unwrap();
     machine.function().resume();

@@ -1,5 +1,4 @@
-//! Drives that things go wrong with because somebody wants it: what a guest sees of each kind of fault,
-//! and that another guest sees nothing of what is not the drive's as a whole.
+//! Fault injection: effects of each kind of fault on a guest. Another guest must notice only faults of the drive as a whole.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,10 +21,10 @@ use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{HANG, Host, LEASE, Machine, Setup, disk, queue_pair, status, wait_for};
 
-/// The kinds of store; each test runs on all of them.
+/// Kinds of backing stores. Each test uses all of them.
 const STORES: [&str; 2] = ["memory:32M", "file"];
 
-/// A drive of two leases with faults, and what it lies in.
+/// A drive with space for two leases and with faults, and its file if there is one.
 struct Faulty {
     host: Host,
     _file: Option<tempfile::NamedTempFile>,
@@ -62,7 +61,7 @@ impl Faulty {
         drive.and_then(SoftwareController::faults).unwrap()
     }
 
-    /// Commands that each fault struck.
+    /// Returns the number of affected commands for each fault.
     fn struck(&self) -> Vec<u64> {
         let faults = self.faults().stats();
         faults.iter().map(|fault| fault.struck).collect()
@@ -75,7 +74,7 @@ impl Faulty {
     }
 }
 
-/// A command with a buffer of 4 KiB that nothing may change.
+/// Executes a command that must not change its buffer of 4 KiB.
 #[track_caller]
 fn fails(machine: &Machine, controller: &mut Controller, queue: u16, sqe: Sqe) -> StatusCode {
     let sentinel = Sentinel::new(&machine.memory, 4096);
@@ -96,7 +95,7 @@ fn media_errors_are_told_and_change_nothing() {
             let bystander = Bystander::start(&drive.host, &Setup::nth(1));
             let machine = drive.host.machine(&Setup::nth(0));
             let (mut controller, mut disk) = machine.disk();
-            // These blocks are written before the media go bad.
+            // Write these blocks before media errors are active.
             drive.faults().clear();
             disk.write(120, &[0xA5; 24 * 512]).unwrap();
             drive.inject(plan);
@@ -130,7 +129,7 @@ fn media_errors_are_told_and_change_nothing() {
                 .map(|error| (error.status.as_str(), error.commands))
                 .collect();
             assert_eq!(errors, [("Unrecovered Read Error", 4), ("Write Fault", 3)]);
-            // The media is good again, and nothing of what failed was carried out.
+            // Media errors are off again. No failed command has had an effect.
             drive.faults().clear();
             assert_eq!(disk.read(120, 24).unwrap(), [0xA5; 24 * 512]);
             bystander.finish();
@@ -140,7 +139,7 @@ fn media_errors_are_told_and_change_nothing() {
 
 #[test]
 fn a_latency_is_added_to_the_commands_that_it_is_about() {
-    // The system's clock is slewed by up to 500 ppm, and the drive's is measured against it.
+    // The system clock may be slewed by up to 500 ppm, and the test compares the drive's time with it.
     const AT_LEAST: Duration = Duration::from_millis(299);
     for store in STORES {
         let plan = "[[fault]]\nkind = \"latency\"\nadd = \"300ms\"\noperations = [\"write\"]\n\
@@ -184,7 +183,7 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
         let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
         let write = Sqe::write(1, 8, 8).with_data(pointer);
 
-        // With its queue: Abort does not reach it, and deleting the queue does.
+        // Abort does not reach the command, but the deletion of its queue ends it.
         let mut queue = queue_pair(&mut controller, 2, 16);
         assert!(queue.push(&write.with_cid(7)));
         queue.ring();
@@ -202,7 +201,7 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
         assert_eq!((lost.cid(), lost.status().code()), (7, ABORTED_SQ_DELETION));
         assert_eq!(machine.queue_stats(2).in_flight, 0);
 
-        // With the controller.
+        // A reset of the controller ends it.
         for reset in 0..2 {
             let mut queue = queue_pair(&mut controller, 3, 16);
             assert!(queue.push(&write));
@@ -250,7 +249,7 @@ fn a_fatal_status_is_one_controllers_and_a_reset_cures_it() {
     }
 }
 
-/// The next event, once there is one.
+/// Waits for the next event.
 #[track_caller]
 fn next_event(controller: &mut Controller) -> AsyncEvent {
     let event = controller.async_event(HANG).unwrap().expect("an event");
@@ -264,7 +263,7 @@ const NAMESPACE_CHANGED: AsyncEvent = AsyncEvent {
     log_page: log::CHANGED_NAMESPACES,
 };
 
-/// A function and its guest's driver, which wants to hear of its namespace.
+/// Attaches a driver that enables namespace notices.
 fn listening(machine: &Machine) -> Controller {
     let mut controller = machine.attach();
     controller
@@ -290,7 +289,7 @@ fn a_drive_that_is_removed_is_gone_for_all_its_guests() {
         let mut controllers = [0, 1].map(|index: usize| listening(&machines[index]));
         let [mut first, mut second] = [0, 1].map(|index| disk(&mut controllers[index], 1));
         first.write(0, &[1; 4096]).unwrap();
-        // Commands that wait for ever do no more: this one the removal ends.
+        // Commands that wait forever never complete. The removal ends this one.
         let data = machines[1].memory.alloc(4096).unwrap();
         let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
         assert!(second.queue.push(&Sqe::write(1, 0, 8).with_data(pointer)));
@@ -335,7 +334,7 @@ fn a_namespace_that_is_resized_has_another_size() {
         disk.write(0, &[0x11; 4096]).unwrap();
         disk.write(blocks - 8, &[0x22; 4096]).unwrap();
         for (size, left) in [("24M", blocks / 2), ("32M", blocks)] {
-            // The first of anybody's commands does it.
+            // The next command of any guest triggers the resize.
             drive.inject(&format!(
                 "[[fault]]\nkind = \"resize\"\nsize = \"{size}\"\n"
             ));
@@ -352,7 +351,7 @@ fn a_namespace_that_is_resized_has_another_size() {
         assert_eq!(disk.read(blocks - 8, 8).unwrap(), [0x22; 4096]);
         bystander.finish();
 
-        // A range that begins beyond the end is none.
+        // A lease that begins beyond the end of the drive has no namespace.
         drive.inject("[[fault]]\nkind = \"resize\"\nsize = \"16M\"\n");
         status(&mut disk.queue, Sqe::flush(1));
         assert_eq!(next_event(&mut controller), NAMESPACE_CHANGED);

@@ -1,5 +1,4 @@
-//! Effects of a drive in a file on the file: durability, holes, data at any alignment, and a file that is cut
-//! short.
+//! A drive in a file: durability, holes, unaligned data, and a file that is truncated.
 #![expect(
     unsafe_code,
     reason = "asks the kernel how much of a file is in its cache only"
@@ -26,7 +25,7 @@ use tempfile::NamedTempFile;
 use crate::common::loop_device::{LoopDevice, Mounted};
 use crate::common::{HANG, Host, LEASE, Machine, Setup, status};
 
-/// A file, the drive in it, and a guest that has all of it.
+/// A file, a drive in it, and a guest with the whole drive.
 struct Scene {
     file: NamedTempFile,
     machine: Machine,
@@ -51,7 +50,7 @@ fn scene_of(bytes: u64, lba_size: u32) -> Scene {
     }
 }
 
-/// Returns the status of a command that failed.
+/// Returns the status of a failed command.
 fn error_status(error: &Error) -> Option<StatusCode> {
     error.completion().map(|cqe| cqe.status().code())
 }
@@ -62,17 +61,15 @@ fn pattern(tag: u64, bytes: usize) -> Vec<u8> {
     data
 }
 
-/// Pages of a file that are in the page cache and not on the device: dirty or being written. None if
-/// the kernel cannot tell (before Linux 6.5).
+/// Returns the number of dirty pages and pages in writeback of a file. `None` before Linux 6.5, which cannot tell.
 fn unwritten(file: &File) -> Option<u64> {
     cached(file).map(|[_, dirty, writeback, ..]| dirty + writeback)
 }
 
-/// Pages of a file in the page cache: all, dirty, being written, and two more. None if the kernel cannot tell (before
-/// Linux 6.5).
+/// Returns counts of a file's pages in the page cache: total, dirty, in writeback, and two more. `None` before Linux 6.5.
 pub(crate) fn cached(file: &File) -> Option<[u64; 5]> {
     const SYS_CACHESTAT: libc::c_long = 451;
-    /// Of the whole file.
+    /// Zeroes mean the whole file.
     static RANGE: [u64; 2] = [0, 0];
     // nr_cache, nr_dirty, nr_writeback, nr_evicted, nr_recently_evicted.
     let mut counts = [0_u64; 5];
@@ -89,7 +86,7 @@ pub(crate) fn cached(file: &File) -> Option<[u64; 5]> {
     (result == 0).then_some(counts)
 }
 
-/// Returns whether the kernel tells of the files here what is not on the device yet.
+/// Returns whether the kernel reports dirty pages for files on this file system.
 pub(crate) fn dirt_shows() -> bool {
     let file = tempfile::tempfile().unwrap();
     (0..20).any(|_| {
@@ -101,7 +98,7 @@ pub(crate) fn dirt_shows() -> bool {
     })
 }
 
-/// A write, with flags.
+/// Writes with flags, through the page cache.
 fn write_through_cache(scene: &mut Scene, flags: u32) {
     let data = scene.machine.memory.alloc(2 * 65_536).unwrap();
     data.fill(0x41);
@@ -119,10 +116,10 @@ fn flush_and_force_unit_access_reach_the_device() {
         not_checked("the kernel or the file system does not tell what is in its cache only");
         return;
     }
-    // A file with such an end cannot be written past the page cache.
+    // A file of this length cannot bypass the page cache.
     let mut scene = scene_of(LEASE + 100, 512);
     let file = scene.file.reopen().unwrap();
-    // The kernel may write by itself at any time, but hardly each time at once.
+    // The kernel may write pages back at any time, but hardly each time at once.
     let dirty = (0..20).any(|_| {
         write_through_cache(&mut scene, 0);
         unwritten(&file) > Some(0)
@@ -265,14 +262,14 @@ fn buffers_at_any_alignment() {
             disk.write(3 + tag, &data).unwrap();
             disk.compare(3 + tag, &data).unwrap();
             assert!(disk.read(3 + tag, 8).unwrap() == data, "{transfer:?}");
-            // Data that was written one way is read another way.
+            // Data written with one layout is read with another.
             disk.transfer = Transfer::Prp { offset: 0 };
             assert!(disk.read(3 + tag, 8).unwrap() == data, "{transfer:?}");
         }
     }
 }
 
-/// Returns true if the file system of the files here reads and writes past its page cache.
+/// Returns whether the file system supports direct I/O.
 fn is_direct() -> bool {
     let file = NamedTempFile::new().unwrap();
     file.as_file().set_len(8192).unwrap();
@@ -294,7 +291,7 @@ fn no_buffer_brings_data_into_the_page_cache() {
     for (tag, offset) in (0..).zip([0, 4, 512, 1020, 4092]) {
         let data = pattern(tag, 8 * 512);
         scene.disk.transfer = Transfer::Prp { offset };
-        // Whole blocks of the file system, and parts of two.
+        // A range of whole file system blocks, and a range with partial blocks at both ends.
         for slba in [64, 67] {
             scene.disk.write(slba, &data).unwrap();
             assert!(scene.disk.read(slba, 8).unwrap() == data);
@@ -311,7 +308,7 @@ fn no_buffer_brings_data_into_the_page_cache() {
     }
 }
 
-/// Two commands at a time in one page, of which one has memory that the device cannot take.
+/// Two concurrent commands on one page. One command has memory that is not aligned for the device.
 #[test]
 fn two_writes_in_one_page_are_both_there() {
     let mut scene = scene(512);
@@ -331,7 +328,7 @@ fn two_writes_in_one_page_are_both_there() {
         let commands = [
             write(slba, 1, even.gpa(), 512),
             write(slba + 1, 1, odd.gpa() + 1, 512),
-            // All of the next page, where the last command changes a part, too.
+            // These writes cover the next page, which the last command also writes in part.
             write(slba + 8, 8, whole.gpa(), 4096),
         ];
         let cids = commands.map(|command| queue.submit(command).unwrap());
@@ -386,7 +383,7 @@ fn a_block_device_that_cannot_write_zeroes_promises_none() {
     for (start, blocks) in [(0, 8), (3, 40), (5, 1)] {
         let bytes = start as usize * 512..(start as usize + blocks as usize) * 512;
         disk.write(0, &data).unwrap();
-        // Whatever becomes of the range, it is no error, and other blocks stay.
+        // A deallocation is advice: it must not fail, and must not affect other blocks.
         disk.deallocate(&[(start, blocks)]).unwrap();
         let found = disk.read(0, 64).unwrap();
         assert!(found[..bytes.start] == data[..bytes.start]);
@@ -425,14 +422,14 @@ fn a_file_that_is_cut_short() {
     ] {
         disk.transfer = transfer;
         unreadable(disk.read(last, 8).map(drop));
-        // A transfer that begins where there is a file still.
+        // A transfer that begins before the end of the file.
         unreadable(disk.read(LEASE / 2 / 4096 - 4, 8).map(drop));
         unreadable(disk.compare(last, &data));
         unreadable(disk.verify(last, 8));
         unreadable(disk.copy(100, &[(last, 8)]));
         assert!(disk.read(0, 8).unwrap() == data);
     }
-    // No write makes it longer again, and no Flush says that what was written is safe.
+    // No write extends the file, and no Flush confirms the lost data.
     let length = || scene.file.as_file().metadata().unwrap().len();
     let unwritable = |result: nvme_mpt_tests::Result<()>| {
         assert_eq!(error_status(&result.unwrap_err()), Some(WRITE_FAULT));
@@ -446,13 +443,13 @@ fn a_file_that_is_cut_short() {
     unwritable(disk.copy(last, &[(0, 8)]));
     unwritable(disk.flush());
     disk.write(8, &data).unwrap();
-    // Nor is it the same if somebody makes it longer.
+    // The loss remains if another process extends the file.
     scene.file.as_file().set_len(LEASE).unwrap();
     unreadable(disk.read(last, 8).map(drop));
     assert!(disk.write(last, &data).is_err());
 }
 
-/// Critical Warning.
+/// Returns Critical Warning.
 fn warnings(controller: &mut Controller) -> u8 {
     let page = LogPage {
         id: log::SMART,
@@ -505,7 +502,7 @@ fn a_guest_is_warned_of_a_file_that_is_cut_short_or_replaced() {
         let warned = guests
             .each_mut()
             .map(|(controller, _)| warnings(controller));
-        // A lease that lies before the end is whole.
+        // A lease that lies before the end of the file is undamaged.
         assert_eq!(warned, [if replace { RELIABILITY } else { 0 }, RELIABILITY]);
         let [(_, first), (_, second)] = &mut guests;
         first.write(0, &pattern(1, 4096)).unwrap();
@@ -514,7 +511,7 @@ fn a_guest_is_warned_of_a_file_that_is_cut_short_or_replaced() {
     }
 }
 
-/// Writes to a full tmpfs fail where there is no page yet, be it one that the server takes for there.
+/// On a full tmpfs, writes to missing pages fail, including pages that the server believes to exist.
 #[test]
 fn a_full_tmpfs() {
     const ROOM: u64 = 1 << 20;
@@ -554,7 +551,7 @@ fn a_full_tmpfs() {
         assert!(written == pattern(100 + block, 4096));
     }
 
-    // Another program takes two pages away, and the memory.
+    // Another program punches out two pages, and uses up the memory.
     punch(&file, 0, 2 * 4096);
     rest("more");
     for _ in 0..2 {
@@ -563,7 +560,7 @@ fn a_full_tmpfs() {
     assert!(disk.read(1, 1).unwrap() == zeroes);
     assert!(disk.read(2, 1).unwrap() == pattern(102, 4096));
     disk.write(3, &pattern(3, 4096)).unwrap();
-    // Empty, not removed: a child of another test may hold it open.
+    // The file is truncated, not removed: a child of another test may have it open.
     File::create(tmpfs.path().join("more")).unwrap();
     disk.write(0, &pattern(1, 4096)).unwrap();
     for (block, tag) in [(0, 1), (3, 3), (4, 104)] {
@@ -579,7 +576,7 @@ fn punch(file: &File, offset: i64, len: i64) {
     assert_eq!(result, 0);
 }
 
-/// Gives a part of a file room without data, which is a hole. Returns whether the file system does that.
+/// Allocates space in a part of a file without data. Returns whether the file system reports such space as a hole.
 fn reserve_room(file: &File, offset: i64, len: i64) -> bool {
     // SAFETY: the calls take numbers alone. The position of the file is not used.
     unsafe {
@@ -622,7 +619,7 @@ fn a_wipe_erases_all_data_and_leaves_holes_out() {
                 assert!(block(at) == [0; 4096], "data at {at}");
             }
             assert!(block(LEASE) == data, "the neighbour's data");
-            // A command would have given the room back.
+            // A deallocating command would have freed the space.
             let bytes = file.metadata().unwrap().blocks() * 512;
             assert!(bytes >= ROOM, "{bytes} bytes");
         }

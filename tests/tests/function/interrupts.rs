@@ -1,5 +1,5 @@
-//! Interrupts: one per batch, none while masked and none lost, and coalescing (NVMe Base 2.0, sections
-//! 5.27.1.6 and 5.27.1.7; PCI Local Bus 3.0, section 6.8.2).
+//! Interrupts: one for each batch, none while masked, none lost, and coalescing (NVMe Base 2.0, sections 5.27.1.6 and 5.27.1.7;
+//! PCI Local Bus 3.0, section 6.8.2).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,14 +17,14 @@ use vmm_device::{Bar, MsixMasking};
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, Host, LEASE, LOW, MODES, Machine, Setup, admin_status, remote};
 
-/// Queue pair `id` of 64 entries, on the vector of the same number.
+/// Creates queue pair `id` with 64 entries and the vector `id`.
 fn interrupting(machine: &Machine, controller: &mut Controller, id: u16) -> QueuePair {
     let interrupt = Arc::clone(&machine.interrupts[usize::from(id)]);
     let options = QueueOptions::interrupting(64, id, interrupt);
     controller.create_queue_pair(id, &options).unwrap()
 }
 
-/// Submits Flush commands with one ring.
+/// Submits Flush commands with one doorbell write.
 fn submit(queue: &mut QueuePair, count: u16) {
     for _ in 0..count {
         queue.submit(Sqe::flush(1)).unwrap();
@@ -32,7 +32,7 @@ fn submit(queue: &mut QueuePair, count: u16) {
     queue.ring();
 }
 
-/// Consumes what is there.
+/// Consumes all completions. Returns their number.
 fn consume(queue: &mut QueuePair) -> u16 {
     let mut count = 0;
     while let Some(cqe) = queue.poll() {
@@ -52,7 +52,7 @@ fn one_per_batch() {
         let mut controller = machine.attach();
         let mut queue = interrupting(&machine, &mut controller, 1);
         for round in 0..200 {
-            // All of a batch on a drive in memory completes before the guest is told.
+            // On a drive in memory, the whole batch completes before the interrupt.
             let batch = 1 + round % 60;
             submit(&mut queue, batch);
             assert_eq!(machine.interrupts[1].wait(HANG).unwrap(), 1);
@@ -85,7 +85,7 @@ fn a_guest_that_waits_for_interrupts_is_never_left_waiting() {
                 let count = if in_flight == 0 { count.max(1) } else { count };
                 submit(&mut queue, count);
                 in_flight += count;
-                // It sleeps until it is told, looks once, and goes on with whatever it found.
+                // The guest sleeps until the interrupt, polls once, and continues with the completions found.
                 assert!(machine.interrupts[2].wait(HANG).unwrap() > 0, "{mode:?}");
                 let found = consume(&mut queue);
                 in_flight -= found;
@@ -150,7 +150,7 @@ fn only_the_queues_own_vector() {
         assert_eq!(machine.interrupts[3].wait(HANG).unwrap(), 1);
         assert_eq!(consume(&mut loud), 2);
     }
-    // The queues are quiet when they are deleted, so nothing can come later but of the admin queue.
+    // The queues are idle before their deletion, so later interrupts can only be the admin queue's.
     controller.delete_queue_pair(silent).unwrap();
     controller.delete_queue_pair(loud).unwrap();
     for (vector, interrupt) in machine.interrupts.iter().enumerate().skip(1) {
@@ -162,7 +162,7 @@ fn only_the_queues_own_vector() {
     );
 }
 
-/// Message Control of the MSI-X capability.
+/// Writes Message Control of the MSI-X capability.
 fn msix_control(machine: &Machine, enabled: bool, function_mask: bool) {
     let mut function = machine.function();
     let mut at = [0];
@@ -186,7 +186,7 @@ fn mask_vector(machine: &Machine, vector: u64, masked: bool) {
         .write_bar(Bar::Msix, 16 * vector + 12, &[u8::from(masked), 0, 0, 0]);
 }
 
-/// The bit of a vector in the Pending Bit Array.
+/// Returns a vector's bit in the Pending Bit Array.
 fn is_pending(machine: &Machine, vector: u64) -> bool {
     let mut bits = [0; 8];
     machine.function().read_bar(Bar::Msix, 0x1000, &mut bits);
@@ -226,12 +226,12 @@ fn none_while_masked_and_one_after() {
     }
 }
 
-/// Configuration space of the MSI capability: Message Control.
+/// Offset of Message Control of the MSI capability.
 const MSI_CONTROL: u64 = 0xA2;
 const INTMS: u64 = 0x0C;
 const INTMC: u64 = 0x10;
 
-/// Writes a register of the controller.
+/// Writes a controller register.
 fn write_register(machine: &Machine, offset: u64, value: u32) {
     let value = value.to_le_bytes();
     machine.function().write_bar(Bar::Registers, offset, &value);
@@ -249,7 +249,7 @@ fn messages_of_msi_wait_for_intmc() {
         let mut controller = machine.attach();
         let mut queue = interrupting(&machine, &mut controller, 1);
         let interrupt = &machine.interrupts[1];
-        // Four messages.
+        // Enable four messages.
         let _moved = machine.function().write_config(MSI_CONTROL, &[0x21]);
         for round in 1..60 {
             submit(&mut queue, round);
@@ -286,7 +286,7 @@ fn the_pin_is_high_until_all_is_consumed() {
             let acknowledge = || machine.function().end_of_interrupt();
             let mut controller = machine.attach();
             let pin = Arc::clone(&machine.interrupts[0]);
-            // All queues are on the pin, the admin queue too.
+            // All queues share the pin, including the admin queue.
             let mut queues = [1, 2].map(|id| {
                 let options = QueueOptions::interrupting(64, 0, Arc::clone(&pin));
                 controller.create_queue_pair(id, &options).unwrap()
@@ -304,7 +304,7 @@ fn the_pin_is_high_until_all_is_consumed() {
                 if in_flight == [0; 2] {
                     continue;
                 }
-                // A handler that leaves entries behind, or all of them, is called again.
+                // If a handler leaves entries, the interrupt is signalled again.
                 assert_eq!(pin.wait(HANG).unwrap(), 1, "{mode:?} {poll} {in_flight:?}");
                 for (queue, in_flight) in queues.iter_mut().zip(&mut in_flight) {
                     if rng.below(3) > 0 {
@@ -344,11 +344,11 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
         host.clock.advance(Duration::from_millis(after));
         machine.function().process_events();
     };
-    // Another handler on the line finds the entry before the level rises, and nothing lowers the level.
+    // Another handler of the line takes the entry before the level rises. Then nothing lowers the level.
     submit(&mut queue, 1);
     assert_eq!(pin.wait(HANG).unwrap(), 1);
     assert_eq!(consume(&mut queue), 1);
-    // Without a request, there is no way to have the guest look.
+    // Without an event request, the test cannot make the guest's handler run.
     look(0);
     look(200);
     machine.function().end_of_interrupt();
@@ -363,7 +363,7 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     look(50);
     let event = controller.async_event(HANG).unwrap().expect("an event");
     assert_eq!((event.kind, event.info, event.log_page), (7, 0, 0));
-    // The head of the admin queue is written, and the level falls.
+    // The head doorbell of the admin queue is written, and the level falls.
     machine.function().end_of_interrupt();
     controller.request_async_event().unwrap();
     look(0);
@@ -371,13 +371,13 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     assert_eq!(controller.async_event(Duration::ZERO).unwrap(), None);
 }
 
-/// Slack for times that another clock measured.
+/// Aggregation time in the test, with slack for clocks that differ.
 const AGGREGATION: Duration = Duration::from_micros(25_000);
 
 #[test]
 fn coalescing_waits_for_its_time_or_its_threshold() {
     let host = Host::new("memory:16M", 512);
-    // A poller that never sleeps: one that does, tells the guest before.
+    // A busy poller is needed, since a poller that goes to sleep signals earlier.
     let machine = host.machine(&Setup::nth(0).poll("shared:busy"));
     let mut controller = machine.attach();
     let mut queue = interrupting(&machine, &mut controller, 1);
@@ -390,7 +390,7 @@ fn coalescing_waits_for_its_time_or_its_threshold() {
         assert_eq!(consume(&mut queue), count);
         elapsed
     };
-    // Four completions, or 25.5 ms.
+    // Aggregate 4 completions or 25.5 ms.
     controller
         .set_feature(feature::INTERRUPT_COALESCING, 0, 255 << 8 | 3)
         .unwrap();
@@ -398,13 +398,13 @@ fn coalescing_waits_for_its_time_or_its_threshold() {
         assert!(elapsed(1) >= AGGREGATION);
         assert!(elapsed(3) >= AGGREGATION);
     }
-    // Each round of those that coalesce takes longer, so the first quick one shows that they do not.
+    // A round with coalescing takes longer than this, so the first fast round proves that coalescing is off.
     let rounds = HANG.as_millis() / AGGREGATION.as_millis();
     assert!(
         (0..rounds).any(|_| elapsed(4) < AGGREGATION),
         "the threshold was not honoured"
     );
-    // Coalescing Disable, for this vector.
+    // Set Coalescing Disable for this vector.
     controller
         .set_feature(feature::INTERRUPT_VECTOR_CONFIG, 0, 1 << 16 | 1)
         .unwrap();
@@ -416,7 +416,7 @@ fn coalescing_waits_for_its_time_or_its_threshold() {
         .set_feature(feature::INTERRUPT_VECTOR_CONFIG, 0, 1)
         .unwrap();
     assert!(elapsed(1) >= AGGREGATION);
-    // A time of zero turns it off.
+    // An aggregation time of 0 disables coalescing.
     controller
         .set_feature(feature::INTERRUPT_COALESCING, 0, 3)
         .unwrap();

@@ -1,4 +1,4 @@
-//! VMMs that say something wrong to a drive server, or go in the middle of it.
+//! VMMs that send invalid messages to a drive server, or disconnect in the middle of a message.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -25,7 +25,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::common::remote::OneLease;
 use crate::common::{Host, Setup, remote, wait_for};
 
-/// A message with its header.
+/// Returns a message with its header.
 fn message(text: &str, descriptors: u32) -> Vec<u8> {
     let length = (text.len() as u32).to_le_bytes();
     [&length[..], &descriptors.to_le_bytes(), text.as_bytes()].concat()
@@ -36,10 +36,10 @@ fn opening() -> Vec<u8> {
     message(&text, 0)
 }
 
-/// End of a session, what it said, and its lease.
+/// Result of a session, the bytes it sent, and its lease.
 type Ended = (Result<(), SessionError>, Vec<u8>, Weak<LocalBackend>);
 
-/// Has a session hear what a VMM says until that goes.
+/// Runs a session until the VMM disconnects. `vmm_says` sends the VMM's messages.
 fn heard(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
     let (mut vmm, server) = UnixStream::pair().unwrap();
     let attachment = host.attachment_with(
@@ -57,9 +57,9 @@ fn heard(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
     (session.join().unwrap(), answers, attached)
 }
 
-/// Has a session read bytes until they end.
+/// Runs a session that receives these bytes.
 fn said(host: &Host, bytes: &[u8]) -> Ended {
-    // A server that has refused reads no more.
+    // The write may fail: a server that has refused a message reads no more.
     heard(host, |vmm| drop(vmm.write_all(bytes)))
 }
 
@@ -181,7 +181,7 @@ fn another_version_is_refused_by_name() {
     wait_for("the end of the lease", || is_free(&host, &attached));
 }
 
-/// A lease that takes until it is stopped, as one whose range is wiped may, of a server that ends.
+/// A server whose lease takes until the server is stopped, like a lease with a long wipe.
 struct Endless;
 
 impl LeaseSource for Endless {
@@ -210,7 +210,7 @@ impl LeaseSource for Endless {
 #[test]
 fn a_server_that_ends_waits_for_no_lease_that_is_being_made() {
     let (mut vmm, server) = UnixStream::pair().unwrap();
-    // Its VMM waits for it, and stays.
+    // The VMM waits for the lease, and stays connected.
     vmm.write_all(&opening()).unwrap();
     let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&Endless));
     session.join().unwrap().unwrap();

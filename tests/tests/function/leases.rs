@@ -1,4 +1,4 @@
-//! Two guests on one file: each range holds what its guest wrote, and all else what it held before.
+//! Two guests on one file: each range has its guest's data, and the rest of the file is unchanged.
 
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
@@ -14,10 +14,10 @@ use crate::common::{Host, LEASE, MODES, Setup, written_file};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
-/// Bytes in which no guest writes.
+/// Fill byte for ranges without a lease.
 const OUTSIDE: u8 = 0x77;
 
-/// Writes all of a namespace, in pieces of all sizes and in any order.
+/// Writes all of a namespace, in pieces of random sizes and in random order.
 fn fill(disk: &mut Disk, tag: u64) {
     let block_size = disk.block_size();
     let mut rng = Rng::new(tag);
@@ -68,7 +68,7 @@ fn check(lba_size: u32, ranges: [(u64, u64); 2]) {
                 let (_controller, mut disk) = machine.disk();
                 assert_eq!(disk.blocks() * u64::from(lba_size), length);
                 fill(&mut disk, index as u64);
-                // Zeroes and holes right up to both ends of the range.
+                // Write zeroes and deallocate right up to both ends of the range.
                 let last = disk.blocks() - 1;
                 disk.write_zeroes(0, 1, index == 0).unwrap();
                 disk.deallocate(&[(last, 1)]).unwrap();
@@ -111,7 +111,7 @@ fn ranges_that_touch() {
     }
 }
 
-/// A store that changes a part of a page rewrites the page, so no page belongs to two leases.
+/// A store may rewrite a whole page to change a part, so no page may belong to two leases.
 #[test]
 fn ranges_that_touch_within_a_page_are_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -176,7 +176,7 @@ fn unreadable_blocks_stay_with_the_data_of_their_id() {
     for path in ["memory:32M", file.path().to_str().unwrap()] {
         let folder = tempfile::tempdir().unwrap();
         let drive = Host::new(path, 512).drive;
-        // Another process each time, but for what is in memory.
+        // Each step uses a new host, like a new process. A drive in memory keeps its host.
         let host = || match path.starts_with("memory:") {
             true => Host::of(drive.clone()),
             false => Host::new(path, 512),
@@ -219,7 +219,7 @@ fn unreadable_blocks_stay_with_the_data_of_their_id() {
             }
             assert!(disk.read(8, 1).unwrap() == [0x22; 512]);
         });
-        // The bytes of another id have no marks, and none are left when they are the first one's again.
+        // The new owner's data has no marks, and none remain when the range returns to the first id.
         for id in ["b", "a"] {
             with_disk(id, &|disk| drop(disk.read(0, 32).unwrap()));
         }

@@ -1,4 +1,4 @@
-//! I/Os and bytes per second of a lease: more than the limit never pass, and the poller sleeps meanwhile.
+//! Limits of I/Os and bytes per second: the limit is never exceeded, and the poller sleeps while commands wait.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,12 +27,12 @@ fn limited(doorbells: DoorbellMode, rates: RateLimits) -> Setup {
     }
 }
 
-/// The attachment of the only function.
+/// Returns the back end of the host's only function.
 fn attachment(host: &Host) -> Arc<LocalBackend> {
     host.attached.lock().unwrap().upgrade().unwrap()
 }
 
-/// Carries out reads of `bytes`, up to `depth` at a time on each queue. Returns the time from first to last.
+/// Executes reads of `bytes` in total, with up to `depth` outstanding on each queue. Returns the time from first to last.
 fn read(
     machine: &Machine,
     queues: &mut [QueuePair],
@@ -73,7 +73,7 @@ fn no_more_commands_pass_than_the_limit_in_each_doorbell_mode() {
         let host = Host::new("memory:16M", 512);
         let machine = host.machine(&limited(doorbells, rates("2000+20", "")));
         let mut controller = machine.attach();
-        // Queues of a lease share its limit.
+        // The queues of a lease share its limit.
         let mut queues = [
             queue_pair(&mut controller, 1, 32),
             queue_pair(&mut controller, 2, 32),
@@ -88,7 +88,7 @@ fn no_more_commands_pass_than_the_limit_in_each_doorbell_mode() {
 
 #[test]
 fn a_guest_at_its_limit_spins_no_poller() {
-    // The poller sees all of them at once, so most wait for seconds.
+    // The poller takes all commands at once, so most of them wait for seconds.
     const FLUSHES: usize = 31;
     for doorbells in MODES {
         let host = Host::new("memory:16M", 512);
@@ -103,7 +103,7 @@ fn a_guest_at_its_limit_spins_no_poller() {
         let mut done = 0;
         loop {
             done += std::iter::from_fn(|| queue.poll()).count();
-            // Before their number: this thread may lose its processor until all of them are done.
+            // Read the statistics before `done` is checked: this thread may lose its processor until all commands are done.
             if machine.queue_stats(1).throttled_ms > 0 && host.parks() > parks {
                 break;
             }
@@ -112,7 +112,7 @@ fn a_guest_at_its_limit_spins_no_poller() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let throttled = u128::from(machine.queue_stats(1).throttled_ms);
-        // By two clocks, of which one may be slewed.
+        // The two clocks may differ, since one may be slewed.
         let most = began.elapsed().mul_f64(1.1).as_millis() + 1;
         assert!(throttled <= most, "{throttled} ms");
         attachment(&host).set_rates(RateLimits::default());
@@ -132,7 +132,7 @@ fn no_more_bytes_pass_than_the_limit() {
     let mut controller = machine.attach();
     let mut queues = [queue_pair(&mut controller, 1, 32)];
     let time = read(&machine, &mut queues, 512, 4, 64 << 10);
-    // 32 MiB, but for the burst and the debt that the last batch leaves.
+    // 32 MiB, less the burst and the debt after the last batch.
     assert!(time >= Duration::from_millis(480), "{time:?}");
 }
 
@@ -146,13 +146,13 @@ fn a_limit_ends_under_its_guest() {
     queue.execute(flush, HANG).unwrap();
     let waits: Vec<u16> = (0..8).map(|_| queue.submit(flush).unwrap()).collect();
     queue.ring();
-    // The poller sleeps for a second by now, or is about to.
+    // The poller sleeps for a second, or is about to.
     attachment(&host).set_rates(RateLimits::default());
     let began = Instant::now();
     queue.drain(&waits, HANG).unwrap();
     read(&machine, std::slice::from_mut(&mut queue), 10_000, 8, 4096);
     assert!(began.elapsed() < HANG);
-    // And begins again.
+    // Set the limit again.
     attachment(&host).set_rates(rates("1000+10", ""));
     let time = read(&machine, std::slice::from_mut(&mut queue), 300, 8, 4096);
     assert!(time >= Duration::from_millis(280), "{time:?}");

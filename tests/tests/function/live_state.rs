@@ -1,8 +1,8 @@
-//! A process that ends at any instruction, and another one that takes its queues up.
+//! Crash consistency of the live state: a process ends at any instruction, and another process restores its queue.
 //!
-//! A child polls a queue, and its parent has it carry out one instruction after the other. All that SIGKILL would leave
-//! behind is in memory files: the guest's memory, the doorbells and the live state. The parent copies them whenever they
-//! have changed, and takes the queue up from each copy. Each command has to complete once, counted over both processes.
+//! A child process polls a queue, and the parent single-steps it. All state that survives SIGKILL is in memory files: guest
+//! memory, doorbells and live state. Whenever these change, the parent copies them, and later restores the queue from each
+//! copy. Each command must complete exactly once, counted over both processes.
 
 use std::env;
 use std::fs::{File, OpenOptions};
@@ -44,50 +44,50 @@ use crate::common::{HANG, Host, Setup, children, wait_for};
 
 const QUEUE: QueueId = QueueId(1);
 const ENTRIES: u32 = 8;
-/// Bytes of the guest's memory.
+/// Size of the guest's memory in bytes.
 const MEMORY: usize = 1 << 16;
-/// Page in which parent and child meet; no command uses it.
+/// Offset of the page for communication of parent and child. No command uses the page.
 const MEETING: usize = 0;
 const SQ: u64 = 0x1000;
 const CQ: u64 = 0x2000;
-/// Bytes of both rings' pages.
+/// Size of the pages of both rings, in bytes.
 const RINGS: usize = 0x2000;
 const DATA: u64 = 0x4000;
-/// The part of the live state that one queue of so few entries has.
+/// Size of the part of the live state that a single small queue uses.
 const LIVE: usize = 3 * 4096;
-/// Commands of the first round, after which the rings' indices are about to wrap.
+/// Commands of the first round. After it, the ring indices are about to wrap.
 const FIRST: u32 = 5;
-/// Commands of the second round, which is looked at.
+/// Commands of the second round, which is single-stepped.
 const SECOND: u16 = 6;
-/// Those of them that are rung in together, as the first batch.
+/// Commands of the second round that are submitted together as the first batch.
 const FIRST_BATCH: u32 = 2;
-/// The one of the first batch that fails before the drive gets it.
+/// Index of a command in the first batch that fails before it reaches the drive.
 const FAILS: u16 = 1;
 
-/// The one of them that cannot be repeated: a Copy, or a Zone Append.
+/// Index of the command that cannot be repeated: a Copy, or a Zone Append.
 const INTERRUPTED: u16 = 2;
-/// Writes to the first zone, in the order of their blocks.
+/// Indices of the writes to the first zone, in the order of their blocks.
 const ZONE_WRITES: [u16; 3] = [0, 3, 4];
-/// Blocks of a zone.
+/// Size of a zone in blocks.
 const ZONE: u64 = 256;
-/// Bytes in front of the zones' words in their file, and those words that commands change.
+/// Offset of the zone states in their file, and size of the states that commands change.
 const WORDS: u64 = 4096;
 const ZONES: usize = 16;
 
-/// Tail of the Submission Queue after all of them.
+/// Submission Queue tail after all commands.
 const TAIL: u32 = (FIRST + SECOND as u32) % ENTRIES;
 
-/// Variable of the environment that tells a child what it is for.
+/// Environment variable with the child's parameters.
 const CHILD: &str = "NVME_MPT_LIVE_CHILD";
 
-/// The files that outlive a process.
+/// Files that outlive a process.
 struct Files {
     memory: File,
     live: OwnedFd,
     doorbells: OwnedFd,
 }
 
-/// The words in which parent and child meet.
+/// Variables that parent and child share.
 struct Meeting {
     thread: MappedWord32,
     go: MappedWord32,
@@ -109,17 +109,17 @@ fn map(file: &File) -> Arc<Mapping> {
     Arc::new(Mapping::shared(file.as_fd(), 0, MEMORY, MappingAccess::ReadWrite).unwrap())
 }
 
-/// Returns whether a drive has zones: it is in a file then.
+/// Returns whether a drive has zones. `kind` is the path of its file then.
 fn is_zoned(kind: &str) -> bool {
     kind.starts_with('/')
 }
 
-/// The file of a drive's zone states.
+/// Opens the file of a drive's zone states.
 fn zones_of(drive: &str) -> PathBuf {
     format!("{drive}.zones").into()
 }
 
-/// A drive, by the name that parent and child have for it.
+/// Opens a drive by the name that parent and child use.
 fn host(kind: &str) -> Host {
     let profile = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
          read = { latency = \"100us\", bandwidth = \"64G\" }\n\
@@ -143,7 +143,7 @@ fn host(kind: &str) -> Host {
     Host::of(drives::open(&path.parse().unwrap(), options).unwrap())
 }
 
-/// A queue's owner, with the parts that these files are.
+/// Creates a back end whose shared parts are these files.
 fn attach(host: &Host, files: Files) -> Arc<LocalBackend> {
     let Files {
         memory,
@@ -191,19 +191,19 @@ fn queues() -> PersistedQueues {
     }
 }
 
-/// Commands of the first batch that the guest waits for. Where commands take time, one is in flight still when the next
-/// batch is taken.
+/// Number of first-batch commands that the guest waits for. On the slow drive, one command is still in flight when the next
+/// batch is submitted.
 fn awaited(kind: &str) -> u16 {
     if kind == "slow" { 1 } else { 2 }
 }
 
-/// Identifiers of the commands of the second round. The last has that of one which the guest has seen end.
+/// Returns the command identifiers of the second round. The last command reuses the identifier of a completed command.
 fn cids(kind: &str) -> [CommandId; SECOND as usize] {
     let again = if kind == "slow" { FAILS } else { 0 };
     [0, 1, 2, 3, 4, again].map(|cid| CommandId(10 + cid))
 }
 
-/// A command of the second round, which has one of each kind that a queue treats otherwise.
+/// Returns a command of the second round. Together they cover all kinds of commands that a queue treats differently.
 fn command(kind: &str, index: u16, cid: CommandId) -> Sqe {
     let zone_write = ZONE_WRITES.iter().position(|write| *write == index);
     let zone_write = zone_write.filter(|_| is_zoned(kind));
@@ -243,7 +243,7 @@ fn command(kind: &str, index: u16, cid: CommandId) -> Sqe {
         _ => transfer(NvmOpcode::READ),
     };
     sqe.nsid = Nsid(1);
-    // Each has a page, the Copy's holds its range.
+    // Each command has a data page. The page of the Copy has the source range.
     sqe.dptr = [DATA + 0x1000 * u64::from(index), 0];
     sqe.set_cid(cid);
     sqe
@@ -254,12 +254,12 @@ fn put(memory: &Mapping, gpa: u64, bytes: &[u8]) {
     place.copy_from(bytes);
 }
 
-/// Byte that a command's page is full of.
+/// Returns the fill byte of a command's page.
 fn byte(index: u16) -> u8 {
     0x50 + index as u8
 }
 
-/// Puts the commands' data where it is, and the range of the Copy.
+/// Writes the commands' data, and the source range of the Copy, to guest memory.
 fn put_data(memory: &Mapping) {
     for index in 0..SECOND {
         let page = [byte(index); 0x1000];
@@ -276,7 +276,7 @@ fn put_data(memory: &Mapping) {
     );
 }
 
-/// Returns the entry of the Completion Queue, if it is one of the round that has this phase.
+/// Returns an entry of the Completion Queue if it has this phase.
 fn completion(memory: &Mapping, index: u32, phase: bool) -> Option<Cqe> {
     let mut cqe = Cqe::new_zeroed();
     let place = CQ as usize + index as usize * size_of::<Cqe>();
@@ -292,7 +292,7 @@ fn completions(memory: &Mapping) -> Vec<Cqe> {
     entries.collect()
 }
 
-/// Does nothing, unless its parent started it.
+/// Entry point of the child. Does nothing unless the parent has started it.
 #[test]
 fn child() {
     let Ok(names) = env::var(CHILD) else {
@@ -358,20 +358,20 @@ fn child() {
     ring(&mut queue, FIRST + FIRST_BATCH, &count(awaited(kind)));
     ring(&mut queue, TAIL, &count(SECOND));
     meeting.done.store(1);
-    // The parent ends the process here.
+    // The parent kills the process here.
     loop {
         std::thread::park();
     }
 }
 
-/// A child, which does not outlive the test, and its thread that is traced.
+/// A child process and its traced thread. Drop kills the child.
 struct Tracee(Child, Option<Pid>);
 
 impl Drop for Tracee {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The child may have ended already.
         let _ = self.0.kill();
-        // The process has not ended before its tracer knows of each thread's end.
+        // A traced process ends only after its tracer has waited for each thread.
         while let Some(thread) = self.1
             && matches!(waitpid(thread, Some(WaitPidFlag::__WALL)), Ok(status) if status.pid().is_some())
         {
@@ -380,12 +380,12 @@ impl Drop for Tracee {
     }
 }
 
-/// All that a process leaves behind.
+/// State that a killed process leaves.
 #[derive(Clone, PartialEq, Eq)]
 struct Left {
     rings: Vec<u8>,
     live: Vec<u8>,
-    /// States of zones, if the drive has any.
+    /// Zone states. Empty for a drive without zones.
     zones: Vec<u8>,
 }
 
@@ -400,7 +400,7 @@ impl Left {
     }
 }
 
-/// Makes a drive whose zones are in a state, and whose blocks have never been written.
+/// Creates a drive with these zone states, and with blocks that were never written.
 fn next_drive(folder: &Path, zones: &[u8]) -> String {
     let path = folder.join("next");
     let name = path.to_str().unwrap().to_owned();
@@ -413,8 +413,8 @@ fn next_drive(folder: &Path, zones: &[u8]) -> String {
     name
 }
 
-/// Takes the queue up from what was left, and carries out what there is to do. Returns the commands that were carried
-/// out here, or ended with Command Interrupted.
+/// Restores the queue from a state, and completes all commands. Returns the number of commands that were executed here or
+/// completed with Command Interrupted.
 fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     let memory = File::from(memfd(c"guest", MEMORY as u64).unwrap());
     let guest = map(&memory);
@@ -430,13 +430,13 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     )
     .unwrap();
     doorbells.store(Doorbell::CqHead(QUEUE), FIRST);
-    // The guest goes on.
+    // The guest submits the remaining commands.
     doorbells.store(Doorbell::SqTail(QUEUE), TAIL);
     let before = completions(&guest).len();
 
     let next = is_zoned(kind).then(|| next_drive(Path::new(kind).parent().unwrap(), &left.zones));
     let host = host(match kind {
-        // Here nothing needs time.
+        // No latency is needed here.
         "slow" => "memory:16M",
         kind => next.as_deref().unwrap_or(kind),
     });
@@ -453,7 +453,7 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
         queue.poll();
         assert!(began.elapsed() < HANG, "a command is lost");
     }
-    // Nothing is left for the next one.
+    // Complete all remaining commands.
     while queue.poll() {}
     let all = completions(&guest);
     let mut done: Vec<CommandId> = all.iter().map(Cqe::cid).collect();
@@ -473,7 +473,7 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
         assert!(possible, "{cqe:?}");
     }
     if let Some(next) = next {
-        // The first with an identifier, as the last command has that of the first.
+        // `position` finds the first completion: the last command reuses the identifier of the first.
         let here = |index: u16| {
             let cid = cids(kind)[usize::from(index)];
             let ended = all.iter().position(|cqe| cqe.cid() == cid);
@@ -485,7 +485,7 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     all.len() - before
 }
 
-/// Checks that each write has moved the first zone's write pointer once, and has its data where it was carried out here.
+/// Checks that each write has advanced the first zone's write pointer once, and that data of writes executed here is present.
 fn check_zone(drive: &str, is_here: impl Fn(u16) -> bool) {
     let mut word = [0; 8];
     let states = File::open(zones_of(drive)).unwrap();
@@ -505,8 +505,7 @@ fn check_zone(drive: &str, is_here: impl Fn(u16) -> bool) {
     }
 }
 
-/// Has a child end at each instruction. Returns how many commands were left to the next process, for each state in
-/// which it may find them.
+/// Single-steps a child and records each state. Returns, for each state, the number of commands left to the next process.
 fn end_anywhere(kind: &str) -> Vec<usize> {
     let memory = File::from(memfd(c"guest", MEMORY as u64).unwrap());
     let guest = map(&memory);
@@ -576,12 +575,13 @@ fn a_process_may_end_at_any_instruction() {
             left.is_sorted_by(|before, after| before >= after),
             "{left:?}"
         );
-        // A record, a mark and a head when it is taken; a completion and a mark when it ends.
+        // Each command causes at least five changes: a record, a mark and a head at the start, a completion and a mark at the
+        // end.
         assert!(left.len() > 5 * all, "{kind}: {} states", left.len());
     }
 }
 
-/// Parts of a function that is new.
+/// Creates the files of a new function.
 fn new_files() -> Files {
     let pairs = Setup::default().queue_pairs;
     let live = InflightFile::new(pairs).unwrap();
@@ -633,7 +633,7 @@ fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
     let error = ControllerBackend::take_up(&*attachment, &kept).unwrap_err();
     assert!(error.to_string().contains("without I/O queues"), "{error}");
     attachment.reset().unwrap();
-    // A guest without queues has nothing to take up.
+    // For a guest without queues, restoring does nothing.
     ControllerBackend::take_up(&*attachment, &PersistedQueues::default()).unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! Writes that completed, and that the file system below could not write back: no Flush may promise them.
+//! Completed writes that the file system cannot write back: no Flush may succeed afterwards.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,16 +26,16 @@ use crate::common::{HANG, Host, LEASE, Machine, Setup, disk};
 /// Critical Warning, bits 2 and 3: reliability degraded, media read only (Base 2.0, Figure 207).
 pub(crate) const RELIABILITY_AND_READ_ONLY: u8 = 0b1100;
 
-/// Room of the device, less than a guest writes.
+/// Space of the file system in bytes. The guests write more than this.
 const ROOM: u64 = 1 << 20;
 
-/// A command's status, and whether it is not to be retried.
+/// Executes a command. Returns its status and Do Not Retry.
 pub(crate) fn ended(disk: &mut Disk, sqe: Sqe) -> (StatusCode, bool) {
     let status = disk.queue.submit_and_wait(sqe, HANG).unwrap().status();
     (status.code(), status.do_not_retry())
 }
 
-/// Writes these bytes of the disk, and returns how the writes ended.
+/// Writes this range of bytes with large writes. Returns the status of each write.
 fn write_through_cache(
     machine: &Machine,
     disk: &mut Disk,
@@ -57,7 +57,7 @@ fn write_through_cache(
     ends.collect()
 }
 
-/// Critical Warning.
+/// Returns Critical Warning.
 pub(crate) fn warnings(controller: &mut Controller) -> u8 {
     let page = LogPage {
         id: log::SMART,
@@ -84,7 +84,7 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
     let ends = write_through_cache(&a, &mut a_disk, 0..4 * ROOM, 0);
     assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
     let flush = Sqe::flush(1);
-    // The neighbour's Flush finds it first.
+    // The neighbour's Flush detects the error first.
     assert_eq!(
         ended(&mut b_disk, flush),
         (WRITE_FAULT, true),
@@ -112,7 +112,7 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
         assert_eq!(warnings(controller), RELIABILITY_AND_READ_ONLY);
     }
 
-    // A reset is the guest's own, and brings nothing back.
+    // A controller reset clears only the guest's own state, and restores no data.
     drop((a_disk, a_second));
     a_controller.reset().unwrap();
     let mut a_disk = disk(&mut a_controller, 1);
@@ -150,7 +150,7 @@ fn a_reset_between_the_loss_and_the_flush_hides_nothing() {
     let ends = write_through_cache(&a, &mut a_disk, 0..4 * ROOM, 0);
     assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
     drop(a_disk);
-    // Every description that is opened later begins behind an error that somebody was told.
+    // Descriptors that are opened later do not see the error, since it was reported already.
     assert_eq!(ended(&mut b_disk, Sqe::flush(1)), (WRITE_FAULT, true));
     a_controller.reset().unwrap();
     let mut a_disk = disk(&mut a_controller, 1);
@@ -177,7 +177,7 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
     machine.function().flush().unwrap_err();
 }
 
-/// The parts of a function whose host side ends, for the next one.
+/// Returns the shared parts of a function whose back end ends, for the next server.
 pub(crate) fn kept(attachment: &LocalBackend) -> SharedPartsSource {
     let parts = attachment.shared();
     let share = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().unwrap();
@@ -191,14 +191,14 @@ pub(crate) fn kept(attachment: &LocalBackend) -> SharedPartsSource {
     )
 }
 
-/// Servers come and go while the function and its guest are the same.
+/// The server is replaced several times, while the function and its guest stay.
 #[test]
 fn the_next_server_knows_what_was_lost_under_the_one_before() {
     const MINUTE: Duration = Duration::from_secs(60);
     let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
         return;
     };
-    // Another server each time: what it has open ends with it.
+    // Each step uses a new server with new descriptors.
     let host = || Host::of_file(device.device(), 4096);
     let [setup, other] = [0, 1].map(Setup::nth);
     let write = || {
@@ -214,7 +214,7 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
     );
     assert!(!attachment.damage().lost_writes);
     write().unwrap();
-    // The one that ends flushes, and no guest hears of it.
+    // The old server's Flush gets the error, and the guest does not see it.
     attachment.flush_within(MINUTE).unwrap_err();
     let parts = kept(&attachment);
     drop((attachment, server));
@@ -234,7 +234,7 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
     attachment.begin_anew();
     attachment.flush_within(MINUTE).expect("another VMM");
 
-    // Its neighbour hears of it, and the server is killed before this one flushes.
+    // The neighbour gets the error, and the server is killed before this function flushes.
     let neighbour = server.attachment_with(
         "b",
         &other,
@@ -251,7 +251,7 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
         .expect_err("the error was reported to the neighbour alone");
 }
 
-/// A keeper's spare descriptions, by drive and lease.
+/// Spare descriptions of a keeper, by drive and lease.
 #[derive(Debug, Default)]
 struct Shelf(Mutex<BTreeMap<(String, String), Vec<OwnedFd>>>);
 
@@ -275,7 +275,7 @@ impl SpareDescriptorStore for Shelf {
     }
 }
 
-/// A server can be killed between the kernel's report and its note of it.
+/// A server can be killed after the kernel has reported an error and before the server has recorded it.
 #[test]
 fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_note() {
     const MINUTE: Duration = Duration::from_secs(60);
@@ -290,7 +290,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
         let file = File::options().write(true).open(device.device()).unwrap();
         file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
             .unwrap();
-        // The kernel tells no later description of it.
+        // The error is reported here, so descriptions that are opened later do not see it.
         told.sync_all().unwrap_err();
     };
     let shelf = Arc::new(Shelf::default());
@@ -299,7 +299,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
         let attachment = server.attachment_of("a", &setup, new(), spares.clone());
         lose();
         let parts = kept(&attachment);
-        // It is killed.
+        // The server is killed.
         attachment.leave_spare();
         drop((attachment, server));
         let server = host();
@@ -314,7 +314,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
     let server = host();
     let attachment = server.attachment_of("a", &setup, new(), spares.clone());
     lose();
-    // Its VMM goes, and the next one begins anew.
+    // The VMM ends, and the next VMM starts with a new function.
     attachment.begin_anew();
     let parts = kept(&attachment);
     attachment.leave_spare();
@@ -327,7 +327,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
     lose();
     attachment.leave_spare();
     drop((attachment, server));
-    // A VMM that comes after a death of the server and of the VMM before it.
+    // The server and the previous VMM have died before this VMM connects.
     let server = host();
     let attachment = server.attachment_of("a", &setup, new(), spares.clone());
     let parts = kept(&attachment);
@@ -342,7 +342,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
     assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");
 }
 
-/// A server takes functions up one after the other.
+/// A server restores its functions one by one.
 #[test]
 fn a_function_that_is_taken_up_late_knows_what_its_neighbour_was_told_before() {
     const MINUTE: Duration = Duration::from_secs(60);

@@ -1,7 +1,7 @@
-//! Tests that cross crates: functions in this process, driven by guests through their public interface.
+//! Tests across crates: functions in this process, and guests that use the functions' public interface.
 //!
-//! Beside a hostile guest, another one runs verified I/O on another range of the same drive. The same
-//! poller serves both, and the other guest must notice nothing.
+//! Most tests of a hostile guest run a second guest with verified I/O on another range of the same drive. The same poller
+//! serves both guests, and the second guest must notice nothing.
 
 mod common;
 

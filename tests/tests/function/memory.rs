@@ -1,4 +1,4 @@
-//! Guest memory that goes away under I/O: unmapped by the VMM, or cut short by whoever made it.
+//! Guest memory that disappears during I/O: the VMM unmaps it, or its creator truncates it.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,13 +29,13 @@ use crate::common::{
 const PIECE: usize = 64 << 10;
 const BLOCKS: u32 = (PIECE / 512) as u32;
 
-/// The region beyond 4 GiB, which no queue lies in unless a test puts one there.
+/// Returns the region above 4 GiB, which has no queues by default.
 fn high(machine: &Machine) -> Region {
     let regions = machine.memory.regions();
     regions.into_iter().find(|r| r.gpa == HIGH).unwrap()
 }
 
-/// Each test on a drive in memory and on one in a file, which has commands in flight for longer.
+/// Runs a test on a drive in memory and on a drive in a file. The latter keeps commands in flight for longer.
 fn on_each_drive(test: impl Fn(&Host)) {
     test(&Host::new("memory:32M", 512));
     let file = written_file(LEASE);
@@ -67,7 +67,7 @@ fn data_unmapped_under_io() {
                     let guest = scope.spawn(|| read_into(&mut queue, &buffers, &gone));
                     std::thread::sleep(std::time::Duration::from_millis(round));
                     machine.unmap(&region);
-                    // The device has let go: from here on, the pages stay as they are.
+                    // The device has stopped its accesses. From here on, the pages must not change.
                     for buffer in &buffers {
                         buffer.fill(0x5a);
                     }
@@ -106,7 +106,7 @@ fn data_unmapped_under_io() {
     });
 }
 
-/// Keeps reads of all buffers in flight until one fails after the memory has gone.
+/// Keeps reads of all buffers in flight until a read fails after the memory was unmapped.
 fn read_into(queue: &mut QueuePair, buffers: &[DmaBuffer], gone: &AtomicBool) {
     let prepared: Vec<_> = buffers
         .iter()
@@ -140,7 +140,7 @@ fn a_region_can_be_replaced_under_io() {
     let (_controller, mut disk) = machine.disk();
     let region = high(&machine);
     let mut bytes = vec![0; 8192];
-    // Other regions' I/O is not disturbed by one that comes and goes.
+    // I/O to other regions continues while this region is mapped and unmapped.
     let stop = &AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -159,7 +159,7 @@ fn a_region_can_be_replaced_under_io() {
     bystander.finish();
 }
 
-/// A queue pair whose parts lie where a test wants them.
+/// Creates a queue pair with rings at given locations.
 pub(crate) fn queue_pair_at(
     controller: &mut Controller,
     (sq, cq): (DmaBuffer, DmaBuffer),
@@ -214,11 +214,11 @@ fn a_ring_unmapped_under_io() {
                 };
                 ring.fill(0x5a);
                 machine.wait_fatal(&controller);
-                // Nothing is written there any more, whatever the guest does.
+                // The device no longer writes to this memory, whatever the guest does.
                 machine.poke(&controller, 1, Side::SqTail, 3);
                 bystander.goes_on();
                 assert!(ring.to_vec(0, 4096).iter().all(|&b| b == 0x5a), "{mode:?}");
-                // A reset is enough to go on.
+                // The guest can continue after a controller reset.
                 drop(queue);
                 controller.reset().unwrap();
                 let mut queue = queue_pair(&mut controller, 1, 64);
@@ -229,8 +229,7 @@ fn a_ring_unmapped_under_io() {
     });
 }
 
-/// Firmware makes its VMM change the memory map while its queues are set up: what holds them is
-/// unmapped and mapped again at once.
+/// Firmware changes the memory map while its queues exist. The VMM unmaps memory with queues, and maps it again at once.
 #[test]
 fn a_ring_that_comes_back_goes_on_under_io() {
     on_each_drive(|host| {
@@ -257,10 +256,10 @@ fn a_ring_that_comes_back_goes_on_under_io() {
                     machine.unmap(&region);
                     machine.map(&region);
                     if gone.elapsed() > AWAY {
-                        // The machine stood still meanwhile. Such a queue may fail.
+                        // The machine was paused for too long. The controller may fail in this case.
                         break;
                     }
-                    // Each command completes once, and all of them do.
+                    // Each command completes exactly once.
                     let completions = queue.drain(&cids, HANG).unwrap();
                     assert_eq!(completions.len(), 63, "{mode:?} {round}");
                 }
@@ -275,7 +274,7 @@ fn a_doorbell_buffer_unmapped_under_io() {
     on_each_drive(|host| {
         let bystander = Bystander::start(host, &Setup::nth(1));
         let machine = host.machine(&Setup::nth(0));
-        // Brought up without the buffer, which is then put where it can go away.
+        // The controller starts without a Doorbell Buffer. The test then places the buffer in memory that it can unmap.
         let mut controller = machine.attach();
         let [shadow, event_idx] =
             [0, 4096].map(|at| machine.memory.alloc_at(HIGH + at, 4096).unwrap());
@@ -292,7 +291,7 @@ fn a_doorbell_buffer_unmapped_under_io() {
         machine.unmap(&high(&machine));
         let sentinels = [shadow, event_idx].map(Sentinel::over);
         machine.wait_fatal(&controller);
-        // Its poller goes to sleep and wakes up, and asks nobody to ring it by that page.
+        // The poller goes to sleep and wakes up, without EventIdx in the unmapped page.
         for _ in 0..20 {
             controller.write_doorbell(1, Side::SqTail, 2);
             bystander.goes_on();
@@ -317,7 +316,7 @@ fn admin_queues_unmapped() {
             machine.unmap(&region);
         }
         machine.poke(&controller, 0, Side::SqTail, 0);
-        // They are waited for by the function's clock, which tests let pass.
+        // The function's clock limits the wait, and the test advances this clock.
         wait_for("CSTS.CFS", || {
             host.clock.advance(Duration::from_millis(1));
             controller.status().unwrap() & CSTS_FATAL != 0
@@ -331,13 +330,12 @@ fn admin_queues_unmapped() {
     bystander.finish();
 }
 
-/// A file that the device has as a region, and that this process does not map: what is cut off it, the
-/// test cannot stumble over.
+/// Replaces a region by a file that this process does not map, so the test can truncate it without SIGBUS.
 fn truncatable(machine: &Machine) -> File {
     region_of(machine, tempfile::tempfile_in("/dev/shm").unwrap())
 }
 
-/// As [`truncatable`], of a file that is there.
+/// Replaces a region by an existing file, like [`truncatable`].
 fn region_of(machine: &Machine, file: File) -> File {
     file.set_len(REGION).unwrap();
     let region = MemoryRegion {
@@ -358,7 +356,7 @@ fn data_truncated_under_io() {
     data_is_cut_off(&host, || tempfile::tempfile_in("/dev/shm").unwrap());
 }
 
-/// The device copies between the guest's memory and the file's pages itself.
+/// The device itself copies between guest memory and the file's pages.
 #[test]
 fn data_of_a_file_on_tmpfs_truncated_under_io() {
     let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
@@ -378,7 +376,7 @@ fn data_in_huge_pages_truncated_under_io() {
     }
 }
 
-/// Cuts memory of a guest off, but for a huge page, while there is I/O to it.
+/// Truncates a guest's memory to one huge page during I/O to this memory.
 fn data_is_cut_off(host: &Host, memory: impl Fn() -> File) {
     let bystander = Bystander::start(host, &Setup::nth(1));
     for mode in MODES {
@@ -397,7 +395,7 @@ fn data_is_cut_off(host: &Host, memory: impl Fn() -> File) {
         }
         queue.ring();
         file.set_len(HUGE_PAGE).unwrap();
-        // All of those may have been done before, so here is one more.
+        // All submitted commands may have completed before the truncation, so submit one more.
         wait_for("room for one more", || {
             while queue.poll().is_some() {}
             queue.submit(sqe).is_ok()
@@ -405,7 +403,7 @@ fn data_is_cut_off(host: &Host, memory: impl Fn() -> File) {
         queue.ring();
         machine.wait_fatal(&controller);
         bystander.goes_on();
-        // The region is gone for good; another one serves.
+        // The truncated region stays unusable. Another region works.
         machine
             .function()
             .host()
@@ -440,7 +438,7 @@ fn data_of_a_file_drive_truncated_under_io() {
         memory.set_len(REGION).unwrap();
         assert_eq!(status(&mut queue, sqe), SUCCESS);
         memory.set_len(4096).unwrap();
-        // The kernel finds no memory there: the command fails, and nothing else.
+        // The kernel finds no memory: the command fails, and nothing else happens.
         assert_eq!(status(&mut queue, sqe), DATA_TRANSFER_ERROR, "{opcode:#x}");
     }
     bystander.finish();

@@ -1,4 +1,5 @@
-//! A drive is its bytes: paths to the same ones are one drive, and what others use is refused. Needs loop devices.
+//! A drive's identity is its storage: several paths to the same storage are one drive, and a drive in use is refused. Needs
+//! loop devices.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -16,7 +17,7 @@ use crate::common::loop_device::{LoopDevice, Mounted, run};
 use crate::common::{LEASE, children};
 
 fn open(path: &Path) -> Result<Arc<Drive>, OpenDriveError> {
-    // What this process has closed, a child may still have.
+    // A child may still have copies of descriptors that this process has closed.
     children::let_go();
     drives::open(&DrivePath::File(path.to_owned()), DriveOptions::default())
 }
@@ -111,7 +112,7 @@ fn a_loop_device_and_its_file_are_locked_as_one_whatever_ledger_there_is() {
     }
 }
 
-/// A loop device of a file, until the end of a test.
+/// A loop device of a file. Drop detaches it.
 struct Attached(String);
 
 impl Attached {
@@ -133,7 +134,7 @@ impl Drop for Attached {
     }
 }
 
-/// On ext4, a file is used past the page cache, and its loop device goes through it unless told otherwise.
+/// On ext4, the file is opened with direct I/O, and its loop device uses the page cache by default.
 #[test]
 fn a_file_is_used_past_the_page_cache_or_through_it() {
     let Some(disk) = LoopDevice::new(64 << 20, 80 << 20) else {
@@ -171,7 +172,7 @@ fn a_file_is_used_past_the_page_cache_or_through_it() {
     ours(&path, LEASE).unwrap();
 }
 
-/// Mount points, until the end of a test.
+/// Mount points. Drop unmounts them.
 #[derive(Default)]
 struct Mounts(Vec<String>);
 

@@ -1,4 +1,4 @@
-//! A guest behind a virtual IOMMU: each page of its memory is mapped by itself, and lies anywhere.
+//! A guest behind a virtual IOMMU: each page of its memory is scattered and mapped separately.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use crate::common::{AWAY, HANG, Host, MODES, Machine, Setup, queue_pair, status}
 /// Entries of the largest queue.
 const ENTRIES: u32 = 4096;
 
-/// The page of the guest's memory at an address.
+/// Returns the page of guest memory at an address.
 fn page(machine: &Machine, gpa: u64) -> Piece {
     let regions = machine.memory.regions();
     let pieces = regions.iter().flat_map(|region| region.pieces());
@@ -29,7 +29,7 @@ fn rings_of_the_largest_size_work_wherever_their_pages_lie() {
         let machine = host.machine(&Setup::nth(0).scattered().doorbells(mode));
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, ENTRIES);
-        // More than two rounds of both rings.
+        // These rounds wrap both rings more than twice.
         for round in 0..9 {
             let cids: Vec<u16> = (0..1000)
                 .map(|_| queue.submit(Sqe::verify(1, 0, 1)).unwrap())
@@ -50,7 +50,7 @@ fn data_and_lists_work_wherever_their_pages_lie() {
     let machine = host.machine(&Setup::nth(0).scattered());
     let (_controller, mut disk) = machine.disk();
     let transfers = [
-        // Lists of one page and of two, blocks across pages, a segment across pages.
+        // PRP lists of one page and of two, data blocks across pages, a segment across pages.
         (Transfer::Prp { offset: 0 }, 1 << 20),
         (Transfer::Prp { offset: 4092 }, 1 << 20),
         (
@@ -87,7 +87,7 @@ fn data_and_lists_work_wherever_their_pages_lie() {
             "{transfer:?}"
         );
     }
-    // Ranges across two pages.
+    // A range list across two pages.
     let ranges: Vec<_> = (0..256).map(|range| (8 + 4 * range, 2)).collect();
     let transfers = [
         Transfer::Prp { offset: 2048 },
@@ -149,10 +149,10 @@ fn a_page_of_a_ring_that_goes_suspends_the_queue_until_it_is_back() {
                 machine.unmap_piece(piece);
                 machine.map_piece(piece);
                 if gone.elapsed() > AWAY {
-                    // The machine stood still meanwhile. Such a queue may fail.
+                    // The machine was paused for too long. The controller may fail in this case.
                     continue 'rings;
                 }
-                // Each command completes once, and all of them do.
+                // Each command completes exactly once.
                 let completions = queue.drain(&cids, HANG).unwrap();
                 assert_eq!(completions.len(), 500, "{mode:?} {round}");
             }
@@ -178,7 +178,7 @@ fn a_page_of_a_ring_that_goes_suspends_the_queue_until_it_is_back() {
     bystander.finish();
 }
 
-/// As a guest does whose virtual IOMMU is strict.
+/// Behaviour of a guest with a strict virtual IOMMU: unmap after each command.
 #[test]
 fn a_page_that_is_mapped_for_one_command_is_there_for_it_and_gone_after_it() {
     let host = Host::new("memory:32M", 512);

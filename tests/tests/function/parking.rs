@@ -1,4 +1,4 @@
-//! A queue whose poller sleeps loses no notification.
+//! A queue whose poller sleeps must not lose notifications.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,13 @@ use nvme_mpt_tests::rng::Rng;
 
 use crate::common::{HANG, Host, LEASE, Setup, queue_pair, wait_for};
 
-/// Longest pause between two commands: from none to much longer than a poller spins.
+/// Longest pause between two commands in microseconds. Pauses are zero to much longer than a poller spins.
 const PAUSE: u64 = 500;
 
-/// One command after the other, with random pauses between them.
+/// Executes commands one by one, with random pauses.
 ///
-/// The poller spins for a fixed time, a fifth of the longest pause. Otherwise it learns to spin through all of them, and
-/// does not sleep.
+/// The spin time is fixed at a fifth of the longest pause. An adaptive poller would learn to spin through all pauses, and would
+/// not sleep.
 fn pauses(host: &Host, setup: Setup, commands: u64) {
     let setup = setup.fixed("spin");
     let machine = host.machine(&setup);
@@ -26,18 +26,18 @@ fn pauses(host: &Host, setup: Setup, commands: u64) {
     let mut rng = Rng::new(setup.start + 1);
     for number in 0..commands {
         let before = host.parks();
-        // One that is not noticed is a time-out.
+        // A lost notification shows as a timeout.
         queue.execute(read, HANG).unwrap_or_else(|error| {
             panic!("{:?}, command {number}: {error}", setup.doorbells);
         });
         match rng.below(4) {
             0 => {}
-            // About as long as a poller spins before it sleeps: the race that loses wake-ups.
+            // A pause of about the poller's spin time, which provokes the race between sleep and wake-up.
             1 => (0..rng.below(60_000)).for_each(|_| std::hint::spin_loop()),
             _ => std::thread::sleep(Duration::from_micros(rng.below(PAUSE))),
         }
         if number % 4 == 0 {
-            // Whatever else the machine does: the next command finds a poller that slept.
+            // The next command must find a sleeping poller.
             wait_for("the poller sleeps", || host.parks() > before);
         }
     }
@@ -69,7 +69,7 @@ fn commands_whose_completions_wake_the_poller() {
     pauses(&host, Setup::nth(0).poll("dedicated"), 2_000);
 }
 
-/// No poller sleeps as often as one that never spins, and none is as much at the mercy of its wake-ups.
+/// Event-driven pollers never spin, so they sleep most often and depend most on wake-ups.
 #[test]
 fn event_driven_pollers_with_each_way_of_doorbells_that_wakes_them() {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -108,12 +108,12 @@ fn an_event_driven_poller_wakes_once_for_a_batch() {
         queue.drain(&cids, HANG).unwrap();
         wait_for("the poller sleeps", || host.parks() >= before + batch);
     }
-    // Mail of the control thread wakes it as well, as that of a lease that is behind the protocol.
+    // Messages of the control thread wake the poller too, for example with a remote back end.
     let parks = host.parks() - before;
     assert!(parks < BATCHES + BATCHES / 10, "{parks}");
 }
 
-/// A poller that has no processor looks less often, so the bound holds on every machine.
+/// A poller without a processor polls less often, so the upper bound holds on every machine.
 #[test]
 fn a_guest_with_mapped_doorbells_that_rests_is_looked_at_seldom() {
     let host = Host::new("memory:16M", 512);
@@ -127,10 +127,10 @@ fn a_guest_with_mapped_doorbells_that_rests_is_looked_at_seldom() {
     let (began, before) = (Instant::now(), host.parks());
     std::thread::sleep(Duration::from_secs(3));
     let looks = host.parks() - before;
-    // Some 300 in the first 1.3 s, then 50 a second; a thousand a second with `fixed=looks`.
+    // About 300 polls in the first 1.3 s, then 50 per second. With `fixed=looks` there would be 1000 per second.
     let most = 400 + u64::try_from(began.elapsed().as_millis()).unwrap() / 20;
     assert!((1..most).contains(&looks), "{looks} of {most}");
-    // It is looked at still.
+    // The queue is still polled.
     queue.execute(read, HANG).unwrap();
 }
 

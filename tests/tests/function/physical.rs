@@ -1,5 +1,4 @@
-//! A guest's view of a physical drive: its abilities, its health, and the guest's fate when its namespace is
-//! not the same or its drive is gone.
+//! A guest's view of a physical drive: capabilities, health, a changed namespace, and the removal of the drive.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,8 +22,7 @@ use crate::common::scripted_controller::ScriptedController;
 use crate::common::sentinel::Sentinel;
 use crate::common::{HANG, Machine, Setup, status};
 
-/// Asynchronous Event Configuration: temperature, spare and reliability, and Namespace Attribute
-/// Notices.
+/// Bits of Asynchronous Event Configuration: temperature, spare and reliability, and Namespace Attribute Notices.
 const TEMPERATURE: u32 = 0b010;
 const ALL_EVENTS: u32 = 0b1_1111 | 1 << 8;
 
@@ -45,7 +43,7 @@ const fn smart(info: u8) -> AsyncEvent {
     }
 }
 
-/// A function and its guest's driver, which listens to these events.
+/// Creates a function, and attaches a driver that enables these events.
 fn listening(machine: &Machine, events: u32) -> Controller {
     let mut controller = machine.attach();
     let set = controller.set_feature(feature::ASYNC_EVENT_CONFIG, 0, events);
@@ -54,7 +52,7 @@ fn listening(machine: &Machine, events: u32) -> Controller {
     controller
 }
 
-/// The next event, which there is; another request takes the place of the one that it completed.
+/// Returns the pending event, and submits another request.
 #[track_caller]
 fn next_event(controller: &mut Controller) -> AsyncEvent {
     let event = controller.async_event(HANG).unwrap().expect("an event");
@@ -62,7 +60,7 @@ fn next_event(controller: &mut Controller) -> AsyncEvent {
     event
 }
 
-/// No event comes, also after the function had every opportunity.
+/// Checks that no event occurs, after the function had the opportunity to report one.
 #[track_caller]
 fn no_event(machine: &Machine, controller: &mut Controller) {
     machine.function().process_events();
@@ -92,7 +90,7 @@ fn commands_that_the_drive_lacks_are_not_offered_and_reach_it_not() {
     let machine = drive.host(1).machine(&Setup::nth(0));
     let (mut controller, mut disk) = machine.disk();
     let id = controller.identify_controller().unwrap();
-    // Besides, what the admin queue does: Save and Select, and Timestamp.
+    // The admin queue adds Save and Select, and Timestamp.
     assert_eq!(id.oncs, ONCS_DSM | ONCS_VERIFY | 1 << 4 | 1 << 6);
     assert_eq!(id.raw[526..530], [31, 0, 7, 0], "AWUN, AWUPF");
     assert_eq!(id.raw[266..270], [0x5E, 0x01, 0, 0], "WCTEMP, CCTEMP");
@@ -135,7 +133,7 @@ fn health_is_the_drives_and_figures_are_the_leases() {
     disk.write(0, &[0xA5; 4096]).unwrap();
     disk.read(0, 8).unwrap();
     disk.read(8, 8).unwrap();
-    // A command is counted behind its completion. Those before this one are by the time it completes.
+    // The device counts a command after it posts the completion. When Flush completes, earlier commands are counted.
     disk.flush().unwrap();
     let page = read_log(&mut controller, log::SMART, 512);
     assert_eq!(page[..3], [0, 0x2C, 0x01], "no warning, 300 K");
@@ -182,7 +180,7 @@ fn a_temperature_beyond_the_guests_threshold_is_an_event_once() {
     drive.heat(325);
     drive.tell(DriveEvent::Health);
     assert_eq!(next_event(&mut controller), SMART_TEMPERATURE);
-    // Not beyond its own threshold, the drive's.
+    // The temperature exceeds the drive's threshold, but not this guest's own threshold.
     no_event(&other, &mut patient);
 
     drive.tell(DriveEvent::Health);
@@ -193,7 +191,7 @@ fn a_temperature_beyond_the_guests_threshold_is_an_event_once() {
     );
     no_event(&machine, &mut controller);
 
-    // Cooler, and hot again: that is another event.
+    // Cooling down and heating up again causes another event.
     drive.heat(300);
     drive.tell(DriveEvent::Health);
     no_event(&machine, &mut controller);
@@ -219,13 +217,13 @@ fn warnings_of_the_drive_reach_those_who_asked_and_once_until_they_read() {
     drive.warn(failing);
     drive.tell(DriveEvent::Health);
     assert_eq!(next_event(&mut controller), SMART_SPARE);
-    // The other one waits until the log page of the first was read.
+    // The second event is held back until the guest has read the log page of the first.
     no_event(&machine, &mut controller);
     assert_eq!(read_log(&mut controller, log::SMART, 512)[0], failing.0);
     assert_eq!(next_event(&mut controller), SMART_RELIABILITY);
     no_event(&other, &mut deaf);
 
-    // Whoever begins to listen hears of what is so already.
+    // A guest that enables an event gets it for a present condition.
     deaf.set_feature(feature::ASYNC_EVENT_CONFIG, 0, 0b1000)
         .unwrap();
     assert_eq!(next_event(&mut deaf), SMART_RELIABILITY);
@@ -238,7 +236,7 @@ fn a_namespace_that_changed_is_told_to_its_guests_alone() {
     let machines = [0, 1].map(|index: usize| hosts[index].machine(&Setup::nth(0)));
     let [mut first, mut second] =
         [0, 1].map(|index: usize| listening(&machines[index], ALL_EVENTS));
-    // It grows, which does not matter to a lease.
+    // The namespace grows, which does not affect a lease.
     drive.change_namespaces(|namespaces| namespaces[1].blocks *= 2);
     drive.tell(DriveEvent::NamespaceChanged(Nsid(2)));
 
@@ -266,7 +264,7 @@ fn a_namespace_that_changed_is_told_to_its_guests_alone() {
     assert_eq!(page, [0; 4096], "another guest's");
 }
 
-/// A guest with a namespace of its own beside it, and a drive that does something to the guest's.
+/// A guest, and a bystander on the other namespace. The test changes the guest's namespace.
 struct Scene {
     drive: Arc<ScriptedController>,
     machine: Machine,
@@ -343,7 +341,7 @@ fn a_guest_whose_drive_is_gone_loses_its_namespace_and_no_more() {
     let health = read_log(&mut scene.controller, log::SMART, 512);
     assert_eq!(health[0], 0b100, "not reliable");
 
-    // A driver that resets its controller finds one that works, without a namespace.
+    // After a reset, the controller works, and has no namespace.
     for _ in 0..3 {
         scene.controller.reset().unwrap();
         assert_eq!(scene.controller.active_namespaces(0).unwrap(), [0; 0]);

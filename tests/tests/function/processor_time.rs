@@ -1,4 +1,4 @@
-//! Pollers' processor time is charged to the functions that it was spent for.
+//! Pollers' processor time is charged to the functions that caused it.
 
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, PoisonError};
@@ -13,13 +13,13 @@ use nvme_mpt_tests::prp;
 
 use crate::common::{HANG, Host, Machine, Setup, queue_pair, wait_for};
 
-/// Share by which charged time may differ from the kernel's.
+/// Permitted relative difference between the charged time and the kernel's time.
 const TOLERANCE: f64 = 0.05;
 
-/// Charged time after which both are compared, in seconds. Charging is at most a millisecond behind.
+/// Charged time before the comparison, in seconds. The charge may lag by a millisecond.
 const ENOUGH: f64 = 0.2;
 
-/// A host whose poller tells its thread's number.
+/// Creates a host whose poller reports its thread id.
 fn host() -> (Host, Receiver<Pid>) {
     let (sender, threads) = channel();
     let mut host = Host::new("memory:32M", 512);
@@ -35,15 +35,15 @@ fn host() -> (Host, Receiver<Pid>) {
     (host, threads)
 }
 
-/// Returns the processor time of a thread of this process, in seconds, as the kernel reports it.
+/// Returns the processor time of a thread of this process in seconds, as measured by the kernel.
 fn kernel_seconds(thread: Pid) -> f64 {
-    // The form of CPU clocks in Linux: the inverted number, then three bits for a thread's scheduler clock.
+    // Encoding of CPU clocks in Linux: the inverted thread id, then three bits for the scheduler clock of a thread.
     let clock = ClockId::from_raw((!thread.as_raw() << 3) | 0b110);
     let time = clock.now().unwrap();
     time.tv_sec() as f64 + time.tv_nsec() as f64 / 1e9
 }
 
-/// A machine and the attachment of its function.
+/// Creates a machine. Returns the back end of its function too.
 fn machine(host: &Host, index: u64, poll: &'static str) -> (Machine, Arc<LocalBackend>) {
     let machine = host.machine(&Setup::nth(index).poll(poll));
     let attached = host.attached.lock();
@@ -58,7 +58,7 @@ fn charged(attachments: &[&LocalBackend]) -> f64 {
     seconds.sum()
 }
 
-/// Kernel's time of a thread, then the time that is charged, then the kernel's again.
+/// Three readings in sequence: kernel time of a thread, charged time, kernel time.
 struct Reading([f64; 3]);
 
 impl Reading {
@@ -68,7 +68,7 @@ impl Reading {
         Self([before, charged, kernel_seconds(thread)])
     }
 
-    /// Checks that what was charged since `earlier` is the kernel's time.
+    /// Checks that the time charged since `earlier` is the kernel's time.
     fn check_since(&self, earlier: &Self) {
         let charged = self.0[1] - earlier.0[1];
         let (least, most) = (self.0[0] - earlier.0[2], self.0[2] - earlier.0[0]);

@@ -1,4 +1,4 @@
-//! Any I/O commands, with any data pointers, give what a model says, over all kinds of drives.
+//! Random I/O commands with random data pointers, compared with a model, on all kinds of drives.
 
 use nvme_mpt_tests::disk::Transfer;
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -8,7 +8,7 @@ use proptest::test_runner::TestCaseError;
 
 use crate::common::{Host, LEASE, MODES, Setup, fitting};
 
-/// One way to run commands.
+/// Parameters of a test run.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
     file: bool,
@@ -16,14 +16,14 @@ struct Variant {
     doorbells: DoorbellMode,
     /// True if the guest's pages are mapped one by one.
     scattered: bool,
-    /// Bit by bit: the parts of the drive that others have. The lease is by size if there are any.
+    /// Bit mask of the drive's units that other leases have. If it is nonzero, the lease is by size.
     taken: u32,
     poll: &'static str,
-    /// Bytes of the largest transfer.
+    /// Size of the largest transfer in bytes.
     transfer: u32,
 }
 
-/// Bytes of a unit of a lease by size, of which the drives have as many as a word has bits.
+/// Allocation unit of a lease by size, in bytes. A drive has one unit for each bit of `taken`.
 const UNIT: u64 = 1 << 20;
 
 const SMALL: u32 = 32 << 10;
@@ -52,7 +52,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Leaves half of the bits that stand for the drive's units, so that a lease finds room.
+/// Spreads 16 bits over 32, so that at least half of the units are free.
 fn spread(bits: u32) -> u32 {
     let mut taken = bits;
     while taken.count_ones() > 16 {
@@ -61,7 +61,7 @@ fn spread(bits: u32) -> u32 {
     taken
 }
 
-/// A layout from any number, within the descriptors that a command may have.
+/// Converts a random number to a data layout within the maximum number of descriptors.
 fn layout(number: u32, largest: u32) -> Transfer {
     let choice = number / 4 % 4;
     match number % 4 {
@@ -117,7 +117,7 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
 }
 
 proptest! {
-    // Each case starts a function and runs dozens of commands.
+    // Each case starts a function and executes dozens of commands.
     #![proptest_config(ProptestConfig { cases: 160, max_shrink_iters: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]

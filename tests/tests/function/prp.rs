@@ -1,4 +1,4 @@
-//! PRP entries and lists, sound and hostile (NVMe Base 2.0, section 4.1.1).
+//! PRP entries and lists, valid and hostile (NVMe Base 2.0, section 4.1.1).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,10 +16,10 @@ use crate::common::sentinel::Sentinel;
 use crate::common::{HIGH, Host, LEASE, LOW, Machine, NOWHERE, REGION, Setup, queue_pair, status};
 
 const PAGE: u64 = PAGE_SIZE as u64;
-/// Blocks of a page.
+/// Blocks per page.
 const BLOCKS: u32 = (PAGE_SIZE / 512) as u32;
 
-/// A hostile guest, and another one that must not be disturbed.
+/// A hostile guest, and a bystander that must not be disturbed.
 struct Scene {
     machine: Machine,
     queue: QueuePair,
@@ -46,7 +46,7 @@ impl Scene {
         self.machine.memory.alloc(count * PAGE_SIZE).unwrap()
     }
 
-    /// Commands with data of `pages` pages, both ways, end with `want`.
+    /// Checks that reads and writes of `pages` pages end with the status `want`.
     #[track_caller]
     fn refused(&mut self, pointer: DataPointer, pages: u32, want: StatusCode) {
         for opcode in [io::READ, io::WRITE, io::COMPARE] {
@@ -62,7 +62,7 @@ impl Scene {
         list
     }
 
-    /// The queue still works, and so does the other guest's.
+    /// Checks that the queue still works, and that the bystander is undisturbed.
     #[track_caller]
     fn finish(mut self) {
         assert_eq!(status(&mut self.queue, Sqe::flush(1)), SUCCESS);
@@ -70,7 +70,7 @@ impl Scene {
     }
 }
 
-/// Addresses of which some byte is outside of the guest's memory, though others are in it.
+/// Returns addresses of pages that are partly or completely outside of guest memory.
 fn outside() -> [u64; 7] {
     [
         0,
@@ -118,7 +118,7 @@ fn a_list_entry_outside_memory() {
         }
     }
     data.check();
-    // The very first page behind a region, by a list whose other pages begin it.
+    // The page directly behind a region, in a list whose other pages are valid.
     let begin = Sentinel::over(scene.machine.memory.alloc_at(HIGH, PAGE_SIZE).unwrap());
     let list = scene.list(&[begin.gpa(), begin.gpa(), HIGH + REGION]);
     let pointer = DataPointer::prp(begin.gpa(), list.gpa());
@@ -135,7 +135,7 @@ fn a_list_outside_memory() {
         let pointer = DataPointer::prp(data.gpa(), gpa);
         scene.refused(pointer, 4, DATA_TRANSFER_ERROR);
     }
-    // One that starts in memory and goes on where there is none.
+    // Data that starts in memory and continues outside.
     let edge = scene
         .machine
         .memory
@@ -200,7 +200,7 @@ fn a_list_pointer_misaligned() {
         let pointer = DataPointer::prp(data.gpa(), list.gpa() + offset);
         scene.refused(pointer, 4, PRP_OFFSET_INVALID);
     }
-    // The pointer from a list page to the next one has no offset at all.
+    // The pointer to the next list page must have no offset at all.
     for offset in [8, 2048] {
         let list = scene.list(&[data.gpa(); ENTRIES_PER_PAGE]);
         let next = list.gpa() + offset;
@@ -212,7 +212,7 @@ fn a_list_pointer_misaligned() {
     scene.finish();
 }
 
-/// Writes random data from `pages` and reads it back into other pages of the same kind.
+/// Writes random data from `pages`, and reads it into other pages of the same kind.
 #[track_caller]
 fn round_trip(scene: &mut Scene, pages: &[DmaBuffer], list_offset: usize) {
     let mut rng = Rng::new(list_offset as u64 + pages.len() as u64);
@@ -245,7 +245,7 @@ fn round_trip(scene: &mut Scene, pages: &[DmaBuffer], list_offset: usize) {
 fn a_list_may_cross_regions() {
     let mut scene = scene();
     let memory = &scene.machine.memory;
-    // Entries and the list's own two pages lie in three regions, back and forth.
+    // The data pages and the list's own two pages are in three regions.
     let pages: Vec<DmaBuffer> = (0..24)
         .map(|i| {
             let at = [LOW + REGION / 2, LOW + REGION, HIGH][i % 3];
@@ -253,7 +253,7 @@ fn a_list_may_cross_regions() {
         })
         .collect();
     round_trip(&mut scene, &pages, 0);
-    // Two pages that touch, of two regions that touch.
+    // Two adjacent pages of two adjacent regions.
     let memory = &scene.machine.memory;
     let pages: Vec<DmaBuffer> = [LOW + REGION - PAGE, LOW + REGION + 64 * PAGE]
         .map(|gpa| memory.alloc_at(gpa, PAGE_SIZE).unwrap())
@@ -267,7 +267,7 @@ fn lists_may_be_chained() {
     let mut scene = scene();
     let memory = &scene.machine.memory;
     let pages: Vec<DmaBuffer> = (0..256).map(|_| memory.alloc(PAGE_SIZE).unwrap()).collect();
-    // The most that a command transfers, by lists that start anywhere in their page.
+    // The largest transfer, with lists that start at any offset in their page.
     for list_offset in [0, PAGE_SIZE - 8, PAGE_SIZE - 16, PAGE_SIZE - 2048, 8] {
         round_trip(&mut scene, &pages, list_offset);
     }
@@ -279,14 +279,14 @@ fn a_list_that_points_to_itself_ends() {
     let mut scene = scene();
     let data = scene.pages(1);
     let list = scene.list(&[data.gpa(); ENTRIES_PER_PAGE]);
-    // The chain begins at the page's last entry, which names the page again.
+    // The last entry of the page names the same page again.
     list.write(PAGE_SIZE - 8, &list.gpa().to_le_bytes());
     for pages in [3, 17, 256] {
         let sqe = Sqe::write(1, 0, pages * BLOCKS)
             .with_data(DataPointer::prp(data.gpa(), list.gpa() + PAGE - 8));
         assert_eq!(status(&mut scene.queue, sqe), SUCCESS);
     }
-    // Two pages that name each other.
+    // Two list pages that name each other.
     let [a, b] = [
         scene.list(&[data.gpa(); 512]),
         scene.list(&[data.gpa(); 512]),
@@ -303,7 +303,7 @@ fn a_list_that_points_to_itself_ends() {
 fn a_read_may_overwrite_its_own_list() {
     let mut scene = scene();
     let sentinel = Sentinel::new(&scene.machine.memory, 4 * PAGE_SIZE);
-    // The data that is read names the sentinel, and replaces the PRP list of its own command.
+    // The read data contains the sentinel's address, and overwrites the PRP list of its own command.
     let evil: Vec<u8> = sentinel.gpa().to_le_bytes().repeat(8 * ENTRIES_PER_PAGE);
     let source = scene.pages(8);
     source.write(0, &evil);
@@ -330,7 +330,7 @@ fn a_list_that_changes_while_it_is_read() {
     const ENTRIES: usize = 31;
     let mut scene = scene();
     let memory = scene.machine.memory.clone();
-    // Memory that the guest has and the device was never given.
+    // Guest memory that is not mapped for the device.
     let hidden = memory.add_region(NOWHERE, 64 * PAGE).unwrap();
     let hidden = Sentinel::over(memory.alloc_at(hidden.gpa, 64 * PAGE_SIZE).unwrap());
     let unnamed = Sentinel::new(&memory, 8 * PAGE_SIZE);
@@ -343,14 +343,14 @@ fn a_list_that_changes_while_it_is_read() {
         let entry = &cells[rng.below(ENTRIES as u64) as usize];
         let bad = match rng.below(3) {
             0 => hidden.gpa(),
-            // The other guest has memory there, but not this one's device.
+            // Memory of the other guest, not of this one.
             1 => LOW - PAGE,
             _ => unnamed.gpa() + 4,
         };
         entry.store(bad, Ordering::Relaxed);
         entry.store(good(&mut rng), Ordering::Relaxed);
         if rng.below(64) == 0 {
-            // All good for a while, so that some commands succeed.
+            // Restore valid entries for a while, so that some commands succeed.
             (0..ENTRIES).for_each(|i| cells[i].store(good(&mut rng), Ordering::Relaxed));
             std::thread::sleep(std::time::Duration::from_micros(20));
         }

@@ -1,5 +1,4 @@
-//! I/O queues: of every size, many of them, shared, full, deleted while busy, and where there is no
-//! memory for them.
+//! I/O queues: of all sizes, large numbers of queues, shared, full, deleted while busy, and without memory.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -29,7 +28,7 @@ use crate::common::{
 /// MQES + 1 of the software controller.
 const ENTRIES_MAX: u32 = 4096;
 
-/// Commands through all of a queue's entries, twice and a bit, as many at once as there may be.
+/// Executes commands through all entries of a queue slightly more than twice, with as many outstanding as possible.
 fn go_round(queue: &mut QueuePair) {
     let size = queue.sq.size();
     let mut left = 2 * size + 3;
@@ -65,7 +64,7 @@ fn queues_of_every_size() {
         }
         for entries in [0, 1, ENTRIES_MAX + 1, 0x1_0000] {
             let memory = machine.memory.alloc(PAGE_SIZE).unwrap();
-            // None is written as FFFFh, as the size is zero-based.
+            // The size is zero-based, so `None` is encoded as FFFFh.
             let cq = Sqe::create_cq(1, memory.gpa(), entries, None);
             assert_eq!(
                 admin_status(&mut controller, cq),
@@ -93,7 +92,7 @@ fn a_queue_pair_of_two_sizes() {
     }
 }
 
-/// Namespace 1 through a queue pair of few entries.
+/// Returns namespace 1 through a queue pair with few entries.
 fn small_disk(controller: &mut Controller, id: u16) -> Disk {
     let queue = queue_pair(controller, id, 4);
     let mut disk = Disk::new(controller, queue, 1).unwrap();
@@ -116,7 +115,7 @@ fn as_many_queue_pairs_as_their_doorbells_have_room_for() {
             ..Setup::nth(0).doorbells(mode)
         };
         let machine = host.machine(&setup);
-        // Doorbells are in BAR0 as a whole, whose size is a power of two.
+        // The doorbells must fit BAR0, whose size is a power of two.
         let area = 0x1000
             + (u64::from(most) + 1)
                 * 2
@@ -138,7 +137,7 @@ fn as_many_queue_pairs_as_their_doorbells_have_room_for() {
         for seed in 0..3 {
             pass_round(&mut disks, seed);
         }
-        // All of them are paused, saved and taken up elsewhere.
+        // All queues are paused, saved and restored in another function.
         let suspended = machine.suspend();
         let machine = host.restore(&suspended, &setup).unwrap();
         machine.function().resume();
@@ -165,7 +164,7 @@ fn an_admin_queue_of_4096_entries() {
         };
         let mut controller =
             Controller::attach(machine.bar(), machine.memory.clone(), config, 4).unwrap();
-        // As many at once as there may be, round after round.
+        // As many commands outstanding as possible, in several rounds.
         let feature = Sqe::new(admin::GET_FEATURES, 0).with_cdw(10, 0x07);
         for batch in [1, 4095, 4095, 17] {
             let queue = controller.admin_queue().unwrap();
@@ -182,7 +181,7 @@ fn an_admin_queue_of_4096_entries() {
     }
 }
 
-/// Submission queues that complete to one completion queue.
+/// Submission queues that share one completion queue.
 struct Shared {
     sqs: Vec<SubmissionQueue>,
     cq: CompletionQueue,
@@ -229,12 +228,12 @@ impl Shared {
         cqe
     }
 
-    /// The completion queue as it lies in memory.
+    /// Returns the contents of the completion queue.
     fn ring(&self) -> Vec<u8> {
         self.cq.memory().to_vec(0, 16 * self.cq.size() as usize)
     }
 
-    /// Completions that wait, told by the phase tags.
+    /// Returns the number of unconsumed completions, from the phase tags.
     fn waiting(&self) -> usize {
         let (ring, size) = (self.ring(), self.cq.size() as usize);
         (self.consumed..self.consumed + size)
@@ -252,7 +251,7 @@ fn many_submission_queues_on_one_completion_queue() {
         let host = Host::new("memory:16M", 512);
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
-        // Room for fewer completions than there are commands.
+        // The completion queue has fewer entries than there are commands.
         let mut queues = Shared::new(&mut controller, 4, 9, 5);
         for round in 0..60_u16 {
             let mut submitted = BTreeSet::new();
@@ -260,7 +259,7 @@ fn many_submission_queues_on_one_completion_queue() {
                 for i in 0..8 {
                     let cid = round * 32 + i;
                     let sqe = Sqe::read(1, 0, 1 << 16).with_cid(cid);
-                    // Beyond MDTS: it takes a slot of the completion queue all the same.
+                    // A transfer beyond MDTS fails, and also takes an entry of the completion queue.
                     let sqe = if i % 2 == 0 {
                         Sqe::flush(1).with_cid(cid)
                     } else {
@@ -278,14 +277,14 @@ fn many_submission_queues_on_one_completion_queue() {
                 assert_eq!(cqe.status().is_success(), cqe.cid().is_multiple_of(2));
                 order[usize::from(cqe.sq_id()) - 1].push(cqe.sq_head());
             }
-            // The heads of each queue only ever move on, to the tail.
+            // The head of each submission queue only advances, up to the tail.
             for (sq, heads) in queues.sqs.iter().zip(&order) {
                 let behind = |head: &u16| (sq.tail() + 9 - u32::from(*head)) % 9;
                 assert!(heads.is_sorted_by_key(|head| std::cmp::Reverse(behind(head))));
                 assert_eq!(u32::from(*heads.last().unwrap()), sq.tail());
             }
         }
-        // It goes last.
+        // The completion queue can only be deleted last.
         let delete = |id| Sqe::delete_cq(id);
         assert_eq!(
             admin_status(&mut controller, delete(1)),
@@ -339,7 +338,7 @@ fn a_completion_queue_that_is_never_consumed() {
             let before = queues.ring();
             bystander.goes_on();
             assert_eq!(queues.ring(), before, "{mode:?}: a full queue was written");
-            // Nothing was lost, and nothing comes twice.
+            // No completion is lost or duplicated.
             let mut seen = BTreeSet::new();
             for _ in 0..200 {
                 let cqe = queues.completion();
@@ -355,7 +354,7 @@ fn a_completion_queue_that_is_never_consumed() {
 
 #[test]
 fn a_full_completion_queue_lets_its_poller_sleep() {
-    // Mapped doorbells are looked at by the clock, so their poller wakes now and then.
+    // Mapped doorbells are polled by a timer, so their poller wakes regularly and is not tested here.
     for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
         let host = Host::new("memory:16M", 512);
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
@@ -367,7 +366,7 @@ fn a_full_completion_queue_lets_its_poller_sleep() {
         }
         wait_for("a completion", || queues.cq.ready());
         wait_for("a park", || host.parks() > parks);
-        // The doorbell writes may wake it a few more times, and then nothing does.
+        // The doorbell writes may wake the poller a few more times. Then it must stay asleep.
         wait_for("a long sleep", || {
             let parks = host.parks();
             std::thread::sleep(Duration::from_millis(50));
@@ -385,7 +384,7 @@ fn queues_where_there_is_no_memory() {
     let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let _cq = controller.create_cq(1, &QueueOptions::polled(64)).unwrap();
-    // Two pages of entries each, of which one is there: beyond the end, before the start.
+    // Rings of two pages with one page outside of memory: behind the end, or before the start.
     for base in [0, NOWHERE, HIGH + REGION - 4096, LOW - 4096, !0xfff] {
         let cq = Sqe::create_cq(2, base, 512, None);
         assert_eq!(
@@ -414,7 +413,7 @@ fn queues_where_there_is_no_memory() {
             "{base:#x}"
         );
     }
-    // The refused commands left nothing behind.
+    // The refused commands have left no state.
     let mut disk = disk(&mut controller, 2);
     disk.write(0, &[1; 512]).unwrap();
     bystander.finish();
@@ -438,7 +437,7 @@ fn queues_that_cannot_be() {
         (Sqe::create_sq(5, base, 16, 1), INVALID_QUEUE_ID),
         (Sqe::create_sq(2, base, 16, 0), INVALID_QUEUE_ID),
         (Sqe::create_sq(2, base, 16, 2), CQ_INVALID),
-        // Not physically contiguous.
+        // Queues that are not physically contiguous.
         (
             Sqe::create_cq(2, base, 16, None).with_cdw(11, 0),
             INVALID_FIELD,
@@ -486,10 +485,10 @@ fn a_queue_deleted_while_it_is_busy() {
                 wait_for("the first completion", || queue.cq.ready());
             }
             assert_eq!(admin_status(&mut controller, Sqe::delete_sq(1)), SUCCESS);
-            // From now on, nobody touches the memory, though the completion queue is there still.
+            // From now on, the device must not write to the memory, although the completion queue still exists.
             let ring = queue.cq.memory().to_vec(0, 128 * 16);
             let sentinels: Vec<Sentinel> = buffers.into_iter().map(Sentinel::over).collect();
-            // Each command completed once, before the deletion did, or never was taken.
+            // Each command completed once before the deletion, or was never taken.
             let (mut seen, mut taken) = (BTreeSet::new(), 0);
             while let Some(cqe) = queue.poll() {
                 assert!(cqe.cid() < DEPTH && seen.insert(cqe.cid()), "{cqe:?}");

@@ -1,5 +1,5 @@
-//! Logical blocks beyond the lease, by commands and by the ranges in their data, and commands that are
-//! too large. Guests on both sides of the lease must notice nothing.
+//! Logical blocks beyond the lease, in commands and in range lists, and commands that are too large. Guests on both sides of
+//! the lease must notice nothing.
 
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,7 +23,7 @@ use crate::common::changes::Changes;
 use crate::common::sentinel::Sentinel;
 use crate::common::{Host, LEASE, Machine, NOWHERE, Setup, status};
 
-/// Bytes of a unit of a lease by size.
+/// Allocation unit of a lease by size, in bytes.
 const UNIT: u64 = 1 << 20;
 
 /// Opcodes with SLBA in CDW10 and NLB in CDW12.
@@ -34,11 +34,11 @@ const RANGED: [u8; 7] = [
     io::VERIFY,
     io::WRITE_ZEROES,
     io::WRITE_UNCORRECTABLE,
-    // With NLB 0, the destination of a copy of one range.
+    // For NLB 0, these are the destination blocks of a copy of one range.
     io::COPY,
 ];
 
-/// Ranges of (first block, blocks) that are not in a namespace of `blocks` blocks.
+/// Returns ranges (first block, number of blocks) that exceed a namespace of `blocks` blocks.
 fn beyond(blocks: u64) -> Vec<(u64, u32)> {
     vec![
         (blocks, 1),
@@ -52,7 +52,7 @@ fn beyond(blocks: u64) -> Vec<(u64, u32)> {
         (u64::MAX - 6, 8),
         (u64::MAX - 7, 8),
         (1 << 63, 1),
-        // Byte addresses that wrap to the lease's own.
+        // The byte address would wrap to an address in the lease.
         (1 << 55, 1),
         (1 << 52, 8),
     ]
@@ -84,7 +84,7 @@ impl Scene {
         self.bystanders.into_iter().for_each(Bystander::finish);
     }
 
-    /// Runs a command with `bytes` as its data, in pages of its own.
+    /// Executes a command with `bytes` as its data, in separate pages.
     #[track_caller]
     fn with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> StatusCode {
         let data = self.machine.memory.alloc(bytes.len()).unwrap();
@@ -94,7 +94,7 @@ impl Scene {
     }
 }
 
-/// The scene on a drive of each kind and logical block size.
+/// Runs a test on a drive of each kind and logical block size.
 fn everywhere(test: impl Fn(Scene)) {
     for lba_size in [512, 4096] {
         test(scene(&Host::new("memory:48M", lba_size), &Setup::nth(1)));
@@ -102,7 +102,7 @@ fn everywhere(test: impl Fn(Scene)) {
         file.as_file().set_len(3 * LEASE).unwrap();
         let host = Host::of_file(file.path(), lba_size);
         test(scene(&host, &Setup::nth(1)));
-        // A lease of extents with the leases of others between them.
+        // A lease of several extents, with other leases between them.
         let host = Host::new("memory:80M", lba_size);
         let between = (16..80).step_by(2).map(|at| (at * UNIT, UNIT));
         let others = host.occupy(between.filter(|(at, _)| !(32 * UNIT..48 * UNIT).contains(at)));
@@ -120,7 +120,7 @@ fn blocks_beyond_the_lease() {
         for (slba, count) in beyond(blocks) {
             for opcode in RANGED {
                 let sqe = match opcode {
-                    // One source range of as many blocks; its data is not at the sentinel.
+                    // The command has one source range with this number of blocks. Its data is not at the sentinel.
                     io::COPY => {
                         let bytes = copy_range(0, count);
                         let code = scene.with_bytes(Sqe::copy(1, slba, 1), &bytes);
@@ -147,7 +147,7 @@ fn blocks_beyond_the_lease() {
             }
         }
         sentinel.check();
-        // The last block is there.
+        // The last block is valid.
         let last = vec![7; scene.disk.block_size()];
         scene.disk.write(blocks - 1, &last).unwrap();
         assert_eq!(scene.disk.read(blocks - 1, 1).unwrap(), last);
@@ -161,7 +161,7 @@ fn transfers_beyond_mdts() {
         let mdts = scene.controller.identity().unwrap().max_transfer();
         let most = (mdts / scene.disk.block_size()) as u32;
         assert_eq!(mdts, 1 << 20);
-        // The largest works, with every byte in its place.
+        // The largest transfer works, and every byte is correct.
         let mut rng = Rng::new(1);
         let bytes: Vec<u8> = (0..mdts).map(|_| rng.next_u64() as u8).collect();
         scene.disk.write(3, &bytes).unwrap();
@@ -175,7 +175,7 @@ fn transfers_beyond_mdts() {
                 }
                 let pointer = DataPointer::prp(sentinel.gpa(), sentinel.gpa());
                 let sqe = Sqe::range(opcode, 1, 0, count).with_data(pointer);
-                // Drivers from before version 2.0 know no limit of commands without data.
+                // Drivers from before version 2.0 know no limit for commands without data.
                 let wanted = match opcode {
                     io::VERIFY | io::WRITE_ZEROES | io::WRITE_UNCORRECTABLE => SUCCESS,
                     _ => INVALID_FIELD,
@@ -183,7 +183,7 @@ fn transfers_beyond_mdts() {
                 let code = status(&mut scene.disk.queue, sqe);
                 assert_eq!(code, wanted, "{opcode:#x} of {count}");
                 if opcode == io::WRITE_UNCORRECTABLE {
-                    // Its marks end.
+                    // Write Zeroes clears the marks.
                     let sqe = Sqe::range(io::WRITE_ZEROES, 1, 0, count);
                     assert_eq!(status(&mut scene.disk.queue, sqe), SUCCESS);
                 }
@@ -199,14 +199,14 @@ fn deallocation_beyond_the_lease() {
     everywhere(|mut scene| {
         let blocks = scene.disk.blocks();
         for (slba, count) in beyond(blocks) {
-            // Alone, and behind ranges that are in the lease.
+            // The invalid range is alone, or follows valid ranges.
             for before in [0, 1, 255] {
                 let mut bytes = dsm_range(blocks / 2, 1).repeat(before);
                 bytes.extend(dsm_range(slba, count));
                 let sqe = Sqe::deallocate(1, before as u32 + 1);
                 let code = scene.with_bytes(sqe, &bytes);
                 assert_eq!(code, LBA_OUT_OF_RANGE, "{slba:#x}+{count} behind {before}");
-                // The attributes are hints as well, but about blocks that must be there.
+                // The attributes are hints too, but their blocks must be valid.
                 let code = scene.with_bytes(sqe.with_cdw(11, 0), &bytes);
                 assert_eq!(code, LBA_OUT_OF_RANGE);
             }
@@ -223,11 +223,11 @@ fn deallocation_beyond_the_lease() {
     });
 }
 
-/// Time after which a Deallocate may leave the blocks as they are that it has not reached: it is advice, and the guest's
-/// driver waits.
+/// Time limit of a Deallocate, after which the rest of the blocks may stay unchanged. Deallocate is advisory, and the driver
+/// waits for its completion.
 const DEALLOCATE: Duration = Duration::from_secs(10);
 
-/// Checks the blocks of a Deallocate that took so long.
+/// Checks the blocks after a Deallocate that took this time.
 #[track_caller]
 fn check_deallocated(firsts: &[u8], took: Duration) {
     let reached = firsts.iter().take_while(|&&byte| byte == 0).count();
@@ -247,7 +247,7 @@ fn check_deallocated(firsts: &[u8], took: Duration) {
     }
 }
 
-/// As drivers from before version 2.0 send them: Linux up to 5.12, and Windows.
+/// Large Write Zeroes as Linux up to 5.12 and Windows send them: these drivers date from before version 2.0.
 #[test]
 fn commands_of_drivers_that_know_no_limits() {
     nvme_software::survey_files(&ThreadSpawner::default()).unwrap();
@@ -266,7 +266,7 @@ fn commands_of_drivers_that_know_no_limits() {
             bytes.map(|bytes| bytes[0]).collect()
         };
         fill(&mut scene.disk);
-        // All blocks as one range; but the first, in as many ranges as a command has; and no block at all.
+        // All blocks in one range; all but the first block in the maximum number of ranges; and no blocks.
         let begun = Instant::now();
         let code = scene.with_bytes(Sqe::deallocate(1, 1), &dsm_range(0, whole));
         assert_eq!(code, SUCCESS);
@@ -281,7 +281,7 @@ fn commands_of_drivers_that_know_no_limits() {
         let firsts = first_of_each(&mut scene.disk);
         assert_eq!(firsts[0], 0x5a);
         check_deallocated(&firsts[1..], took);
-        // As many blocks as NLB counts.
+        // The largest number of blocks that NLB can express.
         fill(&mut scene.disk);
         let count = whole.min(0x1_0000);
         let pointer = DataPointer::prp(0, 0);
@@ -295,7 +295,8 @@ fn commands_of_drivers_that_know_no_limits() {
             assert_eq!(status(&mut scene.disk.queue, sqe), SUCCESS, "{opcode:#x}");
             assert_eq!(first_of_each(&mut scene.disk), wanted, "{opcode:#x}");
             fill(&mut scene.disk);
-            // Where those are deallocated, they end at once; and not even one beyond the lease has an effect.
+            // If the blocks are deallocated already, the command ends at once. A command that exceeds the lease has no effect
+            // at all.
             let code = status(&mut scene.disk.queue, sqe.with_cdw(10, whole - count + 1));
             assert_eq!(code, LBA_OUT_OF_RANGE, "{opcode:#x}");
             assert_eq!(first_of_each(&mut scene.disk), [0x5a; 16], "{opcode:#x}");
@@ -357,7 +358,7 @@ fn copies_from_beyond_the_lease() {
                 assert_eq!(code, LBA_OUT_OF_RANGE, "{slba:#x}+{count} behind {before}");
             }
         }
-        // A destination that has room for all ranges but the last.
+        // A destination with space for all ranges except for the last.
         let bytes = copy_range(0, 8).repeat(4);
         let code = scene.with_bytes(Sqe::copy(1, blocks - 31, 4), &bytes);
         assert_eq!(code, LBA_OUT_OF_RANGE);
@@ -390,7 +391,7 @@ fn copies_beyond_their_limits() {
             let code = scene.with_bytes(sqe, &ranges(count, each));
             assert_eq!(code, want, "{count} ranges of {each}");
         }
-        // Descriptor formats that are not offered.
+        // Descriptor formats that are not supported.
         for format in 1..16_u32 {
             let sqe = Sqe::copy(1, 64, 1).with_cdw(12, format << 8);
             let code = scene.with_bytes(sqe, &ranges(1, 1));
@@ -400,8 +401,8 @@ fn copies_beyond_their_limits() {
     });
 }
 
-/// Runs a command for many rounds while another thread changes its ranges: `words` of the data between
-/// `good` and `bad` values.
+/// Executes a command repeatedly while another thread changes its ranges: these `words` of the data alternate between `good`
+/// and `bad` values.
 fn race(scene: &mut Scene, rounds: u32, sqe: Sqe, bytes: &[u8], words: &[usize], bad: &[u64]) {
     let memory = scene.machine.memory.clone();
     let data = memory.alloc(bytes.len()).unwrap();
@@ -439,11 +440,11 @@ fn deallocation_ranges_that_change_while_they_are_used() {
     everywhere(|mut scene| {
         let blocks = scene.disk.blocks();
         let bytes = dsm_range(blocks / 2, 8).repeat(16);
-        // SLBA is the second word of a range. It changes to the neighbours' blocks.
+        // SLBA is the second word of a range. It changes to blocks of the neighbours.
         let words: Vec<usize> = (0..16).map(|range| 2 * range + 1).collect();
         let bad = [blocks, blocks + 64, blocks.wrapping_neg(), u64::MAX - 4];
         let sqe = Sqe::deallocate(1, 16).with_cdw(11, DSM_DEALLOCATE);
-        // Each of them takes a turn of the file for each range: 0.1 s on a slow file system.
+        // Each command takes a step of the file for each range, about 0.1 s on a slow file system.
         race(&mut scene, 200, sqe, &bytes, &words, &bad);
         scene.finish();
     });
@@ -453,7 +454,7 @@ fn deallocation_ranges_that_change_while_they_are_used() {
 fn copy_ranges_that_change_while_they_are_used() {
     everywhere(|mut scene| {
         let blocks = scene.disk.blocks();
-        // The lease's blocks get a pattern, so that another's blocks would show.
+        // The lease's blocks have a pattern, so that a neighbour's blocks would be noticed.
         let block = vec![0x3c; scene.disk.block_size()];
         for slba in (0..8).chain(64..128) {
             scene.disk.write(slba, &block).unwrap();

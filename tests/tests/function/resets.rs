@@ -1,5 +1,5 @@
-//! Resets with I/O in flight. After each of them, nothing of the guest's memory is touched any more:
-//! no data, no ring, no shadow doorbell and no EventIdx.
+//! Resets with I/O in flight. After a reset, the device must not access guest memory: no data, ring, shadow doorbell or
+//! EventIdx.
 
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
@@ -16,19 +16,19 @@ use crate::common::{
 
 const DEPTH: u16 = 64;
 const PIECE: usize = 32 << 10;
-/// Byte of the guest's memory for the next owner.
+/// Fill byte for memory of the next owner.
 const MARK: u8 = 0x6b;
 
-/// The ways to reset a controller.
+/// Kinds of resets.
 #[derive(Clone, Copy, Debug)]
 enum Reset {
-    /// CC.EN = 0.
+    /// Clears CC.EN.
     Controller,
     /// Function Level Reset.
     FunctionLevel,
-    /// The VMM's own reset of the function.
+    /// Reset of the function by the VMM.
     Function,
-    /// CC.SHN, then CC.EN = 0.
+    /// Sets CC.SHN, then clears CC.EN.
     Shutdown,
 }
 
@@ -47,7 +47,7 @@ impl Reset {
             Self::Function => drop(machine.function().reset()),
             Self::Shutdown => {
                 controller.shutdown(false).unwrap();
-                // All was completed or given up by now; what is left is said to be safe.
+                // All commands have completed or were dropped. Clean up the queues.
                 controller.disable().unwrap();
             }
         }
@@ -56,7 +56,7 @@ impl Reset {
     }
 }
 
-/// Everything of one life of a controller that it could write to.
+/// Memory that the device may write during one life of the controller.
 struct Life {
     queue: QueuePair,
     doorbells: Vec<(u64, usize)>,
@@ -65,7 +65,7 @@ struct Life {
 }
 
 impl Life {
-    /// Brings the controller up and leaves 64 commands in flight.
+    /// Enables the controller and leaves 64 commands in flight.
     fn start(machine: &Machine, controller: &mut Controller, mode: DoorbellMode) -> Self {
         controller.reset().unwrap();
         controller.set_number_of_queues(4).unwrap();
@@ -112,7 +112,7 @@ impl Life {
         ranges
     }
 
-    /// The memory belongs to somebody else now.
+    /// Fills the memory as its next owner would.
     fn mark(&self, machine: &Machine) {
         for (gpa, len) in self.ranges() {
             machine.memory.write(gpa, &vec![MARK; len]).unwrap();
@@ -131,7 +131,7 @@ impl Life {
     }
 }
 
-/// Resets a controller with 64 commands in flight, over and over.
+/// Resets a controller with 64 commands in flight, many times.
 fn storm(host: &Host, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
     let bystander = Bystander::start(host, &Setup::nth(1));
     let machine = host.machine(&Setup::nth(0).doorbells(mode));
@@ -145,12 +145,11 @@ fn storm(host: &Host, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
         reset.run(&machine, &mut controller);
         life.mark(&machine);
         let what = format!("{mode:?} {reset:?} round {round}");
-        // A late poller would act now: the old doorbells ring, and the other guest keeps it awake.
+        // Provokes a late poller: the old doorbells are written, and the bystander keeps the poller awake.
         controller.write_doorbell(1, Side::SqTail, 5);
         bystander.goes_on();
         life.check(&machine, &what);
-        // The pages of the Doorbell Buffer go back to the allocator with their old owner, so they are
-        // checked before the next life begins.
+        // The pages of the Doorbell Buffer return to the allocator with `life`, so they are checked before the next life.
     }
     controller.reset().unwrap();
     controller.set_number_of_queues(4).unwrap();
@@ -206,7 +205,7 @@ fn a_machine_can_go_with_io_in_flight() {
     let (_file, host) = file_host();
     let bystander = Bystander::start(&host, &Setup::nth(1));
     for round in 0..10 {
-        // The lease comes back each time, so it was given back.
+        // The lease can be acquired again, so it was returned.
         let machine = host.machine(&Setup::nth(0).doorbells(MODES[round % 3]));
         let mut controller = machine.attach();
         let life = Life::start(&machine, &mut controller, MODES[round % 3]);

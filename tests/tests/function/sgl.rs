@@ -1,4 +1,4 @@
-//! Scatter Gather Lists, sound and hostile (NVMe Base 2.0, section 4.1.2).
+//! Scatter Gather Lists, valid and hostile (NVMe Base 2.0, section 4.1.2).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,9 +20,9 @@ use crate::common::changes::Changes;
 use crate::common::sentinel::Sentinel;
 use crate::common::{HIGH, Host, LOW, Machine, NOWHERE, REGION, Setup, queue_pair, status};
 
-/// Descriptors that a command may have, those of segments included.
+/// Maximum number of descriptors of a command, including segment descriptors.
 const MOST: usize = 512;
-/// Bytes of the commands here.
+/// Transfer length of the commands, in bytes.
 const LEN: u32 = 4096;
 
 struct Scene {
@@ -50,7 +50,7 @@ fn scene() -> Scene {
 }
 
 impl Scene {
-    /// Commands of 4 KiB, both ways, end with `want`.
+    /// Checks that reads and writes of 4 KiB end with the status `want`.
     #[track_caller]
     fn ends(&mut self, sgl: Descriptor, want: StatusCode) {
         for opcode in [io::READ, io::WRITE, io::COMPARE] {
@@ -63,7 +63,7 @@ impl Scene {
         }
     }
 
-    /// Descriptors in memory.
+    /// Writes descriptors to guest memory.
     fn place(&self, list: &[Descriptor]) -> DmaBuffer {
         let bytes: Vec<u8> = list
             .iter()
@@ -75,7 +75,7 @@ impl Scene {
         page
     }
 
-    /// Commands whose descriptors are a Last Segment end with `want`.
+    /// Checks that commands with these descriptors in a Last Segment end with `want`.
     #[track_caller]
     fn list_ends(&mut self, list: &[Descriptor], want: StatusCode) {
         let page = self.place(list);
@@ -126,7 +126,7 @@ fn segments_outside_memory() {
         for sgl in [segment(gpa, 32), last_segment(gpa, 32)] {
             scene.ends(sgl, DATA_TRANSFER_ERROR);
         }
-        // Named by a segment that is in memory.
+        // The descriptor is in a segment in valid memory.
         let page = scene.place(&[data_block(scene.data.gpa(), 512), last_segment(gpa, 32)]);
         scene.ends(segment(page.gpa(), 32), DATA_TRANSFER_ERROR);
     }
@@ -141,7 +141,7 @@ fn lengths_that_are_not_the_commands() {
         scene.ends(data_block(gpa, len), SGL_LENGTH_INVALID);
     }
     for list in [
-        // Too short, too long, and sums that wrap 32 bits.
+        // Too short, too long, and sums that overflow 32 bits.
         vec![data_block(gpa, 512); 7],
         vec![data_block(gpa, 512); 9],
         vec![data_block(gpa, 0); 9],
@@ -168,7 +168,7 @@ fn blocks_without_length_and_odd_addresses_are_sound() {
     let gpa = scene.data.gpa();
     scene.ends(data_block(gpa + 3, LEN), SUCCESS);
     let list = [
-        // Nothing is transferred there, so it may be anywhere.
+        // A block of length 0 transfers nothing, so its address is not checked.
         data_block(NOWHERE, 0),
         data_block(gpa + 1, 1),
         data_block(gpa + 77, 3095),
@@ -188,7 +188,7 @@ fn types_and_sub_types_that_are_not_offered() {
             let bad = descriptor(gpa, LEN, kind, sub);
             match (kind, sub) {
                 (0, 0) => scene.ends(bad, SUCCESS),
-                // The segment that it leads to is all zeroes: data blocks of no length.
+                // The segment consists of zeroes, which are data blocks of length 0.
                 (2 | 3, 0) => {
                     let want = if kind == 2 {
                         INVALID_SGL_SEGMENT
@@ -200,7 +200,7 @@ fn types_and_sub_types_that_are_not_offered() {
                 }
                 _ => scene.ends(bad, SGL_TYPE_INVALID),
             }
-            // In a segment, more segments are out of place whatever their sub type is.
+            // A further segment within a segment is invalid, whatever its sub type.
             let want = match (kind, sub) {
                 (0, 0) => SUCCESS,
                 (2 | 3, _) => INVALID_SGL_SEGMENT,
@@ -236,7 +236,7 @@ fn segments_of_impossible_lengths() {
         scene.ends(segment(page.gpa(), len), INVALID_SGL_COUNT);
         scene.ends(last_segment(page.gpa(), len), INVALID_SGL_COUNT);
     }
-    // Descriptors are qwords.
+    // Descriptors must be aligned to 8 bytes.
     for offset in [1, 4] {
         scene.ends(last_segment(page.gpa() + offset, 16), INVALID_SGL_SEGMENT);
     }
@@ -249,11 +249,11 @@ fn segments_that_lead_on_where_they_must_not() {
     let block = data_block(scene.data.gpa(), 512);
     let after = scene.place(&[block; 8]);
     let link = last_segment(after.gpa(), 128);
-    // A link that is not the last descriptor, and one in a last segment.
+    // A segment descriptor that is not last, and a segment descriptor in a last segment.
     let early = scene.place(&[link, block]);
     scene.ends(segment(early.gpa(), 32), INVALID_SGL_SEGMENT);
     scene.list_ends(&[block, link], INVALID_SGL_SEGMENT);
-    // A segment that is not the last one and leads nowhere.
+    // A segment without a link to the next segment.
     let stuck = scene.place(&[block; 8]);
     scene.ends(segment(stuck.gpa(), 128), INVALID_SGL_SEGMENT);
     scene.finish();
@@ -268,13 +268,13 @@ fn segments_in_a_loop() {
         let bytes: Vec<u8> = to.iter().flat_map(|word| word.to_le_bytes()).collect();
         page.write(16 * index, &bytes);
     };
-    // One that leads to itself, with nothing else in it and with a data block.
+    // A segment that links to itself, without and with a data block.
     write(&a, 0, segment(a.gpa(), 16));
     scene.ends(segment(a.gpa(), 16), INVALID_SGL_COUNT);
     write(&a, 0, block);
     write(&a, 1, segment(a.gpa(), 32));
     scene.ends(segment(a.gpa(), 32), INVALID_SGL_COUNT);
-    // Two that lead to each other.
+    // Two segments that link to each other.
     write(&a, 1, segment(b.gpa(), 32));
     write(&b, 1, segment(a.gpa(), 32));
     scene.ends(segment(a.gpa(), 32), INVALID_SGL_COUNT);
@@ -289,7 +289,7 @@ fn as_many_descriptors_as_there_may_be_and_one_more() {
     scene.list_ends(&list, SUCCESS);
     list.push(data_block(gpa, 0));
     scene.list_ends(&list, INVALID_SGL_COUNT);
-    // In many segments, whose links count as well.
+    // Many segments, whose links count as descriptors too.
     for (per_segment, blocks, want) in [
         (2, 257, SUCCESS),
         (2, 258, INVALID_SGL_COUNT),

@@ -1,4 +1,4 @@
-//! Doorbells 4 and 64 bytes apart (`doorbell-stride=`, CAP.DSTRD; NVMe Base 2.0, sections 3.1.3.1 and 5.8).
+//! Doorbell strides of 4 and 64 bytes (`doorbell-stride=`, CAP.DSTRD; NVMe Base 2.0, sections 3.1.3.1 and 5.8).
 
 use nvme_mpt::DoorbellStride;
 use nvme_mpt_tests::controller::Controller;
@@ -27,17 +27,17 @@ fn each_path_of_doorbells_has_either_stride() {
     for mode in MODES {
         for (stride, bytes) in [(DoorbellStride::Bytes4, 4), (DoorbellStride::Bytes64, 64)] {
             let host = Host::new("memory:32M", 512);
-            // Another guest of the same pollers has the usual stride.
+            // A bystander on the same pollers has the default stride.
             let bystander = Bystander::start(&host, &Setup::nth(1));
             let machine = host.machine(&setup(stride, mode));
             let (mut controller, mut disks) = attach(&machine, bytes);
             for seed in 0..20 {
                 pass_round(&mut disks, seed);
-                // The admin queue's doorbells lie in the same page, and with 4 bytes in the same cache line.
+                // The admin queue's doorbells are in the same page, and with a stride of 4 bytes in the same cache line.
                 assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
             }
             drop(disks);
-            // A reset sets all doorbells to zero, wherever they lie.
+            // A reset clears all doorbells, whatever the stride.
             machine.function_level_reset();
             let (_controller, mut disks) = attach(&machine, bytes);
             pass_round(&mut disks, 20);
@@ -57,7 +57,7 @@ fn offsets_are_those_of_the_stride() {
                 .doorbell_at(0x1000 + offset)
                 .map(|doorbell| doorbell.index())
         };
-        // Four queue pairs, and the admin queue's.
+        // Four I/O queue pairs and the admin queue pair.
         for index in 0..10 {
             assert_eq!(at(u64::from(index) * bytes), Some(index), "{stride:?}");
             assert_eq!(at(u64::from(index) * bytes + 2), None, "{stride:?}");
@@ -81,7 +81,7 @@ fn a_doorbell_buffer_has_room_for_as_many_queues_as_its_stride_allows() {
         for seed in 0..4 {
             pass_round(&mut disks, seed);
         }
-        // The last queue's doorbells are in the buffer's page, and no register was needed for them.
+        // The last queue's doorbells are in the buffer's page, and no register write was needed for them.
         let buffer = controller.doorbell_buffer().unwrap();
         let (head, _) = buffer.cells(most, Side::CqHead).unwrap();
         assert_ne!(head[0].load(std::sync::atomic::Ordering::Acquire), 0);

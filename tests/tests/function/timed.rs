@@ -1,4 +1,4 @@
-//! Software drives that keep time like others: when a command completes changes, and nothing else.
+//! Software drives with a timing model: only the time of completion differs.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ fn host(path: &str, profile: DriveProfile) -> Host {
     Host::of(drives::open(&path.parse().unwrap(), options).unwrap())
 }
 
-/// A drive whose commands take this long, at any depth.
+/// Returns a profile with this latency for all commands, at any queue depth.
 fn slow(latency: &str) -> DriveProfile {
     let text = format!(
         "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
@@ -33,7 +33,7 @@ fn slow(latency: &str) -> DriveProfile {
     DriveProfile::parse("test", &text).unwrap()
 }
 
-/// Any commands do what they do without a profile.
+/// Checks that commands have the same results as without a profile.
 fn verify(host: &Host, setup: &Setup, seed: u64) {
     let machine = host.machine(setup);
     let (_controller, mut disk) = machine.disk();
@@ -53,7 +53,7 @@ fn verify(host: &Host, setup: &Setup, seed: u64) {
 #[test]
 fn every_model_changes_nothing_but_time() {
     for name in ["nvm", "ssd"] {
-        // The state of the flash comes to lie beside the file.
+        // The file of the flash state lies beside the drive's file.
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("drive.img");
         std::fs::File::create(&file)
@@ -76,8 +76,8 @@ fn every_model_changes_nothing_but_time() {
 
 #[test]
 fn no_command_completes_before_its_time() {
-    // Longer than a poller spins: it sleeps, and is woken by nothing but the time.
-    // The system's clock is slewed by up to 500 ppm, and the model's is measured against it.
+    // Longer than a poller spins, so the poller sleeps, and only the timer wakes it. Less than the nominal latency, since the
+    // system clock may be slewed by up to 500 ppm.
     const AT_LEAST: Duration = Duration::from_micros(9_990);
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
@@ -121,7 +121,7 @@ fn a_reset_waits_for_no_command_that_waits_for_its_time() {
             assert!(queue.push(&Sqe::read(1, 0, 8).with_cid(cid)));
         }
         queue.ring();
-        // As on a drive: what is in flight is given up, in no time.
+        // As on a real drive, the reset drops commands in flight without delay.
         controller.disable().unwrap();
         assert_eq!(host.clock.waited(), Duration::ZERO);
         controller.reset().unwrap();

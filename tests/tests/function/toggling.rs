@@ -1,5 +1,5 @@
-//! Doorbells that are mapped and unmapped while their guest writes them: no write is lost, whichever way
-//! it goes, of I/O queues whose poller sleeps and of the admin queue.
+//! Doorbells that are mapped and unmapped while the guest writes them: no write may be lost, for the I/O queues of a sleeping
+//! poller and for the admin queue.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
@@ -14,21 +14,20 @@ use nvme_mpt_tests::rng::Rng;
 
 use crate::common::{HANG, Host, Machine, Setup, queue_pair};
 
-/// Start of the doorbells.
+/// Offset of the doorbells.
 const DOORBELLS: u64 = 0x1000;
-/// Longest pause, of the guest's and between mapping and unmapping: some times longer than a poller
-/// spins.
+/// Longest pause of the guest, and between mapping and unmapping, in microseconds. It exceeds a poller's spin time.
 const PAUSE: u64 = 300;
-/// Least number of events of each kind.
+/// Minimum number of events of each kind.
 const COMMANDS: u64 = 5000;
 const TOGGLES: u64 = 1000;
 const WRITES: u64 = 100;
 
-/// BAR0 with doorbells that are memory at times.
+/// BAR0 with doorbells that are mapped at times.
 struct Toggled {
     trapped: Arc<dyn Bar>,
     page: DoorbellWindow,
-    /// As a hypervisor has it: no store is under way when it changes, but an exit may be.
+    /// As with a hypervisor, no store is in progress while the mapping changes, but an exit may be.
     mapped: RwLock<bool>,
     stores: AtomicU64,
     exits: AtomicU64,
@@ -120,7 +119,7 @@ fn no_doorbell_is_lost_that_is_mapped_and_unmapped_meanwhile() {
                 pause(&mut rng);
             }
         });
-        // One that panics is to end the other thread, too.
+        // If this thread panics, the other thread ends too.
         let _done = SetOnDrop(&done);
         let guest: Arc<dyn Bar> = bar.clone();
         let mut controller = Controller::attach(guest, machine.memory.clone(), config, 1).unwrap();
@@ -135,7 +134,7 @@ fn no_doorbell_is_lost_that_is_mapped_and_unmapped_meanwhile() {
             || !enough(&bar.stores, WRITES)
             || !enough(&bar.exits, WRITES)
         {
-            // One that is not noticed is a time-out.
+            // A lost doorbell write shows as a timeout.
             queue.execute(read, HANG).unwrap_or_else(|error| {
                 panic!("command {commands}: {error}");
             });

@@ -1,4 +1,4 @@
-//! Most data of a command (`mdts=`; NVMe Base 2.0, Figure 275, MDTS).
+//! Maximum data transfer size (`mdts=`; NVMe Base 2.0, Figure 275, MDTS).
 
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::prp;
@@ -10,7 +10,7 @@ use crate::common::{HIGH, Host, LOW, Setup, queue_pair, status};
 
 const BLOCK: usize = 512;
 
-/// A guest whose memory takes large buffers.
+/// Returns a setup with enough memory for large buffers.
 fn setup(mdts: &'static str) -> Setup {
     Setup {
         mdts: Some(mdts),
@@ -19,7 +19,7 @@ fn setup(mdts: &'static str) -> Setup {
     }
 }
 
-/// Transfers up to the limit and beyond, from buffers that begin at a page and within one.
+/// Checks transfers up to the limit and beyond, with buffers that start at a page and within a page.
 fn check(host: &Host, mdts: &'static str, bytes: usize) {
     let machine = host.machine(&setup(mdts));
     let mut controller = machine.attach();
@@ -43,7 +43,7 @@ fn check(host: &Host, mdts: &'static str, bytes: usize) {
         assert!(found == expected, "{mdts} {offset}: other data");
         let compare = Sqe::compare(1, 8, blocks).with_data(data.pointer);
         assert_eq!(status(&mut queue, compare), SUCCESS, "{mdts} {offset}");
-        // A block more is refused before anything is looked at.
+        // One more block is refused before the data pointer is examined.
         let beyond = Sqe::read(1, 8, blocks + 1).with_data(data.pointer);
         assert_eq!(status(&mut queue, beyond), INVALID_FIELD, "{mdts}");
     }

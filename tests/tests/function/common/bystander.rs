@@ -1,6 +1,4 @@
-//! Another guest on another range of the same drive, served by the same pollers.
-//!
-//! It notices when anything of its own is not as it left it.
+//! A second guest on another range of the same drive, served by the same pollers. It verifies that its data is unchanged.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,10 +10,10 @@ use nvme_mpt_tests::rng::Rng;
 
 use super::{Host, Machine, Setup, wait_for};
 
-/// Blocks of the largest transfer.
+/// Size of the largest transfer in blocks.
 const TRANSFER: u32 = 32;
 
-/// A guest that runs verified I/O until it is told to stop.
+/// A guest that runs verified I/O until it is stopped.
 pub(crate) struct Bystander {
     stop: Arc<AtomicBool>,
     steps: Arc<AtomicU64>,
@@ -23,7 +21,7 @@ pub(crate) struct Bystander {
 }
 
 impl Bystander {
-    /// Starts a guest; it has verified some I/O when this returns.
+    /// Starts a guest. Returns after some verified I/O.
     pub(crate) fn start(host: &Host, setup: &Setup) -> Self {
         let machine = host.machine(setup);
         let (stop, steps) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
@@ -40,7 +38,7 @@ impl Bystander {
         bystander
     }
 
-    /// Waits until it has verified some more.
+    /// Waits for some more verified I/O.
     #[track_caller]
     pub(crate) fn goes_on(&self) {
         let until = self.steps.load(Ordering::Relaxed) + 20;
@@ -51,7 +49,7 @@ impl Bystander {
         });
     }
 
-    /// Lets it go on for a while and verify all that it ever wrote.
+    /// Lets the guest continue for a while, then verifies all written data.
     #[track_caller]
     pub(crate) fn finish(mut self) {
         self.goes_on();
@@ -85,7 +83,7 @@ fn run(machine: &Machine, stop: &AtomicBool, steps: &AtomicU64) {
         let op = Op::choose(std::array::from_fn(|_| rng.next_u64()), &limits);
         step(&mut model, &mut disk, &op);
         steps.fetch_add(1, Ordering::Relaxed);
-        // The guest under test needs this processor as well.
+        // The guest under test may share this processor.
         std::thread::sleep(std::time::Duration::from_micros(20));
     }
     model.verify_all(&mut disk).unwrap();

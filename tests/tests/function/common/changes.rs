@@ -1,9 +1,9 @@
-//! A thread of the guest that changes what a command names while the command is under way.
+//! A thread of the guest that changes a command's data structures while the device executes the command.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// The thread that makes changes, as its test sees it.
+/// Handle of the thread for a test.
 #[derive(Default)]
 pub(crate) struct Changes {
     stop: AtomicBool,
@@ -12,7 +12,7 @@ pub(crate) struct Changes {
 }
 
 impl Changes {
-    /// Runs `test` while a thread calls `change` over and over. Each call leaves what is sound.
+    /// Runs `test` while a thread calls `change` in a loop. The data is valid after each call of `change`.
     pub(crate) fn during<R>(mut change: impl FnMut() + Send, test: impl FnOnce(&Self) -> R) -> R {
         let changes = Self::default();
         thread::scope(|scope| {
@@ -26,13 +26,13 @@ impl Changes {
                     changes.rests.store(false, Ordering::Release);
                 }
             });
-            // Also if the test fails: the scope waits for the thread.
+            // Drop stops the thread even if the test fails. Otherwise the scope would wait forever.
             let _end = End(&changes);
             test(&changes)
         })
     }
 
-    /// Runs `calm` while nothing changes, after at least one change.
+    /// Runs `calm` while the thread is paused. At least one change has happened before.
     pub(crate) fn rest<R>(&self, calm: impl FnOnce() -> R) -> R {
         self.rest.store(true, Ordering::Release);
         let _end = RestEnd(self);
@@ -60,7 +60,7 @@ struct RestEnd<'a>(&'a Changes);
 impl Drop for RestEnd<'_> {
     fn drop(&mut self) {
         self.0.rest.store(false, Ordering::Release);
-        // Else the next rest could take this one for its own.
+        // Otherwise the next pause could mistake the present pause for its own.
         self.0.wait_until_it(false);
     }
 }

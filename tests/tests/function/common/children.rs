@@ -1,7 +1,7 @@
 //! Child processes of tests.
 //!
-//! A child has copies of all file descriptors of this process until it executes its program, and with them the
-//! locks of drives that other tests have closed.
+//! Until a child executes its program, it has copies of this process's file descriptors. They keep the locks of drives that
+//! other tests have closed.
 
 use std::io;
 use std::process::{Child, Command, Output, Stdio};
@@ -9,13 +9,13 @@ use std::sync::Mutex;
 
 static BEING_MADE: Mutex<()> = Mutex::new(());
 
-/// Runs a command to its end.
+/// Runs a command to completion.
 pub(crate) fn run(command: &mut Command) -> io::Result<Output> {
     let _made = BEING_MADE.lock().unwrap();
     command.output()
 }
 
-/// Starts this program again. Its first byte of output, which the test harness begins with, is taken.
+/// Starts this test program as a child. Consumes the first byte of output, which the test harness writes.
 pub(crate) fn start(command: &mut Command) -> io::Result<Child> {
     let _made = BEING_MADE.lock().unwrap();
     let mut child = command.stdout(Stdio::piped()).spawn()?;
@@ -24,7 +24,7 @@ pub(crate) fn start(command: &mut Command) -> io::Result<Child> {
     Ok(child)
 }
 
-/// Waits until no child has what this process had open before the call.
+/// Waits until no child has copies of descriptors from before the call.
 pub(crate) fn let_go() {
     drop(BEING_MADE.lock().unwrap());
 }

@@ -1,4 +1,4 @@
-//! Clock of the control path's waits in tests.
+//! Clock for the waits of the control path in tests.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,35 +8,35 @@ use nvme_mpt::deadline::WaitClock;
 
 use super::HANG;
 
-/// Attempts, of a millisecond each, of a wait that is skipped: pollers have taken up by then what they were told
-/// before it. They are counted, as a machine that stands still takes one of them only.
+/// Number of attempts, 1 ms each, of a skipped wait: enough for pollers to handle earlier requests. The limit is a count, since
+/// a pause of the machine counts as a single attempt.
 const TAKEN_UP: u32 = 3000;
 
-/// A clock that counts only the time that a thread waits in vain, and that tests let pass.
+/// A clock that counts only failed waits, and that tests can advance.
 #[derive(Debug, Default)]
 pub(crate) struct TestClock {
     waited: Mutex<Duration>,
-    /// Waits in vain that are still to be skipped.
+    /// Number of failed waits that are still skipped.
     skips: AtomicU32,
 }
 
 impl TestClock {
-    /// Has a wait whose end is not there already end at once, as if it had lasted; or last again.
+    /// With `skip`, lets waits that cannot succeed end early, as if their time had passed. Otherwise, waits take their time.
     pub(crate) fn skip_waits(&self, skip: bool) {
         self.skip_in_vain(if skip { u32::MAX } else { 0 });
     }
 
-    /// Has waits end as [`Self::skip_waits`] does, until so many were in vain.
+    /// Skips waits like [`Self::skip_waits`], until `waits` of them have failed.
     pub(crate) fn skip_in_vain(&self, waits: u32) {
         self.skips.store(waits, Ordering::Release);
     }
 
-    /// Lets time pass at once.
+    /// Advances the clock.
     pub(crate) fn advance(&self, time: Duration) {
         *self.waited.lock().unwrap() += time;
     }
 
-    /// Returns the time that was waited in vain.
+    /// Returns the total time of failed waits and of [`Self::advance`].
     pub(crate) fn waited(&self) -> Duration {
         *self.waited.lock().unwrap()
     }
@@ -54,14 +54,14 @@ impl WaitClock for TestClock {
             let succeeded = (0..TAKEN_UP).any(|_| attempt(Duration::from_millis(1)));
             if !succeeded {
                 let one_less = |left: u32| left.checked_sub(1);
-                // Zero stays zero: a test has ended the skips meanwhile.
+                // A test may have ended skipping in the meantime, so the count must not wrap.
                 let _ = self
                     .skips
                     .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
             }
             succeeded
         } else {
-            // It does not end because the machine is slow.
+            // Wait for long, since the machine may be slow.
             attempt(time.max(HANG))
         };
         if !succeeded {

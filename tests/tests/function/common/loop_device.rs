@@ -1,4 +1,4 @@
-//! File systems of a test's own, and loop devices on them. Needs root.
+//! Private file systems for tests, and loop devices on them. Needs root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,18 +12,18 @@ use super::children;
 pub(crate) struct Mounted(TempDir);
 
 impl Mounted {
-    /// A tmpfs with room for so many bytes. `None`, with a message, where this process may not mount one.
+    /// Mounts a tmpfs of `room` bytes. Returns `None` and prints a message if this process may not mount.
     pub(crate) fn tmpfs(room: u64) -> Option<Self> {
         Self::mount(&["-t", "tmpfs", "-o", &format!("size={room}"), "drive"])
     }
 
-    /// A ramfs: its files have no holes, and no range of them can be zeroed. `None`, with a message, where this process
-    /// may not mount one.
+    /// Mounts a ramfs, whose files have no holes and cannot zero a range. Returns `None` and prints a message if this process
+    /// may not mount.
     fn ramfs() -> Option<Self> {
         Self::mount(&["-t", "ramfs", "drive"])
     }
 
-    /// A new ext4 of blocks of 4 KiB, with these features, on a device. `None`, with a message, where that cannot be.
+    /// Creates and mounts an ext4 with blocks of 4 KiB and these features. Returns `None` and prints a message on failure.
     pub(crate) fn ext4(device: &Path, features: &str) -> Option<Self> {
         let device = device.to_str().unwrap();
         run(&["mkfs.ext4", "-q", "-b", "4096", "-O", features, device])?;
@@ -36,7 +36,7 @@ impl Mounted {
         Some(Self(dir))
     }
 
-    /// The folder that it is mounted on.
+    /// Returns the mount point.
     pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
@@ -51,25 +51,25 @@ impl Drop for Mounted {
     }
 }
 
-/// A file, a loop device of it, and the tmpfs that the file is in.
+/// A file on a tmpfs, with a loop device.
 pub(crate) struct LoopDevice {
     device: PathBuf,
     file: PathBuf,
-    /// Unmounted after the device is detached.
+    /// Dropped last: the file system is unmounted after the device is detached.
     _mounted: Mounted,
 }
 
 impl LoopDevice {
-    /// A device of `bytes` in a file without content. The file system has room for `room` bytes. `None`, with a
-    /// message, where this process may not make one.
+    /// Creates a device of `bytes` on an empty file. The file system has `room` bytes. Returns `None` and prints a message
+    /// without the permission.
     pub(crate) fn new(bytes: u64, room: u64) -> Option<Self> {
         let mut made = Self::in_tmpfs(bytes, room)?;
         made.device = made.another(0)?;
         Some(made)
     }
 
-    /// The same, of sectors of 4 KiB of which the last one is not whole. So it cannot be read and written past the page
-    /// cache, and writes complete before it turns out that there is no room for them.
+    /// Creates a device like [`Self::new`] with sectors of 4 KiB, the last of which is incomplete. So the device cannot bypass
+    /// the page cache, and writes complete before the lack of space is detected.
     pub(crate) fn cached(bytes: u64, room: u64) -> Option<Self> {
         const SECTOR: u64 = 512;
         let mut made = Self::in_tmpfs(bytes + SECTOR, room)?;
@@ -79,20 +79,20 @@ impl LoopDevice {
         Some(made)
     }
 
-    /// A device of `bytes` that neither deallocates nor writes zeroes on demand. `None`, with a message, where this
-    /// process may not make one.
+    /// Creates a device of `bytes` that supports neither deallocation nor Write Zeroes. Returns `None` and prints a message
+    /// without the permission.
     pub(crate) fn without_zeroes(bytes: u64) -> Option<Self> {
         let mut made = Self::in_file_system(Mounted::ramfs()?, bytes);
         made.device = made.another(0)?;
         Some(made)
     }
 
-    /// A file in a tmpfs of its own, without a device.
+    /// Creates a file on a private tmpfs, without a device.
     fn in_tmpfs(bytes: u64, room: u64) -> Option<Self> {
         Some(Self::in_file_system(Mounted::tmpfs(room)?, bytes))
     }
 
-    /// A file in a file system of its own, without a device.
+    /// Creates a file on a private file system, without a device.
     fn in_file_system(mounted: Mounted, bytes: u64) -> Self {
         let file = mounted.path().join("drive.img");
         std::fs::File::create(&file)
@@ -106,17 +106,17 @@ impl LoopDevice {
         }
     }
 
-    /// Its path.
+    /// Returns the path of the device.
     pub(crate) fn device(&self) -> &Path {
         &self.device
     }
 
-    /// The path of its file.
+    /// Returns the path of the file.
     pub(crate) fn file(&self) -> &Path {
         &self.file
     }
 
-    /// Another loop device of the same file, from `offset` on, which lives as long as this one.
+    /// Attaches another loop device to the file, starting at `offset`. It is detached together with this one.
     pub(crate) fn another(&self, offset: u64) -> Option<PathBuf> {
         let file = self.file.to_str().unwrap();
         let device = run(&[
@@ -130,7 +130,7 @@ impl LoopDevice {
         Some(device.trim().into())
     }
 
-    /// All loop devices of the file.
+    /// Returns all loop devices of the file.
     fn devices(&self) -> Vec<String> {
         let file = self.file.to_str().unwrap();
         let list = run(&[
@@ -156,7 +156,7 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Runs a command, and returns what it prints; `None` if it fails, which is reported as not checked.
+/// Runs a command and returns its output. On failure, returns `None` and reports a check as skipped.
 pub(crate) fn run(command: &[&str]) -> Option<String> {
     attempt(command)
         .inspect_err(|failure| {

@@ -1,4 +1,4 @@
-//! Functions in this process and the guests that hold them: what every test begins with.
+//! Functions in this process and their guests: the fixtures of all tests.
 
 pub(crate) mod bystander;
 pub(crate) mod changes;
@@ -45,14 +45,14 @@ use vmm_device::{FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
 use clock::TestClock;
 
-/// All the ways to ring a doorbell.
+/// All doorbell modes.
 pub(crate) const MODES: [DoorbellMode; 3] = [
     DoorbellMode::Shadow,
     DoorbellMode::Mapped,
     DoorbellMode::Trap,
 ];
 
-/// Writes by each queue, and reads by each what the next one wrote.
+/// Each queue writes, and then reads the data of the next queue.
 pub(crate) fn pass_round(disks: &mut [Disk], seed: u64) {
     let count = disks.len() as u64;
     let mut bytes = vec![0; 4096];
@@ -67,7 +67,7 @@ pub(crate) fn pass_round(disks: &mut [Disk], seed: u64) {
     }
 }
 
-/// Returns a way of polling that goes with a way to ring: no store to a mapped doorbell wakes an event-driven poller.
+/// Returns a polling policy that works with the doorbell mode. A store to a mapped doorbell wakes no event-driven poller.
 pub(crate) fn fitting(poll: &'static str, doorbells: DoorbellMode) -> &'static str {
     match doorbells {
         DoorbellMode::Mapped => poll.strip_suffix(":event").unwrap_or(poll),
@@ -75,30 +75,30 @@ pub(crate) fn fitting(poll: &'static str, doorbells: DoorbellMode) -> &'static s
     }
 }
 
-/// Time after which a wait is called a hang: much longer than a loaded machine needs. A virtual machine may also stand
-/// still for a minute, in which its clock goes on.
+/// Time limit of waits, much longer than a loaded machine needs. A virtual machine may pause for a minute while its clock
+/// advances.
 pub(crate) const HANG: Duration = Duration::from_secs(180);
 
-/// Time for which memory of a ring may be away, well below the product's limit.
+/// Time for which memory of a ring may be unmapped, well below the product's limit.
 pub(crate) const AWAY: Duration = Duration::from_millis(500);
 
-/// A region of a guest's memory at address 1 MiB.
+/// Guest address of the first region, 1 MiB.
 pub(crate) const LOW: u64 = 0x10_0000;
-/// Its length, and that of the next one, which touches it.
+/// Length of this region and of the adjacent next region.
 pub(crate) const REGION: u64 = 16 << 20;
-/// A region beyond 4 GiB.
+/// Guest address of the region above 4 GiB.
 pub(crate) const HIGH: u64 = 1 << 32;
 /// Address at which no guest has memory.
 pub(crate) const NOWHERE: u64 = 0x7000_0000_0000;
 
-/// Bytes of a lease, unless a test says otherwise.
+/// Default size of a lease in bytes.
 pub(crate) const LEASE: u64 = 16 << 20;
 
-/// Waits for what another thread does.
+/// Waits for a condition that another thread establishes.
 #[track_caller]
 pub(crate) fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     const PAUSE: Duration = Duration::from_micros(200);
-    // Pauses, not time: the machine may stand still, and with it who is waited for.
+    // The limit counts pauses, not time: the whole machine may pause, including the other thread.
     let mut pauses = HANG.as_micros() / PAUSE.as_micros();
     while !condition() {
         assert!(pauses > 0, "it never happened: {what}");
@@ -107,8 +107,7 @@ pub(crate) fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// A file of so many bytes with something in each block, on the device and not in the page cache: what
-/// reads it without the cache is in flight for a while.
+/// Creates a file with `len` bytes of data, all written to the device. Uncached reads of such data stay in flight for a while.
 pub(crate) fn written_file(len: u64) -> tempfile::NamedTempFile {
     let file = tempfile::NamedTempFile::new().unwrap();
     let piece = vec![0x11; 1 << 20];
@@ -120,25 +119,25 @@ pub(crate) fn written_file(len: u64) -> tempfile::NamedTempFile {
     file
 }
 
-/// A host with one drive, and what its functions share to use it.
+/// A host with one drive, and the objects that its functions share.
 pub(crate) struct Host {
     pub(crate) drive: Arc<Drive>,
     pub(crate) ledger: Ledger,
     pub(crate) pollers: Arc<PollerPool>,
     pub(crate) next_id: AtomicU64,
-    /// Clock of its functions' waits.
+    /// Clock for the functions' waits.
     pub(crate) clock: Arc<TestClock>,
-    /// Attachment of the function that was made last.
+    /// Back end of the latest function.
     pub(crate) attached: Mutex<Weak<LocalBackend>>,
 }
 
 impl Host {
-    /// A drive by its PATH.
+    /// Creates a host with the drive of this `PATH` option.
     pub(crate) fn new(path: &str, lba_size: u32) -> Self {
         Self::open(&path.parse().unwrap(), lba_size)
     }
 
-    /// A drive in a file.
+    /// Creates a host with a drive in a file.
     pub(crate) fn of_file(path: &Path, lba_size: u32) -> Self {
         Self::open(&DrivePath::File(path.to_owned()), lba_size)
     }
@@ -152,7 +151,7 @@ impl Host {
         Self::of(drives::open(path, options).unwrap())
     }
 
-    /// A drive that is open.
+    /// Creates a host with an open drive.
     pub(crate) fn of(drive: Arc<Drive>) -> Self {
         Self {
             drive,
@@ -164,14 +163,14 @@ impl Host {
         }
     }
 
-    /// A function on a part of the drive, and its guest.
+    /// Creates a function on a range of the drive, and its guest.
     pub(crate) fn machine(&self, setup: &Setup) -> Machine {
         let id = format!("lease-{}", self.next_id.fetch_add(1, Ordering::Relaxed));
         let function = self.function(&id, setup);
         self.machine_of(id, function, setup)
     }
 
-    /// A function that exists, and its guest.
+    /// Creates a guest for an existing function.
     pub(crate) fn machine_of(&self, id: String, function: NvmeFunction, setup: &Setup) -> Machine {
         let memory = match setup.scattered {
             false => GuestMemory::new(&setup.regions),
@@ -184,7 +183,7 @@ impl Host {
         Machine::new(id, function, memory, interrupts, setup)
     }
 
-    /// A lease for a setup.
+    /// Acquires the lease of a setup.
     pub(crate) fn lease(
         &self,
         id: &str,
@@ -209,7 +208,7 @@ impl Host {
         })
     }
 
-    /// Leases ranges of the drive, so that leases by size find room between them.
+    /// Leases ranges of the drive, so that leases by size must use the gaps.
     pub(crate) fn occupy(&self, ranges: impl IntoIterator<Item = (u64, u64)>) -> Vec<Lease> {
         let leases = ranges.into_iter().map(|(start, length)| {
             let setup = Setup {
@@ -222,7 +221,7 @@ impl Host {
         leases.collect()
     }
 
-    /// Wipes the range of a setup, for an id that had nothing there before.
+    /// Wipes the range of a setup, on behalf of a new id.
     pub(crate) fn wipe(&self, setup: &Setup) {
         let lease = self
             .lease("wipes", setup, PreviousDataPolicy::Wiped)
@@ -232,7 +231,7 @@ impl Host {
         assert!(lease.unwiped().is_empty());
     }
 
-    /// An attachment to the lease of that name.
+    /// Creates a back end for the lease with this id.
     pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<LocalBackend> {
         let parts = match remote::is_chosen() {
             true => SharedPartsSource::Outliving(EventReader::Trusted),
@@ -241,7 +240,7 @@ impl Host {
         self.attachment_with(id, setup, parts)
     }
 
-    /// The same, with these parts.
+    /// Creates a back end as [`Self::attachment`] does, with these shared parts.
     pub(crate) fn attachment_with(
         &self,
         id: &str,
@@ -251,7 +250,7 @@ impl Host {
         self.attachment_of(id, setup, parts, None)
     }
 
-    /// The same, of a server with a place for spare descriptions.
+    /// Creates a back end as [`Self::attachment_with`] does, with a store for spare descriptors.
     pub(crate) fn attachment_of(
         &self,
         id: &str,
@@ -259,9 +258,9 @@ impl Host {
         parts: SharedPartsSource,
         spares: Option<Arc<dyn SpareDescriptorStore>>,
     ) -> Arc<LocalBackend> {
-        // What a machine before held of a file, a child may still have.
+        // A child may still have copies of an earlier machine's file descriptors.
         children::let_go();
-        // Tests look at what machines before left.
+        // Tests check data that earlier machines left.
         let lease = self.lease(id, setup, PreviousDataPolicy::Kept).unwrap();
         let doorbells = match setup.doorbells {
             DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
@@ -293,7 +292,7 @@ impl Host {
         attachment
     }
 
-    /// A function, with all of a guest's memory, on the lease of that name.
+    /// Creates a function for the lease with this id, with all guest memory mapped.
     fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
         let attachment = self.attachment(id, setup);
         let host = match remote::is_chosen() {
@@ -303,7 +302,7 @@ impl Host {
         NvmeFunction::new(host, setup.masking).with_clock(self.clock.clone())
     }
 
-    /// The machine that was suspended, paused still.
+    /// Restores a suspended machine. It stays paused.
     pub(crate) fn restore(
         &self,
         suspended: &Suspended,
@@ -324,7 +323,7 @@ impl Host {
         ))
     }
 
-    /// Figures of the pollers of all functions.
+    /// Returns the statistics of all pollers.
     pub(crate) fn pollers(&self) -> Vec<PollerStats> {
         self.pollers.stats()
     }
@@ -338,29 +337,29 @@ impl Host {
 /// Configuration of a function.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    /// Bytes of the drive: where the lease starts, and how long it is.
+    /// Start and length of the lease on the drive, in bytes.
     pub(crate) start: u64,
     pub(crate) length: u64,
-    /// Unit of a lease by size, which lies anywhere.
+    /// Allocation unit of a lease by size. `None` for a lease of the range above.
     pub(crate) unit: Option<u64>,
     pub(crate) doorbells: DoorbellMode,
-    /// As in `mdts=`.
+    /// Value of `mdts=`.
     pub(crate) mdts: Option<&'static str>,
-    /// As in `memory-limit=`, in bytes.
+    /// Value of `memory-limit=`, in bytes.
     pub(crate) memory_limit: Option<u64>,
-    /// As in `doorbell-stride=`.
+    /// Value of `doorbell-stride=`.
     pub(crate) stride: DoorbellStride,
-    /// As in `poll=`.
+    /// Value of `poll=`.
     pub(crate) poll: &'static str,
     pub(crate) learning: AdaptivePolicies,
     pub(crate) rates: RateLimits,
     pub(crate) queue_pairs: u16,
-    /// As in `reserve=`.
+    /// Value of `reserve=`.
     pub(crate) reserve: u16,
     pub(crate) masking: MsixMasking,
-    /// Guest physical address and length of each region of the guest's memory.
+    /// Guest physical address and length of each memory region.
     pub(crate) regions: Vec<(u64, u64)>,
-    /// True if its pages are mapped one by one, and lie anywhere: as behind a virtual IOMMU.
+    /// True to scatter the pages and map them one by one, as behind a virtual IOMMU.
     pub(crate) scattered: bool,
 }
 
@@ -380,7 +379,7 @@ impl Default for Setup {
             queue_pairs: 4,
             reserve: 0,
             masking: MsixMasking::Client,
-            // Two that touch, and one beyond.
+            // Two adjacent regions, and one above 4 GiB.
             regions: vec![(LOW, REGION), (LOW + REGION, REGION), (HIGH, REGION)],
             scattered: false,
         }
@@ -388,7 +387,7 @@ impl Default for Setup {
 }
 
 impl Setup {
-    /// The `index`th lease of the usual length.
+    /// Returns the setup of the `index`th lease of the default size.
     pub(crate) fn nth(index: u64) -> Self {
         Self {
             start: index * LEASE,
@@ -396,7 +395,7 @@ impl Setup {
         }
     }
 
-    /// A lease of so many bytes.
+    /// Returns the setup of a lease that is the first `length` bytes of the drive.
     pub(crate) fn whole(length: u64) -> Self {
         Self {
             length,
@@ -404,39 +403,39 @@ impl Setup {
         }
     }
 
-    /// Of a size, in units of so many bytes.
+    /// Makes the lease one by size, with this allocation unit in bytes.
     pub(crate) fn by_size(mut self, unit: u64) -> Self {
         self.unit = Some(unit);
         self
     }
 
-    /// With a region of pages that lie anywhere, and are mapped one by one.
+    /// Scatters the pages of the region, and maps them one by one.
     pub(crate) fn scattered(mut self) -> Self {
         self.regions = vec![(LOW, REGION / 2)];
         self.scattered = true;
         self
     }
 
-    /// With this doorbell mode.
+    /// Sets the doorbell mode.
     pub(crate) fn doorbells(mut self, mode: DoorbellMode) -> Self {
         self.doorbells = mode;
         self
     }
 
-    /// With these decisions fixed, as in `fixed=`.
+    /// Fixes these adaptive policies, as `fixed=` does.
     pub(crate) fn fixed(mut self, names: &str) -> Self {
         self.learning = names.parse().unwrap();
         self
     }
 
-    /// Polled this way.
+    /// Sets the polling policy.
     pub(crate) fn poll(mut self, policy: &'static str) -> Self {
         self.poll = policy;
         self
     }
 }
 
-/// Rest of a machine whose process ended: its guest's memory, and a snapshot.
+/// State of a suspended machine: guest memory, interrupts and a snapshot.
 pub(crate) struct Suspended {
     pub(crate) id: String,
     pub(crate) memory: GuestMemory,
@@ -444,7 +443,7 @@ pub(crate) struct Suspended {
     pub(crate) state: Vec<u8>,
 }
 
-/// A function as a VMM holds it: behind a lock, with a thread for its events.
+/// A function as a VMM holds it: behind a lock, with a thread for events.
 pub(crate) struct Machine {
     pub(crate) id: String,
     pub(crate) memory: GuestMemory,
@@ -478,18 +477,18 @@ impl Machine {
         }
     }
 
-    /// The function, while no access of the guest's is under way.
+    /// Locks the function. No access of the guest is in progress while it is locked.
     pub(crate) fn function(&self) -> MutexGuard<'_, NvmeFunction> {
         self.bar.function()
     }
 
-    /// Pauses the function, takes a snapshot of it, and ends it. The guest's memory and interrupts stay.
+    /// Pauses the function, takes a snapshot, and ends the function. The guest's memory and interrupts are kept.
     pub(crate) fn suspend(self) -> Suspended {
         let state = {
             let mut function = self.function();
             function.pause().unwrap();
             let state = function.save().unwrap();
-            // The guest's driver has the BAR still, with nothing behind it.
+            // The guest's driver still has the BAR, so a dummy function replaces the old one.
             *function = Host::new("null:1M", 512).function("nobody", &Setup::whole(1 << 20));
             state
         };
@@ -501,12 +500,12 @@ impl Machine {
         }
     }
 
-    /// BAR0, as the guest sees it.
+    /// Returns BAR0 as the guest sees it.
     pub(crate) fn bar(&self) -> Arc<dyn Bar> {
         self.bar.clone()
     }
 
-    /// The guest's driver, with the controller enabled and all queue pairs allocated.
+    /// Enables the controller and allocates all queue pairs.
     pub(crate) fn attach(&self) -> Controller {
         let config = Config {
             doorbells: self.doorbells,
@@ -517,14 +516,14 @@ impl Machine {
         Controller::attach(self.bar(), self.memory.clone(), config, queues).unwrap()
     }
 
-    /// The driver, and namespace 1 through queue pair 1.
+    /// Enables the controller, and returns namespace 1 through queue pair 1 too.
     pub(crate) fn disk(&self) -> (Controller, Disk) {
         let mut controller = self.attach();
         let disk = disk(&mut controller, 1);
         (controller, disk)
     }
 
-    /// Maps a region of the guest's memory for the function.
+    /// Maps a region of the guest's memory.
     pub(crate) fn map(&self, region: &Region) {
         map(&self.function(), &self.memory, region);
     }
@@ -534,13 +533,13 @@ impl Machine {
         map_piece(&self.function(), &self.memory, piece);
     }
 
-    /// Takes a part of a region away from the function; waits for commands in flight.
+    /// Unmaps a part of a region, and waits for commands in flight.
     pub(crate) fn unmap_piece(&self, piece: Piece) {
         let unmapped = self.function().host().unmap(Gpa(piece.gpa), piece.len);
         assert_eq!(unmapped.unwrap(), piece.len);
     }
 
-    /// Takes a region away from the function; waits for commands in flight.
+    /// Unmaps a region, and waits for commands in flight.
     pub(crate) fn unmap(&self, region: &Region) {
         let unmapped = self.function().host().unmap(Gpa(region.gpa), region.len);
         assert_eq!(unmapped.unwrap(), region.len);
@@ -553,14 +552,14 @@ impl Machine {
         wakers.any(|(existing, _)| *existing == doorbell)
     }
 
-    /// Figures of an I/O queue pair.
+    /// Returns the statistics of an I/O queue pair.
     pub(crate) fn queue_stats(&self, qid: u16) -> QueueStats {
         let stats = self.function().host().stats();
         let queue = stats.queues.into_iter().find(|queue| queue.qid == qid);
         queue.unwrap_or_default()
     }
 
-    /// Writes any value to a doorbell, by the way that the device looks at.
+    /// Writes any value to a doorbell, in the form that the device polls.
     pub(crate) fn poke(&self, controller: &Controller, queue: u16, side: Side, value: u32) {
         if let Some(buffer) = controller.doorbell_buffer()
             && let Some((shadow, _)) = buffer.cells(queue, side)
@@ -576,7 +575,7 @@ impl Machine {
         }
     }
 
-    /// Waits until the function says that it has failed.
+    /// Waits for Controller Fatal Status.
     #[track_caller]
     pub(crate) fn wait_fatal(&self, controller: &Controller) {
         wait_for("CSTS.CFS", || {
@@ -584,7 +583,7 @@ impl Machine {
         });
     }
 
-    /// Initiates a Function Level Reset, as the PCI Express capability has it.
+    /// Initiates a Function Level Reset by the PCI Express capability.
     pub(crate) fn function_level_reset(&self) {
         const PCI_EXPRESS: u8 = 0x10;
         let mut function = self.function();
@@ -606,22 +605,22 @@ impl Machine {
     }
 }
 
-/// Namespace 1 through a new queue pair, with patience.
+/// Returns namespace 1 through a new queue pair with a long timeout.
 pub(crate) fn disk(controller: &mut Controller, queue: u16) -> Disk {
     let mut disk = Disk::open(controller, queue).unwrap();
     disk.timeout = HANG;
     disk
 }
 
-/// A polled queue pair.
+/// Creates a polled queue pair.
 pub(crate) fn queue_pair(controller: &mut Controller, id: u16, entries: u32) -> QueuePair {
     controller
         .create_queue_pair(id, &QueueOptions::polled(entries))
         .unwrap()
 }
 
-/// Checks that the commands which pass are those that Commands Supported and Effects lists for a command set. None of them
-/// does anything, as the namespace that it names does not exist.
+/// Checks that the accepted commands of a command set are those in Commands Supported and Effects. The commands name a
+/// namespace that does not exist, so they have no effect.
 pub(crate) fn check_commands(controller: &mut Controller, queue: &mut QueuePair, csi: u8) {
     let sqe = Sqe::new(admin::GET_LOG_PAGE, 0xFFFF_FFFF)
         .with_cdw(10, 1023 << 16 | u32::from(log::COMMAND_EFFECTS))
@@ -634,13 +633,13 @@ pub(crate) fn check_commands(controller: &mut Controller, queue: &mut QueuePair,
     }
 }
 
-/// Returns the status of a command's completion.
+/// Executes a command and returns its status.
 #[track_caller]
 pub(crate) fn status(queue: &mut QueuePair, sqe: Sqe) -> StatusCode {
     queue.submit_and_wait(sqe, HANG).unwrap().status().code()
 }
 
-/// Returns the status of an admin command's completion.
+/// Executes an admin command and returns its status.
 #[track_caller]
 pub(crate) fn admin_status(controller: &mut Controller, sqe: Sqe) -> StatusCode {
     controller.admin_raw(sqe).unwrap().status().code()

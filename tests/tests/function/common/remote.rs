@@ -1,4 +1,4 @@
-//! Functions whose host side is reached through the lease protocol: all tests can be run with it.
+//! Functions with a remote back end, reached through the lease protocol. All tests can run in this way.
 
 use std::env;
 use std::os::unix::net::UnixStream;
@@ -14,14 +14,14 @@ use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_over,
 };
 
-/// Variable of the environment. If it is `remote`, functions have their host side behind the lease protocol.
+/// Environment variable. With the value `remote`, functions have remote back ends.
 const CHOICE: &str = "NVME_MPT_HOST_SIDE";
 
 pub(crate) fn is_chosen() -> bool {
     env::var(CHOICE).is_ok_and(|choice| choice == "remote")
 }
 
-/// A lease that exists already, for one session.
+/// Server side of one session, with an existing lease.
 pub(crate) struct OneLease(pub(crate) Mutex<Option<Arc<dyn ControllerBackend>>>);
 
 impl LeaseSource for OneLease {
@@ -44,7 +44,7 @@ impl LeaseSource for OneLease {
     }
 }
 
-/// The same host side, behind a session of its own.
+/// Wraps a back end: returns a remote back end that is connected to it by a session of its own.
 pub(crate) fn host_side(host: Arc<dyn ControllerBackend>) -> Arc<dyn ControllerBackend> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {

@@ -1,7 +1,7 @@
-//! A host controller with the limits, the health and the accidents that a test sets: two namespaces in memory.
+//! A host controller with limits, health and failures that a test sets. It has two namespaces in memory.
 //!
-//! It stands for a drive and its driver together, so that a test of a function decides when an event reaches it. The
-//! model of a drive is `nvme_mpt_tests::drive`, which `tests/physical` drives through the real driver.
+//! It replaces a drive and its driver, so a test decides when an event reaches a function. For a drive model below the real
+//! driver, see `nvme_mpt_tests::drive` and `tests/physical`.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
@@ -20,23 +20,23 @@ use nvme_software::{MemoryAllocationTime, SoftwareController};
 
 use super::{Host, LEASE};
 
-/// Offset of the temperature in the log page, whose values are little-endian bytes.
+/// Offset of the temperature in the SMART log page (little-endian).
 const TEMPERATURE: usize = 1;
 
-/// Changeable facts of a drive.
+/// Mutable state of a drive.
 #[derive(Debug)]
 struct State {
     namespaces: Vec<HostNamespace>,
-    /// SMART / Health Information.
+    /// SMART / Health Information log page.
     health: [u8; 512],
     health_reads: u32,
     incidents: DriveIncidents,
     subscribers: Vec<Weak<EventQueue>>,
-    /// True while flushes do not end.
+    /// True while flushes do not complete.
     holds_flushes: bool,
 }
 
-/// A host controller that a test can do anything to.
+/// A host controller under the test's control.
 #[derive(Debug)]
 pub(crate) struct ScriptedController {
     stores: [Arc<SoftwareController>; 2],
@@ -46,7 +46,7 @@ pub(crate) struct ScriptedController {
 }
 
 impl ScriptedController {
-    /// A drive with two namespaces of two leases each.
+    /// Creates a drive with two namespaces, each with space for two leases.
     pub(crate) fn new(change: impl FnOnce(&mut ControllerLimits)) -> Arc<Self> {
         let stores = [0; 2].map(|_| {
             Arc::new(
@@ -59,7 +59,7 @@ impl ScriptedController {
             nsid: Nsid(nsid),
             ..stores[0].namespaces()[0]
         });
-        // Other users' figures are in the counters.
+        // Nonzero counters, as other users of the drive would cause.
         let mut health = [0x77; 512];
         health[0] = 0;
         let state = State {
@@ -80,7 +80,7 @@ impl ScriptedController {
         Arc::new(drive)
     }
 
-    /// Returns a host whose functions share a namespace of it.
+    /// Returns a host whose functions share a namespace.
     pub(crate) fn host(self: &Arc<Self>, nsid: u32) -> Host {
         Host::of(Drive::new("0000:01:00.0", self.clone(), Some(Nsid(nsid))).unwrap())
     }
@@ -99,12 +99,12 @@ impl ScriptedController {
         self.state().health[0] = warnings.0;
     }
 
-    /// Returns the number of reads of its health.
+    /// Returns the number of reads of the health log.
     pub(crate) fn health_reads(&self) -> u32 {
         self.state().health_reads
     }
 
-    /// Changes its namespaces.
+    /// Changes the namespaces.
     pub(crate) fn change_namespaces(&self, change: impl FnOnce(&mut Vec<HostNamespace>)) {
         change(&mut self.state().namespaces);
     }
@@ -115,13 +115,13 @@ impl ScriptedController {
         self.tell(DriveEvent::Gone);
     }
 
-    /// Holds all flushes, or lets those that have begun end.
+    /// Holds all flushes, or releases the held ones.
     pub(crate) fn hold_flushes(&self, hold: bool) {
         self.state().holds_flushes = hold;
         self.flushes.notify_all();
     }
 
-    /// Reports an event to its users.
+    /// Reports an event to the drive's users.
     pub(crate) fn tell(&self, event: DriveEvent) {
         for subscriber in &self.state().subscribers {
             if let Some(events) = subscriber.upgrade() {
@@ -186,7 +186,7 @@ impl HostController for ScriptedController {
     }
 }
 
-/// A lease of its drive's stores.
+/// Backing store of a lease.
 #[derive(Debug)]
 struct ScriptedLease {
     store: Box<dyn HostLease>,

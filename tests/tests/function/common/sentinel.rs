@@ -1,31 +1,31 @@
-//! Memory that nobody may write.
+//! Guest memory that must stay unchanged.
 
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 
-/// Byte of sentinels.
+/// Fill byte.
 const BYTE: u8 = 0xA5;
 
-/// Pages of a guest's that must stay as they are.
+/// Pages of the guest that must stay unchanged.
 pub(crate) struct Sentinel(DmaBuffer);
 
 impl Sentinel {
-    /// New pages.
+    /// Allocates and fills pages.
     pub(crate) fn new(memory: &GuestMemory, len: usize) -> Self {
         Self::over(memory.alloc(len).unwrap())
     }
 
-    /// Pages that were used before.
+    /// Fills pages that were in use.
     pub(crate) fn over(pages: DmaBuffer) -> Self {
         pages.fill(BYTE);
         Self(pages)
     }
 
-    /// Returns their address.
+    /// Returns the guest physical address.
     pub(crate) fn gpa(&self) -> u64 {
         self.0.gpa()
     }
 
-    /// Nobody wrote them.
+    /// Checks that the pages are unchanged.
     #[track_caller]
     pub(crate) fn check(&self) {
         let bytes = self.0.to_vec(0, self.0.len());

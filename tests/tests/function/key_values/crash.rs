@@ -1,5 +1,5 @@
-//! A process that stores is killed: what completed is there, and what did not is there as a whole or not
-//! at all.
+//! A process is killed during Stores: completed values must be present, and incomplete values must be present as a whole or
+//! absent.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -12,26 +12,25 @@ use nvme_mpt_tests::prp;
 use super::{attach, file_host, host_in, value};
 use crate::common::{HANG, LEASE, Setup, children};
 
-/// Variables with the path of the file for the process that is killed, and with the round from which on it
-/// stores.
+/// Environment variables for the killed process: path of the file, and first round of Stores.
 const FILE: &str = "NVME_MPT_TEST_PAIRS";
 const ROUND: &str = "NVME_MPT_TEST_ROUND";
 
 const TEST: &str = "key_values::crash::what_completed_outlives_a_process_that_is_killed";
 
-/// Keys that are stored anew in each round, all at once.
+/// Keys that are stored concurrently in each round.
 const KEYS: u64 = 8;
 
-/// Kills of the process, each after this many completed values.
+/// For each kill, the number of values that complete before it.
 const KILLS: [usize; 5] = [3, 40, 61, 17, 90];
 
-/// The value of a key in a round: of another length each time.
+/// Returns the value of a key in a round. The length differs in each round.
 fn written(round: u64, key: u64) -> Vec<u8> {
     let len = (round * 7919 + key * 104_729) % 60_000;
     value(round * KEYS + key + 1, 16 + len as usize)
 }
 
-/// Stores until it is killed, and says what completed.
+/// Stores values until killed, and prints the completed ones.
 fn store_for_ever(path: &Path, first: u64) -> ! {
     let host = host_in(path);
     let machine = host.machine(&Setup::whole(LEASE));
@@ -59,7 +58,7 @@ fn store_for_ever(path: &Path, first: u64) -> ! {
     unreachable!("there are more rounds than time")
 }
 
-/// Runs the process and kills it. Returns the last completed round of each key, by the process's output.
+/// Runs the process and kills it. Returns the last completed round of each key, from the process's output.
 fn run_and_kill(path: &Path, round: u64, after: usize) -> BTreeMap<u64, u64> {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -107,7 +106,7 @@ fn what_completed_outlives_a_process_that_is_killed() {
                 continue;
             };
             let (found, _) = pairs.retrieve(&[key as u8], 1 << 20).unwrap();
-            // It may have stored one more that it could not say.
+            // The process may have completed one more Store before it could print this.
             let stored = [last, last + 1]
                 .into_iter()
                 .find(|round| found == written(*round, key));

@@ -1,4 +1,4 @@
-//! Drives of keys and values, as a guest's driver sees them: a key space and a capacity of its own.
+//! Key-value drives from the guest's view: a private key space and a private capacity.
 
 mod crash;
 mod property;
@@ -30,7 +30,7 @@ use crate::common::{
 };
 use crate::file_drive;
 
-/// A drive of two leases.
+/// A drive with space for two leases.
 const DRIVE: &str = "memory:32M";
 
 fn options(profile: &str) -> DriveOptions {
@@ -42,7 +42,7 @@ fn options(profile: &str) -> DriveOptions {
 
 const PROFILE: &str = "model = \"kv\"\nmax_value = \"1M\"\n";
 
-/// The same drive, with operations that take as long as `latency`.
+/// Returns a profile of such a drive whose operations take `latency`.
 fn timed(latency: &str) -> String {
     format!(
         "{PROFILE}timing = {{ units = 4, delete = \"{latency}\", exist = \"{latency}\", list = \"{latency}\", \
@@ -69,7 +69,7 @@ fn host_in_with(path: &Path, profile: &str) -> Host {
     Host::of(drives::open(&path, options(profile)).unwrap())
 }
 
-/// A file for two leases, and the drive in it.
+/// Creates a drive in a file with space for two leases.
 fn file_host() -> (tempfile::NamedTempFile, Host) {
     file_host_with(PROFILE)
 }
@@ -92,7 +92,7 @@ fn attach_with(machine: &Machine, command_set: u32, doorbells: DoorbellMode) -> 
     Controller::attach(machine.bar(), machine.memory.clone(), config, queues).unwrap()
 }
 
-/// The driver, with all command sets enabled, and its namespace.
+/// Attaches a driver with all command sets enabled. Returns its namespace too.
 fn attach(machine: &Machine) -> (Controller, KeyValues) {
     let mut controller = attach_with(machine, CC_CSS_ALL, DoorbellMode::Shadow);
     let pairs = open(&mut controller, 1);
@@ -112,7 +112,7 @@ fn value(tag: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The status of a command that fails.
+/// Returns the status of a failed command.
 #[track_caller]
 fn refused<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
     let error = result.unwrap_err();
@@ -214,7 +214,7 @@ fn commands_do_what_they_say(host: &Host) {
     assert!(pairs.exists(b"a").unwrap() && pairs.exists(b"a\0").unwrap());
     assert_eq!(pairs.retrieve(b"a", 4096).unwrap(), (small.clone(), 5));
     assert_eq!(pairs.retrieve(b"a\0", 4096).unwrap(), (Vec::new(), 0));
-    // Bytes that do not fit are not returned, and the size of the value is reported.
+    // A truncated Retrieve returns the beginning of the value, and reports the full size.
     assert_eq!(pairs.retrieve(b"a", 3).unwrap(), (small[..3].to_vec(), 5));
     assert_eq!(pairs.retrieve(b"a", 0).unwrap(), (Vec::new(), 5));
     for room in [1 << 20, (1 << 20) - 1, 12_289, 8192, 4097, 1] {
@@ -222,7 +222,7 @@ fn commands_do_what_they_say(host: &Host) {
         assert_eq!(size, 1 << 20);
         assert!(bytes == large[..room], "{room} bytes");
     }
-    // Room behind the value is left as it was, wherever its pages are.
+    // The buffer behind the value is unchanged, for all layouts of pages.
     let sqe = Sqe::key_value(kv::RETRIEVE, 1, b"a", 20_000);
     let (cqe, bytes) = pairs.command_in(sqe, 20_000, 0xEE).unwrap();
     assert_eq!((cqe.dw0(), &bytes[..5]), (5, &small[..]));
@@ -249,7 +249,7 @@ fn commands_do_what_they_say(host: &Host) {
     assert_eq!(pairs.list(b"1", 4096).unwrap(), all[1..]);
     assert_eq!(pairs.list(b"a\0", 4096).unwrap(), all[2..]);
     assert_eq!(pairs.list(b"c", 4096).unwrap(), all[4..]);
-    // A key of 16 bytes takes 20 of the host's, one of one byte 4, and the count 4.
+    // In the list, a key of 16 bytes takes 20 bytes, a key of 1 byte takes 4 bytes, and the count takes 4 bytes.
     assert_eq!(pairs.list(b"", 27).unwrap(), all[..1]);
     assert_eq!(pairs.list(b"", 28).unwrap(), all[..2]);
     assert_eq!(pairs.list(b"", 4).unwrap(), all[..0]);
@@ -274,7 +274,7 @@ fn commands_do_what_they_say_in_a_file() {
     commands_do_what_they_say(&host);
 }
 
-/// Whatever a guest sends, it is told what is wrong with it, and another guest's keys are as they were.
+/// Sends invalid commands and checks their status codes. Another guest's keys must be unchanged.
 fn hostile_commands(host: &Host) {
     let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let (_quiet, mut quiet) = attach(&machines[1]);
@@ -297,7 +297,7 @@ fn hostile_commands(host: &Host) {
         let sqe = Sqe::key_value(opcode, 1, b"mine", size).with_data(data);
         sqe.with_cdw(11, length)
     };
-    // Key lengths that there are none of; only a List may begin with the first key.
+    // Invalid key lengths. Only List accepts length 0, which means the first key.
     for opcode in [kv::STORE, kv::RETRIEVE, kv::DELETE, kv::EXIST, kv::LIST] {
         for length in [17, 32, 255] {
             let code = status(queue, with_length(opcode, length, 64));
@@ -307,7 +307,7 @@ fn hostile_commands(host: &Host) {
             assert_eq!(status(queue, with_length(opcode, 0, 64)), INVALID_KEY_SIZE);
         }
     }
-    // Sizes that there are none of.
+    // Invalid value sizes.
     for size in [(1 << 20) + 1, u32::MAX] {
         let code = status(queue, with_length(kv::STORE, 4, size));
         assert_eq!(code, INVALID_VALUE_SIZE, "{size}");
@@ -325,7 +325,7 @@ fn hostile_commands(host: &Host) {
     let sqe = with_length(kv::STORE, 4, 64);
     let sqe = sqe.with_cdw(11, sqe.cdw(11) | both);
     assert_eq!(status(queue, sqe), INVALID_FIELD);
-    // Data where the guest has no memory, or where PRPs cannot point to.
+    // Data pointers without memory, and pointers that are invalid for PRPs.
     for opcode in [kv::STORE, kv::RETRIEVE, kv::LIST] {
         for (prp1, prp2, size, expected) in [
             (NOWHERE, 0, 64, DATA_TRANSFER_ERROR),
@@ -342,7 +342,7 @@ fn hostile_commands(host: &Host) {
             assert_eq!(code, expected, "{opcode:#x}: {prp1:#x}, {prp2:#x}");
         }
     }
-    // Commands of other command sets, and other namespaces.
+    // Commands of other command sets, and invalid namespaces.
     for opcode in [
         io::WRITE_UNCORRECTABLE,
         io::COMPARE,
@@ -381,7 +381,7 @@ fn hostile_commands_in_a_file() {
     hostile_commands(&host);
 }
 
-/// A guest that fills its lease is told so, leaves another one's alone, and can make room again.
+/// A guest that fills its lease gets an error, does not affect other guests, and can free space again.
 fn a_full_lease(host: &Host) {
     let setup = |index: u64| Setup {
         start: index * LEASE,
@@ -391,7 +391,7 @@ fn a_full_lease(host: &Host) {
     let machines = [0, 1].map(|index| host.machine(&setup(index)));
     let (_controller, mut pairs) = attach(&machines[0]);
     let (_other, mut other) = attach(&machines[1]);
-    // A pair takes 64 bytes and its value.
+    // A pair occupies 64 bytes plus the value.
     let data = value(3, 4096 - 64);
     for number in 0..16_u8 {
         pairs.store(&[number], &data).unwrap();
@@ -421,7 +421,7 @@ fn a_full_lease_in_a_file() {
     a_full_lease(&host);
 }
 
-/// Submits commands together, and waits for all of them to succeed.
+/// Submits commands together, and waits until all have succeeded.
 fn run_all(pairs: &mut KeyValues, commands: &[Sqe]) {
     let cids: Vec<u16> = commands
         .iter()
@@ -514,7 +514,7 @@ fn operations_of_a_batch_are_carried_out_in_their_order_and_each_has_its_status(
         assert_eq!(pairs.list(b"", 4096).unwrap(), keys);
         let namespace = KeyValues::namespace(&mut controller, 1).unwrap();
         assert_eq!(namespace.used, 64 + 9024 + 64 + 128);
-        // What is wrong with an operation is its own.
+        // An error of one operation does not affect the others.
         let found = pairs.batch(&[
             on_key(kv::DELETE, b""),
             on_key(kv::RETRIEVE, b"a"),
@@ -559,7 +559,7 @@ fn a_batch_that_is_none_changes_nothing() {
             "{count} {length}"
         );
     }
-    // Two values that lie in each other are more than the data.
+    // Two overlapping values, which would take more than the data.
     let mut shared = whole.clone();
     for operation in [0, 32] {
         shared[operation + 4..operation + 8].copy_from_slice(&200_u32.to_le_bytes());
@@ -585,7 +585,7 @@ fn a_batch_that_is_none_changes_nothing() {
 
 #[test]
 fn no_operation_completes_before_its_time() {
-    // As in `timed.rs`: longer than a poller spins, and less what the system's clock may be slewed.
+    // As in `timed.rs`: longer than a poller spins, less the maximum slew of the system clock.
     const AT_LEAST: Duration = Duration::from_micros(9_990);
     let (_file, in_file) = file_host_with(&timed("10ms"));
     for host in [host_with(DRIVE, &timed("10ms")), in_file] {
@@ -593,12 +593,12 @@ fn no_operation_completes_before_its_time() {
         let (_controller, mut pairs) = attach(&machine);
         let mut operation = |kind: u8| match kind {
             0 => pairs.store(b"a", &value(1, 5000)).unwrap(),
-            // The completion tells the value's size, although it was held.
+            // The completion reports the value's size although the command was delayed.
             1 => assert_eq!(pairs.retrieve(b"a", 100).unwrap().1, 5000),
             2 => assert!(pairs.exists(b"a").unwrap()),
             3 => assert_eq!(pairs.list(b"", 64).unwrap(), [b"a"]),
             4 => pairs.delete(b"a").unwrap(),
-            // A key that is not there is looked for as well.
+            // A lookup of an absent key takes the latency too.
             _ => assert_eq!(refused(pairs.delete(b"a")), KEY_DOES_NOT_EXIST),
         };
         for kind in 0..6 {
@@ -622,7 +622,7 @@ fn a_reset_waits_for_no_operation_that_waits_for_its_time() {
                 let sqe = Sqe::key_value(kv::EXIST, 1, &[key], 0);
                 pairs.queue.submit(sqe).unwrap();
             }
-            // As on a drive: what is in flight is given up, in no time.
+            // As on a real drive, the reset drops commands in flight without delay.
             controller.disable().unwrap();
             controller.reset().unwrap();
             controller.set_number_of_queues(4).unwrap();
@@ -684,7 +684,7 @@ fn a_file_that_is_opened_again_is_read_from_its_disk() {
     assert!(before > 1000, "{before} pages");
     drop((pairs, controller));
     drop((machine, host));
-    // Of a version that nobody knows, nothing but its header is read.
+    // If the version is unknown, only the header is read.
     file.as_file().write_all_at(&[0xFF], 8).unwrap();
     file.as_file().sync_data().unwrap();
     let path = DrivePath::File(file.path().to_owned());

@@ -1,4 +1,4 @@
-//! Any commands on keys give what a map says, in memory and in a file.
+//! Random commands on keys, compared with a map, in memory and in a file.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use proptest::test_runner::TestCaseError;
 use super::{DRIVE, PROFILE, attach_with, file_host_with, host_with, open, timed, value};
 use crate::common::{LEASE, MODES, Setup};
 
-/// A command, chosen by any numbers.
+/// A command chosen by random numbers.
 #[derive(Clone, Debug)]
 struct Step {
     command: u8,
@@ -27,7 +27,7 @@ struct Step {
 
 fn steps() -> impl Strategy<Value = Step> {
     let key = prop::collection::vec(prop::sample::select(vec![0, 1, b'a', 0xFF]), 1..=16);
-    // Few keys, so that most of them are there now and then.
+    // There are few keys, so most keys exist at times.
     let key = prop_oneof![
         3 => key,
         7 => prop::collection::vec(prop::sample::select(b"ab".to_vec()), 1..=2)
@@ -50,10 +50,10 @@ fn steps() -> impl Strategy<Value = Step> {
     })
 }
 
-/// Expected content of a key space.
+/// Expected contents of a key space.
 type Model = BTreeMap<Vec<u8>, Vec<u8>>;
 
-/// Bytes of the lease, which is full now and then.
+/// Size of the lease in bytes. It is small, so that the lease is full at times.
 const CAPACITY: u64 = 128 << 10;
 
 fn footprint(value: &[u8]) -> u64 {
@@ -119,7 +119,7 @@ fn step(
             prop_assert_eq!(code(&result), expected);
         }
         12.. => {
-            // A store, and what comes of it.
+            // A Store with its expected result.
             let operation = |opcode, value| Operation {
                 opcode,
                 key: key.clone(),

@@ -1,4 +1,4 @@
-//! A guest that writes and reads back with many commands in flight, wherever its function is.
+//! A guest that writes and reads back with many commands in flight. It continues when its function moves.
 
 use std::time::Instant;
 
@@ -12,16 +12,16 @@ use nvme_mpt_tests::rng::{Rng, fill_blocks};
 
 use crate::common::{HANG, Machine};
 
-/// Bytes of a command.
+/// Size of a command in bytes.
 const PIECE: usize = 16 << 10;
 
-/// A part of the namespace that one command at a time is about.
+/// A range of blocks that is used by one command at a time.
 struct Place {
     slba: u64,
     data: DmaBuffer,
-    /// The way to it.
+    /// Buffer with its data pointer.
     prepared: Prepared,
-    /// Tag that was written last, if any was.
+    /// Tag of the last write, if there was any.
     tag: Option<u64>,
     in_flight: Option<Command>,
 }
@@ -32,7 +32,7 @@ enum Command {
     Read,
 }
 
-/// One queue pair, and the places that its commands are about, by command identifier.
+/// A queue pair, and the ranges of its commands, by command identifier.
 struct Lane {
     queue: QueuePair,
     places: Vec<Place>,
@@ -49,7 +49,7 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// A guest with queue pairs of so many entries, each with interrupts.
+    /// Creates a guest with interrupt-driven queue pairs of this size.
     pub(super) fn new(machine: &Machine, queues: u16, entries: u32, seed: u64) -> Self {
         let mut controller = machine.attach();
         let block_size = controller.identify_namespace(1).unwrap().block_size as usize;
@@ -84,7 +84,7 @@ impl Load {
         }
     }
 
-    /// Submits commands until every queue is full, or as many as fall to it.
+    /// Submits commands: with `full`, until every queue is full, otherwise some.
     pub(super) fn submit(&mut self, full: bool) {
         let (rng, block_size) = (&mut self.rng, self.block_size);
         let blocks = (PIECE / block_size) as u32;
@@ -118,8 +118,7 @@ impl Load {
         }
     }
 
-    /// Takes what has completed, checks it, and lets the controller know, unless it is to be left
-    /// with its queues full.
+    /// Takes and checks completions. Without `ring`, the head doorbells stay unwritten, so that queues stay full.
     pub(super) fn reap(&mut self, ring: bool) {
         let block_size = self.block_size;
         for lane in &mut self.lanes {
@@ -133,7 +132,7 @@ impl Load {
         }
     }
 
-    /// Waits until nothing is in flight.
+    /// Waits until no command is in flight.
     #[track_caller]
     pub(super) fn drain(&mut self) {
         let deadline = Instant::now() + HANG;
@@ -148,7 +147,7 @@ impl Load {
         }
     }
 
-    /// Waits for a vector as a driver does that sleeps meanwhile: an interrupt that is lost is a hang.
+    /// Waits for interrupts as a sleeping driver does. A lost interrupt causes a hang.
     #[track_caller]
     pub(super) fn drain_by_interrupts(&mut self) {
         for lane in &mut self.lanes {
@@ -167,7 +166,7 @@ impl Load {
         }
     }
 
-    /// Reads back all that was ever written.
+    /// Reads back and checks all written data.
     #[track_caller]
     pub(super) fn verify(&mut self) {
         self.drain();
@@ -183,18 +182,18 @@ impl Load {
         }
     }
 
-    /// Commands that were submitted and have not been found complete.
+    /// Returns the number of commands in flight.
     pub(super) fn in_flight(&self) -> usize {
         let places = self.lanes.iter().flat_map(|lane| &lane.places);
         places.filter(|place| place.in_flight.is_some()).count()
     }
 
-    /// Commands found complete so far.
+    /// Returns the number of completions so far.
     pub(super) fn completed(&self) -> u64 {
         self.completed
     }
 
-    /// The guest runs on `machine` from now on.
+    /// Moves the guest's driver to another machine.
     pub(super) fn move_to(&mut self, machine: &Machine) {
         self.controller.move_to(machine.bar()).unwrap();
         for lane in &mut self.lanes {

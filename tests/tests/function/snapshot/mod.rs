@@ -1,7 +1,7 @@
 //! Pause, snapshot and restore.
 //!
-//! A guest with commands in flight goes on in another function. A snapshot that does not fit or is
-//! damaged is refused by name.
+//! A guest with commands in flight continues in another function. A snapshot that does not fit or is damaged is refused with a
+//! specific error.
 
 mod load;
 
@@ -24,7 +24,7 @@ use crate::common::{
 };
 use load::Load;
 
-/// All that a guest has in its memory.
+/// Returns the contents of the guest's memory.
 fn memory_of(machine: &Machine) -> Vec<u8> {
     let regions = machine.memory.regions();
     let mut all = vec![0; regions.iter().map(|region| region.len as usize).sum()];
@@ -38,7 +38,7 @@ fn memory_of(machine: &Machine) -> Vec<u8> {
     all
 }
 
-/// The other machine, which goes on at once.
+/// Restores and resumes another machine.
 #[track_caller]
 fn go_on(host: &Host, suspended: &Suspended, setup: &Setup) -> Machine {
     let machine = host.restore(suspended, setup).unwrap();
@@ -46,10 +46,10 @@ fn go_on(host: &Host, suspended: &Suspended, setup: &Setup) -> Machine {
     machine
 }
 
-/// One way to be moved.
+/// Parameters of a migration.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
-    /// A file that is closed and opened again, rather than a drive in memory.
+    /// True for a file that is closed and opened again, false for a drive in memory.
     file: bool,
     doorbells: DoorbellMode,
     poll: &'static str,
@@ -77,18 +77,18 @@ fn variants() -> impl Strategy<Value = Variant> {
         })
 }
 
-/// Actions of a guest before, while and after it is moved.
+/// Actions of the guest before, during and after a migration.
 #[derive(Clone, Copy, Debug)]
 struct Move {
-    /// Fills every queue, or submits some.
+    /// True to fill every queue, false to submit some commands.
     full: bool,
-    /// Turns of its driver before the function is paused.
+    /// Number of submissions and completions before the pause.
     turns: u8,
-    /// Leaves the head doorbells where they were, so that Completion Queues stay full.
+    /// Leaves the head doorbells unwritten, so that Completion Queues stay full.
     silent: bool,
-    /// Submits more between the snapshot and the end of its restoration.
+    /// Submits more commands between the snapshot and the end of the restore.
     meanwhile: bool,
-    /// Waits for interrupts afterwards, and does not look by itself.
+    /// Waits for interrupts afterwards instead of polling.
     sleeps: bool,
 }
 
@@ -106,7 +106,7 @@ fn run(variant: Variant, moves: &[Move]) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     let leases = tempfile::tempdir().unwrap();
-    // Names that a guest sees depend on the ledger where it is a process's own.
+    // With a ledger in this process, namespace identifiers depend on it.
     let open = || match variant.file {
         true => Host {
             ledger: Ledger::open(leases.path()),
@@ -132,7 +132,7 @@ fn run(variant: Variant, moves: &[Move]) {
             load.submit(true);
         }
         if variant.file {
-            // The process is gone, and its drive with it.
+            // The process ends, and its drive is closed.
             drop(host);
             host = open();
         }
@@ -153,7 +153,7 @@ fn run(variant: Variant, moves: &[Move]) {
 }
 
 proptest! {
-    // Each case makes some functions and runs some thousand commands.
+    // Each case creates several functions and executes thousands of commands.
     #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
@@ -165,7 +165,7 @@ proptest! {
     }
 }
 
-/// A snapshot as text, but for its checksum and the time that its clock shows.
+/// Returns a snapshot as text, without the checksum and the timestamp.
 fn without_time(state: &[u8]) -> String {
     let text = String::from_utf8(state.to_vec()).unwrap();
     let (_, text) = text.split_once('\n').unwrap();
@@ -186,7 +186,8 @@ fn a_snapshot_of_what_was_restored_is_the_snapshot() {
         load.controller.request_async_event().unwrap();
         load.submit(true);
         load.drain();
-        // A function that has not seen a doorbell yet restores an entry that its guest has consumed, with an interrupt.
+        // Until the function has processed the doorbells, a restore reposts entries that the guest has consumed, with an
+        // interrupt.
         machine.function().process_events();
         let first = machine.suspend();
         let restored = host.restore(&first, &setup).unwrap();
@@ -214,7 +215,7 @@ fn nothing_touches_memory_while_paused() {
         bystander.goes_on();
         std::thread::sleep(Duration::from_millis(20));
         assert!(memory_of(&machine) == before, "{mode:?}");
-        // Memory can be taken away meanwhile, and need not wait for anybody.
+        // Memory can be unmapped while paused, without a wait.
         let region = machine.memory.regions()[2].clone();
         machine.unmap(&region);
         machine.map(&region);
@@ -258,7 +259,7 @@ fn admin_commands_wait_while_paused() {
     let suspended = machine.suspend();
     let machine = go_on(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
-    // Opcode 0 deletes a Submission Queue, of which identifier 0 is none.
+    // Opcode 0 deletes a Submission Queue, and identifier 0 is invalid.
     let queue = controller.admin_queue().unwrap();
     assert!(!queue.wait(cid, HANG).unwrap().status().is_success());
 }
@@ -275,7 +276,7 @@ fn requests_and_events_are_kept() {
     let invalid = |machine: &Machine, controller: &_| {
         machine.poke(controller, 1, Side::SqTail, 999);
     };
-    // One event is told, and its type is masked from then on.
+    // One event is reported. Then its type is masked.
     invalid(&machine, &controller);
     let told = AsyncEvent {
         kind: 0,
@@ -286,10 +287,10 @@ fn requests_and_events_are_kept() {
     let suspended = machine.suspend();
     let machine = go_on(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
-    // A value that was reported already is no news, and another one is masked still.
+    // A repeated value causes no event. The event of another value stays masked.
     invalid(&machine, &controller);
     machine.poke(&controller, 1, Side::SqTail, 998);
-    // The log has an entry for what was told and one for the event that waits.
+    // The log has an entry for the reported event and one for the masked event.
     let page = LogPage::of_controller(log::ERROR, 64);
     let errors = loop {
         let page = controller.log_page(page).unwrap();
@@ -367,7 +368,7 @@ fn interrupts_that_were_masked_come_afterwards() {
         ..Setup::default()
     };
     let machine = host.machine(&setup);
-    // BAR4 at an address, MSI-X enabled, vector 1 masked as it is after a reset.
+    // BAR4 has an address, MSI-X is enabled, and vector 1 is masked as after a reset.
     let _ = machine.function().write_config(0x20, &[0, 0, 0, 0xE0]);
     let _ = machine.function().write_config(0x04, &[0x06, 0]);
     let _ = machine.function().write_config(0x53, &[0x80]);
@@ -391,7 +392,7 @@ fn interrupts_that_were_masked_come_afterwards() {
     queue.move_to(&machine.bar()).unwrap();
     assert_eq!(interrupt.take().unwrap(), 0, "masked still");
     machine.function().write_bar(Bar::Msix, 28, &[0; 4]);
-    // The poller may tell once more of what a pending interrupt has told of.
+    // The poller may signal again for a pending interrupt.
     assert!((1..=2).contains(&interrupt.wait(HANG).unwrap()));
     queue.wait(cid, HANG).unwrap();
 }
@@ -449,7 +450,7 @@ fn a_snapshot_that_does_not_fit_is_refused_by_name() {
             assert!(error.contains(word), "`{error}` should name `{word}`");
         }
     }
-    // And where it fits it still can be restored.
+    // The snapshot can still be restored where it fits.
     let machine = go_on(&host, &suspended, &setup);
     let mut load = load;
     load.move_to(&machine);
@@ -493,6 +494,6 @@ fn damaged_bytes_are_refused() {
     }
     let longer = [&bytes[..], b" "].concat();
     FunctionSnapshot::from_bytes(&longer).expect_err("longer");
-    // Version, length, checksum and beginning are told apart.
+    // Version, length, checksum and header each have their own error.
     assert!(errors.len() >= 4, "{errors:?}");
 }

@@ -1,4 +1,4 @@
-//! Zones that changed by themselves, in snapshots and under the next server.
+//! Zones that changed on their own, in snapshots and with the next server.
 
 use nvme_mpt::event::IoQueueEvent;
 use nvme_mpt::{ControllerBackend, EventReader, SharedPartsSource};
@@ -14,7 +14,7 @@ use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, host, options, refused}
 use crate::common::{Host, Setup, Suspended};
 use crate::lost_writes::kept;
 
-/// The Changed Zone List: how many zones it has, and the first of them.
+/// Returns the Changed Zone List: number of zones, and the first zone.
 fn changed_zones(controller: &mut Controller) -> (u16, u64) {
     let page = LogPage {
         nsid: 1,
@@ -63,7 +63,7 @@ fn zones_that_changed_under_a_server_that_ended_are_told_of_by_the_next() {
     let zslba = 2 * SIZE;
     assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
     assert_eq!(attachment.changes().unwrap().ids(), [zslba]);
-    // Nobody has read the list.
+    // The guest has not read the list.
     let parts = kept(&attachment);
     drop((controller, disk, machine, attachment, host));
     let host = server();

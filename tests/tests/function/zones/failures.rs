@@ -1,4 +1,4 @@
-//! Zones of drives that fail, that are removed, and that end within them.
+//! Zones of drives that fail, that are removed, or that are truncated within a zone.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
         controller.request_async_event().unwrap();
     }
     let [(other_controller, other), (controller, disk)] = &mut guests;
-    // The lease's third zone.
+    // Third zone of the lease.
     let zslba = 2 * SIZE;
     assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
     assert_eq!(
@@ -67,7 +67,7 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
     );
     disk.all_zones_action(action::RESET).unwrap();
     assert_eq!(disk.zone(zslba).unwrap().state, state::OFFLINE);
-    // The other guest has nothing to do with it.
+    // The other guest is not affected.
     assert_eq!(other_controller.async_event(Duration::ZERO).unwrap(), None);
     assert_eq!(other_controller.log_page(page(1)).unwrap(), [0; 4096]);
     other.write(zslba, &blocks(2, zslba, 4)).unwrap();
@@ -96,7 +96,7 @@ fn zones_of_a_drive_that_is_removed_are_neither_reported_nor_managed() {
 
 #[test]
 fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_them_again() {
-    // The second lease keeps four zones and a half of sixteen.
+    // The second lease is left with four and a half of its sixteen zones.
     let plan = "[[fault]]\nkind = \"resize\"\nsize = \"20992K\"\noperations = [\"flush\"]\n\
                 [[fault]]\nkind = \"resize\"\nsize = \"32M\"\noperations = [\"flush\"]\nafter = 1\n";
     let options = options(PROFILE, Some(plan));
@@ -117,7 +117,7 @@ fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_the
         assert_eq!(refused(disk.zone_action(zslba, action::RESET)), status);
         assert_eq!(refused(disk.read(zslba, 2)), status);
     }
-    // Across the border, too; half a zone is none.
+    // A read across the border fails too. A zone that is cut in half is gone.
     assert_eq!(refused(disk.read(lost - 1, 2)), LBA_OUT_OF_RANGE);
     disk.read(lost - 1, 1).unwrap();
     let namespace = controller.identify(cns::NAMESPACE, 1, 0).unwrap();

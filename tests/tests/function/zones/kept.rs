@@ -1,4 +1,4 @@
-//! The file of zone states on a disk that is full, and cut short under a drive.
+//! The file of zone states, on a full disk and truncated while in use.
 
 use std::error::Error;
 use std::fs::{self, File};
@@ -15,18 +15,18 @@ use crate::common::loop_device::{LoopDevice, Mounted, run};
 use crate::common::{Setup, children};
 use crate::lost_writes::{RELIABILITY_AND_READ_ONLY, ended, warnings};
 
-/// A drive's file of three leases, without blocks, and the file of its zone states.
+/// Creates a drive's file for three leases, without blocks. Returns its path and the path of its zone states.
 fn drive_in(folder: &Path) -> (PathBuf, PathBuf) {
     let file = folder.join("drive.img");
     File::create(&file).unwrap().set_len(48 << 20).unwrap();
     (file.clone(), file.with_extension("img.zones"))
 }
 
-/// A file that fills its file system, until it is dropped.
+/// A file that fills its file system. Drop frees the space.
 struct Filling(PathBuf);
 
 impl Filling {
-    /// Fills a file system, but for so many bytes.
+    /// Fills a file system except for `left` bytes.
     fn but_for(left: u64, folder: &Path) -> Self {
         let path = folder.join("full");
         let file = File::create(&path).unwrap();
@@ -40,24 +40,24 @@ impl Filling {
 }
 
 impl Drop for Filling {
-    /// Makes room. A child of another test may hold the file open, which would keep its blocks after its name.
+    /// Truncates the file. A child of another test may have it open, and then removal would free no blocks.
     fn drop(&mut self) {
         File::create(&self.0).unwrap();
         fs::remove_file(&self.0).unwrap();
     }
 }
 
-/// Memory for a read past the page cache.
+/// Buffer for direct I/O.
 #[repr(align(4096))]
 struct Page([u8; 4096]);
 
-/// An error with all of its causes.
+/// Formats an error with all its causes.
 fn chain(error: &dyn Error) -> String {
     let cause = error.source().map(chain);
     format!("{error}: {}", cause.unwrap_or_default())
 }
 
-/// Opens a drive whose zone states have no room until a file is removed.
+/// Checks that a drive does not open while its zone states have no space, and opens afterwards.
 fn refused_until_there_is_room(folder: &Path) {
     let (file, kept) = drive_in(folder);
     let path = file.to_str().unwrap();
@@ -65,7 +65,7 @@ fn refused_until_there_is_room(folder: &Path) {
         children::let_go();
         drives::open(&path.parse().unwrap(), options(PROFILE, None))
     };
-    // For the head of a file that is new, and for nothing of one that a version before left without blocks.
+    // A new file needs space for its head. A file without blocks from an earlier version has no space left at all.
     for left in [4096, 0] {
         let full = Filling::but_for(left, folder);
         let refused = open().map(drop);
@@ -174,7 +174,7 @@ fn states_that_were_not_written_back_are_written_for_a_new_vmm() {
     let host = host(file.to_str().unwrap());
     let machine = host.machine(&Setup::nth(0));
     let (controller, mut disk) = attach(&machine);
-    // The page behind the head of the states finds no room below any more.
+    // The page behind the head of the states cannot be written to the device.
     let below = fs::read(device.file()).unwrap();
     let mut pages = (0..).zip(below.as_chunks::<4096>().0);
     let head = pages.find(|(_, page)| page.starts_with(b"nvmezns1"));
@@ -193,7 +193,7 @@ fn states_that_were_not_written_back_are_written_for_a_new_vmm() {
     drop((controller, disk));
     let (_controller, mut disk) = attach(&machine);
     disk.flush().unwrap();
-    // Past the page cache, which has it anyway.
+    // Direct I/O, since the page cache has the data in any case.
     let direct = File::options()
         .read(true)
         .custom_flags(libc::O_DIRECT)

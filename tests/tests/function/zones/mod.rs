@@ -1,4 +1,4 @@
-//! Drives that are divided into zones, as a guest's driver sees them: whole zones of its lease, from 0 on.
+//! Zoned drives from the guest's view: a lease has whole zones, which are numbered from 0.
 
 mod changes;
 mod failures;
@@ -28,14 +28,14 @@ use nvme_software::model::DriveProfile;
 
 use crate::common::{HANG, Host, Machine, Setup, check_commands, children, disk, status};
 
-/// The command set's identifier.
+/// Identifier of the command set.
 const ZNS: u8 = 2;
 
-/// Blocks of a zone, and those of them that can be written: 1 MiB and 768 KiB in blocks of 4 KiB.
+/// Size and capacity of a zone in blocks of 4 KiB: 1 MiB and 768 KiB.
 const SIZE: u64 = 256;
 const CAPACITY: u64 = 192;
 const ZONE: u64 = 1 << 20;
-/// Zones of a drive of 32 MiB, whose leases of 16 MiB have half of what can be open and active.
+/// Zones of a drive of 32 MiB. A lease of 16 MiB has half of the open and active resources.
 const DRIVE: &str = "memory:32M";
 const ZONES: u64 = 16;
 
@@ -65,7 +65,7 @@ fn host(path: &str) -> Host {
     Host::of(drives::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
 }
 
-/// The driver, with all command sets enabled, and its namespace.
+/// Attaches a driver with all command sets enabled. Returns its namespace too.
 fn attach(machine: &Machine) -> (Controller, Disk) {
     let mut controller = attach_with(machine, CC_CSS_ALL);
     let disk = disk(&mut controller, 1);
@@ -88,7 +88,7 @@ fn blocks(tag: u64, slba: u64, count: u64) -> Vec<u8> {
     bytes
 }
 
-/// The status of a command that fails.
+/// Returns the status of a failed command.
 #[track_caller]
 fn refused<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
     let error = result.unwrap_err();
@@ -213,7 +213,7 @@ fn each_guest_has_zones_of_its_own_from_zero_on() {
             }
             assert_eq!(zones[1], zone(state::EMPTY, SIZE, SIZE));
         }
-        // One guest's reset is no other's.
+        // A guest's reset does not affect another guest.
         let [(_, first), (_, second)] = &mut guests;
         first.all_zones_action(action::RESET).unwrap();
         assert_eq!(first.report_zones(0, 20, 1, false).unwrap().0, ZONES);
@@ -266,7 +266,7 @@ fn wrong_writes_get_the_status_that_says_why() {
             assert_eq!(status(&mut disk.queue, sqe), INVALID_FIELD, "{action:#x}");
         }
     }
-    // The share of the lease: 3 open, 5 active.
+    // The lease's share is 3 open and 5 active zones.
     for index in 1..=3 {
         disk.zone_action(index * SIZE, action::OPEN).unwrap();
     }
@@ -275,12 +275,12 @@ fn wrong_writes_get_the_status_that_says_why() {
     disk.write(4 * SIZE, &one).unwrap();
     disk.write(5 * SIZE, &one).unwrap();
     assert_eq!(refused(disk.append(6 * SIZE, &one)), TOO_MANY_ACTIVE_ZONES);
-    // Commands that change blocks without regard to write pointers are not there.
+    // Commands that ignore write pointers are not supported.
     for opcode in [io::WRITE_UNCORRECTABLE, io::DATASET_MANAGEMENT, io::COPY] {
         let sqe = Sqe::range(opcode, 1, 0, 1);
         assert_eq!(status(&mut disk.queue, sqe), INVALID_OPCODE, "{opcode:#x}");
     }
-    // Reads have no such rules.
+    // Reads are not bound to these rules.
     disk.read(190, 16).unwrap();
     disk.compare(5 * SIZE, &one).unwrap();
     disk.verify(0, 600).unwrap();
@@ -300,7 +300,7 @@ fn reports_have_what_was_asked_for_and_end_where_their_buffer_does() {
         |zones: &[Zone]| -> Vec<u64> { zones.iter().map(|zone| zone.start / SIZE).collect() };
     let (count, zones) = disk.report_zones(0, 16, 5, false).unwrap();
     assert_eq!((count, starts(&zones)), (3, vec![2, 5, 9]), "full ones");
-    // From a zone on, whichever of its blocks is named.
+    // A report starts at the zone that contains the given block.
     let (count, zones) = disk.report_zones(3 * SIZE + 17, 1, 5, false).unwrap();
     assert_eq!(
         (count, starts(&zones[..1])),
@@ -322,7 +322,7 @@ fn reports_have_what_was_asked_for_and_end_where_their_buffer_does() {
             "{option}"
         );
     }
-    // A buffer that is shorter than the header, and one that ends within a descriptor.
+    // Buffers that are shorter than the header, or that end within a descriptor.
     let short = disk
         .command_in(Sqe::zone_receive(1, 0, 8, 0, false), 8)
         .unwrap();
@@ -366,7 +366,7 @@ fn reports_have_what_was_asked_for_and_end_where_their_buffer_does() {
 
 #[test]
 fn an_append_beyond_four_billion_blocks_is_found_again() {
-    // 8T in blocks of 512 bytes; the second lease begins at an odd place.
+    // 8 TiB in blocks of 512 bytes. The second lease begins at an odd zone.
     let profile = "model = \"zns\"\nzone_size = \"64G\"\nzone_capacity = \"60G\"\n\
                    max_open = 4\nmax_active = 4\nappend_limit = \"64K\"\n";
     let options = DriveOptions {
@@ -408,7 +408,7 @@ fn zones_outlive_the_process_and_a_move_of_their_guest() {
         disk.zone_action(4 * SIZE, action::OPEN).unwrap();
         disk.zone_action(6 * SIZE, action::FINISH).unwrap();
         let before = disk.report_zones(0, 20, 0, true).unwrap();
-        // Its process ends, and another one goes on with it.
+        // The process ends, and the next process continues.
         drop(disk);
         let suspended = machine.suspend();
         let machine = host.restore(&suspended, &setup).unwrap();
@@ -451,7 +451,7 @@ fn zones_of_another_id_are_empty_after_a_wipe() {
     assert_eq!(its_disk.read(0, 8).unwrap(), blocks(2, 0, 8));
 }
 
-/// An attachment to a range of the drive.
+/// Creates a back end for a range of the drive.
 fn lease(host: &Host, start: u64, length: u64) -> Result<LocalBackend, LocalBackendError> {
     let setup = Setup {
         start,
@@ -493,7 +493,7 @@ fn part_of_a_zone_is_not_leased() {
 
 #[test]
 fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() {
-    // 384 blocks of 4 KiB, all of which can be written.
+    // 384 blocks of 4 KiB. The capacity equals the size.
     const ODD: u64 = 384;
     let profile = PROFILE
         .replace("\"1M\"", "\"1536K\"")
@@ -530,7 +530,7 @@ fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() 
             let starts: Vec<u64> = zones.iter().map(|zone| zone.start).collect();
             let expected: Vec<u64> = (0..count).map(|zone| zone * ODD).collect();
             assert_eq!(starts, expected);
-            // Across a boundary.
+            // A read across a zone boundary.
             let slba = 3 * ODD - 9;
             assert_eq!(disk.read(slba, 14).unwrap(), blocks(tag, slba, 14));
             assert_eq!(refused(disk.write(2 * ODD + 1, &[0; 4096])), ZONE_IS_FULL);
@@ -553,7 +553,7 @@ fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() 
     );
 }
 
-/// A guest sends commands against all rules, several at a time, while another one is careful.
+/// One guest violates all rules, with several commands at a time, while another guest obeys the rules.
 #[test]
 fn a_guest_that_does_anything_with_its_zones_leaves_those_of_others_alone() {
     let on_flash = format!("{PROFILE}{FLASH}");

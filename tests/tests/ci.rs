@@ -13,7 +13,7 @@ use tempfile::TempDir;
 /// Serializes tests. A child that another test forks may have a new program open for writing, which then cannot start.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// A fake cargo, which executes a file named like the command if the test provides it. There is no cargo-deny.
+/// A fake cargo. It sources the test's shell code for `install` and `verify`, and has no `deny` command.
 const CARGO: &str = r#"#!/bin/sh
 echo "$*" >>"$STUB/calls"
 case "$1" in
@@ -23,8 +23,8 @@ verify) [ $# -gt 1 ] || . "$STUB/verify" ;;
 esac
 "#;
 
-/// Runs the script. `install` and `verify` are the scripts that end `cargo install` and the first `cargo verify`. Returns the
-/// output and the directory with the fake programs.
+/// Runs the script. `install` and `verify` are shell code for `cargo install` and the first `cargo verify`. Returns the output
+/// and the directory with the fake programs.
 fn run(install: &str, verify: &str) -> (Output, TempDir) {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! In every crate, modules import those below them alone: none imports one that imports it, whatever is in between.
-//! That holds for the modules of a crate's root, and for those of each folder.
+//! Module layering: in every crate, the imports between modules have no cycles. This applies to the modules of a crate's root
+//! and to the modules of each directory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,21 +8,21 @@ use std::path::{Path, PathBuf};
 use syn::visit::{self, Visit};
 use syn::{Attribute, ItemImpl, ItemMod, ItemUse, UseTree};
 
-/// Imports of each module of a folder.
+/// Imports of each module of a directory.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// A module, or a path, by its names from the root on.
+/// Components of a module's or item's path from the crate's root.
 type Place = Vec<String>;
 
-/// A crate whose files are read.
+/// Paths used in a crate's files.
 #[derive(Default)]
 struct Crate {
     modules: BTreeSet<Place>,
-    /// Each path, as it is written, and the module that has it.
+    /// All paths as written, each with the module that contains it.
     paths: Vec<(Place, Place)>,
-    /// The same of imports alone.
+    /// Paths in imports only, each with the module that contains it.
     imported: Vec<(Place, Place)>,
-    /// The module that is being read.
+    /// Module whose file is being read.
     module: Place,
 }
 
@@ -39,7 +39,7 @@ impl Crate {
             let path = entry.unwrap().path();
             let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
             let child: Place = module.iter().cloned().chain([name.clone()]).collect();
-            // Tests and models may use all there is.
+            // Tests and models may import anything.
             let is_left_out = ["tests", "main", "bin", "model", "simulation"].contains(&&*name);
             if is_left_out && module.len() + usize::from(name == "tests") > 0 || name == "lib" {
                 continue;
@@ -60,7 +60,7 @@ impl Crate {
         }
     }
 
-    /// Returns a path from the root on; `None` if it leads out of the crate.
+    /// Converts a path to one from the crate's root. `None` if the path leads out of the crate.
     fn absolute(&self, module: &[String], path: &[String]) -> Option<Place> {
         let root: &[String] = &[];
         let (base, rest) = match path.first().map(String::as_str)? {
@@ -78,7 +78,7 @@ impl Crate {
         Some([base, rest].concat())
     }
 
-    /// Returns the module that a path leads into.
+    /// Returns the module that contains the item of a path.
     fn module_of<'a>(&self, path: &'a [String]) -> &'a [String] {
         let lengths = (0..=path.len()).rev();
         let mut prefixes = lengths.map(move |length| &path[..length]);
@@ -86,7 +86,7 @@ impl Crate {
         found.unwrap_or_default()
     }
 
-    /// Returns the imports in each folder. A name that a module has from another one is that one's.
+    /// Returns the imports in each directory. A re-exported name counts as an import from its original module.
     fn folders(&self) -> BTreeMap<Place, Imports> {
         let mut exported = BTreeMap::new();
         for (module, path) in &self.imported {
@@ -154,7 +154,7 @@ fn parse(path: &Path) -> syn::File {
     syn::parse_file(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Returns all paths of a `use`.
+/// Returns all paths of a `use` item.
 fn paths(tree: &UseTree) -> Vec<Vec<String>> {
     let behind = |name: String, tree| {
         let paths = paths(tree).into_iter();
@@ -171,7 +171,7 @@ fn paths(tree: &UseTree) -> Vec<Vec<String>> {
     }
 }
 
-/// Returns whether an item is in builds for tests or models alone.
+/// Returns whether an item is only built for tests or models.
 fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let Ok(list) = attribute.meta.require_list() else {
@@ -186,7 +186,7 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Returns modules that import each other in a circle, if there are any.
+/// Returns a cycle of modules that import each other, if there is any.
 fn circle(imports: &Imports) -> Option<Vec<&str>> {
     fn go<'a>(
         imports: &'a Imports,
@@ -252,7 +252,7 @@ fn modules_are_followed_through_names_that_others_have_of_them() {
         modules: modules.into_iter().chain([Place::new()]).collect(),
         ..Crate::default()
     };
-    // `pair` has the name of one of its modules, and the other one takes it from there.
+    // `pair` re-exports a name of a child module, and another child module imports the name from `pair`.
     read.imported.push((place("pair"), place("seat::Seat")));
     read.paths.push((place("pair::core"), place("super::Seat")));
     read.paths

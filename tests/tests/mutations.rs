@@ -1,4 +1,5 @@
-//! The simulator's deliberate defects fit the sources that they are made in. Seeds that failed once name what they found.
+//! Consistency of the simulator's lists: each deliberate defect matches its source file, and each regression seed describes its
+//! failure.
 
 use std::fs;
 use std::path::PathBuf;

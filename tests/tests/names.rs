@@ -1,4 +1,4 @@
-//! Names of types say what of what (`docs/glossary.md`, "Rules"): few have one word, and hardly any is defined twice.
+//! Type names follow `docs/glossary.md`, "Rules": few are a single word, and hardly any is defined twice.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,7 +10,7 @@ use syn::{Ident, ItemEnum, ItemStruct, ItemTrait, ItemUnion, Visibility};
 /// Directories of the product's crates.
 const PRODUCT: [&str; 3] = ["nvme-mpt", "vmm-device", "hypervisor-glue"];
 
-/// Definitions of types, by name: whether other modules see each of them, and where it is.
+/// Type definitions by name: path of the file, and whether the type is visible to other modules.
 #[derive(Default)]
 struct TypeNames {
     definitions: BTreeMap<String, Vec<(bool, PathBuf)>>,
@@ -54,7 +54,7 @@ impl TypeNames {
         definitions.push((is_shared, self.file.clone()));
     }
 
-    /// Returns the definitions whose names are like this, in percent of all, and these names.
+    /// Returns the percentage of definitions that match, and their names.
     fn share(&self, is_like: impl Fn(&str, &[(bool, PathBuf)]) -> bool) -> (f64, Vec<String>) {
         let all: usize = self.definitions.values().map(Vec::len).sum();
         let found = self.definitions.iter();
@@ -94,7 +94,7 @@ fn is_one_word(name: &str) -> bool {
     name.chars().filter(char::is_ascii_uppercase).count() <= 1
 }
 
-/// Returns how many of the definitions other modules see.
+/// Returns the number of definitions that are visible to other modules.
 fn shared(places: &[(bool, PathBuf)]) -> usize {
     places.iter().filter(|(is_shared, _)| *is_shared).count()
 }

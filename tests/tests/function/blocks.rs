@@ -59,7 +59,7 @@ fn unplug(machine: &Machine, region: &Region, block: u64) {
     assert_eq!(unmapped.unwrap(), BLOCK);
 }
 
-/// Plugged upwards, blocks are few runs; downwards, each is one; and anything between.
+/// Returns orders of plugging: ascending (the blocks merge into few runs), descending (each block is a run), and random.
 fn orders() -> [Vec<u64>; 3] {
     let upwards: Vec<u64> = (0..BLOCKS).collect();
     let downwards = upwards.iter().rev().copied().collect();

@@ -32,7 +32,7 @@ fn attachment(host: &Host) -> Arc<LocalBackend> {
     host.attached.lock().unwrap().upgrade().unwrap()
 }
 
-/// Executes reads of `bytes` in total, with up to `depth` outstanding on each queue. Returns the time from first to last.
+/// Executes `count` reads of `bytes` each, with up to `depth` outstanding on each queue. Returns the time for all reads.
 fn read(
     machine: &Machine,
     queues: &mut [QueuePair],

@@ -112,7 +112,7 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
         assert_eq!(warnings(controller), RELIABILITY_AND_READ_ONLY);
     }
 
-    // A controller reset clears only the guest's own state, and restores no data.
+    // A controller reset does not clear the loss.
     drop((a_disk, a_second));
     a_controller.reset().unwrap();
     let mut a_disk = disk(&mut a_controller, 1);

@@ -291,7 +291,7 @@ fn a_doorbell_buffer_unmapped_under_io() {
         machine.unmap(&high(&machine));
         let sentinels = [shadow, event_idx].map(Sentinel::over);
         machine.wait_fatal(&controller);
-        // The poller goes to sleep and wakes up, without EventIdx in the unmapped page.
+        // The poller goes to sleep and wakes up, and must not write EventIdx to the unmapped page.
         for _ in 0..20 {
             controller.write_doorbell(1, Side::SqTail, 2);
             bystander.goes_on();

@@ -52,7 +52,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Spreads 16 bits over 32, so that at least half of the units are free.
+/// Clears bits until at most half of the drive's units are taken, so that the lease has space.
 fn spread(bits: u32) -> u32 {
     let mut taken = bits;
     while taken.count_ones() > 16 {

@@ -47,7 +47,7 @@ impl Reset {
             Self::Function => drop(machine.function().reset()),
             Self::Shutdown => {
                 controller.shutdown(false).unwrap();
-                // All commands have completed or were dropped. Clean up the queues.
+                // The shutdown is complete: all commands have completed or were dropped.
                 controller.disable().unwrap();
             }
         }

@@ -33,7 +33,7 @@ fn slow(latency: &str) -> DriveProfile {
     DriveProfile::parse("test", &text).unwrap()
 }
 
-/// Checks that commands have the same results as without a profile.
+/// Executes random commands, and compares the results with a model of the namespace.
 fn verify(host: &Host, setup: &Setup, seed: u64) {
     let machine = host.machine(setup);
     let (_controller, mut disk) = machine.disk();

@@ -1,6 +1,6 @@
-//! Drives with weighted round robin arbitration: the order in which they take the commands of busy guests, each with a queue
-//! pair of its own. A command that the drive holds keeps its only place until all others wait in its queues. Drives that do not
-//! work with it are used without.
+//! Weighted round robin arbitration: the order in which a drive takes commands of busy guests, each with its own queue pair. To
+//! fill the queues first, the drive executes one command at a time, and the test holds the first command. Drives whose weighted
+//! round robin does not work are used without it.
 
 use std::mem;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::common::{Host, LEASE, LONG, READY_TIMEOUT, Setup, open_with, remote, 
 use crate::hand_over::{go_on_with, hand_over};
 use crate::weights::{Guest, rates};
 
-/// Time of an admin command that gets no answer: longer than others take on a machine that is busy.
+/// Timeout of admin commands without an answer: longer than answered commands take on a busy machine.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Commands of a guest in a round.
+/// Number of commands of a guest in a round.
 const COMMANDS: usize = 120;
 
-/// QPRIO.
+/// Values of QPRIO.
 const HIGH: u8 = 1;
 const MEDIUM: u8 = 2;
 const LOW: u8 = 3;
@@ -33,7 +33,7 @@ fn options(arbitration: Arbitration) -> Options {
         arbitration,
         parallel: 1,
         namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
-        // Nothing is flushed at the end.
+        // Without a volatile cache, no Flush is sent at the end.
         volatile_cache: false,
         ..Options::default()
     }
@@ -47,12 +47,12 @@ fn chosen(arbitration: ArbitrationChoice) -> ControllerOptions {
     }
 }
 
-/// A drive that is to be driven with weighted round robin.
+/// Creates a host that uses weighted round robin.
 fn host(arbitration: Arbitration) -> Host {
     Host::with_controller(options(arbitration), chosen(ArbitrationChoice::Weighted))
 }
 
-/// The same, on a drive with these faults from the start.
+/// Creates such a host on a drive with faults from the start.
 fn faulty_host(faults: impl IntoIterator<Item = Fault>) -> Host {
     let model = ModelDrive::start(options(Arbitration::Weighted));
     faults.into_iter().for_each(|fault| model.inject(fault));
@@ -60,7 +60,7 @@ fn faulty_host(faults: impl IntoIterator<Item = Fault>) -> Host {
     Host::of(drive, model)
 }
 
-/// The controller fails once. Waits until it works again, with these classes of its queues.
+/// Fails the controller once. Waits until it works again and its queues have these priorities.
 #[track_caller]
 fn fail(host: &Host, priorities: &[u8]) {
     let queues = host.model.counters().queues_created;
@@ -71,14 +71,14 @@ fn fail(host: &Host, priorities: &[u8]) {
     });
 }
 
-/// Two guests of these weights, with pairs of their own.
+/// Creates two guests with these weights and separate queue pairs.
 fn two_guests(host: &Host, weights: [u16; 2]) -> [Guest; 2] {
     let mut nth = 0..;
     weights.map(|weight| Guest::new(host, nth.next().unwrap(), weight))
 }
 
-/// Both submit the same number of commands. Returns how many the drive has taken of the first one when it had taken half of
-/// all, once it is ready.
+/// Lets both guests submit the same number of commands, and releases the drive when `is_ready`. Returns the number of the first
+/// guest's commands among the first half that the drive takes.
 #[track_caller]
 fn first_half(
     host: &Host,
@@ -88,7 +88,7 @@ fn first_half(
     let model = &host.model;
     let met = model.counters().faults_met;
     model.inject(Fault::once(Meets::Io, Effect::Hold));
-    // One command alone would be a quiet guest's.
+    // With a single command, the guest would count as quiet.
     guests[0].read(COMMANDS + 1);
     wait_for("the command that is held", || {
         model.counters().faults_met > met
@@ -109,12 +109,12 @@ fn first_half(
     });
     let taken = model.taken();
     assert_eq!(taken.len(), 2 * COMMANDS);
-    // Their pairs were created in this order.
+    // The queue pairs were created in the order of the guests.
     let first = *taken.iter().min().unwrap();
     taken[..COMMANDS].iter().filter(|id| **id == first).count()
 }
 
-/// Returns whether the drive has these weights.
+/// Returns a condition: the drive has these weights.
 fn weighs(weights: Option<[u32; 3]>) -> impl Fn(&ModelDrive) -> bool {
     move |model| model.weights() == weights
 }
@@ -127,16 +127,16 @@ fn check(got: usize, due: usize) {
 #[test]
 fn a_drive_with_weighted_round_robin_serves_busy_guests_by_weights_that_change() {
     if remote::is_chosen() {
-        // Weights are changed at the attachment, which is elsewhere.
+        // The test changes weights at the local back end, which is in the server here.
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH]);
-    // RAB.
+    // Recommended Arbitration Burst.
     assert_eq!(host.model.arbitration_burst(), 2);
     let three = first_half(&host, &mut guests, weighs(Some([3, 1, 3])));
-    // The queues keep their classes.
+    // A changed weight does not change the priority of existing queues.
     guests[0].attachment.set_rates(rates(900));
     let third = first_half(&host, &mut guests, weighs(Some([1, 3, 3])));
     drop(guests);
@@ -162,7 +162,7 @@ fn a_light_guest_is_not_starved_by_weighted_round_robin() {
     );
 }
 
-/// A class has what its leases weigh, so a guest that is alone in a class has no more than its own weight.
+/// The weight of a class is the sum of its leases' weights. A guest that is alone in a class has only its own weight.
 #[test]
 fn one_heavy_guest_beside_many_has_its_own_share_and_not_half_of_the_drive() {
     if remote::is_chosen() {
@@ -239,13 +239,13 @@ fn the_next_process_has_the_drive_go_on_with_weights() {
     assert_eq!(model.priorities(), [MEDIUM, HIGH]);
     let third = first_half(&host, &mut guests, weighs(Some([2, 1, 2])));
     assert_eq!(model.counters().enables, 1);
-    // The process before still has its memory.
+    // The predecessor's memory is still mapped.
     assert_eq!(model.judgement(), Ok(()));
     drop((guests, host));
     check(third, COMMANDS / 3);
 }
 
-/// The arbitration that it finds counts: the process before may have failed with another.
+/// The present arbitration counts, since the predecessor may have tried another one without success.
 #[test]
 fn the_next_process_does_not_try_weights_that_it_does_not_find() {
     if remote::is_chosen() {
@@ -281,7 +281,7 @@ fn a_drive_that_takes_no_weights_has_turns() {
     if remote::is_chosen() {
         return;
     }
-    // A refusal without Do Not Retry is tried once more.
+    // After a refusal without Do Not Retry, the command is sent once more.
     for (dnr, refusals) in [(true, 1), (false, 2)] {
         let refused = Effect::Fail(INVALID_FIELD, dnr);
         let host = faulty_host([Fault::once(Meets::Weights(false), refused).times(u64::MAX)]);
@@ -291,7 +291,8 @@ fn a_drive_that_takes_no_weights_has_turns() {
         assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
         let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
         fail(&host, &[MEDIUM, MEDIUM]);
-        // Nothing is sent again, and it is enabled without. One more command was held.
+        // After the reset, weights are not sent again, and the drive uses round robin. The held command is the additional
+        // fault.
         assert_eq!(met(), refusals + 1);
         assert_eq!(host.model.weights(), None);
         drop(guests);
@@ -300,7 +301,7 @@ fn a_drive_that_takes_no_weights_has_turns() {
     }
 }
 
-/// Without a limit, a queue could have the turns of all others in its class.
+/// Without a limit, a queue could take the turns of all other queues in its class.
 #[test]
 fn a_drive_that_recommends_bursts_without_a_limit_has_one() {
     let model = ModelDrive::start(options(Arbitration::Weighted));
@@ -315,7 +316,7 @@ fn a_drive_that_recommends_bursts_without_a_limit_has_one() {
     host.finish();
 }
 
-/// Equal weights are taken, others are refused.
+/// The drive accepts equal weights and refuses other weights.
 #[test]
 fn a_drive_that_refuses_unequal_weights_has_equal_ones() {
     if remote::is_chosen() {
@@ -327,12 +328,12 @@ fn a_drive_that_refuses_unequal_weights_has_equal_ones() {
         let refused = Effect::Fail(INVALID_FIELD, dnr);
         let refused = Fault::once(Meets::Weights(true), refused);
         host.model.inject(refused.times(u64::MAX));
-        // It had equal weights from the start, and is told them once.
+        // The drive had equal weights from the start, and they are sent once more.
         let is_told = |model: &ModelDrive| model.counters().arbitrations == 2;
         let half = first_half(&host, &mut guests, is_told);
         let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
         let counters = host.model.counters();
-        // Two commands were held.
+        // The two held commands count as faults too.
         assert_eq!(
             (counters.faults_met, counters.arbitrations),
             (refusals + 2, 2)
@@ -357,7 +358,7 @@ fn a_drive_that_refuses_all_weights_later_goes_on() {
     let refused = Effect::Fail(INVALID_FIELD, true);
     let refused = Fault::once(Meets::Weights(false), refused);
     host.model.inject(refused.times(u64::MAX));
-    // The command that is held, and the refusals of these weights and of equal ones.
+    // Faults: the held command, the refusal of these weights, and the refusal of equal weights.
     let refused = |model: &ModelDrive| model.counters().faults_met == 3;
     let half = first_half(&host, &mut guests, refused);
     let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
@@ -377,7 +378,7 @@ fn a_drive_that_does_not_come_up_with_weighted_round_robin_is_enabled_without() 
         (WeightedFailure::NeverReady, 1),
     ] {
         let options = Options {
-            // Its failure is there after CC.EN was cleared.
+            // The failure still shows after CC.EN is cleared.
             reset_time: Duration::from_millis(20),
             timeout: READY_TIMEOUT,
             ..options(Arbitration::InNameOnly(failure))
@@ -395,7 +396,7 @@ fn a_drive_that_does_not_come_up_with_weighted_round_robin_is_enabled_without() 
             "{failure:?}"
         );
         assert_eq!(counters.function_resets, function_resets, "{failure:?}");
-        // It is not tried again.
+        // Weighted round robin is not tried again.
         fail(&host, &[MEDIUM]);
         assert_eq!(disk.read(0, 8).unwrap(), [7; 4096]);
         let counters = host.model.counters();
@@ -411,13 +412,13 @@ fn a_drive_that_does_not_come_up_with_weighted_round_robin_is_enabled_without() 
 
 #[test]
 fn a_drive_that_fails_once_it_is_up_with_weights_is_enabled_without() {
-    // As it is opened.
+    // The failure occurs while the drive is opened.
     let host = faulty_host([Fault::once(Meets::Admin(admin::IDENTIFY), Effect::Fatal)]);
     let counters = host.model.counters();
     assert_eq!((counters.enables, counters.weighted_enables), (2, 1));
     assert_eq!(host.model.weights(), None);
     host.finish();
-    // As it is reset.
+    // The failure occurs during a reset.
     let host = self::host(Arbitration::Weighted);
     let machine = host.machine(&Setup::nth(0));
     let (controller, mut disk) = machine.disk();
@@ -437,7 +438,7 @@ fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
     if remote::is_chosen() {
         return;
     }
-    // As it is opened.
+    // The failure occurs while the drive is opened.
     let model = ModelDrive::start(options(Arbitration::Weighted));
     model.inject(Fault::once(Meets::Weights(false), Effect::Lose));
     model.set_admin_timeout(Some(ADMIN_TIMEOUT));
@@ -450,7 +451,7 @@ fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
     assert_eq!((counters.enables, counters.arbitrations), (1, 0));
     drop(guests);
     host.finish();
-    // One that answers nothing after that is enabled without.
+    // If the drive answers no command afterwards, it is enabled without weighted round robin.
     let model = ModelDrive::start(options(Arbitration::Weighted));
     model.inject(Fault::once(Meets::Weights(false), Effect::Hang));
     model.set_admin_timeout(Some(ADMIN_TIMEOUT));
@@ -460,20 +461,20 @@ fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
     let counters = host.model.counters();
     assert_eq!((counters.enables, counters.weighted_enables), (2, 1));
     host.finish();
-    // Later.
+    // The failure occurs later.
     let host = self::host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     host.model
         .inject(Fault::once(Meets::Weights(false), Effect::Lose));
     host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
     let half = first_half(&host, &mut guests, |model| model.counters().faults_met == 2);
-    // Its queue is created once there was no answer.
+    // The queue is created after the timeout.
     let third = Guest::new(&host, 2, 300);
     host.model.set_admin_timeout(None);
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
     let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
     let counters = host.model.counters();
-    // Two commands were held.
+    // The two held commands count as faults too.
     assert_eq!((counters.faults_met, counters.arbitrations), (3, 1));
     assert_eq!(host.incidents().resets, 0);
     drop((guests, third));
@@ -499,7 +500,7 @@ fn no_time_counts_against_weights_while_the_drive_has_paused() {
         model.counters().faults_met == 2
     });
     model.pause();
-    // Without the pause, no command would be waited for.
+    // If the drive were not paused, the command would time out at once.
     model.set_admin_timeout(Some(Duration::ZERO));
     let looks = model.admin_waits() + 50;
     wait_for("looks at the command", || model.admin_waits() >= looks);
@@ -528,13 +529,13 @@ fn a_drive_that_refuses_classes_has_queues_of_one_class_and_equal_weights() {
         let refused = Effect::Fail(INVALID_FIELD, true);
         Fault::once(Meets::QueueClass, refused).times(u64::MAX)
     };
-    // From the start.
+    // The drive refuses classes from the start.
     let host = faulty_host([refused()]);
     let mut guests = two_guests(&host, [100, 300]);
     assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
     assert_eq!(host.model.counters().faults_met, 1);
     let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
-    // It has as many queues as before.
+    // The number of queues is unchanged.
     let pairs = host.drive.controller().queue_pairs().expect("a bound");
     assert_eq!(pairs.total, Options::default().queue_pairs);
     fail(&host, &[MEDIUM, MEDIUM]);
@@ -542,7 +543,7 @@ fn a_drive_that_refuses_classes_has_queues_of_one_class_and_equal_weights() {
     drop(guests);
     host.finish();
     check(half, COMMANDS / 2);
-    // Once weights count.
+    // The drive refuses classes after weights were set.
     let host = self::host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     let quarter = first_half(&host, &mut guests, weighs(Some([3, 1, 3])));
@@ -596,7 +597,7 @@ fn a_queue_gets_an_idle_pair_of_another_class_if_its_own_cannot_be_created() {
     host.finish();
 }
 
-/// A quiet guest has its turns in a class, so the class weighs as much more.
+/// A quiet guest uses turns of its class, so its weight is added to the class.
 #[test]
 fn a_quiet_guest_is_not_squeezed_beside_a_busy_one_of_its_class() {
     if remote::is_chosen() {
@@ -611,10 +612,10 @@ fn a_quiet_guest_is_not_squeezed_beside_a_busy_one_of_its_class() {
     wait_for("the command that is held", || {
         host.model.counters().faults_met == 1
     });
-    // All that it has waits behind the command that is held.
+    // The guest's only command waits behind the held command.
     quiet.read(1);
     guests[1].read(COMMANDS);
-    // The two in Medium weigh a third of the one in High together.
+    // The two guests in Medium together have a third of the weight of the guest in High.
     wait_for("weights", || host.model.weights() != Some([1, 1, 1]));
     assert_eq!(host.model.weights(), Some([3, 1, 3]));
     host.model.let_go();
@@ -641,7 +642,7 @@ fn reserved_pairs_are_of_the_class_of_their_lease() {
         rates: rates(30),
         ..Setup::nth(1)
     });
-    // The first one stays for queues beyond reservations.
+    // The first pair is for queues without a reservation.
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH, HIGH, LOW]);
     drop((heavy, light));
     host.finish();

@@ -1,4 +1,4 @@
-//! Drives as they differ: what is driven, what guests are told of it, and what is refused.
+//! Differences between drives: which features are used, what guests see, and which drives are refused.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -28,7 +28,7 @@ fn plain() -> Options {
     }
 }
 
-/// Two guests run verified I/O on a drive.
+/// Runs two guests with verified I/O on a drive.
 #[track_caller]
 fn works(options: Options) -> IdentifyController {
     let host = Host::with(options, LONG);
@@ -89,7 +89,7 @@ fn transfers_of_any_size() {
     for mdts in [0, 1, 3, 5, 8, 9] {
         let identity = works(Options { mdts, ..plain() });
         assert_eq!(identity.max_transfer(), 1 << 20, "MDTS {mdts}");
-        // Commands that are split have their data by PRP.
+        // Split commands describe their data by PRPs.
         assert_eq!(identity.sgl(), matches!(mdts, 0 | 8..), "MDTS {mdts}");
     }
 }
@@ -130,7 +130,7 @@ fn doorbell_buffers_of_the_drive() {
         (DoorbellBufferUse::Watched, 0),
         (DoorbellBufferUse::Asked, 0),
         (DoorbellBufferUse::Asked, 4),
-        // The doorbells do not fit the buffer's page.
+        // The doorbells exceed the buffer's page.
         (DoorbellBufferUse::Asked, 8),
     ] {
         works(Options {
@@ -174,7 +174,7 @@ fn queue_pairs_are_as_many_as_there_are_or_as_bar0_has_doorbells_for() {
         (1, None, 1),
         (2, None, 2),
         (5, None, 5),
-        // Doorbells of a page: the admin queue's and seven more pairs.
+        // The page has doorbells for the admin queue and seven more pairs.
         (64, Some(4096), 63),
     ] {
         let options = Options {
@@ -205,7 +205,7 @@ fn namespaces_side_by_side() {
         namespaces: vec![
             NamespaceOptions::new(1, LEASE, 512),
             NamespaceOptions::new(3, LEASE, 4096),
-            // One that has metadata is left alone.
+            // A namespace with metadata is not used.
             NamespaceOptions {
                 metadata: 8,
                 ..NamespaceOptions::new(7, LEASE, 512)
@@ -237,7 +237,7 @@ fn namespaces_side_by_side() {
     host.finish();
 }
 
-/// Why a drive cannot be used.
+/// Opens a drive that cannot be used. Returns the error.
 #[track_caller]
 fn refused(options: Options, prepare: impl Fn(&ModelDrive)) -> ControllerError {
     let model = ModelDrive::start(options);
@@ -313,7 +313,7 @@ fn drives_that_cannot_be_used_are_given_back() {
 #[test]
 fn a_drive_that_was_left_enabled_is_begun_anew() {
     let model = ModelDrive::start(plain());
-    // As a crash leaves it: enabled, with queues somewhere.
+    // State after a crash: enabled, with queues in unknown memory.
     model.set_bus_master(true).unwrap();
     let memory = Arc::new(nvme_mpt::memory::Mapping::anonymous(8192).unwrap());
     let iommu = model.iommu();
@@ -352,7 +352,7 @@ fn a_drive_may_take_its_time() {
     host.finish();
 }
 
-/// A VM's memory as its VMM maps it, page by page: as much of it as is taken, and what is said of the rest.
+/// Maps a VM's memory page by page until a map fails. Returns the number of mapped pages and the error.
 fn map_page_by_page(host: &Host) -> (nvme_mpt::DmaWindow, u64, nvme_mpt::DmaError) {
     let memory = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 4 << 20)]).unwrap();
     let window = nvme_mpt::DmaWindow::new(host.drive.controller().iova_space().clone());
@@ -387,14 +387,14 @@ fn vms_that_map_without_end_leave_mappings_for_others_and_for_the_drive() {
             panic!("{refused}");
         };
         assert_eq!((*taken, *max), (*mapped, MAPPINGS as u64));
-        // The first has a third of the mappings that no VM is assured, and all have those that each is assured.
+        // The first VM uses a third of the unassigned mappings, and every VM gets its assured mappings.
         assert!(nth > 0 || *mapped > 450, "{mapped}");
         assert!(*mapped >= 64, "{mapped}");
     }
-    // The next guest gets memory, queues, and lists of pages.
+    // The next guest gets enough mappings for memory, queues, and page lists.
     Load::start(&host, &Setup::nth(1), 4, 8).finish_undisturbed();
     early.finish_undisturbed();
-    // Mappings that they give back are there for others.
+    // Returned mappings are available to others.
     drop(hostile);
     let (alone, mapped, _) = map_page_by_page(&host);
     assert!(mapped > 450, "{mapped}");

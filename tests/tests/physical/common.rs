@@ -1,4 +1,4 @@
-//! Drives, and functions on them: what every test begins with and how it ends.
+//! Hosts with physical drives, and functions on them: setup and final checks of all tests.
 
 use std::ops::Deref;
 use std::path::Path;
@@ -15,19 +15,19 @@ use nvme_vfio::{ControllerError, ControllerOptions, VfioController};
 
 pub(crate) use crate::function::*;
 
-/// Time that the drive may take for a command, in tests of longer commands.
+/// Command deadline in tests of commands that exceed the deadline.
 pub(crate) const SHORT: Duration = Duration::from_millis(300);
 
-/// Time that it may take elsewhere: the machine may be busy, or stand still for a minute.
+/// Command deadline in all other tests: the machine may be busy, or pause for a minute.
 pub(crate) const LONG: Duration = Duration::from_secs(600);
 
 /// CAP.TO of drives that do not become ready, in units of 500 ms.
 pub(crate) const READY_TIMEOUT: u8 = 6;
 
-/// A drive and its controller in use, with what functions share to use it.
+/// A drive that is in use, and the objects that its functions share.
 pub(crate) struct Host {
     host: crate::function::Host,
-    /// The drive itself.
+    /// Model of the drive.
     pub(crate) model: Arc<ModelDrive>,
 }
 
@@ -39,7 +39,7 @@ impl Deref for Host {
     }
 }
 
-/// Takes a drive into use.
+/// Opens a drive.
 pub(crate) fn open(
     model: &Arc<ModelDrive>,
     deadline: Duration,
@@ -51,7 +51,7 @@ pub(crate) fn open(
     open_with(model, options)
 }
 
-/// Takes a drive into use, with all options of its controller.
+/// Opens a drive with controller options.
 pub(crate) fn open_with(
     model: &Arc<ModelDrive>,
     options: ControllerOptions,
@@ -62,8 +62,8 @@ pub(crate) fn open_with(
 }
 
 impl Host {
-    /// A drive of some size, for tests that are run on other kinds of drives as well. They keep no hold
-    /// of it, so it judges by itself when it is given back.
+    /// Creates a host for tests that run on other kinds of drives too. They do not call [`Self::finish`], so the model checks
+    /// the host's behaviour when the drive is released.
     pub(crate) fn new(path: &str, lba_size: u32) -> Self {
         let Ok(DrivePath::Memory(bytes)) = path.parse() else {
             panic!("{path} says no size");
@@ -76,7 +76,7 @@ impl Host {
         Self::with(options, LONG)
     }
 
-    /// A drive, and how long it may take for a command.
+    /// Creates a host whose drive has this command deadline.
     pub(crate) fn with(options: Options, deadline: Duration) -> Self {
         let controller = ControllerOptions {
             deadline,
@@ -85,7 +85,7 @@ impl Host {
         Self::with_controller(options, controller)
     }
 
-    /// A drive, and all options of its controller.
+    /// Creates a host with controller options.
     pub(crate) fn with_controller(options: Options, controller: ControllerOptions) -> Self {
         let mut attempts = 0;
         let (model, drive) = loop {
@@ -93,7 +93,7 @@ impl Host {
             attempts += 1;
             match open_with(&model, controller) {
                 Ok(drive) => break (model, drive),
-                // The drive's thread may lose its processor for as short a time.
+                // The drive's thread may also be preempted for as long as this deadline.
                 Err(ControllerError::NotInTime { .. })
                     if options.timeout <= READY_TIMEOUT && attempts < 3 => {}
                 Err(error) => panic!("{error}"),
@@ -102,7 +102,7 @@ impl Host {
         Self::of(drive, model)
     }
 
-    /// A drive that is open.
+    /// Creates a host for an open drive.
     pub(crate) fn of(drive: Arc<Drive>, model: Arc<ModelDrive>) -> Self {
         Self {
             host: crate::function::Host::of(drive),
@@ -110,13 +110,13 @@ impl Host {
         }
     }
 
-    /// The same host, with its ledger in a folder.
+    /// Replaces the ledger by one in a directory.
     pub(crate) fn with_ledger(mut self, folder: &Path) -> Self {
         self.host.ledger = Ledger::open(folder);
         self
     }
 
-    /// Another drive, served by the same pollers.
+    /// Creates a host with another drive on the same pollers.
     pub(crate) fn beside(&self, options: Options, deadline: Duration) -> Self {
         let mut other = Self::with(options, deadline);
         other.host.pollers = self.host.pollers.clone();
@@ -128,12 +128,12 @@ impl Host {
         self.drive.controller().incidents()
     }
 
-    /// Gives the drive back, as the last of its users, and has it judge.
+    /// Releases the drive as its last user, and checks the host's behaviour.
     #[track_caller]
     pub(crate) fn finish(self) {
         let Self { host, model } = self;
         drop(host);
-        // A poller may be the last that holds the drive.
+        // A poller may hold the last reference to the drive.
         wait_for("the drive's release", || model.is_released());
         if let Err(complaint) = model.judgement() {
             panic!("{complaint}");
@@ -145,7 +145,7 @@ impl Host {
     }
 }
 
-/// Waits until the pollers know all that they were told: each that has a queue has slept twice since.
+/// Waits until the pollers have handled all requests: each poller with a queue has slept twice.
 #[track_caller]
 pub(crate) fn pollers_look(host: &Host) {
     for before in host.pollers() {

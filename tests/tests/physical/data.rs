@@ -1,5 +1,5 @@
-//! Data through the whole way, against a model of what a namespace must answer: random commands, split
-//! and shared.
+//! Random commands on the complete data path, compared with a model of the namespace. Commands are split, and guests share
+//! queue pairs.
 
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::disk::{Disk, Transfer};
@@ -15,10 +15,10 @@ use proptest::test_runner::TestCaseError;
 use crate::common::{Host, LEASE, LONG, Setup, queue_pair, status};
 use crate::load::Load;
 
-/// Bytes of a unit of a lease by size.
+/// Allocation unit of a lease by size, in bytes.
 const UNIT: u64 = 1 << 20;
 
-/// A drive, and how guests use it.
+/// Parameters of the drive and of its use.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
     lba_size: u32,
@@ -26,13 +26,13 @@ struct Variant {
     queue_pairs: u16,
     entries_max: u32,
     doorbell_buffer: DoorbellBufferUse,
-    /// The order in which the drive completes commands.
+    /// Seed for a random order of completions. `None` keeps the order.
     seed: Option<u64>,
     parallel: usize,
-    /// True if the lease is extents, with those of others between them.
+    /// True for a lease of several extents, with other leases between them.
     in_extents: bool,
     poll: &'static str,
-    /// Bytes of the largest transfer.
+    /// Size of the largest transfer in bytes.
     transfer: u32,
 }
 
@@ -72,7 +72,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         })
 }
 
-/// A layout of data from any number.
+/// Converts a random number to a data layout.
 fn layout(number: u32, disk_takes_sgl: bool) -> Transfer {
     match number % 4 {
         0 => Transfer::Prp { offset: 0 },
@@ -98,7 +98,7 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
         ..Options::default()
     };
     let host = Host::with(options, LONG);
-    // Somebody who has the same queue pairs in use, and must not be confused with it.
+    // A neighbour that uses the same queue pairs. Its commands must not be confused with this guest's.
     let neighbour = Load::start(&host, &Setup::nth(0).poll(variant.poll), 1, 6);
     let (setup, between) = match variant.in_extents {
         true => (Setup::default().by_size(UNIT), LEASE..3 * LEASE),
@@ -126,7 +126,7 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
 }
 
 proptest! {
-    // Each case brings a drive up and runs dozens of commands.
+    // Each case starts a drive and executes dozens of commands.
     #![proptest_config(ProptestConfig { cases: 16, max_shrink_iters: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
@@ -164,8 +164,7 @@ fn data_is_where_the_lease_has_it_on_the_drive() {
     host.finish();
 }
 
-/// Writes and reads the most data that a command may have, from buffers that begin at a page and within one. A block
-/// more is refused.
+/// Writes and reads the maximum transfer size, from buffers that start at a page and within a page. One more block is refused.
 fn transfer(host: &Host, setup: &Setup, most: usize) {
     let machine = host.machine(setup);
     let mut controller = machine.attach();
@@ -251,7 +250,7 @@ fn drives_without_some_commands_still_agree_with_the_model() {
     let host = Host::with(options, LONG);
     let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = machine.disk();
-    // 16 KiB at once.
+    // Transfers of at most 16 KiB.
     let limits = Limits::of(&disk, 32);
     let mut model = Model::new(limits, true);
     let mut rng = Rng::new(11);

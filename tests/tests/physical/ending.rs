@@ -1,5 +1,5 @@
-//! Functions that end while the drive has commands of theirs: lease and memory stay until the last of
-//! these commands has ended, and no further step of them begins.
+//! Functions that end while the drive executes their commands. Lease and memory are kept until the last of these commands has
+//! ended, and no further part of them starts.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -27,16 +27,16 @@ use vmm_device::NvmeFunction;
 use crate::common::remote::OneLease;
 use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, remote, wait_for};
 
-/// The drive may take as long as it likes: the test completes its commands.
+/// Deadline of commands that the test completes itself.
 const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
 
-/// Longest wait of an end, in all.
+/// Maximum total wait when a function ends.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Longest wait of an access, in all. Unfinished work then waits as long as the drive takes.
+/// Maximum total wait of an access. Unfinished work then continues in the background.
 const ACCESS: Duration = Duration::from_secs(1);
 
-/// Time in which a wait of 50 ms ends, also on a machine that stands still for a while.
+/// Time within which a wait of 50 ms ends, even on a machine that pauses.
 const BOUND: Duration = Duration::from_secs(80);
 
 const CC: u64 = 0x14;
@@ -45,17 +45,17 @@ const BUS_MASTER: u16 = 1 << 2;
 
 const QUEUE_PAIRS: u16 = 4;
 
-/// Pages that the drive takes per command, as a power of two.
+/// Maximum data transfer size of the drive (MDTS), as a power of two in pages.
 const MDTS: u8 = 1;
-/// Entries of the drive's rings: it has one command less at a time.
+/// Entries of the drive's rings, which hold one command less.
 const ENTRIES: u32 = 4;
 const LEN: usize = 64 << 10;
-/// Parts of a write of that length.
+/// Number of parts into which a write of `LEN` bytes is split.
 const PARTS: usize = LEN / (4096 << MDTS);
 
 fn host() -> Host {
     let options = Options {
-        // One more for flushes.
+        // One more pair for Flush commands.
         queue_pairs: QUEUE_PAIRS + 1,
         mdts: MDTS,
         entries_max: ENTRIES,
@@ -66,22 +66,22 @@ fn host() -> Host {
     Host::with(options, FOR_EVER)
 }
 
-/// Takes all commands that the host has sent.
+/// Takes all commands that the host has submitted.
 fn take(hand: &mut HandQueue) -> Vec<Sqe> {
     std::iter::from_fn(|| hand.take()).collect()
 }
 
-/// The drive's end of a write in more parts than it takes at once.
+/// The drive's view of a write that is split into more parts than its queue holds.
 struct Stuck {
     hand: HandQueue,
-    /// The parts that the drive has.
+    /// Parts that the drive has taken.
     begun: Vec<Sqe>,
 }
 
-/// The guest's driver's part in such a write.
+/// The driver's resources for the write.
 type Driver = (QueuePair, DmaBuffer, prp::Prepared);
 
-/// Leaves a write at the drive, by a queue of its own.
+/// Submits a write on a new queue. The drive takes the first parts and does not complete them.
 fn begin(host: &Host, machine: &Machine, controller: &mut Controller, id: u16) -> (Stuck, Driver) {
     let mut queue = queue_pair(controller, id, 64);
     let mut hand = host.model.hand_queue(id).unwrap();
@@ -99,7 +99,7 @@ fn begin(host: &Host, machine: &Machine, controller: &mut Controller, id: u16) -
     (Stuck { hand, begun }, (queue, buffer, prepared))
 }
 
-/// Leaves a write at the drive that needs one part.
+/// Submits a write of a single part on a new queue. The drive does not complete it.
 fn begin_one(
     host: &Host,
     machine: &Machine,
@@ -121,7 +121,7 @@ fn begin_one(
 }
 
 impl Stuck {
-    /// Completes what the drive has.
+    /// Completes the parts that the drive has taken.
     fn complete(&mut self) {
         for sqe in self.begun.drain(..) {
             self.hand.post([0, u64::from(sqe.cid()) << 32]);
@@ -186,7 +186,7 @@ fn all_queues_of_a_reset_share_one_deadline() {
     assert_eq!(host.clock.waited(), ACCESS, "for {QUEUE_PAIRS} queues");
     pollers_look(&host);
 
-    // The drive takes longer than any driver waits by itself.
+    // Longer than any driver waits.
     host.clock.advance(Duration::from_secs(300));
     machine.function().process_events();
     assert_eq!(bar.read32(CSTS), CSTS_READY);
@@ -198,7 +198,7 @@ fn all_queues_of_a_reset_share_one_deadline() {
     wait_for("the controller", || bar.read32(CSTS) == CSTS_READY);
     bar.write32(CC, bar.read32(CC) & !1);
     assert_eq!(bar.read32(CSTS), 0);
-    // A server flushes the drive of a VMM that goes. Nobody plays a drive that answers here.
+    // A server flushes the drive when a VMM disconnects, and the test would have to complete this Flush.
     if remote::is_chosen() {
         return;
     }
@@ -208,7 +208,7 @@ fn all_queues_of_a_reset_share_one_deadline() {
     host.finish();
 }
 
-/// A guest that waits for ever gets its completion, and continues to work.
+/// A guest that keeps waiting gets its completion, and can continue.
 #[test]
 fn a_completion_that_comes_late_is_delivered() {
     let host = host();
@@ -229,7 +229,7 @@ fn a_completion_that_comes_late_is_delivered() {
     });
     assert!(done.unwrap().status().is_success());
     if remote::is_chosen() {
-        // Nobody answers the flush at the end of the lease.
+        // The final Flush of the lease gets no answer.
         host.clock.skip_waits(true);
     } else {
         drop((queue, controller, machine));
@@ -244,7 +244,7 @@ fn queues_that_are_deleted_at_once_share_one_deadline() {
     let mut controller = machine.attach();
     let mut stuck = [1, 2].map(|id| begin_one(&host, &machine, &mut controller, id));
     host.clock.skip_waits(true);
-    // As a driver does that removes its device.
+    // Behaviour of a driver that removes its device.
     let admin = controller.admin_queue().unwrap();
     for id in [1, 2] {
         assert!(admin.push(&Sqe::delete_sq(id).with_cid(id)));
@@ -292,7 +292,7 @@ fn a_queue_is_changed_once_its_commands_have_ended() {
         assert!(admin.push(&command.with_cid(7)));
         admin.ring();
         wait_for("the wait", || host.clock.waited() == ACCESS);
-        // Other commands do not wait for it.
+        // Other commands complete without waiting for it.
         assert!(admin.push(&Sqe::abort(1, 0).with_cid(8)));
         admin.ring();
         let mut ended = None;
@@ -301,7 +301,7 @@ fn a_queue_is_changed_once_its_commands_have_ended() {
             ended.is_some()
         });
         assert_eq!(ended.unwrap().cid(), 8, "{change}");
-        // Pausing it in vain harms nothing.
+        // A pause that fails has no effect.
         machine.function().pause().unwrap_err();
         host.clock.skip_waits(false);
         stuck.complete();
@@ -316,7 +316,7 @@ fn a_queue_is_changed_once_its_commands_have_ended() {
         assert_eq!(controller.status().unwrap(), CSTS_READY, "{change}");
         stuck.has_no_more();
         if remote::is_chosen() {
-            // Nobody answers the flush at the end of the lease.
+            // The final Flush of the lease gets no answer.
             host.clock.skip_waits(true);
         } else {
             drop((queue, controller, machine));
@@ -332,11 +332,11 @@ fn memory_is_not_waited_for_after_a_reset_in_vain() {
     let mut controller = machine.attach();
     let (mut stuck, driver) = begin_one(&host, &machine, &mut controller, 1);
     host.clock.skip_waits(true);
-    // As the end of a client and the handing over of a drive do.
+    // A client's end and a drive's hand-over make the same call.
     machine.function().reset_and_unmap().unwrap_err();
     assert_eq!(host.clock.waited(), ACCESS);
     host.clock.skip_waits(false);
-    // The next client's memory is at the same place.
+    // The next client's memory has the same addresses.
     for region in machine.memory.regions() {
         machine.map(&region);
     }
@@ -350,7 +350,7 @@ fn memory_is_not_waited_for_after_a_reset_in_vain() {
     }
 }
 
-/// The lease of a server that ends when its session does.
+/// A lease for one session, of a server that ends with the session.
 struct LastLease(OneLease);
 
 impl LeaseSource for LastLease {
@@ -373,14 +373,14 @@ impl LeaseSource for LastLease {
     }
 }
 
-/// A server that a test ends.
+/// A server that the test ends.
 struct Server {
     stream: UnixStream,
     session: JoinHandle<()>,
 }
 
 impl Server {
-    /// Serves a function, with a guest on it.
+    /// Serves a function, and creates a guest with it.
     fn with_machine(host: &Host) -> (Self, Machine) {
         let setup = Setup::nth(0);
         let attachment = host.attachment_with(
@@ -404,7 +404,7 @@ impl Server {
         (Self { stream, session }, machine)
     }
 
-    /// Has the server take no more requests, and end the lease.
+    /// Makes the server refuse further requests, and starts the end of the lease.
     fn begin_end(&self) {
         self.stream.shutdown(Shutdown::Read).unwrap();
     }
@@ -463,7 +463,7 @@ fn bus_master_enable_is_cleared_in_one_deadline() {
     command(&machine, 0);
     assert_eq!(bar.read32(CSTS), CSTS_READY);
     assert_eq!(host.clock.waited(), ACCESS);
-    // Nor does the end wait for it.
+    // The end of the function does not wait for the write either.
     if !remote::is_chosen() {
         drop((driver, idle, controller, bar, machine));
         assert_eq!(host.clock.waited(), ACCESS);
@@ -477,7 +477,7 @@ fn the_end_of_a_server_has_one_deadline() {
     let host = host();
     let (server, machine) = Server::with_machine(&host);
     let mut controller = machine.attach();
-    // A write that has to be flushed, and one that does not end.
+    // A completed write that requires a Flush, and a write that does not end.
     let (mut done, (mut queue, ..)) = begin_one(&host, &machine, &mut controller, 1);
     done.complete();
     wait_for("the write's end", || queue.poll().is_some());
@@ -497,7 +497,7 @@ fn a_server_that_ends_cuts_commands_short_after_half_of_its_time() {
     let (server, machine) = Server::with_machine(&host);
     let mut controller = machine.attach();
     let (mut stuck, _driver) = begin(&host, &machine, &mut controller, 1);
-    // The other half is not skipped, however late this thread goes on.
+    // Only one wait is skipped, whatever the timing of this thread.
     host.clock.skip_in_vain(1);
     server.begin_end();
     wait_for("half of the time", || host.clock.waited() == DEADLINE / 2);
@@ -523,7 +523,7 @@ fn a_server_that_is_ending_is_waited_for_once() {
         host.unmap_all().unwrap_err();
     }
     assert!(began.elapsed() < BOUND, "{:?}", began.elapsed());
-    // Nobody plays a drive that flushes.
+    // The final Flush gets no answer.
     host.clock.skip_waits(true);
     stuck.complete();
     server.wait();

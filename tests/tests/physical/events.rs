@@ -1,4 +1,4 @@
-//! Events that the drive reports on its own accord, all the way to guests.
+//! Events reported by the drive, up to the guests.
 
 use std::time::Duration;
 
@@ -54,10 +54,10 @@ fn heat_is_told_to_every_guest() {
             assert!(field::u16(&health, 1) >= 365);
         }
         if temperature == 365 {
-            // Cool again, so that there is something new to tell.
+            // Cool down, so that heating up is a new event.
             host.model.cool(300);
             let page = LogPage::of_controller(log::SMART, 512);
-            // A function asks the drive once a second at most.
+            // A function reads the drive's health at most once per second.
             host.clock.advance(Duration::from_secs(1));
             for controller in &mut controllers {
                 let health = controller.log_page(page).unwrap();
@@ -85,7 +85,7 @@ fn a_namespace_that_changes_is_told_to_its_guests_alone() {
     let event = event.expect("an event");
     let want = (2, 0, log::CHANGED_NAMESPACES);
     assert_eq!((event.kind, event.info, event.log_page), want);
-    // The drive's driver has looked at all namespaces by now; those of the first say nothing.
+    // The host has examined all namespaces by now, and the first namespace has no event.
     let nothing = controllers[0].async_event(Duration::ZERO);
     assert_eq!(nothing.unwrap(), None);
     assert_eq!(
@@ -98,7 +98,7 @@ fn a_namespace_that_changes_is_told_to_its_guests_alone() {
     host.finish();
 }
 
-/// Waits until a guest is told of its namespace.
+/// Waits until a guest gets an event about its namespace.
 #[track_caller]
 fn is_told(controller: &mut Controller) {
     let event = controller.async_event(HANG).unwrap().expect("an event");
@@ -118,7 +118,7 @@ fn the_only_namespace_is_gone_once_its_blocks_are_of_no_use() {
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     host.model.format_with_metadata(1, 8);
-    // Whatever the function makes of it.
+    // The result does not matter.
     wait_for("the end of its commands", || {
         status(&mut queue, Sqe::flush(1)) == INVALID_NAMESPACE
     });
@@ -134,7 +134,7 @@ fn a_namespace_that_changes_is_told_although_a_reset_takes_the_event() {
     let host = host();
     let machine = host.machine(&Setup::nth(0));
     let mut controller = listening(&machine);
-    // The drive does nothing any more, and has its event as long as it is not reset.
+    // The failed drive executes nothing, and keeps its event until it is reset.
     host.model.fail();
     host.model.resize(1, LEASE / 512);
     is_told(&mut controller);

@@ -1,5 +1,5 @@
-//! Failures of drives, under load from several guests: every command completes once, none is lost, and guests
-//! go on undisturbed, or learn of it at once.
+//! Failures of drives under load from several guests: every command completes exactly once. Guests continue without errors, or
+//! get an error at once.
 
 use std::sync::atomic::AtomicBool;
 use std::thread;
@@ -29,10 +29,10 @@ use crate::common::{
 };
 use crate::load::{Load, Tally};
 
-/// Time after which an admin command is lost, where that is awaited.
+/// Timeout of admin commands in tests of lost admin commands.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Two queue pairs, so that three guests share them, and commands that are split.
+/// Two queue pairs, which three guests share, and a small transfer size, which splits commands.
 pub(crate) fn scarce() -> Options {
     Options {
         queue_pairs: 2,
@@ -42,7 +42,7 @@ pub(crate) fn scarce() -> Options {
     }
 }
 
-/// A pair for every queue, and commands as they are.
+/// A queue pair for every queue, and no split commands.
 pub(crate) fn ample() -> Options {
     Options {
         mdts: 0,
@@ -57,15 +57,15 @@ fn scarce_with(queue_pairs: u16) -> Options {
     }
 }
 
-/// Counts in the end.
+/// Counts at the end of a test.
 pub(crate) struct Outcome {
     pub(crate) tally: Tally,
     drive: Counters,
     pub(crate) incidents: DriveIncidents,
 }
 
-/// Three guests, two queues each, under load while something goes wrong that the drive or its driver
-/// gets over: afterwards they go on.
+/// Runs three guests with two queues each, and causes a failure. The drive or its driver must recover, and the guests must
+/// continue.
 #[track_caller]
 pub(crate) fn survives(
     options: Options,
@@ -106,8 +106,8 @@ fn met(host: &Host, fault: Fault) {
     wait_for("the fault", || host.model.counters().faults_met >= until);
 }
 
-/// Repeats what a reset may cut short, which also comes where a thread loses its processor. The attempt is
-/// given whether there was one.
+/// Repeats an attempt that a reset would spoil: resets also occur when a thread is preempted. `attempt` gets a function that
+/// tells whether a reset has occurred.
 #[track_caller]
 fn without_reset(host: &Host, attempt: impl Fn(&dyn Fn() -> bool)) {
     for _ in 0..10 {
@@ -121,7 +121,7 @@ fn without_reset(host: &Host, attempt: impl Fn(&dyn Fn() -> bool)) {
     panic!("resets without end");
 }
 
-/// Waits for resets, as the drive's driver counts them.
+/// Waits until the drive's driver has counted this number of resets.
 #[track_caller]
 pub(crate) fn resets(host: &Host, count: u64) {
     wait_for("a reset", || host.incidents().resets >= count);
@@ -148,7 +148,7 @@ fn lost_commands_are_aborted_and_sent_again() {
             });
         });
         let (aborts, incidents) = (outcome.drive.aborts, outcome.incidents);
-        // A command that is late and completes before its Abort is sent needs none.
+        // A late command may complete before its Abort is sent.
         assert!(
             incidents.timeouts >= incidents.aborts && incidents.aborts >= aborts,
             "{incidents:?}, {aborts} aborts"
@@ -194,13 +194,13 @@ fn slow_commands_within_the_deadline_are_let_be() {
 
 #[test]
 fn commands_that_complete_while_they_are_aborted_complete_once() {
-    // Around the deadline, so that Abort and completion meet in every order.
+    // Delays around the deadline let Abort and completion occur in every order.
     let outcome = survives(ample(), SHORT, |host, loads| {
         for late in [SHORT, SHORT + Duration::from_millis(60), 2 * SHORT] {
             met(host, Fault::once(Meets::Io, Effect::Delay(late)).times(8));
             loads[0].goes_on();
         }
-        // Some for certain while the drive has an Abort of them.
+        // Ensures some completions while the drive still has the Abort.
         without_reset(host, |is_reset| {
             let aborts = host.incidents().aborts;
             host.model.set_aborts(Aborts::Hold);
@@ -259,7 +259,7 @@ fn a_drive_that_is_ready_only_after_a_function_level_reset() {
             host.model.counters().function_resets > 0
         });
     });
-    // A drive whose thread loses its processor is reset once more.
+    // If the drive's thread is preempted, there may be one more reset.
     assert!((1..=2).contains(&outcome.drive.function_resets));
     assert_eq!(outcome.incidents.resets, 1);
 }
@@ -274,7 +274,7 @@ fn resets_take_their_time_and_nobody_is_lost() {
         host.model.fail();
         resets(host, 1);
         loads.iter().for_each(Load::goes_on);
-        // A guest that comes and one that goes while the drive is not there.
+        // A guest arrives and another guest leaves while the drive has failed.
         host.model.fail();
         let late = Load::start(host, &Setup::nth(3), 2, 4);
         late.finish();
@@ -301,7 +301,7 @@ fn what_a_reset_takes_away_reaches_the_guest_if_it_cannot_be_repeated_or_was_oft
     assert!(!completion.do_not_retry());
     assert_eq!(status(&mut queue, verify), SUCCESS, "it counts anew");
     assert_eq!(host.incidents().resets, 7);
-    // Others go on. What was repeated that often as well comes back to its guest, whose driver repeats it.
+    // Other guests continue. Commands that were repeated too often return to their guest's driver, which repeats them.
     load.goes_on();
     load.finish();
     drop((queue, controller, machine));
@@ -310,7 +310,7 @@ fn what_a_reset_takes_away_reaches_the_guest_if_it_cannot_be_repeated_or_was_oft
 
 #[test]
 fn a_deep_queue_on_a_slow_drive_is_not_late() {
-    // The commands of the busy guest take four seconds, one after the other.
+    // The busy guest's commands take four seconds in total.
     let options = Options {
         parallel: 1,
         latency: Duration::from_millis(70),
@@ -369,7 +369,7 @@ fn errors_reach_the_guest_that_they_are_for() {
     let completion = queue.submit_and_wait(verify, HANG).unwrap().status();
     assert_eq!(completion.code(), NAMESPACE_NOT_READY);
     assert!(!completion.do_not_retry());
-    // Of the parts of a split command, one fails: the whole does, and so do no others.
+    // If one part of a split command fails, the command fails, and no other command does.
     let data = machine.memory.alloc(1 << 20).unwrap();
     let prepared = nvme_mpt_tests::prp::buffer(&data, 0, 1 << 20).unwrap();
     for part in [0, 7, 15] {
@@ -383,8 +383,7 @@ fn errors_reach_the_guest_that_they_are_for() {
     host.finish();
 }
 
-/// Guests of a drive that is gone for good: every command completes, with an error that is not to be
-/// tried again, and nobody hangs.
+/// Runs guests on a drive that fails permanently: every command completes with an error and Do Not Retry, and no guest hangs.
 #[track_caller]
 pub(crate) fn ends(
     options: Options,
@@ -415,7 +414,7 @@ pub(crate) fn ends(
     (host, machines)
 }
 
-/// The same drive's guests after it is gone: their controllers can be reset, their commands fail.
+/// Checks the guests after the drive is gone: controllers can be reset, and commands fail.
 #[track_caller]
 pub(crate) fn is_buried((host, machines): (Host, Vec<crate::function::Machine>)) {
     for machine in &machines {
@@ -505,12 +504,12 @@ fn a_drive_that_goes_while_it_is_reset() {
 #[test]
 fn a_drive_that_goes_while_it_is_reset_is_gone_before_it_is_given_back() {
     let host = Host::with(scarce(), LONG);
-    // The reset waits for the answer to Number of Queues.
+    // The held answer to Number of Queues delays the reset.
     let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
     wait_for("the reset", || host.model.counters().faults_met == 1);
-    // The kernel takes its time with a function that was pulled.
+    // The kernel takes long to release a removed function.
     let release = host.model.hold_release();
     host.model.vanish();
     wait_for("the end", || host.incidents().gone);
@@ -572,7 +571,7 @@ fn a_description_that_gets_no_answer_ends_in_a_reset() {
     model.inject(Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose));
     controller.describe().expect_err("no answer");
     model.set_admin_timeout(None);
-    // Until then the page of the answer may be written.
+    // Until the reset, the device may write the page of the answer.
     wait_for("a reset", || controller.incidents().resets >= 1);
     wait_for("a description", || controller.describe().is_ok());
     drop(controller);
@@ -599,7 +598,7 @@ fn neither_figures_of_queue_pairs_nor_health_wait_for_a_reset() {
     load.goes_on();
     let before = host.drive.controller().queue_pairs().expect("a bound");
     assert_eq!((before.total, before.exclusive), (2, 2));
-    // The reset waits for the answer to Number of Queues.
+    // The held answer to Number of Queues delays the reset.
     let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
@@ -609,7 +608,7 @@ fn neither_figures_of_queue_pairs_nor_health_wait_for_a_reset() {
         .controller()
         .smart_health()
         .expect_err("it is being reset");
-    // Of an attempt that gets no answer, another one would follow.
+    // If this attempt had timed out, there would be another one.
     assert_eq!(host.model.counters().enables, 2, "it waited");
     host.model.let_go();
     load.goes_on();
@@ -672,7 +671,7 @@ fn a_queue_is_created_after_the_reset_that_a_fatal_status_brings() {
         let before = host.incidents().resets;
         host.model
             .inject(Fault::once(Meets::Admin(opcode), Effect::Fatal));
-        // The drive has minutes for an answer, and none comes.
+        // The drive does not answer, although it has minutes.
         let mut queue = queue_pair(&mut controller, id, 16);
         assert_eq!(host.incidents().resets, before + 1);
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
@@ -713,7 +712,7 @@ fn a_drive_that_fails_with_each_new_queue_is_not_reset_without_end() {
     let mut controller = machine.attach();
     let fault = Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Fatal);
     host.model.inject(fault.clone());
-    // The reset between the attempts creates the pair of the load.
+    // The reset between the attempts creates the queue pair of the load.
     host.model.inject(fault.after(2));
     let options = nvme_mpt_tests::controller::QueueOptions::polled(16);
     assert!(controller.create_queue_pair(1, &options).is_err());
@@ -725,7 +724,7 @@ fn a_drive_that_fails_with_each_new_queue_is_not_reset_without_end() {
     host.finish();
 }
 
-/// A lease of a range in which another one left data, which is to be wiped in many commands.
+/// Creates a lease of a range with another lease's data, which takes many commands to wipe.
 fn unwiped(host: &Host) -> Lease {
     let setup = Setup::nth(0);
     {
@@ -743,12 +742,12 @@ fn unwiped(host: &Host) -> Lease {
     lease.unwrap()
 }
 
-/// Blocks that are looked at after a wipe, some in each of its commands.
+/// Blocks to check after a wipe. Each command of the wipe covers some.
 fn pieces() -> impl Iterator<Item = u64> {
     (0..LEASE / 512).step_by(32)
 }
 
-/// Asserts that the range of an [`unwiped`] lease has zeroes by now.
+/// Checks that the range of an [`unwiped`] lease is all zeroes.
 #[track_caller]
 fn assert_wiped(host: &Host, lease: Lease) {
     assert_eq!(lease.unwiped(), []);
@@ -801,7 +800,7 @@ fn a_wipe_ends_on_a_drive_that_fails_with_its_commands_again_and_again() {
     host.finish();
 }
 
-/// Something that goes wrong, of the kinds that drives get over.
+/// Generates faults that a drive recovers from.
 fn mishaps() -> impl Strategy<Value = (Meets, Effect, u64, u64)> {
     let meets = prop_oneof![
         Just(Meets::Io),
@@ -824,7 +823,7 @@ fn mishaps() -> impl Strategy<Value = (Meets, Effect, u64, u64)> {
 }
 
 proptest! {
-    // Each case is a drive's life, with resets.
+    // Each case is the life of a drive, with resets.
     #![proptest_config(ProptestConfig { cases: 4, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
@@ -855,8 +854,7 @@ proptest! {
     }
 }
 
-/// An Abort that is on its way names its command, and no command that comes after it: the drive may be
-/// slow to look at it.
+/// An Abort that is in progress must not hit a later command with the same identifier: the drive may execute the Abort late.
 #[test]
 fn an_abort_that_comes_late_meets_no_other_command() {
     let options = Options {
@@ -865,7 +863,7 @@ fn an_abort_that_comes_late_meets_no_other_command() {
     };
     let host = Host::with(options, SHORT);
     host.model.set_aborts(Aborts::Hold);
-    // Counts the Abort when the drive takes it, and delays it by nothing.
+    // Delays the Abort by nothing, to count Aborts that the drive has taken.
     let taken_up = Effect::Delay(Duration::ZERO);
     host.model
         .inject(Fault::once(Meets::Admin(admin::ABORT), taken_up));
@@ -879,7 +877,7 @@ fn an_abort_that_comes_late_meets_no_other_command() {
     wait_for("an Abort", || host.model.counters().faults_met == 1);
     complete(&mut hand, late);
     assert_eq!(queue.wait(verify, HANG).unwrap().status().code(), SUCCESS);
-    // More than there are identifiers of one slot.
+    // More commands than a slot has identifiers.
     for _ in 0..100 {
         let verify = queue.submit(Sqe::verify(1, 0, 1)).unwrap();
         queue.ring();
@@ -896,7 +894,7 @@ fn an_abort_that_comes_late_meets_no_other_command() {
     host.finish();
 }
 
-/// The identifier of the next command that the host has sent.
+/// Returns the identifier of the next command from the host.
 fn taken(hand: &mut HandQueue) -> u16 {
     let mut taken = None;
     wait_for("a command", || {

@@ -1,5 +1,5 @@
-//! Guests that go with commands at the drive: no DMA reaches memory that was given back, and what the
-//! drive does with their commands is nobody else's.
+//! Guests that end while the drive executes their commands: no DMA reaches released memory, and the drive's work on these
+//! commands does not affect other guests.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::load::Load;
 
 const DEPTH: u16 = 32;
 const LEN: usize = 64 << 10;
-/// Byte of the guest's memory for its next owner.
+/// Fill byte for memory of the next owner.
 const MARK: u8 = 0x6B;
 
 fn options(queue_pairs: u16) -> Options {
@@ -29,7 +29,7 @@ fn options(queue_pairs: u16) -> Options {
     }
 }
 
-/// Has a command succeed. It is sent again when its status says so, as late commands are interrupted.
+/// Executes a command, and repeats it while its status permits a retry: late commands are interrupted.
 #[track_caller]
 fn until_done<T: Debug>(mut command: impl FnMut() -> Result<T, Error>) -> T {
     let mut result = command();
@@ -42,17 +42,17 @@ fn until_done<T: Debug>(mut command: impl FnMut() -> Result<T, Error>) -> T {
     result.unwrap()
 }
 
-/// Reads that the drive takes its time for.
+/// Reads that the drive delays.
 struct Reads {
-    /// Holdings of the guest's driver; the function lives as long as it does.
+    /// Resources of the guest's driver. They live as long as the function does.
     driver: Option<(QueuePair, Vec<(DmaBuffer, prp::Prepared)>)>,
     memory: GuestMemory,
-    /// All that the drive and the function could write to.
+    /// Memory that the drive and the function may write.
     ranges: Vec<(u64, usize)>,
 }
 
 impl Reads {
-    /// Leaves reads at the drive, which has them when this returns.
+    /// Submits reads. Returns when the drive has them.
     fn start(host: &Host, machine: &Machine, effect: Effect) -> Self {
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 64);
@@ -64,7 +64,7 @@ impl Reads {
                 (buffer, prepared)
             })
             .collect();
-        // The drive's commands are of 32 KiB: two of each of the guest's.
+        // The drive's commands are limited to 32 KiB, so each command of the guest is split in two.
         let met = host.model.counters().faults_met + 8;
         let first = 3 * LEASE / 512;
         let blocks = Meets::Blocks(first..first + LEASE / 512);
@@ -88,7 +88,7 @@ impl Reads {
         }
     }
 
-    /// The memory is somebody else's now.
+    /// Fills the memory as its next owner would.
     fn mark(&self) {
         for &(gpa, len) in &self.ranges {
             self.memory.write(gpa, &vec![MARK; len]).unwrap();
@@ -106,7 +106,7 @@ impl Reads {
     }
 }
 
-/// Way in which a guest goes.
+/// Way in which a guest ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Goes {
     Disabled,
@@ -122,10 +122,10 @@ const WAYS: [Goes; 4] = [
     Goes::Dead,
 ];
 
-/// A guest goes with reads at the drive, beside others under load on the same queue pairs.
+/// Ends a guest with reads in flight, beside other guests under load on the same queue pairs.
 fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
     let host = Host::with(options(queue_pairs), deadline);
-    // Something to be read, so that a read that comes late is seen.
+    // The drive has nonzero data, so that a late read is noticed.
     host.model
         .poke(1, 3 * LEASE as usize, &vec![0x99; LEASE as usize]);
     let loads: Vec<Load> = (0..2)
@@ -137,7 +137,7 @@ fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
         let mut left = None;
         match way {
             Goes::Disabled => {
-                // Its driver clears CC.EN and waits for CSTS.RDY, as long as that may take.
+                // The driver clears CC.EN and waits for CSTS.RDY as long as permitted.
                 let bar = machine.bar();
                 bar.write32(0x14, 0);
                 wait_for("CSTS.RDY to be cleared", || bar.read32(CSTS) & 1 == 0);
@@ -165,7 +165,7 @@ fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
             load.goes_on();
         }
         reads.check(&what);
-        // Whoever has the lease next finds it, and the drive, in order.
+        // The next holder of the lease finds its data and the drive in order.
         drop((reads, left));
         let next = host.machine(&Setup::nth(3));
         let (_controller, mut disk) = next.disk();
@@ -196,12 +196,12 @@ fn memory_is_given_back_once_the_drive_is_done_with_it() {
     let host = Host::with(options(2), LONG);
     let machine = host.machine(&Setup::nth(3));
     let reads = Reads::start(&host, &machine, Effect::Delay(Duration::from_millis(500)));
-    // The one that holds the data: the first that had room.
+    // The region of the data buffers.
     let &(data, _) = reads.ranges.first().unwrap();
     let regions = machine.memory.regions();
     let inside = |region: &&Region| (region.gpa..region.gpa + region.len).contains(&data);
     let region = regions.iter().find(inside).unwrap();
-    // Returns when no command in flight names the region any more.
+    // Unmap returns when no command in flight uses the region.
     machine.unmap(region);
     for &(gpa, len) in reads.ranges.iter().filter(|(gpa, _)| *gpa >= region.gpa) {
         machine.memory.write(gpa, &vec![MARK; len]).unwrap();

@@ -1,5 +1,5 @@
-//! A drive that goes from one process to the next without a reset. Both are in this process, and the first one is
-//! forgotten as it is.
+//! Hand-over of a drive from one process to the next without a reset. Both processes are simulated in this process: the first
+//! one's objects are leaked with `forget`.
 
 #[path = "../function/snapshot/load.rs"]
 #[expect(dead_code, reason = "the tests of snapshots use more of it")]
@@ -36,13 +36,13 @@ fn options(doorbell_buffer: DoorbellBufferUse) -> Options {
     }
 }
 
-/// Has the drive rest.
+/// Quiesces the drive and returns the descriptors for the next process.
 pub(crate) fn hand_over(host: &Host) -> Vec<OwnedFd> {
     let handed = host.drive.controller().hand_over().unwrap();
     handed.expect("a drive that can be handed over")
 }
 
-/// The drive in the next process.
+/// Opens the drive in the next process.
 fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, ControllerError> {
     let options = ControllerOptions {
         deadline: LONG,
@@ -51,7 +51,7 @@ fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, Controll
     go_on_with(model, handed, options)
 }
 
-/// The same with all options of its controller.
+/// Opens the drive in the next process with controller options.
 pub(crate) fn go_on_with(
     model: &Arc<ModelDrive>,
     handed: Vec<OwnedFd>,
@@ -64,7 +64,7 @@ pub(crate) fn go_on_with(
     Ok(Host::of(drive, model.clone()))
 }
 
-/// Pauses the function of a process that ends without ending it.
+/// Pauses a function whose process ends without ending the function.
 fn abandon(machine: Machine) -> Suspended {
     let state = {
         let mut function = machine.function();
@@ -91,7 +91,7 @@ fn copies(descriptors: &[OwnedFd]) -> Vec<OwnedFd> {
 }
 
 fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
-    // The ledger of each process, which has none of the locks of the process before.
+    // Each process has a ledger of its own, which has no locks of the previous process.
     let ledgers = tempfile::tempdir().unwrap();
     let ledger = |process: usize| ledgers.path().join(process.to_string());
     let host = Host::with(options(doorbell_buffer), LONG);
@@ -116,7 +116,7 @@ fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
         let reached = model.model_iommu().iovas();
 
         host = go_on(&model, handed).unwrap().with_ledger(&ledger(process));
-        // Neither the admin queues nor the guest's memory.
+        // Neither the admin queues nor the guest's memory are mapped again.
         machine = host.restore(&suspended, &setup).unwrap();
         let of_queues = 2 * 2;
         let again = model.model_iommu().made() - made;
@@ -155,7 +155,7 @@ fn guests_go_on_without_a_reset_of_a_doorbell_buffer() {
     guests_go_on(DoorbellBufferUse::Asked);
 }
 
-/// A function elsewhere may have commands in flight.
+/// A function with a remote back end may have commands in flight.
 #[test]
 fn commands_in_flight_end_before_the_next_process_has_the_drive() {
     let host = Host::with(options(DoorbellBufferUse::None), LONG);
@@ -170,14 +170,14 @@ fn commands_in_flight_end_before_the_next_process_has_the_drive() {
     let handed = hand_over(&host);
     std::mem::forget((machine, host));
     let host = go_on(&model, handed).unwrap();
-    // Nothing of it touches memory that is not mapped any more.
+    // The abandoned function accesses no unmapped memory.
     end_inheritance(&host);
     model.let_go();
     let machine = host.machine(&Setup::nth(1));
     let (next, mut disk) = machine.disk();
     disk.write(0, &[7; 4096]).unwrap();
     assert_eq!(disk.read(0, 8).unwrap(), [7; 4096]);
-    // The poller that was forgotten may have rung the doorbell of a queue that is no more.
+    // The abandoned poller may have written the doorbell of a deleted queue.
     assert_eq!(model.model_iommu().faults(), []);
     drop((disk, next, machine, queue, controller, host));
 }
@@ -217,18 +217,18 @@ fn a_state_holds_for_one_process_and_no_longer_than_nothing_changes() {
     let machine = host.machine(&setup);
     let suspended = abandon(machine);
 
-    // The process before goes on.
+    // The old process continues.
     let handed = hand_over(&host);
     host.drive.controller().take_back();
     assert!(refused(handed).contains("holds no more"));
     assert!(host.drive.controller().smart_health().unwrap().is_some());
 
-    // A function elsewhere has memory mapped.
+    // A remote function has mapped memory.
     let handed = hand_over(&host);
     let other = host.machine(&Setup::nth(1));
     assert!(refused(copies(&handed)).contains("holds no more"));
     host.drive.controller().take_back();
-    // Or unmapped.
+    // A remote function has unmapped memory.
     let handed = hand_over(&host);
     drop(other);
     wait_for("its end", || {
@@ -237,7 +237,7 @@ fn a_state_holds_for_one_process_and_no_longer_than_nothing_changes() {
     });
     host.drive.controller().take_back();
 
-    // Another process has read it.
+    // Another process has read the descriptors.
     let handed = hand_over(&host);
     assert!(HandedOverDrive::read(copies(&handed)).is_ok());
     assert!(refused(handed).contains("holds no more"));
@@ -248,7 +248,7 @@ fn a_state_holds_for_one_process_and_no_longer_than_nothing_changes() {
     assert!(refused(vec![empty]).contains("cut short"));
     let zeroes = nvme_mpt::memory::memfd(c"zeroes", 8192).unwrap();
     assert!(refused(vec![zeroes]).contains("not complete"));
-    // The first function is there still.
+    // The first function still exists.
     std::mem::forget(suspended);
 }
 
@@ -268,14 +268,14 @@ fn admin_commands_wait_while_the_drive_rests() {
 #[test]
 fn a_drive_that_is_to_be_reset_is_not_handed_over() {
     let host = Host::with(options(DoorbellBufferUse::None), LONG);
-    // The reset waits for the answer to Number of Queues, however soon it begins.
+    // The held answer to Number of Queues delays the reset, whatever the timing.
     let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
     assert!(host.drive.controller().hand_over().is_err());
     wait_for("the reset", || host.model.counters().faults_met == 1);
     host.model.let_go();
-    // It comes back by itself.
+    // The drive recovers on its own.
     wait_for("the drive's health", || {
         host.drive.controller().smart_health().is_ok()
     });
@@ -293,7 +293,7 @@ fn a_drive_that_was_reset_meanwhile_is_refused_and_can_be_opened() {
     assert!(go_on(&model, handed).is_err());
 }
 
-/// Place for descriptors that outlives each process.
+/// Store for descriptors that outlives each process.
 #[derive(Debug, Default)]
 struct Shelf(Mutex<Vec<OwnedFd>>);
 
@@ -316,7 +316,7 @@ impl DescriptorStore for Shelf {
     }
 }
 
-/// Opens the drive with what a process has left that died.
+/// Opens the drive with the descriptors that a dead process has left.
 fn open_kept(model: &Arc<ModelDrive>, shelf: &Arc<Shelf>) -> Host {
     let contents = shelf.contents();
     let left = (!contents.is_empty()).then(|| PredecessorIommu::read(contents).unwrap());
@@ -334,14 +334,14 @@ fn open_kept(model: &Arc<ModelDrive>, shelf: &Arc<Shelf>) -> Host {
     Host::of(drive, model.clone())
 }
 
-/// Ends a process without a word: its threads stop, and the kernel closes the function.
+/// Simulates the death of a process: its threads stop, and the kernel closes the function.
 fn kill(host: Host) {
-    // Nothing is in flight any more. Nobody takes up what is handed over.
+    // No command is in flight. The returned descriptors are not used.
     drop(hand_over(&host));
     std::mem::forget(host);
 }
 
-/// Has the drive lose what the process before had mapped and no function has.
+/// Unmaps the predecessor's memory that no function has taken over.
 fn end_inheritance(host: &Host) {
     let controller = host.drive.controller();
     controller.end_inheritance(Duration::ZERO);
@@ -375,7 +375,7 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
         load.drain();
         let memory = machine.function().host().stats().memory.regions as usize;
         let suspended = abandon(machine);
-        // A guest that is not there any more in the next process.
+        // This guest does not exist in the next process.
         std::mem::forget(gone.take().map(abandon));
         kill(host);
         close(&model);
@@ -391,7 +391,7 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
         }
         host = open_kept(&model, &shelf).with_ledger(&ledger(process));
         machine = host.restore(&suspended, &setup).unwrap();
-        // Its own memory: admin queues, Doorbell Buffer, two queue pairs.
+        // The driver's own memory: admin queues, Doorbell Buffer, two queue pairs.
         let of_processes = if process == 2 { 2 } else { 0 } + 2 + 2 * 2;
         let again = model.model_iommu().made() - made;
         assert!(again <= of_processes, "{again} mappings were made again");
@@ -433,7 +433,7 @@ fn a_drive_that_goes_on_or_is_given_up_leaves_what_its_iommu_has() {
     let drive = Drive::new("0000:01:00.0", controller.unwrap(), None).unwrap();
     let host = Host::of(drive, model.clone());
     let machine = host.machine(&Setup::nth(0));
-    // The table is that of the process which has the drive now.
+    // Only the table of the drive's present process is valid.
     let read = |mut table: Vec<OwnedFd>| RecordedMappings::read(table.remove(0)).unwrap();
     let (before, now) = (read(before), read(shelf.contents()));
     assert!(now.there().len() > before.there().len());
@@ -452,7 +452,7 @@ fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
     let model = ModelDrive::start(options(DoorbellBufferUse::None));
     model.model_iommu().pin_pages();
     let shelf = Arc::new(Shelf::default());
-    // The ledger of each process, which has none of the locks of the process before.
+    // Each process has a ledger of its own, which has no locks of the previous process.
     let ledgers = tempfile::tempdir().unwrap();
     let [before, after] = ["before", "after"].map(|name| ledgers.path().join(name));
     let host = open_kept(&model, &shelf).with_ledger(&before);

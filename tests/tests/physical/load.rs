@@ -1,5 +1,5 @@
-//! A guest that keeps many commands in flight and accounts for each: one completion for every command,
-//! whatever happens to the drive, and every block as it was left.
+//! A guest with many commands in flight: each command must complete exactly once, whatever happens to the drive, and each block
+//! must have the data that was written last.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,44 +16,44 @@ use nvme_mpt_tests::status::{COMMAND_INTERRUPTED, NAMESPACE_NOT_READY, StatusCod
 
 use crate::function::{HANG, Host, Machine, Setup, queue_pair, wait_for};
 
-/// Bytes of the blocks that one command at a time works on: more than small drives transfer at once.
+/// Bytes that one command works on, more than small drives transfer at once.
 const PIECE: usize = 128 << 10;
 
 /// Entries of a queue.
 const ENTRIES: u32 = 64;
 
-/// Counts of a guest.
+/// Command counts of a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     pub(crate) submitted: u64,
     pub(crate) completed: u64,
     pub(crate) succeeded: u64,
-    /// Those that are to be sent again, and were.
+    /// Commands that failed with a status that permits a retry, and were repeated.
     pub(crate) interrupted: u64,
-    /// Those that failed for good.
+    /// Status codes of commands that failed with Do Not Retry.
     pub(crate) failed: Vec<StatusCode>,
 }
 
-/// Task of a command in flight.
+/// Purpose of a command in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Task {
     Write,
     Read,
 }
 
-/// A stretch of blocks, and the command for it.
+/// A range of blocks with one command at a time.
 struct Slot {
     slba: u64,
     blocks: u32,
     buffer: DmaBuffer,
     prepared: Prepared,
-    /// Tag that was last written.
+    /// Tag of the last write.
     tag: u64,
     task: Task,
     in_flight: bool,
 }
 
-/// Shared with the thread that runs the guest.
+/// State shared with the guest's thread.
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
@@ -98,20 +98,20 @@ impl Load {
         });
     }
 
-    /// Waits for more commands that succeed.
+    /// Waits for more successful commands.
     #[track_caller]
     pub(crate) fn goes_on(&self) {
         let until = self.shared.succeeded.load(Ordering::Relaxed) + 100;
         self.wait("more commands that succeed", &self.shared.succeeded, until);
     }
 
-    /// Waits for a command that failed for good.
+    /// Waits for a command that fails with Do Not Retry.
     #[track_caller]
     pub(crate) fn fails(&self) {
         self.wait("a failure", &self.shared.failed, 1);
     }
 
-    /// Lets all commands end, reads back all that was written, and gives the guest and its figures.
+    /// Waits for all commands, reads back all written data, and returns the guest and its counts.
     #[track_caller]
     pub(crate) fn finish(mut self) -> (Machine, Tally) {
         self.shared.stop.store(true, Ordering::Relaxed);
@@ -126,7 +126,7 @@ impl Load {
         }
     }
 
-    /// As [`Self::finish`], of a guest that noticed no failure at all.
+    /// Ends as [`Self::finish`] does, and checks that the guest has noticed no failure.
     #[track_caller]
     pub(crate) fn finish_undisturbed(self) -> Tally {
         let (_, tally) = self.finish();
@@ -137,12 +137,12 @@ impl Load {
 
 impl Drop for Load {
     fn drop(&mut self) {
-        // The test failed; the guest need not go on.
+        // If the test has failed, the guest stops.
         self.shared.stop.store(true, Ordering::Relaxed);
     }
 }
 
-/// One queue of the guest's.
+/// A queue of the guest.
 struct Lane {
     queue: QueuePair,
     slots: Vec<Slot>,
@@ -205,7 +205,7 @@ fn run(machine: &Machine, queues: u16, depth: usize, shared: &Shared) -> Tally {
             std::thread::sleep(std::time::Duration::from_micros(20));
         }
     }
-    // Nothing comes after the last completion, and what was written is there.
+    // No completion follows the last one, and the written data is present.
     for lane in &mut lanes {
         assert!(lane.queue.poll().is_none(), "a completion of nothing");
         if tally.failed.is_empty() {
@@ -222,7 +222,7 @@ impl Lane {
             if slot.in_flight {
                 continue;
             }
-            // Written, then read back, and so on, each time another part of the stretch.
+            // Commands write and read back in turn, each time at another place of the range.
             slot.task = match slot.task {
                 Task::Read => Task::Write,
                 Task::Write => Task::Read,
@@ -234,7 +234,7 @@ impl Lane {
                     0 => most as u32,
                     _ => 1 + rng.below(most as u64 / 8) as u32,
                 };
-                // Data need not start with a page.
+                // Data need not start at a page.
                 let offset = 4 * rng.below(1024) as usize;
                 let len = slot.blocks as usize * block_size;
                 slot.prepared = prp::buffer(&slot.buffer, offset, len).unwrap();
@@ -242,7 +242,7 @@ impl Lane {
                 rng::fill_blocks(&mut bytes, slot.tag, slot.slba, block_size);
                 slot.buffer.write(offset, &bytes);
             } else {
-                // Other content, so that the written data cannot pass for data that is read back.
+                // Overwrite the buffer, so that old contents do not pass for read data.
                 slot.buffer.fill(0xEE);
             }
             self.push(index, tally);
@@ -256,7 +256,7 @@ impl Lane {
             Task::Read => Sqe::read(1, slot.slba, slot.blocks),
         };
         let sqe = sqe.with_data(slot.prepared.pointer);
-        // There are fewer slots than entries.
+        // The push succeeds: there are fewer slots than entries.
         assert!(self.queue.push(&sqe.with_cid(index as u16)), "a full queue");
         slot.in_flight = true;
         tally.submitted += 1;
@@ -286,7 +286,7 @@ impl Lane {
         }
     }
 
-    /// Reads what was last written to each stretch.
+    /// Reads the data that was last written to each range.
     fn verify(&mut self, block_size: usize) {
         for index in 0..self.slots.len() {
             let slot = &self.slots[index];
@@ -295,7 +295,7 @@ impl Lane {
             }
             slot.buffer.fill(0xEE);
             let sqe = Sqe::read(1, slot.slba, slot.blocks).with_data(slot.prepared.pointer);
-            // A drive that something is wrong with may still interrupt it.
+            // A failing drive may still interrupt the read.
             let status = loop {
                 let status = self.queue.submit_and_wait(sqe, HANG).unwrap().status();
                 if status.is_success() || status.do_not_retry() {
@@ -326,7 +326,7 @@ impl Slot {
     }
 }
 
-/// PRP1 of a pointer.
+/// Returns PRP1 of a data pointer.
 fn first_prp(pointer: &DataPointer) -> u64 {
     Sqe::new(0, 0).with_data(*pointer).0[3]
 }

@@ -1,8 +1,8 @@
-//! The whole way of an I/O to a physical drive in this process: a guest's driver, a function, shadow
-//! queues, the driver of a physical controller, and a model of a drive that judges what it is told.
+//! The complete path of an I/O to a physical drive in this process: guest driver, function, shadow queues, driver of the
+//! physical controller, and a drive model that checks the host.
 //!
-//! Every test ends with that judgement: no DMA outside of what was mapped, nothing that a host must not
-//! do, and a drive that was given back disabled.
+//! Every test ends with this check: no DMA outside of mapped memory, no protocol violations by the host, and a drive that was
+//! disabled before its release.
 
 mod arbitration;
 mod bring_up;

@@ -1,4 +1,4 @@
-//! A VM's memory behind an IOMMU: what it takes, and how long that takes.
+//! A VM's memory behind an IOMMU: limits on its size and mappings, and the time to map it.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -23,21 +23,21 @@ use crate::load::Load;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// The memory of a function, as its VMM maps it, on a host that tells nothing of its own memory.
+/// Creates a function's window, on a host that gives no information about its own memory.
 fn window(host: &Host, function: &str, limit: Option<u64>) -> DmaWindow {
     let window = DmaWindow::new(host.drive.controller().iova_space().clone());
     let window = window.with_account(MemoryAccount::below("/proc/self/fdinfo"));
     window.of_function(function, limit.map(MemoryLimit::Chosen))
 }
 
-/// Sparse memory of so many bytes.
+/// Creates a sparse memory file.
 fn sparse(bytes: u64) -> File {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(bytes).unwrap();
     file
 }
 
-/// Maps the first bytes of a file at a guest address.
+/// Maps the start of a file at a guest address.
 fn map(window: &DmaWindow, file: &File, gpa: u64, len: u64) -> Result<(), DmaError> {
     window.map(MemoryRegion {
         gpa: Gpa(gpa),
@@ -49,7 +49,7 @@ fn map(window: &DmaWindow, file: &File, gpa: u64, len: u64) -> Result<(), DmaErr
     })
 }
 
-/// Maps the same bytes without end. Returns how often they were mapped, and why no further.
+/// Maps the same bytes at more and more addresses. Returns the number of mappings and the final error.
 fn map_aliases(window: &DmaWindow, file: &File, len: u64) -> (u64, DmaError) {
     for nth in 0.. {
         if let Err(error) = map(window, file, nth * len, len) {
@@ -59,7 +59,7 @@ fn map_aliases(window: &DmaWindow, file: &File, len: u64) -> (u64, DmaError) {
     unreachable!("there is a bound");
 }
 
-/// Returns why a function was refused memory.
+/// Returns the reason why a map was refused.
 #[track_caller]
 fn refusal(error: DmaError) -> MemoryRefusal {
     let DmaError::Iommu { source, .. } = error else {
@@ -97,13 +97,13 @@ fn memory_that_is_mapped_again_and_again_is_refused_by_numbers() {
         limit,
     };
     assert_eq!(refusal(error), expected);
-    // What was refused left nothing, and what goes makes room.
+    // A refused map leaves no mappings, and an unmap makes space again.
     assert_eq!(iommu.mapped(), before + 64 * MIB);
     assert_eq!(hostile.unmap(Gpa(5 * MIB), 2 * MIB).unwrap(), 2 * MIB);
     map(&hostile, &file, 5 * MIB, MIB).unwrap();
     map(&hostile, &file, 64 * MIB, 2 * MIB).unwrap_err();
     map(&hostile, &file, 64 * MIB, MIB).unwrap();
-    // The neighbour has all that it needs.
+    // The neighbour has enough memory.
     Load::start(&host, &Setup::nth(0), 2, 4).finish_undisturbed();
     let before = iommu.mapped();
     drop(hostile);
@@ -161,7 +161,7 @@ fn a_function_without_a_limit_has_the_hosts_memory_once() {
     host.finish();
 }
 
-/// A host's files about its memory.
+/// Fake files with a host's memory statistics.
 struct HostFiles(tempfile::TempDir);
 
 impl HostFiles {
@@ -178,7 +178,7 @@ impl HostFiles {
         std::fs::write(root.join("proc/meminfo"), text).unwrap();
     }
 
-    /// The memory of a function on this host.
+    /// Creates a function's window on this host.
     fn window(&self, host: &Host, function: &str) -> DmaWindow {
         let account = MemoryAccount::below(self.0.path());
         window(host, function, None).with_account(account)
@@ -208,10 +208,10 @@ fn sparse_memory_that_the_host_does_not_have_is_refused_before_a_page_is_taken()
     ));
     assert_eq!((iommu.pages_taken(), iommu.mapped()), (0, before));
     assert_eq!(file.metadata().unwrap().blocks(), 0);
-    // What the host has is taken in steps.
+    // A map of much memory is charged in steps.
     map(&hostile, &file, 0, 2 * GIB).unwrap();
     assert_eq!(iommu.pages_taken(), 2 * GIB);
-    // The neighbour goes on.
+    // The neighbour continues.
     Load::start(&host, &Setup::nth(0), 1, 4).finish_undisturbed();
     drop(hostile);
     host.finish();
@@ -236,7 +236,7 @@ fn a_host_whose_memory_runs_out_meanwhile_refuses_the_next_step() {
     assert!(told.contains("of which 256M are not there yet"), "{told}");
     assert!(told.contains("has 300M available"), "{told}");
     assert_eq!((iommu.pages_taken(), iommu.mapped()), (768 * MIB, before));
-    // The promise ended with the map, as did all that was counted for it.
+    // The reservation ended with the map, including everything counted for the map.
     HostFiles::write(files.0.path(), 4 * GIB, 3 * GIB);
     map(&hostile, &file, 0, 2 * GIB).unwrap();
     drop(hostile);
@@ -273,10 +273,10 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
         refusal(error),
         MemoryRefusal::Unavailable { missing: PIECE, .. }
     ));
-    // Nothing is left of it.
+    // No mappings are left.
     assert_eq!(iommu.mapped(), before);
     assert_eq!(hostile.stats().bytes, 0);
-    // A host that has the memory gives it.
+    // A host with enough memory accepts the map.
     HostFiles::write(files.0.path(), GIB, 512 * MIB);
     map(&hostile, &file, 0, 3 * PIECE).unwrap();
     drop(hostile);
@@ -291,7 +291,7 @@ fn what_the_kernel_takes_while_it_pins_is_promised_until_then() {
     let files = HostFiles::new(GIB, 160 * MIB);
     let account = MemoryAccount::below(files.0.path());
     let first = window(&host, "vm-1", None).with_account(account.clone());
-    // The model takes no pages: they are missing until they are pinned, as before Linux 5.14.
+    // The model does not populate pages, so they are missing until they are pinned, as before Linux 5.14.
     let other = account.clone();
     iommu.when_a_piece_is_pinned(move |_| {
         other.promise("vm-2").cover(LEN).unwrap_err();
@@ -310,7 +310,7 @@ fn a_small_region_is_mapped_on_a_host_with_little_left() {
     let window = files.window(&host, "vm-1");
     map(&window, &sparse(16 * MIB), 0, 16 * MIB).unwrap();
     map(&window, &sparse(PAGE_SIZE as u64), GIB, PAGE_SIZE as u64).unwrap();
-    // 32 MiB in all.
+    // More than 32 MiB in total.
     let error = map(&window, &sparse(16 * MIB), 2 * GIB, 16 * MIB).unwrap_err();
     let told = nvme_mpt_vmm::report::chain(&error);
     assert!(told.contains("of which 256M stay free"), "{told}");
@@ -324,7 +324,7 @@ fn memory_that_is_there_is_never_refused_for_lack_of_memory() {
     let iommu = host.model.model_iommu();
     let files = HostFiles::new(4 * GIB, 0);
     let window = files.window(&host, "vm-1");
-    // Allocated as a whole, by writes or by fallocate; and in part, with holes beside the region.
+    // Fully allocated, by writes or by fallocate; and partly allocated, with holes beside the region.
     let allocated = sparse(4 * MIB);
     nvme_mpt::memory::allocate(allocated.as_fd(), 4 * MIB).unwrap();
     map(&window, &allocated, 0, 4 * MIB).unwrap();
@@ -364,7 +364,7 @@ fn the_last_part_of_a_space_of_39_bits_is_kept_for_others() {
             (hostile, mapped, error)
         })
         .collect();
-    // The first has a third of what is nobody's, which is more than any VM on such a host has.
+    // The first VM uses a third of the unassigned mappings, which is the maximum for a VM on such a host.
     let mapped: Vec<_> = hostile.iter().map(|(_, mapped, _)| *mapped).collect();
     assert!(mapped[0] >= 128 / 8 && mapped[0] <= 152 / 8, "{mapped:?}");
     let [.., (_, _, error)] = &hostile[..] else {
@@ -379,7 +379,7 @@ fn the_last_part_of_a_space_of_39_bits_is_kept_for_others() {
     ] {
         assert!(told.contains(part), "{told}");
     }
-    // Its neighbours have what they are assured.
+    // The neighbours have their assured mappings.
     let neighbours = ["x", "y", "z"].map(|function| window(&host, function, None));
     for neighbour in &neighbours {
         map(neighbour, &file, 0, 2 * GIB).unwrap();
@@ -387,7 +387,7 @@ fn the_last_part_of_a_space_of_39_bits_is_kept_for_others() {
     Load::start(&host, &Setup::nth(1), 4, 8).finish_undisturbed();
     early.finish_undisturbed();
     drop((hostile, neighbours));
-    // What they give back is there for others.
+    // Returned mappings are available to others.
     let alone = window(&host, "alone", None);
     let large = sparse(200 * GIB);
     map(&alone, &large, 0, 200 * GIB).unwrap();
@@ -405,7 +405,7 @@ fn a_poller_goes_on_while_memory_is_pinned() {
     let attachment = host.attached.lock().unwrap().upgrade().unwrap();
     let taken = attachment.take_queue(QueueId(1));
     let mut shadow = taken.unwrap();
-    // A table that the queue has not taken up yet.
+    // A table that the queue has not adopted yet.
     let regions = [0, 1].map(|nth| {
         let gpa = NOWHERE + nth * 2 * REGION;
         machine.memory.add_region(gpa, REGION).unwrap()
@@ -455,14 +455,14 @@ fn a_guest_whose_pages_were_freed_under_the_drive_stops_and_others_go_on() {
     let mut queue = queue_pair(&mut controller, 1, 16);
     let fd = machine.memory.fd();
     let regions = machine.memory.regions();
-    // As pinning does.
+    // Touch all pages, as pinning does.
     let vmm = regions.iter().map(|region| {
         let len = region.len as usize;
         Mapping::shared(fd, region.fd_offset, len, MappingAccess::ReadWrite).unwrap()
     });
     let vmm: Vec<_> = vmm.collect();
     vmm.iter().for_each(|mapping| mapping.populate().unwrap());
-    // Two looks at the memory, with its pages.
+    // Two checks of the memory with all its pages present.
     let resets = host.incidents().resets;
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
@@ -471,7 +471,7 @@ fn a_guest_whose_pages_were_freed_under_the_drive_stops_and_others_go_on() {
     last.discard_file(last.len() - PAGE_SIZE, PAGE_SIZE)
         .unwrap();
     machine.wait_fatal(&controller);
-    // A reset does not make the memory whole.
+    // A reset does not restore the memory.
     drop((queue, controller));
     let config = Config {
         admin_timeout: Duration::from_secs(2),
@@ -479,7 +479,7 @@ fn a_guest_whose_pages_were_freed_under_the_drive_stops_and_others_go_on() {
     };
     let (bar, memory) = (machine.bar(), machine.memory.clone());
     let mut controller = Controller::attach(bar, memory, config, 1).unwrap();
-    // The controller may have failed before it answers.
+    // The controller may fail before it answers.
     let queue = controller.create_queue_pair(1, &QueueOptions::polled(16));
     machine.wait_fatal(&controller);
     neighbour.goes_on();

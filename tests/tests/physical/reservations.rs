@@ -1,4 +1,4 @@
-//! Queue pairs that belong to leases, and queues that move between pairs under load.
+//! Queue pairs that are reserved for leases, and queues that move between pairs under load.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use nvme_mpt_tests::status::SUCCESS;
 use crate::common::{Host, LEASE, LONG, Setup, queue_pair, status, wait_for};
 use crate::load::Load;
 
-/// Time without a command after which a queue's pair is lent.
+/// Time without commands after which a queue's pair is lent.
 const RESTS: Duration = Duration::from_secs(1);
 
 fn host(queue_pairs: u16) -> Host {
@@ -27,7 +27,7 @@ fn host(queue_pairs: u16) -> Host {
     Host::with(options, LONG)
 }
 
-/// The third lease, with so many queue pairs for itself.
+/// Returns a setup of the third lease with this number of reserved queue pairs.
 fn reserving(reserve: u16) -> Setup {
     Setup {
         reserve,
@@ -35,7 +35,7 @@ fn reserving(reserve: u16) -> Setup {
     }
 }
 
-/// Reserved, exclusive, shared and free pairs of the drive.
+/// Returns the numbers of reserved, exclusive, shared and free queue pairs of the drive.
 fn usage(host: &Host) -> [u16; 4] {
     let pairs = host.drive.controller().queue_pairs().unwrap();
     let QueuePairUse {
@@ -47,7 +47,7 @@ fn usage(host: &Host) -> [u16; 4] {
     [reserved, exclusive, shared, pairs.free()]
 }
 
-/// Reserves pairs of a drive, which may be being reset.
+/// Reserves pairs of a drive, also while the drive is being reset.
 fn reserved(host: &Host, lease: &str, pairs: u16) -> QueuePairReservation {
     let mut reservation = None;
     wait_for("a reservation", || {
@@ -93,7 +93,7 @@ fn a_refused_reservation_names_the_holders_and_changes_nothing() {
         "{text}"
     );
     assert_eq!(usage(&host), [6, 0, 0, 2]);
-    // The one pair that is left can be had, and the last one always stays.
+    // One more pair can be reserved. The last pair always remains unreserved.
     let c = host.drive.reserve("c", 1, LeaseWeight::default()).unwrap();
     assert!(host.drive.reserve("d", 1, LeaseWeight::default()).is_err());
     drop((a, c));
@@ -128,7 +128,7 @@ fn a_reservation_gets_its_pairs_from_guests_under_load_and_gives_them_back() {
         .collect();
     assert_eq!(usage(&host), [0, 4, 0, 0]);
     let owner = Load::start(&host, &reserving(2), 2, 16);
-    // The pair of a guest that loses its processor for a second is lent meanwhile.
+    // If a guest loses its processor for a second, its pair is lent, and the state shows up later.
     wait_for("two pairs that are shared", || usage(&host) == [2, 0, 2, 0]);
     let leases = host.ledger.list().unwrap();
     let reserved: Vec<_> = leases.iter().map(|lease| lease.reserved_pairs).collect();
@@ -137,7 +137,7 @@ fn a_reservation_gets_its_pairs_from_guests_under_load_and_gives_them_back() {
         load.goes_on();
     }
     owner.finish_undisturbed();
-    // Without a restart, each has a pair to itself again.
+    // Without a restart, each queue has an exclusive pair again.
     wait_for("a pair for each queue", || usage(&host) == [0, 4, 0, 0]);
     for load in others {
         load.goes_on();
@@ -196,7 +196,7 @@ fn a_pair_that_becomes_free_goes_to_a_queue_that_shares() {
         .map(|nth| Load::start(&host, &Setup::nth(nth), 1, 16))
         .collect();
     wait_for("a pair that is shared", || usage(&host) == [0, 1, 1, 0]);
-    // The one that has a pair to itself.
+    // The guest with the exclusive pair.
     loads.remove(1).finish_undisturbed();
     wait_for("a pair for each queue", || usage(&host) == [0, 2, 0, 0]);
     for load in loads {
@@ -216,7 +216,7 @@ fn a_pair_whose_queue_rests_serves_a_queue_that_shares_until_it_is_back() {
     let second = Load::start(&host, &Setup::nth(2), 1, 16);
     wait_for("a pair that is shared", || usage(&host) == [0, 1, 1, 0]);
     let uses = |expected: HostQueueUse| machine.queue_stats(1).host_queue == Some(expected);
-    // Queues without a command have no figures.
+    // Queues that have executed no command have no statistics.
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     for _ in 0..3 {
         wait_for("a loan", || uses(HostQueueUse::Shared));
@@ -225,7 +225,7 @@ fn a_pair_whose_queue_rests_serves_a_queue_that_shares_until_it_is_back() {
         }
         let woken = Instant::now();
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-        // Had this thread lost its processor for a second, the pair would be lent once more.
+        // If this thread was preempted for a second, the pair was lent again.
         assert!(
             uses(HostQueueUse::Exclusive) || woken.elapsed() > RESTS / 2,
             "the borrower is on its way"
@@ -247,13 +247,13 @@ fn a_reserved_pair_that_rests_is_never_lent() {
     let mut reserved = queue_pair(&mut of_owner, 1, 16);
     assert_eq!(status(&mut reserved, Sqe::flush(1)), SUCCESS);
     let first = Load::start(&host, &Setup::nth(0), 1, 16);
-    // The other pair that rests, which can be lent.
+    // The other idle pair, which can be lent.
     let machine = host.machine(&Setup::nth(1));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     let second = Load::start(&host, &Setup::nth(3), 1, 16);
-    // The reserved pair has rested for longer. Lent, it would leave no queues that share.
+    // The reserved pair is idle for longer. If it were lent, no queues would share.
     for _ in 0..3 {
         wait_for("a loan of the pair without a reservation", || {
             machine.queue_stats(1).host_queue == Some(HostQueueUse::Shared)
@@ -314,7 +314,7 @@ fn reservations_wait_for_no_reset() {
         .drive
         .reserve("before", 2, LeaseWeight::default())
         .unwrap();
-    // The reset waits for the answer to Number of Queues.
+    // The held answer to Number of Queues delays the reset.
     let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
@@ -326,7 +326,7 @@ fn reservations_wait_for_no_reset() {
     assert_eq!(error.to_string(), "The drive is being reset; try again");
     drop(before);
     assert_eq!(usage(&host), [0, 1, 0, 3]);
-    // Of an attempt that gets no answer, another one would follow.
+    // If this attempt had timed out, there would be another one.
     assert_eq!(host.model.counters().enables, 2, "they waited");
     host.model.let_go();
     load.goes_on();

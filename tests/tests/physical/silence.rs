@@ -1,5 +1,5 @@
-//! Drives whose registers read as all ones though they are there, as while the kernel recovers a link or resets the
-//! function: they are waited for, reset, and go on.
+//! Drives whose registers temporarily read as all ones, as during a link recovery or a function reset by the kernel. The driver
+//! waits for the drive, resets it, and continues.
 
 use std::thread;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use crate::common::{Host, LONG, READY_TIMEOUT, Setup, queue_pair, status, wait_f
 use crate::failures::{ample, ends, is_buried, resets_begin, scarce, survives};
 use crate::load::Load;
 
-/// Silence of a function that the kernel resets: more than the time between two looks at it.
+/// Duration of a function reset by the kernel: longer than the interval of the monitor's checks.
 const SHORT: Duration = Duration::from_millis(110);
 
 /// Longer than CAP.TO of [`READY_TIMEOUT`].
 const LONGER: Duration = Duration::from_secs(4);
 
-/// A drive that becomes ready soon, so that one that does not answer is soon given up.
+/// Lets a drive become ready soon, so that a drive without an answer is given up soon.
 fn quick(options: Options) -> Options {
     Options {
         timeout: READY_TIMEOUT,
@@ -39,7 +39,7 @@ fn a_drive_that_reads_as_ones_under_load_goes_on() {
             let outcome = survives(options.clone(), LONG, |host, loads| {
                 silent_for(host, SHORT, is_reset);
                 loads[0].goes_on();
-                // For certain at a look of its supervisor.
+                // Becomes silent at the moment of a check by the drive monitor.
                 host.model.fall_silent(is_reset);
                 wait_for("a reset", || host.incidents().resets > 0);
                 thread::sleep(SHORT);
@@ -96,7 +96,7 @@ fn a_drive_that_reads_as_ones_while_it_is_reset_goes_on() {
         let outcome = survives(options, LONG, |host, _| {
             host.model.fail();
             resets_begin(host);
-            // While it is disabled, and while it is enabled.
+            // Silent while being disabled, then while being enabled.
             for _ in 0..2 {
                 silent_for(host, SHORT, is_reset);
                 thread::sleep(2 * SHORT);
@@ -122,7 +122,7 @@ fn a_queue_is_created_after_the_silence_that_came_with_it() {
             thread::sleep(2 * SHORT);
             model.answer_again();
         });
-        // The drive has minutes for an answer, and none comes.
+        // The drive does not answer, although it has minutes.
         let mut queue = queue_pair(&mut controller, 1, 16);
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
         kernel.join().unwrap();
@@ -135,7 +135,7 @@ fn a_queue_is_created_after_the_silence_that_came_with_it() {
 
 #[test]
 fn a_silent_drive_that_the_host_wants_back_is_released_at_once() {
-    // It has two minutes to become ready, which nobody waits for.
+    // The drive would have two minutes to become ready, and the driver does not wait for this.
     is_buried(ends(scarce(), LONG, |host| {
         host.model.fall_silent(false);
         resets_begin(host);
@@ -177,14 +177,14 @@ fn a_drive_that_pauses_by_itself_is_waited_for_and_not_reset() {
     let load = Load::start(&host, &Setup::nth(0), 2, 8);
     load.goes_on();
     host.model.pause();
-    // Longer than the drive has for a command.
+    // Longer than the command deadline.
     thread::sleep(10 * SHORT);
     host.model.resume();
     load.goes_on();
     load.finish();
     let incidents = host.incidents();
     assert_eq!((incidents.timeouts, incidents.resets), (0, 0));
-    // One that pauses for longer than it may is reset.
+    // A drive that pauses for too long is reset.
     let load = Load::start(&host, &Setup::nth(1), 2, 8);
     host.model.pause();
     wait_for("a reset", || host.incidents().resets > 0);

@@ -1,4 +1,4 @@
-//! Leases of several weights on one queue pair of a drive, counted in commands that the drive is given.
+//! Leases with different weights on one queue pair, measured by the commands that reach the drive.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, remot
 /// Entries of the drive's queue pair.
 const ENTRIES: u32 = 16;
 
-/// Places of busy queues: one entry stays empty, and one is for quiet queues.
+/// Slots for busy queues: one entry stays empty, and one entry is for quiet queues.
 const PLACES: usize = 14;
 
-/// Commands of a loud guest. It submits them all at once.
+/// Commands of a loud guest, which are submitted all at once.
 const COMMANDS: usize = 480;
 
-/// Blocks of a lease.
+/// Size of a lease in blocks.
 const BLOCKS: u64 = LEASE / 512;
 
 /// Longer than the test.
@@ -35,7 +35,7 @@ fn host() -> Host {
         queue_pairs: 1,
         entries_max: ENTRIES,
         namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
-        // Nothing is flushed at the end.
+        // Without a volatile cache, no Flush is sent at the end.
         volatile_cache: false,
         by_hand: true,
         ..Options::default()
@@ -60,7 +60,7 @@ pub(crate) struct Guest {
 }
 
 impl Guest {
-    /// A guest of the `nth` lease.
+    /// Creates a guest with the `nth` lease.
     pub(crate) fn new(host: &Host, nth: u64, weight: u16) -> Self {
         let machine = host.machine(&Setup {
             rates: rates(weight),
@@ -77,7 +77,7 @@ impl Guest {
         }
     }
 
-    /// Submits so many reads.
+    /// Submits reads.
     pub(crate) fn read(&mut self, commands: usize) {
         let data = prp::buffer(&self.data, 0, 4096).unwrap();
         let read = Sqe::read(1, 0, 8).with_data(data.pointer);
@@ -88,13 +88,13 @@ impl Guest {
     }
 }
 
-/// The drive, which carries out one command after the other.
+/// A drive that the test plays. It executes one command at a time.
 struct Drive {
     hand: HandQueue,
     has: VecDeque<Sqe>,
 }
 
-/// Lease of a command.
+/// Returns the lease of a command, by its block address.
 fn lease_of(sqe: &Sqe) -> usize {
     (u64::from(sqe.cdw(10)) / BLOCKS) as usize
 }
@@ -120,7 +120,8 @@ impl Drive {
         lease_of(&sqe)
     }
 
-    /// Completes so many commands, each after the one before was replaced. Returns the new ones of each lease.
+    /// Completes commands one by one, each time after a new command replaced the last one. Returns the number of new commands
+    /// of each lease.
     #[track_caller]
     fn run(&mut self, commands: usize) -> [usize; 3] {
         let mut counts = [0; 3];
@@ -131,7 +132,7 @@ impl Drive {
         counts
     }
 
-    /// Completes all that is left of so many commands.
+    /// Completes the remaining `left` commands.
     fn finish(mut self, mut left: usize) {
         while left > 0 {
             if self.has.is_empty() {
@@ -143,7 +144,7 @@ impl Drive {
     }
 }
 
-/// Two loud guests of these weights, and the drive, with all their commands at the host.
+/// Creates two loud guests with these weights, and the drive. All commands are submitted.
 fn two_loud_guests(host: &Host, weights: [u16; 2]) -> ([Guest; 2], Drive) {
     let mut nth = 0..;
     let mut guests = weights.map(|weight| Guest::new(host, nth.next().unwrap(), weight));
@@ -172,7 +173,7 @@ fn check(counts: [usize; 3], expected: [usize; 3]) {
 #[test]
 fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
     if remote::is_chosen() {
-        // A server flushes the drive of a VMM that goes. Nobody plays a drive that answers here.
+        // A server flushes the drive when a VMM disconnects, and the test would have to complete this Flush.
         return;
     }
     let host = host();
@@ -180,10 +181,10 @@ fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
     let first = drive.run(200);
     guests[0].attachment.set_rates(rates(900));
     let second = drive.run(200);
-    // Without a weight, it is 100 again.
+    // The default weight is 100.
     guests[0].attachment.set_rates(RateLimits::default());
     let third = drive.run(200);
-    // A host that is dropped waits for its commands.
+    // The host waits for all commands when it is dropped.
     drive.finish(2 * COMMANDS - 600);
     drop(guests);
     host.finish();
@@ -195,7 +196,7 @@ fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
 #[test]
 fn a_quiet_guest_waits_for_what_the_drive_has_of_loud_ones_and_no_more() {
     if remote::is_chosen() {
-        // A server flushes the drive of a VMM that goes. Nobody plays a drive that answers here.
+        // A server flushes the drive when a VMM disconnects, and the test would have to complete this Flush.
         return;
     }
     let host = host();
@@ -204,7 +205,7 @@ fn a_quiet_guest_waits_for_what_the_drive_has_of_loud_ones_and_no_more() {
     let mut waits = Vec::new();
     for _ in 0..20 {
         quiet.read(1);
-        // No loud command has to end first.
+        // The quiet guest's command arrives without the completion of a loud command.
         while drive.take() != 2 {}
         let mut waited = 0;
         while drive.complete() != 2 {

@@ -106,7 +106,7 @@ fn run(variant: Variant, moves: &[Move]) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     let leases = tempfile::tempdir().unwrap();
-    // With a ledger in this process, namespace identifiers depend on it.
+    // Namespace identifiers depend on the ledger, so hosts of a reopened file share a ledger directory.
     let open = || match variant.file {
         true => Host {
             ledger: Ledger::open(leases.path()),

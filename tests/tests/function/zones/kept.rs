@@ -65,7 +65,7 @@ fn refused_until_there_is_room(folder: &Path) {
         children::let_go();
         drives::open(&path.parse().unwrap(), options(PROFILE, None))
     };
-    // A new file needs space for its head. A file without blocks from an earlier version has no space left at all.
+    // A new file has space for its head only. A file without blocks, from an earlier version, has no space at all.
     for left in [4096, 0] {
         let full = Filling::but_for(left, folder);
         let refused = open().map(drop);
@@ -174,7 +174,7 @@ fn states_that_were_not_written_back_are_written_for_a_new_vmm() {
     let host = host(file.to_str().unwrap());
     let machine = host.machine(&Setup::nth(0));
     let (controller, mut disk) = attach(&machine);
-    // The page behind the head of the states cannot be written to the device.
+    // The underlying file system has no space for the page behind the head of the states.
     let below = fs::read(device.file()).unwrap();
     let mut pages = (0..).zip(below.as_chunks::<4096>().0);
     let head = pages.find(|(_, page)| page.starts_with(b"nvmezns1"));

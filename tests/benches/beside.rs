@@ -1,12 +1,13 @@
-//! Worth of a poller's place: on the vCPU's processor, where the kernel puts it, and beside the vCPU.
+//! Effect of a poller's processor on latency and throughput: the vCPU's processor, the kernel's choice, and a processor near
+//! the vCPU.
 //!
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench beside              # seven rounds of each, in turn
 //! cargo bench -p nvme-mpt-tests --bench beside -- --smoke   # a short run of each
 //! ```
 //!
-//! A thread stands for the vCPU. It is pinned to the first processor, submits reads and polls for their completions.
-//! Poller and drive are those of the product. The figures are medians of the rounds.
+//! A thread takes the role of the vCPU. It is pinned to the first processor, submits reads and polls for their completions.
+//! Poller and drive are the product's. The results are medians of the rounds.
 
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
@@ -29,7 +30,7 @@ const ENTRIES: u32 = 64;
 const BYTES: u64 = 64 << 20;
 const DEPTHS: [u16; 2] = [1, 32];
 
-/// Observations of one run.
+/// Measurements of one run.
 #[derive(Clone, Copy)]
 struct Seen {
     per_second: f64,
@@ -74,7 +75,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Has a vCPU read for some time, with a poller of that policy.
+/// Reads for `time` on a vCPU, with a poller of the given policy.
 fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> Seen {
     let attachment = attachment(poll);
     let (name, named) = mpsc::channel();
@@ -87,7 +88,7 @@ fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> Seen {
     });
     let vector = &attachment.shared().vectors[1];
     vector.set_vcpu_thread(Some(named.recv().unwrap()));
-    // The poller is started here, and so with all processors, as in a VMM.
+    // The poller's thread starts here with all processors allowed, as in a VMM.
     let guest = AttachedGuest::new(attachment.clone(), 4 << 20);
     let queue = guest.queue_pair(1, ENTRIES, Some(1));
     give.send((queue, guest)).unwrap();
@@ -126,7 +127,7 @@ fn attachment(poll: &str) -> Arc<LocalBackend> {
     Arc::new(LocalBackend::new(config).unwrap())
 }
 
-/// Reads 4 KiB at a time in turn, with so many commands outstanding.
+/// Reads 4 KiB at a time, with `depth` commands outstanding.
 fn read(queue: &mut QueuePair, memory: &GuestMemory, depth: u16, time: Duration) -> Seen {
     let mut kept = Vec::new();
     let data: Vec<_> = (0..depth)

@@ -5,9 +5,9 @@
 //! cargo bench -p nvme-mpt-tests --bench crowd -- --smoke   # a short run of each
 //! ```
 //!
-//! One thread stands for all guests. It is pinned to the first processor, keeps reads in flight in each queue, and polls.
-//! Pollers and drive are those of the product. Fairness is Jain's index of the functions' commands: 1 if all had as many,
-//! and 1/N if one of N had all.
+//! One thread takes the role of all guests. It is pinned to the first processor, keeps reads in flight in each queue, and
+//! polls. Pollers and drive are the product's. Fairness is Jain's index of the functions' command counts: 1 if all are equal,
+//! and 1/N if one of N functions has all commands.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -31,19 +31,19 @@ const QUEUES: u16 = 4;
 const ENTRIES: u32 = 64;
 /// Reads in flight in each queue.
 const DEPTH: u16 = 4;
-/// Bytes of a function's lease.
+/// Size of a function's lease in bytes.
 const BYTES: u64 = 1 << 20;
-/// Bytes of a guest's memory.
+/// Size of a guest's memory in bytes.
 const MEMORY: u64 = 4 << 20;
 
-/// Functions and the polling of their queues.
+/// Number of functions, and the polling policy of their queues.
 struct Case {
     name: &'static str,
     functions: u64,
     poll: String,
 }
 
-/// Observations of one run.
+/// Measurements of one run.
 #[derive(Clone, Copy)]
 struct Seen {
     per_second: f64,
@@ -112,7 +112,7 @@ fn report(case: &Case, seen: &mut [Seen]) {
     );
 }
 
-/// Has the guests of all functions read for some time.
+/// Makes the guests of all functions read for some time.
 fn run(case: &Case, processor: usize, time: Duration) -> Seen {
     let attachments = attachments(case);
     let guests: Vec<AttachedGuest> = attachments
@@ -201,7 +201,7 @@ impl Queue {
         }
     }
 
-    /// Puts a read into each free place.
+    /// Submits a read for each free command identifier.
     fn submit(&mut self) {
         while let Some(cid) = self.free.pop() {
             assert!(self.pair.push(&self.reads[usize::from(cid)]));
@@ -210,7 +210,7 @@ impl Queue {
     }
 }
 
-/// Keeps reads in flight in all queues for some time, and waits for the last of them.
+/// Keeps reads in flight in all queues for some time, then waits for the remaining reads.
 fn read(queues: &mut [Queue], functions: usize, time: Duration) -> Seen {
     let mut latencies = Vec::new();
     let mut commands = vec![0_u64; functions];

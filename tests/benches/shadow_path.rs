@@ -1,17 +1,16 @@
-//! Cost of a command on its way through a shadow queue: a guest driver and the poller's work in one thread,
-//! so that nothing but the path itself is measured.
+//! Cost of a command's path through a shadow queue. The guest driver and the poller's work are in one thread, so only the path
+//! itself is measured.
 //!
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench shadow_path              # nanoseconds and instructions
 //! cargo bench -p nvme-mpt-tests --bench shadow_path -- --smoke   # a short run of every case
 //! ```
 //!
-//! Every case fails if a command makes the device allocate memory. Instructions are counted with
-//! `valgrind --tool=callgrind`, inside [`ShadowQueue::poll`] only, where that is installed.
-//! Times are those of driver and device together; there are none where the drive is a model of a
-//! physical one, whose own work costs more than the path does. Such a drive may cost
-//! [`PHYSICAL_EXTRA`] instructions per command more than one that does nothing, and a lease of many extents
-//! [`EXTENTS_EXTRA`] more than one of a range. Live state may cost [`LIVE_EXTRA`].
+//! Every case fails if a command makes the device allocate memory. If valgrind is installed, instructions inside
+//! [`ShadowQueue::poll`] are counted with `valgrind --tool=callgrind`. Times include driver and device. For a model of a
+//! physical drive no times are measured, since the model costs more than the path. The permitted additional instructions per
+//! command are [`PHYSICAL_EXTRA`] for a physical drive, [`EXTENTS_EXTRA`] for a lease of many extents, and [`LIVE_EXTRA`] for
+//! live state.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -40,15 +39,15 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_vfio::{ControllerOptions, VfioController};
 
-/// Counts the device's allocations, to show that there are none.
+/// Allocator that counts the device's allocations, of which there must be none.
 struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// True if this thread is at the device's work.
+    /// True while this thread executes the device's work.
     static IN_DEVICE: Cell<bool> = const { Cell::new(false) };
-    /// True while the device's work does not count.
+    /// True while the device's allocations are not counted.
     static IS_WARMING_UP: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -76,30 +75,30 @@ static ALLOCATOR: Counting = Counting;
 #[derive(Clone, Copy)]
 enum On {
     Software(&'static str),
-    /// A model of a physical drive, with so many queue pairs, which takes so many bytes at once.
+    /// Model of a physical drive with this number of queue pairs and this maximum transfer size in bytes.
     Physical {
         queue_pairs: u16,
         max_transfer: usize,
     },
 }
 
-/// A drive with as many queue pairs as anybody wants, which takes as much as guests may transfer.
+/// A physical drive with enough queue pairs for all queues, and no limit on transfers below the guests' own.
 const PHYSICAL: On = On::Physical {
     queue_pairs: 64,
     max_transfer: 1 << 20,
 };
 
-/// Instructions per command that a physical drive may cost more than `null:`, which keeps no copy of a command. This limit
-/// and the next ones leave some room for other compilers.
+/// Maximum additional instructions per command of a physical drive, compared with `null:`, which keeps no copy of a command.
+/// This limit and the next two leave some margin for other compilers.
 const PHYSICAL_EXTRA: f64 = 66.0;
 
-/// Instructions per command that a lease of many extents may cost more than one of a range.
+/// Maximum additional instructions per command of a lease with many extents, compared with a single range.
 const EXTENTS_EXTRA: f64 = 5.0;
 
-/// Instructions per command that live state may cost.
+/// Maximum additional instructions per command of live state.
 const LIVE_EXTRA: f64 = 25.0;
 
-/// Cases, those to compare them with, and the instructions per command that they may cost more.
+/// Pairs of cases to compare, with the maximum additional instructions per command of the first case.
 const COMPARED: [(&str, &str, f64); 5] = [
     ("vfio-4k", "null-4k", PHYSICAL_EXTRA),
     ("vfio-128k", "null-128k", PHYSICAL_EXTRA),
@@ -108,26 +107,26 @@ const COMPARED: [(&str, &str, f64); 5] = [
     ("vfio-4k-live", "vfio-4k", LIVE_EXTRA),
 ];
 
-/// Bytes of a unit of a lease of several extents.
+/// Allocation unit of a lease with several extents, in bytes.
 const UNIT: u64 = 256 << 20;
 
-/// One thing to measure.
+/// Parameters of a measurement.
 #[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
     drive: On,
-    /// Bytes per read.
+    /// Size of a read in bytes.
     size: usize,
     queues: u16,
     depth: usize,
     write: bool,
-    /// Extents of the lease, none of which follows another.
+    /// Number of extents of the lease, which are not adjacent.
     extents: u64,
-    /// True if the queues have live state, as the function may outlive the process.
+    /// True if the queues have live state, for a function that may outlive the process.
     live: bool,
 }
 
-/// The case that others differ from.
+/// Base case.
 const NULL_4K: Case = Case {
     name: "null-4k",
     drive: On::Software("null:64G"),
@@ -252,11 +251,11 @@ struct Lane {
     _memory: Vec<DmaBuffer>,
 }
 
-/// Rig of a case.
+/// Setup of a case.
 struct Rig {
     lanes: Vec<Lane>,
     attachment: Arc<LocalBackend>,
-    /// The drive's side of its queue pairs, of a physical drive.
+    /// The drive's side of the queue pairs of a physical drive.
     hands: Vec<HandQueue>,
 }
 
@@ -383,7 +382,7 @@ fn rig(case: &Case) -> Rig {
             }
         })
         .collect();
-    // Those that the drive has: more queues than that share them.
+    // The drive may have fewer queue pairs than the function has queues, which then share pairs.
     let hands = (1..=case.queues).map_while(|id| model.as_ref()?.hand_queue(id));
     Rig {
         hands: hands.collect(),
@@ -392,7 +391,7 @@ fn rig(case: &Case) -> Rig {
     }
 }
 
-/// Writes every block once: memory that was never written is one page of zeroes in the cache.
+/// Writes every block once. Unwritten memory would be a single cached page of zeroes.
 fn fill(lanes: &mut [Lane], case: &Case) {
     let lane = &mut lanes[0];
     let commands = std::mem::take(&mut lane.commands);
@@ -409,7 +408,7 @@ fn fill(lanes: &mut [Lane], case: &Case) {
     lane.commands = commands;
 }
 
-/// Runs commands through all lanes in turn, as one poller does. Returns how many.
+/// Executes commands through all lanes in turn, as one poller does. Returns the number of commands.
 fn run(rig: &mut Rig, depth: usize, commands: usize) -> usize {
     let Rig { lanes, hands, .. } = rig;
     let mut done = 0;
@@ -440,7 +439,7 @@ fn run(rig: &mut Rig, depth: usize, commands: usize) -> usize {
     done
 }
 
-/// The drive's part, if it is a physical one. Returns whether there was anything to do.
+/// Performs the work of a physical drive. Returns whether there was any.
 fn complete_all(hands: &mut [HandQueue]) -> bool {
     let mut worked = false;
     for hand in hands {
@@ -464,14 +463,14 @@ fn poll_lanes(lanes: &mut [Lane]) {
     IN_DEVICE.set(false);
 }
 
-/// The device's part, under a name that callgrind can find.
+/// Performs the device's work, under a name that callgrind can find.
 #[inline(never)]
 fn poll_device(shadow: &mut ShadowQueue) {
     shadow.poll();
 }
 
-/// Lets a physical drive show that it is fast: until its supervisor has seen that, large commands are counted. What that takes
-/// does not count here.
+/// Executes commands until the drive monitor has seen that the drive is fast: until then, the host counts large commands.
+/// The allocations of this phase are not counted.
 fn warm_up(rig: &mut Rig, case: &Case) {
     if matches!(case.drive, On::Software(_)) {
         return;
@@ -480,13 +479,13 @@ fn warm_up(rig: &mut Rig, case: &Case) {
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_millis(1500) {
         run(rig, case.depth, case.depth);
-        // Under callgrind, one thread runs at a time, and the supervisor may get no turn otherwise.
+        // Callgrind runs one thread at a time, so the drive monitor needs a chance to run.
         thread::sleep(Duration::from_millis(1));
     }
     IS_WARMING_UP.set(false);
 }
 
-/// Nanoseconds per command: the best of several runs, as noise only adds.
+/// Returns nanoseconds per command: the minimum of several runs, since noise only adds time.
 fn nanoseconds(case: &Case, commands: usize) -> f64 {
     let mut rig = rig(case);
     if case.name.starts_with("memory") {
@@ -517,8 +516,8 @@ fn finish(rig: Rig) {
     attachment.reset().unwrap();
 }
 
-/// Instructions per command inside the device, by callgrind: the difference of two runs of
-/// different lengths, so that set-up cancels out.
+/// Returns instructions per command inside the device, measured by callgrind. The result is the difference of two runs of
+/// different lengths, so that the setup cancels out.
 fn instructions(case: &Case) -> Option<f64> {
     let count = |commands: usize| -> Option<u64> {
         let output = Command::new("valgrind")
@@ -563,7 +562,7 @@ fn main() -> ExitCode {
         } else {
             match case.drive {
                 On::Software(_) => 64_000_000_usize.div_ceil(case.size / 64),
-                // Only to see that it allocates nothing.
+                // This run only checks for allocations.
                 On::Physical { .. } => 20_000,
             }
         };

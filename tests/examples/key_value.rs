@@ -9,7 +9,7 @@
 //! cargo run -p nvme-mpt-tests --example key_value -- /run/kv.sock delete colour
 //! ```
 //!
-//! The socket is one of `nvme-mpt serve`, and has no other client meanwhile.
+//! The socket belongs to `nvme-mpt serve`, and must have no other client at the same time.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -25,10 +25,10 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 const USAGE: &str = "key_value SOCKET store KEY VALUE | retrieve KEY | delete KEY | list [FROM]";
 
-/// Start and size of this guest's memory: for queues, and for values of 1 MiB.
+/// Start and size of this guest's memory, for queues and for values of up to 1 MiB.
 const MEMORY: (u64, u64) = (1 << 32, 8 << 20);
 
-/// Bytes of a list, which is asked for again from its last key on.
+/// Buffer size of a list in bytes. A longer list is continued from its last key.
 const LIST: usize = 4096;
 
 /// Longest key, in bytes.
@@ -59,7 +59,7 @@ fn run() -> Result<()> {
     match *command {
         ["store", key, value] => pairs.store(key.as_bytes(), value.as_bytes())?,
         ["retrieve", key] => {
-            // First its size alone, then that many bytes.
+            // Retrieve the size first, then the value.
             let (_, size) = pairs.retrieve(key.as_bytes(), 0)?;
             let (value, _) = pairs.retrieve(key.as_bytes(), size as usize)?;
             io::stdout().write_all(&value)?;
@@ -89,7 +89,7 @@ fn connect(socket: &Path) -> Result<(Controller, KeyValues)> {
     Ok((controller, pairs))
 }
 
-/// Prints all keys from one on.
+/// Prints all keys, starting at `from`.
 fn list(pairs: &mut KeyValues, from: &[u8]) -> Result<()> {
     let mut from = from.to_vec();
     let mut skip = 0;
@@ -98,7 +98,7 @@ fn list(pairs: &mut KeyValues, from: &[u8]) -> Result<()> {
         for key in keys.iter().skip(skip) {
             println!("{}", key.escape_ascii());
         }
-        // A list begins with the key that it is asked for.
+        // A list starts with the given key, which was printed already.
         match keys.last() {
             Some(last) if keys.len() > skip => from = last.clone(),
             _ => return Ok(()),

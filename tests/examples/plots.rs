@@ -1,11 +1,11 @@
-//! Behaviour of modelled drives of flash, as pictures: `resources/drives/plots/`.
+//! Charts of the behaviour of modelled flash drives, for `resources/drives/plots/`.
 //!
 //! ```text
 //! cargo run --release -p nvme-mpt-tests --example plots                # all of them, where they are kept
 //! cargo run --release -p nvme-mpt-tests --example plots -- FOLDER      # elsewhere
 //! ```
 //!
-//! All is simulated on a clock of its own: the same pictures come of it on every machine.
+//! The simulation uses a virtual clock, so the charts are the same on every machine.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ fn reads(bytes: u64, depth: usize, commands: usize) -> SimulatedLoad {
     }
 }
 
-/// A drive on which everything was written once, in order.
+/// Creates a drive on which every block was written once, in order.
 fn filled(profile: &SsdProfile, bytes: u64) -> Result<(ModelSimulation, SimulatedLoadResult)> {
     let profile = DriveProfile::Ssd(profile.clone());
     let mut drive = ModelSimulation::new(&profile, bytes).ok_or("It tells of no time")?;
@@ -73,8 +73,8 @@ fn filled(profile: &SsdProfile, bytes: u64) -> Result<(ModelSimulation, Simulate
     Ok((drive, outcome))
 }
 
-/// Bandwidth by the size of a read: the same dies on fewer channels contend for them, and channels
-/// without a limit leave the dies and the link.
+/// Draws bandwidth by read size. With fewer channels, the same dies contend for them. Without a channel limit, dies and link
+/// are the limit.
 fn payload_sizes(path: &Path) -> Result<()> {
     let profile = flash()?;
     let with = |channels: u16, bandwidth: u64| SsdProfile {
@@ -106,7 +106,7 @@ fn payload_sizes(path: &Path) -> Result<()> {
     draw(path, &what, sizes, 0.0..most(&lines), &lines)
 }
 
-/// Bandwidth of reads of 16 KiB by how many threads have one in flight each.
+/// Draws bandwidth of 16 KiB reads by the number of threads, each with one read in flight.
 fn threads(path: &Path) -> Result<()> {
     let profile = flash()?;
     let (mut drive, _) = filled(&profile, 512 * MIB)?;
@@ -130,8 +130,8 @@ fn threads(path: &Path) -> Result<()> {
     )
 }
 
-/// A drive is filled in order and then written at random, until garbage collection sets in and beyond:
-/// its throughput over time, and what became of the latency.
+/// Draws throughput over time, and latency: a drive is filled in order and then written at random, until garbage collection
+/// starts and beyond.
 fn aging(over_time: &Path, latency: &Path) -> Result<()> {
     const DRIVE: u64 = 4 << 30;
     let profile = SsdProfile {
@@ -157,7 +157,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
         copied.push(drive.wear().unwrap_or_default().copied_pages - before);
         outcomes.push(outcome);
     }
-    // The second picture's text relies on this.
+    // The text of the second chart relies on this.
     if copied.first() != Some(&0) || copied.last() == Some(&0) {
         return Err(format!("Garbage collection has moved {copied:?} pages").into());
     }
@@ -194,7 +194,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
     draw(latency, &what, latencies, 0.0..100.0, &lines)
 }
 
-/// Throughput in steps of 50 ms, from some second on.
+/// Returns throughput in steps of 50 ms, starting at second `from`.
 fn rate(outcome: &SimulatedLoadResult, bytes: u64, from: f64) -> Points {
     const STEP: u64 = 50_000_000;
     let steps = (outcome.ended - outcome.began) / STEP;
@@ -205,7 +205,7 @@ fn rate(outcome: &SimulatedLoadResult, bytes: u64, from: f64) -> Points {
         }
     }
     let seconds = STEP as f64 / 1e9;
-    // Of a step in which nothing was done a picture on a logarithmic scale has no point.
+    // A step without completions has no point on a logarithmic scale.
     let point = |(step, count): (usize, &u64)| {
         let at = from + (step as f64 + 0.5) * seconds;
         (*count > 0).then_some((at, (count * bytes) as f64 / MIB as f64 / seconds))

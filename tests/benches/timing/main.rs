@@ -6,11 +6,11 @@
 //! cargo bench -p nvme-mpt-tests --bench timing -- --variation FILE.svg   # ten runs, drawn
 //! ```
 //!
-//! A guest driver and the poller's work are in one thread, so that it takes one free processor. What
-//! is configured of a drive of flash is the sum of what a command's parts take on an idle drive.
-//! Instructions are those of `--bench shadow_path`: inside [`ShadowQueue::poll`], by callgrind, of a
-//! drive whose commands are due at once less those of one without a profile. Such commands are held
-//! and released as all others are. It fails if keeping time costs more than [`TIME_MAX`].
+//! The guest driver and the poller's work are in one thread, so the bench needs one free processor. The configured value of a
+//! flash drive is the sum of the times of a command's parts on an idle drive. Instructions are counted inside
+//! [`ShadowQueue::poll`] by callgrind, as in `--bench shadow_path`. The cost is the difference between a drive whose commands
+//! are due at once, but are held and released like others, and a drive without a profile. The bench fails if this cost exceeds
+//! [`TIME_MAX`].
 
 mod variation;
 
@@ -38,7 +38,7 @@ const DRIVE: &str = "null:512M";
 const BYTES: u64 = 512 << 20;
 const MIB: f64 = 1_048_576.0;
 
-/// Instructions per command that keeping time may cost at most.
+/// Maximum instructions per command for timing.
 const TIME_MAX: f64 = 40.0;
 
 /// A drive whose commands are due when they arrive.
@@ -99,7 +99,7 @@ impl Rig {
         }
     }
 
-    /// Buffers for commands of some bytes.
+    /// Allocates buffers of `bytes` for commands.
     fn buffers(&mut self, depth: usize, bytes: usize) -> Vec<DataPointer> {
         let buffer = |_| {
             let data = self.guest.memory().alloc(bytes).unwrap();
@@ -111,7 +111,7 @@ impl Rig {
         (0..depth).map(buffer).collect()
     }
 
-    /// Runs a case's commands and returns how long each took, and all of them.
+    /// Executes a case's commands. Returns the time of each command and the total time.
     fn run(&mut self, case: &Case, commands: usize) -> (Vec<u64>, Duration) {
         let data = self.buffers(case.depth, case.bytes);
         let blocks = (case.bytes / 512) as u64;
@@ -158,17 +158,17 @@ impl Rig {
     }
 }
 
-/// The device's part, under a name that callgrind can find.
+/// Performs the device's work, under a name that callgrind can find.
 #[inline(never)]
 fn poll_device(shadow: &mut ShadowQueue) {
     shadow.poll();
 }
 
-/// Claim that a case is to show.
+/// Configured value that a case measures.
 enum Configured {
-    /// Bounds of half of the commands and of 99 of 100, in nanoseconds.
+    /// Latency in nanoseconds, for the median and the 99th percentile.
     Latency(f64),
-    /// In bytes per second.
+    /// Bandwidth in bytes per second.
     Bandwidth(f64),
 }
 
@@ -261,14 +261,14 @@ fn cases(profile: &DriveProfile) -> Vec<Case> {
     match profile {
         DriveProfile::Nvm(profile) => of_nvm(profile),
         DriveProfile::Ssd(profile) => of_ssd(profile),
-        // Its time is that of model `nvm`, or is compared with exact times beside the model.
+        // The timing equals model `nvm`, or is compared with exact times in the model's own tests.
         DriveProfile::Zns(_) => Vec::new(),
-        // As that: it is about keys, and this bench sends reads and writes.
+        // The profile is for keys, and this bench sends reads and writes.
         DriveProfile::Kv(_) => Vec::new(),
     }
 }
 
-/// Every block is written once, in order: what was never written is not in flash.
+/// Writes every block once, in order. Data that was never written is not in flash.
 fn fill(rig: &mut Rig) {
     let fill = case(
         "fill",
@@ -309,7 +309,7 @@ fn report(name: &str, profile: &DriveProfile, smoke: bool) {
     }
 }
 
-/// Returns the case by which a 4 KiB read is counted.
+/// Returns the case for counting instructions of a 4 KiB read.
 fn counted() -> Case {
     case(
         "counted",
@@ -319,7 +319,7 @@ fn counted() -> Case {
     )
 }
 
-/// Instructions per command inside the device: the difference of two runs of different lengths.
+/// Returns instructions per command inside the device: the difference of two runs of different lengths.
 fn instructions(name: &str) -> Option<f64> {
     let count = |commands: usize| -> Option<u64> {
         let output = Command::new("valgrind")

@@ -1,4 +1,4 @@
-//! Variation of the latency of a read from one run to the next, as a picture.
+//! Chart of the variation of a read's latency between runs.
 
 use std::error::Error;
 use std::path::Path;
@@ -9,7 +9,7 @@ use plotters::prelude::*;
 use super::{Configured, Rig, cases, fill};
 
 const RUNS: usize = 10;
-/// So that ten of them are slower than the last figure.
+/// Large enough that ten commands are slower than the last percentile.
 const COMMANDS: usize = 100_000;
 const FIGURES: [(&str, f64); 5] = [
     ("p50", 0.5),
@@ -24,20 +24,19 @@ const PROFILES: [(&str, RGBColor); 2] = [
     ("ssd", RGBColor(214, 39, 40)),
 ];
 
-/// A run's figures, in microseconds.
+/// Latencies of a run in microseconds.
 type Run = [f64; FIGURES.len()];
 
 /// Runs of a profile's reads.
 struct Runs {
     profile: &'static str,
     colour: RGBColor,
-    /// Time of a read on an idle drive, in microseconds.
+    /// Configured time of a read on an idle drive, in microseconds.
     configured: f64,
     runs: Vec<Run>,
 }
 
-/// Measures reads of 4 KiB, one in flight, on drives of both kinds, prints what there is to see, and
-/// draws it into a file.
+/// Measures reads of 4 KiB with one in flight, on drives of both kinds. Prints a summary, and draws the results into a file.
 pub(super) fn draw_to(path: &Path) -> Result<(), Box<dyn Error>> {
     println!("profile  figure     configured    least     most   of {RUNS} runs, in us");
     let mut all = Vec::new();
@@ -93,7 +92,7 @@ fn draw(path: &Path, all: &[Runs]) -> Result<(), Box<dyn Error>> {
     let mut chart = ChartBuilder::on(&root)
         .caption(title, ("sans-serif", 20))
         .margin(12)
-        // Half of the last figure's name.
+        // Space for half of the last label.
         .margin_right(32)
         .x_label_area_size(44)
         .y_label_area_size(64)
@@ -112,7 +111,7 @@ fn draw(path: &Path, all: &[Runs]) -> Result<(), Box<dyn Error>> {
             let points = run.iter().enumerate().map(|(x, y)| (x as f64, *y));
             chart.draw_series(LineSeries::new(points, style))?;
         }
-        // One entry for all runs.
+        // A single legend entry for all runs.
         chart
             .draw_series(LineSeries::new(None::<(f64, f64)>, style))?
             .label(format!("profile {}", runs.profile))

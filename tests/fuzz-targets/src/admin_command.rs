@@ -1,11 +1,10 @@
-//! A guest that sends any admin command, with any data and any queues behind it.
+//! A guest that submits arbitrary admin commands, with arbitrary data and queues.
 //!
-//! The first byte of the input chooses the doorbell mode and how many commands follow, of 64 bytes
-//! each. The rest is the content of the guest's memory, from address 0 on: data, PRP lists, I/O
-//! queues and their commands, doorbell buffers.
+//! The first byte of the input chooses the doorbell mode and the number of commands, which follow with 64 bytes each. The rest
+//! is the content of guest memory, starting at address 0: data, PRP lists, I/O queues and their commands, doorbell buffers.
 //!
-//! Each command completes once, with its own identifier, or waits as a request for an event. Or the
-//! controller fails. A reset is then enough to go on.
+//! Each command must complete once with its own identifier, or wait as an Asynchronous Event Request. Otherwise the controller
+//! must have failed, and a reset must recover it.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +16,7 @@ use vmm_device::{Bar, MsixMasking};
 
 use crate::{Fixture, Input, RINGS};
 
-/// Entries of the admin queues: more than there are commands and completions of one input.
+/// Entries of the admin queues, more than the commands and completions of one input.
 const ENTRIES: u32 = 64;
 const COMMANDS: u8 = 15;
 const CQ: u64 = RINGS + 0x1_0000;
@@ -35,7 +34,7 @@ fn fixture(choice: u8) -> Fixture {
         _ => DoorbellMode::Trap,
     };
     let fixture = Fixture::new(mode, MsixMasking::Client);
-    // Data of commands is waited for if it may have gone with a change of the memory.
+    // For a second after a change of the memory map, commands wait for missing memory. Let this second pass.
     while fixture.function.memory().quiet_for() <= Duration::from_secs(1) {
         clock::sleep(Duration::from_millis(10));
     }
@@ -59,7 +58,7 @@ fn enable(fixture: &mut Fixture) {
     assert_eq!(fixture.register(0x1C), 1);
 }
 
-/// Identifiers in the completions that were posted.
+/// Returns the command identifiers of the posted completions.
 fn completed(fixture: &Fixture) -> Vec<u16> {
     let mut queue = [0; ENTRIES as usize * 16];
     fixture

@@ -1,8 +1,8 @@
-//! A guest that reads and writes configuration space, at any offset and in any length.
+//! A guest that accesses configuration space at arbitrary offsets and with arbitrary lengths.
 //!
-//! The input is a row of accesses: kind, offset in 2 bytes, length, and for a write its data.
-//! The function keeps its identity. Its BARs lie at multiples of their size and move only as is
-//! reported. Its capabilities can be walked, and reads return all their bytes.
+//! The input is a sequence of accesses: kind, offset in 2 bytes, length, and data for a write. The function must keep its
+//! identity. Its BARs must be aligned to their size, and every move must be reported. The capability list must stay valid, and
+//! reads must return all bytes.
 
 use std::cell::RefCell;
 
@@ -18,7 +18,7 @@ thread_local! {
         RefCell::new(Fixture::new(DoorbellMode::Shadow, MsixMasking::Function));
 }
 
-/// Places of the BARs, as reported.
+/// Reported addresses of the BARs.
 struct Places([Option<u64>; 2]);
 
 impl Places {
@@ -73,7 +73,7 @@ pub fn run(input: &[u8]) {
         let mut input = Input(input);
         while !input.is_empty() {
             let kind = input.byte();
-            // Some offsets lie beyond the end, and some lengths reach it.
+            // Some offsets are beyond the end, and some lengths reach beyond the end.
             let offset = match kind & 0b110 {
                 0b110 => u64::MAX - u64::from(input.byte()),
                 _ => u64::from(input.number()) % (2 * CONFIG_SPACE_SIZE),

@@ -1,7 +1,7 @@
-//! A fault plan, as a person writes it or a client of the control socket sends it.
+//! A fault plan from a user or from a client of the control socket.
 //!
-//! Whatever it is, it is taken or refused with words; what is taken is injected into a drive or refused
-//! with words, and a drive never has more faults than it may.
+//! The plan must be accepted or refused with a message. An accepted plan is injected into a drive or refused with a message. A
+//! drive never has more faults than the limit.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use nvme_mpt_vmm::report;
 use nvme_software::SoftwareController;
 use nvme_software::faults::{FaultPlan, MAX_FAULTS};
 
-/// Runs one input: a text.
+/// Runs one input, which is text.
 pub fn run(input: &[u8]) {
     let Ok(text) = str::from_utf8(input) else {
         return;

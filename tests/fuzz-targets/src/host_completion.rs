@@ -1,12 +1,11 @@
-//! A drive that completes the commands of two guests as it likes: in any order, twice, with any status,
-//! with identifiers that nobody uses, with any other bytes.
+//! A drive that completes the commands of two guests arbitrarily: in any order, twice, with any status, with unused
+//! identifiers, or with arbitrary entries.
 //!
-//! The first byte of the input chooses the drive (how much it transfers at once) and how many guests
-//! there are. Then come steps of a byte and its operands: a guest sends a command, the drive completes
-//! one that it has, or posts something else.
+//! The first byte of the input chooses the drive's maximum transfer size and the number of guests. Then come steps, each a byte
+//! and its operands: a guest submits a command, the drive completes a command, or the drive posts something else.
 //!
-//! Each command of each guest completes once. It succeeds if the drive reported nothing but success for
-//! it, and fails if the drive reported an error for any part of it. What the drive interrupted may be given to it again.
+//! Each command of each guest must complete once. It must succeed if the drive reported only success for the command, and fail
+//! if the drive reported an error for any part of it. A command that the drive interrupted may be submitted again.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -35,46 +34,46 @@ use crate::Input;
 const PAGE: u64 = 4096;
 const ENTRIES: u32 = 64;
 const QUEUE: QueueId = QueueId(1);
-/// A guest's memory: rings, a PRP list, and data.
+/// Layout of a guest's memory: rings, a PRP list, and data.
 const SQ: u64 = 0;
 const CQ: u64 = PAGE;
 const LIST: u64 = 2 * PAGE;
 const DATA: u64 = 3 * PAGE;
 const DATA_PAGES: u64 = 32;
-/// Bytes of each lease.
+/// Size of each lease in bytes.
 const LEASE: u64 = 1 << 20;
 const BLOCK: u64 = 512;
-/// Blocks that a command has to itself: those of the longest one.
+/// Blocks reserved for each command: the size of the longest command.
 const STRETCH: u64 = DATA_PAGES * PAGE / BLOCK;
-/// Commands of a guest: as many as have a stretch of the lease.
+/// Number of commands of a guest: one for each reserved part of the lease.
 const COMMANDS: usize = (LEASE / BLOCK / STRETCH) as usize;
 const GUESTS: usize = 2;
-/// Steps of an input; more are left out.
+/// Maximum number of steps of an input. Further steps are ignored.
 const STEPS: usize = 256;
 
 const STATUS_MASK: u64 = 0x7FF << 49;
 
-/// Command Interrupted: what the drive is to be given again (NVMe Base 2.0, figure 97).
+/// Command Interrupted, which makes the host repeat the command (NVMe Base 2.0, figure 97).
 const INTERRUPTED: u64 = 0x21;
 
 thread_local! {
     static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// Expected fate of a guest's command.
+/// Expected result of a guest's command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Fate {
     #[default]
     Idle,
-    /// In flight, and nothing bad was said of it yet.
+    /// In flight, with no error so far.
     Good,
-    /// In flight, and the drive has interrupted it. It may be given to the drive again, and then has any fate.
+    /// In flight, and interrupted by the drive. The command may be repeated, and then may have any result.
     Interrupted,
-    /// In flight, and some of it has failed.
+    /// In flight, and a part has failed.
     Bad,
 }
 
-/// A guest, of whose queue pair this thread is the poller.
+/// A guest whose queue pair this thread polls.
 struct Lane {
     attachment: LocalBackend,
     memory: File,
@@ -170,7 +169,7 @@ impl Lane {
         self.attachment.reset().expect("nothing is in flight");
     }
 
-    /// Sends a command that is idle.
+    /// Submits an idle command.
     fn send(&mut self, kind: u8, size: u8) {
         let Some(index) = self.fates.iter().position(|fate| *fate == Fate::Idle) else {
             return;
@@ -200,7 +199,7 @@ impl Lane {
         self.attachment.ring_doorbell(tail, self.tail);
     }
 
-    /// Polls, and takes what has completed.
+    /// Polls, and consumes completions.
     fn poll(&mut self) -> bool {
         let shadow = self.shadow.as_mut().expect("between begin and end");
         let busy = shadow.poll();
@@ -240,12 +239,12 @@ impl Lane {
     }
 }
 
-/// A drive, of which this thread is the hardware.
+/// A drive whose hardware this thread plays.
 struct Fixture {
     lanes: Vec<Lane>,
     model: Arc<ModelDrive>,
     queue: Option<HandQueue>,
-    /// Commands that the drive has.
+    /// Commands that the drive has taken.
     commands: Vec<Sqe>,
 }
 
@@ -264,7 +263,7 @@ impl Fixture {
             ..Options::default()
         });
         let options = ControllerOptions {
-            // Nobody is to be aborted: the drive has all the time of an input.
+            // No command may be aborted during an input.
             deadline: Duration::from_secs(3600),
             ..ControllerOptions::default()
         };
@@ -284,7 +283,7 @@ impl Fixture {
         }
     }
 
-    /// Lets the guests' queues work, and takes the commands that they send.
+    /// Polls the guests' queues, and takes their commands.
     fn turn(&mut self, guests: usize) -> bool {
         let mut busy = false;
         for lane in &mut self.lanes[..guests] {
@@ -303,9 +302,8 @@ impl Fixture {
         busy
     }
 
-    /// Posts an entry. An entry with the identifier of a command in flight completes that command. If no command is in
-    /// flight, nothing is posted, since no queue looks. The next command's look would find the entry, and might take it
-    /// for its completion: an entry does not show when it was posted.
+    /// Posts an entry. An entry with the identifier of a command in flight completes this command. If no command is in flight,
+    /// nothing is posted: no queue would poll, and the next command's poll might take the old entry for its own completion.
     fn post(&mut self, lower: u64, upper: u64) {
         if self.commands.is_empty() {
             return;
@@ -320,7 +318,7 @@ impl Fixture {
                 let fate = &mut lane.fates[stretch as usize % COMMANDS];
                 assert_ne!(*fate, Fate::Idle, "a part of nothing: {sqe:?}");
                 let is_interrupted = (upper & STATUS_MASK) >> 49 == INTERRUPTED;
-                // The first part in order that fails decides. So what the drive says of other parts may be forgotten.
+                // The first failed part in order decides, so the status of other parts may be ignored.
                 *fate = match is_interrupted || *fate == Fate::Interrupted {
                     true => Fate::Interrupted,
                     false => Fate::Bad,
@@ -371,7 +369,7 @@ impl Fixture {
             }
             self.turn(guests);
         }
-        // The drive completes its remaining commands as it should.
+        // The drive completes its remaining commands correctly.
         let mut idle = 0;
         while !self.lanes[..guests].iter().all(Lane::is_idle) {
             while let Some(sqe) = self.commands.first() {
@@ -381,12 +379,12 @@ impl Fixture {
             }
             idle = if self.turn(guests) { 0 } else { idle + 1 };
             if idle > 1000 {
-                // Commands of members that share a queue pair may wait for a while.
+                // Commands of queues that share a queue pair may wait for a while.
                 std::thread::sleep(Duration::from_micros(100));
             }
             assert!(idle < 50_000, "commands are lost");
         }
-        // Nothing comes after the last completion.
+        // Nothing may follow the last completion.
         for _ in 0..3 {
             self.turn(guests);
         }

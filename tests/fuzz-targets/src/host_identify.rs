@@ -1,11 +1,10 @@
-//! A drive that says anything of itself: registers, Identify data structures, log pages, and how many
-//! queues it has.
+//! A drive with arbitrary registers, Identify data structures, log pages, and numbers of queues.
 //!
-//! The input begins with the registers (CAP, VS); then come changes to what admin commands return: two
-//! bytes for the place, one for how many bytes there are, and the bytes, for each command in turn.
+//! The input starts with the registers (CAP, VS). Changes to the results of admin commands follow, for each command in turn:
+//! two bytes for the position, one for the number of bytes, and the bytes.
 //!
-//! The drive is taken into use or refused. If it is taken, what guests would be promised is something
-//! that can be kept, and the drive is given back in order; what a guest would read of its health is read.
+//! The drive must be opened or refused. If it is opened, the limits for guests must be consistent, the health log must be
+//! readable, and the drive must be released in order.
 
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
 use nvme_mpt::poller::ThreadSpawner;
@@ -16,7 +15,7 @@ use nvme_vfio::{ControllerOptions, VfioController};
 
 use crate::Input;
 
-/// Changes to one answer.
+/// Maximum number of changes to one result.
 const CHANGES: usize = 8;
 
 /// Runs one input.
@@ -26,7 +25,7 @@ pub fn run(input: &[u8]) {
     let options = Options {
         version: u32::from(input.number()) << 8,
         entries_max: u32::from(input.number().max(1)) + 1,
-        // The doorbells of three queues, at any stride.
+        // BAR0 has the doorbells of three queues, at any stride.
         dstrd: input.byte() % 16,
         mpsmin: if flags & 1 == 0 { 0 } else { input.byte() % 12 },
         command_sets: if flags & 2 == 0 { 1 } else { input.byte() },
@@ -80,10 +79,10 @@ pub fn run(input: &[u8]) {
             name.chars().all(|c| c.is_ascii_graphic() || c == ' '),
             "{name:?}"
         );
-        // The drive may report any health, and may be refused for it.
+        // The drive may report any health, or its report may be refused.
         let _ = controller.smart_health();
         let _ = controller.error_information();
-        // It may say that it has no namespace at all.
+        // The drive may report no namespace.
         if let Some(&namespace) = namespaces.first() {
             let request = HostLeaseRequest {
                 name: "fuzz",

@@ -1,27 +1,27 @@
-//! The journal of a vfio-user server whose process has ended, changed anywhere, beside a client that goes on.
+//! The request log of a vfio-user server whose process has ended, with arbitrary changes, and a client that continues.
 //!
-//! A server with a journal answers a client. Then it leaves both to the next one. The input says what the client does
-//! and what changes in between:
+//! A server with a request log answers a client. Then the next server takes over both. The input describes the client's actions
+//! and the changes to the log:
 //!
 //! | bytes | |
 //! |---|---|
 //! | 1 | choices, see below |
-//! | 1 | changes of the journal |
+//! | 1 | number of changes to the log |
 //! | 5 each | a change: a word's number, and its value |
-//! | 1 | bytes of a reply that are changed |
-//! | that many | the bytes, which lie where the next reply is sent from |
-//! | 4 | bytes by which the position moves, if choice 5 says so |
-//! | 2 | bytes that the client says to the first server |
+//! | 1 | number of changed bytes of a reply |
+//! | that many | the bytes, which overwrite the next reply |
+//! | 4 | distance by which the file position moves, if choice 5 is set |
+//! | 2 | number of bytes from the client to the first server |
 //! | that many, and rest | messages for the first server, and for the next one: (command, options, length in 2 bytes, payload) |
 //!
-//! Words 0 to 5 are the journal's title, words 6 to 19 its valid head.
+//! Words 0 to 5 are the log's title, words 6 to 19 its valid head.
 //!
-//! Choices: bit 0 begins with `VERSION`; bit 1 has the client read replies before the first server leaves; bit 2 gives
-//! the device a mappable area; bit 3 has the client go before the next server comes; bit 4 loses its socket; bit 5 moves
-//! the position; bit 6 has another client connect.
+//! Choices: bit 0 starts with `VERSION`; bit 1 lets the client read replies before the first server ends; bit 2 gives the
+//! device a mappable area; bit 3 disconnects the client before the next server starts; bit 4 loses the client's socket; bit 5
+//! moves the file position; bit 6 connects another client.
 //!
-//! The journal is refused, or the next server goes on. It does not wait for anything, lets the client go when that ends,
-//! and leaves no file descriptor open.
+//! The log must be refused, or the next server must continue. The server must not block, must end the session when the client
+//! ends, and must leave no file descriptor open.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -41,25 +41,26 @@ use vmm_sys_util::signal;
 
 use crate::Input;
 
-/// Signal of a socket whose other end has gone (signal(7)). Rust's programs ignore it; this one has another main.
+/// Signal for writes to a socket whose other end is closed (signal(7)). Rust's runtime ignores it, but libFuzzer has its own
+/// main.
 const SIGPIPE: i32 = 13;
 
 const LISTENER: u32 = 0;
 const CLIENT: u32 = 1;
 
-/// Places in a journal.
+/// Word numbers in a log.
 const COMMIT_WORD: u64 = 16;
 const TITLE_WORDS: u8 = 6;
 const WORDS: u8 = 20;
 const HEADS: u64 = 0x1000;
 
-/// Events after which a server has nothing left to do. A turn answers several requests.
+/// Number of events after which a server has nothing left to do. Each turn answers several requests.
 const EVENTS: usize = 64;
 
 static FOLDER: LazyLock<TempDir> = LazyLock::new(|| tempfile::tempdir().expect("a folder"));
-/// File that a client maps, and opened once.
+/// File for the client to map. It is opened once.
 static AREA: LazyLock<File> = LazyLock::new(|| File::open("/dev/null").expect("a null device"));
-/// Open files before the first conversation.
+/// Number of open files before the first session.
 static OPEN_FILES: LazyLock<usize> = LazyLock::new(|| {
     // Once for all inputs, which this thread runs.
     signal::block_signal(SIGPIPE).expect("a signal's number");
@@ -74,7 +75,7 @@ fn socket() -> PathBuf {
     FOLDER.path().join("socket")
 }
 
-/// A device that counts what it is asked.
+/// A device that counts accesses.
 struct Model {
     has_area: bool,
     stream: Option<OwnedFd>,
@@ -161,7 +162,7 @@ impl VfioUserDevice for Model {
     }
 }
 
-/// An event loop that handles each event, whether there is one or not.
+/// An event loop that handles every event, whether the event occurred or not.
 struct Anything;
 
 impl SocketWatcher for Anything {
@@ -178,7 +179,7 @@ impl SocketWatcher for Anything {
     }
 }
 
-/// A client, which waits for nothing.
+/// A client that never blocks.
 struct Client {
     stream: UnixStream,
     messages: u16,
@@ -194,7 +195,7 @@ impl Client {
         }
     }
 
-    /// Says what the socket takes.
+    /// Sends as many messages as the socket accepts.
     fn say(&mut self, mut script: Input<'_>) {
         while !script.is_empty() {
             let (command, options) = (script.byte(), script.byte());
@@ -207,13 +208,13 @@ impl Client {
     fn message(&mut self, command: u8, options: u8, payload: &[u8]) {
         let mut message = self.messages.to_le_bytes().to_vec();
         message.extend([command, 0]);
-        // A size that is wrong ends the connection.
+        // A wrong size ends the connection.
         let size = 16 + payload.len() as u32 - u32::from(options >> 7);
         message.extend(size.to_le_bytes());
         // Bits 0 and 1: the type, a command at 0; bit 2: No_reply; bit 3: Error.
         message.extend([options & 3 | (options & 0xC) << 2, 0, 0, 0, 0, 0, 0, 0]);
         message.extend_from_slice(payload);
-        // The socket may be full, and the server may have gone.
+        // The socket may be full, and the server may have ended.
         let _ = self.stream.write(&message);
         self.messages = self.messages.wrapping_add(1);
     }
@@ -224,7 +225,7 @@ impl Client {
     }
 }
 
-/// Changes the journal's file.
+/// Changes the log's file.
 fn damage(journal: &File, choices: u8, input: &mut Input<'_>) {
     let mut generation = [0; 8];
     journal
@@ -248,7 +249,7 @@ fn damage(journal: &File, choices: u8, input: &mut Input<'_>) {
     if choices & 32 != 0 {
         let [low, high] = [input.number(), input.number()].map(i32::from);
         let by = i64::from(high << 16 | low);
-        // Where there is nothing before the file.
+        // Fails if the position would be negative.
         let _ = open.seek(SeekFrom::Current(by));
     }
 }
@@ -318,7 +319,7 @@ fn converse(choices: u8, mut input: Input<'_>) {
     server.commit().expect("a journal");
 }
 
-/// Passes over the changes, which come before what the client says.
+/// Skips the changes, which precede the client's messages.
 fn skip(input: &mut Input<'_>, choices: u8) {
     let changes = usize::from(input.byte());
     input.piece(changes * 5);

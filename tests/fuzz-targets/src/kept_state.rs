@@ -1,23 +1,23 @@
-//! Remains of a function whose process has ended, changed anywhere.
+//! Persisted state of a function whose process has ended, with arbitrary changes.
 //!
-//! A guest may have ended the process, or another release may have written them.
+//! A guest may have crashed the process, or another release may have written the state.
 //!
-//! A guest enables its controller, creates queues and uses them. Then the process ends. The input says what changes
-//! before the next process takes the function up. Its first byte chooses the doorbell mode. The rest is a list:
+//! A guest enables its controller, creates queues and uses them. Then the process ends. The input describes changes to the
+//! state before the next process restores the function. Its first byte chooses the doorbell mode. The rest is a list:
 //!
 //! | first byte, modulo 6 | what follows | change |
 //! |---|---|---|
-//! | 0 | leaf in 2 bytes, number in 8 | this number in a leaf of the control state |
+//! | 0 | leaf in 2 bytes, number in 8 | a leaf of the control state gets this number |
 //! | 1 | leaf in 2 bytes, number in 2 | the same |
-//! | 2 | leaf in 2 bytes | a null, or the other truth value |
-//! | 3 | list, place | an element of a list once more |
-//! | 4 | list, place | a list without an element |
-//! | 5 | file, offset / 8 in 2 bytes, length, bytes | these bytes in the doorbells, the live state or the guest's memory |
+//! | 2 | leaf in 2 bytes | a leaf becomes null, or a Boolean is inverted |
+//! | 3 | list, place | an element of a list is duplicated |
+//! | 4 | list, place | an element of a list is removed |
+//! | 5 | file, offset / 8 in 2 bytes, length, bytes | the doorbells, the live state or guest memory get these bytes |
 //!
-//! The control state is a tree as JSON has it. Leaves and lists have numbers in the tree's order, without the promises.
+//! The control state is a JSON tree. Leaves and lists are numbered in the tree's order, without the promises.
 //!
-//! The state is refused, and the function is as before. Or it is taken up, and so is the state of the function that was
-//! made of it. Then the guest resets its controller, which works as after power-on.
+//! The state must be refused without changes to the function, or be restored. In this case the state of the restored function
+//! must be restorable too. After the guest resets the controller, it must work as after power-on.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -45,7 +45,7 @@ const MODES: [DoorbellMode; 3] = [
 ];
 
 const PAGE: u64 = 4096;
-/// The guest's memory.
+/// Layout of guest memory.
 const ADMIN_SQ: u64 = PAGE;
 const ADMIN_CQ: u64 = 2 * PAGE;
 const CQ: u64 = 3 * PAGE;
@@ -55,13 +55,13 @@ const EVENT_IDX: u64 = 7 * PAGE;
 const DATA: u64 = 8 * PAGE;
 const MEMORY: u64 = 16 * PAGE;
 
-/// Entries of all queues.
+/// Number of entries of all queues.
 const ENTRIES: u32 = 8;
-/// Feature Number of Queues.
+/// Feature identifier of Number of Queues.
 const NUMBER_OF_QUEUES: u32 = 7;
 
 static HOST: LazyLock<Host> = LazyLock::new(Host::open);
-/// Remains of processes, one for each doorbell mode.
+/// State that processes left, one for each doorbell mode.
 static LEFT: LazyLock<[Left; 3]> = LazyLock::new(|| MODES.map(Left::new));
 
 /// Files of a function that outlive its process.
@@ -76,7 +76,7 @@ impl Files {
         Self([share(doorbells.fd()), share(live.fd()), File::from(memory)])
     }
 
-    /// A function as after power-on, with these files.
+    /// Creates a function in its state after power-on, with these files.
     fn function(&self, mode: DoorbellMode) -> Result<NvmeFunction, LocalBackendError> {
         let [doorbells, live, memory] = self.0.each_ref().map(AsFd::as_fd).map(share);
         let parts = SharedPartsSource::Continued(Some(PersistedBackendFiles {
@@ -105,7 +105,7 @@ impl Files {
         })
     }
 
-    /// Writes what lies within a file, which keeps its size.
+    /// Writes the part that lies within the file, whose size does not change.
     fn write(&self, file: usize, at: usize, bytes: &[u8]) {
         let file = &self.0[file];
         let room = length(file).saturating_sub(at).min(bytes.len());
@@ -122,7 +122,7 @@ fn length(file: &File) -> usize {
     file.metadata().expect("a file").len() as usize
 }
 
-/// Remains of a process.
+/// State that a process left.
 struct Left {
     contents: [Vec<u8>; 3],
     state: Value,
@@ -141,9 +141,9 @@ impl Left {
         guest.create_queues();
         guest.io(0x02);
         guest.io(0x01);
-        // Of its completion, the guest has not told the controller.
+        // The guest has not consumed this command's completion.
         guest.submit_io(0x00);
-        // Requests for events, and a vector that is masked.
+        // Asynchronous Event Requests, and a masked vector.
         for _ in 0..2 {
             guest.submit_admin(0x0C, [0, 0], [0, 0]);
         }
@@ -157,7 +157,7 @@ impl Left {
         }
     }
 
-    /// New files of the same content.
+    /// Returns new files with the same contents.
     fn files(&self, mode: DoorbellMode) -> Files {
         let files = Files::new(mode);
         for (index, content) in self.contents.iter().enumerate() {
@@ -196,7 +196,7 @@ impl Queue {
         }
     }
 
-    /// Puts a command into the queue and rings. The doorbell is in a register, where a Doorbell Buffer is as well.
+    /// Submits a command and rings the doorbell: the register, and the Doorbell Buffer if there is one.
     fn submit(
         &mut self,
         function: &mut NvmeFunction,
@@ -221,7 +221,7 @@ impl Queue {
         cid
     }
 
-    /// Waits for the next completion. Returns its command and status.
+    /// Waits for the next completion. Returns its command identifier and status.
     fn complete(&mut self, function: &mut NvmeFunction) -> [u16; 2] {
         let at = Gpa(self.cq + u64::from(self.head) * 16 + 12);
         let mut bytes = [0; 4];
@@ -231,7 +231,7 @@ impl Queue {
             if u16::from(bytes[2] & 1) == self.phase {
                 break;
             }
-            // libFuzzer ends one that waits for ever.
+            // An endless wait is ended by libFuzzer's timeout.
             std::thread::sleep(Duration::from_micros(20));
         }
         self.head = (self.head + 1) % ENTRIES;
@@ -254,7 +254,7 @@ fn write(function: &NvmeFunction, at: u64, bytes: &[u8]) {
 
 fn ring(function: &mut NvmeFunction, doorbell: Doorbell, value: u32) {
     let offset = function.doorbell_offset(doorbell);
-    // Where a Doorbell Buffer would have it.
+    // Position in a Doorbell Buffer.
     write(function, SHADOW + offset - 0x1000, &value.to_le_bytes());
     function.write_bar(Bar::Registers, offset, &value.to_le_bytes());
     function.process_events();
@@ -283,7 +283,7 @@ impl Guest {
             .write_bar(Bar::Registers, offset, &bytes[..size]);
     }
 
-    /// Enables the controller, which is disabled.
+    /// Enables the disabled controller.
     fn enable(&mut self) {
         // Memory Space Enable, Bus Master Enable.
         let _ = self.function.write_config(0x04, &[6, 0]);
@@ -331,7 +331,7 @@ impl Guest {
     }
 }
 
-/// Leaves and lists of a state, as paths.
+/// Paths of the leaves and lists of a state.
 #[derive(Default)]
 struct Places {
     leaves: Vec<String>,
@@ -367,7 +367,7 @@ fn pick(paths: &[String], number: u16) -> &str {
     &paths[usize::from(number) % paths.len()]
 }
 
-/// Makes one change of the input.
+/// Applies one change of the input.
 fn change(input: &mut Input<'_>, state: &mut Value, files: &Files) {
     let kind = input.byte() % 6;
     if kind == 5 {
@@ -412,7 +412,7 @@ fn change(input: &mut Input<'_>, state: &mut Value, files: &Files) {
     *leaf = value;
 }
 
-/// A function's control state without the time, which goes on.
+/// Returns a function's control state without the time.
 fn still(function: &NvmeFunction) -> Value {
     let mut state = serde_json::to_value(function.control_state()).expect("JSON");
     state["admin"]["features"]["timestamp"].take();
@@ -420,7 +420,7 @@ fn still(function: &NvmeFunction) -> Value {
     state
 }
 
-/// Goes on where the process before ended. Returns the function, if that is possible.
+/// Restores a function. Returns `None` if the state is refused.
 fn take_up(files: &Files, mode: DoorbellMode, state: &ControlState) -> Option<NvmeFunction> {
     let mut function = match files.function(mode) {
         Ok(function) => function,
@@ -455,7 +455,7 @@ pub fn run(input: &[u8]) {
     let Some(function) = take_up(&files, mode, &state) else {
         return;
     };
-    // The live state is not changed any more, nor is this one: the process after it takes it up.
+    // The next process restores the unchanged live state and this control state.
     let bytes = serde_json::to_vec(&function.control_state()).expect("JSON");
     drop(function);
     let state = serde_json::from_slice(&bytes).expect("its own JSON");

@@ -1,6 +1,6 @@
-//! A drive server that says anything to a VMM, in the lease protocol. See `support/talk.rs` for the input.
+//! A drive server that sends arbitrary messages of the lease protocol to a VMM. See `support/talk.rs` for the input.
 //!
-//! Whatever is said, the VMM neither panics nor stalls.
+//! The VMM must neither panic nor block.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -19,10 +19,10 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::talk;
 
 const MEMORY: u64 = 1 << 20;
-/// Time for all that waits.
+/// Timeout of all waits.
 const TIME: Duration = Duration::from_secs(1);
 
-/// Asks for everything once.
+/// Calls each function of the back end once.
 fn ask(host: &dyn ControllerBackend) {
     let qid = QueueId(1);
     let _ = host.map(MemoryRegion {

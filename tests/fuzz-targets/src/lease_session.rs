@@ -1,6 +1,6 @@
-//! A VMM that says anything to a drive server, in the lease protocol. See `support/talk.rs` for the input.
+//! A VMM that sends arbitrary messages of the lease protocol to a drive server. See `support/talk.rs` for the input.
 //!
-//! Whatever is said, the server neither panics nor stalls, and the lease has no queue and no memory afterwards.
+//! The server must neither panic nor block, and the lease must have no queue and no memory afterwards.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicBool;

@@ -1,5 +1,5 @@
-//! Fuzz targets, and what they share: a function on a drive that keeps nothing, with memory, for those that play its
-//! guest; and the division of their input. `tests/fuzz/` builds a program for libFuzzer of each.
+//! Fuzz targets and shared fixtures: a function on a drive without storage, guest memory, and the parser for inputs.
+//! `tests/fuzz/` builds a libFuzzer program for each target.
 
 pub mod admin_command;
 pub mod config_space;
@@ -32,9 +32,9 @@ use vmm_device::{Bar, MsixMasking, NvmeFunction};
 
 /// A fuzz target.
 pub struct Target {
-    /// Name of its program, and of its corpus.
+    /// Name of the target's program and corpus.
     pub name: &'static str,
-    /// Runs one input, and panics if that has found something.
+    /// Runs one input. Panics if the input finds a defect.
     pub run: fn(&[u8]),
 }
 
@@ -64,15 +64,15 @@ pub const ALL: &[Target] = targets![
     vfio_user_message,
 ];
 
-/// Memory that inputs are likely to name: 1 MiB at address 0.
+/// Size of the memory at address 0 in bytes: 1 MiB. Inputs are likely to use these addresses.
 pub const MEMORY: u64 = 1 << 20;
-/// The admin queues lie in one more region, where no input writes by chance.
+/// Address of another region with the admin queues, where inputs hardly write by chance.
 pub const RINGS: u64 = 0x0051_7C3A_9E60_0000;
 
-/// I/O queue pairs of an attachment.
+/// Number of I/O queue pairs of an attachment.
 pub const QUEUE_PAIRS: u16 = 4;
 
-/// A drive that keeps nothing, with the pollers of its attachments.
+/// A drive without storage, and the pollers of its attachments.
 pub struct Host {
     drive: Arc<Drive>,
     pollers: Arc<PollerPool>,
@@ -89,10 +89,10 @@ impl Host {
         }
     }
 
-    /// An attachment to all of the drive, which has no other one.
+    /// Creates an attachment to the whole drive, which must have no other attachment.
     ///
     /// # Errors
-    /// Those of the parts.
+    /// Creating a part of the attachment fails.
     pub fn attachment(
         &self,
         mode: DoorbellMode,
@@ -130,10 +130,10 @@ impl Host {
     }
 }
 
-/// An attachment to a drive that keeps nothing.
+/// Creates an attachment to a drive without storage.
 #[must_use]
 pub fn attachment(mode: DoorbellMode) -> LocalBackend {
-    // Its queues have live state, as a function in a VMM needs.
+    // The queues have live state, as with a function in a VMM.
     let attachment =
         Host::open().attachment(mode, SharedPartsSource::Outliving(EventReader::Trusted));
     attachment.expect("an attachment")
@@ -146,7 +146,7 @@ pub struct Fixture {
 }
 
 impl Fixture {
-    /// A function as after power-on.
+    /// Creates a function in its state after power-on.
     #[must_use]
     pub fn new(mode: DoorbellMode, masking: MsixMasking) -> Self {
         let attachment = attachment(mode);
@@ -156,7 +156,7 @@ impl Fixture {
         Self { function }
     }
 
-    /// Everything as at first, but for the guest's memory, which begins with `content`.
+    /// Restores the initial state. Guest memory starts with `content`, and the rest of it is unchanged.
     pub fn reset(&mut self, content: &[u8]) {
         let _ = self.function.reset();
         self.write(0, &content[..content.len().min(MEMORY as usize)]);
@@ -193,27 +193,27 @@ fn map(function: &NvmeFunction, gpa: u64, len: u64) {
     function.host().map(region).expect("memory");
 }
 
-/// Cuts an input into numbers and pieces; what is missing at its end is zero.
+/// Parser that splits an input into numbers and pieces. Bytes missing at the end are zero.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
-    /// Returns whether nothing is left.
+    /// Returns whether the input is used up.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The next byte.
+    /// Returns the next byte.
     pub fn byte(&mut self) -> u8 {
         self.piece(1).first().copied().unwrap_or(0)
     }
 
-    /// The next two bytes.
+    /// Returns the next two bytes as a number.
     pub fn number(&mut self) -> u16 {
         u16::from_le_bytes([self.byte(), self.byte()])
     }
 
-    /// The next bytes, as many as there are.
+    /// Returns the next `length` bytes, or fewer at the end.
     pub fn piece(&mut self, length: usize) -> &'a [u8] {
         let (piece, rest) = self.0.split_at(length.min(self.0.len()));
         self.0 = rest;

@@ -1,6 +1,6 @@
-//! Live state with any content, beside any guest memory: the function's owner and its guest write both.
+//! Live state and guest memory with arbitrary contents, which the function's owner and the guest may write.
 //!
-//! The input is cut into these pieces, and bytes that it lacks are zero:
+//! The input is split into these pieces, and missing bytes are zero:
 //!
 //! | bytes | |
 //! |---|---|
@@ -17,8 +17,8 @@
 //! queue to an interrupt, bit 3 revokes the lease, and bit 4 lays 16 further bytes over the beginning of the file, ahead
 //! of the data.
 //!
-//! The live state is refused, or its queue goes on. Then no more commands complete than the Completion Queue has room
-//! for, and its state can be saved and taken up again.
+//! The live state must be refused, or its queue must continue. In this case no more commands may complete than the Completion
+//! Queue has entries, and the state can be saved and restored again.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -41,9 +41,9 @@ use crate::{Host, Input, QUEUE_PAIRS};
 const PAGE: u64 = 4096;
 const FIRST: QueueId = QueueId(1);
 const SECOND: QueueId = QueueId(2);
-/// Most entries of a queue.
+/// Maximum number of entries of a queue.
 const ENTRIES: u8 = 16;
-/// The guest's memory.
+/// Layout of guest memory.
 const CQ: u64 = PAGE;
 const SQS: [u64; 2] = [2 * PAGE, 3 * PAGE];
 const BUFFER: DoorbellBuffer = DoorbellBuffer {
@@ -52,14 +52,14 @@ const BUFFER: DoorbellBuffer = DoorbellBuffer {
 };
 const DATA: u64 = 6 * PAGE;
 const MEMORY: u64 = 16 * PAGE;
-/// Bytes of a queue pair's positions that are used.
+/// Number of used bytes of a queue pair's positions.
 const POSITIONS: usize = 128;
-/// Polls after which nothing is left to do: each takes all commands, and a drive of this kind ends them at once.
+/// Number of polls after which nothing is left to do: each poll takes all commands, and this drive completes them at once.
 const POLLS: usize = 64;
 
 static HOST: LazyLock<Host> = LazyLock::new(Host::open);
 
-/// Files that the process before left behind.
+/// Files of the previous process.
 struct Left {
     memory: File,
     live: OwnedFd,
@@ -114,7 +114,7 @@ impl Left {
         }
     }
 
-    /// An attachment of the process that comes next, with the guest's memory.
+    /// Creates an attachment of the next process, with guest memory mapped.
     fn attach(&self, mode: DoorbellMode) -> Result<LocalBackend, LocalBackendError> {
         let parts = SharedPartsSource::Kept(
             PersistedBackendParts {
@@ -146,7 +146,7 @@ fn write(file: &File, at: u64, bytes: &[u8]) {
     file.write_all_at(bytes, at).expect("memory");
 }
 
-/// The queues that the guest has created.
+/// Returns the queues that the guest has created.
 fn queues(choices: u8, input: &mut Input<'_>) -> PersistedQueues {
     let mut entries = || u32::from(input.byte() % (ENTRIES - 1)) + 2;
     let cq = CqConfig {
@@ -174,21 +174,22 @@ fn queues(choices: u8, input: &mut Input<'_>) -> PersistedQueues {
     }
 }
 
-/// Checks that nothing is wrong with the state of a function that rests.
+/// Checks the state of a paused function.
 fn check(attachment: &LocalBackend, queues: &PersistedQueues) {
     let state = ControllerBackend::save(attachment).expect("paused");
     ControllerBackend::check(attachment, &state).expect("a state as any other");
     assert_eq!(PersistedQueues::of(&state), *queues);
 }
 
-/// Has the queue work until there is nothing left to do.
+/// Lets the queue work until nothing is left to do.
 fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
     let mut queue = attachment.take_queue(FIRST).expect("the queue");
     for _ in 0..POLLS {
         queue.poll();
     }
     attachment.give_queue_back(queue).expect("it is known");
-    // The head moves once at most, to where its doorbell stays. Each entry is used once before and once after.
+    // The Completion Queue's head advances at most once, to its doorbell. Each entry is used at most once before and once
+    // after.
     let done: u64 = attachment
         .stats()
         .queues
@@ -199,7 +200,7 @@ fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
     assert!(done <= 2 * room, "{done} completions, room for {room}");
 }
 
-/// Goes on where the process before ended. Returns whether that is possible.
+/// Restores the state in a new attachment. Returns whether the state was accepted.
 fn take_up(left: &Left, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
     let attachment = match left.attach(mode) {
         Ok(attachment) => attachment,
@@ -208,7 +209,7 @@ fn take_up(left: &Left, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
             return false;
         }
     };
-    // Without pollers, until its state is seen.
+    // Without pollers, until the state is checked.
     ControllerBackend::pause(&attachment).expect("idle");
     if let Err(error) = ControllerBackend::take_up(&attachment, queues) {
         assert!(!error.to_string().is_empty());
@@ -235,7 +236,7 @@ pub fn run(input: &[u8]) {
     };
     let left = Left::new(mode, &queues, &mut input, choices);
     if take_up(&left, mode, &queues) {
-        // The guest's memory may say now that more has completed, so this may be refused.
+        // Guest memory may claim more completions by now, so the state may be refused.
         take_up(&left, mode, &queues);
     }
 }

@@ -1,7 +1,7 @@
-//! An option string, as a person or a program writes it.
+//! An option string from a user or a program.
 //!
-//! It is taken, or refused with words. Options that are taken keep the bounds that the rest of the
-//! program relies on. A range and a drive print as they were read.
+//! It must be accepted, or refused with a message. Accepted options must keep the bounds that the rest of the program relies
+//! on. A range and a drive must print as they were parsed.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -38,7 +38,7 @@ fn check(options: &FunctionOptions) {
     assert_ne!(options.id.as_deref(), Some(""));
 }
 
-/// Runs one input: a text.
+/// Runs one input, which is text.
 pub fn run(input: &[u8]) {
     let Ok(text) = str::from_utf8(input) else {
         return;
@@ -62,7 +62,7 @@ pub fn run(input: &[u8]) {
     if let Err(error) = text.parse::<RateChange>() {
         check_error(&error);
     }
-    // As a server keeps it in its file, and a client sends it.
+    // Server and client exchange options in this form.
     if let Ok(options) = text.parse::<OptionText>() {
         assert_eq!(options.to_string().parse().ok(), Some(options.clone()));
         let absolute = options.absolute(Path::new("/run"));

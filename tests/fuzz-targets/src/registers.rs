@@ -1,8 +1,8 @@
-//! A guest that accesses BAR0 and BAR4, at any offset and in any length, doorbells included.
+//! A guest that accesses BAR0 and BAR4 at arbitrary offsets and with arbitrary lengths, including doorbells.
 //!
-//! The first byte of the input chooses the doorbell mode and who masks interrupts. The rest is a
-//! row of accesses: kind, offset in 2 bytes, length, and for a write its data. Whatever is written,
-//! read-only properties keep their values, `CSTS` follows `CC`, and the controller can be reset.
+//! The first byte of the input chooses the doorbell mode and the side that masks interrupts. The rest is a sequence of
+//! accesses: kind, offset in 2 bytes, length, and data for a write. Read-only properties must keep their values, `CSTS` must
+//! follow `CC`, and a reset must recover the controller.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ fn check(fixture: &Fixture, cap: [u32; 2]) {
     assert_eq!(fixture.register(0x30) & 0xFFF, 0, "ACQ");
     let (cc, csts) = (fixture.register(0x14), fixture.register(0x1C));
     let (ready, failed) = (csts & 1 != 0, csts & 2 != 0);
-    // A reset is complete by the time the write returns, and so is enabling.
+    // Resets and enabling complete before the write returns.
     assert!(!ready || cc & 1 != 0);
     assert!(ready || failed || cc & 1 == 0);
     assert_eq!(
@@ -52,7 +52,7 @@ pub fn run(input: &[u8]) {
     let choice = input.byte() & 0b111;
     FIXTURES.with_borrow_mut(|fixtures| {
         let fixture = fixtures.entry(choice).or_insert_with(|| fixture(choice));
-        // The input fills the guest's memory, too, where the commands lie.
+        // The input also fills guest memory, which contains the commands.
         fixture.reset(input.0);
         let cap = [fixture.register(0x00), fixture.register(0x04)];
         while !input.is_empty() {

@@ -1,9 +1,8 @@
-//! A snapshot of a function that somebody made up, or changed.
+//! A snapshot of a function that was forged or changed.
 //!
-//! The first byte of the input chooses the doorbell mode and the kind of the rest: a snapshot with its
-//! first line, or a state as JSON. Such a state gets the promises of the function that it is for, as
-//! nobody would guess its names. A state that is taken is restored. The function then is as after
-//! power-on, or goes on and can be saved and reset.
+//! The first byte of the input chooses the doorbell mode and the kind of the rest: a snapshot with its first line, or a state
+//! as JSON. A JSON state gets the promises of the present function, since fuzzing could not guess its names. An accepted state
+//! is restored. Then the function must be as after power-on, or continue, and it can be saved and reset.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -57,10 +56,10 @@ fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
             assert!(!fixture.function.is_paused());
         }
     }
-    // CAP.TO is that of the state: a driver does not read it again.
+    // CAP.TO belongs to the state, since a driver does not read it again.
     let of_function = [fixture.register(0x00) & 0x00FF_FFFF, fixture.register(0x04)];
     assert_eq!(of_function, [cap[0] & 0x00FF_FFFF, cap[1]]);
-    // Whatever it was, it can be reset.
+    // A reset must work in any state.
     for enable in [1, 0] {
         let cc = [enable, 0, 0, 0];
         fixture.function.write_bar(Bar::Registers, 0x14, &cc);
@@ -68,7 +67,7 @@ fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
     assert_eq!(fixture.register(0x1C) & 0b11, 0);
 }
 
-/// A state that promises what the function does.
+/// Parses a state, and adds the promises of the present function.
 fn guessed(input: &[u8], fixture: &mut Fixture) -> Option<FunctionSnapshot> {
     let mut state: Value = serde_json::from_slice(input).ok()?;
     fixture.function.pause().expect("idle");

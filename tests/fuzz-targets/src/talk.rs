@@ -1,12 +1,12 @@
-//! One side of a conversation in the lease protocol, made of lines.
+//! One side of a lease protocol session, as a list of lines.
 //!
-//! Each line of the input is a message. Its first byte says what comes with it:
+//! Each line of the input is a message. Its first byte chooses additional parts:
 //!
 //! | byte | |
 //! |---|---|
 //! | `+` | a memory file |
 //! | `*` | an eventfd |
-//! | `=` | a memory file, the same once more, and an eventfd |
+//! | `=` | a memory file twice, and an eventfd |
 //! | `!` | the length in the header is twice that of the line |
 //! | `#` | no header |
 //! | other | nothing, and the byte is the message's first |
@@ -21,7 +21,7 @@ use std::sync::LazyLock;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-/// Bytes of the memory file.
+/// Size of the memory file in bytes.
 const FILE: u64 = 1 << 20;
 
 static MEMORY: LazyLock<File> = LazyLock::new(|| {
@@ -31,7 +31,7 @@ static MEMORY: LazyLock<File> = LazyLock::new(|| {
 });
 static EVENT: LazyLock<EventFd> = LazyLock::new(|| EventFd::new(EFD_NONBLOCK).expect("eventfd"));
 
-/// Says all lines, and then that no more come.
+/// Sends all lines, then shuts down the sending side.
 pub(crate) fn say(stream: &UnixStream, input: &[u8]) {
     for line in input.split(|byte| *byte == b'\n') {
         let Some((first, rest)) = line.split_first() else {
@@ -55,7 +55,7 @@ pub(crate) fn say(stream: &UnixStream, input: &[u8]) {
             message.extend((fds.len() as u32).to_le_bytes());
         }
         message.extend(text);
-        // The other side may have gone.
+        // The other side may have disconnected.
         if message.is_empty() || stream.send_with_fds(&[&message[..]], fds).is_err() {
             break;
         }
@@ -63,7 +63,7 @@ pub(crate) fn say(stream: &UnixStream, input: &[u8]) {
     let _ = stream.shutdown(Shutdown::Write);
 }
 
-/// Listens until the other side has gone.
+/// Reads until the other side disconnects.
 pub(crate) fn listen(mut stream: &UnixStream) {
     let mut heard = Vec::new();
     let _ = stream.read_to_end(&mut heard);

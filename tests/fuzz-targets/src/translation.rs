@@ -1,15 +1,14 @@
-//! A guest that submits any I/O commands, with any memory and anything in it, to a shadow queue that
-//! this thread polls itself.
+//! A guest that submits arbitrary I/O commands, with arbitrary memory contents, to a shadow queue that this thread polls.
 //!
-//! The first byte of the input chooses the logical block size, the number of regions and commands, the command
-//! set, and whether the lease is one extent or two. Zones are empty at first, and there are no keys. A drive that a Batch
-//! stored keys on is made anew. Each region has four bytes: its first page, its length, and what a device may do with it. Each
-//! command has 64 bytes. The rest is the content of the regions, one after the other.
+//! The first byte of the input chooses the logical block size, the number of regions and commands, the command set, and a lease
+//! of one or two extents. Zones are empty at first, and there are no keys. A drive with keys stored by a Batch is created again
+//! for the next input. Each region has four bytes: its first page, its length, and the device's access rights. Each command has
+//! 64 bytes. The rest is the content of the regions, in order.
 //!
-//! Each command completes once, with its identifier and a status that the specification has for it. One
-//! that succeeds lies in the lease. A region that a device may not write stays as it was. So do another
-//! guest's memory, and its blocks on both sides of the lease. With zones, that guest cannot write its
-//! blocks again, so they are still there only if nobody reset its zones either.
+//! Each command must complete once, with its identifier and a status that the specification permits. A successful command must
+//! lie within the lease. A region without write access must stay unchanged. The same applies to another guest's memory, and to
+//! its blocks on both sides of the lease. With zones, this other guest cannot write its blocks again, so the blocks also show
+//! whether its zones were reset.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -35,21 +34,21 @@ use nvme_software::model::DriveProfile;
 use crate::{Input, RINGS};
 
 const PAGE: u64 = 4096;
-/// Pages of the largest region.
+/// Number of pages of the largest region.
 const REGION_PAGES: u64 = 64;
 const REGIONS: usize = 4;
 const ENTRIES: u32 = 32;
 const QUEUE: QueueId = QueueId(1);
 const SQ: u64 = RINGS;
 const CQ: u64 = RINGS + 2 * PAGE;
-/// Bytes of each lease: those of the two neighbours lie on both sides of the guest's.
+/// Size of each lease in bytes. The leases of two neighbours are on both sides of the guest's lease.
 const LEASE: u64 = 1 << 20;
-/// Byte of the neighbours' memory and blocks.
+/// Fill byte for the neighbours' memory and blocks.
 const MARK: u8 = 0xA5;
-/// Bytes of it that are checked: those next to the guest's blocks.
+/// Number of checked bytes of the neighbours: those next to the guest's blocks.
 const EDGE: u64 = 64 << 10;
 
-/// Status Code Type and Status Code of what may come of a command.
+/// Permitted status codes of a command, with Status Code Type.
 const LEGAL: [u16; 25] = [
     0x000, // Successful Completion
     0x001, // Invalid Command Opcode
@@ -93,27 +92,27 @@ const DELETE: u8 = 0x10;
 const EXIST: u8 = 0x14;
 const BATCH: u8 = 0x85;
 
-/// Profile of a drive with zones: each lease has 16, of which 4 can be open and 6 active.
+/// Profile of a zoned drive: each lease has 16 zones, of which 4 can be open and 6 active.
 const ZONES: &str = "model = \"zns\"\nzone_size = \"64K\"\nzone_capacity = \"64K\"\n\
                      max_open = 16\nmax_active = 24\nappend_limit = \"16K\"\n";
 
-/// Profile of a drive of keys and values.
+/// Profile of a key-value drive.
 const PAIRS: &str = "model = \"kv\"\nmax_value = \"64K\"\n";
 
 /// Kind of the drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Blocks,
-    /// The guest's lease is two extents, with a neighbour's lease between them.
+    /// The guest's lease has two extents, with a neighbour's lease between them.
     Extents,
     Zones,
     Pairs,
 }
 
-/// Most times that a command is looked after: one that resets all zones takes a turn for each.
+/// Maximum number of polls for a command. A reset of all zones takes one poll for each zone.
 const TURNS: usize = 64;
 
-/// Most pauses after these: a mark of unreadable blocks waits until a thread has stored it.
+/// Maximum number of pauses after the polls: a mark of unreadable blocks waits until a thread has stored it.
 const PAUSES: usize = 10_000;
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -122,7 +121,7 @@ thread_local! {
         const { RefCell::new(BTreeMap::new()) };
 }
 
-/// A guest's queue pair, of which this thread is the poller.
+/// A guest's queue pair, which this thread polls.
 struct Lane {
     attachment: LocalBackend,
     rings: File,
@@ -151,7 +150,7 @@ impl Lane {
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
             reservation: None,
-            // The registers, which no data can be written over.
+            // Doorbell registers, since data could overwrite a Doorbell Buffer.
             mdts: None,
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
@@ -205,7 +204,7 @@ impl Lane {
         self.attachment.reset().expect("nothing is in flight");
     }
 
-    /// Runs one command. One at a time, as it may well name the rings for its data.
+    /// Executes one command. There is one at a time, since its data may overwrite the rings.
     fn run(&mut self, mut command: [u8; 64]) -> u16 {
         let index = self.tail;
         let cid = 0x4000 + index as u16;
@@ -241,7 +240,7 @@ impl Lane {
     }
 }
 
-/// Commands that were completed so far.
+/// Returns the number of completed commands.
 fn completed(attachment: &LocalBackend) -> u64 {
     let stats = attachment.stats();
     stats.queues.first().map_or(0, |queue| queue.commands)
@@ -249,7 +248,7 @@ fn completed(attachment: &LocalBackend) -> u64 {
 
 struct Fixture {
     guest: Lane,
-    /// Backs all regions of the guest's.
+    /// File behind all regions of the guest.
     memory: File,
     neighbours: [Lane; 2],
     neighbours_memory: File,
@@ -279,7 +278,7 @@ impl Fixture {
         let neighbours_memory = file(2 * EDGE);
         for (neighbour, index) in neighbours.iter_mut().zip(0..) {
             let attachment = &neighbour.attachment;
-            // Inputs put their guest's memory at these addresses, too.
+            // Inputs use these addresses for their guest's memory too.
             assert!(map(
                 attachment,
                 &neighbours_memory,
@@ -314,7 +313,7 @@ impl Fixture {
         }
     }
 
-    /// The neighbours have in memory and on the drive what they had.
+    /// Checks that the neighbours' memory and blocks are unchanged.
     fn check_neighbours(&mut self) {
         let mut bytes = vec![0; 2 * EDGE as usize];
         for (neighbour, index) in self.neighbours.iter_mut().zip(0..) {
@@ -331,7 +330,7 @@ impl Fixture {
                 .expect("memory");
             let status = neighbour.run(edge(READ, index, self.lba_size, self.kind));
             assert_eq!(status, 0, "another guest's blocks became unreadable");
-            // Its completion queue is one that is never full.
+            // The neighbour's completion queue never becomes full.
             let head = neighbour.tail;
             let attachment = &neighbour.attachment;
             attachment.ring_doorbell(Doorbell::CqHead(QUEUE), head);
@@ -350,8 +349,8 @@ impl Fixture {
     }
 }
 
-/// A neighbour's command on its blocks next to the guest's lease, or on a key. Write and Read have the same
-/// opcodes as Store and Retrieve.
+/// Returns a neighbour's command on its blocks next to the guest's lease, or on a key. Write and Read have the same opcodes as
+/// Store and Retrieve.
 fn edge(opcode: u8, index: u64, lba_size: u32, kind: Kind) -> [u8; 64] {
     let blocks = EDGE / u64::from(lba_size);
     let slba = if index == 0 {
@@ -360,7 +359,7 @@ fn edge(opcode: u8, index: u64, lba_size: u32, kind: Kind) -> [u8; 64] {
         0
     };
     let mut command = [0; 64];
-    // An SGL data block of its first bytes of memory.
+    // SGL data block for the first bytes of memory.
     command[0] = opcode;
     command[1] = 0x40;
     command[4] = 1;
@@ -376,7 +375,7 @@ fn edge(opcode: u8, index: u64, lba_size: u32, kind: Kind) -> [u8; 64] {
     command
 }
 
-/// A reset of all zones.
+/// Returns a reset of all zones.
 fn reset_all() -> [u8; 64] {
     let mut command = [0; 64];
     command[0] = ZONE_MANAGEMENT_SEND;
@@ -392,7 +391,7 @@ fn file(len: u64) -> File {
     file
 }
 
-/// Maps the beginning of a file; false where there is a region already.
+/// Maps the start of a file. Returns false if the address is in use.
 fn map(
     attachment: &LocalBackend,
     file: &File,
@@ -421,14 +420,14 @@ fn map_part(
     attachment.window().map(region).is_ok()
 }
 
-/// Deletes what a command stored.
+/// Returns a Delete for the key of a Store.
 fn undo(store: &[u8; 64]) -> [u8; 64] {
     let mut command = *store;
     command[0] = DELETE;
     command
 }
 
-/// Checks whether a command that succeeded was one that may.
+/// Checks that a successful command was permitted to succeed.
 fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
     let number = |at: usize, len: usize| {
         let mut bytes = [0; 8];
@@ -455,7 +454,7 @@ fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
             RETRIEVE => assert!((1..=16).contains(&key) && size <= 1 << 20, "{command:x?}"),
             LIST => assert!(key <= 16 && (4..=1 << 20).contains(&size), "{command:x?}"),
             DELETE | EXIST => assert!((1..=16).contains(&key), "{command:x?}"),
-            // The number of operations is where others have the length of a key.
+            // Batch has the number of operations in place of the key length.
             BATCH => assert!(
                 (1..=8).contains(&key) && (32 * u64::from(key)..=1 << 20).contains(&size),
                 "{command:x?}"
@@ -466,7 +465,7 @@ fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
     }
     match opcode {
         FLUSH | DATASET_MANAGEMENT => {}
-        // All zones, whichever block is named.
+        // The command applies to all zones, whatever its block.
         ZONE_MANAGEMENT_SEND if command[53] & 1 == 1 => {}
         ZONE_MANAGEMENT_SEND | ZONE_MANAGEMENT_RECEIVE => {
             assert!(number(40, 8) < blocks, "{command:x?}");
@@ -507,7 +506,7 @@ pub fn run(input: &[u8]) {
         let mut mapped = Vec::new();
         for index in 0..regions as u64 {
             let first = u64::from(input.number());
-            // The top of the address space wants to be reached as well.
+            // The end of the address space needs tests too.
             let gpa = if first >= 0xFF00 {
                 (first << 12) | !0xFFF_FFFF
             } else {
@@ -555,7 +554,7 @@ pub fn run(input: &[u8]) {
                 if kind == Kind::Pairs && command[0] == STORE {
                     stored.push(command);
                 }
-                // Which keys it stored is in the guest's memory, which it may have changed.
+                // The guest may have changed its memory since, so the stored keys are unknown.
                 begins_anew |= kind == Kind::Pairs && command[0] == BATCH;
             }
         }
@@ -563,7 +562,7 @@ pub fn run(input: &[u8]) {
         if !stored.is_empty() {
             fixture.guest.begin();
             for command in stored {
-                // It may have been deleted already.
+                // A later command may have deleted the key.
                 fixture.guest.run(undo(&command));
             }
             fixture.guest.end();

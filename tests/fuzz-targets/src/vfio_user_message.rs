@@ -1,17 +1,17 @@
-//! A vfio-user client that says anything, cut into any pieces, with any file descriptors.
+//! A vfio-user client that sends arbitrary bytes in arbitrary pieces, with arbitrary file descriptors.
 //!
-//! The first byte of the input says how the rest is said:
+//! The first byte of the input chooses how the rest is sent:
 //!
 //! | bit | |
 //! |---|---|
-//! | 0 | a good `VERSION` comes first |
-//! | 1 | framed: the rest is (command, options, length in 2 bytes, payload), and becomes messages with a right size; else the rest is the stream |
-//! | 2 | file descriptors come with every piece; framed: as many as bits 4 to 7 of the options say |
+//! | 0 | a valid `VERSION` comes first |
+//! | 1 | framed: the rest is (command, options, length in 2 bytes, payload), and becomes messages with valid sizes; otherwise
+//! the rest is the byte stream |
+//! | 2 | every piece has file descriptors; framed: bits 4 to 7 of the options are their number |
 //! | 3 | the device has a mappable area |
 //! | 4-7 | size of the pieces |
 //!
-//! Whatever is said, the session neither panics nor stalls, every reply is one, and no file
-//! descriptor stays open.
+//! The session must neither panic nor block, every reply must be valid, and no file descriptor may stay open.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -47,13 +47,13 @@ const PIECES: [usize; 16] = [
     70_000,
 ];
 
-/// File that is sent as a file descriptor, and opened once.
+/// File to send as a file descriptor. It is opened once.
 static NULL: LazyLock<File> = LazyLock::new(|| File::open("/dev/null").expect("a null device"));
 
-/// Open files before the first conversation.
+/// Number of open files before the first session.
 static OPEN_FILES: LazyLock<usize> = LazyLock::new(open_files);
 
-/// A device that keeps what it is given, and checks what the server promises.
+/// A device that stores what it gets, and checks the server's guarantees.
 struct Model {
     area: Option<Arc<OwnedFd>>,
     maps: Vec<DmaRegion>,
@@ -159,10 +159,10 @@ impl VfioUserDevice for Model {
     }
 }
 
-/// The client's end, which reads all replies and checks them.
+/// The client's end, which reads and checks all replies.
 struct Client {
     stream: UnixStream,
-    /// Bytes of replies that are not whole yet.
+    /// Bytes of incomplete replies.
     heard: Vec<u8>,
     replies: usize,
 }
@@ -203,7 +203,7 @@ fn message(id: u16, command: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
     message
 }
 
-/// Returns the pieces to send: bytes, with a number of file descriptors each.
+/// Returns the pieces to send: bytes, with the number of file descriptors.
 fn script(mode: u8, mut data: &[u8]) -> Vec<(Vec<u8>, usize)> {
     let some = usize::from(mode & 4 != 0);
     let mut script = Vec::new();
@@ -256,7 +256,7 @@ fn converse(mode: u8, data: &[u8]) {
         let size = PIECES[usize::from(mode >> 4)].min(bytes.len().max(1));
         for piece in bytes.chunks(size) {
             let mut rest = piece;
-            // A socket takes so much at a time, and the server reads what there is.
+            // The socket's buffer is limited, and the server reads the data in steps.
             for attempt in 0.. {
                 assert!(attempt < 1000, "the server does not read");
                 let fds = &fds[..fd_count.min(fds.len())];
@@ -284,7 +284,7 @@ fn converse(mode: u8, data: &[u8]) {
             sent += piece.len();
         }
     }
-    // The session answers the messages that remained when a turn was over.
+    // The session answers messages that remain after a turn in later turns.
     for _ in 0..=sent / HEADER {
         session.run(&mut device);
         client.hear();

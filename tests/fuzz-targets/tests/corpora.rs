@@ -1,4 +1,4 @@
-//! Every input from which a fuzz target ever learned, in a build without instruments.
+//! Regression test: runs all inputs of the fuzz corpora, in a build without instrumentation.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +10,7 @@ use nvme_mpt_fuzz_targets::{ALL, Target};
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // Targets count descriptors of the process.
+    // Targets count the process's file descriptors, so tests run one at a time.
     arguments.test_threads = Some(1);
     let corpora = ALL
         .iter()
@@ -20,12 +20,12 @@ fn main() -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
-/// Folder of the programs and of the corpora.
+/// Returns the directory of the fuzz programs and of the corpora.
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz")
 }
 
-/// Compares the targets with the programs and with the corpora that are there.
+/// Checks that each target has a program and a corpus, and that there are no others.
 fn complete() -> Result<(), Failed> {
     let targets: BTreeSet<_> = ALL.iter().map(|target| target.name.to_owned()).collect();
     for what in ["fuzz_targets", "corpus"] {
@@ -42,7 +42,7 @@ fn complete() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Runs the corpus of a target. A panic fails it.
+/// Runs the corpus of a target. The test fails if a run panics.
 fn run(target: &Target) -> Result<(), Failed> {
     let mut inputs = 0;
     for entry in fs::read_dir(folder().join("corpus").join(target.name))? {

@@ -352,7 +352,7 @@ fn a_drive_may_take_its_time() {
     host.finish();
 }
 
-/// Maps a VM's memory page by page until a map fails. Returns the number of mapped pages and the error.
+/// Maps a VM's memory page by page until a map fails. Returns the window, the number of mapped pages, and the error.
 fn map_page_by_page(host: &Host) -> (nvme_mpt::DmaWindow, u64, nvme_mpt::DmaError) {
     let memory = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 4 << 20)]).unwrap();
     let window = nvme_mpt::DmaWindow::new(host.drive.controller().iova_space().clone());

@@ -208,7 +208,7 @@ fn sparse_memory_that_the_host_does_not_have_is_refused_before_a_page_is_taken()
     ));
     assert_eq!((iommu.pages_taken(), iommu.mapped()), (0, before));
     assert_eq!(file.metadata().unwrap().blocks(), 0);
-    // A map of much memory is charged in steps.
+    // The host has this much memory, which is taken in steps.
     map(&hostile, &file, 0, 2 * GIB).unwrap();
     assert_eq!(iommu.pages_taken(), 2 * GIB);
     // The neighbour continues.

@@ -39,7 +39,7 @@ fn a_drive_that_reads_as_ones_under_load_goes_on() {
             let outcome = survives(options.clone(), LONG, |host, loads| {
                 silent_for(host, SHORT, is_reset);
                 loads[0].goes_on();
-                // Becomes silent at the moment of a check by the drive monitor.
+                // Stays silent until the drive monitor has noticed.
                 host.model.fall_silent(is_reset);
                 wait_for("a reset", || host.incidents().resets > 0);
                 thread::sleep(SHORT);

@@ -1,7 +1,7 @@
-//! Locks of an image beside those of another user's process. Needs root.
+//! Locks on an image beside locks of another user's process. Needs root.
 //!
-//! The test has a process of its own. Until it executes its program, a child has copies of all file descriptors
-//! of its parent, and with them the locks of other tests.
+//! The test is a program of its own. Until a child executes its program, it has copies of its parent's file descriptors, and
+//! with them the locks of other tests.
 
 use std::env;
 use std::fs::{self, File, OpenOptions};
@@ -16,10 +16,10 @@ use nvme_mpt_memory::system::{LockKind, process_user, try_lock};
 
 const TEST: &str = "a_reader_of_another_user_refuses_nothing";
 
-/// Environment of the process that reads: the file.
+/// Environment variable of the reading process: path of the file.
 const READ: &str = "NVME_MPT_TEST_READS";
 
-/// A user that may read what all may.
+/// A user without special access rights.
 const NOBODY: u32 = 65534;
 
 fn open(image: &Path) -> File {
@@ -27,12 +27,12 @@ fn open(image: &Path) -> File {
     options.read(true).write(true).open(image).unwrap()
 }
 
-/// Claims 1 KiB of it.
+/// Claims 1 KiB of the image.
 fn claim(image: &Path, start: u64) -> Result<FileRangeLock, ClaimError> {
     FileRangeLock::claim(open(image), start, 1 << 10)
 }
 
-/// The process that reads: locks all of the file until its standard input ends.
+/// Body of the reading process: locks the whole file until standard input ends.
 fn read_and_lock(image: &Path) {
     let file = File::open(image).unwrap();
     assert!(try_lock(&file, LockKind::Shared, 0, 0).unwrap());
@@ -61,7 +61,7 @@ fn a_reader_of_another_user_refuses_nothing() {
         return read_and_lock(Path::new(&image));
     }
     if process_user() != 0 {
-        // Not through the harness, which shows no output of a test that passes.
+        // Write to stderr directly, since the test harness hides the output of passing tests.
         let _ = writeln!(io::stderr(), "NOT CHECKED: {TEST}: it needs root");
         return;
     }
@@ -72,7 +72,8 @@ fn a_reader_of_another_user_refuses_nothing() {
     let mut reader = reader_of_another_user(image);
     assert!(!try_lock(&open(image), LockKind::Exclusive, 0, 1).unwrap());
     let claimed = claim(image, 0).expect("only read");
-    // The claimed part is taken all the same, for us and for a VMM that wants it for itself.
+    // In spite of the reader's lock, the claimed part is locked against this process and against a VMM that wants exclusive
+    // use.
     claim(image, 512).expect_err("taken");
     let next = claim(image, 1 << 10).expect("the next part");
     drop(reader.stdin.take());

@@ -1,4 +1,4 @@
-//! Processes that crash in different ways, and the record that they leave.
+//! Processes that crash in different ways, and the crash record that they leave.
 #![expect(unsafe_code, reason = "crashes, and sends signals")]
 #![expect(
     clippy::disallowed_methods,
@@ -18,10 +18,10 @@ use std::sync::Arc;
 use nvme_mpt_memory::crash::{CrashRecord, record_crashes};
 use nvme_mpt_memory::{Mapping, MappingAccess};
 
-/// Offset of the record.
+/// Offset of the record in its file.
 const OFFSET: usize = 128;
 
-/// Variables of a process that is to end: its way, and the file with its record.
+/// Environment variables of a crashing process: kind of crash, and the file with its record.
 const END: &str = "NVME_MPT_TEST_END";
 const FILE: &str = "NVME_MPT_TEST_FILE";
 
@@ -36,7 +36,7 @@ fn overflow(depth: usize) -> usize {
     black_box(overflow(black_box(depth + 1)) + 1)
 }
 
-/// Touches memory of a file that ends before it, which no [`Mapping`] guards.
+/// Accesses memory beyond the end of a file, in a mapping that no [`Mapping`] guards.
 fn touch_lost_memory() {
     let file = tempfile::tempfile().unwrap();
     let (read, shared) = (libc::PROT_READ, libc::MAP_SHARED);
@@ -49,7 +49,7 @@ fn touch_lost_memory() {
     }
 }
 
-/// Waits for a signal of the parent.
+/// Waits until the parent sends a signal.
 fn await_signal() {
     println!("ready");
     loop {
@@ -61,7 +61,7 @@ fn await_signal() {
 fn end(way: &str) {
     match way {
         "abort" => std::process::abort(),
-        // SAFETY: it is not, which raises SIGSEGV.
+        // SAFETY: the access is invalid on purpose. It raises SIGSEGV, which ends this process.
         "segv" => unsafe { black_box(std::ptr::without_provenance_mut::<u8>(8)).write_volatile(1) },
         "bus" => touch_lost_memory(),
         "overflow" => assert_ne!(overflow(0), 0),
@@ -74,7 +74,7 @@ fn end(way: &str) {
     }
 }
 
-/// Body of the processes that end, and nothing in a usual run.
+/// Entry point of the crashing processes. Does nothing in a normal run.
 #[test]
 fn child() {
     let (Some(way), Some(path)) = (env::var_os(END), env::var_os(FILE)) else {
@@ -92,7 +92,7 @@ fn child() {
     }
 }
 
-/// Ends a process in that way, by a signal if one is given. Returns its status.
+/// Runs a process that crashes in this way, or by the given signal. Returns the exit status.
 fn process(way: &str, path: &Path, signal: Option<libc::c_int>) -> ExitStatus {
     let mut child = Command::new(env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
@@ -111,10 +111,10 @@ fn process(way: &str, path: &Path, signal: Option<libc::c_int>) -> ExitStatus {
             stdout.read_exact(&mut byte).unwrap();
             printed.extend(byte);
         }
-        // SAFETY: the child was not waited for, so the number is its own.
+        // SAFETY: the child was not waited for, so the process id belongs to the child.
         assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
     }
-    // All that it prints is read, so that it never fails to print.
+    // All output is read, so printing never blocks or fails.
     child.wait_with_output().unwrap().status
 }
 

@@ -1,5 +1,5 @@
-//! Memory whose page faults its process resolves itself (userfaultfd), seen by a mapping of the file and by the process's own
-//! mapping.
+//! Memory whose page faults are resolved by the process itself (userfaultfd), accessed by a mapping of the file and by the
+//! process's own mapping.
 #![expect(
     clippy::disallowed_methods,
     reason = "tests have threads and real time of their own"
@@ -41,7 +41,7 @@ const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 /// `struct uffd_msg`.
 const MESSAGE: usize = 32;
 
-/// Returns a userfaultfd, or says in the output that there is none.
+/// Creates a userfaultfd. Returns `None` and prints a message if there is none.
 fn userfaultfd(features: u64, test: &str) -> Option<File> {
     let created = || -> io::Result<File> {
         // SAFETY: the descriptor is new and owned once.
@@ -57,7 +57,7 @@ fn userfaultfd(features: u64, test: &str) -> Option<File> {
     };
     created()
         .inspect_err(|error| {
-            // Not through the harness, which shows no output of a test that passes.
+            // Write to stderr directly, since the test harness hides the output of passing tests.
             let _ = writeln!(
                 io::stderr(),
                 "NOT CHECKED: {test}: userfaultfd cannot be had here: {error}"
@@ -74,7 +74,7 @@ fn control<const N: usize>(file: &File, request: u64, argument: &mut [u64; N]) -
     }
 }
 
-/// Guest memory as a VMM has it: a file and a mapping of it.
+/// Guest memory in a VMM: a file and a mapping of the file.
 struct Guest {
     memory: OwnedFd,
     start: usize,
@@ -96,16 +96,16 @@ impl Guest {
         is_incomplete(MemoryHolder::ThisProcess, self.memory.as_fd()).unwrap()
     }
 
-    /// Returns the memory as functions in the VMM's process have it.
+    /// Returns the VMM's mapping in the form that functions in the VMM's process use.
     fn own(&self) -> Mapping {
         let start = NonNull::new(self.start as *mut u8).unwrap();
         let (fd, owner) = (self.memory.as_fd(), Arc::new(()));
-        // SAFETY: the mapping is never unmapped, and reached through mappings alone.
+        // SAFETY: the mapping is never unmapped, and is only accessed through mappings.
         unsafe { Mapping::borrowed(start, LEN, MappingAccess::ReadWrite, fd, 0, owner) }.unwrap()
     }
 }
 
-/// Maps a file for good.
+/// Maps a file permanently.
 fn map(memory: &OwnedFd) -> usize {
     // SAFETY: a new mapping, which is never unmapped.
     let start = unsafe {
@@ -117,7 +117,7 @@ fn map(memory: &OwnedFd) -> usize {
     start as usize
 }
 
-/// Runs `access` on a thread of its own. Returns once it is done or one of its faults is held up, and whether one is.
+/// Runs `access` on a thread. Returns when it has finished or waits for a fault, and whether it waits.
 fn run<T: Send + 'static>(
     client: &File,
     access: impl FnOnce() -> T + Send + 'static,
@@ -135,7 +135,7 @@ fn run<T: Send + 'static>(
         revents: 0,
     };
     let mut watched = [client.as_raw_fd(), done.as_raw_fd()].map(watch);
-    // SAFETY: the kernel writes to as many entries as there are.
+    // SAFETY: the kernel writes only to the given number of entries.
     let ready = unsafe { libc::poll(watched.as_mut_ptr(), 2, -1) };
     assert!(ready > 0, "{}", io::Error::last_os_error());
     let events = watched.map(|fd| fd.revents);
@@ -144,7 +144,7 @@ fn run<T: Send + 'static>(
     (thread, is_held_up)
 }
 
-/// Takes the fault that was reported. Returns its page.
+/// Takes the reported fault. Returns its page.
 fn fault(mut client: &File) -> u64 {
     let mut message = [0; MESSAGE];
     client.read_exact(&mut message).unwrap();
@@ -174,10 +174,10 @@ fn a_mapping_of_the_file_reads_zeros_where_the_content_is_still_to_come() {
     guest.register(&client, 0, LEN, MODE_MISSING);
     let ours = Mapping::shared(guest.memory.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
     let (thread, is_held_up) = run(&client, move || (byte(&ours, 5), ours));
-    // So the file alone must not be used before it is complete.
+    // So a mapping of the file must not be used before the page is complete.
     assert!(!is_held_up);
     assert_eq!(thread.join().unwrap().0, 0);
-    // The page is everybody's from then on: it is too late for the VMM.
+    // From now on the page is visible in all mappings, so the VMM cannot fill it any more.
     let content = [7_u8; PAGE];
     let page = guest.start as u64;
     let mut copied = [page, content.as_ptr() as u64, PAGE as u64, 0, 0];
@@ -196,7 +196,7 @@ fn the_vmms_own_mapping_waits_for_the_content() {
     let own = guest.own();
     let (thread, is_held_up) = run(&client, move || {
         let read = byte(&own, 0x8005);
-        // Less than a page: the rest of it stays as it was.
+        // A write of less than a page leaves the rest of the page unchanged.
         own.bytes(0x9000, 1).unwrap().copy_from(&[7]);
         [read, byte(&own, 0x9000), byte(&own, 0x9001)]
     });
@@ -226,7 +226,7 @@ fn the_vmms_own_mapping_waits_for_minor_faults() {
         return;
     };
     let guest = Guest::new();
-    // Something is there already, which is not the guest's yet.
+    // The page exists already, but does not have the guest's data yet.
     let elsewhere =
         Mapping::shared(guest.memory.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
     elsewhere.bytes(0, LEN).unwrap().copy_from(&[1; LEN]);
@@ -249,7 +249,7 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     };
     let guest = Guest::new();
     assert!(!guest.is_incomplete());
-    // One page of it, in another mapping than the first one.
+    // One page of the memory, in another mapping than the first page.
     let second = Guest {
         memory: guest.memory.try_clone().unwrap(),
         start: map(&guest.memory),
@@ -258,7 +258,7 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     assert!(guest.is_incomplete());
     let other = Guest::new();
     assert!(!other.is_incomplete());
-    // A page that is there has no fault any more, whoever waits for one.
+    // A page that exists causes no faults, although its range is registered.
     copy(&client, (second.start + 0x4000) as u64, 0x5A);
     assert!(!guest.is_incomplete());
     second.register(&client, 0x5000, PAGE, MODE_MISSING);
@@ -266,14 +266,14 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     let mut range = [(second.start + 0x5000) as u64, PAGE as u64];
     control(&client, UFFDIO_UNREGISTER, &mut range).unwrap();
     assert!(!guest.is_incomplete());
-    // As the descriptor ends, so do its registrations.
+    // Closing the descriptor ends its registrations.
     second.register(&client, 0x6000, PAGE, MODE_MISSING);
     assert!(guest.is_incomplete());
     drop(client);
     assert!(!guest.is_incomplete());
 }
 
-/// The host needs to have none: no page is touched.
+/// Works on hosts without huge pages, since no page is accessed.
 #[test]
 fn huge_pages_that_are_registered_are_incomplete() {
     const HUGE: usize = 2 << 20;
@@ -326,11 +326,11 @@ fn a_client_is_found_by_its_number_and_by_its_user() {
     };
     let guest = Guest::new();
     guest.register(&client, 0, LEN, MODE_MISSING);
-    // SAFETY: it has no preconditions.
+    // SAFETY: the call has no preconditions.
     let uid = unsafe { libc::getuid() };
     let look = |pid| is_incomplete(MemoryHolder::Client { pid, uid }, guest.memory.as_fd());
     assert!(look(std::process::id()).unwrap());
-    // A launcher has connected, and has ended since.
+    // A launcher has connected and disconnected.
     assert!(look(0).unwrap());
     let trusted = is_incomplete(MemoryHolder::Trusted, guest.memory.as_fd());
     assert!(!trusted.unwrap());

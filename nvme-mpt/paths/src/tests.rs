@@ -1,4 +1,4 @@
-//! Each test of an attack acts between two calls, as the user would who may write the directory.
+//! Attacks on path resolution: a user with write access to a directory acts between two system calls.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -15,7 +15,7 @@ use super::*;
 type Act = Box<dyn FnMut(&str, &Path)>;
 
 thread_local! {
-    /// Acts between two calls, with the name of the place and the path of the entry.
+    /// Attack to perform between two calls. Arguments: name of the step and path of the entry.
     static ACT: RefCell<Option<Act>> = const { RefCell::new(None) };
 }
 
@@ -27,7 +27,7 @@ pub(crate) fn at_step(step: &str, directory: &OpenDirectory, entry: &OsStr) {
     });
 }
 
-/// Acts at steps until this is dropped.
+/// Performs the attack at all steps. Drop ends it.
 struct Acting;
 
 impl Acting {
@@ -43,7 +43,7 @@ impl Drop for Acting {
     }
 }
 
-/// A user that no test runs as.
+/// A user id that no test runs as.
 const OTHER: u32 = 65533;
 
 fn is_root() -> bool {
@@ -60,7 +60,7 @@ const OPEN: SocketPermissions = SocketPermissions {
     group: Some(OTHER),
 };
 
-/// A directory of another user, and a file of root beside it.
+/// Creates a directory of another user, and a file of root outside of it.
 fn bench() -> (TempDir, PathBuf, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let home = root.path().join("home");
@@ -142,7 +142,7 @@ fn what_is_swapped_for_a_socket_keeps_its_owner_and_mode() {
             }
             assert_eq!(fs::read(&secret).unwrap(), b"secret");
             match listened {
-                // Swapped too late: the name got the socket itself.
+                // Swapped too late: the socket was already bound to the name.
                 Ok(_) => {
                     assert_ne!(at, "bound", "{kind}");
                     UnixStream::connect(home.join("a.sock")).unwrap();
@@ -208,7 +208,7 @@ fn a_stale_socket_of_another_user_is_replaced_where_only_we_can_have_made_it() {
         assert_eq!(listened.is_ok(), is_replaced, "{dir_mode:o}");
         let expected = if is_replaced { 0 } else { OTHER };
         assert_eq!(owner(&folder.join(name)), expected);
-        // The user it is made for may have had it before.
+        // The user may have had access to the directory before.
         let listened = OpenDirectory::open(&folder).unwrap().listen(
             name,
             SocketPermissions {
@@ -229,7 +229,7 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
     let real = root.path().join("real");
     fs::create_dir(&real).unwrap();
     let real = real.canonicalize().unwrap();
-    // As /var/run.
+    // Like /var/run.
     let good = root.path().join("run");
     symlink("real", &good).unwrap();
     assert_eq!(OpenDirectory::open(&good).unwrap().path(), real);
@@ -242,14 +242,14 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
         .check_not_exposed(OsStr::new("x"))
         .unwrap();
 
-    // Root's, in a directory of another user: it may have been moved there.
+    // Owned by root, in another user's directory: that user may have moved it there.
     let moved = home.join("moved");
     symlink(&real, &moved).unwrap();
-    // Another user's, in a directory of root.
+    // Owned by another user, in a directory of root.
     let others = root.path().join("others");
     symlink(&real, &others).unwrap();
     lchown(&others, Some(OTHER), None).unwrap();
-    // Another user's, in a directory of all.
+    // Owned by another user, in a directory that all users may write.
     let all = root.path().join("all");
     fs::create_dir(&all).unwrap();
     fs::set_permissions(&all, Permissions::from_mode(0o1777)).unwrap();
@@ -263,7 +263,7 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
             assert!(named, "{error}");
         }
     }
-    // Root's, in a directory of all: nobody else can replace it.
+    // Owned by root, in a directory that all users may write: no other user can replace it.
     let ours = all.join("ours");
     symlink(&real, &ours).unwrap();
     assert_eq!(OpenDirectory::open(&ours).unwrap().path(), real);
@@ -340,7 +340,7 @@ fn a_file_is_replaced_as_a_whole_and_no_link_is_written_through() {
     let directory = OpenDirectory::open(&home).unwrap();
     let name = OsStr::new("metrics.prom");
     symlink(&secret, home.join(name)).unwrap();
-    // The name of the unfinished file is no secret to who reads the directory: it is swapped for a link.
+    // Users who can read the directory know the name of the temporary file. The attack swaps it for a link.
     let target = secret.clone();
     let _acting = Acting::with(move |step, entry| {
         if step == "written" {
@@ -365,7 +365,7 @@ fn a_file_is_replaced_as_a_whole_and_no_link_is_written_through() {
     assert_eq!(fs::read(home.join(name)).unwrap(), b"figures");
     assert!(!directory.make_new(name, 0o600, |_| Ok(())).unwrap());
     assert_eq!(fs::read_dir(&home).unwrap().count(), 1);
-    // Not the file any more that was written.
+    // The file under this name is not the one that was written.
     let later = directory.replace(name, 0o644, |_| Ok(())).unwrap();
     directory.remove(name, id);
     assert!(home.join(name).exists());

@@ -13,7 +13,7 @@ use crate::spec::ids::Nsid;
 use crate::spec::registers::Doorbell;
 
 fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
-    // A ledger of its own, as a server with another state folder has.
+    // Uses a separate ledger, like a server with another state directory.
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id: "test",
         drive: drive.identity(),
@@ -77,7 +77,7 @@ fn limits_beyond_which_commands_are_carried_out_in_parts_are_no_promises() {
     attachment.pause().expect("no queues to rest");
     let mut state = attachment.save().expect("a state");
     let mut check = |name: &str| {
-        // As an older version saved it.
+        // State as an older version saved it.
         state.promises.push(GuestPromiseState {
             name: name.to_owned(),
             value: "8388608".to_owned(),
@@ -110,7 +110,7 @@ fn figures_of_queues_that_change_are_not_waited_for() {
     let attachment = attachment();
     let figures = attachment.try_stats().expect("nothing changes");
     assert_eq!(figures.id, "test");
-    // As a queue is deleted: the lock is held until its commands in flight have ended.
+    // The lock is held as in a queue deletion, until the commands in flight have ended.
     let change = attachment.queues();
     assert!(attachment.try_stats().is_none());
     drop(change);
@@ -132,7 +132,7 @@ fn a_queue_that_the_drive_takes_its_time_with_holds_up_no_figures_and_no_doorbel
         assert!(!attachment.ring(Doorbell::SqTail(QueueId(1)), 7));
         counted.fetch_add(1, Ordering::Relaxed);
     });
-    // The drive is not asked for a queue that cannot be.
+    // The drive is not asked for an invalid queue.
     let nowhere = CqConfig {
         qid: QueueId(1),
         base: crate::Gpa(0x1000),

@@ -1,4 +1,4 @@
-//! Regions that come and go, through the window's public interface.
+//! Regions that are mapped and unmapped, through the window's public interface.
 
 use std::io;
 use std::ops::Range;
@@ -175,7 +175,7 @@ fn an_unmap_waits_for_who_uses_the_memory() {
     assert_eq!(unmapper.join().expect("no panic").expect("settled"), 0x1000);
 }
 
-/// `len` bytes at `gpa`, `offset` bytes into the file.
+/// Returns a region of `len` bytes at `gpa`, at `offset` in the file.
 pub(super) fn part(file: &OwnedFd, gpa: u64, offset: u64, len: u64) -> MemoryRegion {
     MemoryRegion {
         gpa: Gpa(gpa),
@@ -189,7 +189,7 @@ pub(super) fn part(file: &OwnedFd, gpa: u64, offset: u64, len: u64) -> MemoryReg
 
 const BLOCK: u64 = 2 << 20;
 
-/// 1 GiB of memory, none of it plugged, beside 256 MiB that the VM has from the start.
+/// Creates a window with 256 MiB of boot memory, and a file of 1 GiB for hot-plug.
 fn window_with_a_hot_plug_file() -> (DmaWindow, OwnedFd) {
     let window = window();
     window.map(region(0, 256 << 20)).expect("map");
@@ -208,9 +208,9 @@ fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
     }
     let table = window.table();
     assert_eq!(lock(&window.tables.changes).regions.len(), 513);
-    // The boot memory, and three: IOVAs for as much again as is mapped are taken each time.
+    // One run of boot memory and three others: each time, IOVAs for as much memory as is mapped are reserved.
     assert_eq!(table.runs(), 4);
-    // Any of them goes, and comes back to where it was.
+    // Any blocks can be unmapped, and are mapped at their old IOVAs again.
     let start = Gpa(4 << 30);
     let at = |number: u64| Gpa(start.0 + number * BLOCK);
     for number in [7, 300, 5, 6, 511, 0] {
@@ -237,7 +237,7 @@ fn blocks_are_one_run_only_where_all_of_it_goes_on() {
     window.map(block(&file, 0)).expect("map");
     window.map(block(&file, 1)).expect("map");
     assert_eq!(runs(&window), 2);
-    // Other rights, another part of the file, another file.
+    // Different access rights, another part of the file, another file.
     let constant = MemoryRegion {
         writable: false,
         ..block(&file, 2)
@@ -270,7 +270,7 @@ fn blocks_are_one_run_only_where_all_of_it_goes_on() {
 #[test]
 fn a_file_that_cannot_be_mapped_as_a_whole_is_mapped_in_parts() {
     let window = window();
-    // More than there are addresses; no memory is taken for it.
+    // More than the address space. No memory is allocated.
     let file = memfd(1 << 62);
     let unaligned = part(&file, 0, 512, BLOCK);
     let error = window.map(unaligned).expect_err("inside a page");
@@ -293,7 +293,7 @@ fn an_offset_beyond_all_files_is_refused() {
 
 #[test]
 fn memory_that_may_wait_is_taken_on_request_alone() {
-    // Beside the program: /tmp may be memory.
+    // A directory beside the program, since /tmp may be a tmpfs.
     let program = std::env::current_exe().expect("a path");
     let folder = program.parent().expect("a folder");
     let file = tempfile::tempfile_in(folder).expect("a file");
@@ -337,7 +337,7 @@ fn memory_that_was_lost_is_mapped_anew() {
 
 #[test]
 fn regions_are_bounded() {
-    // A page at a time, each from elsewhere: as many runs as regions.
+    // Single pages in reverse file order: each region is a run of its own.
     let window = window();
     let file = memfd(MAX_REGIONS as u64 * 0x1000);
     let page = |i: u64, at: u64| part(&file, at, (i * 5 % MAX_REGIONS as u64) * 0x1000, 0x1000);
@@ -372,7 +372,7 @@ fn no_vm_takes_the_address_space_of_others() {
     let greedy = window();
     let first = memfd(LARGE);
     greedy.map(part(&first, 0, 0, BLOCK)).expect("map");
-    // As a whole, this one has no room.
+    // There is no space for this region as a whole.
     let second = memfd(LARGE);
     let far = part(&second, 1 << 30, LARGE / 2, BLOCK);
     greedy.map(far).expect("only what is asked for");
@@ -391,13 +391,13 @@ fn no_vm_takes_the_address_space_of_others() {
     ] {
         assert!(said.contains(named), "{said}");
     }
-    // The regions that are mapped go on, and so do other windows.
+    // The mapped regions still work, and so do other windows.
     greedy.write(Gpa(1 << 30), &[1]).expect("mapped");
     let other = window();
     other.map(part(&second, 0, 0, LARGE)).expect("its own room");
 }
 
-/// An IOMMU that takes no more than so many mappings.
+/// An IOMMU with a limit on the number of mappings.
 #[derive(Debug)]
 struct Few {
     most: u64,
@@ -405,7 +405,7 @@ struct Few {
 }
 
 impl Few {
-    /// The space of the addresses below `end`, in a process that finds nothing mapped.
+    /// Creates an IOVA space below `end`, for a process that has inherited no mappings.
     fn space(most: u64, end: u64) -> Arc<IovaSpace> {
         let made = AtomicU64::new(0);
         let space = IovaSpace::behind_iommu(Arc::new(Self { most, made }), &[0..=end - 1]);
@@ -491,13 +491,13 @@ fn memory_that_a_function_had_is_mapped_anew_whatever_others_have_by_then() {
         }
         window
     };
-    // The smallest comes first.
+    // The window with the fewest mappings is restored first.
     let others: Vec<_> = fewer.into_iter().rev().map(take_up).collect();
     let new = DmaWindow::new(space.clone());
     assert!(take_all(&new) < most);
     drop(new);
     let last = take_up(most);
-    // What it had counts, and the rules are for what it asks for now.
+    // Inherited mappings count, and the limits apply to new mappings only.
     let error = last.map(page(most)).expect_err("beyond its limit");
     let DmaError::Iommu { source, .. } = error else {
         panic!("{error}");
@@ -518,7 +518,7 @@ fn memory_that_a_function_had_waits_for_nothing_but_room() {
     let folder = tempfile::tempdir().expect("a folder");
     let account = MemoryAccount::below(folder.path());
     let file = memfd(LEN);
-    // All but what nobody can have, and what is kept for the driver.
+    // The IOVA space except for the unusable part and the driver's reserve.
     let window = DmaWindow::new(Few::space(1, 256 << 20)).with_account(account);
     let error = window.map(part(&file, 0, 0, LEN)).expect_err("no share");
     assert!(matches!(error, DmaError::Iommu { .. }), "{error}");

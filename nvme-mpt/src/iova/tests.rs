@@ -1,4 +1,4 @@
-//! Addresses of a space, and mappings that one process leaves to the next.
+//! IOVA allocation, and mappings that one process leaves to the next.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,10 +18,10 @@ const PAGE: u64 = 4096;
 
 const DRIVER: MappingOwner = MappingOwner::DRIVER;
 
-/// The demand of a function for memory that it had under the process before.
+/// Budget demand of a function for memory that it had mapped in the predecessor.
 const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Former, true);
 
-/// Mappings as the kernel has them: no two overlap, and one is taken away as it was made.
+/// Mappings in the kernel: mappings must not overlap, and an unmap must match a map exactly.
 #[derive(Debug, Default)]
 struct SharedIommu {
     mapped: Mutex<BTreeMap<u64, u64>>,
@@ -96,7 +96,7 @@ fn memory(file: &OwnedFd, offset: u64, pages: u64, access: MappingAccess) -> Map
     Mapping::shared(file.as_fd(), offset, len, access).expect("map")
 }
 
-/// A process that maps pages 0 and 2 of a file, and ends. Returns what the next one inherits, and the file.
+/// Maps pages 0 and 2 of a file in a process that ends. Returns the next process's inheritance, the file, and the IOVAs.
 fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
     let file = memfd(c"guest", 16 * PAGE).expect("memory");
     let space = space(iommu, Vec::new());
@@ -153,7 +153,7 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
     let new = map(1).expect("free");
     assert_eq!(iommu.made(), made + 1);
     next.end_inheritance();
-    // The page of lists is gone.
+    // The page of lists is unmapped.
     assert_eq!(iommu.starts().len(), 3);
     drop((pages, new, first));
     assert_eq!(iommu.starts(), [] as [u64; 0]);
@@ -217,10 +217,10 @@ fn inherited_memory_counts_for_those_whose_memory_it_is() {
         let mapping = IommuMapping::new(0, &memory, &part, MappingAccess::ReadWrite, DRIVER);
         (mapping.file.expect("a file"), mapping.len)
     };
-    // Of pages 0, 1 and 2, the one between was not mapped.
+    // Of pages 0 to 2, page 1 was not mapped.
     let own = [0, 1, 2].map(|page| place(&file, page, 1));
     assert_eq!(next.inherited_of(DRIVER, &own), 2 * PAGE);
-    // It would be mapped anew.
+    // The range differs from the inherited mapping, so it would be mapped again.
     assert_eq!(next.inherited_of(DRIVER, &[place(&file, 0, 2)]), 0);
     let neighbour = memfd(c"neighbour", 16 * PAGE).expect("memory");
     assert_eq!(next.inherited_of(DRIVER, &[place(&neighbour, 0, 1)]), 0);
@@ -228,7 +228,7 @@ fn inherited_memory_counts_for_those_whose_memory_it_is() {
     assert_eq!(next.inherited_of(DRIVER, &own), 0);
 }
 
-/// A client may have freed the pages of its file, and may have mapped it again: the IOMMU has the former pages.
+/// A client may have freed the pages of its file, and mapped the file again. The IOMMU still maps the old pages.
 #[test]
 fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
     let iommu = Arc::new(SharedIommu::default());
@@ -243,7 +243,7 @@ fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
     assert_eq!(iommu.starts(), starts, "nothing was mapped or unmapped");
 }
 
-/// The numbers of a file that is closed may be those of another function's file by now.
+/// The inode number of a closed file may belong to another function's file by now.
 #[test]
 fn memory_of_one_function_is_not_found_for_another() {
     let iommu = Arc::new(SharedIommu::default());
@@ -272,7 +272,7 @@ fn memory_of_one_function_is_not_found_for_another() {
     assert_eq!(iommu.made(), 2);
     assert_eq!(map(&next, "a"), own);
     assert_eq!(iommu.made(), 2);
-    // What is mapped for one is not taken away for another.
+    // A function's inherited mappings are not removed on behalf of another function.
     let left = next.mappings(outdated().0);
     let last = space(&iommu, left);
     last.disinherit(MappingOwner::of_function("b"), &whole, &(0..4096));
@@ -305,9 +305,9 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
     let range = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
     assert_eq!(range.expect("room").start(), starts[0]);
-    // Nobody has mapped its pages; that of lists is there still.
+    // The function has mapped none of the inherited pages, so they are gone. The page of lists is still mapped.
     assert_eq!(iommu.starts().len(), 1);
-    // Nothing is left of the range.
+    // The whole range is free.
     let again = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
     let again = Arc::new(again.expect("room"));
     let permit = next.budget.for_driver(1);
@@ -403,11 +403,11 @@ fn parts_never_overlap_and_come_back() {
     drop(b);
     let touching = space.allocate(ALIGNMENT).expect("room elsewhere");
     assert!(touching.start() > c.start());
-    // Each goes behind the last one, until there is no room.
+    // Each allocation goes behind the last one, until there is no space.
     let next = touching.start() + 2 * ALIGNMENT;
     let rest = space.allocate((1 << 52) - next).expect("the rest");
     assert_eq!(rest.start(), next);
-    // Before the first of them, and where the one was that came back.
+    // Then before the first allocation, and in the gap of the freed one.
     let before = space.allocate(ALIGNMENT / 2).expect("a gap");
     assert!(before.start() < a.start());
     let inside = space.allocate(ALIGNMENT / 2).expect("the gap");
@@ -417,16 +417,16 @@ fn parts_never_overlap_and_come_back() {
     assert!(space.allocate(0).is_none());
 }
 
-/// State that a killed process leaves.
+/// State left by a killed process.
 #[derive(Clone, Debug)]
 struct Cut {
     table: Vec<u8>,
     mapped: BTreeMap<u64, u64>,
-    /// Pages of the guest that are mapped, and that nobody was about to unmap.
+    /// Mapped pages of the guest, except for pages that were about to be unmapped.
     pages: BTreeSet<u64>,
 }
 
-/// Bytes of a table of 64 slots.
+/// Size of a table with 64 slots, in bytes.
 const TABLE: usize = 4096 + 64 * 64;
 
 fn bytes_of(table: &OwnedFd) -> Vec<u8> {
@@ -465,13 +465,13 @@ fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Res
     )
 }
 
-/// Maps and unmaps pages of a guest, one after the other, and memory of the driver. Returns what is left if the process
-/// is killed: at the beginning, after each store into the table, and after each change of the IOMMU.
+/// Maps and unmaps a guest's pages one by one, and the driver's memory. Returns the state after a kill at each moment: at the
+/// start, after each store to the table, and after each change of the IOMMU.
 fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
     let iommu = Arc::new(SharedIommu::default());
     let space = space(&iommu, Vec::new());
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
-    // Mappings that are there before the table, and after.
+    // A mapping from before the table's creation, and one from after it.
     let before = space.map(&own, MappingAccess::Read).expect("map");
     let table = space.record().expect("memory");
     let pages: Rc<RefCell<BTreeSet<u64>>> = Rc::default();
@@ -505,7 +505,7 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
     cuts_seen.take()
 }
 
-/// The process after one that was killed.
+/// Checks the process after a killed process.
 fn check_next(cut: &Cut, whole: &Mapping) {
     let read = || RecordedMappings::read(table_of(&cut.table)).expect("a table");
     let left = read();
@@ -529,7 +529,7 @@ fn check_next(cut: &Cut, whole: &Mapping) {
         let space = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(read());
         Arc::new(space.expect("an IOMMU that can be asked"))
     };
-    // A process that is killed as well, before it has a table of its own.
+    // This process is killed too, before it has created a table.
     drop(surviving());
     assert_eq!(iommu.starts(), there.keys().copied().collect::<Vec<_>>());
     let next = surviving();
@@ -561,7 +561,7 @@ proptest! {
         }
     }
 
-    /// Words of a slot that are wrong in any way.
+    /// Random wrong words in a slot or the header.
     #[test]
     fn a_table_that_is_wrong_is_refused_or_leads_to_no_other_memory(
         words in proptest::collection::vec(
@@ -577,7 +577,7 @@ proptest! {
         let cut = killed(&[1, 2, 3, 2], &whole).pop().expect("a moment");
         let mut bytes = cut.table;
         for (word, value) in words {
-            // The first slots and the header.
+            // Words of the first slots, or of the header.
             let at = if word % 2 == 0 { 4096 + 8 * (word % 40) } else { 8 * (word % 16) };
             bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
         }
@@ -591,7 +591,7 @@ proptest! {
             let other = memfd(c"other", 8 * PAGE).expect("memory");
             let other = memory(&other, 0, 8, MappingAccess::ReadWrite);
             let made = iommu.made();
-            // A mapping that the table does not have is in the way of others, which is an error.
+            // A mapping missing from the table may overlap with new mappings, which then fail.
             let mapped = try_map_page(&next, &other, 0);
             let is_in_the_way = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
             prop_assert!(mapped.as_ref().err().is_none_or(is_in_the_way));

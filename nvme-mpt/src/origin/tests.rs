@@ -1,4 +1,4 @@
-//! Paths resolved in trees of sysfs and proc.
+//! Identity of backing storage, derived from fake sysfs and proc trees.
 
 use std::os::unix::fs::symlink;
 
@@ -6,7 +6,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A machine's sysfs and proc.
+/// Fake sysfs and proc of a machine.
 struct Tree {
     dir: TempDir,
     system: KernelFiles,
@@ -27,7 +27,7 @@ impl Tree {
         fs::write(path, content).unwrap();
     }
 
-    /// A block device with a folder in `sys/devices`, and these attributes.
+    /// Creates a block device with a directory in `sys/devices` and these attributes.
     fn device(&self, folder: &str, number: &str, attributes: &[(&str, &str)]) -> DeviceNumber {
         for (name, value) in attributes {
             self.write(
@@ -77,7 +77,7 @@ impl Tree {
         }
     }
 
-    /// A device-mapper device with this table, as `dmsetup table` prints it, and the devices that it is made of.
+    /// Creates a device-mapper device with this table (in the format of `dmsetup table`) and these underlying devices.
     fn mapped(&self, minor: u32, uuid: &str, table: &str, slaves: &[&str]) -> DeviceNumber {
         let sectors = table.lines().last().map_or(0, |line| {
             let mut words = line.split(' ').map(|word| word.parse::<u64>());
@@ -151,7 +151,7 @@ fn a_disk_keeps_its_name_when_the_kernel_numbers_it_anew() {
 fn disks_of_each_kind_have_a_name_that_is_not_the_kernels() {
     let tree = Tree::new();
     let names = [
-        // The serial number is that of the controller, and of all its namespaces.
+        // The serial number belongs to the controller, and so to all its namespaces.
         (
             "259:0",
             "nvme0n1",
@@ -178,10 +178,10 @@ fn disks_of_each_kind_have_a_name_that_is_not_the_kernels() {
             "dm:by_hand",
         ),
         ("9:0", "md0", &[("md/uuid", "1234")], "md:1234"),
-        // Nothing is known of these but that they are there until the next boot.
+        // Devices that can only be identified until the next boot.
         ("43:0", "nbd0", &[("diskseq", "9")], "disk:this-boot/9"),
         ("252:1", "vdb", &[("serial", "")], "disk:this-boot/252:1"),
-        // Their bytes end with the boot, too.
+        // The contents of these devices are lost at a reboot too.
         (
             "252:0",
             "zram0",
@@ -254,7 +254,7 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
             format!("file:{inode}@disk:abc")
         );
     }
-    // On a logical volume it has one name, whether its process may read the volume's table or not.
+    // The identity is the same whether the process can read the volume's table or not.
     for table in ["0 2048 linear 8:0 2048\n", "unreadable"] {
         if number.starts_with("0:") {
             break;
@@ -305,7 +305,7 @@ fn a_bind_mount_gives_a_file_no_other_name() {
     assert_eq!(nfs("/srv", "host:/export/srv"), nfs("/", "host:/export"));
     assert_ne!(nfs("/", "host:/export/srv"), nfs("/", "host:/export"));
 
-    // The kernel names the subvolume of the folder that is mounted.
+    // The mount options contain the subvolume of the mounted directory.
     let btrfs = |root, volume| identity(root, "btrfs", "/dev/absent", volume);
     let volume = "rw,space_cache=v2,subvolid=256,subvol=/@\\054\\040a";
     let whole = btrfs("/@,\\040a", volume);
@@ -407,11 +407,11 @@ fn a_mapped_device_is_its_table() {
         tree.identity(two),
         "0+4096 of disk:naa.2 and 3149824+8192 of disk:naa.1"
     );
-    // Two targets that are one part of a device.
+    // Two targets that map the same part of a device.
     let table = "0 8 linear 8:16 8\n8 16 linear 8:16 16\n";
     let one = tree.mapped(5, "LVM-c", table, &["8:16"]);
     assert_eq!(tree.identity(one), "4096+12288 of disk:naa.2");
-    // A part that reaches beyond the device below it, a hole, and a table that cannot be read.
+    // A part beyond the end of the underlying device, a hole, and an unreadable table.
     for (minor, table) in [
         (2, "0 8 linear 8:16 2097152\n"),
         (3, "0 8 linear 8:16 0\n16 8 linear 8:16 8\n"),
@@ -458,7 +458,7 @@ fn a_mapping_that_moves_bytes_overlaps_all_that_is_below() {
     };
     assert!(overlaps(crypt, disk) && overlaps(crypt, half) && overlaps(crypt, striped));
     assert!(!overlaps(crypt, rest) && overlaps(striped, rest));
-    // Volumes on one mapping have their places in it.
+    // Volumes on one mapping are identified by their offsets in it.
     let first = tree.mapped(4, "LVM-1", "0 8 linear 253:3 0\n", &["253:3"]);
     let second = tree.mapped(5, "LVM-2", "0 8 linear 253:3 8\n", &["253:3"]);
     assert!(overlaps(first, striped) && overlaps(first, half));
@@ -584,7 +584,7 @@ fn a_file_on_a_disk_without_a_name_is_named_by_its_file_system() {
             assert_eq!(origin.identity().formerly, [""; 0]);
         }
     }
-    // One on a disk with a name keeps the name that it had.
+    // The identity of a volume on a named disk does not change.
     tree.write("sys/devices/vda/serial", "abc");
     let origin = tree.of_file(file.path());
     assert!(origin.identity().name.contains("disk:abc"), "{origin:?}");
@@ -616,7 +616,7 @@ fn a_drive_has_all_names_that_it_may_be_known_by() {
     assert_eq!(names(part)[1], "4096+4096 of disk:abc");
     let bare = tree.device("vdb", "252:16", &[("diskseq", "8")]);
     assert_eq!(names(bare), [format!("disk:{boot}/8")]);
-    // What the host has, by any of its names.
+    // The host's disks, found under any of their names.
     let host = HostDisks::of(&tree.system);
     assert_eq!(host.boot, boot);
     for known in [
@@ -640,7 +640,7 @@ fn a_drive_has_all_names_that_it_may_be_known_by() {
     }
 }
 
-/// A folder on overlay, as the kernel tells of it. What it shows are links to files in the directory to which it writes.
+/// Adds a directory on overlayfs to the mount table. The visible files are links to files in the upper directory.
 fn overlay(tree: &Tree, point: &Path, root: &str, upper: &Path) {
     let (point, upper) = (point.display(), upper.display());
     let line = format!(
@@ -672,10 +672,10 @@ fn a_file_on_overlay_is_the_one_in_the_upper_directory() {
     assert_eq!((&locked.path, locked.part(1, 2)), (&file, Some((1, 2))));
     assert!(locked.is(&fs::File::open(&file).unwrap()).unwrap());
     assert!(origin.identity().formerly[0].ends_with("@overlay:overlay:/"));
-    // By a bind mount of a folder.
+    // The overlay is visible through a bind mount of a subdirectory.
     overlay(&tree, &shown.join("sub"), "/sub", &upper);
     assert_eq!(tree.of_file(&path).identity().name, below.identity().name);
-    // A loop device on it has both files.
+    // A loop device on the overlay is backed by both files.
     overlay(&tree, &shown, "/", &upper);
     let device = tree.loop_device(0, &path, (0, 8));
     assert_eq!(tree.identity(device), below.identity().name);
@@ -699,7 +699,7 @@ fn a_file_that_others_have_under_another_name_is_refused() {
         assert_eq!(error.kind(), io::ErrorKind::Unsupported);
         error.to_string()
     };
-    // Not there, another one, and one that was copied up.
+    // The file is missing in the upper directory, is a different file, or was copied up.
     overlay(&tree, &shown, "/", &upper);
     assert!(refusal().contains("could be leased twice"), "{}", refusal());
     fs::write(upper.join("x"), "data").unwrap();
@@ -740,7 +740,7 @@ fn a_file_that_others_have_under_another_name_is_refused() {
         mount(kind, options);
         tree.of_file(&path);
     }
-    // The root of a container, whose files nothing in it has by another name.
+    // The root file system of a container. Its lower directories are not reachable under another name.
     let absent = "1 0 0:9 / / rw - overlay overlay rw,lowerdir=/absent/a,upperdir=/absent/b\n";
     tree.write("proc/self/mountinfo", absent);
     assert!(

@@ -1,4 +1,4 @@
-//! Strikes of faults on commands, on a clock that is moved by hand.
+//! Fault injection on commands, with a manual clock.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -82,7 +82,7 @@ impl Drive {
         self.reap()
     }
 
-    /// Submits commands and rings.
+    /// Submits commands and rings the doorbell.
     fn submit(&mut self, commands: &[Sqe]) {
         let memory = HostMemory {
             table: &self.table,
@@ -107,7 +107,7 @@ impl Drive {
         done
     }
 
-    /// The status of each of some commands, which complete at once.
+    /// Submits commands that complete at once. Returns their statuses.
     fn statuses(&mut self, commands: &[Sqe]) -> Vec<Status> {
         let done = self.run(commands);
         assert_eq!(done.len(), commands.len());
@@ -118,7 +118,7 @@ impl Drive {
         self.statuses(&[command])[0]
     }
 
-    /// A command with ranges in the list of slot 0.
+    /// Returns a command with ranges in the list of slot 0.
     fn with_ranges<T: IntoBytes + zerocopy::Immutable>(
         &mut self,
         mut sqe: Sqe,
@@ -268,7 +268,7 @@ fn the_same_commands_have_the_same_faults_whatever_others_do() {
     assert_eq!(first, run(1, 3));
     assert_ne!(first, run(2, 0));
     let struck = first.iter().filter(|struck| **struck).count();
-    // Four standard deviations around 200.
+    // 200 plus or minus four standard deviations.
     assert!((146..=254).contains(&struck), "{struck}");
 }
 
@@ -293,7 +293,7 @@ fn the_next_process_goes_on_with_the_faults_of_the_one_before() {
         after = 20
     "#;
     let parse = |plan: &str| FaultPlan::parse("test", plan).expect("sound");
-    // Another process for each command, whatever plan it was started with; and one process for all.
+    // Each command runs in a new process, with any plan; then a single process runs all commands.
     let file = nvme_mpt::memory::memfd(c"test", 0).expect("memory");
     let next = |plan: &str| {
         Drive::of(FaultInjector::kept(&parse(plan), NAMESPACE, 1, &file).expect("kept"))
@@ -431,7 +431,7 @@ fn no_command_reaches_what_was_cut_off_until_it_is_back() {
         assert_eq!(drive.status(flush), GOOD);
     }
     let changed = IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
-    // One that waits tells of both.
+    // Events that wait are reported together.
     assert_eq!(events.take(), [changed]);
 }
 
@@ -491,8 +491,7 @@ fn faults_that_do_not_fit_the_drive_are_refused_and_none_is_added() {
 }
 
 proptest! {
-    /// Whatever faults there are, and in whatever order commands come: each completes once, the
-    /// latest when its queue goes.
+    /// With any faults and any order of commands, each command completes once, at the latest when its queue is deleted.
     #[test]
     fn every_command_completes_once(
         kinds in prop::collection::vec((0..5usize, 1..20u64, 1..10u32), 0..8),

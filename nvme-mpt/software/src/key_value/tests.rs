@@ -16,7 +16,7 @@ fn open(path: &Path) -> Result<KeyValueController, KeyValueError> {
     KeyValueController::file(path, &PROFILE, &ThreadSpawner::default())
 }
 
-/// A file without anything in it.
+/// Creates an empty file.
 fn empty(folder: &Path, len: u64) -> PathBuf {
     let path = folder.join("drive.img");
     File::create(&path)
@@ -39,7 +39,7 @@ fn an_empty_file_becomes_a_drive_as_large_as_it_is() {
     assert!(length < 64 << 20, "it takes what its pairs take: {length}");
     drop(drive);
     assert_eq!(capacity(&open(&path).expect("its own")), 64 << 20);
-    // Its process ended before there was a database behind the header.
+    // The process ended before it wrote the database behind the header.
     let file = File::options().write(true).open(&path).expect("there");
     for length in [4096, 4097, 64 << 20] {
         file.set_len(4096).expect("shorter");
@@ -55,7 +55,7 @@ fn a_file_is_open_once() {
     let drive = open(&path).expect("empty");
     let error = open(&path).expect_err("locked");
     assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
-    // Nor does anybody get its blocks.
+    // The file's blocks are not offered as a drive either.
     let blocks = Arc::new(crate::SoftwareController::file(&path, 9).expect("a file"));
     let request = HostLeaseRequest {
         name: "test",
@@ -79,7 +79,7 @@ fn what_is_no_such_drive_stays_as_it_is() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = empty(folder.path(), 4 << 20);
     let file = File::options().write(true).open(&path).expect("there");
-    // A file system could have its superblock here, for one.
+    // For example, a file system may have its superblock here.
     file.write_all_at(&[1], 3 << 20).expect("written");
     let error = open(&path).expect_err("somebody's");
     assert!(matches!(error, KeyValueError::Foreign(_)), "{error}");
@@ -93,7 +93,7 @@ fn what_is_no_such_drive_stays_as_it_is() {
     let path = empty(folder.path(), 1 << 20);
     drop(open(&path).expect("empty"));
     let file = File::options().write(true).open(&path).expect("there");
-    // The middle of the database's own header.
+    // Overwrites the middle of the database's own header.
     file.write_all_at(&[0xFF; 4000], 4096 + 9).expect("written");
     let error = open(&path).expect_err("damaged");
     assert!(matches!(error, KeyValueError::Store { .. }), "{error}");

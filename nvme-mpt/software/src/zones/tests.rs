@@ -1,4 +1,4 @@
-//! Division, leasing and reopening of drives.
+//! Splitting drives into zones, leasing zones, and reopening drives.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -122,7 +122,7 @@ fn zones_have_sizes_that_are_no_power_of_two() {
     assert!(refused.to_string().contains(said), "{refused}");
 }
 
-/// A drive's file, in a folder of its own.
+/// Creates a drive's file in a temporary directory.
 fn file() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("drive.img");
@@ -146,7 +146,7 @@ fn zones_of_a_file_are_what_they_were_and_those_of_others_are_too() {
         let zslba = state.table.start(zone);
         state.table.write(zslba, 5).expect("a write");
     }
-    // The others have not ended yet, as if they never did: nothing is written by anybody's end.
+    // The earlier processes have not ended, so the states must have been stored at the time of the change, not at an end.
     let lease = whole(&zones(8 << 20, Some(&path)).expect("zones"));
     let state = lease.lock();
     let written: Vec<u64> = state
@@ -220,7 +220,7 @@ fn a_process_knows_that_zones_changed_under_the_one_before() {
     lease.lock().fail_media(3);
     assert_eq!(events.take(), [IoQueueEvent::Changes]);
     assert!(record().is_set());
-    // It is killed.
+    // The process is killed.
     let (lease, events) = process();
     assert_eq!(events.take(), [IoQueueEvent::Changes]);
     let told = lease.changes();
@@ -231,7 +231,7 @@ fn a_process_knows_that_zones_changed_under_the_one_before() {
     assert!(record().is_set(), "one came after the page was read");
     lease.forget(&lease.changes());
     assert!(!record().is_set());
-    // What changed long ago is no news.
+    // Changes from before are not reported again.
     lease.lock().fail_media(5);
     assert!(!record().is_set());
     let (lease, events) = process();
@@ -283,7 +283,7 @@ fn words_that_make_no_sense_are_not_taken_for_a_change() {
     lease.check().expect("as they were");
 }
 
-/// A medium whose range another process has until it is leased here: that one writes to a zone, and ends.
+/// A backing store whose range belongs to another process until it is leased here. The other process writes to a zone and ends.
 #[derive(Debug)]
 struct Contended(PathBuf);
 
@@ -384,7 +384,7 @@ fn flushes_that_end_together_compare_the_states_once() {
     assert_eq!(CHECKS.get(), 1);
 }
 
-/// A store that notes how many blocks each command gives back.
+/// A backing store that records the number of blocks that each command deallocates.
 #[derive(Clone, Debug, Default)]
 struct GivenBack(Arc<Mutex<Vec<u64>>>);
 

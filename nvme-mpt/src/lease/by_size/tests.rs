@@ -1,4 +1,4 @@
-//! Leases by size: what they take up, how they grow and shrink, and whom they refuse.
+//! Leases by size: allocation, growth, truncation, and refusals.
 
 use super::super::{Lease, LeaseRequest, Ledger, RequestedBytes};
 use super::*;
@@ -6,7 +6,7 @@ use crate::spec::ids::Nsid;
 
 const M: u64 = 1 << 20;
 
-/// Capacity of the drive: units, and a rest.
+/// Capacity of the drive: whole units and a remainder.
 const BLOCKS: u64 = (40 * M + M / 2) >> 9;
 
 fn request(id: &str, wanted: RequestedBytes) -> LeaseRequest<'_> {
@@ -21,7 +21,7 @@ fn request(id: &str, wanted: RequestedBytes) -> LeaseRequest<'_> {
     }
 }
 
-/// A request for so many units of 1 MiB.
+/// Requests a lease by size of `units` MiB in units of 1 MiB.
 fn size(id: &str, units: u64) -> LeaseRequest<'_> {
     let wanted = RequestedBytes::Size {
         bytes: units * M,
@@ -31,7 +31,7 @@ fn size(id: &str, units: u64) -> LeaseRequest<'_> {
     request(id, wanted)
 }
 
-/// A request for so many units of 1 MiB in one extent.
+/// Requests a lease by size of `units` MiB in a single extent.
 fn whole(id: &str, units: u64) -> LeaseRequest<'_> {
     let wanted = RequestedBytes::Size {
         bytes: units * M,
@@ -41,7 +41,7 @@ fn whole(id: &str, units: u64) -> LeaseRequest<'_> {
     request(id, wanted)
 }
 
-/// A request for bytes that are 2 MiB a unit.
+/// Requests a lease by size in units of 2 MiB.
 fn double(id: &str, units: u64) -> LeaseRequest<'_> {
     let wanted = RequestedBytes::Size {
         bytes: units * 2 * M,
@@ -55,7 +55,7 @@ fn at<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     request(id, RequestedBytes::At(range.parse().unwrap()))
 }
 
-/// A request for a range, with all data of others.
+/// Requests a range, and keeps other ids' data.
 fn keep<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     LeaseRequest {
         former_data: PreviousDataPolicy::Kept,
@@ -162,12 +162,12 @@ fn an_id_that_comes_back_has_its_extents_in_their_order() {
         );
         assert_eq!(again.identity(), names);
         drop(again);
-        // More is added behind it.
+        // The lease grows at its end.
         let again = take(&ledger, &size("a", 9));
         assert_eq!(parts(&again), ranges(&["0+2M", "4M+3M", "9M+4M"]));
         assert_eq!(again.identity(), names);
         drop(again);
-        // It never shrinks by itself.
+        // A lease never shrinks without an explicit request.
         let again = take(&ledger, &size("a", 1));
         assert_eq!(parts(&again), ranges(&["0+2M", "4M+3M", "9M+4M"]));
         drop(again);
@@ -202,7 +202,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     disk.grow(4 * M).unwrap();
     assert_eq!(parts(&disk), ranges(&["0+2M", "3M+2M"]));
     drop(disk);
-    // Its first half is the disk's second, and the other way round.
+    // A drive that consists of the disk's second half, then of its first half.
     let turned = |request: LeaseRequest<'static>| LeaseRequest {
         drive: "20971520+20971520 of disk:d and 0+20971520 of disk:d".into(),
         blocks: (40 * M) >> 9,
@@ -211,7 +211,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     let a = take(&ledger, &turned(size("a", 5)));
     assert_eq!(parts(&a), ranges(&["20M+2M", "23M+3M"]));
     assert!(a.unwiped().is_empty());
-    // The id's data lies in no partition that begins behind it.
+    // The id's data is not in a partition that starts behind it.
     drop(a);
     let behind = LeaseRequest {
         drive: "1048576+10485760 of disk:d".into(),
@@ -220,7 +220,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     };
     let message = refusal(&ledger, &behind);
     assert!(message.contains("not all of a lease"), "{message}");
-    // Not even what another id leases there is free.
+    // The space that another id leases there is not free either.
     let other = LeaseRequest { id: "c", ..behind };
     let c = take(&ledger, &other);
     assert_eq!(parts(&c), ranges(&["5M+5M"]));
@@ -238,7 +238,7 @@ fn a_range_becomes_a_lease_by_size_and_back() {
         let a = take(&ledger, &at("a", "5M+3M"));
         assert!(a.unwiped().is_empty());
         drop(a);
-        // More, from its start on.
+        // The range extends the lease at its end.
         drop(take(&ledger, &size("a", 3)));
         drop(take(&ledger, &at("a", "5M+4M")));
         assert_eq!(parts(&take(&ledger, &size("a", 4))), ranges(&["5M+4M"]));
@@ -272,13 +272,13 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
                 assert!(message.contains("say size=2M,unit=1M"), "{message}");
             }
         }
-        // Beside it, the id has what it likes.
+        // The id can lease other ranges that do not overlap.
         drop(take(&ledger, &at("a", "9M+1M")));
         assert_eq!(
             parts(&take(&ledger, &size("a", 2))),
             ranges(&["0+1M", "2M+1M"])
         );
-        // What the operator gave up is no lease.
+        // Data that the operator has given up does not count as a lease.
         ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         drop(take(&ledger, &at("a", "0+1M")));
     }
@@ -352,7 +352,7 @@ fn an_id_begins_anew_with_what_was_released_and_does_not_fit() {
     let message = refusal(&ledger, &double("a", 1));
     assert!(message.contains("say unit=1M"), "{message}");
     ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
-    // By its own extents, it still comes back.
+    // A matching request still returns the id's own extents.
     let a = take(&ledger, &size("a", 2));
     assert_eq!(
         (parts(&a), a.unwiped()),
@@ -394,7 +394,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
         let b = take(&ledger, &keep_size("b", 10));
         assert_eq!(parts(&b), ranges(&["30M+10M"]));
         assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
-        // Cut short, it stays marked for the id.
+        // An incomplete wipe stays marked for the id.
         drop(b);
         let b = take(&ledger, &size("b", 10));
         assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
@@ -410,7 +410,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
             (parts(&c), c.unwiped()),
             (ranges(&["0+1M"]), ranges(&["0+1M"]))
         );
-        // It has lost a part, so it begins anew.
+        // The id has lost a part of its data, so it gets a new lease.
         let a = take(&ledger, &size("a", 2));
         assert_eq!(
             (parts(&a), a.unwiped()),
@@ -435,7 +435,7 @@ fn an_id_that_was_released_and_lost_its_end_begins_anew() {
         let last = format!("{}+1M", Bytes(end - M));
         let other = take(&ledger, &at("other", &last));
         assert_eq!(other.unwiped(), ranges(&[&last]));
-        // It is not to be handed over as if it was whole, either.
+        // The incomplete data must not be handed over as complete either.
         ledger.decide_data(id, PreviousDataPolicy::Kept).unwrap();
         let again = take(&ledger, &size(id, 5));
         let left = ByteRange::new(end - 4 * M, 3 * M).unwrap();
@@ -476,7 +476,7 @@ fn a_lease_that_loses_a_part_by_name_is_refused() {
     assert_eq!((parts(&a), a.unwiped()), (ranges(&["4M+4M"]), Vec::new()));
     drop(a);
     assert_eq!(parts(&take(&ledger, &size("a", 4))), ranges(&["4M+4M"]));
-    // The other has what it took.
+    // The other id keeps the range that it took.
     assert!(take(&ledger, &at("b", "1M+1M")).unwiped().is_empty());
 }
 
@@ -495,7 +495,7 @@ fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
         (ranges(&["1M+1M"]), ranges(&["1M+1M"]))
     );
     drop(c);
-    // What a lease by size did not wipe to the end is that lease's.
+    // Unwiped ranges of a lease by size belong to this lease.
     drop(take(&ledger, &size("d", 1)));
     let error = ledger.acquire(&size("e", 1)).unwrap_err();
     assert!(matches!(error, LeaseError::NoRoom { .. }), "{error}");
@@ -538,7 +538,7 @@ fn what_is_cut_off_is_wiped_before_any_lease_has_it() {
         assert_eq!(ledger.list().unwrap()[0].extents, a.extents());
         assert_eq!(a.grow(3 * M).unwrap(), ranges(&["2M+1M"]));
         assert_eq!(a.unwiped(), ranges(&["2M+1M"]));
-        // A part of what is to be wiped stays.
+        // Truncation keeps the marks of unwiped ranges.
         assert_eq!(a.grow(5 * M).unwrap(), ranges(&["5M+2M"]));
         assert_eq!(a.truncate(4 * M).unwrap(), ranges(&["6M+1M"]));
         assert_eq!(a.unwiped(), ranges(&["2M+1M", "5M+1M"]));
@@ -738,7 +738,7 @@ fn a_smaller_unit_is_named_where_it_would_do() {
 fn a_ledger_that_could_not_be_synced_is_taken_as_it_is() {
     let (_dir, ledger) = folder();
     let a = take(&ledger, &size("a", 2));
-    // As a change that failed after it had replaced the file.
+    // State after a change that failed after the file was replaced.
     let ahead = a.ahead();
     ahead.grow(4 * M).unwrap();
     assert_eq!(parts(&a), ranges(&["0+2M"]));

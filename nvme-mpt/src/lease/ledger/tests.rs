@@ -1,4 +1,4 @@
-//! Leases that overlap, go stale, and are released, through two ledgers of one folder and in memory.
+//! Overlapping, stale and released leases, in two ledgers of one directory, and in memory.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ fn ranges_that_overlap_are_refused() {
         assert_eq!(ids, ["a", "b", "c"]);
         drop((before, behind));
 
-        // Other namespaces and other drives are other ranges.
+        // Ranges of other namespaces or other drives do not overlap.
         let mut other = request("d", "1G+1G");
         other.nsid = Nsid(2);
         let other_namespace = ledger.acquire(&other).unwrap();
@@ -299,16 +299,16 @@ fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
         panic!("one lease");
     };
     assert_eq!(held.state, LeaseHolderState::Held);
-    // Alive, it is taken over by nobody.
+    // A lease of a living holder cannot be taken over.
     ledger.acquire(&request("a", "0+1G")).unwrap_err();
     drop(again);
     assert_eq!(ledger.list().unwrap(), []);
 }
 
-/// Returns the number of the ledger's file, which each write replaces by another file.
+/// Returns the inode number of the ledger's file. Each write replaces the file.
 fn file_of(dir: &tempfile::TempDir) -> u64 {
     let file = std::fs::File::open(ledger_file(dir)).unwrap();
-    // The file before keeps its number as long as it is open.
+    // The old file stays open, so its inode number is not reused.
     let number = file.metadata().unwrap().ino();
     std::mem::forget(file);
     number
@@ -318,7 +318,7 @@ fn ledger_file(dir: &tempfile::TempDir) -> PathBuf {
     dir.path().join("state/leases.json")
 }
 
-/// Has the ledger name a process for its leases.
+/// Changes the ledger's file: replaces this process's id in all leases by `pid`.
 fn name_process(dir: &tempfile::TempDir, pid: u32) {
     let text = std::fs::read_to_string(ledger_file(dir)).unwrap();
     let own = format!("\"pid\": {}", process::id());
@@ -351,7 +351,7 @@ fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
     name_process(&dir, 7);
     let before = file_of(&dir);
 
-    // In another order, and by other open files of the ledger, as the next process has them.
+    // The next process requests the leases in another order, and opens the ledger's files again.
     let next = Ledger::open(&dir.path().join("state"));
     let again: Vec<_> = requests
         .iter()
@@ -365,12 +365,12 @@ fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
     for entry in ledger.list().unwrap() {
         assert_eq!((entry.state, entry.pid), (LeaseHolderState::Held, 7));
     }
-    // Alive, it is taken over by nobody.
+    // A lease of a living holder cannot be taken over.
     for request in &requests {
         ledger.acquire(request).unwrap_err();
     }
 
-    // One write names the process for all of them.
+    // A single write records the process for all leases.
     next.name_holder().unwrap();
     let named = file_of(&dir);
     assert_ne!(named, before);
@@ -383,7 +383,7 @@ fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
     next.name_holder().unwrap();
     assert_eq!(file_of(&dir), named);
 
-    // A slot that was taken over stands for its lease alone.
+    // The slot of a lease that was taken over serves this lease only.
     let beside = next.acquire(&request("e", "8G+1G")).unwrap();
     drop(again);
     let ids: Vec<_> = ledger.list().unwrap().into_iter().map(|e| e.id).collect();
@@ -399,22 +399,22 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
         ..request("a", "0+1G")
     };
     let lease = ledger.acquire(&request("a", "1G+1G")).unwrap();
-    // It was ending.
+    // The lease was marked as ending.
     lease.mark_ending().unwrap();
     die(lease);
     let mut before = file_of(&dir);
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
     assert_eq!(ledger.list().unwrap()[0].state, LeaseHolderState::Stale);
-    // By another path.
+    // The drive's identity differs.
     die(ledger.acquire(&partition).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
-    // Its owner is another one.
+    // The owner differs.
     die(ledger.acquire_by(LeaseClaim::For(1), &partition).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
     die(ledger.acquire_by(LeaseClaim::For(1), &partition).unwrap());
     assert_eq!(file_of(&dir), before);
-    // Queue pairs that it does not reserve any more.
+    // The lease has fewer reserved queue pairs.
     let lease = ledger.acquire(&partition).unwrap();
     lease.note_reserved(3).unwrap();
     die(lease);
@@ -440,7 +440,7 @@ fn a_lease_that_was_taken_over_and_released_is_not_named_again() {
 fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
     let (dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
-    // Taken over, and not named yet.
+    // The lease is taken over, and the process is not recorded yet.
     let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
     let next = Ledger::open(&dir.path().join("state"));
     next.acquire(&request("a", "1G+1G")).unwrap_err();
@@ -448,7 +448,7 @@ fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
     assert_eq!(next.list().unwrap()[0].state, LeaseHolderState::Stale);
     next.acquire(&request("b", "1G+1G")).unwrap_err();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
-    // The process before neither names itself nor gives the lease back.
+    // The predecessor neither records itself nor returns the lease.
     let file = file_of(&dir);
     ledger.name_holder().unwrap();
     drop(before);
@@ -466,7 +466,7 @@ fn a_process_that_waits_to_name_itself_leaves_the_name_of_the_next_one() {
     let LedgerStorage::Folder { unnamed, .. } = &*ledger.0 else {
         panic!("a ledger in a folder");
     };
-    // The thread that names the process has read them, and waits for the ledger.
+    // The thread that records the process has read the slots, and waits for the ledger.
     let slots = lock(unnamed).clone();
     assert_eq!(slots.len(), 1);
     before.let_go();
@@ -491,7 +491,7 @@ fn release_takes_stale_leases_and_refuses_held_ones() {
         ledger.release("a", true).unwrap();
         assert_eq!(ledger.list().unwrap(), []);
 
-        // The range is someone else's now: the old holder takes nothing from it.
+        // The range belongs to another id now, and the old holder's end does not affect it.
         let next = ledger.acquire(&request("a", "0+1G")).unwrap();
         held.release().unwrap();
         assert_eq!(ledger.list().unwrap().len(), 1);
@@ -560,7 +560,7 @@ fn names_last_as_long_as_the_drive_does() {
     assert_ne!(names(private), names(Ledger::in_process()));
 }
 
-/// A request that says what becomes of others' data.
+/// Requests a range with a policy for other ids' data.
 fn with(id: &'static str, range: &str, former_data: PreviousDataPolicy) -> LeaseRequest<'static> {
     LeaseRequest {
         former_data,
@@ -568,7 +568,7 @@ fn with(id: &'static str, range: &str, former_data: PreviousDataPolicy) -> Lease
     }
 }
 
-/// A request that does not.
+/// Requests a range without such a policy: other ids' data causes a refusal.
 fn strict(id: &'static str, range: &str) -> LeaseRequest<'static> {
     with(id, range, PreviousDataPolicy::Refused)
 }
@@ -614,7 +614,7 @@ fn the_data_of_another_id_refuses_a_range_until_somebody_decides() {
         assert_ne!(of_second.3, of_first.3);
         drop(kept);
         ledger.acquire(&strict("b", "1G+1G")).unwrap();
-        // The first has no more right to it than any other.
+        // The first id has no more right to the range than any other id.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
     }
 }
@@ -630,15 +630,15 @@ fn data_that_is_given_up_goes_to_the_next_id() {
         assert!(matches!(error, LeaseError::NoData { .. }), "{error}");
         let ranges = ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         assert_eq!(ranges, ["1G+1G".parse().unwrap()]);
-        // Not before its lease ends.
+        // The range is refused until the lease of `a` ends.
         ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
         drop(lease);
         let lease = ledger.acquire(&strict("b", "1G+1G")).unwrap();
         assert!(lease.unwiped().is_empty());
         drop(lease);
-        // That was once.
+        // The decision applied to one lease only.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
-        // An id that comes back has its data for itself again.
+        // If the id returns, the data is private again.
         ledger.decide_data("b", PreviousDataPolicy::Kept).unwrap();
         drop(ledger.acquire(&strict("b", "1G+1G")).unwrap());
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
@@ -653,7 +653,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         drop(ledger.acquire(&strict("a", "1G+1G")).unwrap());
         let ranges = ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
         assert_eq!(ranges, [range("1G+1G")]);
-        // An id that comes back has its data, for itself again.
+        // If the id returns, it gets its data, which is private again.
         let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
         assert!(lease.unwiped().is_empty());
         drop(lease);
@@ -663,7 +663,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         let lease = ledger.acquire(&strict("b", "1536M+1G")).unwrap();
         assert_eq!(lease.unwiped(), [range("1536M+512M")]);
         drop(lease);
-        // The wipe did not end, and whoever is next goes on with it, the first one too.
+        // The wipe did not complete. The next holder must complete it, including the first id.
         for id in ["c", "a", "b"] {
             let lease = ledger.acquire(&strict(id, "1536M+512M")).unwrap();
             assert_eq!(lease.unwiped(), [range("1536M+512M")], "{id}");
@@ -675,7 +675,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         assert!(lease.unwiped().is_empty());
         drop(lease);
         ledger.acquire(&strict("c", "1536M+512M")).unwrap_err();
-        // What was not leased is still released, and can be given away as it is.
+        // The unleased part is still released, and can be handed over without a wipe.
         ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         let lease = ledger.acquire(&strict("c", "1G+512M")).unwrap();
         assert!(lease.unwiped().is_empty());
@@ -688,7 +688,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
     for ledger in ledgers {
         ledger.acquire(&strict("a", "1G+1G")).unwrap();
         ledger.acquire(&strict("b", "3G+1G")).unwrap();
-        // The parts that have others' data, and no other.
+        // Exactly the parts with other ids' data.
         let range = |text: &str| text.parse::<ByteRange>().unwrap();
         let parts = [range("1536M+512M"), range("3G+512M")];
         let wide = "1536M+2G";
@@ -696,7 +696,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
             .acquire(&with("c", wide, PreviousDataPolicy::Wiped))
             .unwrap();
         assert_eq!(lease.unwiped(), parts);
-        // As a crash leaves it.
+        // A crash has the same effect.
         drop(lease);
         for id in ["a", "b", "c"] {
             let error = ledger.acquire(&strict(id, wide)).unwrap_err();
@@ -719,7 +719,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
         lease.wiped().unwrap();
         drop(lease);
         ledger.acquire(&strict("c", wide)).unwrap();
-        // Data outside of the lease still belongs to its former tenant.
+        // Data outside of the lease still belongs to the previous owner.
         ledger.acquire(&strict("a", "1G+512M")).unwrap();
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
     }
@@ -741,13 +741,13 @@ fn a_kept_ledger_knows_names_and_former_data_in_the_next_process() {
     let a = ledger.acquire(&request("a", "0+1G")).unwrap();
     let b = ledger.acquire(&sized).unwrap();
     let (names, extents) = (a.identity(), b.extents());
-    // The process ends without a word.
+    // The process is killed.
     die(a);
     die(b);
 
     let next = kept();
     assert_eq!(next.list().unwrap(), []);
-    // In another order.
+    // The leases are requested in another order.
     let b = next.acquire(&sized).unwrap();
     let a = next.acquire(&request("a", "0+1G")).unwrap();
     assert_eq!((a.identity(), b.extents()), (names, extents));
@@ -771,7 +771,7 @@ fn a_kept_ledger_that_was_left_is_not_written_any_more() {
     before.leave();
     let next = kept();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
-    // The last command of a function that was removed ends.
+    // The last command of a removed function ends.
     drop(removed);
     die(lease);
     let error = kept().acquire(&strict("b", "1G+1G")).unwrap_err();

@@ -1,10 +1,10 @@
-//! Functions of hosts that are folders.
+//! PCI functions on fake hosts, which are directories.
 
 use std::os::unix::fs::symlink;
 
 use super::*;
 
-/// A host with one NVMe function, alone in IOMMU group 7, that the `nvme` driver has.
+/// A host with one NVMe function, alone in IOMMU group 7, bound to the `nvme` driver.
 struct Host {
     folder: tempfile::TempDir,
     root: HostRoot,
@@ -52,7 +52,7 @@ impl Host {
         symlink(target, path).expect("link");
     }
 
-    /// A function in IOMMU group 7.
+    /// Adds a function to IOMMU group 7.
     fn function(&self, address: &str, class: &str, driver: Option<&str>) {
         let path = self.path(address);
         for (file, text) in [
@@ -289,7 +289,7 @@ fn disks_that_are_mounted_in_other_mount_namespaces() {
         host.users(),
         ["nvme0n1 is mounted on /data in the mount namespace of process 42 (postgres)"]
     );
-    // As the host has it.
+    // The host's own mount namespace has the same mount.
     host.write("proc/self/mountinfo", theirs);
     assert_eq!(host.users(), ["nvme0n1 is mounted on /data"]);
 }
@@ -297,7 +297,7 @@ fn disks_that_are_mounted_in_other_mount_namespaces() {
 #[test]
 fn processes_that_have_a_device_open() {
     let host = Host::new();
-    // The controller's character device is /dev/null here, which has a number as well.
+    // /dev/null replaces the controller's character device, since it has a device number too.
     host.link("dev/nvme0", "/dev/null");
     host.write("proc/42/comm", "smartd\n");
     host.link("proc/42/fd/3", "/dev/null");
@@ -316,7 +316,7 @@ fn processes_that_have_an_iommu_group() {
     let host = Host::new();
     let group = host.find().iommu_group.expect("group");
     assert_eq!(group.users(&host.root), []);
-    // /dev/null stands for the group's file: it can be opened, so nobody has it to himself.
+    // /dev/null replaces the group's file. It can be opened, so no other process has exclusive use.
     host.link("dev/vfio/7", "/dev/null");
     assert_eq!(group.exclusive_users(&host.root), []);
     host.write("proc/42/comm", "qemu-system-x86\n");

@@ -1,4 +1,4 @@
-//! A lease whose file system failed to write back once.
+//! A lease whose file system has failed to write data back.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -28,7 +28,7 @@ use nvme_mpt::spec::ids::{Lba, Nsid};
 use nvme_mpt::spec::nvm::{ReadWrite, WriteZeroes};
 use nvme_mpt::spec::sqe::Sqe;
 
-/// A queue over the kernel's ring, whose requests may last: its clock stands still.
+/// A queue over io_uring with a stopped clock, so that requests may take any time.
 type Queue = FileQueue<Uring, TestClock>;
 
 fn queue(lease: &Arc<LeasedFile>) -> Queue {
@@ -122,7 +122,7 @@ fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connect
     }
 }
 
-/// Logger that keeps the messages of each thread.
+/// Logger that stores the messages of each thread.
 struct Messages;
 
 thread_local! {
@@ -136,7 +136,7 @@ impl Log for Messages {
 
     fn log(&self, record: &Record<'_>) {
         let message = (record.level(), record.args().to_string());
-        // A thread that ends keeps none.
+        // A thread that is ending stores no messages.
         let _ = LOGGED.try_with(|logged| logged.borrow_mut().push(message));
     }
 
@@ -145,7 +145,7 @@ impl Log for Messages {
 
 #[test]
 fn lost_writes_are_logged_once_with_their_lease_and_file() {
-    // No other test of this process sets a logger.
+    // This is the only test of the process that sets a logger.
     log::set_logger(&Messages).unwrap();
     log::set_max_level(LevelFilter::Info);
     let scene = Scene::new();
@@ -228,7 +228,7 @@ fn a_lease_that_goes_on_knows_of_losses_before_it_was_opened_here() {
     assert!(later.has_lost_writes());
     later.sync().unwrap_err();
 
-    // Another VMM connects, and goes on in the same process.
+    // Another VMM connects to the same process.
     later.forget_lost_writes();
     later.sync().unwrap();
     drop(later);
@@ -244,7 +244,7 @@ fn a_lease_that_goes_on_knows_of_losses_before_it_was_opened_here() {
     assert!(!new.has_lost_writes());
 }
 
-/// Opens the file as a keeper has it.
+/// Opens the file, as a keeper does.
 fn opened(file: &tempfile::NamedTempFile) -> OwnedFd {
     std::fs::File::open(file.path()).unwrap().into()
 }
@@ -259,7 +259,7 @@ fn a_lease_that_goes_on_asks_the_spare_witness_until_a_vmm_connects() {
     lease.take_up_losses();
     assert!(lease.has_lost_writes());
     lease.sync().unwrap_err();
-    // The one of the spare is the first that is asked, and nobody hears of it.
+    // The witness of the spare is asked first, and the error affects no function.
     NEXT_WITNESS_HEARS.set(Some(libc::EIO));
     lease.forget_lost_writes();
     assert!(!lease.has_lost_writes());
@@ -326,7 +326,7 @@ fn a_sync_that_was_interrupted_hides_no_error() {
     }
 }
 
-/// The kernel reports a failed write-back to one of the requests of a description. The others succeed.
+/// The kernel reports a failed write-back to one request of a description only. The other requests succeed.
 #[test]
 fn a_durable_write_hides_no_error_that_another_was_told() {
     let write = |scene: &Scene, fua| {
@@ -379,14 +379,14 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
     let looker = scene.file.reopen().unwrap();
     let locked = || is_locked(&looker, 0, 4096).unwrap();
     let ring = Uring::new(4).unwrap();
-    // A process that is killed drops no lock. It closes the file.
+    // A killed process does not drop its locks. The kernel closes the file.
     let file = scene.file.reopen().unwrap();
     assert!(try_lock(&file, LockKind::Exclusive, 0, 4096).unwrap());
     ring.keep_open([&file].into_iter()).unwrap();
     drop(file);
     assert!(locked());
     std::thread::scope(|scope| {
-        // The kernel ends a ring some time after it was closed, and a claim waits for that.
+        // The kernel releases a ring some time after its close, and a claim waits for this.
         let next = scope.spawn(|| scene.store.claim(["0+4K".parse().unwrap()]).unwrap());
         drop(ring);
         drop(next.join().unwrap());
@@ -396,7 +396,7 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
 
 #[test]
 fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
-    // The ring keeps the sign of this process's presence, too.
+    // The ring also keeps this process's liveness lock.
     ProcessLiveness::announce().unwrap();
     let scene = Scene::new();
     let lock = scene.store.claim(["0+4K".parse().unwrap()]).unwrap();
@@ -421,7 +421,7 @@ fn a_lock_that_is_dropped_is_free_at_once() {
 #[test]
 fn a_hole_ends_at_the_first_data_and_a_file_that_was_cut_short_has_none() {
     const MIB: u64 = 1 << 20;
-    // A page of tmpfs may have 2 MiB.
+    // Pages of tmpfs may have 2 MiB.
     let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
     let file = drive.as_file();
     file.set_len(16 * MIB).unwrap();

@@ -1,4 +1,4 @@
-//! Commands of many steps that are cut short.
+//! Commands of many steps that are interrupted.
 
 use std::os::unix::fs::FileExt;
 
@@ -15,7 +15,7 @@ use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::DsmRange;
 
 const BLOCKS: u64 = 8;
-/// A block that the file system can give back by itself.
+/// Size of the smallest block that the file system can deallocate.
 const BLOCK: usize = 4096;
 
 #[test]
@@ -29,7 +29,7 @@ fn a_deallocate_that_is_cut_short_begins_no_further_range() {
     }
     let lease = LeasedFile::open(store.shared.clone(), "test", 1 << 40, None).expect("opens");
     let ring = Uring::new(2).expect("io_uring");
-    // The kernel may take its time.
+    // The clock is stopped, since the kernel may take any time.
     let clock = TestClock::default();
     let mut queue = FileQueue::with(ring, clock, &Arc::new(lease), 2).expect("a queue");
     let space = Arc::new(IovaSpace::software());

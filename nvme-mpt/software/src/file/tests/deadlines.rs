@@ -1,4 +1,4 @@
-//! Requests that the kernel keeps or does not take, and queues that end.
+//! Requests that the kernel does not complete or does not accept, and queues that end.
 
 use super::*;
 use crate::medium::BackingStore as _;
@@ -35,7 +35,7 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
     assert!(!drive.queue.has_failed());
 }
 
-/// Checks the report of the only request that the kernel has, in slot 0.
+/// Checks the report about the kernel's only request, in slot 0.
 fn reports(drive: &Drive<FakeRing, TestClock>, ring: &FakeRing, what: &str) {
     let has = ring.has();
     let [
@@ -67,7 +67,7 @@ fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
     reports(&drive, &ring, "write");
     ring.succeed();
     drive.reap();
-    // A part of a block is read with the block around it, into other memory.
+    // A partial block is read as a whole block into another buffer.
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 9, 2, 0)]);
     reports(&drive, &ring, "read");
     ring.succeed();
@@ -87,11 +87,11 @@ fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
     reports(&drive, &ring, "deallocation");
 }
 
-/// A timeout that a drive may have.
+/// Timeout of a drive.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Drive<FakeRing, TestClock> {
-    /// A drive with a timeout.
+    /// Creates a drive with a timeout.
     fn with_timeout() -> (Self, FakeRing, TestClock) {
         let (mut drive, ring, clock) = Self::fake();
         drive.queue.timeout = Some(looks_in(TIMEOUT));
@@ -141,7 +141,7 @@ fn a_request_that_takes_longer_than_the_timeout_fails_its_queue() {
     assert!(!drive.queue.has_failed());
     drive.let_pass(&clock, 1);
     assert!(drive.queue.has_failed());
-    // It looks after nothing any more, and yet its reset is complete only when the request has ended.
+    // The queue needs no more polls, but its reset is complete only when the request has ended.
     assert_eq!(drive.queue.next_due(), None);
     let first = ring.has()[0];
     ring.0.borrow_mut().end(first, Ok(0));
@@ -185,7 +185,7 @@ fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
     let rest = drive.transfer(NvmOpcode::READ, 5, 8, 8, 0);
     drive.ring(&[whole, part, read, rest]);
     drive.queue.cut_short();
-    // One waits for its turn, one for the block.
+    // One command waits for its turn, and one waits for the block.
     let aborted = Status::ABORTED_SQ_DELETION;
     assert_eq!(drive.reap(), [(2, aborted), (1, aborted)]);
     for given in ring.has() {
@@ -207,7 +207,7 @@ fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
     );
 }
 
-/// The turn of a queue that fails goes to another. The slice that ends late does not take it away.
+/// When a queue fails, its turn passes to another queue. The late end of its slice does not take the turn away again.
 #[test]
 fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
     let (mut drive, ring, clock) = Drive::with_timeout();
@@ -243,8 +243,7 @@ fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
     );
 }
 
-/// A command that began later has the turn when the queue fails. It takes no other turn after that, as nothing looks
-/// after it any more.
+/// A later command of the failing queue has the turn. The queue takes no further turn, since it is no longer polled.
 #[test]
 fn a_queue_that_fails_by_one_command_keeps_no_turn_of_another() {
     let (mut drive, ring, clock) = Drive::with_timeout();
@@ -290,7 +289,7 @@ fn a_request_that_is_interrupted_for_ever_is_an_error() {
                     .set(clock.now() + ticks_in(Duration::from_millis(100)));
                 let took = clock.now() - began;
                 assert!(took < ticks_in(Duration::from_secs(25)), "{opcode:?}");
-                // It reads the clock in one of many passes.
+                // The queue reads the clock only in one of many passes.
                 for _ in 0..64 {
                     done.extend(drive.reap());
                 }
@@ -309,7 +308,7 @@ fn a_queue_tells_of_requests_that_the_kernel_keeps_to_the_end() {
         drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
         ring.0.borrow_mut().keeps = keeps;
         assert_eq!(drive.queue.settle(), !keeps);
-        // Time that was waited once is not waited again when it is dropped.
+        // The queue waits only once. A second call, as in its drop, returns the first result.
         ring.0.borrow_mut().keeps = false;
         assert_eq!(drive.queue.settle(), !keeps);
     }

@@ -1,4 +1,4 @@
-//! Flushes that share syncs.
+//! Flushes that share one sync.
 
 use super::*;
 
@@ -37,7 +37,7 @@ fn flushes_that_waited_for_a_sync_that_failed_fail_too() {
     drive.flush(&[0, 1, 2]);
     ring.end(Err(libc::EIO));
     let mut done = drive.reap();
-    // The next sync would succeed, and the data stays lost.
+    // The next sync would succeed, but the data stays lost.
     assert_eq!(ring.has(), []);
     let lost = Status::WRITE_FAULT.with_dnr(true);
     done.sort_by_key(|(slot, _)| *slot);
@@ -54,6 +54,6 @@ fn flushes_that_wait_end_with_their_queue() {
     let of = |slot| (slot, Status::ABORTED_SQ_DELETION);
     assert_eq!(aborted, [of(1), of(2)]);
     ring.succeed();
-    // Of the one that the kernel had, a sync of the companion file would follow.
+    // Without the end of the queue, a sync of the companion file would follow the kernel's sync.
     assert_eq!(drive.reap(), [of(0)]);
 }

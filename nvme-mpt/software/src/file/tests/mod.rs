@@ -1,4 +1,4 @@
-//! The queue of a file drive, over a kernel that does what a test says.
+//! Queue of a file drive, over a fake kernel that the test controls.
 #![expect(
     unsafe_code,
     reason = "a ring's requests name memory; this one only counts it"
@@ -48,13 +48,13 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// A queue that waits for turns, too.
+/// A second queue that waits for turns.
 const OTHER: SliceWaiter = SliceWaiter(0);
 
 const SLOTS: u16 = 8;
 const BYTES: u64 = 1 << 30;
 
-/// A clock that stands still, but for what a test has it do.
+/// A clock that only the test moves.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TestClock(Rc<Cell<u64>>);
 
@@ -64,7 +64,7 @@ impl TickClock for TestClock {
     }
 }
 
-/// A request as the kernel got it.
+/// A request as passed to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Given {
     tag: u64,
@@ -88,15 +88,15 @@ enum What {
 #[derive(Debug, Default)]
 struct Kernel {
     prepared: Vec<Given>,
-    /// Requests that it has, by what it was given.
+    /// Requests in progress, as they were passed.
     has: Vec<Given>,
     completions: VecDeque<(u64, Result<usize, i32>)>,
-    /// Requests that each call handed over.
+    /// Number of requests that each call passed.
     calls: Vec<usize>,
-    /// Calls that it refuses from now on.
+    /// Number of further calls that fail.
     refuses: usize,
     behind: bool,
-    /// True if it never ends what it has.
+    /// True if requests never complete.
     keeps: bool,
 }
 
@@ -107,7 +107,7 @@ impl Kernel {
     }
 }
 
-/// A ring whose kernel keeps every request until the test ends it.
+/// A ring whose fake kernel keeps each request until the test completes it.
 #[derive(Clone, Debug, Default)]
 struct FakeRing(Rc<RefCell<Kernel>>);
 
@@ -193,7 +193,7 @@ impl FileIoRing for FakeRing {
     }
 }
 
-/// A queue over a kernel, and commands whose data lies in the slots' own lists.
+/// A queue over a fake kernel. The data of its commands is in the slots' own lists.
 struct Drive<R: FileIoRing, C: TickClock> {
     file: NamedTempFile,
     store: FileBackingStore,
@@ -203,7 +203,7 @@ struct Drive<R: FileIoRing, C: TickClock> {
     lists: ListMemory,
 }
 
-/// A drive of 512-byte blocks in a file that is read and written past the page cache.
+/// Creates the backing store of a file with direct I/O, in blocks of 512 bytes.
 fn store(file: &File, path: &std::path::Path) -> FileBackingStore {
     file.set_len(BYTES).expect("room");
     let mut store = FileBackingStore::open(path, 9, PolicyChoice::Learned).expect("a file");
@@ -237,7 +237,7 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
         }
     }
 
-    /// Returns whether the file system has no holes, so that the test checks nothing, and reports that.
+    /// Returns whether the file system does not support holes. If so, prints that the test is skipped.
     fn lacks_holes(&self) -> bool {
         let lacks = !self.store.shared.punches_holes();
         if lacks {
@@ -245,13 +245,13 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
             let test = thread.name().unwrap_or("a test");
             let what =
                 format!("NOT CHECKED: {test}: the file system of temporary files has no holes\n");
-            // Not through the harness, which shows no output of a test that passes.
+            // Write to stderr directly, since the test harness hides the output of passing tests.
             let _ = io::stderr().write_all(what.as_bytes());
         }
         lacks
     }
 
-    /// A read or write of blocks, with its data at an offset in the slot's list.
+    /// Returns a read or write of blocks, with data at offset `at` of the slot's list.
     fn transfer(&self, opcode: NvmOpcode, slot: u16, slba: u64, blocks: u16, at: u64) -> Sqe {
         let mut sqe = Sqe::new(opcode.0);
         ReadWrite {
@@ -281,7 +281,7 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
         sqe
     }
 
-    /// A Copy of blocks.
+    /// Returns a Copy of blocks.
     fn copy(&mut self, slot: u16, from: u64, blocks: u16, to: u64) -> Sqe {
         let range = CopyRange0 {
             slba: Lba(from),
@@ -332,7 +332,7 @@ impl Drive<FakeRing, TestClock> {
         (Self::new(ring.clone(), clock.clone()), ring, clock)
     }
 
-    /// Lets so many looks' time go by, with the queue polled as often as it wants to be.
+    /// Lets `looks` poll intervals pass, and polls the queue whenever it asks for this.
     fn let_pass(&mut self, clock: &TestClock, looks: u32) -> Vec<(u16, Status)> {
         let mut done = Vec::new();
         for _ in 0..looks {
@@ -350,7 +350,7 @@ impl FakeRing {
         self.0.borrow().has.clone()
     }
 
-    /// Ends the only request that the kernel has.
+    /// Completes the kernel's only request.
     fn end(&self, result: Result<usize, i32>) -> Given {
         let has = self.has();
         let [given] = has[..] else {

@@ -5,10 +5,10 @@ use std::os::unix::fs::MetadataExt;
 use super::*;
 
 const BLOCKS: u16 = (UNIT / 512) as u16;
-/// First block of some other page.
+/// First block of an unrelated page.
 const ELSEWHERE: u64 = 2048;
 
-/// A drive on tmpfs, and its kernel.
+/// Creates a drive on tmpfs, and its fake kernel.
 fn drive() -> (Drive<FakeRing, TestClock>, FakeRing) {
     let file = tempfile::Builder::new().tempfile_in("/dev/shm");
     let file = file.expect("a file");
@@ -21,7 +21,7 @@ fn drive() -> (Drive<FakeRing, TestClock>, FakeRing) {
 }
 
 impl Drive<FakeRing, TestClock> {
-    /// Carries out a transfer of a page, and returns whether the kernel was asked for it.
+    /// Executes a transfer of a page. Returns whether this took a kernel request.
     fn asks_kernel(&mut self, ring: &FakeRing, opcode: NvmOpcode, slba: u64) -> bool {
         self.ring(&[self.transfer(opcode, 0, slba, BLOCKS, 0)]);
         let asked = !ring.has().is_empty();
@@ -86,7 +86,7 @@ fn holes_are_left_to_the_kernel() {
     for opcode in [NvmOpcode::READ, NvmOpcode::WRITE] {
         assert!(drive.asks_kernel(&ring, opcode, next), "a hole beside it");
     }
-    // The ring of this test writes nothing.
+    // The fake kernel writes nothing to the file.
     assert_eq!(blocks(&drive) * 512, UNIT);
 }
 
@@ -115,7 +115,7 @@ fn deallocated_pages_are_forgotten() {
     assert!(drive.asks_kernel(&ring, NvmOpcode::READ, 0));
 }
 
-/// A poller serves other queues between the pieces.
+/// A poller can serve other queues between the parts.
 #[test]
 fn zeroes_by_hand_are_not_copied() {
     let (mut drive, ring) = drive();

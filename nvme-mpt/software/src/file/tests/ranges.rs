@@ -60,7 +60,7 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
         if !drive.reap().is_empty() {
             break;
         }
-        // Others come first.
+        // Commands of other queues come first.
         assert!(ring.has().is_empty());
         assert!(!shared.turns.is_taken());
         while ring.has().is_empty() {
@@ -71,11 +71,11 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
         }
     }
     assert_eq!(at, 512 << 20);
-    // A quarter of a MiB a millisecond: slices of 76 KiB, but for the first ones.
+    // At 256 KiB per millisecond, slices have 76 KiB, except for the first ones.
     assert!((6_500..7_500).contains(&slices), "{slices}");
 }
 
-/// A clock that stands still and counts who looks at it.
+/// A stopped clock that counts its readings.
 #[derive(Clone, Debug, Default)]
 struct CountingClock(Rc<Cell<u32>>);
 
@@ -104,7 +104,7 @@ fn one_command_asks_for_the_turn_of_all_that_wait_for_it() {
     clock.0.set(0);
     assert!(drive.reap().is_empty());
     assert_eq!(drive.queue.blocked.len(), usize::from(SLOTS));
-    // The pass itself, the one that asks, and the moment at which it was refused.
+    // Readings: the pass itself, the request, and the refusal.
     assert_eq!(clock.0.get(), 3);
 }
 
@@ -171,7 +171,7 @@ fn a_deallocate_that_leaves_data_leaves_its_marks() {
     assert!(unreadable(None, true));
 }
 
-/// Ends the request that the kernel has after so long.
+/// Completes the kernel's request after some time.
 fn end_after(ring: &FakeRing, clock: &TestClock, time: Duration) -> Given {
     clock.0.set(clock.now() + ticks_in(time));
     ring.succeed()
@@ -230,7 +230,7 @@ fn a_deallocate_waits_for_no_memory() {
     while let Ok(Some(bounce)) = drive.queue.bounces.take(BounceBufferSize::Small) {
         taken.push(bounce);
     }
-    // Parts of blocks at both ends stay as they are.
+    // Partial blocks at both ends stay unchanged.
     let command = drive.deallocate(0, 1, 30);
     drive.ring(&[command]);
     let given = ring.succeed();
@@ -268,15 +268,15 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
     assert_eq!(zeroes(faulty), 0);
 }
 
-/// Makes the test answer the surveys of a drive.
+/// Lets the test answer a drive's surveys of allocated extents.
 fn surveyed(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<SurveyRequest> {
     let (sender, questions) = mpsc::sync_channel(4);
-    // The drive's queue and its lease have the file, too.
+    // The drive's queue and its lease have the file open too.
     assert!(drive.store.shared.surveyor.begin(sender), "once");
     questions
 }
 
-/// Deallocates with each question answered by these extents. Returns the slices.
+/// Deallocates, and answers each survey with these extents. Returns the slices.
 fn slices_of(
     drive: &mut Drive<FakeRing, TestClock>,
     ring: &FakeRing,
@@ -324,7 +324,7 @@ fn a_hole_is_deallocated_at_once_and_teaches_nothing() {
         let slices = slices_of(&mut drive, &ring, &clock, &questions, &[]);
         assert_eq!(slices, [(0, 512 * MIB)]);
     }
-    // The first slice over data is as long as the first of all.
+    // After a hole, the first slice over data has the initial size again.
     let command = drive.deallocate(0, 0, 1 << 20);
     drive.ring(&[command]);
     let data = (256 * MIB, 257 * MIB);
@@ -353,7 +353,7 @@ fn a_survey_that_does_not_come_is_not_waited_for() {
         .set(clock.now() + ticks_in(Duration::from_millis(2)));
     assert!(drive.reap().is_empty());
     assert_eq!(ring.succeed().len, 256 << 10);
-    // Its answer comes too late, and does no harm.
+    // A late answer has no effect.
     questions
         .try_recv()
         .expect("a question")

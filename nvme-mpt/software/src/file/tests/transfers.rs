@@ -1,4 +1,4 @@
-//! Reads and writes: alignment, parts of blocks, the end of the file.
+//! Reads and writes: alignment, partial blocks, the end of the file.
 
 use super::*;
 
@@ -18,7 +18,7 @@ fn memory_at_any_alignment_goes_the_same_way() {
             assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
         }
     }
-    // A write of a part of a block reads the whole blocks first, and then writes whole blocks.
+    // A write of a partial block reads the whole blocks first, then writes whole blocks.
     drive.ring(&[drive.transfer(NvmOpcode::WRITE, 1, 6, 4, 0)]);
     let given = ring.succeed();
     assert_eq!((given.what, given.offset, given.len), (What::Read, 0, 8192));
@@ -34,7 +34,7 @@ fn memory_at_any_alignment_goes_the_same_way() {
 #[test]
 fn a_device_begins_with_the_first_commands_of_a_batch() {
     let (mut drive, ring, _) = Drive::fake();
-    // Seven short commands, and a long one among the first four that does not count.
+    // Seven short commands. One long command among the first four does not count.
     let mut reads: Vec<Sqe> = (1..SLOTS)
         .map(|slot| drive.transfer(NvmOpcode::READ, slot, u64::from(slot) * 8, 8, 0))
         .collect();
@@ -57,7 +57,7 @@ fn a_part_of_a_block_waits_for_the_block_and_the_block_for_it() {
     drive.ring(&[block, part, again]);
     let given = ring.succeed();
     assert_eq!((given.tag, given.what), (0, What::Write));
-    // A poller that sleeps comes back for those that wait.
+    // A sleeping poller wakes up for waiting commands.
     let due = drive.queue.next_due().expect("two wait");
     assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
@@ -88,7 +88,7 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
     let fault = Status::WRITE_FAULT;
     assert_eq!(drive.reap(), [(0, fault), (1, fault), (2, fault)]);
     assert_eq!(ring.has(), []);
-    // Deallocation is advice. Nothing is there to deallocate, be it blocks or a part of one.
+    // Deallocation is advisory. There is nothing to deallocate, neither whole blocks nor a part of a block.
     for (slba, blocks) in [(8, 16), (18, 16), (20, 2)] {
         let command = drive.deallocate(3, slba, blocks);
         drive.ring(&[command]);
@@ -103,9 +103,8 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
 
-/// The pattern after which a guest waited for ever: writes of 1 KiB in a sparse file. Right behind them comes one of
-/// 8 KiB (the guest's had 14) in two parts that begins in the same block. More of them are under way, and the thread
-/// is asleep in between.
+/// Regression test of a guest that hung. It wrote 1 KiB pieces to a sparse file, followed by a write of 8 KiB (14 KiB in the
+/// guest) in two parts that starts in the same block. Further such writes are in flight, and the thread sleeps in between.
 #[test]
 fn parts_of_blocks_in_a_sparse_file_all_complete() {
     let ring = Uring::new(SLOTS.into()).expect("io_uring");
@@ -120,7 +119,7 @@ fn parts_of_blocks_in_a_sparse_file_all_complete() {
             let slot = slot as u16;
             let (list, _) = drive.lists.of_slot(slot);
             list.fill(round << 8 | u64::from(slot));
-            // Two parts: the slot's list begins at half of a block.
+            // The slot's list starts in the middle of a block, so there are two parts.
             let at = if blocks == 16 { 0 } else { 512 };
             commands.push(drive.transfer(NvmOpcode::WRITE, slot, base + block, blocks, at));
         }
@@ -151,7 +150,7 @@ fn parts_of_blocks_in_a_sparse_file_all_complete() {
     }
 }
 
-/// Sleeps until a descriptor is readable, for some milliseconds at most: commands may wait for their turn only.
+/// Sleeps until a descriptor is readable, for a few milliseconds at most: commands may only be waiting for their turn.
 fn wait(fd: RawFd) {
     use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
     let epoll = Epoll::new().expect("epoll");
@@ -162,7 +161,7 @@ fn wait(fd: RawFd) {
     let _ = epoll.wait(2, &mut [EpollEvent::default()]);
 }
 
-/// Four Copies have all of the large memory and wait for a block. The fifth waits for memory.
+/// Four Copies use all of the large buffers and wait for a block. The fifth waits for a buffer.
 #[test]
 fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     let (mut drive, ring, _) = Drive::fake();
@@ -194,7 +193,7 @@ fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     drive.reap();
 }
 
-/// All changes of a lease stand in a list while a part of one of its blocks is changed.
+/// While a part of a block is changed, all changes of the lease are in a list.
 #[test]
 fn a_write_waits_for_a_place_in_the_list_of_changes() {
     let (mut drive, ring, _) = Drive::fake();

@@ -1,10 +1,10 @@
-//! The whole model on a clock of nanoseconds.
+//! The complete model with a clock in nanoseconds.
 
 use super::*;
 use crate::model::profile::{DriveProfile, SsdProfile};
 
 const LBA_SHIFT: u8 = 9;
-/// Logical blocks of a page.
+/// Logical blocks per page.
 const PAGE_BLOCKS: u64 = 8;
 const MIB: u64 = 1 << 20;
 
@@ -44,8 +44,7 @@ impl Rng {
     }
 }
 
-/// Keeps `depth` commands in flight until `count` are done. Returns when the last is, and how long each
-/// took.
+/// Keeps `depth` commands in flight until `count` have completed. Returns the time of the last completion, and all latencies.
 fn run(
     model: &mut SsdModel,
     begin: u64,
@@ -70,7 +69,7 @@ fn run(
     (end.unwrap_or(now), latencies)
 }
 
-/// Writes everything in order. Returns when it is programmed.
+/// Writes the drive sequentially. Returns the time when all data is programmed.
 fn fill(model: &mut SsdModel, begin: u64, bytes: u64) -> u64 {
     let mut offset = 0;
     let (end, _) = run(model, begin, 8, (bytes / MIB) as usize, || {
@@ -90,7 +89,7 @@ fn a_read_takes_what_its_parts_take() {
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
     let link = TickUnit::Nanoseconds.transfer(PAGE, profile.link_bandwidth.0);
-    // Nothing is there: no flash is read.
+    // The data was never written, so no flash is read.
     let unwritten = model.due(&work(MediaAccess::Read, 0, PAGE), 1000) - 1000;
     assert!(
         unwritten.abs_diff(profile.read_overhead.0 + link) <= 1,
@@ -102,7 +101,7 @@ fn a_read_takes_what_its_parts_take() {
     let expected = profile.read_overhead.0 + profile.read.0 + channel + link;
     let taken = model.due(&work(MediaAccess::Read, 8 * MIB, PAGE), now) - now;
     assert!(taken.abs_diff(expected) <= 2, "{taken}, not {expected}");
-    // Less than a page moves less.
+    // A transfer of less than a page takes less time on the channel.
     let later = now + 1_000_000;
     model.begin(later);
     let taken_for_less = model.due(&work(MediaAccess::Read, 8 * MIB, 512), later) - later;
@@ -122,7 +121,7 @@ fn a_write_is_done_when_it_is_buffered_and_a_flush_when_it_is_programmed() {
     let flushed = model.due(&work(MediaAccess::Flush, 0, 0), written);
     assert!(flushed >= written + profile.program.0);
     assert_eq!(model.wear().padded_pages, 15);
-    // Nothing is left to be programmed.
+    // No data is left to be programmed.
     assert_eq!(
         model.due(&work(MediaAccess::Flush, 0, 0), flushed + 1),
         flushed + 1
@@ -267,7 +266,7 @@ fn deallocated_pages_feed_garbage_collection() {
 
 #[test]
 fn a_simulated_hour_takes_seconds() {
-    // Few and slow dies, so that an hour has not too many commands.
+    // Few slow dies keep the number of commands in an hour small.
     let mut profile = profile();
     (
         profile.channels,
@@ -291,7 +290,7 @@ fn a_simulated_hour_takes_seconds() {
     let wear = model.wear();
     assert!(wear.host_pages > bytes / PAGE && wear.copied_pages > 0);
     assert!(commands > 100_000, "{commands}");
-    // Each block was erased; what was written and copied went into erased blocks.
+    // Each block was erased, and all written and copied pages went to erased blocks.
     let written = wear.host_pages + wear.copied_pages + wear.padded_pages;
     let block_pages = profile.block.0 / PAGE;
     let geometry = model.instances[0].ftl.geometry();
@@ -331,10 +330,10 @@ fn the_state_is_kept_beside_the_file() {
     let mut next = drive(&profile, 64 * MIB);
     assert!(next.restore(&path).expect("sound"));
     assert_eq!(next.wear(), model.wear());
-    // The written blocks are in flash again, so a read takes its time.
+    // The written data is in flash after the restart, so a read takes flash time.
     let taken = next.due(&work(MediaAccess::Read, 0, PAGE), 0);
     assert!(taken > profile.read_overhead.0 + profile.read.0);
-    // Another drive's is left alone.
+    // The state of another drive is not used.
     let mut other = drive(&profile, 128 * MIB);
     other.restore(&path).expect_err("of another size");
     assert_eq!(other.wear(), FlashWear::default());

@@ -1,4 +1,4 @@
-//! The whole model on a clock of nanoseconds.
+//! The complete model with a clock in nanoseconds.
 
 use super::*;
 use crate::model::profile::{DriveProfile, ProfileSize};
@@ -9,7 +9,7 @@ const BLOCK: u64 = 1 << LBA_SHIFT;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Zones of 96 KiB that hold 80 KiB, which are two units and a half.
+/// Profile with zones of 96 KiB and a capacity of 80 KiB, which is two and a half program units.
 fn profile() -> ZnsProfile {
     ZnsProfile {
         zone_size: ProfileSize(96 * KIB),
@@ -22,7 +22,7 @@ fn profile() -> ZnsProfile {
     }
 }
 
-/// Zones lie on two of four dies. Bytes take no time on channels and link, but for what tests set.
+/// Flash with zones striped over two of four dies. Transfers on channels and link take no time unless a test sets it.
 fn flash() -> ZnsFlash {
     ZnsFlash {
         channels: 2,
@@ -46,7 +46,7 @@ const WRITE: u64 = 6_000;
 const PROGRAM: u64 = 500_000;
 const ERASE: u64 = 3_000_000;
 
-/// A drive of eight zones.
+/// Creates a drive of eight zones.
 fn drive(flash: &ZnsFlash) -> ZnsModel {
     let blocks = (8 * 96 * KIB) >> LBA_SHIFT;
     ZnsModel::new(&profile(), flash, blocks, LBA_SHIFT, TickUnit::Nanoseconds)
@@ -60,7 +60,7 @@ fn work(access: MediaAccess, zone: u64, offset: u64, bytes: u64) -> MediaWork {
     }
 }
 
-/// Time that something takes from `now` on.
+/// Returns the time that an access takes if it starts at `now`.
 fn taken(model: &mut ZnsModel, work: MediaWork, now: u64) -> u64 {
     model.begin(now);
     model.due(&work, now) - now
@@ -76,12 +76,12 @@ fn a_write_is_done_when_it_is_buffered_and_read_from_there_until_its_unit_is_ful
     assert_eq!(taken(&mut model, work(MediaAccess::Flush, 0, 0, 0), 0), 0);
     let read = work(MediaAccess::Read, 0, 0, 16 * KIB);
     assert_eq!(taken(&mut model, read, 1_000_000), 10_000);
-    // The unit is full, and programmed from when it is buffered on: a read waits for that.
+    // The unit is full and is programmed as soon as it is buffered. A read waits for this.
     let second = work(MediaAccess::Write, 0, 16 * KIB, 16 * KIB);
     assert_eq!(taken(&mut model, second, 2_000_000), WRITE);
     assert_eq!(taken(&mut model, read, 2_000_000), WRITE + PROGRAM + 50_000);
     assert_eq!(taken(&mut model, read, 9_000_000), READ);
-    // Nothing was written behind it.
+    // Nothing was written at this location.
     let beyond = work(MediaAccess::Read, 0, 32 * KIB, 64 * KIB);
     assert_eq!(taken(&mut model, beyond, 9_000_000), 10_000);
 }
@@ -99,7 +99,7 @@ fn units_go_around_the_dies_of_a_zone_and_zones_around_all_dies() {
 fn a_read_waits_for_each_die_that_it_touches_once_for_each_page() {
     let mut model = drive(&flash());
     model.fill([20, 20].into_iter());
-    // Two pages of one unit are on one die, and two units on two dies.
+    // Two pages of one unit are on one die, and two units are on two dies.
     let read = |offset, bytes| work(MediaAccess::Read, 0, offset, bytes);
     assert_eq!(taken(&mut model, read(0, 4 * KIB), 0), READ);
     assert_eq!(
@@ -111,7 +111,7 @@ fn a_read_waits_for_each_die_that_it_touches_once_for_each_page() {
         taken(&mut model, read(0, 64 * KIB), 3_000_000),
         READ + 50_000
     );
-    // Across a boundary: what lies between is not on flash.
+    // A read across the zone boundary: the range between the capacity and the next zone is not in flash.
     let across = work(MediaAccess::Read, 0, 76 * KIB, 24 * KIB);
     assert_eq!(taken(&mut model, across, 4_000_000), READ);
 }
@@ -131,7 +131,7 @@ fn channel_and_link_take_their_time() {
     assert!(taken(&mut model, read, now).abs_diff(expected) <= 1);
     let write = work(MediaAccess::Write, 1, 0, 32 * KIB);
     assert!(taken(&mut model, write, 8_000_000).abs_diff(WRITE + 16 * KIB) <= 1);
-    // A die that is given a unit has it once it is over the channel.
+    // A die starts on a unit when the unit has passed the channel.
     let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
     let there = WRITE + 16 * KIB + 32 * KIB;
     let expected = there + PROGRAM + 50_000 + 4 * KIB + 2 * KIB;
@@ -146,7 +146,7 @@ fn a_full_buffer_makes_writes_wait_for_the_dies() {
         let work = work(MediaAccess::Write, 0, offset, 32 * KIB);
         taken(&mut model, work, 0)
     };
-    // Room for three units: two dies program the first two, and the third waits for the first die.
+    // The buffer has space for three units. Two dies program the first two, and the third unit waits for the first die.
     assert_eq!([due(0), due(32 * KIB)], [WRITE, WRITE]);
     let mut due = |zone, bytes| {
         let work = work(MediaAccess::Write, zone, 0, bytes);
@@ -165,7 +165,7 @@ fn the_last_unit_of_a_zone_is_programmed_as_it_is() {
     assert_eq!(taken(&mut model, write, 0), WRITE);
     assert_eq!(model.zones[0].held, 0);
     assert!(model.open.is_empty());
-    // The first die had two units.
+    // The first die has programmed two units.
     let read = work(MediaAccess::Read, 0, 64 * KIB, 16 * KIB);
     assert_eq!(taken(&mut model, read, 0), WRITE + 2 * PROGRAM + 50_000);
 }
@@ -177,13 +177,13 @@ fn zones_that_were_finished_keep_no_room() {
         let write = work(MediaAccess::Write, zone, 0, 16 * KIB);
         taken(&mut model, write, zone * 10_000_000);
     }
-    // Two can be active, and the others' units are programmed.
+    // Two zones can be active. The partial units of the other zones are programmed.
     assert_eq!(model.open, [6, 7]);
     let held: Vec<u64> = model.zones.iter().map(|zone| zone.held / KIB).collect();
     assert_eq!(held, [0, 0, 0, 0, 0, 0, 16, 16]);
     let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
     assert_eq!(taken(&mut model, read, 100_000_000), READ);
-    // One of them goes on, if it was active after all.
+    // A zone that turns out to be active continues.
     let write = work(MediaAccess::Write, 1, 16 * KIB, 16 * KIB);
     assert_eq!(taken(&mut model, write, 100_000_000), WRITE);
     assert_eq!(model.zones[1].held, 0);
@@ -195,15 +195,15 @@ fn a_reset_erases_the_blocks_of_the_zone_after_what_its_dies_were_given() {
     let write = work(MediaAccess::Write, 0, 0, 48 * KIB);
     assert_eq!(taken(&mut model, write, 0), WRITE);
     let reset = work(MediaAccess::Deallocate, 0, 0, 16 * KIB);
-    // The first die programs a unit. The rest is in the buffer, and needs no room any more.
+    // The first die programs a unit. The rest of the data is in the buffer and is dropped.
     assert_eq!(taken(&mut model, reset, 0), WRITE + PROGRAM + ERASE);
     assert_eq!((model.zones[0].written, model.open.len()), (0, 0));
-    // The blocks are given back in several steps, and erased once.
+    // The blocks are deallocated in several steps and erased once.
     let rest = work(MediaAccess::Deallocate, 0, 16 * KIB, 32 * KIB);
     assert_eq!(taken(&mut model, rest, 0), WRITE);
     let read = work(MediaAccess::Read, 0, 0, 4 * KIB);
     assert_eq!(taken(&mut model, read, 0), 10_000);
-    // Zones on the same dies wait for that, and those on others do not.
+    // Zones on the same dies wait for the erase. Zones on other dies do not.
     for (zone, expected) in [(2, WRITE + PROGRAM + ERASE + 50_000), (1, READ)] {
         model.zones[zone as usize].written = 4 * KIB;
         let read = work(MediaAccess::Read, zone, 0, 4 * KIB);
@@ -227,7 +227,7 @@ fn zeroes_are_programmed_like_other_data() {
 fn zones_that_were_wiped_are_empty() {
     let mut model = drive(&flash());
     model.fill([20, 20, 20].into_iter());
-    // A wipe writes zeroes to zones that are empty already, too.
+    // A wipe also writes zeroes to empty zones.
     let zeroes = work(MediaAccess::Deallocate, 3, 0, 48 * KIB);
     assert_eq!(taken(&mut model, zeroes, 0), WRITE);
     assert_eq!(model.open, [3]);
@@ -235,7 +235,7 @@ fn zones_that_were_wiped_are_empty() {
     let written: Vec<u64> = model.zones.iter().map(|zone| zone.written / KIB).collect();
     assert_eq!(written, [80, 0, 0, 0, 0, 0, 0, 0]);
     assert!(model.open.is_empty());
-    // All the room is there again once the unit is programmed.
+    // The whole buffer is free again once the unit is programmed.
     let write = work(MediaAccess::Write, 1, 0, 80 * KIB);
     assert_eq!(taken(&mut model, write, 10_000_000), WRITE);
     model.empty(0..u64::MAX);
@@ -260,7 +260,7 @@ fn blocks_that_are_in_no_zone_cost_nothing_of_the_flash() {
     }
 }
 
-/// Bandwidth of writes of 96 KiB that go around so many zones until all are full and programmed, in MiB/s.
+/// Returns the bandwidth of 96 KiB writes in rotation over `zones` zones until all are full and programmed, in MiB/s.
 fn written_by_zones(zones: u64) -> u64 {
     let DriveProfile::Zns(profile) = DriveProfile::named("zns-ssd").expect("comes along") else {
         panic!("another model");
@@ -297,7 +297,7 @@ fn written_by_zones(zones: u64) -> u64 {
 
 #[test]
 fn zones_on_other_dies_add_their_bandwidth() {
-    // Each die programs 96 KiB in 560 us, which is 167 MiB a second: eight of them have 1,339. The link has 3,072.
+    // Each die programs 96 KiB in 560 us, which is 167 MiB/s. Eight dies reach 1,339 MiB/s, and the link has 3,072 MiB/s.
     let achieved = [1, 2, 4, 8].map(written_by_zones);
     assert_eq!(achieved, [1322, 2614, 3008, 3023]);
 }

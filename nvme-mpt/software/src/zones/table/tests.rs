@@ -1,4 +1,4 @@
-//! Effects of commands on zones, against a model that keeps no counts and no order of its own.
+//! Effects of commands on zones, compared with a model that stores neither counters nor an order of zones.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use nvme_mpt::memory::Mapping;
 const SIZE: u64 = 16;
 const CAPACITY: u64 = 12;
 const ZONES: u32 = 6;
-/// The lease begins at this zone of the drive.
+/// First zone of the lease on the drive.
 const FIRST: u32 = 2;
 
 const GEOMETRY: ZoneGeometry = ZoneGeometry {
@@ -37,7 +37,7 @@ fn table(open: u32, active: u32) -> ZoneTable {
     table_of(&words(), open, active)
 }
 
-/// The start of a zone.
+/// Returns the start of a zone.
 fn zslba(zone: u32) -> Lba {
     Lba(u64::from(zone) * SIZE)
 }
@@ -83,7 +83,7 @@ fn the_zone_that_is_open_longest_is_closed_for_another() {
     assert_eq!(state(&table, 0), ZoneState::CLOSED);
     assert_eq!(table.write(zslba(3), 1), Err(Status::TOO_MANY_ACTIVE_ZONES));
     assert_eq!(state(&table, 1), ZoneState::IMPLICITLY_OPENED);
-    // One that is active already needs no more than to be open.
+    // A zone that is active already only needs an open resource.
     table.write(Lba(2), 1).expect("open again");
     assert_eq!(state(&table, 1), ZoneState::CLOSED);
 }
@@ -131,7 +131,7 @@ fn every_action_in_every_state() {
         assert_eq!(state(&table, 0), wanted);
         table
     };
-    // ZNS 1.1, section 3.4.3: by state, what each action leads to; `None` for an invalid transition.
+    // ZNS 1.1, section 3.4.3: for each state, the result of each action. `None` is an invalid transition.
     let (zse, zsio, zseo) = (
         ZoneState::EMPTY,
         ZoneState::IMPLICITLY_OPENED,
@@ -192,7 +192,7 @@ fn nothing_is_written_to_a_zone_while_it_gives_its_blocks_back() {
     assert_eq!(table.reset(1), Err(Status::COMMAND_INTERRUPTED));
     assert_eq!(table.reset_next(0), None);
     assert_eq!((table.open, table.active), (0, 0));
-    // The process may end meanwhile: the zone is empty, and what is left in it is not read.
+    // The process may end before the wipe is done. The zone is empty, and its old data is not read.
     assert_eq!(state(&table_of(&words, 2, 2), 1), ZoneState::EMPTY);
     table.end_reset(1);
     table.write(zslba(1), 1).expect("written again");
@@ -216,7 +216,7 @@ fn a_zone_whose_media_failed_can_be_read_and_then_given_up() {
     assert_eq!(table.append(zslba(1), 1), Err(Status::ZONE_IS_OFFLINE));
     assert_eq!(table.read(Lba(SIZE - 1), 1), Ok(()));
     assert_eq!(table.read(Lba(2 * SIZE), 1), Ok(()));
-    // Reads go across boundaries, and fail for any zone that they touch.
+    // Reads cross zone boundaries, and fail if any zone on the way is offline.
     assert_eq!(table.read(Lba(SIZE - 1), 2), Err(Status::ZONE_IS_OFFLINE));
     assert_eq!(table.read(Lba(0), 4 * SIZE), Err(Status::ZONE_IS_OFFLINE));
     assert!(!table.fail_media(1));
@@ -227,7 +227,7 @@ fn a_zone_whose_media_failed_can_be_read_and_then_given_up() {
 fn words_that_make_no_sense_are_zones_that_are_offline() {
     let words = words();
     let first = FIRST as usize;
-    // A state that there is not, an empty zone that is written, one that is open and written whole.
+    // An undefined state, an empty zone with written blocks, and a fully written open zone.
     for (index, word) in [0x07, 1 << 8, CAPACITY << 8 | 3, (CAPACITY + 1) << 8 | 0xF]
         .into_iter()
         .enumerate()
@@ -242,11 +242,11 @@ fn words_that_make_no_sense_are_zones_that_are_offline() {
     assert_eq!((table.offline, table.active), (4, 0));
 }
 
-/// A zone of the model: its state, its write pointer, and when it was opened implicitly.
+/// A zone of the model: state, write pointer, and order of implicit opening.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plain(ZoneState, u64, u64);
 
-/// The rules, with everything looked up where it is needed.
+/// Model of the rules. It computes everything from the zones when needed.
 struct Model {
     zones: Vec<Plain>,
     open: usize,
@@ -310,7 +310,7 @@ impl Model {
 #[derive(Clone, Debug)]
 enum Op {
     Write(u32, u64, u64),
-    /// At the write pointer, so that zones get full.
+    /// Write at the write pointer, so that zones become full.
     Next(u32, u64),
     Append(u32, u64),
     Act(u32, u8),
@@ -318,7 +318,7 @@ enum Op {
     Reset(u32),
     ResetAll,
     FailMedia(u32),
-    /// The process ends, and another one takes up the drive.
+    /// The process ends, and another process restores the zones.
     Restart,
 }
 
@@ -341,7 +341,7 @@ fn is_active(state: ZoneState) -> bool {
     matches!(state.0, 2..=4)
 }
 
-/// Carries out an operation on both. Returns what each says.
+/// Executes an operation on the table and on the model. Returns both results.
 fn step(table: &mut ZoneTable, model: &mut Model, op: &Op) -> [Result<u64, Status>; 2] {
     use ZoneState as Z;
     let unit = |result: Result<(), Status>| result.map(|()| 0);
@@ -441,7 +441,7 @@ fn step(table: &mut ZoneTable, model: &mut Model, op: &Op) -> [Result<u64, Statu
         Op::Restart => {
             let ZoneResources { open, active } = table.resources;
             *table = table_of(&table.words.clone(), open, active);
-            // Which zone is open longest is not known any more: it is the one that comes first.
+            // After a restart, the order of opening is unknown. The lowest zone counts as open for longest.
             for (zone, index) in model.zones.iter_mut().zip(0..) {
                 zone.2 = index;
             }

@@ -1,4 +1,4 @@
-//! Functions of one poller, one of which waits for another process.
+//! Functions on one poller, one of which blocks on another process.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -7,19 +7,19 @@ use super::*;
 use crate::learn::AdaptivePolicies;
 use crate::poller::{PollerLocality, PollerPool};
 
-/// A host queue that completes what it has, and waits when the test says so.
+/// A host queue that completes its commands, and blocks when the test says so.
 #[derive(Debug, Default)]
 struct WaitingHost {
     commands: Vec<Sqe>,
-    /// Ends each wait.
+    /// Ends each wait when it receives a message.
     waits: Option<mpsc::Receiver<()>>,
-    /// Receives a message when a wait begins.
+    /// Gets a message at the start of each wait.
     begins: Option<mpsc::Sender<()>>,
-    /// Ends the queue's end.
+    /// Delays the end of the queue.
     _end: Option<SlowEnd>,
 }
 
-/// Waits for the test when it is dropped.
+/// A value whose drop waits for the test.
 #[derive(Debug)]
 struct SlowEnd(mpsc::Receiver<()>);
 
@@ -67,7 +67,7 @@ impl HostQueue for WaitingHost {
     }
 }
 
-/// A guest whose queue a poller runs, with its data in a page.
+/// Creates a guest whose queue a poller runs, with data in one page.
 fn guest(host: WaitingHost) -> Guest {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
     guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
@@ -76,7 +76,7 @@ fn guest(host: WaitingHost) -> Guest {
     guest
 }
 
-/// Takes the guest's queue, to be given to a poller.
+/// Takes the guest's queue, to add it to a poller.
 fn queue_of(guest: &mut Guest) -> Box<ShadowQueue> {
     let idle = Guest::new(Arc::new(IovaSpace::software()));
     std::mem::replace(&mut guest.queue, idle.queue)
@@ -115,7 +115,7 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
         )
     };
     let poller = place().expect("a thread");
-    // Before the others, so that they wait for it.
+    // The slow queue is added first, so that the others wait for it.
     let id = slow.queue.id();
     poller.add(queue_of(&mut slow));
     let ids = [0, 1, 2].map(|index| {
@@ -130,7 +130,7 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
     }
     slow.submit_read([0x8000, 0]);
     began.recv().expect("its turn");
-    // It waits for as long as the test does.
+    // The slow queue blocks until the test releases it.
     for round in 1..4 {
         for guest in &mut others {
             guest.submit_read([0x8000, 0]);
@@ -145,14 +145,14 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
             .map(|stats| stats.name)
             .collect()
     };
-    // A loaded machine may make another function look as if it waited.
+    // On a loaded machine, another function may look as if it blocked.
     assert!(names().len() >= 2, "{:?}", names());
-    // Its queue is asked for, and comes when the wait is over.
+    // The slow queue is requested, and arrives when the wait is over.
     end.send(()).expect("it waits");
     await_completion(&pollers, &slow, 0);
     slow.submit_read([0x8000, 0]);
     began.recv().expect("its turn");
-    // It is to leave, and to stay after all. Nothing waits for its thread, which is in the queue's turn.
+    // A removal that is cancelled. The test does not wait for the poller's thread, which is in the queue's turn.
     let leaves = poller.remove(id);
     poller.stay(id);
     assert!(leaves.stay().is_none());
@@ -161,7 +161,7 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
     let queue = leaves.recv().expect("it is drained");
     assert_eq!(queue.id(), id);
     await_completion(&pollers, &slow, 1);
-    // Given back to the poller that it was of, it goes on where it was.
+    // Added to its old poller again, the queue continues where it was.
     let mut queue = queue;
     queue.resume();
     poller.add(queue);
@@ -201,7 +201,7 @@ fn a_function_that_comes_while_the_only_other_one_waits_is_served() {
     poller.add(queue_of(&mut slow));
     slow.submit_read([0x8000, 0]);
     began.recv().expect("its turn");
-    // Nobody waits for it yet.
+    // No other function is waiting for the slow queue yet.
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(pollers.stats().len(), 1);
     let other_id = other.queue.id();

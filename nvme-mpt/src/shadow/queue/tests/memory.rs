@@ -1,4 +1,4 @@
-//! Memory that comes and goes while commands are in flight.
+//! Memory that is mapped and unmapped while commands are in flight.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use crate::memory::{Mapping, MappingAccess};
 use crate::seam::InFlightCommandState;
 use crate::seam::state::words_of;
 
-/// A page that the tests map and unmap.
+/// Address of the page that the tests map and unmap.
 const DATA: Gpa = Gpa(0x10_0000);
 
 #[test]
@@ -27,7 +27,7 @@ fn memory_that_was_mapped_before_the_doorbell_was_written_is_there() {
         context.doorbells.store(Doorbell::SqTail(QUEUE), tail);
     }));
     guest.poll(&mut host);
-    // Once more, for a poller that leaves the command to its next pass.
+    // Poll again, since the poller may leave the command to its next pass.
     guest.poll(&mut host);
     assert_eq!(guest.completion(0), None, "it did not fail");
     assert_eq!(host.commands.len(), 1, "the host has it");
@@ -44,7 +44,7 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
         guest.window.map(region(gpa, 2 * PAGE)).expect("free");
     }
     let mut host = Host::default();
-    // A page; two pages; a list; and one that uses both regions.
+    // Commands with one page, two pages, a PRP list, and a command that uses both regions.
     let list = CQ.0 + PAGE - 8 * 3;
     let entries = [DATA.0 + PAGE, OTHER.0, OTHER.0 + PAGE];
     guest
@@ -60,10 +60,10 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     assert_eq!(host.commands.len(), 4);
     let window = guest.window.clone();
     let generation = window.table().generation();
-    // No scope, which would wait for it when an assertion fails.
+    // A scoped thread would be waited for after a failed assertion.
     let unmap = std::thread::spawn(move || window.unmap(DATA, 2 * PAGE));
     let tables = guest.context.tables.clone();
-    // The user takes the table up, and has commands that use the region.
+    // The poller adopts the new table while it has commands that use the region.
     while tables.current().generation() == generation && !unmap.is_finished() {
         std::thread::sleep(Duration::from_micros(20));
     }
@@ -74,7 +74,7 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     assert!(!tables.have_left(generation + 1), "it is told so");
     host.complete(2);
     guest.poll(&mut host);
-    // Two others are in flight, and stay there.
+    // The other two commands remain in flight.
     assert!(
         tables.have_left(generation + 1),
         "it waits for commands that use other memory"
@@ -126,7 +126,7 @@ fn memory_that_went_is_no_place_for_data_and_other_memory_is_found_where_it_came
     }
 }
 
-/// An IOMMU whose maps take as long as a test wants.
+/// An IOMMU whose maps take as long as the test wants.
 #[derive(Debug, Default)]
 struct SlowIommu {
     holds: AtomicBool,
@@ -177,7 +177,7 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
         while !iommu.has_map.load(Ordering::Acquire) && !map.is_finished() {
             std::thread::sleep(Duration::from_micros(20));
         }
-        // Much longer ago than a ring may be gone while nothing happens.
+        // Longer than a ring may be unmapped while the memory map is stable.
         let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));
         let suspended = ShadowQueueCondition::Suspended { gone: SQ, since };
         guest.queue.core.condition = suspended;
@@ -198,7 +198,7 @@ fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
     let never = Ticks(0);
     assert!(!is_over(at(990), at(0), never));
     assert!(is_over(at(1010), at(0), never));
-    // A change that lasts, and one that ended.
+    // A change in progress, and a completed change.
     assert!(!is_over(at(20_000), at(0), at(20_000)));
     assert!(!is_over(at(20_000), at(0), at(19_010)));
     assert!(is_over(at(20_000), at(0), at(18_990)));
@@ -211,7 +211,7 @@ fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
 #[test]
 fn a_ring_that_may_be_back_is_looked_for_before_its_queue_fails() {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
-    // Longer ago than a ring may be gone in all. The poller lost its processor after it had asked for a newer table.
+    // Longer than a ring may be unmapped in total. The poller was preempted after it had checked for a newer table.
     let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(40)));
     let suspended = ShadowQueueCondition::Suspended { gone: SQ, since };
     guest.queue.core.condition = suspended;
@@ -230,7 +230,7 @@ fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_b
     let mut guest = Guest::with_live(space, Some(live.clone()));
     let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
     flush.nsid = Nsid(1);
-    // The process before ended with the command in flight.
+    // The predecessor ended with the command in flight.
     let mut state = guest.queue.save(&[]);
     state.in_flight.push(InFlightCommandState {
         slot: SLOT,
@@ -244,7 +244,7 @@ fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_b
         slots.collect::<Vec<_>>()
     };
     assert_eq!(marked(), [SLOT]);
-    // Its ring goes, and is back before the command was given to the host.
+    // The ring is unmapped, and mapped again before the command is submitted to the host.
     let since = Ticks::now();
     guest.queue.core.condition = ShadowQueueCondition::Suspended { gone: SQ, since };
     guest.queue.core.rebind();

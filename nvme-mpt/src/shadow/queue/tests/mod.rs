@@ -1,4 +1,4 @@
-//! A shadow queue that a test polls by itself, over a host queue that does what the test says.
+//! A shadow queue that the test polls itself, over a host queue under the test's control.
 
 mod apart;
 mod memory;
@@ -37,11 +37,11 @@ const PAGE: u64 = crate::address::PAGE_SIZE;
 /// A host queue that keeps commands until the test completes them.
 #[derive(Default)]
 struct Host {
-    /// Called when a batch begins: after the poller looked for a newer table, before it reads a doorbell.
+    /// Called at the start of a batch: after the poller's check for a newer table, before it reads a doorbell.
     at_batch: Option<Box<dyn FnOnce() + Send>>,
     commands: Vec<Sqe>,
     done: Vec<(CommandId, Status)>,
-    /// True if the drive never lets go of what it has.
+    /// True if the drive never releases its commands.
     keeps: bool,
 }
 
@@ -101,7 +101,7 @@ impl HostQueue for Host {
 }
 
 impl Host {
-    /// Completes the `index`th command that it has.
+    /// Completes the command at `index`.
     fn complete(&mut self, index: usize) {
         self.end(index, Status::SUCCESS);
     }
@@ -133,12 +133,12 @@ fn region(gpa: Gpa, len: u64) -> MemoryRegion {
 }
 
 impl Guest {
-    /// A guest whose rings lie in a page each.
+    /// Creates a guest with one page for each ring.
     fn new(space: Arc<IovaSpace>) -> Self {
         Self::with_live(space, None)
     }
 
-    /// As [`Self::new`], of a function that may outlive its process.
+    /// Creates a guest like [`Self::new`], for a function that may outlive its process.
     fn with_live(space: Arc<IovaSpace>, live: Option<Arc<InflightFile>>) -> Self {
         let mut window = DmaWindow::new(space.clone());
         window.set_clock(Arc::new(FrozenClock));
@@ -240,7 +240,7 @@ impl Guest {
         }
     }
 
-    /// Writes a command into the ring, and not yet the doorbell.
+    /// Writes a command to the ring without ringing the doorbell.
     fn push(&mut self, opcode: NvmOpcode, blocks: u16, dptr: [u64; 2]) {
         let mut sqe = Sqe::new(opcode.0);
         sqe.cdw0 = sqe.cdw0.with_cid(CommandId(self.next_cid));
@@ -258,7 +258,7 @@ impl Guest {
         self.context.doorbells.store(doorbell, self.tail);
     }
 
-    /// Reads into these pages, 4 KiB or 8 KiB.
+    /// Submits a read of 4 KiB or 8 KiB into these pages.
     fn submit_read(&mut self, dptr: [u64; 2]) {
         let blocks = if dptr[1] == 0 { 8 } else { 16 };
         self.push(NvmOpcode::READ, blocks, dptr);
@@ -269,7 +269,7 @@ impl Guest {
         self.queue.core.poll(host);
     }
 
-    /// Status of the `index`th completion of the first round, if it is there.
+    /// Returns the status of the `index`th completion of the first round, if there is one.
     fn completion(&self, index: u64) -> Option<Status> {
         let mut entry = [0; size_of::<Cqe>()];
         let at = Gpa(CQ.0 + index * size_of::<Cqe>() as u64);
@@ -295,14 +295,14 @@ fn what_a_drive_keeps_for_good_keeps_its_memory_and_its_lease() {
         assert!(!guest.queue.is_drained());
         let table = Arc::downgrade(guest.queue.core.translator.table());
         let lease = Arc::downgrade(&guest.queue.lease);
-        // The VM goes.
+        // The VM ends.
         drop(guest);
         assert_eq!(table.upgrade().is_some(), keeps, "memory");
         assert_eq!(lease.upgrade().is_some(), keeps, "lease");
     }
 }
 
-/// A renewed table, as by any map or unmap of the guest's memory, chooses the kind of passes anew.
+/// A new table, which any change of the memory map creates, makes the queue choose its kind of polling pass again.
 #[test]
 fn what_a_reset_took_away_is_given_again_though_the_table_is_renewed() {
     for renews in [false, true] {
@@ -325,7 +325,7 @@ fn what_a_reset_took_away_is_given_again_though_the_table_is_renewed() {
     }
 }
 
-/// The drive is not to be given memory again that its VMM wants back: before the reset, or after it.
+/// Memory that the VMM wants to unmap must not be given to the drive again: the unmap starts before or after the reset.
 #[test]
 fn what_a_reset_took_away_ends_if_its_memory_is_wanted_back() {
     for is_after in [false, true] {
@@ -355,7 +355,7 @@ fn what_a_reset_took_away_ends_if_its_memory_is_wanted_back() {
     }
 }
 
-/// Drivers wait for a command 30 s. One that has been taken half of that time ago is not given to the drive again.
+/// Drivers wait 30 s for a command. A command that was taken at least 15 s ago is not repeated.
 #[test]
 fn what_a_reset_took_away_ends_once_its_guest_has_waited_for_long() {
     for (age, is_repeated) in [(14, true), (15, false)] {
@@ -377,7 +377,8 @@ fn what_a_reset_took_away_ends_once_its_guest_has_waited_for_long() {
     }
 }
 
-/// The drive was not told that delays are heeded here (ACRE), so it should name none. If it does, the delay is the guest's.
+/// The host has not enabled retry delays (ACRE), so the drive should report none. If it does, the guest must repeat the
+/// command.
 #[test]
 fn what_a_drive_interrupts_with_a_delay_is_its_guests_to_repeat() {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));

@@ -1,4 +1,4 @@
-//! Supervision of a queue pair by its controller.
+//! Monitoring of a queue pair by its controller.
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};

@@ -1,5 +1,5 @@
-//! A drive as a queue pair meets it: it reads the Submission Queue when its doorbell says so, and
-//! posts completions when it is told to, in any order.
+//! A drive from a queue pair's view: it reads the Submission Queue according to the doorbell, and posts completions in any
+//! order when the test says so.
 
 use std::sync::Arc;
 
@@ -17,13 +17,13 @@ use nvme_mpt::spec::ids::{CommandId, QueueId};
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Doorbell memory: two registers, and two words of each buffer.
+/// Creates doorbell memory: two registers, and two words of each buffer.
 fn cells() -> [MappedWord32; 6] {
     let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
     [0, 64, 128, 192, 256, 320].map(|offset| MappedWord32::new(&mapping, offset).expect("aligned"))
 }
 
-/// Value of a doorbell register until it is written, for a drive that has a Doorbell Buffer.
+/// Value of a doorbell register that was never written, on a drive with a Doorbell Buffer.
 const NOT_WRITTEN: u32 = u32::MAX;
 
 /// The drive's side of one queue pair.
@@ -37,12 +37,12 @@ pub(super) struct FakeDrive {
     sq_head: u32,
     cq_tail: u32,
     phase: bool,
-    /// Commands that were fetched and are not completed.
+    /// Commands that were fetched and not completed.
     pub(super) commands: Vec<Sqe>,
 }
 
 impl FakeDrive {
-    /// A drive and its queue pair of `entries` entries.
+    /// Creates a drive and its queue pair of `entries` entries.
     pub(super) fn new(entries: u32, max_transfer: u64, has_buffer: bool) -> (Self, VfioQueuePair) {
         let governor = Arc::new(DriveGovernor::new(
             PolicyChoice::Learned,
@@ -51,7 +51,7 @@ impl FakeDrive {
         Self::governed(entries, max_transfer, has_buffer, governor)
     }
 
-    /// As [`Self::new`], with a governor that other pairs may have, too.
+    /// Creates a drive like [`Self::new`], with a governor that other pairs may share.
     pub(super) fn governed(
         entries: u32,
         max_transfer: u64,
@@ -62,7 +62,7 @@ impl FakeDrive {
         Self::of_class(entries, max_transfer, has_buffer, governor, priority)
     }
 
-    /// As [`Self::governed`], with a queue of this class.
+    /// Creates a drive like [`Self::governed`], with a queue of this priority class.
     pub(super) fn of_class(
         entries: u32,
         max_transfer: u64,
@@ -100,7 +100,7 @@ impl FakeDrive {
         (drive, pair)
     }
 
-    /// Doorbells for [`VfioQueuePair::restart`], with and without a buffer in turn.
+    /// Returns doorbells for [`VfioQueuePair::restart`], alternately with and without a buffer.
     pub(super) fn restart(&mut self) -> PairDoorbells {
         for cell in &self.cells {
             cell.store(0);
@@ -112,10 +112,10 @@ impl FakeDrive {
         doorbells(&self.cells, self.has_buffer)
     }
 
-    /// Fetches what the doorbell tells of. Returns how many commands those were.
+    /// Fetches commands up to the doorbell. Returns their number.
     pub(super) fn fetch(&mut self) -> usize {
         let [sq_tail, _, sq_shadow, _, sq_event_idx, _] = &self.cells;
-        // A drive that has gone to sleep wakes up by the register only.
+        // Only a register write wakes a sleeping drive.
         if self.has_buffer {
             if sq_tail.load() == NOT_WRITTEN {
                 return 0;
@@ -155,7 +155,7 @@ impl FakeDrive {
         command
     }
 
-    /// Posts a completion, of whatever command.
+    /// Posts a completion for any command.
     pub(super) fn post(&mut self, cid: CommandId, status: Status) {
         let [_, cq_head, _, cq_shadow, ..] = &self.cells;
         let head = if self.has_buffer {
@@ -168,7 +168,7 @@ impl FakeDrive {
         self.post_unasked(cid, status);
     }
 
-    /// As [`Self::post`], also where the Completion Queue is full.
+    /// Posts a completion like [`Self::post`], even if the Completion Queue is full.
     pub(super) fn post_unasked(&mut self, cid: CommandId, status: Status) {
         let next = (self.cq_tail + 1) % self.entries;
         let entry = Cqe::new(QueueId(1), self.sq_head as u16, cid, status, 0, 0);

@@ -1,4 +1,4 @@
-//! Pairs that serve others while their own queues rest.
+//! Queue pairs that serve other queues while their own queues are idle.
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit_at};
@@ -9,11 +9,11 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Ticks within which a queue is awake.
+/// Number of ticks since its last batch during which a queue counts as awake.
 const WITHIN: u64 = 100;
 
 struct Scene {
-    /// The drive of a pair that one queue has to itself, and that of a pair that two share.
+    /// Drive side of a pair with one queue, and of a pair that two queues share.
     quiet: FakeDrive,
     crowded: FakeDrive,
     pairs: [VfioQueuePair; 2],
@@ -28,7 +28,7 @@ fn read(slot: u16) -> Sqe {
 }
 
 impl Scene {
-    /// The pair that rests is lent to the first of the busy queues.
+    /// Lends the idle pair to the first of the busy queues.
     fn lent() -> Self {
         let (quiet, first) = FakeDrive::new(16, u64::MAX, false);
         let (crowded, second) = FakeDrive::new(16, u64::MAX, false);
@@ -59,7 +59,7 @@ impl Scene {
         scene
     }
 
-    /// A busy queue has a batch. Returns the numbers of commands that the two drives got of it.
+    /// Submits a batch of a busy queue. Returns the number of new commands in each drive.
     fn go_on(&mut self, which: usize, slot: u16) -> (usize, usize) {
         let queue = &mut self.busy[which];
         submit_at(queue, &self.lender, &[read(slot)], self.now);
@@ -67,7 +67,7 @@ impl Scene {
     }
 }
 
-/// A queue waits for its commands when it is dropped.
+/// A queue waits for its commands when it is dropped, so they must complete.
 impl Drop for Scene {
     fn drop(&mut self) {
         for drive in [&mut self.quiet, &mut self.crowded] {
@@ -83,13 +83,13 @@ fn a_pair_whose_queue_rests_serves_another_until_the_queue_is_back() {
     let mut scene = Scene::lent();
     assert_eq!(scene.go_on(0, 1), (1, 0), "the borrower's");
     assert_eq!(scene.go_on(1, 1), (0, 1), "the other has its pair alone");
-    // The queue is back: its first batch is served where it is, and no further one of the borrower.
+    // The owner is active again: its first batch goes to its own pair, and the borrower's next batch does not.
     submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
     assert_eq!(scene.quiet.fetch(), 1);
     assert!(!scene.pairs[0].is_lent());
     assert_eq!(scene.pairs.each_ref().map(VfioQueuePair::members), [1, 2]);
     assert_eq!(scene.go_on(0, 2), (0, 1));
-    // What the borrower had in flight completes where it was.
+    // The borrower's commands in flight complete in the lender's pair.
     for drive in [&mut scene.quiet, &mut scene.crowded] {
         for _ in 0..2 {
             drive.complete(0, Status::SUCCESS);
@@ -101,7 +101,7 @@ fn a_pair_whose_queue_rests_serves_another_until_the_queue_is_back() {
     let done: Vec<_> = reap(&mut scene.resting).iter().map(|it| it.slot).collect();
     assert_eq!(done, [5]);
     assert_eq!(scene.pairs[0].in_flight(), 0);
-    // It has the pair to itself as before.
+    // The owner has exclusive use of the pair again.
     for slot in 0..3 {
         submit_at(&mut scene.resting, &scene.lender, &[read(slot)], scene.now);
         assert_eq!(scene.quiet.fetch(), 1);
@@ -134,7 +134,7 @@ fn a_borrower_does_not_come_back_to_a_pair_that_belongs_to_a_lease_by_now() {
 fn a_borrower_that_ends_or_moves_leaves_no_loan() {
     let mut scene = Scene::lent();
     let [first, second] = &scene.pairs;
-    // It goes before the queue that lends.
+    // The borrower moves before the lending queue does.
     assert!(first.move_one(second, |_| true));
     assert!(!first.is_lent());
     assert_eq!(scene.go_on(0, 1), (0, 1));
@@ -178,7 +178,7 @@ fn a_pair_rests_by_looks_at_which_it_had_nothing_to_do() {
     drive.complete(0, Status::SUCCESS);
     assert_eq!(reap(&mut queue).len(), 1);
     assert_eq!([(); 2].map(|()| rest.look(&pair)), [1, 2]);
-    // One that came and went between two looks.
+    // A command that was submitted and completed between two checks.
     submit_at(&mut queue, &lender, &[read(0)], Ticks(9));
     assert_eq!(drive.fetch(), 1);
     drive.complete(0, Status::SUCCESS);

@@ -1,4 +1,4 @@
-//! Members that come, go, and share.
+//! Queues that join, leave, and share a queue pair.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +44,7 @@ fn commands_of_a_member_with_more_slots_than_an_identifier_has_take_their_turn()
     let (mut drive, pair) = FakeDrive::new(8, u64::MAX, false);
     let lender = Lender::new(1);
     let mut queue = pair.join(1025, 9, Box::new(()));
-    // The two differ in a bit that an identifier of a slot has no place for.
+    // The two slot numbers differ only in a bit that does not fit a command identifier.
     let commands = [0, 1024].map(|slot| command(NvmOpcode::READ, slot, 30, 8));
     submit(&mut queue, &lender, &commands);
     assert_eq!(drive.fetch(), 2);
@@ -71,7 +71,8 @@ fn a_drive_that_fills_the_last_entry_too_has_its_commands_counted() {
         for _ in 0..7 {
             drive.complete(0, Status::SUCCESS);
         }
-        // One entry is to stay empty: with this one, a round of the queue is taken at once.
+        // The drive violates the rule that one entry stays empty. With this entry, a full round of the queue is consumed at
+        // once.
         drive.post_unasked(CommandId(0x7FF), Status::SUCCESS);
         assert_eq!(reap(&mut queue).len(), 7);
         assert_eq!(pair.in_flight(), 0);
@@ -118,7 +119,7 @@ fn what_completes_nothing_in_flight_is_dropped() {
     assert_eq!(reap(&mut queue).len(), 1);
 }
 
-/// Tells when it was dropped.
+/// Records its drop.
 struct Guard(Arc<AtomicBool>);
 
 impl Drop for Guard {
@@ -153,7 +154,7 @@ fn a_member_leaves_when_the_drive_has_nothing_of_it() {
 
 #[test]
 fn a_member_that_is_cut_short_has_nothing_more_begun() {
-    // Parts of two pages, three at a time.
+    // A command on parts of two pages, three at a time.
     let (mut drive, pair) = FakeDrive::new(4, 8192, false);
     let mut lender = Lender::new(8);
     let mut queue = pair.join(8, 9, Box::new(()));
@@ -209,14 +210,14 @@ fn a_lease_that_is_revoked_reaches_the_drive_no_more() {
         drive.complete(0, Status::SUCCESS);
         assert_eq!(ends(&mut queue), [(slot, Status::SUCCESS)]);
     }
-    // Also while it has the pair to itself, and for another queue of the lease.
+    // This also applies while the queue has the pair to itself, and to another queue of the lease.
     submit(&mut queue, &lender, &reads[..1]);
     assert_eq!(ends(&mut queue), [(0, revoked)]);
     let mut second = pair.join_lease(8, 9, &lease);
     submit(&mut second, &lender, &reads[..1]);
     assert_eq!(ends(&mut second), [(0, revoked)]);
     assert_eq!(drive.fetch(), 0);
-    // Others go on, beside them and alone.
+    // Other queues continue, beside the revoked queues and alone.
     let mut other = pair.join(8, 9, Box::new(()));
     for _ in 0..2 {
         submit(&mut other, &lender, &reads[..1]);
@@ -231,7 +232,7 @@ fn a_lease_that_is_revoked_reaches_the_drive_no_more() {
     drive.complete(0, Status::SUCCESS);
     assert_eq!(ends(&mut other), [(0, Status::SUCCESS)]);
     assert_eq!((pair.members(), pair.in_flight()), (1, 0));
-    // The namespace is again as it was leased.
+    // The namespace matches the lease again.
     lease.set_revoked(false);
     let mut third = pair.join_lease(8, 9, &lease);
     submit(&mut third, &lender, &reads[..1]);
@@ -240,7 +241,7 @@ fn a_lease_that_is_revoked_reaches_the_drive_no_more() {
     assert_eq!(ends(&mut third), [(0, Status::SUCCESS)]);
 }
 
-/// Its parts cover it, each block once and in order.
+/// The parts cover the command: each block once and in order.
 #[test]
 fn zeroes_go_in_parts_while_a_quiet_member_is_there() {
     const BLOCKS: u64 = 1 << 16;

@@ -1,4 +1,4 @@
-//! Queue pairs against a drive that does what it is told.
+//! Queue pairs on a drive that the test controls.
 
 mod control;
 mod drive;
@@ -22,7 +22,7 @@ use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Loan of a shadow queue to its host queue.
+/// Resources of a shadow queue that it lends to its host queue.
 struct Lender {
     table: RegionTable,
     lists: ListMemory,
@@ -45,7 +45,7 @@ impl Lender {
     }
 }
 
-/// A Read or Write of `blocks` blocks of 512 bytes in a slot.
+/// Returns a Read or Write of `blocks` blocks of 512 bytes in a slot.
 fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u32) -> Sqe {
     let mut sqe = Sqe::new(opcode.0);
     ReadWrite {
@@ -58,7 +58,7 @@ fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u32) -> Sqe {
     sqe
 }
 
-/// All that a queue has to hand over.
+/// Returns all completions of a queue.
 fn reap(queue: &mut VfioQueue) -> Vec<HostCompletion> {
     let mut done = Vec::new();
     queue.reap_by(Ticks::now, |completion: HostCompletion| {
@@ -67,12 +67,12 @@ fn reap(queue: &mut VfioQueue) -> Vec<HostCompletion> {
     done
 }
 
-/// Submits commands and rings.
+/// Submits commands and rings the doorbell.
 fn submit(queue: &mut VfioQueue, lender: &Lender, commands: &[Sqe]) {
     submit_at(queue, lender, commands, Ticks::now());
 }
 
-/// [`submit`] at some time.
+/// Calls [`submit`] at a given time.
 fn submit_at(queue: &mut VfioQueue, lender: &Lender, commands: &[Sqe], now: Ticks) {
     let mut batch = queue.batch();
     batch.announce(commands.len() as u32, now);

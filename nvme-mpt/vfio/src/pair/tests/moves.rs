@@ -8,7 +8,7 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Queue pairs, each with a governor of its own, so that none waits for another.
+/// Creates queue pairs with separate governors, so that no pair waits for another.
 fn pairs<const N: usize>() -> [(FakeDrive, VfioQueuePair); N] {
     [(); N].map(|()| FakeDrive::new(16, u64::MAX, false))
 }
@@ -35,7 +35,7 @@ fn an_idle_queue_is_gone_at_once_and_finds_its_pair() {
     assert!(first.move_one(&second, everywhere));
     assert_eq!((first.members(), second.members()), (0, 1));
     assert!(!first.move_one(&second, everywhere), "nothing is left");
-    // Another one has the pair to itself meanwhile.
+    // Another queue has the old pair to itself.
     let mut other = first.join(8, 9, Box::new(()));
     submit(&mut other, &lender, &reads([5]));
     submit(&mut queue, &lender, &reads([5, 6]));
@@ -62,12 +62,12 @@ fn a_queue_moves_with_commands_in_flight_and_loses_none() {
     assert!(first.move_one(&second, everywhere));
     assert_eq!((first.members(), second.members()), (0, 1));
     assert!(!first.move_one(&second, everywhere), "it moves already");
-    // Its commands in flight complete there, before and after it has moved.
+    // The queue's commands in flight complete in the old pair, before and after the move.
     one.complete(1, Status::SUCCESS);
     assert_eq!(slots(&mut queue), [1]);
     submit(&mut queue, &lender, &reads([1, 2]));
     assert_eq!((one.fetch(), two.fetch()), (0, 2));
-    // A queue that comes to the pair meanwhile is in no one's way.
+    // A queue that joins the old pair does not disturb this.
     let mut other = first.join(8, 9, Box::new(()));
     submit(&mut other, &lender, &reads([0]));
     assert_eq!(one.fetch(), 1);
@@ -79,7 +79,7 @@ fn a_queue_moves_with_commands_in_flight_and_loses_none() {
     assert_eq!(first.in_flight(), 0);
     two.complete(0, Status::SUCCESS);
     assert_eq!(slots(&mut queue), [2]);
-    // The queue has the new pair to itself, and the other one the old.
+    // Each queue has its pair to itself.
     for _ in 0..3 {
         submit(&mut queue, &lender, &reads([3]));
         submit(&mut other, &lender, &reads([3]));
@@ -109,7 +109,7 @@ fn a_queue_that_moves_twice_has_commands_in_three_pairs() {
     let mut done = slots(&mut queue);
     done.sort_unstable();
     assert_eq!(done, [0, 1, 2]);
-    // There and back, while it does nothing.
+    // The idle queue moves there and back.
     assert!(third.move_one(&first, everywhere));
     assert!(first.move_one(&third, everywhere));
     submit(&mut queue, &lender, &reads([3]));
@@ -145,14 +145,14 @@ fn a_queue_ends_while_it_moves() {
         ends.join().expect("no panic");
         assert_eq!((first.members(), second.members()), (0, 0));
         assert_eq!((first.in_flight(), second.in_flight()), (0, 0));
-        // Its number is free again.
+        // The queue's number is free again.
         let mut next = first.join(8, 9, Box::new(()));
         submit(&mut next, &lender, &reads([7]));
         assert_eq!(one.fetch(), 1);
         one.complete(0, Status::SUCCESS);
         assert_eq!(slots(&mut next), [7]);
     }
-    // One that did nothing since.
+    // A queue that has submitted nothing since the move.
     let queue = first.join(8, 9, Box::new(()));
     assert!(first.move_one(&second, everywhere));
     drop(queue);

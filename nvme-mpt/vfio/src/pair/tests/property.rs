@@ -1,5 +1,5 @@
-//! Whatever members submit and whatever becomes of the drive: every command completes once, and
-//! what reaches the drive is what was submitted. Members move between two pairs of the drive.
+//! Random submissions by queues, and random behaviour of the drive: every command must complete once, and the drive must get
+//! exactly the submitted commands. Queues move between two pairs of the drive.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,30 +20,30 @@ use nvme_mpt::spec::status::Status;
 const PAGE: u64 = 4096;
 const SLOTS: u16 = 6;
 
-/// Every command's blocks start at a multiple of this, so that they tell which one it is.
+/// Alignment of the commands' first blocks, so that the block address identifies a command.
 const BLOCKS_APART: u64 = 4096;
 
-/// Virtual ticks in a millisecond.
+/// Virtual ticks per millisecond.
 const MILLISECOND: u64 = 1_000_000;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A member submits so many commands, the first one of so many pages from some offset.
+    /// A queue submits several commands. The first has this number of pages and this offset.
     Submit(usize, u16, u64, u64, u8),
     Reap(usize),
     Fetch,
-    /// The drive completes one of its commands.
+    /// The drive completes a command.
     Complete(prop::sample::Index, bool),
-    /// The drive is asked to abort one of its commands, and does.
+    /// The drive aborts a command on request.
     Abort(prop::sample::Index),
     Stop,
     /// The drive is reset.
     Reset,
     Pause,
     Kill,
-    /// A member moves to the other pair.
+    /// A queue moves to the other pair.
     Move,
-    /// A member borrows the other pair, until one of that pair's own members has a batch.
+    /// A queue borrows the other pair, until a queue of this pair submits a batch.
     Lend,
 }
 
@@ -67,18 +67,18 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A command that was submitted.
+/// A submitted command.
 #[derive(Debug)]
 struct Submitted {
     member: usize,
     slot: u16,
     opcode: u8,
-    /// Place of its data: address and length of each stretch.
+    /// Location of the data: address and length of each contiguous part.
     data: Vec<(u64, u64)>,
     len: u64,
-    /// Parts that the drive has completed: offset, length, and how.
+    /// Completed parts: offset, length and status.
     parts: Vec<(u64, u64, Status)>,
-    /// True if the drive was reset meanwhile.
+    /// True if the drive was reset during the command.
     was_reset: bool,
 }
 
@@ -89,10 +89,10 @@ struct Member {
 }
 
 struct World {
-    /// The drive's side of each pair.
+    /// Drive side of each pair.
     drives: [FakeDrive; 2],
     pairs: [VfioQueuePair; 2],
-    /// The pair that the current operation is about.
+    /// Pair of the current operation.
     side: usize,
     members: Vec<Member>,
     commands: BTreeMap<u64, Submitted>,
@@ -103,7 +103,7 @@ struct World {
     killed: bool,
     /// Commands that were reported as overdue.
     late: Vec<(usize, LateCommand)>,
-    /// Those of them whose Abort is not answered.
+    /// Overdue commands whose Abort has not completed.
     aborts: Vec<(usize, LateCommand)>,
 }
 
@@ -147,7 +147,7 @@ impl World {
         &self.pairs[self.side]
     }
 
-    /// A command of a member that has a slot free.
+    /// Returns a command of a queue, if it has a free slot.
     fn prepare(&mut self, member: usize, pages: u64, offset: u64, kind: u8) -> Option<Sqe> {
         let opcode = match kind {
             0 => NvmOpcode::WRITE,
@@ -163,7 +163,7 @@ impl World {
         let mut sqe = command(opcode, slot, slba, (len >> self.lba_shift) as u32);
         let mut data = Vec::new();
         if opcode != NvmOpcode::FLUSH {
-            // Pages that do not follow one another.
+            // The pages are not contiguous.
             let page = |index: u64| (slba * 512 + 2 * index) * PAGE;
             let mut rest = len;
             for index in 0.. {
@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    /// Checks what the drive got, and takes note of it.
+    /// Checks and records a command that the drive got.
     fn drive_has(&mut self, sqe: &Sqe, status: Status) {
         let slba = sqe.cdw10_11();
         let (first, command) = self
@@ -271,7 +271,7 @@ impl World {
             Op::Submit(member, count, pages, offset, kind) => {
                 let member = member % self.members.len();
                 let commands: Vec<_> = (0..*count)
-                    // Shorter and shorter, so that some are split and others not.
+                    // The sizes decrease, so that some commands are split and others are not.
                     .map_while(|n| self.prepare(member, (pages >> (3 * n)).max(1), *offset, *kind))
                     .collect();
                 self.submit(member, &commands);
@@ -282,7 +282,7 @@ impl World {
             }
             Op::Complete(index, fails) if !self.drives[side].commands.is_empty() => {
                 let status = if *fails {
-                    // One that tells which part failed.
+                    // The status identifies the failed part.
                     Status::new(nvme_mpt::spec::status::StatusCodeType::VENDOR_SPECIFIC, {
                         (self.now / (MILLISECOND / 10)) as u8
                     })
@@ -305,7 +305,7 @@ impl World {
                 assert!(self.pair().begin_abort(&late));
                 self.drive_has(&sqe, Status::COMMAND_INTERRUPTED);
                 self.drive().complete(index, Status::ABORT_REQUESTED);
-                // Sooner or later than the command's completion is found.
+                // The result of the Abort may arrive before or after the command's completion.
                 self.aborts.push((side, late));
                 if self.aborts.len() > 2 {
                     let (side, answered) = self.aborts.remove(0);
@@ -318,7 +318,7 @@ impl World {
             Op::Kill => {
                 for (pair, drive) in self.pairs.iter().zip(&mut self.drives) {
                     pair.kill(Status::NAMESPACE_NOT_READY);
-                    // It is gone.
+                    // The drive is gone.
                     let _ = drive.restart();
                 }
                 self.killed = true;
@@ -335,7 +335,7 @@ impl World {
         }
     }
 
-    /// Lets all that is outstanding complete.
+    /// Completes all outstanding commands.
     fn drain(&mut self) {
         for side in 0..2 {
             self.side = side;
@@ -370,7 +370,7 @@ impl World {
 }
 
 impl Drop for World {
-    /// A test that fails does not wait for what its drive never completes.
+    /// After a failed test, do not wait for commands that the drive never completes.
     fn drop(&mut self) {
         for pair in &self.pairs {
             pair.kill(Status::INTERNAL_ERROR);
@@ -378,7 +378,7 @@ impl Drop for World {
     }
 }
 
-/// Finds a command's data as the drive does (Base 2.0, section 4.1.1).
+/// Resolves a command's data pointer as the drive does (Base 2.0, section 4.1.1).
 fn data_of(sqe: &Sqe, len: u64, lender: &Lender) -> Vec<(u64, u64)> {
     let [prp1, prp2] = sqe.dptr;
     let first = len.min(PAGE - prp1 % PAGE);
@@ -404,7 +404,7 @@ fn data_of(sqe: &Sqe, len: u64, lender: &Lender) -> Vec<(u64, u64)> {
     data
 }
 
-/// The stretches that hold `len` bytes of data from some offset.
+/// Returns the parts of the data that hold `len` bytes at an offset.
 fn part_of(data: &[(u64, u64)], offset: u64, len: u64) -> Vec<(u64, u64)> {
     let (mut skip, mut rest) = (offset, len);
     let mut part = Vec::new();
@@ -420,7 +420,7 @@ fn part_of(data: &[(u64, u64)], offset: u64, len: u64) -> Vec<(u64, u64)> {
     part
 }
 
-/// Checks that a command ended as its parts did.
+/// Checks that a command's status matches the statuses of its parts.
 fn check_end(command: &Submitted, status: Status, killed: bool) {
     let mut parts = command.parts.clone();
     parts.sort_unstable_by_key(|(offset, ..)| *offset);

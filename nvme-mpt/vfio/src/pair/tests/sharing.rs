@@ -1,4 +1,4 @@
-//! Effects of members on each other, on simulated drives and a virtual clock.
+//! Effects of queues on each other, on simulated drives with a virtual clock.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,32 +21,32 @@ pub(super) const MICROSECOND: u64 = 1_000;
 pub(super) const MILLISECOND: u64 = 1_000 * MICROSECOND;
 pub(super) const SECOND: u64 = 1_000 * MILLISECOND;
 
-/// Largest transfer of the drives.
+/// Maximum transfer size of the drives.
 pub(super) const MAX_TRANSFER: u64 = 512 << 10;
 
-/// Longest pause of members between polls.
+/// Longest interval between a queue's polls.
 const POLL: u64 = 25 * MICROSECOND;
 
-/// From one look of the supervisor to the next.
+/// Interval of the drive monitor's checks.
 pub(super) const LOOK: u64 = 100 * MILLISECOND;
 
-/// Speed of a drive.
+/// Timing model of a drive.
 #[derive(Clone, Copy)]
 pub(super) struct Speed {
-    /// Commands that it works on at a time.
+    /// Number of commands that the drive executes at a time.
     pub(super) channels: usize,
-    /// Time per command, and per 4 KiB of it.
+    /// Time per command, and per 4 KiB of the command.
     pub(super) command: u64,
     pub(super) page: u64,
-    /// Variation of the time, in percent up.
+    /// Random increase of the time, in percent at most.
     pub(super) jitter: u64,
-    /// One of so many commands takes four times as long; 0: none.
+    /// Average number of commands per command that takes four times as long. 0 means none.
     pub(super) hiccup: u64,
-    /// True if its queue pairs have turns (round robin arbitration), false if it takes commands as they arrive.
+    /// True for round robin arbitration of queue pairs, false for execution in order of arrival.
     pub(super) turns: bool,
 }
 
-/// One that does one command after the other, as an emulated one does.
+/// A drive that executes one command at a time, as an emulated drive does.
 pub(super) const SERIAL: Speed = Speed {
     channels: 1,
     command: 100 * MICROSECOND,
@@ -56,7 +56,7 @@ pub(super) const SERIAL: Speed = Speed {
     turns: false,
 };
 
-/// A serial one where the size of a command counts for more, in a machine that does other things, too.
+/// A serial drive whose times depend more on the size, in a machine with other work.
 const EMULATED: Speed = Speed {
     channels: 1,
     command: 60 * MICROSECOND,
@@ -66,7 +66,7 @@ const EMULATED: Speed = Speed {
     turns: false,
 };
 
-/// As many SSDs are: the more it has to do, the more it does.
+/// A drive that has more throughput at more depth, as many SSDs do.
 pub(super) const PARALLEL: Speed = Speed {
     channels: 32,
     command: 70 * MICROSECOND,
@@ -76,14 +76,14 @@ pub(super) const PARALLEL: Speed = Speed {
     turns: false,
 };
 
-/// A drive with several queue pairs.
+/// A simulated drive with several queue pairs.
 pub(super) struct Drive {
     pub(super) speed: Speed,
     pairs: Vec<FakeDrive>,
     waiting: VecDeque<(usize, CommandId, u64)>,
-    /// Queue pair of the last command that was begun.
+    /// Queue pair of the last started command.
     last: usize,
-    /// End, queue pair and identifier of what each channel works on.
+    /// For each channel: end time, queue pair and identifier of the command in progress.
     working: Vec<Option<(u64, usize, CommandId)>>,
     random: u64,
 }
@@ -154,19 +154,19 @@ impl Drive {
     }
 }
 
-/// Load of a guest: this many reads of this many bytes at a time, each followed by a pause.
+/// Load of a queue: number and size of concurrent reads, and the pause after each.
 #[derive(Clone, Copy)]
 struct Load {
     pair: usize,
     depth: u16,
     bytes: u64,
     pause: u64,
-    /// When it begins, and when it ends.
+    /// Start and end of the load.
     from: u64,
     until: u64,
-    /// Lease that it is a queue of; `None` for one of its own.
+    /// Lease of the queue. `None` for a separate lease.
     lease: Option<usize>,
-    /// Time from which on its commands count.
+    /// Time from which commands are counted.
     counted: u64,
     /// Weight of its lease.
     weight: u16,
@@ -200,14 +200,14 @@ struct Guest {
     load: Load,
     queue: VfioQueue,
     lender: Lender,
-    /// When each slot was submitted.
+    /// Time of submission for each slot.
     submitted: Vec<u64>,
-    /// Slots that are free, and from when on they are used again.
+    /// Free slots, and the time from which each is used again.
     free: VecDeque<(u64, u16)>,
     latencies: Vec<u64>,
 }
 
-/// Observations of a guest.
+/// Measurements of a queue.
 #[derive(Debug)]
 struct Seen {
     commands: usize,
@@ -216,7 +216,7 @@ struct Seen {
     first: u64,
 }
 
-/// A neighbour that does nothing, for each queue pair: it makes the pair a shared one.
+/// Returns an idle neighbour for each queue pair, which makes the pair shared.
 fn idle(pairs: usize) -> impl Iterator<Item = Load> {
     (0..pairs).map(|pair| Load {
         pair,
@@ -226,12 +226,12 @@ fn idle(pairs: usize) -> impl Iterator<Item = Load> {
     })
 }
 
-/// Runs guests on a drive for some time.
+/// Runs loads on a drive for some time.
 fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<Seen> {
     simulate_with(PolicyChoice::Learned, None, speed, pairs, loads, time)
 }
 
-/// The same with a choice of the window. Pair 0 is lent to a queue of pair 1 at that time, if one is given.
+/// Runs loads with this choice of window. If `loan` is given, lends pair 0 to a queue of pair 1 at that time.
 fn simulate_with(
     governor: PolicyChoice,
     mut loan: Option<u64>,
@@ -322,7 +322,7 @@ impl Guest {
             free.pop_front();
             submitted[usize::from(slot)] = now;
             let mut sqe = command(NvmOpcode::READ, slot, 0, blocks);
-            // The place of the data does not matter: the command only has to have a PRP list.
+            // The address of the data does not matter, but the command needs a PRP list.
             sqe.dptr[1] = lender.lists.of_slot(slot).1.bits();
             commands.push(sqe);
         }
@@ -347,16 +347,16 @@ impl Guest {
     }
 }
 
-/// The quiet guest's p99 beside others in per cent of what it is alone; and the first loud guest's
-/// commands in per cent of what they are alone. Every queue pair has an idle member, too.
+/// Returns the quiet guest's p99 beside the loud guests, in percent of its p99 alone, and the first loud guest's commands, in
+/// percent of its commands alone. Every queue pair also has an idle queue.
 fn ratios(speed: Speed, pairs: usize, quiet: Load, loud: &[Load]) -> (u64, u64) {
     let idle: Vec<_> = idle(pairs).collect();
     ratios_beside(speed, pairs, &[quiet], loud, &idle)
 }
 
-/// Bound of a quiet guest's p99 beside a loud one on one pair, in per cent of what it is alone.
+/// Maximum p99 of a quiet guest beside a loud one on one pair, in percent of its p99 alone.
 ///
-/// On [`SERIAL`], the parts of a large command take a little longer than 4 KiB.
+/// On [`SERIAL`], the parts of a large command take slightly longer than 4 KiB.
 fn longest(speed: Speed, loud: Load) -> u64 {
     let is_serial = speed.channels == 1 && speed.jitter == 0;
     match is_serial && loud.bytes > QUIET.bytes {
@@ -365,7 +365,7 @@ fn longest(speed: Speed, loud: Load) -> u64 {
     }
 }
 
-/// The same of the first quiet guest and the first loud one, beside `others`.
+/// Returns the same ratios for the first quiet and the first loud load, beside `others`.
 fn ratios_beside(
     speed: Speed,
     pairs: usize,
@@ -435,8 +435,8 @@ fn a_quiet_guest_on_a_drive_of_a_few_channels() {
     }
 }
 
-/// Queues of one guest, each of which is shallow, are not quiet guests: together they have their share, beside a deep
-/// queue of another guest.
+/// A guest with many shallow queues does not count as quiet: its queues together get its share beside another guest's deep
+/// queue.
 #[test]
 fn many_shallow_queues_of_a_guest_are_one_busy_guest() {
     let shallow = Load {
@@ -452,7 +452,7 @@ fn many_shallow_queues_of_a_guest_are_one_busy_guest() {
         let of_shallow: usize = seen[..queues].iter().map(|seen| seen.commands).sum();
         let of_deep = seen[queues].commands;
         println!("{of_shallow} and {of_deep} commands");
-        // The deep one has 32 at most in the drive, of about 288.
+        // The deep queue has at most 32 of about 288 commands in the drive.
         let due = if speed.channels == 1 {
             of_shallow * 9 / 10
         } else {
@@ -524,7 +524,7 @@ fn nobody_waits_beside_a_neighbour_that_is_idle() {
     assert!(share >= 90, "{share} % of what the drive can do");
 }
 
-/// Loads of the loud guests of these tests.
+/// Loads of the loud guests in the tests below.
 const SHAPES: [Load; 2] = [
     Load {
         bytes: 128 << 10,
@@ -534,7 +534,7 @@ const SHAPES: [Load; 2] = [
     Load { depth: 32, ..LOUD },
 ];
 
-/// A load on the first two queue pairs.
+/// Puts a load on each of the first two queue pairs.
 fn on_both(load: Load) -> [Load; 2] {
     [load, Load { pair: 1, ..load }]
 }
@@ -544,7 +544,7 @@ fn four_guests_with_two_queues_each_on_two_queue_pairs() {
     for shape in SHAPES {
         let idle: Vec<_> = idle(2).chain(idle(2)).collect();
         let mut quiet = on_both(QUIET);
-        // Its driver has another queue that it does not use now.
+        // The quiet guest has another queue that is unused.
         quiet[1].from = u64::MAX;
         for speed in [SERIAL, EMULATED] {
             let (p99, loud) = ratios_beside(speed, 2, &quiet, &on_both(shape), &idle);
@@ -581,7 +581,7 @@ fn a_quiet_guest_that_finds_more_in_the_drive_than_it_does_in_seconds() {
     };
     let mut loads = vec![late];
     loads.extend(on_both(SHAPES[0]));
-    // 64 commands of 33 ms are in front of its first one. Then 3 ms for 8 KiB are in front of each.
+    // Before the quiet guest's first command, there are 64 commands of 33 ms. Afterwards, 3 ms for 8 KiB precede each command.
     let seen = simulate(slow, 2, &loads, 6 * SECOND);
     println!("{seen:?}");
     assert!(seen[0].commands >= 500, "{}", seen[0].commands);
@@ -594,7 +594,7 @@ fn a_loud_guest_has_the_drive_back_when_the_quiet_one_is_gone() {
         ..QUIET
     };
     for shape in SHAPES {
-        // A second after its last command, the quiet guest counts as gone.
+        // The quiet guest counts as gone one second after its last command.
         let of_last_second = |loads: &[Load]| {
             let until = |time| simulate(EMULATED, 2, loads, time)[0].commands;
             until(3 * SECOND) - until(2 * SECOND)
@@ -644,10 +644,10 @@ fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
     }
 }
 
-/// A quiet guest's p99 beside a loud one, as a share of its p99 alone: on one pair, and on a pair for each.
+/// A quiet guest's p99 beside a loud one, relative to its p99 alone: on a shared pair, and on separate pairs.
 ///
-/// The governor sees both on one pair. A queue that has a pair to itself tells it nothing, so there the drive's own
-/// order decides: turns of the pairs, as NVMe has it (Base 2.0, section 3.4.4), or the order of arrival.
+/// On a shared pair, the governor sees both. A queue with an exclusive pair is invisible to it, so the drive's own order
+/// decides: round robin of the pairs (Base 2.0, section 3.4.4), or order of arrival.
 #[test]
 fn figures_of_a_quiet_guest_beside_a_loud_one() {
     let deep = Load { depth: 256, ..LOUD };
@@ -658,7 +658,7 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
     ] {
         for loud in [LOUD, deep, SHAPES[0]] {
             let own = Load { pair: 1, ..loud };
-            // Once the supervisor has looked.
+            // Start after the drive monitor's first check.
             let quiet = Load {
                 counted: SECOND / 2,
                 ..QUIET
@@ -685,8 +685,8 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
     }
 }
 
-/// A quiet guest beside a busy one with four queues of 256 reads, on so many pairs: in the order of arrival, and with turns of
-/// the pairs. Where there are pairs enough, the quiet one has a pair to itself, and so has each queue of the busy one.
+/// A quiet guest beside a busy one with four queues of 256 reads, for several numbers of pairs: in order of arrival, and with
+/// round robin. If there are enough pairs, every queue has an exclusive pair.
 #[test]
 fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
     for (name, speed) in [("serial", SERIAL), ("parallel", PARALLEL)] {
@@ -726,7 +726,7 @@ fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
     }
 }
 
-/// Queues of two busy guests, the first of which has so many, each with a pair to itself.
+/// Returns queues of two busy guests with these numbers of queues, each on an exclusive pair.
 fn with_own_pairs(weights: [u16; 2], queues: [usize; 2], depths: [u16; 2]) -> Vec<Load> {
     let queue = |pair: usize| {
         let guest = usize::from(pair >= queues[0]);
@@ -742,7 +742,7 @@ fn with_own_pairs(weights: [u16; 2], queues: [usize; 2], depths: [u16; 2]) -> Ve
     (0..queues[0] + queues[1]).map(queue).collect()
 }
 
-/// Commands of guests from 2 s to 4 s, and the part of those that the drive can do, in per cent.
+/// Returns each guest's commands from 2 s to 4 s, and the used share of the drive's throughput in percent.
 fn counts(speed: Speed, pairs: usize, loads: &[Load], first: usize) -> ([usize; 2], u64) {
     let seen = simulate(speed, pairs, loads, 4 * SECOND);
     let sum = |seen: &[Seen]| seen.iter().map(|seen| seen.commands).sum::<usize>();
@@ -753,7 +753,7 @@ fn counts(speed: Speed, pairs: usize, loads: &[Load], first: usize) -> ([usize; 
     (counts, used)
 }
 
-/// Bytes of busy guests go by weight, whatever the drive's order and the number of their queues.
+/// Bytes of busy guests are divided by weight, whatever the drive's order and the number of queues.
 #[test]
 fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
     let few_channels = Speed {
@@ -782,7 +782,7 @@ fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
     }
 }
 
-/// A guest with much weight and few commands has the drive's time for these, and the others the rest.
+/// A heavy guest with few commands gets drive time for these, and the other guests get the rest.
 #[test]
 fn nobody_is_held_back_for_what_a_heavier_guest_does_not_take() {
     for turns in [false, true] {
@@ -794,7 +794,7 @@ fn nobody_is_held_back_for_what_a_heavier_guest_does_not_take() {
     }
 }
 
-/// Shallow queues of a guest on all pairs of a drive, and a deep queue of another one on one of these pairs.
+/// A guest's shallow queues on all pairs of a drive, and another guest's deep queue on one of the pairs.
 #[test]
 fn many_shallow_queues_on_all_pairs_leave_a_deep_one_its_share() {
     for turns in [false, true] {
@@ -810,7 +810,7 @@ fn many_shallow_queues_on_all_pairs_leave_a_deep_one_its_share() {
     }
 }
 
-/// Beside a quiet guest, too, which has its half.
+/// Weights also hold beside a quiet guest, which gets its half.
 #[test]
 fn a_quiet_guest_beside_two_busy_ones_with_weights() {
     let speed = Speed {
@@ -836,8 +836,8 @@ fn a_quiet_guest_beside_two_busy_ones_with_weights() {
     assert!(heavier >= 2 * lighter, "{heavier} and {lighter}");
 }
 
-/// Two guests share a pair, and the queue of another pair rests: with that pair lent to the first of the two, and without.
-/// Then the queue that rested is back in the middle of it.
+/// Two guests share a pair, while the queue of another pair is idle: with the idle pair lent to the first guest, and without.
+/// Then the idle queue becomes active in the middle of the run.
 #[test]
 fn figures_of_a_pair_that_is_lent() {
     let loan = Some(SECOND / 10);
@@ -864,7 +864,7 @@ fn figures_of_a_pair_that_is_lent() {
             let loud = on_one(loud);
             let idle = on_one(owner(u64::MAX));
             let quiet_alone = run(None, u64::MAX, [idle, quiet])[2].p99;
-            // The loud one is awake first, and goes to the pair that is lent.
+            // The loud queue is awake first, so it gets the loan.
             let [without, with] = [None, loan].map(|loan| {
                 let seen = run(loan, u64::MAX, [loud, quiet]);
                 (seen[2].p99 * 100 / quiet_alone, seen[1].commands)

@@ -1,7 +1,8 @@
-//! Tenants by their behaviour, two at a time on one simulated drive: what each keeps of what it has alone.
+//! Pairs of tenants with various behaviours on one simulated drive: the rate and latency that each keeps, compared with its
+//! rate and latency alone.
 //!
-//! A quiet tenant keeps half its rate, and waits twice as long at most. Of two busy ones, each keeps two fifths of its rate, or
-//! has two fifths of the bytes. Cells that miss these bounds have their own, by name.
+//! A quiet tenant keeps half of its rate, and its latency at most doubles. Of two busy tenants, each keeps 40 % of its rate, or
+//! gets 40 % of the bytes. Combinations that miss these limits have limits of their own.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,27 +18,27 @@ use nvme_mpt::learn::PolicyChoice;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
-/// Longest pause of tenants between polls.
+/// Longest interval between a tenant's polls.
 const POLL: u64 = MILLISECOND / 10;
 
-/// Time from which on commands count, and the end.
+/// Time from which commands are counted, and end of the run.
 const COUNTED: u64 = 2 * SECOND;
 const END: u64 = 3 * SECOND;
 
-/// Course of a tenant's life.
+/// Changes in a tenant's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
     Steady,
-    /// Its controller is reset all the time: its queues end, and are there again.
+    /// The controller is reset repeatedly: its queues end and are created again.
     Resets,
-    /// Its memory is mapped and unmapped all the time, and its queues rest meanwhile.
+    /// Memory is mapped and unmapped repeatedly, and the queues pause during this.
     Maps,
-    /// Its process dies and is started again, with another lease.
+    /// The process dies repeatedly and starts again with another lease.
     Dies,
 }
 
 impl Life {
-    /// Returns how long it lives, and how long it is away.
+    /// Returns the durations of presence and absence.
     const fn times(self) -> (u64, u64) {
         match self {
             Self::Steady => (u64::MAX, 0),
@@ -48,7 +49,7 @@ impl Life {
     }
 }
 
-/// A tenant's behaviour: it has so many commands outstanding all the time, in each of its queues.
+/// Behaviour of a tenant, which keeps `depth` commands outstanding in each queue.
 #[derive(Clone, Copy, Debug)]
 struct Behaviour {
     name: &'static str,
@@ -117,11 +118,11 @@ const BEHAVIOURS: [Behaviour; 8] = [
     },
 ];
 
-/// State of a tenant.
+/// Phase of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Alive,
-    /// Its queues end once the drive has nothing of them.
+    /// The queues end once the drive has none of their commands.
     Ending,
     Away,
 }
@@ -130,7 +131,7 @@ enum Phase {
 struct Queue {
     queue: Option<VfioQueue>,
     lender: Lender,
-    /// When each slot was submitted.
+    /// Time of submission for each slot.
     submitted: Vec<u64>,
     free: Vec<u16>,
 }
@@ -145,7 +146,7 @@ struct Tenant {
     latencies: Vec<u64>,
 }
 
-/// Observations of a tenant.
+/// Measurements of a tenant.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
     commands: u64,
@@ -201,7 +202,7 @@ impl Tenant {
         }
     }
 
-    /// Begins the next phase if it is time.
+    /// Starts the next phase when it is due.
     fn live(&mut self, pairs: &[VfioQueuePair], now: u64) {
         let (alive, away) = self.behaviour.life.times();
         let keeps_queues = self.behaviour.life == Life::Maps;
@@ -265,7 +266,7 @@ impl Tenant {
                 submitted[usize::from(slot)] = now;
                 let mut sqe = command(opcode, slot, 0, (bytes / 512) as u32);
                 if opcode != NvmOpcode::WRITE_ZEROES {
-                    // The place of the data does not matter: the command only has to have a PRP list.
+                    // The address of the data does not matter, but the command needs a PRP list.
                     sqe.dptr[1] = lender.lists.of_slot(slot).1.bits();
                 }
                 sqe
@@ -297,8 +298,8 @@ fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<Seen> {
     watch(speed, pairs, behaviours, governor, (END, POLL), |_, _| ())
 }
 
-/// Runs tenants on a drive until some time, with so long a pause between polls at most. `look` sees the pairs whenever the
-/// supervisor does.
+/// Runs tenants on a drive until the end time, with at most the given interval between polls. `look` is called at each check of
+/// the drive monitor.
 fn watch(
     speed: Speed,
     pairs: usize,
@@ -314,7 +315,7 @@ fn watch(
     let mut drive = Drive::new(speed, fakes);
     let mut tenants: Vec<_> = behaviours.iter().copied().map(Tenant::new).collect();
     let mut survey = DriveSurvey::new(TickRate::NANOSECOND);
-    // They come to a drive that is in use.
+    // The tenants start on a drive that is in use.
     survey.look(&governor, &pairs, Ticks(MILLISECOND));
     let (mut now, mut next_look) = (MILLISECOND, LOOK);
     while now < end {
@@ -331,7 +332,7 @@ fn watch(
         now = drive.next_end().unwrap_or(u64::MAX).min(now + poll);
     }
     let seen = tenants.iter_mut().map(Tenant::seen).collect();
-    // Another guest comes.
+    // Another guest starts.
     let (_fake, created) = FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone());
     pairs.push(created);
     survey.look(&governor, &pairs, Ticks(now + LOOK));
@@ -344,20 +345,20 @@ fn watch(
 
 /// Behaviours with large commands.
 ///
-/// - Beside a quiet tenant, a drive that does one thing at a time gets them in parts. With a window of 64 KiB or less, the
-///   governor allows a quiet tenant's commands 2.25 times their time alone: smaller parts would leave a twentieth of the
-///   drive's throughput, not a quarter.
-/// - Weights divide bytes. What a drive needs for a byte of a large command and of a small one is not known, so beside them,
-///   a tenant with small commands keeps a third of its rate with a hundredth of the bytes.
+/// - Beside a quiet tenant, a serial drive gets large commands in parts. With a window of 64 KiB or less, the governor permits
+///   225 % of a quiet tenant's time alone: smaller parts would reduce the drive's throughput to a twentieth instead of a
+///   quarter.
+/// - Weights divide bytes. The drive's cost of a byte differs between large and small commands and is unknown, so beside large
+///   commands, a tenant with small commands keeps a third of its rate with a hundredth of the bytes.
 const LARGE: [&str; 2] = ["deep", "zeroes"];
 
-/// A part of a tenant's figures, in per cent of what it has alone.
+/// Results of a tenant, in percent of its results alone.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     rate: u64,
     p50: u64,
     p99: u64,
-    /// Bytes, of those of both tenants.
+    /// Share of both tenants' bytes.
     share: u64,
 }
 
@@ -372,14 +373,14 @@ impl Part {
         }
     }
 
-    /// Returns whether a tenant keeps what it should beside another one.
+    /// Returns whether a tenant keeps its minimum beside another tenant.
     fn is_fair(self, tenant: Behaviour, other: Behaviour) -> bool {
         let is_large = LARGE.contains(&other.name);
         if tenant.name == QUIET.name {
             let (rate, p99) = if is_large { (45, 225) } else { (49, 200) };
             return self.rate >= rate && self.p99 <= p99;
         }
-        // One that dies is gone before its neighbour has a limit that fits.
+        // A dying tenant ends before its neighbour has an appropriate limit.
         let least = if is_large || tenant.life == Life::Dies {
             30
         } else {
@@ -389,8 +390,8 @@ impl Part {
     }
 }
 
-/// The whole table: a row for each tenant, a column for each other one. A cell has its rate, and its p50 and p99, as parts and
-/// multiples of what it has alone.
+/// Prints the table: a row for each tenant, and a column for each neighbour. A cell has the rate, p50 and p99 relative to those
+/// of the tenant alone.
 #[test]
 #[ignore = "prints a table, and takes minutes"]
 fn table_of_tenants_by_behaviour() {
@@ -421,7 +422,7 @@ fn table_of_tenants_by_behaviour() {
     }
 }
 
-/// Beside each behaviour, on 1 to 64 pairs.
+/// Checks a quiet tenant beside each behaviour, on 1 to 64 pairs.
 #[track_caller]
 fn check_quiet(turns: bool) {
     let speed = Speed { turns, ..SERIAL };
@@ -451,7 +452,7 @@ fn a_quiet_tenant_keeps_its_half_beside_any_other_with_turns_of_the_pairs() {
     check_quiet(true);
 }
 
-/// On eight pairs.
+/// Checks busy tenants beside each other, on eight pairs.
 #[track_caller]
 fn check_busy(turns: bool) {
     const PAIRS: usize = 8;
@@ -498,7 +499,7 @@ const SHALLOW: Behaviour = Behaviour {
     ..LOUD
 };
 
-/// None of their commands waits for its turn, so turns divide nothing.
+/// No command waits for its turn, so arbitration divides nothing.
 #[test]
 fn busy_tenants_on_one_pair_with_free_places_have_equal_parts() {
     for turns in [false, true] {
@@ -509,8 +510,8 @@ fn busy_tenants_on_one_pair_with_free_places_have_equal_parts() {
     }
 }
 
-/// Most of its commands find no other in their pair. Some find as many as the window allows there, and wait for a turn of all
-/// pairs for each.
+/// Most of the quiet tenant's commands find their pair empty. Some find as many commands as the window permits, and each of
+/// these takes a turn of all pairs.
 #[test]
 fn a_quiet_tenant_that_seldom_waits_long_keeps_its_half() {
     let speed = Speed {
@@ -525,7 +526,7 @@ fn a_quiet_tenant_that_seldom_waits_long_keeps_its_half() {
     assert!(part.rate >= 50, "{part:?}");
 }
 
-/// A quarter of a gigabyte at 16 MB/s.
+/// 256 MiB in flight at 16 MB/s.
 const FLOOD: Behaviour = Behaviour {
     name: "flood",
     queues: 16,
@@ -542,8 +543,8 @@ fn with_time_out() -> DriveGovernor {
     governor.with_time_out(TIME_OUT, TickRate::NANOSECOND)
 }
 
-/// Runs tenants on a slow drive. Returns the greatest age of a command that the drive had, in the first seconds and later, and
-/// the number of commands that it did.
+/// Runs tenants on a slow drive. Returns the maximum age of a command in the drive, in the first ten seconds and later, and the
+/// number of executed commands.
 fn ages(behaviours: &[Behaviour], governor: DriveGovernor) -> ([u64; 2], u64) {
     let slow = Speed {
         command: MILLISECOND / 10,
@@ -563,7 +564,7 @@ fn ages(behaviours: &[Behaviour], governor: DriveGovernor) -> ([u64; 2], u64) {
     (ages, commands)
 }
 
-/// The deep queue is as deep, and waits in front of the drive, which is never idle.
+/// The deep queue keeps its depth: its commands wait in front of the drive, which is never idle.
 #[test]
 fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
     let unbounded = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
@@ -574,7 +575,7 @@ fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
     println!("alone: {first} and {later} ns, {commands} of {unbounded} commands");
     assert!(first <= time_out / 2, "{first} ns");
     assert!(later <= time_out * 3 / 10, "{later} ns");
-    // Those that the drive still has are not done.
+    // Commands in flight in the drive are not counted.
     let in_flight = 16 * 64;
     assert!(
         commands + in_flight >= unbounded,
@@ -585,7 +586,7 @@ fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
     assert!(first.max(later) <= time_out / 2, "{first} and {later} ns");
 }
 
-/// After the first looks at a fast drive, all commands go directly.
+/// After the first checks of a fast drive, all commands go to the drive directly.
 #[test]
 fn a_fast_drive_is_not_bounded() {
     let deep = BEHAVIOURS[2];

@@ -1,4 +1,4 @@
-//! Turns against proportional share: of two leases that wait, neither gets ahead by more than a command of each.
+//! Arbitration compared with proportional shares: of two waiting leases, neither gets ahead by more than one command of each.
 
 use std::sync::Arc;
 
@@ -9,23 +9,23 @@ use nvme_mpt::limit::LeaseWeight;
 
 const PAGE: u64 = 4096;
 
-/// Most pages of a command.
+/// Maximum number of pages of a command.
 const PAGES: u64 = 64;
 
 const LEASES: usize = 4;
 
-/// Queues of each lease at most.
+/// Maximum number of queues of each lease.
 const QUEUES: usize = 3;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// The member whose turn it is gets a place for so many pages, and has more that waits or not.
+    /// The queue whose turn it is gets a slot for this number of pages. The flag tells whether it has more commands.
     Serve(u64, bool),
-    /// A member has more to do.
+    /// A queue has more commands.
     Wait(usize),
-    /// A member's queue is deleted.
+    /// A queue is deleted.
     Forget(usize),
-    /// A member leaves, or comes back.
+    /// A queue leaves or comes back.
     Change(usize),
     Weigh(usize, u16),
 }
@@ -41,14 +41,14 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A party of the model: a lease, or a member of one.
+/// A lease, or a queue of a lease, in the model.
 #[derive(Clone, Copy, Debug)]
 struct Party {
     waits: bool,
     weight: f64,
-    /// Bytes by weight since the model began.
+    /// Bytes divided by weight since the start of the model.
     got: f64,
-    /// Time of its largest command: by the least weight since it began to wait.
+    /// Bytes of the largest command divided by the smallest weight, since the party began to wait.
     command: f64,
 }
 
@@ -64,7 +64,7 @@ impl Party {
     }
 }
 
-/// Parties, and what each had when it and another one both began to wait.
+/// All parties, and for each two what they had when both began to wait.
 #[derive(Debug)]
 struct Shares {
     parties: Vec<Party>,
@@ -79,7 +79,7 @@ impl Shares {
         }
     }
 
-    /// Begins anew for all pairs of a party that changed.
+    /// Resets all pairs of parties with a party that changed.
     fn changed(&mut self, party: usize) {
         for other in 0..self.parties.len() {
             let [one, two] = [party, other].map(|index| self.parties[index].got);
@@ -97,7 +97,7 @@ impl Shares {
 
     fn weigh(&mut self, party: usize, weight: u16) {
         let before = self.parties[party];
-        // A command that was charged by the former weight still counts.
+        // A command that was charged by the old weight still counts.
         let command = before.command.max(Party::new(weight).command);
         self.parties[party].weight = weight.into();
         self.parties[party].command = command;
@@ -108,7 +108,7 @@ impl Shares {
         self.parties[party].got += bytes as f64 / self.parties[party].weight;
     }
 
-    /// Checks the bound of start-time fair queueing for all that wait.
+    /// Checks the bound of start-time fair queueing for all waiting parties.
     fn check(&self) {
         for (one, a) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
             for (two, b) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
@@ -128,12 +128,12 @@ struct World {
     turns: QueuePairArbitration,
     leases: Vec<Arc<LeaseShare>>,
     present: Vec<bool>,
-    /// By lease, and by member within its lease.
+    /// Shares of the leases, and shares of the queues within each lease.
     of_leases: Shares,
     of_members: Vec<Shares>,
 }
 
-/// Lease of a member, and its number there.
+/// Returns a queue's lease, and its number in the lease.
 fn place(member: usize) -> (usize, usize) {
     (member / QUEUES, member % QUEUES)
 }
@@ -178,7 +178,7 @@ impl World {
         match *op {
             Op::Serve(pages, more) => {
                 let Some(member) = self.turns.next().map(usize::from) else {
-                    // What one leaves is another's: there is none that waits.
+                    // Unused turns go to other queues, so no queue waits.
                     assert!(self.of_leases.parties.iter().all(|lease| !lease.waits));
                     assert!(self.turns.is_empty());
                     return;

@@ -1,4 +1,4 @@
-//! Places of a pair that leases of several weights want: counted in commands, as the drive gets them.
+//! Slots of a queue pair, divided among leases with different weights, and counted in commands that reach the drive.
 
 use std::sync::Arc;
 
@@ -15,16 +15,16 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Entries of the pair.
+/// Number of entries of the pair.
 const ENTRIES: u32 = 17;
 
-/// Places that heavy members have: one stays free for light ones, and one tells full from empty.
+/// Slots of heavy queues: one more slot is reserved for light queues, and one entry distinguishes full from empty.
 const PLACES: usize = 15;
 
-/// Commands that a loud queue has outstanding.
+/// Number of outstanding commands of a loud queue.
 const DEPTH: u16 = 32;
 
-/// Bits of an LBA that tell the queue.
+/// First bit of the queue number in a block address.
 const QUEUE: u32 = 32;
 
 fn lease(weight: u16) -> Arc<LeaseShare> {
@@ -54,7 +54,7 @@ impl Guest {
         }
     }
 
-    /// Reaps, and submits all that it may.
+    /// Reaps completions, and submits as many commands as possible.
     fn poll(&mut self, now: u64) {
         let free = &mut self.free;
         self.queue.reap_by(
@@ -65,7 +65,7 @@ impl Guest {
         let make = |slot| {
             let mut sqe = command(opcode, slot, self.index << QUEUE, self.blocks);
             if opcode == NvmOpcode::DATASET_MANAGEMENT {
-                // One range, deallocated.
+                // A deallocation of one range.
                 let (list, iova) = lists.of_slot(slot);
                 list[0] = u64::from(self.blocks) << 32;
                 (sqe.dptr[0], sqe.cdw11, sqe.cdw12) = (iova.bits(), 1 << 2, 0);
@@ -80,7 +80,7 @@ impl Guest {
     }
 }
 
-/// Queue of a command.
+/// Returns the queue of a command.
 fn queue_of(sqe: &Sqe) -> usize {
     match NvmOpcode(sqe.opcode()) {
         NvmOpcode::DATASET_MANAGEMENT => sqe.cdw13 as usize,
@@ -88,7 +88,7 @@ fn queue_of(sqe: &Sqe) -> usize {
     }
 }
 
-/// A drive that works on one command after the other, and its guests, of one queue each.
+/// A drive that executes one command at a time, and guests with one queue each.
 struct World {
     drive: FakeDrive,
     pair: VfioQueuePair,
@@ -111,7 +111,7 @@ impl World {
         }
     }
 
-    /// Lets all guests do what they can.
+    /// Polls all guests.
     fn poll(&mut self) {
         self.now += 1000;
         for guest in &mut self.guests {
@@ -120,14 +120,14 @@ impl World {
         self.drive.fetch();
     }
 
-    /// Has the drive complete its oldest command. Returns that one's queue.
+    /// Completes the drive's oldest command. Returns its queue.
     fn complete(&mut self) -> usize {
         let done = self.drive.complete(0, Status::SUCCESS);
         self.poll();
         queue_of(&done)
     }
 
-    /// Has the drive complete so many commands. Returns how many were each guest's.
+    /// Completes commands. Returns the number of each guest's commands.
     fn run(&mut self, commands: usize) -> Vec<usize> {
         let mut counts = vec![0; self.guests.len()];
         for _ in 0..commands {
@@ -136,7 +136,7 @@ impl World {
         counts
     }
 
-    /// The drive's commands of a queue.
+    /// Returns the number of a queue's commands in the drive.
     fn in_drive(&self, queue: usize) -> usize {
         let of_queue = |sqe: &&Sqe| queue_of(sqe) == queue;
         self.drive.commands.iter().filter(of_queue).count()
@@ -149,7 +149,7 @@ impl Drop for World {
     }
 }
 
-/// Checks shares of commands, within a round of the places.
+/// Checks shares of commands, with a tolerance of one round of all slots.
 #[track_caller]
 fn check(counts: &[usize], weights: &[usize]) {
     let (all, weight) = (counts.iter().sum::<usize>(), weights.iter().sum::<usize>());
@@ -181,7 +181,7 @@ fn bytes_count_where_commands_differ() {
     check(&world.run(2000), &[4, 1]);
 }
 
-/// Commands without data count by what they touch, so that 64 KiB of zeroes are not as little as 4 KiB of data.
+/// Commands without data count by the size of their range, so 64 KiB of zeroes count more than 4 KiB of data.
 #[test]
 fn zeroes_and_deallocations_count_what_they_touch() {
     for opcode in [NvmOpcode::WRITE_ZEROES, NvmOpcode::DATASET_MANAGEMENT] {
@@ -194,7 +194,7 @@ fn zeroes_and_deallocations_count_what_they_touch() {
     }
 }
 
-/// One that gives a whole lease back does not wait for as many bytes of its neighbour's.
+/// A deallocation of a whole lease must not wait until the neighbour has transferred the same number of bytes.
 #[test]
 fn a_deallocation_counts_as_the_largest_window_at_most() {
     let leases = [lease(100), lease(100)];
@@ -227,7 +227,7 @@ fn a_weight_changes_while_commands_are_in_flight() {
         for (lease, weight) in leases.iter().zip(weights) {
             lease.set_weight(LeaseWeight::try_from(weight).expect("within bounds"));
         }
-        // What the drive has was given out by the former weights.
+        // The commands in the drive were still chosen by the old weights.
         world.run(PLACES);
         check(&world.run(1000), &shares);
     }
@@ -236,7 +236,7 @@ fn a_weight_changes_while_commands_are_in_flight() {
 #[test]
 fn what_a_lease_leaves_is_the_others() {
     let leases = [lease(1), lease(1000)];
-    // One of 64 KiB at a time: heavy, and less than its share.
+    // A guest with one command of 64 KiB at a time: heavy, and below its share.
     let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], 1)]);
     world.guests[1].blocks = 128;
     world.poll();
@@ -265,7 +265,7 @@ fn leases_come_and_go_while_others_wait() {
     world.poll();
     world.run(PLACES);
     check(&world.run(600), &[100, 200, 300]);
-    // A queue is deleted with commands in flight and commands that wait: it gets nothing more.
+    // A queue is deleted with commands in flight and with waiting commands, which are never submitted.
     world.guests[1].queue.cut_short();
     let left = world.in_drive(1);
     world.guests[1].free.clear();
@@ -296,7 +296,7 @@ fn a_reset_keeps_the_shares() {
         world.pair.fail_in_flight(Status::COMMAND_INTERRUPTED);
         let doorbells = world.drive.restart();
         world.pair.restart(doorbells);
-        // Its commands were interrupted, and are sent again.
+        // The interrupted commands are submitted again.
         world.poll();
         assert_eq!(world.drive.commands.len(), PLACES);
         check(&world.run(400), &[100, 300]);
@@ -321,7 +321,7 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
     let leases = [lease(1), lease(1000), lease(1000)];
     let guests = [(&leases[0], 1), (&leases[1], DEPTH), (&leases[2], DEPTH)];
     let mut world = World::new(&guests);
-    // The loud ones are there first.
+    // The loud queues submit first.
     world.guests[0].free.clear();
     world.poll();
     assert_eq!(world.drive.commands.len(), PLACES);
@@ -333,17 +333,17 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
         let of_others = std::iter::repeat_with(|| world.complete()).take_while(|queue| *queue != 0);
         waits.push(of_others.count());
     }
-    // The drive had so many when it came first. None of the loud queues' backlog is in front of it.
+    // Only the commands that were in the drive before are ahead of it, not the backlog of the loud queues.
     assert_eq!(waits[0], PLACES);
-    // Within some commands, the governor has found a window of one command.
+    // After some commands, the governor has reduced the window to one command.
     assert!(
         waits.iter().skip(100).all(|waited| *waited <= 1),
         "{waits:?}"
     );
 }
 
-/// Other pairs of the lease have used up its share. A command goes to the drive each 62 ms though, so that a queue of 256 does
-/// not wait for longer than its driver.
+/// Other pairs have used up the lease's share. Still, a command goes to the drive every 62 ms, so that a command in a queue of
+/// 256 does not exceed the driver's timeout.
 #[test]
 fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     const MILLISECOND: u64 = 1_000_000;
@@ -357,7 +357,7 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     let mut launched = Vec::new();
     for now in (1..1000).map(|step| step * MILLISECOND) {
         if now % (100 * MILLISECOND) == MILLISECOND {
-            // The supervisor looks, and nothing is left.
+            // The drive monitor finds that the share is used up.
             governor.weigh(Ticks(now));
             share.allow(Some(0));
         }
@@ -375,7 +375,7 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     assert_eq!(pauses.next(), None, "{launched:?}");
 }
 
-/// A quiet lease weighs where it uses queues, too: they have turns with those of busy ones.
+/// A quiet lease also counts in the classes of its queues, which take turns with queues of busy leases.
 #[test]
 fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     const LOOK: u64 = 100_000_000;
@@ -388,7 +388,7 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
         .into_iter()
         .unzip();
     let leases = [lease(300), lease(100), lease(50), lease(10)];
-    // Class, lease and depth of each queue. The last one is a quiet guest's.
+    // Class, lease and depth of each queue. The last queue belongs to a quiet guest.
     let queues = [
         (0, 0, DEPTH),
         (1, 0, DEPTH),
@@ -415,11 +415,10 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
         })
     };
     assert_eq!(loads, busy([150, 250, 60]));
-    // A weight counts as it is now.
+    // A changed weight takes effect at the next check.
     leases[1].set_weight(LeaseWeight::try_from(200).expect("within bounds"));
     assert_eq!(look(2), busy([150, 350, 60]));
-    // A lease with pauses counts as before for five seconds.
-    // What waited goes to the drive in the second round.
+    // A lease with pauses counts as before for five seconds. Its waiting commands go to the drive in the second round.
     for _ in 0..3 {
         for drive in &mut drives {
             drive.fetch();
@@ -448,7 +447,7 @@ fn a_class_of_quiet_leases_is_not_busy_and_no_queue_weighs_nothing() {
         .into_iter()
         .unzip();
     let (quiet, lightest) = (lease(300), lease(1));
-    // One of 100 queues of the lightest lease has a class to itself.
+    // One of 100 queues of the lightest lease is alone in its class.
     let mut guests = vec![
         Guest::new(&pairs[0], &quiet, 0, 1),
         Guest::new(&pairs[1], &lightest, 0, 8),

@@ -1,4 +1,5 @@
-//! Content after a power failure, and after the file system failed, whatever of the rest reached the disk.
+//! Database contents after a power failure and after a file system error. Any part of the unsynced data may have reached the
+//! disk.
 
 use std::io;
 
@@ -9,7 +10,7 @@ use crate::key_value::file::desk::KvReplyQueue;
 use crate::key_value::pairs::{KvBatchStep, KvChange, KvQuery};
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
-/// Something that was done to a disk since it was last synced.
+/// A change of a disk since its last sync.
 #[derive(Clone, Debug)]
 enum Unsynced {
     Write(u64, Vec<u8>),
@@ -21,14 +22,14 @@ struct State {
     durable: Vec<u8>,
     now: Vec<u8>,
     unsynced: Vec<Unsynced>,
-    /// Writes that work until all fail; `None` if none ever does.
+    /// Number of writes before all further writes fail. `None` means that no write fails.
     writes_left: Option<usize>,
-    /// Syncs that work until one fails; `None` if none ever does.
+    /// Number of syncs before one fails. `None` means that no sync fails.
     syncs_left: Option<usize>,
 }
 
 impl State {
-    /// Has what was done since the last sync reach the disk, or parts of it.
+    /// Writes changes since the last sync to the disk, each with some chance.
     fn write_back(&mut self, mut chance: impl FnMut() -> bool) {
         for done in self.unsynced.drain(..) {
             match done {
@@ -49,7 +50,7 @@ impl State {
     }
 }
 
-/// A disk in memory, of which a power failure leaves what was synced, and any part of the rest.
+/// A disk in memory. After a power failure, the synced data and any part of the rest are left.
 #[derive(Clone, Debug, Default)]
 struct Disk(Arc<Mutex<State>>);
 
@@ -58,7 +59,7 @@ impl Disk {
         self.0.lock().expect("nothing panics with it")
     }
 
-    /// The disk after a power failure. Each `chance` says of a sector whether it was written.
+    /// Returns the disk after a power failure. `chance` decides for each sector whether it was written.
     fn cut(&self, chance: impl FnMut() -> bool) -> Self {
         let mut state = self.lock().clone();
         state.write_back(chance);
@@ -103,7 +104,7 @@ impl StorageBackend for Disk {
         Ok(())
     }
 
-    /// As Linux does: what a sync cannot write counts as written from then on, and is read as before.
+    /// Behaves like Linux: data that a sync cannot write counts as written afterwards, and reads still return it.
     fn sync_data(&self) -> io::Result<()> {
         let mut state = self.lock();
         if let Some(left) = state.syncs_left {
@@ -138,7 +139,7 @@ fn open(disk: &Disk) -> (KeyValueDatabase<Disk>, Arc<KeySpaceUsages>) {
     (store, usages)
 }
 
-/// Carries out requests on a key space together. Returns their replies in order.
+/// Executes requests on a key space together. Returns the replies in order.
 fn carry_out(
     store: &mut KeyValueDatabase<Disk>,
     name: u64,
@@ -172,7 +173,7 @@ fn stored(number: u8, value: &[u8]) -> KvRequest {
     })
 }
 
-/// The pairs of a key space, by number.
+/// Returns the pairs of a key space, by number.
 fn content(store: &mut KeyValueDatabase<Disk>, name: u64) -> BTreeMap<u8, Vec<u8>> {
     let room = 1 << 20;
     let numbers: Vec<u8> = (0..8).collect();
@@ -201,7 +202,7 @@ fn requests(changes: &Changes) -> Vec<KvRequest> {
     requests.collect()
 }
 
-/// The same changes as steps of a batch, if they are to be one.
+/// Combines the changes into a batch if `as_one` is true.
 fn together(as_one: bool, requests: Vec<KvRequest>) -> Vec<KvRequest> {
     if !as_one {
         return requests;
@@ -231,8 +232,8 @@ fn batches() -> impl Strategy<Value = Vec<Changes>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// A power failure leaves all that was replied to, and of what was not either all that was carried
-    /// out together, or nothing.
+    /// After a power failure, all acknowledged changes are present. Unacknowledged changes executed together are all present or
+    /// all absent.
     #[test]
     fn a_power_failure_leaves_what_was_replied_to(
         batches in batches(),
@@ -257,7 +258,7 @@ proptest! {
         prop_assert_eq!(usages.get(5).keys, model.len() as u64);
         prop_assert!(content(&mut after, 4).is_empty());
 
-        // The power fails while the last ones are carried out: after some of its writes.
+        // The power fails during the last changes, after some of their writes.
         disk.lock().writes_left = Some(failing);
         let replies = carry_out(&mut store, 5, together(as_one, requests(&last)));
         let mut changed = model.clone();
@@ -268,7 +269,7 @@ proptest! {
         prop_assert!(found == changed || (!done && found == model));
         prop_assert_eq!(usages.get(5).keys, found.len() as u64);
 
-        // The same disk goes on once it can be written again.
+        // The same disk works again once writes succeed.
         disk.lock().writes_left = None;
         let reply = carry_out(&mut store, 5, vec![stored(7, b"again")]);
         prop_assert!(reply[0].status.is_success());
@@ -283,7 +284,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// A sync that fails loses writes of which later syncs know nothing. Nothing may rely on them.
+    /// A failed sync loses writes, and later syncs succeed. Nothing may rely on the lost writes.
     #[test]
     fn what_a_failed_sync_lost_is_written_again(
         before in batches(),
@@ -317,7 +318,7 @@ proptest! {
             }
             prop_assert!(found == model);
         }
-        // They do not touch the pages of the first key again.
+        // These changes do not touch the first key's pages again.
         for changes in &after {
             let changes = &changes.iter().filter(|(number, _)| *number > 0).copied().collect();
             carry_out(&mut store, 5, requests(changes));
@@ -336,7 +337,7 @@ fn what_the_last_process_lost_is_written_again() {
     let disk = Disk::default();
     let (mut store, _) = open(&disk);
     carry_out(&mut store, 5, vec![stored(1, b"kept")]);
-    // It is killed with a transaction in the page cache, and the kernel fails to write that back.
+    // The process is killed with a transaction in the page cache, and the kernel fails to write it back.
     disk.lock().writes_left = Some(3);
     carry_out(&mut store, 5, vec![stored(2, &[7; 9000])]);
     disk.lock().writes_left = None;

@@ -106,7 +106,7 @@ pub mod io_error {
                 io::ErrorKind::TimedOut,
                 io::ErrorKind::NotConnected,
                 io::ErrorKind::Unsupported,
-                // A drive that is reset: the guest may ask again.
+                // The drive is being reset, and the guest may repeat the command.
                 io::ErrorKind::ResourceBusy,
             ] {
                 let error = crossed(io::Error::new(kind, "its words"));

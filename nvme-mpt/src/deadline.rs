@@ -133,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    /// A clock on which every wait that does not succeed at once lasts as long as it may.
+    /// A clock whose waits either succeed at once or time out.
     #[derive(Debug, Default)]
     struct FullWaitClock(Mutex<Duration>);
 

@@ -376,7 +376,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let memory = MemoryAccount::below(folder.path());
         assert_eq!((memory.total(), memory.available()), (None, None));
-        // Whoever is told nothing refuses nothing.
+        // Without information about memory, nothing is refused.
         promise(&memory, u64::MAX).unwrap();
         let meminfo = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:       5 kB\n";
         write(folder.path(), "proc/meminfo", meminfo);
@@ -401,7 +401,7 @@ mod tests {
         let words = Arc::new(words);
         let word = |offset| MappedWord64::new(&words, offset).unwrap();
         let record = PinningRecord::new(word(0), word(8));
-        // Without a count there is no record.
+        // Without a counter, nothing is recorded.
         let pinning = record.begin(GIB, &account);
         assert_eq!(record.interrupted(), None);
         drop(pinning);
@@ -462,7 +462,7 @@ mod tests {
         let take = |function: &str, bytes| {
             let mut promise = memory.promise(function);
             promise.cover(bytes)?;
-            // Before its one step.
+            // The check before the only step.
             promise.cover(bytes)?;
             promise.note_taken(bytes);
             Ok::<_, MemoryShortage>(())
@@ -477,20 +477,20 @@ mod tests {
         ] {
             assert_eq!(take(function, bytes).is_ok(), is_had, "{function}: {bytes}");
         }
-        // What is not taken is given back.
+        // Unused promises are returned.
         for _ in 0..4 {
             memory.promise("c").cover(30 * MIB).unwrap();
         }
-        // There is memory again.
+        // Memory is available again.
         tell(1100, 0);
         take("a", 4096).unwrap();
         tell(900, 0);
         take("a", 32 * MIB).unwrap();
-        // What is not there at all is nobody's.
+        // Memory that does not exist cannot be promised.
         tell(8, 0);
         take("d", 16 * MIB).unwrap_err();
         take("d", 8 * MIB).unwrap();
-        // Memory in pools is not the host's to give.
+        // Memory in huge page pools is not available.
         tell(900, 62 << 10);
         take("e", 512 * MIB).unwrap();
         take("e", 800 * MIB).unwrap_err();
@@ -521,7 +521,7 @@ mod tests {
         record.blame();
         assert!(record.is_blamed());
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
-        // As a release before this one recorded it.
+        // Record as the previous release wrote it.
         record.kills.store(7);
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
     }

@@ -96,7 +96,7 @@ impl ProcessorTimeDivision {
 mod tests {
     use super::*;
 
-    /// Settles `spent` nanoseconds among bills of the given functions and ticks. Returns each function's time.
+    /// Divides `spent` nanoseconds among bills of the given functions and ticks. Returns each function's time.
     fn settled(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
         let functions: [Arc<ProcessorTime>; 2] = Default::default();
         let bills = bills.iter().map(|(function, ticks)| {

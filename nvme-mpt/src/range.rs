@@ -434,7 +434,7 @@ mod tests {
             let error = text.parse::<ByteRange>().unwrap_err();
             assert_eq!(error.to_string(), message);
         }
-        // The last byte of all has an address, its successor has not.
+        // The last byte has an address, but the byte behind it does not.
         assert!(ByteRange::new(u64::MAX - 1, 1).is_ok());
         assert!(ByteRange::new(u64::MAX, 1).is_err());
     }

@@ -135,7 +135,7 @@ fn parse(data: &[u8], count: u32) -> Option<Vec<DeviceMapperTarget>> {
 mod tests {
     use super::*;
 
-    /// Data as the kernel writes it.
+    /// Returns data in the kernel's format.
     fn data(targets: &[(u64, u64, &str, &str)]) -> Vec<u8> {
         let mut data = Vec::new();
         for &(start, sectors, kind, parameters) in targets {
@@ -177,7 +177,7 @@ mod tests {
         });
         assert_eq!(targets, expected);
         assert_eq!(parse(&data, 0).unwrap(), []);
-        // Cut off anywhere, it is no table.
+        // Truncated at any length, the data is invalid.
         let last = data.iter().rposition(|byte| *byte != 0).unwrap();
         for len in 0..size_of::<DmTargetSpec>() * 3 {
             assert!(parse(&data[..len.min(last)], 3).is_none(), "{len}");

@@ -563,7 +563,7 @@ mod tests {
         read
     }
 
-    /// A device in a file: its pages can be taken away like a drive's registers.
+    /// A fake device in a file. Truncating the file removes its pages, like the registers of a removed drive.
     fn device(len: u64) -> (File, Mapping) {
         let fd = memfd(len);
         let mapping = Mapping::device(fd.as_fd(), 0, len as usize).expect("map");
@@ -581,7 +581,7 @@ mod tests {
             .copy_from(&[1, 2, 3, 4]);
         assert_eq!(read(&mapping, 8), [1, 2, 3, 4]);
         file.set_len(0).expect("cut short");
-        // In the last page first, and by a write: each page is found gone by itself.
+        // Write to the last page first: the loss of each page is detected separately.
         mapping
             .bytes(pages - 8, 4)
             .expect("inside")

@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_full_counter_of_a_blocking_eventfd_makes_no_signal_wait() {
-        // It blocks, as its other owner may have it at any time.
+        // The eventfd is blocking, since its other owner can clear O_NONBLOCK at any time.
         let eventfd = EventFd::new(0).unwrap();
         eventfd.write(u64::MAX - 1).unwrap();
         let notifier = EventfdNotifier::new().unwrap();

@@ -64,7 +64,7 @@ mod tests {
         words.bytes(8184, 8).expect("inside").copy_to(&mut bytes);
         assert_eq!(bytes, [8, 7, 6, 5, 4, 3, 2, 1]);
         assert!(words.bytes(8185, 8).is_none());
-        // The bytes of that many words would wrap round to eight.
+        // The size in bytes would overflow to eight.
         let error = PrivateWords::new(usize::MAX / 8 + 2).expect_err("too many");
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }

@@ -301,7 +301,7 @@ mod tests {
 
     #[test]
     fn entries_of_a_ring_in_pages_are_where_their_page_is() {
-        // Two pages that follow one another, one before them, and one elsewhere.
+        // Two contiguous pages, a page before them, and a page elsewhere.
         let mappings = [4, 1].map(|pages| Arc::new(Mapping::anonymous(pages * PAGE).expect("map")));
         let places = [(0, 2), (0, 3), (0, 0), (1, 0)];
         let pages =

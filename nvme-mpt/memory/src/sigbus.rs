@@ -455,7 +455,7 @@ mod tests {
         assert_eq!(lost(2 * MIB, at, error), 66 * MIB..68 * MIB);
         assert_eq!(lost(2 * MIB, mapping.start, error), 64 * MIB..66 * MIB);
         assert_eq!(lost(2 * MIB, mapping.end - 1, cut), 70 * MIB..72 * MIB);
-        // A page of 1 GiB that starts where the mapping does.
+        // A page of 1 GiB at the start of the mapping.
         let gigabytes = 1 << 30..3 << 30;
         assert_eq!(
             lost_part(&gigabytes, 1 << 30, (2 << 30) + 5, error),
@@ -465,7 +465,7 @@ mod tests {
 
     #[test]
     fn no_number_of_mappings_takes_the_guards_of_others() {
-        // More than 16 VMs with all their files once had.
+        // More mappings than a fixed table for 16 VMs with all their files would hold.
         let memory = memfd(c"test", 4096).expect("memory");
         let map = |_| {
             use std::os::fd::AsFd;
@@ -476,7 +476,7 @@ mod tests {
             .map(map)
             .collect::<Result<_, _>>()
             .expect("mapped");
-        // The last of them is guarded as the first is.
+        // The last mapping is guarded like the first.
         File::from(memory).set_len(0).expect("cut short");
         for mapping in [&mappings[0], &mappings[4999]] {
             let mut read = [9];

@@ -247,11 +247,11 @@ mod tests {
             signal(&eventfd).unwrap();
             assert_eq!(eventfd.read().unwrap(), 1);
         }
-        // Several threads at once, and a watcher that sleeps.
+        // Several threads at once, while the watcher sleeps.
         while IS_WATCHED.load(Ordering::SeqCst) {
             thread::sleep(Duration::from_millis(1));
         }
-        // It sleeps on after a signal.
+        // The watcher keeps sleeping after a signal.
         thread::sleep(Duration::from_millis(50));
         interrupt(watcher);
         thread::sleep(Duration::from_millis(50));

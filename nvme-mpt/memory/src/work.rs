@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(counts(&[5, 5, 5]), [1, 2, 3]);
         assert_eq!(counts(&[5, 5 + HOUR]), [1, 2]);
         assert_eq!(counts(&[5, 6 + HOUR, 7 + HOUR, 9 * HOUR]), [1, 1, 2, 3]);
-        // The clock's seconds begin anew.
+        // The clock's seconds wrap around.
         assert_eq!(counts(&[u32::MAX, 5]), [1, 2]);
     }
 
@@ -116,7 +116,7 @@ mod tests {
         let words = [AtomicU64::new(0), AtomicU64::new(0)];
         let [outer, inner] = words.each_ref().map(ptr::from_ref);
         assert!(!is_named());
-        // SAFETY: the words are there until the end.
+        // SAFETY: the words live until the end of the test.
         unsafe {
             during(outer, || {
                 during(inner, || assert_eq!(WORK.get(), inner));

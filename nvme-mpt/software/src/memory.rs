@@ -598,7 +598,7 @@ mod tests {
     const SLOTS: u16 = 64;
     const MIB: u64 = 1 << 20;
 
-    /// Returns whether each page of a store is in memory: bit 63 of its entry says so (proc_pid_pagemap(5)).
+    /// Returns whether each page of a store is in memory, from bit 63 of its entry (proc_pid_pagemap(5)).
     fn is_there(store: &MemoryCommandExecutor) -> bool {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let bytes = store.blocks.bytes(0, store.blocks.len()).unwrap();
@@ -623,7 +623,7 @@ mod tests {
             let file = memory::memfd(c"test", 4 * MIB).unwrap();
             let content = File::from(file.try_clone().unwrap());
             content.write_all_at(&[7], MIB).unwrap();
-            // Twice, as the next process finds it taken.
+            // Allocate twice: the next process finds the memory allocated.
             for _ in 0..2 {
                 MemoryBackingStore::of_file(&file, 4 * MIB, 9, allocation).unwrap();
                 let bytes = content.metadata().unwrap().blocks() * STAT_BLOCK;
@@ -687,7 +687,7 @@ mod tests {
             batch.ring(memory);
         }
 
-        /// Slots and statuses that one pass of a poller reaps.
+        /// Returns slots and statuses that one pass of a poller reaps.
         fn reap(&mut self) -> Vec<(u16, Status)> {
             let memory = HostMemory {
                 table: &self.table,

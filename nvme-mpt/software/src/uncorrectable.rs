@@ -422,7 +422,7 @@ mod tests {
         }
     }
 
-    /// A lease of 80 blocks with marks of the ledger, and the number of requested stores.
+    /// Creates a lease of 80 blocks with marks in the ledger. Returns the number of requested stores too.
     fn kept(
         marks: &[BlockRange],
     ) -> (
@@ -453,7 +453,7 @@ mod tests {
         assert!(!blocks.intersects(4, 1) && blocks.intersects(5, 1));
         assert_eq!(asked.load(Ordering::Relaxed), 1, "once for both");
         assert_eq!((blocks.end_of(mark), blocks.end_of(clear)), (None, None));
-        // The ledger has the mark until then, so another write of the block waits, too.
+        // The ledger has the mark until then, so another write of the block waits too.
         let again = blocks.clear(4, 1).unwrap();
         let mut between = None;
         room.store(&mut |marks| {
@@ -514,7 +514,7 @@ mod tests {
             .take_while(|&at| blocks.mark(at, 1).is_some());
         assert_eq!(marked.count(), MAX_RANGES);
         assert!(blocks.mark(1 << 20, 1).is_some());
-        // Blocks of no lease have no room.
+        // There is no space for marks of blocks without a lease.
         assert!(blocks.mark(1 << 21, 1).is_none());
 
         drop(greedy);
@@ -538,7 +538,7 @@ mod tests {
         for part in parts {
             assert!((0..each).all(|at| blocks.mark(part + 2 * at, 1).is_some()));
         }
-        // Over the border of two parts that follow each other.
+        // Across the border of two adjacent parts.
         let border = 1 << 21;
         assert!(blocks.mark(border - 1, 2).is_some() && blocks.intersects(border, 1));
         let marked = (each..2 * each).take_while(|at| blocks.mark(2 * at, 1).is_some());

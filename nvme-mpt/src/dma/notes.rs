@@ -98,7 +98,7 @@ mod tests {
             ranges,
             expected.map(|(at, count)| range(at * PAGE_SIZE, count))
         );
-        // The whole first word, and beyond the region.
+        // The whole first word, and pages beyond the region.
         pages.note(0, 64 * PAGE_SIZE);
         pages.note(300 * PAGE_SIZE, 1);
         ranges.clear();

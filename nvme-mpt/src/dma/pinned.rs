@@ -160,7 +160,7 @@ mod tests {
             let page = (page * PAGE) as usize;
             vmm.discard_file(page, PAGE as usize).unwrap();
         };
-        // Twice the same pages, and a hole in between.
+        // The same pages twice, and a hole in between.
         for (gpa, page) in [(0, 0), (0x10_0000, 0), (0x20_0000, 8)] {
             window.map(part(&file, gpa, page * PAGE, 4 * PAGE)).unwrap();
         }
@@ -177,7 +177,7 @@ mod tests {
         assert!(look(memory));
         assert!(window.table().is_lost());
         assert!(!look(memory), "once is enough");
-        // The memory is whole again once it is mapped anew.
+        // The memory is complete again once it is mapped again.
         assert_eq!(window.unmap_all().unwrap(), 8 * PAGE);
         vmm.populate().unwrap();
         window.map(part(&file, 0, 0, 4 * PAGE)).unwrap();

@@ -230,7 +230,7 @@ mod tests {
     use crate::memory::sync::Mutex;
     use crate::memory::{MappedWord64, Mapping, MappingAccess};
 
-    /// An IOMMU that looks at a function's live state at each call.
+    /// An IOMMU that examines a function's live state at each call.
     #[derive(Debug)]
     struct InflightReadingIommu {
         live: Arc<InflightFile>,
@@ -291,7 +291,7 @@ mod tests {
             ..region(gpa, LEN)
         };
         window.map(of_file(0)).unwrap();
-        // As an IOMMU does that pins it.
+        // Pin the pages, as an IOMMU does.
         let pinned =
             Mapping::shared(file.as_fd(), 0, LEN as usize, MappingAccess::ReadWrite).unwrap();
         pinned.populate().unwrap();
@@ -300,7 +300,7 @@ mod tests {
         crate::kept::keep_for_good(window);
         let calls = iommu.seen.lock().unwrap().len();
 
-        // Memory of which the VMM says so is believed as far as it is true.
+        // The VMM's claim about memory is believed only if it is true.
         for map in [DmaWindow::map_kept, DmaWindow::map_claimed] {
             let next = IovaSpace::behind_iommu(iommu.clone(), &usable);
             let next = Arc::new(next.inheriting(left.clone()).unwrap());
@@ -321,7 +321,7 @@ mod tests {
         }
     }
 
-    /// A VM frees memory and has it again while there is no process, and the next process ends soon.
+    /// Between two processes, a VM frees memory and allocates it again. The next process soon ends too.
     #[test]
     fn memory_that_is_mapped_anew_is_not_found_where_an_earlier_process_had_it() {
         let live = Arc::new(InflightFile::new(1).unwrap());
@@ -396,7 +396,7 @@ mod tests {
         ));
     }
 
-    /// Words that nobody else has.
+    /// Returns words of live state that nothing else uses.
     fn live_words() -> Arc<Mapping> {
         Arc::new(Mapping::anonymous(4096).unwrap())
     }
@@ -418,7 +418,7 @@ mod tests {
             let missing = region(0, LEN);
             let there = region(1 << 30, LEN);
             crate::memory::allocate(there.fd.as_fd(), LEN).unwrap();
-            // Its VMM could free pages before they are pinned.
+            // The VMM could free pages before they are pinned.
             let large = region(2 << 30, LARGE);
             crate::memory::allocate(large.fd.as_fd(), LARGE).unwrap();
             for region in [missing, there, large] {

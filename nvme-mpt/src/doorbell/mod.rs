@@ -410,8 +410,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// The rule a driver decides by (Base 2.0, section B.5, with the 16-bit arithmetic that
-    /// drivers use).
+    /// Implements the drivers' rule for register writes (Base 2.0, section B.5, with the 16-bit arithmetic that drivers use).
     pub(crate) fn driver_writes_register(event_idx: u32, new: u32, old: u32) -> bool {
         (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
             < (new as u16).wrapping_sub(old as u16)
@@ -480,7 +479,7 @@ pub(crate) mod tests {
             event_idx.keep_quiet(0);
             let mut tail = 0;
             for step in 0..5 * entries {
-                // Up to half the queue per doorbell; the poller keeps up.
+                // Each doorbell adds at most half of the queue, and the poller keeps up.
                 let new = (tail + 1 + step % (entries / 2).max(1)) % entries;
                 assert!(
                     !driver_writes_register(word.get(), new, tail),
@@ -501,7 +500,7 @@ pub(crate) mod tests {
             assert!(!event_idx.is_stored);
             event_idx.keep_quiet(1);
             assert!(!driver_writes_register(word.get(), 2 % entries, 1));
-            // A Completion Queue's doorbell moves before the poller has looked at it.
+            // A Completion Queue's doorbell changes before the poller has examined it.
             let mut event_idx = EventIdx::new(&word, index(entries, 0));
             word.set(0);
             event_idx.begin(0);

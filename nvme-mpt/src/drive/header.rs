@@ -71,7 +71,7 @@ mod tests {
                 DiskImageHeader::of(&bytes).map(|header| header.name),
                 Some(*name)
             );
-            // One byte off, or cut short, it is none.
+            // With one wrong byte, or truncated, the header is invalid.
             bytes[at + mark.len() - 1] ^= 0xFF;
             assert_eq!(DiskImageHeader::of(&bytes), None, "{name}");
             assert_eq!(

@@ -436,7 +436,7 @@ mod tests {
         for _ in 0..100 {
             assert!(!signals.hand_over_to(&eventfd, refuse));
         }
-        // Ten seconds on a machine that stands still between two of them.
+        // There is about one try per second. Ten allow for a machine that pauses between two of them.
         assert!(tries.load(Ordering::Relaxed) <= 10);
         let (sender, handed) = channel();
         signals.thread.lock().expect("no panic").refused = Some(Ticks(0));
@@ -457,7 +457,7 @@ mod tests {
         let signals = signals(EventReader::Untrusted);
         let manner = &signals.manner;
         let (quick, slow) = (manner.slow_ticks / 10, manner.slow_ticks * 100);
-        // The thread lost its processor.
+        // The slowness came from a preemption of the thread.
         manner.may_be_slow(slow, None);
         assert_eq!(way(&signals), SUSPECT);
         manner.may_be_slow(slow, Some(QUICKLY));
@@ -475,7 +475,7 @@ mod tests {
         };
         manner.may_be_slow(slow, None);
         decide();
-        // Its thread has a hundredth of a processor, and it stays there for longer each time.
+        // The client's thread gets a hundredth of a processor. Each time, its signals stay with the thread for longer.
         let mut done = 0;
         let rest = manner.signalled_by_thread(SLOWLY, &mut done);
         assert_eq!(rest, SLOWLY * REST);
@@ -497,7 +497,7 @@ mod tests {
         assert!(ours.signal());
         assert_eq!(theirs.read().unwrap(), 1);
         theirs.write(u64::MAX - 1).unwrap();
-        // Nobody reads: the write is interrupted.
+        // No one reads the eventfd, so the write is interrupted.
         ours.signal();
         assert!(!signals.manner.writes.load(Ordering::Relaxed));
         for _ in 0..1000 {
@@ -506,7 +506,7 @@ mod tests {
         theirs.read().unwrap();
         assert!(ours.signal());
         assert_eq!(theirs.read().unwrap(), 1);
-        // The next client of the function finds it so.
+        // The next client of the function inherits the state.
         signals.meet(EventReader::Trusted);
         assert!(!signals.manner.writes.load(Ordering::Relaxed));
     }
@@ -523,19 +523,19 @@ mod tests {
         }
     }
 
-    /// Client among five on one poller, in simulated time: one tick is a nanosecond.
+    /// A client among five on one poller, in simulated time. A tick is a nanosecond.
     struct SignalTestClient {
         name: &'static str,
-        /// Returns the time of its next direct signal, and whether that was a write that had to wait.
+        /// Returns the time of the next direct signal, and whether the write blocked.
         signal: fn(&ClientSignalState) -> (u64, bool),
     }
 
-    /// Time of a signal to a vCPU, of one by asynchronous I/O, and of one that is left to a thread.
+    /// Times of a signal to a vCPU, of a signal by asynchronous I/O, and of a signal by a thread.
     const WRITE: u64 = 300;
     const NOTIFY: u64 = 1000;
     const HAND_OVER: u64 = 100;
 
-    /// All effects that a client can give its signals. A new kind of effect is a new entry.
+    /// All effects that a client can have on signals. A new kind of effect needs an entry here.
     const ATTACKERS: &[SignalTestClient] = &[
         SignalTestClient {
             name: "100,000 watches",
@@ -568,8 +568,8 @@ mod tests {
         },
     ];
 
-    /// Returns the longest time of 999 in 1,000 passes, each with a command of each client. All but the last have direct
-    /// signals that are quick.
+    /// Returns the maximum time of 99.9 % of passes, each with a command of each client. All clients except for the last have
+    /// fast direct signals.
     fn pass_of_1000(attacker: Option<&SignalTestClient>) -> u64 {
         const PASSES: u64 = 100_000;
         const COMMAND: u64 = 500;
@@ -587,7 +587,7 @@ mod tests {
             let way = manner.way.load(Ordering::Relaxed);
             let (time, waited) = (attacker.signal)(&manner);
             if way == THREAD {
-                // Its thread signals meanwhile.
+                // The client's thread signals in the meantime.
                 manner.signalled_by_thread(Duration::from_nanos(time), &mut by_thread);
                 return others + HAND_OVER;
             }

@@ -261,7 +261,7 @@ mod tests {
     use super::*;
     use crate::interrupt::PinDeassertion;
 
-    /// A guest with so many completions before it, and no more to come.
+    /// Returns the state of a guest with `unconsumed` completions and nothing in flight.
     fn left(unconsumed: u32) -> OutstandingCommands {
         let in_flight = 0;
         OutstandingCommands {
@@ -361,7 +361,7 @@ mod tests {
         let due = gate.due().expect("the poller looks again");
         assert!(due > Ticks(2) && gate.is_owed());
         vector.end_of_interrupt();
-        // The guest acknowledges an interrupt while the poller looks at an older head.
+        // The guest acknowledges an interrupt while the poller still uses an older head.
         let before = vector.epoch();
         vector.end_of_interrupt();
         assert!(!gate.settle_pin(left(1), Ticks(3), before));
@@ -371,7 +371,7 @@ mod tests {
         vector.end_of_interrupt();
         assert!(!settle_pin(&mut gate, 0, Ticks(5)));
         assert!(!gate.is_owed() && gate.due().is_none());
-        // A queue that rests keeps the debt.
+        // An idle queue keeps the pending interrupt.
         gate.post(1, Ticks(6));
         assert!(gate.settle_now(1));
         assert!(gate.is_owed());
@@ -392,13 +392,13 @@ mod tests {
         assert_eq!(due, Ticks(1 + gate.patience));
         assert!(!settle_pin(&mut gate, 2, Ticks(2)));
         assert_eq!(gate.due(), Some(due), "the poller may sleep until then");
-        // A guest that is at it finds newer entries by itself.
+        // A guest that is consuming finds newer entries without an interrupt.
         gate.post(1, Ticks(3));
         assert!(!settle_pin(&mut gate, 3, Ticks(3)));
-        // It has consumed those that it was told of, and not the newer one.
+        // The guest has consumed the signalled entries, and not the newer one.
         assert!(settle_pin(&mut gate, 1, Ticks(4)));
         vector.end_of_interrupt();
-        // It has left it, and the gate asks less and less often.
+        // The guest has left an entry, and the gate checks less and less often.
         let mut now = Ticks(4);
         for growth in [1, 2, 4, 8, 16, 32, 64, 64, 64] {
             now.0 += growth * gate.patience;
@@ -481,18 +481,18 @@ mod tests {
         assert!(!gate.settle(left(1), Ticks(u64::MAX)));
     }
 
-    /// Event at a gate.
+    /// Event of the test.
     #[derive(Clone, Debug)]
     enum CoalescerTestStep {
-        /// The guest submits, and the poller takes it.
+        /// The guest submits commands, and the poller takes them.
         Take(u32),
-        /// The drive completes commands that are in flight.
+        /// The drive completes commands in flight.
         Complete(u32),
-        /// The guest consumes, without an interrupt or with one.
+        /// The guest consumes completions, with or without an interrupt.
         Consume(u32),
-        /// Time goes by, and the poller looks.
+        /// Time passes, and the poller checks the gate.
         Look(u64),
-        /// The poller sleeps, for as long as nothing is due.
+        /// The poller sleeps while nothing is due.
         Sleep,
     }
 
@@ -507,7 +507,7 @@ mod tests {
     }
 
     proptest! {
-        /// A poller that falls asleep wakes up for all that it owes, whatever was learned. It signals the vector then.
+        /// A sleeping poller wakes up for all pending interrupts, whatever was learned. Then it signals the vector.
         #[test]
         fn no_interrupt_is_lost(
             level in 0..=5_u8,
@@ -516,7 +516,7 @@ mod tests {
             let (vector, _, mut gate) = gate();
             gate.moderation.learned(level, 20_000);
             let (mut standing, mut now) = (OutstandingCommands::default(), Ticks(1 << 40));
-            // Completions that the guest was told of.
+            // Number of completions that were signalled to the guest.
             let (mut told, mut signals) = (0, 0);
             for step in steps {
                 match step {
@@ -555,7 +555,7 @@ mod tests {
                 if vector.count() > signals {
                     (signals, told) = (vector.count(), standing.unconsumed);
                 }
-                // The gate owes the guest the completions that it was not told of.
+                // An interrupt is pending if some completions were not signalled.
                 prop_assert!(gate.is_owed() || told == standing.unconsumed);
             }
         }

@@ -424,7 +424,7 @@ mod tests {
         theirs.read().expect_err("its owner signals what is left");
         vector.signal();
         assert_eq!(theirs.read().expect("raised again"), 1);
-        // A signal that came while it was masked is sent once the level has fallen and the mask is gone.
+        // A signal during the mask is sent once the level has fallen and the vector is unmasked.
         vector.set_register_masked(true);
         vector.signal();
         assert!(vector.pending());
@@ -432,7 +432,7 @@ mod tests {
         theirs.read().expect_err("masked");
         vector.set_register_masked(false);
         assert_eq!(theirs.read().expect("delivered"), 1);
-        // Reset while its level is high.
+        // Reset while the level is high.
         vector.clear_pending();
         assert!(!vector.has_pin_interrupt());
         theirs.read().expect_err("nothing was signalled since");

@@ -153,7 +153,7 @@ mod tests {
     /// VFIO's default.
     const MAX: u64 = 65_535;
 
-    /// Takes mappings until no more are given, `most` at most.
+    /// Takes mappings until a request is refused, at most `most`.
     fn take(vm: &Arc<VmShare>, most: usize) -> Vec<BudgetPermit> {
         std::iter::from_fn(|| vm.take(1).ok()).take(most).collect()
     }
@@ -167,7 +167,7 @@ mod tests {
         let budget = mappings(PolicyChoice::Learned, Some(MAX));
         let vms = [(); 3].map(|()| VmShare::new(&budget));
         let taken = vms.each_ref().map(|vm| take(vm, crate::dma::MAX_REGIONS));
-        // The first of them; two more fit beside it.
+        // The first VM takes the maximum, and two more VMs can do the same.
         assert_eq!(taken.map(|taken| taken.len()), [crate::dma::MAX_REGIONS; 3]);
         let boundless = VmShare::new(&mappings(PolicyChoice::Learned, None));
         assert_eq!(take(&boundless, 100_000).len(), 100_000);
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(taken.len(), 899);
         let error = ninth.take(1).expect_err("no more than that");
         assert_eq!((error.taken, error.max), (taken.len() as u64, MAX));
-        // Whatever they do, this many others have what is assured.
+        // Whatever these VMs do, this many other VMs get their assured mappings.
         let others: Vec<_> = (9..MAX / FOR_ASSURED / ASSURED)
             .map(|_| take(&VmShare::new(&budget), ASSURED as usize))
             .collect();
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!((by_driver, by_vms), (0, 0));
     }
 
-    /// Mappings of VMs that come one after the other, and that each map as much as they can.
+    /// Returns the mappings of VMs that start one after the other and each take as many as possible.
     fn greedy(choice: PolicyChoice, vms: usize) -> Vec<usize> {
         let budget = mappings(choice, Some(MAX));
         let taken = (0..vms).map(|_| take(&VmShare::new(&budget), crate::dma::MAX_REGIONS));
@@ -217,12 +217,12 @@ mod tests {
         assert_eq!(greedy(PolicyChoice::Fixed, 9), [4095; 9]);
     }
 
-    /// Bytes of a space of 39 bits.
+    /// Size of an IOVA space of 39 bits.
     const NARROW: u64 = 1 << 39;
 
     const GIB: u64 = 1 << 30;
 
-    /// Addresses for as many regions of so many bytes as the VM can have.
+    /// Takes addresses for as many regions of `bytes` as the VM can get.
     fn grasp(vm: &Arc<VmShare>, bytes: u64) -> Vec<BudgetPermit> {
         std::iter::from_fn(|| vm.take(bytes).ok()).collect()
     }
@@ -246,7 +246,7 @@ mod tests {
             let hostile: Vec<_> = (0..16).map(hostile).collect();
             let first = hostile[0].len();
             assert!(first < 150 * 4, "{first}");
-            // Another one has what is assured, and no more than that.
+            // Another VM gets its assured share, and no more.
             let late = VmShare::new(&budget);
             let assured = [(); 2].map(|()| late.take(GIB).expect("assured"));
             let refused = late.take(GIB).expect_err("beyond");
@@ -279,7 +279,7 @@ mod tests {
     }
 
     proptest! {
-        /// VMs take and give back in any order.
+        /// VMs take and return mappings in any order.
         #[test]
         fn what_is_assured_is_there(
             learned in any::<bool>(),

@@ -155,7 +155,7 @@ mod tests {
         PreemptionBackoff::new(PolicyChoice::Learned, TickRate::NANOSECOND)
     }
 
-    /// A thread that has had its processor for so long, in a sandbox.
+    /// Returns the processor use of a thread that has run for `ticks`, in a sandbox.
     fn ticks(ticks: u64) -> ThreadProcessorUse {
         ThreadProcessorUse {
             ticks,
@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// Preempts a thread twice that has spun for long, so that it spins again at `now`.
+    /// Preempts a thread twice after long spins, so that it spins again at `now`.
     fn preempt(courtesy: &mut PreemptionBackoff, now: u64) -> bool {
         let mut once = |now| {
             assert!(!courtesy.passed(Ticks(now), 0, 100, || unreachable!()));
@@ -197,7 +197,7 @@ mod tests {
             !courtesy.passed(later, 250 * US, 4 * US, || ticks(49 * US)),
             "an interrupt of four microseconds"
         );
-        // There was work.
+        // The poller had work.
         assert!(!courtesy.passed(later, 0, 100, || unreachable!()));
         let later = Ticks(now.0 + MS);
         assert!(!courtesy.passed(later, 200 * US, MS, || ticks(60 * US)));
@@ -225,7 +225,7 @@ mod tests {
         };
         let mut courtesy = learned();
         assert!(!courtesy.passed(Ticks(MS), 200 * US, 100, || counted(700, 3)));
-        // The host of a virtual machine has had the processor.
+        // The hypervisor's host used the processor.
         assert!(!courtesy.passed(Ticks(2 * MS), 300 * US, MS, || counted(800, 3)));
         assert!(!courtesy.passed(Ticks(3 * MS), 400 * US, MS, || counted(900, 4)));
         // A short preemption.
@@ -244,7 +244,7 @@ mod tests {
             assert!(!courtesy.is_due(Ticks(end), 5 * US), "{expected}");
             now = end + expected * MS - 1;
         }
-        // Others stay away for as long again.
+        // After a long time without preemption, the back-off starts at its minimum again.
         now += 2000 * MS;
         assert!(preempt(&mut courtesy, now));
         assert!(!courtesy.is_due(Ticks(now + 10 * MS), 5 * US));

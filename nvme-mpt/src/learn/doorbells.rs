@@ -143,17 +143,17 @@ impl DoorbellMappingPolicy {
 mod tests {
     use super::*;
 
-    /// In ticks of a simulated clock.
+    /// Ticks of the simulated clock per microsecond.
     const US: u64 = 1000;
     const MS: u64 = 1000 * US;
 
-    /// A guest, its VMM and time, all made up.
+    /// A simulated guest and VMM, with a simulated clock.
     struct DoorbellMappingTest {
         hysteresis: DoorbellMappingPolicy,
         now: Ticks,
         done: u64,
         is_mapped: bool,
-        /// Costs of mapping, and of unmapping.
+        /// Times to map and to unmap.
         costs: [u64; 2],
         exits: u64,
         toggles: u64,
@@ -174,7 +174,7 @@ mod tests {
             }
         }
 
-        /// Does the work of a control thread that wakes up.
+        /// Simulates a wake-up of the control thread.
         fn decide(&mut self) {
             let wanted = self.hysteresis.wants_mapped(self.now, self.done);
             if wanted == self.is_mapped {
@@ -192,7 +192,7 @@ mod tests {
             }
         }
 
-        /// Time goes by, and the control thread wakes up when it is to.
+        /// Lets time pass. The control thread wakes up when it is due.
         fn pass(&mut self, ticks: u64) {
             let end = Ticks(self.now.0 + ticks);
             while let Some(time) = self.hysteresis.unchanged_for(self.now)
@@ -204,7 +204,7 @@ mod tests {
             self.now = self.now.max(end);
         }
 
-        /// One I/O: two doorbells.
+        /// Simulates an I/O with two doorbell writes.
         fn io(&mut self) {
             for _ in 0..2 {
                 if !self.is_mapped {
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn steady_io_is_mapped_once_and_after_few_exits() {
-        // As fast as it gets, as slow as in an emulator, and with what takes long there.
+        // The fastest I/O, I/O as slow as in an emulator, and with slow mappings.
         for (every, costs) in [
             (2 * US, [50 * US, 80 * US]),
             (300 * US, [MS, 2 * MS]),
@@ -249,7 +249,7 @@ mod tests {
         let mut scene = DoorbellMappingTest::new([100 * US, 100 * US]);
         scene.hysteresis.unmapped(scene.now, 100 * US);
         scene.hysteresis.mapping = 100 * US;
-        // A hold is 20 ms, and sees ten I/Os of two exits each.
+        // A hold lasts 20 ms, and has ten I/Os with two exits each.
         scene.ios(10_000, 2 * MS);
         assert_eq!((scene.toggles, scene.exits), (0, 20_000));
     }
@@ -260,14 +260,15 @@ mod tests {
         scene.hysteresis.unmapped(scene.now, 100 * US);
         scene.ios(1000, 100 * US);
         assert!(scene.is_mapped);
-        // Twelve in a hold of 20 ms keep them mapped, and would not have had them mapped.
+        // Twelve I/Os in a hold of 20 ms keep the doorbells mapped, but are too few to map them.
         scene.ios(1000, 20 * MS / 12);
         assert_eq!((scene.toggles, scene.is_mapped), (1, true));
         scene.ios(1000, 20 * MS / 6);
         assert_eq!((scene.toggles, scene.is_mapped), (2, false));
     }
 
-    /// One second of I/O, one of idleness: the exits, and the time that doorbells are mapped without use.
+    /// Simulates one second of I/O and one second without. Returns the number of exits, and the time of mapped doorbells
+    /// without use.
     fn second_of_io(choice: PolicyChoice) -> (u64, u64) {
         let mut scene = DoorbellMappingTest::new([50 * US, 80 * US]);
         scene.hysteresis = DoorbellMappingPolicy::new(choice, TickRate::NANOSECOND);
@@ -310,7 +311,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// The share of time holds for a guest that tries to make it toggle, whatever that costs.
+        /// The limit on the share of time holds even for a guest that provokes changes, whatever a change costs.
         #[test]
         fn toggling_takes_a_hundredth_at_most(
             mapping in 1_u64..50_000,
@@ -324,7 +325,7 @@ mod tests {
                 scene.ios(ios, every * US);
                 scene.pass(pause * US);
             }
-            // The first one, of which nobody knew what it takes, is on top.
+            // The first change comes in addition, since its cost is unknown before.
             let first = costs[0] + costs[1];
             let all = scene.now.since(began);
             proptest::prop_assert!(

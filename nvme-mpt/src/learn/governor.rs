@@ -348,8 +348,8 @@ mod tests {
     /// Latency of a light command alone, in nanoseconds.
     const ALONE: u64 = 100_000;
 
-    /// Returns the window after 400,000 light commands. `latency` of a command depends on a random number below 100 and on the
-    /// bytes that heavy users have in flight.
+    /// Returns the window after 400,000 light commands. `latency` depends on a random number below 100 and on the heavy users'
+    /// bytes in flight.
     fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
         let mut learned = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         let class = CommandClass::light(NvmOpcode::READ, 1);

@@ -55,7 +55,7 @@ fn part(idle: Duration, (divisor, longest): (u32, Duration)) -> Duration {
 mod tests {
     use super::*;
 
-    /// Looks at doorbells from the moment on at which a poller has spun, until so much time has passed.
+    /// Counts polls after a poller has stopped spinning, within `time`. Returns the longest interval too.
     fn looks_within(looks: PollInterval, time: Duration) -> (usize, Duration) {
         let mut idle = Duration::from_micros(20);
         let (mut count, mut pause) = (0, Duration::ZERO);

@@ -274,7 +274,7 @@ impl CoalescingPolicy {
 mod tests {
     use super::*;
 
-    /// One completion, as of now.
+    /// Returns one unsignalled completion since `since`.
     const fn one(since: Ticks) -> UnsignaledCompletions {
         UnsignaledCompletions {
             completions: 1,

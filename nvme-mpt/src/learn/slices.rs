@@ -81,21 +81,21 @@ mod tests {
     #[test]
     fn slices_learn_their_length() {
         let target = 1000;
-        // Twice as fast as wanted, and far faster.
+        // Twice as fast as the target, and much faster.
         assert_eq!(next_slice(512 << 10, 512 << 10, 500, target), 1 << 20);
         assert_eq!(next_slice(512 << 10, 512 << 10, 1, target), 1 << 20);
-        // Twice as slow, and far slower.
+        // Twice as slow as the target, and much slower.
         assert_eq!(next_slice(512 << 10, 512 << 10, 2000, target), 256 << 10);
         assert_eq!(next_slice(512 << 10, 512 << 10, 64_000, target), 8 << 10);
         assert_eq!(next_slice(512 << 10, 512 << 10, 1 << 40, target), MIN);
         assert_eq!(next_slice(MIN, MIN, 1 << 40, target), MIN);
         assert_eq!(next_slice(MAX, MAX, 0, target), MAX);
-        // The end of a range says little, unless it is slow.
+        // A short slice at the end of a range has no effect, unless it is slow.
         assert_eq!(next_slice(512 << 10, 4096, 1, target), 512 << 10);
         assert_eq!(next_slice(512 << 10, 8192, 2000, target), 4096);
     }
 
-    /// A range, in nanoseconds: what each of its extents takes.
+    /// Times of a range's extents, in nanoseconds.
     struct SliceTestRange {
         bytes: u64,
         extent: u64,
@@ -103,7 +103,7 @@ mod tests {
         is_shared: bool,
     }
 
-    /// Deallocates a range. Returns the number of slices, and the longest time of one behind the first.
+    /// Deallocates a range. Returns the number of slices, and the longest time of a slice after the first.
     fn deallocate(choice: PolicyChoice, range: &SliceTestRange) -> (u64, Duration) {
         let mut slices = SliceLength::new(choice, TickRate::NANOSECOND);
         let (mut left, mut count, mut longest) = (range.bytes, 0, 0);
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn slices_of_a_fragmented_file_are_short_and_few_in_one_extent() {
-        // As on ext4, with others beside it; and a range that is one extent, in a file that nothing else uses.
+        // A fragmented file on ext4 with other users, and a range of one extent in an otherwise unused file.
         let fragmented = SliceTestRange {
             bytes: 64 << 20,
             extent: 4096,

@@ -164,7 +164,7 @@ mod tests {
             (need(3, Some(20)), &[20..23]),
             (need(6, Some(20)), &[20..24, 0..2]),
             (need(7, Some(20)), &[20..24, 10..13]),
-            // No free unit is there.
+            // There is no free unit.
             (need(1, Some(24)), &[0..1]),
             (whole(5, None), &[3..8]),
             (whole(2, Some(10)), &[10..12]),
@@ -209,7 +209,7 @@ mod tests {
         ) {
             let taken = (0..).zip(&units).filter(|(_, free)| !**free);
             let taken: Vec<_> = taken.map(|(unit, _)| ByteRange::new(unit, 1).unwrap()).collect();
-            // The unit before is the lease's.
+            // The preceding unit belongs to the lease.
             let behind = behind.filter(|unit| {
                 let before = unit.checked_sub(1).and_then(|unit| units.get(unit as usize));
                 before.is_some_and(|free| !free)

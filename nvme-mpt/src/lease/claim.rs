@@ -197,7 +197,7 @@ mod tests {
             let held = ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap();
             assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
             held.release().unwrap();
-            // The operator may have it, and it stays hers.
+            // The operator may use the lease, and it stays Alice's.
             for claim in [LeaseClaim::Operator, LeaseClaim::Every(OPERATOR)] {
                 let held = ledger.acquire_by(claim, &wanted).unwrap();
                 assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
@@ -254,7 +254,7 @@ mod tests {
                     .unwrap_err();
                 assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             }
-            // A part of it is reserved, too.
+            // A part of the range is reserved too.
             drop(
                 ledger
                     .acquire_by(LeaseClaim::Own(ALICE), &range("a", "1M+512K"))
@@ -317,7 +317,7 @@ mod tests {
                 .acquire_by(LeaseClaim::Own(ALICE), &asked)
                 .unwrap_err();
         }
-        // Reserved again, it is wiped to the end.
+        // When reserved again, the range is wiped completely.
         let lease = ledger.acquire_by(LeaseClaim::For(ALICE), &wiping).unwrap();
         lease.wiped().unwrap();
         drop(lease);
@@ -359,7 +359,7 @@ mod tests {
             assert!(ledger.terms().unwrap().is_empty());
             lease.note_limits(Some("iops=2".to_owned())).unwrap();
             drop(lease);
-            // Nothing is left of the id when another one has its bytes.
+            // The id's records are gone once another id has its bytes.
             let other = LeaseRequest {
                 former_data: PreviousDataPolicy::Kept,
                 ..range("b", "0+1M")

@@ -430,7 +430,7 @@ mod tests {
     use crate::spec::ids::Nsid;
     use std::collections::HashMap;
 
-    /// A sequence of numbers that a seed decides (SplitMix64).
+    /// A sequence of pseudo-random numbers (SplitMix64).
     struct EarlierDriveTestRandom(u64);
 
     impl EarlierDriveTestRandom {
@@ -474,12 +474,12 @@ mod tests {
         }
     }
 
-    /// A ledger in which ids have leases by size, one behind the other, on a drive whose name ended with a boot.
+    /// Creates a ledger with adjacent leases by size on a drive whose name ended with a boot.
     fn of_old_version(drive: &str, ids: &[&str]) -> (tempfile::TempDir, Ledger) {
         let dir = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(&dir.path().join("state"));
         for id in ids {
-            // That version made no difference between names.
+            // That version did not distinguish such names.
             drop(ledger.acquire(&request(id, "disk:any", SIZE)).unwrap());
         }
         let path = dir.path().join("state/leases.json");
@@ -494,7 +494,7 @@ mod tests {
         error.to_string()
     }
 
-    /// An identity with these other names.
+    /// Returns an identity with these further names.
     fn named(name: &str, others: &[&str]) -> DriveIdentity {
         DriveIdentity {
             name: name.to_owned(),
@@ -516,11 +516,11 @@ mod tests {
         }
     }
 
-    /// All ways in which a drive gets another name, or loses one.
+    /// All ways in which a drive gets another name or loses a name.
     #[test]
     fn a_drive_whose_name_changed_gives_no_data_of_others() {
         let boot = origin::boot();
-        // Numbers that no disk of this host has.
+        // Numbers that no disk of this host uses.
         let now = |number: u32| format!("disk:{boot}/{}", 4_000_000_000 + number);
         let (old, ext, xfs) = (
             format!("disk:{OLD}/5"),
@@ -530,14 +530,14 @@ mod tests {
         let whole = named("disk:wwid", &["disk:serial"]);
         let part = named("1048576+536870912 of disk:s", &[]);
         let cases = [
-            // A file whose disk has a serial number, lost it, or has another one.
+            // A file whose disk has a serial number, lost it, or has another serial number.
             (named(ext, &[]), named("file:12@disk:s", &[ext])),
             (named("file:12@disk:s", &[ext]), named(ext, &[&now(1)])),
             (
                 named("file:12@disk:s", &[ext]),
                 named("file:12@disk:t", &[ext]),
             ),
-            // A file whose file system reports its UUID no more.
+            // A file whose file system does not report its UUID any more.
             (named(xfs, &[]), named(&format!("file:12@{}", now(1)), &[])),
             (
                 named("file:12@disk:s", &[]),
@@ -551,17 +551,17 @@ mod tests {
                 named(&format!("file:12@{}", now(1)), &[]),
                 named(xfs, &[&format!("file:12@{}", now(2))]),
             ),
-            // A disk that has a serial number, lost it, or was connected again.
+            // A disk with a serial number, without it, or connected again.
             (named(&old, &[]), named("disk:s", &[])),
             (named("disk:s", &[]), named(&now(1), &[])),
             (named(&now(1), &[]), named(&now(2), &[])),
             (named(&now(1), &[]), named("disk:s", &[&now(2)])),
             (named(&now(1), &[]), named("disk:s", &[&now(1)])),
-            // One of two lasting names.
+            // One of two persistent names.
             (named("disk:serial", &[]), whole.clone()),
             (whole.clone(), named("disk:serial", &[])),
             (named("disk:serial", &[]), labelled("pool", &whole)),
-            // A label that was given, lost, or overwritten.
+            // A label that was added, lost, or overwritten.
             (named(&old, &[]), labelled("pool", &named(&now(1), &[]))),
             (labelled("pool", &whole), named("disk:wwid", &[])),
             (labelled("pool", &whole), named("disk:serial", &[])),
@@ -593,7 +593,7 @@ mod tests {
             }
             let command = format!("leases carry-over '{}' PATH", error.earlier);
             assert!(error.remedy.contains(&command), "{error}");
-            // The word for a range gives out no other.
+            // Accepting one range does not release another range.
             let accepted = of("b", after, at("128M+1M"));
             drop(ledger.acquire(&kept(accepted)).unwrap());
             if lasts {
@@ -616,7 +616,7 @@ mod tests {
             if DriveLabel::of_base(&error.earlier).is_some() {
                 continue;
             }
-            // What the refusal says is enough.
+            // The error message contains all necessary information.
             assert!(
                 ledger
                     .carry_over_by_hand(&error.earlier, &after.name)
@@ -704,7 +704,7 @@ mod tests {
             drop(ledger.acquire(&request("a", &base, at("0+1M"))).unwrap());
             ledger.release("a", true).unwrap_err();
         }
-        // What ends with the boot as its name does has some.
+        // Drives whose contents end with the boot too may have leases by size.
         for base in [format!("ram:{OLD}/5"), format!("file:12@{OLD}/0:40")] {
             drop(ledger.acquire(&request("b", &base, SIZE)).unwrap());
         }
@@ -715,7 +715,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(&dir.path().join("state"));
         let label = DriveLabel::new("pool".parse().unwrap());
-        // A disk that the kernel numbers is below the label.
+        // The disk below the label has only a kernel number.
         let drive = |boot: &str, number| {
             let disk = format!("disk:{boot}/{number}");
             label.identity((&disk).into(), 256 << 20).name
@@ -743,11 +743,11 @@ mod tests {
             let start = lease.extents().parts()[0].start();
             assert_eq!(start, if id == "a" { 0 } else { 64 << 20 });
         }
-        // The next boot has another name for it, or the disk's name for another one.
+        // At the next boot, the disk has another name, or its old name belongs to another disk.
         for drive in [format!("disk:{OLD}/5"), format!("disk:{OLD}/6")] {
             is_earlier(ledger.acquire(&request("a", &drive, SIZE)));
         }
-        // The operator's word holds until the next boot.
+        // The operator's decision is valid until the next boot.
         let next = format!("disk:{OLD}/5");
         assert!(ledger.carry_over_by_hand(&drive, &next).unwrap());
         drop(ledger.acquire(&request("a", &next, SIZE)).unwrap());
@@ -776,14 +776,14 @@ mod tests {
                 ..wanted
             }));
         }
-        // A part that nobody had is given out, and the operator's word is asked for once in a boot.
+        // An unused part is available, and the operator is asked once per boot.
         drop(ledger.acquire(&request("d", &drive, at("8M+1M"))).unwrap());
         for id in ["a", "c"] {
             let wanted = request(id, &drive, at(if id == "a" { "0+1M" } else { "4M+1M" }));
             drop(ledger.acquire(&kept(wanted)).unwrap());
             drop(ledger.acquire(&wanted).unwrap());
         }
-        // What the ids left before is no second drive of theirs.
+        // Data left by the ids before does not count as a second drive of theirs.
         assert!(!ledger.carry_over(&before, "disk:known").unwrap());
     }
 
@@ -794,7 +794,7 @@ mod tests {
         let (_dir, ledger) = of_old_version(&old, &["a", "b"]);
         let before = ledger.acquire(&request("b", &old, SIZE)).unwrap();
         let names = before.identity();
-        // It is held over the change.
+        // The lease is held during the change.
         assert!(ledger.carry_over(&old, new).unwrap());
         assert!(!ledger.carry_over(&old, new).unwrap());
         before.die();
@@ -812,9 +812,9 @@ mod tests {
         let error = is_earlier(ledger.acquire(&request("b", new, SIZE)));
         assert!(error.contains("leases carry-over"), "{error}");
         is_earlier(ledger.acquire(&request("b", new, at("0+1M"))));
-        // The disk below it may have a serial number now.
+        // The underlying disk may have a serial number by now.
         is_earlier(ledger.acquire(&request("z", "file:12@disk:serial", SIZE)));
-        // Other files cannot be it, nor can a disk.
+        // Neither another file nor a disk can be this drive.
         for other in ["file:13@fs:ext-0123456789abcdef", "disk:serial"] {
             drop(ledger.acquire(&request("z", other, SIZE)).unwrap());
         }
@@ -843,7 +843,7 @@ mod tests {
                     is_earlier(ledger.acquire(&request(id, &drive, at("0+1M"))));
                 }
             }
-            // A disk that the ledger knows is another one.
+            // A disk known to the ledger is a different one.
             drop(ledger.acquire(&request("z", "disk:other", SIZE)).unwrap());
             assert!(ledger.carry_over_by_hand(&old, &new).unwrap());
             drop(ledger.acquire(&request("a", &new, at("0+1M"))).unwrap());
@@ -871,12 +871,12 @@ mod tests {
             is_refused("d", at("64M+1M"));
             is_refused("b", SIZE);
             is_refused("b", at("64M+64M"));
-            // What the word was for, and what another word is for, goes on.
+            // Ranges covered by this decision or by others can be leased.
             drop(ledger.acquire(&first).unwrap());
             let second = request("b", new, at("64M+64M"));
             drop(ledger.acquire(&kept(second)).unwrap());
             is_refused("d", SIZE);
-            // With the last one, all is known.
+            // With the last range, everything is known.
             let third = request("c", new, at("128M+64M"));
             drop(ledger.acquire(&kept(third)).unwrap());
             let lease = ledger.acquire(&request("d", new, SIZE)).unwrap();
@@ -918,7 +918,7 @@ mod tests {
         is_earlier(ledger.acquire(&request("b", "disk:serial", SIZE)));
         drop(ledger.acquire(&kept(wanted)).unwrap());
         is_earlier(ledger.acquire(&wanted));
-        // A part that nobody had is given out.
+        // An unused part is available.
         drop(ledger.acquire(&request("d", drive, at("8M+1M"))).unwrap());
     }
 
@@ -938,18 +938,18 @@ mod tests {
         assert!(!text().contains("namings"), "{}", text());
     }
 
-    /// Three disks, of which two have no name that outlives a boot, come in another order at each of 20 boots. Every id
-    /// asks for its lease on the disk that has the number which its own had at first.
+    /// Three disks, two of which have no persistent name, appear in another order at each of 20 boots. Every id requests its
+    /// lease on the disk with the original number of its disk.
     #[test]
     fn disks_in_changed_order_give_no_data_of_others() {
         for seed in 0..20 {
             let mut random = EarlierDriveTestRandom(seed);
             let dir = tempfile::tempdir().unwrap();
             let ledger = Ledger::open(&dir.path().join("state"));
-            // The ledger knows the disk with a name from before.
+            // The ledger knows the third disk by an earlier name.
             let before = request("z", "disk:serial", at("384M+1M"));
             drop(ledger.acquire(&before).unwrap());
-            // Which id wrote to each MiB of each disk.
+            // Id that wrote each MiB of each disk.
             let mut content: HashMap<(usize, u64), &str> = HashMap::new();
             let mut right = 0;
             for boot in 0..20_u64 {

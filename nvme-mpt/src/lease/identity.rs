@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn names_are_stable() {
-        // Guests find their file systems by these: a change of this test's values breaks them.
+        // Guests identify their file systems by these values, so they must never change.
         let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"), "vm-1");
         assert_eq!(
             identity,
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn names_by_size_are_stable_and_others_than_those_of_ranges() {
-        // As `names_are_stable`.
+        // See `names_are_stable`.
         let identity = LeaseIdentity::derive_by_size("file:/drive", Nsid(1), "vm-1");
         assert_eq!(identity.serial, "MPT88301FB4615951598");
         assert_eq!(

@@ -124,13 +124,13 @@ mod tests {
             let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
             assert_eq!(found, Some((7, records(slot))));
         }
-        // The process ends before the last word of a change.
+        // The process ends before the last word of a change is stored.
         let place = PLACES[kept.next];
         file.write_all_at(b"\xFF\xFF\xFF{\"", place)
             .expect("written");
         let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
         assert_eq!(found, Some((7, records(3))));
-        // Nothing of a file is trusted.
+        // Contents of a file are never trusted.
         file.write_all_at(&5_u64.to_ne_bytes(), 0).expect("written");
         assert!(LedgerMemoryFile::open(share()).is_err());
     }

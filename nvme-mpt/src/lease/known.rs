@@ -169,9 +169,9 @@ mod tests {
                 assert!(error.to_string().contains(told), "{error}");
             }
         }
-        // A namespace that reports no id any more is known by the rest.
+        // A namespace that does not report an id any more is recognised by its other properties.
         drop(lease(&ledger, "vm", &drive("nvme:a", ADDRESS, ""), (2000, 9)).unwrap());
-        // The operator's word.
+        // The operator accepts the drive.
         assert!(ledger.accept("nvme:a").unwrap());
         assert!(!ledger.accept("nvme:a").unwrap());
         drop(lease(&ledger, "vm", &known, (1999, 9)).unwrap());
@@ -192,7 +192,7 @@ mod tests {
         drop(held);
         let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
         assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
-        // The known drive is broken, and the remedy gives its data up.
+        // The known drive has failed, and the suggested remedy gives its data up.
         let folder = tempfile::tempdir().unwrap();
         let elsewhere = Ledger::open(folder.path());
         drop(lease(&elsewhere, "vm", &known, (1000, 9)).unwrap());
@@ -201,11 +201,11 @@ mod tests {
             .decide_data("vm", PreviousDataPolicy::Wiped)
             .unwrap();
         drop(lease(&elsewhere, "vm", &other, (1000, 9)).unwrap());
-        // Another id may have what is new, and the known drive is found in any place.
+        // Another id may use the new drive, and the known drive is recognised at any address.
         drop(lease(&ledger, "new", &other, (1000, 9)).unwrap());
         let moved = drive("nvme:a", "0000:02:00.0", "");
         drop(lease(&ledger, "vm", &moved, (1000, 9)).unwrap());
-        // It is known elsewhere now, so the id is wanted on both.
+        // The drive is known at the other address now, so the id is requested on both.
         drop(lease(&ledger, "vm", &other, (1000, 9)).unwrap());
     }
 

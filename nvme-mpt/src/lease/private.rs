@@ -214,7 +214,7 @@ mod tests {
             open_file(&file, OpenOptions::new().write(true)).unwrap();
             assert_eq!((mode_of(&folder), mode_of(&file)), (FOLDER_MODE, FILE_MODE));
         }
-        // Narrower is narrow enough.
+        // Stricter permissions are accepted.
         fs::set_permissions(&folder, Permissions::from_mode(0o500)).unwrap();
         make_folder(&folder, |_| false).unwrap();
         assert_eq!(mode_of(&folder), 0o500);

@@ -85,7 +85,7 @@ mod tests {
         )
     }
 
-    /// GiB that are free; ids, their GiB, and whether they have leases.
+    /// Free GiB, and for each id: GiB, and whether it has a lease.
     type CapacityInGib = (u64, Vec<(String, u64, bool)>);
 
     fn shown(ledger: &Ledger) -> Result<CapacityInGib, LeaseError> {

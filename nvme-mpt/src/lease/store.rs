@@ -783,7 +783,7 @@ mod tests {
 
             assert_eq!(CRASH_AFTER.get(), None, "{step:?} is a step of a change");
             assert_eq!(&folder.read().unwrap(), survives, "{step:?}");
-            // And the next change works.
+            // The next change succeeds.
             folder.lock().unwrap().write(&records(&["c"])).unwrap();
             assert_eq!(folder.read().unwrap(), records(&["c"]), "{step:?}");
         }
@@ -795,12 +795,12 @@ mod tests {
         let folder = LedgerDirectory::new(dir.path());
         CRASH_AFTER.set(Some(LedgerWriteStep::Renamed));
         folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
-        // It would reach the sync of the folder, and no further.
+        // The crash is injected after the sync of the directory, and taking the lock must get that far.
         CRASH_AFTER.set(Some(LedgerWriteStep::FolderSynced));
         let error = folder.lock().unwrap_err();
         assert!(error.to_string().contains("left when it died"), "{error}");
         assert_eq!(CRASH_AFTER.get(), None);
-        // Now it does, once.
+        // Without the crash, the sync completes. It is not repeated.
         drop(folder.lock().unwrap());
         CRASH_AFTER.set(Some(LedgerWriteStep::FolderSynced));
         drop(folder.lock().unwrap());

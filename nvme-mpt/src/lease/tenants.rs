@@ -574,7 +574,7 @@ mod tests {
             marked(&tenants, &place("b", 0, 30)),
             [ByteRange::new(15, 2).unwrap()]
         );
-        // A range whose wipe has not ended belongs to no id.
+        // A range with an incomplete wipe belongs to no id.
         let left = in_the_way(&tenants, &place("b", 15, 2)).unwrap();
         assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
         enter(
@@ -631,7 +631,7 @@ mod tests {
         assert_eq!(decide(&mut tenants, "none", PreviousDataPolicy::Kept), []);
         assert_eq!(in_the_way(&tenants, &place("b", 10, 10)), None);
         assert!(in_the_way(&tenants, &place("b", 10, 21)).is_some());
-        // A request to wipe wipes it all the same.
+        // A request with a wipe wipes this range too.
         let mut wiped = tenants.clone();
         enter(&mut wiped, &place("b", 10, 10), PreviousDataPolicy::Wiped);
         assert_eq!(marked(&wiped, &place("b", 10, 10)), given_up);
@@ -640,7 +640,7 @@ mod tests {
             [],
             "mixed data"
         );
-        // The new id has it like any other data, and what it does not lease stays given up.
+        // The new id owns this data, and the part that it does not lease stays given up.
         enter(
             &mut tenants,
             &place("b", 10, 5),
@@ -670,7 +670,7 @@ mod tests {
         enter(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
         let all = [range(5, 5), range(15, 15)];
         assert_eq!(marked(&tenants, &place("a", 0, 40)), all);
-        // What is its own stays so, and what is wiped becomes so.
+        // The id's own data stays, and wiped data becomes the id's.
         for range in all {
             let place = place("a", range.start(), range.length());
             enter(&mut tenants, &place, PreviousDataPolicy::Kept);
@@ -736,7 +736,7 @@ mod tests {
         Decide,
     }
 
-    /// A byte of the model: whose it is, whether it is marked, and what was decided.
+    /// State of a byte in the model: owner, mark, and decision.
     #[derive(Clone, Copy, Debug, PartialEq)]
     struct OwnerModelByte(&'static str, bool, PreviousDataPolicy);
 

@@ -401,7 +401,8 @@ mod tests {
         }
     }
 
-    /// Takes batches of at most `most` commands of `bytes` each whenever it may. Returns the commands in `seconds`.
+    /// Takes batches of at most `most` commands of `bytes` each, as early as permitted. Returns the number of commands in
+    /// `seconds`.
     fn taken(limiter: &RateLimiter, from: u64, seconds: u64, most: u32, bytes: u64) -> u64 {
         let (mut now, mut sum) = (from, 0);
         while now < from + seconds * SECOND {
@@ -416,7 +417,7 @@ mod tests {
             }
             limiter.charge(count, u64::from(count) * bytes, Ticks(now));
             sum += u64::from(count);
-            // A drive takes its time.
+            // The drive takes some time.
             now += 1000;
         }
         sum
@@ -467,14 +468,14 @@ mod tests {
         };
         assert_eq!(weighed("", ""), "weight=300");
         assert_eq!(weighed("1", "2M"), "iops=1,bandwidth=2M,weight=300");
-        // A thousand or 1,024?
+        // The unit is ambiguous: 1000 or 1024?
         assert!(RateLimit::of_commands("20K").is_err());
     }
 
     #[test]
     fn a_burst_comes_at_once_and_then_the_rate() {
         let limiter = RateLimiter::new(limits("1000+50", ""), TickRate::NANOSECOND);
-        // The 51st is the credit of a rest.
+        // The 51st command is credit from an idle time.
         assert_eq!(limiter.allowance(Ticks(SECOND)), 51);
         limiter.charge(51, 0, Ticks(SECOND));
         assert_eq!(limiter.allowance(Ticks(SECOND)), 0);
@@ -541,7 +542,7 @@ mod tests {
 
     #[test]
     fn a_limit_that_is_raised_holds_up_nobody_for_the_one_before() {
-        // A hundred bytes per second, where megabytes were meant.
+        // The user typed bytes instead of megabytes per second.
         let limiter = RateLimiter::new(limits("", "100"), TickRate::NANOSECOND);
         limiter.charge(1, 4 << 20, Ticks(SECOND));
         let hours = limiter.due().since(Ticks(SECOND)) / (3600 * SECOND);
@@ -550,10 +551,10 @@ mod tests {
         limiter.set(limits("", "4M"), now);
         assert_eq!(limiter.allowance(now), 0, "the bytes are still owed");
         assert!(limiter.allowance(Ticks(3 * SECOND)) > 0);
-        // A lower one lengthens no debt.
+        // A lower limit does not extend the debt.
         limiter.set(limits("", "100"), now);
         assert!(limiter.allowance(Ticks(3 * SECOND)) > 0);
-        // One that comes after a time without any finds none.
+        // A limit after a time without a limit starts without debt.
         limiter.set(RateLimits::default(), now);
         limiter.set(limits("", "1M"), now);
         assert!(limiter.allowance(now) > 0);
@@ -589,11 +590,11 @@ mod tests {
             let limits = RateLimits { iops: Some(limit(iops)), bandwidth: bandwidth.map(limit), weight: None };
             let limiter = RateLimiter::new(limits, TickRate::NANOSECOND);
             let wanted = iops.min(bandwidth.unwrap_or(u64::MAX) / bytes) as f64;
-            // A command every microsecond at most, in batches.
+            // At most one command per microsecond, in batches.
             let wanted = wanted.min(1e6 * f64::from(most));
             let seconds = 2;
             let taken = taken(&limiter, SECOND, seconds, most, bytes) as f64 / seconds as f64;
-            // Beside the burst of a hundredth of a second, and a last batch.
+            // Slack for the burst of 10 ms and for a last batch.
             let slack = wanted * 0.016 + f64::from(most) + 1.0;
             prop_assert!((taken - wanted).abs() <= slack, "{taken} of {wanted}");
         }

@@ -159,7 +159,7 @@ mod tests {
         }
     }
 
-    /// Counts as a poller does.
+    /// Returns counters as a poller updates them.
     fn count(by: u64) -> QueueCounters {
         let queue = QueueCounters::default();
         queue.commands.add(1);
@@ -193,7 +193,7 @@ mod tests {
             state = InflightFile::kept(fd, 2).expect("kept");
             assert_eq!(state.counted_before(), sum);
         }
-        // A snapshot replaces all.
+        // A snapshot replaces all counters.
         state.set_counted_before(counters(7));
         let mut counts = state.counts(QueueId(1)).expect("a pair");
         counts.follow(&count(5));

@@ -339,8 +339,8 @@ mod tests {
     use crate::spec::ids::{CommandId, Nsid};
     use crate::spec::sqe::Sqe;
 
-    /// Words other than zero that version 1 has left, by their offsets. The function has two queue pairs, and the second
-    /// one has [a command](stored_command) in flight in slot 9.
+    /// Nonzero words of a file written by version 1, with their offsets. The function has two queue pairs, and the second has
+    /// [a command](stored_command) in flight in slot 9.
     const STORED: &[(usize, u64)] = &[
         (0, u64::from_le_bytes(*b"nvmpliv\x01")),
         (64, 1),
@@ -355,7 +355,7 @@ mod tests {
         (78_448, 15),
     ];
 
-    /// Bytes of that file.
+    /// Size of this file in bytes.
     const STORED_LEN: usize = 143_360;
 
     fn stored_command() -> Sqe {

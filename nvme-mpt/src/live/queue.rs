@@ -306,7 +306,7 @@ mod tests {
                 number: 0
             }
         );
-        // Another process goes on from there.
+        // Another process continues from this state.
         let mut next = state.head(qid).expect("a queue");
         let later = RingIndex::at(head.size(), 1).expect("below");
         next.resume(later);

@@ -547,7 +547,7 @@ mod tests {
         );
     }
 
-    /// Makes a part of one of few bases, maybe with parts below it.
+    /// Generates a part of one of a few bases, possibly with parts below it.
     fn some_extent() -> impl Strategy<Value = BackingExtent> {
         let part = |bases: &'static [&'static str]| {
             let base = prop::sample::select(bases);

@@ -136,7 +136,7 @@ mod tests {
             let all = own_processors().expect("it lives");
             let processor = all.iter().next().expect("a processor");
             let mut pinning = ThreadPinning::begin(processor, "a");
-            // As a CPU set without the processor, and one with it again, leave it on Linux 6.1.
+            // Linux 6.1 leaves this mask when a CPU set loses the processor and gets it back.
             run_on(&all).expect("allowed");
             let before = pinning.next.0 - 1;
             pinning.follow(Ticks(before), "a");
@@ -165,7 +165,7 @@ mod tests {
         let back = pinning.look(false, || Ok(()));
         assert_eq!(back, Some(PinningChange::Restored));
         assert_eq!(pinning.look(true, || unreachable!()), None);
-        // It was gone and is back between two looks, on a kernel that pins it by itself too.
+        // The processor was removed and came back between two checks, on a kernel that restores the affinity.
         let back = pinning.look(false, || Ok(()));
         assert_eq!(back, Some(PinningChange::Restored));
         assert_eq!(pinning.look(false, refused), Some(PinningChange::Lost));

@@ -80,10 +80,10 @@ mod tests {
 
     use super::*;
 
-    /// In nanoseconds.
+    /// Turn in nanoseconds.
     const TURN: u64 = QUANTUM.as_nanos() as u64;
 
-    /// Functions with so many queues each.
+    /// Functions with these numbers of queues.
     struct ArbiterTestRounds(Vec<(FunctionArbitration, usize)>);
 
     impl ArbiterTestRounds {
@@ -94,7 +94,7 @@ mod tests {
             Self(functions.collect())
         }
 
-        /// Makes a round. `poll` is given a function and one of its queues.
+        /// Executes a round. `poll` gets a function and one of its queues.
         fn round(&mut self, mut poll: impl FnMut(usize, usize) -> u64) -> bool {
             let quantum = FunctionQuantum::new(TickRate::NANOSECOND);
             let mut left_out = false;
@@ -105,8 +105,8 @@ mod tests {
         }
     }
 
-    /// Runs for so long with queues that take `cost` each whenever they are polled, by function. Returns the time of each
-    /// function, and the longest time between two polls of the last function's first queue.
+    /// Runs for `time` with queues that take `cost` at each poll, by function. Returns the time of each function, and the
+    /// longest interval between two polls of the last function's first queue.
     fn run(queues: &[usize], costs: &[u64], time: u64) -> (Vec<u64>, u64) {
         let mut rounds = ArbiterTestRounds::of(queues);
         let (mut spent, mut now, mut last, mut longest) = (vec![0; queues.len()], 0, 0, 0);
@@ -128,7 +128,7 @@ mod tests {
     fn sixteen_queues_have_the_turns_of_one() {
         let (spent, longest) = run(&[16, 1], &[TURN / 2, TURN / 2], 1000 * TURN);
         let share = spent[0] as f64 / spent[1] as f64;
-        // The other function has one queue, which is polled once in a round.
+        // The other function has one queue, which is polled once per round.
         assert!((1.9..2.1).contains(&share), "{share}");
         assert!(longest <= 2 * TURN, "{longest}");
         let (spent, longest) = run(&[16, 1], &[4 * TURN, TURN / 50], 1000 * TURN);
@@ -179,7 +179,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a function's queues cost, another one waits for a quantum and one poll of each other function.
+        /// Whatever a function's queues cost, another function waits for at most a quantum and one poll of each other function.
         #[test]
         fn no_function_waits_for_more_than_a_turn_of_each_other(
             others in prop::collection::vec((1_usize..20, 1_u64..20 * TURN), 1..5),
@@ -192,7 +192,7 @@ mod tests {
             prop_assert!(longest <= bound + TURN / 100, "{} of {}", longest, bound);
         }
 
-        /// Functions that always have work have equal times, whatever a poll costs.
+        /// Functions with permanent work get equal times, whatever a poll costs.
         #[test]
         fn busy_functions_have_equal_shares(
             queues in prop::collection::vec(20_usize..40, 2..5),

@@ -218,8 +218,8 @@ impl VcpuAffinity {
 mod tests {
     use super::*;
 
-    /// Two nodes of four cores with two threads each. Two cores share their last cache. Thread N + 8 is the second of
-    /// core N.
+    /// Returns a host with two nodes of four cores with two threads each. Two cores share their last-level cache. Thread N + 8
+    /// is the second thread of core N.
     fn host() -> ProcessorTopology {
         let root = tempfile::tempdir().expect("a folder");
         let write = |path: String, text: &str| {
@@ -253,7 +253,7 @@ mod tests {
             ("0", "0-15", Some("1,9")),
             ("13", "0-15", Some("4,12")),
             ("0-1", "0-15", Some("8-9")),
-            // Second thread of the core, where the cache's other core is not allowed.
+            // The core's second thread, if the other core of the cache is not allowed.
             ("0", "0,8,4", Some("8")),
             ("0", "0,2", Some("2")),
             ("0", "0,5", Some("5")),
@@ -269,7 +269,7 @@ mod tests {
         }
         assert_eq!(host.node(1), Some(&ProcessorSet::of_list("4-7,12-15")));
         assert_eq!(host.node(2), None);
-        // A kernel that tells nothing.
+        // A kernel without topology information.
         let bare = ProcessorTopology::default();
         let [vcpu, allowed] = ["1", "0-2"].map(ProcessorSet::of_list);
         let beside = bare.beside(&vcpu, &allowed);

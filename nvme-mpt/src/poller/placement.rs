@@ -386,7 +386,7 @@ mod tests {
         };
         let shared = place_in(&pollers, &PollPolicy::default()).expect("thread");
         assert_eq!(pollers.stats().len(), 2);
-        // Queues have pollers of their own only for choices that the poller itself makes, as `spin`.
+        // Queues need separate pollers only for policies of the poller itself, such as `spin`.
         assert!(Arc::ptr_eq(&shared, &place("moderation+governor")));
         assert!(!Arc::ptr_eq(&shared, &place("spin+governor")));
         assert_eq!(pollers.stats().len(), 3);
@@ -437,13 +437,13 @@ mod tests {
         });
         let pollers = PollerPool::on(threads);
         let _poller = place_in(&pollers, &PollPolicy::default()).expect("a thread");
-        // It makes no pass yet.
+        // The poller makes no pass yet.
         pollers.await_passes(Duration::ZERO);
         assert!(!seen.load(Ordering::Relaxed));
         open.send(()).expect("it waits");
         pollers.await_passes(Duration::from_secs(600));
         assert!(seen.load(Ordering::Relaxed));
-        // One that sleeps wakes for it.
+        // A sleeping poller wakes up for this.
         while pollers.stats()[0].parks == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -511,7 +511,7 @@ mod tests {
         assert_eq!(pollers.stats().len(), 2);
     }
 
-    /// A thread in the place of a vCPU's, which runs where it is told to.
+    /// A thread that plays a vCPU thread and runs on the requested processor.
     struct PlacementTestVcpu {
         thread: ThreadId,
         orders: mpsc::Sender<usize>,
@@ -552,7 +552,7 @@ mod tests {
         }
     }
 
-    /// Waits until a poller's thread may run on such processors.
+    /// Waits until a poller's thread may run on matching processors.
     fn await_place(poller: ThreadId, is_right: impl Fn(&ProcessorSet) -> bool) {
         while !is_right(&poller.processors().expect("it runs")) {
             std::thread::sleep(Duration::from_millis(1));
@@ -564,7 +564,7 @@ mod tests {
         let allowed = own_processors().expect("there are fewer than a set has room for");
         let processors: Vec<usize> = allowed.iter().collect();
         let [first, .., last] = processors[..] else {
-            // Nothing is beside the only processor.
+            // A single processor has no neighbours.
             return;
         };
         let (names, started) = mpsc::channel();
@@ -583,7 +583,7 @@ mod tests {
             vector: Some(vector.clone()),
             node: None,
         };
-        // One that never sleeps looks by itself.
+        // A poller that never sleeps checks the location itself.
         let policy = "dedicated:busy@vcpu".parse().expect("valid");
         let _poller = pollers
             .place(&policy, AdaptivePolicies::default(), neighbours, None)
@@ -606,7 +606,7 @@ mod tests {
         // The guest moves the interrupt.
         vector.set_vcpu_thread(Some(other.thread));
         await_place(poller, is_beside(last));
-        // The vCPU is taken away.
+        // The vCPU is unplugged.
         other.end();
         await_place(poller, |place| *place == allowed);
         vector.set_vcpu_thread(Some(one.thread));

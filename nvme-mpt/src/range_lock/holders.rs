@@ -249,7 +249,7 @@ mod tests {
             seen: Vec::new(),
             unseen,
         };
-        // A lock that the kernel printed twice, once.
+        // The kernel printed a lock twice. It counts once.
         let mut looks = [holders(true), holders(false)].into_iter();
         assert!(!settled(|| Ok(looks.next().expect("two looks"))).unseen);
         let mut looks = 0;
@@ -258,7 +258,7 @@ mod tests {
             Ok(holders(true))
         });
         assert_eq!((hidden.unseen, looks), (true, LOOKS));
-        // Nothing is known about who has the file.
+        // The holders of the file are unknown.
         assert!(settled(|| Err(io::ErrorKind::PermissionDenied.into())).unseen);
     }
 }

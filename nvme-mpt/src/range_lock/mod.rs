@@ -281,14 +281,14 @@ mod tests {
                 .expect("opens")
         }
 
-        /// A shared lock on all of it.
+        /// Takes a shared lock on the whole image.
         fn share(&self, write: bool) -> File {
             let file = self.open(write);
             assert!(try_lock(&file, LockKind::Shared, 0, 0).expect("fcntl"));
             file
         }
 
-        /// Claims a part of it, as a server of another user than this test's, which is not root.
+        /// Claims a part of the image, as a server of a user that is neither this test's user nor root.
         fn claim(&self, user: u32, start: u64) -> Result<FileRangeLock, ClaimError> {
             let lock = FileRangeLock::new(self.open(true));
             lock.add_as(user, start, 1 << 10)?;
@@ -328,12 +328,12 @@ mod tests {
         lock.add_as(user, start, length).expect_err("in use");
     }
 
-    /// A user that this test is not.
+    /// Returns a user other than this test's.
     fn other_user() -> u32 {
         process_user().wrapping_add(1000)
     }
 
-    // As root: tests/range_lock.rs, where the reader is another process.
+    // For a reader in another process, which needs root, see tests/range_lock.rs.
     #[test]
     fn a_reader_of_another_user_refuses_nothing() {
         if process_user() == 0 {
@@ -342,7 +342,7 @@ mod tests {
         let image = LockTestImage::new();
         let reader = image.share(false);
         assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
-        // The server's user: locks of this process are foreign to a user that this test is not.
+        // For a server of another user, locks of this process are foreign.
         let user = other_user();
         let _claimed = image.claim(user, 0).expect("only read");
         image.claim(user, 512).expect_err("taken");
@@ -370,7 +370,7 @@ mod tests {
                     assert!(try_lock(&file, LockKind::Exclusive, 0, 0).expect("fcntl"));
                     file
                 }
-                // As QEMU locks what it writes.
+                // QEMU locks images that it writes in this way.
                 false => image.share(true),
             };
             let taken = image.claim(other_user(), 4096).expect_err("in use");

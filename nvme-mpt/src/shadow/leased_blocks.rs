@@ -232,7 +232,7 @@ mod tests {
         guest: Nsid(1),
         host: Nsid(7),
     };
-    /// Blocks of a unit here.
+    /// Blocks per unit.
     const UNIT: u64 = 8;
 
     fn range(start: u64, blocks: u64) -> BlockRange {
@@ -255,7 +255,7 @@ mod tests {
         }
     }
 
-    /// Units of the host's namespace, each of them once, in any order.
+    /// Generates a permutation of units of the host's namespace.
     fn places() -> impl Strategy<Value = Vec<u64>> {
         Just((0..24).collect::<Vec<u64>>())
             .prop_shuffle()

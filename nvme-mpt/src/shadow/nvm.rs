@@ -103,7 +103,7 @@ mod tests {
     use crate::drive::idle::IdleController;
     use crate::spec::identify::Oncs;
 
-    /// Returns the limit of a range that guests of a drive with such a limit are told, in bytes.
+    /// Returns the range limit in bytes that guests see on a drive with this limit.
     fn told(dsm_range_bytes_max: u64, lba_shift: u8) -> u64 {
         let limits = ControllerLimits {
             commands: Oncs(0).with_dsm(true),

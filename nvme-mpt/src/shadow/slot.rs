@@ -385,7 +385,7 @@ mod tests {
     #[test]
     fn free_slots_keep_their_order_when_another_one_is_taken() {
         let mut slots = CommandSlots::new(4);
-        // The last one, whose number no other slot names after it.
+        // Includes the last slot of the free list, which has no successor.
         for (number, free) in [(2, 3), (0, 2), (3, 1), (1, 0)] {
             let mut permit = slots.reserve_at(number).expect("free");
             assert_eq!(permit.host().0, number);

@@ -514,7 +514,7 @@ mod tests {
 
     #[test]
     fn the_kernel_tells_what_is_locked() {
-        // Any number, but one: the form is what is tested, and the limit may be none.
+        // The limit may have any value, or be unlimited: the test checks that the file can be parsed.
         assert!(locked_memory().is_some());
         let limits = fs::read_to_string("/proc/self/limits").expect("limits");
         let unlimited = limits

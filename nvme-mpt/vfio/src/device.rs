@@ -495,7 +495,7 @@ mod tests {
         let whole = bar(&[(0, 0x4000)]);
         assert_eq!(part_with(&whole, 0), Some((0, 0x4000)));
         assert_eq!(part_with(&whole, DOORBELLS), Some((0, 0x4000)));
-        // The MSI-X table is kept from us, wherever it lies.
+        // The MSI-X table is never mapped, wherever it is.
         let after = bar(&[(0, 0x2000), (0x3000, 0x1000)]);
         assert_eq!(part_with(&after, DOORBELLS), Some((0, 0x2000)));
         let before = bar(&[(0x1000, 0x3000)]);

@@ -518,7 +518,7 @@ mod tests {
         ];
         let region = parse_region(&info(&words));
         assert_eq!(region.mappable, [(0, 0x2000), (0x3000, 0x5000)]);
-        // The kernel said more areas than it told: those that are there count.
+        // The kernel announced more areas than it returned. The returned areas count.
         let region = parse_region(&info(&words[..20]));
         assert_eq!(region.mappable, [(0, 0x2000)]);
     }

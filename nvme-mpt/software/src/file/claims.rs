@@ -294,10 +294,10 @@ mod tests {
         assert!(begins && first == BlockChangeClaim::Lane);
         let (second, begins) = claims.enter(&b, change(0, 4096, false));
         assert!(begins && second == BlockChangeClaim::Lane);
-        // It does not know where the two write.
+        // The newcomer does not know the blocks of the two writes.
         let (partial, begins) = claims.enter(&a, change(65_536, 69_632, true));
         assert!(!begins);
-        // From now on, others are known exactly.
+        // From now on, other commands' blocks are known exactly.
         let (third, begins) = claims.enter(&b, change(0, 65_536, false));
         assert!(begins && third != BlockChangeClaim::Lane);
         let (fourth, begins) = claims.enter(&b, change(65_536, 131_072, false));
@@ -331,7 +331,7 @@ mod tests {
         assert!(claims.may_begin(&second) && !claims.may_begin(&third));
         claims.leave(&lane, second);
         assert!(claims.may_begin(&third) && !claims.may_begin(&fourth));
-        // One that gives up waiting stands in nobody's way.
+        // A command that stops waiting blocks no others.
         claims.leave(&lane, third);
         assert!(claims.may_begin(&fourth));
         claims.leave(&lane, fourth);
@@ -355,7 +355,7 @@ mod tests {
         claims.leave(&lane, partial);
         assert!(lane.has_room());
         assert!(claimed.iter().all(|claim| claims.may_begin(claim)));
-        // Later ones wait for each that is left.
+        // Later commands wait for each remaining command.
         let (partial, begins) = claims.enter(&other, change(0, 4096, true));
         assert!(!begins);
         while let Some(claim) = claimed.pop() {
@@ -387,7 +387,7 @@ mod loom_models {
 
     use super::*;
 
-    /// A block, and what two queues do with it: loom reports accesses at the same time.
+    /// A block that two queues change. loom reports concurrent accesses.
     fn model(partial: [bool; 2]) {
         loom::model(move || {
             let claims = Arc::new(LeaseChangeClaims::default());
@@ -407,7 +407,7 @@ mod loom_models {
                     begins = claims.may_begin(&claim);
                 }
                 #[expect(unsafe_code, reason = "an access that loom watches")]
-                // SAFETY: loom stops the model where two threads are here at the same time.
+                // SAFETY: loom stops the model if two threads are here at the same time.
                 block.with_mut(|block| unsafe { *block += 1 });
                 claims.leave(lane, claim);
             };

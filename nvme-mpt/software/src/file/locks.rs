@@ -138,13 +138,13 @@ mod tests {
 
     #[test]
     fn the_ring_of_a_queue_keeps_all_files_below_its_drive() {
-        // The ring keeps the sign of this process's presence, too.
+        // The ring also keeps this process's liveness lock.
         ProcessLiveness::announce().unwrap();
         let drive = tempfile::NamedTempFile::new().unwrap();
         drive.as_file().set_len(1 << 20).unwrap();
         let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Learned).unwrap();
         let mut locks = store.claim(["0+4K".parse().unwrap()]).unwrap();
-        // The second one is where the lease may grow into.
+        // The second file covers the space into which the lease may grow.
         let files = [(); 2].map(|()| tempfile::tempfile().unwrap());
         locks.below = files.map(|file| Ok(FileRangeLock::new(file))).into();
         let lease = store.lease("a", 4096, Some(locks)).unwrap();

@@ -155,10 +155,10 @@ impl SliceSchedulerState {
 mod tests {
     use super::*;
 
-    /// Bytes of the first slice.
+    /// Size of the first slice in bytes.
     const FIRST: u64 = 256 << 10;
 
-    /// Time that a slice should take, in ticks.
+    /// Returns the target time of a slice, in ticks.
     fn target() -> u64 {
         ticks_in(Duration::from_micros(300))
     }
@@ -174,7 +174,7 @@ mod tests {
         assert_eq!(turns.take(began, ONE), None);
         let now = Ticks(1000 + target());
         turns.done(FIRST, began, now, false);
-        // Nothing else uses the file: the pause is as long as the slice.
+        // If nothing else uses the file, the pause is as long as the slice.
         let next = Ticks(now.0 + target());
         assert_eq!(turns.take(Ticks(next.0 - 1), ONE), None);
         assert_eq!(turns.take(next, ONE), Some(FIRST));
@@ -196,7 +196,7 @@ mod tests {
         assert!(turns.take(now, OTHER).is_none());
         assert!(turns.take(now, ONE).is_some());
         turns.give_back();
-        // One that does not come, and one that left, hold nothing up.
+        // A queue that does not take its turn, and a queue that left, block no others.
         assert!(turns.take(now, ONE).is_none());
         let later = Ticks(now.0 + turns.kept);
         assert!(turns.take(later, ONE).is_none());
@@ -218,7 +218,7 @@ mod tests {
         };
         let took = target();
         assert_eq!(pause(took, 0, true), 4 * took);
-        // Also after a slice without a transfer, for a while.
+        // This also applies for a while after a slice without transfers.
         assert_eq!(pause(took, 10 * took, false), 4 * took);
         let later = 20 * took + turns.quiet;
         assert_eq!(pause(took, later, false), took);

@@ -231,12 +231,12 @@ mod tests {
 
     #[test]
     fn a_slice_weighs_no_more_than_it_may() {
-        // Blocks that lie apart weigh what they are; a long extent a 256th of its bytes.
+        // Separate blocks count with their size, and a long extent with a 256th of its bytes.
         let apart: Vec<_> = (0..64)
             .map(|at| (2 * at * UNIT, (2 * at + 1) * UNIT))
             .collect();
         for (light, list, count) in [
-            // 64 blocks and their 256ths weigh a little more than a slice may.
+            // The limit is slightly less than 64 blocks and their 256ths.
             (LIGHT, apart.as_slice(), 2..=2),
             (1, &[(0, 4 * MIB)], 16..=16),
             (LIGHT, &[(0, 4 * MIB)], 1..=1),

@@ -144,13 +144,13 @@ mod tests {
         };
         assert_eq!(FileIoMode::of(1 << 20, direct(512)), EXT4);
         assert_eq!(FileIoMode::of(1 << 20, None), FileIoMode::Cached);
-        // Its last bytes could not be reached.
+        // The last bytes of the device would be inaccessible.
         assert_eq!(
             FileIoMode::of((1 << 20) + 512, direct(4096)),
             FileIoMode::Cached
         );
         assert_eq!(FileIoMode::of((1 << 20) + 512, direct(512)), EXT4);
-        // Leases may share such a block.
+        // Such a block may belong to two leases.
         assert_eq!(FileIoMode::of(1 << 20, direct(8192)), FileIoMode::Cached);
     }
 
@@ -169,7 +169,7 @@ mod tests {
                 end: 5 * 4096
             }
         );
-        // Memory that the device cannot take is staged, whichever part of the file it is.
+        // Memory that is not aligned for the device is copied, for any part of the file.
         assert_eq!(
             plan(write, 4096, 0x1001, 4096),
             TransferBuffer::Staged {

@@ -158,7 +158,7 @@ mod tests {
         for (data, count) in [(&whole[..], 3), (&whole[..63], 2), (&[], 1)] {
             assert_eq!(steps(data, count, 4), Err(Status::INVALID_FIELD));
         }
-        // Values that lie in each other are not longer than the data.
+        // Overlapping values must not exceed the data together.
         let whole = KvBatchOperation {
             value_size: 64,
             ..operation(KvOpcode::STORE, b"a")

@@ -108,7 +108,7 @@ mod tests {
     use crate::model::{DriveProfile, KvAccess, TickUnit};
     use nvme_mpt::spec::status::Status;
 
-    /// A clock that stands still until it is moved.
+    /// A clock that only the test moves.
     #[derive(Clone, Debug, Default)]
     struct KvPacerTestClock(Rc<Cell<u64>>);
 
@@ -189,11 +189,11 @@ mod tests {
         assert!(release(&mut pace).is_empty());
         clock.0.update(|now| now + 1);
         assert_eq!(release(&mut pace), [(0, 100)]);
-        // A store that is slower than the drive is waited for, and for nothing else.
+        // If the store is slower than the drive, only the store's time counts.
         clock.0.update(|now| now + 500_000);
         hold(&mut pace, 1, KvAccess::Store, 4000);
         assert_eq!(release(&mut pace), [(1, 101)]);
-        // What the drive has nothing to do for is complete.
+        // A command without work for the drive completes at once.
         let status = Status::INVALID_KEY_SIZE;
         let completion = HostCompletion {
             slot: 2,

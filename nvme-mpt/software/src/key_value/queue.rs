@@ -506,7 +506,7 @@ mod tests {
                     .collect()
             };
             assert!(stands(1, OVERDUE).is_empty());
-            // It went on, if only with the next batch.
+            // The store has made progress, if only with the next batch.
             assert!(stands(2, OVERDUE).is_empty());
             assert_eq!(stands(2, lost - OVERDUE + 1), [KvFileThreadDelay::Overdue]);
             match timeout {

@@ -246,7 +246,7 @@ mod tests {
 
     use super::*;
 
-    /// A status that tells a slot's completion from others.
+    /// Returns a status that identifies a slot's completion.
     fn status(slot: u16) -> Status {
         Status(slot & 0xFF)
     }
@@ -275,7 +275,7 @@ mod tests {
         assert!(release(&mut calendar, 255).is_empty());
         assert_eq!(release(&mut calendar, 256), [1]);
         assert!(release(&mut calendar, 1000).is_empty());
-        // A resolution of 256 ticks makes it 24 ticks late.
+        // With a resolution of 256 ticks, the completion is 24 ticks late.
         assert_eq!(release(&mut calendar, 1024), [0]);
         hold(&mut calendar, 3, 0);
         assert_eq!(release(&mut calendar, 1024), [3]);
@@ -310,7 +310,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a list.
+        /// Compares the calendar with a list.
         #[test]
         fn it_holds_each_until_its_unit_of_time(
             shift in 0..10u32,

@@ -101,7 +101,7 @@ mod tests {
         assert!(take(&mut queue, 255).is_empty());
         assert_eq!(take(&mut queue, 256), [1]);
         assert!(take(&mut queue, 1000).is_empty());
-        // A resolution of 256 ticks makes it 24 ticks late.
+        // With a resolution of 256 ticks, the completion is 24 ticks late.
         assert_eq!(take(&mut queue, 1024), [0]);
         queue.insert(3, 0);
         assert_eq!(take(&mut queue, 1024), [3]);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a list that is sorted by due time and, within it, by when an entry went in.
+        /// Compares the queue with a list sorted by due time and order of insertion.
         #[test]
         fn it_is_a_sorted_list(
             shift in 0..12u32,

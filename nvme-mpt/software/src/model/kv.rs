@@ -111,7 +111,7 @@ mod tests {
 
     const KIB: u64 = 1 << 10;
 
-    /// Two units; a value moves a byte in a nanosecond to the drive, and two to the host.
+    /// Creates a model with two units. It transfers one byte per nanosecond to the drive, and two bytes to the host.
     fn model() -> KvModel {
         let rates = |latency, bandwidth| KvRates {
             latency: TimeSpan(latency),
@@ -145,7 +145,7 @@ mod tests {
             (KvAccess::List, 0, 70_000),
             (KvAccess::List, 1000, 70_500),
         ] {
-            // The drive is idle for long, and before anything is in its time.
+            // The drive is idle for long, also before the first command.
             for now in [0, 8_000, 10_000_000_000] {
                 let due = model().due(work(access, bytes), now);
                 assert_eq!(due - now, expected, "{access:?} {bytes} {now}");
@@ -160,7 +160,7 @@ mod tests {
             .map(|_| model.due(work(KvAccess::Exist, 0), 100))
             .collect();
         assert_eq!(due, [10_100, 10_100, 20_100, 20_100, 30_100]);
-        // A short one goes to the unit that is free first.
+        // A short command goes to the unit that becomes free first.
         assert_eq!(model.due(work(KvAccess::Delete, 0), 100), 35_100);
         assert_eq!(model.due(work(KvAccess::Exist, 0), 100), 40_100);
         assert_eq!(model.due(work(KvAccess::Exist, 0), 1_000_000), 1_010_000);
@@ -171,7 +171,7 @@ mod tests {
         let model = model();
         assert_eq!(model.due(work(KvAccess::Store, 100_000), 0), 120_000);
         assert_eq!(model.due(work(KvAccess::Store, 100_000), 0), 220_000);
-        // The other direction is free, and so is a unit by then.
+        // The other direction is free, and a unit becomes free in time.
         assert_eq!(
             model.due(work(KvAccess::Retrieve, 100_000), 220_000),
             320_000

@@ -200,7 +200,7 @@ mod tests {
     use crate::model::profile::{DriveProfile, ProfileSize};
     use crate::model::time::TimeSpan;
 
-    /// 4 units; a stripe of 4 KiB takes a unit 4 us to read and 8 us to write.
+    /// Creates a model with 4 units. A stripe of 4 KiB takes a unit 4 us to read and 8 us to write.
     fn model() -> NvmModel {
         let rates = |latency, bandwidth| NvmRates {
             latency: TimeSpan(latency),
@@ -242,7 +242,7 @@ mod tests {
         let model = model();
         assert_eq!(model.due(&work(MediaAccess::Read, 0, 8), 100), 10_100);
         assert_eq!(model.due(&work(MediaAccess::Write, 8, 8), 100), 10_100);
-        // Part of a stripe takes what a stripe takes; two parts are two stripes, on two units.
+        // A partial stripe takes as long as a whole one. Two parts are two stripes on two units.
         assert_eq!(model.due(&work(MediaAccess::Read, 23, 1), 100), 10_100);
         assert_eq!(model.due(&work(MediaAccess::Read, 31, 2), 50_000), 60_000);
         assert_eq!(model.due(&work(MediaAccess::Flush, 0, 0), 7), 7);
@@ -278,7 +278,7 @@ mod tests {
         assert_eq!(model.due(&of_unit_0(0), 0), 10_000);
         assert_eq!(model.due(&of_unit_0(1), 0), 14_000);
         assert_eq!(model.due(&of_unit_0(2), 0), 18_000);
-        // The other units are idle, and this one is so later.
+        // The other units are idle, and this unit is idle later.
         assert_eq!(model.due(&work(MediaAccess::Read, 8, 8), 0), 10_000);
         assert_eq!(model.due(&of_unit_0(3), 12_000), 22_000);
     }

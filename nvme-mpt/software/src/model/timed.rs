@@ -227,7 +227,7 @@ mod tests {
     use nvme_mpt::spec::opcode::NvmOpcode;
     use zerocopy::IntoBytes;
 
-    /// A clock that stands still until it is moved.
+    /// A clock that only the test moves.
     #[derive(Clone, Debug, Default)]
     struct TimedQueueTestClock(Rc<Cell<u64>>);
 
@@ -299,8 +299,7 @@ mod tests {
             done
         }
 
-        /// Moves the clock from one due time to the next. Returns when each slot completed, in
-        /// nanoseconds from now on.
+        /// Moves the clock from one due time to the next. Returns the completion time of each slot, in nanoseconds from now.
         fn finish(&mut self) -> Vec<(u64, u16)> {
             let begin = self.clock.now();
             let mut done: Vec<(u64, u16)> = Vec::new();
@@ -369,7 +368,7 @@ mod tests {
             (NvmOpcode::WRITE, 20_000),
             (NvmOpcode::WRITE_ZEROES, 20_000),
             (NvmOpcode::WRITE_UNCORRECTABLE, 20_000),
-            // Not even a model makes the store take what it does not know.
+            // A timing model does not make the store accept unknown commands.
             (NvmOpcode(0xC0), 0),
         ] {
             let mut drive = TimedTestDrive::new(1);
@@ -378,7 +377,7 @@ mod tests {
         }
     }
 
-    /// Puts ranges into a slot's list. Returns their address.
+    /// Writes ranges to a slot's list. Returns their address.
     fn put<T: IntoBytes + zerocopy::Immutable>(drive: &mut TimedTestDrive, ranges: &[T]) -> u64 {
         let (list, iova) = drive.lists.of_slot(0);
         let bytes = ranges.as_bytes();

@@ -42,7 +42,7 @@ mod tests {
         assert_eq!(parts.occupy(1, 100, 10), 110);
         assert_eq!(parts.occupy(0, 500, 1), 501);
         assert_eq!(parts.occupy(1, 0, u64::MAX), u64::MAX);
-        // No such part keeps nothing waiting.
+        // Without such parts, nothing waits.
         assert_eq!(parts.occupy(2, 7, 10), 7);
     }
 

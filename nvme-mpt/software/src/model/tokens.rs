@@ -88,7 +88,7 @@ impl BandwidthTokens {
 mod tests {
     use super::*;
 
-    /// 1000 bytes in a microsecond.
+    /// Creates a bucket with 1000 bytes per microsecond.
     fn tokens() -> BandwidthTokens {
         BandwidthTokens::new(1_000_000_000, TickUnit::Nanoseconds)
     }
@@ -126,7 +126,7 @@ mod tests {
             let length = (seed >> 20) % 10_000;
             bytes += length;
             last = last.max(tokens.transfer(now + (seed >> 50) % 20_000, length));
-            // The bytes that moved until `last` exceed those that fit by at most a slot.
+            // The bytes transferred until `last` exceed the budget by at most one slot.
             assert!(bytes <= last + 4_000);
         }
     }

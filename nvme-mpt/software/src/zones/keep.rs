@@ -267,7 +267,7 @@ mod tests {
             capacity: 192,
         };
         let open = || PersistedZones::beside(&folder.path().join("drive.img"), geometry, 12, 8);
-        // The process that makes the file may end before its name is durable. The next one finds the file.
+        // The process that creates the file may end before the file's name is durable. The next process finds the file.
         for round in ["made", "found"] {
             SYNCED.take();
             drop(open().expect("words"));

@@ -473,10 +473,10 @@ mod tests {
         assert_eq!(weights([0, 100, 0]), Some([1, 1, 1]));
         assert_eq!(weights([300, 100, 50]), Some([6, 2, 1]));
         assert_eq!(weights([300, 0, 100]), Some([3, 3, 1]));
-        // One heavy lease beside many of the usual weight has its share, not its class's.
+        // One heavy lease beside many default ones gets its own share, not its class's.
         assert_eq!(weights([200, 1500, 0]), Some([2, 15, 15]));
         assert_eq!(weights([0, 1000, 50]), Some([16, 16, 1]));
-        // A round is as long as it has to be, and no class is without a command.
+        // A round is as long as necessary, and no class is without commands.
         assert_eq!(weights([1000, 990, 1]), Some([16, 16, 1]));
         assert_eq!(weights([u64::from(u32::MAX), 1, 1]), Some([16, 1, 1]));
         assert_eq!(weights([0, 0, 0]), None);
@@ -522,7 +522,7 @@ mod tests {
         ] {
             assert_eq!(equal.suit(&busy(loads)), suits, "{loads:?}");
         }
-        // A class in which only quiet guests are may have more, but not less than the heaviest.
+        // A class with only quiet guests may get more, but not less than the heaviest guest.
         let [high, medium, _] = busy([300, 100, 0]);
         let quiet = ClassLoad {
             weight: 1,
@@ -551,7 +551,7 @@ mod tests {
     fn a_drive_is_told_of_four_changes_in_a_minute_at_most() {
         let mut arbitration = weighted();
         let mut told = Vec::new();
-        // Guests come and go in each survey.
+        // Guests arrive and leave in each survey.
         for look in 0..1_800_u64 {
             let now = Duration::from_millis(100 * look);
             let loads = busy([100 + 300 * (look % 2), 100, 0]);

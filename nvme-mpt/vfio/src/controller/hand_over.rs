@@ -358,8 +358,8 @@ mod tests {
 
     use super::*;
 
-    /// States that releases have stored of the same drive. The first release knew nothing of granted pairs. The last one
-    /// is this one.
+    /// States of the same drive, as written by releases. The first release did not store granted pairs. The last entry is the
+    /// present format.
     const STORED: [&str; 2] = [
         include_str!("stored/drive_state_1_without_granted.json"),
         include_str!("stored/drive_state_1.json"),

@@ -404,7 +404,7 @@ mod tests {
         assert!(wide.volatile_write_cache && wide.deallocated_reads_zeroes);
         assert_eq!((wide.awun_z, wide.sgl_descriptors_max > 0), (7, true));
         assert_eq!((wide.copy_bytes_max, wide.copy_ranges_max), (128 << 9, 128));
-        // A drive that takes 128 KiB at once has commands split, so less is promised.
+        // On a drive with a maximum transfer of 128 KiB, commands are split, so smaller limits are announced.
         let narrow = limits(&id, None, &common, 128 << 10);
         assert_eq!((narrow.mdts, narrow.awun_z), (8, 0));
         assert_eq!(narrow.sgl_descriptors_max, 0);
@@ -438,7 +438,7 @@ mod tests {
         let (small, large) = ((namespace(9, 0), 9), (namespace(12, 0), 12));
         assert_eq!(longest(&[small]), 2048 * 512);
         assert_eq!(longest(&[large]), 2048 * 4096);
-        // Each namespace has one limit in bytes: that of the smallest blocks.
+        // All namespaces have one limit in bytes, which the smallest block size determines.
         assert_eq!(longest(&[large, small]), 2048 * 512);
     }
 

@@ -171,7 +171,7 @@ mod tests {
     fn a_queue_that_moves_is_not_late_however_deep_it_is() {
         let mut scene = DriveProgressTest::default();
         scene.submit(0, 1_000);
-        // It waits for all of the other queue.
+        // The queue waits for all commands of the other queue.
         scene.submit(1, 1);
         for _ in 0..1_000 {
             assert_eq!(scene.pass(100), [0; 0]);
@@ -203,7 +203,7 @@ mod tests {
         for queue in [0, 1] {
             scene.submit(queue, 100);
         }
-        // Eight of one queue take longer than the deadline.
+        // Eight commands of one queue take longer than the deadline.
         for turn in 0..200 {
             assert_eq!(scene.pass(DEADLINE - 1), [0; 0]);
             scene.complete(turn % 2);

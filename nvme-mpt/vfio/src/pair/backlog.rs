@@ -118,18 +118,18 @@ mod tests {
     #[test]
     fn a_slow_drive_has_what_it_does_in_a_quarter_of_the_time_out() {
         let mut backlog = InFlightBound::new(PATIENCE);
-        // Eight commands of 256 KiB in 100 ms: 50 MiB.
+        // Eight commands of 256 KiB in 100 ms: the bound is 50 MiB.
         let (landed, mut in_flight) = (2 << 20, 32 << 20);
         for _ in 0..50 {
             in_flight = backlog.look(work(landed, in_flight)).expect("a bound");
         }
         assert!((50 << 20..52 << 20).contains(&in_flight), "{in_flight}");
-        // It becomes slower still.
+        // The drive becomes slower.
         for _ in 0..50 {
             in_flight = backlog.look(work(landed / 8, in_flight)).expect("a bound");
         }
         assert!((6 << 20..8 << 20).contains(&in_flight), "{in_flight}");
-        // A pause says nothing.
+        // A pause has no effect.
         assert_eq!(backlog.look(work(0, 0)), Some(in_flight));
     }
 

@@ -710,7 +710,7 @@ mod tests {
             flights.end_abort(&late);
             assert!(flights.own(3));
             assert_eq!((flights.in_flight(), flights.free()), (0, 3));
-            // Sooner or later there is one with the same identifier, which is another command.
+            // At some point, another command has the same identifier.
             let again = loop {
                 let next = take_off(&mut flights, 1, special, Ticks(300));
                 if next == cid {

@@ -116,7 +116,7 @@ mod tests {
     fn a_limit_that_limits_nothing_ends_and_lets_its_tenant_be_short() {
         let mut shares = WeightedShares::default();
         let mut both = tenants([1, 1]);
-        // The first floods the drive, and is cut.
+        // The first lease floods the drive, and is limited.
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].got, both[1].got) = (first, ALL - first);
@@ -127,7 +127,7 @@ mod tests {
             both[0].limit.is_some_and(|limit| limit < ALL * 6 / 10),
             "{both:?}"
         );
-        // Now the second does, for longer than any number of bytes could grow.
+        // Now the second lease does, for longer than byte counters could grow.
         for _ in 0..2_000 {
             let second = both[1].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].got, both[1].got) = (ALL - second, second);
@@ -141,7 +141,7 @@ mod tests {
         assert!(both[0].got > ALL * 4 / 10, "{both:?}");
     }
 
-    /// The lighter one wants little, so the drive's work does not tell that it has become faster.
+    /// The lighter lease wants little, so the drive's work does not show that the drive has become faster.
     #[test]
     fn limits_end_on_a_drive_that_becomes_fast() {
         let mut shares = WeightedShares::default();
@@ -168,7 +168,7 @@ mod tests {
         let mut both = tenants([1, 1]);
         let mut looks = 0;
         while both[0].limit.is_none_or(|limit| limit > ALL * 6 / 10) {
-            // The first fills its queue, and then keeps it full.
+            // The first lease fills its queue, and keeps it full.
             let first = if looks == 0 { 10 * ALL } else { ALL * 9 / 10 };
             (both[0].got, both[1].got) = (first, ALL / 10);
             shares.divide(&mut both, ALL, true);
@@ -193,7 +193,7 @@ mod tests {
             let mut sums = [0, 0];
             for look in 0..400 {
                 let all = ALL * percent() / 100;
-                // The first has more queues.
+                // The first lease has more queues.
                 let first = both[0].limit.unwrap_or(ALL).min(all * 84 / 100);
                 (both[0].got, both[1].got) = (first, all - first);
                 if look >= 100 {

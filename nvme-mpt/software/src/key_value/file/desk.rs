@@ -216,7 +216,7 @@ mod tests {
             }
         }
         assert_eq!(counts, [[64, 4, 1], [64, 4, 0], [22, 2, 0]]);
-        // Each key space's in the order that they came in.
+        // The replies of each key space come in the order of its requests.
         for slots in slots.values() {
             assert!(slots.is_sorted());
         }
@@ -233,7 +233,7 @@ mod tests {
             mailbox.put(2, KvReply::DONE);
             assert!(mailbox.has_replies() && is_signalled());
             mailbox.take(&mut replies);
-            // Once more, by whom it was woken too late.
+            // Take again, as a reader does that was woken too late.
             mailbox.take(&mut replies);
         }
         let slots: Vec<u16> = replies.into_iter().map(|(slot, _)| slot).collect();

@@ -215,7 +215,7 @@ mod tests {
         let mut pairs = KeyValueFile::open(&path, &kept).expect("empty");
         assert!(!pairs.end(Duration::from_millis(1)));
         drop(pairs);
-        // The kernel may still write what it was given.
+        // The kernel may still write earlier data.
         let error = KeyValueFile::open(&path, &ThreadSpawner::default()).expect_err("locked");
         assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
         drop(go);

@@ -301,10 +301,10 @@ mod tests {
     use super::super::geometry::DiePageCounts;
     use super::*;
 
-    /// Flash that remembers what was written to each page, and is as strict as flash is.
+    /// Flash that stores the contents of each page and enforces the rules of flash.
     struct RecordingFlash {
         geometry: FlashGeometry,
-        /// Content of each page: a number for each write of the host's.
+        /// Contents of each page: a number for each write by the host.
         pages: Vec<Option<u64>>,
         writing: u64,
     }
@@ -331,7 +331,7 @@ mod tests {
             assert!(self.geometry.ends_unit(last));
             let unit = self.geometry.unit_pages;
             for page in &mut self.pages[(last.0 + 1 - unit) as usize..=last.0 as usize] {
-                // Cannot be written any more.
+                // The page cannot be written any more.
                 page.get_or_insert(u64::MAX);
             }
         }
@@ -355,7 +355,7 @@ mod tests {
     pub(super) struct FtlTestDrive {
         pub(super) ftl: Ftl,
         flash: RecordingFlash,
-        /// The host's last write of each page.
+        /// The host's last write to each page.
         expected: Vec<Option<u64>>,
     }
 
@@ -450,10 +450,10 @@ mod tests {
         drive.check();
         let wear = drive.ftl.wear();
         let amplification = (wear.host_pages + wear.copied_pages) as f64 / wear.host_pages as f64;
-        // Writes are uniform, and a part u of the flash is in use. Greedy collection is then known
-        // to write about 1 / 2(1 - u) pages for each: 2.5 here.
+        // For uniform writes with a used part u of the flash, greedy collection is known to write about 1 / 2(1 - u) pages for
+        // each page, which is 2.5 here.
         assert!((2.0..=3.0).contains(&amplification), "{amplification}");
-        // Lines are used in turn, so that none wears out much before the others.
+        // Lines are used in rotation, so that no line wears out much before the others.
         let erased = drive.ftl.lines.iter().map(|line| line.erased);
         let (least, most) = (erased.clone().min(), erased.max());
         assert!(least > Some(3) && most < Some(100), "{least:?} {most:?}");
@@ -510,7 +510,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every logical page holds what was written last, no block is lost and wear is counted.
+        /// Every logical page has its last contents, no block is lost, and wear is counted.
         #[test]
         fn it_loses_nothing(
             steps in steps(),

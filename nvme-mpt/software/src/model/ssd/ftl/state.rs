@@ -266,7 +266,7 @@ mod tests {
         assert!(matches!(cut, Err(FtlStateError::Read(_))));
     }
 
-    /// Any number of it can be any other: it is refused, or the layer goes on.
+    /// With any numbers changed, the state is refused, or the layer works.
     #[test]
     fn a_state_that_is_damaged_is_refused_or_harmless() {
         let (_, state) = used();

@@ -101,7 +101,7 @@ pub mod io_error {
         }
 
         #[test]
-        fn what_somebody_acts_on_arrives() {
+        fn actionable_errors_keep_kind_and_errno() {
             for kind in [
                 io::ErrorKind::TimedOut,
                 io::ErrorKind::NotConnected,

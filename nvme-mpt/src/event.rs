@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_guest_causes_finds_room() {
+    fn drive_events_fit_into_a_full_queue() {
         let queue = EventQueue::new().expect("eventfd");
         let reason = QueueFailure::MemoryLost;
         for qid in (1..=2 * CAPACITY as u16).map(QueueId) {

@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_keeps_what_it_was_not_waiting_for() {
+    fn other_completions_are_kept_during_a_wait() {
         let mut queue = pair(8);
         let cids: Vec<u16> = (0..3)
             .map(|_| queue.submit(Sqe::flush(1)).unwrap())

@@ -69,14 +69,14 @@ fn went_on(folder: &TempDir) -> bool {
 }
 
 #[test]
-fn the_second_part_of_ci_follows_a_first_one_that_is_well() {
+fn ci_runs_its_second_part_after_a_successful_first_part() {
     let (output, folder) = run(":", ":");
     assert!(output.status.success(), "{output:?}");
     assert!(went_on(&folder));
 }
 
 #[test]
-fn what_fails_first_is_the_exit_status_of_ci() {
+fn ci_exits_with_the_first_failure() {
     for (install, verify) in [("echo no such crate; exit 101", ":"), (":", "exit 3")] {
         let (output, folder) = run(install, verify);
         assert_eq!(output.status.code(), Some(1), "{output:?}");
@@ -94,7 +94,7 @@ fn works(process: &str) -> bool {
 }
 
 #[test]
-fn nothing_of_a_ci_run_that_is_ended_goes_on() {
+fn ending_a_ci_run_ends_its_processes() {
     let install = "echo $$ >\"$STUB/new\"; mv \"$STUB/new\" \"$STUB/process\"; exec sleep 600";
     let verify = "until [ -e \"$STUB/process\" ]; do sleep 0.01; done; kill -TERM $PPID";
     let (output, folder) = run(install, verify);

@@ -245,7 +245,7 @@ fn no_modules_import_each_other() {
 }
 
 #[test]
-fn modules_are_followed_through_names_that_others_have_of_them() {
+fn re_exports_are_followed_to_their_module() {
     let place = |text: &str| -> Place { text.split("::").map(str::to_owned).collect() };
     let modules = ["pair", "pair::core", "pair::seat"].map(place);
     let mut read = Crate {

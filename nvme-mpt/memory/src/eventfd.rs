@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_eventfd_is_refused() {
+    fn other_descriptors_than_eventfds_are_refused() {
         let (reader, writer) = io::pipe().unwrap();
         let file = File::open("/dev/null").unwrap();
         for fd in [OwnedFd::from(reader), writer.into(), file.into()] {

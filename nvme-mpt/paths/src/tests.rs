@@ -81,7 +81,7 @@ fn owner(path: &Path) -> u32 {
 }
 
 #[test]
-fn a_socket_has_owner_and_mode_before_it_has_its_name() {
+fn a_socket_gets_owner_and_mode_before_its_name() {
     if !is_root() {
         return;
     }
@@ -104,7 +104,7 @@ fn a_socket_has_owner_and_mode_before_it_has_its_name() {
 }
 
 #[test]
-fn what_is_swapped_for_a_socket_keeps_its_owner_and_mode() {
+fn a_file_swapped_for_the_socket_keeps_its_owner_and_mode() {
     if !is_root() {
         return;
     }
@@ -185,7 +185,7 @@ fn a_live_socket_that_takes_the_place_of_a_stale_one_stays() {
 }
 
 #[test]
-fn a_stale_socket_of_another_user_is_replaced_where_only_we_can_have_made_it() {
+fn another_users_stale_socket_is_replaced_only_in_a_directory_of_ours() {
     if !is_root() {
         return;
     }
@@ -274,7 +274,7 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
 }
 
 #[test]
-fn what_others_can_write_or_replace_is_not_obeyed() {
+fn files_writable_or_replaceable_by_other_users_are_not_trusted() {
     if !is_root() {
         return;
     }

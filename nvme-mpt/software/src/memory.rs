@@ -612,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_taken_at_once_where_that_is_asked_for() {
+    fn memory_is_allocated_at_once_on_request() {
         for (allocation, taken) in [
             (MemoryAllocationTime::AsWritten, false),
             (MemoryAllocationTime::AtOnce, true),

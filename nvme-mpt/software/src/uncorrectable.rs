@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_into_a_mark_make_no_more_of_them_than_there_is_room_for() {
+    fn writes_into_marks_do_not_exceed_the_mark_capacity() {
         let blocks = Arc::new(UncorrectableBlocks::default());
         let room = blocks.make_room(&[range(0, 1 << 20)]);
         assert!(blocks.mark(0, 1 << 20).is_some());

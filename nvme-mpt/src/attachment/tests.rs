@@ -72,7 +72,7 @@ fn attachment() -> LocalBackend {
 }
 
 #[test]
-fn limits_beyond_which_commands_are_carried_out_in_parts_are_no_promises() {
+fn split_limits_are_not_guest_promises() {
     let attachment = attachment();
     attachment.pause().expect("no queues to rest");
     let mut state = attachment.save().expect("a state");
@@ -95,7 +95,7 @@ fn limits_beyond_which_commands_are_carried_out_in_parts_are_no_promises() {
 }
 
 #[test]
-fn a_guest_hears_of_its_own_namespace_alone() {
+fn a_guest_gets_events_of_its_own_namespace_only() {
     let attachment = attachment();
     let changed = |nsid| IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(nsid)));
     let health = IoQueueEvent::Drive(DriveEvent::Health);
@@ -106,7 +106,7 @@ fn a_guest_hears_of_its_own_namespace_alone() {
 }
 
 #[test]
-fn figures_of_queues_that_change_are_not_waited_for() {
+fn statistics_do_not_wait_for_changing_queues() {
     let attachment = attachment();
     let figures = attachment.try_stats().expect("nothing changes");
     assert_eq!(figures.id, "test");
@@ -118,7 +118,7 @@ fn figures_of_queues_that_change_are_not_waited_for() {
 }
 
 #[test]
-fn a_queue_that_the_drive_takes_its_time_with_holds_up_no_figures_and_no_doorbells() {
+fn slow_queue_creation_delays_neither_statistics_nor_doorbells() {
     let controller = IdleController::new();
     let on_queue = controller.on_queue();
     let drive = Drive::new("idle", controller, None).expect("a namespace");

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_to_a_region_that_went_is_told() {
+    fn writes_to_an_unmapped_region_are_reported() {
         let window = window();
         window.map(region(0x10000, 0x4000)).expect("map");
         window.start_dirty_log().expect("idle");

@@ -323,7 +323,7 @@ mod tests {
 
     /// Between two processes, a VM frees memory and allocates it again. The next process soon ends too.
     #[test]
-    fn memory_that_is_mapped_anew_is_not_found_where_an_earlier_process_had_it() {
+    fn remapped_memory_does_not_reuse_inherited_addresses() {
         let live = Arc::new(InflightFile::new(1).unwrap());
         let iommu = Arc::new(InflightReadingIommu {
             live,
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_vm_says_that_it_had_does_not_come_on_top_of_its_limit() {
+    fn claimed_memory_counts_towards_the_limit() {
         const LEN: u64 = 1 << 20;
         let live = Arc::new(InflightFile::new(1).unwrap());
         let iommu = Arc::new(InflightReadingIommu {

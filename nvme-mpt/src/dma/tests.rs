@@ -85,7 +85,7 @@ fn an_access_must_lie_in_one_region_for_a_device_but_not_for_the_control_path() 
 }
 
 #[test]
-fn a_region_is_used_only_as_it_may_be() {
+fn region_access_rights_are_enforced() {
     let window = window();
     window
         .map(MemoryRegion {
@@ -154,7 +154,7 @@ fn unmapping_takes_whole_regions() {
 }
 
 #[test]
-fn an_unmap_waits_for_who_uses_the_memory() {
+fn an_unmap_waits_for_users_of_the_memory() {
     let window = Arc::new(window());
     window.map(region(0x1000, 0x1000)).expect("map");
     let UsedTable {
@@ -230,7 +230,7 @@ fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
 }
 
 #[test]
-fn blocks_are_one_run_only_where_all_of_it_goes_on() {
+fn blocks_merge_only_if_file_offset_and_rights_continue() {
     let (window, file) = window_with_a_hot_plug_file();
     let other = memfd(64 << 20);
     let runs = |window: &DmaWindow| window.table().runs();
@@ -292,7 +292,7 @@ fn an_offset_beyond_all_files_is_refused() {
 }
 
 #[test]
-fn memory_that_may_wait_is_taken_on_request_alone() {
+fn memory_that_may_block_is_mapped_only_on_request() {
     // A directory beside the program, since /tmp may be a tmpfs.
     let program = std::env::current_exe().expect("a path");
     let folder = program.parent().expect("a folder");
@@ -463,7 +463,7 @@ fn memory_is_unmapped_when_its_window_is_dropped_while_another_thread_looks_at_i
 }
 
 #[test]
-fn memory_that_a_function_had_is_mapped_anew_whatever_others_have_by_then() {
+fn former_memory_is_remapped_whatever_others_hold() {
     const MAX: u64 = 1024;
     let file = memfd(2 * MAX * PAGE_SIZE);
     let page = |number: u64| {
@@ -513,7 +513,7 @@ fn memory_that_a_function_had_is_mapped_anew_whatever_others_have_by_then() {
 }
 
 #[test]
-fn memory_that_a_function_had_waits_for_nothing_but_room() {
+fn former_memory_needs_only_address_space() {
     const LEN: u64 = 252 << 20;
     let folder = tempfile::tempdir().expect("a folder");
     let account = MemoryAccount::below(folder.path());

@@ -417,7 +417,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn kept_doorbells_are_those_that_were_made_and_nothing_that_can_be_cut_short() {
+    fn doorbells_are_restored_only_from_their_sealed_file() {
         let mode = DoorbellMode::Trap;
         let stride = DoorbellStride::default();
         let made = DoorbellPage::new(mode, stride, 4).expect("memory");

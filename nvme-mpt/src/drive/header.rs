@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_are_told_from_data() {
+    fn headers_are_distinguished_from_data() {
         for (at, mark, name, _) in HEADERS {
             let mut bytes = vec![0x55; 512];
             bytes[*at..*at + mark.len()].copy_from_slice(mark);

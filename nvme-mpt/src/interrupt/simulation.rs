@@ -241,7 +241,7 @@ fn guests_that_interrupts_keep_from_their_work_get_more_done() {
 }
 
 #[test]
-fn what_was_learned_with_many_commands_outstanding_costs_one_with_few_little() {
+fn coalescing_learned_at_high_depth_costs_little_at_low_depth() {
     for guest in GUESTS {
         for drive in DRIVES {
             for few in [1, 2, 4] {

@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_vm_had_before_is_never_refused() {
+    fn former_mappings_are_never_refused() {
         let budget = SharedBudget::new(IommuBudget::of_iovas(PolicyChoice::Learned, NARROW));
         let [first, second] = [(); 2].map(|()| VmShare::new(&budget));
         let had = [first.inherit(200 * GIB), second.inherit(200 * GIB)];
@@ -281,7 +281,7 @@ mod tests {
     proptest! {
         /// VMs take and return mappings in any order.
         #[test]
-        fn what_is_assured_is_there(
+        fn assured_mappings_are_available(
             learned in any::<bool>(),
             max in 256..5000_u64,
             steps in prop::collection::vec((0..16_usize, 0..600_usize, any::<bool>()), 1..60),

@@ -126,7 +126,7 @@ fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
 }
 
 #[test]
-fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
+fn inherited_file_memory_is_reused_and_the_rest_unmapped() {
     let iommu = Arc::new(SharedIommu::default());
     let (inherited, file, starts) = ended(&iommu);
     let made = iommu.made();
@@ -207,7 +207,7 @@ fn other_memory_is_mapped_elsewhere() {
 }
 
 #[test]
-fn inherited_memory_counts_for_those_whose_memory_it_is() {
+fn inherited_memory_counts_for_its_owner() {
     let iommu = Arc::new(SharedIommu::default());
     let (inherited, file, _) = ended(&iommu);
     let next = space(&iommu, inherited);
@@ -280,7 +280,7 @@ fn memory_of_one_function_is_not_found_for_another() {
 }
 
 #[test]
-fn an_address_that_is_mapped_twice_ends_the_table() {
+fn a_double_mapping_invalidates_the_table() {
     let (mut table, file) = MappingTable::new(Some(64), std::iter::empty()).expect("memory");
     let mapping = IommuMapping {
         iova: PAGE,
@@ -298,7 +298,7 @@ fn an_address_that_is_mapped_twice_ends_the_table() {
 }
 
 #[test]
-fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
+fn freeing_a_range_unmaps_its_inherited_mappings() {
     let iommu = Arc::new(SharedIommu::default());
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
@@ -323,7 +323,7 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
 }
 
 #[test]
-fn changes_are_told_once_somebody_has_asked() {
+fn changes_mark_the_last_listing_outdated() {
     let iommu = Arc::new(SharedIommu::default());
     let space = space(&iommu, Vec::new());
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
@@ -341,7 +341,7 @@ fn changes_are_told_once_somebody_has_asked() {
 }
 
 #[test]
-fn mappings_that_cannot_be_are_refused() {
+fn impossible_mappings_are_refused() {
     let mapping = |iova, len| IommuMapping {
         iova,
         len,
@@ -563,7 +563,7 @@ proptest! {
 
     /// Random wrong words in a slot or the header.
     #[test]
-    fn a_table_that_is_wrong_is_refused_or_leads_to_no_other_memory(
+    fn a_corrupt_table_is_refused_or_maps_no_other_memory(
         words in proptest::collection::vec(
             (
                 0_usize..TABLE / 8,
@@ -602,7 +602,7 @@ proptest! {
 }
 
 #[test]
-fn a_table_that_does_not_hold_is_refused() {
+fn an_invalid_table_is_refused() {
     let file = memfd(c"guest", 8 * PAGE).expect("memory");
     let whole = memory(&file, 0, 8, MappingAccess::ReadWrite);
     let good = killed(&[1, 2, 3, 2], &whole).pop().expect("a moment").table;
@@ -638,7 +638,7 @@ fn a_table_that_does_not_hold_is_refused() {
 }
 
 #[test]
-fn mappings_that_the_space_cannot_have_cost_all_of_them() {
+fn one_impossible_inherited_mapping_drops_all() {
     let file = memfd(c"guest", 8 * PAGE).expect("memory");
     let whole = memory(&file, 0, 8, MappingAccess::ReadWrite);
     let cut = killed(&[1, 2], &whole).pop().expect("a moment");

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_its_owners_alone_until_it_is_released() {
+    fn a_lease_belongs_to_its_owner_until_release() {
         let (_dir, ledgers) = both();
         for ledger in ledgers {
             let wanted = range("a", "1M+1M");
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn the_owner_gets_what_is_reserved_and_no_byte_more() {
+    fn the_owner_gets_exactly_the_reserved_bytes() {
         let (_dir, ledgers) = both();
         for ledger in ledgers {
             reserve(&ledger, &range("a", "1M+1M"), ALICE);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_reservation_did_not_wipe_is_refused() {
+    fn unwiped_reservations_are_refused() {
         let (_dir, [ledger, _]) = both();
         drop(ledger.acquire(&range("b", "0+2M")).unwrap());
         let wiping = LeaseRequest {

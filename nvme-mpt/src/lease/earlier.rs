@@ -907,7 +907,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_does_not_tell_its_boot_finds_nothing_again_without_a_word() {
+    fn without_a_boot_id_the_operator_must_identify_drives() {
         let dir = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(&dir.path().join("state"));
         let drive = "disk:00000000-0000-0000-0000-000000000000/5";
@@ -923,7 +923,7 @@ mod tests {
     }
 
     #[test]
-    fn the_former_name_of_a_drive_ends_with_what_is_on_it() {
+    fn an_old_drive_name_ends_with_its_data() {
         let dir = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(&dir.path().join("state"));
         let [first, second] = [5, 6].map(|number| format!("disk:{OLD}/{number}"));

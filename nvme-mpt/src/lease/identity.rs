@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_those_of_the_bytes() {
+    fn names_depend_on_the_bytes() {
         let disk = LeaseIdentity::derive("disk:a", Nsid(1), range("1M+64K"), "a");
         let partition = "1048576+1073741824 of disk:a";
         assert_eq!(
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn names_by_size_are_stable_and_others_than_those_of_ranges() {
+    fn names_by_size_are_stable_and_differ_from_names_of_ranges() {
         // See `names_are_stable`.
         let identity = LeaseIdentity::derive_by_size("file:/drive", Nsid(1), "vm-1");
         assert_eq!(identity.serial, "MPT88301FB4615951598");

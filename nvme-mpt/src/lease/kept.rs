@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_are_those_of_the_last_change_that_was_complete() {
+    fn records_of_the_last_complete_change_are_read() {
         let file = tempfile::tempfile().expect("a file");
         let share = || file.try_clone().expect("a descriptor");
         let (mut kept, before) = LedgerMemoryFile::open(share()).expect("new");

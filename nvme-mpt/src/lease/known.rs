@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_with_other_content_is_refused_by_what_has_changed() {
+    fn a_replaced_namespace_is_refused_with_the_changed_property() {
         let folder = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(folder.path());
         let known = drive("nvme:a", ADDRESS, "01");

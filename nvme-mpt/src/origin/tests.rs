@@ -383,7 +383,7 @@ fn the_names_of_holders_are_those_of_a_disk_and_its_partitions() {
 }
 
 #[test]
-fn devices_that_are_made_of_each_other_end() {
+fn circular_devices_terminate() {
     let tree = Tree::new();
     let device = tree.device("virtual/dm-0", "253:0", &[("size", "8"), ("dm/uuid", "a")]);
     tree.write("sys/devices/virtual/dm-0/slaves/dm-0/dev", "253:0");
@@ -685,7 +685,7 @@ fn a_file_on_overlay_is_the_one_in_the_upper_directory() {
 }
 
 #[test]
-fn a_file_that_others_have_under_another_name_is_refused() {
+fn a_file_in_use_under_another_name_is_refused() {
     let tree = Tree::new();
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().canonicalize().unwrap();

@@ -231,7 +231,7 @@ fn classes_have_commands_by_weight_and_urgent_ones_go_first() {
 }
 
 #[test]
-fn what_a_host_must_not_do_is_found() {
+fn host_violations_are_detected() {
     let mut scene = scene(
         Options {
             mdts: 1,
@@ -271,7 +271,7 @@ fn what_a_host_must_not_do_is_found() {
 }
 
 #[test]
-fn faults_do_what_they_are_called() {
+fn each_fault_has_its_effect() {
     let mut scene = scene(Options::default(), DoorbellMode::Trap);
     let mut queue = scene.queue();
     let drive = scene.drive.clone();

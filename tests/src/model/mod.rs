@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deallocated_block_is_either_until_a_read_tells() {
+    fn a_deallocated_block_is_old_or_zero_until_a_read_decides() {
         let mut model = Model::new(LIMITS, true);
         let mut step = |op: &Op, data: &[u8]| model.judge(op, status::SUCCESS, data, 512);
         let write = Op::Write {

@@ -287,7 +287,7 @@ fn a_request_for_events_is_aborted() {
 }
 
 #[test]
-fn what_is_not_there_is_not_aborted() {
+fn unknown_commands_are_not_aborted() {
     let mut scene = scene(&Host::new("memory:32M", 512));
     for (sq, cid) in [(0, 0x1234), (1, 0), (2, 0), (77, 5), (0xffff, 0xffff)] {
         // The Abort succeeds and reports that it aborted nothing.
@@ -326,7 +326,7 @@ fn io_in_flight_that_is_aborted_completes_once() {
 }
 
 #[test]
-fn data_of_admin_commands_that_cannot_be() {
+fn invalid_data_pointers_of_admin_commands() {
     let mut scene = scene(&Host::new("memory:32M", 512));
     let sentinel = Sentinel::new(&scene.machine.memory, 3 * 4096);
     let identify = Sqe::identify(cns::CONTROLLER, 0, 0);

@@ -23,7 +23,7 @@ fn number_of_queues() -> Sqe {
 }
 
 #[test]
-fn nothing_is_taken_or_completed_without_it() {
+fn no_commands_without_bus_master_enable() {
     for mode in MODES {
         let host = Host::new("memory:32M", 512);
         let other = host.machine(&Setup::nth(1));
@@ -64,7 +64,7 @@ fn nothing_is_taken_or_completed_without_it() {
 }
 
 #[test]
-fn a_function_level_reset_clears_it() {
+fn a_function_level_reset_clears_bus_master_enable() {
     let host = Host::new("memory:32M", 512);
     let machine = host.machine(&Setup::nth(0));
     command(&machine, MEMORY_SPACE | BUS_MASTER);
@@ -101,7 +101,7 @@ fn a_function_level_reset_clears_it() {
 }
 
 #[test]
-fn a_guest_that_switched_its_function_off_is_left_alone_after_a_snapshot() {
+fn bus_master_enable_stays_clear_after_a_snapshot() {
     let host = Host::new("memory:32M", 512);
     let other = host.machine(&Setup::nth(1));
     let (_controller, mut neighbour) = other.disk();

@@ -55,7 +55,7 @@ fn a_shutdown_is_complete_once_the_drive_has_flushed() {
 }
 
 #[test]
-fn a_pause_leaves_the_result_of_a_flush_to_the_shutdown_that_waits_for_it() {
+fn a_pause_does_not_consume_the_flush_result_of_a_shutdown() {
     let drive = ScriptedController::new(|_| ());
     let host = drive.host(1);
     let machine = host.machine(&Setup::nth(0));

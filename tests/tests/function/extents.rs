@@ -75,7 +75,7 @@ fn check(disk: &mut Disk, first: u64, blocks: u64) {
 }
 
 #[test]
-fn a_guest_is_told_of_units_and_sees_one_namespace() {
+fn a_guest_sees_one_namespace_and_its_optimal_boundary() {
     for (host, _file) in hosts() {
         let _others = leave(&host, 8);
         let machine = host.machine(&units(8));
@@ -347,7 +347,7 @@ fn a_lease_grows_under_its_guest() {
 }
 
 #[test]
-fn growth_that_fails_leaves_the_guest_what_it_had_and_goes_on_the_next_time() {
+fn failed_growth_keeps_the_old_size_and_can_be_repeated() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(DRIVE).unwrap();
     let host = Host::of_file(file.path(), 512);
@@ -417,7 +417,7 @@ fn a_lease_of_zones_does_not_grow() {
 }
 
 #[test]
-fn a_snapshot_is_taken_up_by_a_lease_that_has_grown() {
+fn a_snapshot_is_restored_on_a_grown_lease() {
     let host = Host::new("memory:32M", 512);
     let machine = host.machine(&units(2));
     let (mut controller, mut disk) = listening(&machine);

@@ -138,7 +138,7 @@ fn media_errors_are_told_and_change_nothing() {
 }
 
 #[test]
-fn a_latency_is_added_to_the_commands_that_it_is_about() {
+fn a_latency_fault_delays_matching_commands() {
     // The system clock may be slewed by up to 500 ppm, and the test compares the drive's time with it.
     const AT_LEAST: Duration = Duration::from_millis(299);
     for store in STORES {
@@ -361,7 +361,7 @@ fn a_namespace_that_is_resized_has_another_size() {
 }
 
 #[test]
-fn the_same_guest_has_the_same_faults_whoever_is_beside_it() {
+fn faults_of_a_guest_do_not_depend_on_other_guests() {
     let plan =
         "seed = 3\n[[fault]]\nkind = \"media-error\"\nrange = \"0+16M\"\nprobability = 0.2\n";
     let run = |with_other: bool| -> Vec<StatusCode> {

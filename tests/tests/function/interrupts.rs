@@ -44,7 +44,7 @@ fn consume(queue: &mut QueuePair) -> u16 {
 }
 
 #[test]
-fn one_per_batch() {
+fn one_interrupt_per_batch() {
     for mode in MODES {
         let host = Host::new("memory:32M", 512);
         let bystander = Bystander::start(&host, &Setup::nth(1));
@@ -194,7 +194,7 @@ fn is_pending(machine: &Machine, vector: u64) -> bool {
 }
 
 #[test]
-fn none_while_masked_and_one_after() {
+fn one_interrupt_after_a_mask_and_none_during_it() {
     let host = Host::new("memory:16M", 512);
     let setup = Setup {
         masking: MsixMasking::Function,
@@ -271,7 +271,7 @@ fn messages_of_msi_wait_for_intmc() {
 }
 
 #[test]
-fn the_pin_is_high_until_all_is_consumed() {
+fn the_interrupt_pin_is_high_until_all_completions_are_consumed() {
     let host = Host::new("memory:16M", 512);
     for poll in ["shared", "shared:busy"] {
         for mode in MODES {

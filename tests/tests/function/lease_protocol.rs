@@ -72,7 +72,7 @@ fn is_free(host: &Host, attached: &Weak<LocalBackend>) -> bool {
 }
 
 #[test]
-fn a_vmm_that_goes_at_any_byte_leaves_nothing_behind() {
+fn a_vmm_that_disconnects_at_any_byte_leaves_no_state() {
     let host = Host::new("memory:16M", 512);
     let status = message("\"status\"", 0);
     let whole = [opening(), status.clone(), status].concat();
@@ -119,7 +119,7 @@ fn a_vmm_that_goes_between_two_messages_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_is_no_message_ends_its_own_lease_alone() {
+fn an_invalid_message_ends_only_its_own_lease() {
     let host = Host::new("memory:16M", 512);
     let map = r#"{"map":{"gpa":0,"len":4096,"offset":0,"readable":true,"writable":true}}"#;
     let mut too_large = message("", 0);
@@ -208,7 +208,7 @@ impl LeaseSource for Endless {
 }
 
 #[test]
-fn a_server_that_ends_waits_for_no_lease_that_is_being_made() {
+fn a_stopping_server_cancels_leases_in_preparation() {
     let (mut vmm, server) = UnixStream::pair().unwrap();
     // The VMM waits for the lease, and stays connected.
     vmm.write_all(&opening()).unwrap();
@@ -220,7 +220,7 @@ fn a_server_that_ends_waits_for_no_lease_that_is_being_made() {
 }
 
 #[test]
-fn doorbell_writes_that_come_to_a_vmm_are_figures_of_the_server() {
+fn vmm_doorbell_counts_appear_in_server_statistics() {
     const PAGE: u64 = 4096;
     let host = Host::new("memory:16M", 512);
     let attachment = host.attachment_with(

@@ -141,7 +141,7 @@ fn ranges_at_both_ends() {
 }
 
 #[test]
-fn unreadable_blocks_are_those_of_an_id_and_take_no_room_from_others() {
+fn unreadable_blocks_belong_to_an_id_and_use_no_space_of_others() {
     let file = written_file(2 * LEASE);
     for host in [
         Host::of_file(file.path(), 512),
@@ -269,7 +269,7 @@ fn each_extent_of_a_lease_is_wiped() {
 }
 
 #[test]
-fn what_another_id_left_is_gone_after_a_wipe() {
+fn another_ids_data_is_gone_after_a_wipe() {
     let file = written_file(2 * LEASE);
     let path = format!("{}", file.path().display());
     for (path, lba_size) in [(&*path, 512), (&*path, 4096), ("memory:32M", 512)] {

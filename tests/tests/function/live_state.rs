@@ -599,7 +599,7 @@ fn new_files() -> Files {
 }
 
 #[test]
-fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
+fn invalid_queues_are_not_restored_and_new_ones_work() {
     let host = host("null:16M");
     let attachment = attach(&host, new_files());
     let refused = |kept: &PersistedQueues, reason: &str| {
@@ -649,7 +649,7 @@ fn a_function_without_live_state_cannot_be_taken_up() {
 }
 
 #[test]
-fn a_command_that_is_cut_short_is_left_to_the_next_process() {
+fn an_interrupted_command_is_left_to_the_next_process() {
     let files = new_files();
     let next = Files {
         memory: files.memory.try_clone().unwrap(),

@@ -193,7 +193,7 @@ pub(crate) fn kept(attachment: &LocalBackend) -> SharedPartsSource {
 
 /// The server is replaced several times, while the function and its guest stay.
 #[test]
-fn the_next_server_knows_what_was_lost_under_the_one_before() {
+fn lost_writes_are_known_to_the_next_server() {
     const MINUTE: Duration = Duration::from_secs(60);
     let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
         return;
@@ -277,7 +277,7 @@ impl SpareDescriptorStore for Shelf {
 
 /// A server can be killed after the kernel has reported an error and before the server has recorded it.
 #[test]
-fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_note() {
+fn a_spare_descriptor_reports_losses_the_predecessor_did_not_record() {
     const MINUTE: Duration = Duration::from_secs(60);
     let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
         return;
@@ -344,7 +344,7 @@ fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_
 
 /// A server restores its functions one by one.
 #[test]
-fn a_function_that_is_taken_up_late_knows_what_its_neighbour_was_told_before() {
+fn a_late_restored_function_knows_losses_reported_to_a_neighbour() {
     const MINUTE: Duration = Duration::from_secs(60);
     let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
         return;
@@ -376,7 +376,7 @@ fn a_function_that_is_taken_up_late_knows_what_its_neighbour_was_told_before() {
 }
 
 #[test]
-fn a_snapshot_that_is_restored_late_knows_what_its_neighbour_was_told_before() {
+fn a_late_restored_snapshot_knows_losses_reported_to_a_neighbour() {
     const MINUTE: Duration = Duration::from_secs(60);
     let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
         return;
@@ -406,7 +406,7 @@ fn a_snapshot_that_is_restored_late_knows_what_its_neighbour_was_told_before() {
 }
 
 #[test]
-fn a_snapshot_has_what_was_lost() {
+fn a_snapshot_records_lost_writes() {
     let Some(device) = LoopDevice::cached(LEASE, ROOM) else {
         return;
     };

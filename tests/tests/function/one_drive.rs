@@ -87,7 +87,7 @@ fn a_file_and_its_loop_devices_are_one_drive_for_leases_and_names() {
 }
 
 #[test]
-fn a_loop_device_and_its_file_are_locked_as_one_whatever_ledger_there_is() {
+fn a_loop_device_and_its_file_share_locks_with_any_ledger() {
     let Some(device) = LoopDevice::new(4 * LEASE, 1 << 20) else {
         return;
     };

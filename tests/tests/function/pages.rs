@@ -180,7 +180,7 @@ fn a_page_of_a_ring_that_goes_suspends_the_queue_until_it_is_back() {
 
 /// Behaviour of a guest with a strict virtual IOMMU: unmap after each command.
 #[test]
-fn a_page_that_is_mapped_for_one_command_is_there_for_it_and_gone_after_it() {
+fn a_page_mapped_for_one_command_works_and_fails_after_unmap() {
     let host = Host::new("memory:32M", 512);
     let bystander = Bystander::start(&host, &Setup::nth(1));
     let machine = host.machine(&Setup::nth(0).scattered());

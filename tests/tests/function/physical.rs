@@ -81,7 +81,7 @@ fn create_queue_fails(controller: &mut Controller, id: u16) -> StatusCode {
 }
 
 #[test]
-fn commands_that_the_drive_lacks_are_not_offered_and_reach_it_not() {
+fn commands_unsupported_by_the_drive_are_neither_offered_nor_sent() {
     let drive = ScriptedController::new(|limits| {
         limits.commands = Oncs::default().with_dsm(true).with_verify(true);
         limits.sgl_descriptors_max = 0;
@@ -124,7 +124,7 @@ fn commands_that_the_drive_lacks_are_not_offered_and_reach_it_not() {
 }
 
 #[test]
-fn health_is_the_drives_and_figures_are_the_leases() {
+fn health_is_per_drive_and_statistics_are_per_lease() {
     let drive = ScriptedController::new(|_| ());
     let host = drive.host(1);
     let neighbour = Bystander::start(&host, &Setup::nth(1));
@@ -202,7 +202,7 @@ fn a_temperature_beyond_the_guests_threshold_is_an_event_once() {
 }
 
 #[test]
-fn warnings_of_the_drive_reach_those_who_asked_and_once_until_they_read() {
+fn drive_warnings_are_reported_once_until_read() {
     let drive = ScriptedController::new(|_| ());
     let host = drive.host(1);
     let machine = host.machine(&Setup::nth(0));
@@ -230,7 +230,7 @@ fn warnings_of_the_drive_reach_those_who_asked_and_once_until_they_read() {
 }
 
 #[test]
-fn a_namespace_that_changed_is_told_to_its_guests_alone() {
+fn namespace_changes_reach_only_its_guests() {
     let drive = ScriptedController::new(|_| ());
     let hosts = [drive.host(1), drive.host(2)];
     let machines = [0, 1].map(|index: usize| hosts[index].machine(&Setup::nth(0)));
@@ -293,7 +293,7 @@ fn scene() -> Scene {
 }
 
 #[test]
-fn a_namespace_with_other_blocks_is_not_the_guests_any_more() {
+fn a_namespace_with_different_blocks_is_lost_to_the_guest() {
     for case in ["formatted", "shrunk", "detached"] {
         let mut scene = scene();
         scene.drive.change_namespaces(|namespaces| match case {
@@ -352,7 +352,7 @@ fn a_guest_whose_drive_is_gone_loses_its_namespace_and_no_more() {
 }
 
 #[test]
-fn a_reset_of_the_drive_is_nothing_that_a_guest_is_told() {
+fn a_drive_reset_causes_no_guest_event() {
     let mut scene = scene();
     scene.drive.tell(DriveEvent::Reset);
     no_event(&scene.machine, &mut scene.controller);

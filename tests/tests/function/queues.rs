@@ -101,7 +101,7 @@ fn small_disk(controller: &mut Controller, id: u16) -> Disk {
 }
 
 #[test]
-fn as_many_queue_pairs_as_their_doorbells_have_room_for() {
+fn maximum_number_of_queue_pairs() {
     for (mode, stride, most) in [
         (DoorbellMode::Shadow, DoorbellStride::Widest, 511),
         (DoorbellMode::Mapped, DoorbellStride::Widest, 1024),
@@ -378,7 +378,7 @@ fn a_full_completion_queue_lets_its_poller_sleep() {
 }
 
 #[test]
-fn queues_where_there_is_no_memory() {
+fn queues_outside_memory() {
     let host = Host::new("memory:32M", 512);
     let bystander = Bystander::start(&host, &Setup::nth(1));
     let machine = host.machine(&Setup::nth(0));
@@ -420,7 +420,7 @@ fn queues_where_there_is_no_memory() {
 }
 
 #[test]
-fn queues_that_cannot_be() {
+fn invalid_queues() {
     let host = Host::new("memory:16M", 512);
     let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();

@@ -134,7 +134,7 @@ fn segments_outside_memory() {
 }
 
 #[test]
-fn lengths_that_are_not_the_commands() {
+fn sgl_lengths_that_differ_from_the_command() {
     let mut scene = scene();
     let gpa = scene.data.gpa();
     for len in [0, 1, 512, LEN - 1, LEN + 1, 8192, u32::MAX] {
@@ -244,7 +244,7 @@ fn segments_of_impossible_lengths() {
 }
 
 #[test]
-fn segments_that_lead_on_where_they_must_not() {
+fn misplaced_segments() {
     let mut scene = scene();
     let block = data_block(scene.data.gpa(), 512);
     let after = scene.place(&[block; 8]);
@@ -282,7 +282,7 @@ fn segments_in_a_loop() {
 }
 
 #[test]
-fn as_many_descriptors_as_there_may_be_and_one_more() {
+fn maximum_number_of_descriptors_and_one_more() {
     let mut scene = scene();
     let gpa = scene.data.gpa();
     let mut list = vec![data_block(gpa, 8); MOST];

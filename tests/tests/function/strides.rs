@@ -47,7 +47,7 @@ fn each_path_of_doorbells_has_either_stride() {
 }
 
 #[test]
-fn offsets_are_those_of_the_stride() {
+fn doorbell_offsets_match_the_stride() {
     let host = Host::new("memory:16M", 512);
     for (stride, bytes) in [(DoorbellStride::Bytes4, 4), (DoorbellStride::Bytes64, 64)] {
         let machine = host.machine(&setup(stride, DoorbellMode::Trap));

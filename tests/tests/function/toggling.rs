@@ -99,7 +99,7 @@ fn pause(rng: &mut Rng) {
 }
 
 #[test]
-fn no_doorbell_is_lost_that_is_mapped_and_unmapped_meanwhile() {
+fn no_doorbell_write_is_lost_while_the_mapping_changes() {
     let host = Host::new("memory:16M", 512);
     let machine = host.machine(&Setup::nth(0).doorbells(DoorbellMode::Trap));
     let bar = Toggled::of(&machine);

@@ -189,7 +189,7 @@ fn one_heavy_guest_beside_many_has_its_own_share_and_not_half_of_the_drive() {
 }
 
 #[test]
-fn a_drive_has_turns_and_is_told_no_weights_unless_both_are_there_and_chosen() {
+fn round_robin_unless_weights_are_supported_and_chosen() {
     if remote::is_chosen() {
         return;
     }
@@ -225,7 +225,7 @@ fn weights_and_classes_are_there_after_a_reset() {
 }
 
 #[test]
-fn the_next_process_has_the_drive_go_on_with_weights() {
+fn weights_continue_in_the_next_process() {
     if remote::is_chosen() {
         return;
     }
@@ -247,7 +247,7 @@ fn the_next_process_has_the_drive_go_on_with_weights() {
 
 /// The present arbitration counts, since the predecessor may have tried another one without success.
 #[test]
-fn the_next_process_does_not_try_weights_that_it_does_not_find() {
+fn the_next_process_does_not_switch_to_weights() {
     if remote::is_chosen() {
         return;
     }
@@ -277,7 +277,7 @@ fn the_next_process_does_not_try_weights_that_it_does_not_find() {
 }
 
 #[test]
-fn a_drive_that_takes_no_weights_has_turns() {
+fn a_drive_that_refuses_weights_uses_round_robin() {
     if remote::is_chosen() {
         return;
     }
@@ -349,7 +349,7 @@ fn a_drive_that_refuses_unequal_weights_has_equal_ones() {
 }
 
 #[test]
-fn a_drive_that_refuses_all_weights_later_goes_on() {
+fn a_drive_that_later_refuses_weights_continues() {
     if remote::is_chosen() {
         return;
     }

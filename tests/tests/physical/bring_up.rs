@@ -95,7 +95,7 @@ fn transfers_of_any_size() {
 }
 
 #[test]
-fn drives_with_prps_alone() {
+fn drives_without_sgl_support() {
     let identity = works(Options {
         sgl: false,
         ..plain()
@@ -104,7 +104,7 @@ fn drives_with_prps_alone() {
 }
 
 #[test]
-fn drives_that_do_what_they_must_and_no_more() {
+fn drives_with_mandatory_features_only() {
     let identity = works(Options {
         version: 0x1_0200,
         oncs: 0,
@@ -118,7 +118,7 @@ fn drives_that_do_what_they_must_and_no_more() {
 }
 
 #[test]
-fn what_is_offered_is_what_the_drive_does() {
+fn offered_features_match_the_drive() {
     let oncs = ONCS_DSM | ONCS_WRITE_ZEROES;
     let identity = works(Options { oncs, ..plain() });
     assert_eq!(identity.oncs & ONCS_ALL, oncs);
@@ -169,7 +169,7 @@ fn a_watched_doorbell_buffer_spares_register_writes() {
 }
 
 #[test]
-fn queue_pairs_are_as_many_as_there_are_or_as_bar0_has_doorbells_for() {
+fn queue_pairs_are_limited_by_the_drive_and_bar0() {
     for (queue_pairs, doorbell_bytes, total) in [
         (1, None, 1),
         (2, None, 2),
@@ -250,7 +250,7 @@ fn refused(options: Options, prepare: impl Fn(&ModelDrive)) -> ControllerError {
 }
 
 #[test]
-fn drives_that_cannot_be_used_are_given_back() {
+fn unusable_drives_are_released() {
     let fails = |opcode, code| {
         let fault = Fault::once(Meets::Admin(opcode), Effect::Fail(code, true));
         move |model: &ModelDrive| model.inject(fault.clone())
@@ -426,7 +426,7 @@ fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
 }
 
 #[test]
-fn whoever_starts_threads_starts_the_one_that_watches_over_a_drive() {
+fn the_thread_spawner_starts_the_drive_monitor() {
     let started = Arc::new(Mutex::new(Vec::new()));
     let names = started.clone();
     let threads = ThreadSpawner::from_spawn(move |name, work| {

@@ -139,7 +139,7 @@ proptest! {
 }
 
 #[test]
-fn data_is_where_the_lease_has_it_on_the_drive() {
+fn data_lies_at_the_leases_blocks_on_the_drive() {
     let options = Options {
         namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
         mdts: 3,

@@ -326,7 +326,7 @@ fn a_queue_is_changed_once_its_commands_have_ended() {
 }
 
 #[test]
-fn memory_is_not_waited_for_after_a_reset_in_vain() {
+fn after_a_failed_reset_unmaps_do_not_wait() {
     let host = host();
     let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();

@@ -70,7 +70,7 @@ fn heat_is_told_to_every_guest() {
 }
 
 #[test]
-fn a_namespace_that_changes_is_told_to_its_guests_alone() {
+fn namespace_changes_reach_only_its_guests() {
     let host = host();
     let namespaces = host.drive.controller().namespaces();
     let other = crate::function::Host {
@@ -107,7 +107,7 @@ fn is_told(controller: &mut Controller) {
 }
 
 #[test]
-fn the_only_namespace_is_gone_once_its_blocks_are_of_no_use() {
+fn the_only_namespace_disappears_when_its_blocks_are_lost() {
     let options = Options {
         namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 512)],
         ..Options::default()
@@ -130,7 +130,7 @@ fn the_only_namespace_is_gone_once_its_blocks_are_of_no_use() {
 }
 
 #[test]
-fn a_namespace_that_changes_is_told_although_a_reset_takes_the_event() {
+fn a_namespace_change_is_reported_although_a_reset_drops_the_event() {
     let host = host();
     let machine = host.machine(&Setup::nth(0));
     let mut controller = listening(&machine);
@@ -144,7 +144,7 @@ fn a_namespace_that_changes_is_told_although_a_reset_takes_the_event() {
 }
 
 #[test]
-fn a_namespace_that_changes_is_told_although_it_cannot_be_read_at_once() {
+fn a_namespace_change_is_reported_although_the_first_read_fails() {
     let host = host();
     let machine = host.machine(&Setup::nth(0));
     let mut controller = listening(&machine);

@@ -265,7 +265,7 @@ fn a_drive_that_is_ready_only_after_a_function_level_reset() {
 }
 
 #[test]
-fn resets_take_their_time_and_nobody_is_lost() {
+fn slow_resets_lose_no_commands() {
     let options = Options {
         reset_time: Duration::from_millis(300),
         ..scarce()
@@ -284,7 +284,7 @@ fn resets_take_their_time_and_nobody_is_lost() {
 }
 
 #[test]
-fn what_a_reset_takes_away_reaches_the_guest_if_it_cannot_be_repeated_or_was_often_enough() {
+fn commands_ended_by_resets_reach_the_guest_if_not_repeatable() {
     let host = Host::with(scarce(), LONG);
     let load = Load::start(&host, &Setup::nth(0), 2, 12);
     let machine = host.machine(&Setup::nth(1));
@@ -329,7 +329,7 @@ fn a_deep_queue_on_a_slow_drive_is_not_late() {
 }
 
 #[test]
-fn completions_that_nobody_asked_for_are_dropped() {
+fn unexpected_completions_are_dropped() {
     for effect in [
         Effect::CompleteTwice,
         Effect::CompleteUnknown,
@@ -592,7 +592,7 @@ fn a_flush_of_a_functions_end_outlasts_a_reset() {
 }
 
 #[test]
-fn neither_figures_of_queue_pairs_nor_health_wait_for_a_reset() {
+fn statistics_and_health_do_not_wait_for_a_reset() {
     let host = Host::with(scarce(), LONG);
     let load = Load::start(&host, &Setup::nth(0), 2, 4);
     load.goes_on();
@@ -827,7 +827,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_series_of_failures_loses_and_doubles_nothing(
+    fn random_failures_lose_and_duplicate_nothing(
         queue_pairs in prop::sample::select(vec![1_u16, 2, 16]),
         mdts in prop::sample::select(vec![0_u8, 2, 5]),
         entries_max in prop::sample::select(vec![4_u32, 1024]),

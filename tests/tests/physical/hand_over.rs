@@ -211,7 +211,7 @@ fn a_pair_that_was_refused_is_there_again_after_a_reset_in_the_next_process() {
 }
 
 #[test]
-fn a_state_holds_for_one_process_and_no_longer_than_nothing_changes() {
+fn a_hand_over_state_is_valid_once_and_until_a_change() {
     let host = Host::with(options(DoorbellBufferUse::None), LONG);
     let setup = Setup::nth(0);
     let machine = host.machine(&setup);
@@ -414,7 +414,7 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
 }
 
 #[test]
-fn a_drive_that_goes_on_or_is_given_up_leaves_what_its_iommu_has() {
+fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
     let model = ModelDrive::start(options(DoorbellBufferUse::None));
     let shelf = Arc::new(Shelf::default());
     let host = open_kept(&model, &shelf);

@@ -70,7 +70,7 @@ fn refusal(error: DmaError) -> MemoryRefusal {
 }
 
 #[test]
-fn memory_that_is_mapped_again_and_again_is_refused_by_numbers() {
+fn endless_aliases_are_refused_with_numbers() {
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
     let before = iommu.mapped();
@@ -146,7 +146,7 @@ fn a_function_has_the_limit_that_its_options_give_it() {
 }
 
 #[test]
-fn a_function_without_a_limit_has_the_hosts_memory_once() {
+fn without_a_limit_a_function_can_map_the_hosts_memory_once() {
     let host = Host::with(Options::default(), LONG);
     let space = host.drive.controller().iova_space();
     let window = DmaWindow::new(space.clone()).of_function("a", Some(MemoryLimit::Host(2 * GIB)));
@@ -284,7 +284,7 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
 }
 
 #[test]
-fn what_the_kernel_takes_while_it_pins_is_promised_until_then() {
+fn pages_are_promised_until_the_kernel_has_pinned_them() {
     const LEN: u64 = 64 * MIB;
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
@@ -319,7 +319,7 @@ fn a_small_region_is_mapped_on_a_host_with_little_left() {
 }
 
 #[test]
-fn memory_that_is_there_is_never_refused_for_lack_of_memory() {
+fn populated_memory_is_never_refused() {
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
     let files = HostFiles::new(4 * GIB, 0);
@@ -353,7 +353,7 @@ fn a_software_drive_pins_nothing_and_has_no_limit() {
 }
 
 #[test]
-fn the_last_part_of_a_space_of_39_bits_is_kept_for_others() {
+fn part_of_a_39_bit_space_is_reserved_for_other_vms() {
     let host = Host::with(Options::default(), LONG);
     let early = Load::start(&host, &Setup::nth(0), 1, 4);
     let file = sparse(8 * GIB);

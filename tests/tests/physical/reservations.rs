@@ -207,7 +207,7 @@ fn a_pair_that_becomes_free_goes_to_a_queue_that_shares() {
 }
 
 #[test]
-fn a_pair_whose_queue_rests_serves_a_queue_that_shares_until_it_is_back() {
+fn an_idle_pair_serves_a_sharing_queue_until_its_own_is_active() {
     let host = host(2);
     let first = Load::start(&host, &Setup::nth(0), 1, 16);
     let machine = host.machine(&Setup::nth(1));

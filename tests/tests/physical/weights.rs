@@ -194,7 +194,7 @@ fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
 }
 
 #[test]
-fn a_quiet_guest_waits_for_what_the_drive_has_of_loud_ones_and_no_more() {
+fn a_quiet_guest_waits_only_for_commands_in_the_drive() {
     if remote::is_chosen() {
         // A server flushes the drive when a VMM disconnects, and the test would have to complete this Flush.
         return;

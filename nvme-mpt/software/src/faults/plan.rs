@@ -540,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_chose_is_what_the_kind_needs() {
+    fn unset_fault_fields_get_the_defaults_of_the_kind() {
         let plan = "[[fault]]\nkind = \"media-error\"\n[[fault]]\nkind = \"lost\"\n";
         let plan = FaultPlan::parse("here", plan).expect("sound");
         let [media, lost] = plan.faults.as_slice() else {
@@ -559,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn errors_name_the_problem() {
         let fault = |rest: &str| format!("[[fault]]\nkind = \"lost\"\n[[fault]]\n{rest}");
         for (text, said) in [
             ("kind = \"fire\"", "unknown variant `fire`"),

@@ -185,7 +185,7 @@ const WRITE_FAULT: Status = Status::WRITE_FAULT;
 const GOOD: Status = Status::SUCCESS;
 
 #[test]
-fn media_errors_are_those_of_the_blocks_and_the_way() {
+fn media_errors_depend_on_blocks_and_direction() {
     // Blocks 2048 to 2175.
     let mut drive = Drive::new("[[fault]]\nkind = \"media-error\"\nrange = \"1M+64K\"\n");
     for (opcode, bad) in [
@@ -216,7 +216,7 @@ fn media_errors_are_those_of_the_blocks_and_the_way() {
 }
 
 #[test]
-fn it_lets_commands_pass_first_and_strikes_so_often() {
+fn a_fault_skips_and_then_counts_commands() {
     let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"read\"]\nafter = 3\ncount = 2\n";
     let mut drive = Drive::new(plan);
     let commands = [
@@ -273,7 +273,7 @@ fn the_same_commands_have_the_same_faults_whatever_others_do() {
 }
 
 #[test]
-fn the_next_process_goes_on_with_the_faults_of_the_one_before() {
+fn faults_continue_in_the_next_process() {
     const PLAN: &str = r#"
         seed = 7
         [[fault]]
@@ -365,7 +365,7 @@ fn a_lost_command_completes_when_its_queue_goes() {
 }
 
 #[test]
-fn a_broken_queue_says_so() {
+fn a_broken_queue_reports_failure() {
     let mut drive = Drive::new("[[fault]]\nkind = \"fatal\"\noperations = [\"write\"]\n");
     drive.status(read(0));
     assert!(!drive.queue.has_failed());
@@ -387,7 +387,7 @@ fn a_broken_queue_behind_it_is_reported() {
 }
 
 #[test]
-fn what_a_removed_drive_has_fails_and_so_does_all_after_it() {
+fn commands_in_flight_and_later_ones_fail_on_a_removed_drive() {
     let plan = "[[fault]]\nkind = \"lost\"\n[[fault]]\nkind = \"latency\"\nadd = \"1s\"\ncount = 1\n\
                 [[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";
     let mut drive = Drive::new(plan);
@@ -410,7 +410,7 @@ fn what_a_removed_drive_has_fails_and_so_does_all_after_it() {
 }
 
 #[test]
-fn no_command_reaches_what_was_cut_off_until_it_is_back() {
+fn a_shrunk_drive_refuses_the_lost_blocks_until_it_grows() {
     let plan = "[[fault]]\nkind = \"resize\"\nsize = \"1M\"\noperations = [\"flush\"]\n\
                 [[fault]]\nkind = \"resize\"\nsize = \"512M\"\noperations = [\"flush\"]\nafter = 1\n";
     let mut drive = Drive::new(plan);

@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_a_bound_and_what_is_done_is_given_back() {
+    fn bounce_buffers_are_limited_and_returned() {
         for (need, max, bytes) in [
             (BounceBufferSize::Small, SMALL_MAX, SMALL),
             (BounceBufferSize::Large, LARGE_MAX, STAGE_MAX + DATA),

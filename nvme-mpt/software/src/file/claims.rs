@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_that_is_closed_is_waited_for_no_more() {
+    fn a_closed_lane_blocks_no_others() {
         let claims = LeaseChangeClaims::default();
         let (gone, lane) = (claims.open_lane(), claims.open_lane());
         let (_, begins) = claims.enter(&gone, change(0, 4096, false));

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_has_a_block_at_least_and_nothing_that_is_not_known() {
+    fn a_slice_has_at_least_a_block_and_only_known_extents() {
         let file = extents(MIB, LIGHT, &[(0, MIB)]);
         assert_eq!(file.slice(0, 4 * MIB, 1), (UNIT, UNIT));
         let file = extents(MIB, 1, &[(0, UNIT)]);

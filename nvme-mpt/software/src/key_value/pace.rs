@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_completion_comes_out_when_it_is_due_with_what_it_tells() {
+    fn a_completion_is_released_when_due_with_its_result() {
         let (clock, mut pace) = pace();
         pace.arrive(0..2);
         hold(&mut pace, 0, KvAccess::Store, 4000);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_is_to_go_waits_for_no_time() {
+    fn a_deleted_queue_does_not_wait_for_latencies() {
         let (_, mut pace) = pace();
         pace.arrive(0..1);
         hold(&mut pace, 0, KvAccess::List, 1 << 20);

@@ -494,7 +494,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_stands_still_is_told_of_once_and_waited_for() {
+    fn a_stalled_thread_is_reported_once_and_waited_for() {
         let day = looks_in(std::time::Duration::from_secs(24 * 3600));
         let lost = looks_in(std::time::Duration::from_secs(45));
         for timeout in [None, Some(lost)] {

@@ -30,7 +30,7 @@ fn capacity(drive: &KeyValueController) -> u64 {
 }
 
 #[test]
-fn an_empty_file_becomes_a_drive_as_large_as_it_is() {
+fn an_empty_file_becomes_a_drive_of_its_size() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = empty(folder.path(), 64 << 20);
     let drive = open(&path).expect("empty");
@@ -75,7 +75,7 @@ fn a_file_is_open_once() {
 }
 
 #[test]
-fn what_is_no_such_drive_stays_as_it_is() {
+fn other_files_are_refused_and_unchanged() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = empty(folder.path(), 4 << 20);
     let file = File::options().write(true).open(&path).expect("there");

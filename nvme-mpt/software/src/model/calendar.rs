@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_comes_out_before_it_is_due_and_all_of_it_then() {
+    fn entries_are_released_exactly_when_due() {
         let mut calendar = CompletionCalendar::new(4, 256);
         hold(&mut calendar, 0, 1000);
         hold(&mut calendar, 1, 256);
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_drained_leaves_the_time_as_it_was() {
+    fn draining_does_not_move_the_time() {
         let mut calendar = CompletionCalendar::new(3, 1);
         assert!(release(&mut calendar, 100).is_empty());
         calendar.begin(100);

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_comes_out_before_it_is_due_and_all_of_it_then() {
+    fn entries_are_released_exactly_when_due() {
         let mut queue = DueQueue::new(4, 256);
         queue.insert(0, 1000);
         queue.insert(1, 256);
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_drained_leaves_the_time_as_it_was() {
+    fn draining_does_not_move_the_time() {
         let mut queue = DueQueue::new(3, 1);
         assert!(take(&mut queue, 100).is_empty());
         queue.insert(0, 1 << 40);

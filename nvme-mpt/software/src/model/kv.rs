@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_profile_that_comes_along_takes_what_it_says() {
+    fn the_bundled_profile_has_its_stated_latencies() {
         let DriveProfile::Kv(profile) = DriveProfile::named("kv-ssd").expect("comes along") else {
             panic!("another model");
         };

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stripe_by_itself_takes_what_it_takes_among_many() {
+    fn a_stripe_alone_takes_as_long_as_among_many() {
         let (model, general) = (model(), model());
         for i in 0..1000_u64 {
             let access = [MediaAccess::Read, MediaAccess::Write][usize::from(i.is_multiple_of(3))];

@@ -708,7 +708,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn errors_name_the_problem() {
         let unknown = DriveProfile::load("optane")
             .expect_err("unknown")
             .to_string();

@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_is_to_go_waits_for_no_time() {
+    fn a_deleted_queue_does_not_wait_for_latencies() {
         let mut drive = TimedTestDrive::new(2);
         drive.run(&[command(NvmOpcode::WRITE, 0, 0, 8)]);
         drive.queue.hurry(true);

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn who_begins_later_keeps_nobody_waiting() {
+    fn a_later_start_delays_no_others() {
         let mut tokens = tokens();
         assert_eq!(tokens.transfer(1_000_000, 4_000), 1_004_000);
         assert_eq!(tokens.transfer(0, 4_000), 4_000);
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_far_ahead_still_takes_its_time() {
+    fn a_transfer_in_the_far_future_takes_its_time() {
         let mut tokens = tokens();
         assert!(tokens.transfer(10_000_000_000, 5_000) >= 10_000_005_000);
     }

@@ -134,7 +134,7 @@ fn file() -> (tempfile::TempDir, PathBuf) {
 }
 
 #[test]
-fn zones_of_a_file_are_what_they_were_and_those_of_others_are_too() {
+fn all_processes_see_the_stored_zones_of_a_file() {
     let (folder, path) = file();
     let drive = zones(8 << 20, Some(&path)).expect("zones");
     let other = zones(8 << 20, Some(&path)).expect("the same zones");
@@ -161,7 +161,7 @@ fn zones_of_a_file_are_what_they_were_and_those_of_others_are_too() {
 }
 
 #[test]
-fn zones_that_were_made_otherwise_are_not_taken_up() {
+fn stored_zones_with_another_geometry_are_refused() {
     let (_folder, path) = file();
     let kept = path.with_extension("img.zones");
     drop(zones(8 << 20, Some(&path)).expect("zones"));
@@ -179,7 +179,7 @@ fn zones_that_were_made_otherwise_are_not_taken_up() {
 }
 
 #[test]
-fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
+fn changed_zones_are_reported_once_and_overflow_the_list() {
     let drive = DriveZones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
     let lease = drive.lease(range(0, 1 << 30)).expect("a lease");
     let events = Arc::new(EventQueue::new().expect("an eventfd"));
@@ -204,7 +204,7 @@ fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
 }
 
 #[test]
-fn a_process_knows_that_zones_changed_under_the_one_before() {
+fn zone_changes_under_the_predecessor_are_reported() {
     let drive = DriveZones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
     let word = Arc::new(Mapping::anonymous(4096).expect("memory"));
     let record = || ChangeRecord::new(MappedWord64::new(&word, 0).expect("inside"));
@@ -272,7 +272,7 @@ fn states_that_another_program_changed_are_lost_for_all_leases() {
 }
 
 #[test]
-fn words_that_make_no_sense_are_not_taken_for_a_change() {
+fn invalid_words_do_not_count_as_changes() {
     let (_folder, path) = file();
     drop(zones(8 << 20, Some(&path)).expect("zones"));
     let kept = path.with_extension("img.zones");
@@ -327,7 +327,7 @@ impl LeasedBackingStore for Uncontended {
 }
 
 #[test]
-fn states_are_read_when_nobody_else_has_the_range_any_more() {
+fn zone_states_are_read_once_the_range_is_free() {
     let (_folder, path) = file();
     let drive = SoftwareController::over(Contended(path), 12);
     let drive = Arc::new(drive.zoned(&profile(PROFILE)).expect("zones"));

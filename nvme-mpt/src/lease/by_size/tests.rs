@@ -97,7 +97,7 @@ fn wipe(lease: &Lease) {
 }
 
 #[test]
-fn a_lease_by_size_is_an_extent_while_there_is_one() {
+fn a_lease_by_size_is_one_extent_if_possible() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         let a = take(&ledger, &size("a", 4));
@@ -285,7 +285,7 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
 }
 
 #[test]
-fn parts_of_a_torn_lease_are_had_by_name() {
+fn ranges_of_a_torn_lease_can_be_leased() {
     let (_dir, ledger) = folder();
     drop(take(&ledger, &size("a", 4)));
     drop(take(&ledger, &keep("b", "1M+1M")));
@@ -338,7 +338,7 @@ fn ranges_that_are_no_lease_by_size_are_refused_until_they_are_released() {
 }
 
 #[test]
-fn an_id_begins_anew_with_what_was_released_and_does_not_fit() {
+fn released_extents_that_do_not_fit_are_replaced() {
     let (_dir, ledger) = folder();
     let a = take(&ledger, &size("a", 1));
     let b = take(&ledger, &size("b", 1));
@@ -427,7 +427,7 @@ fn keep_size(id: &str, units: u64) -> LeaseRequest<'_> {
 }
 
 #[test]
-fn an_id_that_was_released_and_lost_its_end_begins_anew() {
+fn a_released_id_that_lost_its_end_gets_new_extents() {
     let (_dir, ledger) = folder();
     for (id, leased) in [("a", size("a", 4)), ("b", at("b", "20M+4M"))] {
         let end = parts(&take(&ledger, &leased))[0].end();
@@ -445,7 +445,7 @@ fn an_id_that_was_released_and_lost_its_end_begins_anew() {
 }
 
 #[test]
-fn what_was_cut_off_is_no_part_of_the_lease_that_a_release_is_about() {
+fn a_release_does_not_cover_truncated_extents() {
     let (_dir, ledger) = folder();
     drop(take(&ledger, &at("named", "4M+36M")));
     let a = take(&ledger, &size("a", 4));
@@ -524,7 +524,7 @@ fn a_lease_that_grows_marks_what_it_has_to_wipe() {
 }
 
 #[test]
-fn what_is_cut_off_is_wiped_before_any_lease_has_it() {
+fn truncated_extents_are_wiped_before_reuse() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         drop(take(&ledger, &at("named", "8M+32M")));
@@ -555,7 +555,7 @@ fn what_is_cut_off_is_wiped_before_any_lease_has_it() {
 }
 
 #[test]
-fn a_change_of_size_that_cannot_be_is_refused_and_changes_nothing() {
+fn an_impossible_resize_is_refused_without_effect() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         let a = take(&ledger, &size("a", 4));
@@ -604,7 +604,7 @@ fn a_change_of_size_that_cannot_be_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_lease_in_one_extent_grows_at_its_end_alone() {
+fn a_contiguous_lease_grows_only_at_its_end() {
     let (_dir, ledger) = folder();
     let x = take(&ledger, &at("x", "2M+1M"));
     let y = take(&ledger, &at("y", "33M+1M"));
@@ -629,7 +629,7 @@ fn a_lease_in_one_extent_grows_at_its_end_alone() {
 }
 
 #[test]
-fn sizes_that_do_not_do_are_refused() {
+fn unsuitable_sizes_are_refused() {
     let (_dir, ledgers) = both();
     let wanted = |bytes, unit| RequestedBytes::Size {
         bytes,
@@ -713,7 +713,7 @@ fn sizes_that_do_not_do_are_refused() {
 }
 
 #[test]
-fn a_smaller_unit_is_named_where_it_would_do() {
+fn a_refusal_suggests_a_fitting_smaller_unit() {
     let (_dir, ledger) = folder();
     let x = take(&ledger, &at("x", "1M+1M"));
     let y = take(&ledger, &at("y", "4M+36M"));
@@ -735,7 +735,7 @@ fn a_smaller_unit_is_named_where_it_would_do() {
 }
 
 #[test]
-fn a_ledger_that_could_not_be_synced_is_taken_as_it_is() {
+fn an_unsynced_ledger_is_used_as_it_is_on_disk() {
     let (_dir, ledger) = folder();
     let a = take(&ledger, &size("a", 2));
     // State after a change that failed after the file was replaced.

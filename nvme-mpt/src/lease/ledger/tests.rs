@@ -328,7 +328,7 @@ fn name_process(dir: &tempfile::TempDir, pid: u32) {
 }
 
 #[test]
-fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
+fn an_unchanged_takeover_writes_nothing() {
     let (dir, [ledger, _]) = both();
     let sized = |id| LeaseRequest {
         wanted: RequestedBytes::Size {
@@ -425,7 +425,7 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
 }
 
 #[test]
-fn a_lease_that_was_taken_over_and_released_is_not_named_again() {
+fn a_released_takeover_is_not_recorded_again() {
     let (dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "0+1G")).unwrap());
     let again = ledger.acquire(&request("a", "0+1G")).unwrap();
@@ -437,7 +437,7 @@ fn a_lease_that_was_taken_over_and_released_is_not_named_again() {
 }
 
 #[test]
-fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
+fn a_handed_over_lease_belongs_to_the_successor() {
     let (dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     // The lease is taken over, and the process is not recorded yet.
@@ -459,7 +459,7 @@ fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
 }
 
 #[test]
-fn a_process_that_waits_to_name_itself_leaves_the_name_of_the_next_one() {
+fn a_late_holder_record_does_not_overwrite_the_successor() {
     let (dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
@@ -507,7 +507,7 @@ fn release_takes_stale_leases_and_refuses_held_ones() {
 }
 
 #[test]
-fn looking_makes_no_folder() {
+fn listing_creates_no_directory() {
     let dir = tempfile::tempdir().unwrap();
     let state = dir.path().join("state");
     let ledger = Ledger::open(&state);
@@ -535,7 +535,7 @@ fn ids_are_short_and_plain() {
 }
 
 #[test]
-fn a_range_that_is_none_of_the_drive_is_refused() {
+fn a_range_beyond_the_drive_is_refused() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         for range in ["0+513", "511G+2G"] {
@@ -574,7 +574,7 @@ fn strict(id: &'static str, range: &str) -> LeaseRequest<'static> {
 }
 
 #[test]
-fn the_data_of_another_id_refuses_a_range_until_somebody_decides() {
+fn another_ids_data_blocks_a_range_until_the_operator_decides() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         let names = |lease: &Lease| {
@@ -726,7 +726,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
 }
 
 #[test]
-fn a_kept_ledger_knows_names_and_former_data_in_the_next_process() {
+fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
     let file = tempfile::tempfile().unwrap();
     let kept = || Ledger::kept(file.try_clone().unwrap()).unwrap();
     let ledger = kept();
@@ -763,7 +763,7 @@ fn a_kept_ledger_knows_names_and_former_data_in_the_next_process() {
 }
 
 #[test]
-fn a_kept_ledger_that_was_left_is_not_written_any_more() {
+fn a_handed_over_ledger_is_not_written() {
     let file = tempfile::tempfile().unwrap();
     let kept = || Ledger::kept(file.try_clone().unwrap()).unwrap();
     let before = kept();
@@ -779,7 +779,7 @@ fn a_kept_ledger_that_was_left_is_not_written_any_more() {
 }
 
 #[test]
-fn a_kept_ledger_that_is_left_knows_of_leases_that_were_not_let_go_of() {
+fn leaving_a_kept_ledger_reports_leases_still_held() {
     let ledger = Ledger::kept(tempfile::tempfile().unwrap()).unwrap();
     let handed_over = ledger.acquire(&request("a", "0+1G")).unwrap();
     let in_vmm = ledger.acquire(&request("b", "1G+1G")).unwrap();

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_drive_has_what_it_does_in_a_quarter_of_the_time_out() {
+    fn a_slow_drive_gets_a_quarter_of_the_timeout_in_flight() {
         let mut backlog = InFlightBound::new(PATIENCE);
         // Eight commands of 256 KiB in 100 ms: the bound is 50 MiB.
         let (landed, mut in_flight) = (2 << 20, 32 << 20);

@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn what_we_aborted_is_to_be_retried() {
+    fn commands_aborted_by_the_host_are_retryable() {
         for special in [false, true] {
             let mut flights = InFlightCommands::new(4);
             let cid = take_off(&mut flights, 1, special, Ticks(10));

@@ -16,7 +16,7 @@ use crate::common::{HANG, LEASE, Setup, children};
 const FILE: &str = "NVME_MPT_TEST_PAIRS";
 const ROUND: &str = "NVME_MPT_TEST_ROUND";
 
-const TEST: &str = "key_values::crash::what_completed_outlives_a_process_that_is_killed";
+const TEST: &str = "key_values::crash::completed_stores_survive_a_kill";
 
 /// Keys that are stored concurrently in each round.
 const KEYS: u64 = 8;
@@ -87,7 +87,7 @@ fn run_and_kill(path: &Path, round: u64, after: usize) -> BTreeMap<u64, u64> {
 }
 
 #[test]
-fn what_completed_outlives_a_process_that_is_killed() {
+fn completed_stores_survive_a_kill() {
     if let Some(path) = std::env::var_os(FILE) {
         let round = std::env::var(ROUND).unwrap().parse().unwrap();
         store_for_ever(&PathBuf::from(path), round);

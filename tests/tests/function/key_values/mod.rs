@@ -184,7 +184,7 @@ fn a_driver_finds_the_command_set_and_its_limits() {
 }
 
 #[test]
-fn the_commands_that_pass_are_those_that_are_listed() {
+fn accepted_commands_match_the_effects_log() {
     let host = host(DRIVE);
     let machine = host.machine(&Setup::nth(0));
     let (mut controller, mut pairs) = attach(&machine);
@@ -433,7 +433,7 @@ fn run_all(pairs: &mut KeyValues, commands: &[Sqe]) {
 }
 
 #[test]
-fn a_queue_takes_more_than_it_has_on_the_way_at_once() {
+fn a_queue_accepts_more_commands_than_its_store_executes() {
     let (_file, host) = file_host();
     let machine = host.machine(&Setup::whole(2 * LEASE));
     let (_controller, mut pairs) = attach(&machine);
@@ -531,7 +531,7 @@ fn operations_of_a_batch_are_carried_out_in_their_order_and_each_has_its_status(
 }
 
 #[test]
-fn a_batch_that_is_none_changes_nothing() {
+fn an_invalid_batch_changes_nothing() {
     let host = host(DRIVE);
     let machine = host.machine(&Setup::nth(1));
     let (_controller, mut pairs) = attach(&machine);
@@ -631,7 +631,7 @@ fn a_reset_waits_for_no_operation_that_waits_for_its_time() {
 }
 
 #[test]
-fn what_completed_is_there_when_the_file_is_opened_again() {
+fn completed_stores_survive_reopening() {
     let (file, host) = file_host();
     let fill = |index: u64, base: u64| {
         let machine = host.machine(&Setup::nth(index));

@@ -218,7 +218,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn any_commands_give_what_a_map_says(
+    fn random_commands_match_a_map(
         in_file in any::<bool>(),
         is_timed in any::<bool>(),
         doorbells in prop::sample::select(MODES.to_vec()),

@@ -157,7 +157,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn io_goes_on_in_another_function(
+    fn io_continues_in_another_function(
         variant in variants(),
         moves in prop::collection::vec(moves(), 1..6),
     ) {
@@ -177,7 +177,7 @@ fn without_time(state: &[u8]) -> String {
 }
 
 #[test]
-fn a_snapshot_of_what_was_restored_is_the_snapshot() {
+fn saving_a_restored_function_gives_the_same_snapshot() {
     for mode in MODES {
         let host = Host::new("memory:16M", 512);
         let setup = Setup::default().doorbells(mode);
@@ -228,7 +228,7 @@ fn nothing_touches_memory_while_paused() {
 }
 
 #[test]
-fn a_controller_that_is_paused_can_be_reset_and_begins_anew() {
+fn a_paused_controller_can_be_reset() {
     for mode in MODES {
         let host = Host::new("memory:16M", 512);
         let machine = host.machine(&Setup::default().doorbells(mode));

@@ -29,7 +29,7 @@ const PLAN: &str =
     "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
 
 #[test]
-fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
+fn zone_changes_before_a_snapshot_are_reported_once_after_it() {
     let options = options(PROFILE, Some(PLAN));
     let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let setup = Setup::nth(1);
@@ -48,7 +48,7 @@ fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
 }
 
 #[test]
-fn zones_that_changed_under_a_server_that_ended_are_told_of_by_the_next() {
+fn zone_changes_under_an_ended_server_are_reported_by_the_next() {
     let server = || {
         let options = options(PROFILE, Some(PLAN));
         Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap())

@@ -152,7 +152,7 @@ fn a_driver_finds_the_command_set_and_its_limits() {
 }
 
 #[test]
-fn the_commands_that_pass_are_those_that_are_listed() {
+fn accepted_commands_match_the_effects_log() {
     let host = host(DRIVE);
     let machine = host.machine(&Setup::nth(0));
     let (mut controller, mut disk) = attach(&machine);
@@ -555,7 +555,7 @@ fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() 
 
 /// One guest violates all rules, with several commands at a time, while another guest obeys the rules.
 #[test]
-fn a_guest_that_does_anything_with_its_zones_leaves_those_of_others_alone() {
+fn a_hostile_guest_cannot_affect_other_zones() {
     let on_flash = format!("{PROFILE}{FLASH}");
     for profile in [PROFILE, &on_flash] {
         anything_goes(profile);

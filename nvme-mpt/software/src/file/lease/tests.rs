@@ -87,7 +87,7 @@ fn zeroes(fua: bool) -> Sqe {
 }
 
 #[test]
-fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connects() {
+fn a_failed_write_back_fails_flushes_and_writes_until_a_vmm_connects() {
     let scene = Scene::new();
     let [a, b] = ["a", "b"].map(|name| scene.store.lease(name, 1 << 20, None).unwrap());
     let mut queues = [&a, &a, &b].map(queue);
@@ -170,7 +170,7 @@ fn lost_writes_are_logged_once_with_their_lease_and_file() {
 }
 
 #[test]
-fn a_zone_whose_write_finds_what_was_lost_elsewhere_stays_writable() {
+fn a_zone_stays_writable_when_its_write_reports_a_loss_elsewhere() {
     const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"1M\"\n\
                            max_open = 1\nmax_active = 1\nappend_limit = \"64K\"\n";
     let DriveProfile::Zns(profile) = DriveProfile::parse("test", PROFILE).unwrap() else {
@@ -207,7 +207,7 @@ fn a_zone_whose_write_finds_what_was_lost_elsewhere_stays_writable() {
 }
 
 #[test]
-fn a_lease_that_goes_on_knows_of_losses_before_it_was_opened_here() {
+fn a_continued_lease_knows_earlier_losses() {
     let scene = Scene::new();
     let lease = |name| scene.store.lease(name, 1 << 20, None).unwrap();
     let lose = |lease: &LeasedFile| {
@@ -250,7 +250,7 @@ fn opened(file: &tempfile::NamedTempFile) -> OwnedFd {
 }
 
 #[test]
-fn a_lease_that_goes_on_asks_the_spare_witness_until_a_vmm_connects() {
+fn a_continued_lease_asks_the_spare_witness_until_a_vmm_connects() {
     let scene = Scene::new();
     let lease = scene.store.lease("a", 1 << 20, None).unwrap();
     assert!(lease.take_spare(vec![opened(&scene.file)]).unwrap());
@@ -328,7 +328,7 @@ fn a_sync_that_was_interrupted_hides_no_error() {
 
 /// The kernel reports a failed write-back to one request of a description only. The other requests succeed.
 #[test]
-fn a_durable_write_hides_no_error_that_another_was_told() {
+fn a_durable_write_hides_no_error_reported_elsewhere() {
     let write = |scene: &Scene, fua| {
         let mut sqe = command(NvmOpcode::WRITE);
         let write = ReadWrite {
@@ -356,7 +356,7 @@ fn a_durable_write_hides_no_error_that_another_was_told() {
 }
 
 #[test]
-fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
+fn a_lease_keeps_its_opened_file_when_the_path_changes() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("drive");
     std::fs::write(&path, [0; 4096]).unwrap();

@@ -19,7 +19,7 @@ const BLOCKS: u64 = 8;
 const BLOCK: usize = 4096;
 
 #[test]
-fn a_deallocate_that_is_cut_short_begins_no_further_range() {
+fn an_interrupted_deallocate_starts_no_further_range() {
     let file = tempfile::NamedTempFile::new().expect("a file");
     let full = [0x5A; BLOCKS as usize * BLOCK];
     file.as_file().write_all_at(&full, 0).expect("write");

@@ -149,7 +149,7 @@ fn a_request_that_takes_longer_than_the_timeout_fails_its_queue() {
 }
 
 #[test]
-fn requests_that_the_kernel_did_not_take_are_offered_again() {
+fn requests_refused_by_the_kernel_are_resubmitted() {
     let (mut drive, ring, clock) = Drive::fake();
     clock.0.set(1 << 40);
     ring.0.borrow_mut().refuses = 2;
@@ -172,7 +172,7 @@ fn requests_that_the_kernel_did_not_take_are_offered_again() {
 }
 
 #[test]
-fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
+fn an_interrupted_queue_starts_no_further_slice_or_request() {
     let (mut drive, ring, _) = Drive::fake();
     if drive.lacks_holes() {
         return;
@@ -209,7 +209,7 @@ fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
 
 /// When a queue fails, its turn passes to another queue. The late end of its slice does not take the turn away again.
 #[test]
-fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
+fn a_late_slice_of_a_failed_queue_returns_no_turn() {
     let (mut drive, ring, clock) = Drive::with_timeout();
     if drive.lacks_holes() {
         return;
@@ -245,7 +245,7 @@ fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
 
 /// A later command of the failing queue has the turn. The queue takes no further turn, since it is no longer polled.
 #[test]
-fn a_queue_that_fails_by_one_command_keeps_no_turn_of_another() {
+fn a_failed_queue_releases_the_turns_of_all_its_commands() {
     let (mut drive, ring, clock) = Drive::with_timeout();
     if drive.lacks_holes() {
         return;
@@ -302,7 +302,7 @@ fn a_request_that_is_interrupted_for_ever_is_an_error() {
 }
 
 #[test]
-fn a_queue_tells_of_requests_that_the_kernel_keeps_to_the_end() {
+fn settle_reports_requests_that_never_complete() {
     for keeps in [false, true] {
         let (mut drive, ring, _) = Drive::fake();
         drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);

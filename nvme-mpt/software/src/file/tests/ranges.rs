@@ -87,7 +87,7 @@ impl TickClock for CountingClock {
 }
 
 #[test]
-fn one_command_asks_for_the_turn_of_all_that_wait_for_it() {
+fn one_waiting_command_polls_for_the_turn() {
     let clock = CountingClock::default();
     let mut drive = Drive::new(FakeRing::default(), clock.clone());
     if drive.lacks_holes() {
@@ -309,7 +309,7 @@ fn slices_of(
 }
 
 #[test]
-fn a_hole_is_deallocated_at_once_and_teaches_nothing() {
+fn deallocating_a_hole_is_immediate_and_does_not_adapt_slices() {
     const MIB: u64 = 1 << 20;
     let (mut drive, ring, clock) = Drive::fake();
     if drive.lacks_holes() {

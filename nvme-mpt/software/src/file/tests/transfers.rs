@@ -49,7 +49,7 @@ fn a_device_begins_with_the_first_commands_of_a_batch() {
 }
 
 #[test]
-fn a_part_of_a_block_waits_for_the_block_and_the_block_for_it() {
+fn partial_and_whole_block_writes_wait_for_each_other() {
     let (mut drive, ring, clock) = Drive::fake();
     let block = drive.transfer(NvmOpcode::WRITE, 0, 0, 8, 0);
     let part = drive.transfer(NvmOpcode::WRITE, 1, 2, 2, 0);
@@ -222,7 +222,7 @@ fn a_write_waits_for_a_place_in_the_list_of_changes() {
 }
 
 #[test]
-fn one_command_asks_for_the_memory_of_all_that_wait_for_it() {
+fn one_waiting_command_polls_for_memory() {
     let (mut drive, ring, _) = Drive::fake();
     let verify = |slot| drive.transfer(NvmOpcode::VERIFY, slot, u64::from(slot) * 8, 8, 0);
     let commands: Vec<Sqe> = (0..SLOTS).map(verify).collect();
@@ -246,7 +246,7 @@ fn one_command_asks_for_the_memory_of_all_that_wait_for_it() {
 }
 
 #[test]
-fn a_part_of_a_block_of_one_lease_is_nothing_to_another_lease() {
+fn partial_blocks_of_different_leases_are_independent() {
     let (drive, _, _) = Drive::fake();
     let other = drive.store.lease("other", BYTES, None).expect("opened");
     let [lane, others] = [&drive.lease, &other].map(|lease| lease.claims.open_lane());

@@ -159,7 +159,7 @@ fn a_full_buffer_makes_writes_wait_for_the_dies() {
 }
 
 #[test]
-fn the_last_unit_of_a_zone_is_programmed_as_it_is() {
+fn the_last_partial_unit_of_a_zone_is_programmed() {
     let mut model = drive(&flash());
     let write = work(MediaAccess::Write, 0, 0, 80 * KIB);
     assert_eq!(taken(&mut model, write, 0), WRITE);
@@ -190,7 +190,7 @@ fn zones_that_were_finished_keep_no_room() {
 }
 
 #[test]
-fn a_reset_erases_the_blocks_of_the_zone_after_what_its_dies_were_given() {
+fn a_reset_erases_blocks_after_pending_programs_of_their_dies() {
     let mut model = drive(&flash());
     let write = work(MediaAccess::Write, 0, 0, 48 * KIB);
     assert_eq!(taken(&mut model, write, 0), WRITE);

@@ -179,7 +179,7 @@ fn every_action_in_every_state() {
 }
 
 #[test]
-fn nothing_is_written_to_a_zone_while_it_gives_its_blocks_back() {
+fn no_writes_to_a_zone_during_its_deallocation() {
     let words = words();
     let mut table = table_of(&words, 2, 2);
     table.write(zslba(1), 3).expect("write");
@@ -224,7 +224,7 @@ fn a_zone_whose_media_failed_can_be_read_and_then_given_up() {
 }
 
 #[test]
-fn words_that_make_no_sense_are_zones_that_are_offline() {
+fn invalid_words_read_as_offline_zones() {
     let words = words();
     let first = FIRST as usize;
     // An undefined state, an empty zone with written blocks, and a fully written open zone.
@@ -453,7 +453,7 @@ fn step(table: &mut ZoneTable, model: &mut Model, op: &Op) -> [Result<u64, Statu
 
 proptest! {
     #[test]
-    fn zones_are_what_the_rules_make_of_them(
+    fn zones_match_the_model_of_the_rules(
         (open, active) in (1..4_u32).prop_flat_map(|open| (Just(open), open..6)),
         ops in prop::collection::vec(op(), 1..120),
     ) {
@@ -479,7 +479,7 @@ proptest! {
 }
 
 #[test]
-fn a_write_that_is_given_again_overwrites_its_blocks_or_is_the_next_one() {
+fn a_repeated_write_overwrites_its_blocks_or_is_the_next_write() {
     let mut table = table(2, 3);
     table.write(Lba(0), 4).expect("at the write pointer");
     for (slba, count) in [(0, 4), (2, 2), (0, 1)] {

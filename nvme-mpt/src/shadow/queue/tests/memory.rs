@@ -89,7 +89,7 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
 }
 
 #[test]
-fn memory_that_went_is_no_place_for_data_and_other_memory_is_found_where_it_came() {
+fn data_pointers_follow_the_current_memory_map() {
     const OTHER: Gpa = Gpa(0x20_0000);
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
     let mut host = Host::default();

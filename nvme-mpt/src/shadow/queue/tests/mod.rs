@@ -280,7 +280,7 @@ impl Guest {
 }
 
 #[test]
-fn what_a_drive_keeps_for_good_keeps_its_memory_and_its_lease() {
+fn commands_that_never_end_keep_memory_and_lease() {
     for keeps in [false, true] {
         let mut guest = Guest::new(Arc::new(IovaSpace::software()));
         guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
@@ -304,7 +304,7 @@ fn what_a_drive_keeps_for_good_keeps_its_memory_and_its_lease() {
 
 /// A new table, which any change of the memory map creates, makes the queue choose its kind of polling pass again.
 #[test]
-fn what_a_reset_took_away_is_given_again_though_the_table_is_renewed() {
+fn commands_ended_by_a_reset_are_resubmitted_with_a_new_table() {
     for renews in [false, true] {
         let mut guest = Guest::new(Arc::new(IovaSpace::software()));
         let mut host = Host::default();
@@ -327,7 +327,7 @@ fn what_a_reset_took_away_is_given_again_though_the_table_is_renewed() {
 
 /// Memory that the VMM wants to unmap must not be given to the drive again: the unmap starts before or after the reset.
 #[test]
-fn what_a_reset_took_away_ends_if_its_memory_is_wanted_back() {
+fn commands_ended_by_a_reset_are_not_resubmitted_during_an_unmap() {
     for is_after in [false, true] {
         let mut guest = Guest::new(Arc::new(IovaSpace::software()));
         let mut host = Host::default();
@@ -357,7 +357,7 @@ fn what_a_reset_took_away_ends_if_its_memory_is_wanted_back() {
 
 /// Drivers wait 30 s for a command. A command that was taken at least 15 s ago is not repeated.
 #[test]
-fn what_a_reset_took_away_ends_once_its_guest_has_waited_for_long() {
+fn commands_ended_by_a_reset_are_not_resubmitted_after_15_seconds() {
     for (age, is_repeated) in [(14, true), (15, false)] {
         let mut guest = Guest::new(Arc::new(IovaSpace::software()));
         let mut host = Host::default();
@@ -380,7 +380,7 @@ fn what_a_reset_took_away_ends_once_its_guest_has_waited_for_long() {
 /// The host has not enabled retry delays (ACRE), so the drive should report none. If it does, the guest must repeat the
 /// command.
 #[test]
-fn what_a_drive_interrupts_with_a_delay_is_its_guests_to_repeat() {
+fn commands_interrupted_with_a_retry_delay_go_to_the_guest() {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
     let mut host = Host::default();
     guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");

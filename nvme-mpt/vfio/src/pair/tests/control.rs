@@ -59,7 +59,7 @@ fn a_dead_pair_answers_everything() {
 }
 
 #[test]
-fn an_abort_of_ours_is_to_be_retried_and_one_that_came_too_late_is_nothing() {
+fn an_aborted_command_is_retryable_and_a_late_abort_has_no_effect() {
     let (mut drive, pair) = FakeDrive::new(8, u64::MAX, false);
     let lender = Lender::new(8);
     let mut queue = pair.join(8, 9, Box::new(()));

@@ -79,7 +79,7 @@ impl Drop for Scene {
 }
 
 #[test]
-fn a_pair_whose_queue_rests_serves_another_until_the_queue_is_back() {
+fn an_idle_pair_is_lent_until_its_queue_is_active() {
     let mut scene = Scene::lent();
     assert_eq!(scene.go_on(0, 1), (1, 0), "the borrower's");
     assert_eq!(scene.go_on(1, 1), (0, 1), "the other has its pair alone");
@@ -165,7 +165,7 @@ fn queues_that_had_no_batch_lately_borrow_nothing() {
 }
 
 #[test]
-fn a_pair_rests_by_looks_at_which_it_had_nothing_to_do() {
+fn a_pair_is_idle_after_checks_without_work() {
     let (mut drive, pair) = FakeDrive::new(16, u64::MAX, false);
     let lender = Lender::new(8);
     let mut queue = pair.join(8, 9, Box::new(()));

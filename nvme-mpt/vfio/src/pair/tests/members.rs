@@ -40,7 +40,7 @@ fn a_single_member_has_the_ring_to_itself() {
 }
 
 #[test]
-fn commands_of_a_member_with_more_slots_than_an_identifier_has_take_their_turn() {
+fn slots_with_equal_identifier_bits_are_distinguished() {
     let (mut drive, pair) = FakeDrive::new(8, u64::MAX, false);
     let lender = Lender::new(1);
     let mut queue = pair.join(1025, 9, Box::new(()));
@@ -80,7 +80,7 @@ fn a_drive_that_fills_the_last_entry_too_has_its_commands_counted() {
 }
 
 #[test]
-fn completions_reach_their_member_whoever_reaps() {
+fn completions_reach_their_queue_whichever_queue_reaps() {
     let (mut drive, pair) = FakeDrive::new(16, u64::MAX, true);
     let lender = Lender::new(4);
     let mut one = pair.join(4, 9, Box::new(()));
@@ -101,7 +101,7 @@ fn completions_reach_their_member_whoever_reaps() {
 }
 
 #[test]
-fn what_completes_nothing_in_flight_is_dropped() {
+fn completions_of_unknown_commands_are_dropped() {
     let (mut drive, pair) = FakeDrive::new(16, u64::MAX, false);
     let lender = Lender::new(4);
     let mut queue = pair.join(4, 9, Box::new(()));
@@ -129,7 +129,7 @@ impl Drop for Guard {
 }
 
 #[test]
-fn a_member_leaves_when_the_drive_has_nothing_of_it() {
+fn a_queue_leaves_when_its_commands_have_completed() {
     let (mut drive, pair) = FakeDrive::new(4, u64::MAX, false);
     let lender = Lender::new(8);
     let gone = Arc::new(AtomicBool::new(false));
@@ -153,7 +153,7 @@ fn a_member_leaves_when_the_drive_has_nothing_of_it() {
 }
 
 #[test]
-fn a_member_that_is_cut_short_has_nothing_more_begun() {
+fn an_interrupted_queue_starts_no_commands() {
     // A command on parts of two pages, three at a time.
     let (mut drive, pair) = FakeDrive::new(4, 8192, false);
     let mut lender = Lender::new(8);
@@ -187,7 +187,7 @@ fn a_member_that_is_cut_short_has_nothing_more_begun() {
 }
 
 #[test]
-fn a_lease_that_is_revoked_reaches_the_drive_no_more() {
+fn a_revoked_lease_sends_no_commands() {
     let (mut drive, pair) = FakeDrive::new(4, u64::MAX, false);
     let lender = Lender::new(8);
     let lease = LeaseShare::new(None);

@@ -514,7 +514,7 @@ fn loud_guests_get_the_same_bytes() {
 }
 
 #[test]
-fn nobody_waits_beside_a_neighbour_that_is_idle() {
+fn an_idle_neighbour_delays_no_one() {
     let speed = PARALLEL;
     let loads: Vec<_> = [LOUD].into_iter().chain(idle(1)).collect();
     let seen = simulate(speed, 1, &loads, SECOND);
@@ -784,7 +784,7 @@ fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
 
 /// A heavy guest with few commands gets drive time for these, and the other guests get the rest.
 #[test]
-fn nobody_is_held_back_for_what_a_heavier_guest_does_not_take() {
+fn unused_share_of_a_heavy_guest_goes_to_others() {
     for turns in [false, true] {
         let speed = Speed { turns, ..PARALLEL };
         let loads = with_own_pairs([1000, 100], [1, 4], [8, 64]);

@@ -227,7 +227,7 @@ proptest! {
 }
 
 #[test]
-fn what_a_lease_does_not_want_is_not_saved_up() {
+fn unused_share_is_not_saved_up() {
     let mut turns = QueuePairArbitration::default();
     let leases = [(); 2].map(|()| LeaseShare::new(None));
     for (member, lease) in (0..).zip(&leases) {
@@ -249,7 +249,7 @@ fn what_a_lease_does_not_want_is_not_saved_up() {
 }
 
 #[test]
-fn once_nothing_waits_all_leases_are_equal() {
+fn leases_without_backlog_start_equal() {
     let mut turns = QueuePairArbitration::default();
     let leases = [(); 2].map(|()| LeaseShare::new(None));
     for (member, lease) in (0..).zip(&leases) {

@@ -234,7 +234,7 @@ fn a_weight_changes_while_commands_are_in_flight() {
 }
 
 #[test]
-fn what_a_lease_leaves_is_the_others() {
+fn unused_share_of_a_lease_goes_to_others() {
     let leases = [lease(1), lease(1000)];
     // A guest with one command of 64 KiB at a time: heavy, and below its share.
     let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], 1)]);

@@ -235,7 +235,7 @@ proptest! {
     /// After a power failure, all acknowledged changes are present. Unacknowledged changes executed together are all present or
     /// all absent.
     #[test]
-    fn a_power_failure_leaves_what_was_replied_to(
+    fn acknowledged_changes_survive_a_power_failure(
         batches in batches(),
         last in prop::collection::vec((0..8_u8, prop::option::weighted(0.7, (any::<u8>(), 0..20_000_usize))), 1..6),
         chances in prop::collection::vec(any::<bool>(), 64),
@@ -286,7 +286,7 @@ proptest! {
 
     /// A failed sync loses writes, and later syncs succeed. Nothing may rely on the lost writes.
     #[test]
-    fn what_a_failed_sync_lost_is_written_again(
+    fn changes_lost_by_a_failed_sync_are_written_again(
         before in batches(),
         after in batches(),
         failing in 0..3_usize,
@@ -333,7 +333,7 @@ proptest! {
 }
 
 #[test]
-fn what_the_last_process_lost_is_written_again() {
+fn changes_lost_by_the_predecessor_are_written_again() {
     let disk = Disk::default();
     let (mut store, _) = open(&disk);
     carry_out(&mut store, 5, vec![stored(1, b"kept")]);

@@ -30,7 +30,6 @@ pub mod drives;
 pub mod faults;
 pub mod function_thread;
 pub mod kept;
-mod list;
 pub mod logging;
 pub mod metrics;
 mod owner;

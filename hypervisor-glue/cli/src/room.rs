@@ -1,15 +1,11 @@
 //! Report of `nvme-mpt room`: the capacity of each drive, and the ids that use it.
 
-use std::fmt;
 use std::num::NonZeroU64;
 
 use nvme_mpt::Drive;
-use nvme_mpt::lease::{CapacityUse, LeaseError, NamespaceCapacity};
-use nvme_mpt::range::Bytes;
+use nvme_mpt::lease::{LeaseError, NamespaceCapacity};
 use nvme_mpt_vmm::open::LeaseLedgers;
 use serde::{Deserialize, Serialize};
-
-use crate::table::TextTable;
 
 /// Capacity of a drive's namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,39 +48,14 @@ impl DriveCapacity {
     }
 }
 
-/// Formats the capacity as a table with a row per id.
-pub(crate) fn table(rooms: &[DriveCapacity]) -> impl fmt::Display {
-    let mut table = TextTable::of_text();
-    table.row(
-        ["DRIVE", "NAMESPACE", "ID", "SIZE", "USE"]
-            .map(str::to_owned)
-            .into(),
-    );
-    for room in rooms {
-        let mut row = |id: &str, bytes, used: &str| {
-            let cells = [
-                &*room.drive,
-                &room.nsid.to_string(),
-                id,
-                &Bytes(bytes).to_string(),
-                used,
-            ];
-            table.row(cells.map(str::to_owned).into());
-        };
-        for CapacityUse { id, bytes, leased } in &room.room.uses {
-            row(id, *bytes, if *leased { "leased" } else { "data" });
-        }
-        row("-", room.room.free, "free");
-    }
-    table
-}
-
 #[cfg(test)]
 mod tests {
+    use nvme_mpt::lease::CapacityUse;
+
     use super::*;
 
     #[test]
-    fn the_json_has_the_names_that_programs_read_and_the_table_one_row_per_id() {
+    fn the_json_has_the_names_that_programs_read() {
         let used = |id: &str, leased| CapacityUse {
             id: id.to_owned(),
             bytes: 2 << 30,
@@ -108,19 +79,5 @@ mod tests {
         assert_eq!(json["uses"][0]["id"], "a");
         assert_eq!(json["uses"][1]["leased"], false);
         assert_eq!(serde_json::from_value::<DriveCapacity>(json).unwrap(), room);
-
-        let table = table(&[room]).to_string();
-        let rows: Vec<Vec<&str>> = table
-            .lines()
-            .map(|line| line.split_whitespace().collect())
-            .collect();
-        let drive = "0000:01:00.0";
-        let expected = [
-            vec!["DRIVE", "NAMESPACE", "ID", "SIZE", "USE"],
-            vec![drive, "1", "a", "2G", "leased"],
-            vec![drive, "1", "b", "2G", "data"],
-            vec![drive, "1", "-", "4G", "free"],
-        ];
-        assert_eq!(rows, expected);
     }
 }

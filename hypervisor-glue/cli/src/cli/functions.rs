@@ -15,9 +15,10 @@ use thiserror::Error;
 
 use super::{RunningServerArgs, told};
 use crate::change::{ChangeResult, FunctionChange, ReservedLease};
+use crate::control;
 use crate::serve::{introduce, user_name};
 use crate::stats::{KEEPER_ENDED, SupervisorStatus};
-use crate::{control, list, room};
+use crate::table::{list, room};
 
 /// Add a function to a running server, also for its next start
 ///

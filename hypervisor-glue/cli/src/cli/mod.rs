@@ -48,6 +48,7 @@ use crate::kept::{FIRST_STAGE, has_kept_configuration};
 use crate::logging::{self, LevelFilter, LogFilter};
 use crate::metrics::{MetricsAddress, MetricsOptions};
 use crate::serve::{ParsedDeclaration, ServeOptions, descriptions, serve};
+use crate::table::faults;
 use crate::{bind, control, drives, profile};
 use nvme_mpt_vmm::options::{
     OptionError, OptionText, STATE_DIR, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
@@ -636,7 +637,7 @@ fn run_fault(options: FaultArgs) -> Result<(), Box<dyn Error>> {
         writeln!(out, "No drive of the server was opened with faults=")?;
     } else {
         for drive in &drives {
-            write!(out, "{drive}")?;
+            write!(out, "{}", faults::table(drive))?;
         }
     }
     Ok(())

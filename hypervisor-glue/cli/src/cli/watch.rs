@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::RunningServerArgs;
 use crate::control;
 use crate::stats::ServerStats;
+use crate::table::stats::server_table;
 
 /// Moves the cursor home and clears the terminal below it.
 const CLEAR: &str = "\x1b[H\x1b[J";
@@ -71,12 +72,16 @@ impl StatsSample {
             (false, None) => "",
         };
         match earlier {
-            None => write!(out, "{gap}{time}, since the start of the server:\n{stats}"),
+            None => write!(
+                out,
+                "{gap}{time}, since the start of the server:\n{}",
+                server_table(stats)
+            ),
             Some(earlier) => write!(
                 out,
                 "{gap}{time}, in the last {:.1} s:\n{}",
                 at.saturating_sub(earlier.at).as_secs_f64(),
-                stats.since(&earlier.stats)
+                server_table(&stats.since(&earlier.stats))
             ),
         }
     }
@@ -102,7 +107,7 @@ impl StatsArgs {
             };
             match (self.server.json, self.watch) {
                 (true, _) => sample.write_json(&mut out)?,
-                (false, None) => write!(out, "{}", sample.stats)?,
+                (false, None) => write!(out, "{}", server_table(&sample.stats))?,
                 (false, Some(_)) => sample.write(earlier.as_ref(), clear, &mut out)?,
             }
             out.flush()?;
@@ -148,7 +153,7 @@ mod tests {
     #[test]
     fn each_table_of_a_series_has_its_date_and_a_terminal_of_its_own() {
         let (first, second) = (sample(0), sample(2));
-        let body = ServerStats::default().to_string();
+        let body = server_table(&ServerStats::default()).to_string();
         let head = "2001-09-09T01:46:40Z, since the start of the server:\n";
         assert_eq!(text(None, &first, false), format!("{head}{body}"));
         assert_eq!(text(None, &first, true), format!("{CLEAR}{head}{body}"));

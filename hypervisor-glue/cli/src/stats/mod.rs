@@ -1,7 +1,5 @@
 //! Statistics that `nvme-mpt stats` reports: functions, queues, pollers and drives of a server.
 
-mod table;
-
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

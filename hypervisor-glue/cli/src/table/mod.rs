@@ -1,5 +1,10 @@
 //! Text tables for the terminal.
 
+pub(crate) mod faults;
+pub(crate) mod list;
+pub(crate) mod room;
+pub(crate) mod stats;
+
 use std::fmt;
 
 /// A table with columns as wide as their widest cell.

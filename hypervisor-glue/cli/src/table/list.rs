@@ -4,8 +4,8 @@
 
 use std::fmt;
 
+use super::TextTable;
 use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus};
-use crate::table::TextTable;
 
 /// Formats a server's functions as a table.
 pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
@@ -67,7 +67,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
 }
 
 /// Joins a reason and its causes, one per line, into a single line.
-pub(crate) fn one_line(reason: &str) -> String {
+pub(super) fn one_line(reason: &str) -> String {
     reason.replace("\n  ", "; ").replace(char::is_control, " ")
 }
 

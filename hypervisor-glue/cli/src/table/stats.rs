@@ -1,14 +1,13 @@
-//! Formats statistics as tables.
+//! The tables of `nvme-mpt stats`.
 
 use std::fmt;
 
 use nvme_mpt::range::Bytes;
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 
-use crate::list::one_line;
-use crate::table::TextTable;
-
-use super::{
+use super::TextTable;
+use super::list::one_line;
+use crate::stats::{
     DriveStats, FunctionStats, GuestPause, GuestPauseCause, KEEPER_ENDED, ResetCounts, ServerStats,
     SupervisorStatus,
 };
@@ -35,35 +34,34 @@ fn microseconds(value: f64) -> String {
     format!("{value:.1}")
 }
 
-impl FunctionStats {
-    /// Describes which VMM uses the function.
-    fn user(&self) -> String {
-        match (self.process, self.connected) {
-            (Some(process), _) => format!("in VMM process {process}"),
-            (None, true) => "VMM connected".to_owned(),
-            (None, false) => "no VMM".to_owned(),
-        }
+/// Describes which VMM uses the function.
+fn user(function: &FunctionStats) -> String {
+    match (function.process, function.connected) {
+        (Some(process), _) => format!("in VMM process {process}"),
+        (None, true) => "VMM connected".to_owned(),
+        (None, false) => "no VMM".to_owned(),
     }
 }
 
-impl fmt::Display for FunctionStats {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+/// Formats the statistics of a function, with a table of its queues.
+fn function_table(function: &FunctionStats) -> impl fmt::Display {
+    fmt::from_fn(move |f| {
         writeln!(
             f,
             "{}: {}, {}, {}, serial {}, doorbells {}, socket {}",
-            self.id,
-            self.user(),
-            self.model,
-            Bytes(self.capacity_bytes),
-            self.serial,
-            self.doorbells,
-            self.socket
+            function.id,
+            user(function),
+            function.model,
+            Bytes(function.capacity_bytes),
+            function.serial,
+            function.doorbells,
+            function.socket
         )?;
         if let Some(LeasePairStats {
             reserved,
             exclusive,
             shared,
-        }) = self.queue_pairs
+        }) = function.queue_pairs
         {
             writeln!(
                 f,
@@ -73,22 +71,22 @@ impl fmt::Display for FunctionStats {
         writeln!(
             f,
             "  processor time of pollers: {:.3} s",
-            self.processor_seconds
+            function.processor_seconds
         )?;
         // Resets and Abort commands of a function in a VMM are counted there.
-        let counts = self
+        let counts = function
             .resets
             .by_kind()
             .map(|(kind, resets)| format!("{resets} {kind}"));
-        if self.resets != ResetCounts::default() || self.admin.aborts > 0 {
+        if function.resets != ResetCounts::default() || function.admin.aborts > 0 {
             writeln!(
                 f,
                 "  resets: {}; Abort commands: {}",
                 counts.join(", "),
-                self.admin.aborts
+                function.admin.aborts
             )?;
         }
-        if let Some(GuestPause { cause, seconds }) = self.stall {
+        if let Some(GuestPause { cause, seconds }) = function.stall {
             let when = match cause {
                 GuestPauseCause::Upgrade => "at the upgrade to this server",
                 GuestPauseCause::Crash => "after a crash, from the start of this server",
@@ -98,7 +96,10 @@ impl fmt::Display for FunctionStats {
             };
             writeln!(f, "  stall: {:.1} ms {when}", seconds * 1e3)?;
         }
-        let counted = self.queues.iter().any(|queue| queue.host_queue.is_some());
+        let counted = function
+            .queues
+            .iter()
+            .any(|queue| queue.host_queue.is_some());
         let mut head = vec![
             "queue",
             "commands",
@@ -113,7 +114,7 @@ impl fmt::Display for FunctionStats {
             "max us",
         ];
         // Show the column only for a lease with limits.
-        let throttled = self.queues.iter().any(|queue| queue.throttled_ms > 0);
+        let throttled = function.queues.iter().any(|queue| queue.throttled_ms > 0);
         if throttled {
             head.push("throttled ms");
         }
@@ -124,14 +125,14 @@ impl fmt::Display for FunctionStats {
         let mut table = TextTable::new(&head);
         table.row(vec![
             "admin".to_owned(),
-            self.admin.commands.to_string(),
+            function.admin.commands.to_string(),
             String::new(),
             String::new(),
             String::new(),
-            self.admin.doorbell_exits.to_string(),
-            self.admin.interrupts.to_string(),
+            function.admin.doorbell_exits.to_string(),
+            function.admin.interrupts.to_string(),
         ]);
-        for queue in &self.queues {
+        for queue in &function.queues {
             let mut row = vec![
                 queue.qid.to_string(),
                 queue.commands.to_string(),
@@ -159,8 +160,8 @@ impl fmt::Display for FunctionStats {
             }
             table.row(row);
         }
-        table.fmt(f)
-    }
+        write!(f, "{table}")
+    })
 }
 
 /// Returns the table of drives with a limited number of queue pairs, if there are any.
@@ -197,18 +198,19 @@ fn drives(drives: &[DriveStats]) -> Option<TextTable> {
     (!table.is_empty()).then_some(table)
 }
 
-impl fmt::Display for ServerStats {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.keeper == SupervisorStatus::Ended {
+/// Formats the statistics of a server.
+pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
+    fmt::from_fn(move |f| {
+        if stats.keeper == SupervisorStatus::Ended {
             writeln!(f, "{KEEPER_ENDED}\n")?;
         }
-        for failure in &self.failed {
+        for failure in &stats.failed {
             writeln!(f, "{}: failed: {}\n", failure.id, one_line(&failure.reason))?;
         }
-        for function in &self.functions {
-            writeln!(f, "{function}")?;
+        for function in &stats.functions {
+            writeln!(f, "{}", function_table(function))?;
         }
-        if let Some(table) = drives(&self.drives) {
+        if let Some(table) = drives(&stats.drives) {
             writeln!(f, "{table}")?;
         }
         let mut table = TextTable::new(&[
@@ -220,7 +222,7 @@ impl fmt::Display for ServerStats {
             "parks",
             "spurious wakes",
         ]);
-        for poller in &self.pollers {
+        for poller in &stats.pollers {
             table.row(vec![
                 poller.name.clone(),
                 poller
@@ -233,17 +235,17 @@ impl fmt::Display for ServerStats {
                 poller.spurious_wakes.to_string(),
             ]);
         }
-        if self.pollers.is_empty() {
+        if stats.pollers.is_empty() {
             return writeln!(f, "No pollers: no guest has I/O queues");
         }
-        table.fmt(f)
-    }
+        write!(f, "{table}")
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::sample;
     use super::*;
+    use crate::stats::tests::sample;
 
     #[test]
     fn bytes_are_rounded_to_three_digits() {
@@ -281,7 +283,13 @@ mod tests {
             "         poller  cpu  queues   busy  parked  parks  spurious wakes",
             "  poll-shared-0  any       2  25.6%   50.0%     77               3",
         ];
-        assert_eq!(sample().to_string().lines().collect::<Vec<_>>(), lines);
+        assert_eq!(
+            server_table(&sample())
+                .to_string()
+                .lines()
+                .collect::<Vec<_>>(),
+            lines
+        );
     }
 
     #[test]
@@ -291,7 +299,7 @@ mod tests {
             id: "vm-9".to_owned(),
             reason: "Cannot open it\n  No such file".to_owned(),
         }];
-        let told = stats.to_string();
+        let told = server_table(&stats).to_string();
         let first = "vm-9: failed: Cannot open it; No such file\n\nvm-1: VMM connected";
         assert!(told.starts_with(first), "{told}");
     }
@@ -301,7 +309,11 @@ mod tests {
         let first_line = |process, connected| {
             let mut stats = sample();
             (stats.functions[0].process, stats.functions[0].connected) = (process, connected);
-            stats.to_string().lines().next().map(str::to_owned)
+            server_table(&stats)
+                .to_string()
+                .lines()
+                .next()
+                .map(str::to_owned)
         };
         for (process, connected, start) in [
             (None, true, "vm-1: VMM connected, nvme-mpt"),
@@ -322,7 +334,7 @@ mod tests {
             exclusive: 0,
             shared: 1,
         });
-        let table = stats.to_string();
+        let table = server_table(&stats).to_string();
         let pairs = table.lines().nth(1);
         assert_eq!(
             pairs,

@@ -230,6 +230,7 @@ fn no_modules_import_each_other() {
         "hypervisor-glue/lease-protocol",
         "hypervisor-glue/keep",
         "hypervisor-glue/vmm",
+        "hypervisor-glue/server",
         "hypervisor-glue/cli",
         "tests",
         "integration",

@@ -3,13 +3,13 @@
 use std::fmt;
 
 use nvme_mpt::range::Bytes;
+use nvme_mpt_server::stats::{DriveStats, NamespaceStats, QueuePairStats};
 use nvme_vfio::function::{
     DiskUser, HostRoot, KernelController, PciFunction, PciFunctionError, VFIO_PCI,
 };
 use serde::Serialize;
 
 use crate::bind::group_remarks;
-use crate::stats::{DriveStats, NamespaceStats, QueuePairStats};
 
 /// An NVMe PCI function of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -99,7 +99,7 @@
 //!
 //! # Not implemented
 //!
-//! This crate serves no sockets and reads no command line: `vfio-user-server` and `nvme-mpt-cli` do. It emulates no PCI
+//! This crate serves no sockets and reads no command line: `nvme-mpt-server` and `nvme-mpt-cli` do. It emulates no PCI
 //! bus: the VMM decides where a function is and which accesses reach it.
 
 #![cfg_attr(

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use integration::vmm::Ended;
 use integration::vmm::options::{self, Options};
-use nvme_mpt_cli::logging::{self, LevelFilter};
+use nvme_mpt_server::logging::{self, LevelFilter};
 
 fn main() -> ExitCode {
     logging::start(None, LevelFilter::Warn);

@@ -10,14 +10,15 @@ use std::path::PathBuf;
 use clap::Args;
 use nvme_mpt::lease::MIN_UNIT;
 use nvme_mpt::range::Bytes;
+use nvme_mpt_server::change::{ChangeResult, FunctionChange, ReservedLease};
+use nvme_mpt_server::control;
+use nvme_mpt_server::owner::user_name;
+use nvme_mpt_server::serve::introduce;
+use nvme_mpt_server::stats::{KEEPER_ENDED, SupervisorStatus};
 use nvme_mpt_vmm::options::{LeaseReservation, OptionText, RateChange, table};
 use thiserror::Error;
 
 use super::{RunningServerArgs, told};
-use crate::change::{ChangeResult, FunctionChange, ReservedLease};
-use crate::control;
-use crate::serve::{introduce, user_name};
-use crate::stats::{KEEPER_ENDED, SupervisorStatus};
 use crate::table::{list, room};
 
 /// Add a function to a running server, also for its next start

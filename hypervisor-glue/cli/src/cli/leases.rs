@@ -6,6 +6,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
+use nvme_mpt_server::control;
+use nvme_mpt_server::owner::{user_name, user_number};
 use serde::Serialize;
 
 use nvme_mpt::drive::DriveName;
@@ -17,8 +19,6 @@ use nvme_mpt::stats::LeasePairStats;
 use nvme_mpt_vmm::drives;
 
 use super::{ControlSocketArgs, JsonError, StateDirArgs, told};
-use crate::control;
-use crate::serve::{user_name, user_number};
 use crate::table::TextTable;
 
 /// Show the holder of each leased range, or release the lease of a dead holder

@@ -4,7 +4,6 @@ mod doctor;
 mod functions;
 mod leases;
 mod manual;
-mod output;
 mod top;
 mod watch;
 
@@ -19,6 +18,16 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use nvme_mpt_server::change::{ChangeResult, FunctionChange};
+use nvme_mpt_server::confine::{ConfinementOptions, FileRule, SeccompMode};
+use nvme_mpt_server::control::{self, ControlError};
+use nvme_mpt_server::faults::FaultRequest;
+use nvme_mpt_server::kept::predecessor::FailureReport;
+use nvme_mpt_server::kept::{FIRST_STAGE, has_kept_configuration};
+use nvme_mpt_server::logging::{self, LevelFilter, LogFilter};
+use nvme_mpt_server::metrics::{MetricsAddress, MetricsOptions};
+use nvme_mpt_server::output::ThreadedOutput;
+use nvme_mpt_server::serve::{ParsedDeclaration, ServeOptions, descriptions, serve};
 use serde_json::json;
 use thiserror::Error;
 
@@ -36,20 +45,10 @@ use self::functions::{
 };
 use self::leases::{LeasesArgs, run_leases};
 use self::manual::{CompletionsArgs, ManArgs};
-use self::output::ThreadedOutput;
 use self::top::TopArgs;
 use self::watch::StatsArgs;
-use crate::change::{ChangeResult, FunctionChange};
-use crate::confine::{ConfinementOptions, FileRule, SeccompMode};
-use crate::control::ControlError;
-use crate::faults::FaultRequest;
-use crate::kept::predecessor::FailureReport;
-use crate::kept::{FIRST_STAGE, has_kept_configuration};
-use crate::logging::{self, LevelFilter, LogFilter};
-use crate::metrics::{MetricsAddress, MetricsOptions};
-use crate::serve::{ParsedDeclaration, ServeOptions, descriptions, serve};
 use crate::table::faults;
-use crate::{bind, control, drives, profile};
+use crate::{bind, drives, profile};
 use nvme_mpt_vmm::options::{
     OptionError, OptionText, STATE_DIR, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
     parse_memory_limit, parse_socket_path,
@@ -62,7 +61,7 @@ const DIFFERS: u8 = 3;
 /// Help text about the log.
 const LOG_HELP: &str = "Environment:
   RUST_LOG  Least level of the log on standard error: error, warn (the default), info (that of serve), debug or trace; \
-or levels of modules, as in RUST_LOG=warn,nvme_mpt_cli=info";
+or levels of modules, as in RUST_LOG=warn,nvme_mpt_server=info";
 
 /// Lets many virtual machines share one NVMe drive.
 #[derive(Debug, Parser)]

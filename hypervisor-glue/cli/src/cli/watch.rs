@@ -7,11 +7,11 @@ use std::time::Duration;
 use clap::Args;
 use jiff::Timestamp;
 use nvme_mpt::clock;
+use nvme_mpt_server::control;
+use nvme_mpt_server::stats::ServerStats;
 use serde::Serialize;
 
 use super::RunningServerArgs;
-use crate::control;
-use crate::stats::ServerStats;
 use crate::table::stats::server_table;
 
 /// Moves the cursor home and clears the terminal below it.

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 
 use nvme_mpt::lease::CONTROL_SOCKET;
 use nvme_mpt::range::Bytes;
+use nvme_mpt_server::control::{ControlError, query_stats};
+use nvme_mpt_server::stats::SupervisorStatus;
 use nvme_mpt_vmm::report::chain;
 use nvme_vfio::function::{HostRoot, VFIO_PCI};
 use rustix::fs::Access;
 
 use super::report::{CheckOutcome, DoctorCheck};
-use crate::control::{ControlError, query_stats};
-use crate::stats::SupervisorStatus;
 
 /// Oldest kernel that is tested.
 const OLDEST_KERNEL: (u32, u32) = (6, 1);

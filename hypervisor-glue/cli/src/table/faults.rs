@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::faults::DriveFaults;
+use nvme_mpt_server::faults::DriveFaults;
 
 /// Formats the faults of a drive as a table, or as one line if there are none.
 pub(crate) fn table(faults: &DriveFaults) -> impl fmt::Display {

@@ -4,8 +4,9 @@
 
 use std::fmt;
 
+use nvme_mpt_server::change::{DeclarationSource, FunctionEntry, FunctionStatus};
+
 use super::TextTable;
-use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus};
 
 /// Formats a server's functions as a table.
 pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {

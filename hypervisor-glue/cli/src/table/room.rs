@@ -4,9 +4,9 @@ use std::fmt;
 
 use nvme_mpt::lease::CapacityUse;
 use nvme_mpt::range::Bytes;
+use nvme_mpt_server::room::DriveCapacity;
 
 use super::TextTable;
-use crate::room::DriveCapacity;
 
 /// Formats the capacity as a table with a row per id.
 pub(crate) fn table(rooms: &[DriveCapacity]) -> impl fmt::Display {

@@ -12,9 +12,9 @@ use std::time::Duration;
 use clap::ValueEnum;
 use jiff::Timestamp;
 use nvme_mpt::stats::{LatencyBucket, quantile};
+use nvme_mpt_server::change::FunctionEntry;
+use nvme_mpt_server::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
 
-use crate::change::FunctionEntry;
-use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
 use crate::table::TextTable;
 
 pub use self::terminal::{TopError, run, run_once};
@@ -439,11 +439,11 @@ mod tests {
     use nvme_mpt::lease::LeaseExtents;
     use nvme_mpt::range::ByteRange;
     use nvme_mpt::stats::{PollerStats, QueueStats};
+    use nvme_mpt_server::change::{DeclarationSource, FunctionStatus};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
     use super::*;
-    use crate::change::{DeclarationSource, FunctionStatus};
 
     const WIDTH: u16 = 118;
     const HEIGHT: u16 = 13;
@@ -524,7 +524,7 @@ mod tests {
             at: Duration::from_secs(second as u64),
             time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
             stats: ServerStats {
-                keeper: crate::stats::SupervisorStatus::None,
+                keeper: nvme_mpt_server::stats::SupervisorStatus::None,
                 failed: Vec::new(),
                 functions: functions.collect(),
                 pollers: vec![PollerStats {
@@ -619,7 +619,7 @@ mod tests {
             let mut sample = sample(second);
             // One is set aside, and its VMM stays connected. The other one could not be offered.
             sample.stats.failed = ["db-1", "vm-9"]
-                .map(|id| crate::stats::FunctionFailure {
+                .map(|id| nvme_mpt_server::stats::FunctionFailure {
                     id: id.to_owned(),
                     reason: "because".to_owned(),
                 })

@@ -8,12 +8,12 @@ use std::time::Duration;
 use jiff::Timestamp;
 use nvme_mpt::clock;
 use nvme_mpt::poller::start_thread;
+use nvme_mpt_server::control::{self, ControlError};
 use nvme_mpt_vmm::report;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use thiserror::Error;
 
 use super::{TopCommand, TopSample, TopView};
-use crate::control::{self, ControlError};
 
 /// Interval of checking for keys and samples.
 const TICK: Duration = Duration::from_millis(100);

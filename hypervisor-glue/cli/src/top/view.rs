@@ -1,6 +1,7 @@
 //! Draws the board on a screen.
 
 use clap::ValueEnum;
+use nvme_mpt_server::stats::SupervisorStatus;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Modifier, Style};
@@ -8,7 +9,6 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, Row as TableRow, Sparkline, Table};
 
 use super::{PrefixedNumber, TopColumn, TopSubject, TopView};
-use crate::stats::SupervisorStatus;
 
 /// Height of the total's graph, with its border.
 const GRAPH: u16 = 5;

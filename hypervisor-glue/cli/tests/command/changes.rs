@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt_cli::change::FunctionChange;
-use nvme_mpt_cli::control::request_change;
+use nvme_mpt_server::change::FunctionChange;
+use nvme_mpt_server::control::request_change;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::memory::GuestMemory;

@@ -9,8 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::PollerPool;
-use nvme_mpt_cli::change::{ChangeResult, FunctionChange};
-use nvme_mpt_cli::control::{ControlError, request_change};
+use nvme_mpt_server::change::{ChangeResult, FunctionChange};
+use nvme_mpt_server::control::{ControlError, request_change};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;

@@ -944,7 +944,7 @@ fn the_end_of_a_keeper_is_told_and_another_one_takes_its_place() {
     bench
         .ask("upgrade", &[])
         .unwrap_or_else(|error| panic!("{error}; {}", second.log()));
-    let upgraded = nvme_mpt_cli::control::listening_process(&bench.path("one.control"));
+    let upgraded = nvme_mpt_server::control::listening_process(&bench.path("one.control"));
     let upgraded = upgraded.expect("a server").to_string();
     assert_ne!(upgraded, server);
     ended();

@@ -46,7 +46,7 @@ fn the_filter_of_the_log_changes_while_the_server_runs() {
     let server = Server::start(serve).unwrap();
     assert_eq!(bench.ask("log", &[]).unwrap(), "warn\n");
     bench.ask("limit", &["a", "iops=500"]).unwrap();
-    let wide = "warn,nvme_mpt_cli=info";
+    let wide = "warn,nvme_mpt_server=info";
     assert_eq!(bench.ask("log", &[wide]).unwrap(), format!("{wide}\n"));
     bench.ask("limit", &["a", "iops=600"]).unwrap();
     let narrow = bench.ask("log", &["--json", "error"]).unwrap();
@@ -72,7 +72,7 @@ fn the_filter_of_the_log_changes_while_the_server_runs() {
     assert_eq!(
         messages,
         [
-            "The filter of the log is warn,nvme_mpt_cli=info from now on",
+            "The filter of the log is warn,nvme_mpt_server=info from now on",
             "Function a has new limits: iops=600",
             "The filter of the log is error from now on",
         ]

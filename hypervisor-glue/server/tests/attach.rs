@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use nvme_mpt_cli::attach::{cloud_hypervisor, qemu};
+use nvme_mpt_server::attach::{cloud_hypervisor, qemu};
 
 #[test]
 fn a_shell_takes_odd_paths_as_they_are() {

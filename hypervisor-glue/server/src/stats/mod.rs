@@ -31,7 +31,7 @@ pub struct ServerStats {
 }
 
 /// Message about a keeper that has ended.
-pub(crate) const KEEPER_ENDED: &str = "The keeper of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
+pub const KEEPER_ENDED: &str = "The keeper of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
      another keeper for it with `nvme-mpt keep --adopt -- nvme-mpt serve ...`, which changes nothing for VMs";
 
 /// State of a server's keeper.
@@ -297,7 +297,7 @@ impl ResetCounts {
     }
 
     /// Returns the number of resets of each kind, with its name.
-    pub(crate) fn by_kind(&self) -> [(&'static str, u64); 3] {
+    pub fn by_kind(&self) -> [(&'static str, u64); 3] {
         let Self {
             controller,
             function_level,

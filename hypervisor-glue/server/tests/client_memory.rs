@@ -16,7 +16,7 @@ use nvme_mpt::{
     AdaptivePolicies, DoorbellMode, DoorbellStride, LocalBackend, LocalBackendConfig, MemoryKinds,
     PollPolicy, PollerPool,
 };
-use nvme_mpt_cli::adaptor::NvmeDevice;
+use nvme_mpt_server::adaptor::NvmeDevice;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vfio_user_server::{ClientProcess, DmaMemory, DmaRegion, VfioUserDevice};
 use vmm_device::{MsixMasking, NvmeFunction};

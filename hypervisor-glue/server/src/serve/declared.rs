@@ -332,7 +332,7 @@ impl ConfigFileContents {
 }
 
 /// Returns the files that `profile=` and `faults=` name.
-pub(crate) fn descriptions(text: &OptionText) -> Vec<PathBuf> {
+pub fn descriptions(text: &OptionText) -> Vec<PathBuf> {
     let described = described(text).into_iter();
     described.map(|(_, path)| path).collect()
 }

@@ -16,7 +16,7 @@
 pub(crate) mod crashes;
 mod drive;
 pub(crate) mod function;
-pub(crate) mod predecessor;
+pub mod predecessor;
 mod registry;
 mod spares;
 
@@ -50,7 +50,7 @@ use spares::SpareDescriptions;
 use crate::stats::{GuestPause, GuestPauseCause, SupervisorStatus};
 
 /// First argument of the internal process between a keeper and its command.
-pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
+pub const FIRST_STAGE: &str = "keep-first-stage";
 
 /// Name prefix of functions.
 const FUNCTION: &str = "function-";
@@ -116,7 +116,7 @@ pub(crate) fn kept_configuration(
 }
 
 /// Returns whether the old server left a configuration for this process. Does not read it.
-pub(crate) fn has_kept_configuration() -> bool {
+pub fn has_kept_configuration() -> bool {
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     names.split(':').any(|name| name == CONFIGURATION)
 }

@@ -116,18 +116,18 @@ pub enum PredecessorError {
 
 /// Connection that tells the old server why this process cannot take over.
 #[derive(Debug)]
-pub(crate) struct FailureReport(UnixStream);
+pub struct FailureReport(UnixStream);
 
 impl FailureReport {
     /// Returns the connection, or `None` if this process does not replace a server.
-    pub(crate) fn to_predecessor(inherited: &InheritedDescriptors) -> Option<Self> {
+    pub fn to_predecessor(inherited: &InheritedDescriptors) -> Option<Self> {
         let socket = inherited.get(SOCKET).next()?;
         let socket = socket.try_clone_to_owned().ok()?;
         Some(Self(socket.into()))
     }
 
     /// Sends the reason, if the old server still waits for it.
-    pub(crate) fn tell(mut self, reason: &str) {
+    pub fn tell(mut self, reason: &str) {
         let mut message = vec![FAILED];
         message.extend(reason.as_bytes());
         // The server may have ended.

@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Output written by a thread. [`flush`](Write::flush) waits at most one second for the reader. The thread writes the
 /// rest when the reader continues.
 #[derive(Debug)]
-pub(crate) struct ThreadedOutput<W> {
+pub struct ThreadedOutput<W> {
     out: Option<W>,
     thread: Option<OutputThread>,
     unsent: Vec<u8>,
@@ -30,7 +30,7 @@ struct OutputThread {
 
 impl<W: Write + Send + 'static> ThreadedOutput<W> {
     /// Creates an output, whose thread starts with the first [`flush`](Write::flush).
-    pub(crate) fn new(out: W) -> Self {
+    pub fn new(out: W) -> Self {
         Self {
             out: Some(out),
             thread: None,

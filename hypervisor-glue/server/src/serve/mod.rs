@@ -78,17 +78,15 @@ use crate::kept::predecessor::FailureReport;
 use crate::kept::{self, GuestPauseStart, PersistenceError, ServerPersistence, crashes};
 use crate::logging::{self, LogFilter};
 use crate::metrics::{HealthAnswers, MetricsError, MetricsListener, MetricsOptions, MetricsServer};
-use crate::owner::socket_access;
+use crate::owner::{UnknownOwner, socket_access};
 use crate::room::DriveCapacity;
 use crate::signals::{EndSignals, ServerSignal};
 use crate::stats::ServerStats;
 
-pub(crate) use self::declared::descriptions;
+pub use self::declared::descriptions;
 pub use self::declared::{ConfigFileError, ParsedDeclaration};
 pub use self::drives::FunctionDriveError;
 pub use self::error::{ChangeError, FunctionRegistrationError, LimitsError};
-pub(crate) use crate::owner::user_name;
-pub use crate::owner::{UnknownOwner, user_number};
 
 /// Timeout for the first pass of newly started pollers.
 const START_PATIENCE: Duration = Duration::from_millis(100);

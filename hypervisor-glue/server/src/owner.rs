@@ -25,7 +25,7 @@ pub fn user_number(name: &str) -> Result<u32, UnknownOwner> {
 }
 
 /// Returns the name of a user, or its number if it has none.
-pub(crate) fn user_name(number: u32) -> String {
+pub fn user_name(number: u32) -> String {
     let user = User::from_uid(number.into()).ok().flatten();
     user.map_or_else(|| number.to_string(), |user| user.name)
 }

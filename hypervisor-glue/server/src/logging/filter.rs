@@ -136,8 +136,8 @@ mod tests {
         let is_logged = |target: &str, level| {
             built.enabled(&Metadata::builder().target(target).level(level).build())
         };
-        assert!(is_logged("nvme_mpt_cli::serve", Level::Warn));
-        assert!(!is_logged("nvme_mpt_cli::serve", Level::Info));
+        assert!(is_logged("nvme_mpt_server::serve", Level::Warn));
+        assert!(!is_logged("nvme_mpt_server::serve", Level::Info));
         assert!(is_logged("nvme_vfio::controller", Level::Debug));
         assert!(!is_logged("nvme_mpt::lease::ledger", Level::Error));
         assert_eq!(built.filter(), LevelFilter::Debug);

@@ -45,10 +45,10 @@ const VARIABLE: &str = "RUST_LOG";
 const IDENTIFIER: &str = "nvme-mpt";
 
 /// Timeout for the log's reader when a process ends.
-pub(crate) const END_PATIENCE: Duration = Duration::from_secs(1);
+pub const END_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Timeout like [`END_PATIENCE`], for a crash or upgrade, when guests wait for the next process.
-pub(crate) const CRASH_PATIENCE: Duration = Duration::from_millis(100);
+pub const CRASH_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Maximum number of fields of a message.
 const FIELDS_MAX: usize = 16;
@@ -81,7 +81,7 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
 
 /// Queues messages for the log thread, which [`write_on_a_thread`] starts. From now on, no other thread waits for the log's
 /// reader.
-pub(crate) fn wait_for_a_thread() {
+pub fn wait_for_a_thread() {
     QUEUE.get_or_init(MessageQueue::default);
 }
 
@@ -91,7 +91,7 @@ pub(crate) fn wait_for_a_thread() {
 ///
 /// # Errors
 /// Returns the kernel's error.
-pub(crate) fn write_on_a_thread() -> io::Result<()> {
+pub fn write_on_a_thread() -> io::Result<()> {
     let (Some(logger), Some(queue)) = (LOGGER.get(), QUEUE.get()) else {
         return Ok(());
     };
@@ -116,7 +116,7 @@ pub(crate) fn write_on_a_thread() -> io::Result<()> {
 }
 
 /// Waits until all earlier messages are written, for at most `time`.
-pub(crate) fn flush(time: Duration) {
+pub fn flush(time: Duration) {
     if let Some(queue) = QUEUE.get() {
         // The log thread may not be started yet if the process ends early.
         let _ = write_on_a_thread();
@@ -134,7 +134,7 @@ pub(crate) fn dropped_messages() -> u64 {
 }
 
 /// Logs why the process ends, and waits a [moment](END_PATIENCE) for the log's reader.
-pub(crate) fn last_words(text: &str) {
+pub fn last_words(text: &str) {
     let lines = text.lines();
     let lines = lines.map(|line| line_of(format_args!("{line}"), MESSAGE_MAX));
     let text = lines.collect::<Vec<_>>().join("\n");

@@ -1,0 +1,73 @@
+//! A server of NVMe functions over vfio-user, for VMMs that do not embed them.
+//!
+//! [`serve()`](serve::serve) opens drives, leases parts of them and serves each function on a socket, until a signal ends it. An
+//! [`adaptor`] presents an NVMe function as a `vfio_user_server::VfioUserDevice`, and a [`function_thread`] runs both.
+//!
+//! Other processes talk to a running server on its [`control`] socket: they read its statistics ([`stats`]) and the free
+//! capacity of its drives ([`room`]), and change its functions ([`change`]) and injected faults ([`faults`]). The crate has both
+//! sides. [`metrics`] exports statistics to Prometheus. [`attach`] has the arguments with which VMMs attach a function.
+//!
+//! [`confine`] restricts a server with Landlock and seccomp. [`kept`] stores the state of a server with its keeper
+//! ([`nvme_mpt_keep`]), so that a successor can restore it. `set_aside` serves quarantined functions, which crashed a server.
+//!
+//! [`logging`] is the logger of a server, [`mod@output`] its standard output, neither of which waits for its reader.
+//!
+//! # Example
+//!
+//! A function on a drive in memory, offered to a VMM:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::sync::atomic::AtomicBool;
+//!
+//! use nvme_mpt::PollerPool;
+//! use nvme_mpt_server::adaptor::NvmeDevice;
+//! use nvme_mpt_server::attach;
+//! use nvme_mpt_vmm::open::{self, LeaseLedgers};
+//! use nvme_mpt_vmm::options::FunctionConfig;
+//! use vfio_user_server::{RegionIndex, VfioUserDevice, VfioUserServer};
+//! use vmm_device::{MsixMasking, NvmeFunction};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let folder = tempfile::tempdir()?;
+//! let value = |key: &str| (key == "path").then(|| "memory:64M".to_owned());
+//! let options = FunctionConfig::from_keys(value)?.options()?;
+//! let ledgers = LeaseLedgers::open(folder.path());
+//! let backend = open::open(&options, &ledgers, &PollerPool::new(), &AtomicBool::new(false))?;
+//! let function = NvmeFunction::new(Arc::new(backend), MsixMasking::Client);
+//! let mut device = NvmeDevice::new(function)?;
+//!
+//! // A VMM reads the class code of the PCI function.
+//! let mut class = [0; 4];
+//! device.read(RegionIndex::Config, 0x08, &mut class);
+//! assert_eq!(class[1..], [0x02, 0x08, 0x01]);
+//!
+//! let server = VfioUserServer::bind(folder.path().join("nvme0.sock"), device)?;
+//! println!("qemu-system-x86_64 {}", attach::qemu("nvme0", server.path()));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Not implemented
+//!
+//! `nvme-mpt-vmm` defines the options of functions, drives and leases. `vfio-user-server` implements the protocol. The crate
+//! parses no command line and prints no tables: `nvme-mpt-cli` does. A VMM that embeds functions in its own process does not
+//! need this crate.
+
+pub mod adaptor;
+pub mod attach;
+pub mod change;
+pub mod confine;
+pub mod control;
+pub mod faults;
+pub mod function_thread;
+pub mod kept;
+pub mod logging;
+pub mod metrics;
+pub mod output;
+pub mod owner;
+pub mod room;
+pub mod serve;
+mod set_aside;
+pub mod signals;
+pub mod stats;

@@ -1,12 +1,12 @@
 //! Host side of NVMe mediated pass-through: many VMs share one NVMe drive.
 //!
-//! A [`Drive`] is a namespace of a [host controller](host) of any kind. Each guest controller has a [`lease`] of the
+//! A [`Drive`] is a namespace of a [host controller](host) of any kind. Each guest controller has a [lease](nvme_lease) of the
 //! drive and an [`LocalBackend`]. The attachment holds the VM's memory as a [`DmaWindow`], the doorbells, and the shadow
 //! queues, which [`PollerPool`] run. A shadow queue translates the guest's commands and submits them to a queue of the
 //! [host controller](host).
 //!
-//! Two crates lie below: [`spec`] has the wire format, and [`memory`] has the unsafe code that accesses guest memory,
-//! rings and registers.
+//! Three crates lie below: [`spec`] has the wire format, [`memory`] has the unsafe code that accesses guest memory, rings
+//! and registers, and [`nvme_lease`] allocates the bytes of drives.
 //!
 //! # Modules
 //!
@@ -19,8 +19,7 @@
 //! 5. [`seam`]: the traits of a function's back end;
 //! 6. [`host`]: the data path of host controllers; [`live`]: in-flight tracking for the successor process;
 //! 7. [`doorbell`], then [`dma`]: the guest's registers and memory;
-//! 8. [`lease`], then [`origin`]: the allocation of a drive's bytes;
-//! 9. all others, which import only each other and the crates below.
+//! 8. all others, which import only each other and the crates below.
 //!
 //! # Not implemented
 //!
@@ -40,7 +39,6 @@ pub mod address;
 pub mod attachment;
 pub mod control_group;
 pub mod crossing;
-pub mod deadline;
 pub mod dma;
 pub mod doorbell;
 pub mod drive;
@@ -50,16 +48,12 @@ pub mod interrupt;
 pub mod iova;
 pub mod kept;
 pub mod learn;
-pub mod lease;
 pub mod limit;
 pub mod live;
 pub mod memory_account;
-pub mod origin;
 mod park;
 pub mod poller;
 mod processor_time;
-pub mod range;
-pub mod range_lock;
 pub mod seam;
 pub mod shadow;
 pub mod stats;

@@ -12,12 +12,12 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock, PoisonError};
 
+use nvme_lease::range::Bytes;
 use thiserror::Error;
 
 use crate::control_group::{memory_limit_below, oom_kills_below};
 use crate::memory::MappedWord64;
 use crate::memory::sync::{Mutex, MutexGuard};
-use crate::range::Bytes;
 
 /// Divisor of the total memory for the reserve that stays free.
 const KEPT: u64 = 16;

@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use log::warn;
+use nvme_lease::range::{BlockRange, ByteRange};
+use nvme_lease::{Lease, LeaseError, LeaseExtents};
 
 use crate::clock;
 use crate::dma::RegionTable;
@@ -23,8 +25,6 @@ use crate::drive::Drive;
 use crate::drive::{HostLease, HostLeaseError};
 use crate::host::ListMemory;
 use crate::host::{HostCompletion, HostMemory};
-use crate::lease::{Lease, LeaseError, LeaseExtents};
-use crate::range::{BlockRange, ByteRange};
 use crate::shadow::HostQueuePair;
 use crate::spec::ids::{CommandId, Lba};
 use crate::spec::nvm::WriteZeroes;

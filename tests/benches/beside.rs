@@ -14,9 +14,9 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::processors::{ThreadId, own_processors, pin_this_thread};
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{AdaptivePolicies, ControllerBackend, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_tests::attached::AttachedGuest;

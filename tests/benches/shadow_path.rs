@@ -21,9 +21,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::{
@@ -302,7 +302,7 @@ fn rig(case: &Case) -> Rig {
             wanted,
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+            former_data: nvme_lease::PreviousDataPolicy::Kept,
         });
         lease.unwrap()
     };

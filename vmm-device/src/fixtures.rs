@@ -7,10 +7,9 @@ use std::{
     time::Duration,
 };
 
-use nvme_mpt::deadline::WaitClock;
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::host::{CommandSets, TemperatureThresholds};
-use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
@@ -20,6 +19,7 @@ use nvme_mpt::{
     AdaptivePolicies, ControllerLimits, DoorbellMode, Drive, Gpa, LeasedNamespace, LocalBackend,
     LocalBackendConfig, MemoryRegion, PollPolicy, PollerPool, SharedPartsSource,
 };
+use nvme_mpt_memory::deadline::WaitClock;
 use nvme_software::{MemoryAllocationTime, SoftwareController};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zerocopy::{FromZeros, IntoBytes};
@@ -141,7 +141,7 @@ pub(crate) fn attachment_with(
         wanted: RequestedBytes::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
         lba_shift,
         blocks,
-        former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+        former_data: nvme_lease::PreviousDataPolicy::Kept,
     };
     let lease = ledger.acquire(&request).expect("a lease");
     let config = LocalBackendConfig {

@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use nvme_mpt::deadline::{ACCESS_DEADLINE, WaitClock};
 use nvme_mpt::dma::DetachedGuestMemory;
 use nvme_mpt::host::{LeaseDamage, TemperatureThresholds, UnreportedChanges};
 use nvme_mpt::iova::IovaSpace;
@@ -30,6 +29,7 @@ use nvme_mpt::{
     LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues, QueueError,
     QueueFailure, SharedParts, SqConfig, VmmMapping,
 };
+use nvme_mpt_memory::deadline::{ACCESS_DEADLINE, WaitClock};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
 

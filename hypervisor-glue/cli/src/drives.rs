@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use nvme_mpt::range::Bytes;
+use nvme_lease::range::Bytes;
 use nvme_mpt_server::stats::{DriveStats, NamespaceStats, QueuePairStats};
 use nvme_vfio::function::{
     DiskUser, HostRoot, KernelController, PciFunction, PciFunctionError, VFIO_PCI,

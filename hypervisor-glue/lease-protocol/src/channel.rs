@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;

@@ -8,7 +8,6 @@ use std::path::Path;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::dma::DetachedGuestMemory;
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::{LeaseDamage, UnreportedChanges};
@@ -31,6 +30,7 @@ use nvme_mpt::{
     IoQueueEvent, LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues,
     QueueError, SharedParts, SqConfig, VmmMapping,
 };
+use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;

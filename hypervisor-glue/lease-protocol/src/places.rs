@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nvme_mpt::lease::SERVER_SOCKETS;
+use nvme_lease::SERVER_SOCKETS;
 
 use crate::ask::{GrantedLease, LeaseAttachError, ask_for_drive, ask_for_lease, connect};
 use crate::socket::named_in;

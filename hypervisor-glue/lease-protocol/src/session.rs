@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::interrupt::ClientSignals;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
@@ -19,6 +18,7 @@ use nvme_mpt::{
     ControllerBackend, DirtyRange, DmaError, EventReader, MemoryRegion, PersistedBackendParts,
     SharedParts,
 };
+use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;

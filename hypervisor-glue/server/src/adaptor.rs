@@ -638,8 +638,8 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
-    use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
-    use nvme_mpt::range::ByteRange;
+    use nvme_lease::range::ByteRange;
+    use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
     use nvme_mpt::spec::ids::QueueId;
     use nvme_mpt::spec::registers::Doorbell;
     use nvme_mpt::{
@@ -668,7 +668,7 @@ mod tests {
                 wanted: RequestedBytes::At(ByteRange::new(0, 1 << 20).unwrap()),
                 lba_shift: drive.lba_shift(),
                 blocks: drive.blocks(),
-                former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+                former_data: nvme_lease::PreviousDataPolicy::Kept,
             })
             .unwrap();
         let attachment = LocalBackend::new(LocalBackendConfig {

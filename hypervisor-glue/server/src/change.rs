@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use nvme_mpt::lease::LeaseExtents;
-use nvme_mpt::range::ByteRange;
+use nvme_lease::LeaseExtents;
+use nvme_lease::range::ByteRange;
 use serde::{Deserialize, Serialize};
 
 /// A change of a server's functions.

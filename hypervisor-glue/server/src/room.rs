@@ -2,8 +2,8 @@
 
 use std::num::NonZeroU64;
 
+use nvme_lease::{LeaseError, NamespaceCapacity};
 use nvme_mpt::Drive;
-use nvme_mpt::lease::{LeaseError, NamespaceCapacity};
 use nvme_mpt_vmm::open::LeaseLedgers;
 use serde::{Deserialize, Serialize};
 
@@ -50,7 +50,7 @@ impl DriveCapacity {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::lease::CapacityUse;
+    use nvme_lease::CapacityUse;
 
     use super::*;
 

@@ -9,9 +9,9 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::memfd;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
     AdaptivePolicies, DoorbellMode, DoorbellStride, LocalBackend, LocalBackendConfig, MemoryKinds,
     PollPolicy, PollerPool,

@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nvme_mpt::lease::Ledger;
+use nvme_lease::Ledger;
 use nvme_mpt::poller::start_thread;
 
 use crate::report;

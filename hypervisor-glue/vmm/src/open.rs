@@ -7,14 +7,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::drive::{DiskImageHeader, DriveName, ReserveError, SpareDescriptorStore};
-use nvme_mpt::lease::identity::default_id;
-use nvme_mpt::lease::{
+use nvme_lease::identity::default_id;
+use nvme_lease::label::DriveName;
+use nvme_lease::origin::DriveIdentityRef;
+use nvme_lease::range::{ByteRange, Bytes, RangeError};
+use nvme_lease::{
     Lease, LeaseClaim, LeaseError, LeaseExtents, LeaseHolderState, LeaseRequest, Ledger, MIN_UNIT,
     NamespaceCapacity, PreviousDataPolicy, RequestedBytes,
 };
-use nvme_mpt::origin::DriveIdentityRef;
-use nvme_mpt::range::{ByteRange, Bytes, RangeError};
+use nvme_mpt::drive::{DiskImageHeader, ReserveError, SpareDescriptorStore};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
     ControllerBackend, Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,

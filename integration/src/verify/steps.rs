@@ -18,7 +18,13 @@ use crate::provision::{Assets, KernelChoice, go};
 /// Crates with loom models.
 const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
 /// Crates with unsafe memory accesses, and their main users.
-const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
+const SANITIZED: [&str; 5] = [
+    "nvme-mpt-memory",
+    "nvme-lease",
+    "nvme-mpt",
+    "nvme-software",
+    "nvme-vfio",
+];
 
 /// Crates that are not published.
 const PRIVATE: [&str; 5] = [

@@ -14,7 +14,7 @@
 //! - [`sync`] has locks, channels, atomics and threads, and [`files`] the file operations of the ledger. A simulator
 //!   replaces both.
 //! - [`presence`] lets other processes detect that nothing of this process is left.
-//! - [`clock`] reads the time stamp counter. [`system`], [`processors`], [`file_system`], [`device_mapper`] and
+//! - [`clock`] reads the time stamp counter. [`deadline`] has the clock and the deadlines of waits. [`system`], [`processors`], [`file_system`], [`device_mapper`] and
 //!   [`eventfd`] make system calls for which std has no safe interface.
 //!
 //! No Rust reference to shared memory leaves the crate. Bytes are copied in and out, and words are read and written by
@@ -62,6 +62,7 @@ mod bytes;
 mod cell;
 pub mod clock;
 pub mod crash;
+pub mod deadline;
 pub mod device_mapper;
 pub mod eventfd;
 pub mod file_system;

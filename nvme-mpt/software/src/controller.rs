@@ -7,17 +7,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_lease::label::{DriveLabel, DriveName};
+use nvme_lease::origin::{DriveIdentity, DriveIdentityRef};
+use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_mpt::drive::{
-    DriveIncidents, DriveLabel, DriveName, HostController, HostLease, HostLeaseError,
-    HostLeaseRequest, HostNamespace,
+    DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
 };
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{CommandSetDescription, ControllerLimits, LeaseChangeLog, LeaseDamage, Mdts};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::PolicyChoice;
 use nvme_mpt::live::{ChangeRecord, LeaseWriteErrorRecord};
-use nvme_mpt::origin::{DriveIdentity, DriveIdentityRef};
-use nvme_mpt::range::{BlockRange, ByteRange};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::identify::Oncs;

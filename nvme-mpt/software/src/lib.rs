@@ -17,7 +17,7 @@
 //! use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 //! use nvme_mpt::host::{DataPointer, HostMemory};
 //! use nvme_mpt::shadow::HostQueuePair;
-//! use nvme_mpt::origin::DriveIdentity;
+//! use nvme_lease::origin::DriveIdentity;
 //! use nvme_mpt::spec::nvm::ReadWrite;
 //! use nvme_mpt::spec::opcode::NvmOpcode;
 //! use nvme_mpt::spec::sqe::Sqe;

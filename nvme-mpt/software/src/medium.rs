@@ -8,12 +8,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::drive::{DriveLabel, HostLeaseError, HostLeaseRequest};
+use nvme_lease::label::DriveLabel;
+use nvme_lease::origin::DriveIdentity;
+use nvme_lease::range::BlockRange;
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{ControllerLimits, LeaseDamage};
 use nvme_mpt::live::LeaseWriteErrorRecord;
-use nvme_mpt::origin::DriveIdentity;
-use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::status::Status;
 

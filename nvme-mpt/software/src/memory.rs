@@ -9,13 +9,13 @@ use std::os::unix::fs::MetadataExt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use nvme_lease::origin::DriveIdentity;
+use nvme_lease::range::BlockRange;
 use nvme_mpt::control_group::{ControlGroupLimit, memory_limit};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{ControllerLimits, DataPointer, HostMemory};
 use nvme_mpt::memory::{self, Mapping, MappingAccess, RawBytes};
 use nvme_mpt::memory_account::MemoryAccount;
-use nvme_mpt::origin::DriveIdentity;
-use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::{

@@ -17,8 +17,8 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
+use nvme_lease::range::BlockRange;
 use nvme_mpt::memory::sync::{AtomicBool, Mutex, MutexGuard};
-use nvme_mpt::range::BlockRange;
 use nvme_mpt::spec::ids::Lba;
 
 /// Maximum of marked ranges per lease, which bounds the lease's part of the ledger. A command that would exceed the limit

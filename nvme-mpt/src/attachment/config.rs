@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use nvme_lease::Lease;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::dma::MemoryKinds;
@@ -13,7 +14,6 @@ use crate::drive::QueuePairReservation;
 use crate::host::Mdts;
 use crate::interrupt::EventReader;
 use crate::learn::AdaptivePolicies;
-use crate::lease::Lease;
 use crate::limit::RateLimits;
 use crate::poller::{PollPolicy, PollerPool};
 

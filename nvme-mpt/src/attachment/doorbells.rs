@@ -3,11 +3,11 @@
 use std::io;
 
 use log::error;
+use nvme_mpt_memory::deadline::Deadline;
 
 use super::LocalBackend;
 use super::io_queues::{BackendQueues, next_id};
 use crate::address::Gpa;
-use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::poller::DoorbellWatch;
 use crate::processor_time::ProcessorTimeCharge;

@@ -2,11 +2,12 @@
 
 use std::io;
 
+use nvme_lease::range::{ByteRange, Bytes};
+use nvme_lease::{LeaseError, LeaseExtents};
+
 use crate::drive::HostLeaseError;
 use crate::host::Mdts;
-use crate::lease::{LeaseError, LeaseExtents};
 use crate::poller::NoSuchProcessor;
-use crate::range::{ByteRange, Bytes};
 
 /// Reason why a guest controller cannot attach.
 #[derive(Debug, thiserror::Error)]

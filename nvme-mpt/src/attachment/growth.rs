@@ -7,12 +7,13 @@
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicBool;
 
+use nvme_lease::range::{BlockRange, ByteRange};
+use nvme_lease::{Lease, LeaseError};
+
 use super::LocalBackend;
 use crate::drive::Drive;
 use crate::drive::HostLeaseError;
 use crate::event::{DriveEvent, IoQueueEvent};
-use crate::lease::{Lease, LeaseError};
-use crate::range::{BlockRange, ByteRange};
 use crate::seam::GUEST_NSID;
 use crate::shadow::{LeasedBlocks, NamespaceIds};
 use crate::spec::ids::Lba;

@@ -4,10 +4,10 @@ use std::io;
 use std::sync::Arc;
 
 use log::error;
+use nvme_lease::Lease;
 
 use crate::drive::Drive;
 use crate::drive::{HostLease, QueuePairReservation};
-use crate::lease::Lease;
 
 use super::spare::SpareDescriptors;
 

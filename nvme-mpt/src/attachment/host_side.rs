@@ -3,11 +3,12 @@
 use std::io;
 use std::time::Duration;
 
+use nvme_mpt_memory::deadline::Deadline;
+
 use super::LocalBackend;
 use super::io_queues::OverdueQueuePolicy;
 use super::pause;
 use crate::address::Gpa;
-use crate::deadline::Deadline;
 use crate::dma::{DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping};
 use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, IoQueueEvent};

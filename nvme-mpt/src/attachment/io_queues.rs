@@ -7,13 +7,13 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use log::info;
+use nvme_mpt_memory::deadline::Deadline;
 
 use super::LocalBackend;
 use super::queue_limits::QueueLimits;
 use super::state::gone;
 use super::steward::OutlivingQueue;
 use crate::clock::TickRate;
-use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::ListMemory;
 use crate::host::SharedQueuePair;

@@ -32,6 +32,9 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 
 use log::{error, warn};
+use nvme_lease::Lease;
+use nvme_lease::range::Bytes;
+use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 
 pub use config::{
     LocalBackendConfig, PersistedBackendFiles, PersistedBackendParts, SharedPartsSource,
@@ -41,7 +44,6 @@ pub use growth::GrowError;
 pub(crate) use holding::OpenLease;
 
 use crate::clock::{TickRate, Ticks};
-use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds, MemoryLimit};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
@@ -49,7 +51,6 @@ use crate::drive::{HostLeaseError, HostNamespace, QueuePairReservation, SpareDes
 use crate::event::EventQueue;
 use crate::host::{CommandSets, ControllerLimits, LeaseChangeLog, Mdts};
 use crate::interrupt::{CoalescingFeature, InterruptVector, vectors_of};
-use crate::lease::Lease;
 use crate::limit::{RateLimiter, RateLimiterUse, RateLimits};
 use crate::live::InflightFile;
 use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
@@ -57,7 +58,6 @@ use crate::memory::sync::{Mutex, try_lock};
 use crate::memory_account::MemoryAccount;
 use crate::park::UntrappedDoorbells;
 use crate::poller::{PollPolicy, PollerIdleMode, PollerPool, PollerSharing};
-use crate::range::Bytes;
 use crate::seam::{ControllerBackend, GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
 use crate::shadow::{
     CommandSet, LeasedBlocks, NamespaceIds, NvmCommands, NvmFacts, QueueContext, ShadowQueue,

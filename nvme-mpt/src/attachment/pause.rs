@@ -6,9 +6,10 @@
 
 use std::time::Duration;
 
+use nvme_mpt_memory::deadline::Deadline;
+
 use super::LocalBackend;
 use super::io_queues::BackendQueues;
-use crate::deadline::Deadline;
 use crate::seam::QueueError;
 use crate::spec::ids::QueueId;
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use log::{error, warn};
+use nvme_lease::Lease;
 
 use crate::drive::{Drive, HostLease, SpareDescriptorStore};
-use crate::lease::Lease;
 
 /// Entry of a keeper, which is removed at the end of the lease.
 #[derive(Debug)]

@@ -1,11 +1,12 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+
 use super::*;
 use crate::dma::MemoryRegion;
 use crate::drive::idle::IdleController;
 use crate::event::{DriveEvent, IoQueueEvent};
 use crate::learn::AdaptivePolicies;
-use crate::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use crate::memory::memfd;
 use crate::seam::state::GuestPromiseState;
 use crate::seam::{BackendStateError, ControllerBackend, CqConfig};

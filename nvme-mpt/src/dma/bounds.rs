@@ -6,13 +6,13 @@
 use std::fmt;
 use std::io;
 
+use nvme_lease::range::Bytes;
 use thiserror::Error;
 
 use super::DmaError;
 use crate::address::Gpa;
 use crate::learn::IommuShareRefusal;
 use crate::memory_account::MemoryShortage;
-use crate::range::Bytes;
 
 /// Maximum number of bytes that a function may have mapped if memory is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,12 +7,13 @@
 
 use std::sync::Arc;
 
+use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
+
 use super::notes::{DirtyRange, RegionDirtyBitmap};
 use super::region::GuestMemoryPart;
 use super::sorted::SharedSortedMap;
 use super::{DmaError, DmaWindow, RegionTable};
 use crate::address::Gpa;
-use crate::deadline::DRAIN_DEADLINE;
 
 impl RegionTable {
     /// Returns whether the dirty log is on.

@@ -64,9 +64,10 @@ pub(crate) use table::{IovaHint, RunPages};
 pub use under_way::is_gone_for_good;
 pub(crate) use users::TableUse;
 
+use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
+
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
-use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
 use crate::iova::{BudgetEntitlement, IovaRefusal, IovaSpace, MappingOwner, VmShares};
 use crate::learn::IommuShareRefusal;
 use crate::memory::file_system::type_of;

@@ -18,13 +18,13 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use log::error;
+use nvme_lease::range::Bytes;
 
 use super::region::GuestFile;
 use super::{WindowRegions, lock};
 use crate::iova::PinnedMemory;
 use crate::memory::holes::lacks_pages;
 use crate::memory::sync::{Mutex, try_lock};
-use crate::range::Bytes;
 
 /// File of which parts are mapped.
 struct PinnedFile {

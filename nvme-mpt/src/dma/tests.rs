@@ -3,8 +3,9 @@
 use std::io;
 use std::ops::Range;
 
+use nvme_mpt_memory::deadline::FrozenClock;
+
 use super::*;
-use crate::deadline::FrozenClock;
 use crate::iova::Iommu;
 use crate::memory;
 

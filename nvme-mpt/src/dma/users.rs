@@ -3,7 +3,8 @@
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use crate::deadline::{Deadline, SystemClock};
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
+
 use crate::park::PollerWaker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 

@@ -7,7 +7,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::label::DriveLabel;
+use nvme_lease::label::DriveLabel;
+use nvme_lease::origin::DriveIdentityRef;
+
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
 use super::namespace::HostNamespace;
 use super::reservation::{QueuePairReservation, ReserveError};
@@ -15,7 +17,6 @@ use crate::event::EventQueue;
 use crate::host::{ControllerLimits, Mdts, TemperatureThresholds};
 use crate::iova::IovaSpace;
 use crate::limit::LeaseWeight;
-use crate::origin::DriveIdentityRef;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 
 /// Use of a host controller's limited number of I/O queue pairs.

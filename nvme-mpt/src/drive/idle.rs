@@ -5,11 +5,12 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::{Arc, OnceLock};
 
+use nvme_lease::origin::DriveIdentityRef;
+
 use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
 use crate::clock::Ticks;
 use crate::host::{CompletionTaker, ControllerLimits, HostBatch, HostMemory, HostQueue};
 use crate::iova::IovaSpace;
-use crate::origin::DriveIdentityRef;
 use crate::shadow::{HostQueuePair, NvmCommands};
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;

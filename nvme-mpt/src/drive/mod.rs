@@ -6,7 +6,6 @@ mod controller;
 mod header;
 #[cfg(test)]
 pub(crate) mod idle;
-mod label;
 mod lease;
 mod namespace;
 mod reservation;
@@ -16,16 +15,17 @@ use std::sync::Arc;
 
 pub use controller::{DriveIncidents, HostController, QueuePairUse};
 pub use header::DiskImageHeader;
-pub use label::{DriveLabel, DriveName, LABEL_BYTES};
 pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
 pub use namespace::HostNamespace;
 pub use reservation::{QueuePairReservation, ReserveError, ReservedPairs};
 pub use spare::SpareDescriptorStore;
 
+use nvme_lease::label::DriveLabel;
+use nvme_lease::origin::DriveIdentityRef;
+use nvme_lease::range::BlockRange;
+
 use crate::host::ControllerLimits;
 use crate::limit::LeaseWeight;
-use crate::origin::DriveIdentityRef;
-use crate::range::BlockRange;
 use crate::spec::ids::Nsid;
 
 /// Errors of using a namespace as a drive.

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+use nvme_lease::range::Bytes;
+
 use crate::address::PAGE_SIZE;
-use crate::range::Bytes;
 
 /// Maximum Data Transfer Size, as a power of two of 4 KiB pages: 8 KiB to 2 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

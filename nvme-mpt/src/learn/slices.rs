@@ -7,9 +7,10 @@
 
 use std::time::Duration;
 
+use nvme_lease::range::BOUNDARY;
+
 use super::PolicyChoice;
 use crate::clock::TickRate;
-use crate::range::BOUNDARY;
 
 /// Target time of a slice.
 const TARGET: Duration = Duration::from_micros(300);

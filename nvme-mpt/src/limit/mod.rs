@@ -14,12 +14,12 @@ use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use nvme_lease::range::Bytes;
 use serde::{Deserialize, Serialize};
 
 pub use weight::{LeaseWeight, LeaseWeightError};
 
 use crate::clock::{TickRate, Ticks};
-use crate::range::Bytes;
 
 /// Default burst of a limit, as the time in which it fills.
 const BURST: Duration = Duration::from_millis(10);

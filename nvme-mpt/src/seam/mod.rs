@@ -36,11 +36,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
-use crate::deadline::DRAIN_DEADLINE;
 use crate::dma::{
     DetachedGuestMemory, DirtyRange, DmaError, GuestMemory, MemoryRegion, VmmMapping,
 };

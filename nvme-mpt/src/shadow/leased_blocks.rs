@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 
+use nvme_lease::range::BlockRange;
+
 use super::{CommandFailure, UntranslatedCommand, location};
-use crate::range::BlockRange;
 use crate::spec::ids::{Lba, Nsid};
 use crate::spec::status::Status;
 

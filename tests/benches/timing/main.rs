@@ -19,8 +19,8 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::range::ByteRange;
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
@@ -68,7 +68,7 @@ impl Rig {
             wanted: RequestedBytes::At(ByteRange::new(0, BYTES).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+            former_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let config = LocalBackendConfig {
             lease: Ledger::in_process().acquire(&request).unwrap(),

@@ -15,9 +15,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
@@ -93,7 +93,7 @@ impl Lane {
             wanted: RequestedBytes::At(ByteRange::new(index * LEASE, LEASE).expect("a range")),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+            former_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let attachment = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),

@@ -21,8 +21,8 @@ pub mod vfio_user_message;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::range::ByteRange;
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::{
     AdaptivePolicies, DoorbellMode, Drive, EventReader, Gpa, LocalBackend, LocalBackendConfig,
     LocalBackendError, MemoryRegion, PollPolicy, PollerPool, SharedPartsSource,
@@ -107,7 +107,7 @@ impl Host {
             wanted: RequestedBytes::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
             lba_shift,
             blocks,
-            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+            former_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let lease = Ledger::in_process().acquire(&request).expect("a lease");
         let config = LocalBackendConfig {

@@ -18,9 +18,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::memory::clock;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
@@ -143,7 +143,7 @@ impl Lane {
             wanted,
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+            former_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let attachment = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),

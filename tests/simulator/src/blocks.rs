@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_lease::origin::DriveIdentity;
+use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::memory::RawBytes;
 use nvme_mpt::memory::simulation::costs;
-use nvme_mpt::origin::DriveIdentity;
-use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::ReadWrite;

@@ -6,8 +6,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use nvme_lease::{Lease, LeaseError, LeaseHolderState};
 use nvme_mpt::PollerPool;
-use nvme_mpt::lease::{Lease, LeaseError, LeaseHolderState};
 use nvme_mpt::memory::clock;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive};
 use nvme_mpt_tests::function::InProcess;

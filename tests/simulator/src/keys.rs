@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::range::ByteRange;
+use nvme_lease::range::ByteRange;
 use nvme_mpt_tests::command::{Sqe, kv};
 use nvme_mpt_tests::key_value::option;
 use nvme_mpt_tests::memory::GuestMemory;

@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::{HostController, SpareDescriptorStore};
-use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::{clock, eventfd};
 use nvme_mpt::poller::start_thread;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::seam::DoorbellWaker;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;

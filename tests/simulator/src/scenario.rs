@@ -4,14 +4,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use nvme_lease::range::ByteRange;
+use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::HostController;
-use nvme_mpt::lease::{
-    Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes,
-};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::memory::clock;
 use nvme_mpt::poller::{ThreadSpawner, start_thread};
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
     AdaptivePolicies, Drive, Gpa, LocalBackend, LocalBackendConfig, MemoryKinds, PollerPool,
     SharedPartsSource,

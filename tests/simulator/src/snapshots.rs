@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use nvme_mpt::lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt::memory::sync::mpsc::{self, Receiver, Sender};
 use nvme_mpt::memory::{clock, eventfd};
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;

@@ -12,13 +12,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::limit::{LeaseWeight, RateLimits};
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::simulation::acted;
 use nvme_mpt::poller::{ThreadSpawner, start_thread};
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
     AdaptivePolicies, Drive, Gpa, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource,
 };

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use nvme_mpt::lease::PreviousDataPolicy;
+use nvme_lease::PreviousDataPolicy;
 use nvme_mpt_tests::registers::{CSTS_FATAL, CSTS_SHST_COMPLETE, CSTS_SHST_MASK};
 use vmm_device::EndError;
 

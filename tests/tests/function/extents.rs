@@ -4,9 +4,9 @@ use std::fs::OpenOptions;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use nvme_lease::range_lock::FileRangeLock;
+use nvme_lease::{Lease, LeaseError, PreviousDataPolicy};
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{Lease, LeaseError, PreviousDataPolicy};
-use nvme_mpt::range_lock::FileRangeLock;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::command::Sqe;

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 
-use nvme_mpt::lease::PreviousDataPolicy;
+use nvme_lease::PreviousDataPolicy;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};

@@ -7,8 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use nvme_mpt::deadline::DRAIN_DEADLINE;
-use nvme_mpt::lease::PreviousDataPolicy;
+use nvme_lease::PreviousDataPolicy;
 use nvme_mpt::memory::{Mapping, MappingAccess, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
@@ -20,6 +19,7 @@ use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, MESSAGE_MAX, PeerIdentity,
     SessionError, VERSION,
 };
+use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::common::remote::OneLease;

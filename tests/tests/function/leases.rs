@@ -3,8 +3,8 @@
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::range::ByteRange;
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
 use nvme_mpt_tests::status::UNRECOVERED_READ_ERROR;

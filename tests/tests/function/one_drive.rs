@@ -6,8 +6,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_mpt::lease::{Lease, LeaseError, LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::range::ByteRange;
+use nvme_lease::range::ByteRange;
+use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::{AdaptivePolicies, DoorbellMode, MemoryKinds, PollPolicy, PollerPool};
 use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, LocalBackendError};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
@@ -31,7 +31,7 @@ fn lease(ledger: &Ledger, id: &str, drive: &Drive, start: u64) -> Result<Lease, 
         wanted: RequestedBytes::At(ByteRange::new(start, LEASE).unwrap()),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+        former_data: nvme_lease::PreviousDataPolicy::Kept,
     })
 }
 

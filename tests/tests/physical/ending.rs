@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{LeaseHolderState, PreviousDataPolicy};
+use nvme_lease::{LeaseHolderState, PreviousDataPolicy};
 use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::{ControllerBackend, EventReader, PersistedBackendParts, SharedPartsSource};
 use nvme_mpt_lease_protocol::{

@@ -5,8 +5,8 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
+use nvme_lease::{Lease, PreviousDataPolicy};
 use nvme_mpt::drive::{DriveIncidents, HostController, ReserveError};
-use nvme_mpt::lease::{Lease, PreviousDataPolicy};
 use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::spec::status::Status;

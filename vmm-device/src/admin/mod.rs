@@ -30,7 +30,6 @@ use std::sync::Arc;
 use nvme_mpt::{
     ControllerBackend, DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Gpa, IoQueueEvent,
     LeaseFacts, PersistedQueues, SharedParts,
-    deadline::{Deadline, WaitClock},
     memory::eventfd,
     spec::{
         event::{AsyncEvent, SmartEvent},
@@ -43,6 +42,7 @@ use nvme_mpt::{
         status::Status,
     },
 };
+use nvme_mpt_memory::deadline::{Deadline, WaitClock};
 
 use self::{
     async_events::AsyncEvents,

@@ -315,9 +315,9 @@ pub(super) mod tests {
         sync::{Arc, Mutex},
     };
 
+    use nvme_lease::Ledger;
     use nvme_mpt::{
         DoorbellMode, Drive, LeasedNamespace, PersistedBackendFiles, SharedPartsSource,
-        lease::Ledger,
         spec::{ids::QueueId, registers::Doorbell, sqe::Sqe, status::Status},
     };
 

@@ -14,13 +14,15 @@ use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 use nvme_mpt::{
     BackendEvent, ControllerBackend, DmaError, DoorbellMode, DriveEvent, GuestMemory,
     InterruptVector, IoQueueEvent, LeaseFacts, PersistedQueues, QueueError, SharedParts,
-    deadline::{ACCESS_DEADLINE, DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
     interrupt::PinDeassertion,
     memory::eventfd,
     spec::{
         ids::QueueId,
         registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
     },
+};
+use nvme_mpt_memory::deadline::{
+    ACCESS_DEADLINE, DRAIN_DEADLINE, Deadline, SystemClock, WaitClock,
 };
 use serde::{Deserialize, Serialize};
 use vm_device::{

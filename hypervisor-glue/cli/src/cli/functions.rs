@@ -8,8 +8,8 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use clap::Args;
-use nvme_mpt::lease::MIN_UNIT;
-use nvme_mpt::range::Bytes;
+use nvme_lease::MIN_UNIT;
+use nvme_lease::range::Bytes;
 use nvme_mpt_server::change::{ChangeResult, FunctionChange, ReservedLease};
 use nvme_mpt_server::control;
 use nvme_mpt_server::owner::user_name;

@@ -10,8 +10,8 @@ use nvme_mpt_server::control;
 use nvme_mpt_server::owner::{user_name, user_number};
 use serde::Serialize;
 
-use nvme_mpt::drive::DriveName;
-use nvme_mpt::lease::{
+use nvme_lease::label::DriveName;
+use nvme_lease::{
     LeaseEntry, LeaseError, LeaseHolderState, LeaseSettings, Ledger, PreviousDataPolicy,
 };
 use nvme_mpt::stats::LeasePairStats;

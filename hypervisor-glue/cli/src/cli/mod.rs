@@ -31,8 +31,8 @@ use nvme_mpt_server::serve::{ParsedDeclaration, ServeOptions, descriptions, serv
 use serde_json::json;
 use thiserror::Error;
 
-use nvme_mpt::lease::{CONTROL_SOCKET, PreviousDataPolicy};
-use nvme_mpt::range::Bytes;
+use nvme_lease::range::Bytes;
+use nvme_lease::{CONTROL_SOCKET, PreviousDataPolicy};
 use nvme_mpt_keep::{InheritedDescriptors, SuperviseOptions};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;

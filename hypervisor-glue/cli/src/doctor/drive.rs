@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use nvme_mpt::origin::nvme::text;
-use nvme_mpt::range::Bytes;
+use nvme_lease::origin::nvme::text;
+use nvme_lease::range::Bytes;
 use nvme_mpt::spec::identify::{DeallocatedRead, IdentifyController, IdentifyNamespace};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::SmartHealth;

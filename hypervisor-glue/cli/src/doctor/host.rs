@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use nvme_mpt::lease::CONTROL_SOCKET;
-use nvme_mpt::range::Bytes;
+use nvme_lease::CONTROL_SOCKET;
+use nvme_lease::range::Bytes;
 use nvme_mpt_server::control::{ControlError, query_stats};
 use nvme_mpt_server::stats::SupervisorStatus;
 use nvme_mpt_vmm::report::chain;

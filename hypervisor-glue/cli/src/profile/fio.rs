@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use nvme_mpt::range::Bytes;
+use nvme_lease::range::Bytes;
 use serde::Deserialize;
 
 use super::error::FitError;

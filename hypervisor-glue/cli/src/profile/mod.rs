@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use nvme_mpt::range::Bytes;
+use nvme_lease::range::Bytes;
 use nvme_software::model::DriveProfile;
 
 mod error;

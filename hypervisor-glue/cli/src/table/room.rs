@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use nvme_mpt::lease::CapacityUse;
-use nvme_mpt::range::Bytes;
+use nvme_lease::CapacityUse;
+use nvme_lease::range::Bytes;
 use nvme_mpt_server::room::DriveCapacity;
 
 use super::TextTable;
@@ -37,7 +37,7 @@ pub(crate) fn table(rooms: &[DriveCapacity]) -> impl fmt::Display {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::lease::NamespaceCapacity;
+    use nvme_lease::NamespaceCapacity;
 
     use super::*;
 

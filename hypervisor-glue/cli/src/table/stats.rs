@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use nvme_mpt::range::Bytes;
+use nvme_lease::range::Bytes;
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 use nvme_mpt_server::stats::{
     DriveStats, FunctionStats, GuestPause, GuestPauseCause, KEEPER_ENDED, ResetCounts, ServerStats,

@@ -436,8 +436,8 @@ mod tests {
     use std::fs;
     use std::path::Path;
 
-    use nvme_mpt::lease::LeaseExtents;
-    use nvme_mpt::range::ByteRange;
+    use nvme_lease::LeaseExtents;
+    use nvme_lease::range::ByteRange;
     use nvme_mpt::stats::{PollerStats, QueueStats};
     use nvme_mpt_server::change::{DeclarationSource, FunctionStatus};
     use ratatui::Terminal;

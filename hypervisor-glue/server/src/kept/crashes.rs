@@ -31,7 +31,7 @@ use std::panic;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
-use nvme_mpt::lease::{PrivateFileError, make_state_folder};
+use nvme_lease::{PrivateFileError, make_state_folder};
 use nvme_mpt::memory::crash;
 use nvme_mpt::poller::{ThreadSpawner, start_thread};
 use nvme_mpt_paths::{OpenDirectory, PathError};

@@ -23,13 +23,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nvme_lease::range::Bytes;
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::iova::MappedFile;
 use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::crash::{CrashRecord, recorded};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt::memory_account::{MemoryAccount, PinningRecord};
-use nvme_mpt::range::Bytes;
 use nvme_mpt::{Gpa, PersistedBackendFiles, SharedParts, SharedPartsSource};
 use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
 use nvme_mpt_vmm::report;

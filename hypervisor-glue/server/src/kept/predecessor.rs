@@ -379,7 +379,7 @@ pub(crate) enum UpgradeError {
     Moved(String),
     /// The ledger cannot be read.
     #[error("Cannot find the leases that are ending")]
-    Ledger(#[source] nvme_mpt::lease::LeaseError),
+    Ledger(#[source] nvme_lease::LeaseError),
     /// The keeper cannot be told about the successor.
     #[error("Cannot announce the next server to the keeper")]
     Keeper(#[from] FdStoreError),

@@ -7,9 +7,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use nvme_lease::origin::beginning;
 use nvme_mpt::Drive;
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt::origin::beginning;
 use nvme_mpt_keep::FdStoreError;
 use nvme_mpt_vmm::report;
 

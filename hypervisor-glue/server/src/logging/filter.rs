@@ -127,11 +127,8 @@ mod tests {
 
     #[test]
     fn modules_have_levels_of_their_own() {
-        let filter: LogFilter = "warn, nvme_vfio=debug,nvme_mpt::lease=off".parse().unwrap();
-        assert_eq!(
-            filter.to_string(),
-            "warn,nvme_vfio=debug,nvme_mpt::lease=off"
-        );
+        let filter: LogFilter = "warn, nvme_vfio=debug,nvme_lease=off".parse().unwrap();
+        assert_eq!(filter.to_string(), "warn,nvme_vfio=debug,nvme_lease=off");
         let built = filter.build();
         let is_logged = |target: &str, level| {
             built.enabled(&Metadata::builder().target(target).level(level).build())
@@ -139,7 +136,7 @@ mod tests {
         assert!(is_logged("nvme_mpt_server::serve", Level::Warn));
         assert!(!is_logged("nvme_mpt_server::serve", Level::Info));
         assert!(is_logged("nvme_vfio::controller", Level::Debug));
-        assert!(!is_logged("nvme_mpt::lease::ledger", Level::Error));
+        assert!(!is_logged("nvme_lease::ledger", Level::Error));
         assert_eq!(built.filter(), LevelFilter::Debug);
         assert_eq!(LogFilter::from(LevelFilter::Info).to_string(), "info");
     }

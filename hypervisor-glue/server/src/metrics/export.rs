@@ -479,8 +479,8 @@ pub(super) mod tests {
     use std::fs;
     use std::path::Path;
 
-    use nvme_mpt::lease::LeaseExtents;
-    use nvme_mpt::range::ByteRange;
+    use nvme_lease::LeaseExtents;
+    use nvme_lease::range::ByteRange;
     use nvme_mpt::stats::StatusCount;
 
     use super::*;

@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 
 use super::export::MetricsFormat;
 

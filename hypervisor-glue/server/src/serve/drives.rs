@@ -7,10 +7,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::deadline::{Deadline, SystemClock};
-use nvme_mpt::origin::{BackingId, beginning};
+use nvme_lease::origin::{BackingId, beginning};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::{AdaptivePolicies, Drive};
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_vmm::drives::{
     self, DriveOptions, DrivePath, OpenDriveError, PersistedDriveDescriptors,
 };

@@ -3,9 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use nvme_lease::{LeaseError, LeaseHolderState};
 use nvme_mpt::LocalBackendError;
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{LeaseError, LeaseHolderState};
 use nvme_mpt_keep::FdStoreError;
 use nvme_mpt_vmm::drives::{DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::OpenError;

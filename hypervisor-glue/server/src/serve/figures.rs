@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use nvme_mpt::lease::LeaseError;
+use nvme_lease::LeaseError;
 use nvme_mpt::wipe::wiped;
 use nvme_mpt::{Drive, PollerPool};
 use nvme_mpt_vmm::open::LeaseLedgers;

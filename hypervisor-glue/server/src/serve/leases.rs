@@ -22,17 +22,16 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nvme_lease::range::Bytes;
+use nvme_lease::{LeaseClaim, LeaseError, open_state_folder};
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::clock::{self, Ticks};
-use nvme_mpt::deadline::{Deadline, SystemClock};
-use nvme_mpt::lease::{LeaseClaim, LeaseError, open_state_folder};
 use nvme_mpt::limit::{RateLimiterUse, RateLimits};
 use nvme_mpt::live::InflightFile;
 use nvme_mpt::memory::crash::{self, CrashRecord};
 use nvme_mpt::memory::system;
 use nvme_mpt::memory_account::MemoryAccount;
 use nvme_mpt::poller::start_thread;
-use nvme_mpt::range::Bytes;
 use nvme_mpt::{
     ControllerBackend, Drive, EventReader, LocalBackend, LocalBackendError, PersistedBackendParts,
     PollerPool, SharedPartsSource,
@@ -40,6 +39,7 @@ use nvme_mpt::{
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_of,
 };
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_paths::{OpenDirectory, SocketPathState};
 use nvme_mpt_vmm::drives::{self, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::{self, LeaseLedgers, OpenError};
@@ -129,7 +129,7 @@ impl VmmLease {
 }
 
 /// Returns the operator's limits of a lease from the ledger.
-fn recorded(lease: &nvme_mpt::lease::Lease) -> Result<Option<OptionText>, LimitsError> {
+fn recorded(lease: &nvme_lease::Lease) -> Result<Option<OptionText>, LimitsError> {
     let Some(limits) = lease.limits()? else {
         return Ok(None);
     };
@@ -636,7 +636,7 @@ fn lease_of<'a>(
 
 /// Checks and records a change of the operator's limits. Returns the complete limits.
 fn record(
-    lease: &nvme_mpt::lease::Lease,
+    lease: &nvme_lease::Lease,
     drive: &DrivePath,
     given: &OptionText,
 ) -> Result<RateChange, LimitsError> {

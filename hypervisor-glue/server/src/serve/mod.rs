@@ -42,13 +42,13 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nvme_lease::range::Bytes;
+use nvme_lease::{PreviousDataPolicy, PrivateFileError, make_state_folder};
 use nvme_mpt::PollerPool;
 use nvme_mpt::clock::TickRate;
-use nvme_mpt::lease::{PreviousDataPolicy, PrivateFileError, make_state_folder};
 use nvme_mpt::memory::crash::record_crashes;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
-use nvme_mpt::range::Bytes;
 use nvme_mpt_keep::{FdStoreError, InheritedDescriptors};
 use nvme_mpt_paths::{OpenDirectory, PathError};
 use nvme_mpt_vmm::open::LeaseLedgers;

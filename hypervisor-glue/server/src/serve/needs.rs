@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{self, Path};
 
-use nvme_mpt::lease::make_state_folder;
-use nvme_mpt::origin::BackingId;
+use nvme_lease::make_state_folder;
+use nvme_lease::origin::BackingId;
 use nvme_mpt_vmm::drives::{DrivePath, is_block_device};
 use nvme_mpt_vmm::options::{FunctionOptions, ServerFunctionOptions};
 use nvme_software::model::DriveProfile;

@@ -5,13 +5,13 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use nvme_lease::LeaseClaim;
+use nvme_lease::range::Bytes;
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::host::NamespaceContents;
-use nvme_mpt::lease::LeaseClaim;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::crash::recorded;
 use nvme_mpt::memory::system;
-use nvme_mpt::range::Bytes;
 use nvme_mpt::{ControllerBackend, Drive, LocalBackend, SharedPartsSource};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open;

@@ -10,10 +10,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use nvme_lease::range::Bytes;
+use nvme_lease::{LeaseClaim, LeaseError, LeaseExtents};
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::iova::MappingOwner;
-use nvme_mpt::lease::{LeaseClaim, LeaseError, LeaseExtents};
-use nvme_mpt::range::Bytes;
 use nvme_mpt::{Drive, PollerPool, clock};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, OpenError};
@@ -1165,7 +1165,7 @@ mod tests {
     use std::io::Read;
     use std::sync::atomic::AtomicBool;
 
-    use nvme_mpt::lease::make_state_folder;
+    use nvme_lease::make_state_folder;
     use nvme_mpt::poller::start_thread;
     use rustix::process::{PidfdFlags, getpid, pidfd_open};
     use vfio_user_server::SocketAccess;
@@ -1191,7 +1191,7 @@ mod tests {
             ledgers,
             leases,
             pollers,
-            data: nvme_mpt::lease::PreviousDataPolicy::Refused,
+            data: nvme_lease::PreviousDataPolicy::Refused,
             rules: Vec::new(),
             state_dir,
             file: None,

@@ -4,7 +4,7 @@
 //! or a restart after a crash therefore replaces only the program. The keeper holds the configuration. It is stored after each
 //! change and deleted at an orderly end. `nvme-mpt reload` applies differences to the file.
 
-use nvme_mpt::range::ByteRange;
+use nvme_lease::range::ByteRange;
 use nvme_mpt_vmm::options::{OptionError, OptionText};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;

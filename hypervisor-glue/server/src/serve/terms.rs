@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use nvme_lease::PreviousDataPolicy;
 use nvme_mpt::PollerPool;
-use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt_vmm::open::LeaseLedgers;
 
 use super::declared::AddedFile;

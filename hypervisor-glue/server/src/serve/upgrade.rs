@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use nvme_mpt::Drive;
-use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_vmm::report;
 
 use super::drives::outlives_process;

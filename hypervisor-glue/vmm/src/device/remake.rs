@@ -5,8 +5,8 @@ use std::mem;
 use std::time::Duration;
 
 use nvme_mpt::DirtyRange;
-use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::dma::DetachedGuestMemory;
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use vmm_device::{FunctionSnapshot, NvmeFunction};
 
 use crate::open::OpenError;

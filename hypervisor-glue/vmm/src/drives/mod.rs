@@ -16,11 +16,12 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::drive::{DriveLabel, DriveName, HostController, LABEL_BYTES};
-use nvme_mpt::lease::{LeaseError, Ledger};
-use nvme_mpt::origin::{self, BackingId, DriveIdentityRef, nvme};
+use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
+use nvme_lease::origin::{self, BackingId, DriveIdentityRef, nvme};
+use nvme_lease::range::{ByteRange, Bytes};
+use nvme_lease::{LeaseError, Ledger};
+use nvme_mpt::drive::HostController;
 use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{AdaptivePolicies, Drive};
 use nvme_software::faults::{FaultError, FaultPlan};

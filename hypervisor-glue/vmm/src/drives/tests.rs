@@ -1,6 +1,6 @@
 use std::fs;
 
-use nvme_mpt::lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::{
     AdaptivePolicies, DoorbellMode, LocalBackend, LocalBackendConfig, LocalBackendError,
     MemoryKinds, PollPolicy, PollerPool,
@@ -297,7 +297,7 @@ impl Host {
     }
 
     /// Reserves a part of a disk. Returns its extents.
-    fn reserve(&self, disk: &str, options: &str) -> Result<nvme_mpt::lease::LeaseExtents, String> {
+    fn reserve(&self, disk: &str, options: &str) -> Result<nvme_lease::LeaseExtents, String> {
         let options = format!("path={},{options}", self.path(disk).display());
         let options: crate::options::FunctionOptions = options.parse().expect("valid");
         let drive = open(&options.path, options.of_drive(None));

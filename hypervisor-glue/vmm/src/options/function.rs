@@ -4,14 +4,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_lease::PreviousDataPolicy;
+use nvme_lease::label::DriveName;
+use nvme_lease::range::{ByteRange, Bytes, SizeError};
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
-use nvme_mpt::drive::DriveName;
 use nvme_mpt::host::Mdts;
 use nvme_mpt::learn::{AdaptivePolicies, PolicyChoice};
-use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
-use nvme_mpt::range::{ByteRange, Bytes, SizeError};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::MemoryAllocationTime;

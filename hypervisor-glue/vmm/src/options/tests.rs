@@ -5,10 +5,10 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_lease::PreviousDataPolicy;
+use nvme_lease::range::{ByteRange, Bytes};
 use nvme_mpt::learn::{AdaptivePolicies, PolicyChoice};
-use nvme_mpt::lease::PreviousDataPolicy;
 use nvme_mpt::limit::{RateLimit, RateLimits};
-use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::MemoryAllocationTime;

@@ -9,17 +9,17 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::deadline::DRAIN_DEADLINE;
+use nvme_lease::range::ByteRange;
+use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::memory::{Mapping, memfd};
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
     AdaptivePolicies, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, LocalBackend,
     LocalBackendConfig, PollerPool, SqConfig,
 };
+use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use vm_device::DeviceMmio;
 use vm_device::bus::MmioAddress;
 use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
@@ -242,7 +242,7 @@ fn device_in(
             wanted: RequestedBytes::At(ByteRange::new(0, 1 << 20).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_mpt::lease::PreviousDataPolicy::Kept,
+            former_data: nvme_lease::PreviousDataPolicy::Kept,
         })
         .unwrap();
     let attachment = LocalBackend::new(LocalBackendConfig {

@@ -39,11 +39,11 @@ use plan::{FaultEffect, PlannedFault};
 use record::{FaultRecord, RecordedFaults};
 
 use super::model::TickUnit;
+use nvme_lease::range::{ByteRange, Bytes};
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer};
 
 use crate::model::{ProfileSize, TimeSpan};
-use nvme_mpt::range::{ByteRange, Bytes, RangeError};
+use nvme_lease::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::spec::opcode::NvmOpcode;
 
 /// Maximum size of a plan in bytes, in case of a mistaken path.

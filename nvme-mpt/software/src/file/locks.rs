@@ -6,8 +6,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_mpt::origin::BackingFile;
-use nvme_mpt::range::ByteRange;
+use nvme_lease::origin::BackingFile;
+use nvme_lease::range::ByteRange;
 
 use super::SharedFile;
 use super::kernel::{File, FileRangeLock, lock_below, reopen};

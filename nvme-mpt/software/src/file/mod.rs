@@ -63,13 +63,14 @@ use survey::SurveyThreadHandle;
 use watch::FileDamageWatch;
 use way::{FileIoMode, TransferBuffer, TransferDirection};
 
-use nvme_mpt::drive::{DriveLabel, DriveName, HostLeaseError, HostLeaseRequest, LABEL_BYTES};
+use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
+use nvme_lease::origin::DriveIdentity;
+use nvme_lease::range::{BlockRange, ByteRange};
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{ControllerLimits, LeaseDamage};
 use nvme_mpt::learn::PolicyChoice;
 use nvme_mpt::live::LeaseWriteErrorRecord;
-use nvme_mpt::origin::DriveIdentity;
-use nvme_mpt::range::{BlockRange, ByteRange};
 use nvme_mpt::shadow::HostQueuePair;
 
 use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};

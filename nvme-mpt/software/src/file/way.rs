@@ -7,7 +7,7 @@ use nvme_mpt::host::Mdts;
 
 /// Size of the blocks that are read, changed and written as a whole when a command changes part of one. Leases begin and end at
 /// multiples of this size, so no other process changes the rest of a block.
-pub(super) const UNIT: u64 = nvme_mpt::range::BOUNDARY;
+pub(super) const UNIT: u64 = nvme_lease::range::BOUNDARY;
 
 /// Maximum of bytes that one command transfers, rounded out to whole blocks.
 pub(super) const STAGE_MAX: usize = Mdts::MAX.bytes() as usize + 2 * UNIT as usize;

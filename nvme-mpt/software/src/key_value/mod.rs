@@ -39,15 +39,15 @@ use memory::MemoryKeySpace;
 
 use super::model::{KvModel, KvProfile, TickUnit};
 use crate::controller::LIMITS;
+use nvme_lease::origin::{BackingId, DriveIdentity, DriveIdentityRef};
+use nvme_lease::range::BOUNDARY;
+use nvme_lease::range_lock::ClaimError;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
 use nvme_mpt::host::{CommandSetDescription, ControllerLimits};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::sync::Mutex;
-use nvme_mpt::origin::{BackingId, DriveIdentity, DriveIdentityRef};
 use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::range::BOUNDARY;
-use nvme_mpt::range_lock::ClaimError;
 use nvme_mpt::shadow::{CommandSet, HostQueuePair};
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;

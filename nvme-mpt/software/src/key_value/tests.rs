@@ -1,7 +1,7 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
-use nvme_mpt::range::BlockRange;
+use nvme_lease::range::BlockRange;
 use nvme_mpt::spec::ids::Lba;
 
 use super::*;

@@ -9,7 +9,7 @@ use std::str::FromStr;
 use serde::de::{self, Deserialize, Deserializer};
 
 use super::time::TimeSpan;
-use nvme_mpt::range::Bytes;
+use nvme_lease::range::Bytes;
 
 /// The built-in profiles, by name.
 const BUILT_IN: &[(&str, &str)] = &[

@@ -33,12 +33,12 @@ use keep::PersistedZones;
 use table::{ZoneTable, ZoneTableWords};
 
 use super::model::ZnsProfile;
+use nvme_lease::range::{BlockRange, ByteRange, Bytes};
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{EventQueue, IoQueueEvent};
 use nvme_mpt::host::{CommandSetDescription, LeaseChangeLog, UnreportedChanges};
 use nvme_mpt::live::ChangeRecord;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::range::{BlockRange, ByteRange, Bytes};
 use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::ids::Lba;
 

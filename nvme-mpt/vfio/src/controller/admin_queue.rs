@@ -15,7 +15,6 @@ use super::super::backing::DeviceBacking;
 use super::error::ControllerError;
 use super::registers::DriveAdminRings;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
-use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::iova::{IovaPart, IovaSpace, StaleMappingsFlag};
 use nvme_mpt::memory::{
     HostCompletionRing, HostSubmissionRing, MappedWord32, Mapping, MappingAccess, RawBytes, memfd,
@@ -26,6 +25,7 @@ use nvme_mpt::spec::ids::{CommandId, QueueId};
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::{Csts, Doorbell, REMOVED, offset};
 use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt_memory::deadline::WaitClock;
 
 /// Entries of both queues: one command, one Asynchronous Event Request, and room for commands that timed out.
 const ENTRIES: u16 = 32;

@@ -11,10 +11,10 @@ use zerocopy::FromZeros;
 
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
+use nvme_lease::origin::nvme::{self, text};
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::host::ControllerLimits;
-use nvme_mpt::origin::nvme::{self, text};
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::admin::IdentifyCommand;
 use nvme_mpt::spec::identify::{

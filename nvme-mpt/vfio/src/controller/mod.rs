@@ -43,8 +43,9 @@ use admin_queue::AdminQueue;
 use arbitration::{Arbitration, set_feature};
 use doorbell_buffer::DriveDoorbellBuffer;
 use identity::IdentifiedDrive;
+use nvme_lease::origin::{DriveFacts, DriveIdentityRef};
+use nvme_lease::range::BlockRange;
 use nvme_mpt::clock::TickRate;
-use nvme_mpt::deadline::Deadline;
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
     QueuePairReservation, QueuePairUse, ReserveError,
@@ -56,13 +57,12 @@ use nvme_mpt::learn::AdaptivePolicies;
 use nvme_mpt::limit::LeaseWeight;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
-use nvme_mpt::origin::{DriveFacts, DriveIdentityRef};
 use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::range::BlockRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use nvme_mpt::spec::registers::ArbitrationMechanism;
 use nvme_mpt::spec::registers::offset::CMBSZ;
+use nvme_mpt_memory::deadline::Deadline;
 use queue_pairs::{QueuePairs, SharedPairCounts};
 use registers::{DriveRegisters, shutdown_timeout};
 use supervisor::{DriveCounters, longest_pause};

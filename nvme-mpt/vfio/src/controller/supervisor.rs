@@ -29,7 +29,6 @@ use super::progress::DriveProgress;
 use super::{PhysicalDrive, lock, log_pages};
 use crate::pair::{LateCommand, VfioQueuePair};
 use nvme_mpt::clock::{Ticks, ticks_in};
-use nvme_mpt::deadline::{Deadline, WaitClock};
 use nvme_mpt::drive::{DriveIncidents, HostNamespace};
 use nvme_mpt::event::DriveEvent;
 use nvme_mpt::memory::eventfd;
@@ -43,6 +42,7 @@ use nvme_mpt::spec::log::LogPageId;
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Csts;
 use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt_memory::deadline::{Deadline, WaitClock};
 
 /// Interval of the drive monitor's checks.
 pub(super) const TICK: Duration = Duration::from_millis(100);

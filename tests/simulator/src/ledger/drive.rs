@@ -2,10 +2,10 @@
 
 use std::io;
 
+use nvme_lease::origin::DriveIdentity;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{ControllerLimits, HostMemory};
 use nvme_mpt::memory::simulation::{ActorStep, process, turn};
-use nvme_mpt::origin::DriveIdentity;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;

@@ -6,11 +6,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nvme_mpt::lease::{
+use nvme_lease::range::ByteRange;
+use nvme_lease::{
     Lease, LeaseEntry, LeaseHolderState, LeaseIdentity, PreviousDataPolicy, RequestedBytes,
 };
 use nvme_mpt::memory::simulation::process;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt_tests::rng::Rng;
 
 /// Size of a cell in bytes.

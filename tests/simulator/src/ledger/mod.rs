@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::lease::Ledger;
+use nvme_lease::Ledger;
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt_tests::rng::Rng;

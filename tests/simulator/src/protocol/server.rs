@@ -7,14 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::lease::{
-    Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes,
-};
+use nvme_lease::range::ByteRange;
+use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::sync::mpsc::Receiver;
 use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
 use nvme_mpt::poller::start_thread;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
     ControllerBackend, Drive, EventReader, LocalBackend, PersistedBackendParts, PollerPool,
     SharedPartsSource,

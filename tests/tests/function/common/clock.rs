@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use nvme_mpt::deadline::WaitClock;
+use nvme_mpt_memory::deadline::WaitClock;
 
 use super::HANG;
 

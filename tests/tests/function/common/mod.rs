@@ -15,12 +15,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
+use nvme_lease::range::ByteRange;
+use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt::lease::{
-    Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes,
-};
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{

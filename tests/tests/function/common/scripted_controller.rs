@@ -6,12 +6,12 @@
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
+use nvme_lease::origin::DriveIdentityRef;
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
 };
 use nvme_mpt::host::{ControllerLimits, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::origin::DriveIdentityRef;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use nvme_mpt::lease::Ledger;
+use nvme_lease::Ledger;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, Select, feature, log};
 use nvme_mpt_tests::command::Sqe;

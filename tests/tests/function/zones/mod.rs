@@ -6,7 +6,7 @@ mod kept;
 
 use std::sync::Arc;
 
-use nvme_mpt::lease::PreviousDataPolicy;
+use nvme_lease::PreviousDataPolicy;
 use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, LocalBackendError};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};

@@ -11,7 +11,6 @@ use std::sync::Arc;
 
 use nvme_mpt::{
     LeasedNamespace,
-    deadline::WaitClock,
     seam::CoalescingConfig,
     spec::{
         feature::{
@@ -24,6 +23,7 @@ use nvme_mpt::{
         status::Status,
     },
 };
+use nvme_mpt_memory::deadline::WaitClock;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use self::clock::TimestampClock;

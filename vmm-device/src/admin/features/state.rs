@@ -4,12 +4,12 @@ use std::{sync::Arc, time::Duration};
 
 use nvme_mpt::{
     BackendStateError, LeaseFacts,
-    deadline::WaitClock,
     spec::feature::{
         Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
         WriteAtomicity,
     },
 };
+use nvme_mpt_memory::deadline::WaitClock;
 
 use super::{ControllerFeatures, IoQueueAllocation, TimestampClock, kept, notices, vector_bit};
 use crate::state::parts::FeaturesState;

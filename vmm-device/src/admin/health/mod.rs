@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use nvme_mpt::{
     ControllerBackend,
-    deadline::WaitClock,
     host::{LeaseDamage, TemperatureThresholds},
     spec::log::{CriticalWarning, SmartHealth},
 };
+use nvme_mpt_memory::deadline::WaitClock;
 use zerocopy::{
     FromZeros,
     little_endian::{U16, U128},

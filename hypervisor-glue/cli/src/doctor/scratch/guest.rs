@@ -9,7 +9,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::clock::{self, Ticks};
-use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::sync::JoinHandle;
 use nvme_mpt::memory::{
@@ -25,6 +24,7 @@ use nvme_mpt::spec::registers::{Aqa, Cc, Csts, Doorbell, offset};
 use nvme_mpt::spec::sqe::{IOSQES, Sqe};
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::{Gpa, MemoryRegion};
+use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
 use thiserror::Error;
 use vmm_device::{Bar, FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};

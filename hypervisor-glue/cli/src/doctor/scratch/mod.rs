@@ -17,11 +17,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use nvme_lease::range::Bytes;
+use nvme_lease::{LeaseError, Ledger, PreviousDataPolicy};
 use nvme_mpt::clock::{self, nanoseconds};
-use nvme_mpt::lease::{LeaseError, Ledger, PreviousDataPolicy};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::run_beside;
-use nvme_mpt::range::Bytes;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;

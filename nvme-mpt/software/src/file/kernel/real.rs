@@ -15,8 +15,8 @@ use io_uring::{IoUring, opcode, squeue, types};
 pub(in crate::file) use std::fs::{File, metadata};
 pub(in crate::file) use std::os::unix::fs::MetadataExt;
 
-pub(in crate::file) use nvme_mpt::origin::BackingId;
-pub(in crate::file) use nvme_mpt::range_lock::FileRangeLock;
+pub(in crate::file) use nvme_lease::origin::BackingId;
+pub(in crate::file) use nvme_lease::range_lock::FileRangeLock;
 
 pub(in crate::file) use super::super::reopen::{place, reopen, reopen_to_read};
 
@@ -25,10 +25,10 @@ use super::super::uring::{
 };
 use super::super::way::DirectAlignment;
 use super::OpenedFile;
-use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_lease::origin::BackingFile;
 use nvme_mpt::memory::file_system::{is_memory, type_of};
 use nvme_mpt::memory::{Mapping, MappingAccess, presence};
-use nvme_mpt::origin::BackingFile;
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_paths::{FileId, PathEntry};
 
 /// Opens a file or block device for reading and writing.

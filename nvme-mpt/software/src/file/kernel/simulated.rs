@@ -28,12 +28,12 @@ use super::super::uring::{
 use super::super::way::DirectAlignment;
 use super::OpenedFile;
 use super::disk::{PAGE, SECTOR, SimulatedDisk, happens};
+use nvme_lease::origin::{BackingFile, DriveIdentity};
 use nvme_mpt::memory::simulation::{
     ActorStep, acted, costs::block, now, process, random, turn, wait, wait_for,
 };
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::memory::{Mapping, eventfd, memfd};
-use nvme_mpt::origin::{BackingFile, DriveIdentity};
 
 pub use super::disk::DiskModelParameters;
 
@@ -517,7 +517,7 @@ pub(in crate::file) fn metadata(_: &Path) -> io::Result<Metadata> {
     Ok(Metadata(with(|kernel| kernel.disk.bytes())))
 }
 
-/// Counterpart of [`nvme_mpt::origin::BackingId`].
+/// Counterpart of [`nvme_lease::origin::BackingId`].
 #[derive(Clone, Debug)]
 pub(in crate::file) struct BackingId(DriveIdentity);
 
@@ -614,7 +614,7 @@ pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<FileRangeLock, 
     Err(format!("{} is not simulated", below.path.display()))
 }
 
-/// Counterpart of [`nvme_mpt::range_lock::FileRangeLock`].
+/// Counterpart of [`nvme_lease::range_lock::FileRangeLock`].
 #[derive(Debug)]
 pub(in crate::file) struct FileRangeLock {
     file: File,

@@ -28,11 +28,11 @@ use super::kernel::{
 };
 use super::locks::LeaseFileLocks;
 use super::way::{FileIoMode, UNIT};
+use nvme_lease::range::ByteRange;
 use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_mpt::host::LeaseDamage;
 use nvme_mpt::live::LeaseWriteErrorRecord;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 

@@ -4,8 +4,8 @@ use std::sync::mpsc;
 
 use super::super::survey::SurveyRequest;
 use super::*;
+use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
-use nvme_mpt::range::BlockRange;
 
 use crate::SoftwareController;
 use crate::faults::FaultPlan;

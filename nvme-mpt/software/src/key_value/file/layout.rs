@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::VERSION;
 use crate::key_value::KeyValueError;
-use nvme_mpt::range_lock::{ClaimError, FileRangeLock};
+use nvme_lease::range_lock::{ClaimError, FileRangeLock};
 use nvme_mpt_paths::{OFlags, PathEntry};
 
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";

@@ -5,11 +5,12 @@ mod memory;
 
 use std::os::fd::RawFd;
 
+use nvme_lease::range::BlockRange;
+use nvme_mpt_memory::deadline::FrozenClock;
 use zerocopy::IntoBytes;
 
 use super::*;
 use crate::clock::TickRate;
-use crate::deadline::FrozenClock;
 use crate::dma::{DmaWindow, MemoryRegion};
 use crate::drive::idle::IdleController;
 use crate::host::{CompletionTaker, CompletionTiming, HostCompletion, HostMemory, HostQueue};
@@ -19,7 +20,6 @@ use crate::learn::PolicyChoice;
 use crate::limit::RateLimits;
 use crate::memory::memfd;
 use crate::park::PollerWaker;
-use crate::range::BlockRange;
 use crate::seam::{CqConfig, SqConfig};
 use crate::shadow::{NamespaceIds, PART_LISTS};
 use crate::spec::ids::{CommandId, Lba, Nsid};

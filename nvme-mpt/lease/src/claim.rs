@@ -1,0 +1,377 @@
+//! Claims: the right by which a lease is requested, checked against the [terms](super::terms) of its id.
+
+use super::area::LeaseTarget;
+use super::error::LeaseError;
+use super::extents::LeaseExtents;
+use super::store::LedgerRecords;
+use super::tenants;
+use super::terms::{LeaseSettings, LeaseSettingsById};
+
+/// Right by which a lease is requested.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LeaseClaim {
+    /// The operator requests a lease. The lease keeps its owner.
+    #[default]
+    Operator,
+    /// The operator requests a lease for a user, who becomes its owner.
+    For(u32),
+    /// A process that may have every lease. Its user becomes the owner if the lease has none.
+    Every(u32),
+    /// A process that may only have a lease that its user owns, with bytes that already belong to the id.
+    Own(u32),
+}
+
+impl LeaseClaim {
+    /// Checks that the claim is allowed by the owner of the lease `id`.
+    pub(super) fn check_owner(self, records: &LedgerRecords, id: &str) -> Result<(), LeaseError> {
+        let Self::Own(user) = self else {
+            return Ok(());
+        };
+        match records.owner(id) {
+            Some(owner) if owner == user => Ok(()),
+            Some(owner) => Err(LeaseError::OtherOwner {
+                id: id.to_owned(),
+                owner,
+                user,
+            }),
+            None => Err(LeaseError::NoOwner {
+                id: id.to_owned(),
+                user,
+            }),
+        }
+    }
+
+    /// For [`Self::Own`], checks that all bytes of the lease already belong to its id. Other bytes may have data of the
+    /// host.
+    pub(super) fn check_extents(
+        self,
+        records: &LedgerRecords,
+        area: &LeaseTarget<'_>,
+        extents: &LeaseExtents,
+    ) -> Result<(), LeaseError> {
+        let Self::Own(user) = self else {
+            return Ok(());
+        };
+        let mut parts = extents.parts().iter();
+        let foreign = parts.find(|part| {
+            let found = tenants::find(&records.tenants, &area.place(**part, None));
+            let own = found
+                .iter()
+                .filter(|found| found.tenant.is_kept_by(area.id));
+            let own = own.map(|found| found.range.length());
+            own.fold(0, u64::saturating_add) != part.length()
+        });
+        match foreign {
+            None => Ok(()),
+            Some(range) => Err(LeaseError::NotReserved {
+                id: area.id.to_owned(),
+                drive: area.drive.to_owned(),
+                range: *range,
+                user,
+            }),
+        }
+    }
+
+    /// Records the owner of a granted lease.
+    pub(super) fn enter(self, terms: &mut LeaseSettingsById, id: &str) {
+        let owner = match self {
+            Self::Operator | Self::Own(_) => return,
+            Self::For(user) => Some(user),
+            Self::Every(user) => terms.get(id).and_then(|terms| terms.owner).or(Some(user)),
+        };
+        terms.entry(id.to_owned()).or_default().owner = owner;
+    }
+}
+
+impl LedgerRecords {
+    /// Returns the user that owns leases of `id`.
+    pub(super) fn owner(&self, id: &str) -> Option<u32> {
+        self.terms.get(id)?.owner
+    }
+
+    /// Returns whether the id has a lease or data.
+    pub(super) fn knows(&self, id: &str) -> bool {
+        self.leases.iter().any(|record| record.id == id)
+            || self.tenants.iter().any(|tenant| tenant.id == id)
+    }
+
+    /// Removes default terms, terms of ids without lease and data, and facts about drives without either.
+    pub(super) fn forget_unknown(&mut self) {
+        let mut terms = std::mem::take(&mut self.terms);
+        terms.retain(|id, terms| *terms != LeaseSettings::default() && self.knows(id));
+        self.terms = terms;
+        let mut marks = std::mem::take(&mut self.uncorrectable);
+        marks.retain(|marks| self.knows(marks.id()));
+        self.uncorrectable = marks;
+        let mut namings = std::mem::take(&mut self.namings);
+        namings.retain(|base, _| self.knows_base(base));
+        self.namings = namings;
+        let mut partly_known = std::mem::take(&mut self.partly_known);
+        partly_known.retain(|base| self.knows_base(base));
+        self.partly_known = partly_known;
+        let mut other_names = std::mem::take(&mut self.other_names);
+        other_names.retain(|base, _| self.knows_base(base));
+        self.other_names = other_names;
+        self.forget_unknown_facts();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_spec::ids::Nsid;
+
+    use super::super::entry::LeaseHolderState;
+    use super::super::ledger::Ledger;
+    use super::super::request::{LeaseRequest, RequestedBytes};
+    use super::super::tenants::PreviousDataPolicy;
+    use super::*;
+    use crate::range::Bytes;
+
+    const OPERATOR: u32 = 0;
+    const ALICE: u32 = 1001;
+    const BOB: u32 = 1002;
+
+    fn range<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
+        LeaseRequest {
+            id,
+            drive: "file:/drive".into(),
+            nsid: Nsid(1),
+            wanted: RequestedBytes::At(range.parse().unwrap()),
+            lba_shift: 9,
+            blocks: 1 << 23,
+            former_data: PreviousDataPolicy::Refused,
+        }
+    }
+
+    fn size<'a>(id: &'a str, bytes: &str) -> LeaseRequest<'a> {
+        let Bytes(bytes) = bytes.parse().unwrap();
+        LeaseRequest {
+            wanted: RequestedBytes::Size {
+                bytes,
+                unit: 1 << 20,
+                whole: false,
+            },
+            ..range(id, "0+1M")
+        }
+    }
+
+    fn both() -> (tempfile::TempDir, [Ledger; 2]) {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Ledger::open(&dir.path().join("state"));
+        (dir, [folder, Ledger::in_process()])
+    }
+
+    fn reserve(ledger: &Ledger, request: &LeaseRequest<'_>, user: u32) {
+        let lease = ledger.acquire_by(LeaseClaim::For(user), request).unwrap();
+        lease.release().unwrap();
+    }
+
+    fn owners(ledger: &Ledger) -> Vec<(String, Option<u32>)> {
+        let terms = ledger.terms().unwrap().into_iter();
+        terms.map(|(id, terms)| (id, terms.owner)).collect()
+    }
+
+    #[test]
+    fn a_lease_belongs_to_its_owner_until_release() {
+        let (_dir, ledgers) = both();
+        for ledger in ledgers {
+            let wanted = range("a", "1M+1M");
+            // A user cannot reserve for itself.
+            let error = ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .unwrap_err();
+            assert!(
+                error.to_string().contains("path=…,id=a,owner=1001"),
+                "{error}"
+            );
+            assert_eq!(owners(&ledger), []);
+            reserve(&ledger, &wanted, ALICE);
+            let error = ledger
+                .acquire_by(LeaseClaim::Own(BOB), &wanted)
+                .unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "Lease \"a\" belongs to user 1001, and user 1002 asks for it: run the VMM as user 1001, or give \
+                 the lease to user 1002 with `nvme-mpt leases give a 1002`"
+            );
+            assert_eq!(ledger.list().unwrap(), []);
+            let held = ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap();
+            assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
+            held.release().unwrap();
+            // The operator may use the lease, and it stays Alice's.
+            for claim in [LeaseClaim::Operator, LeaseClaim::Every(OPERATOR)] {
+                let held = ledger.acquire_by(claim, &wanted).unwrap();
+                assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
+                drop(held);
+            }
+            ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
+            assert_eq!(owners(&ledger), []);
+            ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .unwrap_err();
+        }
+    }
+
+    #[test]
+    fn the_first_that_takes_a_lease_owns_it() {
+        let (_dir, ledgers) = both();
+        for ledger in ledgers {
+            let wanted = range("a", "0+1M");
+            drop(ledger.acquire(&wanted).unwrap());
+            assert_eq!(owners(&ledger), [], "no process asked as a user");
+            drop(
+                ledger
+                    .acquire_by(LeaseClaim::Every(OPERATOR), &wanted)
+                    .unwrap(),
+            );
+            assert_eq!(owners(&ledger), [("a".to_owned(), Some(OPERATOR))]);
+            ledger
+                .acquire_by(LeaseClaim::Own(BOB), &wanted)
+                .unwrap_err();
+            drop(ledger.acquire_by(LeaseClaim::For(BOB), &wanted).unwrap());
+            drop(ledger.acquire_by(LeaseClaim::Own(BOB), &wanted).unwrap());
+        }
+    }
+
+    #[test]
+    fn the_owner_gets_exactly_the_reserved_bytes() {
+        let (_dir, ledgers) = both();
+        for ledger in ledgers {
+            reserve(&ledger, &range("a", "1M+1M"), ALICE);
+            drop(ledger.acquire(&range("b", "3M+1M")).unwrap());
+            for (asked, data) in [
+                ("0+1M", PreviousDataPolicy::Refused),
+                ("1M+2M", PreviousDataPolicy::Refused),
+                ("0+2M", PreviousDataPolicy::Wiped),
+                ("3M+1M", PreviousDataPolicy::Kept),
+                ("3M+1M", PreviousDataPolicy::Wiped),
+            ] {
+                let asked = LeaseRequest {
+                    former_data: data,
+                    ..range("a", asked)
+                };
+                let error = ledger
+                    .acquire_by(LeaseClaim::Own(ALICE), &asked)
+                    .unwrap_err();
+                assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
+            }
+            // A part of the range is reserved too.
+            drop(
+                ledger
+                    .acquire_by(LeaseClaim::Own(ALICE), &range("a", "1M+512K"))
+                    .unwrap(),
+            );
+            reserve(&ledger, &size("c", "4M"), BOB);
+            let held = ledger
+                .acquire_by(LeaseClaim::Own(BOB), &size("c", "2M"))
+                .unwrap();
+            assert_eq!(held.extents().length(), 4 << 20);
+            drop(held);
+            let more = ledger.acquire_by(LeaseClaim::Own(BOB), &size("c", "5M"));
+            let error = more.unwrap_err();
+            assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
+            assert_eq!(ledger.list().unwrap(), []);
+        }
+    }
+
+    #[test]
+    fn a_dead_owners_lease_is_taken_over_by_its_owner() {
+        let (_dir, [ledger, _]) = both();
+        let wanted = range("a", "0+1M");
+        reserve(&ledger, &wanted, ALICE);
+        ledger
+            .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+            .unwrap()
+            .die();
+        let stale = &ledger.list().unwrap()[0];
+        assert_eq!(
+            (stale.state, stale.owner),
+            (LeaseHolderState::Stale, Some(ALICE))
+        );
+        ledger
+            .acquire_by(LeaseClaim::Own(BOB), &wanted)
+            .unwrap_err();
+        drop(ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap());
+    }
+
+    #[test]
+    fn unwiped_reservations_are_refused() {
+        let (_dir, [ledger, _]) = both();
+        drop(ledger.acquire(&range("b", "0+2M")).unwrap());
+        let wiping = LeaseRequest {
+            former_data: PreviousDataPolicy::Wiped,
+            ..range("a", "0+2M")
+        };
+        let lease = ledger.acquire_by(LeaseClaim::For(ALICE), &wiping).unwrap();
+        assert_eq!(lease.unwiped().len(), 1);
+        lease.die();
+        for data in [
+            PreviousDataPolicy::Refused,
+            PreviousDataPolicy::Kept,
+            PreviousDataPolicy::Wiped,
+        ] {
+            let asked = LeaseRequest {
+                former_data: data,
+                ..range("a", "0+2M")
+            };
+            ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &asked)
+                .unwrap_err();
+        }
+        // When reserved again, the range is wiped completely.
+        let lease = ledger.acquire_by(LeaseClaim::For(ALICE), &wiping).unwrap();
+        lease.wiped().unwrap();
+        drop(lease);
+        let asked = range("a", "0+2M");
+        drop(ledger.acquire_by(LeaseClaim::Own(ALICE), &asked).unwrap());
+    }
+
+    #[test]
+    fn a_lease_is_given_to_another_user() {
+        let (_dir, ledgers) = both();
+        for ledger in ledgers {
+            let error = ledger.give("a", BOB).unwrap_err();
+            assert!(matches!(error, LeaseError::NoSuchLease { .. }), "{error}");
+            let wanted = range("a", "0+1M");
+            reserve(&ledger, &wanted, ALICE);
+            let held = ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap();
+            ledger.give("a", BOB).unwrap();
+            assert_eq!(ledger.list().unwrap()[0].owner, Some(BOB));
+            drop(held);
+            ledger
+                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .unwrap_err();
+            drop(ledger.acquire_by(LeaseClaim::Own(BOB), &wanted).unwrap());
+        }
+    }
+
+    #[test]
+    fn limits_end_with_the_id() {
+        let (_dir, ledgers) = both();
+        for ledger in ledgers {
+            let wanted = range("a", "0+1M");
+            let lease = ledger.acquire(&wanted).unwrap();
+            assert_eq!(lease.limits().unwrap(), None);
+            lease.note_limits(Some("iops=1".to_owned())).unwrap();
+            drop(lease);
+            let lease = ledger.acquire(&wanted).unwrap();
+            assert_eq!(lease.limits().unwrap().as_deref(), Some("iops=1"));
+            lease.note_limits(None).unwrap();
+            assert!(ledger.terms().unwrap().is_empty());
+            lease.note_limits(Some("iops=2".to_owned())).unwrap();
+            drop(lease);
+            // The id's records are gone once another id has its bytes.
+            let other = LeaseRequest {
+                former_data: PreviousDataPolicy::Kept,
+                ..range("b", "0+1M")
+            };
+            let other = ledger.acquire(&other).unwrap();
+            assert!(ledger.terms().unwrap().is_empty());
+            other.note_limits(Some("iops=3".to_owned())).unwrap();
+            ledger.release("b", true).unwrap();
+            assert!(ledger.terms().unwrap().is_empty());
+            let error = other.note_limits(Some("iops=4".to_owned())).unwrap_err();
+            assert!(matches!(error, LeaseError::Gone { .. }), "{error}");
+        }
+    }
+}

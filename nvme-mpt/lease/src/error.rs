@@ -1,0 +1,360 @@
+//! Errors of granting and releasing leases.
+
+use std::fmt;
+
+use nvme_spec::ids::Nsid;
+use thiserror::Error;
+
+use super::entry::LeaseEntry;
+use super::store::LedgerStoreError;
+use super::tenants::LeftoverData;
+use crate::range::{ByteRange, Bytes, RangeError};
+
+/// Longest id of a lease, in bytes.
+pub(super) const ID_MAX: usize = 64;
+
+/// Reason to think that the ledger knows a drive under another name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DriveLikeness {
+    /// The known drive's name is from an earlier boot, so this drive may be the same.
+    EarlierBoot,
+    /// The known drive is absent from the host, so this drive may be it without the name.
+    Absent,
+    /// The known name is another name of this drive or of a copy of it.
+    OtherName,
+}
+
+impl fmt::Display for DriveLikeness {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::EarlierBoot => "may be the one that was known before the host was restarted as",
+            Self::Absent => "may be one that this host does not have now,",
+            Self::OtherName => "has another name by which the ledger knows it or its copy,",
+        })
+    }
+}
+
+/// Ids have data on a known drive that may be the requested one under another name.
+#[derive(Debug, Error)]
+#[error(
+    "Drive {drive} {likeness} {earlier}, with data of \"{}\": if it is that drive, {remedy}, where PATH leads to this drive; \
+     if not, say range= and data=keep (or --keep-data) to take the range as it is{}",
+    ids.join("\", \""),
+    match likeness {
+        DriveLikeness::OtherName => ", or give a copied file system another UUID",
+        DriveLikeness::EarlierBoot | DriveLikeness::Absent => "",
+    }
+)]
+pub struct EarlierNameError {
+    /// The requested drive.
+    pub drive: String,
+    /// The known name.
+    pub earlier: String,
+    /// Ids that have data on the known drive.
+    pub ids: Vec<String>,
+    /// Reason to think that both are the same drive.
+    pub likeness: DriveLikeness,
+    /// Steps that carry the leases over if both are the same drive.
+    pub remedy: String,
+}
+
+/// A namespace may have other content than when it was leased.
+#[derive(Debug, Error)]
+#[error(
+    "Namespace {nsid} of {drive} {change}: it may be another one, or was formatted. No lease of it is given out, and nothing \
+     has changed; if the drive is meant to be as it is, {remedy} accepts it"
+)]
+pub struct ChangedDriveError {
+    /// The drive's name.
+    pub drive: String,
+    /// The namespace.
+    pub nsid: Nsid,
+    /// The change.
+    pub change: String,
+    /// Remedy.
+    pub remedy: String,
+}
+
+/// Another drive is at the PCI address of the drive with the id's data.
+#[derive(Debug, Error)]
+#[error(
+    "Lease \"{id}\" is of drive {before}, which was at {address}, where {drive} is now: put that drive back, or choose another id \
+     for this one. {remedy} gives its data up"
+)]
+pub struct ExchangedDriveError {
+    /// The id.
+    pub id: String,
+    /// The present drive.
+    pub drive: String,
+    /// The previous drive.
+    pub before: String,
+    /// The PCI address.
+    pub address: String,
+    /// The command that gives up the id's data.
+    pub remedy: String,
+}
+
+/// Error of granting, changing or releasing a lease.
+#[derive(Debug, Error)]
+pub enum LeaseError {
+    /// Another lease overlaps the range.
+    #[error("Range {range} of {drive} overlaps {other}; {remedy}")]
+    Overlap {
+        /// The requested range.
+        range: ByteRange,
+        /// The drive's name.
+        drive: String,
+        /// The overlapping lease.
+        other: Box<LeaseEntry>,
+        /// Remedy.
+        remedy: String,
+    },
+    /// The range has data of another id.
+    #[error(
+        "Range {range} of {drive} has {left}: say data=keep (or --keep-data) to hand it over to lease \"{id}\", or \
+         data=wipe (or --wipe) to have it erased first"
+    )]
+    OthersData {
+        /// The requested range.
+        range: ByteRange,
+        /// The drive's name.
+        drive: String,
+        /// The requesting id.
+        id: String,
+        /// The other id's data.
+        left: Box<LeftoverData>,
+    },
+    /// Ids have data on a known drive that may be the requested one under another name.
+    #[error(transparent)]
+    EarlierName(Box<EarlierNameError>),
+    /// A namespace may have other content than when it was leased.
+    #[error(transparent)]
+    Changed(Box<ChangedDriveError>),
+    /// Another drive is at the PCI address of the drive with the id's data.
+    #[error(transparent)]
+    Exchanged(Box<ExchangedDriveError>),
+    /// The range would split the id's lease by size, which could then not be found again.
+    #[error(
+        "Range {range} is a part of lease \"{id}\" by size, which has {left} and would be torn: say size={size},unit={unit} \
+         in place of range="
+    )]
+    Torn {
+        /// The id.
+        id: String,
+        /// The requested range.
+        range: ByteRange,
+        /// Extents of the lease by size.
+        left: String,
+        /// Size of the lease by size.
+        size: Bytes,
+        /// A unit that fits the lease by size.
+        unit: Bytes,
+    },
+    /// A drive in use cannot be renamed.
+    #[error("Drive {} is in use by {other}: stop that process first, and carry over then", other.drive)]
+    InUse {
+        /// A held lease of the drive.
+        other: Box<LeaseEntry>,
+    },
+    /// Two drives that both have leases or data cannot be merged.
+    #[error(
+        "Leases or data are on both {from} and {to}, so that they are two drives, or two records of one: `nvme-mpt leases` \
+         shows the leases; nothing was changed"
+    )]
+    BothKnown {
+        /// One drive.
+        from: String,
+        /// The other drive.
+        to: String,
+    },
+    /// A lease by size on this drive could not be found after a reboot.
+    #[error(
+        "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after \
+         the next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; \
+         or give it a serial number, and move its old leases to it with `nvme-mpt leases carry-over OLD PATH`; or \
+         lease it with range="
+    )]
+    Unlasting {
+        /// The drive.
+        drive: String,
+    },
+    /// Another lease has the id.
+    #[error("The id \"{id}\" is taken by {other}; {remedy}")]
+    IdTaken {
+        /// The id.
+        id: String,
+        /// The lease that has it.
+        other: Box<LeaseEntry>,
+        /// Remedy.
+        remedy: String,
+    },
+    /// The id is invalid.
+    #[error(
+        "\"{}\" cannot be the id of a lease: use a letter, then letters, digits, \".\", \"_\" or \"-\", at most {ID_MAX} in all",
+        .0.escape_debug()
+    )]
+    Id(String),
+    /// The range is invalid for this drive.
+    #[error(transparent)]
+    Range(#[from] RangeError),
+    /// No lease has the id.
+    #[error("There is no lease \"{id}\"; `nvme-mpt leases list` shows all")]
+    NoSuchLease {
+        /// The id.
+        id: String,
+    },
+    /// The id has no data.
+    #[error("No range has data of lease \"{id}\" that could be handed over")]
+    NoData {
+        /// The id.
+        id: String,
+    },
+    /// The unit size is invalid.
+    #[error("The unit {unit} of a lease by size {reason}")]
+    Unit {
+        /// The size.
+        unit: Bytes,
+        /// Reason and remedy.
+        reason: String,
+    },
+    /// The size is invalid.
+    #[error("The size {size} of a lease by size {reason}")]
+    Size {
+        /// The size.
+        size: Bytes,
+        /// Reason and remedy.
+        reason: String,
+    },
+    /// The drive has too little free capacity.
+    #[error(
+        "There is no capacity for {size}{} on {drive}: it has {free} free in whole units of {unit}, the largest \
+         extent {largest}; {remedy}",
+        if *more { " more" } else { "" }
+    )]
+    NoRoom {
+        /// The drive's name.
+        drive: String,
+        /// The missing size.
+        size: Bytes,
+        /// True if the lease already has other extents.
+        more: bool,
+        /// Size of all free units.
+        free: Bytes,
+        /// Size of a unit.
+        unit: Bytes,
+        /// Size of the largest free extent.
+        largest: Bytes,
+        /// Remedy.
+        remedy: String,
+    },
+    /// The id has data that cannot become part of a lease by size.
+    #[error("Lease \"{id}\" left data on {drive}: {left}")]
+    Former {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// Ranges, reason and remedy.
+        left: String,
+    },
+    /// The lease is larger than the requested size.
+    #[error(
+        "Lease \"{id}\" has {present} of {drive}, more than {size}: say {present} to keep all of it; `nvme-mpt resize {id} \
+         {size} --truncate` gives the rest up (data at the end is lost)"
+    )]
+    HasMore {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// The present size.
+        present: Bytes,
+        /// The requested size.
+        size: Bytes,
+    },
+    /// The lease is smaller than the size to truncate to.
+    #[error(
+        "Lease \"{id}\" has {present} of {drive}, less than {size}: use `nvme-mpt resize {id} {size}` without \
+         --truncate to let it grow"
+    )]
+    HasLess {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// The present size.
+        present: Bytes,
+        /// The requested size.
+        size: Bytes,
+    },
+    /// The lease has a fixed range.
+    #[error(
+        "Lease \"{id}\" has the fixed range {range}; only leases by size (size=) change theirs"
+    )]
+    Fixed {
+        /// The id.
+        id: String,
+        /// Its range.
+        range: ByteRange,
+    },
+    /// The lease was removed from the ledger.
+    #[error(
+        "Lease \"{id}\" was taken out of the ledger, though its holder lives (`nvme-mpt leases release --force`): \
+         stop its holder, since another lease may have its extents"
+    )]
+    Gone {
+        /// The id.
+        id: String,
+    },
+    /// The holder of the lease is alive.
+    #[error(
+        "Cannot release {other}, which is in use: stop that process first; --force releases it all the same, but \
+         then the next lease of the range shares it with a process that may still write"
+    )]
+    Held {
+        /// The lease.
+        other: Box<LeaseEntry>,
+    },
+    /// Another user owns the lease.
+    #[error(
+        "Lease \"{id}\" belongs to user {owner}, and user {user} asks for it: run the VMM as user {owner}, or give the \
+         lease to user {user} with `nvme-mpt leases give {id} {user}`"
+    )]
+    OtherOwner {
+        /// The id.
+        id: String,
+        /// The owner of the lease.
+        owner: u32,
+        /// The requesting user.
+        user: u32,
+    },
+    /// No user owns the lease.
+    #[error(
+        "Lease \"{id}\" belongs to no user yet, and user {user} asks for it: reserve it with `nvme-mpt reserve \
+         path=…,id={id},owner={user}`, or run the VMM as the user of the server"
+    )]
+    NoOwner {
+        /// The id.
+        id: String,
+        /// The requesting user.
+        user: u32,
+    },
+    /// The owner of a lease requests bytes that do not belong to the lease.
+    #[error(
+        "Range {range} of {drive} is not reserved for lease \"{id}\" of user {user}: reserve it with `nvme-mpt reserve \
+         path=…,id={id},owner={user}`, or ask for what is reserved"
+    )]
+    NotReserved {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// First part that does not belong to the lease.
+        range: ByteRange,
+        /// The requesting user.
+        user: u32,
+    },
+    /// The ledger's file cannot be used.
+    #[error(transparent)]
+    Store(#[from] LedgerStoreError),
+}

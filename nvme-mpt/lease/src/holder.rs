@@ -1,0 +1,168 @@
+//! Liveness of the holder of a lease, as seen by other processes.
+//!
+//! Every lease has a *slot*: one byte offset in a lock file. Its holder keeps an open file description lock on that
+//! byte while the lease lives. The kernel drops the lock with the description, also after SIGKILL, and shows it across
+//! pid namespaces. A pid would not be enough: it may be reused after its process died, and it has no meaning in another
+//! container.
+
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+
+use log::warn;
+use nvme_mpt_memory::files::{File, is_lock_excluded, try_lock, unlock};
+use nvme_mpt_memory::system::LockKind;
+
+use crate::range_lock::{self, ProcLockKind};
+
+/// A byte of the lock file that represents one lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct LeaseSlot(pub(super) u64);
+
+impl LeaseSlot {
+    /// Returns whether the kernel can lock this byte and the one after it.
+    pub(super) fn is_valid(self) -> bool {
+        libc::off_t::try_from(self.0).is_ok_and(|offset| offset < libc::off_t::MAX)
+    }
+}
+
+/// The live holder of a slot. Dropping it releases the slot.
+#[derive(Debug)]
+pub(super) struct LeaseSlotHolder {
+    // The lock belongs to this open file description, so each holder has its own. Rust opens the file with O_CLOEXEC,
+    // so a program that is started later does not keep a lease alive.
+    file: File,
+    slot: LeaseSlot,
+}
+
+impl LeaseSlotHolder {
+    /// Takes `slot` in a lock file that was opened for this holder alone. Returns `None` if another process holds the
+    /// slot.
+    pub(super) fn take(file: File, slot: LeaseSlot) -> io::Result<Option<Self>> {
+        let is_free = try_lock(&file, LockKind::Exclusive, slot.0, 1)?;
+        Ok(is_free.then_some(Self { file, slot }))
+    }
+
+    /// Releases the slot for another holder.
+    pub(super) fn let_go(&self) {
+        // The description may outlive this value in a forked child.
+        if let Err(error) = unlock(&self.file, self.slot.0, 1) {
+            warn!("The lock of a lease's holder stays until its file is closed: {error}");
+        }
+    }
+}
+
+impl Drop for LeaseSlotHolder {
+    fn drop(&mut self) {
+        self.let_go();
+    }
+}
+
+/// Finds the processes with locks in `range` of a file, for messages.
+pub(super) fn users(
+    file: &File,
+    kind: ProcLockKind,
+    range: &Range<u64>,
+) -> range_lock::FileLockHolders {
+    #[cfg(not(simulation))]
+    return range_lock::find(file, kind, range);
+    // Simulated processes do not appear in /proc.
+    #[cfg(simulation)]
+    {
+        let _ = (file, kind, range);
+        range_lock::FileLockHolders::default()
+    }
+}
+
+/// Access to the slots of a lock file, without taking any.
+#[derive(Debug)]
+pub(super) struct LeaseSlotProbe(Option<File>);
+
+impl LeaseSlotProbe {
+    /// Opens the lock file `path`. If it does not exist, no slot is held.
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
+        match File::open(path) {
+            Ok(file) => Ok(Self(Some(file))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self(None)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns whether the holder of `slot` is alive.
+    pub(super) fn holds(&self, slot: LeaseSlot) -> io::Result<bool> {
+        self.is_locked(slot.0, 1)
+    }
+
+    /// Returns whether `first` or a higher slot is held.
+    pub(super) fn any_from(&self, first: LeaseSlot) -> io::Result<bool> {
+        // A length of 0 extends to the largest offset.
+        self.is_locked(first.0, 0)
+    }
+
+    /// Finds the processes with locks on `first` or a higher slot.
+    pub(super) fn users_from(&self, first: LeaseSlot) -> range_lock::FileLockHolders {
+        match &self.0 {
+            Some(file) => users(file, ProcLockKind::Range, &(first.0..u64::MAX)),
+            None => range_lock::FileLockHolders::default(),
+        }
+    }
+
+    fn is_locked(&self, start: u64, length: u64) -> io::Result<bool> {
+        let Some(file) = &self.0 else {
+            return Ok(false);
+        };
+        // Only an exclusive lock excludes a shared one.
+        is_lock_excluded(file, LockKind::Shared, start, length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::OpenOptions;
+
+    fn take(path: &Path, slot: LeaseSlot) -> io::Result<Option<LeaseSlotHolder>> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        LeaseSlotHolder::take(options.open(path)?, slot)
+    }
+
+    #[test]
+    fn a_slot_has_one_holder_and_is_free_when_that_one_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("holders.lock");
+        assert!(
+            !LeaseSlotProbe::open(&path)
+                .unwrap()
+                .holds(LeaseSlot(3))
+                .unwrap()
+        );
+
+        let holder = take(&path, LeaseSlot(3)).unwrap().unwrap();
+        let holders = LeaseSlotProbe::open(&path).unwrap();
+        assert!(holders.holds(LeaseSlot(3)).unwrap());
+        assert!(!holders.holds(LeaseSlot(2)).unwrap());
+        assert!(!holders.holds(LeaseSlot(4)).unwrap());
+        assert!(holders.any_from(LeaseSlot(0)).unwrap());
+        assert!(holders.any_from(LeaseSlot(3)).unwrap());
+        assert!(!holders.any_from(LeaseSlot(4)).unwrap());
+        assert!(take(&path, LeaseSlot(3)).unwrap().is_none());
+        let neighbour = take(&path, LeaseSlot(4)).unwrap().unwrap();
+
+        drop(holder);
+        assert!(!holders.holds(LeaseSlot(3)).unwrap());
+        assert!(holders.holds(LeaseSlot(4)).unwrap());
+        assert!(take(&path, LeaseSlot(3)).unwrap().is_some());
+        drop(neighbour);
+    }
+
+    #[test]
+    fn offsets_that_the_kernel_cannot_lock_are_no_slots() {
+        assert!(LeaseSlot(0).is_valid());
+        assert!(LeaseSlot(i64::MAX as u64 - 1).is_valid());
+        assert!(!LeaseSlot(i64::MAX as u64).is_valid());
+        assert!(!LeaseSlot(u64::MAX).is_valid());
+        let dir = tempfile::tempdir().unwrap();
+        assert!(take(&dir.path().join("l"), LeaseSlot(u64::MAX)).is_err());
+    }
+}

@@ -1,0 +1,1185 @@
+//! The ledger: the record of all leases of all drives.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::system::{process_id, random};
+use nvme_spec::ids::{Lba, Nsid};
+
+use super::admit::admit;
+use super::area::LeaseTarget;
+use super::by_size;
+use super::claim::LeaseClaim;
+use super::entry::{LeaseEntry, LeaseHolderState};
+use super::error::LeaseError;
+use super::extents::LeaseExtents;
+use super::holder::{LeaseSlot, LeaseSlotHolder};
+use super::identity::LeaseIdentity;
+use super::kept::LedgerMemoryFile;
+use super::marks;
+use super::outcome::AdmittedLease;
+use super::request::{LeaseRequest, RequestedBytes};
+use super::returns::PendingLeaseReturns;
+use super::room::{NamespaceCapacity, room};
+use super::store::{LedgerDirectory, LedgerRecord, LedgerRecords, LedgerStoreError};
+use super::tenants::{self, PreviousDataPolicy};
+use super::terms::LeaseSettings;
+use crate::label::DriveLabel;
+use crate::origin::{DriveIdentityRef, HostDisks, extent};
+use crate::range::{BlockRange, ByteRange, Bytes};
+
+/// Record of the leases of drives. Clones are the same ledger.
+#[derive(Clone, Debug)]
+pub struct Ledger(Arc<LedgerStorage>);
+
+/// Storage of a ledger.
+#[derive(Debug)]
+enum LedgerStorage {
+    /// In a state directory, shared by all processes that use it.
+    Folder {
+        folder: LedgerDirectory,
+        /// Slots of leases that this process took over while the ledger still names another process.
+        unnamed: Mutex<BTreeSet<LeaseSlot>>,
+        returns: PendingLeaseReturns,
+    },
+    /// In this process, for drives that no other process can access.
+    Process {
+        records: Mutex<LedgerRecords>,
+        /// Random value that distinguishes these drives from drives of the same names in other processes.
+        salt: u64,
+        /// Memory file of the records for the successor. Its lock is taken after the records' lock.
+        kept: Option<Mutex<LedgerMemoryFile>>,
+    },
+}
+
+impl Ledger {
+    /// Opens the ledger in the directory `dir`, which is shared by all processes that use it. The directory is created
+    /// when the first lease is granted.
+    #[must_use]
+    pub fn open(dir: &Path) -> Self {
+        Self(Arc::new(LedgerStorage::Folder {
+            folder: LedgerDirectory::new(dir),
+            unnamed: Mutex::default(),
+            returns: PendingLeaseReturns::default(),
+        }))
+    }
+
+    /// Creates a ledger of this process, for drives that no other process can access.
+    #[must_use]
+    pub fn in_process() -> Self {
+        Self(Arc::new(LedgerStorage::Process {
+            records: Mutex::default(),
+            salt: random(),
+            kept: None,
+        }))
+    }
+
+    /// Opens a ledger in a memory file that successive processes use, one at a time. The file is empty at first. The
+    /// leases of the predecessor have ended. The record of which id has data where is kept.
+    ///
+    /// # Errors
+    /// The file cannot be read or written, or contains no such ledger.
+    pub fn kept(file: File) -> Result<Self, LeaseError> {
+        let damaged = |source| LedgerStoreError::Io {
+            action: "read the ledger that is stored in",
+            path: PathBuf::from("a memory file"),
+            source,
+        };
+        let (mut kept, before) = LedgerMemoryFile::open(file).map_err(damaged)?;
+        let (salt, mut records) = before.unwrap_or_else(|| (random(), LedgerRecords::default()));
+        records.leases.clear();
+        kept.store(salt, &records)?;
+        Ok(Self(Arc::new(LedgerStorage::Process {
+            records: Mutex::new(records),
+            salt,
+            kept: Some(Mutex::new(kept)),
+        })))
+    }
+
+    /// Hands the memory file of a [kept](Self::kept) ledger over to the successor. Later changes are only visible in
+    /// this process. Returns whether this process has [let go](Lease::let_go) of all its leases. The successor does not
+    /// know any of them: if one is left, this process has to end before the successor grants leases.
+    pub fn leave(&self) -> bool {
+        match &*self.0 {
+            LedgerStorage::Folder { .. } => true,
+            LedgerStorage::Process { records, kept, .. } => {
+                let records = lock(records);
+                if let Some(kept) = kept {
+                    lock(kept).leave();
+                }
+                records.leases.is_empty()
+            }
+        }
+    }
+
+    /// Grants the lease that `request` asks for, unless another lease has part of it. A stale lease with the same id,
+    /// drive and range is taken over. A lease by size takes over a stale lease with the same id and drive.
+    ///
+    /// A lease that is taken over without changes is not written to the file, because a write takes time while the
+    /// guest waits. Call [`Self::name_holder`] afterwards.
+    ///
+    /// # Errors
+    /// The range overlaps another lease or does not lie on the drive. The drive has too little capacity for the size.
+    /// The id is taken or invalid. The ledger's file cannot be used.
+    pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
+        self.acquire_by(LeaseClaim::Operator, request)
+    }
+
+    /// Like [`Self::acquire`], by the right of `claim`.
+    ///
+    /// # Errors
+    /// Like [`Self::acquire`]. Also if the lease belongs to another user or to none, or does not have all requested
+    /// bytes.
+    pub fn acquire_by(
+        &self,
+        claim: LeaseClaim,
+        request: &LeaseRequest<'_>,
+    ) -> Result<Lease, LeaseError> {
+        request.check()?;
+        let (slot, holder, entered) = match &*self.0 {
+            LedgerStorage::Folder {
+                folder, unnamed, ..
+            } => {
+                let exclusive = folder.lock()?;
+                let before = folder.read()?;
+                let mut records = before.clone();
+                let holders = folder.holders()?;
+                claim.check_owner(&records, request.id)?;
+                let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
+                    .map_err(|refusal| refusal.into_error(&request.area(), folder.path()))?;
+                claim.check_extents(&records, &request.area(), &admitted.extents)?;
+                // The slot is held before the lease is entered and until after it is removed. So a live holder's lease
+                // never looks stale to another process.
+                let (slot, holder) = match admitted.taken_over {
+                    Some(slot) => (slot, exclusive.take_over(slot)?),
+                    None => exclusive.take_slot(&mut records)?,
+                };
+                let entered = enter(&mut records, request, admitted, slot, claim);
+                if records.says_the_same_as(&before) {
+                    lock(unnamed).insert(slot);
+                } else {
+                    exclusive.write(&records)?;
+                }
+                (slot, Some(holder), entered)
+            }
+            LedgerStorage::Process { .. } => self.update(|records| {
+                claim.check_owner(records, request.id)?;
+                let admitted = admit(records, request, |_| Ok(true))
+                    .map_err(|refusal| refusal.into_error(&request.area(), Path::new("")))?;
+                claim.check_extents(records, &request.area(), &admitted.extents)?;
+                let slot = LeaseSlot(records.next_slot);
+                records.next_slot += 1;
+                let entered = enter(records, request, admitted, slot, claim);
+                Ok((slot, None, entered))
+            })?,
+        };
+        let EnteredLease {
+            parts,
+            reserved_pairs,
+            named_on,
+            uncorrectable,
+        } = entered;
+        Ok(Lease {
+            ledger: self.clone(),
+            slot: Some(slot),
+            holder,
+            is_let_go: Arc::default(),
+            id: request.id.to_owned(),
+            drive: request.drive.name.to_owned(),
+            named_on,
+            nsid: request.nsid,
+            lba_shift: request.lba_shift,
+            capacity: request.area().capacity,
+            wanted: request.wanted,
+            reserved_pairs: Mutex::new(Some(reserved_pairs)),
+            changes: Mutex::new(()),
+            parts: Mutex::new(parts),
+            uncorrectable: Mutex::new(uncorrectable),
+        })
+    }
+
+    /// Returns all leases in the order in which they were granted.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn list(&self) -> Result<Vec<LeaseEntry>, LeaseError> {
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => {
+                let records = folder.read()?;
+                let holders = folder.holders()?;
+                let mut entries = Vec::with_capacity(records.leases.len());
+                for record in &records.leases {
+                    let slot = LeaseSlot(record.slot);
+                    let held = folder.is_held(&holders, slot)?;
+                    // No lock was taken: a slot without a holder may belong to a lease that was released after the
+                    // ledger was read. Such a lease is removed from the ledger before its holder is released.
+                    if held || folder.read()?.find(slot).is_some() {
+                        let owner = records.owner(&record.id);
+                        entries.push(LeaseEntry::new(record, held).with_owner(owner));
+                    }
+                }
+                Ok(entries)
+            }
+            LedgerStorage::Process { records, .. } => {
+                let records = lock(records);
+                Ok(records
+                    .leases
+                    .iter()
+                    .map(|record| {
+                        let owner = records.owner(&record.id);
+                        LeaseEntry::new(record, true).with_owner(owner)
+                    })
+                    .collect())
+            }
+        }
+    }
+
+    /// Records this process as the holder of leases that it took over without a write. Until then, the ledger shows the
+    /// predecessor to operators.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used. The next call tries again.
+    pub fn name_holder(&self) -> Result<(), LeaseError> {
+        let LedgerStorage::Folder { unnamed, .. } = &*self.0 else {
+            return Ok(());
+        };
+        let slots = lock(unnamed).clone();
+        if slots.is_empty() {
+            return Ok(());
+        }
+        self.name_holder_of(&slots, unnamed)?;
+        lock(unnamed).retain(|slot| !slots.contains(slot));
+        Ok(())
+    }
+
+    /// Records this process as the holder of leases in `slots`, except those that are no longer in `unnamed`.
+    fn name_holder_of(
+        &self,
+        slots: &BTreeSet<LeaseSlot>,
+        unnamed: &Mutex<BTreeSet<LeaseSlot>>,
+    ) -> Result<(), LeaseError> {
+        let name = |records: &mut LedgerRecords| {
+            // Checked under the ledger's lock: the ledger may name the successor for a lease that was let go in
+            // between.
+            let unnamed = lock(unnamed);
+            let mut found = false;
+            for record in &mut records.leases {
+                let slot = LeaseSlot(record.slot);
+                if slots.contains(&slot) && unnamed.contains(&slot) {
+                    record.pid = process_id();
+                    found = true;
+                }
+            }
+            found
+        };
+        Ok(self.change(name)?)
+    }
+
+    /// Returns the labels of drives with leases or data.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn labels(&self) -> Result<Vec<DriveLabel>, LeaseError> {
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.labels()),
+            LedgerStorage::Process { records, .. } => Ok(lock(records).labels()),
+        }
+    }
+
+    /// Returns a known drive with data that may be the given one, and the ids with that data. Drives of earlier boots
+    /// are ignored.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn find_lost(
+        &self,
+        drive: DriveIdentityRef<'_>,
+        nsid: Nsid,
+        blocks: u64,
+        lba_shift: u8,
+    ) -> Result<Option<(String, Vec<String>)>, LeaseError> {
+        let all = ByteRange::new(0, blocks.saturating_mul(1 << lba_shift))?;
+        let request = LeaseRequest {
+            id: "",
+            drive,
+            nsid,
+            wanted: RequestedBytes::At(all),
+            lba_shift,
+            blocks,
+            former_data: PreviousDataPolicy::Refused,
+        };
+        let found = match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => {
+                folder.read()?.find_lost(&request, HostDisks::now)
+            }
+            LedgerStorage::Process { records, .. } => {
+                lock(records).find_lost(&request, HostDisks::now)
+            }
+        };
+        Ok(found.map(|earlier| (earlier.name, earlier.ids)))
+    }
+
+    /// Returns whether no id has or had a byte of a range of a drive.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn is_unused(&self, drive: &str, nsid: Nsid, range: ByteRange) -> Result<bool, LeaseError> {
+        let area = LeaseTarget {
+            id: "",
+            drive,
+            nsid,
+            capacity: range.end(),
+        };
+        let is_unused = |records: &LedgerRecords| {
+            let mut leased = records
+                .leases
+                .iter()
+                .flat_map(|record| area.shared_with(record));
+            !leased.any(|part| part.overlaps(&range))
+                && tenants::find(&records.tenants, &area.place(range, None)).is_empty()
+        };
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => Ok(is_unused(&folder.read()?)),
+            LedgerStorage::Process { records, .. } => Ok(is_unused(&lock(records))),
+        }
+    }
+
+    /// Returns the drive name from which the names of its guests are derived.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn naming(&self, drive: &str) -> Result<String, LeaseError> {
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.naming(drive)),
+            LedgerStorage::Process { records, .. } => Ok(lock(records).naming(drive)),
+        }
+    }
+
+    /// Moves all leases and data of the drive `from` to `to`, another name of the same drive. Names that guests see are
+    /// kept. Returns whether anything was moved. Held leases continue.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
+        if let LedgerStorage::Folder { folder, .. } = &*self.0 {
+            // See `release`.
+            if !folder.read()?.carry_over(from, to) {
+                return Ok(false);
+            }
+        }
+        let mut changed = false;
+        self.change(|records| {
+            changed = records.carry_over(from, to);
+            changed
+        })?;
+        Ok(changed)
+    }
+
+    /// Accepts the present content of a drive, on request of an operator. Returns `false` if the ledger has no facts
+    /// about the drive.
+    ///
+    /// # Errors
+    /// A process holds a lease of the drive, or the ledger's file cannot be used.
+    pub fn accept(&self, drive: &str) -> Result<bool, LeaseError> {
+        self.check_idle(drive)?;
+        let mut changed = false;
+        self.change(|records| {
+            changed = records.forget_facts(drive);
+            changed
+        })?;
+        Ok(changed)
+    }
+
+    /// Checks that no process holds a lease of a drive.
+    ///
+    /// # Errors
+    /// A process holds such a lease, or the ledger's file cannot be used.
+    pub fn check_idle(&self, drive: &str) -> Result<(), LeaseError> {
+        let bases = extent::bases(drive);
+        let held = |entry: &LeaseEntry| {
+            let of = extent::bases(&entry.drive);
+            entry.state != LeaseHolderState::Stale && of.iter().any(|base| bases.contains(base))
+        };
+        match self.list()?.into_iter().find(held) {
+            None => Ok(()),
+            Some(other) => Err(LeaseError::InUse {
+                other: Box::new(other),
+            }),
+        }
+    }
+
+    /// Like [`Self::carry_over`], on request of an operator.
+    ///
+    /// # Errors
+    /// A process holds a lease of the drive `from`, both drives have leases or data, or the ledger's file cannot be
+    /// used.
+    pub fn carry_over_by_hand(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
+        self.check_idle(from)?;
+        let known = match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => folder.read()?.drives_known(from, to),
+            LedgerStorage::Process { records, .. } => lock(records).drives_known(from, to),
+        };
+        match known {
+            (false, _) => Ok(false),
+            (true, true) => Err(LeaseError::BothKnown {
+                from: from.to_owned(),
+                to: to.to_owned(),
+            }),
+            (true, false) => self.carry_over(from, to),
+        }
+    }
+
+    /// Returns the terms of all ids that have terms.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn terms(&self) -> Result<BTreeMap<String, LeaseSettings>, LeaseError> {
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.terms),
+            LedgerStorage::Process { records, .. } => Ok(lock(records).terms.clone()),
+        }
+    }
+
+    /// Returns the capacity of a namespace of `capacity` bytes for leases in units of `unit` bytes, above 0.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn room(
+        &self,
+        drive: &str,
+        nsid: Nsid,
+        capacity: u64,
+        unit: u64,
+    ) -> Result<NamespaceCapacity, LeaseError> {
+        let area = LeaseTarget {
+            id: "",
+            drive,
+            nsid,
+            capacity,
+        };
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => Ok(room(&folder.read()?, &area, unit)),
+            LedgerStorage::Process { records, .. } => Ok(room(&lock(records), &area, unit)),
+        }
+    }
+
+    /// Makes a user the owner of the leases of `id`. A held lease continues.
+    ///
+    /// # Errors
+    /// The id has neither a lease nor data, or the ledger's file cannot be used.
+    pub fn give(&self, id: &str, user: u32) -> Result<(), LeaseError> {
+        self.change_terms(id, |terms| terms.owner = Some(user))
+    }
+
+    fn change_terms(
+        &self,
+        id: &str,
+        change: impl FnOnce(&mut LeaseSettings),
+    ) -> Result<(), LeaseError> {
+        let check = |records: &LedgerRecords| match records.knows(id) {
+            true => Ok(()),
+            false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
+        };
+        if let LedgerStorage::Folder { folder, .. } = &*self.0 {
+            // See `release`.
+            check(&folder.read()?)?;
+        }
+        self.update(|records| {
+            check(records)?;
+            change(records.terms.entry(id.to_owned()).or_default());
+            Ok(())
+        })
+    }
+
+    /// Removes the lease `id` and its terms from the ledger. The lease must be stale, unless `force` is set.
+    ///
+    /// # Errors
+    /// There is no such lease, its holder is alive and `force` is not set, or the ledger's file cannot be used.
+    pub fn release(&self, id: &str, force: bool) -> Result<LeaseEntry, LeaseError> {
+        let no_such_lease = || LeaseError::NoSuchLease { id: id.to_owned() };
+        let find = |records: &LedgerRecords| {
+            let record = records.leases.iter().find(|record| record.id == id);
+            record.cloned().ok_or_else(no_such_lease)
+        };
+        let remove = |records: &mut LedgerRecords, record: &LedgerRecord, held| {
+            let owner = records.owner(&record.id);
+            let entry = LeaseEntry::new(record, held).with_owner(owner);
+            if held && !force {
+                return Err(LeaseError::Held {
+                    other: Box::new(entry),
+                });
+            }
+            records.remove(LeaseSlot(record.slot));
+            records.terms.remove(id);
+            Ok(entry)
+        };
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => {
+                // First checked without the lock, because taking the lock creates the directory. A mistyped directory
+                // should not be created.
+                find(&folder.read()?)?;
+                let exclusive = folder.lock()?;
+                let mut records = folder.read()?;
+                let record = find(&records)?;
+                let held = folder.is_held(&folder.holders()?, LeaseSlot(record.slot))?;
+                let entry = remove(&mut records, &record, held)?;
+                exclusive.write(&records)?;
+                Ok(entry)
+            }
+            LedgerStorage::Process { .. } => self.update(|records| {
+                let record = find(records)?;
+                remove(records, &record, true)
+            }),
+        }
+    }
+
+    /// Records what to do with an id's data when another id leases it. Returns the ranges. The terms of the id end.
+    ///
+    /// A lease that the id holds continues. The decision ends when the id leases the range again.
+    ///
+    /// # Errors
+    /// The id has no data, or the ledger's file cannot be used.
+    pub fn decide_data(
+        &self,
+        id: &str,
+        fate: PreviousDataPolicy,
+    ) -> Result<Vec<ByteRange>, LeaseError> {
+        let decided = |records: &mut LedgerRecords| {
+            let ranges = tenants::decide(&mut records.tenants, id, fate);
+            match ranges.is_empty() {
+                true => Err(LeaseError::NoData { id: id.to_owned() }),
+                false => {
+                    records.terms.remove(id);
+                    Ok(ranges)
+                }
+            }
+        };
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => {
+                // See `release`.
+                decided(&mut folder.read()?)?;
+                let exclusive = folder.lock()?;
+                let mut records = folder.read()?;
+                let ranges = decided(&mut records)?;
+                exclusive.write(&records)?;
+                Ok(ranges)
+            }
+            LedgerStorage::Process { .. } => self.update(decided),
+        }
+    }
+
+    /// Returns the directory of the ledger, for commands in messages; empty for a ledger of this process.
+    fn path(&self) -> &Path {
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => folder.path(),
+            LedgerStorage::Process { .. } => Path::new(""),
+        }
+    }
+
+    /// Changes the ledger in one step. If `change` fails, the ledger is not changed.
+    fn update<T>(
+        &self,
+        change: impl FnOnce(&mut LedgerRecords) -> Result<T, LeaseError>,
+    ) -> Result<T, LeaseError> {
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => {
+                let exclusive = folder.lock()?;
+                let mut records = folder.read()?;
+                let value = change(&mut records)?;
+                exclusive.write(&records)?;
+                Ok(value)
+            }
+            LedgerStorage::Process {
+                records,
+                salt,
+                kept,
+            } => {
+                let mut records = lock(records);
+                let mut changed = records.clone();
+                let value = change(&mut changed)?;
+                if let Some(kept) = kept {
+                    lock(kept).store(*salt, &changed)?;
+                }
+                *records = changed;
+                Ok(value)
+            }
+        }
+    }
+
+    /// Removes the returned lease in `slot` from the ledger, together with other leases that are returned at the same
+    /// time.
+    fn give_back(&self, slot: LeaseSlot) -> Result<(), LedgerStoreError> {
+        match &*self.0 {
+            LedgerStorage::Folder { returns, .. } => returns.give_back(slot, |slots| {
+                self.change(|records| {
+                    let removed = slots.iter().filter(|slot| records.remove(**slot));
+                    removed.count() > 0
+                })
+            }),
+            LedgerStorage::Process { .. } => self.change(|records| records.remove(slot)),
+        }
+    }
+
+    /// Changes the record of a held lease. `change` returns whether it changed anything. There is no record if an
+    /// operator has released the lease by force.
+    fn change(
+        &self,
+        change: impl FnOnce(&mut LedgerRecords) -> bool,
+    ) -> Result<(), LedgerStoreError> {
+        match &*self.0 {
+            LedgerStorage::Folder { folder, .. } => {
+                let exclusive = folder.lock()?;
+                let mut records = folder.read()?;
+                if change(&mut records) {
+                    exclusive.write(&records)?;
+                }
+            }
+            LedgerStorage::Process {
+                records,
+                salt,
+                kept,
+            } => {
+                let mut records = lock(records);
+                if change(&mut records)
+                    && let Some(kept) = kept
+                {
+                    lock(kept).store(*salt, &records)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A lease after it was entered in the ledger.
+struct EnteredLease {
+    /// The extents, and the parts that have to be wiped.
+    parts: LeaseParts,
+    /// Reserved queue pairs, as the ledger has them.
+    reserved_pairs: u16,
+    /// Name of the drive from which its guests' names are derived.
+    named_on: String,
+    /// Unreadable bytes of the lease.
+    uncorrectable: Vec<ByteRange>,
+}
+
+/// Enters an admitted lease.
+fn enter(
+    records: &mut LedgerRecords,
+    request: &LeaseRequest<'_>,
+    admitted: AdmittedLease,
+    slot: LeaseSlot,
+    claim: LeaseClaim,
+) -> EnteredLease {
+    let AdmittedLease {
+        taken_over,
+        extents,
+        former,
+    } = admitted;
+    let area = request.area();
+    let (unit, unwiped) = match request.wanted {
+        RequestedBytes::At(range) => {
+            let place = area.place(range, None);
+            records.note_decision(request, range, HostDisks::now);
+            tenants::enter(&mut records.tenants, &place, request.former_data);
+            (None, tenants::marked(&records.tenants, &place))
+        }
+        RequestedBytes::Size { unit, .. } => {
+            by_size::enter(&mut records.tenants, &area, &extents, former.as_ref());
+            let unwiped = by_size::marked(&records.tenants, &area, extents.parts());
+            (Some(unit), unwiped)
+        }
+    };
+    let record = LedgerRecord {
+        id: request.id.to_owned(),
+        drive: request.drive.name.to_owned(),
+        nsid: request.nsid.0,
+        extents: extents.clone(),
+        unit,
+        pid: process_id(),
+        slot: slot.0,
+        ending: false,
+        reserved_pairs: 0,
+    };
+    let reserved_pairs = match taken_over.and_then(|stale| records.of_slot(stale)) {
+        // The next holder most likely reserves the same number of pairs.
+        Some(stale) => {
+            let reserved_pairs = stale.reserved_pairs;
+            *stale = LedgerRecord {
+                reserved_pairs,
+                ..record
+            };
+            reserved_pairs
+        }
+        None => {
+            records.leases.push(record);
+            0
+        }
+    };
+    let places = extents.placed();
+    let places = places.map(|(at, range)| area.place(range, unit.and(Some(at))));
+    let uncorrectable = places.flat_map(|place| {
+        marks::forget_others(&mut records.uncorrectable, &place);
+        marks::find(&records.uncorrectable, &place)
+    });
+    let uncorrectable = uncorrectable.collect();
+    claim.enter(&mut records.terms, request.id);
+    records.note_names(request.drive);
+    records.note_facts(request);
+    // Cleans up ids whose last bytes this lease got.
+    records.forget_unknown();
+    EnteredLease {
+        parts: LeaseParts { extents, unwiped },
+        reserved_pairs,
+        named_on: records.naming(request.drive.name),
+        uncorrectable,
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Parts of a drive that belong to a lease.
+#[derive(Clone, Debug)]
+struct LeaseParts {
+    extents: LeaseExtents,
+    /// Parts to be wiped, in the order of the lease.
+    unwiped: Vec<ByteRange>,
+}
+
+/// Right to use logical blocks of a drive, returned when dropped.
+///
+/// Lock order: `changes` or `reserved_pairs`, then the ledger, then `parts`.
+#[derive(Debug)]
+pub struct Lease {
+    ledger: Ledger,
+    /// Slot of the lease; `None` after it was returned.
+    slot: Option<LeaseSlot>,
+    // Released after `drop` has returned the lease, because fields are dropped later.
+    holder: Option<LeaseSlotHolder>,
+    /// True if the lease was handed over to the successor process.
+    is_let_go: Arc<AtomicBool>,
+    id: String,
+    drive: String,
+    /// Name of the drive from which its guests' names are derived.
+    named_on: String,
+    nsid: Nsid,
+    lba_shift: u8,
+    /// Size of the namespace in bytes.
+    capacity: u64,
+    /// The requested range or size.
+    wanted: RequestedBytes,
+    /// Reserved queue pairs, as the ledger has them; `None` after a failed change.
+    reserved_pairs: Mutex<Option<u16>>,
+    /// Serializes changes of the parts, which change the ledger as well.
+    changes: Mutex<()>,
+    parts: Mutex<LeaseParts>,
+    /// Unreadable bytes of the id when the lease was granted, except parts wiped since.
+    uncorrectable: Mutex<Vec<ByteRange>>,
+}
+
+impl Lease {
+    /// Returns the id, which is unique in the ledger.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Returns the drive's stable name.
+    #[must_use]
+    pub fn drive(&self) -> &str {
+        &self.drive
+    }
+
+    /// Returns the namespace of the drive.
+    #[must_use]
+    pub const fn nsid(&self) -> Nsid {
+        self.nsid
+    }
+
+    /// Returns the extents of the namespace, in the lease's order.
+    #[must_use]
+    pub fn extents(&self) -> LeaseExtents {
+        lock(&self.parts).extents.clone()
+    }
+
+    /// Returns the logical blocks of the namespace, in the lease's order.
+    #[must_use]
+    pub fn blocks(&self) -> Vec<BlockRange> {
+        let blocks = |part: &ByteRange| BlockRange {
+            start: Lba(part.start() >> self.lba_shift),
+            blocks: part.length() >> self.lba_shift,
+        };
+        let parts = lock(&self.parts);
+        parts.extents.parts().iter().map(blocks).collect()
+    }
+
+    /// Returns the unit size of a lease by size in bytes; `None` for a lease with a fixed range.
+    #[must_use]
+    pub const fn unit(&self) -> Option<u64> {
+        match self.wanted {
+            RequestedBytes::At(_) => None,
+            RequestedBytes::Size { unit, .. } => Some(unit),
+        }
+    }
+
+    /// Returns the parts of the extents that have to be wiped before they are used, because they have other ids' data.
+    /// Each part lies in one extent.
+    #[must_use]
+    pub fn unwiped(&self) -> Vec<ByteRange> {
+        lock(&self.parts).unwiped.clone()
+    }
+
+    fn area(&self) -> LeaseTarget<'_> {
+        LeaseTarget {
+            id: &self.id,
+            drive: &self.drive,
+            nsid: self.nsid,
+            capacity: self.capacity,
+        }
+    }
+
+    fn gone(&self) -> LeaseError {
+        LeaseError::Gone {
+            id: self.id.clone(),
+        }
+    }
+
+    /// Records that the first of the [unwiped](Self::unwiped) parts is durably zero.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used, or the lease is no longer in the ledger. Then the part stays marked.
+    pub fn wiped(&self) -> Result<(), LeaseError> {
+        let _one = lock(&self.changes);
+        let LeaseParts { extents, unwiped } = lock(&self.parts).clone();
+        let Some(&range) = unwiped.first() else {
+            return Ok(());
+        };
+        let slot = self.slot.ok_or_else(|| self.gone())?;
+        let at = self.unit().and_then(|_| extents.offset_of(range.start()));
+        self.ledger.update(|records| {
+            records.find(slot).ok_or_else(|| self.gone())?;
+            let place = self.area().place(range, at);
+            tenants::enter(&mut records.tenants, &place, PreviousDataPolicy::Kept);
+            marks::forget(&mut records.uncorrectable, &place);
+            Ok(())
+        })?;
+        let mut uncorrectable = lock(&self.uncorrectable);
+        *uncorrectable = marks::without(&uncorrectable, &range);
+        drop(uncorrectable);
+        lock(&self.parts).unwiped.remove(0);
+        Ok(())
+    }
+
+    /// Returns the blocks that were unreadable when the lease was granted, except blocks wiped since.
+    #[must_use]
+    pub fn uncorrectable(&self) -> Vec<BlockRange> {
+        let blocks = |range: &ByteRange| {
+            // The drive may have larger blocks than when the blocks were marked.
+            let (start, last) = (range.start(), range.end().saturating_sub(1));
+            let (start, last) = (start >> self.lba_shift, last >> self.lba_shift);
+            BlockRange {
+                start: Lba(start),
+                blocks: last - start + 1,
+            }
+        };
+        lock(&self.uncorrectable).iter().map(blocks).collect()
+    }
+
+    /// Returns access to the ledger's record of the lease's unreadable blocks.
+    #[must_use]
+    pub fn marks(&self) -> LedgerUncorrectableMarks {
+        LedgerUncorrectableMarks {
+            ledger: self.ledger.clone(),
+            slot: self.slot,
+            is_let_go: self.is_let_go.clone(),
+            lba_shift: self.lba_shift,
+            id: self.id.clone(),
+        }
+    }
+
+    /// Adds extents until the lease has `bytes` bytes. Returns the added extents, in the lease's order.
+    ///
+    /// The extents are in the ledger when this returns. Added parts with other ids' data are [unwiped](Self::unwiped).
+    ///
+    /// # Errors
+    /// The lease is not one by size, is larger, or is no longer in the ledger. The size is invalid. The drive has too
+    /// little capacity. The ledger's file cannot be used. The lease is then unchanged.
+    pub fn grow(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
+        let _one = lock(&self.changes);
+        let present = self.check_change(bytes)?.length();
+        if bytes < present {
+            return Err(LeaseError::HasMore {
+                id: self.id.clone(),
+                drive: self.drive.clone(),
+                present: Bytes(present),
+                size: Bytes(bytes),
+            });
+        }
+        let (extents, mut unwiped) = self.ledger.update(|records| {
+            let extents = self.resize(records, bytes)?;
+            let added = extents.between(present, bytes);
+            let unwiped = by_size::marked(&records.tenants, &self.area(), &added);
+            Ok((extents, unwiped))
+        })?;
+        let added = extents.between(present, bytes);
+        let mut parts = lock(&self.parts);
+        parts.extents = extents;
+        parts.unwiped.append(&mut unwiped);
+        Ok(added)
+    }
+
+    /// Returns the bytes beyond the first `bytes` to the ledger, and their ranges in the lease's order to the caller.
+    /// Their data is wiped before any lease, including this one, gets them again.
+    ///
+    /// The caller must make sure that no command uses them.
+    ///
+    /// # Errors
+    /// The lease is not one by size, is smaller, or is no longer in the ledger. The size is invalid. The ledger's file
+    /// cannot be used. The lease is then unchanged.
+    pub fn truncate(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
+        let _one = lock(&self.changes);
+        let before = self.check_change(bytes)?;
+        let present = before.length();
+        if bytes > present {
+            return Err(LeaseError::HasLess {
+                id: self.id.clone(),
+                drive: self.drive.clone(),
+                present: Bytes(present),
+                size: Bytes(bytes),
+            });
+        }
+        let extents = self.ledger.update(|records| self.resize(records, bytes))?;
+        let kept = |range: ByteRange| {
+            let left = bytes.checked_sub(before.offset_of(range.start())?)?;
+            ByteRange::new(range.start(), range.length().min(left)).ok()
+        };
+        let mut parts = lock(&self.parts);
+        parts.extents = extents;
+        parts.unwiped = parts.unwiped.drain(..).filter_map(kept).collect();
+        Ok(before.between(bytes, present))
+    }
+
+    /// Returns the present extents, after checking that the size may become `bytes`.
+    fn check_change(&self, bytes: u64) -> Result<LeaseExtents, LeaseError> {
+        match self.wanted {
+            RequestedBytes::At(range) => Err(LeaseError::Fixed {
+                id: self.id.clone(),
+                range,
+            }),
+            RequestedBytes::Size { unit, .. } => {
+                by_size::check_size(bytes, unit)?;
+                Ok(self.extents())
+            }
+        }
+    }
+
+    /// Changes the ledger's extents of the lease to a size of `bytes`. The ledger's extents may differ from the lease's
+    /// own, if an earlier change failed after it had replaced the ledger.
+    fn resize(&self, records: &mut LedgerRecords, bytes: u64) -> Result<LeaseExtents, LeaseError> {
+        let RequestedBytes::Size { unit, whole, .. } = self.wanted else {
+            return Ok(self.extents());
+        };
+        let slot = self.slot.filter(|slot| records.find(*slot).is_some());
+        let slot = slot.ok_or_else(|| self.gone())?;
+        let demand = by_size::SizeDemand { bytes, unit, whole };
+        by_size::resize(records, slot, &self.area(), demand)
+            .map_err(|refusal| refusal.into_error(&self.area(), self.ledger.path()))
+    }
+
+    fn names_on(&self, drive: &str) -> LeaseIdentity {
+        match self.wanted {
+            RequestedBytes::At(range) => LeaseIdentity::derive(drive, self.nsid, range, &self.id),
+            RequestedBytes::Size { .. } => {
+                LeaseIdentity::derive_by_size(drive, self.nsid, &self.id)
+            }
+        }
+    }
+
+    /// Returns the names that a guest sees. They depend on the id, the drive and the range; for a lease by size, not on
+    /// its extents.
+    ///
+    /// The names of drives that exist only in this process also depend on the process, because their data ends with it.
+    #[must_use]
+    pub fn identity(&self) -> LeaseIdentity {
+        match &*self.ledger.0 {
+            LedgerStorage::Folder { .. } => self.names_on(&self.named_on),
+            LedgerStorage::Process { salt, .. } => {
+                self.names_on(&format!("{}#{salt:016x}", self.drive))
+            }
+        }
+    }
+
+    /// Marks the lease as ending in the ledger: its holder gave it up, and some of its commands are still in flight.
+    /// The lease is still returned when it is dropped.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used. Then others see the lease as held.
+    pub fn mark_ending(&self) -> Result<(), LeaseError> {
+        if let Some(slot) = self.slot {
+            self.ledger.change(|records| records.mark_ending(slot))?;
+        }
+        Ok(())
+    }
+
+    /// Records the number of queue pairs that are reserved for the lease, unless it is unchanged.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn note_reserved(&self, pairs: u16) -> Result<(), LeaseError> {
+        let mut noted = lock(&self.reserved_pairs);
+        if noted.replace(pairs) == Some(pairs) {
+            return Ok(());
+        }
+        if let Some(slot) = self.slot {
+            let change = |records: &mut LedgerRecords| records.note_reserved(slot, pairs);
+            if let Err(error) = self.ledger.change(change) {
+                *noted = None;
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the limits that an operator set for leases of the id.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn limits(&self) -> Result<Option<String>, LeaseError> {
+        let terms = self.ledger.terms()?.remove(&self.id);
+        Ok(terms.and_then(|terms| terms.limits))
+    }
+
+    /// Records the operator's limits for leases of the id. They apply to later leases of the id as well.
+    ///
+    /// # Errors
+    /// The lease is no longer in the ledger, or the ledger's file cannot be used.
+    pub fn note_limits(&self, limits: Option<String>) -> Result<(), LeaseError> {
+        let slot = self.slot.ok_or_else(|| self.gone())?;
+        self.ledger.update(|records| {
+            records.find(slot).ok_or_else(|| self.gone())?;
+            records.terms.entry(self.id.clone()).or_default().limits = limits;
+            records.forget_unknown();
+            Ok(())
+        })
+    }
+
+    /// Releases the lease for the successor process, which takes it over as a stale lease. In a directory's ledger, it
+    /// stays entered until then. This process must no longer use the lease's bytes, and must end.
+    pub fn let_go(&self) {
+        self.is_let_go.store(true, Ordering::Relaxed);
+        match (&*self.ledger.0, self.slot) {
+            (LedgerStorage::Folder { unnamed, .. }, Some(slot)) => {
+                // The ledger will name the successor for it.
+                lock(unnamed).remove(&slot);
+            }
+            (LedgerStorage::Process { records, .. }, Some(slot)) => {
+                lock(records).remove(slot);
+            }
+            (_, None) => {}
+        }
+        if let Some(holder) = &self.holder {
+            holder.let_go();
+        }
+    }
+
+    /// Returns the lease to the ledger like a drop, and reports errors.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used. Then the lease stays in it and is stale.
+    pub fn release(mut self) -> Result<(), LeaseError> {
+        match self.slot.take() {
+            Some(slot) => Ok(self.ledger.give_back(slot)?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Access to the ledger's record of a lease's unreadable blocks.
+#[derive(Clone, Debug)]
+pub struct LedgerUncorrectableMarks {
+    ledger: Ledger,
+    slot: Option<LeaseSlot>,
+    is_let_go: Arc<AtomicBool>,
+    lba_shift: u8,
+    id: String,
+}
+
+impl LedgerUncorrectableMarks {
+    /// Replaces the recorded unreadable blocks of the lease. They are durable when this returns.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used, the lease is no longer in the ledger, or another process has it.
+    pub fn store(&self, blocks: &[BlockRange]) -> Result<(), LeaseError> {
+        let gone = || LeaseError::Gone {
+            id: self.id.clone(),
+        };
+        let bytes: Vec<_> = blocks
+            .iter()
+            .map(|blocks| blocks.bytes(self.lba_shift))
+            .collect();
+        self.ledger.update(|records| {
+            let slot = self.slot.ok_or_else(gone)?;
+            // Checked under the ledger's lock: the successor reads the ledger after this process has let go.
+            let has_it = !self.is_let_go.load(Ordering::Relaxed);
+            let record = records.find(slot).filter(|_| has_it);
+            let record = record.cloned().ok_or_else(gone)?;
+            for place in record.places() {
+                marks::replace(&mut records.uncorrectable, &place, &bytes);
+            }
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+impl Lease {
+    /// Simulates the death of the holder: the lock is released, the lease stays in the ledger.
+    pub(super) fn die(mut self) {
+        self.slot = None;
+    }
+
+    /// Returns a second handle of the lease, which does not see changes of the first.
+    pub(super) fn ahead(&self) -> Self {
+        Self {
+            ledger: self.ledger.clone(),
+            slot: self.slot,
+            holder: None,
+            is_let_go: Arc::default(),
+            id: self.id.clone(),
+            drive: self.drive.clone(),
+            named_on: self.named_on.clone(),
+            reserved_pairs: Mutex::new(*lock(&self.reserved_pairs)),
+            changes: Mutex::new(()),
+            parts: Mutex::new(lock(&self.parts).clone()),
+            uncorrectable: Mutex::default(),
+            nsid: self.nsid,
+            lba_shift: self.lba_shift,
+            capacity: self.capacity,
+            wanted: self.wanted,
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take()
+            && !self.is_let_go.load(Ordering::Relaxed)
+            && let Err(error) = self.ledger.give_back(slot)
+        {
+            log::error!(
+                lease = self.id.as_str();
+                "Lease {} was not released and stays, stale: {error}",
+                self.id
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

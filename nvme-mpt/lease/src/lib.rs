@@ -1,0 +1,113 @@
+//! Leases: the assignment of parts of a drive to guest controllers.
+//!
+//! A [`Lease`] is a list of extents of one namespace of one drive. Its holder requests one range, or a size for which
+//! the ledger finds extents. Two leases of one namespace never overlap, also across processes: every lease is entered
+//! in a [`Ledger`] before it is granted.
+//!
+//! * [`extents`]: the parts of a drive that a lease has, in the lease's order.
+//! * [`ledger`]: the record of all leases of all drives.
+//! * `request`, `area`: the request for a lease, and the namespace that it is for.
+//! * `admit`: the rules that grant or refuse a lease. `outcome`: their results.
+//! * `by_size`: the extents of a lease by size: extents that its id had before, and free extents.
+//! * `allocate`: the choice among free extents.
+//! * `store`: the ledger's file, with crash-safe updates.
+//! * `returns`: batching of leases that are returned at the same time.
+//! * `kept`: the ledger of private drives in a memory file, for the successor process.
+//! * `holder`: liveness of the process that holds a lease.
+//! * `tenants`: the id that last held each range, and the decision about its data.
+//! * `marks`: blocks that Write Uncorrectable made unreadable.
+//! * `room`: the use of a drive by ids, and its free capacity.
+//! * `earlier`: drives with names of an earlier boot of the host, or with other former names.
+//! * `known`: detection of exchanged drives and changed content. `facts`: the stored facts for this.
+//! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is requested.
+//! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
+//! * [`label`]: names that an operator writes on drives without a persistent name.
+//! * [`origin`]: the identity of a drive's bytes, whatever path leads to them.
+//! * [`range_lock`]: locks of ranges of files, against other processes.
+//! * [`range`]: sizes and ranges, and their text forms.
+//!
+//! The crate opens no drive and does no I/O on it. A caller gives it a drive's names and size.
+//!
+//! # Example
+//!
+//! A drive of 512 GiB has 64 GiB for one VM, which a second VM cannot have:
+//!
+//! ```
+//! use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+//! use nvme_spec::ids::Nsid;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let ledger = Ledger::in_process();
+//! let request = LeaseRequest {
+//!     id: "vm-1",
+//!     drive: "file:/drive".into(),
+//!     nsid: Nsid(1),
+//!     wanted: RequestedBytes::At("64G+64G".parse()?),
+//!     lba_shift: 9,
+//!     blocks: 1 << 30,
+//!     former_data: PreviousDataPolicy::Kept,
+//! };
+//! let lease = ledger.acquire(&request)?;
+//! assert_eq!(lease.blocks()[0].start.0, 64 << 21);
+//!
+//! let second = ledger.acquire(&LeaseRequest { id: "vm-2", ..request });
+//! assert!(matches!(second, Err(LeaseError::Overlap { .. })));
+//! # Ok(())
+//! # }
+//! ```
+
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests have threads and real time of their own"
+    )
+)]
+#![forbid(unsafe_code)]
+
+mod admit;
+mod allocate;
+mod area;
+mod by_size;
+mod claim;
+mod earlier;
+mod entry;
+mod error;
+pub mod extents;
+mod facts;
+mod holder;
+pub mod identity;
+mod kept;
+mod known;
+pub mod label;
+pub mod ledger;
+mod marks;
+pub mod origin;
+mod outcome;
+mod private;
+pub mod range;
+pub mod range_lock;
+mod request;
+mod returns;
+mod room;
+mod store;
+mod tenants;
+mod terms;
+
+pub use by_size::MIN_UNIT;
+pub use claim::LeaseClaim;
+pub use entry::{LeaseEntry, LeaseHolderState};
+pub use error::{
+    ChangedDriveError, DriveLikeness, EarlierNameError, ExchangedDriveError, LeaseError,
+};
+pub use extents::LeaseExtents;
+pub use identity::LeaseIdentity;
+pub use ledger::{Lease, Ledger, LedgerUncorrectableMarks};
+pub use private::PrivateFileError;
+pub use request::{LeaseRequest, RequestedBytes};
+pub use room::{CapacityUse, NamespaceCapacity};
+pub use store::{
+    CONTROL_SOCKET, LedgerStoreError, SERVER_SOCKETS, make_state_folder, open_state_folder,
+};
+pub use tenants::{LeftoverData, PreviousDataPolicy};
+pub use terms::LeaseSettings;

@@ -1,0 +1,84 @@
+//! Requests for leases.
+
+use nvme_spec::ids::Nsid;
+
+use super::area::LeaseTarget;
+use super::by_size;
+use super::error::{ID_MAX, LeaseError};
+use super::tenants::PreviousDataPolicy;
+use crate::origin::DriveIdentityRef;
+use crate::range::ByteRange;
+
+/// Bytes that a lease is requested for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestedBytes {
+    /// This range of the namespace.
+    At(ByteRange),
+    /// Any bytes of the namespace, starting with the extents that the id already has.
+    Size {
+        /// Length of the lease, a multiple of `unit`.
+        bytes: u64,
+        /// Alignment of the extents, a power of two.
+        unit: u64,
+        /// True if the lease must be one extent.
+        whole: bool,
+    },
+}
+
+/// Request for a lease.
+#[derive(Clone, Copy, Debug)]
+pub struct LeaseRequest<'a> {
+    /// Id of the lease, unique in the ledger.
+    pub id: &'a str,
+    /// The drive's stable name, and its other names.
+    pub drive: DriveIdentityRef<'a>,
+    /// Namespace of the drive.
+    pub nsid: Nsid,
+    /// The requested bytes.
+    pub wanted: RequestedBytes,
+    /// Size of the namespace's logical blocks, as a power of two.
+    pub lba_shift: u8,
+    /// Size of the namespace in logical blocks.
+    pub blocks: u64,
+    /// Treatment of other ids' data in the range. A lease by size always wipes it.
+    pub former_data: PreviousDataPolicy,
+}
+
+impl<'a> LeaseRequest<'a> {
+    /// Returns the namespace, and the requesting id.
+    pub(super) fn area(&self) -> LeaseTarget<'a> {
+        LeaseTarget {
+            id: self.id,
+            drive: self.drive.name,
+            nsid: self.nsid,
+            // Saturates only if the drive is larger than any range.
+            capacity: self.blocks.saturating_mul(1 << self.lba_shift),
+        }
+    }
+
+    /// Checks the id, and the range or size.
+    pub(super) fn check(&self) -> Result<(), LeaseError> {
+        check_id(self.id)?;
+        let area = self.area();
+        match self.wanted {
+            RequestedBytes::At(range) => {
+                range.to_blocks(self.lba_shift, self.blocks)?;
+                Ok(range.check_boundaries(area.capacity)?)
+            }
+            RequestedBytes::Size { bytes, unit, .. } => {
+                by_size::check_unit(unit, self.lba_shift, &area)?;
+                by_size::check_size(bytes, unit)
+            }
+        }
+    }
+}
+
+fn check_id(id: &str) -> Result<(), LeaseError> {
+    // All VMMs accept such an id as a device id as well.
+    let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let starts_well = id.starts_with(|first: char| first.is_ascii_alphabetic());
+    if !starts_well || id.len() > ID_MAX || !id.bytes().all(is_id_byte) {
+        return Err(LeaseError::Id(id.to_owned()));
+    }
+    Ok(())
+}

@@ -654,7 +654,7 @@ mod tests {
     use crate::kept::function::FdStoreKey;
 
     const QUEUE_PAIRS: u16 = 4;
-    /// Controller Configuration (Base 2.0, section 3.1.3.5), with entry sizes as they must be.
+    /// Offset of Controller Configuration (Base 2.0, section 3.1.3.5), and a value with the required entry sizes.
     const CC: (u64, u32) = (0x14, 0x0046_0000);
 
     fn device(doorbells: DoorbellMode) -> NvmeDevice {
@@ -711,7 +711,7 @@ mod tests {
     }
 
     fn on_disk() -> DmaRegion {
-        // Beside the program: /tmp may be memory.
+        // The file is beside the program, because /tmp may be a memory file system.
         let program = std::env::current_exe().unwrap();
         let file = tempfile::tempfile_in(program.parent().unwrap()).unwrap();
         file.set_len(0x10_0000).unwrap();
@@ -829,7 +829,7 @@ mod tests {
         let cut = device.dma_unmap(Some((0x10_0000, 0x1000)));
         assert_eq!(errno(cut), Some(libc::EINVAL));
 
-        // A device's BAR, say: nothing to map, and no reason to fail.
+        // Memory without a file, such as a device's BAR: there is nothing to map, and no error.
         let unshared = DmaRegion {
             memory: None,
             ..region(0x80_0000, 0x1000)
@@ -851,7 +851,7 @@ mod tests {
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
     }
 
-    /// The keeper, or the question whether it has the file, would wait for the file system as well.
+    /// The keeper, or the query whether it has the file, would wait for the file system as well.
     #[test]
     fn memory_whose_faults_may_wait_does_not_go_to_the_keeper() {
         let folder = tempfile::tempdir().unwrap();
@@ -868,7 +868,7 @@ mod tests {
         assert_eq!(kept.puts(), 1);
     }
 
-    /// A file may be all the memory of a VM that has ended.
+    /// The file may hold all memory of a VM that has ended.
     #[test]
     fn the_keeper_lets_go_of_memory_that_the_client_has_no_more() {
         let folder = tempfile::tempdir().unwrap();
@@ -924,7 +924,7 @@ mod tests {
         set(1, 1, IrqAction::Unmask, IrqData::None).unwrap();
         assert_eq!(signalled(), [true, false]);
 
-        // One that is no eventfd, and none of them is taken.
+        // If one descriptor is no eventfd, none is accepted.
         let mut fds: Vec<_> = eventfds
             .iter()
             .map(|eventfd| eventfd::share(eventfd).unwrap())
@@ -962,7 +962,7 @@ mod tests {
         for (connected, index) in types.into_iter().enumerate() {
             let command = of(index, IrqAction::Trigger, connect(&eventfds[connected]));
             device.set_irqs(command).unwrap();
-            // What is said of the other types concerns none.
+            // Commands for unused interrupt types have no effect.
             for other in types.into_iter().filter(|other| *other != index) {
                 for action in [IrqAction::Trigger, IrqAction::Mask] {
                     device.set_irqs(of(other, action, IrqData::None)).unwrap();
@@ -1000,7 +1000,7 @@ mod tests {
         assert!(!raise(&device), "it is high already");
         set(&mut device, IrqAction::Unmask, IrqData::None);
         assert!(raise(&device));
-        // As QEMU hands it over to KVM.
+        // The sequence by which QEMU connects INTx to KVM.
         set(&mut device, IrqAction::Mask, IrqData::None);
         let acknowledged = EventFd::new(EFD_NONBLOCK).unwrap();
         assert!(device.acknowledged().is_none());
@@ -1015,7 +1015,7 @@ mod tests {
         assert!(raise(&device));
         set(&mut device, IrqAction::Unmask, IrqData::Disconnect);
         assert!(device.acknowledged().is_none());
-        // Interrupt Disable of the Command register.
+        // Sets Interrupt Disable in the Command register.
         device.write(RegionIndex::Config, 0x04, &[0x06, 0x04]);
         assert!(!raise(&device));
         device.write(RegionIndex::Config, 0x04, &[0x06, 0x00]);
@@ -1072,7 +1072,7 @@ mod tests {
             .set_irqs(msix(0, 1, IrqAction::Trigger, IrqData::None))
             .unwrap();
         assert!(eventfd.read().is_err());
-        // The next client gets what is signalled from now on, masked by itself alone.
+        // The next client gets only new signals, and its own mask.
         let connect = IrqData::Connect(vec![eventfd::share(&eventfd).unwrap()]);
         device
             .set_irqs(msix(1, 1, IrqAction::Trigger, connect))

@@ -824,14 +824,14 @@ mod tests {
     use crate::change::ReloadResult;
     use crate::stats::FunctionStats;
 
-    /// Counts how often it was asked for figures, and has faults on one drive.
+    /// A service that counts requests for statistics, and reports faults for one drive.
     #[derive(Default)]
     struct CountingService(AtomicU64);
 
-    /// Drive with more faults than a socket takes at once.
+    /// Drive whose faults exceed the buffer of a socket.
     const LONG: &str = "a drive with very many faults";
 
-    /// Number of entries in the answer to a request about it.
+    /// Number of entries in the answer about [`LONG`].
     const LONG_LEN: usize = 100_000;
 
     impl ControlService for CountingService {
@@ -889,10 +889,10 @@ mod tests {
             if let FunctionChange::Remove { id, .. } = &change
                 && id == LONG
             {
-                // From the control thread itself: a reply that waits would hold all others up.
+                // Replies on the control thread itself, where a reply that waited would hold up all other clients.
                 return reply.send(Err("x".repeat(LONG_LEN * 40)));
             }
-            // Far from the control thread, which serves others meanwhile.
+            // Replies from another thread, while the control thread serves other clients.
             let answer = move || match change {
                 FunctionChange::Reload { .. } => {
                     reply.send(Ok(ChangeResult::Reloaded(ReloadResult::default())))
@@ -913,7 +913,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        // As long as plans become, in the characters that JSON writes longest.
+        // Longest plan, of characters that take most bytes in JSON.
         let inject = FaultRequest::Inject {
             drive: "memory:1G".to_owned(),
             plan: "\n".repeat(60_000),
@@ -943,7 +943,7 @@ mod tests {
         let reload = FunctionChange::Reload { force: false };
         let changed = request_change(&path, reload.clone()).unwrap();
         assert_eq!(changed, ChangeResult::Reloaded(ReloadResult::default()));
-        // A client that goes at once.
+        // A client that disconnects at once.
         let mut line = serde_json::to_vec(&ControlRequest::Change { change: reload }).unwrap();
         line.push(b'\n');
         UnixStream::connect(&path)
@@ -996,7 +996,7 @@ mod tests {
             );
             assert!(answer.ends_with("\"}\n"), "{answer}");
         }
-        // Too long, and ended early: no answer, and the next client gets one.
+        // A request that is too long, and whose client disconnects: the server sends no answer, and serves the next client.
         let mut stream = UnixStream::connect(&path).unwrap();
         let _ = stream.write_all(&[b'x'; 2 * REQUEST_MAX]);
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
@@ -1016,7 +1016,7 @@ mod tests {
             let stats = query_stats(&path).unwrap();
             assert_eq!(stats.functions[0].capacity_bytes, asked);
         }
-        // There was no room for it beside the others.
+        // The server closed this connection, because it had no capacity for another client.
         assert_eq!(late[0].read(&mut [0]).unwrap(), 0);
         for (asked, stream) in (2..).zip(late.drain(3..).rev()) {
             (&stream).write_all(b"{\"command\":\"stats\"}\n").unwrap();
@@ -1043,7 +1043,7 @@ mod tests {
         let mut answer = String::new();
         BufReader::new(late).read_line(&mut answer).unwrap();
         assert!(answer.contains("\"capacity_bytes\":2"), "{answer}");
-        // One that goes with half of its request is forgotten.
+        // A client that disconnects in the middle of its request is forgotten.
         let mut gone = UnixStream::connect(&path).unwrap();
         gone.write_all(half).unwrap();
         drop(gone);
@@ -1063,7 +1063,7 @@ mod tests {
         let mut request = serde_json::to_vec(&ControlRequest::Faults { request: long }).unwrap();
         request.push(b'\n');
         late.write_all(&request).unwrap();
-        // The server has begun to answer it.
+        // The server has begun to send the answer.
         assert_eq!(late.read(&mut [0]).unwrap(), 1);
         for asked in 0..2 {
             let stats = query_stats(&path).unwrap();

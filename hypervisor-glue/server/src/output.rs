@@ -104,7 +104,7 @@ mod tests {
     fn a_reader_that_takes_nothing_is_not_waited_for_and_gets_all_later() {
         let (mut reader, writer) = io::pipe().unwrap();
         let mut out = ThreadedOutput::new(writer);
-        // More than any pipe takes by default.
+        // More than the default capacity of a pipe.
         let text = "x".repeat(1 << 20);
         out.write_all(text.as_bytes()).unwrap();
         out.flush().unwrap();

@@ -1,5 +1,5 @@
-//! The arguments that attach a function, as a shell takes them. (Not beside the code: starting a
-//! program there would keep file descriptors open that other tests count.)
+//! Tests that a shell passes the arguments of an attach command unchanged. They are an integration test, because a program
+//! started from the unit tests would hold open descriptors that other unit tests count.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,5 @@
-//! A vfio-user client that restores its guest's memory on demand: the server has only the file, and refuses it.
+//! Tests that the server refuses the memory of a vfio-user client which restores its guest on demand. The server has only the
+//! file, where missing pages would read as zeroes.
 #![expect(
     unsafe_code,
     reason = "userfaultfd is reached through system calls alone"
@@ -57,7 +58,7 @@ fn device() -> NvmeDevice {
     NvmeDevice::new(function).unwrap()
 }
 
-/// Maps a file, and registers all of it for missing pages.
+/// Maps a file, and registers the whole mapping with userfaultfd for missing pages.
 fn register(memory: &impl AsRawFd) -> io::Result<File> {
     // SAFETY: a new mapping, which is never unmapped, and a descriptor that is owned once. The arguments of the requests
     // are their structures, in words (linux/userfaultfd.h).
@@ -91,7 +92,7 @@ fn memory_that_a_client_restores_on_demand_is_refused() {
     let faults = match register(&memory) {
         Ok(faults) => faults,
         Err(error) => {
-            // Not through the harness, which shows no output of a test that passes.
+            // Printed directly, because the test harness hides the output of tests that pass.
             let _ = writeln!(
                 io::stderr(),
                 "NOT CHECKED: memory_that_a_client_restores_on_demand_is_refused: userfaultfd cannot be had here: {error}"
@@ -100,7 +101,7 @@ fn memory_that_a_client_restores_on_demand_is_refused() {
         }
     };
     let mut device = device();
-    // SAFETY: it has no preconditions.
+    // SAFETY: getuid has no preconditions.
     let user = unsafe { libc::getuid() };
     let mut map = |pid| {
         device.connected(Some(ClientProcess { pid, user }));
@@ -118,9 +119,9 @@ fn memory_that_a_client_restores_on_demand_is_refused() {
         mapped.map_err(|error| error.raw_os_error())
     };
     assert_eq!(map(std::process::id()), Err(Some(libc::EBUSY)));
-    // The process that connected has given the connection away.
+    // The process that connected has passed the connection to another process, whose id is unknown.
     assert_eq!(map(0), Err(Some(libc::EBUSY)));
-    // The restore has ended.
+    // Closing the userfaultfd ends the restore.
     drop(faults);
     assert_eq!(map(std::process::id()), Ok(()));
 }

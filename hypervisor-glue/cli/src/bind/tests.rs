@@ -1,5 +1,5 @@
-//! Drives of a host that is a folder: nothing there answers, so these are refusals and failures.
-//! Drives that do change their driver are tested in the lab.
+//! Refusals and failures of binding, on a fake host in a directory, where no kernel changes drivers. Tests in the lab change
+//! the driver of drives.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -15,7 +15,7 @@ struct Host {
 }
 
 impl Host {
-    /// With a drive of this driver, and the drivers nvme and vfio-pci.
+    /// Creates a host with a drive of the given driver, and with the drivers nvme and vfio-pci.
     fn new(driver: Option<&str>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let root = HostRoot {
@@ -70,7 +70,7 @@ impl Host {
         fs::write(path, text).unwrap();
     }
 
-    /// A link in the function's folder.
+    /// Creates a link in the function's sysfs directory.
     fn link(&self, name: &str, target: &str) {
         let folder = self.root.function_folder(self.address);
         symlink(self.folder.path().join(target), folder.join(name)).unwrap();
@@ -80,7 +80,7 @@ impl Host {
         fs::read_to_string(self.folder.path().join("sys/bus/pci").join(path)).unwrap()
     }
 
-    /// Returns the files that were written for the kernel: driver_override, unbind of the nvme driver,
+    /// Returns the contents of the files that are written for the kernel: driver_override, unbind of the nvme driver, and
     /// drivers_probe.
     fn told(&self) -> [String; 3] {
         [
@@ -129,7 +129,7 @@ fn a_drive_that_a_process_has_open_takes_force() {
          end that first, or take the drive from it with --force"
     );
     assert_eq!(host.told(), NOTHING);
-    // This kernel does nothing, but was asked; what was asked for is taken back.
+    // The fake kernel changes no driver, so the request is undone.
     let refused = host.bind(true);
     assert!(
         refused.starts_with("The driver vfio-pci refused 0000:01:00.0, which is now bound to nvme"),

@@ -1,4 +1,4 @@
-//! Hosts that are folders.
+//! Checks of fake hosts in directories.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -20,7 +20,7 @@ const ADDRESS: &str = "0000:01:00.0";
 const FUNCTION: &str = "sys/bus/pci/devices/0000:01:00.0";
 const DISK: &str = "sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/nvme0n1";
 
-/// All files that the checks read, with the text of a host on which all is well.
+/// All files that the checks read, with contents of a healthy host.
 const FILES: &[(&str, &str)] = &[
     ("proc/sys/kernel/osrelease", "6.12.9+deb13-amd64\n"),
     ("proc/sys/kernel/io_uring_disabled", "0\n"),
@@ -106,7 +106,7 @@ struct Folder {
 }
 
 impl Folder {
-    /// A host on which all is well, with a drive that `driver` has.
+    /// Creates a healthy host with a drive that is bound to `driver`.
     fn new(driver: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
@@ -408,7 +408,7 @@ fn each_obstacle_of_a_drive_has_its_remedy() {
     folder.expect("drive.function", Problem, "There is no PCI function", "");
     let folder = Folder::new("uio_pci_generic");
     folder.expect("drive.driver", Problem, "uio_pci_generic", "--force");
-    // The controller's file is none, so the drive cannot be asked.
+    // The controller's device file is not a device, so the drive cannot be queried.
     let folder = Folder::new("nvme");
     let address = ADDRESS.parse().unwrap();
     let report = examine(&folder.host, Some(address));
@@ -502,7 +502,7 @@ fn abilities_that_are_missing_are_named() {
     );
 }
 
-/// A file's content: the usual text with a part replaced, or anything.
+/// Generates a file's contents: the usual text with a part replaced, or arbitrary bytes.
 fn content(usual: &'static str) -> impl Strategy<Value = Vec<u8>> {
     let bytes = proptest::collection::vec(any::<u8>(), 0..64);
     let number = any::<u64>().prop_map(|number| format!("0x{number:x}\n").into_bytes());
@@ -547,7 +547,7 @@ proptest! {
             time: String::new(),
             sections: vec![ReportSection { subject: "All".to_owned(), checks: folder.checks() }],
         };
-        // Each check has its lines, whatever its text.
+        // The report has a line for each check, whatever its text.
         let text = report.to_string();
         for check in &report.sections[0].checks {
             let rows = text.lines().filter(|line| line.split_whitespace().next() == Some(&check.name));
@@ -588,7 +588,7 @@ fn the_host_of_this_test_is_examined() {
     assert_ne!(kernel.outcome, CheckOutcome::NotChecked, "{report}");
 }
 
-/// Tries a namespace of the drive out. Returns the only check, and what was to be given up.
+/// Tries out a namespace of the drive. Returns the only check, and the namespace for whose data consent was asked.
 fn try_out(
     folder: &Folder,
     nsid: u32,
@@ -632,7 +632,7 @@ fn a_drive_of_the_host_is_taken_after_consent_alone() {
     assert_eq!((&*asked.word, asked.nsid), ("S1", 1));
     assert_eq!(asked.former_use, Some("a GUID partition table"));
     assert_eq!(told(), "");
-    // This kernel does nothing, but was asked.
+    // The fake kernel does not bind the driver, but the request was written.
     let (check, _) = try_out(&folder, 1, true);
     expect(
         &[check],

@@ -1,4 +1,4 @@
-//! A report of fio about a drive makes a profile with the same figures.
+//! Fits profiles to fio reports, and compares their values.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::{FioMeasurement, FioReport, FitError, fit, fit_text};
 
 const PATH: &str = "report.json";
 
-/// A job in fio's words; `direction` is "read" or "write".
+/// Returns a job in fio's format. `direction` is "read" or "write".
 fn job(name: &str, direction: &str, options: Value, iops: f64, median: f64) -> Value {
     let idle = json!({"total_ios": 0, "iops": 0.0, "clat_ns": {"mean": 0.0}});
     let mut job = json!({
@@ -23,14 +23,14 @@ fn job(name: &str, direction: &str, options: Value, iops: f64, median: f64) -> V
     job
 }
 
-/// Returns fio's measurements of a modelled drive, by the model's own rules.
+/// Returns fio's measurements of a modelled drive, computed by the rules of the model.
 fn measured(profile: &NvmProfile) -> String {
     let mut jobs = Vec::new();
     for (direction, rates) in [("read", &profile.read), ("write", &profile.write)] {
         let latency = rates.latency.0 as f64;
         let bandwidth = rates.bandwidth.0 as f64;
         for (bs, depth, iops) in [
-            // A stripe that takes longer than the latency is waited for.
+            // A stripe that takes longer than the latency delays the command.
             (
                 "4k",
                 "1",
@@ -90,7 +90,7 @@ proptest! {
             let ratio = found.bandwidth.0 as f64 / given.bandwidth.0 as f64;
             prop_assert!((0.999..=1.001).contains(&ratio), "{} for {}", found.bandwidth.0, given.bandwidth.0);
         }
-        // A stripe keeps its unit busy for no longer than the latency, unless one unit is too slow for it.
+        // A stripe keeps its unit busy for at most the latency, unless even a single unit is too slow.
         for rates in [&found.read, &found.write] {
             let stripe = found.stripe.0 as f64 * f64::from(found.units) / rates.bandwidth.0 as f64 * 1e9;
             prop_assert!(found.units == 1 || stripe <= 1.001 * rates.latency.0 as f64);
@@ -112,7 +112,8 @@ fn a_profile_says_where_its_values_are_from() {
     });
     let text = format!("fio: a word before\n{report}\n");
     let profile = fit_text(Path::new(PATH), &text).expect("a profile");
-    // 25,000 of 128 KiB and 500,000 commands a second: 6.4 KiB for each, nearer to 8 than to 4.
+    // 25,000 commands of 128 KiB and 500,000 small commands a second give 6.4 KiB for each command, which is nearer to 8 than
+    // to 4.
     let expected = "# Made from report.json. resources/drives/nvm.toml explains the fields.\n\
         model = \"nvm\"\nunits = 2\n# From: deep.\nstripe = \"8K\"\n\n\
         [read]\n# From: one.\nlatency = \"19000ns\"\n# From: big.\nbandwidth = \"3125M\"\n\n\
@@ -120,12 +121,12 @@ fn a_profile_says_where_its_values_are_from() {
     assert_eq!(profile, expected);
 }
 
-/// Report of fio 3.39 in a guest of `resources/drives/measure.fio`, each job run for a second. The drive
-/// has 4 units and a stripe of 32 KiB. Its reads have 5 ms and 32 MiB/s, its writes 8 ms and 24 MiB/s.
+/// Report of fio 3.39 in a guest, of `resources/drives/measure.fio` with each job run for a second. The drive has 4 units and a
+/// stripe of 32 KiB. Reads have 5 ms and 32 MiB/s, writes 8 ms and 24 MiB/s.
 const MEASURED: &str = include_str!("reports/measure.json");
 
-/// The same guest and drive: jobs from fio's command line, one of two processes that are not reported together, and one
-/// with blocks of 64 to 128 KiB.
+/// Report from the same guest and drive: jobs from fio's command line. One job has two processes without group reporting, and
+/// one has blocks of 64 to 128 KiB.
 const PROCESSES: &str = include_str!("reports/processes.json");
 
 #[test]
@@ -225,7 +226,7 @@ fn what_is_missing_or_wrong_is_said() {
     }
     odd["job options"] = json!({"numjobs": "0"});
     assert!(complaint(&with(&odd)).contains("has numjobs=0, which is not a number"));
-    // 1 KiB/s is no drive's.
+    // No drive has 1 KiB/s.
     let slow = job("w", "write", json!({}), 0.25, 20e3);
     assert!(complaint(&with(&slow)).contains("write.bandwidth cannot be 1K"));
     assert!(matches!(

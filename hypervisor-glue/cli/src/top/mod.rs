@@ -448,7 +448,7 @@ mod tests {
     const WIDTH: u16 = 118;
     const HEIGHT: u16 = 13;
 
-    /// Commands of the functions in each second.
+    /// Commands of each function, by second.
     const LOADS: [(&str, &[u64]); 3] = [
         ("build", &[0, 0, 5_000, 60_000, 61_500, 62_000, 12_000, 400]),
         (
@@ -548,7 +548,7 @@ mod tests {
         board
     }
 
-    /// Returns the lines of the screen, without blanks at their ends.
+    /// Returns the lines of the screen without trailing blanks.
     fn screen(board: &TopView) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(WIDTH, HEIGHT)).unwrap();
         terminal.draw(|frame| board.draw(frame)).unwrap();
@@ -617,7 +617,7 @@ mod tests {
         let mut board = TopView::new(TopSubject::Functions, TopColumn::Iops);
         for second in 0..2 {
             let mut sample = sample(second);
-            // One is set aside, and its VMM stays connected. The other one could not be offered.
+            // One function is in quarantine, and its VMM stays connected. The other one could not be offered.
             sample.stats.failed = ["db-1", "vm-9"]
                 .map(|id| nvme_mpt_server::stats::FunctionFailure {
                     id: id.to_owned(),
@@ -671,7 +671,7 @@ mod tests {
         board.take(Err("No server answers".to_owned()));
         assert_eq!(screen(&board)[0], "No server answers");
         assert_eq!(board.rows[0].iops, 210_000.0);
-        // A server that was started again counts anew.
+        // A restarted server counts from zero.
         board.take(Ok(TopSample {
             at: Duration::from_secs(9),
             ..sample(0)

@@ -1,4 +1,4 @@
-//! `cargo attackers` measures what it says, briefly.
+//! A short run of `cargo attackers`.
 
 use std::path::Path;
 

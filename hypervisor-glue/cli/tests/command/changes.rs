@@ -1,4 +1,4 @@
-//! Functions that are added to a running server, removed, listed and reloaded.
+//! Functions that are added to, removed from, listed by and reloaded by a running server.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -26,7 +26,7 @@ fn ask(bench: &Bench, command: &str, arguments: &[&str]) -> Result<String, Strin
     bench.ask(command, arguments)
 }
 
-/// Ids, origins and states.
+/// Returns id, origin and state of each function that `nvme-mpt list` shows.
 pub(crate) fn list(bench: &Bench) -> Vec<(String, String, String)> {
     let listed: Value = serde_json::from_str(&ask(bench, "list", &["--json"]).unwrap()).unwrap();
     let text = |value: &Value| match value {
@@ -48,7 +48,7 @@ fn entry(id: &str, origin: &str, state: &str) -> (String, String, String) {
     (id.to_owned(), origin.to_owned(), state.to_owned())
 }
 
-/// Starts the server with a file of functions and drives.
+/// Starts the server with a configuration file of functions and drives.
 pub(crate) fn serve_file(bench: &Bench, file: &str) -> Result<Server, String> {
     fs::write(bench.path("serve.toml"), file).unwrap();
     let mut serve = bench.serve_command("one", &[]);
@@ -105,7 +105,7 @@ fn functions_come_and_go_beside_others() {
         refused.contains("A VMM is connected to function a"),
         "{refused}"
     );
-    // The guest has lost nothing yet.
+    // The refused commands have not disconnected the guest.
     client.region_read(0, 8, &mut [0; 4]).unwrap();
     ask(&bench, "remove", &["a", "--force"]).unwrap();
     assert!(client.region_read(0, 8, &mut [0; 4]).is_err());
@@ -206,7 +206,7 @@ fn an_added_function_that_cannot_be_offered_again_keeps_no_other_back() {
     let (status, _) = server.signal("TERM");
     assert!(status.success());
 
-    // Nor does one whose options are wrong by now.
+    // A stored function with invalid options does not block others either.
     let kept = bench.path("one.control.functions.toml");
     let text = fs::read_to_string(&kept).unwrap();
     let text = text
@@ -217,7 +217,7 @@ fn an_added_function_that_cannot_be_offered_again_keeps_no_other_back() {
     ask(&bench, "remove", &["/c.sock"]).unwrap();
     drop(server);
 
-    // It was not forgotten.
+    // The server has not forgotten the function.
     fs::rename(bench.path("away.img"), bench.path("drive.img")).unwrap();
     let server = bench.serve("one", &[]).unwrap();
     assert_eq!(list(&bench).len(), 2);
@@ -299,7 +299,7 @@ fn a_drive_stays_open_without_functions() {
         let options = format!("socket=a.sock,path=memory:1M,id=a{lba}");
         ask(&bench, "add", &[&options])
     };
-    // As the drive is, and not as functions are by default.
+    // The block size is the drive's own, without the default of functions.
     assert!(add("").unwrap().contains("256 blocks of 4096 bytes"));
     ask(&bench, "remove", &["a"]).unwrap();
     assert!(add(",lba=512").unwrap_err().contains("different lba="));
@@ -310,7 +310,7 @@ fn a_drive_stays_open_without_functions() {
 fn a_socket_has_the_mode_and_the_owner_that_it_was_given() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
-    // Numbers, as users and groups have perhaps no names here.
+    // Numeric ids, because the test host may have no names for users and groups.
     let ours = fs::metadata(bench.path("drive.img")).unwrap();
     let owner = match ours.uid() {
         0 => (1001, 1002),
@@ -373,7 +373,7 @@ fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
     let mut client = Client::new(&bench.path("a.sock")).unwrap();
     ask(&bench, "add", &["socket=z.sock,path=memory:1M,id=z"]).unwrap();
 
-    // b moves, c is new.
+    // Function b moves, and c is new.
     let [moved, c] = [function("b", "48M+16M"), function("c", "32M+16M")];
     fs::write(bench.path("serve.toml"), format!("{c}{moved}{a}")).unwrap();
     let reloaded = ask(&bench, "reload", &["--json"]).unwrap();
@@ -425,7 +425,7 @@ fn a_link_is_followed_to_the_file_that_it_leads_to_now() {
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--config", "serve.toml"]);
     let server = Server::start(serve).unwrap();
-    // As those do who replace a whole configuration in one step.
+    // Replaces the link atomically, as deployment tools do for a whole configuration.
     symlink("second.toml", bench.path("next")).unwrap();
     fs::rename(bench.path("next"), bench.path("serve.toml")).unwrap();
     assert_eq!(
@@ -454,7 +454,7 @@ fn limits_change_under_a_guest_and_are_there_again() {
     let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
     assert!(added.contains("bandwidth = \"1M+2M\"\n"), "{added}");
     assert!(!added.contains("iops"), "{added}");
-    // The file has no limit.
+    // The file sets no limit, so a reload removes the limit.
     assert_eq!(
         ask(&bench, "reload", &[]).unwrap(),
         "Limited: a\nUnchanged: 0\n"
@@ -503,7 +503,7 @@ fn a_file_with_one_bad_function_changes_nothing() {
         ("[[function]\n".to_owned(), "not written in TOML"),
         ("[[drive]]\npath = \"none.img\"\n".to_owned(), "truncate -s"),
     ] {
-        // b is to go, and a stays.
+        // The new file has no b, and a is unchanged.
         fs::write(bench.path("serve.toml"), format!("{a}{bad}")).unwrap();
         let error = ask(&bench, "reload", &[]).unwrap_err();
         assert!(error.contains(complaint), "{complaint}: {error}");
@@ -546,7 +546,7 @@ fn a_file_with_one_bad_function_leaves_what_is_in_memory() {
     }
     ask(&bench, "remove", &["c"]).unwrap();
 
-    // a changes, b goes, and so does the drive that c was on; d has no image.
+    // In the new file, a changes, b is missing, c's drive is missing, and d has no image.
     let changed = memory("a", "memory:1M", "queues = 2\n");
     let bad = memory("d", "none.img", "");
     fs::write(bench.path("serve.toml"), format!("{changed}{bad}")).unwrap();
@@ -571,16 +571,17 @@ fn the_example_file_is_one() {
     server.stop();
 }
 
-/// Makes a drive whose wipe takes two minutes. Returns the options of a function, by its id and what is done with data.
+/// Creates a drive whose wipe takes two minutes. Returns a closure that makes the options of a function from its id and its
+/// options for existing data.
 fn slow_to_wipe(bench: &Bench) -> impl Fn(&str, &str) -> String {
     slow_to_wipe_of(bench, 64 << 30, "500ms")
 }
 
-/// Makes a drive of so many bytes, which are wiped in steps of 256 MiB. A step erases at once, and takes `time`.
+/// Creates a drive of `bytes` bytes, which is wiped in steps of 256 MiB. Each step takes `time`.
 fn slow_to_wipe_of(bench: &Bench, bytes: u64, time: &str) -> impl Fn(&str, &str) -> String {
     let big = fs::File::create(bench.path("big.img")).unwrap();
     big.set_len(bytes).unwrap();
-    // Eight commands at a time.
+    // A wipe has eight commands in flight.
     let slow = format!(
         "[[fault]]\nkind = \"latency\"\nadd = \"{time}\"\noperations = [\"write-zeroes\"]\n"
     );
@@ -599,7 +600,7 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
         let bench = &bench;
         let wiped = options("b", ",data=wipe");
         let add = scope.spawn(move || ask(bench, "add", &[&wiped]));
-        // The lease is there before the wipe begins.
+        // The server records the lease before it starts the wipe.
         while bench.leases().is_empty() {
             thread::sleep(Duration::from_micros(20));
         }
@@ -613,7 +614,7 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
         "{refused}"
     );
     assert_eq!(bench.leases(), []);
-    // What was left is not handed out.
+    // The range is not wiped yet, so another id does not get it.
     let server = bench.serve("one", &[]).unwrap();
     let refused = ask(&bench, "add", &[&options("b", "")]).unwrap_err();
     assert!(refused.contains("data=wipe"), "{refused}");
@@ -625,7 +626,7 @@ fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
     const BYTES: u64 = 1 << 29;
     const PIECE: usize = 1 << 20;
     let bench = Bench::new();
-    // The server is killed within the first of two steps.
+    // A step takes 60 s, so the server is killed during the first of two steps.
     let options = slow_to_wipe_of(&bench, BYTES, "60s");
     let server = bench.serve("one", &[]).unwrap();
     ask(&bench, "add", &[&options("a", "")]).unwrap();
@@ -658,14 +659,14 @@ fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
     assert!(gone.is_err(), "{gone:?}");
     assert_eq!(first_byte(last), 0xA5, "a part is left");
 
-    // What is half wiped is not handed out, neither to its id nor to another one.
+    // No id gets a range whose wipe was interrupted, including the id that it belongs to.
     let server = bench.serve("one", &[]).unwrap();
     let quick = |id, data| options(id, data).replace(",faults=slow.toml", "");
     for (id, reason) in [("b", "data=wipe"), ("c", "overlaps lease \"b\"")] {
         let refused = ask(&bench, "add", &[&quick(id, "")]).unwrap_err();
         assert!(refused.contains(reason), "{refused}");
     }
-    // Its release says one thing: the lease is gone, and what is there is not its own.
+    // The release reports that the lease is gone, and that the data belongs to a previous owner.
     let released = bench.run("leases", &["release", "b"]);
     let told = String::from_utf8(released.stdout).unwrap();
     assert!(released.status.success(), "{told}");
@@ -715,7 +716,7 @@ fn a_wipe_at_the_start_ends_with_a_signal() {
     assert!(!exists(&bench.path("one.control")));
 }
 
-/// Returns the open files, threads, mappings and resident bytes of a process.
+/// Returns the numbers of open files, threads and mappings of a process, and its resident bytes.
 fn holdings(server: &Server) -> [u64; 4] {
     let folder = PathBuf::from(format!("/proc/{}", server.pid()));
     let entries = |name: &str| folder.join(name).read_dir().unwrap().count() as u64;
@@ -726,7 +727,7 @@ fn holdings(server: &Server) -> [u64; 4] {
     [entries("fd"), entries("task"), maps, resident * 4096]
 }
 
-/// Has the server change its functions, once nothing holds it up.
+/// Sends a change to the server. Repeats it while the server is too busy to answer.
 fn change(control: &Path, change: &FunctionChange) {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -775,7 +776,7 @@ fn a_thousand_functions_leave_nothing_behind() {
     come_and_go(100);
     let before = holdings(&server);
     come_and_go(1000);
-    // A connection that the server has yet to close may be among them, or a thread that ends.
+    // The count may include a connection that the server has not closed yet, or a thread that is ending.
     let more = [8, 2, 8, 4 << 20];
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -808,12 +809,12 @@ fn a_client_that_goes_before_its_request_is_whole_changes_nothing() {
     for end in 0..request.len() {
         say(&request.as_bytes()[..end]);
     }
-    // Changes are made in their order, so a change of before would be done.
+    // The server makes changes in order, so an earlier change would be complete by now.
     ask(&bench, "add", &["socket=b.sock,path=memory:2M,id=b"]).unwrap();
     assert_eq!(list(&bench), [entry("b", "added", "waiting")]);
     assert!(!exists(&socket));
 
-    // A whole one is carried out, although its client takes no answer.
+    // A complete request is carried out, even if its client does not read the answer.
     say(request.as_bytes());
     let is_there = |listed: &str| listed.contains("\"id\":\"a\"");
     let listed = bench.ask_until("list", &["--json"], is_there).unwrap();
@@ -838,7 +839,7 @@ fn changes_at_once_are_made_one_after_the_other() {
                 ask(bench, "add", &[&options]).unwrap();
             });
         }
-        // A client that does not wait for its answer.
+        // These clients disconnect before the answer.
         for _ in 0..20 {
             let stream = UnixStream::connect(bench.path("one.control")).unwrap();
             drop(stream);

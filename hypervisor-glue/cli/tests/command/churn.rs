@@ -1,4 +1,4 @@
-//! Functions that come and go by the hundred beside one that is under load.
+//! Hundreds of functions that are added and removed beside a function under load.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -29,25 +29,25 @@ use crate::vmms::await_leases;
 const PIECE: usize = 4096;
 const BLOCKS: u32 = (PIECE / 512) as u32;
 
-/// Rounds before the first count: threads of pollers, and caches of the allocator, are there after them.
+/// Rounds before the first measurement, in which poller threads start and the allocator fills its caches.
 const WARM_UP: usize = 10;
 
-/// Memory in KiB that the allocator may hold more after any number of rounds: 50 were seen after 50, and 240 after 1,000.
-/// A thousand functions that left a KiB each would leave twice as much as this.
+/// Most growth of the server's anonymous memory in KiB that counts as allocator noise. Growth of 50 KiB was seen after 50
+/// rounds, and of 240 KiB after 1,000. A leak of 1 KiB for each of a thousand functions would be twice this limit.
 const MEMORY_MAX: u64 = 512;
 
-/// Mappings that the allocator and the cache of thread stacks may have more: fewer than a mapping in each sixth of 50
-/// rounds.
+/// Most additional mappings that count as noise of the allocator and of the thread stack cache. A leak of one mapping in every
+/// sixth of 50 rounds would exceed it.
 const MAPPINGS_MAX: usize = 8;
 
-/// Pause of the witness between two writes.
+/// Pause between two writes of the witness.
 const WITNESS_PAUSE: Duration = Duration::from_millis(50);
 
-/// Time that a write of the witness takes at least if the disk keeps requests for as long as servers report: half of it, as
-/// the write may have begun later.
+/// Shortest witness write that explains reports of stuck requests. It is half of the time after which servers report a request,
+/// because the write may have begun later than the request.
 const KEPT: Duration = Duration::from_secs(5);
 
-/// Beginnings of messages about requests that the kernel keeps.
+/// Beginnings of log messages about requests that the kernel has not completed.
 const KEPT_MESSAGES: [&str; 2] = [
     "The kernel has not completed a ",
     "The kernel did not cancel request ",
@@ -79,7 +79,7 @@ impl Held {
         }
     }
 
-    /// Returns whether it is no more than `before`, which may have counted a thread that was just ending.
+    /// Returns whether usage is back at `before`, apart from allocator noise. `before` may include a thread that was ending.
     fn is_back_at(&self, before: &Self) -> bool {
         self.descriptors <= before.descriptors
             && self.threads <= before.threads
@@ -87,7 +87,8 @@ impl Held {
             && self.memory <= before.memory + MEMORY_MAX
     }
 
-    /// Waits until the server holds what it held: the kernel takes a thread that ended out a little later.
+    /// Waits until the server's usage is back at `before`, because the kernel removes ended threads with a delay. Returns the
+    /// usage.
     fn await_back_at(before: &Self, server: &Server) -> Self {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -100,7 +101,7 @@ impl Held {
     }
 }
 
-/// Load of one guest, whose data is verified.
+/// Phases of the load of one guest, whose data is verified.
 const IDLE: u8 = 0;
 const BESIDE: u8 = 1;
 const ELSEWHERE: u8 = 2;
@@ -117,7 +118,7 @@ const PHASES: [&str; 3] = [
 /// Latencies in each of [`PHASES`], sorted.
 type Latencies = [Vec<Duration>; 3];
 
-/// Writes and reads random places until the phase is [`ENDED`].
+/// Writes and reads random blocks until the phase is [`ENDED`].
 fn load(socket: &Path, phase: &AtomicU8) -> Latencies {
     const PLACES: u64 = (16 << 20) / PIECE as u64;
     let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
@@ -168,17 +169,17 @@ fn load(socket: &Path, phase: &AtomicU8) -> Latencies {
     latencies
 }
 
-/// A page, aligned as direct writes need it.
+/// A page with the alignment that direct writes need.
 #[repr(align(4096))]
 struct Page([u8; PIECE]);
 
-/// Writes past the page cache, as the server does, to a file of its own until the phase is [`ENDED`]. Returns the longest
-/// time of one write.
+/// Writes to its own file with direct I/O, as the server does, until the phase is [`ENDED`]. Returns the longest time of a
+/// write.
 fn witness(path: &Path, phase: &AtomicU8) -> Duration {
     let mut options = File::options();
     options.write(true).create(true);
     let direct = options.custom_flags(libc::O_DIRECT).open(path);
-    // A file system in memory may know no direct writes. The server makes none there, either.
+    // A memory file system may not support direct I/O. The server uses buffered I/O there as well.
     let file = direct.or_else(|_| options.custom_flags(0).open(path));
     let file = file.unwrap();
     let page = Box::new(Page([1; PIECE]));
@@ -192,7 +193,7 @@ fn witness(path: &Path, phase: &AtomicU8) -> Duration {
     longest
 }
 
-/// Ends a server, which must go well. It may have logged requests that the kernel kept, if a witness's write took long, too.
+/// Stops a server, which must succeed. The log may report stuck requests only if a write of the witness was slow as well.
 fn stop(server: Server, longest: Duration) {
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{status}: {log}");
@@ -218,7 +219,7 @@ fn at(sorted: &[Duration], part: f64) -> Duration {
         .unwrap_or_default()
 }
 
-/// A guest that writes, reads, and is gone.
+/// Acts as a guest that writes, reads and disconnects.
 fn use_disk(controller: &mut Controller, seed: u64) {
     let mut disk = Disk::open(controller, 1).unwrap();
     let mut bytes = vec![0; PIECE];
@@ -246,19 +247,19 @@ impl<'a> Churn<'a> {
         }
     }
 
-    /// Asks for a change, once nothing holds the server or this process up.
+    /// Sends a change. Repeats it while the server or this process is too busy.
     fn change(&self, change: &FunctionChange) -> Result<ChangeResult, ControlError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             match request_change(&self.bench.path("one.control"), change.clone()) {
-                // Nothing has changed then.
+                // A request without an answer has changed nothing.
                 Err(ControlError::NoAnswer { .. }) if Instant::now() < deadline => {}
                 changed => return changed,
             }
         }
     }
 
-    /// Adds a function, uses it, and removes it.
+    /// Adds a function, connects a client to it, and removes it.
     fn over_vfio_user(&self, number: usize) {
         let path = |name: &str| self.bench.path(name).display().to_string();
         let id = format!("v{number}");
@@ -276,7 +277,7 @@ impl<'a> Churn<'a> {
                 Controller::attach(Arc::new(bar), memory, Config::default(), 1).unwrap();
             use_disk(&mut guest, number as u64);
         }
-        // The server sees the client go a little later.
+        // The server notices the disconnect with a delay.
         let deadline = Instant::now() + PATIENCE;
         let remove = FunctionChange::Remove { id, force: false };
         while let Err(error) = self.change(&remove) {
@@ -287,7 +288,7 @@ impl<'a> Churn<'a> {
         }
     }
 
-    /// Has a function of this process on the server's drive for a while.
+    /// Attaches a function in this process to the server's drive, and uses it.
     fn in_a_vmm(&self, number: usize) {
         let path = self.bench.path("drive.img").display().to_string();
         let options = format!("path={path},range=32M+16M,id=w{number},data=keep");
@@ -314,9 +315,9 @@ impl<'a> Churn<'a> {
     }
 }
 
-/// Checks that the ledger has the loaded function's lease, and nothing of functions that are gone but whose data it is.
+/// Checks that the ledger has the lease of the loaded function, and of the removed functions only the owners of remaining data.
 fn check_ledger(bench: &Bench, last: usize) {
-    // The server sees a VMM go a little later.
+    // The server notices the disconnect of a VMM with a delay.
     await_leases(bench, &["load"]);
     let ledger = fs::read(bench.path("state/leases.json")).unwrap();
     let ledger: serde_json::Value = serde_json::from_slice(&ledger).unwrap();
@@ -334,15 +335,16 @@ fn check_ledger(bench: &Bench, last: usize) {
     assert!(!bench.path("churn.sock").exists());
 }
 
-/// Adds and removes `count` functions over vfio-user, and as many in a VMM, under the load of another one.
+/// Adds and removes `count` functions over vfio-user and `count` in a VMM, while another function is under load.
 ///
-/// If it `compares`, another server has as many after that: what its functions cost the load is the cost of the
-/// processors' time. Then the load runs alone.
+/// If `compares` is set, a second server then gets the same changes. Its effect on the load shows the cost of processor time
+/// alone. Finally the load runs without changes.
 fn come_and_go(count: usize, compares: bool) {
     let bench = Bench::new();
     let function = "socket=load.sock,path=drive.img,range=0+16M,id=load";
     let mut serve = bench.serve_command("one", &[function]);
-    // Else each thread may have a heap of its own, which the allocator keeps. How many there are by a certain round is chance.
+    // Without this limit, each thread may have its own heap, whose memory the allocator keeps. The number of heaps depends on
+    // chance.
     serve.env("MALLOC_ARENA_MAX", "1");
     let server = Server::start(serve).unwrap();
     let churn = Churn::new(&bench);
@@ -352,7 +354,7 @@ fn come_and_go(count: usize, compares: bool) {
     let (before, after, took, latencies, longest) = thread::scope(|scope| {
         let load = scope.spawn(|| load(&socket, &phase));
         let witness = scope.spawn(|| witness(&witnessed, &phase));
-        // Whatever fails below, the load ends.
+        // Ends the load if an assertion below fails.
         let _end = EndLoad(&phase);
         churn.rounds(0..WARM_UP);
         let before = Held::by(&server);
@@ -370,14 +372,14 @@ fn come_and_go(count: usize, compares: bool) {
             phase.store(ELSEWHERE, Ordering::Relaxed);
             elsewhere.rounds(0..count);
             phase.store(ALONE, Ordering::Relaxed);
-            // The time in which the load is measured.
+            // Measures the load alone for at most 10 s.
             thread::sleep(took.min(Duration::from_secs(10)));
             phase.store(IDLE, Ordering::Relaxed);
             second = Some((other_server, other));
         }
         phase.store(ENDED, Ordering::Relaxed);
         let longest = witness.join().unwrap();
-        // Its folder is there until it has ended.
+        // The directory of the second server must exist until the server has ended.
         if let Some((server, _bench)) = second {
             stop(server, longest);
         }

@@ -1,6 +1,6 @@
-//! Servers that the kernel confines.
+//! Servers under seccomp and Landlock.
 //!
-//! All other tests of the command run with the filter of system calls as well, which is on by default.
+//! The system call filter is on by default, so all other tests of the command run with it as well.
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use crate::kept::Kept;
 use crate::support::{Bench, Server};
 
-/// A server's functions: a file with timing, memory, and a poller with a place.
+/// Functions of a server: a file, memory, and a null drive with a dedicated poller on processor 0.
 const FUNCTIONS: [&str; 3] = [
     "socket=a.sock,path=drive.img,id=a",
     "socket=b.sock,path=memory:1M,id=b",
@@ -31,7 +31,7 @@ fn of_threads(process: &str, field: &str) -> Vec<u32> {
     values.collect()
 }
 
-/// Filters of each thread.
+/// Returns the number of seccomp filters of each thread.
 fn filters(process: &str) -> Vec<u32> {
     of_threads(process, "Seccomp_filters:")
 }
@@ -103,13 +103,13 @@ fn the_next_server_inherits_the_filter_and_adds_none() {
         kept.upgrade(&bench);
     }
     assert_filtered(&kept.server().unwrap());
-    // The keeper has no filter, which the server could inherit.
+    // The keeper has no filter, so a new server cannot inherit one.
     kept.kill_server();
     assert_filtered(&kept.server().unwrap());
     kept.stop();
 }
 
-/// A folder that a server with Landlock has no rule for, with an image and a profile.
+/// Creates a directory with an image and a profile, to which no Landlock rule of a server gives access.
 fn outside() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let image = File::create(folder.path().join("outside.img")).unwrap();
@@ -119,7 +119,7 @@ fn outside() -> TempDir {
     folder
 }
 
-/// Returns whether a log has a server that Landlock confines.
+/// Returns whether the log says that Landlock confines the server.
 fn is_restricted(log: &str) -> bool {
     let is_restricted = log.contains("Confined by Landlock");
     if !is_restricted {
@@ -132,7 +132,7 @@ fn is_restricted(log: &str) -> bool {
     is_restricted
 }
 
-/// Asserts that an `add` is refused by Landlock, with the rule that would allow it.
+/// Asserts that Landlock refuses an `add`, and that the message names the rule that would allow it.
 fn assert_refused(bench: &Bench, options: &str, path: &Path, rule: &str) {
     let told = bench.ask("add", &[options]).unwrap_err();
     let refused = format!("Landlock denies this server {}", path.display());
@@ -164,7 +164,7 @@ fn landlock_refuses_files_that_no_rule_names() {
         let told = bench.ask("reserve", &[&reserve]).unwrap_err();
         assert!(told.contains("Landlock denies"), "{told}");
     }
-    // What lies beside its own files is allowed, and all that it has goes on.
+    // Files beside the server's own files are allowed, and existing functions work.
     let image = File::create(bench.path("inside.img")).unwrap();
     image.set_len(1 << 20).unwrap();
     bench
@@ -212,13 +212,13 @@ fn rules_for_landlock_hold_for_the_next_server() {
         fs::write(bench.path("serve.toml"), table).unwrap();
         bench.ask("reload", &[]).unwrap();
         assert_refused(&bench, &add, &image, &rule);
-        // More upgrades than the kernel has room for sets of rules.
+        // More upgrades than the 16 Landlock layers that the kernel allows.
         for _ in 0..17 {
             kept.upgrade(&bench);
         }
         let told = bench.ask("add", &[&add]).unwrap_err();
         assert!(told.contains("Permission denied"), "{told}");
-        // The keeper starts a server anew, which inherits nothing.
+        // The keeper starts a new server, which inherits no rules.
         kept.kill_server();
     }
     bench.ask("add", &[&add]).unwrap();
@@ -271,7 +271,7 @@ fn a_rule_that_is_none_is_refused_and_one_for_nothing_is_named() {
         let told = String::from_utf8(output.stderr).unwrap();
         assert!(told.contains(complaint), "{told}");
     }
-    // A folder may be gone when a keeper starts the next server.
+    // A directory in a rule may have been removed when a keeper starts the next server.
     let mut serve = bench.serve_command("one", &FUNCTIONS);
     serve.args(["--landlock", "--landlock-rules", "path=absent,access=rw"]);
     let (status, log) = Server::start(serve).unwrap().signal("TERM");

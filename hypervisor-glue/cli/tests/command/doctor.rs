@@ -1,4 +1,4 @@
-//! `nvme-mpt doctor` on the host of the test, whatever that is.
+//! `nvme-mpt doctor` on the test host.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -17,7 +17,7 @@ fn report(bench: &Bench, arguments: &[&str]) -> (bool, Value) {
     (output.status.success(), json.unwrap())
 }
 
-/// All checks of a report.
+/// Returns all checks of a report.
 fn checks(report: &Value) -> impl Iterator<Item = &Value> {
     let sections = report["sections"].as_array().unwrap().iter();
     sections.flat_map(|section| section["checks"].as_array().unwrap())
@@ -35,7 +35,7 @@ fn the_command_fails_exactly_if_there_is_a_problem() {
     let problem = checks(&healthy).any(|check| check["outcome"] == "problem");
     assert_eq!(success, !problem, "{healthy}");
     assert_eq!(check(&healthy, "host.state_folder")["outcome"], "ok");
-    // The absence of a drive is a problem on any host.
+    // An absent drive is a problem on any host.
     let (success, absent) = report(&bench, &["0000:fe:1f.7"]);
     assert!(!success, "{absent}");
     let function = check(&absent, "drive.function");
@@ -85,7 +85,7 @@ fn try_out(bench: &Bench, arguments: &[&str], answer: &str) -> (bool, Value, Str
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // One that does not ask may have ended.
+    // A command that asks no question may have ended, so the write may fail.
     let _ = writeln!(process.stdin.take().unwrap(), "{answer}");
     let output = process.wait_with_output().unwrap();
     let report = serde_json::from_slice(&output.stdout).unwrap();
@@ -110,7 +110,7 @@ fn a_namespace_is_erased_after_its_word_alone() {
     let (_, tried, question) = try_out(&bench, &["--yes"], "");
     assert_eq!(check(&tried, "scratch.sharing")["outcome"], "ok", "{tried}");
     assert!(!question.contains("ERASED"), "{question}");
-    // A file system takes the word, whatever the options.
+    // A namespace with a file system needs the typed name even with `--yes`.
     let image = File::options().write(true).open(bench.path("drive.img"));
     image.unwrap().write_all_at(b"XFSB", 0).unwrap();
     let (success, refused, question) = try_out(&bench, &["--yes"], "");

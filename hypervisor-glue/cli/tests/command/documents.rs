@@ -1,4 +1,4 @@
-//! The documents: their sizes, their links, the table of options, and the tests that they name. Summaries in sources.
+//! Checks of the documents: sizes, links, the table of options, and the tests that they name. Also checks summaries in sources.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,7 +12,7 @@ fn workspace() -> PathBuf {
     package.ancestors().nth(2).unwrap().to_owned()
 }
 
-/// All documents, each with its text.
+/// Returns all documents with their text.
 fn documents() -> Vec<(PathBuf, String)> {
     let root = workspace();
     let mut paths = vec![
@@ -35,7 +35,7 @@ fn documents() -> Vec<(PathBuf, String)> {
     paths.into_iter().map(read).collect()
 }
 
-/// Lines outside of code blocks between fences.
+/// Returns the lines outside of fenced code blocks.
 fn prose(text: &str) -> impl Iterator<Item = &str> {
     let mut in_code = false;
     text.lines().filter(move |line| {
@@ -45,7 +45,7 @@ fn prose(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The anchor of a heading, as GitHub makes it.
+/// Returns the anchor that GitHub makes for a heading.
 fn anchor(heading: &str) -> String {
     let heading = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = heading.chars().filter_map(|c| match c {
@@ -56,7 +56,7 @@ fn anchor(heading: &str) -> String {
     kept.collect()
 }
 
-/// The targets of all links and pictures, also those whose text is broken across lines.
+/// Returns the targets of all links and pictures, including links whose text spans lines.
 fn links(text: &str) -> Vec<String> {
     let text = prose(text).collect::<Vec<_>>().join("\n");
     let targets = text.split("](").skip(1);
@@ -66,7 +66,7 @@ fn links(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// The spans of code in prose.
+/// Returns the code spans in prose.
 fn code_spans(text: &str) -> Vec<String> {
     let lines = prose(text).map(|line| line.split('`').skip(1).step_by(2).map(str::to_owned));
     lines.flatten().collect()
@@ -137,7 +137,7 @@ fn the_table_of_options_and_the_help_have_the_keys_of_the_parser() {
     }
 }
 
-/// The pages of decisions, each with its text.
+/// Returns the pages of decisions with their text.
 fn decisions() -> Vec<(PathBuf, String)> {
     let folder = workspace().join("docs/decisions");
     let mut pages = documents();
@@ -192,7 +192,7 @@ fn files_that_newcomers_are_led_to_exist() {
     assert!(checked > 20, "{checked}");
 }
 
-/// The sources of all tests, and their names.
+/// Appends the sources of all tests and their file names.
 fn sources(folder: &Path, names: &mut String) {
     for entry in folder.read_dir().unwrap() {
         let path = entry.unwrap().path();
@@ -207,7 +207,7 @@ fn sources(folder: &Path, names: &mut String) {
     }
 }
 
-/// Words that no summary opens with.
+/// Words with which no summary may open.
 const QUESTIONS: [&str; 5] = ["What", "How", "Whether", "Where", "Who"];
 
 #[test]
@@ -248,7 +248,7 @@ fn tests_that_documents_name_exist() {
         let page = fs::read_to_string(workspace().join(name)).unwrap();
         for span in code_spans(&page) {
             let test = span.rsplit_once(".rs: ").map_or(&*span, |(_, test)| test);
-            // The check of a group, as in `vmm::exits_with_virtio_blk`.
+            // A check of a group is named like `vmm::exits_with_virtio_blk`.
             let test = test.rsplit_once("::").map_or(test, |(_, test)| test);
             let is_name = test
                 .chars()
@@ -260,7 +260,7 @@ fn tests_that_documents_name_exist() {
     }
 }
 
-/// Folders behind the letters that stand for them in `docs/neighbours.md`.
+/// Returns the directories that letters stand for in `docs/neighbours.md`, by letter.
 fn folders(page: &str) -> Vec<(String, String)> {
     let paths = page
         .lines()
@@ -285,7 +285,7 @@ fn files_that_a_page_names_have_the_tests_that_it_names() {
             let (path, test) = match span.split_once(".rs: ") {
                 Some((path, test)) => (Some(format!("{path}.rs")), Some(test)),
                 None if span.ends_with(".rs") => (Some(span.clone()), None),
-                // Another test of the file that was named before.
+                // A test in the file that was named before.
                 None if span.contains('_') && file.is_some() => (None, Some(&*span)),
                 None => continue,
             };

@@ -1,4 +1,4 @@
-//! Servers that are replaced, or die, after their file was edited: the next server serves the same functions.
+//! Servers whose configuration file is edited before they are replaced or killed. The next server serves the same functions.
 
 use std::fs;
 use std::path::Path;
@@ -12,12 +12,12 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use crate::kept::Kept;
 use crate::support::Bench;
 
-/// A guest that must keep its drive.
+/// A guest that must not lose its drive.
 struct Guest {
     disk: Disk,
     _controller: Controller,
     id: String,
-    /// First byte of each block that was written, by block.
+    /// First byte of each block, by block.
     written: Vec<u8>,
 }
 
@@ -37,7 +37,7 @@ impl Guest {
         }
     }
 
-    /// Writes a block, and reads all.
+    /// Writes a block, and verifies all blocks.
     fn check(&mut self, rng: &mut Rng, after: &str) {
         let block = rng.below(self.written.len() as u64);
         let byte = rng.below(255) as u8 + 1;
@@ -51,17 +51,17 @@ impl Guest {
     }
 }
 
-/// The file of a server.
+/// The configuration file of a server.
 struct Edited<'a> {
     bench: &'a Bench,
-    /// Functions, as lines of keys by their ids.
+    /// Lines of keys of each function, by id.
     functions: Vec<(String, Vec<String>)>,
-    /// Drives that are kept open.
+    /// Drives that stay open without functions.
     drives: Vec<String>,
 }
 
 impl Edited<'_> {
-    /// Functions a, b and c.
+    /// Creates a configuration with functions a, b and c.
     fn new(bench: &Bench) -> Edited<'_> {
         let keys = |id: &str, more: &[&str]| {
             let common = [
@@ -107,14 +107,14 @@ impl Edited<'_> {
         fs::write(self.path(), text).unwrap();
     }
 
-    /// Makes an edit. Returns its name.
+    /// Makes a random edit. Returns its name.
     fn edit(&mut self, rng: &mut Rng) -> String {
         let place = rng.below(3) as usize;
         let set = |keys: &mut Vec<String>, key: &str, value: &str| {
             keys.retain(|line| !line.starts_with(key));
             keys.push(format!("{key} = {value}"));
         };
-        // Whatever stands in its place.
+        // The previous edit may have left a directory at the path.
         let _ = fs::remove_dir(self.path());
         let name = match rng.below(13) {
             0 => {
@@ -186,12 +186,13 @@ impl Edited<'_> {
     }
 }
 
-/// Runs clients of three functions of a file and of one added function beside a number of random steps.
+/// Runs clients of three configured functions and of one added function, while `steps` random steps edit, reload, kill and
+/// upgrade.
 fn no_client_loses_its_drive(seed: u64, steps: usize) {
     let bench = Bench::new();
     let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../resources/drives/nvm.toml");
     fs::copy(profile, bench.path("nvm.toml")).unwrap();
-    // As a package has it: an upgrade of the package replaces the program.
+    // Installs the program as a package does: an upgrade of the package replaces the file.
     let program = bench.path("nvme-mpt");
     let install = || {
         let _ = fs::remove_file(&program);
@@ -219,7 +220,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
         let name = match rng.below(10) {
             0..4 => file.edit(&mut rng),
             4 => {
-                // Refused if a client is connected to what changes.
+                // The server refuses the reload if a client is connected to a function that changes.
                 let _ = bench.ask("reload", &[]);
                 "reload".to_owned()
             }
@@ -228,7 +229,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
                 "upgrade".to_owned()
             }
             6 => {
-                // The package's postinst reloads the unit, which is an upgrade.
+                // The postinst script of the package reloads the unit, which upgrades the server.
                 install();
                 kept.upgrade(&bench);
                 "an upgrade of the package".to_owned()
@@ -375,7 +376,7 @@ fn an_upgrade_is_refused_while_the_path_of_a_drive_leads_elsewhere() {
         guest.check(&mut rng, what);
         fs::write(&path, vec![0x5a; 64 << 20]).unwrap();
     }
-    // A server that dies cannot be asked. Its successor waits for the drive, and gives the guest no other one.
+    // A killed server cannot refuse. Its successor waits for the drive, and gives the guest no other drive.
     kept.kill_server();
     let listed = bench.ask("list", &[]).unwrap();
     assert!(listed.contains("failed"), "{listed}");
@@ -397,7 +398,7 @@ fn a_function_that_cannot_be_stored_is_not_removed() {
         .ask("add", &["path=memory:1M,socket=a.sock,id=a"])
         .unwrap();
     let mut guest = Guest::connect(&bench, "a");
-    // The next file cannot take its place.
+    // A directory at this path prevents the server from replacing the file.
     let file = bench.path("one.control.functions.toml");
     fs::remove_file(&file).unwrap();
     fs::create_dir(&file).unwrap();

@@ -1,4 +1,4 @@
-//! Servers that die or are replaced under clients, which notice nothing but a pause.
+//! Clients whose servers are killed or replaced: a client notices only a pause.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -28,28 +28,28 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::support::{Bench, PATIENCE, exists, has_aio};
 
-/// Bytes of an I/O.
+/// Bytes of a command.
 const PIECE: usize = 4096;
 const BLOCKS: u32 = (PIECE / 512) as u32;
-/// Places that I/Os go to: few, so that each is written often.
+/// Number of blocks that commands use: few, so that each is written often.
 const PLACES: u64 = 64;
 /// Commands in flight.
 const DEPTH: usize = 16;
-/// I/Os between two admin commands.
+/// Completed commands between two admin commands.
 const PER_ADMIN: u64 = 200;
-/// A time without a completion that is too short to be looked at.
+/// Gaps between completions below this length are not recorded.
 const BRIEF: Duration = Duration::from_micros(100);
-/// Longer than a server that runs takes for a command.
+/// Gap after which the guest sleeps between polls: a running server completes a command faster.
 const LIVELY: Duration = Duration::from_millis(1);
 
-/// Each way in which a client rings doorbells.
+/// All ways in which a client rings doorbells.
 const DOORBELLS: [DoorbellMode; 3] = [
     DoorbellMode::Shadow,
     DoorbellMode::Mapped,
     DoorbellMode::Trap,
 ];
 
-/// A keeper with its server. Both are ended when it is dropped.
+/// A keeper with its server. Both are killed on drop.
 pub(crate) struct Kept {
     keeper: Child,
     ready: Receiver<()>,
@@ -71,7 +71,7 @@ impl Kept {
         kept
     }
 
-    /// Starts a keeper, which may not start a server.
+    /// Starts a keeper, whose server may not start.
     fn start_keeper(bench: &Bench, log: &str, options: &[&str], serve: &Command) -> Self {
         let log = bench.path(log);
         let mut keeper = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
@@ -105,7 +105,7 @@ impl Kept {
         }
     }
 
-    /// Forgets servers that were ready before: an upgrade that was asked for again has more than one.
+    /// Discards earlier readiness messages: an upgrade that was requested twice sends more than one.
     fn forget_ready(&self) {
         while self.ready.try_recv().is_ok() {}
     }
@@ -114,7 +114,7 @@ impl Kept {
         fs::read_to_string(&self.log).unwrap()
     }
 
-    /// Returns the times in which a function had no server, as the servers say in the log.
+    /// Returns the periods in which a function had no server, from the servers' log.
     fn without_server(&self, socket: &str) -> Vec<Pause> {
         let named = format!("/{socket} continues: it had no server for ");
         let log = self.log();
@@ -135,12 +135,12 @@ impl Kept {
         self.log().matches("SIGABRT").count()
     }
 
-    /// Returns the keeper's process.
+    /// Returns the process id of the keeper.
     pub(crate) fn keeper(&self) -> u32 {
         self.keeper.id()
     }
 
-    /// Returns the server's process: the keeper's last child that has not ended. One that was replaced may still wait for
+    /// Returns the process id of the server: the keeper's last child that has not ended. A replaced server may still wait for
     /// the keeper.
     pub(crate) fn server(&self) -> Option<String> {
         let keeper = self.keeper.id();
@@ -154,12 +154,12 @@ impl Kept {
     }
 
     fn send(signal: &str, pid: &str) {
-        // It may have ended meanwhile.
+        // The process may have ended already.
         let sent = Command::new("kill").args(["-s", signal, pid]).status();
         sent.unwrap();
     }
 
-    /// Kills the server, and waits for the next one.
+    /// Kills the server, and waits until the next server is ready.
     pub(crate) fn kill_server(&self) {
         self.forget_ready();
         let server = self.server().expect("a server");
@@ -167,7 +167,7 @@ impl Kept {
         self.await_ready();
     }
 
-    /// Replaces the server, and waits for the next one.
+    /// Upgrades the server, and waits until the next server is ready.
     pub(crate) fn upgrade(&self, bench: &Bench) {
         self.forget_ready();
         let before = self.server().expect("a server");
@@ -179,14 +179,14 @@ impl Kept {
         assert!(!printed.contains(&format!("Process {before} ")));
     }
 
-    /// Ends both in order. No function was set aside, however many servers were killed.
+    /// Stops both in order. No function may be in quarantine, however many servers were killed.
     pub(crate) fn stop(self) {
         let log = self.log();
         assert!(!log.contains("quarantined"), "{log}");
         self.end();
     }
 
-    /// Ends both in order.
+    /// Stops both in order.
     fn end(mut self) {
         Self::send("TERM", &self.keeper.id().to_string());
         let status = self.keeper.wait().unwrap();
@@ -196,7 +196,7 @@ impl Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        // The keeper first, which would start the next server.
+        // Kills the keeper first, because it would start the next server.
         let server = self.server();
         let _ = self.keeper.kill();
         let _ = self.keeper.wait();
@@ -214,15 +214,15 @@ struct Flight {
     reads: bool,
 }
 
-/// A guest's driver on one function, with verified I/O.
+/// A guest's driver on one function, with verified data.
 struct Guest {
     controller: Controller,
     queue: QueuePair,
     buffers: Vec<DmaBuffer>,
     flights: BTreeMap<u16, Flight>,
-    /// By place, the generation that was written last. A place has one command at a time.
+    /// Last written generation of each place. A place has at most one command in flight.
     generations: Vec<u64>,
-    /// False for a drive that keeps nothing.
+    /// False for a drive that does not store data.
     keeps: bool,
     rng: Rng,
     done: u64,
@@ -230,14 +230,14 @@ struct Guest {
     longest: Longest,
 }
 
-/// Longest times of a guest, each for each server that ended.
+/// Longest times of a guest, one for each server that ended.
 #[derive(Debug, Default)]
 struct Longest {
-    /// Without a completion, while the guest had no admin command.
+    /// Time without a completion, while the guest had no admin command.
     without: Vec<Duration>,
-    /// For the admin commands of [`Guest::administer`].
+    /// Duration of [`Guest::administer`].
     administered: Vec<Duration>,
-    /// All times without a completion that were longer than [`BRIEF`], while the guest had no admin command.
+    /// All times without a completion above [`BRIEF`], while the guest had no admin command.
     pauses: Vec<Pause>,
 }
 
@@ -265,7 +265,7 @@ impl Pause {
     }
 }
 
-/// Notes a time for the server that ended last, if it is the longest one.
+/// Records a time for the server that ended last, if it is the longest.
 fn note(longest: &mut Vec<Duration>, course: &Course, time: Duration) {
     let ended = course.ended.load(Ordering::Relaxed);
     if longest.len() <= ended {
@@ -274,10 +274,10 @@ fn note(longest: &mut Vec<Duration>, course: &Course, time: Duration) {
     longest[ended] = longest[ended].max(time);
 }
 
-/// Progress of a test, which its guests follow.
+/// Progress of a test, shared with its guests.
 #[derive(Debug, Default)]
 struct Course {
-    /// Servers that have ended, or are about to.
+    /// Number of servers that have ended or are about to end.
     ended: AtomicUsize,
     is_over: AtomicBool,
 }
@@ -349,7 +349,7 @@ impl Guest {
         self.queue.ring();
     }
 
-    /// Takes completions. Each is that of a command in flight.
+    /// Takes completions, and checks that each belongs to a command in flight.
     fn take(&mut self, course: &Course) {
         while let Some(cqe) = self.queue.poll() {
             let flight = self.flights.remove(&cqe.cid());
@@ -390,11 +390,12 @@ impl Guest {
         self.controller.delete_queue_pair(disk.queue).unwrap();
     }
 
-    /// Runs until the course is over, and waits for all commands. Returns the number of I/Os, and the longest times.
+    /// Runs until the test is over, and waits for all commands. Returns the number of completed commands, and the longest
+    /// times.
     fn run(mut self, course: &Course) -> (u64, Longest) {
         let mut administered = 0;
         self.last = Instant::now();
-        // A guest that was held up for long goes on until it has had an I/O for each end.
+        // A guest that was held up for long continues until it has completed a command for each ended server.
         let is_over = |done: u64| {
             let ended = course.ended.load(Ordering::Relaxed) as u64;
             course.is_over.load(Ordering::Relaxed) && done > ended + 1
@@ -410,12 +411,12 @@ impl Guest {
                 self.administer();
                 let now = Instant::now();
                 note(&mut self.longest.administered, course, now - began);
-                // It has looked for no completion meanwhile.
+                // The guest did not poll during the admin commands.
                 self.last = now;
             }
             let (lost, waited) = (self.flights.len(), self.last.elapsed());
             assert!(waited < PATIENCE, "lost: {lost} commands");
-            // A server may be starting, for which there may be no other processor.
+            // The thread sleeps, because a starting server may have no other processor.
             if waited > LIVELY {
                 thread::sleep(Duration::from_micros(100));
             }
@@ -424,15 +425,15 @@ impl Guest {
     }
 }
 
-/// Figures of guests whose servers ended.
+/// Measurements of guests whose servers ended.
 struct Figures {
-    /// I/Os of each guest, and its longest times.
+    /// Completed commands of each guest, and its longest times.
     guests: Vec<(u64, Longest)>,
     /// Time from each end until the next server was ready.
     starts: Vec<Duration>,
 }
 
-/// Has guests run while servers end so many times, at random moments.
+/// Runs guests while `times` servers end at random moments.
 fn run_beside(guests: Vec<Guest>, times: usize, mut end: impl FnMut()) -> Figures {
     let course = Arc::new(Course::default());
     let guests: Vec<_> = guests
@@ -468,8 +469,8 @@ enum End {
     Upgrade,
 }
 
-/// Waits until no client is connected. A program that was just started has copies of all descriptors, also of a client's
-/// socket that was closed.
+/// Waits until no client is connected. The server notices a disconnect late if a program that was just started still holds a
+/// copy of the client's socket.
 pub(crate) fn await_waiting(bench: &Bench) {
     let waits = |printed: &str| !printed.contains("connected");
     let listed = bench.ask_until("list", &[], waits).unwrap();
@@ -482,7 +483,7 @@ fn median_and_most(times: &mut [Duration]) -> (Duration, Duration) {
     (times[times.len() / 2], times[times.len() - 1])
 }
 
-/// Returns the number of times below each power of two of a millisecond, and not below the one before.
+/// Returns a histogram of times, in buckets between powers of two of a millisecond.
 fn histogram(times: &[Duration]) -> String {
     let mut counts = BTreeMap::new();
     for time in times {
@@ -496,8 +497,8 @@ fn histogram(times: &[Duration]) -> String {
     counts.join(", ")
 }
 
-/// Returns the longest pause of a client at each of these times, if it waited for a completion then, and had no admin
-/// command.
+/// Returns the longest pause of a client during each of `times`. Leaves out times in which the client waited for no completion,
+/// or had an admin command.
 fn pauses_at(times: &[Pause], pauses: &[Pause]) -> Vec<Duration> {
     let longest = |time: &Pause| {
         let here = pauses.iter().filter(|pause| pause.overlaps(*time));
@@ -506,7 +507,7 @@ fn pauses_at(times: &[Pause], pauses: &[Pause]) -> Vec<Duration> {
     times.iter().filter_map(longest).collect()
 }
 
-/// Prints the times without a completion, and those until the next server was ready. `without_server` are the times in
+/// Prints the times without a completion, and the times until the next server was ready. `without_server` holds the periods in
 /// which the function had no server.
 fn report(end: End, name: &str, without_server: &[Pause], mut figures: Figures) {
     let (median, most) = median_and_most(&mut figures.starts);
@@ -543,7 +544,7 @@ fn report(end: End, name: &str, without_server: &[Pause], mut figures: Figures) 
     }
 }
 
-/// Ends servers of a file so many times for each way of doorbells.
+/// Ends `times` servers of a file for each doorbell mode.
 fn survives_on_a_file(end: End, times: usize) {
     for doorbells in DOORBELLS {
         survives(end, "drive.img", doorbells, true, times);
@@ -554,7 +555,7 @@ fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: 
     survives_with(end, drive, doorbells, keeps, times, "");
 }
 
-/// As [`survives`], for a function with further options, each after a comma.
+/// Like [`survives`], with further function options, each after a comma.
 fn survives_with(
     end: End,
     drive: &str,
@@ -579,7 +580,7 @@ fn survives_with(
     let without_server = kept.without_server("a.sock");
     assert!(without_server.len() >= times, "{without_server:?}");
     report(end, &format!("{drive}, {mode}"), &without_server, figures);
-    // The next client finds a function as after power-on, with its data.
+    // The next client finds a controller in its power-on state, with its data.
     await_waiting(&bench);
     let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
     kept.stop();
@@ -656,7 +657,7 @@ fn clients_survive_a_thousand_ends_of_each_kind() {
     }
 }
 
-/// One guest runs, and 63 have eight queues each, which the next server has to take up as well.
+/// One guest runs commands, and 63 idle guests have eight queues each, which the next server must restore as well.
 #[test]
 #[ignore = "ends servers of 64 functions 100 times"]
 fn sixty_four_functions_go_on_together() {
@@ -700,7 +701,7 @@ fn sixty_four_functions_go_on_together() {
     kept.stop();
 }
 
-/// A drive may have to pin the memory of each client.
+/// A drive may have to pin the memory of each client, so clients with little memory are restored first.
 #[test]
 fn clients_with_little_memory_go_on_before_those_with_much() {
     let bench = Bench::new();
@@ -764,22 +765,22 @@ fn a_server_goes_on_if_its_successor_cannot_take_over() {
     assert_ne!(successor, server);
     let logged = format!("Process {} is replacing this server", successor.unwrap());
     assert!(kept.log().contains(&logged), "{}", kept.log());
-    // The command has looked for the successor by a connection that it closed.
+    // The command closed the connection by which it looked for the successor.
     let cut = "not answered: unexpected end of file";
     assert!(!kept.log().contains(cut), "{}", kept.log());
     kept.stop();
 }
 
-/// Begin of a function's state in its journal, in front of the digit of the version.
+/// Start of a function's state in its request log, up to the digit of the version.
 const VERSION: &[u8] = b"{\"version\":";
 
-/// Offsets of both states in a journal (`hypervisor-glue/vfio-user/src/journal.rs`).
+/// Offsets of both states in a request log (`hypervisor-glue/vfio-user/src/journal.rs`).
 const STATES: [u64; 2] = [2 << 20, 18 << 20];
 
-/// Offset of a journal's layout.
+/// Offset of the layout version in a request log.
 const LAYOUT: u64 = 8;
 
-/// Opens the journals of a server, each as often as it has a descriptor.
+/// Opens the request logs of a server, once for each descriptor.
 fn journals_of(server: &str) -> Vec<fs::File> {
     let entries = fs::read_dir(format!("/proc/{server}/fd")).unwrap();
     let paths = entries.map(|entry| entry.unwrap().path());
@@ -792,7 +793,7 @@ fn journals_of(server: &str) -> Vec<fs::File> {
     journals.map(|path| options.open(path).unwrap()).collect()
 }
 
-/// Writes another version into the states that a server has for the next one. Returns the digits that were there.
+/// Overwrites the version in the states that a server has persisted. Returns the previous digits.
 fn set_version(server: &str, digit: u8) -> Vec<u8> {
     let mut before = Vec::new();
     for file in journals_of(server) {
@@ -810,7 +811,7 @@ fn set_version(server: &str, digit: u8) -> Vec<u8> {
     before
 }
 
-/// Writes another layout into the journals of a server. Returns the bytes that were there.
+/// Overwrites the layout version in the request logs of a server. Returns the previous bytes.
 fn set_layout(server: &str, layout: [u8; 4]) -> [u8; 4] {
     let mut before = None;
     for file in journals_of(server) {
@@ -828,7 +829,7 @@ fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
-    // The server stores what has changed before it answers. It may wake up once more for what its pollers did.
+    // The server persists changes before it answers. It may wake up once more for changes by its pollers.
     guest.controller.bar().read32(STATUS);
     let server = kept.server().unwrap();
     let version = set_version(&server, b'9')[0];
@@ -874,7 +875,7 @@ fn a_journal_of_a_later_release_is_refused_before_the_server_ends() {
     kept.stop();
 }
 
-/// Waits until a request's output has `text`. Returns both outputs.
+/// Repeats a command until its output contains `text`. Returns standard output and standard error.
 fn await_told(bench: &Bench, command: &str, options: &[&str], text: &str) -> (String, String) {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -902,7 +903,7 @@ fn the_end_of_a_keeper_is_told_and_another_one_takes_its_place() {
     let serve = bench.serve_command("one", &functions);
     let first = Kept::start(&bench, &functions);
     let adopt = ["--adopt", "--control", "one.control", "--delay", "0"];
-    // A server has one keeper.
+    // A server accepts one keeper at a time.
     let mut refused = Kept::start_keeper(&bench, "refused", &adopt, &serve);
     assert_eq!(refused.keeper.wait().unwrap().code(), Some(1));
     assert!(
@@ -926,7 +927,7 @@ fn the_end_of_a_keeper_is_told_and_another_one_takes_its_place() {
     await_told(&bench, "stats", &[], KEEPER_ENDED);
     await_told(&bench, "stats", &["--json"], r#""keeper":"ended""#);
     assert!(first.log().contains(KEEPER_ENDED), "{}", first.log());
-    // Nothing else changes for VMs, but nothing could start the next server.
+    // Without a keeper, the server still works for VMs. Only its successor could not be started.
     guests.push(run("b.sock"));
     let added = "socket=c.sock,path=drive.img,range=16M+16M,id=c";
     bench.ask("add", &[added]).unwrap();
@@ -938,7 +939,7 @@ fn the_end_of_a_keeper_is_told_and_another_one_takes_its_place() {
     await_told(&bench, "stats", &["--json"], r#""keeper":"runs""#);
     let (_, warned) = await_told(&bench, "list", &[], "drive.img");
     assert_eq!(warned, "");
-    // The server is no child of its keeper, and its successor is the server's child.
+    // The adopted server is not a child of its keeper, and its successor is a child of the server.
     let ended = || course.ended.fetch_add(1, Ordering::Relaxed);
     ended();
     bench
@@ -1029,7 +1030,7 @@ fn a_function_that_cannot_be_offered_again_takes_no_other_with_it() {
         kept.kill_server();
         let listed = bench.ask("list", &[]).unwrap();
         assert!(listed.contains("does not exist"), "{listed}");
-        // It is there again once its drive is, without another server.
+        // The same server offers the function again once its drive is back.
         fs::rename(bench.path("hidden.img"), bench.path("other.img")).unwrap();
         let is_there = |printed: &str| !printed.contains("does not exist");
         let listed = bench.ask_until("list", &[], is_there).unwrap();
@@ -1038,7 +1039,7 @@ fn a_function_that_cannot_be_offered_again_takes_no_other_with_it() {
     kept.stop();
 }
 
-/// Overwrites the number of the socket's owner in the configuration that a server keeps for the next one.
+/// Overwrites the number of the socket's owner in the configuration that a server has persisted.
 fn forget_owner(server: &str) {
     const OWNER: &[u8] = b"owner=";
     let mut count = 0;
@@ -1063,12 +1064,12 @@ fn forget_owner(server: &str) {
     assert!(count > 0, "an owner");
 }
 
-/// A function whose VM waits, because the owner of its socket is gone and the next server cannot offer it.
+/// A function whose VM waits, because the next server cannot resolve the owner of its socket.
 struct Waiting {
     kept: Kept,
     disk: Disk,
     controller: Controller,
-    /// Contents of block 7, as its guest wrote it.
+    /// Contents of block 7 as the guest wrote it.
     written: Vec<u8>,
 }
 
@@ -1087,7 +1088,7 @@ impl Waiting {
         let written = vec![0x5A; 512];
         disk.write(7, &written).unwrap();
         Self::write_file(bench, "owner = \"no-such-user\"\n");
-        // What was served has an owner who is gone by now.
+        // The persisted configuration names an owner that does not exist any longer.
         forget_owner(&kept.server().unwrap());
         kept.kill_server();
         let listed = bench.ask("list", &[]).unwrap();
@@ -1100,13 +1101,13 @@ impl Waiting {
         }
     }
 
-    /// Writes the file, with more behind the function.
+    /// Writes the configuration file, with `more` after the function.
     fn write_file(bench: &Bench, more: &str) {
         let a = "[[function]]\npath = \"memory:64M\"\nsocket = \"a.sock\"\nid = \"a\"\n";
         fs::write(bench.path("serve.toml"), format!("{a}{more}")).unwrap();
     }
 
-    /// The function goes on.
+    /// Verifies that the function continues with its data.
     fn verify_and_stop(mut self) {
         assert!(self.disk.read(7, 1).unwrap() == self.written);
         drop((self.disk, self.controller));
@@ -1153,7 +1154,7 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
         .map(|socket| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true));
     let mut rng = Rng::new(3);
     run_beside(guests.into(), 60, || {
-        // Whatever it is doing by now.
+        // Kills the server at an arbitrary point.
         if let Some(server) = kept.server() {
             Kept::send("KILL", &server);
         }
@@ -1161,7 +1162,7 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
             kept.await_ready();
         }
     });
-    // A server that has yet to begin would die of the signal that ends it.
+    // The SIGTERM of `stop` would kill a server that has not installed its signal handlers yet.
     let began = Instant::now();
     while bench.ask("list", &[]).is_err() {
         assert!(began.elapsed() < PATIENCE, "{}", kept.log());
@@ -1170,7 +1171,7 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
     kept.stop();
 }
 
-/// Returns the process that is to replace a server: a child of it.
+/// Returns the process id of a server's successor, which is its child.
 fn successor_of(server: &str) -> Option<String> {
     let mut threads = fs::read_dir(format!("/proc/{server}/task")).ok()?.flatten();
     threads.find_map(|thread| {
@@ -1204,7 +1205,7 @@ fn a_server_or_successor_that_is_killed_amid_an_upgrade_loses_nothing() {
         let upgrade = upgrade.stdout(Stdio::null()).stderr(Stdio::null());
         let mut upgrade = upgrade.spawn().unwrap();
         thread::sleep(Duration::from_micros(rng.below(60_000)));
-        // Whatever they are doing by now.
+        // Kills either process at an arbitrary point.
         let server = kept.server();
         let victim = match rng.below(2) {
             0 => server,
@@ -1213,12 +1214,12 @@ fn a_server_or_successor_that_is_killed_amid_an_upgrade_loses_nothing() {
         if let Some(victim) = victim {
             Kept::send("KILL", &victim);
         }
-        // It may wait for a process that has ended.
+        // The upgrade command may wait for a process that has ended.
         let _ = upgrade.kill();
         upgrade.wait().unwrap();
         succeed("list");
     });
-    // The last one may be under way still.
+    // The last upgrade may still be running.
     succeed("upgrade");
     kept.stop();
 }
@@ -1234,7 +1235,7 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
     let bench = Bench::new();
     let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\n";
     fs::write(bench.path("crash.toml"), plan).unwrap();
-    // One poller runs the queues of all.
+    // A single poller runs the queues of all functions.
     let functions = [
         "path=drive.img,faults=crash.toml,range=0+32M,socket=a.sock,id=a",
         "path=drive.img,faults=crash.toml,range=32M+16M,socket=b.sock,id=b",
@@ -1248,7 +1249,7 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
         let ids = lines.map(|line| line.split(':').next().unwrap().to_owned());
         ids.collect::<Vec<_>>()
     };
-    // Servers end meanwhile.
+    // Servers end during these requests, so they are repeated.
     let list_until = |is_complete: &dyn Fn(&str) -> bool| {
         let began = Instant::now();
         loop {
@@ -1282,14 +1283,14 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
         let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
         assert!(state["socket"].as_str().unwrap().ends_with("b.sock"));
 
-        // Its guest finds a controller that has failed, and stays so whatever the guest does.
+        // The guest finds a failed controller, which no register write changes.
         assert_eq!(bar.read32(STATUS), READY | FATAL);
         assert!(guilty.queue.poll().is_none());
         for configuration in [0x0046_0000, 0x0046_0001] {
             bar.write32(0x14, configuration);
             assert_eq!(bar.read32(STATUS), FATAL);
         }
-        // Later servers set it aside as well.
+        // Later servers quarantine the function as well.
         let before = kept.server().unwrap();
         Kept::send("KILL", &before);
         let listed = list_until(&|_| kept.server().is_some_and(|server| server != before));
@@ -1299,7 +1300,7 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
         assert_eq!(set_aside(&listed), ["b"], "{listed}");
         assert_eq!(bar.read32(STATUS), READY | FATAL, "as it was kept");
 
-        // The operator offers it anew.
+        // The operator removes the function, and adds it again.
         let error = bench.ask("remove", &["b"]).unwrap_err();
         assert!(error.contains("--force"), "{error}");
         bench.ask("remove", &["b", "--force"]).unwrap();
@@ -1312,10 +1313,10 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
     kept.end();
 }
 
-/// Offset of the count of crashes in a function's live state (`nvme-mpt/src/live/mod.rs`).
+/// Offset of the crash count in a function's in-flight tracking file (`nvme-mpt/src/live/mod.rs`).
 const CRASHES: u64 = 72;
 
-/// Writes a count of crashes into the live states of all functions of a server.
+/// Overwrites the crash count in the in-flight tracking files of all functions of a server.
 fn set_crashes(server: &str, crashes: u64) {
     let mut count = 0;
     for entry in fs::read_dir(format!("/proc/{server}/fd")).unwrap() {
@@ -1330,10 +1331,10 @@ fn set_crashes(server: &str, crashes: u64) {
     assert!(count > 0, "a live state");
 }
 
-/// Offset of the record of memory that is being pinned, in a function's live state.
+/// Offset of the record of memory being pinned, in a function's in-flight tracking file.
 const PINNING: u64 = 88;
 
-/// Finds the live state of the function with so many queue pairs, among the files of a server.
+/// Finds the in-flight tracking file of the function with `queue_pairs` queue pairs, among the files of a server.
 fn live_state(server: &str, queue_pairs: u64) -> fs::File {
     let len = 4096 + queue_pairs * (143_360 - 4096) / 2;
     for entry in fs::read_dir(format!("/proc/{server}/fd")).unwrap() {
@@ -1350,7 +1351,7 @@ fn live_state(server: &str, queue_pairs: u64) -> fs::File {
     panic!("no live state for {queue_pairs} queue pairs");
 }
 
-/// Processes that the kernel has ended for lack of memory.
+/// Returns the number of processes that the kernel has killed for lack of memory.
 fn oom_kills() -> u64 {
     let text = fs::read_to_string("/proc/vmstat").unwrap();
     let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
@@ -1384,11 +1385,11 @@ fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed
         let words = [bytes.to_le_bytes(), kills.to_le_bytes()];
         file.write_all_at(&words.concat(), PINNING).unwrap();
     };
-    // The server was killed while it pinned memory of a, and the kernel has ended nobody.
+    // The server was killed while it pinned memory of a, and the OOM killer has killed no process since.
     record(4, 1 << 30, oom_kills());
-    // Another number than the present one: the kernel has ended somebody since.
+    // The recorded count differs from the present one: the OOM killer has killed a process since.
     record(2, 1 << 30, oom_kills() + 1);
-    // Memory of another was being pinned as well, but less.
+    // Memory of another function was being pinned as well, but less.
     record(5, 1 << 29, oom_kills() + 1);
     kept.kill_server();
     let set_aside = || {
@@ -1411,7 +1412,7 @@ fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed
     };
     assert!(goes_on("a") > goes_on("c"), "{log}");
     assert!(goes_on("d") > goes_on("c"), "{log}");
-    // What was interrupted is told once.
+    // The interrupted pinning is reported once.
     let file = live_state(&kept.server().unwrap(), 4);
     assert!(!is_recorded(&file));
     kept.kill_server();
@@ -1436,7 +1437,7 @@ fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
     kept.upgrade(&bench);
     let log = kept.log();
     assert_eq!(log.matches("of the previous process: ").count(), 2, "{log}");
-    // The server before listened on the sockets until then.
+    // The old server listened on the sockets until then.
     assert!(!log.contains("cannot be offered"), "{log}");
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
@@ -1447,7 +1448,7 @@ fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
 #[test]
 fn a_server_that_was_brought_down_once_goes_on_with_all() {
     let bench = Bench::new();
-    // The next server knows that it has struck.
+    // `count = 1`: the next server restores that the fault has struck.
     let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\nafter = 2\ncount = 1\n";
     fs::write(bench.path("crash.toml"), plan).unwrap();
     let function = "path=drive.img,range=32M+16M,socket=b.sock,id=b,faults=crash.toml";
@@ -1464,7 +1465,7 @@ fn a_server_that_was_brought_down_once_goes_on_with_all() {
     kept.stop();
 }
 
-/// A client of a function, with its disk.
+/// Connects a client to a function, and opens its disk.
 fn attach(bench: &Bench, socket: &str) -> (Disk, Controller) {
     let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
     let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
@@ -1472,7 +1473,7 @@ fn attach(bench: &Bench, socket: &str) -> (Disk, Controller) {
     (Disk::open(&mut controller, 1).unwrap(), controller)
 }
 
-/// Reads all log pages and features that the controller reports, except the time.
+/// Reads all log pages and features of the controller except the timestamp.
 fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
     const ERRORS: u8 = 0x01;
     const SMART: u8 = 0x02;
@@ -1535,7 +1536,7 @@ fn what_a_guest_has_set_and_counted_survives_kills_and_upgrades() {
         controller.request_async_event().unwrap();
         disk.write(7, &[0x5A; 512]).unwrap();
         for round in 0..4 {
-            // Two marks, of which the last round's second one is written over.
+            // Two uncorrectable blocks in each round, of which the second is then overwritten.
             disk.write_uncorrectable(7 + 10 * round, 4).unwrap();
             disk.write(8 + 10 * round, &[0x11; 512]).unwrap();
             disk.read(7 + 10 * round, 1).unwrap_err();
@@ -1562,7 +1563,7 @@ fn what_a_guest_has_set_and_counted_survives_kills_and_upgrades() {
         assert_eq!(controller.outstanding_event_requests(), 1);
         drop((disk, controller));
         await_waiting(&bench);
-        // Another guest has the disk's content, and nothing of what the first one has set.
+        // The next guest finds the data of the disk, and none of the first guest's settings.
         let (mut disk, mut controller) = attach(&bench, "a.sock");
         disk.read(7, 1).unwrap_err();
         assert_eq!(disk.read(8, 1).unwrap(), [0x11; 512]);
@@ -1571,7 +1572,7 @@ fn what_a_guest_has_set_and_counted_survives_kills_and_upgrades() {
         drop((disk, controller));
         kept.stop();
         if drive == "path=drive.img" {
-            // The host was off.
+            // A first server of a new keeper, as after the host was off.
             let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
             let (mut disk, _controller) = attach(&bench, "a.sock");
             disk.read(7, 1).unwrap_err();
@@ -1635,17 +1636,17 @@ fn memory_keeps_its_content_for_clients_that_come_later() {
     kept.stop();
 }
 
-/// Interrupts of a client that has no MSI-X.
+/// Interrupts of a client without MSI-X.
 #[derive(Clone, Copy, Debug)]
 enum Interrupts {
     Msi,
-    /// The client reports by messages that the level fell.
+    /// The client reports deassertion of the level by a message.
     PinByMessage,
-    /// The client reports that by an eventfd.
+    /// The client reports deassertion of the level by an eventfd.
     PinByEventfd,
 }
 
-/// A guest that sleeps until it is interrupted goes on with the next server.
+/// Checks that a guest which sleeps until an interrupt is woken by the next server.
 fn interrupts_go_on(interrupts: Interrupts) {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
@@ -1724,7 +1725,7 @@ fn clients_without_msix_are_interrupted_by_the_next_server() {
 fn stalls_are_measured_and_resets_counted_on() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=null:64M,socket=a.sock,id=a"]);
-    // A function that is held up has no figures for a moment.
+    // Statistics leave out a function for a moment if its thread is held up.
     let has_function = |printed: &str| printed.contains("\"id\":\"a\"");
     let figures = || {
         let printed = bench.ask_until("stats", &["--json"], has_function);
@@ -1765,7 +1766,7 @@ fn a_server_that_always_dies_is_given_up() {
         &["--deaths", "3"],
         &["path=drive.img,socket=a.sock"],
     );
-    // Three deaths within a minute, which a slow machine may exceed: then more servers die.
+    // The keeper gives up after three deaths within a minute. On a slow machine, more servers die first.
     let mut deaths = 0;
     loop {
         Kept::send("KILL", &kept.server().expect("a server"));

@@ -1,4 +1,4 @@
-//! Guests of zones, and of keys and values, whose servers die and are replaced.
+//! Guests with zones and with key-value pairs, whose servers are killed and replaced.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,7 +22,7 @@ use nvme_mpt_tests::zoned::{action, state};
 use crate::kept::Kept;
 use crate::support::{Bench, PATIENCE};
 
-/// Servers that end, half of them by SIGKILL.
+/// Number of servers that end, half of them by SIGKILL.
 const ENDS: u32 = 20;
 /// Most commands of the guest between two ends.
 const COMMANDS: u64 = 100;
@@ -44,7 +44,7 @@ impl Course {
     }
 }
 
-/// Ends a course when it is dropped, also by a panic.
+/// Ends a test when it is dropped, also by a panic.
 struct Ending<'a>(&'a Course);
 
 impl Drop for Ending<'_> {
@@ -53,7 +53,7 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Has a guest work while servers are killed and replaced in turn.
+/// Runs a guest while servers are killed and replaced in turn.
 fn outlive(kept: &Kept, bench: &Bench, work: impl FnOnce(&Course) + Send) {
     let course = &Course::default();
     thread::scope(|scope| {
@@ -89,23 +89,23 @@ fn attach(bench: &Bench) -> Controller {
     Controller::attach(Arc::new(bar), memory, config, 1).unwrap()
 }
 
-/// Commands that cannot be repeated end with this, if their server was killed.
+/// Asserts the status of a command that cannot be repeated and whose server was killed.
 #[track_caller]
 fn assert_interrupted(error: &Error) {
     let status = error.completion().map(|cqe| cqe.status().code());
     assert_eq!(status, Some(COMMAND_INTERRUPTED), "{error}");
 }
 
-/// Blocks of 4 KiB of a zone, and of a command.
+/// Sizes of a zone and of a command, in blocks of 4 KiB.
 const ZONE: u64 = 256;
 const PIECE: u64 = 16;
-/// Zones that the guest uses.
+/// Number of zones that the guest uses.
 const ZONES: u64 = 4;
 
 const ZONED: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"1M\"\n\
                      max_open = 8\nmax_active = 8\nappend_limit = \"64K\"\n";
 
-/// Content of the blocks of a command.
+/// Returns the contents of a command's blocks.
 fn blocks(tag: u64, slba: u64) -> Vec<u8> {
     let mut bytes = vec![0; PIECE as usize * 4096];
     fill_blocks(&mut bytes, tag, slba, 4096);
@@ -116,7 +116,7 @@ fn pieces(zslba: u64) -> impl Iterator<Item = u64> {
     (zslba..zslba + ZONE).step_by(PIECE as usize)
 }
 
-/// Fills a zone by writes and appends in turn. Returns whether none of the appends was interrupted.
+/// Fills a zone by writes and appends in turn. Returns true if no append was interrupted.
 fn fill(disk: &mut Disk, zslba: u64, tag: u64, course: &Course) -> bool {
     for (index, slba) in (0..).zip(pieces(zslba)) {
         let bytes = blocks(tag, slba);
@@ -175,7 +175,7 @@ fn zones_in_a_file_outlive_their_servers() {
     kept.stop();
 }
 
-/// More bytes than a value has.
+/// Buffer size in bytes, larger than any value.
 const ROOM: usize = 8192;
 
 fn value(tag: u64) -> Vec<u8> {
@@ -184,10 +184,10 @@ fn value(tag: u64) -> Vec<u8> {
     bytes
 }
 
-/// A guest's keys and values. Each key is one byte.
+/// Key-value pairs of a guest. Each key is one byte.
 struct Pairs {
     pairs: KeyValues,
-    /// Tags of the values, by their keys.
+    /// Tags of the values, by key.
     held: BTreeMap<u8, u64>,
 }
 
@@ -224,7 +224,7 @@ impl Pairs {
         self.held.remove(&key);
     }
 
-    /// Stores a value and deletes another key in one command, which is carried out as a whole or not at all.
+    /// Stores a value and deletes another key by one atomic command.
     fn replace(&mut self, key: u8, tag: u64) {
         let Some(other) = self.held.keys().copied().find(|other| *other != key) else {
             return;

@@ -29,7 +29,7 @@ fn two_processes_share_a_drive_but_no_byte_of_it() {
     for part in ["overlaps lease \"a\" (range 16M+16M of file:", &held] {
         assert!(refused.stderr.contains(part), "{}", refused.stderr);
     }
-    // Nothing of the one that was refused is left.
+    // The refused server leaves no files.
     assert_eq!(
         bench.names(),
         ["a.sock", "drive.img", "one.control", "state"]
@@ -119,7 +119,7 @@ fn what_a_killed_server_held_stays_its_own() {
         refused.stderr
     );
 
-    // Started again, it gets its range, and the sockets that it left behind.
+    // A new server gets the same range, and replaces the sockets of the killed server.
     let again = bench.serve("one", &[function]).unwrap();
     assert_eq!(bench.leases(), [lease("a", "held", "0+16777216")]);
     again.stop();
@@ -189,7 +189,7 @@ fn killed_at_any_moment_a_server_leaves_a_whole_ledger() {
     for round in 0..40 {
         let mut command = bench.serve_command("one", &[function]);
         let mut process = command.stdout(Stdio::null()).spawn().unwrap();
-        // From before the ledger is looked at until after it was changed, whatever the machine.
+        // The delays reach from before the server reads the ledger until after the server has changed it, on any machine.
         thread::sleep(Duration::from_micros(250 * round));
         process.kill().unwrap();
         process.wait().unwrap();
@@ -217,7 +217,7 @@ fn the_ledger_is_for_one_user_alone() {
     };
     bench.serve("one", &[function]).unwrap().stop();
     narrow();
-    // As versions before left it.
+    // Modes as earlier versions left them.
     let widen = |name: &str, mode| {
         fs::set_permissions(bench.path(name), fs::Permissions::from_mode(mode)).unwrap();
     };
@@ -257,7 +257,7 @@ fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
     assert_ne!(serial(&server.printed), of_first);
     server.stop();
     assert_eq!(range_of(), vec![1; 16 << 20]);
-    // It is the new id's from now on, and the first one has to ask.
+    // The range now belongs to the new id, so the first id is refused.
     bench.serve("two", &[other]).unwrap().stop();
     bench.serve("one", &[first]).unwrap_err();
 
@@ -271,7 +271,7 @@ fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
     assert_eq!(range_of(), vec![0; 16 << 20]);
     let behind = fs::read(&drive).unwrap().split_off(16 << 20);
     assert_eq!(behind, vec![1; 48 << 20]);
-    // A wiped range belongs to the id that wiped it: a second start with the same options keeps the data.
+    // A wiped range belongs to the id that wiped it, so a second start with the same options keeps the data.
     fill(2);
     bench.serve("one", &[&wipe]).unwrap().stop();
     assert_eq!(range_of(), vec![2; 16 << 20]);
@@ -286,11 +286,11 @@ fn a_wipe_leaves_nothing_of_the_host_either() {
     let function = |id: &str, range: &str, data: &str| {
         format!("socket={id}.sock,path=drive.img,id={id},range={range}{data}")
     };
-    // Without the word for it, a first lease has what is there.
+    // Without an explicit wipe, a first lease keeps existing data.
     let first = function("a", "0+16M", "");
     bench.serve("one", &[&first]).unwrap().stop();
     assert_eq!(read(), vec![0xCC; 64 << 20]);
-    // Nor does the word for all functions erase what no id has left, such as an image that is new to the ledger.
+    // The option `--wipe` does not erase data without an owner either, such as an image that is new to the ledger.
     let next = function("b", "32M+16M", "");
     let mut all = bench.serve_command("one", &[&next]);
     all.arg("--wipe");
@@ -303,7 +303,7 @@ fn a_wipe_leaves_nothing_of_the_host_either() {
     assert_eq!(drive_now[..16 << 20], vec![0xCC; 16 << 20], "its own");
     assert_eq!(drive_now[16 << 20..32 << 20], vec![0; 16 << 20]);
     assert_eq!(drive_now[32 << 20..], vec![0xCC; 32 << 20]);
-    // It is its own from now on.
+    // The range now belongs to this id, so its data is not wiped again.
     fs::write(&drive, vec![0xDD; 64 << 20]).unwrap();
     bench.serve("one", &[&wiped]).unwrap().stop();
     assert_eq!(read(), vec![0xDD; 64 << 20]);
@@ -334,7 +334,7 @@ fn data_is_given_up_beforehand_once() {
     let told = String::from_utf8(kept.stdout).unwrap();
     assert_eq!(told, "The data of a goes to the next lease of 0+16M\n");
     serve("b").unwrap().kill();
-    // A dead holder's lease is released with it.
+    // The lease of a dead holder is released as well.
     let kept = keep("b");
     let told = String::from_utf8(kept.stdout).unwrap();
     assert!(
@@ -354,7 +354,7 @@ fn a_released_range_is_erased_before_another_id_gets_it() {
     let range_of = || fs::read(&drive).unwrap()[..16 << 20].to_vec();
     bench.serve("one", &[&function("a")]).unwrap().stop();
     assert!(bench.run("leases", &["release", "a"]).status.success());
-    // Nothing is gone yet, and who comes back has it.
+    // Nothing is erased yet, and the same id gets its data back.
     bench.serve("one", &[&function("a")]).unwrap().stop();
     assert_eq!(range_of(), vec![1; 16 << 20]);
     bench.serve("two", &[&function("b")]).unwrap_err();

@@ -1,4 +1,4 @@
-//! The log of a server: its filter, and its fields in systemd's journal.
+//! Log of a server: its filter, and its fields in systemd's journal.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,7 +25,8 @@ use crate::support::{Bench, PATIENCE, Server};
 
 const FUNCTION: &str = "socket=a.sock,path=drive.img,id=a";
 
-/// Runs a command with a folder in place of the journal's. Its standard error is a file that says to be the journal's.
+/// Runs a command with a directory mounted over the journal's. Standard error is a file, which `JOURNAL_STREAM` declares to be
+/// the journal.
 const IN_JOURNAL: &str = r#"
 set -e
 mount -t tmpfs tmpfs /run
@@ -62,7 +63,7 @@ fn the_filter_of_the_log_changes_while_the_server_runs() {
         .lines()
         .filter_map(|line| line.split_once("] "))
         .collect();
-    // A client that is held up is not answered, and asks again.
+    // The server does not answer a client that is held up, and the client asks again.
     let unanswered = "Cannot answer a control client: ";
     let messages = messages.iter().map(|(_, message)| *message);
     let mut messages: Vec<_> = messages
@@ -117,7 +118,7 @@ fn a_server_without_functions_logs_how_to_add_one() {
 /// Fills a pipe, as if its reader took nothing.
 fn fill(mut writer: &PipeWriter) {
     fcntl_setfl(writer, OFlags::NONBLOCK).unwrap();
-    // The last bytes as well.
+    // Single bytes fill the rest.
     for bytes in [&[b'x'; 4096][..], b"x"] {
         while writer.write(bytes).is_ok() {}
     }
@@ -135,7 +136,7 @@ fn a_log_and_an_output_that_are_full_hold_up_no_start_no_guest_and_no_end() {
     let mut serve = bench.serve_command("one", &[FUNCTION, neighbour]);
     serve.args(["--log", "info"]);
     let mut server = serve.stdout(stdout).stderr(stderr).spawn().unwrap();
-    // Its command has the ends of the pipes, too.
+    // The command holds the ends of the pipes as well.
     drop(serve);
     let start = Instant::now();
     while bench
@@ -157,7 +158,7 @@ fn a_log_and_an_output_that_are_full_hold_up_no_start_no_guest_and_no_end() {
     };
     let (a, mut short) = connect("a.sock");
     let (b, mut whole) = connect("b.sock");
-    // The poller of both functions says that the file was cut short.
+    // The poller of both functions reports that the file was truncated.
     let drive = fs::File::options()
         .write(true)
         .open(bench.path("drive.img"));
@@ -322,7 +323,7 @@ fn a_file_that_is_cut_short_and_replaced_is_logged_once() {
         controller.log_page(health).unwrap();
     }
     drop(controller);
-    // The end cannot flush what lay behind the file's end, so its status is no matter here.
+    // The exit status is ignored, because the server cannot flush blocks beyond the end of the file.
     let (_, log) = server.signal("TERM");
     for message in [
         "was cut short from 67108864 to 33554432 bytes",
@@ -338,7 +339,7 @@ fn a_file_that_is_cut_short_and_replaced_is_logged_once() {
     }
 }
 
-/// Returns the fields of an entry in the journal's native protocol. A value with line ends follows its length.
+/// Returns the fields of an entry in the journal's native protocol. Values with line breaks are preceded by their length.
 fn fields_of(entry: &[u8]) -> BTreeMap<String, String> {
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
     let mut fields = BTreeMap::new();

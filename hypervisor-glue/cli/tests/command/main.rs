@@ -1,4 +1,4 @@
-//! The `nvme-mpt` command, as processes.
+//! Tests of the `nvme-mpt` command as a process.
 
 #![expect(
     clippy::disallowed_methods,

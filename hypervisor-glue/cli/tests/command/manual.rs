@@ -14,7 +14,7 @@ fn nvme_mpt(bench: &Bench, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Returns the commands that the help lists, or the long options that it explains.
+/// Returns the commands that a help text lists, or the long options that it explains.
 fn listed(help: &str, heading: &str) -> Vec<String> {
     let section = help.lines().skip_while(|line| *line != heading).skip(1);
     let section = section.take_while(|line| !line.ends_with(':') || line.starts_with(' '));

@@ -1,4 +1,4 @@
-//! Messages that once misled.
+//! Messages that have misled users before.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,7 @@ use vfio_user::Client;
 
 use crate::support::{Bench, PATIENCE, Server};
 
-/// Returns the complaint of a command that is refused.
+/// Returns the standard error of a command that is refused.
 fn complaint(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     let output = bench.run(command, arguments);
     assert!(!output.status.success(), "{output:?}");
@@ -21,7 +21,7 @@ fn printed(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let output = bench.run(command, arguments);
-        // A server takes no request of a client that is held up.
+        // The server does not read the request of a client that is held up.
         let is_held_up = String::from_utf8_lossy(&output.stderr).contains("does not answer");
         if !is_held_up || Instant::now() > deadline {
             assert!(output.status.success(), "{output:?}");
@@ -140,9 +140,9 @@ fn the_log_of_a_server_has_clients_and_limits_by_default() {
     let socket = bench.path("a.sock");
     let client = Client::new(&socket).unwrap();
     assert!(Client::new(&socket).is_err());
-    // A program that another test starts may have a copy of the socket.
+    // A program that another test starts may hold a copy of the socket.
     client.shutdown().unwrap();
-    // It is taken once the one before is gone.
+    // The server accepts the next client once the first is gone.
     let _next = Client::new(&socket).unwrap();
     bench.ask("limit", &["a", "iops=500"]).unwrap();
     let (status, log) = server.signal("TERM");
@@ -167,7 +167,7 @@ fn literals(source: &str) -> Vec<String> {
             '/' if rest.peek() == Some(&'/') => {
                 rest.by_ref().find(|c| *c == '\n');
             }
-            // A character, which may be a quote, or a lifetime.
+            // A character literal, which may be a quote, or a lifetime.
             '\'' if rest.peek() == Some(&'\\') => {
                 rest.nth(1);
             }
@@ -209,7 +209,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Words of remedies that cost data.
+/// Phrases of remedies that destroy data.
 const ERASING: &[&str] = &[
     "leases release",
     "--truncate",
@@ -222,7 +222,7 @@ const ERASING: &[&str] = &[
     "move it away",
 ];
 
-/// Words of remedies that keep data. One of them has to come first.
+/// Phrases of remedies that keep data. A message must offer such a remedy first.
 const KEEPING: &[&str] = &[
     "data=keep",
     "choose ",
@@ -239,7 +239,7 @@ const KEEPING: &[&str] = &[
     "use the version",
 ];
 
-/// Texts that name no remedy: they say what was done, or what a command does.
+/// Texts that are not remedies: they report a result, or explain a command.
 const FACTS: &[&str] = &[
     "is erased before another id gets",
     "was taken out of the ledger",
@@ -260,11 +260,11 @@ fn no_message_names_what_costs_data_as_the_first_remedy() {
     let mut wrong = Vec::new();
     for file in files {
         let source = fs::read_to_string(&file).unwrap();
-        // Tests of a file are at its end.
+        // Unit tests are at the end of a file.
         let source = source.split("#[cfg(test)]").next().unwrap();
         for text in literals(source) {
             let erasing = ERASING.iter().filter_map(|word| text.find(word)).min();
-            // Shorter ones are parts of commands and names.
+            // Shorter literals are parts of commands and names.
             let Some(at) = erasing.filter(|_| text.len() > 40) else {
                 continue;
             };

@@ -18,7 +18,7 @@ fn scrape(bench: &Bench, complete: impl Fn(&str) -> bool) -> String {
         let mut answer = String::new();
         let asked = stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
         let answered = asked.and_then(|()| stream.read_to_string(&mut answer));
-        // The server waits for some seconds alone for a client that is held up.
+        // The server closes the connection of a client that is held up for some seconds, which leaves the answer empty.
         if answered.is_ok_and(|length| length > 0) {
             assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
             if complete(&answer) {
@@ -61,7 +61,7 @@ fn a_monitor_sees_functions_come_and_connect_and_go() {
 
     let other = "socket=b.sock,path=drive.img,range=16M+16M,id=b";
     bench.ask("add", &[other]).unwrap();
-    // A text may have been made while the function was added.
+    // The server may have rendered a text while the function was being added.
     let lease = "nvme_mpt_lease_extents{lease=\"b\",drive=\"";
     scrape(&bench, |text| {
         text.contains("function_up{function=\"b\"} 1") && text.contains(lease)

@@ -18,7 +18,7 @@ const BOB: u32 = 1002;
 
 const FIRST: &str = "path=drive.img,range=0+16M,id=first";
 
-/// Returns whether this process may become another user.
+/// Returns whether this process can become another user.
 fn is_root() -> bool {
     let root = nix::unistd::getuid().is_root();
     if !root {
@@ -28,7 +28,7 @@ fn is_root() -> bool {
 }
 
 fn serve_command(bench: &Bench) -> Command {
-    // As a folder in /srv is.
+    // The mode of a directory in /srv.
     fs::set_permissions(bench.path(""), fs::Permissions::from_mode(0o755)).unwrap();
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--drive", "path=drive.img"]);
@@ -54,7 +54,7 @@ fn run(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Returns the owner of each id, and its limits.
+/// Returns the owner and the limits of each id.
 fn terms(bench: &Bench) -> serde_json::Value {
     let terms = run(bench, "leases", &["terms", "--json"]);
     serde_json::from_str(&terms).unwrap()
@@ -64,7 +64,7 @@ fn ledger(bench: &Bench) -> String {
     fs::read_to_string(bench.path("state/leases.json")).unwrap_or_default()
 }
 
-/// Containers have PID namespaces of their own, and servers in two of them the same number.
+/// Each container has its own PID namespace, so servers in two containers can have the same process id.
 #[test]
 fn servers_of_two_pid_namespaces_share_a_state_folder() {
     if !is_root() {
@@ -89,7 +89,7 @@ fn servers_of_two_pid_namespaces_share_a_state_folder() {
     let first = in_a_namespace("a", "drive.img");
     let second = in_a_namespace("b", "other.img");
     assert_eq!(sockets(), 2);
-    // Neither takes what the other one has, and a third one leaves both alone.
+    // Both servers run, and neither uses the files of the other. A third server leaves both alone.
     let third = bench
         .serve("c", &["socket=c.sock,path=null:1M,id=c"])
         .unwrap();
@@ -104,7 +104,7 @@ fn servers_of_two_pid_namespaces_share_a_state_folder() {
         .collect();
     let held = |id: &str| (id.to_owned(), "held".to_owned());
     assert_eq!(states, [held("a"), held("b")]);
-    // One that is killed leaves a socket, which the next server removes.
+    // The next server removes the socket of a killed server.
     first.kill();
     let deadline = Instant::now() + PATIENCE;
     while bench.leases()[0].1 != "stale" {
@@ -185,7 +185,7 @@ fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
     let listed = bench.ask("list", &[]).unwrap();
     assert!(listed.contains("iops=100000"), "{listed}");
 
-    // After a server was killed, it is hers still.
+    // After the server was killed, the lease still belongs to her.
     server.kill();
     let told = {
         let server = self::server(&bench);
@@ -208,13 +208,13 @@ fn an_operator_gives_a_lease_to_another_user_and_forgets_it() {
     let server = server(&bench);
     let reserve = format!("{FIRST},owner={ALICE}");
     bench.ask("reserve", &[&reserve]).unwrap();
-    // Root may have it, and it stays hers.
+    // Root may attach the lease, and its owner does not change.
     let mut root = TestVmm::start(&bench, FIRST, 1);
     assert_eq!(root.report(), "attached");
     assert_eq!(terms(&bench)["first"]["owner"], ALICE);
     let given = run(&bench, "leases", &["give", "first", "1002"]);
     assert_eq!(given, "Lease first belongs to 1002 now\n");
-    // The VMM that has the lease keeps it.
+    // The VMM keeps the lease that it has.
     assert_eq!(root.pass(), "passed");
     root.end();
     await_leases(&bench, &[]);
@@ -223,7 +223,7 @@ fn an_operator_gives_a_lease_to_another_user_and_forgets_it() {
     assert_eq!(bob.report(), "attached");
     bob.end();
     await_leases(&bench, &[]);
-    // Without an owner, and the data is erased for the next one.
+    // The release removes the owner, and the data is erased before the next owner gets the range.
     run(&bench, "leases", &["release", "first"]);
     assert_eq!(terms(&bench), serde_json::json!({}));
     assert!(refusal(&bench, BOB, FIRST).contains("belongs to no user"));
@@ -268,7 +268,7 @@ fn other_users_reach_a_server_that_lets_them_alone() {
     closed.args(["--drive", "path=drive.img"]);
     let server = Server::start(closed).unwrap();
     assert_eq!([mode_of("state"), mode_of("state/servers")], [0o700; 2]);
-    // It looks for a server in vain, and may not open the drive itself.
+    // Her VMM cannot find the server, and may not open the drive itself.
     refusal(&bench, ALICE, FIRST);
     server.stop();
     let server = self::server(&bench);
@@ -312,10 +312,10 @@ fn what_is_reserved_is_in_the_way_of_others() {
     server.stop();
 }
 
-/// Variable of the environment of [`crowd`]: the folder with the sockets of servers.
+/// Environment variable of [`crowd`]: the directory with the sockets of servers.
 const SOCKETS: &str = "TEST_CROWD_SOCKETS";
 
-/// A process of another user with many connections, and no test by itself.
+/// A process of another user with many connections. It is run by other tests.
 #[test]
 #[ignore = "started by other tests"]
 fn crowd() {
@@ -384,7 +384,7 @@ fn a_user_whose_eventfds_block_holds_up_nobody() {
     assert_eq!(alice.pass(), "passed", "her own queues go on as well");
     alice.kill();
     assert_eq!(neighbour.pass(), "passed");
-    // Root is written to directly until it makes a write wait.
+    // The server writes to root's eventfds directly until a write blocks.
     let mut root = TestVmm::start(&bench, "path=drive.img,range=32M+16M,id=third", 3);
     assert_eq!(root.report(), "attached");
     assert_eq!(root.order("block"), "blocked");

@@ -1,4 +1,4 @@
-//! `nvme-mpt serve` and `stats` as a person, a VMM and a monitor use them.
+//! `nvme-mpt serve` and `stats` as operators, VMMs and monitoring tools use them.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -34,7 +34,7 @@ fn a_client_finds_an_nvme_controller_and_so_does_the_next() {
         assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000, "2.0");
         let class = read_u32(&mut client, CONFIG, 0x08) >> 8;
         assert_eq!(class, 0x01_08_02, "NVM Express I/O controller");
-        // The one before left the register changed: that was its own controller.
+        // The first client changed the register of its own controller, which is gone.
         assert_eq!(read_u32(&mut client, BAR0, CC), 0);
         client
             .region_write(BAR0, CC, &0x0046_0000_u32.to_le_bytes())
@@ -76,7 +76,7 @@ fn a_second_signal_does_not_cut_the_end_short() {
         let server = bench
             .serve("one", &["socket=a.sock,path=drive.img,range=0+16M"])
             .unwrap();
-        // Both are there when it looks for one.
+        // Both signals are pending when the server continues.
         for signal in ["STOP", first, second] {
             server.send(signal);
         }
@@ -116,7 +116,7 @@ fn other_signals_end_no_server_and_sighup_reloads_its_file() {
     let listed = bench.ask_until("list", &[], has_b).unwrap();
     assert!(has_b(&listed), "{listed}");
     assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000);
-    // A file that is none changes nothing.
+    // An invalid file changes nothing.
     fs::write(bench.path("serve.toml"), "[[function").unwrap();
     server.send("HUP");
     assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000);
@@ -253,7 +253,7 @@ fn figures_can_be_asked_for_by_people_and_programs() {
     let table = bench.ask_until("stats", &[], has_function).unwrap();
     assert!(table.starts_with("vm-1: ") && table.contains("doorbell exits"));
 
-    // A reader that goes after a part of it is no error.
+    // A reader that closes the pipe early is no error.
     let deadline = Instant::now() + PATIENCE;
     loop {
         let watch = ["--control", "one.control", "--json", "--watch", "0.1"];
@@ -298,7 +298,7 @@ fn a_noisy_client_does_not_flood_the_log() {
     let started = Instant::now();
     for _ in 0..500 {
         let mut stream = UnixStream::connect(bench.path("a.sock")).unwrap();
-        // A message of a size that no message has: the server logs it and hangs up.
+        // No message has this size, so the server logs an error and closes the connection.
         let _ = stream.write_all(&[0xFF; 16]);
         let _ = stream.read(&mut [0; 64]);
     }
@@ -306,7 +306,7 @@ fn a_noisy_client_does_not_flood_the_log() {
     let (status, stderr) = server.signal("TERM");
     assert!(status.success());
     let noise = stderr.lines().count();
-    // 20 at once, then one in a second, each perhaps with a line about those that were left out.
+    // The budget allows 20 messages at once, then one each second, each with a possible line about omitted messages.
     let most = 40 + 2 * started.elapsed().as_secs() as usize;
     assert!((1..=most).contains(&noise), "{noise} lines: {stderr}");
     assert!(

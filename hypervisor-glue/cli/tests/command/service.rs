@@ -1,4 +1,4 @@
-//! The service: its unit, its udev rule and its example file.
+//! The systemd unit, the udev rule and the example file of the service.
 
 use std::fs;
 use std::os::unix::net::UnixDatagram;
@@ -10,7 +10,7 @@ use nvme_mpt_tests::not_checked::not_checked;
 use crate::changes::{list, serve_file};
 use crate::support::{Bench, PATIENCE, Server};
 
-/// Keys of the unit that systemd knows since version 254. An older one warns of them and goes on.
+/// Keys of the unit that systemd knows since version 254. Older versions warn, and ignore them.
 const NEWER: [&str; 2] = ["'RestartSteps'", "'RestartMaxDelaySec'"];
 
 fn resource(name: &str) -> PathBuf {
@@ -22,7 +22,7 @@ fn read(name: &str) -> String {
     fs::read_to_string(resource(name)).unwrap()
 }
 
-/// Runs systemd-analyze, if it is there. Returns all that it printed.
+/// Runs systemd-analyze, if it is installed. Returns its whole output.
 fn systemd_analyze(arguments: &[&str]) -> Option<String> {
     match Command::new("systemd-analyze").args(arguments).output() {
         Ok(output) => {
@@ -73,7 +73,7 @@ fn systemd_takes_the_whole_unit() {
     fs::write(&unit, text.replace("/usr/bin/nvme-mpt", program)).unwrap();
     let report = systemd_analyze(&["verify", "--man=no", unit.to_str().unwrap()]).unwrap();
     let is_newer = |line: &&str| version < 254 && NEWER.iter().any(|key| line.contains(key));
-    // It complains of units of the machine, too.
+    // systemd-analyze reports on other units of the machine as well.
     let complaints: Vec<_> = report
         .lines()
         .filter(|line| line.contains("nvme-mpt") && !is_newer(line))

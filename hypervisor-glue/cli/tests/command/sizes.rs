@@ -1,4 +1,4 @@
-//! Leases by size: their extents, and their growth and truncation.
+//! Leases by size: their extents, growth and truncation.
 
 use std::fs;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use crate::vmms::{self, TestVmm};
 
 const MIB: u64 = 1 << 20;
 
-/// Options of a function with a size.
+/// Returns the options of a function with a size.
 fn sized(id: &str, size: &str) -> String {
     format!("socket={id}.sock,path=drive.img,id={id},size={size},unit=1M")
 }
 
-/// Returns what `nvme-mpt list` shows, for programs.
+/// Returns the output of `nvme-mpt list --json`.
 fn list(bench: &Bench) -> Vec<Value> {
     let listed = bench.ask("list", &["--json"]).unwrap();
     serde_json::from_str(&listed).unwrap()
@@ -34,20 +34,20 @@ fn entry(bench: &Bench, id: &str) -> Value {
     entries.find(|entry| entry["id"] == id).unwrap()
 }
 
-/// Returns what `nvme-mpt leases` shows, for programs.
+/// Returns the output of `nvme-mpt leases list --json`.
 fn leases(bench: &Bench) -> Vec<Value> {
     let output = bench.run("leases", &["list", "--json"]);
     assert!(output.status.success(), "{output:?}");
     let mut leases: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
-    // A lease that was given back for a moment is the last in the ledger.
+    // A lease that was released and acquired again is the last in the ledger, so leases are sorted.
     leases.sort_by_key(|lease| lease["id"].as_str().unwrap().to_owned());
     leases
 }
 
-/// Id that has a part of a drive, MiB of the part, and whether it is leased.
+/// An id with data on a drive, MiB of the data, and whether the id has a lease.
 type Part = (String, u64, bool);
 
-/// Returns what `nvme-mpt room` shows of the one drive: MiB that are free, and the parts of ids.
+/// Returns the free MiB of the only drive, and the ids that use the drive, from `nvme-mpt room`.
 fn room(bench: &Bench) -> (u64, Vec<Part>) {
     let shown = bench.ask("room", &["--json", "--unit", "1M"]).unwrap();
     let drives: Vec<Value> = serde_json::from_str(&shown).unwrap();
@@ -81,7 +81,7 @@ fn room_is_taken_by_leases_and_by_data_that_was_not_released() {
     assert!(complaint.contains("power of two"), "{complaint}");
 }
 
-/// Starts and lengths in MiB of an entry's extents.
+/// Returns starts and lengths of an entry's extents, in MiB.
 fn extents_of(entry: &Value) -> Vec<(u64, u64)> {
     let parts = entry["extents"].as_array().unwrap().iter();
     let number = |part: &Value, key: &str| part[key].as_u64().unwrap() / MIB;
@@ -101,7 +101,7 @@ fn extents_of(entry: &Value) -> Vec<(u64, u64)> {
     parts
 }
 
-/// Returns the extents of a function, which its server and the ledger show alike.
+/// Returns the extents of a function. Server and ledger must agree on them.
 fn extents(bench: &Bench, id: &str) -> Vec<(u64, u64)> {
     let mut leases = leases(bench).into_iter();
     let lease = leases.find(|lease| lease["id"] == id).unwrap();
@@ -114,7 +114,7 @@ fn resize(bench: &Bench, arguments: &[&str]) -> Result<String, String> {
     bench.ask("resize", arguments)
 }
 
-/// Does what is to be refused, and to change nothing.
+/// Runs a command that must be refused and change nothing. Returns its error.
 fn refused(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     let before = (list(bench), leases(bench));
     let complaint = bench.ask(command, arguments).unwrap_err();
@@ -142,7 +142,7 @@ impl Guest {
         let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
         let bar: Arc<dyn Bar> = Arc::new(bar);
         let mut controller = Controller::attach(bar, memory, Config::default(), 1).unwrap();
-        // It wants to know of changes of its namespace.
+        // Enables the event for changed namespace attributes.
         controller
             .set_feature(feature::ASYNC_EVENT_CONFIG, 0, 1 << 8)
             .unwrap();
@@ -151,7 +151,7 @@ impl Guest {
         Self { controller, disk }
     }
 
-    /// Waits until it is told that its drive is another one, and returns the size in bytes.
+    /// Waits for the event that the namespace has changed. Returns the new size in bytes.
     fn growth(&mut self) -> u64 {
         let event = self.controller.async_event(PATIENCE).unwrap().unwrap();
         // Notice: Namespace Attribute Changed.
@@ -164,7 +164,7 @@ impl Guest {
         namespace.nsze * u64::from(namespace.block_size)
     }
 
-    /// Writes the same byte over and over.
+    /// Fills a range with one byte.
     fn fill(&mut self, (start, length): (u64, u64), byte: u8) {
         let piece = vec![byte; 64 << 10];
         for at in (start..start + length).step_by(piece.len()) {
@@ -179,7 +179,7 @@ impl Guest {
     }
 }
 
-/// Returns whether MiBs of the drive's file have the same byte over and over.
+/// Returns whether a range of the drive's file, in MiB, is filled with one byte.
 fn file_has(bench: &Bench, (start, length): (u64, u64), byte: u8) -> bool {
     let drive = fs::read(bench.path("drive.img")).unwrap();
     let bytes = &drive[(start * MIB) as usize..((start + length) * MIB) as usize];
@@ -255,7 +255,7 @@ fn sizes_find_room_between_the_ranges_of_others() {
         }
         assert!(!exists(&bench.path("d.sock")), "{options}");
     }
-    // Another name of the option, and all the room that is left.
+    // The option `lease` is an alias of `id`. This lease takes all remaining capacity.
     let last = format!("{d},lease=d,size=2M,unit=1M");
     bench.ask("add", &[&last]).unwrap();
     assert_eq!(extents(&bench, "d"), [(6, 2)]);
@@ -293,11 +293,11 @@ fn an_added_function_grows_and_is_as_large_after_an_end_and_after_a_crash() {
     guest.fill((4 * MIB, 2 * MIB), 2);
     let table = bench.ask("list", &[]).unwrap();
     assert!(table.contains(" 0+4M and 8M+2M "), "{table}");
-    // A function that is held up has no figures for a moment.
+    // Statistics leave out a function for a moment if its thread is held up.
     let is_larger = |stats: &str| stats.contains("\"capacity_bytes\":6291456");
     let stats = bench.ask_until("stats", &["--json"], is_larger).unwrap();
     assert!(is_larger(&stats), "{stats}");
-    // It has that much already.
+    // The function has this size already.
     let resized = resize(&bench, &["./a.sock", "6M", "--json"]).unwrap();
     let resized: Value = serde_json::from_str(&resized).unwrap();
     assert_eq!(extents_of(&resized), [(0, 4), (8, 2)]);
@@ -351,7 +351,7 @@ fn a_function_shrinks_on_request_alone_and_what_it_gave_up_is_erased() {
             .collect()
     };
     assert_eq!(extents(&bench, "a"), [(1, 8)]);
-    // In the second round, another id gets what a gives up.
+    // In the second round, another id gets the extents that a gives up.
     for others in [false, true] {
         let mut guest = Guest::attach(&bench, "a.sock");
         guest.fill((0, 8 * MIB), 1);
@@ -388,7 +388,7 @@ fn a_function_shrinks_on_request_alone_and_what_it_gave_up_is_erased() {
         assert_eq!(order(&bench), ["z", "a", "y"]);
         let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
         assert!(added.contains("size = \"2M\"\n"), "{added}");
-        // Room without data, of which there are 54 MiB, does not do for either.
+        // Both cases need more than the 54 MiB of capacity without data.
         let (id, parts) = match others {
             false => {
                 resize(&bench, &["a", "60M"]).unwrap();
@@ -420,7 +420,7 @@ fn a_function_shrinks_on_request_alone_and_what_it_gave_up_is_erased() {
         log.contains("Lease a: ") && log.contains("Lease b: ") && log.contains("is wiped"),
         "{log}"
     );
-    // It stays as small.
+    // The function keeps its smaller size.
     let server = bench.serve("one", &[]).unwrap();
     assert_eq!(extents(&bench, "a"), [(1, 2)]);
     server.stop();
@@ -433,7 +433,7 @@ fn a_lease_whose_smaller_size_cannot_be_stored_keeps_what_it_has() {
     bench.ask("add", &[&sized("a", "8M")]).unwrap();
     let stored = || fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
     let before = stored();
-    // The next file cannot take the place of a directory.
+    // A directory at this path prevents the server from replacing the file.
     let file = bench.path("one.control.functions.toml");
     fs::remove_file(&file).unwrap();
     fs::create_dir(&file).unwrap();
@@ -451,7 +451,7 @@ fn a_lease_whose_smaller_size_cannot_be_stored_keeps_what_it_has() {
     server.stop();
 }
 
-/// A file with a function by size and one with a range.
+/// Writes a configuration file with a function by size and a function with a range.
 fn write_file(bench: &Bench, size: &str, more: &str) {
     let file = format!(
         "[[function]]\nid = \"r\"\nsocket = \"r.sock\"\npath = \"drive.img\"\nrange = \"4M+4M\"\n\n\
@@ -502,7 +502,7 @@ fn a_function_of_a_file_grows_with_the_file_and_is_not_touched() {
     write_file(&bench, "4M", "");
     assert_eq!(reload().unwrap(), "Unchanged: 2\n");
     assert_eq!(extents(&bench, "a"), [(8, 12)]);
-    // All stays, and nothing is added.
+    // A refused reload changes no function, and adds none.
     let other = "\n[[function]]\nid = \"n\"\nsocket = \"n.sock\"\npath = \"memory:1M\"\n";
     for (size, complaint) in [
         ("61M", "no capacity for 49M more"),
@@ -523,7 +523,7 @@ fn a_function_of_a_file_grows_with_the_file_and_is_not_touched() {
     drop(guest);
     server.stop();
 
-    // A file that is behind what the lease has makes it neither smaller nor is it refused.
+    // If the file asks for less than the lease has, the server starts, and the lease keeps its size.
     write_file(&bench, "8M", "");
     let server = serve_file(&bench);
     assert_eq!(extents(&bench, "a"), [(8, 14)]);
@@ -535,7 +535,7 @@ fn a_function_of_a_file_grows_with_the_file_and_is_not_touched() {
     write_file(&bench, "15M", "");
     assert_eq!(reload().unwrap(), "Resized: a\nUnchanged: 1\n");
     assert_eq!(extents(&bench, "a"), [(8, 15)]);
-    // It shrinks on request alone.
+    // The lease shrinks only on request.
     write_file(&bench, "9M", "");
     assert_eq!(reload().unwrap(), "Unchanged: 2\n");
     resize(&bench, &["a", "9M", "--truncate"]).unwrap();
@@ -624,7 +624,7 @@ fn a_function_in_a_vmm_grows_while_it_is_attached() {
     );
     assert_eq!(vmm.pass(), "passed");
 
-    // The next server has the grown lease for the function, which asks for as much as before.
+    // The next server restores the grown lease, although the function asks for the former size.
     server.kill();
     let server = vmms::server(&bench);
     assert_eq!(vmm.order("blocks"), "65536 blocks");
@@ -655,13 +655,13 @@ fn a_smaller_size_on_the_command_line_gets_all_that_the_lease_had() {
             false => server.stop(),
         }
     }
-    // A larger one makes it larger, and it may be resized whatever is asked for.
+    // A larger size grows the lease, and a resize is allowed whatever size the options have.
     let server = bench.serve("one", &[&sized("a", "16M")]).unwrap();
     assert_eq!(extents(&bench, "a"), [(0, 16)]);
     resize(&bench, &["a", "2M", "--truncate"]).unwrap();
     assert_eq!(extents(&bench, "a"), [(0, 2)]);
     server.stop();
-    // Nothing was added.
+    // No function was stored as added.
     assert!(!exists(&bench.path("one.control.functions.toml")));
     let server = bench.serve("one", &[&sized("a", "1M")]).unwrap();
     assert_eq!(extents(&bench, "a"), [(0, 2)]);

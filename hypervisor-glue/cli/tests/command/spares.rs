@@ -1,4 +1,4 @@
-//! Failed write-backs that the kernel reported to a server which was killed before it noted them.
+//! Failed write-backs that the kernel reported to a server which was killed before the server recorded them.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -19,13 +19,13 @@ use crate::kept::{Kept, await_waiting};
 use crate::support::{Bench, PATIENCE};
 use crate::vmms::TestVmm;
 
-/// Room of the file below the device, less than is written.
+/// Capacity in bytes of the file system below the device, less than the test writes.
 const ROOM: u64 = 1 << 20;
 
-/// Bytes of the device.
+/// Size of the device in bytes.
 const DEVICE: u64 = 16 << 20;
 
-/// Flags of a description that cannot write, as `/proc/PID/fdinfo` has them: `O_LARGEFILE` and `O_CLOEXEC` at most.
+/// Flags of a read-only file description in `/proc/PID/fdinfo`: at most `O_LARGEFILE` and `O_CLOEXEC`.
 const READS: [&str; 4] = ["00", "0100000", "02000000", "02100000"];
 
 fn attach(bench: &Bench) -> (Disk, Controller) {
@@ -35,7 +35,7 @@ fn attach(bench: &Bench) -> (Disk, Controller) {
     (Disk::open(&mut controller, 1).unwrap(), controller)
 }
 
-/// Descriptions of a path that the keeper has and that cannot write.
+/// Returns the number of read-only descriptions of a path that the keeper holds.
 fn spares(kept: &Kept, path: &Path) -> usize {
     let process = PathBuf::from(format!("/proc/{}", kept.keeper()));
     let path = path.canonicalize().unwrap();
@@ -54,7 +54,7 @@ fn spares(kept: &Kept, path: &Path) -> usize {
     count
 }
 
-/// Waits until the keeper has so many spare descriptions.
+/// Waits until the keeper holds `wanted` spare descriptions.
 fn await_spares(kept: &Kept, path: &Path, wanted: usize) {
     let deadline = Instant::now() + PATIENCE;
     while spares(kept, path) != wanted {
@@ -63,7 +63,7 @@ fn await_spares(kept: &Kept, path: &Path, wanted: usize) {
     }
 }
 
-/// Returns whether files of the bench are written back.
+/// Returns whether the bench's file system writes files back to a disk.
 fn is_on_a_disk(bench: &Bench) -> bool {
     let kind = Command::new("stat")
         .args(["--file-system", "--format=%T"])
@@ -132,15 +132,15 @@ fn the_spare_of_a_vmm_that_does_not_come_back_is_closed_with_its_drive() {
     kept.stop();
 }
 
-/// A block device whose file has less room than it has blocks. It is not used past the page cache, so writes complete
-/// before there turns out to be no room.
+/// A block device whose backing file system is smaller than the device. The server uses it with buffered writes, which complete
+/// before write-back fails.
 struct Device {
     path: PathBuf,
     folder: TempDir,
 }
 
 impl Device {
-    /// `None`, with a message, where this process may not make one.
+    /// Returns `None` with a message if this process may not create the device.
     fn new() -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().to_str().unwrap();
@@ -184,13 +184,13 @@ fn run(command: &[&str]) -> Option<String> {
     }
 }
 
-/// Fails a write-back of the device, and takes the kernel's report to those who open it later.
+/// Fails a write-back of the device. Then consumes the error, so that files opened later do not see it.
 fn fail_a_write_back(device: &Path) {
     let told = File::open(device).unwrap();
     let file = File::options().write(true).open(device).unwrap();
     file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
         .unwrap();
-    // As the server that is killed before it noted its own report.
+    // Acts as the server that is killed before it records the error.
     told.sync_all().unwrap_err();
 }
 
@@ -211,14 +211,14 @@ fn a_flush_fails_if_a_server_was_killed_with_the_report_of_a_lost_write() {
     fail_a_write_back(&device.path);
     kept.kill_server();
     disk.flush().expect_err("it promised what was lost");
-    // The spare description told it once. It is noted.
+    // The spare description reported the error once, and the server has recorded it.
     kept.kill_server();
     disk.flush().unwrap_err();
     let log = kept.log();
     assert!(log.contains("Lease a lost completed writes, as"), "{log}");
     assert_eq!(log.matches("could not be written").count(), 1, "{log}");
 
-    // A VMM that connects anew is not told what the one before it lost.
+    // A newly connected VMM is not told about writes that its predecessor lost.
     drop((disk, controller));
     let (mut disk, controller) = attach(&bench);
     disk.flush().unwrap();

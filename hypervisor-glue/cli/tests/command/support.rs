@@ -1,4 +1,4 @@
-//! The `nvme-mpt` command as a process, for tests.
+//! Runs the `nvme-mpt` command as a process, for tests.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -9,16 +9,16 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-/// Longest time for which a machine may hold a thread up.
+/// Timeout that exceeds any delay of a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
 
-/// A folder with a drive file, a state folder and sockets of its own.
+/// A directory with its own drive file, state directory and sockets.
 pub(crate) struct Bench {
     folder: TempDir,
 }
 
 impl Bench {
-    /// With a drive file of 64 MiB.
+    /// Creates a bench with a drive file of 64 MiB.
     pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let drive = File::create(folder.path().join("drive.img")).unwrap();
@@ -30,7 +30,7 @@ impl Bench {
         self.folder.path().join(name)
     }
 
-    /// Names in the folder.
+    /// Returns the sorted file names in the directory.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = self.folder.path().read_dir().unwrap();
         let mut names: Vec<_> = entries
@@ -40,7 +40,7 @@ impl Bench {
         names
     }
 
-    /// `nvme-mpt COMMAND --state-dir … ARGUMENTS`, in the folder.
+    /// Creates the command `nvme-mpt COMMAND --state-dir … ARGUMENTS`, run in the directory.
     pub(crate) fn command(&self, command: &str, arguments: &[&str]) -> Command {
         let mut nvme_mpt = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"));
         nvme_mpt
@@ -57,13 +57,13 @@ impl Bench {
         self.command(command, arguments).output().unwrap()
     }
 
-    /// Starts a server with these functions; its control socket is `NAME.control`.
+    /// Starts a server with `functions`. Its control socket is `NAME.control`.
     pub(crate) fn serve(&self, name: &str, functions: &[&str]) -> Result<Server, Failure> {
         Server::start(self.serve_command(name, functions))
     }
 
-    /// A command to the server `one`. Returns what it printed, or its complaint. It is given again as long as the server,
-    /// or the thread of a function, is held up.
+    /// Runs a command on the server `one`. Returns its output or its error. Repeats the command while the server or the thread
+    /// of a function is held up.
     pub(crate) fn ask(&self, command: &str, arguments: &[&str]) -> Result<String, String> {
         let busy = |printed: &str| printed.split([' ', '\n', '"']).any(|word| word == "busy");
         self.ask_until(command, arguments, |printed| {
@@ -71,7 +71,7 @@ impl Bench {
         })
     }
 
-    /// As [`Self::ask`], until what it prints is `complete`.
+    /// Like [`Self::ask`], until `complete` accepts the output.
     pub(crate) fn ask_until(
         &self,
         command: &str,
@@ -89,7 +89,7 @@ impl Bench {
             };
             let held_up = match &answer {
                 Ok(printed) => !complete(printed),
-                // The server, or the function that a change is about: nothing has changed then.
+                // The server or the function's thread did not answer, and nothing has changed.
                 Err(complaint) => complaint.contains("does not answer"),
             };
             if !held_up || Instant::now() > deadline {
@@ -107,7 +107,7 @@ impl Bench {
         serve
     }
 
-    /// Returns the output of `leases list --json`: id, state and range.
+    /// Returns id, state and range of each lease in the output of `leases list --json`.
     pub(crate) fn leases(&self) -> Vec<(String, String, String)> {
         let output = self.run("leases", &["list", "--json"]);
         assert!(output.status.success(), "{output:?}");
@@ -129,7 +129,7 @@ pub(crate) struct Failure {
     pub(crate) stderr: String,
 }
 
-/// A server that is ready. Killed when dropped.
+/// A server that is ready. It is killed on drop.
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Child,
@@ -171,7 +171,7 @@ impl Server {
         self.process.id()
     }
 
-    /// As `kill -9` does.
+    /// Kills the server by SIGKILL.
     pub(crate) fn kill(mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
@@ -184,14 +184,14 @@ impl Server {
         assert!(sent.unwrap().success());
     }
 
-    /// Sends a signal by name and waits for the end; returns what was logged as well.
+    /// Sends a signal by name, and waits for the end. Returns the status and the log.
     pub(crate) fn signal(mut self, signal: &str) -> (ExitStatus, String) {
         self.send(signal);
         self.wait()
     }
 
-    /// Ends it, which must go well. It may have seen a test's edit of its file before the test had it reload, and a busy host
-    /// may have made signals slow.
+    /// Stops the server, which must succeed. The log may report an edit of the configuration file, or slow eventfds on a busy
+    /// host.
     pub(crate) fn stop(self) {
         let (status, stderr) = self.signal("TERM");
         assert!(status.success(), "{status}: {stderr}");
@@ -211,13 +211,12 @@ impl Drop for Server {
     }
 }
 
-/// Returns whether a file exists, dangling or not.
+/// Returns whether a path exists, even as a dangling link.
 pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
-/// Returns whether a process has a context of asynchronous I/O. The kernel takes tens of milliseconds to end a process
-/// that has one.
+/// Returns whether a process has an AIO context, which makes its end take tens of milliseconds in the kernel.
 pub(crate) fn has_aio(pid: &str) -> bool {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     maps.contains("/[aio]")

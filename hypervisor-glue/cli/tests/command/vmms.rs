@@ -1,4 +1,4 @@
-//! Functions in VMMs on a drive of a server. A VMM is this program once more, as another process.
+//! Functions in VMMs on a drive of a server. A VMM is another process of this test program.
 
 use std::env;
 use std::fs;
@@ -39,27 +39,27 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::support::{Bench, PATIENCE, Server};
 
-/// Variables of a VMM's environment: its option string, its state folder, and the byte that it writes.
+/// Environment variables of a VMM: its option string, its state directory, and the byte that it writes.
 const FUNCTION: &str = "TEST_VMM_FUNCTION";
 const STATE: &str = "TEST_VMM_STATE";
 const SEED: &str = "TEST_VMM_SEED";
-/// Number of the user that it becomes, if it is not to stay the test's.
+/// User id that the VMM switches to, if set.
 const USER: &str = "TEST_VMM_USER";
-/// Set if it confines itself by Landlock before it attaches.
+/// Set if the VMM confines itself by Landlock before it attaches.
 const CONFINED: &str = "TEST_VMM_CONFINED";
 /// Reports of a VMM that has confined itself.
 const WITHOUT_DRIVE: &str = "confined, without the drive";
 const WITH_DRIVE: &str = "confined, with the drive";
 const NOT_CONFINED: &str = "not confined";
 
-/// Commands that a guest leaves in flight.
+/// Number of commands that a guest leaves in flight.
 const IN_FLIGHT: u64 = 32;
 
-/// Bytes that a VMM's guest writes and reads, over and over.
+/// Bytes that a VMM's guest writes and reads repeatedly.
 pub(crate) const RANGE: u64 = 16 << 20;
 pub(crate) const PIECE: usize = 64 << 10;
 
-/// A VMM, which writes its range when it is told to, and reports each pass.
+/// A VMM process, which writes its range on request and reports each pass.
 pub(crate) struct TestVmm {
     process: Child,
     orders: ChildStdin,
@@ -71,12 +71,12 @@ impl TestVmm {
         Self::start_by(bench, None, options, seed)
     }
 
-    /// Starts one that confines itself for its function. It reports that, and attaches when it is told to.
+    /// Starts a VMM that confines itself for its function. It reports the result, and attaches on request.
     fn start_confined(bench: &Bench, options: &str, seed: u8) -> Self {
         Self::start_by(bench, Some((CONFINED, String::new())), options, seed)
     }
 
-    /// Starts one that becomes another user, which root alone may do.
+    /// Starts a VMM that switches to another user, which needs root.
     pub(crate) fn start_as(bench: &Bench, user: u32, options: &str, seed: u8) -> Self {
         Self::start_by(bench, Some((USER, user.to_string())), options, seed)
     }
@@ -104,7 +104,7 @@ impl TestVmm {
         }
     }
 
-    /// Returns its next report. The lines of the test's own harness have another beginning.
+    /// Returns the next report of the VMM. Lines of the test harness lack its prefix.
     pub(crate) fn report(&mut self) -> String {
         let mut line = String::new();
         loop {
@@ -117,25 +117,25 @@ impl TestVmm {
         }
     }
 
-    /// Has it write and read its range once more.
+    /// Has the guest write and read its range once.
     pub(crate) fn pass(&mut self) -> String {
         writeln!(self.orders, "pass").unwrap();
         self.report()
     }
 
-    /// Gives an order, and returns the report.
+    /// Sends an order, and returns the report.
     pub(crate) fn order(&mut self, order: &str) -> String {
         writeln!(self.orders, "{order}").unwrap();
         self.report()
     }
 
-    /// Waits until its guest's controller has failed.
+    /// Waits until the guest's controller has failed.
     pub(crate) fn await_failure(&mut self) {
         writeln!(self.orders, "failure").unwrap();
         assert_eq!(self.report(), "fatal");
     }
 
-    /// Stops its process, which does nothing until it is killed.
+    /// Stops the process by SIGSTOP. Only SIGKILL ends it then.
     pub(crate) fn stand_still(&self) {
         let process = self.process.id().to_string();
         let stopped = Command::new("kill").args(["-s", "STOP", &process]).status();
@@ -147,14 +147,14 @@ impl TestVmm {
         self.process.wait().unwrap();
     }
 
-    /// Has it detach its function and end.
+    /// Has the VMM detach its function and end.
     pub(crate) fn end(mut self) {
         drop(self.orders);
         assert!(self.process.wait().unwrap().success());
     }
 }
 
-/// The VMM's process, and no test by itself.
+/// Main function of a VMM process, which other tests start.
 #[test]
 #[ignore = "started by other tests"]
 fn vmm() {
@@ -232,7 +232,7 @@ fn vmm() {
                 guest.leave_in_flight(seed.wrapping_add(passes));
                 println!("VMM: loaded");
             }
-            // Commands that were in flight when a server ended.
+            // Waits for commands that were in flight when a server ended.
             "await" => match guest.await_in_flight() {
                 Ok(()) => println!("VMM: all done"),
                 Err(error) => println!("VMM: failed: {error}"),
@@ -254,7 +254,7 @@ fn vmm() {
     bar.function().end().unwrap();
 }
 
-/// Confines this thread, and those that it starts, for a function. Waits for an order then.
+/// Confines this thread and its future children for a function. Reports the result and waits for an order.
 fn confine(function: &ParsedFunctionOptions, state_dir: String) {
     let text = function.text();
     let config = FunctionConfig::from_keys(|key| match key {
@@ -263,7 +263,7 @@ fn confine(function: &ParsedFunctionOptions, state_dir: String) {
         _ => text.get(key).map(str::to_owned),
     });
     let config = config.unwrap();
-    // As Cloud Hypervisor does.
+    // Handles the same access rights as Cloud Hypervisor.
     let all = AccessFs::from_all(ABI::V3);
     let rules = Ruleset::default().handle_access(all).unwrap();
     let mut rules = rules.create().unwrap();
@@ -285,10 +285,10 @@ fn confine(function: &ParsedFunctionOptions, state_dir: String) {
     std::io::stdin().read_line(&mut String::new()).unwrap();
 }
 
-/// The driver of a VMM's guest.
+/// Driver of a VMM's guest.
 struct Guest {
     disk: Disk,
-    /// For commands that are left in flight.
+    /// Queue for commands that are left in flight.
     queue: QueuePair,
     in_flight: Vec<u16>,
     buffer: DmaBuffer,
@@ -313,7 +313,7 @@ impl Guest {
         }
     }
 
-    /// Makes writes to all eventfds that the server has of this VMM wait, and has the server signal them.
+    /// Makes all eventfds that the server holds of this VMM block on write, and has the server signal them.
     fn block(mut self, host: &dyn ControllerBackend) -> Self {
         const VECTOR: u16 = 2;
         let SharedParts {
@@ -327,26 +327,26 @@ impl Guest {
         let vector = &vectors[usize::from(VECTOR)];
         vector.set_eventfd(Some(ours.try_clone().unwrap()));
         vector.set_masked(false);
-        // Nothing reads it.
+        // Fills the counter. No thread reads this eventfd.
         let _ = ours.read();
         ours.write(u64::MAX - 1).unwrap();
         for eventfd in [&events, &ours] {
-            // The server has made it non-blocking, which any owner can undo: here by the ioctl FIONBIO.
+            // The server has set the eventfd to non-blocking. Any holder can undo that, here by the ioctl FIONBIO.
             let descriptor = UnixStream::from(eventfd::share(eventfd).unwrap());
             descriptor.set_nonblocking(false).unwrap();
         }
-        // The function's threads empty this one, and would wait for a counter that another of them has emptied. It is
-        // full again at once.
+        // The function's threads read this eventfd, and would wait if another thread has emptied it. Refills the counter at
+        // once.
         thread::spawn(move || while events.write(u64::MAX - 1).is_ok() {});
-        // The poller reports that it fails, and raises the vector.
+        // The command fails. The poller completes it, and raises the vector.
         self.queue.submit(Sqe::read(1, u64::MAX, 1)).unwrap();
         self.queue.ring();
-        // A poller that watches the admin doorbells signals the events for what they have already.
+        // A poller that begins to watch the admin doorbells signals events for pending values.
         host.begin_silent_doorbells().unwrap();
         self
     }
 
-    /// Names memory that the guest has not, and blocks that its lease has not. The server refuses each.
+    /// Sends commands with memory outside of the guest, and with blocks outside of the lease. The server must refuse each.
     fn trespass(&mut self) -> Result<(), String> {
         let blocks = self.blocks();
         let (page, end) = (self.buffer.gpa(), self.buffer.memory().regions());
@@ -376,12 +376,12 @@ impl Guest {
         self.controller.status().unwrap() & CSTS_FATAL != 0
     }
 
-    /// Returns the number of blocks of its drive, as the controller reports it now.
+    /// Returns the number of blocks of the namespace, as the controller reports it now.
     fn blocks(&mut self) -> u64 {
         self.controller.identify_namespace(1).unwrap().nsze
     }
 
-    /// Gives commands that write, and does not wait for them.
+    /// Submits writes without waiting for their completions.
     fn leave_in_flight(&mut self, byte: u8) {
         self.buffer.write(0, &[byte; PIECE]);
         for slot in 0..IN_FLIGHT {
@@ -390,13 +390,13 @@ impl Guest {
             let write = Sqe::write(1, slba, (PIECE / 512) as u32);
             let cid = self.queue.submit(write.with_data(prepared.pointer));
             self.in_flight.push(cid.unwrap());
-            // The list lives as long as the guest's memory is not given out again.
+            // The PRP list must live until the commands complete.
             std::mem::forget(prepared);
         }
         self.queue.ring();
     }
 
-    /// Waits for them: each completes once, and none with an error.
+    /// Waits for the commands in flight. Each must complete once and succeed.
     fn await_in_flight(&mut self) -> Result<(), String> {
         let cids = std::mem::take(&mut self.in_flight);
         let completions = self.queue.drain(&cids, PATIENCE);
@@ -435,14 +435,14 @@ fn read(disk: &mut Disk, byte: u8) -> Result<(), String> {
     Ok(())
 }
 
-/// A server with the bench's drive and no function.
+/// Starts a server with the bench's drive and no function.
 pub(crate) fn server(bench: &Bench) -> Server {
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--drive", "path=drive.img"]);
     Server::start(serve).unwrap()
 }
 
-/// Waits until the ledger has these leases alone.
+/// Waits until the ledger has exactly these leases.
 pub(crate) fn await_leases(bench: &Bench, ids: &[&str]) {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -479,7 +479,7 @@ fn vmms_share_a_drive_of_a_server_and_one_that_dies_leaves_no_trace() {
         );
     }
 
-    // Both work, one is killed in the middle of it, and the other notices nothing.
+    // Both guests work. One VMM is killed during a pass, and the other guest notices nothing.
     assert_eq!([first.pass(), second.pass()], ["passed", "passed"]);
     writeln!(first.orders, "pass").unwrap();
     writeln!(second.orders, "pass").unwrap();
@@ -500,12 +500,12 @@ fn vmms_share_a_drive_of_a_server_and_one_that_dies_leaves_no_trace() {
         "written by the first alone"
     );
 
-    // Its place is free for the same id, with the data that is there.
+    // The id gets its range again, with its data.
     let mut again = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 11);
     assert_eq!(again.report(), "attached");
     assert_eq!([again.pass(), second.pass()], ["passed", "passed"]);
     again.end();
-    // A VMM that comes right after one that was killed waits for the end of its lease.
+    // A VMM that attaches right after another was killed waits until the killed VMM's lease ends.
     let mut killed = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 21);
     assert_eq!(killed.report(), "attached");
     assert_eq!(killed.pass(), "passed");
@@ -566,7 +566,7 @@ fn a_vmm_that_is_confined_while_a_server_has_its_drive_cannot_open_it_and_waits_
     let second_server = server(&bench);
     assert_eq!(first.pass(), "passed");
 
-    // The server goes after it was found and before the function attaches. The question made no lease.
+    // The server ends between discovery and attach. Discovery made no lease.
     let mut late = TestVmm::start_confined(&bench, "path=drive.img,range=16M+16M,id=late", 101);
     assert_eq!(late.report(), WITHOUT_DRIVE);
     await_leases(&bench, &["first"]);
@@ -582,7 +582,7 @@ fn a_vmm_that_is_confined_while_a_server_has_its_drive_cannot_open_it_and_waits_
     }
     late.end();
 
-    // Without a server, the drive is the VMM's own.
+    // Without a server, the VMM opens the drive itself.
     let mut own = TestVmm::start_confined(&bench, options, 11);
     assert_eq!(own.report(), WITH_DRIVE);
     assert_eq!(own.order("attach"), "attached");
@@ -617,14 +617,14 @@ fn a_vmm_is_refused_what_another_has() {
         other.end();
     }
     assert_eq!(first.pass(), "passed");
-    // Data of another id is refused as everywhere.
+    // Data of another id is refused, as for any other function.
     first.end();
     await_leases(&bench, &[]);
     let mut other = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=other", 1);
     let report = other.report();
     assert!(report.contains("data=wipe"), "{report}");
     other.end();
-    // Other drives are the VMM's own.
+    // A VMM opens other drives itself.
     let own = fs::File::create(bench.path("own.img")).unwrap();
     own.set_len(RANGE).unwrap();
     let mut own = TestVmm::start(&bench, "path=own.img,id=own", 1);
@@ -657,7 +657,7 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
         let function = &stats["functions"][0];
         assert_eq!(function["id"], "first");
         let figure = |name: &str| function["queues"][0][name].as_u64().unwrap();
-        // The first command wakes a poller that sleeps.
+        // The first command wakes a sleeping poller, so there is at least one exit.
         figure("commands") >= 2 * RANGE / PIECE as u64 && figure("doorbell_exits") > 0
     };
     let stats = bench.ask_until("stats", &["--json"], all_counted).unwrap();
@@ -672,11 +672,11 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
     ask(&bench, "remove", &["first", "--force"]).unwrap();
     await_leases(&bench, &[]);
     first.await_failure();
-    // It does not ask for it again.
+    // The VMM does not request the lease again.
     thread::sleep(Duration::from_millis(300));
     await_leases(&bench, &[]);
     first.kill();
-    // The server goes on, and so does one whose VMM hangs in the middle of a message.
+    // The server continues to work. The next VMM hangs in the middle of a message.
     let mut socket = fs::read_dir(bench.path("state/servers")).unwrap();
     let socket = socket.next().unwrap().unwrap().path();
     let mut hanging = UnixStream::connect(socket).unwrap();
@@ -687,7 +687,7 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
     again.end();
     let (status, stderr) = server.signal("TERM");
     assert!(status.success(), "{status}: {stderr}");
-    // The message that does not go on ends its connection with a warning, if the test takes that long.
+    // If the test takes long enough, the unfinished message ends its connection with a warning.
     let warning = [
         "A VMM's connection ended",
         "the other side did not answer in time",
@@ -706,7 +706,7 @@ fn a_drive_that_a_vmm_uses_goes_with_a_reload_by_force_alone() {
     let server = Server::start(serve).unwrap();
     let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
     assert_eq!(vmm.report(), "attached");
-    // As long as something names the drive, it is no matter of the VMM's.
+    // While the file names the drive, a reload does not affect the VMM.
     let function = "[[function]]\nsocket = \"a.sock\"\npath = \"drive.img\"\nrange = \"16M+16M\"\nid = \"a\"\n";
     write(function);
     let reloaded = ask(&bench, "reload", &[]).unwrap();
@@ -742,7 +742,7 @@ fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
         }
         vmm.await_failure();
         vmm.kill();
-        // The next server takes the place of the dead one.
+        // The next server replaces the dead one.
         let server = self::server(&bench);
         let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
         assert_eq!(vmm.report(), "attached");
@@ -776,12 +776,12 @@ fn a_function_goes_on_with_the_next_server() {
                 }
                 _ => server.kill(),
             }
-            // Nothing fails meanwhile: the guest waits.
+            // No command fails without a server: the guest waits.
             thread::sleep(Duration::from_millis(200));
             server = server_with_info();
             assert_eq!(vmm.order("await"), "all done");
             await_leases(&bench, &["first"]);
-            // A function that is held up has no figures for a moment.
+            // Statistics leave out a function for a moment if its thread is held up.
             let has_function = |stats: &str| stats.contains("\"id\":\"first\"");
             let stats = bench.ask_until("stats", &["--json"], has_function);
             let stats: serde_json::Value = serde_json::from_str(&stats.unwrap()).unwrap();
@@ -790,7 +790,7 @@ fn a_function_goes_on_with_the_next_server() {
             assert_eq!(vmm.pass(), "passed");
             assert_eq!(vmm.order("read"), "passed");
         }
-        // A guest that resets its controller while there is no server finds it ready when there is one.
+        // A guest resets its controller while there is no server. The controller becomes ready with the next server.
         server.kill();
         writeln!(vmm.orders, "reset").unwrap();
         thread::sleep(Duration::from_millis(200));
@@ -817,7 +817,7 @@ fn a_hundred_servers_are_killed_under_a_function() {
         server = self::server(&bench);
         assert_eq!(vmm.order("await"), "all done");
         times.push(killed.elapsed());
-        // A write of the killed server that landed now would be found.
+        // Detects a late write of the killed server.
         assert_eq!(vmm.pass(), "passed");
         assert_eq!(vmm.order("read"), "passed");
     }

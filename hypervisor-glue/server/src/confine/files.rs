@@ -393,7 +393,7 @@ mod tests {
             fs::rename(inside.join("a"), inside.join("b")).unwrap();
             UnixListener::bind(inside.join("socket")).unwrap();
             fs::read("/etc/passwd").unwrap();
-            // The account of memory, before memory is pinned.
+            // Files that are read to count available memory, before memory is pinned.
             for file in ["meminfo", "vmstat", "self/cgroup"] {
                 fs::read(Path::new("/proc").join(file)).unwrap();
             }

@@ -367,7 +367,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs `work` on a thread that has the filter.
+    /// Runs `work` on a thread with the filter.
     fn filtered<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
         let filtered = || {
             let filter = filter(super::super::REFUSAL).unwrap();
@@ -377,7 +377,7 @@ mod tests {
         start_thread("filtered", filtered).unwrap().join().unwrap()
     }
 
-    /// Maps memory with these rights.
+    /// Maps memory with the given protection.
     fn map(rights: libc::c_int) -> Result<(), String> {
         let flags = libc::MAP_ANONYMOUS | libc::MAP_PRIVATE;
         let mapped = MmapRegion::<()>::build(None, 4096, rights, flags);
@@ -406,7 +406,7 @@ mod tests {
             File::open(folder.path()).unwrap().sync_all().unwrap();
             UnixStream::pair().unwrap();
             memfd_create("memory", MemfdFlags::CLOEXEC).unwrap();
-            // Threads and processes, by clone3 or by what replaces it.
+            // Starting threads and processes uses clone3 or its fallback.
             start_thread("another", || {}).unwrap().join().unwrap();
             assert!(Command::new("true").status().unwrap().success());
             map(libc::PROT_READ | libc::PROT_WRITE).unwrap();
@@ -416,7 +416,7 @@ mod tests {
     #[test]
     fn an_intruder_is_refused() {
         let root = || rustix::process::chroot("/");
-        // The reason that the test is not of a filter: it needs CAP_SYS_CHROOT.
+        // Without the filter, the call fails only for lack of CAP_SYS_CHROOT.
         assert!(matches!(root(), Ok(()) | Err(Errno::PERM)));
         filtered(move || {
             assert_eq!(root(), Err(Errno::NOSYS));
@@ -428,7 +428,7 @@ mod tests {
             let refused = map(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC).unwrap_err();
             let reason = io::Error::from_raw_os_error(libc::ENOSYS).to_string();
             assert!(refused.contains(&reason), "{refused}");
-            // The programs that it starts are confined as well.
+            // Child programs are confined as well.
             let unshare = Command::new("unshare").args(["--user", "true"]).output();
             let unshare = unshare.unwrap();
             assert!(!unshare.status.success());

@@ -175,10 +175,10 @@ mod tests {
         }
     }
 
-    /// Variable of a process that is to panic on a thread of this name.
+    /// Environment variable: name of the thread on which the process panics.
     const PANICS: &str = "NVME_MPT_TEST_PANICS";
 
-    /// Body of the processes that panic, and nothing in a usual run.
+    /// Body of the processes that panic. Does nothing in a usual test run.
     #[test]
     fn panicking_process() {
         let Ok(name) = std::env::var(PANICS) else {

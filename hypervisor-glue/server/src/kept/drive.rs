@@ -219,7 +219,7 @@ mod tests {
         hangs_up_within(pipe, 0)
     }
 
-    /// A process that another test starts has copies of all descriptors for a moment.
+    /// Waits up to a minute, because a process that another test starts briefly holds copies of all descriptors.
     fn hangs_up_soon(pipe: &PipeReader) -> bool {
         hangs_up_within(pipe, 60)
     }
@@ -239,7 +239,7 @@ mod tests {
         bag.bag().put(PRESENCE, &[held.as_fd()]).unwrap();
         bag.bag().put(HANDED_OVER, &[state.as_fd()]).unwrap();
         drop(held);
-        // A process that dies before it has opened the drive is followed by another one.
+        // If the process dies before it has opened the drive, the next process gets the descriptor.
         assert_eq!(handed(&mut bags).len(), 1);
         assert!(!has_hung_up(&hangs_up));
         assert!(handed(&mut bags).is_empty());
@@ -264,7 +264,7 @@ mod tests {
         assert!(!has_hung_up(&first));
         let second = keep(2);
         assert!(hangs_up_soon(&first), "it was replaced");
-        // Each server that dies finds it, until one puts another in its place.
+        // Each later server finds the descriptors, until a server replaces them.
         for _ in 0..2 {
             let left = bags.take(&registry, name.clone()).unwrap();
             assert_eq!((left.handed.len(), left.left.len()), (0, 2));

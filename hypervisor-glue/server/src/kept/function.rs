@@ -1041,14 +1041,13 @@ mod tests {
 
     use super::*;
 
-    /// States that releases have stored of the same function and client, by their versions. The last one is of this
-    /// version.
+    /// States of the same function and client, as releases have stored them, by version. The last entry is the current version.
     const STORED: [(u32, &str); 2] = [
         (1, include_str!("stored/device_state_1.json")),
         (2, include_str!("stored/device_state_2.json")),
     ];
 
-    /// The client of a state of this version: since version 2, it uses the pin.
+    /// Returns the client of a state of this version. The client uses the pin since version 2.
     fn client_of(version: u32) -> PersistedClient {
         let client = client();
         match version {
@@ -1100,7 +1099,7 @@ mod tests {
         let live = InflightFile::new(1).unwrap();
         let crashed = File::from(live.fd().try_clone_to_owned().unwrap());
         let read = |crashes: u64| {
-            // The record follows that of lost writes.
+            // The crash count follows the record of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
             let bag = DescriptorQueue::new().unwrap();
             bag.put(LIVE, &[live.fd()]).unwrap();
@@ -1117,7 +1116,7 @@ mod tests {
         }
     }
 
-    /// The bag's messages have the numbers that all releases have given them.
+    /// Message numbers in the descriptor queue must be the same in all releases.
     #[test]
     fn what_each_release_has_left_of_a_function_is_taken_up() {
         let folder = tempfile::tempdir().unwrap();

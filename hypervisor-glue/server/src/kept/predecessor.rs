@@ -539,7 +539,7 @@ mod tests {
         pidfd_open(process, PidfdFlags::empty()).unwrap()
     }
 
-    /// Returns the words of a server that ends, whose functions were asked to rest at `rested`.
+    /// Returns the message of a server that ends. `rested` is the time at which its functions began to quiesce.
     fn ends(rested: Duration) -> Vec<u8> {
         let mut words = vec![ENDS];
         let rested = u64::try_from(rested.as_nanos()).unwrap();
@@ -550,7 +550,7 @@ mod tests {
     #[test]
     fn a_successor_goes_on_beside_a_server_that_has_let_go() {
         let (mut server, socket) = UnixStream::pair().unwrap();
-        // It does not end in this test.
+        // The process does not end during the test.
         let process = descriptor_of(getpid());
         let rested = Duration::from_nanos(7);
         server.write_all(&ends(rested)).unwrap();
@@ -568,7 +568,7 @@ mod tests {
     #[test]
     fn a_successor_waits_for_the_end_of_a_server_that_does_not_let_go() {
         let rested = Duration::from_nanos(7);
-        // The first one is of an earlier release.
+        // The first message is from an earlier release.
         for words in [vec![ENDS], ends(rested)] {
             let mut command = Command::new("cat");
             command.stdin(Stdio::piped()).stdout(Stdio::null());
@@ -625,7 +625,7 @@ mod tests {
         try_resources(&[needs; 4]).unwrap();
     }
 
-    /// Returns a successor that has said this, and its end of the socket.
+    /// Returns a successor that has sent `words`, and its end of the socket.
     fn successor(words: &[u8]) -> (SuccessorProcess, UnixStream) {
         let (socket, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(words).unwrap();
@@ -665,7 +665,7 @@ mod tests {
         let mut word = [0];
         theirs.read_exact(&mut word).unwrap();
         assert_eq!(word, [LET_GO]);
-        // It has ended.
+        // The successor has ended.
         drop(theirs);
         successor.let_go_on().unwrap_err();
     }

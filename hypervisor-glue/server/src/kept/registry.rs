@@ -327,13 +327,13 @@ mod tests {
             Self { socket, folder }
         }
 
-        /// Makes a registry of its server, with room for so many descriptors.
+        /// Creates a registry that may store `max` descriptors.
         fn registry(&self, max: u64) -> FdStoreRegistry {
             let path = self.folder.path().join("notify");
             FdStoreRegistry::new(FdStoreClient::connect(path.as_os_str(), max).unwrap())
         }
 
-        /// Returns the next message; `None` if there is none yet.
+        /// Returns the next message, or `None` if none has arrived.
         fn message(&self) -> Option<String> {
             let mut buffer = [0; 512];
             let length = self.socket.recv(&mut buffer).ok()?;
@@ -379,12 +379,12 @@ mod tests {
         drop(first);
         registry.look();
         assert!(registry.has_ended());
-        // VMs come and go as if nothing was.
+        // VMs connect and disconnect without a keeper.
         assert!(!keep("function-2"));
         registry.forget("function-0").unwrap();
         let next = DiscardingFdStore::new();
         let path = next.folder.path().join("notify");
-        // The third finds no room.
+        // A limit of 3 leaves no capacity for the third set of descriptors.
         let store = FdStoreClient::connect(path.as_os_str(), 3).unwrap();
         registry.adopt(store).unwrap();
         assert!(!registry.has_ended());
@@ -395,7 +395,7 @@ mod tests {
             [stored("function-1"), ready()]
         );
         assert_eq!(next.message(), None);
-        // A keeper whose end nothing has noticed yet.
+        // A keeper that has ended, which the registry has not noticed yet.
         drop(next);
         registry.forget("function-1").unwrap();
         assert!(registry.has_ended());
@@ -438,7 +438,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let passed_on = |max| {
             let registry = keeper.registry(max);
-            // The server before had the keeper store the ninth, and no room for the tenth.
+            // The old server had the keeper store the ninth descriptor, and had no capacity for the tenth.
             for name in ["function-10", "function-9"] {
                 registry.know(name, &[file.as_fd(); 2]).unwrap();
             }

@@ -143,7 +143,7 @@ mod tests {
         let later = start + Duration::from_millis(1500);
         assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(1000));
         assert_eq!(bucket.take(later), LogBudgetDecision::LeaveOut);
-        // The half second that was over counts towards the next.
+        // The unused half second counts towards the next message.
         assert_eq!(
             bucket.take(start + Duration::from_secs(2)),
             LogBudgetDecision::PassAfter(1)

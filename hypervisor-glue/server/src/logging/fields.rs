@@ -85,7 +85,7 @@ mod tests {
         let of_thread = [("function", "vm7"), ("lease", "vm7"), ("thread", "vm7")];
         let expected = [&[("queue", "3")][..], &of_thread].concat();
         assert_eq!(seen(&own), pairs(&expected));
-        // A message about another function has that one alone.
+        // A message about another function has only its own lease field.
         let own = [("lease", Value::from("vm9"))];
         let expected = [("lease", "vm9"), ("function", "vm7"), ("thread", "vm7")];
         assert_eq!(seen(&own), pairs(&expected));

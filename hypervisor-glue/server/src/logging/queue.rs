@@ -194,10 +194,10 @@ mod tests {
         }
     }
 
-    /// A queue whose messages are read one by one by the test.
+    /// Creates a queue whose messages the test reads one at a time.
     fn with_reader() -> (Arc<MessageQueue>, mpsc::Receiver<String>) {
         let queue = Arc::new(MessageQueue::default());
-        // Without room: a write lasts until its message is read.
+        // The channel has no buffer, so a write lasts until the test reads its message.
         let (pipe, read) = mpsc::sync_channel(0);
         let writer = queue.clone();
         let write = move || {
@@ -213,7 +213,7 @@ mod tests {
     fn a_reader_that_stands_still_makes_no_thread_wait_and_learns_what_it_missed() {
         let (queue, read) = with_reader();
         queue.put(message("first"));
-        // All of this returns while the first write lasts.
+        // All these calls return while the first write blocks.
         let sent = MESSAGES_MAX as u64 + 100;
         for number in 0..sent {
             queue.put(message(&number.to_string()));

@@ -486,7 +486,7 @@ pub(super) mod tests {
     use super::*;
     use crate::stats::{GuestPause, GuestPauseCause, tests as stats_tests};
 
-    /// Figures with a sample of each metric.
+    /// Returns a snapshot with a sample of each metric.
     pub(in crate::metrics) fn full() -> MetricsSnapshot {
         let mut stats = stats_tests::sample();
         let function = &mut stats.functions[0];
@@ -639,7 +639,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Returns the words of `text` that are names of metrics.
+    /// Returns the metric names in `text`.
     fn named(text: &str) -> BTreeSet<String> {
         let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
         let named = words.filter(|word| word.starts_with("nvme_mpt_"));
@@ -663,7 +663,7 @@ pub(super) mod tests {
         assert!(asked.len() > 25, "{asked:?}");
         let unknown: Vec<_> = asked.difference(&exported).collect();
         assert_eq!(unknown, [""; 0]);
-        // Labels by which queries select and add up; Prometheus itself adds `instance`.
+        // Labels that queries use. Prometheus itself adds `instance`.
         for label in [
             "function", "queue", "status", "kind", "cause", "lease", "drive", "use", "poller", "le",
         ] {

@@ -389,7 +389,7 @@ mod tests {
     use super::super::health::HealthAnswers;
     use super::*;
 
-    /// Counts its snapshots.
+    /// A source that counts its snapshots.
     struct CountingMetricsSource(Arc<AtomicU64>);
 
     impl MetricsSource for CountingMetricsSource {
@@ -481,7 +481,7 @@ mod tests {
     fn clients_that_hang_hold_up_no_other() {
         let (_server, address) = server(&over("0"));
         let address = address.unwrap();
-        // One sends a part of a request, one does not take its answer, one sends nothing.
+        // Clients that send a part of a request, read no answer, and send nothing.
         let mut slow = connect(&address);
         slow.write_all(b"GET /metr").unwrap();
         let mut deaf = connect(&address);
@@ -502,7 +502,7 @@ mod tests {
         let address = address.unwrap();
         let mut held: Vec<_> = (0..4 * CLIENTS_MAX).map(|_| connect(&address)).collect();
         assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
-        // The first ones made room.
+        // The first connections were closed to make place.
         assert_eq!(held[0].read(&mut [0]).unwrap_or(0), 0);
     }
 
@@ -540,7 +540,7 @@ mod tests {
             &first,
             &figures.text(MetricsFormat::Prometheus)
         ));
-        // As if it were old.
+        // Expires the texts.
         figures.texts.clear();
         assert!(!Arc::ptr_eq(
             &first,
@@ -548,7 +548,7 @@ mod tests {
         ));
     }
 
-    /// Longer than any machine holds a thread up.
+    /// Timeout that exceeds any delay of a busy machine.
     const PATIENCE: Duration = Duration::from_secs(180);
 
     #[test]
@@ -564,7 +564,7 @@ mod tests {
         assert!(at_first.contains("nvme_mpt_build_info"), "{at_first}");
         let server = MetricsServer::start(listener, CountingMetricsSource(Arc::default())).unwrap();
         let deadline = clock::monotonic() + PATIENCE;
-        // Each read finds a whole file.
+        // Each read finds a complete file.
         while clock::monotonic() < deadline {
             let text = fs::read_to_string(&path).unwrap();
             assert!(

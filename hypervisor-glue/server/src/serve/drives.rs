@@ -354,7 +354,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes a drive's file.
+    /// Creates a drive's file.
     fn file(folder: &tempfile::TempDir, name: &str) -> PathBuf {
         let path = folder.path().join(name);
         File::create(&path).unwrap().set_len(1 << 20).unwrap();
@@ -386,7 +386,7 @@ mod tests {
         let mut drives = OpenDrives::open_beside(&held, &functions);
         let opened = [held[0].path.clone(), functions[0].path.clone()];
         assert_eq!(paths(&drives), opened);
-        // They are the drives of the functions.
+        // The functions use the drives that were opened.
         let before: Vec<_> = drives.controllers();
         for function in &functions[..2] {
             let drive = drives.open(function, functions.iter(), None).unwrap();
@@ -422,7 +422,7 @@ mod tests {
         }
         drives.close_moved(|_| false);
         assert_eq!(drives.0.len(), 1);
-        // An answer that nothing waited for is asked for again.
+        // A late answer is discarded, and the question is asked again.
         answer.send(Ok("0 of disk:other".to_owned())).unwrap();
         let minute = Duration::from_secs(60);
         let moved = drives.find_moved(&within(minute));

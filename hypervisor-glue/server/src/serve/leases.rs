@@ -1015,7 +1015,7 @@ mod tests {
         drop(server);
     }
 
-    /// Connects a VMM without a thread or a lease, under a number. Returns the VMM's end.
+    /// Connects a VMM without a thread or a lease, by its number. Returns the VMM's end.
     fn connect(table: &LeaseTable, peer: PeerIdentity, number: u64) -> UnixStream {
         let (stream, vmm) = UnixStream::pair().unwrap();
         let connection = VmmConnection {
@@ -1051,7 +1051,7 @@ mod tests {
                 connect(&table, peer(uid), number)
             })
         };
-        // Users of one person, each with as many connections as it may have.
+        // Users of one person, each with the maximum of connections.
         let mut theirs = Vec::new();
         for uid in 100_000..100_020 {
             theirs.extend((0..OTHERS_WAITING_MAX).filter_map(|_| come(uid).ok()));
@@ -1062,7 +1062,7 @@ mod tests {
             connections.values().filter(|one| !one.is_sent_away).count()
         };
         assert_eq!(waiting(&table), ALL_WAITING_MAX);
-        // Others come beside them, and one of theirs goes for each.
+        // Other users connect, and for each of them one of these connections is closed.
         for uid in 1000..1010 {
             come(uid).unwrap();
             assert_eq!(waiting(&table), ALL_WAITING_MAX);
@@ -1080,7 +1080,7 @@ mod tests {
             "the first one was sent away"
         );
 
-        // Those whose threads have not ended yet take room, and none of the operator's.
+        // Connections whose threads have not ended yet count, but not against the operator's share.
         while table.connections().len() < OTHERS_MAX {
             number += 1;
             drop(connect(&table, peer(2000), number));
@@ -1097,7 +1097,7 @@ mod tests {
         make_room(&mut table.connections(), &peer(0), 0).unwrap();
     }
 
-    /// Returns the parts that a VMM keeps of its function; `None` for one that ends with its server.
+    /// Returns the parts that a VMM keeps of its function, or `None` if the function ends with its server.
     fn kept_parts(host: &dyn ControllerBackend) -> Option<PersistedBackendParts> {
         let shared = host.shared();
         let live = shared.live?;
@@ -1108,7 +1108,7 @@ mod tests {
         })
     }
 
-    /// A table with a drive that is open, for a function of this user.
+    /// A lease table with an open drive, and the options of a function of one user.
     struct LeaseTableFixture {
         table: Arc<LeaseTable>,
         options: String,
@@ -1118,7 +1118,7 @@ mod tests {
     }
 
     impl LeaseTableFixture {
-        /// A drive of so many bytes, and these options of the function beside its path.
+        /// Creates a drive of `bytes` bytes. `options` are the function's options without the path.
         fn new(bytes: u64, options: &str) -> Self {
             let folder = tempfile::tempdir().unwrap();
             let state = folder.path().join("state");
@@ -1171,7 +1171,7 @@ mod tests {
         drop(host);
         let crashed = fs::File::from(parts.live.try_clone().unwrap());
         for crashes in [0_u64, 1, 2, u64::MAX] {
-            // The record follows that of lost writes.
+            // The crash count follows the record of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
             match admit(Some(&parts)) {
                 LeaseAdmission::Attached(_) => assert!(crashes < 2),
@@ -1201,7 +1201,7 @@ mod tests {
         assert!(!table.leave(), "a VMM is about to get a lease");
         drop(being_made);
         assert!(table.leave());
-        // Its VMM has gone, and does not wait for the end of this process.
+        // The VMM has disconnected, and does not wait for the end of this process.
         stop.store(true, Ordering::Relaxed);
         let LeaseAdmission::Refused(reason) = table.admit(0, *peer, options, None, &stop) else {
             panic!("a lease that the next process does not know of");
@@ -1234,7 +1234,7 @@ mod tests {
             ..
         } = &bench;
         let stop = AtomicBool::new(false);
-        // Has the lease made, and returns its stall and the parts that its VMM keeps. The VMM goes then.
+        // Acquires the lease, and returns its stall and the parts that its VMM keeps. Then the VMM disconnects.
         let visit = |table: &LeaseTable, parts: Option<&PersistedBackendParts>| {
             let _vmm = connect(table, *peer, 0);
             let LeaseAdmission::Attached(host) = table.admit(0, *peer, options, parts, &stop)
@@ -1282,7 +1282,7 @@ mod tests {
         let limits: OptionText = "iops=100".parse().unwrap();
         assert!(table.limit("a", &limits).unwrap().unwrap().is_some());
         let (attachment, path) = table.attachment_of("a").unwrap();
-        // Its VMM goes between both steps of a change.
+        // The VMM disconnects between the two steps of a change.
         let take_lease = || {
             table
                 .connections()
@@ -1295,7 +1295,7 @@ mod tests {
         assert!(table.take_up_limits("a", change).is_none());
         let recorded = attachment.lease().limits().unwrap();
         assert_eq!(recorded.as_deref(), Some("iops=200"));
-        // It is there again for the second change.
+        // The lease is back for the second change.
         if let Some(connection) = table.connections().get_mut(&0) {
             connection.lease = Some(taken);
         }
@@ -1310,11 +1310,11 @@ mod tests {
     #[test]
     fn only_sockets_of_dead_servers_are_removed() {
         let folder = tempfile::tempdir().unwrap();
-        // The number of this process, and one that is greater than any: both may be those of processes in other PID
-        // namespaces, and servers of earlier releases have no more in their names.
+        // The process id of this process, and an id above any valid one. Either may belong to a process in another PID
+        // namespace. Servers of earlier releases have only the process id in the name.
         let numbers = [process::id().to_string(), "4194305".to_owned()];
         let socket = |server: &str| folder.path().join(format!("{server}.sock"));
-        // As the listener names it until it listens.
+        // Name that the listener uses until it listens.
         let beginning = folder.path().join(".vfio-user.4194305.0");
         drop(UnixListener::bind(&beginning).unwrap());
         for number in &numbers {

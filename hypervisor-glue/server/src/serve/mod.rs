@@ -855,7 +855,7 @@ mod tests {
         UnixStream::connect(&control).unwrap_err();
         drop(before.stdin.take());
         before.wait().unwrap();
-        // Functions are offered meanwhile.
+        // Functions are offered while the old server still runs.
         while UnixStream::connect(&control).is_err() {
             clock::sleep(Duration::from_millis(1));
         }

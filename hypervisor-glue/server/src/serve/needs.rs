@@ -142,7 +142,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the rule for the drive itself.
+    /// Returns the file rule for the drive itself.
     fn rule(drive: &Path, profile: &str) -> FileRule {
         let text = format!("path={},id=a,profile={profile}", drive.display());
         let options: FunctionOptions = text.parse().unwrap();

@@ -1175,7 +1175,7 @@ mod tests {
     use crate::confine::ProcessConfinement;
     use crate::kept::{GuestPauseStart, ServerPersistence};
 
-    /// The roster of a server without functions, in a folder with a state folder.
+    /// Creates the registry of a server without functions. Its state directory is in `folder`.
     fn roster(folder: &Path, keeping: Option<ServerPersistence>) -> FunctionRegistry {
         let state_dir = folder.join("state");
         let ledgers = Arc::new(open::LeaseLedgers::open(&state_dir));
@@ -1212,21 +1212,21 @@ mod tests {
         FunctionDeclaration::read(DeclarationSource::CommandLine, text.parse().unwrap()).unwrap()
     }
 
-    /// Has the next server offer a function whose lease the server before has still, and checks that the function waits.
+    /// Has the next server offer a function whose lease the old server still holds, and checks that the function waits.
     fn check_waiting(offer: impl FnOnce(&mut FunctionRegistry, FunctionDeclaration)) {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         make_state_folder(&folder.join("state")).unwrap();
         let drive = File::create(folder.join("drive.img")).unwrap();
         drive.set_len(2 << 20).unwrap();
-        // This process is the server before as well.
+        // This process also acts as the old server.
         let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
         let (keeping, _keeper, mut server) = ServerPersistence::beside_with(folder, process);
         let mut before = roster(folder, None);
         before
             .offer_all(vec![function(folder, "before.sock")])
             .unwrap();
-        // It has the lease until its successor has tried to get it, and waits.
+        // The old server holds the lease until its successor has tried to acquire it and waits.
         let end = move || {
             let told = server.read_exact(&mut [0]).is_ok();
             drop(before);
@@ -1251,7 +1251,7 @@ mod tests {
     #[test]
     fn the_only_function_waits_for_the_lease_of_the_server_before() {
         check_waiting(|after, function| {
-            // Without a function that goes on, one that cannot be offered ends the server.
+            // If no function continues, a function that cannot be offered ends the server.
             let declared = StartConfiguration {
                 functions: vec![function],
                 ..StartConfiguration::default()

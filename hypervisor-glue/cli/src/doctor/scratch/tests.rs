@@ -1,4 +1,4 @@
-//! Namespaces of software drives. That of a physical drive is tried out in the lab.
+//! Trials on software drives. The lab tests a trial on a physical drive.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -9,7 +9,7 @@ use nvme_vfio::function::HostRoot;
 use super::super::{DoctorHost, DoctorReport, examine};
 use super::*;
 
-/// Short, as rates say nothing here.
+/// Short, because the tests do not check rates.
 const TIME: Duration = Duration::from_millis(50);
 
 fn host(folder: &Path) -> DoctorHost {
@@ -20,14 +20,14 @@ fn host(folder: &Path) -> DoctorHost {
     }
 }
 
-/// A drive file in a folder.
+/// Creates a drive file in a directory.
 fn file(folder: &Path, bytes: u64) -> DrivePath {
     let path = folder.join("drive.img");
     File::create(&path).unwrap().set_len(bytes).unwrap();
     DrivePath::File(path)
 }
 
-/// Tries a drive out. Returns the checks, and what was to be given up.
+/// Tries a drive out. Returns the checks, and the namespace for whose data consent was asked.
 fn report(
     folder: &Path,
     path: &DrivePath,
@@ -43,7 +43,7 @@ fn report(
     (report.sections.pop().unwrap().checks, asked)
 }
 
-/// Expects checks that need no time to be right.
+/// Asserts the outcomes of all checks that do not depend on timing.
 #[track_caller]
 fn expect_all_is_well(checks: &[DoctorCheck]) {
     let names: Vec<&str> = checks.iter().map(|check| &*check.name).collect();
@@ -65,7 +65,7 @@ fn expect_all_is_well(checks: &[DoctorCheck]) {
     );
     for check in checks {
         let expected: &[CheckOutcome] = match &*check.name {
-            // The machine may be slow.
+            // On a slow machine, the rates may be wrong.
             "scratch.limits" => &[CheckOutcome::Ok, CheckOutcome::Warning],
             "scratch.host_driver" => &[CheckOutcome::NotChecked],
             _ => &[CheckOutcome::Ok],
@@ -92,12 +92,12 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
     for _ in 0..2 {
         let (checks, asked) = report(folder.path(), &path, true);
         expect_all_is_well(&checks);
-        // The second time, it has the data of the first.
+        // In the second trial, the namespace has the data of the first.
         assert_eq!(asked.unwrap().former_use, None);
     }
     let ledger = Ledger::open(&folder.path().join("state"));
     assert!(ledger.list().unwrap().is_empty());
-    // A lease that another id has, or had, is not taken.
+    // A trial takes no range that another id has leased or that holds its data.
     let ledgers = LeaseLedgers::open(&folder.path().join("state"));
     let config = FunctionConfig::from_keys(|key| match key {
         "path" => Some(path.to_string()),

@@ -67,11 +67,11 @@ mod tests {
 
     use super::*;
 
-    /// Functions on a simulated clock. Each needs a time to rest; `None` for a drive that never answers.
+    /// Functions on a simulated clock. Each needs a time to quiesce, or `None` if its drive never answers.
     struct SimulatedFunctions {
         now: Cell<Duration>,
         needs: Vec<Option<Duration>>,
-        /// For each function: the moment since which it rests or tries to, and the longest such time.
+        /// For each function, the time at which it began to quiesce.
         since: RefCell<Vec<Option<Duration>>>,
         stood: RefCell<Vec<Duration>>,
     }
@@ -108,7 +108,7 @@ mod tests {
             places.iter().map(rest).collect()
         }
 
-        /// Makes all rest. Returns the result, and the longest pause of each function, in milliseconds.
+        /// Quiesces all functions. Returns the result, and the longest pause of each function in milliseconds.
         fn rest(self: &Rc<Self>) -> (Result<Vec<usize>, usize>, Vec<u128>) {
             let result = rest_all(self.needs.len(), |places, time| self.ask(places, time));
             let result = result
@@ -139,7 +139,7 @@ mod tests {
             [0, 2, 3].iter().all(|place| stood[*place] <= 100),
             "{stood:?}"
         );
-        // A slow drive stands for itself alone, as long as another one stands still.
+        // A slow drive pauses only its own function while another drive does not answer.
         let (result, stood) = SimulatedFunctions::new(&[Some(2500), None, Some(0)]).rest();
         assert_eq!(result, Err(1));
         assert_eq!(stood[0], 2500);

@@ -1,6 +1,6 @@
-//! A function on a host side that is no attachment: one that records what it is asked, and answers as a test says.
+//! A function on a fake back end, which records calls and answers as the test says.
 //!
-//! It uses nothing of the host side but the trait, as an implementation by messages does.
+//! The function uses only the trait of the back end, as with an implementation by messages.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -35,7 +35,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 const QUEUE_PAIRS: u16 = 2;
 const ENTRIES: u32 = 8;
-/// The guest's memory: the admin queue pair, a page for data, and pages for the rings of an I/O queue pair.
+/// Guest memory: the admin queue pair, a page for data, and pages for the rings of an I/O queue pair.
 const MEMORY: u64 = 0x10_0000;
 const ADMIN_CQ: u64 = MEMORY + 0x1000;
 const DATA: u64 = MEMORY + 0x2000;
@@ -43,7 +43,7 @@ const IO_CQ: u64 = MEMORY + 0x3000;
 const IO_SQ: u64 = MEMORY + 0x4000;
 const MEMORY_LEN: u64 = 0x5000;
 
-/// Call that the function made.
+/// A call that the function made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
     CreateCq(CqConfig),
@@ -59,30 +59,30 @@ enum Call {
     Rates(RateLimits),
 }
 
-/// Answer of the host side to what it cannot do.
+/// The failure that the back end simulates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Trouble {
     #[default]
     None,
-    /// It went.
+    /// The back end is disconnected.
     Away,
-    /// It goes with the next queue that it is to make, or with a flush, and another one takes its place at once.
+    /// The back end disconnects at the next creation of a queue or flush, and is replaced at once.
     Replaced,
-    /// It has no room for a queue.
+    /// The back end has no capacity for a queue.
     NoQueues,
-    /// Its drive is reset again and again.
+    /// The drive is reset repeatedly.
     Resetting,
     /// Commands stay in flight.
     Busy,
-    /// The drive takes its time with a flush.
+    /// A flush exceeds its deadline.
     Late,
-    /// The drive is not flushed.
+    /// A flush fails.
     Unflushed,
-    /// It goes when it is to watch doorbells, and is waited for.
+    /// The back end disconnects when it is asked to watch doorbells, and the function waits for it.
     Unwatched,
 }
 
-/// A clock that stands still, but for what the host side takes.
+/// A clock that only the back end advances.
 #[derive(Debug, Default)]
 struct Clock(Mutex<Duration>);
 
@@ -100,10 +100,10 @@ impl WaitClock for Clock {
     }
 }
 
-/// Time that a reset takes.
+/// Duration of a reset.
 const RESET: Duration = Duration::from_millis(400);
 
-/// Time that the deletion of a queue takes.
+/// Duration of the deletion of a queue.
 const DELETION: Duration = Duration::from_millis(300);
 
 #[derive(Debug)]
@@ -117,7 +117,7 @@ struct Recorded {
     trouble: Mutex<Trouble>,
     successors: AtomicU64,
     calls: Mutex<Vec<Call>>,
-    /// Events that come just after the next look for events.
+    /// Events that arrive right after the next query for events.
     soon: Mutex<Vec<IoQueueEvent>>,
 }
 
@@ -453,7 +453,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// A guest that has enabled its controller.
+    /// Creates a guest with an enabled controller.
     fn new() -> Self {
         let host = Arc::new(Recorded::new());
         let function = NvmeFunction::new(host.clone(), MsixMasking::Client);
@@ -474,7 +474,7 @@ impl Guest {
             function,
             tail: 0,
         };
-        // AQA, ASQ, ACQ, and CC with queue entries of 64 and 16 bytes.
+        // AQA, ASQ, ACQ, and CC with queue entry sizes of 64 and 16 bytes.
         guest.write(0x24, (ENTRIES - 1) << 16 | (ENTRIES - 1));
         guest.write(0x28, MEMORY as u32);
         guest.write(0x30, ADMIN_CQ as u32);
@@ -509,7 +509,7 @@ impl Guest {
         self.tail += 1;
     }
 
-    /// One admin command, and the status of its completion. There are fewer of them than entries.
+    /// Executes an admin command, and returns its status. A test sends fewer commands than the queue has entries.
     fn admin(&mut self, sqe: Sqe) -> Status {
         let at = u64::from(self.tail);
         self.push(sqe);
@@ -520,7 +520,7 @@ impl Guest {
         cqe.status().with_dnr(false)
     }
 
-    /// An entry of the Admin Completion Queue.
+    /// Returns an entry of the Admin Completion Queue.
     fn completion(&self, at: u64) -> Cqe {
         let mut cqe = Cqe::new_zeroed();
         let memory = self.function.memory();
@@ -539,12 +539,12 @@ impl Guest {
         data
     }
 
-    /// Calls since the last time.
+    /// Returns the calls since the last call of this method.
     fn calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.host.calls.lock().unwrap())
     }
 
-    /// Takes what made the function's events readable. Returns whether they were.
+    /// Clears the function's event signal. Returns whether it was set.
     fn takes_signal(&self) -> bool {
         self.function.events_fd().read().is_ok()
     }
@@ -633,7 +633,7 @@ fn commands_that_are_carried_out_at_once_share_a_deadline() {
     assert_eq!(guest.csts(), 0b1);
 }
 
-/// If the storage of a deleted queue does not answer, only the deletion waits: an Abort and all other commands complete.
+/// If the storage of a deleted queue does not answer, only the deletion waits. An Abort and all other commands complete.
 #[test]
 fn a_queue_with_commands_in_flight_is_deleted_once_they_have_ended() {
     let mut guest = Guest::new();
@@ -673,7 +673,7 @@ fn a_queue_with_commands_in_flight_is_deleted_once_they_have_ended() {
 fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
     let mut guest = Guest::new();
     guest.trouble(Trouble::Busy);
-    // CC.EN is cleared.
+    // Clears CC.EN.
     guest.write(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0b1, "not ready to be enabled, and not failed");
     assert_eq!(guest.calls(), [Call::Reset(ACCESS_DEADLINE)]);
@@ -695,7 +695,7 @@ fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
     assert_eq!(guest.csts(), 0b1);
 }
 
-/// A driver that does not wait for the end of a reset cannot mistake another state for it.
+/// A driver that does not wait for the end of a reset must not mistake another state for it.
 #[test]
 fn a_controller_that_is_enabled_before_a_reset_is_complete_waits_as_well() {
     let mut guest = Guest::new();
@@ -796,7 +796,7 @@ fn a_queue_that_the_host_side_refuses_is_not_there() {
     assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
     assert_eq!(guest.calls(), [Call::CreateCq(CQ)]);
     guest.trouble(Trouble::None);
-    // Number of Queues is refused once there is an I/O queue.
+    // Number of Queues is refused once an I/O queue exists.
     let mut features = Sqe::new(0x09);
     features.cdw10 = 7;
     assert_eq!(guest.admin(features), Status::SUCCESS);
@@ -843,7 +843,7 @@ fn the_error_log_has_what_came_after_the_look_for_events() {
         sqe.cdw10 = (0x7F_u32 << 16) | lid;
         sqe
     };
-    // Error Information, and Number of Error Information Log Entries of SMART / Health Information.
+    // Log pages, and the offset of the error count: Error Information, and SMART / Health Information.
     for (lid, count_at) in [(1, 0), (2, 176)] {
         let mut guest = Guest::new();
         let error = ErrorEntry {
@@ -862,7 +862,7 @@ fn the_error_log_has_what_came_after_the_look_for_events() {
         assert_eq!(guest.admin(get_log_page(lid)), Status::SUCCESS);
         assert_eq!(guest.data::<8>(count_at), 1_u64.to_le_bytes());
         assert_eq!(guest.csts(), 0b1);
-        // What came with the error is not lost, and neither is a doorbell that was rung meanwhile.
+        // The event that came with the error is kept, and so is the doorbell.
         assert!(guest.function.events_fd().read().is_ok(), "it is woken");
         guest.function.process_events();
         assert_eq!(guest.csts(), 0b11, "a queue broke");
@@ -898,7 +898,7 @@ fn the_host_side_is_paused_once_for_all_reasons() {
     assert_eq!(guest.calls(), [Call::Pause]);
     guest.function.resume();
     assert_eq!(guest.calls(), [], "the guest does not let it");
-    // A command waits until the function masters the bus again.
+    // A command waits until the function has Bus Master Enable again.
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), 1);
     guest.function.process_events();
     assert_eq!(guest.function.admin_stats().commands, 0);
@@ -939,7 +939,7 @@ fn async_event_request() -> Sqe {
 #[test]
 fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_back() {
     let mut guest = Guest::new();
-    // The request for an event, which stays.
+    // The guest's request for an event stays outstanding.
     let memory = guest.function.memory();
     let sqe = async_event_request();
     memory.write(Gpa(MEMORY), sqe.as_bytes()).unwrap();
@@ -956,7 +956,7 @@ fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_ba
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), 2);
     guest.function.process_events();
     assert_eq!(guest.function.admin_stats().commands, 1, "commands wait");
-    // An error that waits is not what the guest has to hear of first.
+    // A pending error must not precede the disconnection event.
     guest.ring(Doorbell::SqTail(QueueId(1)), 1);
 
     report(&mut guest, BackendEvent::BackWithoutQueues);
@@ -986,7 +986,7 @@ fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
     }
     guest.tail = 2;
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), 2);
-    // The loss is noticed by the command, before there is an event.
+    // The command notices the disconnection before an event arrives.
     guest.function.process_events();
     report(&mut guest, BackendEvent::Away);
     let completion = |guest: &Guest, at: u64| {
@@ -1011,7 +1011,7 @@ fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
     assert_eq!(guest.calls(), [Call::CreateCq(CQ), Call::CreateCq(CQ)]);
 }
 
-/// As above, but the next host side is there before the function asks.
+/// Like the test above, but the next back end connects before the function asks.
 #[test]
 fn an_admin_command_whose_host_side_was_replaced_meanwhile_is_carried_out_by_the_next_one() {
     let mut guest = Guest::new();
@@ -1037,7 +1037,7 @@ fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_b
     assert_eq!(guest.csts(), 0, "nothing runs");
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0, "not yet");
-    // The guest thinks better of it, and once more.
+    // The guest disables the controller, and enables it again.
     guest.write(0x14, 0x0046_0000);
     report(&mut guest, BackendEvent::Away);
     guest.write(0x14, 0x0046_0001);
@@ -1045,12 +1045,12 @@ fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_b
     report(&mut guest, BackendEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b1, "ready, and sound");
 
-    // Queues that went on are no reason to reset.
+    // If the queues were restored, no reset is needed.
     report(&mut guest, BackendEvent::Away);
     report(&mut guest, BackendEvent::BackWithQueues);
     assert_eq!(guest.csts(), 0b1);
 
-    // A controller that is disabled has nothing to fail.
+    // A disabled controller does not fail.
     guest.write(0x14, 0x0046_0000);
     report(&mut guest, BackendEvent::Away);
     report(&mut guest, BackendEvent::BackWithoutQueues);
@@ -1080,7 +1080,7 @@ fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
     assert_eq!(guest.csts(), 0b1001, "shutdown complete");
     assert_eq!(guest.calls(), attempt);
 
-    // The next one is there before the function asks.
+    // The next back end connects before the function asks.
     let mut guest = Guest::new();
     guest.trouble(Trouble::Replaced);
     guest.write(0x14, 0x0046_4001);
@@ -1090,7 +1090,7 @@ fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
     }
     assert_eq!(guest.csts(), 0b1001);
 
-    // The guest does not wait for it.
+    // The guest does not wait for the shutdown.
     let mut guest = Guest::new();
     guest.trouble(Trouble::Away);
     guest.write(0x14, 0x0046_4001);

@@ -1,4 +1,4 @@
-//! The patch on checkouts: applied as a whole to the files that it was made for, and to no others.
+//! Applying the patch to checkouts: as a whole to the files that it was made for, and to no others.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ const OLD: &str = "one\ntwo\nthree\n";
 const NEW: &str = "zero\none\ntwo\nbetween\nlines\nthree\nfour\n";
 const ADDED: &str = "all of it\n";
 
-/// A patch of three files, one of which is new.
+/// Returns a patch of three files, one of which is new.
 fn text() -> String {
     let [old, new, added] = [OLD, NEW, ADDED].map(|content| BlobId::of(content.as_bytes()));
     let zeros = "0".repeat(40);
@@ -42,7 +42,7 @@ fn checkout() -> TempDir {
     folder
 }
 
-/// All files, with their modes and contents.
+/// Returns all files, with their modes and contents.
 fn files(folder: &Path) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -72,7 +72,7 @@ fn a_checkout_of_the_version_is_patched_as_a_whole() {
     assert_eq!(content("src/a/new.rs").1, ADDED);
     assert_eq!(content("tool.sh"), (0o755, NEW.to_owned()));
     assert_eq!(files.len(), 3, "{files:?}");
-    // Again, nothing is to be done.
+    // Applying the patch again changes nothing.
     assert_eq!(patch().apply(folder.path()).unwrap(), 0);
 }
 
@@ -85,7 +85,7 @@ fn one_that_was_interrupted_is_completed() {
     assert_eq!(files(folder.path()).len(), 3);
 }
 
-/// Another version, or a change of the user's.
+/// Checkouts of another version, or with changes of the user.
 #[test]
 fn other_files_are_refused_by_name_and_nothing_is_touched() {
     type Edit = fn(&Path);
@@ -149,7 +149,7 @@ fn a_patch_that_does_not_lead_to_its_result_is_refused() {
 fn only_patches_without_others_lines_are_read() {
     let replaced = |from: &str, to: &str| Patch::parse(&text().replacen(from, to, 1));
     let line = |parsed: Result<Patch, ParseError>| parsed.unwrap_err().line;
-    // Their function, quoted behind the header; context; a line that goes; an id that is cut short.
+    // Refused: a quoted function behind the header, context lines, a removed line, and an abbreviated id.
     assert_eq!(
         line(replaced("@@ -2,0 +4,2 @@", "@@ -2,0 +4,2 @@ fn main() {")),
         7

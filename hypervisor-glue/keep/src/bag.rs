@@ -278,7 +278,7 @@ mod tests {
         fstat(descriptor).unwrap().st_ino
     }
 
-    /// Numbers, and the identities of their descriptors.
+    /// Numbers, with the identities of their descriptors.
     type Model = BTreeMap<u64, Vec<u64>>;
 
     fn put(bag: &DescriptorQueue, model: &mut Model, number: u64, count: usize) {
@@ -300,7 +300,7 @@ mod tests {
             .collect()
     }
 
-    /// Closes the bag but for copies of its ends, and takes it up again.
+    /// Closes the queue but for copies of its ends, and restores it.
     fn reopen(bag: DescriptorQueue, swap: bool) -> DescriptorQueue {
         let mut ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
         drop(bag);
@@ -340,7 +340,7 @@ mod tests {
     enum DescriptorQueueStep {
         Put(u64, usize),
         Retain(BTreeSet<u64>),
-        /// Stops before that many changes of the queue; then another process takes the bag up.
+        /// Stops before the given number of changes of the queue. Then another process restores it.
         Die(BTreeSet<u64>, usize),
         Reopen(bool),
     }
@@ -381,7 +381,7 @@ mod tests {
                             prop_assert!(found == Some(files) || found.is_none() || !numbers.contains(number));
                             prop_assert!(found.is_some() || !numbers.contains(number));
                         }
-                        // What is not retained may be there still, in an older version too.
+                        // Messages that are not retained may remain, even in an older version.
                         bag.retain(|number| numbers.contains(&number)).unwrap();
                         model.retain(|number, _| numbers.contains(number));
                     }
@@ -416,7 +416,7 @@ mod tests {
             assert_eq!(read(&mut bag), model, "stopped before change {at}");
             assert_eq!(messages(&mut bag), 3);
             if !stopped {
-                // Seven messages were taken, three of them copied before.
+                // Seven messages were taken, and three were copied before.
                 assert_eq!(changes, 10);
                 break;
             }
@@ -426,7 +426,7 @@ mod tests {
     #[test]
     fn a_full_bag_says_so_and_still_retains() {
         let mut bag = DescriptorQueue::new().unwrap();
-        // A small queue fills at once.
+        // A small socket buffer fills quickly.
         sockopt::set_socket_send_buffer_size(&bag.writer, 4096).unwrap();
         let mut model = Model::new();
         let shared = file();
@@ -450,7 +450,7 @@ mod tests {
         let mut bag = DescriptorQueue::new().unwrap();
         let shared = file();
         let most = [shared.as_fd(); DESCRIPTORS_MAX];
-        // Descriptors take no room in the queue, so a few large messages among many small ones do.
+        // Descriptors occupy no buffer space, so the queue can hold a few large messages among many small ones.
         bag.put(0, &most).unwrap();
         let mut number = 1;
         while bag.put(number, &[]).is_ok() {
@@ -459,7 +459,7 @@ mod tests {
         assert!(matches!(bag.put(number, &most), Err(FdStoreError::Full)));
         bag.retain(|_| true).unwrap();
         assert_eq!(bag.contents().unwrap().len() as u64, number);
-        // The reserve is not for `put`.
+        // `put` must not use the reserve.
         assert!(matches!(bag.put(number, &[]), Err(FdStoreError::Full)));
         bag.retain(|number| number % 2 == 0).unwrap();
         bag.put(number, &most).unwrap();

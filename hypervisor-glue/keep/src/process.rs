@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn children_descend_and_parents_do_not() {
-        // The name has what a parser may stumble over.
+        // The name contains characters that break naive parsers of `/proc/PID/stat`.
         let folder = tempfile::tempdir().unwrap();
         let link = folder.path().join("a) R 1 (b");
         std::os::unix::fs::symlink("/bin/cat", &link).unwrap();

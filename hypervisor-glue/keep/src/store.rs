@@ -280,7 +280,7 @@ mod tests {
             Err(FdStoreError::Barrier { milliseconds: 0 })
         ));
         assert_eq!(next(&socket), ("BARRIER=1".to_owned(), 1));
-        // A keeper that is gone closes what is in its queue.
+        // The kernel closes the descriptors in the queue of a keeper that has ended.
         drop(socket);
         for _ in 0..3 {
             assert!(matches!(

@@ -1,7 +1,7 @@
-//! The keeper and its server as processes: what is kept, what starts again, and what ends.
+//! The keeper and its server as processes: stored descriptors, restarts, and termination.
 //!
-//! The executable has four roles: the tests, the keeper, the first stage, and a server that does what a test tells it
-//! over a socket. A test waits for messages and ends of processes, never for time.
+//! The executable has four roles: the tests, the keeper, the first stage, and a server that a test controls over a socket.
+//! Tests wait for messages and for ends of processes, never for time.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -39,14 +39,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes a line to the log in one call: processes share it.
+/// Writes a line to the log in one call, because processes share the log.
 fn say(line: &dyn Display) {
     io::stderr()
         .write_all(format!("{line}\n").as_bytes())
         .unwrap();
 }
 
-// The keeper's role.
+// Role: keeper.
 
 struct Lines;
 
@@ -77,7 +77,7 @@ fn run_keeper(words: Vec<OsString>) -> ExitCode {
     }
 }
 
-// The server's role.
+// Role: server.
 
 fn file(content: &str) -> OwnedFd {
     let file = File::from(memfd_create("content", MemfdFlags::CLOEXEC).unwrap());
@@ -173,9 +173,9 @@ fn serve(path: &OsStr) -> ExitCode {
     ExitCode::FAILURE
 }
 
-// The tests' role.
+// Role: tests.
 
-/// A server as its test sees it.
+/// A test's handle of a server.
 struct Server {
     pid: Pid,
     names: String,
@@ -188,7 +188,7 @@ impl Server {
         Self::accept_next(listener, parent).expect("the keeper ended")
     }
 
-    /// Waits for the next server; `None` if its parent has ended.
+    /// Waits for the next server. Returns `None` if its parent has ended.
     fn accept_next(listener: &UnixListener, parent: &Child) -> Option<Self> {
         let parent = pidfd_open(Pid::from_child(parent), PidfdFlags::empty()).unwrap();
         let mut events = [
@@ -238,7 +238,7 @@ impl Server {
         self.wait();
     }
 
-    /// Waits for the end of the process, whose parent need not have collected it.
+    /// Waits for the end of the process, before or after its parent has reaped it.
     fn wait(self) {
         poll(&mut [PollFd::new(&self.process, PollFlags::IN)], None).unwrap();
     }
@@ -256,7 +256,7 @@ impl Kept {
         let path = folder.path().join("test");
         let listener = UnixListener::bind(&path).unwrap();
         let own = std::env::current_exe().unwrap();
-        // The keeper inherits descriptors that are not its own, and a variable of another keeper.
+        // The keeper inherits foreign descriptors, and a variable of another keeper.
         let mut command = Command::new("/bin/sh");
         command
             .args(["-c", "exec 3</dev/null 9</dev/null; exec \"$0\" \"$@\""])
@@ -280,7 +280,7 @@ impl Kept {
         Server::accept(&self.listener, &self.keeper)
     }
 
-    /// Waits for the keeper's end. Returns its exit code, and what it reported.
+    /// Waits for the end of the keeper. Returns its exit code and its log.
     fn end(mut self) -> (Option<i32>, String) {
         let code = self.keeper.wait().unwrap().code();
         let log = fs::read_to_string(self.folder.path().join("log")).unwrap();
@@ -376,7 +376,7 @@ fn a_command_gets_what_it_expects() {
 
 fn the_keeper_gives_up_after_deaths() {
     let kept = Kept::start(3, 4096);
-    // Three within a minute, which a slow machine may exceed: then more servers die.
+    // The keeper gives up after three deaths within a minute. On a slow machine, more servers die first.
     let mut deaths = 0;
     while let Some(mut server) = Server::accept_next(&kept.listener, &kept.keeper) {
         server.order("send READY=1");
@@ -445,7 +445,7 @@ fn a_successor_becomes_the_main_process() {
     let pid = old.ask("successor");
     let mut new = kept.server();
     assert_eq!(new.pid.as_raw_pid().to_string(), pid);
-    // The descriptors are for the process that the keeper started.
+    // The keeper passes descriptors only to processes that it starts.
     assert_eq!(new.names, "");
     old.order(&format!("send MAINPID={pid}|READY=1"));
     old.exit(0);
@@ -455,7 +455,7 @@ fn a_successor_becomes_the_main_process() {
     let mut server = kept.server();
     assert_eq!(server.names, "a,b");
     assert_eq!(server.ask("read a"), "one");
-    // The message of a process that dies at once counts.
+    // The keeper handles the message of a process that dies at once.
     let pid = server.ask("successor");
     let new = kept.server();
     server.order(&format!("send MAINPID={pid}"));
@@ -471,9 +471,9 @@ fn a_successor_that_has_ended_already_counts() {
     let kept = Kept::start(10, 4096);
     let mut old = kept.server();
     let pid = old.ask("successor");
-    // Its parent does not collect it.
+    // The successor's parent does not reap it.
     kept.server().exit(5);
-    // Both at once, as the keeper may end it after the first.
+    // Both orders are sent at once, because the keeper may end the process after the first.
     write!(old.stream.get_mut(), "send MAINPID={pid}|READY=1\nexit 0\n").unwrap();
     old.wait();
     kept.server().exit(0);
@@ -606,7 +606,7 @@ fn systemd_socket_activate_is_a_keeper_too() {
         .arg(&path)
         .stderr(Stdio::piped());
     let mut activator = command.spawn().unwrap();
-    // It reports that it listens.
+    // The activator reports that it listens.
     let mut reports = BufReader::new(activator.stderr.take().unwrap());
     let mut report = String::new();
     reports.read_line(&mut report).unwrap();
@@ -618,7 +618,7 @@ fn systemd_socket_activate_is_a_keeper_too() {
     assert_eq!(activator.wait().unwrap().code(), Some(0), "{log:?}");
 }
 
-/// Returns the path of a program of systemd's.
+/// Returns the path of a systemd program if it is installed.
 fn found(program: &str) -> Option<PathBuf> {
     let path = Path::new("/usr/bin").join(program);
     if path.exists() {

@@ -879,7 +879,7 @@ mod tests {
     use crate::message::{AttachReply, AttachRequest, LeaseEndNotice, RemoteIoError};
 
     const QUEUE_PAIRS: u16 = 1;
-    /// `EMFILE`.
+    /// The error `EMFILE`.
     const NO_DESCRIPTORS: i32 = 24;
 
     fn facts() -> LeaseFacts {
@@ -924,12 +924,12 @@ mod tests {
         }
     }
 
-    /// Gives the lease to the next function that connects.
+    /// Grants the lease to the next function that connects.
     fn give_lease(listener: &UnixListener) -> LeaseChannel {
         give_lease_over(listener.accept().unwrap().0, &[])
     }
 
-    /// Gives the lease to a function, with the signs of a server.
+    /// Grants the lease to a function, and passes descriptors that show the end of the server.
     fn give_lease_over(stream: UnixStream, signs: &[BorrowedFd<'_>]) -> LeaseChannel {
         let channel = LeaseChannel::new(stream).unwrap();
         let (opening, _): (AttachRequest, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
@@ -949,10 +949,10 @@ mod tests {
         channel
     }
 
-    /// A server whose connections end before the server does.
+    /// A server whose connections close before its process ends.
     struct DyingServer {
         process: Child,
-        /// Kept open by requests that go on without the process.
+        /// Held open by requests that outlive the process.
         held: Option<PipeWriter>,
         hangs_up: PipeReader,
         pidfd: OwnedFd,
@@ -997,10 +997,10 @@ mod tests {
         }
     }
 
-    /// Short enough for a test that waits in vain, and longer than no time.
+    /// Timeout for calls that are expected to time out.
     const IN_VAIN: Duration = Duration::from_millis(20);
 
-    /// Checks that a server may still write to the function's memory: the function says so whatever it is asked to end.
+    /// Checks that the server may still write to the function's memory: every request to end that times out.
     fn goes_on(host: &RemoteBackend) {
         for ended in [
             host.reset_within(IN_VAIN),
@@ -1029,7 +1029,7 @@ mod tests {
             writable: true,
         };
         host.window.map(region).unwrap();
-        // As the kernel does when it closes the sockets of a killed process before the drive.
+        // The kernel closes the sockets of a killed process before the drive.
         drop(channel);
         goes_on(&host);
         server.kill();
@@ -1054,7 +1054,7 @@ mod tests {
             let channel = give(&first);
             channel.send(&LeaseEndNotice::Ended, &[]).unwrap();
             drop(channel);
-            // It has begun commands when it is killed.
+            // The server has begun commands when it is killed.
             let channel = give(&second);
             let taken: (BackendRequest, _) = channel.receive_request(None).unwrap();
             assert!(matches!(taken.0, BackendRequest::TakeUp(_)));
@@ -1069,7 +1069,7 @@ mod tests {
         };
         let host = run_beside("server", serve, attach).unwrap();
         let host = host.unwrap().expect("the server has the drive");
-        // Until the function has seen the end of the connection, its server has the lease.
+        // Until the function has seen the end of the connection, the server has the lease.
         goes_on(&host);
         second.kill();
         drop(second.held.take());
@@ -1082,7 +1082,7 @@ mod tests {
         let (host, channel) = server.attach();
         let leave = || {
             let _: (BackendRequest, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
-            // These come in place of the answer.
+            // These messages come in place of the reply.
             channel.send(&LeaseEndNotice::Removed, &[]).unwrap();
             channel.send(&LeaseEndNotice::Ended, &[]).unwrap();
             drop(channel);
@@ -1108,8 +1108,8 @@ mod tests {
         host.reset_within(DRAIN_DEADLINE).unwrap();
     }
 
-    /// Has a server refuse the first request of a function, or leave it unanswered, and go. Returns the result of the
-    /// request, and the requests by which the next server learns of the function.
+    /// Runs a server that refuses a function's first request, or disconnects without a reply. Returns the result of the
+    /// request, and the requests by which the next server learns about the function.
     fn asked(
         refuses: bool,
         ask: impl FnOnce(&RemoteBackend) -> io::Result<()>,
@@ -1136,7 +1136,7 @@ mod tests {
                 requests.push(request);
             }
             tell.send(requests).unwrap();
-            // Until the function ends.
+            // The server runs until the function ends.
             let end: Result<(BackendRequest, Vec<OwnedFd>), _> = next.receive_request(None);
             assert!(matches!(end, Err(ChannelError::Closed)), "{end:?}");
         };
@@ -1205,7 +1205,7 @@ mod tests {
         host.map(page(0)).unwrap();
         host.map(page(1)).unwrap();
         assert!(host.link.wait_until_over(DRAIN_DEADLINE));
-        // Nobody has the second page meanwhile, and nobody had the third.
+        // No server has the second page at this time, and none had the third.
         assert_eq!(host.unmap_within(Gpa(4096), 4096, IN_VAIN).unwrap(), 4096);
         host.map(page(1)).unwrap();
         host.map(page(2)).unwrap();
@@ -1216,7 +1216,7 @@ mod tests {
             told.recv().unwrap(),
             Vec::from_iter(pages.into_iter().zip(had))
         );
-        // By then, a server has had all of them.
+        // At this point, the present server has had all pages.
         let had = pages.map(|gpa| (gpa, RegionHistory::Kept));
         assert_eq!(told.recv().unwrap(), had);
         drop(host);

@@ -92,7 +92,7 @@ mod tests {
         let state_dir = tempfile::tempdir().unwrap();
         let socket = socket_of(state_dir.path(), "1");
         std::fs::create_dir_all(sockets(state_dir.path())).unwrap();
-        // The kernel accepts for it, and nothing answers.
+        // The kernel accepts connections for the listener, and no process answers.
         let _silent = UnixListener::bind(&socket).unwrap();
         let asked = ask_for_lease(connect(&socket).unwrap(), &socket, "path=a", &[], PATIENCE);
         let error = asked.expect_err("no answer");
@@ -100,7 +100,7 @@ mod tests {
         assert_eq!(error.to_string(), text);
         let cause = std::error::Error::source(&error).unwrap().to_string();
         assert_eq!(cause, "the other side did not answer in time");
-        // It may have another drive, so the VMM opens its own.
+        // The server may have another drive, so the VMM opens the drive itself.
         let found = find(state_dir.path(), "path=a", &[], PATIENCE).unwrap();
         assert!(found.is_none());
         assert!(!have(state_dir.path(), "path=a", PATIENCE));

@@ -1,4 +1,4 @@
-//! Messages as they are sent. A test that fails here is about a new [version](crate::VERSION).
+//! Texts of messages. A change that breaks these tests needs a new [version](crate::VERSION).
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ use crate::message::{
     MemoryRegionMessage, RemoteIoError, VERSION, VectorChange,
 };
 
-/// Checks the text of a message, and that the text is read as the same message.
+/// Checks the text of a message, and that parsing the text returns the same message.
 #[track_caller]
 fn is<M: Serialize + DeserializeOwned>(message: &M, text: &str) {
     assert_eq!(serde_json::to_string(message).unwrap(), text);

@@ -757,7 +757,7 @@ impl RawLoggedRequest {
 mod tests {
     use super::*;
 
-    /// Words other than zero that layout 1 has left, by their offsets. Half of a reply is sent.
+    /// Non-zero words of a file of layout 1, by offset. Half of a reply has been sent.
     const STORED: &[(u64, u64)] = &[
         (0, u64::from_le_bytes(*b"vfiousrJ")),
         (8, 1),
@@ -772,10 +772,10 @@ mod tests {
         (0x0280_0000, u64::from_le_bytes(*b"answered")),
     ];
 
-    /// Bytes of that file.
+    /// Length of the stored file in bytes.
     const STORED_LEN: u64 = 0x8220_0000;
 
-    /// Position of that file.
+    /// File position of the stored file.
     const STORED_POSITION: u64 = 0x0280_0004;
 
     fn stored_head() -> LoggedRequest {
@@ -804,7 +804,7 @@ mod tests {
         let mut file = &journal.shared.file;
         assert_eq!(file.metadata().unwrap().len(), STORED_LEN);
         assert_eq!(file.stream_position().unwrap(), STORED_POSITION);
-        // All heads, and the begin of each part behind them that layout 1 has in use.
+        // Offsets of all heads, and of each later part that layout 1 uses.
         let places = [0, 0x1000, 0x2000, 0x0020_0000, 0x0120_0000, 0x0280_0000];
         let words = places.into_iter().flat_map(|place: u64| {
             let mut bytes = [0; 0x1000];
@@ -875,14 +875,14 @@ mod tests {
         store.store(b"amid").unwrap();
         assert_eq!(stored(&journal), (head.sequence, b"amid".to_vec()));
         store.store(b"later").unwrap();
-        // The request ends, and its device has nothing new.
+        // The request ends without a change of the device's state.
         let next = journal.head().next(LoggedConnection::default());
         journal.commit(next, None).unwrap();
         journal.set_sent(0).unwrap();
         assert_eq!(stored(&journal), (next.sequence, b"later".to_vec()));
     }
 
-    /// A commit of one client's request.
+    /// Commits one request of a client.
     fn commit(journal: &mut RequestLog, state: &[u8]) {
         let head = journal.head().next(LoggedConnection::default());
         journal.commit(head, Some(state.to_vec())).unwrap();
@@ -896,7 +896,7 @@ mod tests {
     fn a_running_server_is_read_whatever_it_sends_meanwhile() {
         let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"state");
-        // As after a commit and a part of its reply, which came after the head was read.
+        // The server commits and sends a part of its reply after the reader has read the head.
         journal.seek(journal.head().end() + 20).unwrap();
         let refused = RequestLog::from_kept(share(&journal)).unwrap_err();
         assert!(
@@ -916,7 +916,7 @@ mod tests {
         commit(&mut journal, b"first");
         let shared = || share(&journal);
         let (first, second) = (shared(), shared());
-        // The second commit is written over the state that is being read.
+        // The second commit overwrites the state that is being read.
         let mut states = [&b"second"[..], b"third"].into_iter();
         let record = RequestLogContents::of_changing(first, || {
             for state in states.by_ref() {

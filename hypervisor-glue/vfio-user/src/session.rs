@@ -186,7 +186,7 @@ mod tests {
 
     const VERSION: &[u8] = b"\0\0\x01\0{\"capabilities\":{}}\0";
 
-    /// 20 bytes: connect one MSI-X vector.
+    /// A payload of 20 bytes, which connects one MSI-X vector.
     const SET_IRQS: [u32; 5] = [20, 0x24, 2, 0, 1];
 
     fn irqs() -> Vec<u8> {
@@ -238,7 +238,7 @@ mod tests {
         ];
         let before = stream[..2].concat().len();
         let stream = stream.concat();
-        // With any byte of the message: header, payload, the last one.
+        // The descriptor comes with any byte of the message: header, payload or last byte.
         for with in before..before + 36 {
             let mut talk = SessionFixture::begin(RecordingDevice::new());
             let (tracer, fd) = DescriptorTracer::new();
@@ -322,7 +322,7 @@ mod tests {
             write_all(&talk, piece);
             assert_eq!(talk.run(), SessionReadiness::Reading);
         }
-        // Beyond the region's end, so that nothing is written.
+        // The accesses lie beyond the end of the region, so nothing is written.
         let reply = talk.hear().unwrap();
         assert_eq!((reply.errno(), reply.payload), (0, access));
         assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
@@ -395,7 +395,7 @@ mod tests {
         assert!(tracer.is_closed());
     }
 
-    /// A client that sends and does not read: what it sends stays in its socket.
+    /// The client sends and does not read, so its requests stay in its socket.
     #[test]
     fn unread_replies_stop_the_client_and_nothing_else() {
         let mut talk = SessionFixture::negotiated(RecordingDevice::new());
@@ -409,7 +409,7 @@ mod tests {
         }
         assert!(talk.device.accesses.is_empty(), "beyond the end of BAR0");
 
-        // It reads after all, and misses nothing.
+        // The client begins to read, and gets every reply.
         let whole = 32 + MAX_DATA_XFER_SIZE as usize;
         let mut stream = Vec::new();
         let mut buffer = vec![0; 1 << 20];

@@ -306,7 +306,7 @@ mod tests {
 
         fs::File::from(fds.remove(0)).write_all(b"x").unwrap();
         drop(fds);
-        // The end of the pipe is seen only when every copy of the other end is closed.
+        // The reader sees the end of the pipe once every copy of the writer is closed.
         let mut read = Vec::new();
         reader.read_to_end(&mut read).unwrap();
         assert_eq!(read, b"x");
@@ -325,7 +325,7 @@ mod tests {
         assert_eq!(fds.len(), MAX_FDS_ACCEPTED);
     }
 
-    // A process that ends: tests/processes.rs. No test here may start one, see there.
+    // A process that has ended is tested in tests/processes.rs, because tests here must not start processes.
     #[test]
     fn a_process_that_lives_is_not_dead() {
         let (ours, _theirs) = UnixStream::pair().unwrap();

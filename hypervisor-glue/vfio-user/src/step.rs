@@ -19,10 +19,10 @@ mod kill {
         static STEPS_LEFT: Cell<Option<u32>> = const { Cell::new(None) };
     }
 
-    /// A process's end, where nothing but a kernel cleans up.
+    /// Payload of the panic that simulates a SIGKILL, after which only the kernel cleans up.
     struct SimulatedKill;
 
-    /// Ends the process if its time has come.
+    /// Ends the simulated process if no steps are left.
     pub(super) fn step() {
         STEPS_LEFT.with(|left| match left.get() {
             Some(0) => {
@@ -34,8 +34,8 @@ mod kill {
         });
     }
 
-    /// Runs a process that is killed at a step, 0 being the first. Returns the steps that are left, `None` if
-    /// it came to the kill.
+    /// Runs a simulated process that is killed at `step`, counted from 0. Returns the remaining steps, or `None` if the process
+    /// was killed.
     pub(crate) fn kill_at(step: u32, process: impl FnOnce()) -> Option<u32> {
         STEPS_LEFT.set(Some(step));
         let ended = panic::catch_unwind(AssertUnwindSafe(process));

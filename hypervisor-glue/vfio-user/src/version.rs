@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use crate::message::MAX_DATA_XFER_SIZE;
 
-    /// As QEMU 10.1 sends it.
+    /// Version data of QEMU 10.1.
     const QEMU: &[u8] = b"{\"capabilities\": {\"max_dma_maps\": 65535, \"max_msg_fds\": 16, \
         \"max_data_xfer_size\": 1048576, \"migration\": {\"pgsize\": 4096, \"max_bitmap_size\": \
         268435456}, \"pgsizes\": 4096, \"write_multiple\": true}}\0";

@@ -1,4 +1,4 @@
-//! Clients of a server: one whose connecting process ends, and one that says nothing.
+//! Clients whose connecting process has ended, and clients that send nothing.
 
 mod common;
 
@@ -19,18 +19,18 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use common::{Nothing, RESET, VERSION, hear};
 
-/// Tests take turns: a child process has copies of all descriptors until it executes its program, so that a socket that
-/// another test closes would stay open.
+/// Serializes tests. A child process holds copies of all descriptors until it executes its program, so a socket that another
+/// test closes would stay open.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Path of the server's socket for a client in a process of its own. The socket that it passes its connection to lies
-/// beside it.
+/// Environment variable: path of the server's socket for a client in a separate process. The socket that receives the
+/// connection lies beside it.
 const CLIENT: &str = "VFIO_USER_CLIENT_OF_A_PROCESS";
 
-/// The life of a client in a process of its own: it connects, passes its connection on, and ends with its input.
+/// Runs a client in a separate process: connects, passes the connection on, and ends at the end of standard input.
 fn client_of_a_process(path: &Path) {
     let connection = UnixStream::connect(path).unwrap();
     let pass = UnixStream::connect(path.with_extension("pass")).unwrap();
@@ -39,7 +39,7 @@ fn client_of_a_process(path: &Path) {
     io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
-/// The connection that a process passes on. No child process inherits it.
+/// Receives a connection that a process passes on. Child processes do not inherit it.
 fn received_connection(pass: &UnixStream) -> UnixStream {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -53,7 +53,7 @@ fn received_connection(pass: &UnixStream) -> UnixStream {
     UnixStream::from(descriptor.expect("the process's connection"))
 }
 
-/// A server in its own loop, with a clock that the test advances.
+/// A server with its event loop, and a clock that the test advances.
 struct Loop {
     server: VfioUserServer<Nothing>,
     epoll: Epoll,
@@ -95,7 +95,7 @@ impl Loop {
         self.turn();
     }
 
-    /// Sends a client's version. Returns whether the server answers.
+    /// Sends a client's version message. Returns whether the server answers.
     fn negotiates(&mut self, mut client: &UnixStream) -> bool {
         client.write_all(&VERSION).unwrap();
         self.answers(client)
@@ -118,13 +118,13 @@ impl Loop {
         client.set_nonblocking(true).unwrap();
         match client.read(&mut [0]) {
             Ok(count) => count == 0,
-            // What it has said may not have been read.
+            // The server may close the connection with unread bytes.
             Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
         }
     }
 }
 
-/// As launchers and programs that go to the background do.
+/// Launchers and programs that fork into the background connect like this.
 #[test]
 fn client_whose_connecting_process_has_ended_stays() {
     let name = "client_whose_connecting_process_has_ended_stays";
@@ -171,7 +171,7 @@ fn client_whose_connecting_process_has_ended_stays() {
     let fourth = UnixStream::connect(&path).unwrap();
     (&fourth).write_all(&VERSION).unwrap();
     events.turn();
-    // As the kernel does a moment after the process was killed.
+    // Closes the connection as the kernel does shortly after the process is killed.
     drop(first);
     events.turn();
     assert_eq!(hear(&fourth), 0);
@@ -197,7 +197,7 @@ fn client_that_says_nothing_leaves_the_device_to_others() {
         assert!(events.closes(&silent));
         let third = UnixStream::connect(&path).unwrap();
         assert!(events.negotiates(&third));
-        // One that has said its version may be silent.
+        // A client that has sent its version may be idle.
         assert_eq!(events.server.due_in(events.now), None);
         events.pass(Duration::from_secs(24 * 3600));
         assert!(events.server.is_connected());

@@ -1,7 +1,7 @@
-//! The vfio-user server beside a client's process, and in a process that has no file descriptor left.
+//! The vfio-user server with a client in another process, and a server process without free descriptors.
 //!
-//! A child process has copies of all file descriptors of its parent until it executes its program. Tests that look
-//! for a socket or a descriptor to be closed are not in this file for that reason.
+//! A child process has copies of all file descriptors of its parent until it executes its program. Tests that check whether a
+//! socket or a descriptor is closed are therefore not in this file.
 
 mod common;
 
@@ -27,7 +27,7 @@ use common::{Nothing, RESET, VERSION, hear};
 
 const ALONE: &str = "VFIO_USER_FD_LIMIT_ALONE";
 
-/// Runs `test` in a process that may have 64 files open.
+/// Runs `test` in a process with a limit of 64 open files.
 fn with_low_limit(name: &str, test: impl FnOnce()) {
     if env::var_os(ALONE).is_some() {
         return test();
@@ -44,7 +44,7 @@ fn with_low_limit(name: &str, test: impl FnOnce()) {
     assert!(said.contains("1 passed"), "{said}");
 }
 
-/// Takes all file descriptors that are left.
+/// Opens files until no descriptor is left.
 fn exhaust() -> Vec<File> {
     let mut taken = Vec::new();
     loop {
@@ -71,7 +71,7 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
 
         let null = File::open("/dev/null").unwrap();
         let mut taken = exhaust();
-        // Room for none of the two, and for one.
+        // Descriptors for none of the two files, and for one of them.
         for room in [0, 1] {
             taken.truncate(taken.len() - room);
             let fds = [null.as_raw_fd(); 2];
@@ -82,7 +82,7 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
         client.write_all(&RESET).unwrap();
         assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
         assert_eq!(hear(&client), 0);
-        // The one that came was closed.
+        // The server has closed the descriptor that it received.
         drop(File::open("/dev/null").unwrap());
     });
 }
@@ -111,10 +111,11 @@ fn client_without_an_fd_is_turned_away_and_does_not_keep_the_thread_busy() {
     });
 }
 
-/// Path of the socket on which a server in a process of its own gets its descriptors. The path that it serves lies beside it.
+/// Environment variable: path of the socket on which a server in a separate process receives its descriptors. The server's own
+/// socket path lies beside it.
 const KEEPER: &str = "VFIO_USER_KEEPER_OF_A_PROCESS";
 
-/// Counts writes. A read returns their number.
+/// A device that counts writes. A read returns the count.
 struct Counter {
     writes: u64,
     saved: Option<u64>,
@@ -160,7 +161,7 @@ impl VfioUserDevice for Counter {
     }
 }
 
-/// The life of a server in a process of its own: it goes on until it is killed, or ends with the test.
+/// Runs a server in a separate process until it is killed, or the test ends.
 fn server_of_a_process(keeper: &Path) {
     let keeper = UnixStream::connect(keeper).unwrap();
     let mut fds = (0..3).map(|_| {
@@ -192,18 +193,18 @@ fn server_of_a_process(keeper: &Path) {
     }
 }
 
-/// A server in a process of its own, and the connection that it ends with.
+/// A server process, and the connection whose end ends it.
 struct Process(Child, #[expect(dead_code, reason = "held open")] UnixStream);
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// A write of 8 bytes, then a read of 8 bytes.
+/// Returns a write of 8 bytes and a read of 8 bytes.
 fn write_and_read(id: u16) -> Vec<u8> {
     let [low, high] = id.to_le_bytes();
     let write = [
@@ -233,7 +234,7 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     let keeper_path = directory.path().join("keeper.sock");
     let keeper = UnixListener::bind(&keeper_path).unwrap();
 
-    // The first process: this one.
+    // This process acts as the first server.
     let device = Counter {
         writes: 0,
         saved: None,
@@ -245,7 +246,7 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     let epoll = Epoll::new().unwrap();
     let mut client = UnixStream::connect(&path).unwrap();
     first.handle(VfioUserServer::<Counter>::TOKENS.start, &mut &epoll);
-    // A server that answers nothing more fails the test.
+    // The timeout fails the test if a server stops answering.
     let patience = Some(Duration::from_secs(60));
     client.set_read_timeout(patience).unwrap();
     client.write_all(&VERSION).unwrap();
@@ -282,9 +283,9 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
         let burst: Vec<u8> = (0..BURST)
             .flat_map(|id| write_and_read(id as u16))
             .collect();
-        // It fits into the socket: the server need not live meanwhile.
+        // The requests fit into the socket, so the client need not wait for a server.
         client.write_all(&burst).unwrap();
-        // The server runs on while it is killed, to another point each time.
+        // The server is killed at a different point in each round.
         let early = kill * 37 % BURST;
         for id in 0..BURST {
             if id == early {

@@ -1,5 +1,4 @@
-//! The vfio-user server over a real socket and a real event loop, with the client that Cloud
-//! Hypervisor uses.
+//! The vfio-user server over a real socket and a real event loop, with Cloud Hypervisor's client.
 
 #![expect(
     clippy::disallowed_methods,
@@ -30,7 +29,7 @@ const BAR0_SIZE: u64 = 0x4000;
 const AREA: (u64, u64) = (0x1000, 0x1000);
 const VECTORS: u32 = 128;
 
-/// A test's view of the device while the server has it.
+/// State of the device, shared between the test and the server.
 #[derive(Default)]
 struct State {
     registers: BTreeMap<u64, u8>,
@@ -39,11 +38,11 @@ struct State {
     resets: u32,
 }
 
-/// A register file, with eventfds that are signalled by a write to the last register.
+/// A register file. A write to the last register signals the eventfds.
 struct TestDevice {
     state: Arc<Mutex<State>>,
     area: Arc<OwnedFd>,
-    /// Told when a client has gone.
+    /// Sends a message when a client has disconnected.
     gone: Sender<()>,
 }
 
@@ -128,12 +127,12 @@ impl VfioUserDevice for TestDevice {
         let mut state = self.state.lock().unwrap();
         state.maps.clear();
         state.vectors.clear();
-        // A test that does not look has let go of the other end.
+        // Sending fails if the test has dropped the receiver.
         let _ = self.gone.send(());
     }
 }
 
-/// Ends the event loop's thread.
+/// Stops the thread of the event loop.
 struct Stop {
     event: EventFd,
     stopped: Arc<Mutex<bool>>,
@@ -149,7 +148,7 @@ impl MutEventSubscriber for Stop {
     }
 }
 
-/// Servers on a thread of their own.
+/// Servers on a separate thread.
 struct Running {
     directory: TempDir,
     states: Vec<Arc<Mutex<State>>>,
@@ -220,7 +219,7 @@ impl Running {
         self.states[0].lock().unwrap()
     }
 
-    /// Waits until the server has seen its client go.
+    /// Waits until the server has noticed that its client disconnected.
     fn wait_until_gone(&self) {
         self.gone[0].recv().unwrap();
     }
@@ -271,7 +270,7 @@ fn client_finds_the_regions_and_one_mappable_area_with_its_file() {
     let area = &bar0.sparse_areas[0];
     assert_eq!((area.offset, area.size), AREA);
 
-    // It is our memory that the client got, at the place it computes.
+    // The client got this memory, at the offset that it computes.
     let file = bar0.file_offset.as_ref().unwrap();
     let place = file.start() + area.offset;
     file.file().write_all_at(b"doorbell", place).unwrap();
@@ -356,8 +355,7 @@ fn client_gets_interrupts_on_all_vectors() {
 fn client_may_reset_as_soon_as_it_has_connected() {
     let running = Running::one();
     let mut client = running.client();
-    // The client has the flag the wrong way round. It would reset a device that does not offer
-    // resets, and would not reset this one.
+    // The client inverts the reset flag: it would reset only devices that do not offer resets.
     assert!(!client.resettable());
     client.reset().unwrap();
     client.region_write(0, 0, &[5]).unwrap();
@@ -371,7 +369,7 @@ fn second_client_is_refused_at_once_and_the_first_goes_on() {
     for _ in 0..20 {
         assert!(Client::new(&running.path()).is_err());
     }
-    // Without a word, too.
+    // A second client that sends nothing is refused as well.
     let mut silent = UnixStream::connect(running.path()).unwrap();
     assert_eq!(silent.read(&mut [0; 1]).unwrap(), 0);
     first.region_write(0, 0, &[1]).unwrap();
@@ -400,11 +398,11 @@ fn client_that_comes_back_finds_the_device_as_it_was_but_for_its_memory() {
     assert_eq!(read, [1, 2, 3, 4]);
 }
 
-/// `VERSION` 0.1 without version data.
+/// A `VERSION` message for 0.1, without version data.
 const VERSION: [u8; 20] = [1, 0, 1, 0, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
 
-/// A VMM is restarted: when the server gets to look, the new one has connected and the old one is
-/// gone, and it is told of the connection first.
+/// Both events of a VMM restart are pending: the new client has connected, and the old one has gone. The server handles the
+/// connection first.
 #[test]
 fn client_may_be_replaced_without_a_pause() {
     let directory = TempDir::new().unwrap();
@@ -425,7 +423,7 @@ fn client_may_be_replaced_without_a_pause() {
     manager.run().unwrap();
     manager.run().unwrap();
     old.read_exact(&mut [0; 20]).unwrap();
-    // Nothing is ready any more, so that what becomes ready first is told first.
+    // No event is pending, so later events are handled in their order.
     assert_eq!(manager.run_with_timeout(0).unwrap(), 0);
 
     let mut new = UnixStream::connect(&path).unwrap();
@@ -462,13 +460,13 @@ fn client_that_talks_nonsense_is_disconnected() {
     let mut talker = UnixStream::connect(running.path()).unwrap();
     talker.write_all(&[0xff; 64]).unwrap();
     let mut heard = Vec::new();
-    // The server closes with bytes unread, which some kernels report as a reset.
+    // The server closes with unread bytes, which some kernels report as a reset.
     let _ = talker.read_to_end(&mut heard);
     running.wait_until_gone();
     running.client().region_write(0, 0, &[1]).unwrap();
 }
 
-/// One thread serves both: the deaf client's replies fill its socket and wait there.
+/// One thread serves both clients. The replies of the first fill its socket.
 #[test]
 fn client_that_does_not_read_holds_up_no_other() {
     let running = Running::start(2);
@@ -478,7 +476,7 @@ fn client_that_does_not_read_holds_up_no_other() {
     let mut read = vec![1, 0, 9, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     read.extend([0; 12]);
     read.extend(0x10_0000_u32.to_le_bytes());
-    // Until the server has stopped reading and the socket is full.
+    // Sends until the server has stopped reading, and the socket is full.
     let full = loop {
         if let Err(error) = deaf.write_all(&read) {
             break error;

@@ -34,7 +34,7 @@ mod tests {
             (0xFEE0_3000, Some(3)),
             // Redirection Hint, and physical mode.
             (0xFEE0_3008, Some(3)),
-            // Flat logical: one processor, or several.
+            // Flat logical mode, with one processor or several.
             (0xFEE0_400C, Some(2)),
             (0xFEE0_3004, None),
             (0xFEEF_F000, None),

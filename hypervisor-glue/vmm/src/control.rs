@@ -130,7 +130,7 @@ mod tests {
 
     use super::*;
 
-    /// Reports its turns.
+    /// A handler that reports its turns.
     struct TurnProbe {
         due: Option<Duration>,
         turns: Sender<Vec<u64>>,
@@ -143,7 +143,7 @@ mod tests {
         }
 
         fn turn(&mut self, ready: &[u64]) {
-            // It is readable for as long as nobody reads it.
+            // The eventfd stays readable until it is read.
             let _ = self.source.read();
             self.turns.send(ready.to_vec()).unwrap();
         }

@@ -424,10 +424,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    /// GSI, type, and where it leads: irqchip and pin, or the message's low address and data.
+    /// Returns GSI, type and target of each route: irqchip and pin, or low address and data of the message.
     fn described(table: &RouteTable) -> Vec<(u32, u32, u32, u32)> {
         let describe = |entry: &kvm_irq_routing_entry| {
-            // SAFETY: both kinds of entries begin with two words, and all are initialised.
+            // SAFETY: both kinds of entries begin with two words, and all words are initialised.
             let (first, second) = unsafe {
                 match entry.type_ {
                     KVM_IRQ_ROUTING_MSI => (entry.u.msi.address_lo, entry.u.msi.data),
@@ -443,7 +443,7 @@ mod tests {
     fn the_pins_stay_routed_beside_messages() {
         let mut table = RouteTable::of_pins();
         let pins = described(&table);
-        // 24 to the I/O APIC, 16 to the PICs.
+        // 24 routes to the I/O APIC, and 16 to the PICs.
         assert_eq!(pins.len(), 40);
         assert!(pins.contains(&(4, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_MASTER, 4)));
         assert!(pins.contains(&(12, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_SLAVE, 4)));

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
     use crate::open::{self, LeaseLedgers, OpenError};
 
-    /// A server that has one drive, and has it no more when a function wants a lease.
+    /// A server that reports a drive, but has lost it when a function requests a lease.
     struct VanishingDriveServer(String);
 
     impl LeaseSource for VanishingDriveServer {
@@ -119,7 +119,7 @@ mod tests {
         }
     }
 
-    /// Has such a server answer as many VMMs, and end.
+    /// Runs a server that answers `count` VMMs and ends.
     fn serve(state_dir: &Path, drive: &Path, count: usize) -> JoinHandle<()> {
         fs::create_dir_all(sockets(state_dir)).unwrap();
         let listener = UnixListener::bind(socket_of(state_dir, "1")).unwrap();
@@ -152,7 +152,7 @@ mod tests {
         let start = |config: &FunctionConfig| {
             open::host_side(&config.asked().unwrap(), &ledgers, &PollerPool::new())
         };
-        // Each function asks when the sandbox is made, and when it starts.
+        // Each function asks once when the sandbox is set up, and once when it starts.
         let server = serve(&state_dir, &served, 4);
 
         let left = config(&served);
@@ -174,7 +174,7 @@ mod tests {
         assert!(!id.is_empty());
         server.join().unwrap();
 
-        // The rules that the process has do not change.
+        // The sandbox rules of the process cannot change.
         assert_eq!(settle(&left).unwrap(), [(sockets(&state_dir), false)]);
         assert!(matches!(start(&left), Err(OpenError::LeftToServers(_))));
     }

@@ -1,21 +1,20 @@
-//! The patch for Cloud Hypervisor holds nothing but lines of ours, and all that can be chosen about a
-//! function.
+//! The patch for Cloud Hypervisor contains only lines of this project, and covers all options of a function.
 
 use std::ops::Range;
 
 use nvme_mpt_vmm::options::FunctionConfig;
 
 const PATCH: &str = include_str!("../../cloud-hypervisor/v53.0.patch");
-/// The module of the trait `Vmm`.
+/// Source of the module with the trait `Vmm`.
 const INTERFACE: &str = include_str!("../src/vmm.rs");
 
-/// The hunks of a file that the patch touches.
+/// A file that the patch changes, with its hunks.
 struct Touched {
     path: &'static str,
     hunks: Vec<Hunk>,
 }
 
-/// Lines in a row.
+/// Consecutive lines of the patch.
 struct Hunk {
     header: &'static str,
     lines: Vec<&'static str>,
@@ -53,7 +52,7 @@ fn touched() -> Vec<Touched> {
     files
 }
 
-/// The lines of a hunk on one side, by its header: `-3,0 +4,2 @@ …`.
+/// Returns the line numbers of a hunk on one side, from its header: `-3,0 +4,2 @@ …`.
 fn numbers(header: &str, side: char) -> Range<usize> {
     let range = header.split(' ').find_map(|word| word.strip_prefix(side));
     let range = range.expect("a range of lines");
@@ -77,7 +76,7 @@ fn it_only_adds_lines() {
     }
 }
 
-/// Git quotes a line of the file behind each header, and cuts ids short, unless it is told otherwise.
+/// By default, Git quotes a line of the file behind each header, and abbreviates ids.
 #[test]
 fn it_quotes_no_line_and_names_whole_blobs() {
     for line in PATCH.lines() {
@@ -105,7 +104,7 @@ fn it_names_nothing_that_is_elsewhere_only() {
     }
 }
 
-/// The lines that the patch adds to the file whose path ends so.
+/// Returns the lines that the patch adds to the file whose path ends with `end`.
 fn added(end: &str) -> String {
     let files = touched();
     let file = files.iter().find(|file| file.path.ends_with(end));
@@ -114,7 +113,7 @@ fn added(end: &str) -> String {
     lines.join("\n")
 }
 
-/// Methods with a body, too, which a VMM may leave out.
+/// Includes methods with a default body, which a VMM could leave out.
 #[test]
 fn it_implements_all_that_functions_ask_of_a_vmm() {
     let vmm = added("device_manager/nvme_mpt.rs");
@@ -151,7 +150,7 @@ fn it_has_every_key_of_a_function() {
     }
 }
 
-/// The lines of a function that the patch adds to the filters.
+/// Returns the lines of a function that the patch adds to the seccomp filters.
 fn filter(function: &str) -> String {
     let added = added("vmm/src/seccomp_filters.rs");
     let start = format!("+fn {function}(");

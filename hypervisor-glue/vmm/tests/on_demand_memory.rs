@@ -1,5 +1,5 @@
-//! Functions in a VMM that restores its guest's memory on demand, by userfaultfd on its own mapping: they read and write the
-//! right data, or are refused.
+//! Functions in a VMM that restores its guest's memory on demand, by userfaultfd on its own mapping. Their reads and writes get
+//! the right data, or are refused.
 #![expect(
     clippy::disallowed_methods,
     reason = "tests have threads and real time of their own"
@@ -30,14 +30,14 @@ use vmm_sys_util::eventfd::EventFd;
 
 const LEN: usize = 4 << 20;
 const PAGE: usize = 4096;
-/// Places in guest memory. From `SNAPSHOT` on, it is not restored yet.
+/// Addresses in guest memory. Memory from `SNAPSHOT` on is not restored yet.
 const ADMIN_SQ: usize = 0x1000;
 const ADMIN_CQ: usize = 0x2000;
 const SQ: usize = 0x3000;
 const CQ: usize = 0x4000;
 const DATA: usize = 0x10000;
 const SNAPSHOT: usize = 0x10_0000;
-/// Each byte of the guest in the snapshot.
+/// Value of each byte in the guest's snapshot.
 const CONTENT: u8 = 0x5A;
 const BAR0: u64 = 0xE000_0000;
 const ENTRIES: u16 = 16;
@@ -127,7 +127,7 @@ impl Ram {
     fn own_part(self: &Arc<Self>, len: usize, is_complete: bool) -> VmmMapping {
         let start = NonNull::new(self.start as *mut u8).unwrap();
         let fd = std::os::fd::AsFd::as_fd(&self.file);
-        // SAFETY: this unmaps it when it is dropped, and makes no references to it.
+        // SAFETY: `self` unmaps the memory when it is dropped, and makes no references to it.
         let memory =
             unsafe { Mapping::borrowed(start, len, MappingAccess::ReadWrite, fd, 0, self.clone()) };
         VmmMapping {
@@ -139,7 +139,7 @@ impl Ram {
     fn read<const N: usize>(&self, at: usize) -> [u8; N] {
         assert!(at + N <= LEN);
         std::array::from_fn(|byte| {
-            // SAFETY: inside of the mapping.
+            // SAFETY: the address is inside the mapping.
             unsafe { ((self.start + at + byte) as *const u8).read_volatile() }
         })
     }
@@ -147,15 +147,15 @@ impl Ram {
     fn write(&self, at: usize, bytes: &[u8]) {
         assert!(at + bytes.len() <= LEN);
         for (index, byte) in bytes.iter().enumerate() {
-            // SAFETY: inside of the mapping.
+            // SAFETY: the address is inside the mapping.
             unsafe { ((self.start + at + index) as *mut u8).write_volatile(*byte) };
         }
     }
 
-    /// Registers the memory that is not restored yet. Returns `None`, and prints that, if there is no userfaultfd.
+    /// Registers the memory that is not restored yet. Returns `None` with a message if userfaultfd is not available.
     fn restore_on_demand(self: &Arc<Self>, test: &str) -> Option<Restore> {
         let created = || -> io::Result<File> {
-            // SAFETY: the descriptor is new and owned once.
+            // SAFETY: the descriptor is new, and has one owner.
             let file = unsafe {
                 let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
                 if fd < 0 {
@@ -178,7 +178,7 @@ impl Ram {
         };
         let faults = created()
             .inspect_err(|error| {
-                // Not through the harness, which shows no output of a test that passes.
+                // Printed directly, because the test harness hides the output of tests that pass.
                 let _ = writeln!(
                     io::stderr(),
                     "NOT CHECKED: {test}: userfaultfd cannot be had here: {error}"
@@ -197,12 +197,12 @@ impl Ram {
 
 impl Drop for Ram {
     fn drop(&mut self) {
-        // SAFETY: whoever has borrowed it holds this.
+        // SAFETY: all borrowers of the mapping hold a reference to `self`.
         unsafe { libc::munmap(self.start as *mut libc::c_void, LEN) };
     }
 }
 
-/// The thread that restores pages. Once it is dropped, nothing is registered any more.
+/// The thread that restores pages. On drop, all memory is unregistered.
 struct Restore {
     stop: EventFd,
     thread: Option<JoinHandle<()>>,
@@ -222,7 +222,7 @@ fn serve(faults: &File, stop: &EventFd) {
             events: libc::POLLIN,
             revents: 0,
         });
-        // SAFETY: two entries, which the kernel writes to.
+        // SAFETY: `ready` has two entries, which the kernel writes to.
         assert!(unsafe { libc::poll(ready.as_mut_ptr(), 2, -1) } > 0);
         if ready[1].revents != 0 {
             return;
@@ -234,14 +234,14 @@ fn serve(faults: &File, stop: &EventFd) {
         }
         let page = u64::from_ne_bytes(message[16..24].try_into().unwrap()) & !(PAGE as u64 - 1);
         let content = [CONTENT; PAGE];
-        // It may be there already, for another thread.
+        // The copy fails if the page was restored for another thread.
         let mut copied = [page, content.as_ptr() as u64, PAGE as u64, 0, 0];
         let _ = control(faults, UFFDIO_COPY, &mut copied);
     }
 }
 
 fn control<const N: usize>(file: &File, request: u64, argument: &mut [u64; N]) -> io::Result<()> {
-    // SAFETY: the argument is the structure of that request, in words. Some libraries have requests of 32 bits.
+    // SAFETY: the argument has the words of the request's structure. Some C libraries declare requests with 32 bits.
     match unsafe { libc::ioctl(file.as_raw_fd(), request as _, argument.as_mut_ptr()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -258,7 +258,7 @@ struct Machine {
 }
 
 impl Machine {
-    /// Starts a function on a file, or on memory.
+    /// Creates a function on a file or in memory.
     fn new(is_file: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = match is_file {
@@ -328,7 +328,7 @@ impl Machine {
         assert_eq!(self.command(0, create), 0);
     }
 
-    /// Carries out a command. Returns its status.
+    /// Executes a command. Returns its status.
     fn command(&mut self, queue: usize, mut command: [u32; 16]) -> u16 {
         let (sq, cq) = [(ADMIN_SQ, ADMIN_CQ), (SQ, CQ)][queue];
         let stride = 4 << (self.register(4) & 0xF);
@@ -357,7 +357,7 @@ impl Machine {
         }
     }
 
-    /// Writes blocks of the drive from guest memory (opcode 1), or reads them (2).
+    /// Writes blocks from guest memory (opcode 1), or reads them (opcode 2).
     fn io(&mut self, opcode: u32, block: u32, at: usize, blocks: u32) {
         let mut command = [0; 16];
         (command[0], command[1], command[6]) = (opcode, 1, at as u32);
@@ -368,7 +368,7 @@ impl Machine {
     /// Reads and writes memory that is not restored yet.
     fn use_missing_pages(&mut self) {
         let restored = [CONTENT; 512];
-        // To the drive, and back to where memory is.
+        // Writes missing pages to the drive, and reads them into present memory.
         self.io(1, 0, SNAPSHOT, 8);
         self.io(2, 0, DATA, 8);
         assert_eq!(self.ram.read(DATA + 1024), restored, "on the drive");
@@ -377,14 +377,14 @@ impl Machine {
             restored,
             "in the page that was written from"
         );
-        // From the drive, into a part of a page: the rest of it is the guest's.
+        // Reads into a part of a missing page. The rest of the page keeps the guest's data.
         self.ram.write(DATA, &[7; 512]);
         self.io(1, 8, DATA, 1);
         let page = SNAPSHOT + 4 * PAGE;
         self.io(2, 8, page, 1);
         assert_eq!(self.ram.read(page), [7; 512], "what was read");
         assert_eq!(self.ram.read(page + 512), restored, "behind it");
-        // In a page that the guest touches first.
+        // The guest touches this page first.
         assert_eq!(self.ram.read(SNAPSHOT + 8 * PAGE), restored);
     }
 }
@@ -442,7 +442,7 @@ fn memory_by_its_file_is_refused_until_it_is_complete() {
     let map = || machine.function.map_memory(machine.ram.region());
     assert!(is_incomplete(map()));
     assert!(is_incomplete(map()), "each time");
-    // The VMM has restored all of it.
+    // Restores all memory.
     for page in (SNAPSHOT..LEN).step_by(PAGE) {
         machine.ram.read::<1>(page);
     }
@@ -483,7 +483,7 @@ fn a_guest_of_incomplete_memory_by_its_file_finds_a_failed_controller() {
     };
     assert_eq!(machine.enable(), 2, "CFS, and not ready");
     drop(restore);
-    // It resets the controller, as drivers do.
+    // The guest resets its controller, as drivers do.
     machine.set(0x14, 0);
     assert_eq!(machine.register(0x1C), 0);
     assert_eq!(machine.enable(), 1, "ready");

@@ -304,7 +304,7 @@ mod tests {
             (5, 4096),
             (0x12, 1024),
         ] {
-            // 64 KiB are asked for.
+            // The request is for 64 KiB.
             let page = fixture.read(request(lid, 16_384), 0).expect("a page");
             assert_eq!(page.len(), size, "log page {lid:#x}");
         }

@@ -331,7 +331,7 @@ pub(super) mod tests {
 
     const IO_CQ: u64 = DATA + 0x10_0000;
     const IO_SQ: u64 = DATA + 0x11_0000;
-    /// Bits of Command.
+    /// Bits of the Command register.
     const MEMORY_SPACE: u16 = 1 << 1;
     const BUS_MASTER: u16 = 1 << 2;
 
@@ -344,7 +344,7 @@ pub(super) mod tests {
         pub(in crate::function) live: OwnedFd,
     }
 
-    /// Keeps all states, the oldest first.
+    /// Records all states, the oldest first.
     #[derive(Clone, Debug, Default)]
     struct ControlStateRecorder(Arc<Mutex<Vec<ControlState>>>);
 
@@ -377,7 +377,7 @@ pub(super) mod tests {
             .with_clock(fixtures::still_clock())
     }
 
-    /// A guest whose function goes on in other processes.
+    /// Creates a guest whose function continues in other processes.
     fn guest() -> (TestGuest, PersistedFunctionParts, ControlStateRecorder) {
         let (drive, ledger) = (fixtures::drive(), tempfile::tempfile().unwrap());
         let memory = fixtures::guest_memory();
@@ -398,7 +398,7 @@ pub(super) mod tests {
     }
 
     impl PersistedFunctionParts {
-        /// Returns a function with what survived, as after power-on.
+        /// Returns a function in its power-on state, with the persisted parts.
         fn next_function(&self) -> NvmeFunction {
             let files = PersistedBackendFiles {
                 doorbells: clone(&self.doorbells),
@@ -409,9 +409,9 @@ pub(super) mod tests {
             function
         }
 
-        /// Ends the function, and has the next one take its place.
+        /// Ends the function, and restores its successor from `state`.
         fn replace(&self, guest: &mut TestGuest, state: &ControlState) {
-            // Its lease goes first. Its queues leave the doorbells as they are.
+            // The old function releases its lease first. Its queues leave the doorbells unchanged.
             let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
             drop(std::mem::replace(&mut guest.function, unused));
             let mut next = self.next_function();
@@ -473,7 +473,7 @@ pub(super) mod tests {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }
-        // The request for an event is there as well.
+        // The request for an event is restored as well.
         guest.doorbell(Doorbell::SqTail(QueueId(3)), 1);
         guest.function.process_events();
         let cqe = guest.completion();
@@ -527,7 +527,7 @@ pub(super) mod tests {
         let posted = guest.peek().unwrap();
         assert_eq!((posted.cid(), posted.status()), (cid, Status::SUCCESS));
         survivors.replace(&mut guest, &pass_on(about_to_complete));
-        // The doorbell comes before the next process has handled its events.
+        // The guest rings the doorbell before the next process has handled its events.
         guest.consume();
         guest.function.process_events();
         let after = guest.function.control_state().admin;
@@ -595,7 +595,7 @@ pub(super) mod tests {
         assert!(begun.registers.is_enabled());
         survivors.replace(&mut guest, &pass_on(begun));
         assert_eq!(guest.function.reset_stats().controller, 0);
-        // The access is carried out again.
+        // The next process repeats the register access.
         guest.write_register(0x14, 0x0046_0000);
         assert_eq!(guest.csts(), 0);
         assert_eq!(guest.function.reset_stats().controller, 1);
@@ -667,7 +667,7 @@ pub(super) mod tests {
             assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
         }
         let mut state = guest.function.control_state();
-        // Neither is looked at.
+        // The function must use neither of these invalid values.
         state.queues.sqs[0].base.0 = fixtures::NOWHERE;
         state.admin.rings.as_mut().unwrap().sq_head = 4096;
         let mut config = [0; 256];
@@ -683,7 +683,7 @@ pub(super) mod tests {
         guest.function.read_config(0, &mut read);
         assert_eq!(read, config);
         assert_eq!(guest.csts(), 3, "CFS");
-        // What the guest's driver does about it: disable, and enable again.
+        // The guest's driver disables the controller, and enables it again.
         guest.write_register(0x14, 0x0046_0000);
         assert_eq!(guest.csts(), 2);
         guest.write_register(0x14, 0x0046_0001);
@@ -695,7 +695,7 @@ pub(super) mod tests {
         assert_eq!(guest.csts(), 0xA, "a shutdown is complete");
         let _ = guest.function.reset();
         assert_eq!(guest.csts(), 2);
-        // Function-level reset.
+        // Initiates a function-level reset.
         let device_control = config_capability(&guest, 0x10) + 8;
         let _ = guest
             .function
@@ -765,13 +765,13 @@ pub(super) mod tests {
         function.take_up(&state).unwrap();
     }
 
-    /// States that releases have stored of [`eventful_guest`], by their versions. The last one is of this version.
+    /// States of [`eventful_guest`], as releases have stored them, by version. The last entry is the current version.
     const STORED: [(u32, &str); 2] = [
         (1, include_str!("stored/control_state_1.json")),
         (2, include_str!("stored/control_state_2.json")),
     ];
 
-    /// Fields that differ from one ledger to the next.
+    /// Fields that differ between ledgers.
     const IDENTITY: [&str; 4] = ["serial", "nguid", "eui64", "uuid"];
 
     /// Feature identifiers.
@@ -780,11 +780,11 @@ pub(super) mod tests {
     const VECTOR: u32 = 0x09;
     const EVENTS: u32 = 0x0B;
 
-    /// A guest that has set all that a function remembers: queues, requests for events, features, an error, and two
-    /// vectors that are masked, of which one is pending.
+    /// Creates a guest that has set everything that a function persists: queues, requests for events, features, an error, and
+    /// two masked vectors, of which one is pending.
     fn eventful_guest() -> (TestGuest, PersistedFunctionParts) {
         let (mut guest, survivors, _) = guest();
-        // MSI-X Enable; messages of three vectors, of which the first one is not masked.
+        // Enables MSI-X, and sets the messages of three vectors. Only the first one is unmasked.
         let _ = guest.function.write_config(0x53, &[0x80]);
         for (vector, mask) in [(0, 0), (1, 1), (2, 1)] {
             let entry = u64::from(vector) * 16;
@@ -835,7 +835,7 @@ pub(super) mod tests {
         for name in IDENTITY {
             now["facts"]["namespace"][name] = stored["facts"]["namespace"][name].clone();
         }
-        // No part of the format: CAP.TO and the range to deallocate of a later build are others.
+        // CAP.TO and the deallocation limit may differ in later builds, and are not part of the format.
         now["registers"]["cap"] = stored["registers"]["cap"].clone();
         for path in [
             "/facts/limits/dsm_range_bytes_max",
@@ -855,7 +855,7 @@ pub(super) mod tests {
         let table = include_str!("../../../docs/state.md");
         let (guest, _) = eventful_guest();
         let mut state = guest.function.control_state();
-        // Fields that are left out where there is nothing in them.
+        // These fields are omitted when they are empty.
         state.admin.postponed = Some([0; 8]);
         state.admin.held = vec![[0; 8]];
         state.admin.aborts = 1;
@@ -890,7 +890,7 @@ pub(super) mod tests {
             };
             survivors.replace(&mut guest, &state);
             assert_eq!(guest.csts(), 1);
-            // The queues go on.
+            // The queues still work.
             let mut flush = Sqe::new(0x00);
             flush.nsid.0 = 1;
             guest.write_memory(IO_SQ, zerocopy::IntoBytes::as_bytes(&flush));
@@ -898,13 +898,13 @@ pub(super) mod tests {
             while guest.read_memory(IO_CQ + 14, 2) != [1, 0] {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
-            // Both requests for events, features and the masks are there.
+            // Requests for events, features and masks were restored.
             let after = guest.function.control_state();
             assert_eq!(after.admin, state.admin);
-            // Each vector was raised, and no client has connected any.
+            // Each vector was signalled, and no client has connected an eventfd.
             assert_eq!(after.msix.table, state.msix.table);
             assert!(after.msix.pending.contains(&1));
-            // So is the layout of configuration space, with the version that goes with it.
+            // The layout of configuration space was restored, with its version.
             assert_eq!(after.config_space, state.config_space);
             assert_eq!(after.version, version);
             assert_eq!(after.registers, state.registers);

@@ -65,7 +65,7 @@ mod tests {
         checks.ended(ms(2_000), ms(5_000));
         assert!(!checks.may_begin(ms(6_999)));
         assert!(checks.may_begin(ms(7_000)), "two seconds at most");
-        // Most guests' memory needs none.
+        // The memory of most guests needs no checks.
         let mut free = MemoryChecks::default();
         for _ in 0..10_000 {
             free.ended(ms(1), ms(1) + Duration::from_micros(49));

@@ -13,7 +13,7 @@ use crate::fixtures::{self, DATA, MEMORY, NOWHERE, QUEUE_PAIRS, TestGuest};
 const IO_CQ: u64 = DATA + 0x10_0000;
 const IO_SQ: u64 = DATA + 0x11_0000;
 
-/// Waits for what another thread does. It counts its looks: a machine that stands still takes none of them.
+/// Waits for an action of another thread. Counts polls instead of time, so a machine that stalls does not fail the test.
 #[track_caller]
 fn wait_for(mut condition: impl FnMut() -> bool) {
     for _ in 0..180_000 {
@@ -33,7 +33,7 @@ fn identify() -> Sqe {
     }
 }
 
-/// Queue pair 1, of 16 entries, on vector 1.
+/// Creates queue pair 1, with 16 entries, on vector 1.
 fn create_queue_pair(guest: &mut TestGuest) {
     let cq = Sqe {
         dptr: [IO_CQ, 0],
@@ -172,7 +172,7 @@ fn a_reset_forgets_the_doorbell_buffer() {
     assert_eq!(guest.admin(config).status(), Status::SUCCESS);
     create_queue_pair(&mut guest);
     guest.write_register(0x14, 0);
-    // The pages are the next driver's, to whom they are anything but doorbells.
+    // The pages now belong to the next driver, which uses them for other data.
     guest.write_memory(DATA, &[0xC3; 0x2000]);
     guest.enable();
     create_queue_pair(&mut guest);
@@ -234,7 +234,7 @@ fn mapped_doorbells_wake_the_admin_queue() {
     assert!(region.offset + region.length <= guest.function.bar_size(Bar::Registers));
     for round in 1..=3 {
         let cid = guest.enqueue(identify());
-        // A store to memory, of which nobody is told.
+        // A store to mapped memory, without a notification.
         let doorbells = guest.function.host().shared().doorbells;
         doorbells.store(ADMIN_SQ_TAIL, round);
         wait_for(|| guest.function.events_fd().read().is_ok());
@@ -244,7 +244,7 @@ fn mapped_doorbells_wake_the_admin_queue() {
         doorbells.store(ADMIN_CQ_HEAD, round);
     }
     assert_eq!(guest.function.admin_stats().doorbell_exits, 0);
-    // A VMM that could not map them traps them.
+    // A VMM that cannot map the doorbells traps them.
     guest.enqueue(identify());
     guest.ring();
     assert!(guest.peek().is_some());
@@ -271,7 +271,7 @@ fn a_queue_that_lost_its_memory_fails_the_controller() {
     assert_eq!(guest.csts(), 0);
 }
 
-/// A guest whose controller is ready, and its memory.
+/// Creates a guest with a ready controller. Returns its memory as well.
 fn guest_with_memory() -> (TestGuest, OwnedFd) {
     let memory = fixtures::guest_memory();
     let function = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
@@ -302,7 +302,7 @@ fn admin_completions_wait_for_their_queue_to_be_mapped_again() {
     let (mut guest, memory) = guest_with_memory();
     let cid = guest.submit(Sqe::new(0x0C));
     guest.function.host().unmap_all().expect("unmapped");
-    // An event: there is no such queue.
+    // Causes an event, because this queue does not exist.
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
     guest.function.process_events();
     assert_eq!(guest.csts(), 1, "it waits");
@@ -326,12 +326,12 @@ fn admin_queues_that_stay_unmapped_fail_the_controller() {
     guest.function.clock.sleep(Duration::from_secs(31));
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b11, "CFS");
-    // It takes a reset to go on.
+    // Only a reset recovers the controller.
     guest.write_register(0x14, 0);
     assert_eq!(guest.csts(), 0);
 }
 
-/// Memory beside the guest's, for data alone.
+/// Returns a region beside the guest's memory, for data alone.
 fn data_memory() -> MemoryRegion {
     MemoryRegion {
         gpa: Gpa(NOWHERE),
@@ -343,8 +343,8 @@ fn data_memory() -> MemoryRegion {
     }
 }
 
-/// Checks that a command waits for memory at [`NOWHERE`], which is unmapped right before it. Returns whether it could be
-/// checked, and the guest.
+/// Checks that a command waits for memory at [`NOWHERE`], which is unmapped right before the command. Returns whether the check
+/// was possible, and the guest.
 fn waits_for_memory(command: Sqe) -> (bool, TestGuest) {
     let mut guest = TestGuest::ready(DoorbellMode::Shadow);
     let interval = guest.function.events_interval();
@@ -354,7 +354,7 @@ fn waits_for_memory(command: Sqe) -> (bool, TestGuest) {
     assert_eq!(unmapped.expect("unmapped"), len);
     let cid = guest.submit(command);
     if let Some(cqe) = guest.peek() {
-        // It waits by the time since the last change of the memory, and the machine stood still for as long.
+        // The command waits only shortly after a change of the memory, and the machine stalled for longer.
         let quiet = guest.function.memory().quiet_for();
         assert!(quiet > Duration::from_secs(1), "{cqe:?}");
         return (false, guest);
@@ -387,7 +387,7 @@ fn a_guest_that_enables_its_controller_often_waits_for_the_check_of_its_memory()
     clock.sleep(3 * second);
     guest.function.process_events();
     assert_eq!(guest.csts(), 1);
-    // One that gives up waits for nothing.
+    // A guest that disables the controller at once does not wait.
     guest.write_register(0x14, 0);
     guest.function.memory_checks.ended(3 * second, 4 * second);
     guest.write_register(0x14, 0x0046_0001);
@@ -453,7 +453,7 @@ fn data_that_stays_unmapped_fails_the_command_alone() {
     assert_eq!(guest.admin(identify()).status(), Status::SUCCESS);
 }
 
-/// A clock at one of whose readings the thread stands still for 40 s. Memory that was gone is back afterwards.
+/// A clock that stalls the thread for 40 s at one of its readings. The missing memory is mapped again during the stall.
 #[derive(Debug)]
 struct StallingClock {
     host: Arc<dyn ControllerBackend>,
@@ -463,11 +463,11 @@ struct StallingClock {
 #[derive(Debug, Default)]
 struct Stall {
     now: Duration,
-    /// Readings until it.
+    /// Number of readings before the stall.
     readings: u32,
-    /// Memory that comes back; `None` before the stall is set, and after it.
+    /// Memory that is mapped during the stall. `None` before the stall is set up, and after it.
     memory: Option<MemoryRegion>,
-    /// True if the machine stood still as well, so that a command's memory was gone for longer than it is waited for.
+    /// True if the machine stalled as well, so that the memory was missing for longer than the timeout.
     is_gone: bool,
 }
 
@@ -493,8 +493,8 @@ impl WaitClock for StallingClock {
     }
 }
 
-/// Checks that a command, which waits for the memory from `gone` on, goes on if the thread stands still at a reading of the
-/// clock while the memory comes back. Returns whether there was such a reading.
+/// Checks that a command which waits for the memory from `gone` on succeeds if the thread stalls at a reading of the clock
+/// while the memory comes back. Returns whether the clock was read that often.
 fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
     let host = Arc::new(fixtures::attachment(DoorbellMode::Trap));
     let clock = Arc::new(StallingClock {
@@ -514,7 +514,7 @@ fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
     assert_eq!(unmapped.expect("unmapped"), len);
     guest.ring();
     if guest.function.events_interval() != Some(LOOK_INTERVAL) {
-        // A command for data waits by the time since the last change, and the machine stood still for as long.
+        // The command waits only shortly after a change of the memory, and the machine stalled for longer.
         assert_eq!(gone, NOWHERE);
         return true;
     }
@@ -670,7 +670,7 @@ fn intms_and_intmc_mask_msi_and_not_msix() {
         let mut function = fixtures::function(DoorbellMode::Shadow, masking);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         function.vectors()[1].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
-        // MSI with two messages.
+        // Enables MSI with two messages.
         let _ = function.write_config(0xA2, &[0x11]);
         let raise = |function: &NvmeFunction| {
             function.vectors()[1].signal();
@@ -688,7 +688,7 @@ fn intms_and_intmc_mask_msi_and_not_msix() {
         function.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
         function.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
         assert!(raise(&function), "{masking:?}");
-        // With MSI-X they have no effect.
+        // With MSI-X, the masks have no effect.
         write_mask(&mut function, INTMS, u32::MAX);
         function.write_bar(Bar::Msix, 16 + 12, &[0; 4]);
         let _ = function.write_config(0x52, &[0x00, 0x80]);
@@ -719,7 +719,7 @@ fn a_controller_reset_forgets_interrupts_that_were_held_back() {
         let mut function = fixtures::function(DoorbellMode::Shadow, masking);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         function.vectors()[1].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
-        // MSI with two messages.
+        // Enables MSI with two messages.
         let _ = function.write_config(0xA2, &[0x11]);
         write_mask(&mut function, INTMS, 0b10);
         function.vectors()[1].signal();
@@ -769,7 +769,7 @@ fn intms_holds_the_pin_back_until_intmc() {
         assert!(pin.read().is_err(), "{fall:?}: that is another vector");
         guest.write_register(INTMC, 0b01);
         assert_eq!(pin.read().expect("what was held back"), 1, "{fall:?}");
-        // Its level falls while it is masked, and the guest has left the entry.
+        // The level falls while the vector is masked, and the guest has not consumed the entry.
         guest.write_register(INTMS, 0b01);
         guest.function.end_of_interrupt();
         assert!(pin.read().is_err(), "{fall:?}: masked");
@@ -796,7 +796,7 @@ fn a_pin_that_fell_in_a_pause_rises_for_admin_completions_that_were_left() {
     assert!(pin.read().is_err(), "it is paused");
     guest.function.resume();
     assert!(pin.read().is_ok(), "the guest has left the entry");
-    // Without Bus Master Enable it rests as well.
+    // Without Bus Master Enable, the function is paused as well.
     let _ = guest.function.write_config(4, &[0x02]);
     guest.function.end_of_interrupt();
     assert!(pin.read().is_err(), "it reads no memory");
@@ -830,7 +830,7 @@ fn interrupt_status_tells_of_the_pin() {
     assert!(!has_interrupt(&guest), "INTMS");
     guest.write_register(0x10, 1);
     assert!(has_interrupt(&guest), "INTMC");
-    // MSI-X Enable.
+    // Enables MSI-X.
     let _ = guest.function.write_config(0x53, &[0x80]);
     assert!(!has_interrupt(&guest), "it sends messages");
     let _ = guest.function.write_config(0x53, &[0x00]);

@@ -1,4 +1,4 @@
-//! Reads of the properties by a guest, and the requests of its writes.
+//! Reads of controller properties by a guest, and the effects of its writes.
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn write_u32(
     registers.write(offset, &value.to_le_bytes())
 }
 
-/// As Linux does: AQA, ASQ, ACQ, then CC.
+/// Writes AQA, ASQ, ACQ and then CC, as Linux does.
 fn enable(registers: &mut ControllerProperties, cc: u32) -> Option<ControllerTransition> {
     write_u32(registers, 0x24, 0x001F_003F);
     registers.write(0x28, &0x1_0000_1000_u64.to_le_bytes());

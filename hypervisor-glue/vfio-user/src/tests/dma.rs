@@ -1,4 +1,4 @@
-//! The client's memory.
+//! DMA mappings of the client's memory.
 
 use super::*;
 
@@ -6,7 +6,7 @@ use super::*;
 fn dma_region_comes_with_its_file() {
     let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let (tracer, fd) = DescriptorTracer::new();
-    // A user-space driver's IOVA is its own virtual address.
+    // A user-space driver uses its virtual addresses as IOVAs.
     let payload = dma_map(
         DmaMap::READ | DmaMap::WRITE,
         0x3000,
@@ -42,7 +42,7 @@ fn dma_region_without_a_file_is_taken() {
     assert_eq!(reply.errno(), 0);
     let map = &talk.device.maps[0];
     assert!(map.memory.is_none() && map.readable && !map.writable);
-    // To the very end of the address space.
+    // The mapping reaches the end of the address space.
     let reply = talk.ask(
         VfioUserCommand::DMA_MAP,
         &dma_map(3, 0, u64::MAX - 0xfff, 0x1000),

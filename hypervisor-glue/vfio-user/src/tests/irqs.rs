@@ -1,4 +1,4 @@
-//! Interrupts.
+//! Interrupts of the device.
 
 use super::*;
 
@@ -37,7 +37,7 @@ fn interrupt_types_are_told() {
 #[test]
 fn interrupts_are_connected_and_disconnected() {
     let mut talk = SessionFixture::negotiated(RecordingDevice::new());
-    // All vectors in one message, whatever `max_msg_fds` says: Cloud Hypervisor does.
+    // Connects all vectors by one message, which exceeds `max_msg_fds`, as Cloud Hypervisor does.
     let (tracers, fds) = tracers(MSIX_VECTORS as usize);
     let payload = irq_set(CONNECT, IrqIndex::Msix, 0, MSIX_VECTORS);
     let reply = talk.ask_with(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
@@ -57,7 +57,7 @@ fn interrupts_are_connected_and_disconnected() {
     drop(connected);
     assert!(tracers.iter().all(DescriptorTracer::is_closed));
 
-    // QEMU: part of them, then no file descriptor for another part, then none for all.
+    // QEMU connects a part of the vectors, and disconnects others by messages without descriptors.
     let reply = talk.ask(
         VfioUserCommand::DEVICE_SET_IRQS,
         &irq_set(CONNECT, IrqIndex::Msix, 16, 4),

@@ -1,4 +1,4 @@
-//! A server whose process is killed at every step, and a client that must not notice.
+//! A server whose process is killed at every step, and whose client must notice nothing.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -26,13 +26,13 @@ use crate::{
     VfioUserDevice, VfioUserServer, socket,
 };
 
-/// Descriptors that outlive the process.
+/// Descriptors that outlive the server's process.
 #[derive(Debug, Default)]
 struct Keeper {
     listener: Option<OwnedFd>,
     journal: Option<OwnedFd>,
     client: Option<OwnedFd>,
-    /// `SO_SNDBUF` of clients that come.
+    /// `SO_SNDBUF` of new clients.
     send_buffer: Option<usize>,
     refuses: bool,
 }
@@ -41,7 +41,7 @@ fn copy(fd: &Option<OwnedFd>) -> OwnedFd {
     fd.as_ref().unwrap().try_clone().unwrap()
 }
 
-/// A device whose state is the list of what was asked of it, reads included.
+/// A device whose state is the list of all requests, reads included.
 #[derive(Debug)]
 struct Ledger {
     entries: Vec<u8>,
@@ -50,7 +50,7 @@ struct Ledger {
     memory: Arc<OwnedFd>,
 }
 
-/// The state as it is saved: each of its bytes lies elsewhere in the next state.
+/// Returns the saved form of the state. Appending an entry moves every byte, so a partly written state is noticed.
 fn reversed(bytes: &[u8]) -> Vec<u8> {
     bytes.iter().rev().copied().collect()
 }
@@ -87,7 +87,7 @@ impl VfioUserDevice for Ledger {
         }
     }
 
-    /// Data that no other read has.
+    /// Returns data that no other read returns.
     fn read(&mut self, _: RegionIndex, _: u64, data: &mut [u8]) {
         let seed = self.entries.len() * 31;
         for (at, byte) in data.iter_mut().enumerate() {
@@ -157,12 +157,12 @@ impl VfioUserDevice for Ledger {
     }
 }
 
-/// One process after the other, beside a keeper.
+/// Consecutive server processes with one keeper.
 struct World {
     path: PathBuf,
     keeper: Arc<Mutex<Keeper>>,
     process: Option<(VfioUserServer<Ledger>, Epoll)>,
-    /// Step at which each of the next processes is killed.
+    /// Steps at which the next processes are killed.
     kills: Vec<u32>,
     deaths: usize,
     _directory: TempDir,
@@ -225,8 +225,8 @@ impl World {
         self.deaths += 1;
     }
 
-    /// Runs until there is nothing to do, in as many processes as that takes. Returns after a death if one is due, before the
-    /// next process.
+    /// Runs the server until it is idle, and starts a process if there is none. Returns after a death, before the next process
+    /// starts.
     fn run_to_death(&mut self) -> bool {
         let step = self.kills.first().copied().unwrap_or(u32::MAX);
         let mut process = self.process.take();
@@ -265,10 +265,10 @@ impl World {
         while self.run_to_death() {}
     }
 
-    /// Returns whether the journal has memory for a reply.
+    /// Returns whether the request log has memory allocated for a reply.
     fn holds_a_reply(&self) -> bool {
         let file = copy(&self.keeper.lock().unwrap().journal);
-        // Opened anew, so that it has a position of its own.
+        // The file is reopened, to get a separate file position.
         let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
         let replies = rustix::fs::SeekFrom::Data(34 << 20);
         match rustix::fs::seek(&file, replies) {
@@ -330,16 +330,16 @@ impl Heard {
     }
 }
 
-/// Part of what a client does.
+/// A step of the client.
 #[derive(Clone, Debug)]
 enum Act {
-    /// Sends bytes in one piece, with copies of a descriptor.
+    /// Sends bytes by one call, with copies of a descriptor.
     Say(Vec<u8>, usize),
-    /// Lets the server run and reads what it says.
+    /// Lets the server run, and reads its replies.
     Hear,
-    /// Lets the server run and reads nothing.
+    /// Lets the server run, and reads nothing.
     Wait,
-    /// Lets the server commit what changed by itself.
+    /// Lets the server commit a change of state that no request has caused.
     Change,
     Close,
     Connect,
@@ -392,7 +392,7 @@ fn map(id: u16) -> Act {
     Say(message(id, VfioUserCommand::DMA_MAP, 0, map.as_bytes()), 1)
 }
 
-/// Its reply goes with a descriptor.
+/// The reply carries a descriptor.
 fn region_info(id: u16) -> Act {
     let info = RegionInfo {
         argsz: 4096.into(),
@@ -432,13 +432,14 @@ fn every_kind() -> Vec<Act> {
     ]
 }
 
-/// Each act, and what comes after each.
+/// Returns the steps with `after` behind each.
 fn with(acts: Vec<Act>, after: Act) -> Vec<Act> {
     let each = acts.into_iter().flat_map(|act| [act, after.clone()]);
     each.collect()
 }
 
-/// Plays a client's part in a world whose processes are killed. Returns what it heard and what was done.
+/// Runs a client while the server's processes are killed at `kills`. Returns the replies, the device's entries and the number
+/// of deaths.
 fn play(acts: &[Act], send_buffer: Option<usize>, kills: &[u32]) -> (Vec<Heard>, String, usize) {
     let mut world = World::new();
     world.keeper.lock().unwrap().send_buffer = send_buffer;
@@ -488,7 +489,7 @@ fn play(acts: &[Act], send_buffer: Option<usize>, kills: &[u32]) -> (Vec<Heard>,
     (heard, entries, world.deaths)
 }
 
-/// Plays a part with a kill at each step, until the last step. Returns how many there are.
+/// Runs the client's steps once for each step of the server, with a kill there. Returns the number of steps.
 fn at_every_step(acts: &[Act], send_buffer: Option<usize>) -> u32 {
     let (heard, entries, _) = play(acts, send_buffer, &[]);
     for step in 0.. {
@@ -545,7 +546,7 @@ fn requests_in_pieces_are_done_once() {
     let mut acts = Vec::new();
     for act in every_kind() {
         let Say(bytes, fds) = act else { continue };
-        // Into the header, and into the payload if there is one.
+        // Splits within the header, and within the payload if there is one.
         let cuts = [0, 7, bytes.len().min(30), bytes.len()];
         for cut in cuts.windows(2).filter(|cut| cut[0] < cut[1]) {
             let fds = if cut[0] == 7 { fds } else { 0 };
@@ -590,7 +591,7 @@ fn state_that_changes_between_requests_is_committed() {
         Change,
         read(3, 4),
     ];
-    // Without a kill: the change itself is no step of a request.
+    // Runs without kills, because the change itself is not a step of a request.
     let (_, entries, _) = play(&acts, None, &[]);
     assert_eq!(entries, "connected;changed;read 4;changed;changed;read 4;");
 }
@@ -633,7 +634,7 @@ fn client_that_does_not_read_finds_every_reply_right() {
     acts.push(Wait);
     let (heard, ..) = play(&acts, None, &[]);
     assert_eq!(heard[0].ids(), (0..=40).collect::<Vec<_>>());
-    // Each of its replies has other bytes.
+    // Each reply has different data.
     let (killed, _, deaths) = play(&acts, None, &[150, 200, 7, 40]);
     assert_eq!(deaths, 4);
     assert!(killed == heard);
@@ -678,7 +679,7 @@ fn replaced_process_leaves_the_file_and_a_refused_takeover_too() {
     world.run();
     let (mut server, _epoll) = world.process.take().unwrap();
 
-    // A takeover that fails, while the first process still runs.
+    // A takeover fails while the first process still runs.
     let listener = copy(&world.keeper.lock().unwrap().listener);
     let listener = SocketListener::from_kept(&world.path, listener).unwrap();
     drop(listener);
@@ -713,7 +714,7 @@ fn descriptors_are_taken_and_closed() {
     client.send_with_fds(&[&irqs[..]], &fds).unwrap();
     drop(fd);
     world.run();
-    // The device of this test lets go of what it is given.
+    // This test's device drops the descriptors that it gets.
     assert_eq!(world.entries(), "connected;connect 1;");
     assert!(tracer.is_closed());
 }
@@ -726,7 +727,7 @@ fn message_that_comes_in_part_does_not_keep_the_thread_busy() {
         unreachable!()
     };
     (&client).write_all(&version[..20]).unwrap();
-    // It returns.
+    // The call returns although the message is incomplete.
     world.run();
     (&client).write_all(&version[20..]).unwrap();
     world.run();
@@ -747,7 +748,7 @@ fn largest_request_is_taken_and_a_larger_one_refused() {
     let (heard, ..) = play(&acts, None, &[]);
     assert!(heard[0].closed);
 
-    // Of reads, the largest is taken.
+    // The largest read is accepted.
     let acts = [version(1), read(2, MAX_DATA_XFER_SIZE), Hear];
     let (heard, ..) = play(&acts, None, &[]);
     assert_eq!(heard[0].ids(), [1, 2]);
@@ -769,7 +770,7 @@ fn later_servers_file_is_not_adopted() {
     world.kill();
     std::fs::remove_file(&world.path).unwrap();
     world.run();
-    // The kernel says which file a socket has, if this process may ask.
+    // The kernel reports the file of a socket if this process may ask.
     let listener = copy(&world.keeper.lock().unwrap().listener);
     if socket::bound_file(&listener).is_ok() {
         let mut other = SocketListener::bind(&world.path).unwrap();
@@ -781,7 +782,7 @@ fn later_servers_file_is_not_adopted() {
     }
 }
 
-/// A journal in the middle of a reply, and the socket that the reply is for.
+/// Creates a request log in the middle of a reply, and the socket for the rest of the reply.
 fn kept_journal() -> World {
     let mut world = World::new();
     world.keeper.lock().unwrap().send_buffer = Some(20_000);
@@ -860,7 +861,7 @@ fn any_act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// Numbers the messages, so that each reply is another's.
+/// Gives each message its own number, so that replies can be told apart.
 fn number(acts: &mut [Act]) {
     for (id, act) in (1_u16..).zip(acts) {
         if let Say(bytes, _) = act {
@@ -887,7 +888,7 @@ proptest! {
         prop_assert_eq!(done, entries);
     }
 
-    /// A head of any bytes, with a commit word for it.
+    /// Overwrites the head with arbitrary bytes, and with a matching commit word.
     #[test]
     fn random_heads_are_refused_or_taken_up(
         mut head in prop::collection::vec(any::<u8>(), 64),
@@ -899,7 +900,7 @@ proptest! {
         let commit_word = u64::from_le_bytes(head[..8].try_into().unwrap());
         file.write_all_at(&commit_word.to_le_bytes(), 16).unwrap();
         if small {
-            // Sizes and flags that are possible.
+            // Limits sizes and flags to valid ranges.
             for word in head[16..].chunks_mut(4) {
                 word[1..].fill(0);
             }

@@ -1,4 +1,4 @@
-//! Conversations: what each command does to the device, and what the client gets to see.
+//! Conversations with a client: effects of each command on the device, and the replies.
 
 mod dma;
 mod irqs;
@@ -80,7 +80,7 @@ fn irq_set(flags: u32, index: IrqIndex, start: u32, count: u32) -> Vec<u8> {
 
 const CONNECT: u32 = IrqSet::DATA_EVENTFD | IrqSet::ACTION_TRIGGER;
 
-/// Pipes in place of eventfds: they tell when they are closed.
+/// Creates pipes in place of eventfds, which show when a descriptor is closed.
 fn tracers(count: usize) -> (Vec<DescriptorTracer>, Vec<OwnedFd>) {
     (0..count).map(|_| DescriptorTracer::new()).unzip()
 }
@@ -92,7 +92,7 @@ fn raw(fds: &[OwnedFd]) -> Vec<RawFd> {
 #[test]
 fn version_comes_first_and_once() {
     let mut talk = SessionFixture::begin(RecordingDevice::new());
-    // The stream stays in step: what came too early is refused, and can be said later.
+    // A command before the version message is refused, and can be sent again later.
     for (command, payload) in [
         (VfioUserCommand::DEVICE_RESET, vec![]),
         (VfioUserCommand::REGION_READ, access(0, 0, 8)),
@@ -109,7 +109,7 @@ fn version_comes_first_and_once() {
     assert_eq!(talk.device.resets, 0);
     assert!(talk.device.accesses.is_empty());
 
-    // A version message that is no good leaves the right one to come.
+    // An invalid version message is refused, and a valid one may follow.
     assert_eq!(
         talk.ask(VfioUserCommand::VERSION, &[0, 0, 1]).errno(),
         EINVAL
@@ -157,7 +157,7 @@ fn reset_is_harmless_right_after_version() {
 #[test]
 fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
     let mut talk = SessionFixture::negotiated(RecordingDevice::new());
-    // 32 is what Cloud Hypervisor's client asks with.
+    // Cloud Hypervisor's client sends an `argsz` of 32.
     for argsz in [16_u32, 32, u32::MAX] {
         let mut payload = [0; 16];
         payload[..4].copy_from_slice(argsz.as_bytes());

@@ -1,4 +1,4 @@
-//! Regions: what is told of them, and register accesses.
+//! Region information and register accesses.
 
 use super::*;
 
@@ -50,7 +50,7 @@ fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
         assert_eq!((reply.payload.len(), reply.fds.len()), (32, 0));
         let info: RegionInfo = reply.read();
         assert_eq!(info.argsz.get(), 64, "the size to ask with");
-        // Neither MMAP, at which a client would map all of the region, nor CAPS.
+        // Without MMAP and CAPS, because a client with MMAP alone would map the whole region.
         assert_eq!(info.flags.get(), RegionInfo::READ | RegionInfo::WRITE);
         assert_eq!(info.cap_offset.get(), 0);
     }
@@ -139,7 +139,7 @@ fn registers_are_read_and_written_in_any_size() {
         let reply = talk.ask(VfioUserCommand::REGION_READ, &access(0, 8, size as u32));
         assert_eq!((reply.errno(), reply.payload), (0, write(0, 8, &data)));
     }
-    // Config space in two bytes, whatever the command register says.
+    // Config space is read in words, whatever the Command register says.
     let reply = talk.ask(VfioUserCommand::REGION_READ, &access(7, 4, 2));
     assert_eq!(reply.errno(), 0);
     assert_eq!(
@@ -147,7 +147,7 @@ fn registers_are_read_and_written_in_any_size() {
         Some(&(RegionIndex::Config, 4, 2))
     );
 
-    // No bytes at all: nothing for the device, whether there is a region or not.
+    // An empty access does not reach the device, whether or not the region exists.
     talk.device.accesses.clear();
     for region in [0, 2] {
         let reply = talk.ask(VfioUserCommand::REGION_READ, &access(region, 0, 0));
@@ -266,7 +266,7 @@ fn several_writes_come_in_one_message() {
     assert_eq!(talk.device.bar0[0x10..0x15], [1, 1, 1, 1, 0x14]);
     assert_eq!(talk.device.bar0[0x20..0x28], [3; 8]);
 
-    // As QEMU sends them: as many as it can have, without a reply.
+    // QEMU sends as many writes as fit, without a reply.
     let writes = vec![single(0x40, 1, [7; 8]); 200];
     let posted = message(
         9,

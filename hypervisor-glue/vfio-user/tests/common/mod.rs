@@ -1,4 +1,4 @@
-//! A device without regions, and the client's side of the protocol by hand.
+//! A device without regions, and raw messages of a client.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -7,7 +7,7 @@ use vfio_user_server::{
     DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, RegionIndex, VfioUserDevice,
 };
 
-/// Has nothing.
+/// A device without regions and interrupts.
 pub(crate) struct Nothing;
 
 impl VfioUserDevice for Nothing {
@@ -32,13 +32,13 @@ impl VfioUserDevice for Nothing {
     fn disconnected(&mut self) {}
 }
 
-/// `VERSION` 0.1 without version data.
+/// A `VERSION` message for 0.1, without version data.
 pub(crate) const VERSION: [u8; 20] = [1, 0, 1, 0, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
 
-/// `DEVICE_RESET`.
+/// A `DEVICE_RESET` message.
 pub(crate) const RESET: [u8; 16] = [2, 0, 13, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
-/// The errno of the next reply.
+/// Reads a reply, and returns its errno.
 pub(crate) fn hear(mut stream: &UnixStream) -> u32 {
     let mut header = [0; 16];
     stream.read_exact(&mut header).unwrap();

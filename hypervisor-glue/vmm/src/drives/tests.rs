@@ -82,7 +82,7 @@ fn a_process_opens_a_drive_once() {
     assert_eq!(opened, Some(small.clone()));
     drop(first);
     assert_eq!(opened_options(&DrivePath::File(link)), None);
-    // Faults and profiles are those of all that share the drive.
+    // All functions of a drive share its faults and its profile.
     for (options, other) in [(&faulty, &modelled), (&modelled, &faulty)] {
         let first = open_file(&path, options).expect("opened");
         assert!(shares(&first, &open_file(&path, options).expect("found")));
@@ -158,7 +158,7 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
 }
 
 fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
-    // A ledger of its own, as a server with another state folder has.
+    // Uses a separate ledger, as a server with another state directory does.
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id: "test",
         drive: drive.identity(),
@@ -244,14 +244,14 @@ fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
         assert!(error.contains("qemu-img convert"), "{error}");
     }
     reserve("id=a,range=0+8M,format=raw").expect("the operator's word");
-    // It was said for these bytes, and holds on.
+    // The format was given for this range, and is remembered.
     reserve("id=a,range=0+8M").expect("leased before");
     reserve("id=b,range=8M+8M").expect("the header is data of a guest");
-    // What a guest writes takes its drive away neither now nor later.
+    // A guest's own data does not block its lease, now or later.
     write(8 << 20, b"LUKS\xBA\xBE");
     reserve("id=b,range=8M+8M").expect("a guest's");
     reserve("id=c,range=8M+8M,data=keep").expect("handed over");
-    // A part that nobody had may be an image, too.
+    // Unused parts of the drive may hold an image as well.
     write(16 << 20, b"LUKS\xBA\xBE");
     let error = reserve("id=d,range=16M+8M").expect_err("encrypted");
     assert!(
@@ -264,7 +264,7 @@ fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
     assert!(error.contains("\"format\" is not for memory:8M"), "{error}");
 }
 
-/// Files that stand for disks, and a state folder.
+/// Files that stand for disks, and a state directory.
 struct Host {
     dir: tempfile::TempDir,
 }
@@ -339,13 +339,13 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
         "leases label",
     );
     host.label("a", "pool", false).expect("labelled");
-    // What was leased before goes on, with the names that its guest knows.
+    // Leases from before the label continue, with the names that their guests know.
     assert_eq!(names(&identity(&host.path("a")).expect("a file")), before);
     host.reserve("a", "id=before,range=0+1M,drive-id=pool")
         .expect("its own");
     host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool")
         .expect("leased");
-    // Left out, another name, another drive, and two of one name.
+    // Refusals: no label, another label, another drive, and two drives with one label.
     refused(
         host.reserve("a", "id=x,size=1M,unit=1M"),
         "say drive-id=pool",
@@ -377,9 +377,9 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
         "{error}"
     );
     drop(held);
-    // No lease gets the label.
+    // No lease includes the label's blocks.
     refused(host.reserve("a", "id=y,range=15M+1M,drive-id=pool"), "15M");
-    // A drive that grew has its label at the former end.
+    // After the drive grew, its label is still at the former end.
     let file = fs::OpenOptions::new()
         .write(true)
         .open(host.path("a"))
@@ -416,7 +416,7 @@ fn a_label_takes_nothing_that_is_in_use() {
     );
     file.set_len(1 << 20).expect("shorter");
     refused(host.label("b", "pool", false), "too small");
-    // A guest that writes a label to a drive of its own names no drive of others.
+    // A guest that writes a label to its lease does not name another drive.
     host.disk("c");
     host.label("c", "pool", false).expect("labelled");
     host.reserve("c", "id=x,size=1M,unit=1M,drive-id=pool")
@@ -448,14 +448,14 @@ fn a_drive_that_lost_its_label_is_refused_by_its_other_names() {
     host.reserve("a", "id=y,range=8M+1M,data=keep")
         .expect("the operator's word");
     refused(host.reserve("a", "id=z,size=4M,unit=1M"), "--again");
-    // By another label, too.
+    // Another label does not help either.
     refused(host.label("a", "other", false), "drive-id:pool");
     host.label("a", "pool", true).expect("labelled again");
     let extents = host.reserve("a", "id=x,size=4M,unit=1M,drive-id=pool");
     assert_eq!(extents.expect("its own").to_string(), "0+4M");
 }
 
-/// Three disks have other names after each of 20 boots. Each function names its disk by a path and a label.
+/// The names of three disks change at each of 20 boots. Each function names its disk by path and label.
 #[test]
 fn labelled_disks_in_changed_order_are_right_or_refused() {
     let host = Host::new();
@@ -482,7 +482,7 @@ fn labelled_disks_in_changed_order_are_right_or_refused() {
             order.swap(last, other);
         }
         for (number, disk) in order.into_iter().enumerate() {
-            // In an order of its own each time, as whoever comes first gets what is free.
+            // The order of functions alternates, because the first one gets free blocks first.
             for id in [boot % 2, 1 - boot % 2] {
                 let options = format!("id=vm{number}-{id},size=4M,unit=1M,drive-id=disk{number}");
                 let reserved = host.reserve(&format!("vd{number}"), &options);

@@ -513,14 +513,14 @@ mod tests {
                 "{error}"
             );
         }
-        // Twice the same key, too.
+        // A repeated key is refused as well.
         read(r#"{"path":"a","path":"b"}"#).expect_err("two paths");
         for key in FunctionConfig::KEYS {
             read(&format!(r#"{{"{key}":null}}"#))
                 .map(drop)
                 .or_else(|error| match error.to_string().contains("unknown field") {
                     true => Err(error),
-                    // Two of them cannot be null.
+                    // Two of the keys accept null.
                     false => Ok(()),
                 })
                 .expect(key);
@@ -536,7 +536,7 @@ mod tests {
         let path = "null:1G".to_owned();
         let by_keys = config(&[("path", &path)]).expect("valid");
         assert_eq!(by_keys, FunctionConfig { path, ..default });
-        // A drive is nobody's default.
+        // There is no default drive.
         let error = read.options().expect_err("no path").to_string();
         assert!(error.starts_with("Option \"path\" is missing"), "{error}");
         let error = read.asked().expect_err("no path").to_string();
@@ -545,7 +545,7 @@ mod tests {
 
     #[test]
     fn a_sandbox_lets_it_use_what_it_needs() {
-        // Device mapper's control is there on some hosts alone.
+        // Device mapper's control file exists only on some hosts.
         let files = |pairs: &[(&str, &str)]| {
             let mut files = config(pairs).expect("valid").files().expect("valid");
             files.retain(|(path, _)| path.as_os_str() != "/dev/mapper/control");

@@ -1,4 +1,4 @@
-//! Readings of option strings, and their refusals.
+//! Parsing of option strings, and refusals.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -21,7 +21,7 @@ fn function(text: &str) -> FunctionOptions {
     text.parse().unwrap()
 }
 
-/// The error and all its causes, one a line.
+/// Returns the error and all its causes, one per line.
 fn complaint<T: FromStr<Err = OptionError>>(text: &str) -> String {
     let Err(error) = text.parse::<T>() else {
         panic!("{text} was taken");

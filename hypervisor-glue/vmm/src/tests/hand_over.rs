@@ -1,4 +1,4 @@
-//! Guests that go on with another VMM, and those that had to stay after all.
+//! Guests that migrate to another VMM, and guests whose migration fails.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -20,13 +20,13 @@ fn nap() {
 }
 
 const BLOCK: usize = 512;
-/// Place of queue 1 of [`create`].
+/// Addresses and size of queue 1 of [`create`].
 const CQ: u64 = 0x1_0000;
 const SQ: u64 = 0x1_8000;
 const ENTRIES: u16 = 16;
 const DATA: u64 = 0x2_0000;
 
-/// A host with a drive, and the memory of a guest that moves.
+/// A host with a drive, and the memory of a migrating guest.
 struct Host {
     folder: TempDir,
     memory: File,
@@ -66,7 +66,7 @@ impl Host {
         }
     }
 
-    /// A VMM that has the drive and the guest's memory.
+    /// Creates a VMM with the drive and the guest's memory.
     fn vmm(&self, patience: Duration) -> Result<(FunctionDevice, Arc<Asked>), OpenError> {
         let make = self.make();
         self.vmm_with(make()?, FunctionFactory::new(make, patience))
@@ -83,7 +83,7 @@ impl Host {
         Ok((device.remade_by(remake), vmm.0))
     }
 
-    /// The VMM that gets the guest.
+    /// Creates the VMM that receives the guest.
     fn receive(&self, saved: &FunctionSnapshot) -> FunctionDevice {
         let (device, _) = self.vmm(Duration::ZERO).unwrap();
         assert_eq!(device.restore(saved).unwrap().len(), 1, "BAR0");
@@ -97,7 +97,7 @@ impl Host {
         }
     }
 
-    /// Has the guest write the blocks `commands`, each with its own number all over.
+    /// Submits writes of the blocks `commands`, each filled with its own number.
     fn write(&self, device: &FunctionDevice, commands: std::ops::Range<u16>) {
         for cid in commands.clone() {
             let data = DATA + u64::from(cid) * BLOCK as u64;
@@ -116,11 +116,11 @@ impl Host {
         ring(device, TAIL, tail);
     }
 
-    /// Waits until each of `commands` has succeeded, and consumes their completions.
+    /// Waits until all `commands` have succeeded, and consumes their completions.
     fn await_writes(&self, device: &FunctionDevice, commands: std::ops::Range<u16>) {
         let mut completed = BTreeSet::new();
         for number in commands.clone() {
-            // Successful, with the Phase Tag of this round.
+            // Status Success, with the Phase Tag of this round.
             let status = u16::from((number / ENTRIES).is_multiple_of(2));
             await_that("it does not complete", nap, || {
                 self.completion(number).1 == status
@@ -137,7 +137,7 @@ impl Host {
         }
     }
 
-    /// Command Identifier and Status with the Phase Tag of a completion.
+    /// Returns Command Identifier and Status with Phase Tag of a completion.
     fn completion(&self, number: u16) -> (u16, u16) {
         let mut cqe = [0; 4];
         let at = CQ + 16 * u64::from(number % ENTRIES) + 12;
@@ -152,7 +152,7 @@ fn ring(device: &FunctionDevice, doorbell: Doorbell, value: u32) {
     device.write_bar(Bar::Registers, at, &value.to_le_bytes());
 }
 
-/// Returns the guest's reads of Vendor ID and Device ID, and of CSTS.
+/// Reads Vendor ID and Device ID, and CSTS, as the guest.
 fn reads(device: &FunctionDevice) -> [u32; 2] {
     let (mut ids, mut csts) = ([0; 4], [0; 4]);
     device.read_config(0, &mut ids);
@@ -168,7 +168,7 @@ fn a_guest_goes_on_with_another_vmm() {
     let (mut device, mut asked) = host.vmm(Duration::ZERO).unwrap();
     begin(&device);
     create(&device, 1);
-    // Some of them are taken when it is paused, and some are not.
+    // The pause comes after some of the commands were fetched.
     host.write(&device, 0..10);
     for first in [0, 10, 20] {
         device.pause().unwrap();
@@ -181,13 +181,13 @@ fn a_guest_goes_on_with_another_vmm() {
 
         let (next, next_asked) = host.vmm(Duration::ZERO).unwrap();
         assert_eq!(next.restore(&saved).unwrap().len(), 1, "BAR0");
-        // Not all of it: the Timestamp of the controller goes on.
+        // Compares a part of the state only, because the controller's Timestamp advances.
         assert_eq!(next.save().unwrap().attachment(), saved.attachment());
         next.resume().unwrap();
         host.await_writes(&next, first..first + 10);
         host.write(&next, first + 10..first + 20);
         assert_eq!(reads(&device), NOTHING);
-        // The other one is done with it.
+        // The source VMM no longer has the drive.
         device.stop().unwrap();
         device.resume().unwrap();
         (device, asked) = (next, next_asked);
@@ -206,14 +206,14 @@ fn a_guest_that_is_not_wanted_goes_on_where_it_was() {
         host.write(&device, first..first + 10);
         device.pause().unwrap();
         device.hand_over().unwrap();
-        // One that has it, and fails.
+        // The target VMM restores the function, and fails.
         drop(host.receive(&device.save().unwrap()));
         device.resume().unwrap();
         assert_eq!(reads(&device), running);
         assert!(!asked.vectors.lock().unwrap().is_empty());
         host.await_writes(&device, first..first + 10);
     }
-    // Its control thread serves it again.
+    // The control thread serves the function again.
     let before = with(&device, |function| function.admin_stats().commands);
     device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
     await_that("the admin doorbell is not seen", nap, || {
@@ -273,7 +273,7 @@ fn a_drive_that_somebody_else_has_is_not_taken_back() {
         matches!(error, DeviceError::TakeBack(_, OpenError::Lease(_))),
         "{error}"
     );
-    // Whatever is done to it now, its slot is empty.
+    // The guest finds an empty slot, whatever it accesses.
     for _ in 0..2 {
         assert_eq!(reads(&device), NOTHING);
         assert!(asked.vectors.lock().unwrap().is_empty());
@@ -351,7 +351,7 @@ fn the_pin_comes_back_with_the_drive() {
     device.pause().unwrap();
     device.hand_over().unwrap();
     device.resume().unwrap();
-    // The level fell meanwhile, and nothing tells of that.
+    // The level has fallen without a notification.
     signal();
     assert!(pin.is_raised());
     pin.0[1].write(1).unwrap();

@@ -1,4 +1,4 @@
-//! A function in a VMM that writes down what it is asked.
+//! A function in a fake VMM that records requests.
 
 mod hand_over;
 
@@ -30,38 +30,38 @@ use super::{DeviceError, FunctionDevice, IntxPin, ThreadId, Vmm, VmmError, VmmVe
 use crate::drives::{self, DriveOptions};
 
 const QUEUE_PAIRS: u16 = 2;
-/// Command register: Memory Space and Bus Master.
+/// Command register: offset, and a value with Memory Space and Bus Master.
 const COMMAND: (u64, [u8; 2]) = (0x04, [0x06, 0x00]);
 const BAR0: u64 = 0x10;
 const BAR4: u64 = 0x20;
-/// Message Control of MSI-X, and its enable bit.
+/// Message Control of MSI-X: offset, and a value with the enable bit.
 const MSIX_CONTROL: (u64, [u8; 2]) = (0x52, [0x00, 0x80]);
-/// Start of the doorbells.
+/// Offset of the doorbells in BAR0.
 const DOORBELLS: u64 = 0x1000;
 const NOWHERE: [u64; 0] = [];
 
-/// Requests to a VMM.
+/// A fake VMM, which records requests.
 #[derive(Debug, Default)]
 struct Asked {
     mapped: Mutex<BTreeMap<u64, Arc<Mapping>>>,
-    /// Number of requests to map something, and whether it refuses them.
+    /// Number of map requests.
     maps: Mutex<u32>,
     refuses: AtomicBool,
     tied: Mutex<BTreeMap<u64, RawFd>>,
-    /// Most doorbells that can be tied, if not 0, and the number that were refused.
+    /// Maximum number of tied doorbells, or 0 without a maximum.
     ties_max: AtomicUsize,
     ties_refused: AtomicUsize,
     messages: Mutex<Vec<(u16, u64, u32)>>,
     vectors: Mutex<Vec<EventFd>>,
-    /// Messages that came when their vector had been signalled already.
+    /// Number of messages that were set after their vector had been signalled.
     late: Mutex<u32>,
-    /// Threads of the vCPUs, by the addresses of their messages.
+    /// Threads of the vCPUs, by message address.
     vcpus: Mutex<BTreeMap<u64, ThreadId>>,
-    /// INTx, if it has that.
+    /// INTx, if the VMM offers it.
     pin: Mutex<Option<FakePin>>,
 }
 
-/// Eventfds that raise the level, and tell that it fell.
+/// Eventfds that raise the level, and report that it fell.
 #[derive(Debug)]
 struct FakePin([EventFd; 2]);
 
@@ -82,7 +82,7 @@ impl FakePin {
         self.0[0].read().is_ok()
     }
 
-    /// Returns whether the function has yet to be told that the level fell.
+    /// Returns whether a fallen level is yet to be read by the function.
     fn has_fallen(&self) -> bool {
         let epoll = Epoll::new().unwrap();
         let fallen = self.0[1].as_raw_fd();
@@ -195,7 +195,7 @@ impl Asked {
         self.mapped.lock().unwrap().keys().copied().collect()
     }
 
-    /// Returns the offsets in BAR0, if that begins at `bar`.
+    /// Returns the offsets of tied doorbells in BAR0, which begins at `bar`.
     fn tied_at(&self, bar: u64) -> Vec<u64> {
         let tied = self.tied.lock().unwrap();
         tied.keys().map(|address| address - bar).collect()
@@ -266,12 +266,12 @@ fn device_in(
     FunctionDevice::start("test", function, Arc::new(vmm.clone())).unwrap()
 }
 
-/// Looks at a function that is there.
+/// Runs `look` with the function, which must exist.
 fn with<T>(device: &FunctionDevice, look: impl FnOnce(&NvmeFunction) -> T) -> T {
     device.with(look).unwrap()
 }
 
-/// Writes to configuration space, and returns how many BARs moved.
+/// Writes to configuration space. Returns the number of BARs that moved.
 fn configure(device: &FunctionDevice, offset: u64, data: &[u8]) -> usize {
     device.write_config(offset, data).len()
 }
@@ -280,7 +280,7 @@ fn place(device: &FunctionDevice, bar: u64, address: u64) -> usize {
     configure(device, bar, &address.to_le_bytes())
 }
 
-/// A guest's memory, of the size that tests need.
+/// Returns memory for a guest.
 fn region() -> MemoryRegion {
     MemoryRegion {
         gpa: Gpa(0),
@@ -292,7 +292,7 @@ fn region() -> MemoryRegion {
     }
 }
 
-/// Creates an I/O queue pair, as an admin command does.
+/// Creates an I/O queue pair, like the admin commands.
 fn create(device: &FunctionDevice, qid: u16) {
     let (qid, entries) = (QueueId(qid), 16);
     let base = Gpa(0x1_0000 * u64::from(qid.0));
@@ -320,19 +320,19 @@ fn create(device: &FunctionDevice, qid: u16) {
     look(device);
 }
 
-/// Whatever it is that makes the function look what has become of it.
+/// Makes the function check its state, by a write that changes nothing.
 fn look(device: &FunctionDevice) {
     configure(device, COMMAND.0, &COMMAND.1);
 }
 
-/// Returns the place of a doorbell of queue 1 in its page.
+/// Returns the offset of a doorbell of queue 1 in its page.
 fn place_of(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
     with(device, |function| {
         function.doorbell_offset(doorbell) - DOORBELLS
     })
 }
 
-/// Waits until `happened`, `meanwhile` doing something again and again.
+/// Waits until `happened`, and calls `meanwhile` between checks.
 fn await_that(what: &str, mut meanwhile: impl FnMut(), happened: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(600);
     while !happened() {
@@ -344,7 +344,7 @@ fn await_that(what: &str, mut meanwhile: impl FnMut(), happened: impl Fn() -> bo
 const BAR: u64 = 0xC000_0000;
 const TAIL: Doorbell = Doorbell::SqTail(QueueId(1));
 
-/// A function with BAR0 in its place, an enabled controller and a queue pair, and nothing mapped.
+/// Creates a function with a placed BAR0, an enabled controller and a queue pair. No doorbells are mapped.
 fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
     let (device, asked) = polled(doorbells, poll);
     run(&device, &asked);
@@ -365,7 +365,7 @@ fn begin(device: &FunctionDevice) {
     let register = |offset: u64, value: u32| {
         device.write_bar(Bar::Registers, offset, &value.to_le_bytes());
     };
-    // AQA, ASQ, ACQ, and CC with queue entries of 64 and 16 bytes.
+    // AQA, ASQ, ACQ, and CC with queue entry sizes of 64 and 16 bytes.
     register(0x24, 0x000F_000F);
     register(0x28, 0xA_0000);
     register(0x30, 0xB_0000);
@@ -375,7 +375,7 @@ fn begin(device: &FunctionDevice) {
     assert_eq!(csts, [1, 0, 0, 0]);
 }
 
-/// Writes a doorbell as long as the writes exit.
+/// Writes a doorbell repeatedly until writes no longer exit.
 fn write_until_mapped(device: &FunctionDevice, asked: &Asked) {
     let offset = DOORBELLS + place_of(device, TAIL);
     let write = || device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
@@ -393,7 +393,7 @@ fn doorbells_are_mapped_while_there_is_io_and_not_while_there_is_none() {
             assert_eq!(asked.mapped_at(), NOWHERE);
             write_until_mapped(&device, &asked);
             await_that("it stays mapped", idle, || asked.mapped_at().is_empty());
-            // The control thread has the state until it is all done.
+            // The control thread holds the state until unmapping is complete.
             assert!(!with(&device, |function| function
                 .host()
                 .io_doorbells()
@@ -411,7 +411,7 @@ fn few_writes_map_nothing() {
     for _ in 0..31 {
         device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
     }
-    // Those of the admin queue do not count, and what is no doorbell neither.
+    // Writes to admin doorbells, and to offsets without a doorbell, do not count.
     for offset in [DOORBELLS, DOORBELLS + 4, DOORBELLS + 64, u64::MAX] {
         for _ in 0..100 {
             device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
@@ -430,10 +430,10 @@ fn pollers_that_never_sleep_and_fixed_doorbells_have_them_mapped_all_the_time() 
     ] {
         let (device, asked) = learning(DoorbellMode::Auto, poll, choices);
         run(&device, &asked);
-        // The control thread does it when it carries out admin commands.
+        // The control thread maps the doorbells after it has executed admin commands.
         let wake = || drop(with(&device, |function| function.events_fd().write(1)));
         await_that("it is never mapped", wake, || !asked.mapped_at().is_empty());
-        // Longer than the control thread waits for I/O before it unmaps learned ones.
+        // Longer than the time after which the control thread unmaps idle doorbells.
         std::thread::sleep(Duration::from_millis(500));
         look(&device);
         assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
@@ -456,12 +456,12 @@ fn pollers_that_never_sleep_and_fixed_doorbells_have_them_mapped_all_the_time() 
 
 #[test]
 fn mapped_doorbells_follow_the_bar() {
-    // Pollers that never sleep, so that nothing else unmaps them.
+    // These pollers never sleep, so the doorbells stay mapped.
     let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
     write_until_mapped(&device, &asked);
     assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
 
-    // The function sees the value that the guest stores there.
+    // The function sees the value that the guest stores in the mapped page.
     let memory = asked.mapped.lock().unwrap().values().next().cloned();
     let at = place_of(&device, TAIL) as usize;
     let page = memory.unwrap();
@@ -485,7 +485,7 @@ fn a_reset_leaves_no_doorbell_mapped() {
             device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
         }),
         ("of the function", |device| {
-            // Device Control of the PCI Express capability: Initiate Function Level Reset.
+            // Sets Initiate Function Level Reset in Device Control of the PCI Express capability.
             configure(device, 0x68, &[0x10, 0xA8]);
         }),
         ("of the machine", |device| drop(device.reset())),
@@ -517,12 +517,12 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
     let commands = || with(&device, |function| function.admin_stats().commands);
     let before = commands();
     let idle = || std::thread::sleep(Duration::from_millis(1));
-    // The ring's content is a command, if a bad one.
+    // The contents of the ring are a command, although an invalid one.
     page.bytes(0, 4).unwrap().copy_from(&1_u32.to_le_bytes());
     await_that("the admin doorbell is not seen", idle, || {
         commands() == before + 1
     });
-    // Stored right before it is unmapped.
+    // The guest stores this value right before the page is unmapped.
     page.bytes(0, 4).unwrap().copy_from(&2_u32.to_le_bytes());
     with(&device, |function| {
         function
@@ -600,7 +600,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
-    // SQ 1 tail and CQ 1 head, with a cache line each; those of the admin queue never.
+    // SQ 1 tail and CQ 1 head, each in its own cache line. Admin doorbells are never tied.
     assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0]);
     create(&device, 2);
     assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
@@ -615,7 +615,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     look(&device);
     assert_eq!(asked.tied_at(2 * BAR), [0x10C0, 0x1100, 0x1140]);
 
-    // Controller Configuration: not enabled any more, and so no buffer.
+    // Disabling the controller by CC ends the doorbell buffer.
     device.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
     device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
     assert_eq!(asked.tied_at(0), NOWHERE);
@@ -645,9 +645,9 @@ fn doorbells_beyond_those_that_a_vmm_ties_exit_and_are_asked_for_once() {
         look(&device);
     }
     assert_eq!(refused(), 1, "it is not asked again at each access");
-    // A write of the last one exits, and reaches its queue.
+    // A write to the last doorbell exits, and reaches its queue.
     device.write_bar(Bar::Registers, 0x1140, &0_u32.to_le_bytes());
-    // There is room once another one is gone.
+    // The doorbell can be tied after another one was removed.
     with(&device, |function| {
         let host = function.host();
         host.delete_sq_within(QueueId(1), DRAIN_DEADLINE).unwrap();
@@ -665,17 +665,17 @@ fn a_vector_leads_where_its_message_says_before_it_is_raised() {
     signal(1);
     assert!(!asked.signalled(1), "it is masked");
 
-    // As drivers write an entry, and as they may: the last write also unmasks.
+    // The usual order of a driver's writes, then another allowed order: the last write also unmasks.
     device.write_bar(Bar::Msix, 16, &0xFEE0_1000_u64.to_le_bytes());
     assert_eq!(asked.messages(), [], "not while it is masked");
     device.write_bar(Bar::Msix, 24, &0x41_u64.to_le_bytes());
     assert_eq!(asked.messages(), [(1, 0xFEE0_1000, 0x41)]);
     assert!(asked.signalled(1), "what was pending");
 
-    // A message that changes while it is not masked.
+    // The message changes while the vector is unmasked.
     device.write_bar(Bar::Msix, 24, &0x42_u32.to_le_bytes());
     assert_eq!(asked.messages(), [(1, 0xFEE0_1000, 0x42)]);
-    // Masking and unmasking changes nothing, byte by byte neither.
+    // Masking and unmasking the vector does not route it again, even bytewise.
     for control in [[1, 0, 0, 0], [0, 0, 0, 0]] {
         for (at, byte) in (28..).zip(control) {
             device.write_bar(Bar::Msix, at, &[byte]);
@@ -684,7 +684,7 @@ fn a_vector_leads_where_its_message_says_before_it_is_raised() {
     assert_eq!(asked.messages(), []);
     assert_eq!(*asked.late.lock().unwrap(), 0);
 
-    // Beyond the table, and across its entries.
+    // Accesses beyond the table, and across entries.
     for (offset, len) in [(0, 64), (15, 34), (0x7F0, 32), (u64::MAX - 3, 8)] {
         device.write_bar(Bar::Msix, offset, &vec![0; len]);
     }
@@ -717,7 +717,7 @@ fn a_vector_names_the_thread_of_its_vcpu_wherever_the_guest_leads_it() {
     assert_eq!(named(1), Some(ThreadId(100)), "nobody told");
     device.vcpus_changed();
     assert_eq!((named(0), named(1)), (None, Some(ThreadId(200))));
-    // As Linux does with the interrupts of a processor that goes offline.
+    // Linux does this with the interrupts of a processor that goes offline.
     let mask = |control: u32| device.write_bar(Bar::Msix, 28, &control.to_le_bytes());
     mask(1);
     lead_masked(0);
@@ -754,7 +754,7 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
     assert!(!pin.is_raised(), "the level is high");
     let acknowledge = || {
         pin.0[1].write(1).unwrap();
-        // The control thread takes notice.
+        // The control thread reads the notification.
         let is_low = || {
             !with(&device, |function| {
                 function.vectors()[0].has_pin_interrupt()
@@ -767,14 +767,14 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
     signal();
     assert!(pin.is_raised());
     acknowledge();
-    // Interrupt Disable.
+    // Sets Interrupt Disable.
     configure(&device, COMMAND.0, &[COMMAND.1[0], 0x04]);
     signal();
     assert!(!pin.is_raised());
     configure(&device, COMMAND.0, &COMMAND.1);
     assert!(pin.is_raised(), "it was held back");
     acknowledge();
-    // MSI-X, with an entry that is masked at first.
+    // Enables MSI-X, with a masked entry.
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
     signal();
     assert!(!pin.is_raised() && !asked.signalled(0));
@@ -802,13 +802,13 @@ fn a_function_that_sends_messages_leaves_the_interrupts_of_its_line_to_others() 
     device.write_bar(Bar::Msix, 0, &0xFEE0_1000_u64.to_le_bytes());
     device.write_bar(Bar::Msix, 8, &0x41_u64.to_le_bytes());
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
-    // The ring's content is a command, if a bad one, and its completion is left.
+    // The contents of the ring are a command, although an invalid one. The guest does not consume its completion.
     device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
     let idle = || std::thread::sleep(Duration::from_millis(1));
     await_that("it is not told of", idle, || vmm.0.signalled(0));
     pin.0[1].write(1).unwrap();
     await_that("it is not read", idle, || !pin.has_fallen());
-    // The turn is over once the function can be had.
+    // The function is available once the control thread's turn has ended.
     with(&device, |_| ());
     assert!(!vmm.0.signalled(0) && !pin.is_raised());
 }
@@ -818,7 +818,7 @@ fn resets_leave_the_pin_low_and_connected() {
     type Reset = fn(&FunctionDevice);
     let resets: [(&str, Reset); 2] = [
         ("of the function", |device| {
-            // Device Control of the PCI Express capability: Initiate Function Level Reset.
+            // Sets Initiate Function Level Reset in Device Control of the PCI Express capability.
             configure(device, 0x68, &[0x10, 0xA8]);
         }),
         ("of the machine", |device| drop(device.reset())),
@@ -840,14 +840,14 @@ fn resets_leave_the_pin_low_and_connected() {
             status[0] & 1 << 3 != 0
         };
         configure(&device, COMMAND.0, &COMMAND.1);
-        // A message that waits, as its entry is masked.
+        // The message is pending, because its entry is masked.
         configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
         signal();
         reset(&device);
         assert!(!pin.is_raised() && !has_interrupt(), "{what}");
         signal();
         assert!(pin.is_raised() && has_interrupt(), "{what}");
-        // A level that is high.
+        // The level is high.
         reset(&device);
         assert!(!pin.is_raised() && !has_interrupt(), "{what}");
         signal();
@@ -887,11 +887,11 @@ fn messages_of_msi_lead_where_the_guest_says_before_they_are_raised() {
     assert!(asked.signalled(0) && !asked.signalled(1));
     device.write_bar(Bar::Registers, 0x10, &[0x02, 0, 0, 0]);
     assert!(asked.signalled(1));
-    // A message that moves.
+    // The message's address changes.
     configure(&device, 0xA4, &0xFEE0_2000_u32.to_le_bytes());
     let moved = routed.map(|(vector, _, data)| (vector, 0xFEE0_2000, data));
     assert_eq!(asked.messages(), moved);
-    // With MSI-X beside it, the table is what counts, which masks all.
+    // If MSI-X is enabled as well, its table applies, whose entries are masked.
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
     signal(0);
     assert!(!asked.signalled(0));
@@ -901,7 +901,7 @@ fn messages_of_msi_lead_where_the_guest_says_before_they_are_raised() {
     signal(0);
     assert!(!asked.signalled(0), "neither of them");
     assert_eq!(*asked.late.lock().unwrap(), 0);
-    // The function offers no pin where nothing has its level fall.
+    // The function offers INTx only if the VMM reports that the level fell.
     let mut pin = [0xFF];
     device.read_config(0x3D, &mut pin);
     assert_eq!(pin, [0]);
@@ -944,7 +944,7 @@ fn nothing_is_left_of_a_function_that_is_taken_out() {
     assert_eq!(asked.mapped_at(), NOWHERE);
     assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
     assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
-    // Whoever still has it finds an empty slot.
+    // Holders of the device find an empty slot.
     assert!(device.with(|_| ()).is_none());
     device.write_bar(Bar::Msix, 12, &[0; 4]);
     let mut data = [0; 4];

@@ -1,4 +1,4 @@
-//! Every feature: its default, its capabilities, what it takes and what it refuses.
+//! All features: defaults, capabilities, accepted values and refusals.
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ impl Fixture {
             .get(fid, select, dword11, Nsid(nsid), &self.context())
     }
 
-    /// Dword 0 of what the feature is now.
+    /// Returns dword 0 of the feature's current value.
     fn current(&self, fid: u8, dword11: u32) -> Result<u32, Status> {
         let nsid = if matches!(fid, 0x03 | 0x05) { 1 } else { 0 };
         self.get(fid, 0, dword11, nsid).map(|value| value.dw0)
@@ -60,7 +60,7 @@ impl Fixture {
     }
 }
 
-/// All that there are.
+/// Identifiers of all features.
 const FIDS: [u8; 14] = [
     0x01, 0x02, 0x03, 0x04, 0x05, 0x06, 0x07, 0x08, 0x09, 0x0A, 0x0B, 0x0E, 0x16, 0x19,
 ];

@@ -1,4 +1,4 @@
-//! A guest's view of a drive's health.
+//! SMART / Health Information of a drive, as a guest sees it.
 
 use nvme_mpt::DoorbellMode;
 use zerocopy::IntoBytes;
@@ -56,7 +56,7 @@ fn the_temperature_is_held_against_the_guests_thresholds() {
     let with = |kelvins| health(log(|log| log.composite_temperature = U16::new(kelvins)));
     assert!(!warns(&with(349)) && warns(&with(350)), "WCTEMP");
     assert!(!warns(&with(0)), "not reported");
-    // The drive's own thresholds are the host's affair.
+    // The drive's own thresholds concern only the host.
     let hot = CriticalWarning::default().with_temperature(true);
     assert!(!warns(&health(log(|log| log.critical_warning = hot))));
 
@@ -135,7 +135,7 @@ fn a_drive_that_keeps_no_log_is_on_since_the_function_began() {
     assert_eq!(hours(&health), U128::new(2));
     clock.sleep(Duration::from_secs(1));
     assert_eq!(hours(&health), U128::new(3));
-    // The next process goes on with it.
+    // The next process continues from this time.
     let mut next = GuestDriveHealth::new(None, clock.clone());
     next.refresh(&host);
     next.go_on(health.powered());

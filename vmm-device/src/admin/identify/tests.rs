@@ -1,11 +1,11 @@
-//! Each structure, byte by byte.
+//! All Identify structures, byte by byte.
 
 use nvme_mpt::{ControllerLimits, LeasedNamespace, host::TemperatureThresholds};
 
 use super::*;
 use crate::fixtures;
 
-/// A lease of the fixtures.
+/// Returns the Identify subject for a lease of the fixtures.
 fn subject<'a>(
     namespace: &'a LeasedNamespace,
     limits: &'a ControllerLimits,
@@ -142,7 +142,7 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
     assert_eq!(id[525], 0b110, "VWC: not present");
     assert_eq!(id[526..530], [0x34, 0x12, 0x56, 0], "AWUN, AWUPF");
     assert_eq!(id[534..540], [0; 6], "no Copy format, no SGLs");
-    // VSL and WZSL, but no WUSL, DMRL, DMRSL.
+    // VSL and WZSL are reported; WUSL, DMRL and DMRSL are 0.
     assert_eq!(identify(0x06, 0)[..8], [18, 18, 0, 0, 0, 0, 0, 0]);
     let id = identify(0x00, 1);
     assert_eq!(id[33], 0, "DLFEAT");

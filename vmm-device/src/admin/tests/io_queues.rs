@@ -37,7 +37,7 @@ fn delete_sq(qid: u32) -> Sqe {
     }
 }
 
-/// Places of queues: 64 KiB apart, behind the data.
+/// Returns the address of a queue. Queues are 64 KiB apart, behind the data.
 fn queue(number: u64) -> u64 {
     DATA + 0x10_0000 + number * 0x1_0000
 }

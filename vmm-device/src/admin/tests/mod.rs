@@ -1,5 +1,5 @@
-//! Admin commands as a guest issues them, through the doorbells and rings of a function on a drive
-//! in memory. The tests beside each command check its answers in detail.
+//! Admin commands of a guest, through the doorbells and rings of a function on a memory drive. The tests beside each command
+//! check its results in detail.
 
 mod io_queues;
 
@@ -24,7 +24,7 @@ fn guest() -> TestGuest {
     TestGuest::ready(DoorbellMode::Shadow)
 }
 
-/// Identify Controller to one page, or as the PRP entries say.
+/// Returns an Identify Controller command with the given PRP entries.
 fn identify(prp1: u64, prp2: u64) -> Sqe {
     Sqe {
         dptr: [prp1, prp2],
@@ -68,7 +68,7 @@ fn assert_ok(cqe: Cqe) {
     assert_eq!(cqe.status(), Status::SUCCESS);
 }
 
-/// An error, which is final.
+/// Asserts a failed command with Do Not Retry.
 #[track_caller]
 fn assert_fails(cqe: Cqe, status: Status) {
     assert_eq!(cqe.status(), status.with_dnr(true));
@@ -129,7 +129,7 @@ fn a_full_completion_queue_is_not_overwritten() {
         guest.submit(get_features(0x07, 0));
     }
     let full = guest.read_memory(ADMIN_CQ, 64);
-    // There is no room for these, so they are not even taken.
+    // The completion queue is full, so these commands are not even fetched.
     let waiting = [
         guest.enqueue(identify(DATA, 0)),
         guest.enqueue(get_features(0x07, 0)),
@@ -167,7 +167,7 @@ fn unknown_opcodes_are_invalid_and_logged() {
 #[test]
 fn data_lies_where_the_prp_entries_say() {
     let mut guest = guest();
-    // From the middle of one page into another, which lies before it.
+    // The data begins in the middle of a page, and continues in a page at a lower address.
     guest.write_memory(DATA, &[0xEE; 3 * PAGE as usize]);
     assert_ok(guest.admin(identify(DATA + PAGE + 0x800, DATA)));
     let first = guest.read_memory(DATA + PAGE + 0x800, 0x800);
@@ -189,8 +189,8 @@ fn data_lies_where_the_prp_entries_say() {
 #[test]
 fn a_prp_list_is_followed_as_far_as_the_data_goes() {
     let mut guest = guest();
-    // 16 KiB of a log page of 4 KiB, from the middle of a page: PRP2 is a list, whose first entry
-    // is the only one that is needed. The others point nowhere.
+    // Reads 16 KiB of a log page of 4 KiB into the middle of a page. PRP2 is a list, of which only the first entry is needed.
+    // The other entries are invalid.
     let list = DATA + 0x8000;
     for (index, entry) in [DATA + 2 * PAGE, NOWHERE, NOWHERE, NOWHERE]
         .into_iter()
@@ -209,7 +209,7 @@ fn a_prp_list_is_followed_as_far_as_the_data_goes() {
         [1, 0, 0, 0],
         "Flush is supported"
     );
-    // The list begins with the last entry of a page, which leads to the next page of it.
+    // The list begins with the last entry of a page, which points to the next page of the list.
     let end_of_page = DATA + 0x9FF8;
     guest.write_memory(end_of_page, &(DATA + 0xA000).to_le_bytes());
     guest.write_memory(DATA + 0xA000, &(DATA + 3 * PAGE).to_le_bytes());
@@ -240,7 +240,7 @@ fn hostile_prp_entries_fail_the_command_only() {
         (get_log_page(5, 4096, DATA + 0x800, NOWHERE), transfer),
         (get_log_page(5, 4096, DATA + 0x800, list + 4), offset),
         (get_log_page(5, 4096, DATA + 0x800, list), offset),
-        // A list that leads to itself.
+        // The list points to itself.
         (get_log_page(5, 4096, DATA + 0x800, chain), offset),
         (
             Sqe {
@@ -266,7 +266,7 @@ fn a_doorbell_value_that_cannot_be_is_reported_once() {
     }
     let cqe = guest.completion();
     assert_eq!((cqe.cid(), cqe.dw0()), (CommandId(0x100), 0x0001_0100));
-    // Until its log page is read, there is no other event of this type.
+    // Further events of this type wait until the log page is read.
     guest.submit(async_event_request());
     guest.doorbell(SQ_TAIL, u32::MAX);
     guest.function.process_events();
@@ -433,7 +433,7 @@ fn a_temperature_threshold_that_is_crossed_is_an_event() {
     guest.submit(async_event_request());
     assert_ok(guest.admin(set_features(0x04, 300)));
     assert!(guest.peek().is_none(), "nobody wants to know");
-    // It is told of what is so already.
+    // The event reports a condition that exists already.
     assert_ok(guest.admin(set_features(0x0B, 0x02)));
     assert_eq!(guest.completion().dw0(), 0x0002_0101);
     assert_ok(guest.admin(get_log_page(2, 128, DATA, 0)));
@@ -457,7 +457,7 @@ fn a_doorbell_buffer_is_two_pages_of_memory() {
         assert_fails(guest.admin(config(prp1, prp2)), Status::INVALID_FIELD);
     }
     assert_ok(guest.admin(config(DATA, DATA + PAGE)));
-    // The admin queue goes on through its register, and its doorbells begin where the register was.
+    // The admin queue still uses its register, and the shadow doorbells are initialised from it.
     let tail = guest.read_memory(DATA, 4);
     assert_ok(guest.admin(identify(DATA + 2 * PAGE, 0)));
     assert_eq!(guest.read_memory(DATA, 4), tail);

@@ -40,13 +40,13 @@ fn capabilities_are_chained() {
         read(&config, 0x40),
         [0x01, 0x50, 0x03, 0x00, 0x08, 0x00, 0x00, 0x00]
     );
-    // 65 vectors, table at BAR4 + 0, pending bits at BAR4 + 1000h.
+    // 65 vectors, with the table at BAR4 + 0 and pending bits at BAR4 + 1000h.
     assert_eq!(
         read(&config, 0x50),
         [0x11, 0x60, 0x40, 0x00, 4, 0, 0, 0, 4, 0x10, 0, 0]
     );
     assert_eq!(read(&config, 0x60), [0x10, 0xA0, 0x02, 0x00]);
-    // MSI: 64-bit, and 32 messages.
+    // MSI with 64-bit addresses, and 32 messages.
     assert_eq!(read(&config, 0xA0), [0x05, 0x00, 0x8A, 0x00]);
     assert_eq!(
         read_u32(&config, 0x64),
@@ -114,7 +114,7 @@ fn bars_that_move_are_reported() {
             },
         ]
     );
-    // Half of a 64-bit address is an address too.
+    // Writing half of a 64-bit address moves the BAR as well.
     let to = Some(0x8_FEBF_0000);
     assert_eq!(
         config.write(0x14, &[8, 0, 0, 0]).moves,
@@ -197,7 +197,7 @@ fn msi_is_what_the_guest_writes() {
         read(&config, 0xA8),
         [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0, 0]
     );
-    // 111b is reserved, and no more than there are.
+    // 111b is reserved, so the number of messages is limited to 32.
     let all = MsiControl {
         enabled: true,
         messages_log2: 5,
@@ -215,7 +215,7 @@ fn msi_is_what_the_guest_writes() {
     }
 }
 
-/// Contents as releases up to 0.1 have saved them.
+/// Returns contents as releases up to 0.1 have saved them.
 fn of_first_releases() -> Vec<u8> {
     let mut config = ConfigSpace::new(4096, 65, OfferedInterrupts::MSIX_ALONE);
     assert_eq!(read(&config, 0x3D), [0], "no INTx");
@@ -234,13 +234,13 @@ fn a_guest_keeps_the_capabilities_that_it_has_seen() {
     assert_eq!(config.save(), saved);
     assert!(config.is_of_first_releases() && !config.has_pin());
     assert_eq!(config.msi_messages(), 0);
-    // What is not there cannot be written, and a reset brings none.
+    // Absent capabilities cannot be written, and a reset does not add them.
     config.write(0xA0, &[0xFF; 16]);
     assert_eq!(config.save(), saved);
     config.reset();
     assert!(config.is_of_first_releases());
     assert_eq!(read(&config, 0x3D), [0]);
-    // The next guest has all.
+    // The next guest gets all capabilities.
     config.renew();
     assert_eq!(config.save(), config_space().save());
     assert!(config.has_pin() && !config.is_of_first_releases());
@@ -263,7 +263,7 @@ fn initiate_flr_resets_and_reads_as_zero() {
     config.write(0x10, &0xFEBF_0000_u32.to_le_bytes());
     config.write(0x04, &[0x06]);
     config.write(0x52, &[0x00, 0x80]);
-    // Every access that covers the bit: two bytes, one byte, a dword, and a long one.
+    // Accesses of all sizes that cover the bit: two bytes, one byte, a dword, and more.
     for (offset, data) in [
         (0x68, &[0x10, 0xA8][..]),
         (0x69, &[0x80]),

@@ -1,4 +1,4 @@
-//! A guest with a balloon on a function of a file.
+//! A guest with a balloon and a function of a file.
 
 use integration::checks::balloon::{self, Pinning};
 use integration::provision::Assets;

@@ -1,4 +1,4 @@
-//! A file system that writes zones: made, filled, emptied in part, and found as it was.
+//! A Btrfs file system on zones, which is created, filled, partly emptied, and verified.
 
 use std::fs;
 use std::time::Duration;
@@ -14,24 +14,24 @@ pub(crate) const GROUP: Group = Group::Alone {
     checks: &[("fills_a_drive_with_zones", fills_a_drive_with_zones)],
 };
 
-/// A guest that computes checksums of all that it writes, in software, in an emulated processor.
+/// Timeout of a script: the guest computes checksums in software, on an emulated processor.
 const WORK: Duration = Duration::from_secs(600);
 
-/// Linux wants at least eight zones active for it (`BTRFS_MIN_ACTIVE_ZONES`); the lease has half of these.
+/// Linux needs at least eight active zones (`BTRFS_MIN_ACTIVE_ZONES`). The lease has half of the drive's.
 const PROFILE: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"4M\"\n\
                        max_open = 32\nmax_active = 32\nappend_limit = \"128K\"\n";
 /// Zones of the lease.
 const ZONES: u64 = 128;
-/// Zones that it fills. Its metadata needs others, as each change of it is another copy.
+/// Zones that the file system must fill. Its metadata needs further zones, because each change writes a new copy.
 const FILLED: u64 = 80;
 
 const MAKE: &str = "mkfs.btrfs -q -d single -m single /dev/nvme0n1 && mount -t btrfs /dev/nvme0n1 /mnt && \
                     grep /mnt /proc/mounts";
-/// Files to be found again, and a large one.
+/// Writes files that are verified later, and a large file.
 const FILL: &str = "for i in $(seq 8); do head -c 2000000 /dev/urandom > /mnt/$i || exit 1; done; sync; \
                     cd /mnt && md5sum * > /tmp/sums && cd / && \
                     dd if=/dev/zero of=/mnt/rest bs=1M count=320 && sync";
-/// Script whose removals leave zones to be reset, into which other files go.
+/// Removes files, which leaves zones to be reset, and fills those zones with other files.
 const TURN_OVER: &str = "rm /mnt/rest && sync && sleep 1 && \
                          for i in $(seq 3); do head -c 4000000 /dev/urandom > /mnt/new || exit 1; sync; done; \
                          rm /mnt/new && umount /mnt && btrfs check /dev/nvme0n1";
@@ -50,7 +50,7 @@ fn fills_a_drive_with_zones(bench: &Bench) -> Result<(), Failure> {
     let guest = &booted.guest;
     guest.load_modules()?;
 
-    // The zone condition, as blkzone writes it: `zcond: 1(em)`.
+    // Condition of an empty zone in the output of blkzone: `zcond: 1(em)`.
     let zones = |condition: &str| -> Result<u64, Failure> {
         let count = format!("blkzone report /dev/nvme0n1 | grep -c '({condition})' || true");
         let text = guest.check(&count, PATIENCE)?;

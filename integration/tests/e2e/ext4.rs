@@ -1,4 +1,4 @@
-//! A file system lives through the death of its guest and of its server: what was flushed is there.
+//! An ext4 file system, whose guest and whose server are killed: flushed data must survive.
 
 use std::time::Duration;
 
@@ -25,13 +25,13 @@ pub(crate) const GROUP: Group = Group::Alone {
 /// Number of durable records before the kill.
 const RECORDS: u64 = 40;
 
-/// Makes a file system, fills a part of it, and remembers what is in it.
+/// Creates a file system, fills a part of it, and stores checksums of its files.
 const MAKE: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /mnt && \
      mkdir /mnt/files /mnt/records && \
      for i in $(seq 24); do head -c 2000000 /dev/urandom > /mnt/files/$i || exit 1; done && \
      cd /mnt/files && md5sum * > /mnt/sums && sync";
 
-/// Mounts it, which replays its journal, and finds everything as it was; then checks it bit by bit.
+/// Mounts the file system, which replays its journal, and verifies the files.
 const CHECK: &str = "mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt/files && md5sum -c /mnt/sums && \
      cd / && ls /mnt/records";
 
@@ -42,8 +42,8 @@ fn boot(bench: &Bench, server: &Server) -> Result<Guest, Failure> {
     bench.boot(&config)
 }
 
-/// Writes records, each reported once it is durable, beside a load of files that no check waits for.
-/// Returns the number of the last that was reported.
+/// Writes records, each reported once it is durable, beside an unrelated load of files. Returns the number of the last record
+/// that was reported.
 fn write_records(guest: &Guest) -> Result<u64, Failure> {
     guest.check(MAKE, PATIENCE)?;
     guest
@@ -56,7 +56,7 @@ fn write_records(guest: &Guest) -> Result<u64, Failure> {
     Ok(last)
 }
 
-/// `record NUMBER`
+/// Parses the event `record NUMBER`.
 fn record(event: &str) -> Result<u64, Failure> {
     event
         .strip_prefix("record ")
@@ -64,7 +64,7 @@ fn record(event: &str) -> Result<u64, Failure> {
         .ok_or_else(|| Failure::from(format!("An event that is no record: {event}")))
 }
 
-/// A fresh guest finds everything that was durable, and a file system without a fault.
+/// Verifies in a new guest that all durable records exist, and that the file system has no errors.
 fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Failure> {
     guest.check(CHECK, PATIENCE)?;
     let report = guest.check(
@@ -85,7 +85,7 @@ fn survives_the_kill_of_its_guest(bench: &Bench) -> Result<(), Failure> {
     let mut guest = boot(bench, &server)?;
     let mut last = write_records(&guest)?;
     guest.kill();
-    // Reported before the kill, read after it.
+    // Records that the guest reported before the kill, and that are read only now.
     for event in guest.pending_events() {
         last = record(&event)?;
     }
@@ -97,8 +97,7 @@ fn survives_the_kill_of_its_server(bench: &Bench) -> Result<(), Failure> {
     let mut guest = boot(bench, &server)?;
     let mut last = write_records(&guest)?;
     server.kill();
-    // The guest still runs; without its drive no further record can become durable, but those already
-    // under way on the line must be counted.
+    // Without its drive, the guest cannot make further records durable. The pause lets the last reports arrive.
     std::thread::sleep(Duration::from_secs(1));
     guest.kill();
     for event in guest.pending_events() {

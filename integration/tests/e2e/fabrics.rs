@@ -1,5 +1,5 @@
-//! A guest that gives its function to another one over NVMe/TCP, by Linux's own target, while the function's server dies
-//! and is replaced.
+//! A guest that exports its function to another guest by Linux's NVMe/TCP target, while the function's server is killed and
+//! replaced.
 
 use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
 use integration::provision::Assets;
@@ -16,7 +16,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     checks: &[("a_function_is_exported", a_function_is_exported)],
 };
 
-/// Commands that each server completes at least.
+/// Fewest commands that each server completes.
 const COMMANDS: u64 = 500;
 
 const EXPORT: &str = "\
@@ -39,7 +39,7 @@ const EXPORT: &str = "\
     echo 4420 > addr_trsvcid
     ln -s /sys/kernel/config/nvmet/subsystems/nqn.2026-11.example:function subsystems/";
 
-/// An emulated guest is slow to answer, so the two take their time to miss each other.
+/// Connects with a long keep-alive timeout, because an emulated guest is slow to answer.
 const CONNECT: &str = "\
     ip link set eth0 up && ip address add 10.0.0.2/24 dev eth0 && \
     nvme connect -t tcp -a 10.0.0.1 -s 4420 -n nqn.2026-11.example:function -i 2 -k 300 \
@@ -58,7 +58,7 @@ fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {
     let boot = |config: GuestConfig, listens: &str, mac: &str| -> Result<Guest, Failure> {
         let wire = wire.display();
         let end = format!("stream,id=wire,server={listens},addr.type=unix,addr.path={wire}");
-        // Without the image from which firmware would boot: it is no part of the emulator here.
+        // Without the boot ROM, which this emulator installation does not include.
         let card = format!("virtio-net-pci,netdev=wire,romfile=,mac={mac}");
         let config = config
             .vcpus(2)
@@ -67,7 +67,7 @@ fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {
     };
     let exporter = GuestConfig::new("exporter").drive(Drive::vfio_user(server.socket(FUNCTION)));
     let exporter = boot(exporter, "on", "52:54:00:00:00:01")?;
-    // The exporter listens on the wire by now.
+    // The exporter listens on the stream socket when the importer connects.
     let importer = boot(GuestConfig::new("importer"), "off", "52:54:00:00:00:02")?;
     for guest in [&exporter, &importer] {
         guest.await_ready(BOOT_PATIENCE)?;
@@ -102,7 +102,7 @@ fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {
         format!("The importer has not verified anything: {report:?}")
     })?;
 
-    // Both see the same bytes, which are those of the function.
+    // Both guests must read the same bytes.
     let written = importer.check(WRITE, PATIENCE)?;
     let written = written.lines().last().unwrap_or_default().to_owned();
     let read = exporter.check(READ, PATIENCE)?;

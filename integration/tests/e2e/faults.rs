@@ -1,5 +1,5 @@
-//! Faults injected under load. The guest that has them recovers or reports as on hardware. Another
-//! guest on the same drive notices only what is the drive's as a whole.
+//! Faults that are injected under load. The affected guest recovers or reports errors as on hardware. Another guest on the same
+//! drive notices only faults of the whole drive.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// Two guests on halves of a drive: faults are declared for the first half.
+/// Two guests on halves of a drive. Faults affect only the first half.
 struct Scene {
     path: String,
     server: Server,
@@ -30,7 +30,7 @@ struct Scene {
     steady: Guest,
 }
 
-/// The first half of the drive, in bytes.
+/// Fault range: the first half of the drive, in bytes.
 const HALF: &str = "range = \"0+128M\"";
 
 impl Scene {
@@ -46,7 +46,7 @@ impl Scene {
         let (faulty, steady) = (boot("a")?, boot("b")?);
         faulty.await_ready(BOOT_PATIENCE)?;
         steady.await_ready(BOOT_PATIENCE)?;
-        // The driver's patience, shortened.
+        // Shortens the I/O timeout of the guest's driver.
         let short = "echo 3000 > /sys/block/nvme0n1/queue/io_timeout";
         faulty.check(short, PATIENCE)?;
         Ok(Self {
@@ -63,7 +63,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Injects a fault. The guest reports it, and recovers under load that is verified.
+    /// Injects a fault. The guest must report it, and recover under a verified load.
     fn recovers(&self, fault: &str, said: &str) -> Result<(), Failure> {
         self.faulty.check("dmesg -c > /dev/null", PATIENCE)?;
         let load = Fio::new("load", "randwrite", "4k", 16)
@@ -81,7 +81,7 @@ impl Scene {
         await_that("a command to be struck", || {
             Ok(self.server.struck(&self.path)? > before)
         })?;
-        // It waits for the command that was struck.
+        // fio waits for the command that the fault affects.
         end_load(&self.faulty)?;
         let output = self.faulty.finish(job, load.patience())?;
         load.report(&output.text)?;
@@ -134,7 +134,7 @@ fn each_kind_under_load(bench: &Bench) -> Result<(), Failure> {
     scene.inject(
         "kind = \"latency\"\nadd = \"500ms\"\nrange = \"100M+1M\"\noperations = [\"read\"]",
     )?;
-    // Ten reads one after the other, in hundredths of a second.
+    // Duration of ten sequential reads, in hundredths of a second.
     let now = "cut -d' ' -f1 /proc/uptime | tr -d .";
     let taken = scene.faulty.check(
         &format!(
@@ -164,7 +164,7 @@ fn each_kind_under_load(bench: &Bench) -> Result<(), Failure> {
     steady_load.report(&output.text)?;
     expect_no_complaints(&scene.steady)?;
 
-    // 64 MiB are cut from the other guest's half, and come back.
+    // The drive loses 64 MiB of the other guest's half, and gets them back.
     for (size, sectors) in [("192M", 131_072), ("256M", 262_144)] {
         scene.inject(&format!("kind = \"resize\"\nsize = \"{size}\""))?;
         scene.faulty.check(&read_at(0), PATIENCE)?;

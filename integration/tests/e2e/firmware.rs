@@ -1,7 +1,6 @@
-//! Use of the drive by firmware, long before an operating system.
+//! Use of the drive by firmware, before an operating system runs.
 //!
-//! Each check is made with the drive alone, and with a zoned drive and one of keys and values before it, which firmware
-//! has to pass over.
+//! Each check runs with the drive alone, and with a zoned drive and a key-value drive before it, which the firmware must skip.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -29,7 +28,7 @@ pub(crate) const GROUP: Group = Group::Alone {
         ("uefi_sees_the_drive", |bench| {
             uefi_sees(bench, function(bench)?)
         }),
-        // As few queue pairs as its driver takes.
+        // The minimum number of queue pairs that the firmware's driver accepts.
         ("uefi_sees_the_drive_with_two_queue_pairs", |bench| {
             let narrow = function(bench)?.option("queues=2");
             uefi_sees(bench, narrow.option("doorbell-stride=4"))
@@ -37,7 +36,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// A Debian of its own has to be made for these.
+/// Checks that need a separate Debian installation.
 pub(crate) const FULL_GROUP: Group = Group::Alone {
     name: "debian",
     checks: &[
@@ -48,14 +47,14 @@ pub(crate) const FULL_GROUP: Group = Group::Alone {
     ],
 };
 
-/// A Debian on an emulated processor, which GRUB loads through the firmware's driver.
+/// Timeout of a Debian that GRUB loads through the firmware's driver, on an emulated processor.
 const BOOT_PATIENCE: Duration = Duration::from_secs(600);
 const PATIENCE: Duration = Duration::from_secs(300);
 const GREETING: &[u8] = b"booted from NVMe\0";
 
-/// A boot sector that writes a greeting to the first serial port and halts.
+/// Returns a boot sector that writes a greeting to the first serial port and halts.
 fn boot_sector() -> Vec<u8> {
-    // The BIOS loads it at 7C00h, so the greeting, which follows the code, lies at 7C12h.
+    // The BIOS loads the sector at 7C00h. The greeting follows the code at 7C12h.
     let code: [u8; 18] = [
         0xfc, // cld
         0x31, 0xc0, // xor ax, ax
@@ -75,11 +74,11 @@ fn boot_sector() -> Vec<u8> {
     sector
 }
 
-/// Zones whose blocks can all be written.
+/// A profile of zones without unwritable blocks.
 const ZONES: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"4M\"\n\
                      max_open = 4\nmax_active = 4\nappend_limit = \"64K\"\n";
 
-/// A zoned drive, and one of keys and values.
+/// Returns functions on a zoned drive and on a key-value drive.
 fn others(bench: &Bench) -> Result<[FunctionOptions; 2], Failure> {
     let profile = bench.folder().join("zones.toml");
     fs::write(&profile, ZONES).map_err(at(&profile))?;
@@ -92,7 +91,7 @@ fn others(bench: &Bench) -> Result<[FunctionOptions; 2], Failure> {
     ])
 }
 
-/// A server with these functions, and drives for a machine that boots from the last one.
+/// Starts a server with these functions. Returns the drives of a machine that boots from the last one.
 fn serve(
     bench: &Bench,
     others: &[FunctionOptions],
@@ -125,7 +124,7 @@ fn bios_boots(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Failure> 
     Ok(())
 }
 
-/// The UEFI shell begins with a list of all block devices, by their paths.
+/// Waits for the list of block devices that the UEFI shell prints at first.
 fn uefi_sees(bench: &Bench, function: FunctionOptions) -> Result<(), Failure> {
     let (_server, drives) = serve(bench, &[], function)?;
     await_console(
@@ -139,7 +138,7 @@ fn uefi_sees(bench: &Bench, function: FunctionOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// OVMF finds GRUB on the drive, GRUB the kernel, and the kernel its root, which takes writes.
+/// Checks that OVMF finds GRUB on the drive, GRUB finds the kernel, and the kernel finds a writable root.
 fn uefi_boots_debian(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Failure> {
     if !host::is_root() {
         say("        NOT CHECKED: debian: only root can install a Debian into a folder");
@@ -174,20 +173,20 @@ fn uefi_boots_debian(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Fa
     guest.power_off(BOOT_PATIENCE)?;
     server.expect_alive()?;
 
-    // In the file system of its partition.
+    // The note must be in the file system of the partition.
     process::run(Command::new("grep").args(["-q", "-a", NOTE]).arg(&disk))?;
     Ok(())
 }
 
-/// Text that a guest leaves on its root.
+/// Text that a guest writes to its root file system.
 const NOTE: &str = "this_guest_was_booted_by_firmware";
 
-/// The name of a block device.
+/// Returns the name of a block device.
 fn name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
-/// A function on a drive with a Debian, and the drive's file.
+/// Returns a function on a drive with a Debian, and the drive's file.
 fn debian(bench: &Bench) -> Result<(FunctionOptions, PathBuf), Failure> {
     let image = bootable::provide()?;
     let drive = bench.drive("debian.img", 0)?;

@@ -1,4 +1,4 @@
-//! Tools of an end-to-end check: a bench whose logs are kept if it fails, and functions of booted guests.
+//! Fixtures of end-to-end checks: a bench whose logs are kept after a failure, and functions of booted guests.
 
 use std::fs::{self, File, TryLockError};
 use std::path::PathBuf;
@@ -13,14 +13,14 @@ use integration::progress::say;
 use integration::provision::{Assets, KernelChoice};
 use integration::server::{self, FunctionOptions, Server};
 
-/// Long enough for anything that ends by itself in a busy guest.
+/// Timeout of any operation in a busy guest.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
-/// The drive of most checks.
+/// Size of the drive of most checks.
 pub(crate) const DRIVE_MIB: u64 = 256;
-/// The guest's name for its only function.
+/// Id of the only function of a guest.
 pub(crate) const FUNCTION: &str = "a";
 
-/// The `nvme-mpt` command, and all that guests are made of.
+/// The `nvme-mpt` command, and the files that guests boot from.
 static PROVIDED: LazyLock<Result<(PathBuf, Assets), String>> = LazyLock::new(|| {
     let provide = || {
         let assets = Assets::provide(&KernelChoice::V6_12)?;
@@ -29,18 +29,18 @@ static PROVIDED: LazyLock<Result<(PathBuf, Assets), String>> = LazyLock::new(|| 
     provide().map_err(|failure| integration::error_chain(&*failure))
 });
 
-/// A bench and what lies on it. Dropping it removes its drives, and its logs unless a check has failed.
+/// A bench with its directories. On drop, its drives are removed, and its logs as well unless a check failed.
 pub(crate) struct Place {
     pub(crate) bench: Bench,
     drives: PathBuf,
-    /// The folder of the drives, locked.
+    /// Lock on the drives' directory.
     _lock: File,
     folder: Option<tempfile::TempDir>,
     has_failed: AtomicBool,
 }
 
 impl Place {
-    /// A place for the check, or the group of checks, of this name.
+    /// Creates a place for the check or group of checks called `name`.
     pub(crate) fn new(name: &str) -> Result<Self, Failure> {
         let (program, assets) = PROVIDED.as_ref().map_err(String::as_str)?;
         let folder = tempfile::Builder::new()
@@ -73,7 +73,7 @@ impl Place {
         })
     }
 
-    /// Notes the result of a check, and returns it.
+    /// Records the result of a check, and returns it.
     pub(crate) fn note<T>(&self, result: Result<T, Failure>) -> Result<T, Failure> {
         self.has_failed.fetch_or(result.is_err(), Ordering::Relaxed);
         result
@@ -82,7 +82,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // The next run empties drives that are left.
+        // The next run removes drives that are left.
         let _ = fs::remove_dir_all(&self.drives);
         let failed = self.has_failed.load(Ordering::Relaxed) || std::thread::panicking();
         if let Some(folder) = self.folder.take_if(|_| failed) {
@@ -94,7 +94,7 @@ impl Drop for Place {
     }
 }
 
-/// A function on the whole of a new drive.
+/// Returns a function on the whole of a new drive.
 pub(crate) fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
     let drive = bench.drive("drive.img", DRIVE_MIB)?;
     let range = format!("0+{DRIVE_MIB}M");
@@ -105,25 +105,25 @@ pub(crate) fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
     ))
 }
 
-/// One function of a booted guest, with its server. The guest goes before its server does.
+/// A function of a booted guest, with its server. The guest is dropped before the server.
 pub(crate) struct Booted {
     pub(crate) guest: Arc<Guest>,
     server: Arc<Mutex<Server>>,
     /// The function's id.
     pub(crate) function: String,
-    /// The guest's path of its controller.
+    /// Path of the controller in the guest.
     pub(crate) controller: String,
-    /// The guest's path of its namespace.
+    /// Path of the namespace in the guest.
     pub(crate) namespace: String,
 }
 
 impl Booted {
-    /// A server with one function, and a guest of Linux 6.12 on it.
+    /// Starts a server with one function, and a guest of Linux 6.12 with that function.
     pub(crate) fn new(bench: &Bench, vcpus: u32) -> Result<Self, Failure> {
         Self::with(bench, bench.v6_12(), function(bench)?, vcpus)
     }
 
-    /// A server with one function, and a guest on it.
+    /// Starts a server with one function, and a guest with that function.
     pub(crate) fn with(
         bench: &Bench,
         assets: &Assets,
@@ -144,7 +144,7 @@ impl Booted {
         })
     }
 
-    /// One server with a function for each of `functions`, and one guest of Linux 6.12 on all of them.
+    /// Starts a server with all `functions`, and a guest of Linux 6.12 with all of them.
     pub(crate) fn all(
         bench: &Bench,
         functions: &[FunctionOptions],
@@ -159,7 +159,7 @@ impl Booted {
         let guest = Arc::new(bench.boot(&config)?);
         let server = Arc::new(Mutex::new(server));
         let booted = |function: &FunctionOptions| {
-            // Linux numbers controllers in the order in which its probes end.
+            // Linux numbers controllers in the order in which their probes end, so the serial number identifies a controller.
             let serial = lock(&server).function_stats(&function.id)?.serial;
             let named = guest.check(
                 &format!(
@@ -186,17 +186,17 @@ impl Booted {
         functions.iter().map(booted).collect()
     }
 
-    /// The server.
+    /// Returns the server.
     pub(crate) fn server(&self) -> MutexGuard<'_, Server> {
         lock(&self.server)
     }
 
-    /// [`verified_load`] on this function's namespace.
+    /// Returns [`verified_load`] on this function's namespace.
     pub(crate) fn verified_load(&self, name: &str, jobs: u32) -> Fio {
         verified_load(name, jobs).option("filename", &self.namespace)
     }
 
-    /// Checks that the server lives and that the guest's kernel has logged no problem.
+    /// Checks that the server runs, and that the guest's kernel has logged no problem.
     pub(crate) fn expect_well(&self) -> Result<(), Failure> {
         self.server().expect_alive()?;
         expect_no_complaints(&self.guest)
@@ -219,7 +219,7 @@ pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Failure> {
     })
 }
 
-/// fio writes and reads back with checksums, as many jobs at once as there are vCPUs.
+/// Returns a fio job that writes and verifies checksums, with a process for each vCPU.
 pub(crate) fn verified_load(name: &str, jobs: u32) -> Fio {
     let share = 32 / jobs;
     Fio::new(name, "randwrite", "4k", 32)
@@ -238,7 +238,7 @@ pub(crate) fn await_load(guest: &Guest) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Ends a guest's fio as Ctrl+C does: it waits for what is in flight, and reports. One that has failed has ended.
+/// Stops a guest's fio by SIGINT: fio waits for commands in flight, and reports. After an error, fio has already ended.
 pub(crate) fn end_load(guest: &Guest) -> Result<(), Failure> {
     guest.check(
         "kill -INT $(pidof fio) || echo fio has ended by itself",
@@ -247,7 +247,7 @@ pub(crate) fn end_load(guest: &Guest) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Asks until `happened`, which is a matter of time.
+/// Repeats `happened` until it returns true.
 pub(crate) fn await_that(
     what: &str,
     mut happened: impl FnMut() -> Result<bool, Failure>,
@@ -262,7 +262,7 @@ pub(crate) fn await_that(
     Ok(())
 }
 
-/// Waits in the guest until a file is there, or is gone.
+/// Waits in the guest until a path exists, or does not exist.
 pub(crate) fn await_path(guest: &Guest, path: &str, there: bool) -> Result<(), Failure> {
     let test = if there { "-e" } else { "! -e" };
     guest.check(

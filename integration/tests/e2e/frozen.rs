@@ -1,8 +1,8 @@
-//! Storage that stands still, beside QEMU's own NVMe drive on the same storage.
+//! Frozen storage, below functions and below QEMU's own NVMe drive.
 //!
-//! Guests wait for their I/O for as long as their kernels were told. Each has a function, or a drive of QEMU's own: a reset of
-//! the latter stops a whole machine while its storage stands still. A file system with all images is frozen. After that, the
-//! loads go on and verify what they read; a table shows what each driver did meanwhile.
+//! Guests wait for their I/O as long as their kernel's timeout says. Each guest has a function or one of QEMU's drives; a reset
+//! of the latter stops the whole machine while its storage is frozen. The file system with all images is frozen. After that,
+//! the loads continue and verify their reads. A table shows what each driver did during the freeze.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -27,18 +27,18 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// Seconds for which a guest's kernel waits for an I/O: few, the default, and without end.
+/// I/O timeouts of a guest's kernel in seconds: short, default and infinite.
 const TIMEOUTS: [&str; 3] = ["5", "30", "4294967295"];
-/// The one that never gives up.
+/// The infinite timeout.
 const ENDLESS_TIMEOUT: &str = TIMEOUTS[2];
-/// The driver's default for admin commands, which the harness prolongs.
+/// The driver's default timeout of admin commands, which the harness extends.
 const ADMIN_TIMEOUT: &str = "nvme_core.admin_timeout=60";
 const IMAGE_MIB: u64 = 64;
 const STORE_MIB: u64 = 1024;
-/// Commands after which a load goes on.
+/// Commands after which a load counts as running again.
 const COMMANDS: u64 = 200;
 
-/// Drive of a guest.
+/// Owner of a guest's drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whose {
     Ours,
@@ -78,7 +78,7 @@ impl Scene {
         })
     }
 
-    /// Starts the load, and waits until it runs.
+    /// Starts the load, and waits until fio runs.
     fn load(&self) -> Result<(Fio, Job), Failure> {
         self.guest.await_ready(BOOT_PATIENCE)?;
         self.guest.check("dmesg -c > /dev/null", PATIENCE)?;
@@ -94,7 +94,7 @@ impl Scene {
         Ok((load, job))
     }
 
-    /// Waits until the drive has done so many I/Os more.
+    /// Waits until the drive has completed `COMMANDS` more commands.
     fn await_ios(&self) -> Result<(), Failure> {
         let done = "awk '{ print $1 + $5 }' /sys/block/nvme0n1/stat";
         let script = format!(
@@ -104,7 +104,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Ends the load, and returns a line of the table. The load on a function has found no error.
+    /// Ends the load, and returns its row of the table. The load on a function must have found no error.
     fn tell(&self, load: &Fio, job: Job) -> Result<String, Failure> {
         end_load(&self.guest)?;
         let end = match self.guest.finish(job, PATIENCE) {
@@ -146,12 +146,12 @@ impl Scene {
     }
 }
 
-/// Id of a guest's function.
+/// Returns the id of a guest's function.
 fn id(timeout: &str) -> String {
     format!("guest{timeout}")
 }
 
-/// An image on the storage that will stand still.
+/// Creates an image on the storage that will be frozen.
 fn image(store: &Path, whose: Whose, timeout: &str) -> Result<PathBuf, Failure> {
     let path = store.join(format!("{whose:?}-{timeout}.img"));
     File::create(&path)

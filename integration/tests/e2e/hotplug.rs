@@ -1,7 +1,7 @@
-//! A drive plugged into a running guest, taken out of use by it, and found again.
+//! A drive that is plugged into a running guest, removed by the guest, and found again.
 //!
-//! That the VMM takes the drive out again (`device_del`) is not tested: QEMU up to 11.1 aborts itself
-//! when a vfio-user function with MSI-X is unplugged, whatever serves it.
+//! Unplugging by the VMM (`device_del`) is not tested: QEMU up to 11.1 aborts when a vfio-user function with MSI-X is
+//! unplugged, whatever server the function has.
 
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 

@@ -1,7 +1,7 @@
-//! Guests that have the pin alone, without MSI and MSI-X.
+//! Guests that have only INTx, without MSI and MSI-X.
 //!
-//! On a busy machine, Linux once switched the line off here ("nobody cared"): nothing lowered a level that rose as the guest
-//! consumed its last entry. The function gives the guest's handler an entry to find then.
+//! On a busy machine, Linux has disabled the line ("nobody cared"), because the level rose as the guest consumed its last
+//! entry, and did not fall. Therefore the function gives the guest's handler an entry to find.
 
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 use integration::server::FunctionOptions;
@@ -45,12 +45,12 @@ fn pin_boots_loads_and_plugs(bench: &Bench) -> Result<(), Failure> {
     verified_load("plugged", 2)
         .option("filename", "/dev/nvme1n1")
         .run(&guest)?;
-    // Both at once, and then the first one alone.
+    // Load on both drives at once, then on the first alone.
     verified_load("both", 2)
         .option("filename", "/dev/nvme0n1:/dev/nvme1n1")
         .run(&guest)?;
     verified_load("again", 2).run(&guest)?;
-    // A line that stays high is switched off by the kernel.
+    // The kernel disables a line that stays high.
     let said = guest.check("dmesg | grep -i 'nobody cared' || true", PATIENCE)?;
     expect(said.trim().is_empty(), || said.clone())?;
     expect_no_complaints(&guest)?;

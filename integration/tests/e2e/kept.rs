@@ -1,4 +1,4 @@
-//! Servers that die or are replaced under guests, whose kernels do not say a word about it.
+//! Servers that are killed or replaced under guests, whose kernels must not log a word about it.
 
 use std::env;
 use std::fmt::Write;
@@ -20,10 +20,10 @@ pub(crate) const GROUP: Group = Group::Alone {
 };
 
 const DRIVE_MIB: u64 = 64;
-/// A server ends once it has completed fewer commands than this for one of its guests.
+/// A server ends after fewer commands of a guest than this.
 const COMMANDS: u64 = 1000;
 
-/// One guest outlives ten servers; with `--full`, two outlive a hundred.
+/// Runs one guest through ten servers; with `--full`, two guests through a hundred servers.
 fn outlive_as_asked(bench: &Bench) -> Result<(), Failure> {
     match env::var_os(FULL) {
         None => outlive(bench, 1, 5),
@@ -31,7 +31,7 @@ fn outlive_as_asked(bench: &Bench) -> Result<(), Failure> {
     }
 }
 
-/// Has guests run fio on a file and on memory while so many servers are killed, and so many are upgraded.
+/// Runs fio in guests, on a file and on memory, while `times` servers are killed and `times` servers are upgraded.
 fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
     let file = bench.drive("drive.img", guests * DRIVE_MIB)?;
     let memory = format!("memory:{}M", guests * DRIVE_MIB);
@@ -59,7 +59,7 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
         )?)
     };
     let guests: Vec<Guest> = (0..guests).map(boot).collect::<Result<_, _>>()?;
-    // Half of the data is read back while the rest is still written.
+    // fio verifies written data while it writes the rest.
     let load = verified_load("load", 1)
         .option("filename", "/dev/nvme0n1:/dev/nvme1n1")
         .option("verify_backlog", "1024")
@@ -67,7 +67,7 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
     let mut jobs = Vec::new();
     for guest in &guests {
         guest.await_ready(BOOT_PATIENCE)?;
-        // What it said when it booted.
+        // Discards messages of the boot.
         guest.check("dmesg -c >/dev/null", PATIENCE)?;
         jobs.push(guest.start(&load.script())?);
         await_load(guest)?;
@@ -94,7 +94,7 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
         let slowest = report.read.max_us.max(report.write.max_us) / 1e3;
         let ios = report.read.ios + report.write.ios;
         let _ = write!(told, "; {ios} I/Os, the slowest {slowest:.0} ms");
-        // An emulated processor that waits for its turn looks to Linux like one that works.
+        // Linux reports an emulated processor that waits for its turn as a busy worker.
         let said = guest.check("dmesg | grep -v 'hogged CPU' || true", PATIENCE)?;
         let says = |word: &&str| said.to_lowercase().contains(*word);
         let about = [
@@ -118,7 +118,7 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Ids of a guest's functions: on the file, and on memory.
+/// Ids of a guest's functions, on the file and on memory.
 fn ids(guest: u64) -> [String; 2] {
     [format!("file{guest}"), format!("memory{guest}")]
 }

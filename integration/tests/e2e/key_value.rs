@@ -1,5 +1,4 @@
-//! A drive of keys and values: Linux makes no block device of it, but a character device for commands, which
-//! nvme-cli sends them to.
+//! A key-value drive. Linux creates only a character device, to which nvme-cli sends commands.
 
 use integration::guest::{Drive, Guest, GuestConfig};
 use integration::server::FunctionOptions;
@@ -30,11 +29,11 @@ mod opcode {
     pub(super) const LIST: u8 = 0x06;
     pub(super) const DELETE: u8 = 0x10;
     pub(super) const EXIST: u8 = 0x14;
-    /// Vendor specific: docs/software-drives.md, Batch.
+    /// Vendor specific command Batch, see docs/software-drives.md.
     pub(super) const BATCH: u8 = 0x85;
 }
 
-/// Status codes (section 3.1.2), and what dword 11 asks for besides the length of the key.
+/// Status codes (section 3.1.2), and an option in dword 11 beside the length of the key.
 mod status {
     pub(super) const SUCCESS: u16 = 0x000;
     pub(super) const INVALID_VALUE_SIZE: u16 = 0x085;
@@ -44,20 +43,20 @@ mod status {
 }
 const MUST_NOT_EXIST: u32 = 1 << 9;
 
-/// The lease is the second half of the drive.
+/// Returns a function on the second half of the drive.
 fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
     let drive = bench.drive("pairs.img", 64)?.display().to_string();
     Ok(FunctionOptions::new(FUNCTION, drive, "32M+32M").option("profile=kv"))
 }
 
-/// A command on a key, of a length that need not be the key's, with a value or a buffer of so many bytes.
+/// A command on a key. The key length in dword 11 may be wrong on purpose.
 struct Command<'a> {
     opcode: u8,
     key: &'a [u8],
     /// Dword 11.
     dword11: u32,
     len: usize,
-    /// nvme-cli's arguments about the data.
+    /// Data arguments for nvme-cli.
     data: &'a str,
 }
 
@@ -77,7 +76,7 @@ impl<'a> Command<'a> {
         self
     }
 
-    /// Runs it, and returns what nvme-cli printed.
+    /// Runs the command, and returns nvme-cli's output.
     fn run(&self, guest: &Guest, status: u16) -> Result<String, Failure> {
         let dword = |at: usize| {
             let bytes = [0, 1, 2, 3].map(|byte| self.key.get(at + byte).copied().unwrap_or(0));
@@ -99,7 +98,7 @@ impl<'a> Command<'a> {
     }
 }
 
-/// Makes a file of so many random bytes in the guest.
+/// Creates a file of `len` random bytes in the guest.
 fn make_value(guest: &Guest, file: &str, len: usize) -> Result<(), Failure> {
     guest.check(&format!("head -c {len} /dev/urandom > {file}"), PATIENCE)?;
     Ok(())
@@ -112,7 +111,7 @@ fn store(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Failur
     Ok(())
 }
 
-/// Fails unless the value of a key is that of a file in the guest.
+/// Fails unless the value of a key equals a file in the guest.
 fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Failure> {
     let command = Command::new(opcode::RETRIEVE, key);
     let said = command
@@ -145,7 +144,7 @@ fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
     expect_value(guest, b"a", "/tmp/small", 5)?;
     expect_value(guest, long, "/tmp/large", 100_000)?;
 
-    // Two keys, each with its length, in whole dwords.
+    // Two keys with their lengths, each padded to dwords.
     Command::new(opcode::LIST, b"")
         .data(64, "--read --raw-binary > /tmp/list")
         .run(guest, status::SUCCESS)?;
@@ -168,7 +167,7 @@ fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
         command.dword11 = len;
         command.run(guest, status::INVALID_KEY_SIZE)?;
     }
-    // More than a value can have; that many bytes are not even looked for.
+    // The size exceeds the maximum of a value, so the device refuses the command before it reads the data.
     let line = format!(
         "io-passthru {NAMESPACE} --opcode=1 --namespace-id=1 --cdw2=97 --cdw10={} --cdw11=1",
         (1 << 20) + 1
@@ -183,7 +182,7 @@ fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
     booted.expect_well()
 }
 
-/// An operation of a Batch on a key of one byte, with a value of so many bytes at an offset.
+/// Returns an operation of a Batch, on a key of one byte. `value` is length and offset of the value in bytes.
 fn operation(opcode: u8, key: u8, value: (u8, u8)) -> [u8; 32] {
     let (len, offset) = value;
     let mut bytes = [0; 32];
@@ -191,7 +190,7 @@ fn operation(opcode: u8, key: u8, value: (u8, u8)) -> [u8; 32] {
     bytes
 }
 
-/// Several operations in one command: a key is stored and found, and another one is not there.
+/// Sends several operations in one command: stores a key, finds it, and looks for a missing key.
 fn batch(guest: &Guest) -> Result<(), Failure> {
     const VALUE: &str = "hello";
     let operations = [
@@ -213,14 +212,14 @@ fn batch(guest: &Guest) -> Result<(), Failure> {
         len = data.len(),
     );
     let said = guest.expect_nvme(&line, status::SUCCESS)?;
-    // Four bits for each: done, done, KV Key Does Not Exist.
+    // Four bits for each operation: success, success, KV Key Does Not Exist.
     expect(said.contains("00000100"), || {
         format!("The operations have other results: {said}")
     })?;
     expect_value(guest, b"b", "/tmp/value", VALUE.len())
 }
 
-/// With Linux 6.1, whose character devices are the same.
+/// Uses Linux 6.1, whose character devices are the same.
 fn values_outlive_a_server_that_is_killed(bench: &Bench) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)));
@@ -233,7 +232,7 @@ fn values_outlive_a_server_that_is_killed(bench: &Bench) -> Result<(), Failure> 
         store(&guest, key, &file, len)?;
         sums = guest.check("md5sum /tmp/value*", PATIENCE)?;
     }
-    // Nothing was flushed: what completed is durable.
+    // Without a flush: completed commands must be durable.
     server.kill();
     drop(guest);
     server.restart()?;

@@ -1,4 +1,4 @@
-//! Clients and servers come and go: reboots, clients that die, a server that is asked to stop.
+//! Clients and servers that end: guest reboots, killed clients, and a server that is stopped.
 
 use std::time::Duration;
 
@@ -44,7 +44,7 @@ fn guest_reboots(bench: &Bench) -> Result<(), Failure> {
         .option("do_verify", "0")
         .run(&guest)?;
     for round in 0..4 {
-        // In turn: the guest reboots by itself, and is reset under load.
+        // The guest reboots itself in even rounds, and is reset under load in odd rounds.
         if round % 2 == 0 {
             guest.start("reboot -f")?;
         } else {
@@ -69,7 +69,7 @@ fn client_dies_and_comes_back(bench: &Bench) -> Result<(), Failure> {
         .option("end_fsync", "1")
         .run(&guest)?;
     for _ in 0..3 {
-        // In mid-command, with a full queue.
+        // The guest is killed with a full queue of commands in flight.
         guest.start(&verified_load("load", 1).option("iodepth", "128").script())?;
         std::thread::sleep(Duration::from_millis(700));
         guest.kill();
@@ -117,7 +117,7 @@ fn server_stops_under_a_guest(bench: &Bench) -> Result<(), Failure> {
     let guest = bench.boot(&config(&server))?;
     guest.start(&verified_load("load", 1).script())?;
     std::thread::sleep(Duration::from_millis(700));
-    // Ends with success, whatever the guest does.
+    // The server must exit successfully, whatever the guest does.
     server.stop()?;
     drop(guest);
     server.restart()?;
@@ -135,7 +135,7 @@ fn guest_is_paused_under_load(bench: &Bench) -> Result<(), Failure> {
     for _ in 0..3 {
         std::thread::sleep(Duration::from_millis(500));
         guest.pause()?;
-        // Commands in flight complete into a guest that stands still.
+        // Commands in flight complete while the guest is paused.
         std::thread::sleep(Duration::from_millis(300));
         guest.resume()?;
     }

@@ -1,4 +1,4 @@
-//! Debian's kernels with their native driver, one I/O queue for each vCPU; large and small blocks.
+//! Debian's kernels with their native driver and an I/O queue for each vCPU; small and large blocks.
 
 use integration::guest::fio::Fio;
 use integration::provision::Assets;
@@ -40,7 +40,7 @@ fn boots_and_verifies(bench: &Bench, assets: &Assets, vcpus: u32) -> Result<(), 
     verifies_on_each_queue(bench, assets, function(bench)?, vcpus)
 }
 
-/// More queue pairs than a Doorbell Buffer has room for with 64 bytes for each doorbell.
+/// Uses more queue pairs than a Doorbell Buffer can hold with a stride of 64 bytes.
 fn doorbells_4_bytes_apart(bench: &Bench) -> Result<(), Failure> {
     let function = function(bench)?
         .option("doorbell-stride=4")
@@ -73,7 +73,7 @@ fn verifies_on_each_queue(
             "Kernel, hardware queues, queues with the admin queue, sectors: {found}, not {expected}"
         )
     })?;
-    // A job on each vCPU, and so on each queue.
+    // One job on each vCPU, and so on each queue.
     verified_load("verify", vcpus)
         .option("cpus_allowed", &format!("0-{}", vcpus - 1))
         .option("cpus_allowed_policy", "split")
@@ -102,7 +102,7 @@ fn blocks_of_4096_bytes(bench: &Bench) -> Result<(), Failure> {
     booted.expect_well()
 }
 
-/// The guest's driver cuts requests by the operator's limit.
+/// The guest's driver splits requests at the operator's limit.
 fn transfers_of(bench: &Bench, mdts: &str, kib: u64) -> Result<(), Failure> {
     const SIZE_KIB: u64 = 16 << 10;
     let function = function(bench)?.option(format!("mdts={mdts}"));
@@ -137,7 +137,7 @@ fn transfers_of_1_mib(bench: &Bench) -> Result<(), Failure> {
     expect(kib >= 1024, || {
         format!("A command carries at most {limit} KiB")
     })?;
-    // As large as the device allows.
+    // Uses the largest request that the device allows.
     booted.guest.check(
         "cd /sys/block/nvme0n1/queue && cat max_hw_sectors_kb > max_sectors_kb",
         PATIENCE,
@@ -146,7 +146,7 @@ fn transfers_of_1_mib(bench: &Bench) -> Result<(), Failure> {
         .option("size", "128m")
         .verified()
         .run(&booted.guest)?;
-    // Any number of blocks, from memory that begins in mid-page.
+    // Any number of blocks, from memory that begins in the middle of a page.
     Fio::new("odd", "randwrite", "512", 8)
         .option("bsrange", "512-131072")
         .option("iomem_align", "512")

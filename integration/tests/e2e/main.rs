@@ -42,9 +42,9 @@ mod zones;
 
 use fixture::{Bench, Booted, Failure, Place};
 
-/// A check with what it needs to itself: a [`Place`] and its guests. Others may run beside it.
+/// A check with its own [`Place`] and guests, which may run beside other checks.
 type Alone = fn(&Bench) -> Result<(), Failure>;
-/// A check that shares a booted guest with others of its group.
+/// A check that shares a booted guest with other checks of its group.
 type OnGuest = fn(&Booted) -> Result<(), Failure>;
 
 /// Checks that belong together.
@@ -54,17 +54,17 @@ enum Group {
         name: &'static str,
         checks: &'static [(&'static str, Alone)],
     },
-    /// Each check is made on each function of the guest.
+    /// Each check runs on each function of the guest.
     OnGuest {
         name: &'static str,
-        /// Ids of the functions, in the order in which `boot` returns them.
+        /// Ids of the functions, in the order of the result of `boot`.
         functions: &'static [&'static str],
         boot: fn(&Bench) -> Result<Vec<Booted>, Failure>,
         checks: &'static [(&'static str, OnGuest)],
     },
 }
 
-/// Long checks first: no processor waits long for the last one.
+/// Long checks come first, so that the last check delays the end as little as possible.
 const GROUPS: &[Group] = &[
     fabrics::GROUP,
     viommu::GROUP,
@@ -88,8 +88,8 @@ const GROUPS: &[Group] = &[
     linux::GROUP,
 ];
 
-/// Groups that need more than Debian's packages, take minutes, or that a busy machine may fail
-/// ([`ON_A_QUIET_MACHINE`]): with `--full` alone.
+/// Groups that run only with `--full`: they need more than Debian's packages, take minutes, or may fail on a busy machine
+/// ([`ON_A_QUIET_MACHINE`]).
 const FULL_GROUPS: &[Group] = &[
     frozen::GROUP,
     trim::GROUP,
@@ -98,10 +98,10 @@ const FULL_GROUPS: &[Group] = &[
     firmware::FULL_GROUP,
 ];
 
-/// Groups beside which nothing runs: see their modules.
+/// Groups that must run alone. Their modules say why.
 const ON_A_QUIET_MACHINE: &[&str] = &["interrupts"];
 
-/// Most checks at once, whatever number of processors there is. Each may have two guests of half a GiB.
+/// Maximum number of concurrent checks on any machine. Each may have two guests of 512 MiB.
 const MOST_AT_ONCE: usize = 8;
 
 fn main() -> ExitCode {
@@ -155,11 +155,11 @@ impl Group {
     }
 }
 
-/// A guest that checks share: the first of them boots it, and it goes with the last.
+/// A guest that checks share. The first check boots it, and it ends with the last check.
 struct SharedGuest {
     name: &'static str,
     boot: fn(&Bench) -> Result<Vec<Booted>, Failure>,
-    // Its functions go before the place that they lie on.
+    // The functions are dropped before their place.
     booted: OnceLock<Result<(Vec<Booted>, Place), String>>,
 }
 

@@ -1,4 +1,4 @@
-//! One guest with a function for each way of doorbells, through everything that a guest does with a drive.
+//! One guest with a function for each doorbell mode, and all uses of a drive by a guest.
 
 use crate::fixture::{Bench, Booted, DRIVE_MIB, Failure};
 use crate::{Group, doorbells, nvme_cli, pauses};
@@ -8,7 +8,7 @@ pub(crate) const GROUP: Group = Group::OnGuest {
     name: "modes",
     functions: &MODES,
     boot,
-    // Complaints of the guest's kernel are looked at first: commands that must fail come later.
+    // The guest's kernel log is checked first, because later commands fail on purpose.
     checks: &[
         ("doorbells", doorbells::exit_as_their_mode_has_it),
         ("pauses", pauses::none_is_lost),
@@ -34,7 +34,7 @@ pub(crate) const GROUP: Group = Group::OnGuest {
     ],
 };
 
-/// Values of `doorbells=`, which name the functions as well.
+/// Values of `doorbells=`, which are also the ids of the functions.
 const MODES: [&str; 3] = ["shadow", "mapped", "trap"];
 
 fn boot(bench: &Bench) -> Result<Vec<Booted>, Failure> {

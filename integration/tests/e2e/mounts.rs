@@ -1,4 +1,4 @@
-//! File systems of the machine itself, on loop devices: only root has them.
+//! File systems of the test host on loop devices, which need root.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,18 +8,18 @@ use integration::process;
 
 use crate::fixture::{Failure, at};
 
-/// Runs a program with paths and options, and returns what it printed.
+/// Runs a program with paths and options. Returns its output.
 pub(crate) fn run(program: &str, arguments: &[&Path]) -> Result<String, Failure> {
     Ok(process::run(Command::new(program).args(arguments))?)
 }
 
-/// A loop device, detached when it is dropped.
+/// A loop device, which is detached on drop.
 pub(crate) struct LoopDevice {
     pub(crate) path: PathBuf,
 }
 
 impl LoopDevice {
-    /// Makes one of a file.
+    /// Creates a loop device of a file.
     pub(crate) fn of(file: &Path) -> Result<Self, Failure> {
         let found = run("losetup", &[Path::new("--find"), Path::new("--show"), file])?;
         Ok(Self {
@@ -30,18 +30,18 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
-        // The check that made it has ended, well or not.
+        // Errors do not matter after the end of the check.
         let _ = run("losetup", &[Path::new("--detach"), &self.path]);
     }
 }
 
-/// A mounted file system, unmounted when it is dropped.
+/// A mounted file system, which is unmounted on drop.
 pub(crate) struct Mounted {
     pub(crate) folder: PathBuf,
 }
 
 impl Mounted {
-    /// Mounts a device in a folder, which is made.
+    /// Mounts a device in a new directory.
     pub(crate) fn at(device: &Path, folder: PathBuf) -> Result<Self, Failure> {
         fs::create_dir_all(&folder).map_err(at(&folder))?;
         run("mount", &[device, &folder])?;
@@ -51,12 +51,12 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // The kernel may hold files of the server that has just ended for a moment: so the mount goes when they do.
+        // The kernel may hold files of the ended server for a moment. A lazy unmount waits for them.
         let _ = run("umount", &[Path::new("--lazy"), &self.folder]);
     }
 }
 
-/// A file system whose writes wait, until this is dropped.
+/// A frozen file system, which is thawed on drop.
 pub(crate) struct Frozen<'a> {
     folder: &'a Path,
 }
@@ -72,7 +72,7 @@ impl<'a> Frozen<'a> {
 
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {
-        // It fails only if somebody else has thawed it.
+        // Thawing fails only if another process has thawed the file system.
         let _ = run("fsfreeze", &[Path::new("--unfreeze"), self.folder]);
     }
 }

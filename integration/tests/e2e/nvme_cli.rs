@@ -1,4 +1,4 @@
-//! nvme-cli in a guest: every command that the device implements, and the status of those that must fail.
+//! nvme-cli in a guest: all commands of the device, and the status of commands that must fail.
 
 use serde_json::Value;
 
@@ -47,11 +47,11 @@ fn write_blocks(booted: &Booted, start: u64, blocks: u64, byte: char) -> Result<
     Ok(())
 }
 
-/// Fails unless `blocks` blocks from `start` hold nothing but `byte` (as tr writes it).
+/// Fails unless `blocks` blocks from `start` are filled with `byte`, in tr's notation.
 fn expect_blocks(booted: &Booted, start: u64, blocks: u64, byte: &str) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     let bytes = blocks * 512;
-    // nvme-cli does not shorten a file that is there.
+    // nvme-cli does not truncate an existing file.
     booted.guest.check("rm -f /tmp/found", PATIENCE)?;
     booted.guest.expect_nvme(
         &format!(
@@ -91,7 +91,7 @@ pub(crate) fn id_ctrl(booted: &Booted) -> Result<(), Failure> {
             )
         },
     )?;
-    // MDTS counts in units of the smallest page, 4 KiB here: 8 is 1 MiB; 0 would be without limit.
+    // MDTS is in units of the smallest page size, 4 KiB here: 8 is 1 MiB, and 0 is unlimited.
     let mdts = number(&controller, "mdts")?;
     expect(mdts == 0 || mdts >= 8, || format!("MDTS {mdts}"))?;
     expect(number(&controller, "nn")? == 1, || {
@@ -115,7 +115,7 @@ pub(crate) fn id_ns(booted: &Booted) -> Result<(), Failure> {
         identity.contains(|c: char| c.is_ascii_hexdigit() && c != '0'),
         || format!("The namespace has neither an NGUID nor an EUI-64: {identified}"),
     )?;
-    // The same through the descriptor list, and the list of active namespaces.
+    // The descriptor list, and the list of active namespaces.
     booted
         .guest
         .expect_nvme(&format!("ns-descs {namespace}"), status::SUCCESS)?;
@@ -147,7 +147,7 @@ pub(crate) fn smart_log(booted: &Booted) -> Result<(), Failure> {
     })?;
     let reads = number(&before, "host_read_commands")?;
     expect_read(booted)?;
-    // It may be counted after the guest has seen its completion.
+    // The read may be counted after the guest has seen its completion.
     await_that("a read to be counted", || {
         let after = json(booted, &format!("smart-log {controller}"))?;
         Ok(number(&after, "host_read_commands")? > reads)
@@ -179,7 +179,7 @@ pub(crate) fn fw_log(booted: &Booted) -> Result<(), Failure> {
 
 pub(crate) fn effects_log(booted: &Booted) -> Result<(), Failure> {
     let controller = &booted.controller;
-    // Without --csi nvme-cli wants to map the registers, which the kernel keeps to its driver.
+    // Without --csi, nvme-cli maps the registers, which the kernel reserves for its driver.
     let text = booted.guest.expect_nvme(
         &format!("effects-log {controller} --csi=0"),
         status::SUCCESS,
@@ -198,7 +198,7 @@ pub(crate) fn get_feature(booted: &Booted) -> Result<(), Failure> {
     // cache, queues, interrupt coalescing, vector configuration, write atomicity, async events,
     // timestamp, host behaviour.
     let advertised = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0x0a, 0x0b, 0x0e, 0x16];
-    // Those of a namespace want one named, the others none.
+    // Features of a namespace need its identifier, and other features need identifier 0.
     let named = advertised.map(|feature| match feature {
         3 | 5 => format!("{feature}:1"),
         _ => format!("{feature}:0"),
@@ -225,7 +225,7 @@ pub(crate) fn dsm(booted: &Booted) -> Result<(), Failure> {
         &format!("dsm {namespace} --ad -s 64 -b 16"),
         status::SUCCESS,
     )?;
-    // Deallocated blocks may read as zeroes or as before (NVM Command Set 1.0, 3.2.3.2), but they do read.
+    // Deallocated blocks may read as zeroes or with old data (NVM Command Set 1.0, 3.2.3.2), but must be readable.
     booted.guest.expect_nvme(
         &format!("read {namespace} -s 64 -c 15 -z 8192 -d /tmp/found"),
         status::SUCCESS,
@@ -276,7 +276,7 @@ pub(crate) fn copy(booted: &Booted) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     write_blocks(booted, 512, 8, '1')?;
     write_blocks(booted, 600, 4, '2')?;
-    // Two ranges, the lengths of which nvme-cli takes zero-based.
+    // Two ranges. nvme-cli takes their lengths zero-based.
     booted.guest.expect_nvme(
         &format!("copy {namespace} --sdlba=700 --slbs=512,600 --blocks=7,3"),
         status::SUCCESS,
@@ -312,7 +312,7 @@ pub(crate) fn write_uncor_then_read(booted: &Booted) -> Result<(), Failure> {
     )?;
     expect_blocks(booted, 800, 1, "u")?;
     expect_blocks(booted, 802, 2, "u")?;
-    // A write makes the block good again.
+    // A write makes the block readable again.
     write_blocks(booted, 801, 1, 'U')?;
     expect_blocks(booted, 801, 1, "U")
 }

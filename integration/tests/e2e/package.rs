@@ -1,4 +1,4 @@
-//! The Debian package: its files, and its life on a Debian 12 with systemd.
+//! The Debian package: its files, and its installation and upgrade on a Debian 12 with systemd.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,7 +23,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// Files of the package, beside manual pages and documents.
+/// Files of the package, apart from manual pages and documents.
 const FILES: [&str; 9] = [
     "./etc/nvme-mpt.toml",
     "./usr/bin/nvme-mpt",
@@ -89,7 +89,7 @@ fn has_its_files(bench: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// A Debian 12 with packages in `/mnt`.
+/// Boots a Debian 12 with packages in `/mnt`.
 fn boot(bench: &Bench, packages: &Path) -> Result<Guest, Failure> {
     let disk = bench.folder().join("packages");
     debian::disk(packages, &disk)?;
@@ -121,7 +121,7 @@ fn boot(bench: &Bench, packages: &Path) -> Result<Guest, Failure> {
     Ok(guest)
 }
 
-/// Returns the server's process.
+/// Returns the process id of the server.
 fn main_pid(guest: &Guest) -> Result<String, Failure> {
     let text = guest.check(
         "systemctl show --property MainPID --value nvme-mpt",
@@ -130,7 +130,7 @@ fn main_pid(guest: &Guest) -> Result<String, Failure> {
     Ok(text.trim().to_owned())
 }
 
-/// Waits until so many servers were ready, one after the other.
+/// Waits until `count` servers have become ready, one after the other.
 fn await_servers(guest: &Guest, count: usize) -> Result<(), Failure> {
     let script = format!(
         "until [ $(journalctl --unit nvme-mpt --output cat --no-pager | grep --count --line-regexp ready) = {count} ] && \
@@ -140,8 +140,8 @@ fn await_servers(guest: &Guest, count: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The service is refused an image that it could use by its unit and by modes, until its file has a rule and it is started
-/// anew.
+/// Checks that the service may not use an image, although its unit and the file modes allow it, until its file has a rule and
+/// the service was restarted.
 fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
     let check = |script: &str| guest.check(script, PATIENCE);
     check(
@@ -153,7 +153,7 @@ fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
     let log = check("journalctl --unit nvme-mpt --output cat --no-pager")?;
     for line in [
         "Confined by seccomp\n",
-        // Of the kernel of Debian 12.
+        // Landlock version of the kernel of Debian 12.
         "Confined by Landlock 2: files; this kernel does not restrict truncation (Linux 6.2), TCP (Linux 6.7)",
     ] {
         expect(log.contains(line), || format!("It lacks '{line}':\n{log}"))?;
@@ -175,7 +175,7 @@ fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A client goes on while the service is reloaded, its package upgraded, and its server killed.
+/// Checks that a client continues while the service is reloaded, its package upgraded, and its server killed.
 fn guests_outlive_its_upgrade(bench: &Bench) -> Result<(), Failure> {
     if !host::is_root() {
         say("        NOT CHECKED: package: only root can install a Debian into a folder");
@@ -217,7 +217,7 @@ fn guests_outlive_its_upgrade(bench: &Bench) -> Result<(), Failure> {
     let access = check("stat --format '%a %U:%G' /run/nvme-mpt/a.sock")?;
     expect(access.trim() == "660 nvme-mpt:kvm", || access.clone())?;
 
-    // Its client has one connection, until it is told to end.
+    // The client keeps one connection until it is told to end.
     let client = guest.start(
         "until [ -e /run/stop ]; do \
            /mnt/nvme-load /run/nvme-mpt/a.sock --verify --interrupts --range 4M --count 2000 --timeout 600 || exit; \

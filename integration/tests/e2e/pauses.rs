@@ -1,8 +1,8 @@
-//! A queue whose poller sleeps loses no notification. The test makes thousands of single I/Os, each
-//! after a pause of another length. They meet the poller at every point of its way to sleep.
+//! A parked poller must not lose a notification. The test submits thousands of single commands, each after a pause of a
+//! different length, which meet the poller at every point of parking.
 //!
-//! A notification that is lost leaves its I/O to the guest's driver, which waits for longer than the check does. No time
-//! is measured here: a busy machine makes an I/O late as well.
+//! A lost notification delays its command until the timeout of the guest's driver, which is longer than the check. No times are
+//! measured, because a busy machine delays commands as well.
 
 use integration::guest::fio::Fio;
 
@@ -10,7 +10,8 @@ use crate::fixture::{Booted, Failure, PATIENCE, expect};
 
 const IOS: u64 = 1000;
 
-/// Makes a log for fio to replay: reads of random blocks, each up to 5 ms after the one before, in microseconds.
+/// Returns a script that writes a fio log: reads of random blocks, each up to 5 ms after the previous read, with times in
+/// microseconds.
 fn make_log(namespace: &str) -> String {
     format!(
         r#"awk -v ios={IOS} 'BEGIN {{
@@ -26,7 +27,7 @@ fn make_log(namespace: &str) -> String {
 }}' > /tmp/pauses.log"#
     )
 }
-/// With pauses of 2.5 ms on average, no more are possible: without them there would be thousands.
+/// Upper bound with pauses of 2.5 ms on average. Without pauses there would be thousands of commands a second.
 const MOST_IOPS: f64 = 450.0;
 
 pub(crate) fn none_is_lost(booted: &Booted) -> Result<(), Failure> {

@@ -1,4 +1,4 @@
-//! A profile made from what fio measures in a guest, on a drive of which the profile is known.
+//! A profile that is fitted to fio's measurements in a guest, on a drive with a known profile.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     checks: &[("fitted_to_what_a_guest_measures", fitted)],
 };
 
-/// So slow that a guest's own time matters little, and few commands are its limit.
+/// A slow profile, so that the guest's own time matters little, and few commands reach the limits.
 const GIVEN: &str = "model = \"nvm\"\nunits = 4\nstripe = \"32K\"\n\
     read = { latency = \"5ms\", bandwidth = \"32M\" }\nwrite = { latency = \"8ms\", bandwidth = \"24M\" }\n";
 
@@ -42,7 +42,7 @@ fn fitted(bench: &Bench) -> Result<(), Failure> {
     fs::create_dir_all(&folder).map_err(at(&folder))?;
     let fitted = folder.join("fitted.toml");
     write(&fitted, &text)?;
-    // Tests of `fit` compare values, which depend on the speed of a guest here.
+    // The values depend on the speed of this guest. Tests of `fit` compare values.
     let parsed = DriveProfile::parse(&fitted.display().to_string(), &text);
     expect(matches!(parsed, Ok(DriveProfile::Nvm(_))), || {
         format!("No profile of a drive: {parsed:?}:\n{text}")
@@ -80,7 +80,7 @@ fn write(path: &Path, text: &str) -> Result<(), Failure> {
     fs::write(path, text).map_err(at(path))
 }
 
-/// Returns fio's report of the jobs that are meant for it, made short.
+/// Returns fio's report of `resources/drives/measure.fio`, with short jobs.
 fn measured(guest: &Guest) -> Result<String, Failure> {
     let path = integration::workspace_dir().join("resources/drives/measure.fio");
     let jobs = fs::read_to_string(&path).map_err(at(path))?;

@@ -1,4 +1,4 @@
-//! Resets of every kind while I/O is under way: what was in flight is done again, and all data is right.
+//! Resets of every kind under load: commands in flight are repeated, and all data is right.
 
 use integration::guest::fio::Fio;
 
@@ -19,12 +19,12 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// Resets that a load meets.
+/// Number of resets during a load.
 const RESETS: u32 = 5;
 
 fn under_load(bench: &Bench, reset: &str) -> Result<(), Failure> {
     let booted = Booted::new(bench, 2)?;
-    // Verified in the background of the writing, so that it goes on all the time.
+    // fio verifies in the background while it writes, so that the load does not stop.
     let load = Fio::new("load", "randwrite", "4k", 32)
         .option("size", "64m")
         .option("verify", "crc32c")

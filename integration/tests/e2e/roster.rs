@@ -1,4 +1,4 @@
-//! Functions that come and go on a running server, beside a guest that verifies all that it reads.
+//! Functions that are added to and removed from a running server, beside a guest that verifies its reads.
 
 use std::time::{Duration, Instant};
 
@@ -21,17 +21,17 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// Functions that come and go while the first guest works.
+/// Number of functions that are added and removed while the first guest works.
 const COMINGS: u64 = 100;
 
-/// A limit that is lower than what any machine does, and the I/Os of a load that meets it.
+/// A limit below the rate of any machine, and the number of commands of the limited load.
 const LIMITED_IOPS: u64 = 50;
 const LIMITED_IOS: u64 = 300;
 
 fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     let path = bench.drive("shared.img", 256)?.display().to_string();
     let function = |id: &str, range: &str| FunctionOptions::new(id, path.clone(), range);
-    // The server has no function yet.
+    // The server starts without functions.
     let mut server = bench.serve(&[])?;
     server.add(&function("a", "0+64M"))?;
     let config = GuestConfig::new("guest").vcpus(2).hotplug();
@@ -47,11 +47,11 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     await_load(&guest)?;
     for number in 0..COMINGS {
         let id = format!("f{number}");
-        // Each on blocks of its own: none is the former tenant of another.
+        // Each function has its own blocks, so none has a previous owner.
         server.add(&function(&id, &format!("{}M+1M", 128 + number)))?;
         server.remove(&id)?;
     }
-    // A VM's second drive joins a server that serves it already.
+    // The VM gets a second drive from the server of its first.
     server.add(&function("b", "64M+64M"))?;
     let drive = Drive::vfio_user(server.socket("b")).id("plugged");
     guest.plug(&drive.bus(HOTPLUG_BUS))?;
@@ -61,7 +61,7 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     end_load(&guest)?;
     let output = guest.finish(job, load.patience())?;
     load.report(&output.text)?;
-    // Without its server's restart, and there again after one.
+    // Functions that were added without a restart exist after a restart as well.
     let mut functions: Vec<String> = server.list()?;
     functions.sort();
     expect(functions == ["a", "b"], || format!("{functions:?}"))?;
@@ -70,7 +70,7 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Bytes of the lease after it has grown.
+/// Size of the lease in bytes after it has grown.
 const GROWN: u64 = 100 << 30;
 
 fn grow(bench: &Bench) -> Result<(), Failure> {
@@ -100,7 +100,7 @@ fn grow(bench: &Bench) -> Result<(), Failure> {
     await_that("the guest to see the size", || {
         Ok(guest.run(&size, PATIENCE)?.status == 0)
     })?;
-    // The extents meet at 2 GiB of the lease.
+    // The load crosses the border of two extents, at 2 GiB of the lease.
     let across = load("across")
         .option("offset", "2018m")
         .option("bs", "64k")
@@ -129,7 +129,7 @@ fn limit(bench: &Bench) -> Result<(), Failure> {
         .option("number_ios", &LIMITED_IOS.to_string())
         .run(&guest)?;
     let taken = started.elapsed();
-    // The last batch of commands may come at once.
+    // The last batch of commands may complete at once.
     let least = Duration::from_secs((LIMITED_IOS - 50) / LIMITED_IOPS);
     expect(limited.read.ios >= LIMITED_IOS && taken >= least, || {
         format!("{} I/Os took {taken:?}", limited.read.ios)
@@ -147,7 +147,7 @@ fn limit(bench: &Bench) -> Result<(), Failure> {
     })?;
     server.limit("a", "iops=none")?;
     let mut last = totals()?;
-    // The wait that the change ends is counted as well.
+    // The wait that the change of the limit ends is counted as well.
     await_that("commands that wait no longer", || {
         let next = totals()?;
         if next.throttled_ms != last.throttled_ms {

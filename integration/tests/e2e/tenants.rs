@@ -1,8 +1,8 @@
-//! Tenants that share a file: a quiet one verifies its data, while loud ones storm their own ranges. A storm is
-//! Deallocate, Write Zeroes, Flush, writes of odd lengths from odd addresses, and memory that comes and goes.
+//! Tenants that share a file: a quiet tenant verifies its data, while loud tenants storm their ranges. A storm consists of
+//! Deallocate, Write Zeroes, Flush, unaligned writes of odd lengths, and memory that is mapped and unmapped.
 //!
-//! The loud ones are native clients: at the speed of a guest in software a storm is a breeze. So is the quiet one, but
-//! for the checks of guests: there, two quiet tenants are functions of a guest that runs fio.
+//! The loud tenants are native clients, because an emulated guest is too slow. The quiet tenant is a native client as well,
+//! except in the checks with guests, where two quiet tenants are functions of a guest that runs fio.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -54,19 +54,19 @@ const RANGE_MIB: u64 = 64;
 const QUIET: [&str; 2] = ["quiet1", "quiet2"];
 const LOUD: [&str; 3] = ["loud1", "loud2", "loud3"];
 const SECONDS: &str = "8";
-/// The same without a storm, for a figure beside which those of the storm are printed.
+/// Duration of the quiet load without a storm, whose latencies are printed for comparison.
 const SECONDS_ALONE: &str = "2";
 /// Fewest commands of each loud tenant.
 const LOUD_COMMANDS: u64 = 100;
 
-/// Memory of a loud client, and memory that comes and goes: start and length.
+/// Memory of a loud client, and memory that is mapped and unmapped: start and length.
 const MEMORY: (u64, u64) = (1 << 32, 16 << 20);
 const COMING: (u64, u64) = (1 << 33, 1 << 20);
-/// Most blocks of a write, a Deallocate's range, a Write Zeroes.
+/// Maximum number of blocks of a write, and of a range of Deallocate or Write Zeroes.
 const WRITE_BLOCKS: u64 = 300;
 const RANGE_BLOCKS: u64 = 2048;
 
-/// Course of events on a drive.
+/// A test on a drive.
 type Scene = fn(&Bench, &Path) -> Result<(), Failure>;
 
 fn on_tmpfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
@@ -89,7 +89,7 @@ fn on_xfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
     on_a_file_system(bench, "mkfs.xfs", scene)
 }
 
-/// Makes a file system on a loop device, and runs `scene` on an image in it.
+/// Creates a file system on a loop device, and runs `scene` on an image in it.
 fn on_a_file_system(bench: &Bench, mkfs: &str, scene: Scene) -> Result<(), Failure> {
     let disk = LoopDevice::of(&bench.drive("disk.img", 2 * SHARED_MIB)?)?;
     mounts::run(mkfs, &[Path::new("-q"), &disk.path])?;
@@ -116,7 +116,7 @@ struct Quiet {
     load: nvme_load::options::Options,
 }
 
-/// Runs the quiet tenant's load, which fails on the first block that is not what was written.
+/// Runs the quiet tenant's load, which fails on the first wrong block.
 fn verified(socket: &Path, seconds: &str) -> Result<nvme_load::report::Report, Failure> {
     let arguments = [
         "quiet",
@@ -143,7 +143,7 @@ fn verified(socket: &Path, seconds: &str) -> Result<nvme_load::report::Report, F
 fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
     let mut server = serve(bench, drive, &["quiet"])?;
     let alone = verified(&server.socket("quiet"), SECONDS_ALONE)?;
-    // A process that another check starts may hold a copy of its connection for a moment.
+    // A process that another check starts may briefly hold a copy of the client's connection.
     server.await_no_client("quiet")?;
     let (beside, commands) = in_a_storm(&server, || verified(&server.socket("quiet"), SECONDS))?;
     say(&format!(
@@ -154,7 +154,7 @@ fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The same with fio verify on two functions of a guest.
+/// Like [`storm`], with fio on two functions of a guest.
 fn storm_beside_a_guest(bench: &Bench, drive: &Path) -> Result<(), Failure> {
     let mut server = serve(bench, drive, &QUIET)?;
     let mut config = GuestConfig::new("quiet").vcpus(2);
@@ -180,7 +180,7 @@ fn storm_beside_a_guest(bench: &Bench, drive: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Serves these tenants and the loud ones, a range of the drive each.
+/// Serves the quiet and the loud tenants, each with a range of the drive.
 fn serve(bench: &Bench, drive: &Path, quiet: &[&str]) -> Result<Server, Failure> {
     let functions: Vec<_> = quiet
         .iter()
@@ -194,7 +194,7 @@ fn serve(bench: &Bench, drive: &Path, quiet: &[&str]) -> Result<Server, Failure>
     bench.serve(&functions)
 }
 
-/// Runs `quiet` while the loud tenants rage. Returns its result, and the number of their commands.
+/// Runs `quiet` during a storm of the loud tenants. Returns its result, and the number of the loud tenants' commands.
 fn in_a_storm<T>(
     server: &Server,
     quiet: impl FnOnce() -> Result<T, Failure>,
@@ -233,22 +233,22 @@ fn in_a_storm<T>(
     Ok((beside, commands))
 }
 
-/// Known content of a block.
+/// Expected content of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Block {
-    /// Deallocated: zeroes, or what was there before.
+    /// A deallocated block: zeroes or the previous data.
     Any,
-    /// Every 8 bytes hold this.
+    /// Every 8 bytes hold this value.
     Filled(u64),
 }
 
-/// A tenant without regard for others.
+/// A loud tenant.
 struct Loud {
     bar: Arc<VfioUserBar>,
     memory: GuestMemory,
     coming: Region,
     disk: Disk,
-    // The queues go first.
+    // Queues must be dropped before the controller.
     _controller: Controller,
     blocks: Vec<Block>,
     rng: Rng,
@@ -276,7 +276,7 @@ impl Loud {
         })
     }
 
-    /// A range of at most `most` blocks.
+    /// Returns a random range of at most `most` blocks.
     fn range(&mut self, most: u64) -> (usize, u32) {
         let start = self.rng.below(self.blocks.len() as u64 - most);
         let blocks = 1 + self.rng.below(most);
@@ -284,7 +284,7 @@ impl Loud {
     }
 
     fn rage(mut self, stop: &AtomicBool, commands: &AtomicU64) -> Result<(), Failure> {
-        // Also one that begins late is loud.
+        // A tenant that begins late also sends its commands.
         let mut made = 0;
         while made < LOUD_COMMANDS || !stop.load(Ordering::Relaxed) {
             made += 1;
@@ -298,7 +298,7 @@ impl Loud {
             }
             commands.fetch_add(1, Ordering::Relaxed);
         }
-        // All of it, at the end.
+        // Verifies the whole range at the end.
         for start in (0..self.blocks.len()).step_by(256) {
             self.check(start, 256)?;
         }
@@ -364,7 +364,7 @@ impl Loud {
         Ok(())
     }
 
-    /// Maps memory, writes from it at once, and takes it away.
+    /// Maps memory, writes from it at once, and unmaps it.
     fn plug_and_write(&mut self) -> Result<(), Failure> {
         self.bar.dma_map(&self.memory, &self.coming)?;
         let (start, _) = self.range(WRITE_BLOCKS);

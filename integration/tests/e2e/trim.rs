@@ -1,8 +1,8 @@
-//! Guests give blocks back: a file on the host takes less room after `fstrim` and `blkdiscard` in a Debian as it is
-//! installed, with its own kernel and its own tools.
+//! Deallocation by guests: a file on the host shrinks after `fstrim` and `blkdiscard` in a standard Debian, with its own kernel
+//! and tools.
 //!
-//! Linux 5.10, of Debian 11, knows no limit of the ranges of a Deallocate (DMRSL, NVMe 2.0): it deallocates the whole
-//! drive by one command.
+//! Linux 5.10 of Debian 11 knows no limit of Deallocate ranges (DMRSL, NVMe 2.0): it deallocates the whole drive by one
+//! command.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -29,25 +29,25 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// The drive, longer than the range that guests are advised to deallocate at once, 1 GiB.
+/// Size of the drive, which exceeds the advised limit of a Deallocate, 1 GiB.
 const DRIVE_MIB: u64 = 4096;
-/// The file that a guest writes and removes.
+/// Size of the file that a guest writes and removes.
 const FILE_MIB: u64 = 64;
-/// The same on the drive, if a file system or a guest keeps some of it.
+/// Fewest MiB that must be allocated or freed for the file, as file system and guest may keep a part.
 const LEAST_MIB: u64 = 60;
-/// Room that an empty ext4 of this size and its journal take at most.
+/// Most MiB that an empty ext4 of this size needs with its journal.
 const EMPTY_MIB: u64 = 160;
 
-/// Texts in the errors of an apt whose mirror has no packages of a suite any more.
+/// Error texts of apt for a mirror without a suite.
 const NO_SUITE: [&str; 2] = ["does not have a Release file", "404"];
 
-/// Returns the MiB that a file takes on the host, as `du` does.
+/// Returns the MiB that are allocated to a file on the host, like `du`.
 fn du(path: &Path) -> Result<u64, Failure> {
     let metadata = fs::metadata(path).map_err(at(path))?;
     Ok((metadata.blocks() * 512) >> 20)
 }
 
-/// Boots a Debian, and plugs the function when its root is there: so its root is the first drive.
+/// Boots a Debian, and plugs the function in after its root was mounted, so that the root is the first drive.
 fn boot(bench: &Bench, release: Release, socket: &Path) -> Result<Guest, Failure> {
     let image = debian::provide(release)?;
     let assets = bench.v6_12().with_kernel(&release.kernel())?;
@@ -69,7 +69,7 @@ fn boot(bench: &Bench, release: Release, socket: &Path) -> Result<Guest, Failure
     Ok(guest)
 }
 
-/// Returns whether a mirror has a suite no more. Debian moves old ones to an archive.
+/// Returns whether the mirror lacks a suite. Debian moves old suites to an archive.
 fn is_gone(failure: &Failure) -> bool {
     let text = error_chain(&**failure);
     failure.is::<ProvisionError>() && NO_SUITE.iter().any(|said| text.contains(said))
@@ -118,7 +118,7 @@ fn frees_blocks(bench: &Bench, release: Release) -> Result<(), Failure> {
     expect(trimmed + LEAST_MIB <= full, || {
         format!("fstrim left {trimmed} of {full} MiB: {told}")
     })?;
-    // What is there is whole.
+    // Remaining data must be intact.
     check("umount /mnt && e2fsck -f -n /dev/nvme1n1")?;
     check("blkdiscard --force /dev/nvme1n1")?;
     let discarded = du(&drive)?;

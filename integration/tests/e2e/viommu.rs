@@ -1,5 +1,5 @@
-//! Guests with an IOMMU of their own, whose driver maps pages one by one for the time of an I/O: boot, verified I/O,
-//! a file system, resets under load.
+//! Guests with a virtual IOMMU, whose driver maps pages for each command: boot, verified I/O, a file system, and resets under
+//! load.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// Unmaps wait for the device, as with a host that shields itself from its devices.
+/// In strict mode, unmaps wait for the device, as in a host that protects itself from its devices.
 const ARGUMENTS: &str = "intel_iommu=on iommu.passthrough=0 iommu.strict=1";
 
 const FILE_SYSTEM: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /mnt && \
@@ -60,7 +60,7 @@ fn from_boot_to_resets(bench: &Bench, assets: &Assets) -> Result<(), Failure> {
     expect(maps > 0 && unmaps > 0, || {
         "The guest mapped no memory for its I/O".to_owned()
     })?;
-    // Large commands from memory that begins in mid-page: lists of as many pages as a command has.
+    // Large commands with PRP lists, from memory that begins in the middle of a page.
     Fio::new("large", "randwrite", "512k", 4)
         .option("size", "64m")
         .option("iomem_align", "512")

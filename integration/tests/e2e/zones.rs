@@ -1,4 +1,4 @@
-//! A drive with zones: what Linux, nvme-cli and fio make of it, on a lease in the middle of the drive.
+//! A zoned drive with Linux, nvme-cli and fio, on a lease in the middle of the drive.
 
 use std::fs;
 
@@ -21,7 +21,7 @@ pub(crate) const GROUP: Group = Group::OnGuest {
     ],
 };
 
-/// Zones that Linux takes for no disk.
+/// Checks of zones from which Linux makes no block device.
 pub(crate) const ODD_GROUP: Group = Group::Alone {
     name: "odd_zones",
     checks: &[("linux_makes_no_disk_of_them", linux_makes_no_disk_of_them)],
@@ -29,13 +29,13 @@ pub(crate) const ODD_GROUP: Group = Group::Alone {
 
 const NAMESPACE: &str = "/dev/nvme0n1";
 
-/// Blocks of 4 KiB in a zone, and those of them that can be written.
+/// Size and capacity of a zone, in blocks of 4 KiB.
 const ZONE: u64 = 1024;
 const CAPACITY: u64 = 768;
-/// Zones of the lease.
+/// Number of zones of the lease.
 const ZONES: u64 = 32;
 
-/// Zones of 4 MiB, 64 on the drive. The lease has half of them.
+/// A profile of 4 MiB zones, of which the drive has 64 and the lease half.
 const PROFILE: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"3M\"\n\
                        max_open = 4\nmax_active = 6\nappend_limit = \"64K\"\n";
 
@@ -61,13 +61,13 @@ fn boot(bench: &Bench) -> Result<Vec<Booted>, Failure> {
     Ok(vec![Booted::with(bench, bench.v6_12(), function, 2)?])
 }
 
-/// `nvme COMMAND`, with the namespace behind the command's name.
+/// Runs `nvme COMMAND` with the namespace after the command's name.
 fn nvme(booted: &Booted, command: &str, options: &str, status: u16) -> Result<String, Failure> {
     let line = format!("{command} {NAMESPACE} {options}");
     Ok(booted.guest.expect_nvme(&line, status)?)
 }
 
-/// Returns `count` descriptors from a zone on, as nvme-cli reads them.
+/// Returns `count` zone descriptors from `zone` on, as nvme-cli prints them.
 fn report(booted: &Booted, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
     let options = format!("-s {} -d {count} -o json", zone * ZONE);
     let text = nvme(booted, "zns report-zones", &options, status::SUCCESS)?;
@@ -79,7 +79,7 @@ fn report(booted: &Booted, zone: u64, count: u64) -> Result<Vec<Value>, Failure>
         .ok_or_else(|| Failure::from(format!("No report of zones: {text}")))
 }
 
-/// Fails unless a zone is in a state, with its write pointer so many blocks from its start.
+/// Fails unless a zone is in `state`, with its write pointer `written` blocks from its start.
 fn expect_zone(booted: &Booted, zone: u64, state: &str, written: u64) -> Result<(), Failure> {
     let zones = report(booted, zone, 1)?;
     let found = zones.first();
@@ -101,7 +101,7 @@ fn reset_all(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-/// `count` blocks of a letter, in a file of the guest.
+/// Creates a file in the guest with `count` blocks of a letter.
 fn data(booted: &Booted, count: u64, letter: char) -> Result<String, Failure> {
     let file = format!("/tmp/{letter}{count}");
     let bytes = count * 4096;
@@ -120,7 +120,7 @@ fn write(booted: &Booted, slba: u64, count: u64, status: u16) -> Result<(), Fail
 }
 
 fn linux_calls_it_host_managed(booted: &Booted) -> Result<(), Failure> {
-    // Sectors of 512 bytes; limits are the lease's share.
+    // Attributes are in sectors of 512 bytes. The limits are the lease's share.
     for (attribute, expected) in [
         ("zoned", "host-managed".to_owned()),
         ("nr_zones", ZONES.to_string()),
@@ -171,7 +171,7 @@ fn wrong_writes_are_refused(booted: &Booted) -> Result<(), Failure> {
         &at(1),
         status::INVALID_ZONE_STATE_TRANSITION,
     )?;
-    // All but 64 of the blocks that can be written.
+    // Fills all writable blocks but 64.
     let fill = format!("dd if=/dev/zero of={NAMESPACE} bs=256k count=11 seek=32 oflag=direct");
     booted.guest.check(&fill, PATIENCE)?;
     write(
@@ -183,7 +183,7 @@ fn wrong_writes_are_refused(booted: &Booted) -> Result<(), Failure> {
     for index in [3, 4] {
         nvme(booted, "zns open-zone", &at(index), status::SUCCESS)?;
     }
-    // Zone 2 was closed for them, and needs no more than to be open again.
+    // The controller closed zone 2 to open other zones. Zone 2 is still active, so a write reopens it.
     write(
         booted,
         zone(2) + CAPACITY - 64,
@@ -205,7 +205,7 @@ fn zone_append(booted: &Booted) -> Result<(), Failure> {
         let options = format!("-s {zslba} -z {} -d {file}", count * 4096);
         let said = nvme(booted, "zns zone-append", &options, status::SUCCESS)?;
         let at = if letter == 'a' { zslba } else { zslba + 2 };
-        // nvme-cli prints it in hexadecimal.
+        // nvme-cli prints the address in hexadecimal.
         expect(said.trim_end().ends_with(&format!("LBA {at:x}")), || {
             format!("The append did not go to {at:#x}: {said}")
         })?;
@@ -234,7 +234,7 @@ fn fio_writes_and_verifies(booted: &Booted) -> Result<(), Failure> {
     booted.expect_well()
 }
 
-/// Zones of a size that is no power of two: programs reach them by the character device, and `serve` warns of it.
+/// Checks zones whose size is not a power of two: programs use the character device, and `serve` warns.
 fn linux_makes_no_disk_of_them(bench: &Bench) -> Result<(), Failure> {
     const NAMESPACE: &str = "/dev/ng0n1";
     let profile = bench.folder().join("odd.toml");

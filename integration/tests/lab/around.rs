@@ -1,4 +1,4 @@
-//! The lab from outside: it returns output, files and status, and reports at once when it fails.
+//! The lab from outside: it returns output, files and status, and reports failures at once.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -45,7 +45,7 @@ fn come_back(suite: &Suite) -> Result<(), Failure> {
         let zero = fs::read(&files[1]).unwrap_or_default();
         expect(zero == [0], || format!("{zero:?}"))?;
 
-        // Only what there is comes; a command that did well must have left all.
+        // A failed command returns the files that exist. A successful command must return all.
         let none = lab.fetch(&["/tmp/absent".to_owned()], folder.path())?;
         expect(none.is_empty(), || format!("{none:?}"))?;
         let second = ["/tmp/absent".to_owned(), "/tmp/zero".to_owned()];
@@ -82,7 +82,7 @@ fn without_end(suite: &Suite) -> Result<(), Failure> {
     suite.with_lab(Vec::new(), |lab| {
         let result = lab.stream("sleep 1000", Duration::from_secs(1), &mut Vec::new());
         expect(result.is_err(), || "It has ended".to_owned())?;
-        // The lab itself goes on.
+        // The lab itself still runs.
         lab.check("true", PATIENCE)?;
         Ok(())
     })

@@ -1,5 +1,5 @@
-//! A function behind `vfio-pci`, reached as the driver reaches it: what it is given up by, and what is
-//! left to those who still hold a part of it.
+//! A function behind `vfio-pci`, through the interface of the NVMe driver: how its release is requested, and what remains for
+//! holders of its parts.
 
 use std::fs;
 use std::io;
@@ -76,7 +76,7 @@ fn registers(_: &Bench) -> Result<(), Failure> {
         format!("{} bytes, doorbells at {at}", doorbells.len())
     })?;
     let usable = a.usable_iovas();
-    // The addresses at which the platform takes interrupts are no memory.
+    // The platform's interrupt addresses cannot be mapped as memory.
     let interrupts = 0xFEE0_0000_u64..=0xFEEF_FFFF;
     expect(
         !usable.is_empty()
@@ -96,7 +96,7 @@ fn registers(_: &Bench) -> Result<(), Failure> {
 
 fn reset(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
-    // Entry sizes, without EN.
+    // Entry sizes without EN.
     a.write32(CC, 0x0046_0000);
     expect(a.read32(CC) == 0x0046_0000, || {
         format!("CC {:#x}", a.read32(CC))
@@ -125,7 +125,7 @@ fn reset(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Maps all of a memory.
+/// Maps the whole of a memory.
 fn map(iommu: &dyn Iommu, iova: u64, memory: &Mapping, access: MappingAccess) -> io::Result<()> {
     iommu.map(iova, memory, 0..memory.len(), access)
 }
@@ -143,14 +143,14 @@ fn mapping(_: &Bench) -> Result<(), Failure> {
         map(iommu.as_ref(), at + 4096, &memory, MappingAccess::Read).is_err(),
         || "Mapped on top of another".to_owned(),
     )?;
-    // Part of what was mapped is not what was mapped: nothing may be taken for unmapped then.
+    // Unmapping only a part of a mapping must fail.
     let parts = [(at + 4096, 4096), (at, 4096), (at + (1 << 20), 4096)];
     for (start, len) in parts {
         expect(iommu.unmap(start, len).is_err(), || {
             format!("{len:#x} bytes at {start:#x} unmapped")
         })?;
     }
-    // The last page counts as a whole.
+    // The last, partial page is mapped as a whole.
     kernel("unmap", iommu.unmap(at, memory.len() as u64))?;
     kernel(
         "map again",
@@ -206,7 +206,7 @@ fn too_many_mappings(_: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// Checks that every part of a function that was given up reports it.
+/// Checks that every part of a released function reports its end.
 fn expect_gone(a: &VfioBacking) -> Result<(), Failure> {
     let (doorbells, at) = a.doorbells();
     let doorbell = MappedWord32::new(&doorbells, at).ok_or_else(|| Failure::from("Unaligned"))?;
@@ -248,14 +248,14 @@ fn released_while_read(_: &Bench) -> Result<(), Failure> {
                 }
             });
             thread::sleep(Duration::from_millis(20));
-            // Both at once: the second one finds it given up.
+            // Both threads release at once. The second release finds the function released.
             scope.spawn(|| a.release());
             a.release();
             let last = reader.join().unwrap_or_default();
             expect(last == u32::MAX, || format!("CSTS {last:#x}"))
         })?;
         expect_gone(&a)?;
-        // It is given up, though memory is still held for it and its doorbells are still mapped.
+        // The function is released, although memory and doorbells are still mapped.
         let (doorbells, _) = a.doorbells();
         let again = open("a")?;
         expect(again.read32(VS) == 0x0001_0400, || {
@@ -266,12 +266,12 @@ fn released_while_read(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns whether the kernel asks for the function.
+/// Returns whether the kernel has requested the release of the function.
 fn is_asked_for(a: &VfioBacking) -> bool {
     let Some(fd) = a.removal_request() else {
         return false;
     };
-    // An eventfd that was signalled reads as a number.
+    // A signalled eventfd shows a non-zero count.
     let path = format!("/proc/self/fdinfo/{}", fd.as_raw_fd());
     let info = fs::read_to_string(path).unwrap_or_default();
     let count = info
@@ -290,7 +290,7 @@ fn asked_back(_: &Bench) -> Result<(), Failure> {
     let name = a.name().to_owned();
     let unbinding = thread::spawn(move || fs::write(path, name));
     await_that("the kernel's request", || Ok(is_asked_for(&a)))?;
-    // It waits, for as long as we like.
+    // The kernel waits until the function is released.
     expect(
         !unbinding.is_finished() && !a.is_gone() && a.read32(CSTS) == 0,
         || "It did not wait".to_owned(),
@@ -324,7 +324,7 @@ fn pulled(_: &Bench) -> Result<(), Failure> {
     )?;
     inside::control("remove a")?;
     await_that("it is noticed", || Ok(a.is_gone()))?;
-    // Before anything is given up.
+    // The removal is visible before any part is released.
     let read = (a.read32(CSTS), a.read64(CAP));
     expect(read == (u32::MAX, u64::MAX), || format!("{read:x?}"))?;
     a.write32(CC, 0);

@@ -1,5 +1,5 @@
-//! Guests with a balloon: one of QEMU on a physical drive, and one of a Cloud Hypervisor with the patch on a file. On a
-//! physical drive, that Cloud Hypervisor refuses a balloon.
+//! Guests with a balloon: QEMU on a physical drive, and patched Cloud Hypervisor on a file. Cloud Hypervisor refuses a balloon
+//! beside a physical drive.
 
 use std::fs;
 
@@ -29,10 +29,10 @@ pub(crate) const GROUP: Group = Group::Inside {
 };
 
 const RANGE: &str = "0+64M";
-/// An empty balloon of Cloud Hypervisor.
+/// Arguments for an empty balloon of Cloud Hypervisor.
 const BALLOON: [&str; 2] = ["--balloon", "size=0,free_page_reporting=on"];
 
-/// QEMU frees no page while it has the function: data is right.
+/// Checks that QEMU frees no page while it has the function, and that data is right.
 fn qemu_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let function = FunctionOptions::new("a", inside::address("a")?, RANGE);
@@ -40,7 +40,7 @@ fn qemu_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
     Ok(inside::bind("a", "nvme")?)
 }
 
-/// A Cloud Hypervisor with both does not start.
+/// Checks that Cloud Hypervisor does not start with a balloon and a physical drive.
 fn cloud_hypervisor_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
@@ -65,7 +65,7 @@ fn cloud_hypervisor_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
     Ok(inside::bind("a", "nvme")?)
 }
 
-/// A Cloud Hypervisor with a function on a file has a balloon, and is not given a function on a physical drive.
+/// Checks that Cloud Hypervisor with a function on a file accepts a balloon, and then refuses a function on a physical drive.
 fn cloud_hypervisor_on_a_file(bench: &Bench) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
@@ -99,7 +99,7 @@ fn cloud_hypervisor_on_a_file(bench: &Bench) -> Result<(), Failure> {
     Ok(inside::bind("a", "nvme")?)
 }
 
-/// Returns whether a text names the drive and the option that it does not go with.
+/// Returns whether a text names the drive and the conflicting option.
 fn is_refusal(text: &str, address: &str) -> bool {
     text.contains(address) && text.contains("--balloon")
 }

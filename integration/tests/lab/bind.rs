@@ -1,5 +1,5 @@
-//! Drives go from the host's own driver to VFIO and back, as `nvme-mpt bind`, `unbind` and `drives`
-//! report. The commands name what stands in the way.
+//! Drives that move between the host's own driver and VFIO, by `nvme-mpt bind`, `unbind` and `drives`. The commands name
+//! obstacles.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -38,7 +38,7 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// Runs `nvme-mpt`: what it prints if it does well, else what it complains of.
+/// Runs `nvme-mpt`. Returns its output on success, and its error otherwise.
 fn nvme_mpt(arguments: &str) -> Result<Result<String, String>, Failure> {
     let program = inside::brought("nvme-mpt");
     let output = Command::new(&program)
@@ -60,7 +60,7 @@ fn expect_ok(arguments: &str, wanted: &str) -> Result<(), Failure> {
     })
 }
 
-/// Checks that a command is refused, by a message with each of these words.
+/// Checks that a command is refused by a message that contains all `words`.
 fn expect_refusal(arguments: &str, words: &[&str]) -> Result<(), Failure> {
     let said = nvme_mpt(arguments)?;
     let is_refusal = said
@@ -71,7 +71,7 @@ fn expect_refusal(arguments: &str, words: &[&str]) -> Result<(), Failure> {
     })
 }
 
-/// A drive that the `nvme` driver has, with its first disk there.
+/// A drive with the `nvme` driver, whose first block device exists.
 struct HostDrive {
     address: String,
     disk: String,
@@ -97,7 +97,7 @@ impl HostDrive {
             .to_owned())
     }
 
-    /// Checks that it is still the host's, and works there.
+    /// Checks that the drive is still bound to the host's driver, and works.
     fn expect_untouched(&self) -> Result<(), Failure> {
         let driver = self.driver()?;
         expect(driver == "nvme", || {
@@ -110,7 +110,7 @@ impl HostDrive {
         Ok(())
     }
 
-    /// Returns its entry in `nvme-mpt drives --json`.
+    /// Returns the drive's entry in `nvme-mpt drives --json`.
     fn listed(&self, more: &str) -> Result<Value, Failure> {
         let text = nvme_mpt(&format!("drives --json {more}"))?.map_err(Failure::from)?;
         let wrong = |why: String| Failure::from(format!("{why}: {text}"));
@@ -155,7 +155,7 @@ fn there_and_back(_: &Bench) -> Result<(), Failure> {
         &format!("unbind {address}"),
         &format!("{address} is bound to nvme already"),
     )?;
-    // Nothing is left that would keep it from another driver.
+    // No override prevents binding another driver.
     let left = fs::read_to_string(format!("/sys/bus/pci/devices/{address}/driver_override"));
     expect(
         left.as_ref().is_ok_and(|name| name.trim() == "(null)"),
@@ -227,7 +227,7 @@ fn mounted_elsewhere(_: &Bench) -> Result<(), Failure> {
 
 fn swap(_: &Bench) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
-    // The second namespace: one that is used keeps the whole drive.
+    // Uses the second namespace: one used namespace blocks the whole drive.
     let disk = inside::block_device("b", 2)?.display().to_string();
     sh(&format!("mkswap {disk} && swapon {disk}"))?;
     let wanted = format!("{} is swap space", disk.trim_start_matches("/dev/"));
@@ -236,12 +236,12 @@ fn swap(_: &Bench) -> Result<(), Failure> {
     b.expect_untouched()
 }
 
-/// A process that is gone when this is.
+/// A process, which is killed on drop.
 struct Process(Child);
 
 impl Process {
     fn end(&mut self) {
-        // Already ended: all the better.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -283,7 +283,7 @@ fn open(_: &Bench) -> Result<(), Failure> {
 
 fn listed(_: &Bench) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
-    // The namespaces come one by one.
+    // The namespaces appear one after the other.
     await_that("both namespaces", || {
         Ok(inside::block_device("b", 2).is_ok())
     })?;
@@ -310,7 +310,7 @@ fn listed(_: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// A server that has drive `b`, and what its figures are asked with.
+/// Starts a server with drive `b`. Returns the arguments that select its control socket as well.
 fn serve(bench: &Bench, b: &HostDrive) -> Result<(Server, String), Failure> {
     nvme_mpt(&b.bind())?.map_err(Failure::from)?;
     let function = FunctionOptions::new("v", b.address.as_str(), "0+32M");
@@ -328,7 +328,7 @@ fn served(bench: &Bench) -> Result<(), Failure> {
     expect_is(&drive["queue_pairs"]["free"], 4.into())?;
     expect_is(&drive["namespaces"][1]["nsid"], 2.into())?;
     expect_is(&drive["in_the_way"], Value::Array(Vec::new()))?;
-    // Without the server's answer, the drive still shows that a process holds it.
+    // Without the server's answer, the listing still shows that a process holds the drive.
     let has_it = format!("is open in process {} (nvme-mpt)", server.pid());
     let drive = b.listed("")?;
     let obstacle = drive["in_the_way"][0].as_str().unwrap_or_default();
@@ -371,7 +371,7 @@ fn unservable(_: &Bench) -> Result<(), Failure> {
         &["is bound to the driver `nvme`", &bind],
     )?;
     nvme_mpt(&a.bind())?.map_err(Failure::from)?;
-    // A user without rights, who may lock no memory.
+    // An unprivileged user, who may lock no memory.
     sh(
         "grep -q ^nobody /etc/passwd || echo 'nobody:x:65534:65534::/:/bin/sh' >>/etc/passwd; \
         mkdir -p -m 700 /tmp/nobody && chown nobody /tmp/nobody",

@@ -1,5 +1,4 @@
-//! Functions that come and go while a guest of the reference VMM runs, and guests that go on in another
-//! process.
+//! Functions that are added and removed while a guest of the reference VMM runs, and guests that continue in another process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,22 +25,22 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// Number of moves of a guest, and of times that a function comes and goes.
+/// Number of migrations of a guest, and of additions of a function.
 const MOVES: usize = 20;
 const COMINGS: usize = 50;
 
-/// After so many comings the allocator has what it keeps; it may come to keep this much more.
+/// Additions after which the allocator's caches are full, and most KiB by which they may grow later.
 const WARM: usize = 10;
 const GROWTH_MAX_KIB: u64 = 1024;
 
-/// Longest time until resources that are not needed any more are closed.
+/// Timeout for closing unused resources.
 const CLOSED_WITHIN: Duration = Duration::from_secs(10);
 
-/// Byte that fills the second disk, and the part of it that is read.
+/// Byte that fills the second disk, and bytes of the disk that are read.
 const FILL: u8 = 0x5A;
 const READ: usize = 65536;
 
-/// Writes and reads back with checksums, round after round.
+/// Writes and verifies checksums in rounds.
 const VERIFY: &str = r"
 n=0
 while true; do
@@ -54,9 +53,9 @@ while true; do
 done
 ";
 
-/// Finds a second function, reads its disk, lets go of it, and waits until the host has taken it away;
-/// while it writes and reads back on the first. It has the bus looked at only when there is something
-/// in the slot: a function that the host is about to take would be found again.
+/// Finds a second function, reads its disk, removes it, and waits until the host has taken it away, while fio verifies the
+/// first function. The bus is rescanned only when the slot has a function: a function that the host is about to take would be
+/// found again.
 const COME_AND_GO: &str = r#"
 (while [ ! -e /tmp/stop ]; do
     fio --name=verify --filename=/data --size=1m --rw=randwrite --bs=4k --iodepth=8 \
@@ -84,14 +83,14 @@ wait
 [ -s /tmp/rounds ] && echo guest: had I/O
 "#;
 
-/// A machine that is asked by its control socket.
+/// A machine that is controlled by its control socket.
 struct Asked {
     vmm: Supervised,
     folder: PathBuf,
 }
 
 impl Asked {
-    /// Boots a guest that runs `script` from a function. Returns the options of the function, too.
+    /// Boots a guest that runs `script` from a function. Returns the machine, and the options of the function.
     fn boot(bench: &Bench, log: &str, script: &str) -> Result<(Self, String), Failure> {
         let assets = bench.v6_1()?;
         let image = root(bench, &assets, &init::script(script))?;
@@ -110,11 +109,11 @@ impl Asked {
         Ok(Self { vmm, folder })
     }
 
-    /// Returns its answer to a request; an error is one.
+    /// Returns the machine's answer to a request. An error answer is an `Err`.
     fn ask(&mut self, request: &str) -> Result<String, Failure> {
         let answer = reference::ask(&self.folder, request);
         if answer.is_err() {
-            // Its end explains why it does not answer.
+            // If the machine has ended, its end explains the missing answer.
             self.expect_alive()?;
         }
         Ok(answer?)
@@ -128,7 +127,7 @@ impl Asked {
         })
     }
 
-    /// Waits until the guest has said a line.
+    /// Waits until the guest has printed a line.
     fn said(&mut self, wanted: &str) -> Result<(), Failure> {
         await_that(wanted, || {
             let said = said(self.vmm.log())?;
@@ -143,13 +142,13 @@ impl Asked {
         })
     }
 
-    /// Ends it, as a power cut would.
+    /// Kills the machine, as a power cut would.
     fn stop(mut self) -> Result<String, Failure> {
         self.vmm.kill();
         said(self.vmm.log())
     }
 
-    /// Returns its holdings that a function must not leave behind.
+    /// Returns the resources that a function must not leave behind.
     fn holds(&mut self) -> Result<Holdings, Failure> {
         let of = |what: &str| PathBuf::from(format!("/proc/{}/{what}", self.vmm.pid()));
         let count = |path: PathBuf, is_ours: fn(&Path) -> bool| {
@@ -157,14 +156,14 @@ impl Asked {
             let entries = entries.flatten().filter(|entry| is_ours(&entry.path()));
             Ok::<_, Failure>(entries.count())
         };
-        // The kernel's workers for io_uring come and go as it likes.
+        // The kernel starts and ends io_uring workers at any time.
         let is_of_process = |task: &Path| {
             fs::read_to_string(task.join("comm")).is_ok_and(|name| !name.starts_with("iou-"))
         };
         Ok(Holdings {
             files: count(of("fd"), |_| true)?,
             threads: count(of("task"), is_of_process)?,
-            // Anonymous ones are split and joined as the allocator likes.
+            // The allocator splits and joins anonymous mappings at any time.
             mappings: said(&of("maps"))?
                 .lines()
                 .filter(|line| line.contains(['/', '[']))
@@ -173,8 +172,8 @@ impl Asked {
         })
     }
 
-    /// Waits until it holds no more than that, and returns what it holds: a connection of ours may take a moment
-    /// to be closed, and may have been counted before.
+    /// Waits until the machine holds at most `wanted`, and returns its resources. A connection of this test may be closed late,
+    /// and may have been counted before.
     fn comes_to_hold(&mut self, wanted: &Holdings) -> Result<Holdings, Failure> {
         let deadline = Instant::now() + CLOSED_WITHIN;
         loop {
@@ -194,7 +193,7 @@ impl Asked {
         }
     }
 
-    /// Memory of its own, in KiB: not the guest's, which is shared.
+    /// Returns private memory in KiB, without the guest's shared memory.
     fn memory_kib(&self) -> Result<u64, Failure> {
         let status = said(&PathBuf::from(format!("/proc/{}/status", self.vmm.pid())))?;
         let line = status
@@ -204,7 +203,7 @@ impl Asked {
         kib.ok_or_else(|| Failure::from(format!("No RssAnon:\n{status}")))
     }
 
-    /// Waits until it has ended well.
+    /// Waits until the machine has ended successfully. Returns its log.
     fn ends(mut self) -> Result<String, Failure> {
         let status = self.vmm.wait(PATIENCE)?;
         expect(status.success(), || {
@@ -214,12 +213,12 @@ impl Asked {
     }
 }
 
-/// Holdings of a machine.
+/// Resources of a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Holdings {
     files: usize,
     threads: usize,
-    /// Mappings of files, of memory that has a name, and of the heap.
+    /// Mappings of files, of named memory, and of the heap.
     mappings: usize,
     of_kvm: String,
 }
@@ -229,7 +228,7 @@ fn said(log: &Path) -> Result<String, Failure> {
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
-/// A guest that verifies is written to a folder, its process ends, and another process has it go on.
+/// Checks that a verifying guest continues from a snapshot in another process, repeatedly.
 fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Failure> {
     let (mut machine, function) = Asked::boot(bench, "console-0", VERIFY)?;
     let folder = bench.folder().join("snapshot");
@@ -237,18 +236,18 @@ fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Failure> {
     machine.said("guest: begins")?;
     let mut said = String::new();
     for moved in 0..MOVES {
-        // Somewhere in a round: while fio starts, writes, or reads back.
+        // The snapshot comes at a varying time of a round: while fio starts, writes or verifies.
         std::thread::sleep(Duration::from_millis(170 * (moved as u64 * 7 % 20)));
         machine.ask(&format!("snapshot {path}"))?;
         said += &machine.ends()?;
         let log = format!("console-{}", moved + 1);
         let restore = ["--restore", &path, "--nvme-mpt", &function];
         machine = Asked::start(bench, &log, &restore)?;
-        // The guest reads its data back before it moves again.
+        // The guest must verify its data before the next migration.
         machine.said("guest: verified")?;
     }
     said += &machine.stop()?;
-    // It is stopped wherever it is: the last line may lack its end.
+    // The guest is stopped at any time, so the last line may be incomplete.
     let whole = said.rfind('\n').map_or(0, |end| end + 1);
     let verified: Vec<&str> = said[..whole]
         .lines()
@@ -262,7 +261,7 @@ fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Failure> {
     fs::remove_dir_all(&folder).map_err(at(&folder))
 }
 
-/// A function comes and goes again and again: the guest sees each, and nothing is left behind.
+/// Adds and removes a function repeatedly: the guest sees each function, and no resources are left behind.
 fn functions_come_and_go(bench: &Bench) -> Result<(), Failure> {
     let second = bench.folder().join("second.img");
     fs::write(&second, vec![FILL; 4 << 20]).map_err(at(&second))?;
@@ -275,7 +274,7 @@ fn functions_come_and_go(bench: &Bench) -> Result<(), Failure> {
         machine.said(&format!("guest: lets go {coming}."))?;
         machine.ask(&format!("remove {id}"))?;
         machine.said(&format!("guest: misses {coming}."))?;
-        // The first may leave what the next ones use again.
+        // The first addition may leave resources that later additions reuse.
         let before = match held.take() {
             Some(before) => before,
             None => machine.holds()?,
@@ -290,7 +289,7 @@ fn functions_come_and_go(bench: &Bench) -> Result<(), Failure> {
         held.as_ref()
             .map_or_else(String::new, |held| format!("{held:?}"))
     ));
-    // Some 2 MiB are taken once, sooner or later, and kept: what is lost grows each time.
+    // About 2 MiB may be allocated once at any time and kept. A leak grows with each addition.
     let steps = memory[WARM..].windows(2);
     let once = steps.map(|step| step[1].saturating_sub(step[0])).max();
     expect(

@@ -1,8 +1,8 @@
-//! Disks that are full, or that fail, under a drive: each success that was reported to a guest holds.
+//! Full and failing disks below a drive: every success that was reported to a guest must hold.
 //!
-//! A client writes and flushes through a function, and a peer does the same to a local file with `write` and
-//! `fsync`. Half-way, the disk beneath gets into trouble. Afterwards it is sound again, and what was flushed is read
-//! from it. `fio.rs` does the same with fio in a guest, and with fio on the local file.
+//! A client writes and flushes through a function, and a peer does the same to a local file with `write` and `fsync`. Half-way,
+//! the disk begins to fail. After the disk was repaired, flushed data is read from it. `fio.rs` does the same with fio in a
+//! guest, and with fio on the local file.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -69,30 +69,30 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// Bytes of the disk.
+/// Size of the disk in bytes.
 const DISK: u64 = 96 << 20;
-/// Bytes that are leased.
+/// Size of the lease in bytes.
 pub(crate) const LEASE: u64 = 48 << 20;
-/// Bytes of a file system that is too small for them.
+/// Size in bytes of a file system that is too small for the lease.
 const SMALL: u64 = 40 << 20;
 const SECTOR: u64 = 512;
-/// Bytes of a write, all of which hold one generation.
+/// Bytes of a write, which all hold one generation.
 pub(crate) const PLACE: u64 = 64 << 10;
 const PLACES: u64 = LEASE / PLACE;
-/// Writes before each flush.
+/// Number of writes before each flush.
 pub(crate) const BATCH: u64 = 8;
-/// Flushes before and after the disk gets into trouble, at least.
+/// Minimum number of flushes before, and after, the disk begins to fail.
 const FLUSHES: u64 = 12;
-/// Time for which the trouble lasts, at least: a flaky disk is sound for a second, and fails for a second.
+/// Minimum duration of the failure: a flaky disk alternates between a good second and a failing second.
 const TROUBLE: Duration = Duration::from_secs(5);
-/// The device of device mapper that stands for the disk.
+/// Device mapper device on top of the disk.
 const MAPPED: &str = "/dev/mapper/trouble";
 const MEMORY: (u64, u64) = (1 << 32, 4 << 20);
 
 /// Storage below a drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Layer {
-    /// An ext4 file system with an image.
+    /// An image on an ext4 file system.
     File,
     /// The disk itself.
     Device,
@@ -100,11 +100,11 @@ pub(crate) enum Layer {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trouble {
-    /// The file system has less room than the image is long.
+    /// The file system is smaller than the image.
     Full,
     /// Every access fails.
     Error,
-    /// Writes fail for every other second.
+    /// Writes fail during every other second.
     Flaky,
 }
 
@@ -114,7 +114,7 @@ trait Target {
     fn flush(&mut self) -> Result<(), String>;
 }
 
-/// A local file or device, as any program uses it.
+/// A local file or device, used with plain system calls.
 struct Local(File);
 
 impl Target for Local {
@@ -131,7 +131,7 @@ impl Target for Local {
 /// A function of a server.
 struct Function {
     disk: Disk,
-    // The queues go first.
+    // Queues must be dropped before the controller.
     _controller: Controller,
     server: Server,
 }
@@ -151,7 +151,7 @@ impl Function {
         })
     }
 
-    /// Ends its server, which reports an error if it cannot flush, and only then.
+    /// Stops the server, which must report an error exactly if it could not flush.
     fn end(self, lost_writes: bool) -> Result<(), Failure> {
         let Self {
             disk,
@@ -180,17 +180,17 @@ impl Target for Function {
     }
 }
 
-/// Results that the writer got, and the content that must be there therefore.
+/// Results of a writer, and the contents that they imply.
 #[derive(Debug, Default)]
 struct Record {
-    /// By place: the generation that a flush covered. The place holds it, or one that was written later.
+    /// Generation of the last successful flush, by place. The place holds this generation or a later one.
     flushed: BTreeMap<u64, u64>,
-    /// By place: the generation that was written last with success, and not yet flushed.
+    /// Generation of the last successful write since the last flush, by place.
     written: BTreeMap<u64, u64>,
-    /// Numbers of writes and flushes: with success, without.
+    /// Numbers of successful and failed writes, and of successful and failed flushes.
     writes: (u64, u64),
     flushes: (u64, u64),
-    /// Flushes with success after one without, beside new writes with success.
+    /// Successful flushes of new writes after a failed flush.
     recovered: u64,
     first_error: Option<String>,
 }
@@ -210,7 +210,7 @@ impl Record {
         }
     }
 
-    /// A flush without success takes the promise back that the writes before it ever become durable.
+    /// Flushes. After a failed flush, earlier writes need not become durable.
     fn flush(&mut self, target: &mut impl Target) {
         match target.flush() {
             Ok(()) => {
@@ -233,7 +233,7 @@ impl Record {
     }
 }
 
-/// Writes and flushes, and has `trouble` begin half-way.
+/// Writes and flushes, and calls `begin` half-way to start the failure.
 fn work(
     target: &mut impl Target,
     trouble: Trouble,
@@ -250,7 +250,7 @@ fn work(
         record.flush(target);
     };
     if trouble == Trouble::Full {
-        // Each place once, which is more than there is room for.
+        // Writes each place once, which exceeds the capacity of the file system.
         let mut next = 0..PLACES;
         for _ in 0..PLACES / BATCH {
             batch(&mut record, &mut || next.next().unwrap_or(0));
@@ -273,7 +273,7 @@ fn work(
     Ok(record)
 }
 
-/// The disk, through device mapper.
+/// The disk with a device mapper device.
 pub(crate) struct Mapped {
     device: PathBuf,
     bytes: u64,
@@ -307,7 +307,7 @@ impl Mapped {
         Ok(())
     }
 
-    /// Bytes that were written to it so far (Linux, Documentation/block/stat.rst).
+    /// Returns the number of bytes written so far (Linux, Documentation/block/stat.rst).
     pub(crate) fn written(&self) -> Result<u64, Failure> {
         let sectors = sh("awk '{ print $7 }' /sys/block/dm-0/stat")?;
         let sectors = sectors.trim().parse::<u64>();
@@ -333,7 +333,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // Left over if a check failed: the next one makes it anew.
+        // If a check failed, the next check creates the device again.
         let _ = sh("umount /mnt 2> /dev/null; DM_DISABLE_UDEV=1 dmsetup remove --retry trouble");
     }
 }
@@ -343,7 +343,7 @@ fn open(path: &Path) -> Result<File, Failure> {
     opened.map_err(at(path))
 }
 
-/// A new disk, and the path of the image or device on it.
+/// Creates a new disk. Returns the path of the image or device on it as well.
 pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf), Failure> {
     let bytes = if trouble == Trouble::Full {
         SMALL
@@ -359,7 +359,7 @@ pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf
             let image = File::create(&path).map_err(at(&path))?;
             image.set_len(LEASE).map_err(at(&path))?;
             if trouble != Trouble::Full {
-                // With all its blocks, so that only data is written.
+                // All blocks are allocated, so that the check writes only data.
                 let zeroes = vec![0; PLACE as usize];
                 for place in 0..PLACES {
                     let written = image.write_all_at(&zeroes, place * PLACE);
@@ -367,7 +367,7 @@ pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf
                 }
                 image.sync_all().map_err(at(&path))?;
                 drop(image);
-                // Nothing of the file system is left to write. Its own errors would hide those of the data.
+                // Writes all metadata back, so that its errors do not hide errors of the data.
                 sh(&format!("umount /mnt && mount {MAPPED} /mnt"))?;
             }
             path
@@ -376,7 +376,7 @@ pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf
     Ok((disk, path))
 }
 
-/// Makes the disk sound, and has all that is read come from it: the page cache goes.
+/// Repairs the disk, and empties the page cache so that reads come from the disk.
 pub(crate) fn heal(disk: &Mapped, layer: Layer) -> Result<(), Failure> {
     disk.end()?;
     sh(&match layer {
@@ -386,7 +386,7 @@ pub(crate) fn heal(disk: &Mapped, layer: Layer) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Runs the same work on a new disk, through a function or locally. Returns what the writer got.
+/// Runs the work on a new disk, through a function or locally. Returns the writer's results.
 fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Failure> {
     let (disk, path) = prepare(layer, trouble)?;
     let begin = || disk.begin(trouble);
@@ -403,7 +403,7 @@ fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<R
     Ok(record)
 }
 
-/// Checks that all that was flushed is there, or what was written to its place later.
+/// Checks that each place holds its flushed generation or a later one.
 fn verify(path: &Path, record: &Record) -> Result<(), Failure> {
     let file = open(path)?;
     let mut bytes = vec![0; PLACE as usize];
@@ -423,8 +423,8 @@ fn verify(path: &Path, record: &Record) -> Result<(), Failure> {
     Ok(())
 }
 
-/// One namespace by its paths: a mapping, the block device, the PCI address. A lease that is left stale by one path
-/// refuses another id by each of them, and its own id takes it over by any.
+/// Checks one namespace by three paths: a mapping, the block device, and the PCI address. A stale lease by one path refuses
+/// another id by each path, and its own id takes it over by any path.
 fn one_drive(bench: &Bench) -> Result<(), Failure> {
     let disk = Mapped::create(DISK)?;
     let device = disk.device.display().to_string();
@@ -439,7 +439,7 @@ fn one_drive(bench: &Bench) -> Result<(), Failure> {
             expect(message.contains("overlaps lease \"a\""), || message)
         }
     };
-    // Dropped, it is killed.
+    // Dropping the server kills it.
     drop(serve("a", MAPPED)?);
     refused(MAPPED)?;
     drop(disk);
@@ -453,8 +453,8 @@ fn one_drive(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A server is killed, and the disk carries out a write of it seconds later. The next server begins behind that write,
-/// so that its guest never sees a block change by itself.
+/// Checks a server that is killed with a write which the disk executes seconds later. The next server waits for that write, so
+/// that its guest never sees a block change without a command.
 fn killed_with_a_write_in_flight(bench: &Bench) -> Result<(), Failure> {
     let late = Duration::from_secs(6);
     let mapped = Mapped::create(DISK)?;
@@ -483,13 +483,13 @@ fn killed_with_a_write_in_flight(bench: &Bench) -> Result<(), Failure> {
     disk.queue
         .submit(Sqe::write(1, 0, (PLACE / SECTOR) as u32).with_data(pointer))?;
     disk.queue.ring();
-    // The disk has it for seconds.
+    // The disk delays the write for seconds.
     let ring = format!(
         "grep -l '^SqTail:[[:space:]]*1$' /proc/{}/fdinfo/*",
         server.pid()
     );
     await_that("the kernel has the write", || Ok(sh(&ring).is_ok()))?;
-    // Dropped, it is killed.
+    // Dropping the server kills it.
     drop(server);
     expect(!is_written()?, || {
         "The kernel waited with the end of the server for its write".to_owned()

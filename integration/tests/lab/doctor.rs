@@ -1,4 +1,4 @@
-//! `nvme-mpt doctor` on the lab's host and one of its drives.
+//! `nvme-mpt doctor` on the lab host and a lab drive.
 
 use std::process::{Command, Stdio};
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::fixture::{Bench, Failure, at, expect, sh};
 
-/// Checks whose findings do not depend on the driver through which the drive is asked.
+/// Checks whose results do not depend on the driver that is used to query the drive.
 const ABILITIES: &[&str] = &[
     "drive.model",
     "drive.queue_pairs",
@@ -24,7 +24,7 @@ const ABILITIES: &[&str] = &[
     "drive.controller_memory",
 ];
 
-/// Checks of a namespace that need no time to be right.
+/// Checks of a namespace that do not depend on timing.
 const TRIED: &[&str] = &[
     "scratch.sharing",
     "scratch.isolation",
@@ -80,7 +80,7 @@ impl Report {
     }
 }
 
-/// Has a drive examined through either driver, and a namespace of it tried out.
+/// Examines a drive through either driver, and tries out a namespace.
 pub(crate) fn examined(_: &Bench) -> Result<(), Failure> {
     let address = inside::address("a")?;
     inside::bind("a", "nvme")?;
@@ -127,12 +127,12 @@ pub(crate) fn examined(_: &Bench) -> Result<(), Failure> {
         tried.expect(name, "ok")?;
         say(&format!("        {name}: {}", tried.check(name)?.1));
     }
-    // The lab may be too slow for its limit; it is never beyond it.
+    // A slow lab may not reach the limit, but must not exceed it.
     let (outcome, finding) = tried.check("scratch.limits")?;
     expect(outcome != "problem", || finding.to_owned())?;
     say(&format!("        scratch.limits: {finding}"));
     expect(tried.succeeded, || tried.json.to_string())?;
-    // The host has it again.
+    // The host's driver has the drive again.
     inside::block_device("a", 1)?;
     Ok(())
 }

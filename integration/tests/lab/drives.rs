@@ -1,4 +1,4 @@
-//! The lab's drives are what they were said to be, and do what is asked of them.
+//! The lab's drives match their description, and obey control commands.
 
 use std::process::Command;
 use std::time::Duration;
@@ -34,18 +34,18 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// The block devices of both drives: `a`, and `b`'s two namespaces.
+/// Returns the block device of drive `a`.
 fn a() -> Result<String, Failure> {
     Ok(inside::block_device("a", 1)?.display().to_string())
 }
 
-/// The controller device of a drive.
+/// Returns the controller device of a drive.
 fn controller(id: &str) -> Result<String, Failure> {
     let block = inside::block_device(id, 1)?.display().to_string();
     Ok(block.trim_end_matches("n1").to_owned())
 }
 
-/// A number that nvme-cli prints after `key`.
+/// Returns a number that nvme-cli prints after `key`.
 fn identified(id: &str, key: &str) -> Result<u64, Failure> {
     let text = sh(&format!("nvme id-ctrl {} -o json", controller(id)?))?;
     let json: serde_json::Value =
@@ -76,7 +76,7 @@ fn are_as_described(_: &Bench) -> Result<(), Failure> {
         );
         expect(found == (mdts, dbcs), || format!("Drive {id}: {found:?}"))?;
     }
-    // Number of Queues, both numbers zero-based: submission queues in the low half.
+    // Number of Queues, both zero-based, with submission queues in the low half.
     let granted = sh(&format!("nvme get-feature -f 7 {}", controller("b")?))?;
     expect(
         granted.to_lowercase().contains("value:00000000") || granted.contains("0x00000000"),
@@ -115,13 +115,13 @@ fn freeze_and_thaw(_: &Bench) -> Result<(), Failure> {
         ])
         .spawn()
         .map_err(at(&device))?;
-    // It waits in the drive now, and is still there when a thousand times as long as it needs has passed.
+    // The command must still wait in the frozen drive after a thousand times its usual duration.
     std::thread::sleep(Duration::from_secs(2));
     let ended = reader.try_wait();
     expect(matches!(ended, Ok(None)), || {
         format!("It has ended: {ended:?}")
     })?;
-    // Another drive notices nothing.
+    // The other drive works.
     let other = inside::block_device("b", 1)?;
     sh(&format!(
         "dd if={} of=/dev/null bs=4k count=1 iflag=direct",
@@ -142,7 +142,7 @@ fn fail_where_asked(_: &Bench) -> Result<(), Failure> {
             "dd if={device} of=/dev/null bs=4k count=1 skip={block} iflag=direct"
         ))
     };
-    // In units of 512 bytes: it is in the second block of 4 KiB.
+    // Offset in units of 512 bytes: the failing sector is in the second block of 4 KiB.
     inside::control("fail a read 9")?;
     read(0)?;
     expect(read(1).is_err(), || "A read that must fail".to_owned())?;
@@ -171,7 +171,7 @@ fn slow_down(_: &Bench) -> Result<(), Failure> {
     ))?;
     let took = started.elapsed();
     inside::control("thaw a")?;
-    // Twenty at twenty a second, of which the first few come at once: the limit is on the average.
+    // Twenty commands at twenty a second. The first few may pass as a burst.
     expect(took > Duration::from_millis(500), || format!("{took:?}"))
 }
 
@@ -205,7 +205,7 @@ fn vanish_and_come_back(_: &Bench) -> Result<(), Failure> {
             Ok(inside::block_device("a", 1).is_ok())
         })?;
         sh(&format!("dd if={} bs=512 count=1 | grep -q before", a()?))?;
-        // A button that was pressed by mistake would have it gone again in five seconds.
+        // A pressed attention button would remove the drive again after five seconds.
         std::thread::sleep(Duration::from_secs(6));
         inside::block_device("a", 1)?;
     }

@@ -1,7 +1,6 @@
-//! Functions on a drive of a server, each with its guest's driver and without a machine: in this process, or in a
-//! process of its own.
+//! Functions on a drive of a server, each with its guest's driver and without a machine, in this process or in another process.
 //!
-//! Such a process is this program once more. It carries out orders, a line each, and answers each with a report.
+//! The other process is this program as well. It executes orders, one per line, and answers each with a report.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -28,7 +27,7 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::fixture::{Failure, PATIENCE, at, expect};
 
-/// First argument of this program in a process of its own.
+/// First argument of this program in the other process.
 pub(crate) const ARGUMENT: &str = "elsewhere";
 /// Bytes of each lease.
 pub(crate) const RANGE: u64 = 16 << 20;
@@ -36,30 +35,30 @@ pub(crate) const RANGE: u64 = 16 << 20;
 /// Bytes of a command.
 const PIECE: usize = 64 << 10;
 const BLOCK: u64 = 512;
-/// Commands that a function leaves in flight.
+/// Number of commands that a function leaves in flight.
 const IN_FLIGHT: u64 = 32;
-/// Commands in flight of a guest that resets its controller: as many as its queue has room for.
+/// Number of commands in flight of a guest that resets its controller: as many as its queue can hold.
 const MOST_IN_FLIGHT: u64 = 60;
-/// Bytes of memory before reads into it, and when it is used again.
+/// Bytes that fill memory before reads into it, and when the guest reuses it.
 const READ: u8 = 0xA5;
 const USED_AGAIN: u8 = 0x5A;
-/// Bytes of each guest's memory.
+/// Size of each guest's memory in bytes.
 const MEMORY: u64 = 1 << 20;
-/// Most guests with memory at addresses that no other guest has.
+/// Maximum number of guests with separate memory addresses.
 const GUESTS: u8 = 8;
-/// A report of success. Others name a failure.
+/// Report of success. Other reports describe a failure.
 const DONE: &str = "done";
 
-/// Returns where the memory of a guest begins.
+/// Returns the start of a guest's memory.
 fn base(guest: u8) -> u64 {
     u64::from(guest) << 33
 }
 
-/// A function whose drive a server has, and its guest's driver.
+/// A function on a drive of a server, with its guest's driver.
 pub(crate) struct Elsewhere {
     function: Arc<InProcess>,
     disk: Disk,
-    /// For commands that are left in flight, and those that are refused.
+    /// Queue for commands that are left in flight or refused.
     queue: QueuePair,
     buffer: DmaBuffer,
     controller: Controller,
@@ -67,15 +66,15 @@ pub(crate) struct Elsewhere {
     pub(crate) byte: u8,
 }
 
-/// Commands in flight, of one buffer.
+/// Commands in flight that share a buffer.
 pub(crate) struct InFlight {
     cids: Vec<u16>,
-    /// The list of the buffer's pages.
+    /// PRP list of the buffer.
     _list: Prepared,
 }
 
 impl Elsewhere {
-    /// Attaches a function in this process, whose guest writes `guest` in every byte.
+    /// Attaches a function in this process. Its guest fills writes with the byte `guest`.
     pub(crate) fn attach(
         server: &Server,
         options: &FunctionOptions,
@@ -118,7 +117,7 @@ impl Elsewhere {
         Ok(())
     }
 
-    /// Gives commands that write a part of the range, and does not wait for them.
+    /// Submits writes to a part of the range without waiting for them.
     pub(crate) fn leave_in_flight(&mut self) -> Result<InFlight, Failure> {
         self.buffer.write(0, &[self.byte; PIECE]);
         let prepared = prp::buffer(&self.buffer, 0, PIECE)?;
@@ -135,8 +134,8 @@ impl Elsewhere {
         })
     }
 
-    /// Has reads in flight when its server is killed. The guest resets its controller at once and uses the memory of the reads
-    /// for something else, which nothing may change. Returns the time until `CSTS.RDY` fell.
+    /// Kills the server with reads in flight. The guest resets its controller at once and reuses the memory of the reads, which
+    /// must not change any more. Returns the time until `CSTS.RDY` fell.
     pub(crate) fn reset_in_outage(&mut self, server: &Server) -> Result<Duration, Failure> {
         self.buffer.write(0, &[READ; PIECE]);
         let prepared = prp::buffer(&self.buffer, 0, PIECE)?;
@@ -146,7 +145,7 @@ impl Elsewhere {
             self.queue.submit(read.with_data(prepared.pointer))?;
         }
         self.queue.ring();
-        // Some of them reach the drive.
+        // Lets some of the reads reach the drive.
         thread::sleep(Duration::from_millis(15));
         let pid = server.pid().to_string();
         let kill = Path::new("kill");
@@ -157,7 +156,7 @@ impl Elsewhere {
         let took = began.elapsed();
         self.buffer.write(0, &[USED_AGAIN; PIECE]);
         killing.wait()?;
-        // Longer than the drive has for what it was given.
+        // Longer than the drive needs for the reads.
         thread::sleep(Duration::from_millis(600));
         let mut bytes = vec![0; PIECE];
         self.buffer.read(0, &mut bytes);
@@ -170,7 +169,7 @@ impl Elsewhere {
         Ok(took)
     }
 
-    /// Waits for commands, each of which completes once and without an error.
+    /// Waits for commands. Each must complete once and succeed.
     pub(crate) fn await_all(&mut self, commands: &InFlight) -> Result<(), Failure> {
         let completions = self.queue.drain(&commands.cids, PATIENCE)?;
         for completion in completions {
@@ -184,7 +183,7 @@ impl Elsewhere {
         }
     }
 
-    /// Reads the whole range, in which there must be nothing but what it wrote.
+    /// Verifies the whole range.
     pub(crate) fn check(&mut self) -> Result<(), Failure> {
         for slba in (0..RANGE / BLOCK).step_by(PIECE / BLOCK as usize) {
             let read = self.disk.read(slba, (PIECE as u64 / BLOCK) as u32)?;
@@ -198,13 +197,13 @@ impl Elsewhere {
         Ok(())
     }
 
-    /// Names memory that other guests have, or none, and blocks outside of the range. Each command is refused.
+    /// Sends commands with memory of other guests, unmapped memory, and blocks outside of the range. Each must be refused.
     fn trespass(&mut self) -> Result<(), Failure> {
         let others = (0..=GUESTS).filter(|guest| *guest != self.guest).map(base);
         let outside = others.chain([base(self.guest) + MEMORY, !0xFFF]);
         let ours = self.buffer.gpa();
         let memory = outside.flat_map(|gpa| {
-            // In place of the first page, and of the second.
+            // Invalid first page, and invalid second page.
             let pointers = [(8, gpa, 0), (16, ours, gpa)];
             pointers.map(|(count, first, second)| {
                 let pointer = DataPointer::prp(first, second);
@@ -228,7 +227,7 @@ impl Elsewhere {
         Ok(())
     }
 
-    /// Ends the function, and with it its lease.
+    /// Ends the function and its lease.
     pub(crate) fn end(self) -> Result<(), Failure> {
         let function = Arc::clone(&self.function);
         drop(self);
@@ -246,7 +245,7 @@ impl Elsewhere {
     }
 }
 
-/// Checks that the server refuses a function, and names the lease that has what it asks for.
+/// Checks that the server refuses a function, and names the lease that holds the range.
 pub(crate) fn expect_refused(
     server: &Server,
     options: &FunctionOptions,
@@ -261,7 +260,7 @@ pub(crate) fn expect_refused(
     }
 }
 
-/// Checks that a range of a block device has nothing but this byte.
+/// Checks that a range of a block device is filled with one byte.
 pub(crate) fn check_device(device: &Path, start: u64, byte: u8) -> Result<(), Failure> {
     let file = File::open(device).map_err(at(device))?;
     let mut piece = vec![0; PIECE];
@@ -282,7 +281,7 @@ pub(crate) const WRITE: &str = "write";
 pub(crate) const CHECK: &str = "check";
 pub(crate) const TRESPASS: &str = "trespass";
 
-/// A process that has an [`Elsewhere`]. It ends when it is dropped.
+/// A process with an [`Elsewhere`]. It ends on drop.
 pub(crate) struct Process {
     child: Child,
     orders: ChildStdin,
@@ -317,25 +316,25 @@ impl Process {
         Ok(process)
     }
 
-    /// Gives an order.
+    /// Sends an order.
     pub(crate) fn begin(&mut self, order: &str) -> Result<(), Failure> {
         Ok(writeln!(self.orders, "{order}")?)
     }
 
-    /// Waits until the order is carried out.
+    /// Waits until the order was executed.
     pub(crate) fn finish(&mut self) -> Result<(), Failure> {
         let mut report = String::new();
         self.reports.read_line(&mut report)?;
         expect(report.trim_end() == DONE, || report)
     }
 
-    /// Has an order carried out.
+    /// Sends an order, and waits until it was executed.
     pub(crate) fn order(&mut self, order: &str) -> Result<(), Failure> {
         self.begin(order)?;
         self.finish()
     }
 
-    /// Has it end its function, and waits until it has ended.
+    /// Ends the function, and waits for the end of the process.
     pub(crate) fn end(self) -> Result<(), Failure> {
         let Self {
             mut child, orders, ..
@@ -345,7 +344,7 @@ impl Process {
         expect(status.success(), || format!("It ended with {status}"))
     }
 
-    /// Kills it.
+    /// Kills the process.
     pub(crate) fn kill(mut self) -> Result<(), Failure> {
         self.child.kill()?;
         self.child.wait()?;
@@ -353,7 +352,7 @@ impl Process {
     }
 }
 
-/// Runs such a process, with the arguments that follow [`ARGUMENT`].
+/// Main function of the other process, with the arguments after [`ARGUMENT`].
 pub(crate) fn main(arguments: &[String]) -> ExitCode {
     match serve(arguments) {
         Ok(()) => ExitCode::SUCCESS,

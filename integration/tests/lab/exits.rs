@@ -1,5 +1,4 @@
-//! Costs of a guest's I/O in exits and interrupts, counted by KVM: of the reference VMM, and of QEMU with
-//! virtio-blk beside it.
+//! Exits and interrupts of a guest's I/O, counted by KVM: of the reference VMM, and of QEMU with virtio-blk for comparison.
 
 use integration::guest::{Drive, GuestConfig};
 use integration::progress::say;
@@ -10,22 +9,20 @@ use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
 use crate::init;
 use crate::vmm::{Owner, boot};
 
-/// Reads that are counted, and those before them, with which doorbells come to be mapped or pollers to
-/// spin.
+/// Number of reads that are counted, and of reads before them, during which doorbells get mapped and pollers begin to spin.
 const READS: u64 = 10_000;
 const READS_BEFORE: u64 = 1000;
 
-/// Exits by memory for each read.
+/// Maximum number of MMIO exits per read.
 const MMIO_EXITS_MAX: f64 = 0.01;
-/// Interrupts of the function for each read. KVM's counter has those of timers as well, of which there are the more
-/// to a read the slower the machine is.
+/// Maximum number of the function's interrupts per read. KVM's counter includes timer interrupts, whose number per read grows
+/// on slow machines.
 const INTERRUPTS_MAX: f64 = 0.5;
-/// Time that the VMM may take to map doorbells and to unmap them, of all the time that I/O takes. The rule
-/// that it goes by keeps to 0.01 of the time, as its own test shows; here it may also wait for its turn on
-/// a processor, and for the guest's.
+/// Maximum share of the I/O time that the VMM may use to map and unmap doorbells. Its rule keeps to 0.01, as its own test
+/// shows. Here, mapping may also wait for a processor, and for the guest.
 const MAPPING_MAX: f64 = 0.05;
 
-/// Shell functions that read at random, 32 at a time, and report that they did.
+/// Shell functions that read at random with 32 commands in flight, and print a report.
 const FUNCTIONS: &str = r"
 count() { devmem 0xfe000000 32 1; }
 reads() {
@@ -39,7 +36,7 @@ interrupts() {
 }
 ";
 
-/// Runs `body` with them.
+/// Returns a script with [`FUNCTIONS`] and `body`.
 fn script(body: &str) -> String {
     init::script(&format!("{FUNCTIONS}\n{body}"))
 }
@@ -48,7 +45,7 @@ pub(crate) fn with_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
     counted(bench, ("auto", Owner::Vmm), "Doorbell Buffer")
 }
 
-/// A drive server does the I/O, and no more exits than in one process.
+/// A server's drive must cause no more exits than a drive in the VMM's process.
 pub(crate) fn on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
     counted(
         bench,
@@ -57,12 +54,12 @@ pub(crate) fn on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// Not offered to the guest, which would use it otherwise.
+/// The Doorbell Buffer is not offered, because the guest would use it.
 pub(crate) fn without_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
     counted(bench, ("mapped", Owner::Vmm), "no Doorbell Buffer")
 }
 
-/// Counts the exits of a guest's reads from a function in the VMM's process, by KVM.
+/// Counts the exits of a guest's reads by KVM.
 fn counted(bench: &Bench, function: (&str, Owner), what: &str) -> Result<(), Failure> {
     let body = format!(
         "reads /dev/nvme0n1 {READS_BEFORE}
@@ -102,13 +99,13 @@ count"
     expect(own < INTERRUPTS_MAX, || {
         format!("{own} interrupts of the function for each read")
     })?;
-    // Also what was mapped before the reads that are counted.
+    // Includes mappings before the counted reads.
     expect((all_mapping as f64) < MAPPING_MAX * all as f64, || {
         format!("{all_mapping} us of mapping for {all} us of reads")
     })
 }
 
-/// Returns the number of the function's interrupts that the guest counted between the two times.
+/// Returns the number of the function's interrupts that the guest counted during the reads.
 fn own_interrupts(said: &str) -> Result<u64, Failure> {
     let line = said.lines().find(|line| line.ends_with(" interrupts"));
     let words = line.and_then(|line| line.split_once("guest: "));
@@ -116,11 +113,11 @@ fn own_interrupts(said: &str) -> Result<u64, Failure> {
     number.ok_or_else(|| Failure::from(format!("The guest counted no interrupts:\n{said}")))
 }
 
-/// A guest that does I/O now and then, so that its doorbells are mapped and unmapped all the time.
+/// Checks a guest with occasional I/O, whose doorbells are mapped and unmapped repeatedly.
 pub(crate) fn doorbells_come_and_go(bench: &Bench) -> Result<(), Failure> {
     const BURSTS: u64 = 2;
-    // After each burst it waits until they are unmapped; not for ever, as that takes the longer the
-    // longer mapping took.
+    // The guest waits after each burst until the doorbells are unmapped, for a limited time, because slow mapping also delays
+    // unmapping.
     let body = format!(
         "count
 for burst in $(seq {BURSTS}); do
@@ -138,7 +135,7 @@ count"
     expect(reads == BURSTS as usize, || {
         format!("The guest has not read:\n{said}")
     })?;
-    // Since the machine began: they are mapped when its root is, too.
+    // Counted since the start of the machine, because the boot maps doorbells as well.
     let (mappings, mapping) = (told(&said, 2, "mappings")?, told(&said, 2, "mapping_us")?);
     let all = told(&said, 2, "us")?;
     say(&format!(
@@ -153,7 +150,7 @@ count"
     })
 }
 
-/// The same reads by virtio-blk in QEMU, past the page cache, with a thread of its own.
+/// Measures the same reads by virtio-blk in QEMU, with direct I/O and an I/O thread.
 pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
     let image = bench.folder().join("disk.img");
     sh(&format!(
@@ -164,7 +161,7 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
     let mut guest = bench.boot(&GuestConfig::new("guest").drive(drive).memory_mib(384))?;
     guest.load_modules()?;
     let reads = |count: u64| format!("{FUNCTIONS}\nreads /dev/vda {count}\n");
-    // The guest has the scripts before, so that little goes over the console meanwhile.
+    // The guest gets the scripts before the measurement, to keep the console quiet.
     for count in [READS_BEFORE, READS] {
         let write = format!("cat >/tmp/reads-{count} <<'end'\n{}end\n", reads(count));
         guest.check(&write, PATIENCE)?;
@@ -191,13 +188,13 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
     );
     guest.power_off(PATIENCE)?;
     sh(&format!("rm {}", image.display()))?;
-    // It is another's, and measured; but something that was not counted would be nothing to print.
+    // QEMU's values are only printed, but KVM must have counted exits.
     expect(per_read(|counters| counters.exits) > 0.0, || {
         "KVM has counted nothing".to_owned()
     })
 }
 
-/// A row of the table of what a read costs.
+/// Prints a row of the table of costs per read.
 fn tell(what: &str, [mmio, io, interrupts, exits]: [f64; 4]) {
     say(&format!(
         "        for each of {READS} reads: {mmio:.4} MMIO exits, {io:.4} port exits, {interrupts:.3} \
@@ -215,7 +212,7 @@ fn boot_counting(bench: &Bench, script: &str, function: (&str, Owner)) -> Result
     )
 }
 
-/// Returns the figure that was reported the `time`th time.
+/// Returns a value from the report number `time`.
 fn told(said: &str, time: u32, name: &str) -> Result<u64, Failure> {
     let told = format!("vmm: counters {time} ");
     let line = said.lines().find_map(|line| line.split(&told).nth(1));
@@ -227,7 +224,7 @@ fn told(said: &str, time: u32, name: &str) -> Result<u64, Failure> {
     value.ok_or_else(|| Failure::from(format!("{name} was not told {time} times:\n{said}")))
 }
 
-/// Returns the difference of a figure between the two times that it was reported.
+/// Returns the difference of a value between both reports.
 fn delta(said: &str, name: &str) -> Result<u64, Failure> {
     Ok(told(said, 2, name)?.saturating_sub(told(said, 1, name)?))
 }

@@ -1,4 +1,4 @@
-//! Expected content of the blocks of a client's range.
+//! Expected contents of the blocks of a client's range.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,22 +9,22 @@ use nvme_mpt_tests::rng;
 use super::Work;
 use crate::fixture::{Failure, at, expect};
 
-/// The writes that a place may hold: the last that completed, and those after it, whose ends are not known. A
-/// drive that goes away may have carried out one that failed, and not the next.
+/// Writes that a place may hold: the last completed write, and later writes whose outcome is unknown. A drive that disappears
+/// may have executed a failed write.
 #[derive(Clone, Copy, Debug, Default)]
 struct Place {
     completed: u64,
     last: u64,
 }
 
-/// Content of every place of a range: each write is a generation of its place.
+/// Contents of all places of a range. Each write of a place has its own generation.
 #[derive(Clone, Debug)]
 pub(crate) struct Contents {
     seed: u64,
     bytes: usize,
     block_size: usize,
     places: Vec<Place>,
-    /// Generations that were started; they are never used twice.
+    /// Last generation that was started in each place. Generations are not reused.
     started: Vec<u64>,
 }
 
@@ -47,18 +47,18 @@ impl Contents {
         (self.bytes / self.block_size) as u32
     }
 
-    /// The first block of a place.
+    /// Returns the first block of a place.
     pub(super) fn slba(&self, place: usize) -> u64 {
         place as u64 * u64::from(self.blocks())
     }
 
-    /// The next generation of a place.
+    /// Starts the next generation of a place.
     pub(super) fn start_write(&mut self, place: usize) -> u64 {
         self.started[place] += 1;
         self.started[place]
     }
 
-    /// Returns the data of a write of a generation.
+    /// Returns the data of a generation.
     pub(super) fn data(&self, place: usize, generation: u64) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes];
         let tag = self.seed << 32 ^ generation;
@@ -73,18 +73,17 @@ impl Contents {
         };
     }
 
-    /// A write ended in a way that leaves open whether it took place.
+    /// Records a write whose outcome is unknown.
     pub(super) fn maybe_written(&mut self, place: usize, generation: u64) {
         self.places[place].last = generation;
     }
 
-    /// Checks whether what was read is what a place must hold: block by block, as a write whose end is not
-    /// known may have ended in the middle.
+    /// Checks the data of a place block by block, because a write of unknown outcome may have stopped in the middle.
     pub(super) fn check(&self, place: usize, read: &[u8]) -> Result<(), Failure> {
         let Place { completed, last } = self.places[place];
         let allowed: Vec<Vec<u8>> = (completed..=last)
             .map(|generation| match generation {
-                // Before the first write there was anything.
+                // Before the first write, any data is allowed.
                 0 => read.to_vec(),
                 generation => self.data(place, generation),
             })
@@ -100,7 +99,7 @@ impl Contents {
         })
     }
 
-    /// Checks whether a block device of the host holds it, from byte `start` on.
+    /// Checks the contents on a block device of the host, from byte `start` on.
     pub(crate) fn check_device(&self, device: &Path, start: u64) -> Result<(), Failure> {
         let file = File::open(device).map_err(at(device))?;
         let mut read = vec![0; self.bytes];

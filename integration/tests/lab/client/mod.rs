@@ -1,10 +1,10 @@
-//! A guest without a machine around it: a vfio-user client that drives its function as an operating system
-//! does. It counts what becomes of each of its commands, and knows what each block of its range must hold.
+//! A guest without a machine: a vfio-user client that drives its function like an operating system. It tracks the outcome of
+//! each command, and the expected contents of each block of its range.
 //!
-//! - [`Client`] is the handle: it starts one, gives it orders, and collects its counts;
-//! - `worker`: its thread; `contents`: what the blocks must hold.
+//! - [`Client`] is the handle: it starts the client, sends orders, and collects counts;
+//! - `worker`: the client's thread; `contents`: expected contents of the blocks.
 //!
-//! A command that ends in an error without Do Not Retry is sent again, up to five times, as Linux does.
+//! A command that fails without Do Not Retry is sent again up to five times, as in Linux.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,28 +21,28 @@ mod worker;
 pub(crate) use contents::Contents;
 use worker::Worker;
 
-/// Commands that complete before a client counts as under way.
+/// Completed commands after which a client counts as running.
 const UNDER_WAY: u64 = 40;
 
-/// Work of a client: reads and writes, half of each, at random places of its range.
+/// Work of a client: half reads and half writes, at random places of its range.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work {
-    /// I/O queue pairs.
+    /// Number of I/O queue pairs.
     pub(crate) queues: u16,
-    /// Commands outstanding in each.
+    /// Outstanding commands of each queue pair.
     pub(crate) depth: usize,
     /// Bytes of a command.
     pub(crate) bytes: usize,
-    /// Places for commands, side by side from the start of the range.
+    /// Number of places for commands, contiguous from the start of the range.
     pub(crate) places: usize,
     /// Seed of addresses and data.
     pub(crate) seed: u64,
-    /// True if data is described by SGLs, of two blocks for a command, instead of PRPs.
+    /// True if SGLs with two blocks per command describe the data instead of PRPs.
     pub(crate) sgl: bool,
 }
 
 impl Work {
-    /// Enough for a few hundred commands a second in the lab.
+    /// Returns work that completes a few hundred commands a second in the lab.
     pub(crate) fn new(seed: u64) -> Self {
         Self {
             queues: 1,
@@ -55,35 +55,35 @@ impl Work {
     }
 }
 
-/// Fates of a client's commands. One that was sent again is still one command.
+/// Outcomes of a client's commands. Retries count as the same command.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counts {
-    /// Commands that were started.
+    /// Commands that were submitted.
     pub(crate) submitted: u64,
-    /// Commands that ended well, once.
+    /// Commands that succeeded.
     pub(crate) completed: u64,
-    /// Number of commands that were sent again.
+    /// Number of retries.
     pub(crate) retried: u64,
     /// Commands that ended in an error.
     pub(crate) errors: u64,
-    /// Commands that the guest gave up by going away, or whose server went away.
+    /// Commands that the guest abandoned when it or its server ended.
     pub(crate) withdrawn: u64,
-    /// Completions of commands that were not outstanding, such as second ones.
+    /// Completions of commands that were not outstanding, such as duplicates.
     pub(crate) doubled: u64,
-    /// The longest time with commands outstanding in which none completed.
+    /// Longest time without a completion while commands were outstanding.
     pub(crate) stall: Duration,
-    /// The statuses of the errors.
+    /// Statuses of the errors.
     pub(crate) statuses: Vec<String>,
 }
 
 impl Counts {
-    /// Commands of which nothing was heard.
+    /// Returns the number of commands without any outcome.
     pub(crate) fn lost(&self) -> u64 {
         let ended = self.completed + self.errors + self.withdrawn;
         self.submitted.saturating_sub(ended)
     }
 
-    /// The counts of two clients together.
+    /// Returns the sum of two clients' counts.
     pub(crate) fn and(&self, other: &Self) -> Self {
         Self {
             submitted: self.submitted + other.submitted,
@@ -103,39 +103,37 @@ impl Counts {
     }
 }
 
-/// End of a client.
+/// Result of a client.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) counts: Counts,
-    /// Content of its range.
+    /// Expected contents of its range.
     pub(crate) contents: Contents,
 }
 
-/// Order to a client while it works.
+/// Order to a running client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
-    /// Resets its controller with commands in flight, sees that the device leaves its memory alone from
-    /// then on, and goes on.
+    /// Resets the controller with commands in flight, checks that the device no longer writes to memory, and continues.
     Reset,
-    /// Takes its memory from the device with commands in flight, sees that the device leaves it alone from
-    /// then on, and goes away.
+    /// Unmaps the memory with commands in flight, checks that the device no longer writes to it, and disconnects.
     TakeMemory,
-    /// Closes its connection with commands in flight, and waits.
+    /// Closes the connection with commands in flight, and waits.
     Vanish,
-    /// Checks that nothing has been written since it vanished, and ends.
+    /// Checks that memory was not written since [`Order::Vanish`], and ends.
     LookAtMemory,
-    /// Submits nothing more, waits for what is outstanding, reads all of its range, and ends.
+    /// Stops submitting, waits for outstanding commands, verifies the range, and ends.
     Finish,
 }
 
-/// State that the client's thread shows while it runs.
+/// Progress that the client's thread publishes.
 #[derive(Debug, Default)]
 struct Progress {
     completed: AtomicU64,
     errors: AtomicU64,
 }
 
-/// A client at work in a thread of its own.
+/// A client that runs on its own thread.
 #[derive(Debug)]
 pub(crate) struct Client {
     name: &'static str,
@@ -145,7 +143,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Connects to a function, writes every place of the range, and works on until the next order.
+    /// Connects to a function, writes every place of the range, and works until the next order.
     pub(crate) fn start(name: &'static str, socket: &Path, work: Work) -> Result<Self, Failure> {
         let progress = Arc::new(Progress::default());
         let (orders, inbox) = mpsc::channel();
@@ -159,23 +157,23 @@ impl Client {
         })
     }
 
-    /// Commands completed so far.
+    /// Returns the number of completed commands so far.
     pub(crate) fn completed(&self) -> u64 {
         self.progress.completed.load(Ordering::Relaxed)
     }
 
-    /// Commands that ended in an error so far.
+    /// Returns the number of commands that ended in an error so far.
     pub(crate) fn errors(&self) -> u64 {
         self.progress.errors.load(Ordering::Relaxed)
     }
 
-    /// Waits until it has completed a number of commands from now on.
+    /// Waits until the client has completed `UNDER_WAY` more commands.
     pub(crate) fn advance(&self) -> Result<(), Failure> {
         let enough = self.completed() + UNDER_WAY;
         self.wait_for("to complete commands", || self.completed() >= enough)
     }
 
-    /// Waits until it has something to show.
+    /// Waits until `there` returns true, or the client has ended.
     pub(crate) fn wait_for(&self, what: &str, there: impl Fn() -> bool) -> Result<(), Failure> {
         let deadline = Instant::now() + PATIENCE;
         while !there() {
@@ -194,42 +192,42 @@ impl Client {
 
     fn order(&self, order: Order) -> Result<(), Failure> {
         let (done, wait): (Sender<()>, Receiver<()>) = mpsc::channel();
-        // A thread that has ended returns its result when it is joined.
+        // The result of a thread that has ended is returned by `join`.
         let _ = self.orders.send((order, done));
-        // Ends when the order was carried out, and when the thread did.
+        // Returns when the order was executed or the thread has ended.
         let _ = wait.recv_timeout(PATIENCE);
         Ok(())
     }
 
-    /// Resets its controller with commands in flight.
+    /// Resets the controller with commands in flight.
     pub(crate) fn reset(&self) -> Result<(), Failure> {
         self.order(Order::Reset)
     }
 
-    /// Closes its connection with commands in flight, as the death of its VMM does.
+    /// Closes the connection with commands in flight, as when a VMM is killed.
     pub(crate) fn vanish(&self) -> Result<(), Failure> {
         self.order(Order::Vanish)
     }
 
-    /// After [`Client::vanish`], when the server has noticed: nothing may have been written since.
+    /// Checks that memory was not written since [`Client::vanish`]. Call this after the server has noticed the disconnection.
     pub(crate) fn look_at_memory(self) -> Result<Outcome, Failure> {
         self.order(Order::LookAtMemory)?;
         self.join()
     }
 
-    /// Takes its memory from the device with commands in flight, and ends.
+    /// Unmaps the memory with commands in flight, and ends.
     pub(crate) fn take_memory(self) -> Result<Outcome, Failure> {
         self.order(Order::TakeMemory)?;
         self.join()
     }
 
-    /// Ends it in order: every command completes, and every place holds what it must.
+    /// Ends the client in order: every command completes, and every place is verified.
     pub(crate) fn finish(self) -> Result<Outcome, Failure> {
         self.order(Order::Finish)?;
         self.join()
     }
 
-    /// Waits for its end, where something else is to end it.
+    /// Waits for a client that ends for another reason.
     pub(crate) fn join(self) -> Result<Outcome, Failure> {
         match self.thread.join() {
             Ok(result) => result.map_err(|failure| {

@@ -1,4 +1,4 @@
-//! A client's thread: a controller, its queues, and a slot for each command outstanding.
+//! A client's thread: a controller, its queues, and a slot for each outstanding command.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,41 +22,41 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use super::{Contents, Counts, Order, Outcome, Progress, Work};
 use crate::fixture::{Failure, expect};
 
-/// Start of the guest's memory: above 4 GiB, as most of a large guest's is.
+/// Start of guest memory, above 4 GiB as most memory of large guests.
 const MEMORY_BASE: u64 = 1 << 32;
 const MEMORY: u64 = 32 << 20;
-/// The namespace that a function has.
+/// Namespace identifier of a function.
 const NSID: u32 = 1;
-/// Most repetitions of a command (Linux: `nvme_core.max_retries`).
+/// Maximum number of retries of a command (Linux: `nvme_core.max_retries`).
 const RETRIES: u32 = 5;
-/// Longest time without a completion: as long as Linux waits for a command before it resets its controller.
+/// Timeout without a completion, equal to Linux's I/O timeout before a controller reset.
 const HANG: Duration = Duration::from_secs(30);
-/// After this long without a completion the device is asked whether it is still there.
+/// Time without a completion after which the client checks whether the device still exists.
 const LOOK: Duration = Duration::from_millis(200);
-/// Time for which memory is watched that a device must not write any more.
+/// Time for which memory is watched for writes by the device.
 const WATCH: Duration = Duration::from_millis(300);
-/// Byte that fills that memory.
+/// Byte that fills watched memory.
 const SENTINEL: u8 = 0xA5;
-/// The low bits of a command identifier are the slot's number, and the others count its commands: a second
-/// completion of a command does not pass for the first one of the next.
+/// Number of low bits of a command identifier that hold the slot. The other bits count the slot's commands, so a duplicate
+/// completion is not taken for the next command's.
 const SLOT_BITS: u32 = 8;
 
 /// A command of the guest.
 #[derive(Clone, Copy, Debug)]
 struct Command {
     place: usize,
-    /// Generation that it writes, or nothing if it reads.
+    /// Generation that the command writes, or `None` for a read.
     write: Option<u64>,
     attempts: u32,
     cid: u16,
 }
 
-/// Room for a command outstanding.
+/// Resources of one outstanding command.
 struct Slot {
     queue: usize,
     buffer: DmaBuffer,
     pointer: DataPointer,
-    /// Lists to which the pointer leads.
+    /// PRP or SGL lists that the pointer refers to.
     _lists: Vec<DmaBuffer>,
     sequence: u16,
     command: Option<Command>,
@@ -66,7 +66,7 @@ struct Slot {
 enum Phase {
     Fill,
     Mix,
-    /// Nothing new.
+    /// Submits no new commands.
     Drain,
     Check,
 }
@@ -81,13 +81,13 @@ pub(super) struct Worker {
     counts: Counts,
     rng: Rng,
     phase: Phase,
-    /// The next place, where all have their turn.
+    /// Next place of a sequential phase.
     next: usize,
-    /// True if a command for a place is outstanding: one at a time.
+    /// For each place, true if a command is outstanding. A place has at most one.
     busy: Vec<bool>,
 }
 
-/// Resources that go with the connection.
+/// Resources of a connection.
 struct Device {
     bar: Arc<VfioUserBar>,
     controller: Controller,
@@ -169,13 +169,13 @@ impl Worker {
                 Ok((order, done)) => {
                     let ended = self.execute(order)?;
                     last = Instant::now();
-                    // No thread has to wait for it.
+                    // The receiver may have stopped waiting.
                     let _ = done.send(());
                     if ended {
                         return Ok(self.outcome());
                     }
                 }
-                // The check has ended, well or not.
+                // The check has ended.
                 Err(TryRecvError::Disconnected) => return Ok(self.outcome()),
                 Err(TryRecvError::Empty) => {}
             }
@@ -205,7 +205,7 @@ impl Worker {
                     self.withdraw();
                     return Ok(self.outcome());
                 }
-                // It is waited for in vain: the caller sees what is lost.
+                // After the timeout, the thread ends, and the caller sees the lost commands.
                 if last.elapsed() > HANG {
                     self.counts.stall = last.elapsed();
                     return Ok(self.outcome());
@@ -243,7 +243,7 @@ impl Worker {
         Ok(self.device()?.controller.disable()?)
     }
 
-    /// The place and kind of the next command, if there is to be one.
+    /// Returns place and kind of the next command, if the phase has one.
     fn choose(&mut self) -> Option<(usize, bool)> {
         match self.phase {
             Phase::Fill | Phase::Check => {
@@ -374,7 +374,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Withdraws outstanding commands, of which nothing more will be heard.
+    /// Withdraws outstanding commands, which will not complete.
     fn withdraw(&mut self) {
         for slot in &mut self.slots {
             if let Some(command) = slot.command.take() {
@@ -387,7 +387,7 @@ impl Worker {
         }
     }
 
-    /// Returns whether the client has ended.
+    /// Executes an order. Returns whether the client has ended.
     fn execute(&mut self, order: Order) -> Result<bool, Failure> {
         match order {
             Order::Finish => {
@@ -421,7 +421,7 @@ impl Worker {
         }
     }
 
-    /// Something is to be in flight when the ground is pulled away.
+    /// Ensures that commands are in flight before the client interrupts them.
     fn await_outstanding(&mut self) -> Result<(), Failure> {
         self.submit_all()?;
         expect(self.outstanding() > 0, || "Nothing is in flight".to_owned())
@@ -430,7 +430,7 @@ impl Worker {
     fn reset(&mut self) -> Result<(), Failure> {
         self.await_outstanding()?;
         self.disable()?;
-        // Whatever was in flight then is now history, and of no effect any more.
+        // Commands that were in flight must have no further effect.
         self.watch_memory("its controller was disabled")?;
         let work = self.work;
         let device = self.device()?;
@@ -448,7 +448,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Checks that data and queues are not written any more.
+    /// Checks that data buffers and queues are no longer written.
     fn watch_memory(&self, since: &str) -> Result<(), Failure> {
         let queues = self.device.iter().flat_map(|device| &device.queues);
         let rings = queues.map(|queue| queue.cq.memory());
@@ -471,7 +471,7 @@ impl Slot {
     fn new(memory: &GuestMemory, queue: usize, work: &Work) -> Result<Self, Failure> {
         let buffer = memory.alloc(work.bytes)?;
         let prepared = if work.sgl {
-            // Not at a page's boundary, as PRPs would have it.
+            // The second part does not begin at a page boundary, which PRPs would require.
             let first = work.bytes / 2 + 512;
             let second = buffer.gpa() + first as u64;
             let list = [

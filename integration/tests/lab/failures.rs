@@ -1,9 +1,9 @@
-//! Failures of a drive, of its guests and of its server while three guests work: two on the drive that it
-//! happens to, one on another drive. Each command ends once, all data is where it belongs, and the other
-//! drive's guest notices nothing. The counts of all of them are one table, at the end.
+//! Failures of a drive, of its guests and of its server while three guests work: two on the affected drive, and one on another
+//! drive. Each command must end once, all data must be in its place, and the guest of the other drive must notice nothing. A
+//! table at the end has all counts.
 //!
-//! QEMU's drives end what an Abort names as aborted, but only when its data is there: an Abort is honoured
-//! late, or ignored while the drive is frozen.
+//! QEMU's drives execute an Abort only once the data has arrived: they honour an Abort late, or ignore it while the drive is
+//! frozen.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -54,26 +54,26 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// The ranges of drive a's two guests: where they start, and how long each is.
+/// Start of the ranges of drive a's two guests in bytes, and length of each range.
 const RANGES: [u64; 2] = [0, 32 << 20];
 const RANGE: u64 = 16 << 20;
-/// Deadline of a command where one is to be missed: the shortest that there is.
+/// The shortest command timeout, for checks in which a command must miss its deadline.
 const SHORT: &str = "timeout=1";
 
-/// Effects of one failure on the guests.
+/// Effects of a failure on the guests.
 struct Row {
     failure: String,
-    /// The two guests of the drive that failed.
+    /// Both guests of the failed drive.
     here: Counts,
-    /// The guest of the other drive.
+    /// Guest of the other drive.
     elsewhere: Counts,
     iommu_faults: u64,
 }
 
-/// File of the rows of all failures so far, for the table.
+/// File with the rows of all failures so far.
 const TABLE: &str = "/tmp/failures";
 
-/// Two drives in one server, with three guests at work.
+/// Two drives of a server, with three guests at work.
 struct Scene {
     failure: String,
     server: Server,
@@ -111,9 +111,9 @@ impl Scene {
         Ok(scene)
     }
 
-    /// All three get on with their work.
+    /// Waits until all three guests make progress.
     fn advance(&self) -> Result<(), Failure> {
-        // Twice, as the first commands are those that write the range.
+        // The first commands write the range, so progress is awaited after them.
         for client in [&self.a[0], &self.a[1], &self.b] {
             let places = Work::new(0).places as u64;
             client.wait_for("to write its range", || client.completed() > places)?;
@@ -126,7 +126,7 @@ impl Scene {
         Ok(self.server.drive_stats(&self.drive)?)
     }
 
-    /// Waits until the drive's figures are as they must become.
+    /// Waits until the drive's statistics satisfy `there`.
     fn await_drive(&self, what: &str, there: impl Fn(&DriveStats) -> bool) -> Result<(), Failure> {
         await_that(what, || Ok(there(&self.drive_stats()?)))
     }
@@ -156,7 +156,7 @@ impl Scene {
     }
 }
 
-/// Notes a row, and sees that nothing in it must not be.
+/// Records a row, and fails if the row has a forbidden count.
 fn account(
     failure: &str,
     here: &[Outcome; 2],
@@ -227,7 +227,7 @@ impl std::fmt::Display for Row {
     }
 }
 
-/// Prints the table of all failures. A row that must not be has failed its own check.
+/// Prints the table of all failures. A row with a forbidden count has already failed its own check.
 fn table(_: &Bench) -> Result<(), Failure> {
     let rows = fs::read_to_string(TABLE).map_err(at(TABLE))?;
     say(HEADER);
@@ -235,7 +235,7 @@ fn table(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The drive misses the deadline, and ends its commands as aborted soon enough not to be reset.
+/// The drive misses the deadline, and honours the Abort before a reset is due.
 fn honoured(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "overdue: Abort is honoured", &[SHORT])?;
     inside::control("freeze a")?;
@@ -249,7 +249,7 @@ fn honoured(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// The drive is done with nothing, and an Abort does not help.
+/// The drive completes nothing, and ignores the Abort.
 fn ignored(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "overdue: Abort is ignored, reset", &[SHORT])?;
     inside::control("freeze a")?;
@@ -264,8 +264,8 @@ fn ignored(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// Something else resets the function: the drive has forgotten its queues, admin queue included, so that a
-/// command is overdue and its Abort is lost before that is known.
+/// A reset from outside makes the drive forget its queues, including the admin queue. A command becomes overdue, and its Abort
+/// is lost.
 fn controller_reset(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "the controller forgets its queues", &[])?;
     sh(&format!(
@@ -276,10 +276,10 @@ fn controller_reset(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// The drive can't reach its queues any more, and reports that in CSTS.CFS.
+/// The drive loses access to its queues, and reports that by CSTS.CFS.
 fn fatal_status(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "controller fatal status", &[])?;
-    // Command register (PCI Local Bus 3.0, 6.2.2): Memory Space Enable alone, without Bus Master Enable.
+    // Memory Space Enable without Bus Master Enable in the Command register (PCI Local Bus 3.0, 6.2.2).
     let config = format!("/sys/bus/pci/devices/{}/config", scene.drive);
     sh(&format!(
         "printf '\\002\\000' | dd of={config} bs=2 seek=2 conv=notrunc"
@@ -288,7 +288,7 @@ fn fatal_status(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// One block can't be read. Only its reader has an error, and the block can be read again when it is healed.
+/// One block is unreadable. Only its reader gets an error, and the block is readable after the repair.
 fn media_error(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "media error", &[])?;
     inside::control("fail a read 9")?;
@@ -326,7 +326,7 @@ fn guest_reset(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// The memory is not given back before the drive is done with it, even if that takes a reset.
+/// The memory is returned only after the drive has stopped using it, even if that takes a reset.
 fn guest_detach(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest takes its memory, drive frozen", &[SHORT])?;
     inside::control("freeze a")?;
@@ -344,14 +344,14 @@ fn guest_detach(bench: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// The memory of a guest that is gone is left alone, once the server lets the next one in.
+/// The memory of a disconnected guest is no longer written once the server accepts the next guest.
 fn guest_death(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest dies, drive frozen", &[SHORT])?;
     inside::control("freeze a")?;
     let [first, second] = scene.a;
     first.vanish()?;
     let socket = scene.server.socket("a1");
-    // It is let in when the one before it is done with, which may take a reset of the drive.
+    // The server accepts the next guest after the old guest's commands have ended, which may take a reset of the drive.
     let next = std::thread::spawn(move || Client::start("a1, the next", &socket, Work::new(4)));
     let resets = || Ok(scene.server.drive_stats(&scene.drive)?.resets > 0);
     await_that("a reset", resets)?;
@@ -382,7 +382,7 @@ fn guest_death(bench: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// A VMM of its own is killed, again and again, with much in flight; its function is free each time.
+/// A VMM process is killed repeatedly with many commands in flight. Its function must be free each time.
 fn guest_killed(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest's process is killed, 5 times", &[])?;
     let [first, second] = scene.a;
@@ -401,7 +401,7 @@ fn guest_killed(bench: &Bench) -> Result<(), Failure> {
         await_that("the load", || Ok(commands()? > before + 50))?;
         load.kill();
     }
-    // Its content is not known, but it lies in the client's own range.
+    // The contents of the killed guest's range are unknown, so the client writes its range again.
     let again = Client::start("a1, again", &scene.server.socket("a1"), Work::new(5))?;
     let places = Work::new(0).places as u64;
     again.wait_for("to write its range", || again.completed() > places)?;
@@ -421,7 +421,7 @@ fn guest_killed(bench: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// Ends those that are left, after one guest of drive a has ended.
+/// Ends the remaining guests after one guest of drive a has ended.
 fn leave(
     failure: &str,
     mut server: Server,
@@ -442,7 +442,7 @@ fn leave(
             here[1].counts.statuses
         )
     })?;
-    // The host's own driver finds each guest's data in its place.
+    // The host's driver must find each guest's data in its place.
     inside::bind("a", "nvme")?;
     let device = inside::block_device("a", 1)?;
     for (outcome, start) in here.iter().zip(RANGES) {
@@ -451,7 +451,7 @@ fn leave(
     Ok(())
 }
 
-/// The card is pulled: its guests have errors, and no other guest notices.
+/// The drive is removed: its guests get errors, and no other guest notices.
 fn removal(bench: &Bench) -> Result<(), Failure> {
     let mut scene = Scene::start(bench, "drive is removed", &[])?;
     inside::control("remove a")?;
@@ -482,7 +482,7 @@ fn removal(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Drive a's block device, after it was plugged in.
+/// Returns drive a's block device, once the drive has been plugged in again.
 pub(crate) fn reappeared() -> Result<PathBuf, Failure> {
     let address = inside::address("a")?;
     let there = format!("test -d /sys/bus/pci/devices/{address}");
@@ -491,14 +491,14 @@ pub(crate) fn reappeared() -> Result<PathBuf, Failure> {
     Ok(inside::block_device("a", 1)?)
 }
 
-/// Asked to stop under load, the server gives its drives back in order.
+/// A server that is stopped under load releases its drives in order.
 fn server_stopped(bench: &Bench) -> Result<(), Failure> {
     server_goes(bench, "server is stopped (SIGTERM)", |server| {
         Ok(server.stop()?)
     })
 }
 
-/// Killed under load, the server leaves drives behind that work at once.
+/// A server that is killed under load leaves working drives.
 fn server_killed(bench: &Bench) -> Result<(), Failure> {
     server_goes(bench, "server is killed (SIGKILL)", |server| {
         server.kill();

@@ -1,7 +1,7 @@
-//! fio on disks that are full, or that fail: in a guest on a function, and on the local file beside it.
+//! fio on full and failing disks: in a guest with a function, and on the local file for comparison.
 //!
-//! fio writes from the beginning to the end and calls `fsync` after every [`BATCH`] writes, until it gets an error.
-//! Then the disk is sound again, and fio reads back what its `fsync` calls covered.
+//! fio writes sequentially and calls `fsync` after every [`BATCH`] writes until it gets an error. Then the disk is repaired,
+//! and fio verifies the data that its `fsync` calls covered.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,13 +18,13 @@ use integration::server::{FunctionOptions, ServerError};
 use crate::disks::{BATCH, LEASE, Layer, Mapped, PLACE, Trouble, heal, prepare};
 use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
 
-/// Writes per second, so that a flaky disk fails before the last one.
+/// Writes per second, slow enough that a flaky disk fails before the last write.
 const RATE: u64 = 100;
-/// Bytes that the disk has when it gets into trouble, at least.
+/// Fewest bytes on the disk before it begins to fail.
 const BEFORE: u64 = 4 << 20;
 
-/// Errors that a disk's failure may come out as. Linux reports a Write Fault as ENODATA to direct I/O
-/// (`nvme_error_status`), and as EIO to `fsync`.
+/// Errors that may result from a disk failure. Linux reports a Write Fault as ENODATA to direct I/O (`nvme_error_status`), and
+/// as EIO to `fsync`.
 const FAILED: [i64; 2] = [libc::EIO as i64, libc::ENODATA as i64];
 
 /// Compares fio in a guest with fio on the local file or device.
@@ -60,8 +60,8 @@ pub(crate) fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(
     Ok(())
 }
 
-/// Direct writes; but through the page cache, as most programs do, where a file is below that fails. (From there,
-/// Linux reports a device without room as EIO.)
+/// Returns a job with direct writes. On a file below which the disk fails, the job uses the page cache, as most programs do.
+/// (Write-back to a full device fails with EIO.)
 fn job(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
     let cached = (layer, trouble) == (Layer::File, Trouble::Error);
     let direct = if cached { "0" } else { "1" };
@@ -73,7 +73,7 @@ fn job(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
         .option("verify_fatal", "1")
 }
 
-/// A job that only writes.
+/// Returns a job that only writes.
 fn writes(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
     job(layer, trouble, path)
         .option("do_verify", "0")
@@ -81,14 +81,14 @@ fn writes(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
         .option("rate_iops", &RATE.to_string())
 }
 
-/// Runs a job on the lab's host, and returns its report, which may be of an error.
+/// Runs a job on the lab host. Returns its report, which may contain an error.
 fn fio(job: &Fio) -> Result<String, Failure> {
     let ran = Command::new("sh").args(["-c", &job.script()]).output();
     let output = ran.map_err(at(Path::new("sh")))?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Has trouble begin in the middle of the writes.
+/// Starts the failure in the middle of the writes.
 fn begin(disk: &Mapped, trouble: Trouble, before: u64) -> Result<(), Failure> {
     if trouble != Trouble::Full {
         await_that("the disk has some writes", || {
@@ -109,7 +109,7 @@ fn on_the_host(
     let (done, outcome) = mpsc::channel();
     let local = job.clone();
     thread::spawn(move || {
-        // The check's end takes no answer.
+        // The receiver may be gone at the end of the check.
         let _ = done.send(fio(&local).map_err(|failure| failure.to_string()));
     });
     begin(disk, trouble, before)?;
@@ -135,11 +135,11 @@ fn in_a_guest(
     let output = guest.finish(running, job.patience().max(Duration::from_secs(300)))?;
     guest.power_off(PATIENCE)?;
     match server.stop() {
-        // It cannot flush, or has an error of before to report.
+        // The server may be unable to flush, or may report an earlier error.
         Ok(()) | Err(ServerError::Ended { .. }) => {}
         Err(error) => return Err(error.into()),
     }
-    // Nothing of the guest's or the server's is left that could write later.
+    // Completes pending writes of the guest and the server before the disk is repaired.
     sh("sync")?;
     Ok(job.outcome(&output.text)?)
 }

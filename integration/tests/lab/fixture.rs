@@ -1,4 +1,4 @@
-//! Tools of a check inside the lab: its bench, and the host that it runs on.
+//! Fixtures of checks inside the lab: a bench, and helpers for the lab host.
 
 use std::fs;
 use std::path::Path;
@@ -10,17 +10,17 @@ use integration::lab::inside;
 use integration::process;
 use integration::provision::{Assets, KernelChoice};
 
-/// Long enough for anything that ends by itself.
+/// Timeout of any operation in the lab.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
-/// Folder in which checks leave their logs.
+/// Directory for the logs of checks.
 pub(crate) const LOGS: &str = "/tmp/logs";
 
-/// Runs a shell script on the lab's host, which must succeed, and returns what it printed.
+/// Runs a shell script on the lab host, which must succeed. Returns its output.
 pub(crate) fn sh(script: &str) -> Result<String, Failure> {
     Ok(process::run(Command::new("sh").args(["-c", script]))?)
 }
 
-/// Runs `work`. The processes that it starts stay on one processor of the lab's host.
+/// Runs `work` with its child processes pinned to one processor of the lab host.
 pub(crate) fn on_processor<T>(
     processor: u32,
     work: impl FnOnce() -> Result<T, Failure>,
@@ -33,7 +33,7 @@ pub(crate) fn on_processor<T>(
     done
 }
 
-/// Returns the number of accesses of devices that the IOMMU of the lab's host has refused so far.
+/// Returns the number of DMA accesses that the IOMMU of the lab host has refused so far.
 pub(crate) fn iommu_faults() -> Result<u64, Failure> {
     let count = sh("dmesg | grep 'DMAR: \\[' | grep -c 'fault reason' || true")?;
     let count = count.trim().parse();
@@ -55,7 +55,7 @@ pub(crate) fn await_that(
     Ok(())
 }
 
-/// A bench whose folder is the check's own.
+/// Returns a bench with its own directory.
 pub(crate) fn bench(check: &str) -> Result<Bench, Failure> {
     let folder = Path::new(LOGS).join(check.replace("::", "-"));
     fs::create_dir_all(&folder).map_err(at(&folder))?;

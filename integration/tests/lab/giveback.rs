@@ -1,5 +1,5 @@
-//! However the server ends, the drive it leaves behind is disabled and touches no memory. It works for
-//! the host's own driver, with all that was written to it.
+//! After any end of its server, a drive is disabled and accesses no memory. The host's driver can use it, with all data that
+//! was written.
 
 use integration::lab::{LabDrive, inside};
 use integration::server::{FunctionOptions, Server};
@@ -29,7 +29,7 @@ fn serve(bench: &Bench) -> Result<Server, Failure> {
     bench.serve(&[function])
 }
 
-/// A client that has written its range.
+/// Returns a client that has written its range.
 fn client(server: &Server, seed: u64) -> Result<Client, Failure> {
     let client = Client::start("f", &server.socket("f"), Work::new(seed))?;
     let places = Work::new(0).places as u64;
@@ -38,7 +38,7 @@ fn client(server: &Server, seed: u64) -> Result<Client, Failure> {
     Ok(client)
 }
 
-/// A drive's own report, past every driver.
+/// A drive's registers, read without any driver.
 struct Registers {
     bar: u64,
     config: String,
@@ -47,7 +47,7 @@ struct Registers {
 impl Registers {
     fn of(id: &str) -> Result<Self, Failure> {
         let device = format!("/sys/bus/pci/devices/{}", inside::address(id)?);
-        // Out of the sleep that a driver may have left it in.
+        // Wakes the drive from the sleep state of its last driver.
         sh(&format!("echo on >{device}/power/control"))?;
         let bar = sh(&format!("head -n 1 {device}/resource | cut -d' ' -f1"))?;
         let bar = u64::from_str_radix(bar.trim().trim_start_matches("0x"), 16)
@@ -58,7 +58,7 @@ impl Registers {
         })
     }
 
-    /// The Command register (PCI Local Bus 3.0, 6.2.2).
+    /// Returns the Command register (PCI Local Bus 3.0, 6.2.2).
     fn command(&self) -> Result<u64, Failure> {
         number(&sh(&format!(
             "hexdump -s 4 -n 2 -e '1/2 \"%u\"' {}",
@@ -70,15 +70,15 @@ impl Registers {
         number(&sh(&format!("devmem {:#x} 32", self.bar + offset))?)
     }
 
-    /// Disabled, and no master of the bus.
+    /// Checks that the controller is disabled, without Bus Master Enable.
     fn expect_disabled(&self) -> Result<(), Failure> {
-        /// Bus Master Enable.
+        /// The bit Bus Master Enable.
         const BUS_MASTER: u64 = 1 << 2;
         let command = self.command()?;
         expect(command & BUS_MASTER == 0, || {
             format!("It may still master the bus: Command is {command:#06x}")
         })?;
-        // Memory Space Enable, to look at its registers.
+        // Sets Memory Space Enable, to read the registers.
         let written = format!(
             "printf '\\002\\000' | dd of={} bs=2 seek=2 conv=notrunc",
             self.config
@@ -138,7 +138,7 @@ fn ended_under_load(
         .check_device(&inside::block_device("a", 1)?, 0)
 }
 
-/// A range that the drive does not have: it was opened to find that out.
+/// A start that fails after it has opened the drive, because the range exceeds the drive.
 fn failed_start(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let function = FunctionOptions::new("f", inside::address("a")?, "48M+48M");
@@ -155,7 +155,7 @@ fn failed_start(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Checks that each side finds what the other wrote, time and again.
+/// Checks that server and host driver alternately find each other's data.
 fn back_and_forth(bench: &Bench) -> Result<(), Failure> {
     for round in 0..4 {
         let mut server = serve(bench)?;

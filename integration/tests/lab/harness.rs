@@ -1,4 +1,4 @@
-//! Labs of groups of checks: one is booted for the first check of a group, and another one after a guest was lost.
+//! Labs of groups of checks. A lab is booted for the first check of a group, and again after a guest was lost.
 
 use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -17,24 +17,24 @@ use tempfile::TempDir;
 use crate::Refused;
 use crate::fixture::{Failure, LOGS, at, expect};
 
-/// Longer than any check takes on a busy machine.
+/// Timeout of a check on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// Longer than it takes to look through the logs.
+/// Timeout of collecting the logs.
 const PATIENCE_FOR_LOGS: Duration = Duration::from_secs(60);
-/// Most labs in which a check is tried, as guests are lost.
+/// Maximum number of labs for a check whose guests are lost.
 const ATTEMPTS: u32 = 8;
-/// Files of this size are images of drives and of memory, which take minutes to bring back.
+/// Largest log file that is fetched. Larger files are images of drives or memory, which take minutes to fetch.
 const LOG_KIB_MAX: u64 = 4096;
 
-/// Needs of every lab.
+/// Programs and assets of every lab.
 pub(crate) struct Suite {
     assets: LabAssets,
     programs: Vec<PathBuf>,
-    /// Name of this program inside a lab.
+    /// Path of this program inside a lab.
     itself: String,
 }
 
-/// Returns what every lab needs, provided once.
+/// Returns the suite, which is provided once.
 pub(crate) fn suite() -> Result<&'static Suite, Failure> {
     static SUITE: LazyLock<Result<Suite, String>> = LazyLock::new(|| {
         let cause = |failure: Failure| integration::error_chain(&*failure);
@@ -63,12 +63,12 @@ impl Suite {
         Ok(Lab::boot(&self.assets, &config, folder)?)
     }
 
-    /// The path of this program inside a lab.
+    /// Returns the path of this program inside a lab.
     pub(crate) fn itself(&self) -> &str {
         &self.itself
     }
 
-    /// Boots a lab for `work`. Its logs are kept if it fails.
+    /// Boots a lab for `work`. Its logs are kept after a failure.
     pub(crate) fn with_lab<T>(
         &self,
         drives: Vec<LabDrive>,
@@ -77,7 +77,7 @@ impl Suite {
         self.with_lab_of(with_drives(drives), work)
     }
 
-    /// The same with a lab that is configured otherwise.
+    /// Like [`Self::with_lab`], with another configuration.
     pub(crate) fn with_lab_of<T>(
         &self,
         config: LabConfig,
@@ -108,7 +108,7 @@ fn keep(folder: TempDir) {
     ));
 }
 
-/// Prints the cause of a failure, without the console that follows it.
+/// Prints the cause of a failure without the console output.
 fn print_cause(failure: &(dyn std::error::Error + Send + Sync)) {
     let text = integration::error_chain(failure);
     say(&format!(
@@ -126,18 +126,18 @@ pub(crate) struct GroupLab {
 
 #[derive(Default)]
 struct State {
-    /// The lab that runs, with the folder of its console.
+    /// The running lab, with the directory of its console.
     lab: Option<(Lab, TempDir)>,
-    /// Error of a lab that did not boot, after which none is tried.
+    /// Error of a failed boot, after which no further lab is booted.
     broken: Option<String>,
-    /// True if a check has failed in it.
+    /// True if a check has failed in the lab.
     failed: bool,
-    /// Number of accesses that the IOMMUs of labs have refused so far.
+    /// Number of DMA accesses that the IOMMUs of all labs have refused so far.
     refusals: u64,
 }
 
 impl GroupLab {
-    /// A lab that is not booted yet.
+    /// Creates a group lab, which is booted later.
     pub(crate) fn new(drives: fn() -> Vec<LabDrive>, once: bool) -> Self {
         Self {
             drives,
@@ -146,7 +146,7 @@ impl GroupLab {
         }
     }
 
-    /// Runs a check, in further labs as long as its guest is lost.
+    /// Runs a check, and repeats it in new labs while its guest is lost.
     pub(crate) fn check(&self, name: &str) -> Result<(), Failure> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let mut attempt = 1;
@@ -155,7 +155,7 @@ impl GroupLab {
                 Err(failure) if guest::is_lost(&*failure) => failure,
                 result => return result,
             };
-            // The state of its drives is not known.
+            // The drives are in an unknown state, so the lab is discarded.
             if let Err(failure) = state.leave() {
                 print_cause(&*failure);
             }
@@ -168,7 +168,7 @@ impl GroupLab {
         }
     }
 
-    /// Ends the lab and checks what its IOMMU has refused.
+    /// Ends the lab and checks the number of refused accesses.
     pub(crate) fn end(&self, refused: Refused) -> Result<(), Failure> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.leave()?;
@@ -177,7 +177,7 @@ impl GroupLab {
 }
 
 impl State {
-    /// Runs a check in the lab that runs, or in a new one.
+    /// Runs a check in the running lab, or in a new lab.
     fn run(&mut self, drives: fn() -> Vec<LabDrive>, name: &str) -> Result<(), Failure> {
         let suite = suite()?;
         if let Some(broken) = &self.broken {
@@ -231,7 +231,7 @@ impl State {
         }
     }
 
-    /// Ends the lab, if one runs. Logs are brought back if a check has failed.
+    /// Ends the running lab. Its logs are fetched if a check has failed.
     fn leave(&mut self) -> Result<(), Failure> {
         let Some((lab, folder)) = self.lab.take() else {
             return Ok(());
@@ -265,7 +265,7 @@ impl State {
 }
 
 impl Refused {
-    /// Fails unless this many accesses of devices are what was to be refused.
+    /// Fails unless the number of refused accesses is expected.
     fn expect(self, refusals: u64) -> Result<(), Failure> {
         let as_expected = match self {
             Self::Nothing => refusals == 0,

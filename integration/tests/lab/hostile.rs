@@ -1,5 +1,5 @@
-//! A guest that tries to reach what is not its own: memory that it did not give to its device, and blocks
-//! outside of its range, by every kind of data pointer, range and race.
+//! A guest that tries to access memory outside of its device's mappings and blocks outside of its range, with every kind of
+//! data pointer, range and race.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -21,18 +21,18 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use crate::fixture::{Failure, expect};
 
 const PAGE: u64 = PAGE_SIZE as u64;
-/// The device is given the first region, and not what lies below and above it.
+/// Region that is mapped for the device. Memory below and above is not mapped.
 const BASE: u64 = 1 << 32;
 const SIZE: u64 = 8 << 20;
 const HIDDEN: u64 = BASE + SIZE;
 const HIDDEN_SIZE: u64 = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Byte that fills memory which the guest may not write.
+/// Byte that fills memory which the device must not write.
 const SENTINEL: u8 = 0xA5;
-/// Commands whose data pointer changes while the device reads it.
+/// Number of commands whose data pointer changes while the device reads it.
 const RACES: u64 = 400;
 
-/// Counts of attempts.
+/// Numbers of attempts.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tried {
     pub(crate) commands: u64,
@@ -43,19 +43,19 @@ pub(crate) struct Hostile {
     memory: GuestMemory,
     controller: Controller,
     queue: QueuePair,
-    /// Memory of the guest that its device was not given.
+    /// Guest memory that is not mapped for the device.
     hidden: DmaBuffer,
-    /// Memory that no command names rightly.
+    /// Mapped memory that no valid command uses.
     unnamed: DmaBuffer,
     data: DmaBuffer,
-    /// Logical blocks of the range, and of a page.
+    /// Numbers of logical blocks in the range and in a page.
     blocks: u64,
     per_page: u32,
     tried: Tried,
 }
 
 impl Hostile {
-    /// Connects to a function whose range has so many bytes.
+    /// Connects to a function with a range of `range` bytes.
     pub(crate) fn attach(socket: &Path, range: u64) -> Result<Self, Failure> {
         let memory = GuestMemory::new(&[(BASE, SIZE)])?;
         let bar = VfioUserBar::attach(socket, &memory)?;
@@ -93,7 +93,7 @@ impl Hostile {
         })
     }
 
-    /// Tries everything once. Each attempt that must be refused is refused.
+    /// Makes every attempt once. Each invalid command must be refused.
     pub(crate) fn try_everything(&mut self) -> Result<Tried, Failure> {
         self.pointers()?;
         self.lists()?;
@@ -102,7 +102,7 @@ impl Hostile {
         self.ranges()?;
         self.ranges_in_data()?;
         self.race_with_a_list()?;
-        // A drive that takes less than a guest may transfer has its commands split, and offers none.
+        // If the drive's transfer limit is below a guest's, commands are split, and SGLs are not offered.
         if self.controller.identity()?.sgl() {
             self.race_with_a_segment()?;
         }
@@ -111,7 +111,7 @@ impl Hostile {
         Ok(self.tried)
     }
 
-    /// Nothing that the guest has in its memory begins as one of these blocks does.
+    /// Checks that guest memory contains none of these block prefixes.
     pub(crate) fn expect_nothing_of(&self, secrets: &HashSet<[u8; 16]>) -> Result<(), Failure> {
         let mut bytes = vec![0; MIB];
         for gpa in (BASE..BASE + SIZE).step_by(MIB) {
@@ -133,7 +133,7 @@ impl Hostile {
         Ok(self.controller.disable()?)
     }
 
-    /// Runs a command, and returns whether it was executed.
+    /// Runs a command. Returns whether it succeeded.
     fn command(&mut self, sqe: Sqe) -> Result<bool, Failure> {
         let status = self.queue.submit_and_wait(sqe, TIMEOUT)?.status();
         self.tried.commands += 1;
@@ -141,7 +141,7 @@ impl Hostile {
         Ok(status.is_success())
     }
 
-    /// Commands with data of so many pages, both ways, must all be refused.
+    /// Checks that commands with `pages` pages of data, in both directions, are refused.
     fn refused(&mut self, what: &str, pointer: DataPointer, pages: u32) -> Result<(), Failure> {
         for opcode in [io::READ, io::WRITE, io::COMPARE] {
             let sqe = Sqe::range(opcode, 1, 0, pages * self.per_page).with_data(pointer);
@@ -201,7 +201,7 @@ impl Hostile {
         Ok(())
     }
 
-    /// PRP lists, and what is in them.
+    /// PRP lists and their entries.
     fn lists(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
         for gpa in outside().into_iter().chain([self.unnamed.gpa() + 8]) {
@@ -215,13 +215,13 @@ impl Hostile {
         for gpa in outside() {
             self.refused("a PRP list", DataPointer::prp(data, gpa), 4)?;
         }
-        // One that goes on in memory that the device was not given.
+        // The list continues in memory that is not mapped for the device.
         let edge = self.memory.alloc_at(BASE + SIZE - PAGE, PAGE_SIZE)?;
         edge.write(PAGE_SIZE - 16, &data.to_le_bytes());
         edge.write(PAGE_SIZE - 8, &HIDDEN.to_le_bytes());
         let pointer = DataPointer::prp(data, edge.gpa() + PAGE - 16);
         self.refused("a PRP list that goes on outside", pointer, 4)?;
-        // A page of a list that names itself for ever: it is as long as the command, and no longer.
+        // A list that links to itself. The device follows it only for the length of the command.
         let list = self.list(&vec![data; PAGE_SIZE / 8])?;
         list.write(PAGE_SIZE - 8, &list.gpa().to_le_bytes());
         let pointer = DataPointer::prp(data, list.gpa() + PAGE - 8);
@@ -261,7 +261,7 @@ impl Hostile {
         let list = self.descriptor_list(&wrapping)?;
         let pointer = DataPointer::sgl(last_segment(list.gpa(), 48));
         self.refused("lengths that wrap", pointer, 1)?;
-        // Offsets, Transport Data Blocks, Keyed ones, those of vendors, and none that there are.
+        // Offset, Transport, Keyed, vendor specific and undefined descriptor types.
         for kind in (1..16).filter(|kind| ![2, 3].contains(kind)) {
             let pointer = DataPointer::sgl(sgl::descriptor(data, len, kind, 0));
             self.refused("an SGL's type", pointer, 1)?;
@@ -320,7 +320,7 @@ impl Hostile {
                 }
             }
         }
-        // The drive's other namespaces, and all of them.
+        // The drive's other namespaces, and the broadcast identifier.
         for nsid in [0, 2, 3, u32::MAX - 1, u32::MAX] {
             let pages = prp::buffer(&self.data, 0, PAGE_SIZE)?;
             for opcode in [io::READ, io::WRITE, io::WRITE_ZEROES] {
@@ -334,7 +334,7 @@ impl Hostile {
         Ok(())
     }
 
-    /// Runs a command whose data is a list of ranges.
+    /// Runs a command with a list of ranges as data.
     fn with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> Result<bool, Failure> {
         let data = self.memory.alloc(bytes.len())?;
         data.write(0, bytes);
@@ -362,7 +362,7 @@ impl Hostile {
         Ok(())
     }
 
-    /// Runs `command` again and again while `change` changes what it leads to.
+    /// Runs `command` repeatedly while `change` modifies the data that the command points to.
     fn race(
         &mut self,
         what: &str,
@@ -434,7 +434,7 @@ impl Hostile {
         )
     }
 
-    /// Ranges to be deallocated that are the neighbours' for a moment.
+    /// Deallocates ranges that briefly point to a neighbour's blocks.
     fn race_with_ranges(&mut self) -> Result<(), Failure> {
         let good = self.blocks / 2;
         let bad = [
@@ -451,7 +451,7 @@ impl Hostile {
             "ranges",
             |_| Sqe::deallocate(1, 16).with_data(pointer),
             |rng| {
-                // SLBA is the second word of a range.
+                // SLBA is the second 64-bit word of a range.
                 let at = 2 * rng.below(16) as usize + 1;
                 cells[at].store(bad[rng.below(4) as usize], Ordering::Relaxed);
                 cells[at].store(good, Ordering::Relaxed);
@@ -466,12 +466,12 @@ fn opcode(round: u64) -> u8 {
     [io::READ, io::WRITE][round as usize % 2]
 }
 
-/// Addresses of which some byte is outside of what the device was given.
+/// Returns addresses with at least one byte outside of the device's mappings.
 fn outside() -> [u64; 6] {
     [0, BASE - PAGE, HIDDEN, HIDDEN + PAGE, !(PAGE - 1), 1 << 63]
 }
 
-/// Ranges of (first block, blocks) that are not in a namespace of `blocks` blocks.
+/// Returns ranges (first block, number of blocks) beyond a namespace of `blocks` blocks.
 fn beyond(blocks: u64) -> [(u64, u32); 10] {
     [
         (blocks, 1),
@@ -482,7 +482,7 @@ fn beyond(blocks: u64) -> [(u64, u32); 10] {
         (u64::MAX, 1),
         (u64::MAX - 6, 8),
         (blocks.wrapping_neg(), 1),
-        // Byte addresses that wrap to the range's own.
+        // Byte addresses that wrap around into the range.
         (1 << 55, 1),
         (1 << 52, 8),
     ]

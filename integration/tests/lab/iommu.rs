@@ -1,4 +1,4 @@
-//! Refusals of the IOMMU are counted: without this check, a count of none would prove nothing.
+//! Proves that refusals of the IOMMU are counted, without which a count of zero would prove nothing.
 
 use integration::lab::{LabDrive, inside};
 
@@ -12,14 +12,14 @@ pub(crate) const GROUP: Group = Group::Inside {
     checks: &[("refuses_what_is_not_mapped", refuses)],
 };
 
-/// Lets a drive fetch its first admin command from where nothing is mapped.
+/// Makes a drive fetch its first admin command from an unmapped address.
 fn refuses(_: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let device = format!("/sys/bus/pci/devices/{}", inside::address("a")?);
     let bar = sh(&format!("head -n 1 {device}/resource | cut -d' ' -f1"))?;
     let bar = u64::from_str_radix(bar.trim().trim_start_matches("0x"), 16)
         .map_err(|error| Failure::from(format!("{bar}: {error}")))?;
-    // vfio-pci lets a function sleep (D3hot) that no process has opened.
+    // vfio-pci lets an unopened function sleep in D3hot.
     sh(&format!("echo on >{device}/power/control"))?;
     // Memory Space Enable and Bus Master Enable.
     sh(&format!(

@@ -1,8 +1,8 @@
-//! A guest that tries everything gets at nothing but its own range and memory: not the range of a guest
-//! beside it, not the drive outside of all leases. The host's own driver looks afterwards.
+//! A hostile guest reaches only its own range and memory, neither a neighbour's range nor unleased parts of the drive. The
+//! host's driver verifies that afterwards.
 //!
-//! QEMU's drives all take SGLs. That PRPs alone are used where a drive takes nothing else is tested with a
-//! model of a drive (`tests/tests/physical`).
+//! QEMU's drives all support SGLs. A test with a model of a drive checks that only PRPs are used for drives without SGLs
+//! (`tests/tests/physical`).
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -31,9 +31,9 @@ pub(crate) const GROUP: Group = Group::Inside {
     name: "isolation",
     drives: || {
         vec![
-            // As much a command as a guest may have: SGLs are offered.
+            // Transfers as large as a guest's limit, so SGLs are offered.
             LabDrive::new("a", DRIVE).mdts(8),
-            // Two pages a command: all but the smallest are split.
+            // Two pages per command, so all but the smallest commands are split.
             LabDrive::new("b", DRIVE)
                 .lba_size(4096)
                 .namespaces(2)
@@ -60,14 +60,14 @@ pub(crate) const GROUP: Group = Group::Inside {
 };
 
 const DRIVE: u64 = 32 << 20;
-/// A range that is leased and not used, one that is attacked from, one that is worked on.
+/// Starts of an unused leased range, of the hostile guest's range, and of a working guest's range.
 const VICTIM: u64 = 4 << 20;
 const HOSTILE: u64 = 12 << 20;
 const BYSTANDER: u64 = 20 << 20;
 const RANGE: u64 = 8 << 20;
 const MIB: usize = 1 << 20;
 
-/// Pattern that the host writes all over a drive, and the one for the hostile guest's range.
+/// Pattern that the host writes to the whole drive, and pattern of the hostile guest's range.
 const SECRET: u64 = 0x5ec2e7;
 const OWN: u64 = 0x0135;
 
@@ -123,7 +123,7 @@ fn may_have_changed(offset: u64) -> bool {
     (HOSTILE..HOSTILE + RANGE).contains(&offset) || (BYSTANDER..BYSTANDER + RANGE).contains(&offset)
 }
 
-/// The beginning of each block that is none of the hostile guest's business.
+/// Fills the drive. Returns the first bytes of each block that the hostile guest must not read.
 fn fill_drive(device: &Path, block_size: usize) -> Result<HashSet<[u8; 16]>, Failure> {
     let mut secrets = HashSet::new();
     let file = open(device)?;
@@ -145,8 +145,7 @@ fn fill_drive(device: &Path, block_size: usize) -> Result<HashSet<[u8; 16]>, Fai
     Ok(secrets)
 }
 
-/// The first and the last blocks, the victim's range, and all else outside of the two ranges in use hold what
-/// the host wrote.
+/// Checks that the drive holds the host's data outside of the two ranges in use, including the victim's range.
 fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Failure> {
     let file = open(device)?;
     let (mut bytes, mut wanted) = (vec![0; MIB], vec![0; MIB]);
@@ -169,8 +168,8 @@ fn open(device: &Path) -> Result<File, Failure> {
     file.map_err(at(device))
 }
 
-/// Three drives and four namespaces in one server: commands of 1 MiB, which drives of less take in parts. Data is
-/// described by SGLs where they are offered.
+/// Runs commands of 1 MiB on three drives with four namespaces of one server. Drives with lower limits get split commands.
+/// Clients use SGLs where they are offered.
 fn large_commands(bench: &Bench) -> Result<(), Failure> {
     let drives = [
         ("a", 1, true),
@@ -227,9 +226,9 @@ fn large_commands(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The hardware loses a huge page of a guest's memory: that guest alone ends.
+/// The hardware loses a huge page of a guest's memory: only that guest ends.
 fn memory_that_the_hardware_loses(bench: &Bench) -> Result<(), Failure> {
-    /// Has the kernel take the page at a physical address for lost (Linux, `admin-guide/mm/memory-hotplug`).
+    /// Makes the kernel treat the page at a physical address as lost (Linux, `admin-guide/mm/memory-hotplug`).
     const LOSE: &str = "/sys/devices/system/memory/hard_offline_page";
     const BASE: u64 = 1 << 32;
     const MEMORY: u64 = 4 * HUGE_PAGE;

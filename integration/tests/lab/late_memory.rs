@@ -1,5 +1,5 @@
-//! Guests whose memory comes after them, in a Cloud Hypervisor with the patch: restored on demand, or received by
-//! post-copy, while fio writes and verifies. All data is right, or the function is refused with the reason.
+//! Guests of patched Cloud Hypervisor whose memory arrives late: restored on demand, or received by post-copy, while fio writes
+//! and verifies. All data must be right, or the function must be refused with the reason.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,14 +17,14 @@ use crate::init;
 use crate::vmm::{root, said, spawn_cloud_hypervisor};
 use crate::vmms::is_patched_cloud_hypervisor_named;
 
-/// Passes of the guest's load before its memory goes, and after that.
+/// Passes of the guest's load before and after the restore.
 const PASSES: usize = 2;
-/// Part of the sentence with which a function refuses memory that is not there yet.
+/// Part of the message that refuses incomplete memory.
 const REFUSAL: &str = "restored on demand";
-/// The receiver of a guest, on this host.
+/// Address at which the receiving VMM listens, on this host.
 const RECEIVER: &str = "127.0.0.1:7001";
 
-/// A load without end, each pass of which says whether it verified what it wrote, and the kernel's errors until then.
+/// Returns an endless load. Each pass prints whether its data was verified, and the number of kernel errors so far.
 fn load() -> String {
     init::script(
         "pass=0
@@ -42,7 +42,7 @@ done
     )
 }
 
-/// A guest under load. It goes before a server that has its drive does.
+/// A guest under load. It is dropped before the server of its drive.
 struct Loaded {
     vmm: Supervised,
     console: PathBuf,
@@ -51,7 +51,7 @@ struct Loaded {
 }
 
 impl Loaded {
-    /// Boots a guest. Its drive is the VMM's, or a server's.
+    /// Boots a guest, whose drive belongs to the VMM or to a server.
     fn start(bench: &Bench, is_served: bool) -> Result<Self, Failure> {
         let assets = Assets::provide(&KernelChoice::V6_12)?;
         let image = root(bench, &assets, &load())?;
@@ -68,7 +68,7 @@ impl Loaded {
         })
     }
 
-    /// Saves the guest into a folder, and ends its VMM.
+    /// Saves the guest into a directory, and ends its VMM.
     fn save(&mut self, bench: &Bench) -> Result<String, Failure> {
         await_passes(&self.console, &mut self.vmm)?;
         let snapshot = bench.folder().join("snapshot");
@@ -85,19 +85,19 @@ impl Loaded {
         Ok(url)
     }
 
-    /// Forgets what the guest has said.
+    /// Empties the console log.
     fn forget(&self) -> Result<(), Failure> {
         fs::write(&self.console, "").map_err(at(&self.console))
     }
 
-    /// Restores the guest, and lets it run.
+    /// Restores and resumes the guest.
     fn restore(&mut self, bench: &Bench, url: &str, mode: &str) -> Result<(), Failure> {
         let restore = format!("source_url={url},memory_restore_mode={mode},resume=true");
         self.vmm = cloud_hypervisor::spawn(bench.folder(), ["--restore", &restore])?;
         Ok(())
     }
 
-    /// Removes what lies in memory.
+    /// Ends the guest, and removes its files, which occupy memory.
     fn end(mut self, bench: &Bench) -> Result<(), Failure> {
         self.vmm.kill();
         if let Some(server) = &mut self.server {
@@ -112,7 +112,7 @@ impl Loaded {
     }
 }
 
-/// Waits for passes of the load in a VMM, none of which found an error.
+/// Waits for passes of the load. None may have found an error.
 fn await_passes(console: &Path, vmm: &mut Supervised) -> Result<(), Failure> {
     let pid = vmm.pid();
     await_that(&format!("passes of fio in process {pid}"), || {
@@ -121,11 +121,11 @@ fn await_passes(console: &Path, vmm: &mut Supervised) -> Result<(), Failure> {
             let log = file_tail(vmm.log());
             return Err(format!("The VMM ended with {status}:\n{log}\n{told}").into());
         }
-        // The last line may not be whole yet.
+        // The last line may be incomplete.
         let errors = told.lines().filter_map(|line| {
             let (_, pass) = line.split_once("guest: verified ")?;
             let (_, errors) = pass.split_once(", errors ")?;
-            // The kernel may say something behind it.
+            // A kernel message may follow the number.
             let errors = errors.split(|c: char| !c.is_ascii_digit()).next();
             errors.filter(|errors| !errors.is_empty())
         });
@@ -136,7 +136,7 @@ fn await_passes(console: &Path, vmm: &mut Supervised) -> Result<(), Failure> {
     })
 }
 
-/// The VMM has the drive: its function fills pages as it touches them.
+/// If the VMM has the drive, its function restores pages on access.
 pub(crate) fn restores_on_demand(bench: &Bench) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
@@ -148,7 +148,7 @@ pub(crate) fn restores_on_demand(bench: &Bench) -> Result<(), Failure> {
     guest.end(bench)
 }
 
-/// A server has the drive, which maps the memory's file: a restore on demand is refused, and one by copy goes on.
+/// If a server has the drive, it maps the memory's file: a restore on demand is refused, and a restore by copy works.
 pub(crate) fn restores_by_a_server(bench: &Bench) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
@@ -170,7 +170,7 @@ pub(crate) fn restores_by_a_server(bench: &Bench) -> Result<(), Failure> {
     guest.end(bench)
 }
 
-/// The guest goes to another process on this host, and its memory follows it.
+/// The guest migrates to another process on this host, and its memory follows.
 pub(crate) fn migrates_by_post_copy(bench: &Bench) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
@@ -205,7 +205,7 @@ pub(crate) fn migrates_by_post_copy(bench: &Bench) -> Result<(), Failure> {
         say("        refused: the memory is restored on demand");
         return guest.end(bench);
     }
-    // The sender stays, without a guest.
+    // The sender remains, without a guest.
     await_passes(&guest.console, &mut receiver)?;
     receiver.kill();
     guest.end(bench)

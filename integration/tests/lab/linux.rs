@@ -1,5 +1,5 @@
-//! An unmodified Linux on a physical drive behind its function: abilities, health, queue pairs shared with
-//! another guest, and removal.
+//! An unmodified Linux on a function of a physical drive: abilities, health, queue pairs shared with another guest, and
+//! removal.
 
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ pub(crate) const GROUP: Group = Group::Inside {
     checks: &[("guests_share_a_drive_until_it_is_gone", from_start_to_end)],
 };
 
-/// Two functions of a drive: Linux on one, on the other a guest without a machine. A second machine is
-/// avoided, since of two that KVM runs here at the same time one is often lost.
+/// Two functions of a drive, with Linux on one and a native client on the other. A second machine is avoided, because KVM in
+/// the lab often loses one of two concurrent machines.
 struct Scene {
     server: Server,
     guest: Guest,
@@ -48,7 +48,7 @@ fn scene(bench: &Bench) -> Result<Scene, Failure> {
     })
 }
 
-/// A number that `nvme` prints behind a name and a colon.
+/// Returns a number that `nvme` prints after a name and a colon.
 fn field(guest: &Guest, command: &str, name: &str) -> Result<u64, Failure> {
     let text = guest.check(command, PATIENCE)?;
     let value = text.lines().find_map(|line| {
@@ -73,7 +73,7 @@ fn load(name: &str) -> Fio {
         .option("verify_backlog", "64")
 }
 
-/// One scene for all of it: with each machine that boots, one may be lost.
+/// Runs all steps in one scene, because each boot may lose the machine.
 fn from_start_to_end(bench: &Bench) -> Result<(), Failure> {
     let mut scene = scene(bench)?;
     shares_queue_pairs(&scene)?;
@@ -95,7 +95,8 @@ fn shares_queue_pairs(scene: &Scene) -> Result<(), Failure> {
         neighbour,
         address,
     } = scene;
-    // QEMU's drive has neither Write Uncorrectable nor SGLs that could be offered; a lease has its blocks.
+    // QEMU's drive supports neither Write Uncorrectable nor SGLs that a function could offer. A lease reports events for its
+    // namespace.
     let id = "nvme id-ctrl /dev/nvme0";
     for (name, expected) in [("oncs", 0x5d), ("sgls", 0), ("oaes", 0x100)] {
         let found = field(guest, id, name)?;
@@ -108,7 +109,7 @@ fn shares_queue_pairs(scene: &Scene) -> Result<(), Failure> {
         format!("Logical blocks of {block} bytes")
     })?;
 
-    // Two queues of guests on one queue pair of the drive.
+    // Both guests' queues share a queue pair of the drive.
     let shared = load("shared");
     let job = guest.start(&shared.script())?;
     let is_shared = || {
@@ -141,7 +142,7 @@ fn knows_its_health(scene: &Scene) -> Result<(), Failure> {
     } = scene;
     inside::control("warn a 4")?;
     await_that("the drive's warning", || Ok(critical_warning(guest)? == 4))?;
-    // The server asks once a minute. One that is held up does not answer in time.
+    // The server queries the warning once a minute. A server that is held up does not answer in time.
     await_that("the warning in the server's figures", || {
         let drive = server.drive_stats(address);
         Ok(drive.is_ok_and(|drive| drive.critical_warning == Some(4)))
@@ -163,7 +164,7 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
     let commands = || Ok::<_, Failure>(server.function_stats("one")?.totals().commands);
     let before = commands()?;
     let job = guest.start(&endless)?;
-    // Of a disk that is gone before fio opens it, fio would make a file.
+    // If the disk disappears before fio opens it, fio creates a file.
     await_that("load", || Ok(commands()? > before + 2000))?;
     neighbour.advance()?;
     inside::control("remove a")?;
@@ -181,13 +182,13 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
     expect(warning == 4, || {
         format!("The Critical Warning is {warning:#x}")
     })?;
-    // There is no way back, but nothing that hangs either.
+    // The disk does not come back, but commands do not hang.
     guest.check("nvme reset /dev/nvme0", PATIENCE)?;
     let state = guest.check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
     expect(state.trim() == "live", || {
         format!("The controller is {state}")
     })?;
-    // No driver had to wait for its own timeout.
+    // The guest's driver must not have hit its own timeout.
     let waited = guest.run(
         "dmesg | grep -v 'ommand line' | grep -iE 'nvme.*time ?out|blocked for more'",
         PATIENCE,

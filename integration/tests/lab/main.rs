@@ -52,15 +52,15 @@ use harness::{GroupLab, Suite};
 
 /// A check inside the lab.
 type Inside = fn(&Bench) -> Result<(), Failure>;
-/// A check from outside, which boots its own labs.
+/// A check outside of the lab, which boots its own labs.
 type Around = fn(&Suite) -> Result<(), Failure>;
 
-/// Refusals that the IOMMU must have counted by the end of a group.
+/// Expected number of IOMMU refusals at the end of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refused {
-    /// Nothing: every address that devices got was right.
+    /// No refusals: every DMA address was valid.
     Nothing,
-    /// Something, as the group provokes it.
+    /// At least one refusal, which the group provokes.
     Something,
 }
 
@@ -74,7 +74,7 @@ enum Group {
         refused: Refused,
         checks: &'static [(&'static str, Inside)],
     },
-    /// From outside.
+    /// Checks from outside.
     Around {
         name: &'static str,
         checks: &'static [(&'static str, Around)],
@@ -116,7 +116,7 @@ fn main() -> ExitCode {
     let options = Options::parse();
     let once = options.once;
     let groups = GROUPS.iter().map(|group| group.checks(once)).collect();
-    // A lab takes the machine for itself.
+    // A lab needs the whole machine.
     checks::run(options, groups, 1)
 }
 
@@ -148,7 +148,7 @@ impl Group {
     }
 }
 
-/// Runs the check of this name, in the lab that was booted for its group.
+/// Runs the check called `wanted`, in the lab of its group.
 fn run_inside(wanted: &str) -> ExitCode {
     match check_inside(wanted) {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,4 +1,4 @@
-//! A physical drive from bind to give-back, with clients that need no guest: what `cargo verify` runs every time.
+//! A physical drive from bind to release, with native clients instead of guests. `cargo verify` runs these checks every time.
 
 use std::env;
 use std::sync::Arc;
@@ -43,18 +43,19 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// Servers that are killed with reads in flight, in each situation.
+/// Number of servers that are killed with reads in flight, in each situation.
 const OUTAGES: u32 = 3;
-/// The same with `--full`.
+/// Number of killed servers with `--full`.
 const OUTAGES_OF_FULL: u32 = 50;
 
-/// Commands of a client between the ends of two servers, less than this.
+/// Upper bound of a client's commands between the ends of two servers.
 const COMMANDS: u64 = 100;
 
-/// Memory of the client that waits while its drive is pulled.
+/// Memory of the idle client whose drive is removed.
 const MEMORY: (u64, u64) = (1 << 33, 1 << 20);
 
-/// Has functions in two processes and a vfio-user client share a physical drive, whose server refuses what another has.
+/// Shares a physical drive among functions in two processes and a vfio-user client. The server refuses ranges that others have
+/// leased.
 fn leased(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
@@ -78,13 +79,13 @@ fn leased(bench: &Bench) -> Result<(), Failure> {
     }
     let listed = server.list()?;
     expect(listed == ["f", "one", "two"], || format!("{listed:?}"))?;
-    // One goes, and comes again, while the others work.
+    // The first process ends and starts again while the others work.
     two.begin(CHECK)?;
     one.end()?;
     let mut one = Process::start(&server, &function("one", RANGE), 1)?;
     two.finish()?;
     one.order(CHECK)?;
-    // One ends in the middle of its writes.
+    // The first process is killed during its writes.
     two.begin(WRITE)?;
     one.begin(WRITE)?;
     one.kill()?;
@@ -109,8 +110,8 @@ fn leased(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Kills servers of a physical drive, each while a function elsewhere has writes in flight. The next one carries them
-/// out. The function's guest notices nothing but the time.
+/// Kills servers of a physical drive, each with writes of a function in another process in flight. The next server executes the
+/// writes, and the guest notices only a delay.
 pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
@@ -128,7 +129,7 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
         server.restart()?;
         one.await_all(&commands)?;
         still.push(killed.elapsed());
-        // A write of the killed server that the drive carried out now would be found.
+        // Detects a late write of the killed server.
         one.write()?;
         one.check()?;
     }
@@ -148,12 +149,12 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Kills servers of a slow physical drive, each while a function elsewhere has reads in flight, whose guest resets its
-/// controller. The kernel takes a server's memory and sockets down before it closes the drive.
+/// Kills servers of a slow physical drive, each with reads of a function in another process in flight, whose guest resets its
+/// controller. The kernel frees a server's memory and sockets before it closes the drive.
 pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
-    /// Memory that the kernel takes back before the drive's descriptors close.
+    /// Memory that the kernel frees before it closes the drive's descriptors.
     const LARGE: &str = "600M";
-    /// Functions whose sockets close before these do.
+    /// Functions whose sockets are closed before the drive's descriptors.
     const CROWD: u64 = 60;
     let servers = match env::var_os(FULL) {
         Some(_) => OUTAGES_OF_FULL,
@@ -196,8 +197,8 @@ pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Replaces servers of a physical drive under a keeper, each with commands of a vfio-user client in flight. The client
-/// verifies what it reads, and notices nothing but the time. No upgrade resets the drive.
+/// Replaces servers of a physical drive under a keeper, each with commands of a vfio-user client in flight. The client verifies
+/// its reads, and notices only a delay. No upgrade resets the drive.
 pub(crate) fn outlives(bench: &Bench, how: Replacement, servers: u32) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
@@ -238,14 +239,14 @@ pub(crate) fn outlives(bench: &Bench, how: Replacement, servers: u32) -> Result<
     contents.check_device(&inside::block_device("a", 1)?, 0)
 }
 
-/// Returns how often drives were enabled so far, as the machine around the lab has seen it.
+/// Returns how often the controller was enabled so far, as counted outside of the lab.
 fn enables() -> Result<u64, Failure> {
     let said = inside::control("enables a")?;
     said.parse()
         .map_err(|error| Failure::from(format!("{said}: {error}")))
 }
 
-/// A client that has written its range.
+/// Returns a client that has written its range.
 fn working(id: &'static str, server: &Server, seed: u64) -> Result<Client, Failure> {
     let client = Client::start(id, &server.socket(id), Work::new(seed))?;
     let places = Work::new(0).places as u64;
@@ -253,8 +254,8 @@ fn working(id: &'static str, server: &Server, seed: u64) -> Result<Client, Failu
     Ok(client)
 }
 
-/// Pulls a drive while its client has no command outstanding and another drive's client works. QEMU's drive with
-/// commands in flight may corrupt QEMU's own memory when it is pulled, so `failures` does that.
+/// Removes a drive whose client is idle, while a client of another drive works. Removing a QEMU drive with commands in flight
+/// may corrupt QEMU's memory, so only `failures` does that.
 fn pulled(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     inside::bind("b", "vfio-pci")?;

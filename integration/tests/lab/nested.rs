@@ -1,4 +1,4 @@
-//! Guests by KVM inside the lab.
+//! KVM guests inside the lab.
 
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig};

@@ -1,8 +1,8 @@
-//! Disks without serial numbers that come in another order at each boot of a host, whose ledger stays.
+//! Disks without serial numbers, whose order changes at each boot of a host with a persistent ledger.
 //!
-//! Each check boots a lab again and again, with three disks by virtio that have no `serial=`, and one more that keeps the
-//! ledger. This program, inside the lab, asks for every lease on every path that its disk may have by now. A lease is given
-//! to the tenant whose data is there, or refused with a reason.
+//! Each check boots a lab repeatedly, with three virtio disks without `serial=`, and another disk for the ledger. Inside the
+//! lab, this program requests every lease on every path that its disk may have. A lease must go to the owner of its data, or be
+//! refused with a reason.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,12 +38,12 @@ pub(crate) const GROUP: Group = Group::Around {
 
 /// First argument of this program inside the lab.
 pub(crate) const ARGUMENT: &str = "order";
-/// Three disks with a lease by `range=` each.
+/// Case: three disks with a lease by `range=` each.
 const NAMELESS: &str = "nameless";
-/// One such disk, one with a label, and one with a file system, whose file has leases.
+/// Case: a disk with a lease by range, a disk with a label, and a disk with a file system, whose image has leases.
 const NAMED: &str = "named";
 
-/// Numbers of the disks in the order in which they are plugged.
+/// Orders in which the disks are plugged, by number.
 const ORDERS: [[usize; 3]; 6] = [
     [0, 1, 2],
     [1, 2, 0],
@@ -52,10 +52,10 @@ const ORDERS: [[usize; 3]; 6] = [
     [2, 0, 1],
     [1, 0, 2],
 ];
-/// The paths of the first, second and third disk.
+/// Paths of the first, second and third disk.
 const PATHS: [&str; 3] = ["/dev/vdc", "/dev/vdd", "/dev/vde"];
 const DISK: u64 = 64 << 20;
-/// The drive with the ledger, where it is mounted, and the folder of the ledger.
+/// The drive with the ledger, its mount point, and the ledger's directory.
 const STATE: &str = "state";
 const STATE_FOLDER: &str = "/state";
 const LEDGER: &str = "/state/leases";
@@ -63,20 +63,20 @@ const LEDGER: &str = "/state/leases";
 const FILES_FOLDER: &str = "/files";
 const IMAGE: &str = "/files/drive.img";
 const IMAGE_BYTES: u64 = 32 << 20;
-/// Bytes of each lease.
+/// Size of each lease in bytes.
 const LEASE: u64 = 4 << 20;
 const BY_SIZE: &str = "size=4M,unit=1M";
 const BY_RANGE: &str = "range=8M+4M";
-/// The label.
+/// Label of the labelled disk.
 const LABEL: &str = "pool";
 
-/// Longer than one boot's leases take on a busy machine.
+/// Timeout of the requests in one boot, on a busy machine.
 const PATIENCE_OF_A_BOOT: Duration = Duration::from_secs(900);
 const MEMORY: (u64, u64) = (1 << 32, 4 << 20);
 const SECTOR: u64 = 512;
 const PIECE: u64 = 64 << 10;
 
-/// Boots a lab so many times.
+/// Boots a lab `boots` times.
 fn over_boots(suite: &Suite, kind: &str, boots: usize) -> Result<(), Failure> {
     let folder = tempfile::tempdir().map_err(at(std::env::temp_dir()))?;
     let disks = [0, 1, 2].map(|disk| folder.path().join(format!("disk{disk}.img")));
@@ -108,7 +108,7 @@ fn over_boots(suite: &Suite, kind: &str, boots: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Runs inside the lab, with the arguments that follow [`ARGUMENT`].
+/// Main function inside the lab, with the arguments after [`ARGUMENT`].
 pub(crate) fn main(arguments: &[String]) -> ExitCode {
     match run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
@@ -175,14 +175,14 @@ struct Host {
 }
 
 impl Host {
-    /// Path of a disk in this boot.
+    /// Returns the path of a disk in this boot.
     fn path(&self, disk: usize) -> Result<&'static str, Failure> {
         let place = self.order.iter().position(|number| *number == disk);
         let place = place.ok_or_else(|| Failure::from(format!("There is no disk {disk}")))?;
         Ok(PATHS[place])
     }
 
-    /// Tenants with a range on a disk each. None has it again after a boot before the operator has said which disk is which.
+    /// Checks owners with a range on a disk each. After a boot, each is refused until the operator has identified the disks.
     fn nameless(&mut self) -> Result<(), Failure> {
         let tenants = ["tenant0", "tenant1", "tenant2"];
         for (tenant, path) in tenants.into_iter().zip(PATHS) {
@@ -193,12 +193,13 @@ impl Host {
             }
             let why = ["before the host was restarted", "leases carry-over"];
             self.expect_refused("sized", path, BY_SIZE, &why)?;
-            // Whoever asks: the tenant that had the path at first, another one, and one that was never there.
+            // The refusal does not depend on the id: the first owner of the path, another owner, or an unknown id.
             for id in [tenant, "tenant1", "stranger"] {
                 self.expect_refused(id, path, BY_RANGE, &why)?;
             }
         }
-        // The operator says it, at every other boot: a refusal names a drive of an earlier boot, and who has data there.
+        // At every other boot, the operator identifies the disks: a refusal names a drive of an earlier boot, and an owner of
+        // its data.
         if self.boot % 2 == 1 {
             let mut unsaid = vec![0, 1, 2];
             while let Some(disk) = unsaid.last() {
@@ -212,7 +213,7 @@ impl Host {
             }
             for (disk, tenant) in tenants.into_iter().enumerate() {
                 let path = self.path(disk)?;
-                // Nobody else: another one's lease is elsewhere, or the range has this one's data.
+                // Other ids are refused: their lease is on another disk, or the range has this owner's data.
                 let others = tenants.into_iter().filter(|other| *other != tenant);
                 for other in others.chain(["stranger"]) {
                     self.expect_refused(other, path, BY_RANGE, &["lease"])?;
@@ -223,7 +224,8 @@ impl Host {
         Ok(())
     }
 
-    /// A disk without anything, one with a label, and one with a file system, whose leases are right at each boot.
+    /// Checks a bare disk, a labelled disk, and a disk with a file system. The leases of the latter two must be right at each
+    /// boot.
     fn named(&mut self) -> Result<(), Failure> {
         let (bare, labelled, with_files) = (0, 1, 2);
         let pool = format!("{BY_SIZE},drive-id={LABEL}");
@@ -233,7 +235,7 @@ impl Host {
             self.expect_right("bare", self.path(bare)?, BY_RANGE)?;
         }
         self.mount_files()?;
-        // In an order of their own each time: whoever comes first gets what is free.
+        // The order of requests alternates, because the first one gets free blocks first.
         let mut ids = [0, 1];
         ids.rotate_left(self.boot % 2);
         for path in PATHS {
@@ -245,7 +247,7 @@ impl Host {
                     self.expect_refused(&id, path, &pool, &[path])?;
                 }
             }
-            // Without the label's name, no disk has a lease by size.
+            // Without the label's name, a lease by size is refused on every disk.
             self.expect_refused("pool0", path, BY_SIZE, &[])?;
             if self.boot > 0 {
                 self.expect_refused("bare", path, BY_RANGE, &[])?;
@@ -257,7 +259,7 @@ impl Host {
         Ok(())
     }
 
-    /// Mounts the one disk with a file system.
+    /// Mounts the disk with a file system.
     fn mount_files(&self) -> Result<(), Failure> {
         let mount = |path: &&str| sh(&format!("mount -t ext4 {path} {FILES_FOLDER}")).is_ok();
         PATHS
@@ -273,7 +275,7 @@ impl Host {
         Ok(())
     }
 
-    /// A tenant gets its lease, and finds what it wrote.
+    /// Checks that an id gets its lease and finds its data.
     fn expect_right(&mut self, id: &str, path: &str, which: &str) -> Result<(), Failure> {
         let server = match Served::start(id, path, which)? {
             Asked::Served(server) => server,
@@ -282,7 +284,7 @@ impl Host {
             }
         };
         server.find_and_write(id, self.boot == 0)?;
-        // At each other boot, the server dies with the host.
+        // At every other boot, the server is killed with the host.
         if self.boot.is_multiple_of(2) {
             server.stop()?;
         }
@@ -290,7 +292,7 @@ impl Host {
         Ok(())
     }
 
-    /// A tenant is refused a lease for a reason with these words.
+    /// Checks that a lease is refused by a message with all `words`.
     fn expect_refused(
         &mut self,
         id: &str,
@@ -309,7 +311,7 @@ impl Host {
     }
 }
 
-/// Returns the words with which a lease is refused.
+/// Returns the message that refuses a lease.
 fn refusal(id: &str, path: &str, which: &str) -> Result<String, Failure> {
     match Served::start(id, path, which)? {
         Asked::Refused(text) => Ok(text),
@@ -339,18 +341,18 @@ struct Served {
     socket: PathBuf,
 }
 
-/// Answer to a request for a lease.
+/// Result of a request for a lease.
 enum Asked {
     Served(Served),
     Refused(String),
 }
 
 impl Served {
-    /// Starts a server. It ends if its function's lease is refused.
+    /// Starts a server, which ends if its function's lease is refused.
     fn start(id: &str, path: &str, which: &str) -> Result<Asked, Failure> {
         let socket = PathBuf::from("/run/x.sock");
         let log = PathBuf::from("/tmp/serve.log");
-        // Of the server before.
+        // Removes the log of the previous server.
         let _ = fs::remove_file(&log);
         let mut command = Command::new(inside::brought("nvme-mpt"));
         command
@@ -377,7 +379,7 @@ impl Served {
         }
     }
 
-    /// Reads the whole lease, which has what the tenant wrote, or no data at first, and writes it.
+    /// Reads the whole lease, which must hold this id's data, or no data at first. Then writes the data.
     fn find_and_write(&self, id: &str, is_first: bool) -> Result<(), Failure> {
         let memory = GuestMemory::new(&[MEMORY])?;
         let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&self.socket, &memory)?);

@@ -1,11 +1,10 @@
-//! A drive with fewer queue pairs than its guests want: they share, all of them work, and one that has much
-//! to do does not starve one that has little.
+//! A drive with fewer queue pairs than its guests want: the guests share the pairs, all of them work, and a busy guest does not
+//! starve a quiet one.
 //!
-//! Latencies in a machine in software say nothing about a real drive's. The checks compare the same guest
-//! with and without a neighbour, alternately, each with the median of several rounds. They use two
-//! drives. One takes its own time for each command, much more than the machine takes to emulate it: a guest that waits
-//! there waits for the drive, so our share of the time shows. The other is as fast as the machine emulates it: there, a
-//! neighbour also takes the processors that the drive, the server and the quiet guest run on.
+//! Latencies on an emulated machine say nothing about real drives. The checks compare a guest with and without a neighbour,
+//! alternately, by the median of several rounds. They use two drives. The slow drive takes much longer for a command than its
+//! emulation, so waiting shows the shares of the guests. The fast drive is limited only by its emulation, so a neighbour also
+//! competes for the processors of the drive, the server and the quiet guest.
 
 use std::path::Path;
 use std::process::Command;
@@ -39,22 +38,22 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// A drive, and how a quiet guest is to fare there.
+/// A drive, and the bound for a quiet guest.
 struct Terms {
     id: &'static str,
-    /// Commands of a loud guest after which it is under way.
+    /// Commands of a loud guest after which it counts as running.
     under_way: u64,
-    /// Seconds: what the loud guest has in the drive by then goes first.
+    /// Warm-up in seconds, for commands that the loud guest already has in the drive.
     warmup: &'static str,
-    /// Rounds of all neighbours.
+    /// Number of rounds with all neighbours.
     rounds: usize,
-    /// Longest 99th percentile of a quiet guest, as a multiple of alone.
+    /// Largest 99th percentile of a quiet guest's latency, as a multiple of its latency alone.
     limit: f64,
 }
 
-/// The drive does 200 commands a second, or 4 MiB: one of 128 KiB takes as long as six small ones, and what a loud
-/// guest has in the drive takes two seconds. Machines that are not idle add some milliseconds to a latency now
-/// and then, which is to be little compared with those.
+/// A drive limited to 200 commands a second, or 4 MiB/s. A command of 128 KiB takes as long as six small ones, and the commands
+/// that a loud guest has in the drive take two seconds. A busy machine adds some milliseconds to a latency at times, which is
+/// small in comparison.
 const SLOW: Terms = Terms {
     id: "b",
     under_way: 70,
@@ -63,7 +62,7 @@ const SLOW: Terms = Terms {
     limit: 3.0,
 };
 
-/// Not limited by what the drive does, so that it is no more than a bound for starvation.
+/// A drive without limits, so the bound only excludes starvation.
 const FAST: Terms = Terms {
     id: "a",
     under_way: 200,
@@ -72,7 +71,7 @@ const FAST: Terms = Terms {
     limit: 60.0,
 };
 
-/// I/O queue pairs of a drive.
+/// Number of I/O queue pairs of a drive.
 const PAIRS: u16 = 2;
 const RANGE: u64 = 64 << 20;
 const GUESTS: [&str; 4] = ["g1", "g2", "g3", "g4"];
@@ -88,7 +87,7 @@ fn serve(bench: &Bench, drive: &str) -> Result<(Server, String), Failure> {
     Ok((bench.serve(&functions)?, path))
 }
 
-/// Four guests with two queues each.
+/// Runs four guests with two queues each.
 fn four_guests(bench: &Bench) -> Result<(), Failure> {
     let (mut server, path) = serve(bench, FAST.id)?;
     let mut guests = Vec::new();
@@ -140,15 +139,15 @@ struct Measured {
     iops: f64,
 }
 
-/// The neighbours, with what they do.
+/// Neighbours, with their arguments.
 const NEIGHBOURS: [(&str, &[&str]); 3] = [
     ("nobody", &[]),
     ("QD 32, 128 KiB reads", &["--size", "128K", "--qd", "32"]),
     ("QD 32, 4 KiB reads", &["--size", "4K", "--qd", "32"]),
 ];
 
-/// A guest with one read of 4 KiB at a time beside one that does all it can: the loud one has two queues, so
-/// that every queue pair has one of them, and shares one of these with the quiet one.
+/// Measures a guest with one read of 4 KiB in flight beside a loud guest. The loud guest has a queue on each of the two queue
+/// pairs, so the quiet guest shares one of them.
 fn loud_and_quiet(bench: &Bench, terms: &Terms) -> Result<(), Failure> {
     let (mut server, path) = serve(bench, terms.id)?;
     let mut measured: [Vec<Measured>; NEIGHBOURS.len()] = Default::default();
@@ -157,7 +156,7 @@ fn loud_and_quiet(bench: &Bench, terms: &Terms) -> Result<(), Failure> {
             let name = format!("loud-{index}-{round}.log");
             let neighbour = loud(&server, terms, arguments, &bench.folder().join(name))?;
             measured[index].push(quiet(&server, terms, bench.folder())?);
-            // As when its VMM dies: it is in the middle of its work.
+            // The neighbour disconnects while it works, as when its VMM is killed.
             drop(neighbour);
             await_that("nobody uses the drive", || {
                 let pairs = server.drive_stats(&path)?.queue_pairs;
@@ -200,7 +199,7 @@ fn loud_and_quiet(bench: &Bench, terms: &Terms) -> Result<(), Failure> {
     })
 }
 
-/// A neighbour that is under way, if there is to be one.
+/// Starts the neighbour, if there is one, and waits until it runs.
 fn loud(
     server: &Server,
     terms: &Terms,

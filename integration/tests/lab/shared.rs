@@ -1,5 +1,5 @@
-//! VMMs that share a physical drive through its server: two at once with functions in their own processes, beside a
-//! function that joins and leaves, or beside a QEMU or a Cloud Hypervisor over vfio-user.
+//! VMMs that share a physical drive through its server: two VMMs with functions in their own processes, beside a function that
+//! joins and leaves, or beside QEMU or Cloud Hypervisor over vfio-user.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -51,11 +51,11 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// Bytes of each range, and bytes between two ranges, which no function has.
+/// Bytes of each range, and bytes of the unleased gaps between ranges.
 const RANGE: u64 = 16 << 20;
 const GUARD: u64 = 4 << 20;
 const GUARD_BYTE: u8 = 0xA5;
-/// Functions of the drive in the order of their ranges.
+/// Functions of the drive, in the order of their ranges.
 const ONE: &str = "one";
 const TWO: &str = "two";
 const BESIDE: &str = "beside";
@@ -63,24 +63,24 @@ const THIRD: &str = "third";
 const ALL: [&str; 4] = [ONE, TWO, BESIDE, THIRD];
 /// Number of times that the function joins and leaves.
 const COMINGS: usize = 50;
-/// Number of checks among which the reference VMM and the Cloud Hypervisor divide these. The emulated host loses one of
-/// two machines under load in a minute or two.
+/// Number of checks into which both VMMs divide these. The emulated host loses one of two machines under load after a minute or
+/// two.
 const PARTS: usize = 5;
-/// Bytes that it writes each time.
+/// Bytes that the joining function writes each time.
 const LEFT: u64 = 64 << 10;
-/// Exits by memory of a VMM for each I/O of its guest.
+/// Maximum number of a VMM's MMIO exits per command of its guest.
 const MMIO_EXITS_MAX: f64 = 0.01;
-/// Most looks of a guest, one per tenth of a second, for a function that comes.
+/// Maximum number of a guest's polls for a new function, one every 0.1 s.
 const TRIES: u32 = 600;
 
-/// Neighbour of the two VMMs. More machines at once are avoided, as KVM in the lab loses more of them.
+/// Neighbour of the two VMMs. More concurrent machines are avoided, because KVM in the lab then loses more of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Beside {
-    /// A function of one VMM, which joins and leaves this often.
+    /// A function of one VMM, which joins and leaves the given number of times.
     Comings(usize),
-    /// A stock QEMU.
+    /// An unmodified QEMU.
     Qemu,
-    /// A Cloud Hypervisor over vfio-user, with the patch or without.
+    /// Cloud Hypervisor over vfio-user, with or without the patch.
     CloudHypervisor,
 }
 
@@ -92,7 +92,7 @@ fn share_among_cloud_hypervisors(bench: &Bench) -> Result<(), Failure> {
     share_if_patched(bench, Beside::Comings(COMINGS / PARTS))
 }
 
-/// Has two Cloud Hypervisors share the drive, if the one that is named has the patch.
+/// Shares the drive between two Cloud Hypervisors, if the configured program has the patch.
 fn share_if_patched(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     match is_patched_cloud_hypervisor_named()? {
         true => share::<CloudHypervisor>(bench, beside),
@@ -100,7 +100,7 @@ fn share_if_patched(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     }
 }
 
-/// Has two VMMs share the drive, each on a processor of the lab's host.
+/// Shares the drive between two VMMs, each pinned to a processor of the lab host.
 fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     mark()?;
     inside::bind("a", "vfio-pci")?;
@@ -137,8 +137,8 @@ fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
         let lease = lease.ok_or_else(|| format!("The function of {id} has no lease"))?;
         Ok::<_, Failure>(Tenant { id, lease, vmm })
     };
-    // One after the other: of guests that boot at the same time one is lost more often. On a processor each, so that
-    // both run at the same time.
+    // The guests boot one after the other, because concurrent boots lose a guest more often. Each is pinned to its own
+    // processor, so that both run at the same time.
     let one = on_processor(0, || launch(ONE))?;
     let two = on_processor(1, || launch(TWO))?;
     let neighbour = match beside {
@@ -180,7 +180,7 @@ fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     expect_on_the_drive(&sums, last.as_deref())
 }
 
-/// Returns where the range of a function begins.
+/// Returns the start of a function's range.
 fn start(id: &str) -> u64 {
     let place = ALL.iter().position(|other| *other == id);
     place.unwrap_or(ALL.len()) as u64 * (RANGE + GUARD)
@@ -190,7 +190,7 @@ fn function(path: &str, id: &str) -> FunctionOptions {
     FunctionOptions::new(id, path, format!("{}+{RANGE}", start(id))).option(format!("serial={id}"))
 }
 
-/// Fills the drive, so that every block that is written shows.
+/// Fills the drive, so that every written block is visible.
 fn mark() -> Result<(), Failure> {
     inside::bind("a", "nvme")?;
     let device = inside::block_device("a", 1)?;
@@ -203,7 +203,7 @@ fn mark() -> Result<(), Failure> {
     file.sync_all().map_err(at(&device))
 }
 
-/// Load of a guest on its first function. Its data depends on the seed.
+/// Returns the load of a guest on its first function. Its data depends on the seed.
 fn load(seed: &str) -> Fio {
     Fio::new("verify", "randwrite", "4k", 32)
         .option("size", "8m")
@@ -211,8 +211,7 @@ fn load(seed: &str) -> Fio {
         .verified()
 }
 
-/// Returns a script that runs the load with one seed after the other, until its file is removed. It prints the last
-/// seed.
+/// Returns a script that runs the load with increasing seeds until its file is removed. It prints the last seed.
 fn rounds(seed: u64) -> String {
     let load = load("SEED").script();
     let load = load.replace("'--randseed=SEED'", "--randseed=$seed");
@@ -227,28 +226,27 @@ fn rounds(seed: u64) -> String {
     )
 }
 
-/// Starts a script. It has begun when this returns: a guest may leave a part of what is said to it unread until more
-/// follows.
+/// Starts a script and waits until it runs. A guest may leave a part of its input unread until more input follows.
 fn begin(guest: &Agent, script: &str) -> Result<Job, Failure> {
     let job = guest.start(script)?;
     guest.check("true", PATIENCE)?;
     Ok(job)
 }
 
-/// All that is on the drive.
+/// The drive's server, tenants and neighbour.
 struct Scene<V> {
     server: Server,
     one: Tenant<V>,
     two: Tenant<V>,
     neighbour: Option<Neighbour>,
-    /// Seeds of the data that the guests have written last. No two guests have the same.
+    /// Seed of each guest's last data. All seeds differ.
     seeds: Vec<u64>,
 }
 
 /// A VMM, and its function on the drive.
 struct Tenant<V> {
     id: &'static str,
-    /// Name of its lease, which is the function's id or a name that the drive's range gives it.
+    /// Name of the lease: the function's id, or a name derived from the drive's range.
     lease: String,
     vmm: V,
 }
@@ -276,7 +274,7 @@ impl Neighbour {
     }
 }
 
-/// A guest that has a range.
+/// A guest with a range.
 struct Holder<'a> {
     id: &'static str,
     lease: &'a str,
@@ -293,7 +291,7 @@ impl<V: Vmm> Tenant<V> {
     }
 }
 
-/// Counts of a VMM so far.
+/// Counters of a VMM so far.
 #[derive(Clone, Copy)]
 struct Counts {
     mmio_exits: u64,
@@ -301,7 +299,7 @@ struct Counts {
     commands: u64,
 }
 
-/// Times of all comings together.
+/// Total times of all additions.
 #[derive(Clone, Copy, Default)]
 struct Took {
     plug: Duration,
@@ -331,7 +329,7 @@ impl<V: Vmm> Scene<V> {
         })
     }
 
-    /// Checks the exits since `before`.
+    /// Checks the number of exits since `before`.
     fn expect_few_exits(&self, tenant: &Tenant<V>, before: Counts) -> Result<(), Failure> {
         let (id, after) = (tenant.id, self.counts(tenant)?);
         expect(after.exits > before.exits, || {
@@ -348,7 +346,7 @@ impl<V: Vmm> Scene<V> {
         })
     }
 
-    /// Has all guests verify what they write, at once.
+    /// Runs the verified loads of all guests at the same time.
     fn verifies(&self) -> Result<(), Failure> {
         let before = [self.counts(&self.one)?, self.counts(&self.two)?];
         let mut jobs = Vec::new();
@@ -363,8 +361,8 @@ impl<V: Vmm> Scene<V> {
         self.expect_few_exits(&self.two, before[1])
     }
 
-    /// Plugs and removes a function of one guest, while all guests verify what they write. Returns the sum of what
-    /// was written by it last.
+    /// Adds and removes a function of one guest repeatedly, while all guests run verified loads. Returns the checksum of the
+    /// function's last data.
     fn carries_on_while_one_joins_and_leaves(&mut self, times: usize) -> Result<String, Failure> {
         let before = self.counts(&self.two)?;
         let jobs = self.holders().zip(&self.seeds);
@@ -393,18 +391,18 @@ impl<V: Vmm> Scene<V> {
             seeds.push(written);
         }
         self.seeds = seeds;
-        // Not the other one, whose bus was looked at, which takes exits.
+        // Only the second VMM is checked, because rescanning the bus of the first causes exits.
         self.expect_few_exits(&self.two, before)?;
         last.ok_or_else(|| Failure::from("It never came"))
     }
 
-    /// Returns whether the server has another lease than these. One of them is gone if its guest was lost.
+    /// Returns whether the server has another lease than these. A lease disappears if its guest was lost.
     fn has_more_than(&self, leases: &[String]) -> Result<bool, Failure> {
         let now = self.server.list()?;
         Ok(now.iter().any(|lease| !leases.contains(lease)))
     }
 
-    /// Plugs the function, reads what it wrote `last` time, writes something else, and removes the function.
+    /// Adds the function, reads the data of the `last` time, writes other data, and removes the function.
     fn joins_and_leaves(&mut self, last: Option<&str>, took: &mut Took) -> Result<String, Failure> {
         let started = Instant::now();
         let before = self.server.list()?;
@@ -450,7 +448,7 @@ impl<V: Vmm> Scene<V> {
         Ok(left.to_owned())
     }
 
-    /// Checks that the server gives out no part of a range, and names the lease that has it.
+    /// Checks that the server refuses ranges that overlap a lease, and names the lease.
     fn refuses_what_is_taken(&self, path: &str) -> Result<(), Failure> {
         for Holder { id, lease, .. } in self.holders() {
             for start in [start(id), start(id) + RANGE - GUARD] {
@@ -462,8 +460,7 @@ impl<V: Vmm> Scene<V> {
         Ok(())
     }
 
-    /// Has all guests verify their data once more, and ends all. Returns the sums of the ranges, as the guests have
-    /// them.
+    /// Verifies the data of all guests, and ends them. Returns the checksums of the ranges, as the guests compute them.
     fn ends(mut self) -> Result<Vec<(&'static str, String)>, Failure> {
         let mut sums = Vec::new();
         for (Holder { id, guest, .. }, seed) in self.holders().zip(&self.seeds) {
@@ -488,7 +485,7 @@ impl<V: Vmm> Scene<V> {
     }
 }
 
-/// Returns the script that sums up a range of a device.
+/// Returns a script that computes the checksum of a range of a device.
 fn sum(device: &Path, start: u64) -> String {
     let (skip, count) = (start >> 20, RANGE >> 20);
     format!(
@@ -497,7 +494,7 @@ fn sum(device: &Path, start: u64) -> String {
     )
 }
 
-/// Checks by the host's driver that each range has what its guest had there, and that nothing was written elsewhere.
+/// Checks by the host's driver that each range holds its guest's data, and that nothing was written elsewhere.
 fn expect_on_the_drive(sums: &[(&str, String)], last: Option<&str>) -> Result<(), Failure> {
     inside::bind("a", "nvme")?;
     let device = inside::block_device("a", 1)?;

@@ -1,4 +1,4 @@
-//! Two guests on two ranges of one physical drive: the demonstration, given in a lab.
+//! The demonstration in a lab: two guests on two ranges of one physical drive.
 
 use std::fs;
 
@@ -14,12 +14,12 @@ pub(crate) const GROUP: Group = Group::Around {
     checks: &[("demo_on_a_physical_drive", demo_in_lab)],
 };
 
-/// The guests' data is verified by themselves while both write, and, after the drive went back to the
-/// host's own driver, by the host: every range, and what lies between them.
+/// The guests verify their data while both write. After the drive was returned to the host's driver, the host verifies all
+/// ranges and the gaps between them.
 fn demo_in_lab(_: &Suite) -> Result<(), Failure> {
     let folder = tempfile::tempdir().map_err(at(std::env::temp_dir()))?;
     let json = folder.path().join("demo.json");
-    // The jobs that measure are no check, and take longest here.
+    // The measuring jobs check nothing, and take longest in the lab.
     let arguments = ["demo", "--drive", "lab", "--jobs", "verify", "--json"];
     let path = json.display().to_string();
     let options = demo::Options::try_parse_from(arguments.into_iter().chain([path.as_str()]))

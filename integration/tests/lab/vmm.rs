@@ -1,4 +1,4 @@
-//! Guests of VMMs that have the function in their own process: the reference VMM, and a Cloud Hypervisor with the patch.
+//! Guests of VMMs with the function in their own process: the reference VMM, and patched Cloud Hypervisor.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -90,7 +90,7 @@ fn root_on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "auto", 2, Owner::Server)
 }
 
-/// Parameter of a kernel that takes no messages.
+/// Kernel parameter that disables MSI and MSI-X.
 const NO_MESSAGES: &str = "pci=nomsi";
 
 /// Returns the script of a guest with [`NO_MESSAGES`].
@@ -101,7 +101,7 @@ fn script_with_the_pin() -> String {
     ))
 }
 
-/// Lines that it says.
+/// Lines that the guest must print.
 const SAID_WITH_THE_PIN: [&str; 4] = [
     "guest: verified",
     "guest: same",
@@ -109,10 +109,10 @@ const SAID_WITH_THE_PIN: [&str; 4] = [
     "guest: ignored 0",
 ];
 
-/// Text by which a guest asks for its further function.
+/// Line by which a guest requests its second function.
 const PLUG: &str = "guest: plug";
 
-/// A guest whose kernel takes no messages. A function that is plugged while it runs shares the line.
+/// Boots a guest without MSI. A function that is plugged in later shares the interrupt line.
 fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
     let later = bench.folder().join("later.img");
     sh(&format!("truncate -s 64M {}", later.display()))?;
@@ -142,7 +142,7 @@ fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
     fs::remove_file(&later).map_err(at(&later))
 }
 
-/// The same in Cloud Hypervisor, whose I/O APIC is in its own process.
+/// Like [`root_with_the_pin`], in Cloud Hypervisor, which emulates the I/O APIC.
 fn cloud_hypervisor_root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
@@ -156,8 +156,8 @@ fn cloud_hypervisor_root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
     expect_lines(&said(&console)?, SAID_WITH_THE_PIN)
 }
 
-/// Starts a Cloud Hypervisor with the patch and two vCPUs, with its guest's root on a function. `parameters` are more of
-/// the kernel's, `options` are some of the function's. Returns the guest's console as well.
+/// Starts patched Cloud Hypervisor with two vCPUs and its guest's root on a function. `parameters` extend the kernel command
+/// line, and `options` are options of the function. Returns the guest's console log as well.
 pub(crate) fn spawn_cloud_hypervisor(
     bench: &Bench,
     assets: &Assets,
@@ -177,7 +177,7 @@ pub(crate) fn spawn_cloud_hypervisor(
         ["--memory", "size=384M,shared=on"],
         ["--cpus", "boot=2,max=2"],
         ["--cmdline", &format!("{} {parameters}", init::COMMAND_LINE)],
-        // A console of virtio needs messages.
+        // A virtio console needs MSI-X.
         ["--console", "off"],
         ["--serial", &format!("file={}", console.display())],
         ["--nvme-mpt", &function],
@@ -186,14 +186,14 @@ pub(crate) fn spawn_cloud_hypervisor(
     Ok((vmm, console))
 }
 
-/// Servers that are killed one after the other, each under a pass of the guest's I/O.
+/// Number of servers that are killed in sequence, each during a pass of the guest's I/O.
 const KILLS: u32 = 3;
 
 /// Time without a server.
 const OUTAGE: Duration = Duration::from_millis(500);
 
-/// A guest whose servers are killed while fio works on its root: neither fio nor the guest's kernel sees an error, no
-/// controller is reset, and all data is there.
+/// Kills servers while fio works on a guest's root: neither fio nor the guest's kernel may see an error, no controller is
+/// reset, and all data is verified.
 fn root_outlives_its_servers(bench: &Bench) -> Result<(), Failure> {
     let script = format!(
         r"
@@ -223,7 +223,7 @@ echo guest: errors $(dmesg | grep -cE 'Buffer I/O|I/O Cmd|I/O error|EXT4-fs (err
     expect_lines(&said, wanted.map(|wanted| format!("guest: {wanted}")))
 }
 
-/// A load of two vCPUs that both read, for as many seconds.
+/// Returns a load of `seconds` seconds in which two vCPUs read.
 fn reads(seconds: u32) -> String {
     format!(
         "fio --name=read --filename=/data --size=8m --rw=randread --bs=4k --direct=1 --numjobs=2 \
@@ -231,14 +231,14 @@ fn reads(seconds: u32) -> String {
     )
 }
 
-/// Options of a function whose pollers follow vCPUs. Mapped doorbells would have a poller for the admin queue first.
+/// Options of a function whose pollers follow vCPUs. With mapped doorbells, the admin queue would have the first poller.
 const BESIDE: &str = "doorbells=shadow,poll=dedicated@vcpu";
 
-/// Processors of two vCPUs, one after the other.
+/// Processors of two vCPUs, in sequence.
 const PLACES: [[&str; 2]; 3] = [["0", "1"], ["1", "0"], ["0", "1"]];
 
-/// A guest with two vCPUs that both read. The VMM's threads of the vCPUs are pinned to one processor each, then to the
-/// other one. The poller of each vCPU's queue goes to the processor that the vCPU does not have.
+/// Runs a guest with two vCPUs that both read. The test pins the vCPU threads to one processor each, then swaps the processors.
+/// The poller of each vCPU's queue must move to the processor that its vCPU does not use.
 fn pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
     let assets = Assets::provide(&KernelChoice::V6_12)?;
     let image = root(bench, &assets, &init::script(&reads(3600)))?;
@@ -265,15 +265,15 @@ fn pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The same in Cloud Hypervisor, with its filters of system calls. Then the second vCPU is unplugged and plugged again,
-/// which gives it another thread.
+/// Like [`pollers_stay_beside_their_vcpus`], in Cloud Hypervisor with its seccomp filters. Then the second vCPU is unplugged
+/// and plugged in again, which gives it another thread.
 fn cloud_hypervisor_pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
     const VCPUS: [&str; 2] = ["vcpu0", "vcpu1"];
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
     let assets = Assets::provide(&KernelChoice::V6_12)?;
-    // A vCPU that is plugged is offline at first, and takes no load that began without it.
+    // A plugged vCPU is offline at first, and an earlier load does not use it.
     let script = format!(
         "(while :; do echo 1 >/sys/devices/system/cpu/cpu1/online; sleep 1; done) >/dev/null 2>&1 &
         while :; do {} || sleep 1; done",
@@ -290,7 +290,7 @@ fn cloud_hypervisor_pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(),
         cloud_hypervisor::ask(bench.folder(), "vm.resize", &vcpus)
     };
     resize(1)?;
-    // The guest gives the second one up, and the VMM refuses another request until its thread has been joined.
+    // After the guest has released the vCPU, the VMM refuses another request until it has joined the vCPU's thread.
     await_that("the end of the second vCPU", || {
         let there = sh(&format!("cat /proc/{pid}/task/*/comm || true"))?;
         Ok(there.lines().all(|name| name != VCPUS[1]))
@@ -308,15 +308,15 @@ fn cloud_hypervisor_pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(),
     Ok(())
 }
 
-/// Pins the threads of two vCPUs to a processor each, and waits until the poller of each vCPU's queue is on the other
-/// vCPU's processor.
+/// Pins the threads of two vCPUs to a processor each, and waits until the poller of each vCPU's queue runs on the other vCPU's
+/// processor.
 fn expect_pollers_beside(pid: u32, vcpus: [&str; 2], processors: [&str; 2]) -> Result<(), Failure> {
     for (vcpu, processor) in vcpus.into_iter().zip(processors) {
         let vcpu = await_thread(pid, vcpu)?;
         sh(&format!("taskset -pc {processor} {vcpu}"))?;
     }
     let [first, second] = processors;
-    // Linux gives the first vCPU the first queue.
+    // Linux assigns the first queue to the first vCPU.
     for (number, beside) in [second, first].into_iter().enumerate() {
         let name = format!("poll-queue-{number}");
         let poller = await_thread(pid, &name)?;
@@ -334,7 +334,7 @@ fn expect_pollers_beside(pid: u32, vcpus: [&str; 2], processors: [&str; 2]) -> R
     Ok(())
 }
 
-/// Waits for a thread of a process, and returns its number.
+/// Waits for a thread of a process. Returns the thread id.
 fn await_thread(pid: u32, name: &str) -> Result<String, Failure> {
     let mut found = None;
     await_that(&format!("thread {name} of process {pid}"), || {
@@ -346,14 +346,14 @@ fn await_thread(pid: u32, name: &str) -> Result<String, Failure> {
     found.ok_or_else(|| Failure::from(format!("There is no thread {name}")))
 }
 
-/// Process that has the drive of a function.
+/// Process that has opened the drive of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// The VMM, which does the I/O as well.
+    /// The VMM, which also does the I/O.
     Vmm,
-    /// A drive server, of which the VMM's function has a lease.
+    /// A drive server, from which the VMM's function has a lease.
     Server,
-    /// A drive server that is killed in each pass of the guest's, and started again.
+    /// A drive server that is killed and restarted in each pass of the guest.
     KilledServers,
 }
 
@@ -381,7 +381,7 @@ fn verify(
     expect_lines(&said, wanted)
 }
 
-/// Expects that a guest said each of these lines.
+/// Checks that a guest printed each of these lines.
 fn expect_lines<S: AsRef<str>>(
     said: &str,
     wanted: impl IntoIterator<Item = S>,
@@ -396,8 +396,8 @@ fn expect_lines<S: AsRef<str>>(
     Ok(())
 }
 
-/// Boots a guest with its root on a function of the VMM, which runs a script and turns itself off, and
-/// returns what it said.
+/// Boots a guest with its root on a function of the VMM. The guest runs a script and turns itself off. Returns its console
+/// output.
 pub(crate) fn boot(
     bench: &Bench,
     kernel: &KernelChoice,
@@ -415,7 +415,7 @@ pub(crate) fn boot(
     )
 }
 
-/// The same, with a command line of the kernel, and a function that is plugged once the guest [asks](PLUG) for it.
+/// Like [`boot`], with a kernel command line, and a function that is plugged in once the guest [asks](PLUG) for it.
 fn boot_with(
     bench: &Bench,
     kernel: &KernelChoice,
@@ -453,7 +453,7 @@ fn boot_with(
         for pass in 1..=KILLS {
             let begun = format!("guest: pass {pass}");
             await_that(&begun, || Ok(said(&console)?.contains(&begun)))?;
-            // In the middle of it.
+            // The server is killed in the middle of the pass.
             thread::sleep(Duration::from_secs(1));
             server.kill();
             thread::sleep(OUTAGE);
@@ -490,19 +490,19 @@ fn await_end(vmm: &mut Supervised, console: &Path) -> Result<(), Failure> {
     })
 }
 
-/// Expects an image with the guest's writes, in a file system that was left in order, and removes it.
+/// Checks that the guest left its file system clean, and removes the image.
 fn expect_in_order(image: &Path) -> Result<(), Failure> {
     sh(&format!("e2fsck -fn {}", image.display()))?;
     fs::remove_file(image).map_err(at(image))
 }
 
-/// All that a guest has said on its console.
+/// Returns the console output of a guest.
 pub(crate) fn said(console: &Path) -> Result<String, Failure> {
     let said = fs::read(console).map_err(at(console))?;
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Watches a VMM that does not end, twice within some seconds: its guest runs, waits, or is gone.
+/// Describes a VMM that does not end, by two samples a few seconds apart: its guest runs, waits, or is lost.
 fn watch(pid: u32) -> String {
     let look = |_| {
         thread::sleep(Duration::from_secs(2));
@@ -515,7 +515,7 @@ fn watch(pid: u32) -> String {
     (0..2).map(look).collect()
 }
 
-/// An image of a file system with the guests' user land and the script.
+/// Creates a file system image with the guests' user land and the script.
 pub(crate) fn root(bench: &Bench, assets: &Assets, text: &str) -> Result<PathBuf, Failure> {
     let tree = bench.folder().join("tree");
     let image = bench.folder().join("root.img");

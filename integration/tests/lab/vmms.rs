@@ -1,5 +1,5 @@
-//! One list of checks over every VMM that is there: a guest with its root on a function, which is given
-//! another one while it runs. The checks report what a VMM lacks.
+//! A list of checks for every available VMM: a guest with its root on a function, to which a second function is added while it
+//! runs. The checks report abilities that a VMM lacks.
 
 use std::env;
 use std::fs;
@@ -38,7 +38,7 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// The list, in its order: each finds what the one before it left.
+/// The checks in order. Each starts from the state that the previous check left.
 const LIST: &[(&str, Check)] = &[
     ("identifies the drive of its root", identifies_its_root),
     ("verifies what it wrote", verifies),
@@ -54,7 +54,7 @@ const LIST: &[(&str, Check)] = &[
 
 type Check = fn(&mut Subject<'_>) -> Result<Outcome, Failure>;
 
-/// The functions: what the guest sees of them.
+/// Serial numbers and sizes of the functions.
 const ROOT: &str = "LISTROOT";
 const ROOT_BYTES: u64 = 256 << 20;
 const PLUGGED: &str = "LISTPLUGGED";
@@ -63,31 +63,31 @@ const BLOCK: u64 = 512;
 
 /// Number of the guest's vCPUs.
 const VCPUS: u32 = 2;
-/// Reads that KVM counts the exits of, and how many of these there may be for each.
+/// Number of measured reads, and maximum number of MMIO exits per read.
 const READS: u64 = 1000;
 const MMIO_EXITS_MAX: f64 = 0.01;
-/// Number of resets of the controller under load.
+/// Number of controller resets under load.
 const RESETS: usize = 3;
-/// Ends of servers of functions over vfio-user in a round.
+/// Ends of servers of vfio-user functions in one round.
 const ENDS: [Replacement; 2] = [Replacement::Kill, Replacement::Upgrade];
-/// Rounds without `--full`.
+/// Number of rounds without `--full`.
 const ROUNDS: usize = 3;
-/// Rounds with `--full`.
+/// Number of rounds with `--full`.
 const ROUNDS_OF_FULL: usize = 50;
 /// Bytes that are written and discarded.
 const PATTERN_BYTES: u64 = 1 << 20;
-/// OACS: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
+/// Bit of OACS: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
 const OACS_DOORBELL_BUFFER: u64 = 1 << 8;
-/// Most looks of a guest, one per tenth of a second, for a function that comes or goes.
+/// Maximum number of a guest's polls for a change of its functions, one every 0.1 s.
 const TRIES: u32 = 200;
 
-/// A VMM, with what its functions lie on.
+/// A VMM, with the resources of its functions.
 struct Subject<'a> {
     vmm: Box<dyn Vmm>,
     images: &'a Images,
-    /// The guest's name of the controller that is plugged.
+    /// The guest's name of the plugged controller.
     plugged: String,
-    /// The server that has the drives, if the VMM has not.
+    /// The server that has the drives, unless the VMM has them.
     server: Option<Server>,
 }
 
@@ -99,7 +99,7 @@ fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
     over::<CloudHypervisor>(bench, Owner::Vmm)
 }
 
-/// With functions in its own process, whose drives a server has.
+/// Uses functions in the VMM's process, on drives of a server.
 fn over_leased_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
     match is_patched_cloud_hypervisor_named()? {
         true => over::<CloudHypervisor>(bench, Owner::Server),
@@ -107,8 +107,8 @@ fn over_leased_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
     }
 }
 
-/// Returns whether a Cloud Hypervisor is named that has functions in its own process. If not, it says that this is not
-/// checked.
+/// Returns whether the configured Cloud Hypervisor supports functions in its own process. If not, prints that the check is
+/// skipped.
 pub(crate) fn is_patched_cloud_hypervisor_named() -> Result<bool, Failure> {
     match cloud_hypervisor::has_own_functions() {
         Ok(true) => return Ok(true),
@@ -134,7 +134,7 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
         let range = format!("0+{}", path.metadata().map_or(0, |metadata| metadata.len()));
         FunctionOptions::new(id, path.display().to_string(), range)
             .option(format!("serial={serial}"))
-            // Doorbells that are mapped would not exit either, and a poller that sleeps asks for exits.
+            // Without mapped doorbells and parking pollers, all exits come from the doorbells that the check counts.
             .option("doorbells=shadow")
             .option(format!("poll={poll}"))
     };
@@ -182,7 +182,7 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
     }
 }
 
-/// Files that are gone when a check is over, as they lie in memory.
+/// Image files, which are removed after the check because they occupy memory.
 struct Images {
     root: PathBuf,
     plugged: PathBuf,
@@ -191,7 +191,7 @@ struct Images {
 impl Drop for Images {
     fn drop(&mut self) {
         for image in [&self.root, &self.plugged] {
-            // One that is left takes room, and fails nothing.
+            // A leftover image only occupies space.
             let _ = fs::remove_file(image);
         }
     }
@@ -207,8 +207,8 @@ impl Subject<'_> {
         Ok(self.vmm.guest().check(script, PATIENCE)?)
     }
 
-    /// Waits until the guest has a drive with this serial number that can be opened, as its node may be there before that, and
-    /// sees that it is identified as what it is. Returns what the guest calls its controller.
+    /// Waits until the guest can open a drive with this serial number, because the device node may appear earlier. Checks the
+    /// drive's identity, and returns the guest's name of its controller.
     fn identify(&self, serial: &str, bytes: u64) -> Result<String, Failure> {
         let said = self.check(&format!(
             "for try in $(seq {TRIES}); do
@@ -244,7 +244,7 @@ impl Subject<'_> {
     }
 }
 
-/// Returns a field of nvme-cli's output, as in `nsze    : 0x80000`.
+/// Returns a field of nvme-cli's output, such as `nsze : 0x80000`.
 fn field<'a>(text: &'a str, name: &str) -> Result<&'a str, Failure> {
     let mut fields = text.lines().filter_map(|line| line.split_once(':'));
     let found = fields.find(|(found, _)| found.trim() == name);
@@ -275,7 +275,7 @@ fn verifies(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     Ok(Outcome::Done)
 }
 
-/// Checks that earlier data is there after a reboot.
+/// Checks that earlier data exists after a reboot.
 fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     const KEPT: &str = "md5sum </kept; cat /proc/sys/kernel/random/boot_id";
     let write = format!("dd if=/dev/urandom of=/kept bs=64k count=32 2>/dev/null && {KEPT}");
@@ -297,9 +297,9 @@ fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<Outcome, Failure> 
     Ok(Outcome::Done)
 }
 
-/// Doorbells are rung in memory: KVM sees hardly any access of a register while there is I/O.
+/// Checks that the guest writes doorbells to memory: KVM counts hardly any register access during I/O.
 fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
-    // The first run leaves its programs in memory: the root's drive has a poller that sleeps.
+    // A first run loads the programs from the root's drive, whose poller parks.
     let reads = format!(
         "sync; dd if=/dev/{}n1 of=/dev/null iflag=direct bs=4k count=",
         subject.plugged
@@ -328,14 +328,14 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failur
     Ok(Outcome::Done)
 }
 
-/// Its servers are killed and upgraded under load, which is verified, and the next ones take their place.
+/// Kills and upgrades the servers under a verified load. The next servers continue.
 fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let rounds = match env::var_os(FULL) {
         Some(_) => ROUNDS_OF_FULL,
         None => ROUNDS,
     };
     let ends = match subject.server {
-        // That of the drives of functions in the VMM's process.
+        // Ends of the server with the drives of functions in the VMM's process.
         Some(_) => ENDS[..1].to_vec(),
         None => ENDS.repeat(rounds),
     };
@@ -352,7 +352,7 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     ))?;
     let mut outcome = Outcome::Done;
     for end in ends {
-        // Field 5 counts writes that have completed (Linux, Documentation/block/stat.rst).
+        // Field 5 counts completed writes (Linux, Documentation/block/stat.rst).
         subject.check(&format!(
             "written() {{ awk '{{print $5}}' /sys/block/{}n1/stat; }}
             before=$(written)
@@ -378,14 +378,14 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
         [ $(cat /run/outcome) = 0 ] || { cat /run/fio; exit 1; }
         dmesg | grep -E 'timeout|abort|reset|I/O Cmd|I/O error' || true",
     )?;
-    // Neither that of its root, nor the one that is plugged.
+    // Checks the messages about both drives.
     expect(said.trim().is_empty(), || {
         format!("The guest's kernel tells of it: {}", said.trim())
     })?;
     Ok(outcome)
 }
 
-/// Under load, which is verified.
+/// Resets the controller under a verified load.
 fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let controller = &subject.plugged;
     let load = Fio::new("load", "randwrite", "4k", 32)
@@ -412,7 +412,7 @@ fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     Ok(Outcome::Done)
 }
 
-/// Checks that flushed data is in the file, and that discarded data is not any more and reads as zeroes.
+/// Checks that flushed data is in the file, and that discarded data is removed from the file and reads as zeroes.
 fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let (controller, file) = (&subject.plugged, &subject.images.plugged);
     let occupied = || {
@@ -420,7 +420,7 @@ fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
         Ok::<_, Failure>(metadata.blocks() * BLOCK)
     };
     let count = PATTERN_BYTES >> 16;
-    // Field 16 counts Flushes that have completed (Linux, Documentation/block/stat.rst).
+    // Field 16 counts completed flushes (Linux, Documentation/block/stat.rst).
     let written = subject.check(&format!(
         "set -e
         flushed() {{ awk '{{print $16}}' /sys/block/{controller}n1/stat; }}
@@ -454,7 +454,7 @@ fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
 fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let controller = &subject.plugged;
     let outcome = subject.vmm.unplug(controller)?;
-    // The drive of its root stays.
+    // The drive of the guest's root stays.
     subject.check(&format!(
         "for try in $(seq {TRIES}); do
             [ -e /dev/{controller}n1 ] || [ -e /sys/class/nvme/{controller} ] || break
@@ -466,7 +466,7 @@ fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-/// All ends well, and leaves a file system in order.
+/// Powers the guest off, and checks that its file system is clean.
 fn powers_off(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     subject.vmm.power_off()?;
     sh(&format!("e2fsck -fn {}", subject.images.root.display()))?;

@@ -387,7 +387,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("600").spawn().expect("sleep");
         let name = format!("Process {}: ", child.id());
         let deadline = Instant::now() + Duration::from_secs(180);
-        // A look may pass a process over while others come and go.
+        // Listing processes may miss a process while others start and end.
         let told_of = |what: &str| loop {
             let told = children_at_work();
             let told = told.lines().find(|line| line.starts_with(&name));

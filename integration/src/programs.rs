@@ -34,7 +34,7 @@ mod tests {
 
     use super::*;
 
-    /// Packages that the workspace's crates use along such edges, with the features that are asked of each.
+    /// Returns the packages that the workspace's crates use along such edges, with the features that each crate requests.
     fn packages(edges: &str) -> BTreeSet<String> {
         let arguments = ["tree", "--offline", "--workspace", "--edges", edges];
         let format = ["--prefix", "none", "--format", "{p} with {f}"];
@@ -52,7 +52,7 @@ mod tests {
             .collect()
     }
 
-    /// A dependency that tests alone ask more of is compiled twice, as is every crate above it.
+    /// If only tests request a feature of a dependency, the dependency and every crate that uses it are compiled twice.
     #[test]
     fn programs_and_tests_share_one_build() {
         let programs = packages("normal,build");

@@ -862,7 +862,7 @@ fn the_error_log_has_what_came_after_the_look_for_events() {
         assert_eq!(guest.admin(get_log_page(lid)), Status::SUCCESS);
         assert_eq!(guest.data::<8>(count_at), 1_u64.to_le_bytes());
         assert_eq!(guest.csts(), 0b1);
-        // The event that came with the error is kept, and so is the doorbell.
+        // The event that came with the error is not lost, and a doorbell that was rung in the meantime is handled.
         assert!(guest.function.events_fd().read().is_ok(), "it is woken");
         guest.function.process_events();
         assert_eq!(guest.csts(), 0b11, "a queue broke");

@@ -466,7 +466,7 @@ fn client_that_talks_nonsense_is_disconnected() {
     running.client().region_write(0, 0, &[1]).unwrap();
 }
 
-/// One thread serves both clients. The replies of the first fill its socket.
+/// A single thread serves both clients. The replies of the first fill its socket.
 #[test]
 fn client_that_does_not_read_holds_up_no_other() {
     let running = Running::start(2);

@@ -1,4 +1,4 @@
-//! The least that a drive in memory can do: a loop that copies random blocks.
+//! The lower bound of work for a memory drive: a loop that copies random blocks.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -8,12 +8,12 @@ use nvme_mpt::memory::processors::pin_this_thread;
 
 use super::{DRIVE, SERVER};
 
-/// Buffers that the loop copies to in turn, as a guest has with as many commands in flight.
+/// Number of buffers that the loop copies to in turn, as a guest with as many commands in flight.
 const BUFFERS: usize = 128;
-/// Copies between two looks at the clock.
+/// Number of copies between two reads of the clock.
 const BATCH: usize = 1024;
 
-/// Returns the copies per second on the processor of the servers.
+/// Returns the number of copies per second on the processor of the servers.
 pub(crate) fn per_second(size: usize, seconds: u32) -> Result<f64, Failure> {
     let copied = std::thread::spawn(move || {
         pin_this_thread(SERVER).map_err(at("the thread's processors"))?;
@@ -31,7 +31,7 @@ fn copy(size: usize, seconds: u32) -> f64 {
     let end = Duration::from_secs(u64::from(seconds));
     while started.elapsed() < end {
         for turn in 0..BATCH {
-            // Xorshift: cheap, and no order that a processor foresees.
+            // Xorshift: cheap, and unpredictable for the processor's prefetchers.
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;

@@ -36,12 +36,12 @@ mod spdk;
 
 /// Processor of the clients.
 const CLIENT: usize = 0;
-/// Processor of the servers, and of the loop that copies.
+/// Processor of the servers and of the copying loop.
 const SERVER: usize = 1;
-/// Bytes of a drive that keeps its data.
+/// Size in bytes of a drive that stores data.
 const DRIVE: u64 = 256 << 20;
 
-/// Length of a measurement, and number of them.
+/// Duration and number of measurements.
 #[derive(Debug, Clone, Copy)]
 struct Effort {
     rounds: usize,
@@ -129,7 +129,7 @@ fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Commands per second of both functions of ours, and of their peer.
+/// Commands per second of both of this project's functions, and of their peer.
 #[derive(Debug, Clone, Copy)]
 struct Round {
     adaptive: f64,
@@ -213,20 +213,20 @@ fn report(row: &Row, polling: Polling, rounds: &mut [Round]) {
     );
 }
 
-/// Has a process stand still, or go on.
+/// Sends a signal to a process, which stops or continues it.
 fn signal(name: &str, pid: u32) -> Result<(), Failure> {
     process::run(Command::new("kill").args([name, &pid.to_string()]))?;
     Ok(())
 }
 
-/// Filled files or block devices of the drives that are such, one of ours and one of the peer's for each.
+/// Files or block devices of drives that have any: one for this project's drive, and one for the peer's.
 struct Files {
     paths: Vec<(Drive, Pair)>,
-    /// Removed at the end, with all files in them.
+    /// Removed with all their files at the end.
     _folders: Vec<tempfile::TempDir>,
 }
 
-/// A path of ours, and one of the peer's.
+/// Path of this project's drive, and path of the peer's drive.
 #[derive(Debug)]
 struct Pair {
     ours: PathBuf,
@@ -257,7 +257,7 @@ impl Files {
         })
     }
 
-    /// Returns the files of a drive that has some.
+    /// Returns the files of a drive that has files.
     fn of(&self, drive: Drive) -> Result<&Pair, Failure> {
         let of_drive = self.paths.iter().find(|(other, _)| *other == drive);
         let (_, pair) = of_drive.ok_or_else(|| format!("{} has no file", drive.name()))?;
@@ -266,7 +266,7 @@ impl Files {
 }
 
 fn fill(path: &Path, size: u64) -> Result<(), Failure> {
-    // Nothing that a device could compress.
+    // Data that a device cannot compress.
     let block: Vec<u8> = (0..1 << 17)
         .flat_map(|word: u64| word.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes())
         .collect();
@@ -280,15 +280,15 @@ fn fill(path: &Path, size: u64) -> Result<(), Failure> {
     write().map_err(at(path))
 }
 
-/// Bytes of a drive of ours: each of its functions has as many as the peer's drive.
+/// Size of this project's drive in bytes: each of its functions is as large as the peer's drive.
 const OURS_SIZE: u64 = Polling::ALL.len() as u64 * DRIVE;
 
-/// Returns the name of a function of ours.
+/// Returns the name of a function.
 fn name(drive: Drive, polling: Polling) -> String {
     format!("{}-{}", drive.name(), polling.name())
 }
 
-/// Our server, with a function for each drive and polling.
+/// This project's server, with a function for each drive and polling mode.
 struct Ours {
     server: Server,
     folder: PathBuf,
@@ -313,14 +313,14 @@ impl Ours {
             for (number, polling) in (0_u64..).zip(Polling::ALL) {
                 let range = format!("{}+{DRIVE}", number * DRIVE);
                 let function = FunctionOptions::new(&name(*drive, polling), &*path, range);
-                // SPDK's client has no Doorbell Buffer, and maps the doorbells.
+                // SPDK's client does not support the Doorbell Buffer, and maps the doorbells.
                 let function = function.option("doorbells=mapped");
                 let poll = format!("poll=shared:{}@{SERVER}", polling.name());
                 functions.push(function.option(poll));
             }
         }
         let server = Server::start(&program, &functions, &folder)?;
-        // SPDK's client wants a folder, and a socket of this name in it.
+        // SPDK's client expects a directory with a socket of this name.
         for function in &functions {
             let of_function = folder.join(&function.id);
             fs::create_dir(&of_function).map_err(at(&of_function))?;
@@ -340,7 +340,7 @@ impl Ours {
         Ok(ours)
     }
 
-    /// Writes all of a function's half: what was never written is read without a copy.
+    /// Writes the whole range of a function, because reads of unwritten blocks need no copy.
     fn fill(&self, drive: Drive, polling: Polling) -> Result<(), Failure> {
         let size = 128 << 10;
         let count = (DRIVE / size).to_string();
@@ -361,7 +361,7 @@ impl Ours {
         command
     }
 
-    /// Returns the commands per second of our own client.
+    /// Measures a load with this project's client. Returns the commands per second.
     fn load(
         &self,
         drive: Drive,
@@ -384,7 +384,7 @@ impl Ours {
             .ok_or_else(|| format!("{}: no 'iops'", result.display()).into())
     }
 
-    /// Returns the folder by which SPDK's client finds a function.
+    /// Returns the directory that SPDK's client needs for a function.
     fn folder_of(&self, drive: Drive, polling: Polling) -> PathBuf {
         self.folder.join(name(drive, polling))
     }

@@ -1,24 +1,24 @@
-//! The pairs that are measured, with the ratio that each should reach.
+//! Measured pairs, each with the ratio that it should reach.
 
 use std::env;
 use std::path::PathBuf;
 
-/// A drive of ours.
+/// A drive of this project.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Drive {
     Null,
     Memory,
-    /// A file in memory.
+    /// A file on tmpfs.
     Tmpfs,
-    /// A file on the disk with the build, or what `DISK` names.
+    /// A file beside the build, or in the place that `DISK` names.
     Disk,
 }
 
-/// Place of a drive's files.
+/// Location of a drive's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     Folder(PathBuf),
-    /// Block devices in place of files: ours and the peer's.
+    /// Block devices instead of files: this project's and the peer's.
     Devices(PathBuf, PathBuf),
 }
 
@@ -34,7 +34,7 @@ impl Drive {
         }
     }
 
-    /// Returns the place of its files, if it has any.
+    /// Returns the location of the drive's files, if it has any.
     pub(crate) fn place(self) -> Option<Place> {
         match self {
             Self::Null | Self::Memory => None,
@@ -48,7 +48,7 @@ impl Drive {
 }
 
 impl Place {
-    /// Returns the place that `FOLDER` or `DEVICE,DEVICE` names.
+    /// Parses `FOLDER` or `DEVICE,DEVICE`.
     fn named(named: String) -> Self {
         match named.split_once(',') {
             Some((ours, peer)) => Self::Devices(ours.into(), peer.into()),
@@ -57,12 +57,12 @@ impl Place {
     }
 }
 
-/// Polling of a function of ours.
+/// Polling mode of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Polling {
-    /// A poller that sleeps when there is nothing to do.
+    /// A poller that parks when it is idle.
     Adaptive,
-    /// A poller that never sleeps while it has queues, as SPDK's.
+    /// A poller that never parks while it has queues, like SPDK's.
     Busy,
 }
 
@@ -82,9 +82,9 @@ impl Polling {
 pub(crate) enum Device {
     Null,
     Malloc,
-    /// Linux's asynchronous I/O, on the file in memory.
+    /// Linux AIO on the file on tmpfs.
     AioOnTmpfs,
-    /// The same, on the file on the disk.
+    /// Linux AIO on the file on the disk.
     AioOnDisk,
     /// io_uring, on the file on the disk.
     UringOnDisk,
@@ -102,12 +102,12 @@ impl Device {
     }
 }
 
-/// Something to be held against.
+/// A peer to compare with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Peer {
-    /// SPDK's target, with its own client for both.
+    /// SPDK's target. SPDK's client loads both sides.
     Spdk(Device),
-    /// A loop that copies random blocks of memory, and does nothing else.
+    /// A loop that only copies random blocks of memory.
     Copies,
 }
 
@@ -125,7 +125,7 @@ impl Peer {
 pub(crate) struct Load {
     /// Bytes of a command.
     pub(crate) size: u32,
-    /// Commands in flight.
+    /// Number of commands in flight.
     pub(crate) depth: u16,
     pub(crate) is_write: bool,
 }
@@ -137,7 +137,7 @@ pub(crate) struct Row {
     pub(crate) drive: Drive,
     pub(crate) peer: Peer,
     pub(crate) load: Load,
-    /// Ratio that it should reach.
+    /// Ratio that the drive should reach.
     pub(crate) goal: &'static str,
 }
 

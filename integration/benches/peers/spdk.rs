@@ -15,17 +15,17 @@ use serde_json::{Value, json};
 use super::rows::{Device, Drive, Load};
 use super::{CLIENT, DRIVE, Files, SERVER, signal};
 
-/// MiB of huge pages of the target and of the client.
+/// Huge pages of the target and of the client in MiB.
 const TARGET_MIB: u64 = 768;
 const CLIENT_MIB: u64 = 256;
-/// Huge pages of 2 MiB that both need.
+/// Number of 2 MiB huge pages that both need.
 const HUGE_PAGES: u64 = (TARGET_MIB + CLIENT_MIB) / 2;
 const BLOCK: u64 = 512;
-/// Begin of subsystems' names.
+/// Prefix of subsystem names.
 const NQN: &str = "nqn.2024-01.io.peer";
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The target, and the client's program.
+/// The target process, and the path of the client program.
 pub(crate) struct Spdk {
     target: Supervised,
     client: PathBuf,
@@ -33,7 +33,7 @@ pub(crate) struct Spdk {
 }
 
 impl Spdk {
-    /// Starts the target of a build, with a subsystem for each device.
+    /// Starts the target from a build, with a subsystem for each device.
     pub(crate) fn start(
         build: &Path,
         folder: &Path,
@@ -108,12 +108,13 @@ impl Spdk {
         Ok(())
     }
 
-    /// Returns the folder by which its client finds a device.
+    /// Returns the directory by which the client finds a device.
     pub(crate) fn folder_of(&self, device: Device) -> PathBuf {
         self.folder.join(device.name())
     }
 
-    /// Returns the commands per second of a load on the controller in `folder`: on a device of the target, or on ours.
+    /// Measures a load on the controller in `folder`: on a device of the target, or on this project's function. Returns the
+    /// commands per second.
     pub(crate) fn load(
         &self,
         folder: &Path,
@@ -121,7 +122,8 @@ impl Spdk {
         load: Load,
         seconds: u32,
     ) -> Result<f64, Failure> {
-        // Without a name it takes any controller for one of discovery, which has no namespace. Ours has no such name.
+        // Without a name, the client takes any controller for a discovery controller without namespaces. This project's
+        // controller has no such name.
         let nqn = device.map_or_else(|| format!("{NQN}:ours"), nqn);
         let transport = format!("trtype:VFIOUSER traddr:{} subnqn:{nqn}", folder.display());
         let text = process::run(
@@ -139,7 +141,7 @@ impl Spdk {
                 ])
                 .args(["-t", &seconds.to_string()])
                 .args(["-c", &format!("{:#x}", 1 << CLIENT)])
-                // In one file: it names a region by one descriptor.
+                // Memory in a single file, because the client passes one descriptor per region.
                 .args(["-s", &CLIENT_MIB.to_string(), "-g"]),
         )?;
         let total = text.lines().find(|line| line.starts_with("Total"));
@@ -174,7 +176,7 @@ fn create(
     let name = device.name();
     let blocks = DRIVE / BLOCK;
     let in_memory = json!({"name": name, "num_blocks": blocks, "block_size": BLOCK});
-    // The target finds the size of a block device's blocks.
+    // The target detects the block size of a block device.
     let on = |path: &Path| match is_device(path) {
         true => json!({"name": name, "filename": path}),
         false => json!({"name": name, "filename": path, "block_size": BLOCK}),
@@ -188,7 +190,7 @@ fn create(
     }
 }
 
-/// A request by JSON-RPC 2.0.
+/// Sends a JSON-RPC 2.0 request.
 fn call(socket: &Path, method: &str, parameters: Value) -> Result<(), Failure> {
     let mut stream = UnixStream::connect(socket).map_err(at(socket))?;
     let request = json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": parameters});

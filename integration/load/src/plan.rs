@@ -102,7 +102,7 @@ impl Plan for Mix {
         let slba = (self.first + place) * self.blocks;
         if let Some(blocks) = self.deallocates {
             data.buffer.write(data.offset, &dsm_range(slba, blocks));
-            // One range and AD are where other commands have their first block.
+            // Dataset Management has the number of ranges and the AD bit in the place of the first block.
             return Some(Next {
                 opcode: io::DATASET_MANAGEMENT,
                 slba: u64::from(DSM_DEALLOCATE) << 32,
@@ -185,7 +185,7 @@ mod tests {
             let mut plan = Mix::new(&target, queue, 3, Pattern::Sequential, 100, 1);
             let commands = take(&mut plan, 4);
             assert_eq!(commands[1].slba, commands[0].slba + 8);
-            // A part of three places comes round.
+            // The part has three positions, so the fourth command starts over.
             assert_eq!(commands[3].slba, commands[0].slba);
             seen.extend(commands[..3].iter().map(|c| c.slba / 8));
         }

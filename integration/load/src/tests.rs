@@ -129,7 +129,7 @@ fn pauses_run_one_command_at_a_time() {
     };
     let report = load_on("--pause-us 100 --count 50", drive, None).unwrap();
     assert_eq!((report.commands, report.qd), (50, 1));
-    // Each command finds the device asleep and is to ring it.
+    // Each command finds the device parked, and must ring its doorbell.
     assert!(report.doorbell_writes_per_io >= 0.9);
 }
 

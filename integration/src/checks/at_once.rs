@@ -85,7 +85,7 @@ fn reported(made: &Receiver<Made>) -> Result<(), Failed> {
     }
 }
 
-/// Runs all jobs, those of each unit in sequence.
+/// Runs all jobs. Jobs of one unit run in sequence.
 fn make(units: Jobs, at_once: usize) {
     let units = Mutex::new(units.into_iter());
     let next = || {
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn units_run_beside_each_other_and_their_jobs_in_order() {
         let done = Arc::new(Mutex::new(Vec::new()));
-        // The first job of each unit needs what that of the other one sends.
+        // The first job of each unit waits for the message of the other unit's first job.
         let unit = |name: &'static str, give: mpsc::Sender<()>, take: Receiver<()>| {
             let (first, second) = (Arc::clone(&done), Arc::clone(&done));
             let meet = move || {

@@ -34,7 +34,7 @@ impl MemoryFile {
         let mut largest: Option<Self> = None;
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
             let path = entry?.path();
-            // The descriptor may have been closed meanwhile.
+            // The process may have closed the descriptor.
             let Some(file) = Self::of_descriptor(&path) else {
                 continue;
             };

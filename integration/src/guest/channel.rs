@@ -281,7 +281,7 @@ fn listen(input: UnixStream, jobs: &RunningJobs, ready: &Sender<()>, events: &Se
         // The port turns "\n" into "\r\n", and firmware may have left characters before the line.
         understand(text.trim(), jobs, ready, events);
     }
-    // No answer can come any more: dropping the senders wakes waiting threads.
+    // Answers can no longer arrive: dropping the senders wakes waiting threads.
     lock(jobs).clear();
 }
 

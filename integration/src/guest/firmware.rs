@@ -64,7 +64,6 @@ impl Firmware {
 ///
 /// # Errors
 /// The text does not appear within `patience`.
-/// If it does not within `patience`.
 pub fn await_console(
     assets: &Assets,
     firmware: Firmware,

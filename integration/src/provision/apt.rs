@@ -302,7 +302,7 @@ mod tests {
     use super::*;
     use crate::progress;
 
-    /// A source that has nothing.
+    /// A source without packages.
     struct Nothing;
 
     impl Source for Nothing {

@@ -100,7 +100,7 @@ mod tests {
         let taken = other.try_lock().expect_err("it is taken");
         assert!(matches!(taken, TryLockError::WouldBlock), "{taken}");
         drop(own);
-        // A program that was just started may have a copy for a moment.
+        // A process that was just started may hold a copy of the lock for a moment.
         other.lock().expect("the next turn");
     }
 }

@@ -270,7 +270,7 @@ type Placed<'a> = Vec<(usize, &'a Step)>;
 struct Lanes<'a> {
     /// Steps with separate builds, which run at lower priority.
     beside: Placed<'a>,
-    /// Steps that run meanwhile.
+    /// Steps that run beside the separate builds.
     first: Placed<'a>,
     /// Steps that boot one machine each. They run concurrently after `first`, since each machine keeps one processor busy.
     machines: Placed<'a>,
@@ -419,7 +419,7 @@ mod tests {
 
     use super::*;
 
-    /// Steps that have come to their meeting.
+    /// Number of steps that have reached the meeting.
     static CAME: Mutex<u32> = Mutex::new(0);
     static MEETING: Condvar = Condvar::new();
 

@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(read(LINE_STATUS) & DATA_READY, 0);
     }
 
-    /// Linux reads at most 256 bytes for what it found in the IIR, then reads the IIR again.
+    /// Linux reads at most 256 bytes for the cause in the IIR, then reads the IIR again.
     #[test]
     fn data_that_is_left_is_identified_again() {
         const IER_DATA: u8 = 1 << 0;
@@ -215,7 +215,7 @@ mod tests {
         assert_eq!(port.serial.enqueue_raw_bytes(b"abc").expect("room"), 3);
         assert_eq!(cause(&mut port), IIR_DATA);
         assert_eq!(read(&mut port, 0), b'a');
-        // More comes while the guest reads: the interrupt that reports it is gone with the next byte.
+        // Another byte arrives while the guest reads. The next read clears the interrupt that reports the byte.
         assert_eq!(port.serial.enqueue_raw_bytes(b"d").expect("room"), 1);
         assert_eq!(read(&mut port, 0), b'b');
         assert_eq!(cause(&mut port), IIR_DATA);

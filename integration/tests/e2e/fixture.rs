@@ -109,7 +109,7 @@ pub(crate) fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
 pub(crate) struct Booted {
     pub(crate) guest: Arc<Guest>,
     server: Arc<Mutex<Server>>,
-    /// The function's id.
+    /// Id of the function.
     pub(crate) function: String,
     /// Path of the controller in the guest.
     pub(crate) controller: String,

@@ -1,4 +1,4 @@
-//! One guest with a function for each doorbell mode, and all uses of a drive by a guest.
+//! A guest with a function for each doorbell mode, and all uses of a drive by a guest.
 
 use crate::fixture::{Bench, Booted, DRIVE_MIB, Failure};
 use crate::{Group, doorbells, nvme_cli, pauses};

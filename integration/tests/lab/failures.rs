@@ -288,7 +288,7 @@ fn fatal_status(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// One block is unreadable. Only its reader gets an error, and the block is readable after the repair.
+/// A block is unreadable. Only its reader gets an error, and the block is readable after the repair.
 fn media_error(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "media error", &[])?;
     inside::control("fail a read 9")?;

@@ -67,7 +67,7 @@ enum Refused {
 /// Checks that belong together.
 #[derive(Clone, Copy)]
 enum Group {
-    /// Inside one lab.
+    /// Checks inside one lab.
     Inside {
         name: &'static str,
         drives: fn() -> Vec<LabDrive>,

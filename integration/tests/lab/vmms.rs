@@ -134,7 +134,7 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
         let range = format!("0+{}", path.metadata().map_or(0, |metadata| metadata.len()));
         FunctionOptions::new(id, path.display().to_string(), range)
             .option(format!("serial={serial}"))
-            // Without mapped doorbells and parking pollers, all exits come from the doorbells that the check counts.
+            // Mapped doorbells would avoid exits without the Doorbell Buffer, and a parked poller requests exits.
             .option("doorbells=shadow")
             .option(format!("poll={poll}"))
     };
@@ -378,7 +378,7 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
         [ $(cat /run/outcome) = 0 ] || { cat /run/fio; exit 1; }
         dmesg | grep -E 'timeout|abort|reset|I/O Cmd|I/O error' || true",
     )?;
-    // Checks the messages about both drives.
+    // The kernel must have logged no such message about either drive.
     expect(said.trim().is_empty(), || {
         format!("The guest's kernel tells of it: {}", said.trim())
     })?;

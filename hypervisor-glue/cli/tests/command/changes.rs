@@ -167,7 +167,7 @@ fn what_was_decided_about_data_once_does_not_hold_for_the_next_tenant() {
         add("b");
         let (status, _) = server.signal("TERM");
         assert!(status.success());
-        // While the server is away, the range becomes another tenant's.
+        // While the server is stopped, the range gets another owner.
         let other = "socket=c.sock,path=drive.img,range=0+16M,id=c,data=keep";
         let (status, _) = bench.serve("two", &[other]).unwrap().signal("TERM");
         assert!(status.success());

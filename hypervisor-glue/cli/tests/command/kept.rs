@@ -425,7 +425,7 @@ impl Guest {
     }
 }
 
-/// Measurements of guests whose servers ended.
+/// Measurements of guests that have survived ended servers.
 struct Figures {
     /// Completed commands of each guest, and its longest times.
     guests: Vec<(u64, Longest)>,
@@ -657,7 +657,7 @@ fn clients_survive_a_thousand_ends_of_each_kind() {
     }
 }
 
-/// One guest runs commands, and 63 idle guests have eight queues each, which the next server must restore as well.
+/// A guest runs commands beside 63 idle guests with eight queues each, which the next server must restore as well.
 #[test]
 #[ignore = "ends servers of 64 functions 100 times"]
 fn sixty_four_functions_go_on_together() {
@@ -829,7 +829,7 @@ fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
-    // The server persists changes before it answers. It may wake up once more for changes by its pollers.
+    // The server persists changes before it answers. Its pollers' changes may wake it once more.
     guest.controller.bar().read32(STATUS);
     let server = kept.server().unwrap();
     let version = set_version(&server, b'9')[0];
@@ -1030,7 +1030,7 @@ fn a_function_that_cannot_be_offered_again_takes_no_other_with_it() {
         kept.kill_server();
         let listed = bench.ask("list", &[]).unwrap();
         assert!(listed.contains("does not exist"), "{listed}");
-        // The same server offers the function again once its drive is back.
+        // The present server offers the function again once its drive is back.
         fs::rename(bench.path("hidden.img"), bench.path("other.img")).unwrap();
         let is_there = |printed: &str| !printed.contains("does not exist");
         let listed = bench.ask_until("list", &[], is_there).unwrap();

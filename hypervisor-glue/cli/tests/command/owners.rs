@@ -315,7 +315,7 @@ fn what_is_reserved_is_in_the_way_of_others() {
 /// Environment variable of [`crowd`]: the directory with the sockets of servers.
 const SOCKETS: &str = "TEST_CROWD_SOCKETS";
 
-/// A process of another user with many connections. It is run by other tests.
+/// A process of another user with many connections, started by another test.
 #[test]
 #[ignore = "started by other tests"]
 fn crowd() {

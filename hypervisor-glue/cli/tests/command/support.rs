@@ -129,7 +129,7 @@ pub(crate) struct Failure {
     pub(crate) stderr: String,
 }
 
-/// A server that is ready. It is killed on drop.
+/// A server that is ready. Dropping it kills the server.
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Child,

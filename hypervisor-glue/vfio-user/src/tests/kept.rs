@@ -225,8 +225,7 @@ impl World {
         self.deaths += 1;
     }
 
-    /// Runs the server until it is idle, and starts a process if there is none. Returns after a death, before the next process
-    /// starts.
+    /// Starts a process if needed, and runs the server until it is idle. Returns after a death, before the next process starts.
     fn run_to_death(&mut self) -> bool {
         let step = self.kills.first().copied().unwrap_or(u32::MAX);
         let mut process = self.process.take();

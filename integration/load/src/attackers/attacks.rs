@@ -31,7 +31,7 @@ const SMALL: u64 = 4096;
 const LARGE: u64 = 128 << 10;
 /// Number of queues of the attacker with many queues.
 const QUEUES: u16 = 16;
-/// In-flight commands in each of them.
+/// In-flight commands in each queue of that attacker.
 const DEPTH: usize = 32;
 /// Memory of an attacker's guest in bytes.
 const MEMORY: u64 = 8 << 20;

@@ -24,7 +24,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them, in the order of the table.
+    /// All attackers, in the order of the table.
     pub const ALL: &[Self] = &[
         Self::Spin,
         Self::Queues,

@@ -18,6 +18,7 @@ use super::flight::{
     CompletionOutcome, InFlightCommand, InFlightCommands, InFlightSample, LateCommand, PLAIN,
 };
 use super::governor::{DriveGovernor, QueuePairWindow};
+use super::held_back::HeldBackUsers;
 use super::member::{QueuePairUser, WaitingCommand};
 use super::rings::{PairDoorbells, VfioQueuePairRings};
 use super::seat::{CurrentQueuePair, NewQueuePairUser, QueueMigrations, QueuePairBinding};
@@ -40,8 +41,7 @@ const LIGHT_PLACES: usize = 16;
 /// driver's timeout.
 const HELD_BACK: u64 = 16;
 
-/// Interval between checks of a pair whose users are all held back, as a fraction of the presence time: 1/4096, or 0.24
-/// ms.
+/// Time after which a user that is held back is checked again, as a fraction of the presence time: 1/4096, or 0.24 ms.
 const HELD_LOOKS: u64 = 4096;
 
 /// Status returned after the leased namespace was removed or reformatted.
@@ -96,12 +96,10 @@ pub(super) struct QueuePairCore {
     pub(super) sharing: QueuePairSharing,
     /// Total of commands at the drive monitor's last survey.
     pub(super) surveyed: u64,
-    /// Users skipped in this round, because their leases have used up their shares until the next survey.
-    passed: Vec<u16>,
-    /// True if all waiting users are held back in this way.
-    is_held: bool,
-    /// Time until which held-back users are not checked again, unless another user submits a command.
-    held_until: Ticks,
+    held_back: HeldBackUsers,
+    /// Checks of users for [`Self::is_held_back`].
+    #[cfg(test)]
+    pub(super) held_back_checks: std::cell::Cell<u64>,
     state: QueuePairState,
     stats: PairStats,
 }
@@ -127,9 +125,9 @@ impl QueuePairCore {
             moves: QueueMigrations::default(),
             sharing: QueuePairSharing::new(governor),
             surveyed: 0,
-            passed: Vec::new(),
-            is_held: false,
-            held_until: Ticks::default(),
+            held_back: HeldBackUsers::default(),
+            #[cfg(test)]
+            held_back_checks: std::cell::Cell::default(),
             state: QueuePairState::Running,
             stats: PairStats::default(),
         }
@@ -154,7 +152,7 @@ impl QueuePairCore {
         self.count += 1;
         self.note_members();
         self.sharing.lights.reserve(self.members.len());
-        self.passed.reserve(self.members.len());
+        self.held_back.reserve(self.members.len());
         self.sharing.turns.join(number as u16, &lease);
         number as u16
     }
@@ -315,6 +313,7 @@ impl QueuePairCore {
             self.note_members();
         }
         self.sharing.lights.retain(|light| *light != number);
+        self.held_back.remove(number);
         self.sharing.turns.leave(number);
         self.tell_waiting();
     }
@@ -505,8 +504,10 @@ impl QueuePairCore {
             });
         }
         if !is_light {
-            sharing.turns.wait(number);
-            self.held_until = Ticks::default();
+            // Another command does not change the limit of a user that is held back.
+            if !member.held_back {
+                sharing.turns.wait(number);
+            }
         } else if !std::mem::replace(&mut member.in_lights, true) {
             sharing.lights.push_back(number);
         }
@@ -519,7 +520,8 @@ impl QueuePairCore {
     /// Returns whether there may be commands for [`Self::dispatch`].
     #[inline]
     pub(super) fn may_dispatch(&self) -> bool {
-        self.state == QueuePairState::Running && !self.sharing.is_idle()
+        let has_waiting = !self.sharing.is_idle() || !self.held_back.is_empty();
+        self.state == QueuePairState::Running && has_waiting
     }
 
     /// Sends waiting commands to the drive, as far as arbitration allows.
@@ -534,9 +536,8 @@ impl QueuePairCore {
     }
 
     fn tell_waiting(&mut self) {
-        // A pair that may launch nothing must not occupy a turn at the window.
-        let is_waiting =
-            self.state == QueuePairState::Running && !self.sharing.is_idle() && !self.is_held;
+        // A pair whose users are all held back must not occupy a turn at the window.
+        let is_waiting = self.state == QueuePairState::Running && !self.sharing.is_idle();
         self.sharing.tell_waiting(is_waiting);
     }
 
@@ -559,8 +560,9 @@ impl QueuePairCore {
 
     /// Sends heavy users' commands to the drive, in the order of arbitration.
     fn dispatch_heavy(&mut self, now: Ticks) {
-        // Each poll of each queue calls this, and skipping held-back users costs as much as serving them.
-        if self.is_held && now < self.held_until {
+        let is_weighed = self.sharing.governor.is_weighed(now);
+        self.return_held_back(now, is_weighed);
+        if self.sharing.turns.is_empty() {
             return;
         }
         let window = self.sharing.window(now);
@@ -569,10 +571,9 @@ impl QueuePairCore {
             QueuePairWindow::Own(bytes) | QueuePairWindow::Drive(bytes) => bytes,
             QueuePairWindow::Open | QueuePairWindow::Closed => u64::MAX,
         };
-        let is_weighed = self.sharing.governor.is_weighed(now);
         while let Some(number) = self.sharing.turns.next() {
             let Some((class, weight)) = self.next(number, most) else {
-                self.sharing.turns.forget(number);
+                self.sharing.turns.skip();
                 continue;
             };
             // If identifiers are held for Aborts, or in a ring of two entries, `kept` may exceed the free entries for
@@ -584,8 +585,7 @@ impl QueuePairCore {
                 break;
             }
             if is_weighed && self.is_held_back(number, now) {
-                self.sharing.turns.forget(number);
-                self.passed.push(number);
+                self.hold_back(number, now);
                 continue;
             }
             // The last part of a split command counts as a full window. Otherwise the last parts of several commands
@@ -608,21 +608,34 @@ impl QueuePairCore {
             });
             self.sharing.turns.charge(weight, goes_on);
         }
-        self.end_turns(now);
     }
 
-    /// Returns the skipped users to arbitration.
-    fn end_turns(&mut self, now: Ticks) {
-        self.is_held = !self.passed.is_empty() && self.sharing.turns.is_empty();
-        self.held_until = Ticks(now.0 + self.sharing.governor.presence() / HELD_LOOKS);
-        while let Some(number) = self.passed.pop() {
+    /// Takes the next user out of arbitration until it is due.
+    fn hold_back(&mut self, number: u16, now: Ticks) {
+        self.sharing.turns.skip();
+        if let Some(member) = self.member(number) {
+            member.held_back = true;
+            let due = now.0 + self.sharing.governor.presence() / HELD_LOOKS;
+            self.held_back.push(number, Ticks(due));
+        }
+    }
+
+    /// Returns users that were held back to arbitration: those that are due, or all once the drive is not weighed.
+    fn return_held_back(&mut self, now: Ticks, is_weighed: bool) {
+        let now = if is_weighed { now } else { Ticks(u64::MAX) };
+        while let Some(number) = self.held_back.pop_due(now) {
             self.sharing.turns.wait(number);
+            if let Some(member) = self.member(number) {
+                member.held_back = false;
+            }
         }
     }
 
     /// Returns whether a user has to wait because its lease has used up its bytes until the next survey. The wait is
     /// bounded, because other queues of the lease may use up the bytes of each interval.
     fn is_held_back(&self, number: u16, now: Ticks) -> bool {
+        #[cfg(test)]
+        self.held_back_checks.set(self.held_back_checks.get() + 1);
         let member = self.members.get(usize::from(number));
         let pause = self.sharing.governor.presence() / HELD_BACK;
         member.and_then(Option::as_deref).is_some_and(|member| {

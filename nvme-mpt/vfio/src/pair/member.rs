@@ -39,6 +39,8 @@ pub(super) struct QueuePairUser {
     pub(super) done: Vec<HostCompletion>,
     /// True if the user is in the list of users with light commands waiting.
     pub(super) in_lights: bool,
+    /// True while the user is [held back](super::held_back).
+    pub(super) held_back: bool,
     /// Time until which the user counts as heavy.
     pub(super) heavy_until: Ticks,
     /// Split commands, on a drive that needs them.
@@ -76,6 +78,7 @@ impl QueuePairUser {
             waiting: VecDeque::with_capacity(room),
             done: Vec::with_capacity(room),
             in_lights: false,
+            held_back: false,
             heavy_until: Ticks::default(),
             splits: is_split.then(|| SplitCommands::new(slots, max_transfer, lba_shift)),
             queue,

@@ -15,6 +15,7 @@ mod core;
 mod doorbell;
 mod flight;
 mod governor;
+mod held_back;
 mod loans;
 mod member;
 mod moves;

@@ -174,6 +174,12 @@ impl VirtualTimeOrder {
         time
     }
 
+    /// Removes the next party, and returns it.
+    fn skip(&mut self) -> Option<u16> {
+        let Reverse((_, party)) = self.waiting.pop()?;
+        Some(party)
+    }
+
     /// Removes a waiting party.
     fn remove(&mut self, party: u16) {
         self.waiting.retain(|Reverse((_, other))| *other != party);
@@ -307,9 +313,28 @@ impl QueuePairArbitration {
         tenant.time = self.order.charge(cost, goes_on);
     }
 
+    /// Removes the next user from the waiting ones, without a charge.
+    pub(super) fn skip(&mut self) {
+        let Some(tenant) = self.order.first() else {
+            return;
+        };
+        let Some(Some(tenant)) = self.tenants.get_mut(usize::from(tenant)) else {
+            return;
+        };
+        let member = tenant.order.skip();
+        if tenant.order.waiting.is_empty() {
+            self.order.skip();
+        }
+        if let Some(member) = member
+            && let Some(Some(place)) = self.places.get_mut(usize::from(member))
+        {
+            place.waits = false;
+        }
+    }
+
     /// Removes a user from the waiting ones.
     #[cold]
-    pub(super) fn forget(&mut self, member: u16) {
+    fn forget(&mut self, member: u16) {
         let Some(Some(place)) = self.places.get_mut(usize::from(member)) else {
             return;
         };

@@ -23,8 +23,8 @@ enum Op {
     Serve(u64, bool),
     /// A queue has more commands.
     Wait(usize),
-    /// A queue is deleted.
-    Forget(usize),
+    /// The next queue has nothing, or may not be served yet.
+    Skip,
     /// A queue leaves or comes back.
     Change(usize),
     Weigh(usize, u16),
@@ -35,7 +35,7 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         24 => (1..=PAGES, prop::bool::weighted(0.9)).prop_map(|(pages, more)| Op::Serve(pages, more)),
         8 => member().prop_map(Op::Wait),
-        1 => member().prop_map(Op::Forget),
+        1 => Just(Op::Skip),
         1 => member().prop_map(Op::Change),
         1 => (0..LEASES, 1..=1000_u16).prop_map(|(lease, weight)| Op::Weigh(lease, weight)),
     ]
@@ -199,9 +199,12 @@ impl World {
                 self.turns.wait(member as u16);
                 self.set(member, true);
             }
-            Op::Forget(member) => {
-                self.turns.forget(member as u16);
-                self.set(member, false);
+            Op::Skip => {
+                let member = self.turns.next();
+                self.turns.skip();
+                if let Some(member) = member {
+                    self.set(member.into(), false);
+                }
             }
             Op::Change(member) => self.change(member),
             Op::Weigh(lease, weight) => {

@@ -375,6 +375,90 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     assert_eq!(pauses.next(), None, "{launched:?}");
 }
 
+/// Many leases that have used up their bytes share a pair with one that has not. Returns the drive, the pair, the busy
+/// guest and the others, whose commands wait.
+fn held_back_guests(
+    shares: &[Arc<LeaseShare>],
+    governor: &Arc<DriveGovernor>,
+    now: u64,
+) -> (FakeDrive, VfioQueuePair, Guest, Vec<Guest>) {
+    let (drive, pair) = FakeDrive::governed(64, u64::MAX, false, governor.clone());
+    let busy = Guest::new(&pair, &lease(100), 0, DEPTH);
+    governor.weigh(Ticks(now));
+    let others = shares.iter().zip(1..).map(|(share, index)| {
+        share.allow(Some(0));
+        let mut guest = Guest::new(&pair, share, index, DEPTH);
+        guest.poll(now);
+        guest
+    });
+    let others = others.collect();
+    (drive, pair, busy, others)
+}
+
+#[test]
+fn a_poll_looks_at_no_user_that_is_held_back() {
+    const HELD: usize = 48;
+    const POLLS: u64 = 1000;
+    let governor = Arc::new(DriveGovernor::new(
+        PolicyChoice::Learned,
+        TickRate::NANOSECOND,
+    ));
+    let shares = [(); HELD].map(|()| lease(100));
+    let now = 1_000_000;
+    let (mut drive, pair, mut busy, held) = held_back_guests(&shares, &governor, now);
+    let mut served = 0;
+    // All within the time for which none is due.
+    for now in (now..).step_by(100).take(POLLS as usize) {
+        busy.poll(now);
+        served += drive.fetch() as u64;
+        drive.complete(0, Status::SUCCESS);
+    }
+    let checks = pair.shared.lock().held_back_checks.get();
+    let are_all_busy = drive.commands.iter().all(|sqe| queue_of(sqe) == 0);
+    pair.kill(Status::COMMAND_INTERRUPTED);
+    drop(held);
+    assert!(are_all_busy && served >= POLLS, "{served}");
+    assert!(checks <= served + 2 * HELD as u64, "{checks} for {served}");
+}
+
+/// Also if it does not poll, and its neighbour keeps the pair busy.
+#[test]
+fn a_user_that_is_held_back_goes_on_once_it_may() {
+    let governor = Arc::new(DriveGovernor::new(
+        PolicyChoice::Learned,
+        TickRate::NANOSECOND,
+    ));
+    let shares = [lease(100), lease(100)];
+    let now = 1_000_000;
+    let (mut drive, pair, mut busy, held) = held_back_guests(&shares, &governor, now);
+    let in_drive = |drive: &FakeDrive| {
+        [0, 1, 2].map(|queue| {
+            let commands = drive.commands.iter();
+            commands.filter(|sqe| queue_of(sqe) == queue).count()
+        })
+    };
+    busy.poll(now);
+    drive.fetch();
+    assert_eq!(in_drive(&drive), [DEPTH.into(), 0, 0]);
+    // The next survey lets one of them go on.
+    shares[1].allow(None);
+    drive.complete(0, Status::SUCCESS);
+    busy.poll(now + 1_000_000);
+    drive.fetch();
+    let [first, second, third] = in_drive(&drive);
+    assert!(first > 0 && second == 0 && third > 0, "{third}");
+    // Without limits, the other one does, too, at once.
+    governor.end_weighing();
+    for _ in 0..8 {
+        drive.complete(0, Status::SUCCESS);
+    }
+    busy.poll(now + 1_000_001);
+    drive.fetch();
+    assert!(in_drive(&drive)[1] > 0);
+    pair.kill(Status::COMMAND_INTERRUPTED);
+    drop(held);
+}
+
 /// A quiet lease also counts in the classes of its queues, which take turns with queues of busy leases.
 #[test]
 fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {

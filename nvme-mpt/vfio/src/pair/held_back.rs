@@ -1,0 +1,47 @@
+//! Users of a queue pair whose leases have used up their bytes until the next survey.
+//!
+//! Limits change in surveys, ten times a second, while the pair is polled all the time. So these users are not part of
+//! [arbitration](super::turns) until they are due, and a poll costs as much as the users that can be served.
+
+use std::collections::VecDeque;
+
+use nvme_mpt::clock::Ticks;
+
+/// Users that are held back, each until a time at which it is due.
+#[derive(Debug, Default)]
+pub(super) struct HeldBackUsers {
+    /// Numbers with their times, in the order in which the users were held back. All are held back for equally long, so
+    /// the first one is due first.
+    users: VecDeque<(Ticks, u16)>,
+}
+
+impl HeldBackUsers {
+    /// Makes room for `count` users, so that [`Self::push`] does not allocate memory.
+    pub(super) fn reserve(&mut self, count: usize) {
+        self.users.reserve(count.saturating_sub(self.users.len()));
+    }
+
+    /// Adds a user that is not held back.
+    pub(super) fn push(&mut self, number: u16, due: Ticks) {
+        self.users.push_back((due, number));
+    }
+
+    /// Removes the first user, if it is due.
+    #[inline]
+    pub(super) fn pop_due(&mut self, now: Ticks) -> Option<u16> {
+        let (due, number) = *self.users.front()?;
+        (due <= now).then(|| self.users.pop_front())?;
+        Some(number)
+    }
+
+    /// Removes a user that leaves the pair.
+    pub(super) fn remove(&mut self, number: u16) {
+        self.users.retain(|(_, other)| *other != number);
+    }
+
+    /// Returns whether no user is held back.
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.users.is_empty()
+    }
+}

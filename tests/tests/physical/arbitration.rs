@@ -3,6 +3,7 @@
 //! round robin does not work are used without it.
 
 use std::mem;
+use std::thread;
 use std::time::Duration;
 
 use nvme_mpt_tests::command::admin;
@@ -11,7 +12,7 @@ use nvme_mpt_tests::drive::{
 };
 use nvme_mpt_tests::identify::cns;
 use nvme_mpt_tests::status::INVALID_FIELD;
-use nvme_vfio::{ArbitrationChoice, ControllerOptions};
+use nvme_vfio::{ArbitrationChoice, ControllerError, ControllerOptions};
 
 use crate::common::{Host, LEASE, LONG, READY_TIMEOUT, Setup, open_with, remote, wait_for};
 use crate::hand_over::{go_on_with, hand_over};
@@ -518,6 +519,59 @@ fn no_time_counts_against_weights_while_the_drive_has_paused() {
     assert_eq!(host.incidents().resets, 0);
     drop(guests);
     host.finish();
+}
+
+/// Pauses a drive while it holds weights. The drive is waited for, until the kernel asks for it.
+#[track_caller]
+fn remove_in_pause(model: &ModelDrive) {
+    wait_for("the weights that are held", || {
+        model.counters().faults_met == 1
+    });
+    model.pause();
+    // Without the pause, no command would be waited for.
+    model.set_admin_timeout(Some(Duration::ZERO));
+    let looks = model.admin_waits() + 50;
+    wait_for("looks at the command", || model.admin_waits() >= looks);
+    model.set_admin_timeout(None);
+    model.request_removal();
+}
+
+#[test]
+fn a_pause_while_a_drive_is_opened_ends_when_the_kernel_asks_for_it() {
+    if remote::is_chosen() {
+        return;
+    }
+    let model = ModelDrive::start(options(Arbitration::Weighted));
+    model.inject(Fault::once(Meets::Weights(false), Effect::Hold));
+    let opens = {
+        let model = model.clone();
+        thread::spawn(move || open_with(&model, chosen(ArbitrationChoice::Weighted)).err())
+    };
+    remove_in_pause(&model);
+    let error = opens.join().unwrap();
+    assert!(matches!(error, Some(ControllerError::WantedBack)));
+    assert!(model.is_released());
+}
+
+#[test]
+fn a_pause_at_a_hand_over_ends_when_the_kernel_asks_for_the_drive() {
+    if remote::is_chosen() {
+        return;
+    }
+    let before = host(Arbitration::Weighted);
+    let model = before.model.clone();
+    let handed = hand_over(&before);
+    mem::forget(before);
+    model.inject(Fault::once(Meets::Weights(false), Effect::Hold));
+    let goes_on = {
+        let model = model.clone();
+        let options = chosen(ArbitrationChoice::Weighted);
+        thread::spawn(move || go_on_with(&model, handed, options).err())
+    };
+    remove_in_pause(&model);
+    let error = goes_on.join().unwrap();
+    assert!(matches!(error, Some(ControllerError::WantedBack)));
+    assert!(model.is_released());
 }
 
 #[test]

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::backing::DeviceBacking;
 use super::error::ControllerError;
+use super::recovery::is_wanted_back;
 use super::registers::DriveAdminRings;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::iova::{IovaPart, IovaSpace, StaleMappingsFlag};
@@ -208,7 +209,8 @@ impl AdminQueue {
     }
 
     /// Executes a command as [`Self::execute`] does. The timeout is suspended while the drive has paused processing
-    /// (CSTS.PP), for `pause` at most and until `is_ending` returns true.
+    /// (CSTS.PP), for `pause` at most and until `is_ending` returns true. Returns [`ControllerError::WantedBack`] if the
+    /// host asks for the function during the pause.
     pub(super) fn execute_through_pause(
         &mut self,
         sqe: Sqe,
@@ -250,11 +252,11 @@ impl AdminQueue {
             }
             let timeout = self.backing.admin_timeout();
             let now = self.clock.now();
-            if !longest_pause.is_zero()
-                && self.has_paused()
-                && now < *pause_end.get_or_insert(now + longest_pause)
-                && !is_ending()
-            {
+            let is_paused = !longest_pause.is_zero() && self.has_paused();
+            if is_paused && is_wanted_back(&*self.backing) {
+                return Err(ControllerError::WantedBack);
+            }
+            if is_paused && now < *pause_end.get_or_insert(now + longest_pause) && !is_ending() {
                 started = now;
             } else if now.saturating_sub(started) >= timeout {
                 return Err(ControllerError::AdminTimeout {

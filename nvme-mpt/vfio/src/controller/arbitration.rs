@@ -295,6 +295,7 @@ impl Arbitration {
                 self.weights = Some(ClassWeights::EQUAL);
                 Ok(())
             }
+            Err(error @ ControllerError::WantedBack) => Err(error),
             Err(error) => {
                 self.end(name, "takes no weights (Arbitration)", Some(&error));
                 tolerate(error)
@@ -336,6 +337,9 @@ impl Arbitration {
             self.weights = Some(weights);
             return Ok(());
         };
+        if matches!(error, ControllerError::WantedBack) {
+            return Err(error);
+        }
         let is_refused = matches!(error, ControllerError::Admin { .. });
         self.end(name, "takes no other weights (Arbitration)", Some(&error));
         match is_refused {
@@ -399,14 +403,14 @@ pub(super) fn set_feature(
 
 impl PhysicalDrive {
     /// Executes Set Features, Arbitration. The timeout is suspended while the drive has paused processing, unless the
-    /// drive is closing or wanted back.
+    /// drive is closing.
     pub(super) fn send_arbitration(
         &self,
         admin: &mut AdminQueue,
         value: feature::Arbitration,
     ) -> Result<(), ControllerError> {
         let pause = longest_pause(&self.identity.controller, self.options.deadline);
-        let is_ending = || self.closing.load(Ordering::Acquire) || self.is_wanted_back();
+        let is_ending = || self.closing.load(Ordering::Acquire);
         set_feature(admin, value, pause, &is_ending)
     }
 

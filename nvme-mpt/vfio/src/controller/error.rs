@@ -20,6 +20,9 @@ pub enum ControllerError {
     /// The function was removed or has lost power.
     #[error("The drive is gone: its registers read as all ones")]
     Gone,
+    /// The host asks for the function, because it is being removed or unbound. The caller has to release it.
+    #[error("The host asks for the drive back")]
+    WantedBack,
     /// The controller has lost its commands: its link is down, or it was reset by the kernel or by another party. The
     /// drive monitor waits for the drive and resets it.
     #[error(
@@ -114,7 +117,9 @@ pub enum ControllerError {
 impl From<ControllerError> for io::Error {
     fn from(error: ControllerError) -> Self {
         let kind = match &error {
-            ControllerError::Gone | ControllerError::Fatal => io::ErrorKind::NotConnected,
+            ControllerError::Gone | ControllerError::WantedBack | ControllerError::Fatal => {
+                io::ErrorKind::NotConnected
+            }
             ControllerError::Lost | ControllerError::Resetting => io::ErrorKind::ResourceBusy,
             ControllerError::NotInTime { .. } | ControllerError::AdminTimeout { .. } => {
                 io::ErrorKind::TimedOut

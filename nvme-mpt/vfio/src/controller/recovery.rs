@@ -118,6 +118,12 @@ pub(super) fn disable_failed(
     }
 }
 
+/// Returns whether the kernel waits for the release of a function.
+pub(super) fn is_wanted_back(backing: &dyn DeviceBacking) -> bool {
+    let request = backing.removal_request();
+    request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))
+}
+
 /// Completes all present and future commands with an error. The drive must have lost access to memory.
 pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
     for pair in pairs {
@@ -203,9 +209,12 @@ impl PhysicalDrive {
                     self.tell(DriveEvent::Reset);
                     return;
                 }
-                Err(ControllerError::Gone) => {
+                Err(error @ (ControllerError::Gone | ControllerError::WantedBack)) => {
                     drop(admin);
-                    self.give_up(REMOVED);
+                    self.give_up(match error {
+                        ControllerError::WantedBack => WANTED_BACK,
+                        _ => REMOVED,
+                    });
                     return;
                 }
                 Err(error) => {
@@ -264,10 +273,8 @@ impl PhysicalDrive {
         UnresponsiveDriveOutcome::Over
     }
 
-    /// Returns whether the kernel waits for the release of the function.
-    pub(super) fn is_wanted_back(&self) -> bool {
-        let request = self.backing.removal_request();
-        request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))
+    fn is_wanted_back(&self) -> bool {
+        is_wanted_back(self.backing.as_ref())
     }
 
     /// Stops all memory accesses of the controller.

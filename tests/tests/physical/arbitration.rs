@@ -474,14 +474,48 @@ fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
     host.model.set_admin_timeout(None);
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
     let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
-    let counters = host.model.counters();
-    // The two held commands count as faults too.
-    assert_eq!((counters.faults_met, counters.arbitrations), (3, 1));
+    // It has answered since, and has equal weights for certain.
+    wait_for("equal weights", || host.model.counters().arbitrations == 2);
+    // Two commands were held.
+    assert_eq!(host.model.counters().faults_met, 3);
     assert_eq!(host.incidents().resets, 0);
     drop((guests, third));
     host.finish();
     check(half, COMMANDS / 2);
     check(half_again, COMMANDS / 2);
+}
+
+#[test]
+fn weights_that_a_drive_takes_after_their_timeout_are_made_equal() {
+    if remote::is_chosen() {
+        return;
+    }
+    let host = host(Arbitration::Weighted);
+    let mut guests = two_guests(&host, [100, 300]);
+    let model = &host.model;
+    model.inject(Fault::once(Meets::Io, Effect::Hold));
+    model.inject(Fault::once(Meets::Weights(true), Effect::Hold));
+    model.set_admin_timeout(Some(ADMIN_TIMEOUT));
+    for guest in &mut guests {
+        guest.read(COMMANDS);
+    }
+    wait_for("the weights that are held", || {
+        model.counters().faults_met == 2
+    });
+    // Its queue is created once there was no answer.
+    let third = Guest::new(&host, 2, 300);
+    model.set_admin_timeout(None);
+    assert_eq!(model.priorities(), [MEDIUM, HIGH, MEDIUM]);
+    wait_for("equal weights", || model.counters().arbitrations == 2);
+    // The drive gets to the weights that were held, after the equal ones.
+    model.let_go();
+    wait_for("the weights and equal ones", || {
+        model.counters().arbitrations == 4
+    });
+    assert_eq!(model.weights(), Some([1, 1, 1]));
+    assert_eq!(host.incidents().resets, 0);
+    drop((guests, third));
+    host.finish();
 }
 
 #[test]

@@ -62,6 +62,10 @@ pub(super) struct AdminQueue {
     /// True while an Asynchronous Event Request is outstanding.
     listening: bool,
     events: Vec<AsyncEvent>,
+    /// True unless no command has completed since the last one that timed out.
+    answers: bool,
+    /// Number of commands that completed after they timed out.
+    late_completions: u64,
     /// Set while the drive is quiesced for a hand-over; no command may be sent.
     pub(super) rest: Option<QuiescedDrive>,
 }
@@ -173,6 +177,8 @@ impl AdminQueue {
             next_cid: 0,
             listening: false,
             events: Vec::new(),
+            answers: true,
+            late_completions: 0,
             rest: None,
         })
     }
@@ -201,6 +207,17 @@ impl AdminQueue {
         self.cq.restart();
         self.listening = false;
         self.events.clear();
+        self.answers = true;
+    }
+
+    /// Returns whether the drive has completed a command since the last one that timed out.
+    pub(super) fn answers(&self) -> bool {
+        self.answers
+    }
+
+    /// Returns the number of commands that completed after they timed out.
+    pub(super) fn late_completions(&self) -> u64 {
+        self.late_completions
     }
 
     /// Executes a command and waits for its completion.
@@ -233,8 +250,10 @@ impl AdminQueue {
                     break;
                 };
                 if cqe.cid() != cid {
+                    self.note_late(&cqe);
                     continue;
                 }
+                self.answers = true;
                 let status = cqe.status();
                 return if status.is_success() {
                     Ok(cqe)
@@ -259,6 +278,7 @@ impl AdminQueue {
             if is_paused && now < *pause_end.get_or_insert(now + longest_pause) && !is_ending() {
                 started = now;
             } else if now.saturating_sub(started) >= timeout {
+                self.answers = false;
                 return Err(ControllerError::AdminTimeout {
                     opcode,
                     seconds: timeout.as_secs(),
@@ -322,9 +342,10 @@ impl AdminQueue {
     /// Returns the events since the last call.
     pub(super) fn take_events(&mut self) -> Vec<AsyncEvent> {
         for _ in 0..ENTRIES {
-            if self.take_completion().is_none() {
+            let Some(cqe) = self.take_completion() else {
                 break;
-            }
+            };
+            self.note_late(&cqe);
         }
         std::mem::take(&mut self.events)
     }
@@ -335,6 +356,14 @@ impl AdminQueue {
         self.sq.push(sqe, cid);
         fence(Ordering::Release);
         self.tail_doorbell.store(self.sq.tail());
+    }
+
+    /// Counts a completion that no caller waits for, unless it is of Asynchronous Event Request.
+    fn note_late(&mut self, cqe: &Cqe) {
+        if cqe.cid().0 != EVENT_CID {
+            self.answers = true;
+            self.late_completions += 1;
+        }
     }
 
     /// Takes the next completion. An event is also added to the list of events.

@@ -21,7 +21,8 @@
 //! Few drives are operated with weighted round robin, so it may not work although the drive reports it. A drive fails
 //! with it if it does not come up, does not answer Set Features, or refuses weights or a class. Weighted round robin then
 //! ends for as long as this process has the drive, and the next enable uses round robin. Until then, the classes get
-//! equal weights if possible, and new queues are Medium.
+//! equal weights if possible, and new queues are Medium. A drive that did not answer gets equal weights once it answers
+//! another command, and again if it completes the command late.
 
 use std::fmt;
 use std::str::FromStr;
@@ -184,6 +185,23 @@ fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
     }
 }
 
+/// Equal weights for a drive that did not answer Set Features: it may have executed the command, or may do so later.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct EqualWeightsRequest {
+    /// Number of late completions of admin commands when the drive was given equal weights; `None` before that.
+    late_completions: Option<u64>,
+}
+
+impl EqualWeightsRequest {
+    /// Returns whether equal weights must be sent now to a drive that `answers`, with so many late completions.
+    fn is_due(self, answers: bool, late_completions: u64) -> bool {
+        let is_outdated = self
+            .late_completions
+            .is_none_or(|before| late_completions > before);
+        answers && is_outdated
+    }
+}
+
 /// Arbitration of a drive for as long as this process has it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Arbitration {
@@ -195,6 +213,8 @@ pub(super) struct Arbitration {
     burst: u8,
     /// Current weights of the drive; `None` if all new queues are Medium.
     weights: Option<ClassWeights>,
+    /// Set after a Set Features that timed out, until the next enable.
+    equal_weights: Option<EqualWeightsRequest>,
     changes: RecentChanges,
 }
 
@@ -210,6 +230,7 @@ impl Arbitration {
             mechanism: ArbitrationMechanism::ROUND_ROBIN,
             burst: 0,
             weights: None,
+            equal_weights: None,
             changes: RecentChanges::default(),
         }
     }
@@ -248,6 +269,7 @@ impl Arbitration {
     pub(super) fn enabled(&mut self, mechanism: ArbitrationMechanism) {
         self.mechanism = mechanism;
         self.weights = None;
+        self.equal_weights = None;
     }
 
     /// Returns whether weighted round robin may have caused a failure of bring-up.
@@ -325,8 +347,8 @@ impl Arbitration {
         ClassWeights::of(loads).filter(|weights| *weights != before)
     }
 
-    /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent.
-    /// Nothing is sent after any other failure.
+    /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent. If it
+    /// does not answer, [`Self::make_equal_later`] sends them. Nothing is sent after any other failure.
     fn set(
         &mut self,
         name: &str,
@@ -344,16 +366,45 @@ impl Arbitration {
         self.end(name, "takes no other weights (Arbitration)", Some(&error));
         match is_refused {
             true => self.make_equal(send),
-            false => tolerate(error),
+            false => self.tolerate(error),
         }
     }
 
     /// Sets equal weights, if the drive accepts them.
     fn make_equal(
-        &self,
+        &mut self,
         mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
     ) -> Result<(), ControllerError> {
-        send(ClassWeights::EQUAL.feature(self.burst)).or_else(tolerate)
+        let sent = send(ClassWeights::EQUAL.feature(self.burst));
+        sent.or_else(|error| self.tolerate(error))
+    }
+
+    /// Ignores a failure as [`tolerate`] does. After a timeout, the weights of the drive are not known.
+    fn tolerate(&mut self, error: ControllerError) -> Result<(), ControllerError> {
+        if matches!(error, ControllerError::AdminTimeout { .. }) {
+            self.equal_weights = Some(EqualWeightsRequest::default());
+        }
+        tolerate(error)
+    }
+
+    /// Sets equal weights if they are due after a timeout, on a drive that `answers` and has completed so many commands
+    /// late.
+    fn make_equal_later(
+        &mut self,
+        name: &str,
+        answers: bool,
+        late_completions: u64,
+        send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
+    ) -> Result<(), ControllerError> {
+        let request = self.equal_weights;
+        if !request.is_some_and(|request| request.is_due(answers, late_completions)) {
+            return Ok(());
+        }
+        self.equal_weights = Some(EqualWeightsRequest {
+            late_completions: Some(late_completions),
+        });
+        info!(drive = name; "Drive {name} answers again, and gets equal weights (Arbitration)");
+        self.make_equal(send)
     }
 
     /// Ends weighted round robin on a drive that refuses queues of a priority class.
@@ -435,8 +486,32 @@ impl PhysicalDrive {
         *lock(&self.arbitration) = arbitration;
     }
 
+    /// Sends equal weights that are due after a timeout.
+    fn make_weights_equal(&self) {
+        let Some(request) = lock(&self.arbitration).equal_weights else {
+            return;
+        };
+        let is_due = {
+            let admin = lock(&self.admin);
+            request.is_due(admin.answers(), admin.late_completions())
+        };
+        if !is_due {
+            return;
+        }
+        // On a failure the drive is reset and starts without weights.
+        let _ = self.with_admin(|admin| {
+            let mut arbitration = *lock(&self.arbitration);
+            let (answers, late) = (admin.answers(), admin.late_completions());
+            let send = |value| self.send_arbitration(admin, value);
+            let set = arbitration.make_equal_later(self.backing.name(), answers, late, send);
+            *lock(&self.arbitration) = arbitration;
+            set
+        });
+    }
+
     /// Sends changed class weights to the drive.
     pub(super) fn arbitrate(&self, loads: &[ClassLoad; CLASSES.len()]) {
+        self.make_weights_equal();
         let clock = self.backing.clock();
         if lock(&self.arbitration).change(loads, clock.now()).is_none() {
             return;
@@ -620,6 +695,40 @@ mod tests {
         );
         let lost = || Err(ControllerError::Lost);
         assert_eq!(set_with(&[now, lost]), (vec![UNEQUAL, UNEQUAL], true));
+    }
+
+    #[test]
+    fn a_drive_that_did_not_answer_gets_equal_weights_once_it_answers() {
+        let mut arbitration = weighted();
+        let timeout = |_| {
+            Err(ControllerError::AdminTimeout {
+                opcode: AdminOpcode::SET_FEATURES,
+                seconds: 5,
+            })
+        };
+        let set = arbitration.set("a", ClassWeights([4, 2, 1]), timeout);
+        set.expect("no reset");
+        let mut sends = |answers, late_completions, is_answered| {
+            let mut sent = Vec::new();
+            let send = |value: feature::Arbitration| {
+                sent.push([value.hpw_z(), value.mpw_z(), value.lpw_z()]);
+                if is_answered { Ok(()) } else { timeout(value) }
+            };
+            let made = arbitration.make_equal_later("a", answers, late_completions, send);
+            made.expect("no reset");
+            sent
+        };
+        let (none, equal) = ([[0; 3]; 0], [[0; 3]]);
+        assert_eq!(sends(false, 0, true), none);
+        assert_eq!(sends(true, 0, false), equal, "no answer again");
+        assert_eq!(sends(false, 0, true), none);
+        assert_eq!(sends(true, 0, true), equal);
+        assert_eq!(sends(true, 0, true), none);
+        // The first command completes at last.
+        assert_eq!(sends(true, 1, true), equal);
+        assert_eq!(sends(true, 1, true), none);
+        arbitration.enabled(ArbitrationMechanism::ROUND_ROBIN);
+        assert_eq!(arbitration.equal_weights, None);
     }
 
     #[test]

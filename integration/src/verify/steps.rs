@@ -339,7 +339,8 @@ fn loom(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// Simulates seeds that failed once, and new ones. `--full` adds twenty thousand seeds, and lints of simulation-only code.
+/// Simulates seeds that failed once, and new ones. `--full` adds twenty thousand seeds, and the scheduler's tests and lints of
+/// simulation-only code.
 fn simulate(context: &mut Context) -> Result<(), VerifyError> {
     let full = context.options.full;
     let mut command = context.cargo(&["simulate", "--regressions"]);
@@ -349,10 +350,13 @@ fn simulate(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::One)?;
     if full {
         let flags = "build.rustflags=['--cfg=simulation', '--deny=warnings']";
-        let mut command = context.cargo(&["clippy", "--profile", "simulation", "--config", flags]);
-        command.args(["--target-dir", "target/simulation"]);
-        command.args(["--package", "nvme-mpt-simulator"]);
-        context.run(&mut command, Worth::One)?;
+        for (subcommand, worth) in [("test", Worth::ItsTests), ("clippy", Worth::One)] {
+            let arguments = [subcommand, "--profile", "simulation", "--config", flags];
+            let mut command = context.cargo(&arguments);
+            command.args(["--target-dir", "target/simulation"]);
+            command.args(["--package", "nvme-mpt-simulator"]);
+            context.run(&mut command, worth)?;
+        }
     }
     Ok(())
 }

@@ -23,8 +23,36 @@ use crate::runs::Less;
 /// Stack size of an actor, in words.
 const STACK: usize = 64 << 10;
 
-/// Maximum number of steps of a simulation. A simulation with more steps counts as endless.
-const STEPS_MAX: u64 = 100_000_000;
+/// Numbers of steps after which a simulation counts as endless.
+#[derive(Clone, Copy, Debug)]
+struct StepLimits {
+    /// Steps in which no guest takes a completion. A drive may keep a command for 36 s, for which a poller looks for its
+    /// completion.
+    idle: u64,
+    /// Steps of a simulation whose guests take completions, and perhaps submit the same commands again and again. Pollers
+    /// take most steps of a world in which each command comes just before its poller would sleep.
+    all: u64,
+}
+
+impl StepLimits {
+    const USUAL: Self = Self {
+        idle: 1_000_000_000,
+        all: 4_000_000_000,
+    };
+
+    /// Checks that a simulation may still end.
+    ///
+    /// # Panics
+    /// If it has taken too many steps, or too many since a guest took a completion.
+    fn check(self, steps: u64, idle_steps: u64) {
+        let Self { idle, all } = self;
+        assert!(
+            idle_steps < idle,
+            "no end after {idle} steps in which no guest took a completion"
+        );
+        assert!(steps < all, "no end after {all} steps");
+    }
+}
 
 /// Value of `descheduled` for a held actor.
 const HELD: Duration = Duration::MAX;
@@ -112,7 +140,10 @@ struct Core {
     rng: Rng,
     habits: Habits,
     now: u64,
+    limits: StepLimits,
     steps: u64,
+    /// Steps up to which a guest last took a completion.
+    taken_at: u64,
     commands: u64,
     /// Number of steps so far that may be visible to waiting actors.
     effects: u64,
@@ -197,7 +228,20 @@ impl Engine {
         less: Less,
         main: impl FnOnce() + Send + 'static,
     ) -> Outcome {
-        let mut core = Core::new(seed);
+        self.run_within(StepLimits::USUAL, seed, less, main)
+    }
+
+    fn run_within(
+        &self,
+        limits: StepLimits,
+        seed: u64,
+        less: Less,
+        main: impl FnOnce() + Send + 'static,
+    ) -> Outcome {
+        let mut core = Core {
+            limits,
+            ..Core::new(seed)
+        };
         if less.no_preemption {
             core.habits.desched = 0;
         }
@@ -387,7 +431,9 @@ impl Core {
             habits: Habits::of(&mut rng),
             rng,
             now: 0,
+            limits: StepLimits::USUAL,
             steps: 0,
+            taken_at: 0,
             commands: 0,
             effects: 0,
             looked: 0,
@@ -413,6 +459,9 @@ impl Core {
         }
         self.last.push_back((self.now, actor, event));
         self.steps += 1;
+        if event.step == ActorStep::GuestTakes {
+            self.taken_at = self.steps;
+        }
         self.commands += u64::from(event.step == ActorStep::ReadEntry);
         let random = self.rng.next_u64();
         self.now += 1 + share(random, 2 * self.habits.step);
@@ -533,13 +582,15 @@ impl Simulator for Engine {
         let Some(actor) = self.current.get() else {
             return;
         };
-        let (others, seen, steps) = self.with_core(|core| {
+        let (others, seen, limits, steps, idle) = self.with_core(|core| {
             let others = core.step(actor, event);
             let late = core.habits.late > 0 && core.steps.is_multiple_of(5);
             let seen = late.then(|| core.rng.below(core.actors.len() as u64));
-            (others, seen, core.steps)
+            let idle = core.steps - core.taken_at;
+            (others, seen, core.limits, core.steps, idle)
         });
-        assert!(steps < STEPS_MAX, "no end after {STEPS_MAX} steps");
+        // The report of a failure needs the core.
+        limits.check(steps, idle);
         if let Some(seen) = seen {
             stores::drain_one(seen as usize);
         }
@@ -566,5 +617,84 @@ impl Simulator for Engine {
 
     fn delays_store(&self) -> bool {
         self.with_core(|core| core.habits.late > 0 && core.rng.below(core.habits.late) == 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    const LIMITS: StepLimits = StepLimits {
+        idle: 100_000,
+        all: 3_000_000,
+    };
+
+    fn step(step: ActorStep) {
+        simulation::turn(step, [0; 2]);
+    }
+
+    /// Runs a world of actors that lose their processor for a few steps alone. Returns the text of its panic, if it fails.
+    fn run(main: impl FnOnce() + Send + 'static) -> Result<Outcome, String> {
+        let engine = Engine::install();
+        let less = Less {
+            no_preemption: true,
+            ..Less::default()
+        };
+        let run = AssertUnwindSafe(|| engine.run_within(LIMITS, 1, less, main));
+        catch_unwind(run).map_err(|panic| match panic.downcast::<String>() {
+            Ok(text) => *text,
+            Err(_) => "another panic".to_owned(),
+        })
+    }
+
+    /// A guest whose commands take many steps, until it has taken so many completions, beside a poller that polls.
+    fn guest_and_poller(completions: u32) {
+        const STEPS: u32 = 20_000;
+        let ended = Arc::new(AtomicBool::new(false));
+        let ends = ended.clone();
+        let guest = move || {
+            for _ in 0..completions {
+                (0..STEPS).for_each(|_| step(ActorStep::Load));
+                step(ActorStep::GuestTakes);
+            }
+            ends.store(true, Ordering::Relaxed);
+        };
+        let engine = Engine::of_thread().expect("an engine");
+        engine.start("guest", Box::new(guest));
+        while !ended.load(Ordering::Relaxed) {
+            step(ActorStep::LookForCompletion);
+        }
+    }
+
+    #[test]
+    fn actors_that_only_react_to_each_other_are_found() {
+        fn spin() {
+            loop {
+                step(ActorStep::Exchange);
+            }
+        }
+        let world = || {
+            let engine = Engine::of_thread().expect("an engine");
+            engine.start("other", Box::new(spin));
+            spin();
+        };
+        let error = run(world).expect_err("it never ends");
+        assert!(error.contains("no guest took a completion"), "{error}");
+    }
+
+    #[test]
+    fn a_world_whose_guest_goes_on_ends_after_many_steps() {
+        let outcome = run(|| guest_and_poller(20)).expect("it ends");
+        assert!(outcome.steps > 3 * LIMITS.idle, "{outcome:?}");
+    }
+
+    #[test]
+    fn a_guest_that_never_ends_is_found() {
+        let error = run(|| guest_and_poller(u32::MAX)).expect_err("it never ends");
+        assert!(error.contains("3000000 steps"), "{error}");
     }
 }

@@ -236,6 +236,8 @@ fn no_modules_import_each_other() {
         "tests",
         "integration",
         "integration/load",
+        "integration/figures",
+        "integration/figures/data",
     ] {
         let read = Crate::read(&house.join(name).join("src"));
         assert!(!read.modules.is_empty(), "{name}");

@@ -27,11 +27,13 @@ const SANITIZED: [&str; 5] = [
 ];
 
 /// Crates that are not published.
-const PRIVATE: [&str; 5] = [
+const PRIVATE: [&str; 7] = [
     "nvme-mpt-tests",
     "nvme-mpt-fuzz-targets",
     "nvme-mpt-simulator",
     "nvme-load",
+    "figure-data",
+    "figures",
     "integration",
 ];
 /// Crate for x86-64 only, since it boots PCs.

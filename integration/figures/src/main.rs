@@ -1,0 +1,56 @@
+//! `cargo figures`: draws the figures of the documents from their data.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use figures::folder::{self, FolderError};
+
+/// Draws the figures of the documents from their data
+///
+/// Each docs/figures/NAME.json with a plot becomes docs/figures/NAME.svg.
+#[derive(Debug, Parser)]
+#[command(name = "figures", version)]
+struct Options {
+    /// Only these figures
+    #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
+    only: Vec<String>,
+
+    /// Compares the pictures with their data, and draws nothing
+    #[arg(long)]
+    check: bool,
+
+    /// Folder of the figures
+    #[arg(long, value_name = "FOLDER", default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/figures"))]
+    folder: PathBuf,
+}
+
+fn main() -> ExitCode {
+    match run(&Options::parse()) {
+        Ok(is_good) if is_good => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprint!("Error: {error}");
+            let causes = std::iter::successors(error.source(), |cause| (*cause).source());
+            causes.for_each(|cause| eprint!(": {cause}"));
+            eprintln!();
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Returns whether nothing is out of date.
+fn run(options: &Options) -> Result<bool, FolderError> {
+    if options.check {
+        let outdated = folder::check(&options.folder, &options.only)?;
+        for picture in &outdated {
+            println!("{picture}");
+        }
+        return Ok(outdated.is_empty());
+    }
+    for name in folder::draw(&options.folder, &options.only)? {
+        println!("{name}.svg");
+    }
+    Ok(true)
+}

@@ -4,6 +4,7 @@
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench beside              # seven rounds of each, in turn
 //! cargo bench -p nvme-mpt-tests --bench beside -- --smoke   # a short run of each
+//! cargo bench -p nvme-mpt-tests --bench beside -- --json FILE   # writes the figures, for `cargo figures`
 //! ```
 //!
 //! A thread takes the role of the vCPU. It is pinned to the first processor, submits reads and polls for their completions.
@@ -14,6 +15,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::processors::{ThreadId, own_processors, pin_this_thread};
@@ -29,6 +31,12 @@ use nvme_mpt_vmm::drives::{self, DriveOptions};
 const ENTRIES: u32 = 64;
 const BYTES: u64 = 64 << 20;
 const DEPTHS: [u16; 2] = [1, 32];
+/// Places of the poller, as the figure names them.
+const PLACES: [&str; 3] = [
+    "dedicated@0: the same processor",
+    "dedicated",
+    "dedicated@vcpu",
+];
 
 /// Measurements of one run.
 #[derive(Clone, Copy)]
@@ -38,7 +46,8 @@ struct Seen {
 }
 
 fn main() -> ExitCode {
-    let is_smoke = std::env::args().any(|argument| argument == "--smoke");
+    let arguments: Vec<String> = std::env::args().collect();
+    let is_smoke = arguments.iter().any(|argument| argument == "--smoke");
     let (rounds, time) = match is_smoke {
         true => (1, Duration::from_millis(50)),
         false => (7, Duration::from_secs(1)),
@@ -48,6 +57,8 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     };
     let own = format!("@{first}");
+    let mut rates = PLACES.map(series);
+    let mut latencies = rates.clone();
     for spin in ["", ":busy"] {
         for depth in DEPTHS {
             let places = [own.as_str(), "", "@vcpu"].map(|place| format!("dedicated{spin}{place}"));
@@ -56,6 +67,23 @@ fn main() -> ExitCode {
                 for (seen, poll) in seen.iter_mut().zip(&places) {
                     seen.push(run(poll, first, depth, time));
                 }
+            }
+            let label = format!(
+                "depth {depth}{}",
+                if spin.is_empty() { "" } else { ", busy" }
+            );
+            for (at, seen) in seen.iter().enumerate() {
+                let rate: Vec<f64> = seen.iter().map(|seen| seen.per_second).collect();
+                let p99: Vec<f64> = seen
+                    .iter()
+                    .map(|seen| seen.p99.as_secs_f64() * 1e6)
+                    .collect();
+                rates[at]
+                    .points
+                    .extend(FigurePoint::of_rounds(&label, &rate));
+                latencies[at]
+                    .points
+                    .extend(FigurePoint::of_rounds(&label, &p99));
             }
             for (seen, poll) in seen.iter_mut().zip(&places) {
                 seen.sort_by(|one, other| one.per_second.total_cmp(&other.per_second));
@@ -72,7 +100,49 @@ fn main() -> ExitCode {
             }
         }
     }
+    if let Some(path) = figure_data::json_argument(&arguments)
+        && let Err(error) = figure(rates, latencies).write(&path)
+    {
+        eprintln!("Error: {error}");
+        return ExitCode::FAILURE;
+    }
     ExitCode::SUCCESS
+}
+
+fn series(label: &str) -> FigureSeries {
+    FigureSeries {
+        label: label.to_owned(),
+        points: Vec::new(),
+    }
+}
+
+/// The medians of the rounds with their spread, by the poller's place.
+fn figure(
+    rates: [FigureSeries; PLACES.len()],
+    latencies: [FigureSeries; PLACES.len()],
+) -> FigureData {
+    let panel =
+        |measured: &str, unit: &str, plot, series: [FigureSeries; PLACES.len()]| FigurePanel {
+            measured: measured.to_owned(),
+            unit: unit.to_owned(),
+            plot,
+            log: true,
+            series: series.to_vec(),
+        };
+    let mut figure = FigureData::of_this_machine(
+        "A poller and its vCPU",
+        "cargo bench -p nvme-mpt-tests --bench beside",
+    );
+    figure.panels = vec![
+        panel(
+            "4 KiB reads from memory:64M",
+            "per second",
+            PlotKind::Bars,
+            rates,
+        ),
+        panel("p99", "us", PlotKind::None, latencies),
+    ];
+    figure
 }
 
 /// Reads for `time` on a vCPU, with a poller of the given policy.

@@ -3,6 +3,7 @@
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench crowd              # five rounds of each case, in turn
 //! cargo bench -p nvme-mpt-tests --bench crowd -- --smoke   # a short run of each
+//! cargo bench -p nvme-mpt-tests --bench crowd -- --json FILE   # writes the figures, for `cargo figures`
 //! ```
 //!
 //! One thread takes the role of all guests. It is pinned to the first processor, keeps reads in flight in each queue, and
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::memory::processors::{own_processors, pin_this_thread};
@@ -52,7 +54,8 @@ struct Seen {
 }
 
 fn main() -> ExitCode {
-    let is_smoke = std::env::args().any(|argument| argument == "--smoke");
+    let arguments: Vec<String> = std::env::args().collect();
+    let is_smoke = arguments.iter().any(|argument| argument == "--smoke");
     let (rounds, time) = match is_smoke {
         true => (1, Duration::from_millis(50)),
         false => (5, Duration::from_secs(1)),
@@ -91,7 +94,48 @@ fn main() -> ExitCode {
     for (seen, case) in seen.iter_mut().zip(&cases) {
         report(case, seen);
     }
+    if let Some(path) = figure_data::json_argument(&arguments)
+        && let Err(error) = figure(&cases, &seen).write(&path)
+    {
+        eprintln!("Error: {error}");
+        return ExitCode::FAILURE;
+    }
     ExitCode::SUCCESS
+}
+
+/// The medians of the rounds with their spread.
+fn figure(cases: &[Case], seen: &[Vec<Seen>]) -> FigureData {
+    let panel = |measured: &str, unit: &str, value: fn(&Seen) -> f64| {
+        let points = cases.iter().zip(seen).filter_map(|(case, seen)| {
+            let rounds: Vec<f64> = seen.iter().map(value).collect();
+            FigurePoint::of_rounds(case.name, &rounds)
+        });
+        FigurePanel {
+            measured: measured.to_owned(),
+            unit: unit.to_owned(),
+            plot: PlotKind::None,
+            log: false,
+            series: vec![FigureSeries {
+                label: String::new(),
+                points: points.collect(),
+            }],
+        }
+    };
+    let mut figure = FigureData::of_this_machine(
+        "Many functions on one poller",
+        "cargo bench -p nvme-mpt-tests --bench crowd",
+    );
+    let fairness = "Jain's index of the functions' reads";
+    figure.panels = vec![
+        panel(
+            "4 KiB reads, four in flight in each queue",
+            "per second",
+            |seen| seen.per_second,
+        ),
+        panel(fairness, "index", |seen| seen.fairness),
+        panel("p99", "us", |seen| seen.p99.as_secs_f64() * 1e6),
+    ];
+    figure
 }
 
 /// Prints the medians of the rounds.

@@ -4,6 +4,7 @@
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench shadow_path              # nanoseconds and instructions
 //! cargo bench -p nvme-mpt-tests --bench shadow_path -- --smoke   # a short run of every case
+//! cargo bench -p nvme-mpt-tests --bench shadow_path -- --json FILE   # writes the instructions, for `cargo figures`
 //! ```
 //!
 //! Every case fails if a command makes the device allocate memory. If valgrind is installed, instructions inside
@@ -15,12 +16,14 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::poller::ThreadSpawner;
@@ -535,6 +538,53 @@ fn instructions(case: &Case) -> Option<f64> {
     Some((count(long)?.checked_sub(count(short)?)?) as f64 / (long - short) as f64)
 }
 
+/// Name of a case and its parameters.
+fn label(case: &Case) -> String {
+    let (drive, pairs) = match case.drive {
+        On::Software(path) => (path.split_inclusive(':').next().unwrap_or(path), u16::MAX),
+        On::Physical { queue_pairs, .. } => ("physical drive", queue_pairs),
+    };
+    let kind = if case.write { "writes" } else { "reads" };
+    let Case {
+        name, size, depth, ..
+    } = case;
+    let mut label = format!("{name}: {} KiB {kind}, {drive}, depth {depth}", size >> 10);
+    let queues = format!(", {} queues", case.queues);
+    let extents = format!(", {} extents", case.extents);
+    let pairs = format!(" on {pairs}").repeat(usize::from(pairs < case.queues));
+    for (is_so, text) in [
+        (case.queues > 1, queues + &pairs),
+        (case.extents > 1, extents),
+        (case.live, ", in a VMM".to_owned()),
+    ] {
+        label += if is_so { &text } else { "" };
+    }
+    label
+}
+
+/// The instructions that were counted, in the order of the cases.
+fn figure(counts: &HashMap<&str, f64>) -> FigureData {
+    let points = CASES.iter().filter_map(|case| {
+        let count = counts.get(case.name)?;
+        Some(FigurePoint::new(&label(case), count.round()))
+    });
+    let mut figure = FigureData::of_this_machine(
+        "Instructions of the device per command",
+        "cargo bench -p nvme-mpt-tests --bench shadow_path",
+    );
+    figure.panels.push(FigurePanel {
+        measured: "instructions per command, by callgrind".to_owned(),
+        unit: "instructions".to_owned(),
+        plot: PlotKind::Bars,
+        log: false,
+        series: vec![FigureSeries {
+            label: String::new(),
+            points: points.collect(),
+        }],
+    });
+    figure
+}
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if let [flag, name, commands] = arguments.as_slice()
@@ -548,9 +598,11 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let smoke = arguments.iter().any(|argument| argument == "--smoke");
+    let json = figure_data::json_argument(&arguments);
+    let is_json = |argument: &String| json.as_deref() == Some(Path::new(argument));
     let wanted = arguments
         .iter()
-        .find(|argument| !argument.starts_with("--"));
+        .find(|argument| !argument.starts_with("--") && !is_json(argument));
     println!("{:<20} {:>10} {:>14}", "case", "ns/command", "instructions");
     let mut counts = HashMap::new();
     for case in CASES
@@ -577,6 +629,12 @@ fn main() -> ExitCode {
         println!("{:<20} {time:>10} {count:>14}", case.name);
     }
     println!("allocations per command: 0 in every case");
+    if let Some(path) = json
+        && let Err(error) = figure(&counts).write(&path)
+    {
+        println!("Error: {error}");
+        return ExitCode::FAILURE;
+    }
     let mut failed = false;
     for (case, other, most) in COMPARED {
         if let (Some(cost), Some(base)) = (counts.get(case), counts.get(other)) {

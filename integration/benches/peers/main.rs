@@ -3,6 +3,7 @@
 //! ```text
 //! SPDK=/path/of/a/build cargo bench --workspace --bench peers [-- NAME]   # rows with this in their name
 //! cargo bench --workspace --bench peers -- --smoke                        # one short round
+//! cargo bench --workspace --bench peers -- --json FILE                    # writes the figures, for `cargo figures`
 //! ```
 //!
 //! Client and server have a processor each. SPDK's own client (`spdk_nvme_perf`) loads both servers, and the server that
@@ -22,6 +23,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use integration::checks::{Failure, at};
 use integration::process;
 use integration::server::{FunctionOptions, Server};
@@ -60,13 +62,22 @@ const SMOKE: Effort = Effort {
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let is_smoke = arguments.iter().any(|argument| argument == "--smoke");
+    let json = figure_data::json_argument(&arguments);
+    let is_json = |argument: &String| json.as_deref() == Some(Path::new(argument));
     let name = arguments
         .iter()
-        .find(|argument| !argument.starts_with("--"));
+        .find(|argument| !argument.starts_with("--") && !is_json(argument));
     let rows = ROWS
         .iter()
         .filter(|row| name.is_none_or(|name| row.name.contains(name.as_str())));
-    match measure(rows.collect(), if is_smoke { SMOKE } else { FULL }) {
+    let effort = if is_smoke { SMOKE } else { FULL };
+    let written = measure(rows.collect(), effort).and_then(|measured| {
+        let Some(path) = json else {
+            return Ok(());
+        };
+        figure(&measured).write(&path).map_err(Failure::from)
+    });
+    match written {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("{}", integration::error_chain(&*failure));
@@ -75,7 +86,10 @@ fn main() -> ExitCode {
     }
 }
 
-fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<(), Failure> {
+/// Rows with their rounds.
+type Measured<'a> = Vec<(&'a Row, Vec<Round>)>;
+
+fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<Measured<'_>, Failure> {
     if std::thread::available_parallelism()
         .map_err(at("/proc/self"))?
         .get()
@@ -97,7 +111,7 @@ fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<(), Failure> {
         }
     }
     if rows.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let folder = tempfile::tempdir().map_err(at(env::temp_dir()))?;
     let drives: Vec<Drive> = Drive::ALL
@@ -117,6 +131,7 @@ fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<(), Failure> {
         "{:<44} {:>12} {:>12} {:>6} {:>13} {:>5}",
         "row, polling", "ours", "peer", "ratio", "from, to", "goal"
     );
+    let mut measured = Vec::new();
     for row in rows {
         let mut rounds = Vec::new();
         for _ in 0..effort.rounds {
@@ -125,8 +140,48 @@ fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<(), Failure> {
         for polling in Polling::ALL {
             report(row, polling, &mut rounds);
         }
+        measured.push((row, rounds));
     }
-    Ok(())
+    Ok(measured)
+}
+
+/// The medians of the rounds with their spread.
+fn figure(measured: &Measured<'_>) -> FigureData {
+    let series = |label: &str, value: &dyn Fn(&Round) -> f64| {
+        let points = measured.iter().filter_map(|(row, rounds)| {
+            let rounds: Vec<f64> = rounds.iter().map(value).collect();
+            FigurePoint::of_rounds(row.name, &rounds)
+        });
+        FigureSeries {
+            label: label.to_owned(),
+            points: points.collect(),
+        }
+    };
+    let panel = |measured: &str, unit: &str, plot, series| FigurePanel {
+        measured: measured.to_owned(),
+        unit: unit.to_owned(),
+        plot,
+        log: false,
+        series,
+    };
+    let ratios = Polling::ALL.map(|polling| {
+        let label = format!("{} poller", polling.name());
+        series(&label, &|round| round.ratio(polling))
+    });
+    let rates = Polling::ALL.map(|polling| series(polling.name(), &|round| round.ours(polling)));
+    let rates = rates
+        .into_iter()
+        .chain([series("peer", &|round| round.peer)]);
+    let mut figure = FigureData::of_this_machine(
+        "Drives beside block devices of SPDK",
+        "SPDK=PATH cargo bench --workspace --bench peers",
+    );
+    let ratio = "commands per second, ours by the peer's";
+    figure.panels = vec![
+        panel(ratio, "ratio", PlotKind::Bars, ratios.to_vec()),
+        panel("commands", "per second", PlotKind::None, rates.collect()),
+    ];
+    figure
 }
 
 /// Commands per second of both of this project's functions, and of their peer.

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
+use figure_data::FigureError;
 use thiserror::Error;
 
 use crate::guest::fio::{Fio, FioError, Side};
@@ -35,6 +36,8 @@ use ways::Way;
 /// The lab's only drive.
 const DRIVE: &str = "a";
 const DRIVE_SIZE: u64 = 512 << 20;
+/// CPUs of the host by default.
+const VCPUS: u32 = 2;
 /// Timeout, longer than any run.
 const PATIENCE: Duration = Duration::from_secs(4 * 3600);
 const REPORT: &str = "/tmp/throughput.json";
@@ -58,9 +61,9 @@ pub struct Options {
     #[arg(long, value_name = "PART", default_value = "")]
     ways: String,
     /// The host's CPUs
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    #[arg(long, default_value_t = VCPUS, value_parser = clap::value_parser!(u32).range(1..=16))]
     vcpus: u32,
-    /// Writes the figures into a file
+    /// Writes the figures into a file, for `cargo figures`
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -100,6 +103,9 @@ pub enum ThroughputError {
         /// Cause.
         source: io::Error,
     },
+    /// The figures cannot be written.
+    #[error(transparent)]
+    Figure(#[from] FigureError),
     /// The measuring program in the lab failed.
     #[error(
         "Nothing was measured: the program in the lab ended with status {status}; the cause is above"
@@ -175,22 +181,42 @@ fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
 /// # Errors
 /// A way cannot be measured. The table has no gaps.
 pub fn run(options: &Options) -> Result<(), ThroughputError> {
-    let table = if inside::is_inside() {
-        measure(options)?
-    } else {
-        in_a_lab(options)?
-    };
+    if inside::is_inside() {
+        // The program outside prints the results.
+        let table = measure(options)?;
+        let path = options.json.clone().unwrap_or_else(|| REPORT.into());
+        return fs::write(&path, table.json())
+            .map_err(|source| ThroughputError::File { path, source });
+    }
+    let table = in_a_lab(options)?;
     if let Some(path) = &options.json {
-        fs::write(path, table.json()).map_err(|source| ThroughputError::File {
-            path: path.clone(),
-            source,
-        })?;
+        table.figure(&command(options)).write(path)?;
     }
-    // Inside the lab, the program outside prints the results.
-    if !inside::is_inside() {
-        say(&table.to_string());
-    }
+    say(&table.to_string());
     Ok(())
+}
+
+/// Returns the command that measures the same.
+fn command(options: &Options) -> String {
+    let Options {
+        runtime,
+        rounds,
+        vcpus,
+        ..
+    } = options;
+    let mut command = format!("cargo throughput --runtime {runtime} --rounds {rounds}");
+    if cloud_hypervisor::named().is_some() {
+        command = format!("{}=PATH {command}", cloud_hypervisor::VARIABLE);
+    }
+    for (name, part) in [("jobs", &options.jobs), ("ways", &options.ways)] {
+        if !part.is_empty() {
+            command += &format!(" --{name} '{part}'");
+        }
+    }
+    if *vcpus != VCPUS {
+        command += &format!(" --vcpus {vcpus}");
+    }
+    command
 }
 
 fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use serde::{Deserialize, Serialize};
 
 use crate::guest::fio::Side;
@@ -72,6 +73,45 @@ impl Table {
     pub(super) fn json(&self) -> String {
         // Numbers, strings and lists can always be serialized.
         serde_json::to_string_pretty(self).unwrap_or_default()
+    }
+
+    /// Returns the medians of the rounds with their spread, by job and way.
+    pub(super) fn figure(&self, command: &str) -> FigureData {
+        let panel = |measured: &str, unit: &str, plot, values: fn(&Row) -> &Vec<Vec<f64>>| {
+            let series = self.ways.iter().enumerate().map(|(at, way)| {
+                let point = |row: &Row| FigurePoint::of_rounds(&row.job, &values(row)[at]);
+                FigureSeries {
+                    label: way.clone(),
+                    points: self.rows.iter().filter_map(point).collect(),
+                }
+            });
+            FigurePanel {
+                measured: measured.to_owned(),
+                unit: unit.to_owned(),
+                plot,
+                log: false,
+                series: series.collect(),
+            }
+        };
+        let mut figure = FigureData::of_this_machine("Ways into a guest, in the lab", command);
+        figure.panels = vec![
+            panel(
+                "rate, by job of fio",
+                "I/Os per second",
+                PlotKind::Bars,
+                |row| &row.iops,
+            ),
+            panel("bandwidth, by job of fio", "MiB/s", PlotKind::None, |row| {
+                &row.mib_s
+            }),
+            panel(
+                "median latency, by job of fio",
+                "us",
+                PlotKind::None,
+                |row| &row.p50_us,
+            ),
+        ];
+        figure
     }
 
     fn column(&self, way: &str) -> Option<usize> {
@@ -215,6 +255,28 @@ mod tests {
             let text = table.to_string();
             assert!(!text.contains("ours by") && !text.contains("NaN"), "{text}");
         }
+    }
+
+    #[test]
+    fn a_figure_has_the_rounds_of_each_way_by_job() {
+        let mut table = Table::new([HOST, PASS_THROUGH], ["job", "other"]);
+        for row in 0..2 {
+            for iops in [1000.0, 5000.0, 900.0] {
+                table.add(row, 0, &side(iops));
+                table.add(row, 1, &side(iops / 2.0));
+            }
+        }
+        let figure = table.figure("cargo throughput");
+        let folder = tempfile::tempdir().expect("folder");
+        figure.write(&folder.path().join("x.json")).expect("valid");
+        let [host, through] = &figure.panels[0].series[..] else {
+            panic!("{figure:?}");
+        };
+        assert_eq!((&*host.label, &*through.label), (HOST, PASS_THROUGH));
+        let point = &through.points[1];
+        assert_eq!(point.label, "other");
+        assert_eq!((point.value, point.n), (Some(500.0), Some(3)));
+        assert_eq!(point.range(), Some((450.0, 2500.0)));
     }
 
     #[test]

@@ -89,7 +89,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn each_command_has_a_first_line_of_help_of_its_own() {
+    fn each_command_has_a_distinct_first_line_of_help() {
         let commands = [
             super::demo::Options::command(),
             super::lab::options::Options::command(),

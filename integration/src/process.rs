@@ -370,7 +370,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_are_told_with_what_they_do() {
+    fn threads_are_listed_with_their_activity() {
         let this = std::thread::Builder::new().name("(a) b) 1".into());
         let look = || at_work(std::process::id());
         let threads = this
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn children_are_told_of() {
+    fn child_processes_are_listed() {
         let mut child = Command::new("sleep").arg("600").spawn().expect("sleep");
         let name = format!("Process {}: ", child.id());
         let deadline = Instant::now() + Duration::from_secs(180);

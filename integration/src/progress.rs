@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_kept_for_those_who_want_them() {
+    fn progress_lines_are_recorded_on_request() {
         let ((), said) = keep(|| {
             say("first");
             let elsewhere = std::thread::spawn(|| keep(|| say("elsewhere")).1);

@@ -887,7 +887,7 @@ mod tests {
     }
 
     #[test]
-    fn no_command_gives_no_ratio_to_be_proud_of() {
+    fn without_commands_the_exit_ratio_is_nan() {
         let nothing = Totals {
             commands: 0,
             doorbell_exits: 0,

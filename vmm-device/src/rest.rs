@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_that_stands_still_refuses_an_upgrade_without_harm_to_others() {
+    fn a_hanging_drive_refuses_an_upgrade_without_long_pauses_of_others() {
         let (result, stood) = SimulatedFunctions::new(&[Some(1), None, Some(40), Some(0)]).rest();
         assert_eq!(result, Err(1));
         assert!(
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_drives_rest_before_others_do() {
+    fn slow_drives_quiesce_before_others() {
         let (result, stood) =
             SimulatedFunctions::new(&[Some(3), Some(2500), Some(1), Some(700)]).rest();
         let mut rested = result.unwrap();

@@ -601,7 +601,7 @@ fn the_guest_sees_the_facts_and_the_state_of_the_lease() {
 }
 
 #[test]
-fn queues_and_their_doorbells_reach_the_host_side() {
+fn queues_and_their_doorbells_reach_the_back_end() {
     let mut guest = Guest::new();
     let tail = Doorbell::SqTail(QueueId(1));
     assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
@@ -618,7 +618,7 @@ fn queues_and_their_doorbells_reach_the_host_side() {
 }
 
 #[test]
-fn commands_that_are_carried_out_at_once_share_a_deadline() {
+fn concurrent_commands_share_a_deadline() {
     let mut guest = Guest::new();
     for qid in [1, 2, 3] {
         let mut delete = Sqe::new(0x00);
@@ -715,7 +715,7 @@ fn a_controller_that_is_enabled_before_a_reset_is_complete_waits_as_well() {
 }
 
 #[test]
-fn function_level_resets_and_those_of_a_vmm_show_that_they_are_not_complete() {
+fn incomplete_function_level_and_vmm_resets_are_visible() {
     let device_control = 0x68;
     let ways: [fn(&mut Guest, u64); 3] = [
         |guest, device_control| {
@@ -759,7 +759,7 @@ fn a_shutdown_occurs_until_commands_and_the_flush_have_ended() {
 }
 
 #[test]
-fn a_function_that_may_not_master_the_bus_rests_once_its_commands_have_ended() {
+fn without_bus_master_a_function_pauses_after_its_commands() {
     let mut guest = Guest::new();
     guest.trouble(Trouble::Busy);
     drop(guest.function.write_config(4, &[0b010, 0]));
@@ -778,7 +778,7 @@ fn a_function_that_may_not_master_the_bus_rests_once_its_commands_have_ended() {
 }
 
 #[test]
-fn a_pause_in_vain_leaves_the_function_as_it_was() {
+fn a_failed_pause_leaves_the_function_running() {
     let mut guest = Guest::new();
     guest.trouble(Trouble::Busy);
     guest.function.pause().unwrap_err();
@@ -790,7 +790,7 @@ fn a_pause_in_vain_leaves_the_function_as_it_was() {
 }
 
 #[test]
-fn a_queue_that_the_host_side_refuses_is_not_there() {
+fn a_queue_that_the_back_end_refuses_does_not_exist() {
     let mut guest = Guest::new();
     guest.trouble(Trouble::NoQueues);
     assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
@@ -806,7 +806,7 @@ fn a_queue_that_the_host_side_refuses_is_not_there() {
 }
 
 #[test]
-fn a_queue_that_a_drive_has_no_time_for_may_be_asked_for_again() {
+fn queue_creation_is_retryable_during_drive_resets() {
     let mut guest = Guest::new();
     for (trouble, retried) in [(Trouble::NoQueues, false), (Trouble::Resetting, true)] {
         guest.trouble(trouble);
@@ -819,7 +819,7 @@ fn a_queue_that_a_drive_has_no_time_for_may_be_asked_for_again() {
 }
 
 #[test]
-fn a_failure_of_the_host_side_is_a_fatal_status() {
+fn a_back_end_failure_is_a_fatal_status() {
     let mut guest = Guest::new();
     guest.host.events.report(IoQueueEvent::QueueFailed {
         qid: QueueId(1),
@@ -836,7 +836,7 @@ fn a_failure_of_the_host_side_is_a_fatal_status() {
 }
 
 #[test]
-fn the_error_log_has_what_came_after_the_look_for_events() {
+fn the_error_log_includes_events_after_the_last_query() {
     let get_log_page = |lid: u32| {
         let mut sqe = Sqe::new(0x02);
         sqe.dptr = [DATA, 0];
@@ -870,7 +870,7 @@ fn the_error_log_has_what_came_after_the_look_for_events() {
 }
 
 #[test]
-fn a_shutdown_leaves_the_flush_what_the_reset_left() {
+fn a_flush_at_shutdown_gets_the_time_left_by_the_reset() {
     let mut guest = Guest::new();
     guest.write(0x14, 0x0046_4001);
     assert_eq!(guest.csts(), 0b1001, "shutdown complete");
@@ -879,7 +879,7 @@ fn a_shutdown_leaves_the_flush_what_the_reset_left() {
 }
 
 #[test]
-fn memory_is_unmapped_in_the_time_that_the_reset_left() {
+fn unmapping_gets_the_time_left_by_the_reset() {
     let mut guest = Guest::new();
     assert_eq!(guest.function.reset_and_unmap().unwrap(), MEMORY_LEN);
     let (all, left) = (ACCESS_DEADLINE, Duration::from_millis(600));
@@ -887,7 +887,7 @@ fn memory_is_unmapped_in_the_time_that_the_reset_left() {
 }
 
 #[test]
-fn the_host_side_is_paused_once_for_all_reasons() {
+fn the_back_end_is_paused_once_for_all_reasons() {
     let mut guest = Guest::new();
     let master_bus = |guest: &mut Guest, on: u8| {
         drop(guest.function.write_config(4, &[0b010 | on << 2, 0]));
@@ -909,7 +909,7 @@ fn the_host_side_is_paused_once_for_all_reasons() {
 }
 
 #[test]
-fn coalescing_is_handed_on_as_the_guest_sets_it() {
+fn the_guests_coalescing_settings_reach_the_back_end() {
     let mut guest = Guest::new();
     let set = |fid: u32, dword11: u32| {
         let mut sqe = Sqe::new(0x09);
@@ -937,7 +937,7 @@ fn async_event_request() -> Sqe {
 }
 
 #[test]
-fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_back() {
+fn without_a_back_end_the_guest_waits_and_must_reset_after_reconnection_without_queues() {
     let mut guest = Guest::new();
     // The guest's request for an event stays outstanding.
     let memory = guest.function.memory();
@@ -974,7 +974,7 @@ fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_ba
 }
 
 #[test]
-fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
+fn an_admin_command_of_a_lost_back_end_is_executed_by_the_next() {
     let mut guest = Guest::new();
     guest.calls();
     guest.trouble(Trouble::Away);
@@ -1013,7 +1013,7 @@ fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
 
 /// Like the test above, but the next back end connects before the function asks.
 #[test]
-fn an_admin_command_whose_host_side_was_replaced_meanwhile_is_carried_out_by_the_next_one() {
+fn an_admin_command_of_a_replaced_back_end_is_executed_by_the_next() {
     let mut guest = Guest::new();
     guest.calls();
     guest.trouble(Trouble::Replaced);
@@ -1030,7 +1030,7 @@ fn an_admin_command_whose_host_side_was_replaced_meanwhile_is_carried_out_by_the
 }
 
 #[test]
-fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_back() {
+fn a_controller_enabled_without_a_back_end_is_ready_after_reconnection() {
     let mut guest = Guest::new();
     report(&mut guest, BackendEvent::Away);
     guest.write(0x14, 0x0046_0000);
@@ -1060,7 +1060,7 @@ fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_b
 }
 
 #[test]
-fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
+fn a_shutdown_of_a_lost_back_end_completes_after_the_next_flush() {
     let (all, left) = (ACCESS_DEADLINE, Duration::from_millis(600));
     let attempt = [Call::Reset(all), Call::Flush(left)];
 
@@ -1103,7 +1103,7 @@ fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
 }
 
 #[test]
-fn a_function_whose_host_side_goes_as_it_is_restored_has_not_failed() {
+fn losing_the_back_end_during_a_restore_does_not_fail_the_function() {
     let mut guest = Guest::new();
     guest.function.pause().unwrap();
     let state = guest.function.save().unwrap();

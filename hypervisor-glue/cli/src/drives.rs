@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_person_reads_what_a_drive_is_and_what_is_in_the_way() {
+    fn the_listing_shows_drives_and_their_obstacles() {
         assert_eq!(
             drive().to_string(),
             "0000:01:00.0  A drive, serial S1, PCI ID 1b36:0010\n\
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_read_what_is_not_known_as_null() {
+    fn unknown_values_are_null_in_json() {
         let drive = HostDrive {
             model: None,
             iommu_group: None,

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_are_those_of_git() {
+    fn blob_ids_match_git() {
         // Output of `git hash-object --stdin`.
         for (content, id) in [
             (String::new(), "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"),

@@ -77,7 +77,7 @@ fn a_checkout_of_the_version_is_patched_as_a_whole() {
 }
 
 #[test]
-fn one_that_was_interrupted_is_completed() {
+fn an_interrupted_patch_is_completed() {
     let folder = checkout();
     fs::write(folder.path().join("src/a.rs"), NEW).unwrap();
     fs::write(folder.path().join(".tool.sh.patch-vmm"), "ze").unwrap();
@@ -87,7 +87,7 @@ fn one_that_was_interrupted_is_completed() {
 
 /// Checkouts of another version, or with changes of the user.
 #[test]
-fn other_files_are_refused_by_name_and_nothing_is_touched() {
+fn differing_files_are_refused_by_name_without_changes() {
     type Edit = fn(&Path);
     let edits: [(&str, Edit); 6] = [
         ("src/a.rs differs", |folder| {
@@ -146,7 +146,7 @@ fn a_patch_that_does_not_lead_to_its_result_is_refused() {
 }
 
 #[test]
-fn only_patches_without_others_lines_are_read() {
+fn patches_with_foreign_lines_are_refused() {
     let replaced = |from: &str, to: &str| Patch::parse(&text().replacen(from, to, 1));
     let line = |parsed: Result<Patch, ParseError>| parsed.unwrap_err().line;
     // Refused: a quoted function behind the header, context lines, a removed line, and an abbreviated id.

@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_that_a_release_has_left_are_read() {
+    fn messages_of_earlier_releases_are_read() {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
         let (writer, reader) = pair.unwrap();
@@ -359,7 +359,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn a_bag_is_a_map(steps in proptest::collection::vec(step(), 0..40)) {
+        fn a_descriptor_queue_behaves_like_a_map(steps in proptest::collection::vec(step(), 0..40)) {
             let mut bag = DescriptorQueue::new().unwrap();
             let mut model = Model::new();
             for step in steps {
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn retaining_loses_nothing_wherever_it_stops() {
+    fn an_interrupted_retain_loses_nothing() {
         let keep = |number| number % 2 == 0;
         for at in 0.. {
             let (mut bag, mut model) = (DescriptorQueue::new().unwrap(), Model::new());
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_bag_says_so_and_still_retains() {
+    fn a_full_queue_reports_it_and_can_still_retain() {
         let mut bag = DescriptorQueue::new().unwrap();
         // A small socket buffer fills quickly.
         sockopt::set_socket_send_buffer_size(&bag.writer, 4096).unwrap();
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn other_descriptors_are_no_bag() {
+    fn other_descriptors_are_refused_as_queue() {
         let refused = |ends: Vec<OwnedFd>| match DescriptorQueue::from_kept(ends) {
             Err(FdStoreError::NoBag { reason }) => reason,
             other => panic!("{other:?}"),

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn names_go_with_numbers_and_missing_ones_are_unknown() {
+    fn names_belong_to_descriptors_and_missing_names_are_unknown() {
         let named = |names: &[(RawFd, &str)]| -> Vec<(RawFd, String)> {
             names
                 .iter()
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cleared_command_has_none_of_the_variables() {
+    fn a_cleared_command_has_no_keeper_variables() {
         let mut command = Command::new("env");
         command.env("KEPT", "1");
         for variable in VARIABLES {

@@ -659,7 +659,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exit_code_is_of_the_status_or_the_signal() {
+    fn the_exit_code_is_the_status_or_128_plus_the_signal() {
         let code = |raw| format!("{:?}", exit_code(ExitStatus::from_raw(raw)));
         assert_eq!(code(7 << 8), format!("{:?}", ExitCode::from(7)));
         assert_eq!(code(15), format!("{:?}", ExitCode::from(143)));

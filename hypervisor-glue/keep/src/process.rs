@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn children_descend_and_parents_do_not() {
+    fn only_children_count_as_descendants() {
         // The name contains characters that break naive parsers of `/proc/PID/stat`.
         let folder = tempfile::tempdir().unwrap();
         let link = folder.path().join("a) R 1 (b");

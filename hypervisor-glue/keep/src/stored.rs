@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn one_open_file_is_stored_once_and_two_of_one_path_are_two() {
+    fn an_open_file_is_stored_once_and_each_open_of_a_path_counts() {
         let mut stored = StoredDescriptors::new(8);
         let null = open();
         assert_eq!(stored.add("a", null.try_clone().unwrap()), Ok(()));

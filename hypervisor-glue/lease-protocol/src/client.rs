@@ -1017,7 +1017,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_waits_until_nothing_of_a_killed_server_is_left() {
+    fn a_reset_waits_for_all_requests_of_a_killed_server() {
         let mut server = DyingServer::new();
         let (host, channel) = server.attach();
         let region = MemoryRegion {
@@ -1041,7 +1041,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_is_killed_before_it_has_said_all_is_waited_for() {
+    fn the_function_waits_for_a_server_killed_during_attach() {
         let state_dir = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(places::sockets(state_dir.path())).unwrap();
         let listener = UnixListener::bind(places::socket_of(state_dir.path(), "1")).unwrap();
@@ -1077,7 +1077,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_word_of_a_server_that_lives_on_ends_a_reset() {
+    fn an_end_notice_of_a_running_server_completes_a_reset() {
         let mut server = DyingServer::new();
         let (host, channel) = server.attach();
         let leave = || {
@@ -1094,7 +1094,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_that_is_taken_away_with_commands_in_flight_is_not_over() {
+    fn a_revoked_lease_with_commands_in_flight_has_not_ended() {
         let mut server = DyingServer::new();
         let (host, channel) = server.attach();
         channel.send(&LeaseEndNotice::Removed, &[]).unwrap();
@@ -1163,7 +1163,7 @@ mod tests {
     }
 
     #[test]
-    fn only_memory_that_the_server_before_had_all_along_is_said_to_be_mapped() {
+    fn only_memory_that_the_old_server_always_had_is_reported_as_mapped() {
         let state_dir = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(places::sockets(state_dir.path())).unwrap();
         let listener = UnixListener::bind(places::socket_of(state_dir.path(), "1")).unwrap();
@@ -1224,7 +1224,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_server_is_told_nothing_that_the_one_before_refused() {
+    fn requests_refused_by_the_old_server_are_not_repeated() {
         let (watched, told) = asked(true, |host| host.watch_admin_doorbells());
         assert_eq!(watched.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
         assert!(matches!(told[..], [BackendRequest::TakeUp(_)]), "{told:?}");
@@ -1235,7 +1235,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_server_is_told_what_the_one_before_left_unanswered() {
+    fn requests_unanswered_by_the_old_server_are_repeated() {
         let (watched, told) = asked(false, |host| host.watch_admin_doorbells());
         assert_eq!(watched.unwrap_err().kind(), io::ErrorKind::NotConnected);
         assert!(

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_that_accepts_and_stays_silent_is_named_and_not_waited_for() {
+    fn a_silent_server_is_named_and_does_not_block_the_vmm() {
         const PATIENCE: Duration = Duration::from_millis(20);
         let state_dir = tempfile::tempdir().unwrap();
         let socket = socket_of(state_dir.path(), "1");

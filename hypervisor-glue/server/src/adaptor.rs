@@ -739,7 +739,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_whose_drive_has_no_room_for_its_memory_is_tried_again() {
+    fn resume_is_retried_if_the_address_space_is_full() {
         let (gpa, len) = (Gpa(0), 1 << 30);
         let full = io::ErrorKind::StorageFull.into();
         let full = DmaError::Iommu {
@@ -775,7 +775,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_a_pci_function_with_two_bars() {
+    fn the_device_is_a_pci_function_with_two_bars() {
         let mut device = device(DoorbellMode::Shadow);
         for index in RegionIndex::ALL {
             let region = device.region(index);
@@ -807,7 +807,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapped_doorbell_is_where_the_client_maps_it() {
+    fn mapped_doorbells_lie_at_the_offset_that_the_client_maps() {
         let device = device(DoorbellMode::Mapped);
         let area = device.region(RegionIndex::Bar0).mappable.unwrap();
         assert_eq!(area.offset, 0x1000);
@@ -821,7 +821,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_and_goes() {
+    fn memory_is_mapped_and_unmapped() {
         let mut device = device(DoorbellMode::Shadow);
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
         let overlap = device.dma_map(region(0x18_0000, 0x10_0000));
@@ -845,7 +845,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_whose_faults_may_wait_is_refused() {
+    fn memory_with_blocking_page_faults_is_refused() {
         let mut device = device(DoorbellMode::Shadow);
         assert_eq!(errno(device.dma_map(on_disk())), Some(libc::EPERM));
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
@@ -853,7 +853,7 @@ mod tests {
 
     /// The keeper, or the query whether it has the file, would wait for the file system as well.
     #[test]
-    fn memory_whose_faults_may_wait_does_not_go_to_the_keeper() {
+    fn memory_with_blocking_page_faults_is_not_stored_in_the_keeper() {
         let folder = tempfile::tempdir().unwrap();
         let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let device = device(DoorbellMode::Shadow);
@@ -870,7 +870,7 @@ mod tests {
 
     /// The file may hold all memory of a VM that has ended.
     #[test]
-    fn the_keeper_lets_go_of_memory_that_the_client_has_no_more() {
+    fn the_keeper_releases_memory_that_the_client_unmaps() {
         let folder = tempfile::tempdir().unwrap();
         let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let device = device(DoorbellMode::Shadow);
@@ -955,7 +955,7 @@ mod tests {
     }
 
     #[test]
-    fn interrupts_are_of_one_type_at_a_time() {
+    fn only_one_interrupt_type_is_active() {
         let mut device = device(DoorbellMode::Shadow);
         let types = [IrqIndex::Intx, IrqIndex::Msi, IrqIndex::Msix];
         let eventfds = types.map(|_| EventFd::new(EFD_NONBLOCK).unwrap());
@@ -1025,7 +1025,7 @@ mod tests {
     }
 
     #[test]
-    fn interrupts_that_there_are_not_are_refused_or_disconnected_in_vain() {
+    fn absent_interrupts_are_refused_or_ignored_when_disconnected() {
         let mut device = device(DoorbellMode::Shadow);
         for (start, count) in [(5, 1), (0, 6), (u32::MAX, u32::MAX), (6, 0)] {
             let refused = device.set_irqs(msix(start, count, IrqAction::Mask, IrqData::None));
@@ -1043,7 +1043,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_a_client_is_left_when_it_goes() {
+    fn a_disconnected_client_leaves_no_memory_and_no_interrupts() {
         let mut device = device(DoorbellMode::Shadow);
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
         device.write(RegionIndex::Bar0, CC.0, &CC.1.to_le_bytes());

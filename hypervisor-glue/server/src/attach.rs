@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_usual_case_reads_as_in_the_manuals() {
+    fn the_default_attach_arguments_match_the_manuals() {
         let socket = Path::new("/run/nvme-mpt/a.sock");
         assert_eq!(
             cloud_hypervisor("vm-1", socket),

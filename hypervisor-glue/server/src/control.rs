@@ -936,7 +936,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_answered_when_they_are_done() {
+    fn changes_are_answered_on_completion() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
@@ -963,7 +963,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_asked_for_each_time() {
+    fn statistics_are_read_for_each_request() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let server = server(&path);
@@ -978,7 +978,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_answered_and_harms_nobody() {
+    fn invalid_requests_get_an_error_and_affect_no_other_client() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
@@ -1005,7 +1005,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_asks_late_holds_up_no_other_and_is_answered() {
+    fn a_late_request_blocks_no_other_client_and_is_answered() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
@@ -1028,7 +1028,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_has_sent_half_of_its_request_holds_up_no_other_and_is_answered() {
+    fn a_partial_request_blocks_no_other_client_and_is_answered_once_complete() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
@@ -1051,7 +1051,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_does_not_take_its_answer_holds_up_no_other_and_has_it_later() {
+    fn a_slow_reader_blocks_no_other_client_and_gets_its_answer_later() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
@@ -1079,7 +1079,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_reply_to_a_change_holds_up_no_other_and_is_had_later() {
+    fn a_long_reply_to_a_change_blocks_no_other_client_and_arrives_later() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
@@ -1105,7 +1105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_asks_nothing_is_no_error() {
+    fn a_client_without_a_request_is_no_error() {
         let read = |sent: &[u8]| {
             let (mut client, server) = UnixStream::pair().unwrap();
             client.write_all(sent).unwrap();

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_done_is_refused_with_a_reason() {
+    fn impossible_fault_requests_are_refused_with_a_reason() {
         let drives = drives();
         let plan = "[[fault]]\nkind = \"resize\"\nsize = \"2M\"\n";
         for (request, said) in [

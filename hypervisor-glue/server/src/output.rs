@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reader_that_takes_nothing_is_not_waited_for_and_gets_all_later() {
+    fn a_stalled_reader_blocks_no_writer_and_gets_all_output_later() {
         let (mut reader, writer) = io::pipe().unwrap();
         let mut out = ThreadedOutput::new(writer);
         // More than the default capacity of a pipe.
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_is_gone_is_an_error() {
+    fn output_to_a_closed_reader_is_an_error() {
         let (reader, writer) = io::pipe().unwrap();
         drop(reader);
         let mut out = ThreadedOutput::new(writer);

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn users_of_a_range_are_those_of_its_owner() {
+    fn ids_of_a_range_map_to_its_owner() {
         let ranges = "alice:100000:65536\n1001:165536:65536\n# no range\ngone:300000:10\nx:y:z\n";
         let passwd =
             || "root:x:0:0::/:/bin/sh\nalice:x:1000:1000::/home/alice:/bin/sh\n".to_owned();

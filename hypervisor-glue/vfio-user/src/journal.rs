@@ -795,7 +795,7 @@ mod tests {
     }
 
     #[test]
-    fn the_journal_of_this_layout_is_as_it_was_stored() {
+    fn the_request_log_of_this_layout_matches_the_stored_file() {
         let mut journal = RequestLog::new().unwrap();
         let head = stored_head();
         journal.write_reply(head.sequence, b"answered").unwrap();
@@ -822,7 +822,7 @@ mod tests {
     }
 
     #[test]
-    fn the_journal_of_layout_1_is_taken_up() {
+    fn a_request_log_of_layout_1_is_restored() {
         let file = rustix::fs::memfd_create("stored", MemfdFlags::CLOEXEC).unwrap();
         let mut file = File::from(file);
         file.set_len(STORED_LEN).unwrap();
@@ -843,7 +843,7 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_of_another_layout_is_refused_while_its_server_goes_on() {
+    fn a_request_log_of_another_layout_is_refused_before_and_after_a_kill() {
         let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"state");
         let later = LAYOUT + 1;
@@ -861,7 +861,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_is_stored_in_the_middle_of_a_request_is_the_next_one_s() {
+    fn a_state_stored_during_a_request_is_used_by_the_next_process() {
         let mut journal = RequestLog::new().unwrap();
         let stored = |journal: &RequestLog| {
             let file = journal.as_fd().try_clone_to_owned().unwrap();
@@ -893,7 +893,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_server_is_read_whatever_it_sends_meanwhile() {
+    fn a_running_servers_log_is_readable_while_it_sends() {
         let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"state");
         // The server commits and sends a part of its reply after the reader has read the head.
@@ -911,7 +911,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_server_s_state_is_one_that_was_committed() {
+    fn a_running_servers_state_is_read_as_committed() {
         let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"first");
         let shared = || share(&journal);

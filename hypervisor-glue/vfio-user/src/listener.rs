@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn file_is_there_while_the_listener_is_and_only_for_its_user() {
+    fn the_socket_file_exists_with_its_listener_and_is_private() {
         let (directory, path) = directory();
         let listener = SocketListener::bind(&path).unwrap();
         assert_eq!(names(&directory), ["device.sock"]);
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn live_file_is_refused_and_its_server_not_disturbed() {
+    fn a_live_socket_is_refused_without_disturbing_its_server() {
         let (directory, path) = directory();
         let mut first = SocketListener::bind(&path).unwrap();
         let error = SocketListener::bind(&path).unwrap_err();

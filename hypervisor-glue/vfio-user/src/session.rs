@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn client_may_go_at_any_byte() {
+    fn a_client_may_disconnect_at_any_byte() {
         let stream = [
             message(1, VfioUserCommand::VERSION, 0, VERSION),
             message(2, VfioUserCommand::DEVICE_SET_IRQS, 0, &irqs()),
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_message_has_end_the_connection_with_an_error() {
+    fn invalid_message_sizes_end_the_connection_with_an_error() {
         let region_write = 32 + MAX_DATA_XFER_SIZE;
         let control = (VfioUserHeader::SIZE + MAX_CONTROL_PAYLOAD) as u32;
         for (command, size) in [
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn client_that_goes_without_reading_ends_the_session() {
+    fn a_client_that_disconnects_without_reading_ends_the_session() {
         let mut talk = SessionFixture::negotiated(RecordingDevice::new());
         let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
         write_all(&talk, &message(1, VfioUserCommand::REGION_READ, 0, &read));
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn one_client_does_not_keep_the_thread() {
+    fn a_busy_client_does_not_occupy_the_thread() {
         let mut talk = SessionFixture::negotiated(RecordingDevice::new());
         let posted = message(
             1,

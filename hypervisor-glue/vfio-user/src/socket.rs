@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn does_not_wait() {
+    fn receiving_does_not_block() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let error = receive(&ours, &mut [0; 1], &mut Vec::new()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);

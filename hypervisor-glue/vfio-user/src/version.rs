@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn ignores_what_it_does_not_know_and_does_not_do() {
+    fn unknown_and_unsupported_capabilities_are_ignored() {
         let data =
             br#"{"later":[1],"capabilities":{"twin_socket":{"supported":true},"x":{"y":null},
             "write_multiple":false,"pgsizes":2048,"max_dma_maps":7}}"#;
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_takes_no_fds_says_so() {
+    fn a_client_without_fds_is_recognised() {
         let none = VersionProposal::parse(0, 1, b"{\"capabilities\":{\"max_msg_fds\":0}}").unwrap();
         assert!(!none.takes_fds());
     }

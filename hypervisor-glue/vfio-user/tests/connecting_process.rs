@@ -178,7 +178,7 @@ fn client_whose_connecting_process_has_ended_stays() {
 }
 
 #[test]
-fn client_that_says_nothing_leaves_the_device_to_others() {
+fn a_silent_client_does_not_occupy_the_device() {
     let _turn = turn();
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("one.sock");

@@ -299,7 +299,7 @@ fn client_reads_and_writes_registers() {
 }
 
 #[test]
-fn client_shares_memory_and_takes_it_back() {
+fn a_client_maps_and_unmaps_memory() {
     let running = Running::one();
     let mut client = running.client();
     let memory = tempfile::tempfile().unwrap();
@@ -363,7 +363,7 @@ fn client_may_reset_as_soon_as_it_has_connected() {
 }
 
 #[test]
-fn second_client_is_refused_at_once_and_the_first_goes_on() {
+fn a_second_client_is_refused_and_the_first_continues() {
     let running = Running::one();
     let mut first = running.client();
     for _ in 0..20 {
@@ -377,7 +377,7 @@ fn second_client_is_refused_at_once_and_the_first_goes_on() {
 }
 
 #[test]
-fn client_that_comes_back_finds_the_device_as_it_was_but_for_its_memory() {
+fn a_reconnected_client_finds_its_registers_but_no_memory() {
     let running = Running::one();
     let mut client = running.client();
     let memory = tempfile::tempfile().unwrap();
@@ -443,7 +443,7 @@ fn client_may_be_replaced_without_a_pause() {
 }
 
 #[test]
-fn client_that_dies_in_the_middle_of_a_message_leaves_the_server_to_the_next() {
+fn after_a_client_dies_in_a_message_the_next_is_served() {
     let running = Running::one();
     for cut in 1..VERSION.len() {
         let mut dying = UnixStream::connect(running.path()).unwrap();
@@ -455,7 +455,7 @@ fn client_that_dies_in_the_middle_of_a_message_leaves_the_server_to_the_next() {
 }
 
 #[test]
-fn client_that_talks_nonsense_is_disconnected() {
+fn an_invalid_message_disconnects_the_client() {
     let running = Running::one();
     let mut talker = UnixStream::connect(running.path()).unwrap();
     talker.write_all(&[0xff; 64]).unwrap();
@@ -468,7 +468,7 @@ fn client_that_talks_nonsense_is_disconnected() {
 
 /// A single thread serves both clients. The replies of the first fill its socket.
 #[test]
-fn client_that_does_not_read_holds_up_no_other() {
+fn a_client_that_does_not_read_blocks_no_other() {
     let running = Running::start(2);
     let mut deaf = UnixStream::connect(running.path()).unwrap();
     deaf.set_nonblocking(true).unwrap();
@@ -516,7 +516,7 @@ fn socket_file_is_the_servers_own() {
 }
 
 #[test]
-fn server_that_stops_lets_go_of_the_clients_memory() {
+fn a_stopped_server_releases_the_clients_memory() {
     let mut running = Running::one();
     let mut client = running.client();
     let memory = tempfile::tempfile().unwrap();
@@ -528,7 +528,7 @@ fn server_that_stops_lets_go_of_the_clients_memory() {
 }
 
 #[test]
-fn area_that_no_client_could_map_is_refused() {
+fn an_unmappable_area_is_refused() {
     struct Odd(MappableArea);
     impl VfioUserDevice for Odd {
         fn region(&self, index: RegionIndex) -> DeviceRegion {

@@ -569,7 +569,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_functions_own_memory_limit_goes_before_that_of_the_server() {
+    fn a_functions_memory_limit_overrides_the_servers() {
         let folder = tempfile::tempdir().unwrap();
         let ledgers = LeaseLedgers::open(folder.path());
         let limited = ledgers.claiming(LeaseClaim::Operator);

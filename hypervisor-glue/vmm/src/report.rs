@@ -59,7 +59,7 @@ mod tests {
     struct WriteFailure(#[source] io::Error);
 
     #[test]
-    fn a_file_system_that_cannot_be_written_may_be_a_sandbox() {
+    fn a_read_only_file_system_error_mentions_the_sandbox() {
         let text = |errno| chain(&WriteFailure(io::Error::from_raw_os_error(errno)));
         let refused = text(libc::EROFS);
         assert!(refused.contains("Read-only file system"), "{refused}");

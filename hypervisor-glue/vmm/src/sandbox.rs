@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_that_a_server_has_is_left_to_servers_and_others_are_not() {
+    fn only_drives_of_a_server_are_left_to_servers() {
         let folder = tempfile::tempdir().unwrap();
         let state_dir = folder.path().join("state");
         let [served, own] = ["served.img", "own.img"].map(|name| {

@@ -63,7 +63,7 @@ fn numbers(header: &str, side: char) -> Range<usize> {
 }
 
 #[test]
-fn it_only_adds_lines() {
+fn the_patch_only_adds_lines() {
     let files = touched();
     assert!(files.iter().all(|file| !file.hunks.is_empty()));
     for Touched { path, hunks } in files {
@@ -78,7 +78,7 @@ fn it_only_adds_lines() {
 
 /// By default, Git quotes a line of the file behind each header, and abbreviates ids.
 #[test]
-fn it_quotes_no_line_and_names_whole_blobs() {
+fn the_patch_quotes_no_line_and_has_full_blob_ids() {
     for line in PATCH.lines() {
         if let Some(header) = line.strip_prefix("@@ ") {
             let ranges = header.strip_suffix(" @@").unwrap_or(header);
@@ -94,7 +94,7 @@ fn it_quotes_no_line_and_names_whole_blobs() {
 }
 
 #[test]
-fn it_names_nothing_that_is_elsewhere_only() {
+fn the_patch_has_no_machine_paths_and_no_trailing_blanks() {
     assert!(PATCH.is_ascii());
     for line in PATCH.lines().filter(|line| line.starts_with('+')) {
         for place in ["/home/", "/root/", "/tmp/", "/work/"] {
@@ -115,7 +115,7 @@ fn added(end: &str) -> String {
 
 /// Includes methods with a default body, which a VMM could leave out.
 #[test]
-fn it_implements_all_that_functions_ask_of_a_vmm() {
+fn the_patch_implements_all_methods_of_the_vmm_traits() {
     let vmm = added("device_manager/nvme_mpt.rs");
     for (interface, methods) in [("Vmm", 8), ("VmmVectors", 2), ("IntxPin", 2)] {
         let start = format!("pub trait {interface}:");
@@ -136,7 +136,7 @@ fn it_implements_all_that_functions_ask_of_a_vmm() {
 }
 
 #[test]
-fn it_has_every_key_of_a_function() {
+fn the_patch_has_every_function_key() {
     let (api, syntax) = (added("cloud-hypervisor.yaml"), added("config/nvme_mpt.rs"));
     for key in FunctionConfig::KEYS {
         assert!(
@@ -161,7 +161,7 @@ fn filter(function: &str) -> String {
 }
 
 #[test]
-fn it_lets_threads_whose_drives_are_left_to_servers_reach_no_drive() {
+fn the_patchs_filter_keeps_drives_from_threads_with_served_drives() {
     let served = filter("nvme_mpt_common_rules");
     let own = filter("nvme_mpt_thread_rules");
     for call in [

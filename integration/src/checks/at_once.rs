@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_comes_with_all_that_its_check_said() {
+    fn a_result_comes_with_all_output_of_its_check() {
         let (make, made) = job_of(|| {
             say("one");
             say("two");
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn checks_that_panic_or_are_never_made_have_failed() {
+    fn panicking_and_missing_checks_have_failed() {
         let (make, made) = job_of(|| panic!("a check panics"));
         make();
         let reported_panic = catch_unwind(AssertUnwindSafe(|| reported(&made)));

@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn units_are_groups_and_checks_that_are_apart() {
+    fn units_are_groups_and_separate_checks() {
         let checks = |name| {
             let group = Group::new(name).check("one", || Ok(()));
             group.check("two", || Ok(()))
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_that_are_none_are_refused() {
+    fn invalid_shares_are_refused() {
         for wrong in ["", "0/3", "4/3", "1", "a/b", "1/0"] {
             assert_eq!(
                 wrong.parse::<Shard>(),

@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_function_that_is_absent_or_that_the_host_does_not_drive_is_told_at_once() {
+    fn an_absent_or_foreign_function_is_reported_at_once() {
         let functions = tempfile::tempdir().expect("folder");
         for (address, driver) in [("0000:01:00.0", "nvme"), ("0000:02:00.0", "vfio-pci")] {
             let folder = functions.path().join(address);

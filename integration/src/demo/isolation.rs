@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_leads_nowhere_is_no_drive_and_none_is_made() {
+    fn an_absent_path_is_refused_and_not_created() {
         let folder = tempfile::tempdir().expect("folder");
         let path = folder.path().join("drvie.img");
         let error = check_exists(&path).expect_err("it is absent");
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_that_everyone_kept_to_is_right() {
+    fn a_drive_with_each_guests_data_in_place_passes() {
         let folder = tempfile::tempdir().expect("folder");
         let (layout, names) = drive(folder.path());
         assert_eq!(layout.check(&names).expect("check"), Vec::<String>::new());

@@ -411,14 +411,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_that_is_lost_in_the_lab_is_lost_outside() {
+    fn a_guest_lost_in_the_lab_counts_as_lost_outside() {
         let said = "the end of its console".to_owned();
         assert!(guest::is_lost(&DemoError::GuestLost { said: said.clone() }));
         assert!(!guest::is_lost(&DemoError::NotGiven { status: 1, said }));
     }
 
     #[test]
-    fn a_failure_is_not_hidden_by_a_guest_that_is_lost() {
+    fn a_lost_guest_does_not_hide_a_failure() {
         let lost = || {
             let said = String::new();
             Err(DemoError::GuestLost { said })

@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_cut_short_is_none() {
+    fn a_truncated_line_is_ignored() {
         let (channel, mut guest) = line();
         guest
             .write_all(b"event record 41\r\nevent record 4")
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_ends_what_ran_before() {
+    fn a_reboot_ends_earlier_jobs() {
         let (channel, mut guest) = line();
         let job = channel.start("reboot").expect("start");
         guest.write_all(b"ready\r\n").expect("write");

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn no_status_is_not_mistaken_for_one() {
+    fn output_without_a_status_yields_none() {
         assert_eq!(
             status_in("/dev/nvme0: No such file or directory (0x2)"),
             None

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_answered_too() {
+    fn invalid_requests_are_answered_as_well() {
         let mut lines = vec![b'x'; 1 << 20];
         lines.extend(b"\n\xff\xfe\nfreeze a\n");
         let answers = ask(&lines);

@@ -425,7 +425,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_description_says_all_that_differs() {
+    fn a_drive_description_names_all_differences_from_the_default() {
         let drive: LabDrive =
             "id=b2,size=512M,lba=4096,namespaces=2,queues=3,mdts=5,dbcs=off,iops=100,bandwidth=4M,image=/x/y"
                 .parse()
@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn one_namespace_is_the_drives_own_and_several_are_devices() {
+    fn a_single_namespace_belongs_to_the_drive_and_several_are_devices() {
         let one = &place(&[LabDrive::new("a", 1 << 20)]).expect("placed")[0];
         assert_eq!(one.block_users(), ["a"]);
         assert_eq!(one.device()["drive"], "a-1");

@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused() {
+    fn unknown_fault_requests_are_refused() {
         for text in [
             "",
             "freeze",

@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_taken_piece_by_piece() {
+    fn a_stream_is_read_in_pieces() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let stream = Stream {
             path: folder.path().join("out"),

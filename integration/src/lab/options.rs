@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_ours_is_brought_along() {
+    fn a_local_file_argument_is_copied_into_the_lab() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let program = folder.path().join("prog");
         std::fs::write(&program, "").expect("write");

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_build_leaves_nothing_that_looks_finished() {
+    fn a_failed_build_leaves_no_complete_entry() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let cache = Cache::at(folder.path());
         let failed = cache.entry("thing", "recipe", |path| {
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_recipe_is_built_once_and_another_anew() {
+    fn a_recipe_is_built_once_and_a_changed_recipe_again() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let cache = Cache::at(folder.path());
         let first = cache.entry("thing", "1", |_| Ok(())).expect("first");

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_no_go_is_not_new_enough() {
+    fn a_program_other_than_go_is_not_new_enough() {
         assert!(!is_new_enough(Path::new("/bin/true")));
         assert!(!is_new_enough(Path::new("/no/go")));
     }

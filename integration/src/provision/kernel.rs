@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_package_is_fetched_once_for_all_that_is_made_of_it() {
+    fn a_package_is_fetched_once_for_all_its_uses() {
         let folder = tempfile::tempdir().expect("folder");
         let cache = Cache::at(folder.path());
         let Ok((suites, _)) = packaged(&KernelChoice::V6_12) else {

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_no_number() {
+    fn the_median_of_no_values_is_nan() {
         assert!(median(&[]).is_nan());
         assert!((median(&[1.0, 2.0]) - 1.5).abs() < 1e-12);
     }

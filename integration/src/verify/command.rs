@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_checked_is_read_from_lines() {
+    fn unchecked_items_are_parsed_from_output_lines() {
         for line in [
             "NOT CHECKED: a::b: it needs root",
             "test a::b ... NOT CHECKED: a::b: it needs root",
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn results_are_read_from_lines() {
+    fn test_results_are_parsed_from_output_lines() {
         let line = "test result: ok. 26 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(
             results_in(line),

@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_run_by_their_lanes() {
+    fn verify_steps_run_in_their_lanes() {
         let quiet = Step {
             wants_quiet: true,
             ..step("quiet", false, pass)

@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counters_are_read_and_told_alike() {
+    fn counters_are_printed_as_they_are_read() {
         let folder = tempfile::tempdir().expect("a folder");
         let counters = KvmCounters {
             mmio_exits: 1,
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_faults_for_ever_is_told_from_one_that_did_once() {
+    fn endless_faults_are_distinguished_from_past_faults() {
         let folder = tempfile::tempdir().expect("a folder");
         let count = |faults: u64| {
             let (new, path) = (folder.path().join("new"), folder.path().join("pf_guest"));

@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_a_host_bridge_and_nothing_else() {
+    fn a_new_root_complex_has_only_a_host_bridge() {
         let root = RootComplex::new(&Arc::default());
         assert_eq!(read(&root, 0), 0x0002_4D50);
         assert_eq!(read(&root, 8), 0x0600_0000);

@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_takes_as_much_as_its_guest_makes_room_for() {
+    fn a_serial_port_accepts_input_as_fast_as_the_guest_reads() {
         const SENT: usize = 1000;
         const LINE_STATUS: u16 = 5;
         const DATA_READY: u8 = 1;
@@ -198,7 +198,7 @@ mod tests {
 
     /// Linux reads at most 256 bytes for the cause in the IIR, then reads the IIR again.
     #[test]
-    fn data_that_is_left_is_identified_again() {
+    fn unread_serial_data_raises_its_cause_again() {
         const IER_DATA: u8 = 1 << 0;
         const IIR_CAUSE: u8 = 0b1111;
         const IIR_DATA: u8 = 0b0100;

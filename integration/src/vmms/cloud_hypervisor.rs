@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_read_to_their_end_and_no_further() {
+    fn http_answers_are_read_exactly_to_their_end() {
         let well = read("HTTP/1.1 204 \r\nServer: Cloud Hypervisor API\r\n\r\n");
         assert!(well.is_success());
         assert_eq!(well.body, "");

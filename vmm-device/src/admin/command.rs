@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_implemented_is_an_invalid_opcode() {
+    fn unimplemented_commands_are_invalid_opcodes() {
         for opcode in 0..=u8::MAX {
             let known = matches!(opcode, 0x00..=0x02 | 0x04..=0x06 | 0x08..=0x0A | 0x0C | 0x7C);
             let parsed = AdminCommand::parse(&Sqe::new(opcode));

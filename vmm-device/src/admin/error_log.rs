@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_without_a_command_names_none() {
+    fn an_error_without_a_command_has_no_command_identifier() {
         let mut log = ErrorLog::default();
         log.controller_failed(Status::INTERNAL_ERROR);
         assert_eq!(

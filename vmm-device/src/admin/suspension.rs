@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_waited_for_while_it_changes_and_a_second_longer() {
+    fn missing_memory_is_awaited_until_a_second_after_the_last_change() {
         let ms = Duration::from_millis;
         let quiet = ms(60_000);
         let mut suspension = MemorySuspension::default();

@@ -450,7 +450,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_next_process_goes_on_where_the_guest_is() {
+    fn the_next_process_continues_at_the_guests_position() {
         let (mut guest, survivors, _) = guest();
         guest.write_memory(IO_CQ, &[0; 4096]);
         for sqe in [create_cq(), create_sq()] {
@@ -481,7 +481,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_admin_command_counts_once_wherever_its_process_ends() {
+    fn an_admin_command_is_counted_once_for_any_end_of_its_process() {
         let (mut guest, survivors, recorder) = guest();
         let before = guest.function.control_state();
         recorder.take();
@@ -517,7 +517,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_completion_that_the_guest_has_consumed_is_posted_again_before_its_head_is_looked_at() {
+    fn a_consumed_completion_is_posted_again_before_the_head_is_checked() {
         let (mut guest, survivors, recorder) = guest();
         recorder.take();
         let cid = guest.submit(create_cq());
@@ -539,7 +539,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_event_is_told_once_wherever_its_process_ends() {
+    fn an_event_is_reported_once_for_any_end_of_its_process() {
         let (mut guest, survivors, recorder) = guest();
         let cid = guest.submit(Sqe::new(0x0C));
         recorder.take();
@@ -558,7 +558,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_guest_that_switched_its_function_off_is_left_alone_by_the_next_process() {
+    fn the_next_process_keeps_a_function_without_bus_master_idle() {
         let (mut guest, survivors, _) = guest();
         let command = |guest: &mut TestGuest, value: u16| {
             drop(guest.function.write_config(4, &value.to_le_bytes()));
@@ -581,7 +581,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_reset_that_has_begun_leaves_no_queue_to_take_up() {
+    fn an_unfinished_reset_leaves_no_queue_to_restore() {
         let (mut guest, survivors, recorder) = guest();
         for sqe in [create_cq(), create_sq()] {
             assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
@@ -606,7 +606,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn resets_and_aborts_are_counted_on_in_the_next_process() {
+    fn reset_and_abort_counts_continue_in_the_next_process() {
         let (mut guest, survivors, _) = guest();
         guest.write_register(0x14, 0x0046_0000);
         drop(guest.function.reset());
@@ -624,7 +624,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn queues_that_are_lost_fail_the_controller_and_a_reset_goes_on() {
+    fn lost_queues_fail_the_controller_until_a_reset() {
         let (mut guest, survivors, _) = guest();
         for sqe in [create_cq(), create_sq()] {
             assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
@@ -640,7 +640,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_function_that_can_do_more_now_goes_on_with_what_its_guest_was_told() {
+    fn a_restored_function_keeps_its_reported_limits_after_an_upgrade() {
         let (mut guest, survivors, _) = guest();
         let mut state = guest.function.control_state();
         let limits = &mut state.facts.limits;
@@ -661,7 +661,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_function_that_is_set_aside_has_failed_whatever_its_guest_does() {
+    fn a_quarantined_function_stays_failed_after_all_resets() {
         let (mut guest, survivors, _) = guest();
         for sqe in [create_cq(), create_sq()] {
             assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
@@ -727,7 +727,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn other_versions_promises_and_values_are_refused() {
+    fn states_with_other_versions_limits_or_invalid_values_are_refused() {
         let (guest, survivors, _) = guest();
         let state = guest.function.control_state();
         drop(guest);
@@ -825,7 +825,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_state_of_this_version_is_as_it_was_stored() {
+    fn the_control_state_of_this_version_matches_the_stored_file() {
         let (guest, _) = eventful_guest();
         let (version, stored) = STORED[STORED.len() - 1];
         assert_eq!(version, VERSION);
@@ -869,7 +869,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_states_of_all_versions_are_taken_up() {
+    fn control_states_of_all_versions_are_restored() {
         for (version, stored) in STORED {
             let (mut guest, survivors) = eventful_guest();
             let mut state: ControlState = serde_json::from_str(stored).unwrap();

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_level_is_stuck_once_when_it_stays() {
+    fn a_stuck_level_is_reported_once() {
         let ms = Duration::from_millis;
         let mut watch = PinWatch::default();
         assert!(!watch.is_stuck(None, ms(0)));

@@ -122,7 +122,7 @@ fn io_runs_through_the_queues_that_admin_commands_made() {
 }
 
 #[test]
-fn a_reset_ends_all_and_can_be_repeated() {
+fn a_reset_ends_all_queues_and_can_be_repeated() {
     let mut guest = TestGuest::new(DoorbellMode::Shadow);
     for round in 0..12 {
         guest.enable();
@@ -413,7 +413,7 @@ fn the_data_of_an_admin_command_waits_to_be_mapped_again() {
 }
 
 #[test]
-fn rings_and_doorbell_pages_are_waited_for_when_they_are_set_up() {
+fn creating_queues_and_doorbell_buffers_waits_for_their_memory() {
     let completion_queue = Sqe {
         dptr: [NOWHERE, 0],
         cdw10: 15 << 16 | 1,
@@ -550,7 +550,7 @@ fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
 }
 
 #[test]
-fn memory_that_came_back_while_the_thread_stood_still_is_found() {
+fn memory_remapped_during_a_thread_stall_is_found() {
     let data = Sqe {
         dptr: [NOWHERE, 0],
         ..identify()
@@ -562,7 +562,7 @@ fn memory_that_came_back_while_the_thread_stood_still_is_found() {
 }
 
 #[test]
-fn what_a_queue_reported_before_a_reset_fails_no_controller_after_it() {
+fn a_queue_failure_from_before_a_reset_is_ignored_after_it() {
     let mut guest = TestGuest::ready(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
     guest.function.host().unmap_all().expect("unmapped");
@@ -574,7 +574,7 @@ fn what_a_queue_reported_before_a_reset_fails_no_controller_after_it() {
 }
 
 #[test]
-fn an_io_doorbell_value_that_cannot_be_is_an_event() {
+fn an_invalid_io_doorbell_value_is_an_event() {
     let mut guest = TestGuest::ready(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
     guest.submit(Sqe::new(0x0C));
@@ -697,7 +697,7 @@ fn intms_and_intmc_mask_msi_and_not_msix() {
 }
 
 #[test]
-fn a_controller_reset_forgets_interrupts_that_were_held_back() {
+fn a_controller_reset_discards_masked_interrupts() {
     const INTMS: u64 = 0x0C;
     const CC: u64 = 0x14;
     let mut guest = TestGuest::ready(DoorbellMode::Shadow);
@@ -733,7 +733,7 @@ fn a_controller_reset_forgets_interrupts_that_were_held_back() {
 }
 
 #[test]
-fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
+fn the_pin_is_high_while_admin_completions_are_unconsumed() {
     let mut guest = TestGuest::ready(DoorbellMode::Shadow);
     guest.function.set_pin(Some(PinDeassertion::Access));
     let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
@@ -782,7 +782,7 @@ fn intms_holds_the_pin_back_until_intmc() {
 }
 
 #[test]
-fn a_pin_that_fell_in_a_pause_rises_for_admin_completions_that_were_left() {
+fn after_a_pause_the_pin_rises_for_unconsumed_admin_completions() {
     let mut guest = TestGuest::ready(DoorbellMode::Shadow);
     guest
         .function
@@ -840,7 +840,7 @@ fn interrupt_status_tells_of_the_pin() {
 }
 
 #[test]
-fn the_guests_memory_can_go_once_the_controller_is_disabled() {
+fn guest_memory_can_be_unmapped_once_the_controller_is_disabled() {
     let mut guest = TestGuest::ready(DoorbellMode::Shadow);
     create_queue_pair(&mut guest);
     guest.write_register(0x14, 0);

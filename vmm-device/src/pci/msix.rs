@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn msi_takes_the_place_of_the_table() {
+    fn vectors_follow_msi_instead_of_the_table() {
         let msix = msix(4, MsixMasking::Function);
         let eventfds = [1, 2].map(|vector| with_eventfd(&msix, vector));
         let control = MsixControl {
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_masks_leaves_nothing_to_mask_here() {
+    fn with_client_masking_only_the_clients_mask_applies() {
         let mut msix = msix(2, MsixMasking::Client);
         let eventfd = with_eventfd(&msix, 1);
         msix.vector(1).unwrap().signal();

@@ -140,7 +140,7 @@ fn entry_sizes_may_come_later() {
 }
 
 #[test]
-fn what_may_change_only_while_disabled_does_not_change() {
+fn enable_only_fields_do_not_change_while_enabled() {
     let mut registers = running();
     assert_eq!(write_u32(&mut registers, 0x14, 0x0146_38F1), None);
     assert_eq!(read_u32(&registers, 0x14), 0x0046_0001);
@@ -172,7 +172,7 @@ fn ready_stays_until_the_reset_is_complete() {
 }
 
 #[test]
-fn a_shutdown_is_notified_once_and_left_by_reset() {
+fn a_shutdown_is_notified_once_and_ended_by_a_reset() {
     for (shn, kind) in [
         (0x4000, ShutdownNotification::NORMAL),
         (0x8000, ShutdownNotification::ABRUPT),
@@ -216,7 +216,7 @@ fn a_disabled_controller_can_be_shut_down_and_enabled_again() {
 }
 
 #[test]
-fn a_reserved_shutdown_notification_is_none() {
+fn a_reserved_shutdown_notification_is_ignored() {
     let mut registers = running();
     assert_eq!(write_u32(&mut registers, 0x14, 0x0046_C001), None);
     assert!(registers.is_running());

@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_checksum_is_the_known_one() {
+    fn the_crc32_matches_the_known_value() {
         assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
         assert_eq!(crc32(b""), 0);
     }
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_apart() {
+    fn each_defect_of_stored_bytes_has_its_error() {
         assert!(error(b"").contains("does not begin with"));
         assert!(error(&[0xFF; 4096]).contains("does not begin with"));
         assert!(error(b"nvme-mpt function state\n").contains("does not begin with"));

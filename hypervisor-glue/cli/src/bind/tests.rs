@@ -117,7 +117,7 @@ fn a_mounted_drive_is_refused_also_by_force() {
 }
 
 #[test]
-fn a_drive_that_a_process_has_open_takes_force() {
+fn an_open_drive_is_bound_only_with_force() {
     let host = Host::new(Some("nvme"));
     host.write("proc/42/comm", "smartd\n");
     fs::create_dir(host.root.proc.join("42/fd")).unwrap();
@@ -139,7 +139,7 @@ fn a_drive_that_a_process_has_open_takes_force() {
 }
 
 #[test]
-fn what_is_bound_already_stays() {
+fn a_bound_drive_is_not_bound_again() {
     let host = Host::new(Some("vfio-pci"));
     let bound = bind(&host.root, host.address, false).unwrap();
     assert_eq!(
@@ -155,7 +155,7 @@ fn what_is_bound_already_stays() {
 }
 
 #[test]
-fn others_of_the_group_are_named() {
+fn other_functions_of_the_iommu_group_are_named() {
     let host = Host::new(Some("vfio-pci"));
     let member = "sys/kernel/iommu_groups/7/devices/0000:01:00.1";
     host.write(&format!("{member}/class"), "0x020000\n");
@@ -175,7 +175,7 @@ fn others_of_the_group_are_named() {
 }
 
 #[test]
-fn what_is_missing_is_said_before_anything_is_touched() {
+fn missing_requirements_are_reported_before_any_change() {
     let host = Host::new(Some("nvme"));
     fs::remove_dir_all(host.root.sys.join("bus/pci/drivers/vfio-pci")).unwrap();
     assert_eq!(
@@ -202,7 +202,7 @@ fn what_is_missing_is_said_before_anything_is_touched() {
 }
 
 #[test]
-fn other_drivers_keep_their_functions() {
+fn functions_of_other_drivers_are_not_unbound() {
     let host = Host::new(Some("uio_pci_generic"));
     assert!(
         host.bind(false)
@@ -214,7 +214,7 @@ fn other_drivers_keep_their_functions() {
 }
 
 #[test]
-fn a_drive_that_a_process_drives_is_not_given_back() {
+fn a_drive_open_by_vfio_is_not_unbound() {
     let host = Host::new(Some("vfio-pci"));
     fs::create_dir_all(host.root.proc.join("42/fd")).unwrap();
     fs::create_dir_all(host.root.dev.join("vfio")).unwrap();

@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn others_have_no_columns_for_them() {
+    fn leases_of_software_drives_have_no_queue_pair_columns() {
         let lines = text(&[lease("a", 0, None)]);
         assert!(lines[0].ends_with("NAMESPACE  DRIVE"), "{lines:?}");
     }

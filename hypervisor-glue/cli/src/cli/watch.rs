@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn each_table_of_a_series_has_its_date_and_a_terminal_of_its_own() {
+    fn each_watch_table_has_its_date_and_clears_the_terminal() {
         let (first, second) = (sample(0), sample(2));
         let body = server_table(&ServerStats::default()).to_string();
         let head = "2001-09-09T01:46:40Z, since the start of the server:\n";

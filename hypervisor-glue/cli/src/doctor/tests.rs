@@ -227,7 +227,7 @@ fn description() -> DriveDescription {
 }
 
 #[test]
-fn all_is_well_on_a_host_and_a_drive_as_they_should_be() {
+fn a_suitable_host_and_drive_have_no_problems() {
     let folder = Folder::new("vfio-pci");
     let checks = folder.checks();
     for check in &checks {
@@ -421,7 +421,7 @@ fn each_obstacle_of_a_drive_has_its_remedy() {
 }
 
 #[test]
-fn abilities_that_are_missing_are_named() {
+fn missing_abilities_of_a_drive_are_named() {
     use CheckOutcome::{NotChecked, Ok, Problem, Warning};
     let mut poor = description();
     poor.controller.oncs = Oncs(0);
@@ -534,7 +534,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn no_text_of_the_kernel_ends_the_checks(
+    fn arbitrary_kernel_files_do_not_stop_the_checks(
         texts in FILES.iter().map(|(_, usual)| proptest::option::of(content(usual))).collect::<Vec<_>>(),
         driver in prop_oneof![Just("nvme"), Just("vfio-pci")],
     ) {
@@ -557,7 +557,7 @@ proptest! {
     }
 
     #[test]
-    fn no_description_of_a_drive_ends_the_checks(
+    fn arbitrary_drive_descriptions_do_not_stop_the_checks(
         controller in proptest::collection::vec(any::<u8>(), 4096),
         namespace in proptest::collection::vec(any::<u8>(), 4096),
         health in proptest::collection::vec(any::<u8>(), 512),
@@ -610,7 +610,7 @@ fn try_out(
 }
 
 #[test]
-fn a_drive_of_the_host_is_taken_after_consent_alone() {
+fn a_drive_of_the_host_is_bound_only_after_consent() {
     use CheckOutcome::{NotChecked, Problem};
     let folder = Folder::new("nvme");
     folder.write("sys/bus/pci/drivers/nvme/unbind", b"");

@@ -67,7 +67,7 @@ fn complaint(text: &str) -> String {
 
 proptest! {
     #[test]
-    fn a_profile_is_found_again(
+    fn a_fitted_profile_matches_the_measured_model(
         stripe in 12_u32..=20,
         units in 1_u64..=64,
         read in (2_000_u64..500_000, 100_u64..20_000),
@@ -99,7 +99,7 @@ proptest! {
 }
 
 #[test]
-fn a_profile_says_where_its_values_are_from() {
+fn a_fitted_profile_names_the_job_of_each_value() {
     let report = json!({
         "global options": {"bs": "4k", "rw": "randread"},
         "jobs": [
@@ -130,7 +130,7 @@ const MEASURED: &str = include_str!("reports/measure.json");
 const PROCESSES: &str = include_str!("reports/processes.json");
 
 #[test]
-fn what_a_guest_measured_is_the_drive_that_it_had() {
+fn a_guests_measurements_yield_the_profile_of_its_drive() {
     let found = fitted(MEASURED);
     assert_eq!(found.stripe, ProfileSize(32 << 10));
     assert_eq!(
@@ -164,13 +164,13 @@ fn processes_of_a_job_count_together() {
 }
 
 #[test]
-fn of_several_reports_the_last_counts() {
+fn the_last_of_several_fio_reports_counts() {
     let text = format!("fio: a word before\n{PROCESSES}{MEASURED}\nDisk stats (read/write):\n");
     assert_eq!(fitted(&text), fitted(MEASURED));
 }
 
 #[test]
-fn percentiles_of_the_whole_latency_do_as_well() {
+fn total_latency_percentiles_replace_completion_percentiles() {
     let mut reads = job("r", "read", json!({}), 50e3, 20e3);
     reads["read"]["lat_ns"] = reads["read"]["clat_ns"].take();
     reads["read"]["clat_ns"] = json!({"mean": 21e3});
@@ -194,7 +194,7 @@ fn without_percentiles_the_mean_counts() {
 }
 
 #[test]
-fn what_is_missing_or_wrong_is_said() {
+fn errors_of_fio_reports_name_the_problem() {
     let reads = job("r", "read", json!({}), 50e3, 20e3);
     let deep = job("w", "write", json!({"iodepth": "32"}), 50e3, 20e3);
     let mut mixed = job("m", "write", json!({}), 50e3, 20e3);

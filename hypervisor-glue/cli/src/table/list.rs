@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_reason_makes_no_line_of_the_table_longer() {
+    fn long_reasons_do_not_widen_the_table() {
         let entry = |id: &str, state| FunctionEntry {
             pending: None,
             id: id.to_owned(),

@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn queues_of_a_drive_with_few_queue_pairs_say_whether_theirs_is_shared() {
+    fn queues_on_scarce_queue_pairs_show_whether_they_share_one() {
         let mut stats = sample();
         stats.functions[0].queues[0].host_queue = Some(HostQueueUse::Shared);
         stats.functions[0].queue_pairs = Some(LeasePairStats {

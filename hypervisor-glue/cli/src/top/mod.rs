@@ -579,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_and_percentiles_are_those_of_the_last_interval() {
+    fn rates_and_percentiles_cover_the_last_interval() {
         let board = board(TopSubject::Functions);
         assert_eq!(names(&board), ["db-1", "web", "build"]);
         let row = &board.rows[0];
@@ -652,7 +652,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_and_a_server_that_goes_keep_the_last_figures() {
+    fn while_paused_or_without_a_server_the_last_values_stay() {
         let mut board = TopView::new(TopSubject::Functions, TopColumn::Iops);
         assert!(screen(&board).join("\n").contains("Counting"));
         for second in 0..2 {

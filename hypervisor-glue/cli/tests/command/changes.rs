@@ -63,7 +63,7 @@ fn function(id: &str, range: &str) -> String {
 }
 
 #[test]
-fn functions_come_and_go_beside_others() {
+fn functions_are_added_and_removed_beside_others() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
     assert_eq!(server.printed, "");
@@ -118,7 +118,7 @@ fn functions_come_and_go_beside_others() {
 }
 
 #[test]
-fn what_was_added_is_there_again_after_an_end_and_after_a_crash() {
+fn added_functions_are_restored_after_a_stop_and_after_a_crash() {
     let bench = Bench::new();
     let server = bench
         .serve("one", &["socket=c.sock,path=memory:1M,id=c"])
@@ -153,7 +153,7 @@ fn what_was_added_is_there_again_after_an_end_and_after_a_crash() {
 }
 
 #[test]
-fn what_was_decided_about_data_once_does_not_hold_for_the_next_tenant() {
+fn a_data_decision_does_not_apply_to_the_next_owner() {
     for data in ["keep", "wipe"] {
         let bench = Bench::new();
         let add = |id: &str| {
@@ -181,7 +181,7 @@ fn what_was_decided_about_data_once_does_not_hold_for_the_next_tenant() {
 }
 
 #[test]
-fn an_added_function_that_cannot_be_offered_again_keeps_no_other_back() {
+fn a_stored_function_that_fails_blocks_no_other() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
     ask(
@@ -307,7 +307,7 @@ fn a_drive_stays_open_without_functions() {
 }
 
 #[test]
-fn a_socket_has_the_mode_and_the_owner_that_it_was_given() {
+fn a_functions_socket_gets_the_requested_mode_and_owner() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
     // Numeric ids, because the test host may have no names for users and groups.
@@ -366,7 +366,7 @@ fn each_change_has_its_result_for_programs() {
 }
 
 #[test]
-fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
+fn a_reload_applies_the_file_and_keeps_unchanged_functions() {
     let bench = Bench::new();
     let [a, b] = [function("a", "0+16M"), function("b", "16M+16M")];
     let server = serve_file(&bench, &format!("{a}{b}")).unwrap();
@@ -416,7 +416,7 @@ fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
 }
 
 #[test]
-fn a_link_is_followed_to_the_file_that_it_leads_to_now() {
+fn a_reload_follows_a_replaced_symlink() {
     let bench = Bench::new();
     let [a, b] = [function("a", "0+16M"), function("b", "16M+16M")];
     fs::write(bench.path("first.toml"), &a).unwrap();
@@ -436,7 +436,7 @@ fn a_link_is_followed_to_the_file_that_it_leads_to_now() {
 }
 
 #[test]
-fn limits_change_under_a_guest_and_are_there_again() {
+fn limits_change_under_a_guest_and_are_restored() {
     let bench = Bench::new();
     let file = function("a", "0+16M");
     let server = serve_file(&bench, &file).unwrap();
@@ -519,7 +519,7 @@ fn a_file_with_one_bad_function_changes_nothing() {
 }
 
 #[test]
-fn a_file_with_one_bad_function_leaves_what_is_in_memory() {
+fn a_file_with_one_bad_function_keeps_data_of_memory_drives() {
     let bench = Bench::new();
     let memory = |id: &str, path: &str, more: &str| {
         format!("[[function]]\nid = \"{id}\"\nsocket = \"{id}.sock\"\npath = \"{path}\"\n{more}\n")
@@ -562,7 +562,7 @@ fn a_file_with_one_bad_function_leaves_what_is_in_memory() {
 }
 
 #[test]
-fn the_example_file_is_one() {
+fn the_example_file_is_a_valid_configuration() {
     let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../../resources/serve.toml");
     let example = fs::read_to_string(example).unwrap();
     let bench = Bench::new();
@@ -795,7 +795,7 @@ fn a_thousand_functions_leave_nothing_behind() {
 }
 
 #[test]
-fn a_client_that_goes_before_its_request_is_whole_changes_nothing() {
+fn a_partial_request_of_a_disconnected_client_changes_nothing() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
     let socket = bench.path("a.sock");
@@ -823,7 +823,7 @@ fn a_client_that_goes_before_its_request_is_whole_changes_nothing() {
 }
 
 #[test]
-fn changes_at_once_are_made_one_after_the_other() {
+fn concurrent_changes_are_made_in_sequence() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
     thread::scope(|scope| {

@@ -408,12 +408,12 @@ impl Drop for EndLoad<'_> {
 }
 
 #[test]
-fn functions_that_come_and_go_leave_nothing_in_the_server() {
+fn added_and_removed_functions_leave_nothing_in_the_server() {
     come_and_go(50, false);
 }
 
 #[test]
 #[ignore = "adds and removes a thousand functions"]
-fn a_thousand_functions_come_and_go() {
+fn a_thousand_functions_are_added_and_removed() {
     come_and_go(1000, true);
 }

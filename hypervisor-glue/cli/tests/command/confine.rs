@@ -196,7 +196,7 @@ fn an_image_behind_a_link_may_have_a_profile() {
 }
 
 #[test]
-fn rules_for_landlock_hold_for_the_next_server() {
+fn landlock_rules_apply_to_the_next_server() {
     let (bench, outside) = (Bench::new(), outside());
     fs::write(bench.path("serve.toml"), "").unwrap();
     let mut serve = bench.serve_command("one", &FUNCTIONS);
@@ -256,7 +256,7 @@ fn the_program_of_an_upgrade_needs_a_rule_as_well() {
 }
 
 #[test]
-fn a_rule_that_is_none_is_refused_and_one_for_nothing_is_named() {
+fn an_invalid_rule_is_refused_and_a_rule_for_an_absent_path_is_named() {
     let bench = Bench::new();
     for (arguments, complaint) in [
         (

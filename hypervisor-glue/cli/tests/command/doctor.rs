@@ -43,7 +43,7 @@ fn the_command_fails_exactly_if_there_is_a_problem() {
 }
 
 #[test]
-fn the_text_has_all_that_the_json_has() {
+fn the_text_report_has_all_content_of_the_json_report() {
     let bench = Bench::new();
     fs::write(bench.path("state"), "").unwrap();
     let (_, json) = report(&bench, &[]);
@@ -94,7 +94,7 @@ fn try_out(bench: &Bench, arguments: &[&str], answer: &str) -> (bool, Value, Str
 }
 
 #[test]
-fn a_namespace_is_erased_after_its_word_alone() {
+fn a_namespace_is_erased_only_after_its_name_was_typed() {
     let bench = Bench::new();
     let (success, refused, question) = try_out(&bench, &[], "yes");
     assert!(!success, "{refused}");
@@ -123,7 +123,7 @@ fn a_namespace_is_erased_after_its_word_alone() {
 }
 
 #[test]
-fn a_drive_that_is_served_is_left_alone() {
+fn a_served_drive_is_not_tried_out() {
     let bench = Bench::new();
     let server = bench
         .serve("one", &["socket=a.sock,path=drive.img,id=a"])
@@ -136,7 +136,7 @@ fn a_drive_that_is_served_is_left_alone() {
 }
 
 #[test]
-fn options_of_a_trial_are_refused_without_one() {
+fn trial_options_are_refused_without_a_trial() {
     let bench = Bench::new();
     for (arguments, told) in [
         (&["drive.img"][..], "drive.img is not a PCI address"),

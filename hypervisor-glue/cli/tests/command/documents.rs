@@ -171,7 +171,7 @@ fn each_decision_has_its_four_parts_and_is_in_the_list() {
 }
 
 #[test]
-fn files_that_newcomers_are_led_to_exist() {
+fn files_named_for_newcomers_exist() {
     let root = workspace();
     let first = ["CONTRIBUTING.md", "SECURITY.md"].map(|name| {
         let text = fs::read_to_string(root.join(name)).unwrap();
@@ -274,7 +274,7 @@ fn folders(page: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn files_that_a_page_names_have_the_tests_that_it_names() {
+fn files_named_on_the_neighbours_page_contain_its_tests() {
     let page = fs::read_to_string(workspace().join("docs/neighbours.md")).unwrap();
     let folders = folders(&page);
     assert_eq!(folders.len(), 8);

@@ -261,20 +261,20 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
 }
 
 #[test]
-fn no_edit_of_the_file_takes_a_drive_from_a_client() {
+fn edits_of_the_file_take_no_drive_from_a_client() {
     no_client_loses_its_drive(1, 60);
 }
 
 #[test]
 #[ignore = "takes 2,000 steps, of which 700 start a server"]
-fn no_edit_of_the_file_takes_a_drive_from_a_client_in_two_thousand_steps() {
+fn two_thousand_edits_of_the_file_take_no_drive_from_a_client() {
     for seed in 2..12 {
         no_client_loses_its_drive(seed, 200);
     }
 }
 
 #[test]
-fn what_was_served_goes_on_and_differences_are_reported_until_a_reload_applies_them() {
+fn functions_continue_after_an_edit_and_differences_are_reported_until_a_reload() {
     let bench = Bench::new();
     let write = |range: &str| {
         let text = format!(
@@ -357,7 +357,7 @@ fn a_function_of_a_whole_drive_that_grew_keeps_its_range() {
 }
 
 #[test]
-fn an_upgrade_is_refused_while_the_path_of_a_drive_leads_elsewhere() {
+fn an_upgrade_is_refused_while_a_drives_path_names_another_file() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench, "a");

@@ -660,7 +660,7 @@ fn clients_survive_a_thousand_ends_of_each_kind() {
 /// A guest runs commands beside 63 idle guests with eight queues each, which the next server must restore as well.
 #[test]
 #[ignore = "ends servers of 64 functions 100 times"]
-fn sixty_four_functions_go_on_together() {
+fn sixty_four_functions_continue_with_the_next_server() {
     let bench = Bench::new();
     let functions: Vec<_> = (0..64)
         .map(|number| format!("path=null:64M,range={number}M+1M,socket={number}.sock,id=f{number}"))
@@ -703,7 +703,7 @@ fn sixty_four_functions_go_on_together() {
 
 /// A drive may have to pin the memory of each client, so clients with little memory are restored first.
 #[test]
-fn clients_with_little_memory_go_on_before_those_with_much() {
+fn clients_with_little_memory_continue_before_clients_with_much() {
     let bench = Bench::new();
     let names = ["large", "medium", "small"];
     let functions = names.map(|name| {
@@ -739,7 +739,7 @@ fn clients_with_little_memory_go_on_before_those_with_much() {
 }
 
 #[test]
-fn a_server_goes_on_if_its_successor_cannot_take_over() {
+fn a_server_continues_if_its_successor_fails() {
     let bench = Bench::new();
     let file = bench.path("serve.toml");
     let good = "[[function]]\npath = \"drive.img\"\nsocket = \"a.sock\"\nid = \"a\"\n";
@@ -894,7 +894,7 @@ fn await_told(bench: &Bench, command: &str, options: &[&str], text: &str) -> (St
 const KEEPER_ENDED: &str = "The keeper of this server has ended";
 
 #[test]
-fn the_end_of_a_keeper_is_told_and_another_one_takes_its_place() {
+fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
     let bench = Bench::new();
     let functions = [
         "socket=a.sock,path=drive.img,range=0+16M,id=a",
@@ -966,7 +966,7 @@ fn the_end_of_a_keeper_is_told_and_another_one_takes_its_place() {
 }
 
 #[test]
-fn a_server_that_has_kept_nothing_takes_no_keeper() {
+fn a_server_started_without_a_keeper_accepts_none() {
     let bench = Bench::new();
     let function = ["socket=a.sock,path=drive.img,range=0+16M,id=a"];
     let _server = bench.serve("one", &function).unwrap();
@@ -979,7 +979,7 @@ fn a_server_that_has_kept_nothing_takes_no_keeper() {
 }
 
 #[test]
-fn an_adopted_server_that_ends_in_order_takes_its_keeper_with_it() {
+fn the_keeper_of_an_adopted_server_ends_with_it() {
     let bench = Bench::new();
     let function = ["socket=a.sock,path=drive.img,range=0+16M,id=a"];
     let serve = bench.serve_command("one", &function);
@@ -1013,7 +1013,7 @@ fn without_a_keeper_there_is_no_upgrade() {
 }
 
 #[test]
-fn a_function_that_cannot_be_offered_again_takes_no_other_with_it() {
+fn a_function_that_cannot_be_restored_affects_no_other() {
     let bench = Bench::new();
     let functions = [
         "path=drive.img,socket=a.sock,id=a",
@@ -1129,7 +1129,7 @@ fn a_function_that_waits_for_the_operator_loses_nothing_in_memory() {
 }
 
 #[test]
-fn a_function_that_goes_on_is_not_ended_for_another_one() {
+fn a_failed_reload_keeps_a_function_that_waits_for_the_operator() {
     let bench = Bench::new();
     let waiting = Waiting::start(&bench);
     let bad = "[[function]]\npath = \"none.img\"\nsocket = \"b.sock\"\nid = \"b\"\n";
@@ -1182,7 +1182,7 @@ fn successor_of(server: &str) -> Option<String> {
 }
 
 #[test]
-fn a_server_or_successor_that_is_killed_amid_an_upgrade_loses_nothing() {
+fn killing_server_or_successor_during_an_upgrade_loses_nothing() {
     let bench = Bench::new();
     let functions = [
         "path=drive.img,range=0+32M,socket=a.sock,id=a",
@@ -1231,7 +1231,7 @@ const READY: u32 = 1;
 const FATAL: u32 = 2;
 
 #[test]
-fn a_function_that_brings_the_server_down_twice_is_set_aside() {
+fn a_function_that_crashes_the_server_twice_is_quarantined() {
     let bench = Bench::new();
     let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\n";
     fs::write(bench.path("crash.toml"), plan).unwrap();
@@ -1359,7 +1359,7 @@ fn oom_kills() -> u64 {
 }
 
 #[test]
-fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed_goes_on() {
+fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
     let bench = Bench::new();
     let functions = [
         "path=null:64M,range=0+1M,socket=a.sock,id=a,queues=4",
@@ -1425,7 +1425,7 @@ fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed
 }
 
 #[test]
-fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
+fn a_function_that_the_next_server_cannot_restore_is_offered_without_its_state() {
     let bench = Bench::new();
     let functions = [
         "path=drive.img,range=0+32M,socket=a.sock,id=a",
@@ -1446,7 +1446,7 @@ fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
 }
 
 #[test]
-fn a_server_that_was_brought_down_once_goes_on_with_all() {
+fn after_one_crash_all_functions_continue() {
     let bench = Bench::new();
     // `count = 1`: the next server restores that the fault has struck.
     let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\nafter = 2\ncount = 1\n";
@@ -1512,7 +1512,7 @@ fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn what_a_guest_has_set_and_counted_survives_kills_and_upgrades() {
+fn guest_settings_and_counters_survive_kills_and_upgrades() {
     for drive in ["path=drive.img", "path=memory:64M,range=0+1M"] {
         let bench = Bench::new();
         let kept = Kept::start(&bench, &[&format!("{drive},socket=a.sock,id=a")]);
@@ -1619,7 +1619,7 @@ fn injected_faults_survive_kills_and_upgrades() {
 }
 
 #[test]
-fn memory_keeps_its_content_for_clients_that_come_later() {
+fn memory_drives_keep_data_for_later_clients() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
     let written = vec![0x5A; 512];
@@ -1722,7 +1722,7 @@ fn clients_without_msix_are_interrupted_by_the_next_server() {
 }
 
 #[test]
-fn stalls_are_measured_and_resets_counted_on() {
+fn stalls_are_measured_and_reset_counts_continue() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=null:64M,socket=a.sock,id=a"]);
     // Statistics leave out a function for a moment if its thread is held up.
@@ -1759,7 +1759,7 @@ fn stalls_are_measured_and_resets_counted_on() {
 }
 
 #[test]
-fn a_server_that_always_dies_is_given_up() {
+fn a_server_that_keeps_dying_is_not_restarted() {
     let bench = Bench::new();
     let mut kept = Kept::start_as(
         &bench,
@@ -1785,7 +1785,7 @@ fn a_server_that_always_dies_is_given_up() {
 }
 
 #[test]
-fn added_functions_survive_and_removed_ones_are_let_go() {
+fn added_functions_survive_and_removed_functions_are_released() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
     bench

@@ -70,7 +70,7 @@ fn another_path_to_the_same_file_is_the_same_drive() {
 }
 
 #[test]
-fn of_many_that_want_a_range_at_once_one_gets_it() {
+fn concurrent_requests_for_a_range_grant_one_lease() {
     let bench = Bench::new();
     let outcomes: Vec<_> = thread::scope(|scope| {
         let threads: Vec<_> = (0..8)
@@ -101,7 +101,7 @@ fn of_many_that_want_a_range_at_once_one_gets_it() {
 }
 
 #[test]
-fn what_a_killed_server_held_stays_its_own() {
+fn leases_of_a_killed_server_stay_with_their_ids() {
     let bench = Bench::new();
     let function = "socket=a.sock,path=drive.img,id=a,range=0+16M";
     bench.serve("one", &[function]).unwrap().kill();
@@ -128,7 +128,7 @@ fn what_a_killed_server_held_stays_its_own() {
 }
 
 #[test]
-fn a_server_without_ids_takes_over_what_it_left() {
+fn a_server_without_ids_gets_its_leases_again_after_a_kill() {
     let bench = Bench::new();
     let functions = [
         "socket=a.sock,path=drive.img,range=0+16M",
@@ -205,7 +205,7 @@ fn killed_at_any_moment_a_server_leaves_a_whole_ledger() {
 }
 
 #[test]
-fn the_ledger_is_for_one_user_alone() {
+fn the_ledger_is_private_to_its_user() {
     let bench = Bench::new();
     let function = "socket=a.sock,path=drive.img,id=a,range=0+16M";
     let mode_of = |name: &str| fs::metadata(bench.path(name)).unwrap().mode() & 0o7777;
@@ -233,7 +233,7 @@ fn the_ledger_is_for_one_user_alone() {
 }
 
 #[test]
-fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
+fn data_of_another_id_is_handed_over_or_wiped_only_on_request() {
     let bench = Bench::new();
     let drive = bench.path("drive.img");
     let fill = |byte| fs::write(&drive, vec![byte; 64 << 20]).unwrap();
@@ -278,7 +278,7 @@ fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
 }
 
 #[test]
-fn a_wipe_leaves_nothing_of_the_host_either() {
+fn a_requested_wipe_erases_data_of_the_host_too() {
     let bench = Bench::new();
     let drive = bench.path("drive.img");
     fs::write(&drive, vec![0xCC; 64 << 20]).unwrap();
@@ -310,7 +310,7 @@ fn a_wipe_leaves_nothing_of_the_host_either() {
 }
 
 #[test]
-fn data_is_given_up_beforehand_once() {
+fn a_release_with_keep_hands_data_over_once() {
     let bench = Bench::new();
     let function = |id: &str| format!("socket={id}.sock,path=drive.img,id={id},range=0+16M");
     let serve = |id: &str| bench.serve("one", &[&function(id)]);

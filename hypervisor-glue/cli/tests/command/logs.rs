@@ -81,7 +81,7 @@ fn the_filter_of_the_log_changes_while_the_server_runs() {
 }
 
 #[test]
-fn a_filter_in_the_environment_that_is_none_is_reported() {
+fn an_invalid_log_filter_in_the_environment_is_reported() {
     let bench = Bench::new();
     let mut serve = bench.serve_command("one", &[FUNCTION]);
     serve.env("RUST_LOG", "loud");
@@ -126,7 +126,7 @@ fn fill(mut writer: &PipeWriter) {
 }
 
 #[test]
-fn a_log_and_an_output_that_are_full_hold_up_no_start_no_guest_and_no_end() {
+fn a_full_log_and_output_block_neither_start_nor_guests_nor_stop() {
     let bench = Bench::new();
     let (mut printed, stdout) = io::pipe().unwrap();
     let (mut logged, stderr) = io::pipe().unwrap();
@@ -181,7 +181,7 @@ fn a_log_and_an_output_that_are_full_hold_up_no_start_no_guest_and_no_end() {
 }
 
 #[test]
-fn a_log_whose_reader_comes_back_has_what_waited() {
+fn a_returning_log_reader_gets_waiting_messages() {
     let bench = Bench::new();
     let (mut logged, stderr) = io::pipe().unwrap();
     fill(&stderr);
@@ -305,7 +305,7 @@ fn messages_in_the_journal_have_their_function_and_its_lease() {
 }
 
 #[test]
-fn a_file_that_is_cut_short_and_replaced_is_logged_once() {
+fn a_truncated_and_replaced_file_is_logged_once() {
     let bench = Bench::new();
     let server = bench.serve("one", &[FUNCTION]).unwrap();
     let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();

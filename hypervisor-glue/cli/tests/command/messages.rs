@@ -31,7 +31,7 @@ fn printed(bench: &Bench, command: &str, arguments: &[&str]) -> String {
 }
 
 #[test]
-fn a_device_that_is_absent_is_not_to_be_made_as_a_file() {
+fn no_message_suggests_creating_an_absent_device_as_a_file() {
     let bench = Bench::new();
     let function = ["--function", "socket=a.sock,path=/dev/nvme9n9"];
     let told = complaint(&bench, "serve", &function);
@@ -62,7 +62,7 @@ fn a_blank_between_options_is_called_a_blank() {
 }
 
 #[test]
-fn another_user_is_told_that_it_may_not_ask() {
+fn another_user_gets_a_permission_error() {
     if !nix::unistd::geteuid().is_root() {
         eprintln!("left out: root alone can be several users");
         return;
@@ -87,7 +87,7 @@ fn another_user_is_told_that_it_may_not_ask() {
 }
 
 #[test]
-fn json_is_had_without_the_word_list() {
+fn json_output_does_not_need_the_word_list() {
     let bench = Bench::new();
     let server = bench
         .serve("one", &["socket=a.sock,path=drive.img,id=a,faults=none"])
@@ -250,7 +250,7 @@ const FACTS: &[&str] = &[
 ];
 
 #[test]
-fn no_message_names_what_costs_data_as_the_first_remedy() {
+fn no_message_offers_data_loss_as_the_first_remedy() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut files = Vec::new();
     for folder in ["nvme-mpt", "vmm-device", "hypervisor-glue"] {

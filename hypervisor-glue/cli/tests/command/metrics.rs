@@ -37,7 +37,7 @@ fn serve(bench: &Bench, functions: &[&str]) -> Server {
 }
 
 #[test]
-fn a_monitor_sees_functions_come_and_connect_and_go() {
+fn metrics_show_functions_that_are_added_connected_and_removed() {
     let bench = Bench::new();
     let server = serve(
         &bench,
@@ -93,7 +93,7 @@ fn a_monitor_sees_functions_come_and_connect_and_go() {
 }
 
 #[test]
-fn a_monitor_that_hangs_holds_up_neither_the_server_nor_its_end() {
+fn a_hanging_metrics_client_blocks_neither_the_server_nor_its_stop() {
     let bench = Bench::new();
     let server = serve(&bench, &["socket=a.sock,path=drive.img,id=a"]);
     let mut hanging: Vec<UnixStream> = Vec::new();
@@ -111,7 +111,7 @@ fn a_monitor_that_hangs_holds_up_neither_the_server_nor_its_end() {
 }
 
 #[test]
-fn a_place_that_another_has_is_refused_before_a_drive_is_opened() {
+fn a_used_metrics_address_is_refused_before_a_drive_is_opened() {
     let bench = Bench::new();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();

@@ -257,7 +257,7 @@ fn the_first_vmm_that_takes_a_lease_owns_it_and_a_sockets_owner_too() {
 }
 
 #[test]
-fn other_users_reach_a_server_that_lets_them_alone() {
+fn other_users_reach_a_server_only_if_it_allows_them() {
     if !is_root() {
         return;
     }
@@ -286,7 +286,7 @@ fn other_users_reach_a_server_that_lets_them_alone() {
 }
 
 #[test]
-fn what_is_reserved_is_in_the_way_of_others() {
+fn reserved_ranges_are_refused_to_others() {
     let bench = Bench::new();
     let server = server(&bench);
     let user = nix::unistd::getuid().as_raw();
@@ -332,7 +332,7 @@ fn crowd() {
 }
 
 #[test]
-fn a_user_without_leases_takes_no_place_of_others() {
+fn a_users_idle_connections_block_no_other_user() {
     if !is_root() {
         return;
     }
@@ -363,7 +363,7 @@ fn a_user_without_leases_takes_no_place_of_others() {
 }
 
 #[test]
-fn a_user_whose_eventfds_block_holds_up_nobody() {
+fn blocking_eventfds_of_a_user_delay_no_other_user() {
     if !is_root() {
         return;
     }

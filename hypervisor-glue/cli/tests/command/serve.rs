@@ -47,7 +47,7 @@ fn a_client_finds_an_nvme_controller_and_so_does_the_next() {
 }
 
 #[test]
-fn sigterm_and_sigint_end_it_cleanly_whoever_is_connected() {
+fn sigterm_and_sigint_stop_the_server_with_and_without_clients() {
     for signal in ["TERM", "INT"] {
         let bench = Bench::new();
         let server = bench
@@ -70,7 +70,7 @@ fn sigterm_and_sigint_end_it_cleanly_whoever_is_connected() {
 }
 
 #[test]
-fn a_second_signal_does_not_cut_the_end_short() {
+fn a_second_signal_does_not_shorten_the_stop() {
     for (first, second) in [("TERM", "INT"), ("INT", "TERM")] {
         let bench = Bench::new();
         let server = bench
@@ -126,7 +126,7 @@ fn other_signals_end_no_server_and_sighup_reloads_its_file() {
 }
 
 #[test]
-fn what_it_prints_attaches_each_function() {
+fn the_printed_arguments_attach_each_function() {
     let bench = Bench::new();
     let server = bench
         .serve(
@@ -197,7 +197,7 @@ fn a_start_that_fails_leaves_nothing_behind() {
 }
 
 #[test]
-fn wrong_options_are_told_before_anything_is_done() {
+fn wrong_options_are_reported_before_any_change() {
     let bench = Bench::new();
     let long = format!("socket=/{},path=memory:1M", "x".repeat(120));
     for (function, complaint) in [
@@ -229,7 +229,7 @@ fn wrong_options_are_told_before_anything_is_done() {
 }
 
 #[test]
-fn figures_can_be_asked_for_by_people_and_programs() {
+fn statistics_are_available_as_text_and_json() {
     let bench = Bench::new();
     let nobody = bench.run("stats", &["--control", "one.control"]);
     assert_eq!(nobody.status.code(), Some(1));

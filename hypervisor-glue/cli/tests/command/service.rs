@@ -82,7 +82,7 @@ fn systemd_takes_the_whole_unit() {
 }
 
 #[test]
-fn a_manager_that_keeps_nothing_is_told_as_well() {
+fn a_service_manager_without_a_store_gets_ready_and_stopping() {
     let bench = Bench::new();
     let manager = UnixDatagram::bind(bench.path("notify")).unwrap();
     manager.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -136,7 +136,7 @@ fn the_example_of_the_service_is_right_with_drives_of_the_machine() {
 }
 
 #[test]
-fn the_group_of_the_service_gets_iommu_groups_of_nvme_drives_alone() {
+fn the_service_group_gets_only_iommu_groups_of_nvme_drives() {
     let rules = read("package/70-nvme-mpt.rules");
     let (_, program) = rules.split_once("PROGRAM=\"/bin/sh -c '").unwrap();
     let (program, _) = program.split_once("'\"").unwrap();

@@ -62,7 +62,7 @@ fn room(bench: &Bench) -> (u64, Vec<Part>) {
 }
 
 #[test]
-fn room_is_taken_by_leases_and_by_data_that_was_not_released() {
+fn leases_and_unreleased_data_use_capacity() {
     let bench = Bench::new();
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--drive", "path=drive.img"]);
@@ -187,7 +187,7 @@ fn file_has(bench: &Bench, (start, length): (u64, u64), byte: u8) -> bool {
 }
 
 #[test]
-fn sizes_find_room_between_the_ranges_of_others() {
+fn leases_by_size_use_gaps_between_other_ranges() {
     let bench = Bench::new();
     let ranges = [
         "socket=r.sock,path=drive.img,id=r,range=8M+8M",
@@ -268,7 +268,7 @@ fn sizes_find_room_between_the_ranges_of_others() {
 }
 
 #[test]
-fn an_added_function_grows_and_is_as_large_after_an_end_and_after_a_crash() {
+fn a_grown_function_keeps_its_size_after_a_stop_and_after_a_crash() {
     let bench = Bench::new();
     let mut server = bench.serve("one", &[]).unwrap();
     for id in ["a", "b"] {
@@ -339,7 +339,7 @@ fn an_added_function_grows_and_is_as_large_after_an_end_and_after_a_crash() {
 }
 
 #[test]
-fn a_function_shrinks_on_request_alone_and_what_it_gave_up_is_erased() {
+fn a_function_shrinks_only_on_request_and_released_extents_are_erased() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
     bench.ask("add", &[&sized("z", "1M")]).unwrap();
@@ -427,7 +427,7 @@ fn a_function_shrinks_on_request_alone_and_what_it_gave_up_is_erased() {
 }
 
 #[test]
-fn a_lease_whose_smaller_size_cannot_be_stored_keeps_what_it_has() {
+fn a_lease_keeps_its_size_if_the_smaller_size_cannot_be_stored() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
     bench.ask("add", &[&sized("a", "8M")]).unwrap();
@@ -467,7 +467,7 @@ fn serve_file(bench: &Bench) -> Server {
 }
 
 #[test]
-fn a_function_of_a_file_grows_with_the_file_and_is_not_touched() {
+fn a_configured_function_grows_by_a_reload_without_interruption() {
     let bench = Bench::new();
     write_file(&bench, "8M", "");
     let server = serve_file(&bench);
@@ -546,7 +546,7 @@ fn a_function_of_a_file_grows_with_the_file_and_is_not_touched() {
 }
 
 #[test]
-fn a_range_has_no_size_to_change_and_an_unknown_id_is_told_which_there_are() {
+fn resize_refuses_ranges_and_lists_ids_for_an_unknown_id() {
     let bench = Bench::new();
     let mut serve = bench.serve_command(
         "one",
@@ -639,7 +639,7 @@ fn a_function_in_a_vmm_grows_while_it_is_attached() {
 }
 
 #[test]
-fn a_smaller_size_on_the_command_line_gets_all_that_the_lease_had() {
+fn a_smaller_size_on_the_command_line_keeps_the_leases_size() {
     let bench = Bench::new();
     let server = bench.serve("one", &[&sized("a", "8M")]).unwrap();
     resize(&bench, &["a", "12M"]).unwrap();

@@ -113,7 +113,7 @@ fn the_keeper_has_a_spare_description_of_each_lease_until_the_lease_ends() {
 }
 
 #[test]
-fn the_spare_of_a_vmm_that_does_not_come_back_is_closed_with_its_drive() {
+fn the_spare_of_an_absent_vmm_is_closed_with_its_drive() {
     let bench = Bench::new();
     if !is_on_a_disk(&bench) {
         return;

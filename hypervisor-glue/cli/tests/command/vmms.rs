@@ -462,7 +462,7 @@ fn ask(bench: &Bench, command: &str, arguments: &[&str]) -> Result<String, Strin
 }
 
 #[test]
-fn vmms_share_a_drive_of_a_server_and_one_that_dies_leaves_no_trace() {
+fn vmms_share_a_servers_drive_and_a_killed_vmm_leaves_no_trace() {
     let bench = Bench::new();
     let server = server(&bench);
     let mut first = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
@@ -519,7 +519,7 @@ fn vmms_share_a_drive_of_a_server_and_one_that_dies_leaves_no_trace() {
 }
 
 #[test]
-fn a_guest_that_names_what_it_has_not_is_refused_and_its_neighbour_verifies_its_data() {
+fn commands_outside_of_memory_and_lease_are_refused_and_the_neighbours_data_is_intact() {
     let bench = Bench::new();
     let server = server(&bench);
     let mut first = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
@@ -547,7 +547,7 @@ fn a_guest_that_names_what_it_has_not_is_refused_and_its_neighbour_verifies_its_
 }
 
 #[test]
-fn a_vmm_that_is_confined_while_a_server_has_its_drive_cannot_open_it_and_waits_for_servers() {
+fn a_confined_vmm_cannot_open_a_servers_drive_and_waits_for_servers() {
     let bench = Bench::new();
     let first_server = server(&bench);
     let options = "path=drive.img,range=0+16M,id=first";
@@ -591,7 +591,7 @@ fn a_vmm_that_is_confined_while_a_server_has_its_drive_cannot_open_it_and_waits_
 }
 
 #[test]
-fn a_vmm_is_refused_what_another_has() {
+fn a_vmm_is_refused_leased_ranges_and_unfit_options() {
     let bench = Bench::new();
     let mut serve = bench.serve_command("one", &[]);
     serve
@@ -697,7 +697,7 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
 }
 
 #[test]
-fn a_drive_that_a_vmm_uses_goes_with_a_reload_by_force_alone() {
+fn a_reload_removes_a_drive_used_by_a_vmm_only_by_force() {
     let bench = Bench::new();
     let write = |text: &str| fs::write(bench.path("serve.toml"), text).unwrap();
     write("[[drive]]\npath = \"drive.img\"\n");
@@ -728,7 +728,7 @@ fn a_drive_that_a_vmm_uses_goes_with_a_reload_by_force_alone() {
 }
 
 #[test]
-fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
+fn a_guests_drive_fails_instead_of_hanging_when_its_server_ends() {
     for signal in ["TERM", "KILL"] {
         let bench = Bench::new();
         let server = server(&bench);
@@ -753,7 +753,7 @@ fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
 }
 
 #[test]
-fn a_function_goes_on_with_the_next_server() {
+fn a_vmms_function_continues_with_the_next_server() {
     for signal in ["TERM", "KILL"] {
         let bench = Bench::new();
         let server_with_info = || {
@@ -831,7 +831,7 @@ fn a_hundred_servers_are_killed_under_a_function() {
 }
 
 #[test]
-fn a_function_that_waited_long_enough_has_failed() {
+fn a_function_fails_after_its_reconnect_timeout() {
     let bench = Bench::new();
     let server = server(&bench);
     let options = "path=drive.img,range=0+16M,id=first,reconnect=1";

@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restricted_thread_reaches_what_rules_give() {
+    fn a_restricted_thread_has_only_the_rights_of_its_rules() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         fs::create_dir(path("inside")).unwrap();

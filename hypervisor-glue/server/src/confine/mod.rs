@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn choices_are_those_of_cloud_hypervisor() {
+    fn seccomp_choices_match_cloud_hypervisor() {
         for (text, choice) in [
             ("true", SeccompMode::On),
             ("log", SeccompMode::Log),

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_is_for_its_user_alone_and_replaces_the_one_before() {
+    fn a_crash_report_is_private_and_replaces_the_previous_report() {
         let state = tempfile::tempdir().unwrap();
         let live = tempfile::tempfile().unwrap();
         live.write_all_at(b"commands", 0).unwrap();
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn no_id_leads_out_of_the_folder() {
+    fn report_file_names_are_sanitized_ids() {
         for (id, name) in [
             ("vm-1.a_B", "vm-1.a_B"),
             ("..", "_."),

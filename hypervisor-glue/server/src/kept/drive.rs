@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn the_iommu_of_a_drive_is_kept_until_it_is_let_go_of() {
+    fn the_iommu_of_a_drive_is_stored_until_its_release() {
         let folder = tempfile::tempdir().unwrap();
         let (FdStoreKey { registry, .. }, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let name = name_of("0000:01:00.0");

@@ -1093,7 +1093,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_a_function_is_looked_at_after_four_crashes() {
+    fn after_four_crashes_no_state_of_a_function_is_read() {
         let folder = tempfile::tempdir().unwrap();
         let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         let live = InflightFile::new(1).unwrap();
@@ -1118,7 +1118,7 @@ mod tests {
 
     /// Message numbers in the descriptor queue must be the same in all releases.
     #[test]
-    fn what_each_release_has_left_of_a_function_is_taken_up() {
+    fn functions_persisted_by_each_release_are_restored() {
         let folder = tempfile::tempdir().unwrap();
         let (shelf, _keeper) = FdStoreKey::of_silent_keeper(folder.path());
         for (version, stored) in STORED {
@@ -1193,7 +1193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_of_this_version_is_as_it_was_stored() {
+    fn the_device_state_of_this_version_matches_the_stored_file() {
         let (version, stored) = STORED[STORED.len() - 1];
         assert_eq!(version, VERSION);
         let control = read_state(stored.as_bytes()).unwrap().control;

@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_goes_on_beside_a_server_that_has_let_go() {
+    fn a_successor_continues_while_a_released_server_still_runs() {
         let (mut server, socket) = UnixStream::pair().unwrap();
         // The process does not end during the test.
         let process = descriptor_of(getpid());
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_waits_for_the_end_of_a_server_that_does_not_let_go() {
+    fn a_successor_waits_for_the_end_of_a_server_without_early_release() {
         let rested = Duration::from_nanos(7);
         // The first message is from an earlier release.
         for words in [vec![ENDS], ends(rested)] {
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_goes_on_has_no_successor() {
+    fn a_takeover_fails_if_the_server_continues() {
         for words in [&b""[..], &[LET_GO][..]] {
             let (mut server, socket) = UnixStream::pair().unwrap();
             let process = descriptor_of(getpid());
@@ -617,7 +617,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_that_there_are_refuse_no_upgrade() {
+    fn available_resources_allow_an_upgrade() {
         let needs = SuccessorRequirements {
             descriptors: 3,
             notifies_untrusted: true,
@@ -650,7 +650,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_that_cannot_take_over_says_why() {
+    fn a_failed_successor_reports_the_reason() {
         let (mut successor, theirs) = successor(b"");
         FailureReport(theirs).tell("There is no room");
         let refused = successor.await_ready(|| false).unwrap_err();
@@ -659,7 +659,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_has_let_go_stays_until_its_successor_serves() {
+    fn a_released_server_runs_until_its_successor_serves() {
         let (mut successor, mut theirs) = successor(&[SERVES]);
         successor.let_go_on().unwrap();
         let mut word = [0];

@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_keeper_has_no_room_for_is_passed_on_and_kept_once_there_is_room() {
+    fn descriptors_beyond_the_keepers_capacity_are_stored_once_it_has_capacity() {
         let keeper = DiscardingFdStore::new();
         let message = || keeper.message();
         let registry = keeper.registry(3);
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn another_keeper_gets_all_that_was_kept_before_and_after_the_end_of_the_first() {
+    fn a_new_keeper_gets_all_descriptors_of_an_ended_keeper() {
         let first = DiscardingFdStore::new();
         let registry = first.registry(100);
         let file = tempfile::tempfile().unwrap();
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn the_keeper_stores_what_the_next_server_counts_as_stored() {
+    fn keeper_and_next_server_agree_on_stored_descriptors() {
         let keeper = DiscardingFdStore::new();
         let message = || keeper.message();
         let file = tempfile::tempfile().unwrap();

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn quiet_fills_the_bucket_and_no_more() {
+    fn idle_time_fills_the_log_budget_up_to_its_limit() {
         let start = monotonic();
         for quiet in [
             Duration::from_secs(u64::from(BURST)),
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn time_that_goes_back_does_no_harm() {
+    fn the_log_budget_tolerates_time_that_goes_back() {
         let start = monotonic();
         let mut bucket = LogTokenBucket::full(start + Duration::from_secs(9));
         assert_eq!(bucket.take(start), LogBudgetDecision::Pass);

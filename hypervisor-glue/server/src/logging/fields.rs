@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_has_its_own_fields_and_those_of_its_thread() {
+    fn a_message_has_its_own_fields_and_its_threads_fields() {
         let own = [("queue", Value::from(3_u16))];
         assert_eq!(seen(&own), pairs(&[("queue", "3"), ("thread", "vm7")]));
         work_for("vm7");

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_filter_is_refused_by_name() {
+    fn invalid_filters_are_refused_by_name() {
         for (text, error) in [
             ("inof", "'inof' is not a level: use off, error, warn"),
             ("nvme_vfio", "'nvme_vfio' is not a level"),

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_stands_still_makes_no_thread_wait_and_learns_what_it_missed() {
+    fn a_stalled_log_reader_blocks_no_thread_and_gets_the_number_of_lost_messages() {
         let (queue, read) = with_reader();
         queue.put(message("first"));
         // All these calls return while the first write blocks.

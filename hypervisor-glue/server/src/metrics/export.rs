@@ -599,7 +599,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_lease_of_a_vmm_has_its_processor_time_and_its_stall_and_no_figures_of_the_vmm() {
+    fn a_vmms_lease_has_processor_time_and_stall_but_no_vmm_statistics() {
         let mut snapshot = full();
         let function = &mut snapshot.stats.functions[0];
         function.process = Some(4711);
@@ -652,7 +652,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
+    fn the_dashboard_uses_existing_metrics_and_labels() {
         let path = workspace().join("resources/grafana/nvme-mpt.json");
         let dashboard = fs::read_to_string(path).unwrap();
         let json: serde_json::Value = serde_json::from_str(&dashboard).unwrap();
@@ -729,7 +729,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn times_of_a_poller_do_not_fall_and_those_of_the_next_begin_anew() {
+    fn poller_times_do_not_decrease_and_a_new_poller_starts_at_zero() {
         let poller = |life_seconds, parked_seconds| PollerStats {
             name: "a".to_owned(),
             life_seconds,

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_of_drives_have_the_warnings_of_their_last_answers() {
+    fn drive_statistics_have_the_last_known_warnings() {
         let answers = HealthAnswers::default();
         let health = DriveHealth {
             at: 1e9,

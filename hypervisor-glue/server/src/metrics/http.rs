@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_a_stranger_may_own_and_pages_of_other_sites_are_refused() {
+    fn foreign_host_names_and_cross_site_requests_are_refused() {
         let hosts = AllowedHosts::new(&["metrics.example".to_owned()]);
         let status = |headers: &str| {
             let text = format!("GET /metrics HTTP/1.1\r\n{headers}\r\n");
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn the_form_is_the_one_that_is_accepted() {
+    fn the_metrics_format_follows_the_accept_header() {
         let plain = "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n";
         assert_eq!(parse(plain), metrics(MetricsFormat::Prometheus));
         let open = "GET /metrics?x=y HTTP/1.1\r\naccept: application/openmetrics-text;version=1.0.0,*/*;q=0.1\r\n\r\n";
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_waited_for_up_to_its_longest() {
+    fn an_incomplete_request_waits_until_the_size_limit() {
         let whole = "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n";
         for end in 0..whole.len() {
             assert_eq!(parse(&whole[..end]), None, "{end}");
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_for_metrics_is_refused() {
+    fn other_http_requests_than_for_metrics_are_refused() {
         for (text, status) in [
             ("GET / HTTP/1.1\r\n\r\n", "404"),
             ("GET /metrics/.. HTTP/1.1\r\n\r\n", "404"),

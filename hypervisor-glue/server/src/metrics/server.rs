@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_had_over_tcp_and_over_a_socket_in_both_formats() {
+    fn metrics_are_served_over_tcp_and_unix_sockets_in_both_formats() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("m.sock");
         for place in ["0", &format!("unix:{}", socket.display())] {
@@ -497,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_say_nothing_hold_up_no_scrape_however_many_they_are() {
+    fn many_silent_clients_delay_no_scrape() {
         let (_server, address) = server(&over("0"));
         let address = address.unwrap();
         let mut held: Vec<_> = (0..4 * CLIENTS_MAX).map(|_| connect(&address)).collect();
@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_by_others_is_refused_and_the_next_is_served() {
+    fn invalid_requests_are_refused_and_the_next_scrape_is_served() {
         let (_server, address) = server(&over("0"));
         let address = address.unwrap();
         for (request, status) in [
@@ -552,7 +552,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(180);
 
     #[test]
-    fn the_file_is_there_from_the_start_and_gone_at_the_end() {
+    fn the_metrics_file_exists_while_the_server_runs() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("nvme-mpt.prom");
         let options = MetricsOptions {
@@ -586,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_cannot_be_had_is_told() {
+    fn an_unavailable_metrics_address_is_named_in_the_error() {
         let folder = tempfile::tempdir().unwrap();
         let file = Some(folder.path().join("absent/nvme-mpt.prom"));
         let error = MetricsListener::bind(&MetricsOptions {

@@ -715,7 +715,7 @@ mod tests {
     }
 
     #[test]
-    fn added_functions_are_there_again() {
+    fn added_functions_are_restored_from_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let file = AddedFile::beside(&folder.path().join("control.sock"));
         assert_eq!(file.read().unwrap(), []);

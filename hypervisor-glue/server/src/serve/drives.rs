@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_files_alone_are_opened_beside_another_server() {
+    fn only_regular_files_are_opened_beside_another_server() {
         let folder = tempfile::tempdir().unwrap();
         let [held, plain, modelled] = ["held", "plain", "modelled"].map(|name| file(&folder, name));
         let held = [options(&held, "")];
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_open_beside_another_server_if_a_drive_cannot_be() {
+    fn if_one_drive_fails_none_is_opened_beside_another_server() {
         let folder = tempfile::tempdir().unwrap();
         let [good, bad] = ["good", "bad"].map(|name| file(&folder, name));
         let functions = [
@@ -407,7 +407,7 @@ mod tests {
         assert!(paths(&OpenDrives::open_beside(&[], &functions)).is_empty());
     }
     #[test]
-    fn a_path_that_does_not_answer_is_waited_for_once_and_closes_nothing() {
+    fn an_unresponsive_path_is_queried_once_and_closes_no_drive() {
         let folder = tempfile::tempdir().unwrap();
         let image = file(&folder, "drive");
         let wanted = [options(&image, "")];

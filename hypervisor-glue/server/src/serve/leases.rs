@@ -990,7 +990,7 @@ mod tests {
     use crate::stats::GuestPauseCause;
 
     #[test]
-    fn leases_that_end_are_not_waited_for_before_the_drop() {
+    fn the_lease_server_waits_for_ending_leases_only_on_drop() {
         let folder = tempfile::tempdir().unwrap();
         let ledgers = Arc::new(LeaseLedgers::open(folder.path()));
         let access = SocketAccess::default();
@@ -1032,7 +1032,7 @@ mod tests {
     }
 
     #[test]
-    fn no_user_takes_the_room_of_another_or_of_the_operator() {
+    fn one_users_connections_displace_neither_other_users_nor_the_operator() {
         let folder = tempfile::tempdir().unwrap();
         let ledgers = Arc::new(LeaseLedgers::open(folder.path()));
         let access = SocketAccess::default();
@@ -1151,7 +1151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_that_brought_the_server_down_twice_gets_no_lease() {
+    fn a_function_that_crashed_the_server_twice_gets_no_lease() {
         let bench = LeaseTableFixture::new(1 << 20, "id=crashes");
         let LeaseTableFixture {
             table,
@@ -1186,7 +1186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_is_replaced_knows_of_leases_of_vmms_and_makes_no_more() {
+    fn a_replaced_server_counts_vmm_leases_and_grants_no_new_ones() {
         let bench = LeaseTableFixture::new(1 << 20, "id=a");
         let LeaseTableFixture {
             table,
@@ -1225,7 +1225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_has_a_stall_if_it_comes_from_another_server() {
+    fn a_function_restored_from_another_server_has_a_stall() {
         let bench = LeaseTableFixture::new(1 << 20, "id=a");
         let LeaseTableFixture {
             table: first,
@@ -1266,7 +1266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_its_vmm_does_not_see_is_told_from_one_of_no_function() {
+    fn a_change_without_its_vmm_differs_from_an_unknown_function() {
         let bench = LeaseTableFixture::new(4 << 20, "id=a,size=1M,unit=1M");
         let LeaseTableFixture {
             table,

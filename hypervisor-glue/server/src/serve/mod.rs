@@ -841,7 +841,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_control_socket_waits_for_the_end_of_the_server_before_and_for_no_function() {
+    fn the_control_socket_waits_only_for_the_end_of_the_old_server() {
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new("cat");
         let command = command.stdin(Stdio::piped()).stdout(Stdio::null());

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_opens_a_folder_for_the_file_beside_its_drive_alone() {
+    fn only_a_model_on_a_file_needs_access_to_the_directory() {
         let folder = tempfile::tempdir().unwrap();
         let folder = fs::canonicalize(folder.path()).unwrap();
         let image = folder.join("drive.img");
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_on_a_block_device_opens_the_device_alone() {
+    fn a_model_on_a_block_device_needs_only_the_device() {
         let devices = fs::read_dir("/dev").unwrap();
         let mut devices = devices.map(|entry| entry.unwrap().path());
         let Some(device) = devices.find(|path| is_block_device(path)) else {

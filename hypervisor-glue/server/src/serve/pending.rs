@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn differences_to_the_file_are_what_a_reload_would_change() {
+    fn pending_differences_match_the_changes_of_a_reload() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("serve.toml");
         let function = |id: &str, more: &str| {

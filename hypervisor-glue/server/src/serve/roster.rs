@@ -1244,12 +1244,12 @@ mod tests {
     }
 
     #[test]
-    fn a_function_waits_for_the_lease_of_the_server_before() {
+    fn a_function_waits_for_its_lease_of_the_old_server() {
         check_waiting(|after, function| after.offer_each(vec![function]));
     }
 
     #[test]
-    fn the_only_function_waits_for_the_lease_of_the_server_before() {
+    fn a_single_function_waits_for_its_lease_of_the_old_server() {
         check_waiting(|after, function| {
             // If no function continues, a function that cannot be offered ends the server.
             let declared = StartConfiguration {

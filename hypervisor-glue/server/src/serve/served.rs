@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_process_reads_what_was_served_whatever_files_say_by_then() {
+    fn the_stored_configuration_overrides_changed_files() {
         let folder = tempfile::tempdir().unwrap();
         let profile = folder.path().join("slow.toml");
         let plan = folder.path().join("faults.toml");
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_that_is_none_to_this_program_stays_and_takes_no_other_with_it() {
+    fn an_unreadable_stored_function_is_kept_and_affects_no_other() {
         let bytes = br#"{"configuration":1,"functions":[
             {"origin":"file","options":"socket=/a,path=memory:1G,none=1"},
             {"origin":"added","options":"socket=/b,path=memory:1G"}],"drives":[],"rules":[]}"#;

@@ -51,7 +51,7 @@ fn dma_region_without_a_file_is_taken() {
 }
 
 #[test]
-fn dma_unmap_says_how_much() {
+fn dma_unmap_returns_the_unmapped_size() {
     let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let nothing: DmaUnmap = talk
         .ask(VfioUserCommand::DMA_UNMAP, &dma_unmap(0, 0, 0x1000))

@@ -102,7 +102,7 @@ fn interrupts_are_masked_and_triggered() {
 }
 
 #[test]
-fn interrupts_that_are_not_there_are_refused_and_their_fds_closed() {
+fn absent_interrupts_are_refused_and_their_fds_closed() {
     let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let (tracers, fds) = tracers(2);
     let msix = IrqIndex::Msix;

@@ -526,12 +526,12 @@ fn each_pipelined_request_is_done_and_answered_once() {
 }
 
 #[test]
-fn each_request_is_done_once_for_a_client_that_does_not_listen_before_the_end() {
+fn requests_of_a_client_that_reads_only_at_the_end_are_done_once() {
     assert!(at_every_step(&with(every_kind(), Wait), None) > 100);
 }
 
 #[test]
-fn requests_of_one_piece_are_done_once() {
+fn requests_sent_by_one_call_are_done_once() {
     let all = every_kind().into_iter().filter_map(|act| match act {
         Say(bytes, 0) => Some(bytes),
         _ => None,
@@ -596,7 +596,7 @@ fn state_that_changes_between_requests_is_committed() {
 }
 
 #[test]
-fn clients_end_once() {
+fn the_end_of_each_client_is_reported_once() {
     let bad_size = {
         let mut message = message(9, VfioUserCommand::DEVICE_RESET, 0, &[]);
         message[4] = 3;
@@ -640,7 +640,7 @@ fn client_that_does_not_read_finds_every_reply_right() {
 }
 
 #[test]
-fn client_that_has_gone_with_the_process_is_gone() {
+fn a_client_that_disconnected_with_the_process_is_reported() {
     let mut world = World::new();
     let client = world.connect();
     let Say(version, _) = version(1) else {
@@ -656,7 +656,7 @@ fn client_that_has_gone_with_the_process_is_gone() {
 }
 
 #[test]
-fn client_that_cannot_be_kept_is_refused() {
+fn a_client_that_the_keeper_cannot_store_is_refused() {
     let mut world = World::new();
     world.keeper.lock().unwrap().refuses = true;
     let client = world.connect();
@@ -672,7 +672,7 @@ fn client_that_cannot_be_kept_is_refused() {
 }
 
 #[test]
-fn replaced_process_leaves_the_file_and_a_refused_takeover_too() {
+fn a_replaced_process_and_a_failed_takeover_keep_the_socket_file() {
     let mut world = World::new();
     let client = world.connect();
     world.run();
@@ -796,7 +796,7 @@ fn kept_journal() -> World {
 }
 
 #[test]
-fn damaged_journals_are_refused_or_taken_up_but_nothing_panics() {
+fn damaged_request_logs_are_refused_or_restored_without_a_panic() {
     let world = kept_journal();
     let file = File::from(copy(&world.keeper.lock().unwrap().journal));
     let (mut opened, mut refused) = (0, 0);

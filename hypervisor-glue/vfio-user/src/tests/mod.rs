@@ -203,7 +203,7 @@ fn errno_of_the_device_reaches_the_client() {
 }
 
 #[test]
-fn what_is_not_supported_is_said_to_be() {
+fn unsupported_commands_return_enotsup() {
     let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     for number in [0, 11, 12, 14, 16, 17, 18, 19, 0x7fff, u16::MAX] {
         for payload in [&[][..], &[0; 8], &[0xff; 4096]] {

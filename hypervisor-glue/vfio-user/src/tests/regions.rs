@@ -100,7 +100,7 @@ fn client_that_takes_no_fds_is_not_offered_a_mapping() {
 }
 
 #[test]
-fn io_fds_of_a_region_are_none() {
+fn regions_have_no_io_fds() {
     let mut talk = SessionFixture::negotiated(RecordingDevice::new());
     let request = |index: u32, argsz: u32| {
         let request = RegionIoFds {

@@ -96,7 +96,7 @@ fn a_process_opens_a_drive_once() {
 }
 
 #[test]
-fn a_drive_that_is_found_is_open_already() {
+fn finding_a_drive_returns_only_open_drives() {
     let file = tempfile::NamedTempFile::new().expect("a file");
     file.as_file().set_len(1 << 20).expect("set_len");
     let path = DrivePath::File(file.path().to_owned());
@@ -187,7 +187,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
 }
 
 #[test]
-fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
+fn a_range_of_a_file_is_attached_once_even_with_separate_ledgers() {
     let file = tempfile::NamedTempFile::new().expect("a file");
     file.as_file().set_len(1 << 20).expect("set_len");
     let path = file
@@ -211,7 +211,7 @@ fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
 }
 
 #[test]
-fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
+fn a_disk_image_is_served_raw_only_on_request() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("image");
     let state = dir.path().join("state");
@@ -396,7 +396,7 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
 }
 
 #[test]
-fn a_label_takes_nothing_that_is_in_use() {
+fn a_label_is_refused_where_blocks_are_in_use() {
     let host = Host::new();
     host.disk("a");
     host.reserve("a", "id=all").expect("leased");

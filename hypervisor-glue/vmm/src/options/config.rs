@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn it_means_what_an_option_string_means() {
+    fn keys_and_option_strings_have_the_same_meaning() {
         let pairs = [
             ("path", "/srv/a,b.img"),
             ("range", "1M+2M"),
@@ -452,14 +452,14 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_those_of_an_option_string_but_for_the_id() {
+    fn keys_match_the_option_string_except_the_id() {
         let of_a_string = table::keys().filter(|key| *key != "id");
         let keys: Vec<&str> = of_a_string.chain(["state_dir"]).collect();
         assert_eq!(FunctionConfig::KEYS, keys);
     }
 
     #[test]
-    fn every_key_is_asked_for() {
+    fn every_key_is_queried() {
         let mut asked = Vec::new();
         let config = FunctionConfig::from_keys(|key| {
             asked.push(key.to_owned());
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_function_is_refused() {
+    fn invalid_functions_are_refused_by_option() {
         let message = |pairs: &[(&str, &str)]| {
             let options = config(pairs).and_then(|config| config.options());
             options.expect_err("invalid").to_string()
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn it_survives_being_kept() {
+    fn a_configuration_survives_serialization() {
         let pairs = [("path", "/dev/x"), ("queues", "2"), ("state_dir", "/srv/s")];
         let config = config(&pairs).expect("valid");
         let kept = serde_json::to_string(&config).expect("kept");
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_none_is_refused() {
+    fn unknown_and_repeated_keys_are_refused() {
         let read = |text: &str| serde_json::from_str::<FunctionConfig>(text);
         for wrong in ["rang", "id", "RANGE", "doorbell_stride", "doorbells "] {
             let error = read(&format!(r#"{{"path":"memory:64M","{wrong}":"0+8M"}}"#));
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_the_same_wherever_they_come_from() {
+    fn defaults_are_the_same_for_keys_strings_and_serialized_text() {
         let default = FunctionConfig::default();
         let read: FunctionConfig = serde_json::from_str("{}").expect("all by default");
         assert_eq!(read, default);
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_lets_it_use_what_it_needs() {
+    fn sandbox_files_cover_all_needs_of_a_function() {
         // Device mapper's control file exists only on some hosts.
         let files = |pairs: &[(&str, &str)]| {
             let mut files = config(pairs).expect("valid").files().expect("valid");

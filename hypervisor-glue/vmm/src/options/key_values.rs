@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_option_string_is_refused() {
+    fn invalid_option_strings_are_refused() {
         for (text, message) in [
             (
                 "",

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_of_a_reservation_is_one_of_a_served_function() {
+    fn every_reservation_key_is_a_served_function_key() {
         for key in LeaseReservation::keys() {
             assert!(
                 table::served().any(|option| option.key == key) || RateChange::KEYS.contains(&key),

@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_has_the_keys_of_a_drive_alone() {
+    fn a_drive_accepts_only_drive_keys() {
         let served: ServerDriveOptions = "path=memory:1G,lba=4096".parse().unwrap();
         assert_eq!(served.drive.path, DrivePath::Memory(1 << 30));
         for text in ["path=memory:1G,range=0+1G", "path=memory:1G,socket=/a"] {
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_limits_leaves_the_others() {
+    fn a_change_of_limits_keeps_unnamed_limits() {
         let rates = |text: &str| text.parse::<FunctionOptions>().unwrap().rates;
         let before = rates("path=null:1G,iops=100");
         for (change, after) in [
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_of_a_drive_is_one_of_a_function() {
+    fn every_drive_key_is_a_function_key() {
         for key in ServerDriveOptions::KEYS {
             assert!(table::keys().any(|known| known == *key), "{key}");
         }

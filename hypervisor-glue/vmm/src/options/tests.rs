@@ -148,7 +148,7 @@ fn zones_that_linux_does_not_take_are_named() {
 }
 
 #[test]
-fn queues_that_the_doorbell_buffer_has_no_room_for_are_named_and_so_is_one_alone() {
+fn unsuitable_queue_counts_are_named() {
     let cautions = |text: &str| {
         let options = function(&format!("path=null:1G,{text}"));
         (options.queue_pairs(), options.cautions().join("\n"))

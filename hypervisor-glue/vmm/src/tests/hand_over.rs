@@ -163,7 +163,7 @@ fn reads(device: &FunctionDevice) -> [u32; 2] {
 const NOTHING: [u32; 2] = [u32::MAX; 2];
 
 #[test]
-fn a_guest_goes_on_with_another_vmm() {
+fn a_guest_continues_with_another_vmm() {
     let host = Host::new();
     let (mut device, mut asked) = host.vmm(Duration::ZERO).unwrap();
     begin(&device);
@@ -196,7 +196,7 @@ fn a_guest_goes_on_with_another_vmm() {
 }
 
 #[test]
-fn a_guest_that_is_not_wanted_goes_on_where_it_was() {
+fn after_a_failed_migration_the_guest_continues_at_its_source() {
     let host = Host::new();
     let (device, asked) = host.vmm(Duration::ZERO).unwrap();
     begin(&device);
@@ -222,7 +222,7 @@ fn a_guest_that_is_not_wanted_goes_on_where_it_was() {
 }
 
 #[test]
-fn a_drive_that_is_given_back_late_is_taken_back() {
+fn a_drive_released_late_is_attached_again() {
     let host = Host::new();
     let attempts = Arc::new(AtomicU32::new(0));
     let make = host.make();
@@ -254,7 +254,7 @@ fn a_drive_that_is_given_back_late_is_taken_back() {
 }
 
 #[test]
-fn a_drive_that_somebody_else_has_is_not_taken_back() {
+fn a_drive_leased_by_another_is_not_attached_again() {
     let host = Host::new();
     let (device, asked) = host.vmm(Duration::ZERO).unwrap();
     begin(&device);
@@ -292,7 +292,7 @@ fn a_drive_that_somebody_else_has_is_not_taken_back() {
 }
 
 #[test]
-fn what_it_wrote_at_the_last_is_told() {
+fn dirty_pages_include_writes_before_the_hand_over() {
     let host = Host::new();
     let (device, _) = host.vmm(Duration::ZERO).unwrap();
     begin(&device);
@@ -314,7 +314,7 @@ fn what_it_wrote_at_the_last_is_told() {
 }
 
 #[test]
-fn what_could_not_be_had_again_is_not_handed_over() {
+fn a_hand_over_is_refused_if_the_function_cannot_be_restored() {
     let host = Host::new();
     let (device, _) = host.vmm(Duration::ZERO).unwrap();
     begin(&device);

@@ -385,7 +385,7 @@ fn write_until_mapped(device: &FunctionDevice, asked: &Asked) {
 }
 
 #[test]
-fn doorbells_are_mapped_while_there_is_io_and_not_while_there_is_none() {
+fn doorbells_are_mapped_only_during_io() {
     for mode in [DoorbellMode::Auto, DoorbellMode::Mapped] {
         let (device, asked) = running(mode, "shared");
         let idle = || std::thread::sleep(Duration::from_millis(1));
@@ -422,7 +422,7 @@ fn few_writes_map_nothing() {
 }
 
 #[test]
-fn pollers_that_never_sleep_and_fixed_doorbells_have_them_mapped_all_the_time() {
+fn busy_pollers_and_fixed_doorbells_keep_doorbells_mapped() {
     let fixed = "doorbells".parse().unwrap();
     for (poll, choices) in [
         ("shared:busy", AdaptivePolicies::default()),
@@ -544,7 +544,7 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
 }
 
 #[test]
-fn doorbells_that_cannot_be_mapped_go_on_to_exit() {
+fn doorbells_that_cannot_be_mapped_still_exit() {
     let (device, asked) = running(DoorbellMode::Auto, "shared");
     asked.refuses.store(true, Ordering::Relaxed);
     let offset = DOORBELLS + place_of(&device, TAIL);
@@ -622,7 +622,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
 }
 
 #[test]
-fn doorbells_beyond_those_that_a_vmm_ties_exit_and_are_asked_for_once() {
+fn doorbells_beyond_the_tie_limit_exit_and_are_requested_once() {
     let (device, asked) = device(DoorbellMode::Auto);
     asked.ties_max.store(3, Ordering::Relaxed);
     let refused = || asked.ties_refused.load(Ordering::Relaxed);
@@ -658,7 +658,7 @@ fn doorbells_beyond_those_that_a_vmm_ties_exit_and_are_asked_for_once() {
 }
 
 #[test]
-fn a_vector_leads_where_its_message_says_before_it_is_raised() {
+fn a_vectors_message_is_routed_before_its_first_signal() {
     let (device, asked) = device(DoorbellMode::Shadow);
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
     let signal = |vector: usize| with(&device, |function| function.vectors()[vector].signal());
@@ -691,7 +691,7 @@ fn a_vector_leads_where_its_message_says_before_it_is_raised() {
 }
 
 #[test]
-fn a_vector_names_the_thread_of_its_vcpu_wherever_the_guest_leads_it() {
+fn a_vector_follows_its_vcpu_thread_on_every_route_change() {
     let (device, asked) = device(DoorbellMode::Shadow);
     let threads = |of: [(u64, i32); 2]| {
         let threads = of.map(|(vcpu, thread)| (0xFEE0_0000 | vcpu << 12, ThreadId(thread)));
@@ -787,7 +787,7 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
 }
 
 #[test]
-fn a_function_that_sends_messages_leaves_the_interrupts_of_its_line_to_others() {
+fn with_msix_a_function_ignores_interrupts_of_its_shared_line() {
     let vmm = FakeVmm::default();
     let pin = FakePin::new();
     *vmm.0.pin.lock().unwrap() = Some(pin.share());
@@ -866,7 +866,7 @@ fn a_function_has_no_pin_in_a_vmm_that_has_none() {
 }
 
 #[test]
-fn messages_of_msi_lead_where_the_guest_says_before_they_are_raised() {
+fn msi_messages_are_routed_before_their_first_signal() {
     let (device, asked) = device(DoorbellMode::Shadow);
     let signal = |vector: usize| with(&device, |function| function.vectors()[vector].signal());
     signal(1);
@@ -930,7 +930,7 @@ fn accesses_find_the_bars_where_the_guest_put_them() {
 }
 
 #[test]
-fn nothing_is_left_of_a_function_that_is_taken_out() {
+fn a_removed_function_leaves_nothing() {
     let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
     assert!(matches!(
         device.map_memory(region()),

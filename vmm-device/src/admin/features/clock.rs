@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_runs_on_from_where_it_began() {
+    fn the_clock_continues_from_its_starting_value() {
         let clock = TimestampClock::set_to(1000, Duration::from_millis(5));
         let now = clock.at(Duration::from_millis(239));
         assert_eq!(now.as_bytes(), [0xD2, 4, 0, 0, 0, 0, 0b10, 0]);

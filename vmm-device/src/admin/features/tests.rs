@@ -66,7 +66,7 @@ const FIDS: [u8; 14] = [
 ];
 
 #[test]
-fn defaults_are_what_is_there_at_first_and_what_is_saved() {
+fn current_and_saved_values_are_initially_the_defaults() {
     let fixture = Fixture::new();
     for (fid, expected) in [
         (0x01, 0x0000_0006),
@@ -121,7 +121,7 @@ fn capabilities_say_what_set_features_does() {
 }
 
 #[test]
-fn namespaces_are_named_where_a_feature_has_them() {
+fn only_namespace_specific_features_accept_a_namespace() {
     let fixture = Fixture::new();
     let invalid = Err(Status::INVALID_NAMESPACE_OR_FORMAT);
     let not_specific = Err(Status::FEATURE_NOT_NAMESPACE_SPECIFIC);
@@ -169,7 +169,7 @@ fn simple_values_read_back_without_their_reserved_bits() {
 }
 
 #[test]
-fn values_that_cannot_be_are_refused() {
+fn invalid_feature_values_are_refused() {
     let mut fixture = Fixture::new();
     for (fid, dword11, status) in [
         (0x02, 1, Status::INVALID_FIELD),
@@ -199,7 +199,7 @@ fn values_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn queues_are_allocated_up_to_what_there_is() {
+fn queues_are_allocated_up_to_the_controllers_limit() {
     let mut fixture = Fixture::new();
     assert_eq!(fixture.set(0x07, 0x0001_0002, &[]), Ok(0x0001_0002));
     let allocated = fixture.features.allocated(&fixture.context());
@@ -269,7 +269,7 @@ fn the_namespace_is_one_lba_range() {
 }
 
 #[test]
-fn without_a_write_cache_there_is_no_such_feature() {
+fn without_a_write_cache_its_feature_is_invalid() {
     let mut fixture = Fixture::new();
     fixture.volatile_write_cache = false;
     assert_eq!(fixture.current(0x06, 0), Err(Status::INVALID_FIELD));
@@ -280,7 +280,7 @@ fn without_a_write_cache_there_is_no_such_feature() {
 }
 
 #[test]
-fn the_timestamp_goes_on_from_what_was_set() {
+fn the_timestamp_continues_from_the_set_value() {
     let mut fixture = Fixture::new();
     let set = [0x06, 0x05, 0x04, 0x03, 0x02, 0x01, 0xFF, 0xFF];
     assert_eq!(fixture.set(0x0E, 0, &set), Ok(0));
@@ -292,7 +292,7 @@ fn the_timestamp_goes_on_from_what_was_set() {
 }
 
 #[test]
-fn host_behavior_is_one_or_none_of_each() {
+fn host_behavior_fields_are_zero_or_one() {
     let mut fixture = Fixture::new();
     let mut data = [0; 512];
     data[0] = 1;

@@ -30,7 +30,7 @@ fn health(log: SmartHealth) -> GuestDriveHealth {
 }
 
 #[test]
-fn the_state_is_the_drives_and_no_count_is() {
+fn health_shows_the_drives_state_but_not_its_io_counts() {
     let mut filled = SmartHealth::new_zeroed();
     filled.as_mut_bytes().fill(0xFF);
     let page = health(filled).page(&ControllerFeatures::new(&still_clock()));
@@ -50,7 +50,7 @@ fn the_state_is_the_drives_and_no_count_is() {
 }
 
 #[test]
-fn the_temperature_is_held_against_the_guests_thresholds() {
+fn the_temperature_is_compared_with_the_guests_thresholds() {
     let features = ControllerFeatures::new(&still_clock());
     let warns = |health: &GuestDriveHealth| health.warnings(&features).temperature();
     let with = |kelvins| health(log(|log| log.composite_temperature = U16::new(kelvins)));
@@ -70,7 +70,7 @@ fn the_temperature_is_held_against_the_guests_thresholds() {
 }
 
 #[test]
-fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
+fn a_removed_drive_is_unreliable_and_keeps_its_last_values() {
     let mut health = health(log(|log| log.percentage_used = 7));
     assert_eq!(
         health.warnings(&ControllerFeatures::new(&still_clock())),
@@ -83,7 +83,7 @@ fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
 }
 
 #[test]
-fn a_drive_that_does_not_wear_out_is_well() {
+fn a_drive_without_wear_is_healthy() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
     let mut health = GuestDriveHealth::new(host.facts().thresholds, still_clock());
     assert_eq!(
@@ -101,7 +101,7 @@ fn a_drive_that_does_not_wear_out_is_well() {
 }
 
 #[test]
-fn the_drive_is_asked_anew_after_a_second_and_has_to_be_after_ten() {
+fn drive_health_may_be_refreshed_after_a_second_and_is_due_after_ten() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
     let clock = Arc::new(FixtureClock::default());
     let mut health = GuestDriveHealth::new(None, clock.clone());
@@ -121,7 +121,7 @@ fn the_drive_is_asked_anew_after_a_second_and_has_to_be_after_ten() {
 }
 
 #[test]
-fn a_drive_that_keeps_no_log_is_on_since_the_function_began() {
+fn without_a_drive_log_power_on_hours_count_from_the_functions_start() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
     let clock = Arc::new(FixtureClock::default());
     let mut health = GuestDriveHealth::new(None, clock.clone());

@@ -41,7 +41,7 @@ fn structure(cns: u8, nsid: u32) -> Vec<u8> {
 }
 
 #[test]
-fn the_controller_promises_what_it_keeps() {
+fn identify_controller_matches_the_implementation() {
     let id = structure(0x01, 0);
     assert_eq!(id[0..4], [0x50, 0x4D, 0x50, 0x4D]);
     assert_eq!(&id[4..24], b"0123456789          ");
@@ -75,7 +75,7 @@ fn the_controller_promises_what_it_keeps() {
 }
 
 #[test]
-fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
+fn doorbell_buffer_config_is_offered_only_in_useful_modes() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     let subject = IdentifySubject {
         namespace: &namespace,
@@ -98,7 +98,7 @@ fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
 }
 
 #[test]
-fn nothing_is_promised_that_the_drive_does_not_keep() {
+fn identify_omits_abilities_that_the_drive_lacks() {
     let limits = ControllerLimits {
         commands: Oncs::default().with_write_zeroes(true).with_verify(true),
         awun_z: 0x1234,
@@ -150,7 +150,7 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
 }
 
 #[test]
-fn a_namespace_that_is_not_active_is_listed_nowhere() {
+fn an_inactive_namespace_is_in_no_list() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     let subject = IdentifySubject {
         namespace: &namespace,
@@ -203,7 +203,7 @@ fn the_namespace_is_the_lease() {
 }
 
 #[test]
-fn a_namespace_that_is_not_there_is_invalid() {
+fn an_absent_namespace_is_invalid() {
     for cns in [0x00, 0x03, 0x05, 0x08] {
         for nsid in [0, 2, 0xFFFF_FFFE, 0xFFFF_FFFF] {
             let invalid = Err(Status::INVALID_NAMESPACE_OR_FORMAT);
@@ -217,7 +217,7 @@ fn a_namespace_that_is_not_there_is_invalid() {
 }
 
 #[test]
-fn active_namespaces_are_those_above_the_one_named() {
+fn the_active_namespace_list_starts_above_the_given_identifier() {
     for cns in [0x02, 0x07] {
         assert_eq!(structure(cns, 0)[..8], [1, 0, 0, 0, 0, 0, 0, 0]);
         for nsid in [1, 2, 0xFFFF_FFFD] {

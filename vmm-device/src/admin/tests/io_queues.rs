@@ -57,7 +57,7 @@ fn io_queues_are_created_and_deleted() {
 }
 
 #[test]
-fn completion_queues_that_cannot_be_are_refused() {
+fn invalid_completion_queues_are_refused() {
     let mut guest = guest();
     assert_ok(guest.admin(create_cq(2, 63, 0x0002_0003, queue(0))));
     let pairs = u32::from(QUEUE_PAIRS);
@@ -93,7 +93,7 @@ fn completion_queues_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn submission_queues_that_cannot_be_are_refused() {
+fn invalid_submission_queues_are_refused() {
     let mut guest = guest();
     assert_ok(guest.admin(create_cq(1, 63, 0x0001_0003, queue(0))));
     assert_ok(guest.admin(create_sq(1, 63, 0x0001_0001, queue(1))));

@@ -257,7 +257,7 @@ fn hostile_prp_entries_fail_the_command_only() {
 }
 
 #[test]
-fn a_doorbell_value_that_cannot_be_is_reported_once() {
+fn an_invalid_doorbell_value_is_reported_once() {
     let mut guest = guest();
     guest.submit(async_event_request());
     for _ in 0..3 {
@@ -281,7 +281,7 @@ fn a_doorbell_value_that_cannot_be_is_reported_once() {
 }
 
 #[test]
-fn a_cq_head_beyond_what_was_posted_is_no_room() {
+fn a_cq_head_beyond_posted_entries_frees_no_slots() {
     let mut guest = guest();
     guest.submit(async_event_request());
     guest.doorbell(CQ_HEAD, 1);
@@ -330,7 +330,7 @@ fn reading_a_log_page_with_rae_keeps_its_events_masked() {
 }
 
 #[test]
-fn more_requests_for_events_than_aerl_are_refused_and_one_can_be_aborted() {
+fn event_requests_beyond_aerl_are_refused_and_one_can_be_aborted() {
     let mut guest = guest();
     let cids = [0; 4].map(|_| guest.submit(async_event_request()));
     assert!(guest.peek().is_none());

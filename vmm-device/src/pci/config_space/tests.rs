@@ -144,7 +144,7 @@ fn bars_that_move_are_reported() {
 }
 
 #[test]
-fn command_keeps_what_it_implements() {
+fn the_command_register_keeps_only_implemented_bits() {
     let mut config = config_space();
     config.write(4, &[0xFF, 0xFF]);
     assert_eq!(read(&config, 4), [0x46, 0x05]);
@@ -186,7 +186,7 @@ fn msix_control_has_two_writable_bits() {
 }
 
 #[test]
-fn msi_is_what_the_guest_writes() {
+fn msi_control_returns_the_guests_values() {
     let mut config = config_space();
     config.write(0xA0, &[0xFF; 16]);
     assert_eq!(
@@ -247,7 +247,7 @@ fn a_guest_keeps_the_capabilities_that_it_has_seen() {
 }
 
 #[test]
-fn contents_with_more_than_the_function_has_are_refused() {
+fn contents_with_unsupported_capabilities_are_refused() {
     let saved = config_space().save();
     let no_pin = OfferedInterrupts { pin: false, ..ALL };
     let config = ConfigSpace::new(4096, 65, no_pin);

@@ -132,7 +132,7 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
 }
 
 #[test]
-fn nothing_is_written_unless_it_is_confirmed() {
+fn without_confirmation_nothing_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let path = file(folder.path(), 4 << 20);
     let image = File::options()
@@ -152,7 +152,7 @@ fn nothing_is_written_unless_it_is_confirmed() {
 }
 
 #[test]
-fn what_cannot_be_tried_out_is_a_problem_with_its_cause() {
+fn an_unsuitable_drive_is_a_problem_with_its_cause() {
     let folder = tempfile::tempdir().unwrap();
     let small = file(folder.path(), 1 << 20);
     let absent = DrivePath::File(folder.path().join("absent.img"));
@@ -168,7 +168,7 @@ fn what_cannot_be_tried_out_is_a_problem_with_its_cause() {
 }
 
 #[test]
-fn a_drive_with_problems_is_left_alone() {
+fn a_drive_with_problems_is_not_tried_out() {
     let folder = tempfile::tempdir().unwrap();
     let mut host = host(folder.path());
     host.root.sys = folder.path().join("sys");
@@ -182,7 +182,7 @@ fn a_drive_with_problems_is_left_alone() {
 }
 
 #[test]
-fn a_drive_that_keeps_nothing_is_found_out() {
+fn a_drive_that_stores_no_data_fails_the_trial() {
     let folder = tempfile::tempdir().unwrap();
     let (checks, _) = report(folder.path(), &"null:16M".parse().unwrap(), true);
     for (name, outcome) in [

@@ -16,21 +16,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use log::warn;
+use nvme_guest::dma::RegionTable;
 use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_lease::{Lease, LeaseError, LeaseExtents};
+use nvme_mpt_memory::clock;
+use nvme_spec::ids::{CommandId, Lba};
+use nvme_spec::nvm::WriteZeroes;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
-use crate::clock;
-use crate::dma::RegionTable;
 use crate::drive::Drive;
 use crate::drive::{HostLease, HostLeaseError};
 use crate::host::ListMemory;
 use crate::host::{HostCompletion, HostMemory};
 use crate::shadow::HostQueuePair;
-use crate::spec::ids::{CommandId, Lba};
-use crate::spec::nvm::WriteZeroes;
-use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::Sqe;
-use crate::spec::status::Status;
 
 /// Commands in flight, enough for the drive to work in parallel.
 const DEPTH: u16 = 8;

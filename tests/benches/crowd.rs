@@ -16,17 +16,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
+use nvme_guest::AdaptivePolicies;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::memory::processors::{own_processors, pin_this_thread};
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, PollerPool};
+use nvme_mpt::{LocalBackend, LocalBackendConfig, PollerPool};
+use nvme_mpt_memory::processors::{own_processors, pin_this_thread};
 use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_spec::ids::Nsid;
 
 /// Queue pairs of each function.
 const QUEUES: u16 = 4;
@@ -200,14 +201,14 @@ fn attachments(case: &Case) -> Vec<Arc<LocalBackend>> {
             queue_pairs: QUEUES,
             reservation: None,
             mdts: None,
-            doorbell_stride: nvme_mpt::DoorbellStride::default(),
-            doorbells: nvme_mpt::DoorbellMode::Shadow,
+            doorbell_stride: nvme_guest::DoorbellStride::default(),
+            doorbells: nvme_guest::DoorbellMode::Shadow,
             poll: case.poll.parse().unwrap(),
             learning: AdaptivePolicies::default(),
             pollers: pollers.clone(),
-            memory: nvme_mpt::MemoryKinds::default(),
+            memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_mpt::limit::RateLimits::default(),
+            rates: nvme_guest::limit::RateLimits::default(),
             serial: None,
         };
         Arc::new(LocalBackend::new(config).unwrap())

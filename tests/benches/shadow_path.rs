@@ -24,14 +24,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
+use nvme_guest::threads::ThreadSpawner;
+use nvme_guest::{AdaptivePolicies, EventReader};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::shadow::ShadowQueue;
-use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::{
-    AdaptivePolicies, Drive, EventReader, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool,
-    SharedPartsSource,
+    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedPartsSource,
 };
 use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -40,6 +39,7 @@ use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_spec::ids::{Nsid, QueueId};
 use nvme_vfio::{ControllerOptions, VfioController};
 
 /// Allocator that counts the device's allocations, of which there must be none.
@@ -332,14 +332,14 @@ fn rig(case: &Case) -> Rig {
         queue_pairs: 64,
         reservation: None,
         mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
-        doorbells: nvme_mpt::DoorbellMode::Shadow,
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
+        doorbells: nvme_guest::DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         learning: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: nvme_mpt::MemoryKinds::default(),
+        memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_mpt::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     };
     let parts = match case.live {

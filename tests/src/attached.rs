@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell as Register;
-use nvme_mpt::{CqConfig, Gpa, LocalBackend, MemoryRegion, SqConfig};
+use nvme_guest::{CqConfig, Gpa, MemoryRegion, SqConfig};
+use nvme_mpt::LocalBackend;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell as Register;
 
 use crate::bar::Bar;
 use crate::doorbell::{Doorbell, DoorbellBuffer};
@@ -61,7 +62,7 @@ impl AttachedGuest {
         attachment.window().map(mapped).unwrap();
         let cap = Cap(u64::from(attachment.doorbells().dstrd()) << 32);
         let buffer = DoorbellBuffer::new(&memory, cap).unwrap();
-        let pages = nvme_mpt::DoorbellBuffer {
+        let pages = nvme_guest::DoorbellBuffer {
             shadow: Gpa(buffer.shadow().gpa()),
             event_idx: Gpa(buffer.event_idx().gpa()),
         };

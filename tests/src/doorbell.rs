@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 #[cfg(simulation)]
-use nvme_mpt::memory::simulation;
+use nvme_mpt_memory::simulation;
 
 use crate::bar::Bar;
 use crate::error::{Error, Result};
@@ -271,7 +271,7 @@ impl Doorbell {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::memory::sync::Mutex;
+    use nvme_mpt_memory::sync::Mutex;
 
     use proptest::prelude::*;
 

@@ -4,11 +4,10 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::thread;
 
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::poller::start_thread;
-use nvme_mpt::{Gpa, MemoryRegion};
+use nvme_guest::threads::start_thread;
+use nvme_guest::{Gpa, MemoryRegion};
+use nvme_mpt_memory::eventfd;
+use nvme_mpt_memory::sync::{JoinHandle, Mutex, MutexGuard};
 use vmm_device::{Bar as FunctionBar, NvmeFunction};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};

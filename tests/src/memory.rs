@@ -11,7 +11,7 @@ use crate::huge_pages::HugePages;
 use crate::mapping::{self, Mapping};
 pub use crate::mapping::{Cell, MemoryError, SharedSlice};
 use crate::rng::Rng;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard, RwLock};
+use nvme_mpt_memory::sync::{Mutex, MutexGuard, RwLock};
 
 /// Memory page size that the driver sets in CC.MPS (0), independent of the host's page size.
 pub const PAGE_SIZE: usize = 4096;

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Duration;
 
-use nvme_mpt::memory::clock;
+use nvme_mpt_memory::clock;
 #[cfg(simulation)]
-use nvme_mpt::memory::simulation;
+use nvme_mpt_memory::simulation;
 
 use crate::bar::Bar;
 use crate::command::Sqe;

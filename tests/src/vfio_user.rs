@@ -10,7 +10,7 @@ use crate::bar::{Bar, DoorbellWindow};
 use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
 use crate::memory::{GuestMemory, Region};
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 /// VFIO_PCI_BAR0_REGION_INDEX.
 const BAR0: u32 = 0;

@@ -223,6 +223,7 @@ fn no_modules_import_each_other() {
         "nvme-mpt/spec",
         "nvme-mpt/memory",
         "nvme-mpt/lease",
+        "nvme-mpt/guest",
         "nvme-mpt",
         "nvme-mpt/vfio",
         "nvme-mpt/software",

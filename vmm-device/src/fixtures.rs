@@ -7,20 +7,22 @@ use std::{
     time::Duration,
 };
 
+use nvme_guest::host::{CommandSets, TemperatureThresholds};
+use nvme_guest::{
+    AdaptivePolicies, ControllerLimits, DoorbellMode, Gpa, LeasedNamespace, MemoryRegion,
+};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::host::{CommandSets, TemperatureThresholds};
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
-use nvme_mpt::spec::cqe::Cqe;
-use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::{
-    AdaptivePolicies, ControllerLimits, DoorbellMode, Drive, Gpa, LeasedNamespace, LocalBackend,
-    LocalBackendConfig, MemoryRegion, PollPolicy, PollerPool, SharedPartsSource,
+    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedPartsSource,
 };
 use nvme_mpt_memory::deadline::WaitClock;
 use nvme_software::{MemoryAllocationTime, SoftwareController};
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::{CommandId, Nsid, QueueId};
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -60,7 +62,7 @@ pub(crate) const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
 /// Limits of a host controller.
 pub(crate) fn limits() -> ControllerLimits {
     ControllerLimits {
-        commands: nvme_mpt::spec::identify::Oncs(u16::MAX),
+        commands: nvme_spec::identify::Oncs(u16::MAX),
         awun_z: 0,
         awupf_z: 0,
         mdts: 8,
@@ -150,14 +152,14 @@ pub(crate) fn attachment_with(
         queue_pairs: QUEUE_PAIRS,
         reservation: None,
         mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: mode,
         poll: PollPolicy::default(),
         learning: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: nvme_mpt::MemoryKinds::default(),
+        memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_mpt::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     };
     LocalBackend::with_parts(config, parts)

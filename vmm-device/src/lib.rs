@@ -1,7 +1,7 @@
 //! The guest-visible NVMe PCI function.
 //!
 //! [`NvmeFunction`] is an NVMe controller as a guest's own driver finds it. It follows the NVM Express Base Specification 2.0
-//! with the NVM Command Set 1.0 and the PCIe Transport 1.0. Its I/O is done by a [`nvme_mpt::ControllerBackend`]. This crate
+//! with the NVM Command Set 1.0 and the PCIe Transport 1.0. Its I/O is done by a [`nvme_guest::ControllerBackend`]. This crate
 //! implements the registers, configuration space, interrupts and admin commands. A VMM or a vfio-user server passes the guest's
 //! accesses and memory to the function and delivers its interrupts.
 //!

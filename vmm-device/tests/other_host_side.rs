@@ -8,28 +8,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use nvme_mpt::dma::DetachedGuestMemory;
-use nvme_mpt::host::{LeaseDamage, TemperatureThresholds, UnreportedChanges};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::seam::LeasedNamespace;
-use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
-use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
-use nvme_mpt::spec::cqe::Cqe;
-use nvme_mpt::spec::identify::Oncs;
-use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
-use nvme_mpt::spec::log::SmartHealth;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
-use nvme_mpt::{
+use nvme_guest::dma::DetachedGuestMemory;
+use nvme_guest::host::{LeaseDamage, TemperatureThresholds, UnreportedChanges};
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::limit::RateLimits;
+use nvme_guest::seam::{CoalescingConfig, IoDoorbells, LeasedNamespace};
+use nvme_guest::{
     AdaptivePolicies, BackendEvent, BackendState, BackendStateError, BackendStats,
     ControllerBackend, ControllerLimits, CqConfig, DirtyRange, DmaError, DmaWindow, DoorbellBuffer,
     DoorbellMode, DoorbellPage, ErrorEntry, EventQueue, Gpa, InterruptVector, IoQueueEvent,
     LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues, QueueError,
     QueueFailure, SharedParts, SqConfig, VmmMapping,
 };
+use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt_memory::deadline::{ACCESS_DEADLINE, WaitClock};
+use nvme_spec::cqe::Cqe;
+use nvme_spec::identify::Oncs;
+use nvme_spec::ids::{CommandId, Nsid, QueueId};
+use nvme_spec::log::SmartHealth;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -127,7 +126,7 @@ impl Recorded {
         let events = EventQueue::new().unwrap();
         let doorbells = DoorbellPage::new(
             DoorbellMode::Trap,
-            nvme_mpt::DoorbellStride::default(),
+            nvme_guest::DoorbellStride::default(),
             QUEUE_PAIRS,
         )
         .unwrap();

@@ -24,9 +24,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nvme_guest::stats::{LatencyBucket, PollerStats, QueueStats, StatusCount};
 use nvme_lease::LeaseExtents;
 use nvme_lease::range::ByteRange;
-use nvme_mpt::stats::{LatencyBucket, PollerStats, QueueStats, StatusCount};
 use nvme_mpt_server::change::{DeclarationSource, FunctionEntry, FunctionStatus};
 use nvme_mpt_server::metrics::{MetricsFormat, MetricsSnapshot};
 use nvme_mpt_server::stats::{DriveStats, FunctionStats, ServerStats, SupervisorStatus};

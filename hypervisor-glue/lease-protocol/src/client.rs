@@ -8,29 +8,28 @@ use std::path::Path;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::dma::DetachedGuestMemory;
-use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
-use nvme_mpt::host::{LeaseDamage, UnreportedChanges};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::live::ExitCounter;
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::seam::DoorbellWaker;
-use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::log::SmartHealth;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::stats::MemoryStats;
-use nvme_mpt::{
+use nvme_guest::dma::DetachedGuestMemory;
+use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
+use nvme_guest::host::{LeaseDamage, UnreportedChanges};
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::limit::RateLimits;
+use nvme_guest::live::ExitCounter;
+use nvme_guest::seam::{CoalescingConfig, DoorbellWaker, IoDoorbells};
+use nvme_guest::stats::MemoryStats;
+use nvme_guest::threads::ThreadSpawner;
+use nvme_guest::{
     BackendEvent, BackendState, BackendStateError, BackendStats, ControllerBackend, CqConfig,
     DirtyRange, DmaError, DmaWindow, DoorbellBuffer, DoorbellPage, Gpa, InterruptVector,
     IoQueueEvent, LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues,
     QueueError, SharedParts, SqConfig, VmmMapping,
 };
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
+use nvme_mpt_memory::eventfd;
+use nvme_mpt_memory::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use nvme_mpt_memory::sync::{JoinHandle, Mutex, MutexGuard};
+use nvme_spec::ids::QueueId;
+use nvme_spec::log::SmartHealth;
+use nvme_spec::registers::Doorbell;
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;
@@ -864,14 +863,14 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
     use std::process::{Child, Command, Stdio};
 
-    use nvme_mpt::interrupt::vectors_of;
-    use nvme_mpt::memory::memfd;
-    use nvme_mpt::poller::{run_beside, start_thread};
-    use nvme_mpt::seam::LeasedNamespace;
+    use nvme_guest::interrupt::vectors_of;
+    use nvme_guest::seam::LeasedNamespace;
+    use nvme_guest::threads::{run_beside, start_thread};
+    use nvme_guest::{AdaptivePolicies, ControllerLimits, DoorbellMode, DoorbellStride};
     use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
-    use nvme_mpt::spec::identify::Oncs;
-    use nvme_mpt::spec::ids::Nsid;
-    use nvme_mpt::{AdaptivePolicies, ControllerLimits, DoorbellMode, DoorbellStride};
+    use nvme_mpt_memory::memfd;
+    use nvme_spec::identify::Oncs;
+    use nvme_spec::ids::Nsid;
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
@@ -1100,8 +1099,9 @@ mod tests {
         channel.send(&LeaseEndNotice::Removed, &[]).unwrap();
         drop(channel);
         goes_on(&host);
-        let gone =
-            |event: &IoQueueEvent| matches!(event, IoQueueEvent::Drive(nvme_mpt::DriveEvent::Gone));
+        let gone = |event: &IoQueueEvent| {
+            matches!(event, IoQueueEvent::Drive(nvme_guest::DriveEvent::Gone))
+        };
         assert!(host.take_events().iter().any(gone));
         server.kill();
         drop(server.held.take());

@@ -1,7 +1,7 @@
 //! The lease protocol, by which a drive server does the I/O of a function in a VMM.
 //!
 //! The VMM's process has the PCI function and its admin commands. The server has the drive, the lease, the DMA window, the
-//! shadow queues and the pollers. [`RemoteBackend`] is the [`ControllerBackend`](nvme_mpt::ControllerBackend) in the VMM;
+//! shadow queues and the pollers. [`RemoteBackend`] is the [`ControllerBackend`](nvme_guest::ControllerBackend) in the VMM;
 //! [`LeaseSession`] serves it in the server. I/O commands are not sent over the connection: doorbells are in a shared memory
 //! file, interrupts and wake-ups are eventfds.
 //!

@@ -8,15 +8,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
-use nvme_mpt::seam::CoalescingConfig;
-use nvme_mpt::seam::GUEST_NSID;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::{
+use nvme_guest::limit::RateLimits;
+use nvme_guest::seam::{CoalescingConfig, GUEST_NSID};
+use nvme_guest::{
     BackendEvent, DriveEvent, Gpa, IoQueueEvent, MemoryRegion, PersistedQueues, QueueFailure,
 };
+use nvme_mpt_memory::eventfd;
+use nvme_mpt_memory::sync::{Condvar, Mutex, MutexGuard};
+use nvme_spec::ids::QueueId;
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 

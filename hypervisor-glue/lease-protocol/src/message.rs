@@ -3,19 +3,18 @@
 use std::io;
 use std::time::Duration;
 
-use nvme_mpt::crossing;
-use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
-use nvme_mpt::host::UnreportedChanges;
-use nvme_mpt::interrupt::vectors_of;
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::presence;
-use nvme_mpt::seam::CoalescingConfig;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
+use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
+use nvme_guest::host::UnreportedChanges;
+use nvme_guest::interrupt::vectors_of;
+use nvme_guest::limit::RateLimits;
+use nvme_guest::seam::CoalescingConfig;
+use nvme_guest::{
     BackendState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, MemoryRegion,
-    PersistedQueues, SqConfig,
+    PersistedQueues, SqConfig, crossing,
 };
+use nvme_mpt_memory::presence;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use serde::{Deserialize, Serialize};
 
 /// Version of the protocol. Client and server must have the same. Any change of a message, or of a type in one, needs a new
@@ -125,7 +124,7 @@ impl AttachedLease {
     }
 }
 
-/// Request to call one method of [`ControllerBackend`](nvme_mpt::ControllerBackend). The reply is the method's result.
+/// Request to call one method of [`ControllerBackend`](nvme_guest::ControllerBackend). The reply is the method's result.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum BackendRequest {
@@ -181,7 +180,7 @@ pub(crate) enum BackendRequest {
     Check(Box<BackendState>),
     TakeUp(Box<PersistedQueues>),
     Restore(Box<BackendState>),
-    /// Change of an [`InterruptVector`](nvme_mpt::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
+    /// Change of an [`InterruptVector`](nvme_guest::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
     Vector {
         number: u16,
         change: VectorChange,

@@ -5,20 +5,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use nvme_mpt::interrupt::ClientSignals;
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::presence::ProcessLiveness;
-use nvme_mpt::memory::sync::mpsc::{self, RecvTimeoutError};
-use nvme_mpt::memory::user_faults::MemoryHolder;
-use nvme_mpt::poller::run_beside;
-use nvme_mpt::seam::CommandDrainMode;
-use nvme_mpt::seam::{DoorbellWaker, EventfdDoorbellWaker};
-use nvme_mpt::{
+use nvme_guest::interrupt::ClientSignals;
+use nvme_guest::limit::RateLimits;
+use nvme_guest::seam::{CommandDrainMode, DoorbellWaker, EventfdDoorbellWaker};
+use nvme_guest::threads::run_beside;
+use nvme_guest::{
     ControllerBackend, DirtyRange, DmaError, EventReader, MemoryRegion, PersistedBackendParts,
     SharedParts,
 };
 use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
+use nvme_mpt_memory::eventfd;
+use nvme_mpt_memory::presence::ProcessLiveness;
+use nvme_mpt_memory::sync::mpsc::{self, RecvTimeoutError};
+use nvme_mpt_memory::user_faults::MemoryHolder;
 use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;

@@ -2,22 +2,22 @@
 
 use std::time::Duration;
 
-use nvme_mpt::host::{
+use nvme_guest::host::{
     ChangeListDescription, CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand,
     NamespaceContents, NamespaceFact, PlacedFact, SparseStructure, UnreportedChanges,
 };
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::seam::CoalescingConfig;
-use nvme_mpt::spec::event::AsyncEvent;
-use nvme_mpt::spec::feature::AsyncEventConfiguration;
-use nvme_mpt::spec::identify::Csi;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::log::LogPageId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
+use nvme_guest::limit::RateLimits;
+use nvme_guest::seam::CoalescingConfig;
+use nvme_guest::{
     CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Gpa, IoQueueEvent, PersistedQueues,
     QueueError, QueueFailure, SqConfig,
 };
+use nvme_spec::event::AsyncEvent;
+use nvme_spec::feature::AsyncEventConfiguration;
+use nvme_spec::identify::Csi;
+use nvme_spec::ids::QueueId;
+use nvme_spec::log::LogPageId;
+use nvme_spec::registers::Doorbell;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

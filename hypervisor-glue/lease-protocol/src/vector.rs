@@ -3,8 +3,8 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use nvme_mpt::interrupt::VectorLink;
-use nvme_mpt::memory::eventfd;
+use nvme_guest::interrupt::VectorLink;
+use nvme_mpt_memory::eventfd;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::link::{ServerLink, VectorConnection};

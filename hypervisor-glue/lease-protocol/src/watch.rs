@@ -7,13 +7,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::clock;
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use nvme_mpt::{
+use nvme_guest::{
     BackendEvent, BackendStateError, DmaError, DoorbellPage, GuestMemory, PersistedQueues,
     QueueError,
 };
+use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use nvme_mpt_memory::{clock, eventfd};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 

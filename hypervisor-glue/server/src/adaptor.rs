@@ -4,8 +4,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
-use nvme_mpt::{EventReader, Gpa, MemoryKinds};
+use nvme_guest::dma::{DmaError, MAX_REGIONS, MemoryRegion};
+use nvme_guest::{EventReader, Gpa, MemoryKinds};
 use thiserror::Error;
 use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlRestoreError, ControlState, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
@@ -15,10 +15,10 @@ use crate::kept::function::{
     RestoredClient, RestoredVector,
 };
 use crate::stats::GuestPause;
-use nvme_mpt::interrupt::{ClientSignals, PinDeassertion};
-use nvme_mpt::memory::crash::CrashRecord;
-use nvme_mpt::memory::user_faults::MemoryHolder;
-use nvme_mpt::memory::{eventfd, system};
+use nvme_guest::interrupt::{ClientSignals, PinDeassertion};
+use nvme_mpt_memory::crash::CrashRecord;
+use nvme_mpt_memory::user_faults::MemoryHolder;
+use nvme_mpt_memory::{eventfd, system};
 use nvme_mpt_vmm::report;
 use vfio_user_server::{
     ClientProcess, DeviceRegion, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex,
@@ -638,14 +638,13 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
+    use nvme_guest::{AdaptivePolicies, DoorbellMode};
     use nvme_lease::range::ByteRange;
     use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
-    use nvme_mpt::spec::ids::QueueId;
-    use nvme_mpt::spec::registers::Doorbell;
-    use nvme_mpt::{
-        AdaptivePolicies, DoorbellMode, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool,
-    };
+    use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
     use nvme_mpt_vmm::drives::{self, DriveOptions};
+    use nvme_spec::ids::QueueId;
+    use nvme_spec::registers::Doorbell;
     use vfio_user_server::RequestLog;
     use vmm_device::MsixMasking;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -677,14 +676,14 @@ mod tests {
             queue_pairs: QUEUE_PAIRS,
             reservation: None,
             mdts: None,
-            doorbell_stride: nvme_mpt::DoorbellStride::default(),
+            doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells,
             poll: PollPolicy::default(),
             learning: AdaptivePolicies::default(),
             pollers: PollerPool::new(),
-            memory: nvme_mpt::MemoryKinds::default(),
+            memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_mpt::limit::RateLimits::default(),
+            rates: nvme_guest::limit::RateLimits::default(),
             serial: None,
         })
         .unwrap();

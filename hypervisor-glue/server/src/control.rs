@@ -20,8 +20,8 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nix::unistd::geteuid;
-use nvme_mpt::clock;
-use nvme_mpt::poller::start_thread;
+use nvme_guest::threads::start_thread;
+use nvme_mpt_memory::clock;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use nvme_mpt::poller::start_thread;
+use nvme_guest::threads::start_thread;
 
 use crate::signals::without_signals;
 

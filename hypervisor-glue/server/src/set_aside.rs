@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use nvme_mpt::memory::crash::CrashRecord;
+use nvme_mpt_memory::crash::CrashRecord;
 use vfio_user_server::{
     DeviceRegion, DmaRegion, IrqCommand, IrqIndex, IrqInfo, RegionIndex, VfioUserDevice,
 };

@@ -10,13 +10,11 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 
+use nvme_guest::{AdaptivePolicies, DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::memory::memfd;
-use nvme_mpt::{
-    AdaptivePolicies, DoorbellMode, DoorbellStride, LocalBackend, LocalBackendConfig, MemoryKinds,
-    PollPolicy, PollerPool,
-};
+use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+use nvme_mpt_memory::memfd;
 use nvme_mpt_server::adaptor::NvmeDevice;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vfio_user_server::{ClientProcess, DmaMemory, DmaRegion, VfioUserDevice};
@@ -51,7 +49,7 @@ fn device() -> NvmeDevice {
         pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_mpt::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     });
     let function = NvmeFunction::new(Arc::new(attachment.unwrap()), MsixMasking::Client);

@@ -7,8 +7,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_lease::Ledger;
-use nvme_mpt::poller::start_thread;
 
 use crate::report;
 

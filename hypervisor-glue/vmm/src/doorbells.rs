@@ -15,11 +15,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::Gpa;
-use nvme_mpt::clock::{TickRate, Ticks};
-use nvme_mpt::learn::DoorbellMappingPolicy;
-use nvme_mpt::memory::{Mapping, MappingAccess};
-use nvme_mpt::seam::DoorbellWaker;
+use nvme_guest::Gpa;
+use nvme_guest::learn::DoorbellMappingPolicy;
+use nvme_guest::seam::DoorbellWaker;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_mpt_memory::{Mapping, MappingAccess};
 use vmm_device::{Bar, NvmeFunction};
 
 use crate::report;

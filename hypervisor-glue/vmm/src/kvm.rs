@@ -15,9 +15,9 @@ use kvm_bindings::{
     kvm_irq_routing_msi, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
-use nvme_mpt::Gpa;
-use nvme_mpt::memory::Mapping;
-use nvme_mpt::memory::processors::ThreadId;
+use nvme_guest::Gpa;
+use nvme_mpt_memory::Mapping;
+use nvme_mpt_memory::processors::ThreadId;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use nvme_guest::ControllerBackend;
 use nvme_lease::identity::default_id;
 use nvme_lease::label::DriveName;
 use nvme_lease::origin::DriveIdentityRef;
@@ -18,8 +19,7 @@ use nvme_lease::{
 use nvme_mpt::drive::{DiskImageHeader, ReserveError, SpareDescriptorStore};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
-    ControllerBackend, Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
-    SharedPartsSource,
+    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool, SharedPartsSource,
 };
 use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;

@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::Arc;
 
-use nvme_mpt::interrupt::PinDeassertion;
+use nvme_guest::interrupt::PinDeassertion;
 use vmm_device::{Bar, BarMove, MsixMessage, NvmeFunction};
 
 use crate::report;

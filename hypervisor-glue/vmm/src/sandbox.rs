@@ -10,8 +10,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use nvme_mpt::memory::user_faults::open_own_mappings;
 use nvme_mpt_lease_protocol::is_served;
+use nvme_mpt_memory::user_faults::open_own_mappings;
 
 use crate::drives::DrivePath;
 use crate::options::{FunctionConfig, OptionError, ParsedFunctionOptions};
@@ -87,7 +87,8 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::thread::{self, JoinHandle};
 
-    use nvme_mpt::{ControllerBackend, PersistedBackendParts, PollerPool};
+    use nvme_guest::{ControllerBackend, PersistedBackendParts};
+    use nvme_mpt::PollerPool;
     use nvme_mpt_lease_protocol::{
         LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_of, sockets,
     };

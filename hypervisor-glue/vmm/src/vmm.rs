@@ -6,10 +6,11 @@ use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use nvme_mpt::memory::Mapping;
-use nvme_mpt::memory::processors::ThreadId;
-use nvme_mpt::poller::{ThreadSpawner, ThreadWork, start_thread};
-use nvme_mpt::{Gpa, PollerPool};
+use nvme_guest::Gpa;
+use nvme_guest::threads::{ThreadSpawner, ThreadWork, start_thread};
+use nvme_mpt::PollerPool;
+use nvme_mpt_memory::Mapping;
+use nvme_mpt_memory::processors::ThreadId;
 use thiserror::Error;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;

@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::dma::DmaError;
-use nvme_mpt::memory::memfd;
+use nvme_guest::dma::DmaError;
+use nvme_mpt_memory::memfd;
 use nvme_mpt_vmm::options::FunctionConfig;
 use nvme_mpt_vmm::report;
 use nvme_mpt_vmm::{

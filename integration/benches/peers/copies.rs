@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use integration::checks::{Failure, at};
-use nvme_mpt::memory::processors::pin_this_thread;
+use nvme_mpt_memory::processors::pin_this_thread;
 
 use super::{DRIVE, SERVER};
 

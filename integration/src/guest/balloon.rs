@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     fn memfd(len: u64) -> File {
-        File::from(nvme_mpt::memory::memfd(c"memory", len).expect("a memfd"))
+        File::from(nvme_mpt_memory::memfd(c"memory", len).expect("a memfd"))
     }
 
     #[test]

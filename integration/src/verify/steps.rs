@@ -16,11 +16,12 @@ use crate::provision::lab::LabAssets;
 use crate::provision::{Assets, KernelChoice, go};
 
 /// Crates with loom models.
-const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
+const MODELLED: [&str; 2] = ["nvme-guest", "nvme-software"];
 /// Crates with unsafe memory accesses, and their main users.
-const SANITIZED: [&str; 5] = [
+const SANITIZED: [&str; 6] = [
     "nvme-mpt-memory",
     "nvme-lease",
+    "nvme-guest",
     "nvme-mpt",
     "nvme-software",
     "nvme-vfio",

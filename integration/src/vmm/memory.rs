@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use nvme_mpt::Gpa;
-use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::memory::{Mapping, MappingAccess, memfd};
+use nvme_guest::Gpa;
+use nvme_guest::dma::MemoryRegion;
+use nvme_mpt_memory::{Mapping, MappingAccess, memfd};
 use nvme_mpt_vmm::Vmm;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 

@@ -9,8 +9,8 @@ use std::thread;
 use std::time::Duration;
 
 use integration::lab::{LabDrive, inside};
-use nvme_mpt::iova::{Iommu, IovaSpace};
-use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess};
+use nvme_guest::iova::{Iommu, IovaSpace};
+use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess};
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{DeviceBacking, VfioBacking, VfioError};
 

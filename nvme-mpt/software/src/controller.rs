@@ -7,21 +7,23 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::event::EventQueue;
+use nvme_guest::host::{
+    CommandSetDescription, ControllerLimits, LeaseChangeLog, LeaseDamage, Mdts,
+};
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::learn::PolicyChoice;
+use nvme_guest::live::{ChangeRecord, LeaseWriteErrorRecord};
 use nvme_lease::label::{DriveLabel, DriveName};
 use nvme_lease::origin::{DriveIdentity, DriveIdentityRef};
 use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
 };
-use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{CommandSetDescription, ControllerLimits, LeaseChangeLog, LeaseDamage, Mdts};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::live::{ChangeRecord, LeaseWriteErrorRecord};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
-use nvme_mpt::spec::identify::Oncs;
-use nvme_mpt::spec::ids::Nsid;
+use nvme_spec::identify::Oncs;
+use nvme_spec::ids::Nsid;
 
 use crate::faults::{FaultError, FaultInjector, FaultPlan, FaultQueue};
 use crate::file::FileBackingStore;
@@ -136,7 +138,7 @@ impl SoftwareController {
     }
 
     /// Creates a drive over a file or a block device, like [`Self::file`]. `slices` chooses the [slice
-    /// length](nvme_mpt::learn::SliceLength). If `name` is given, the file must have a label with that name.
+    /// length](nvme_guest::learn::SliceLength). If `name` is given, the file must have a label with that name.
     ///
     /// # Errors
     /// Returns the kernel's error if the path cannot be opened, and `InvalidData` if the file has no label with the name.

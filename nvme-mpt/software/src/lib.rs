@@ -18,10 +18,10 @@
 //! use nvme_mpt::host::{DataPointer, HostMemory};
 //! use nvme_mpt::shadow::HostQueuePair;
 //! use nvme_lease::origin::DriveIdentity;
-//! use nvme_mpt::spec::nvm::ReadWrite;
-//! use nvme_mpt::spec::opcode::NvmOpcode;
-//! use nvme_mpt::spec::sqe::Sqe;
-//! use nvme_mpt::spec::status::Status;
+//! use nvme_spec::nvm::ReadWrite;
+//! use nvme_spec::opcode::NvmOpcode;
+//! use nvme_spec::sqe::Sqe;
+//! use nvme_spec::status::Status;
 //! use nvme_software::{
 //!     BackingStore, CommandExecutor, CommandTiming, LeasedBackingStore, SoftwareController, SoftwareQueue,
 //! };
@@ -35,7 +35,7 @@
 //!         match NvmOpcode(sqe.opcode()) {
 //!             NvmOpcode::READ => {
 //!                 let bytes = (u64::from(ReadWrite::from(sqe).nlb_z) + 1) * 512;
-//!                 let fill = |part: nvme_mpt::memory::RawBytes<'_>| {
+//!                 let fill = |part: nvme_mpt_memory::RawBytes<'_>| {
 //!                     part.copy_from(&vec![b'A'; part.len()]);
 //!                 };
 //!                 let filled = DataPointer::of(sqe).for_each(memory, bytes, fill);

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
 /// Interval between two looks.
 pub(crate) const LOOK: Duration = Duration::from_millis(250);

@@ -8,15 +8,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::event::EventQueue;
+use nvme_guest::host::{ControllerLimits, LeaseDamage};
+use nvme_guest::live::LeaseWriteErrorRecord;
 use nvme_lease::label::DriveLabel;
 use nvme_lease::origin::DriveIdentity;
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{ControllerLimits, LeaseDamage};
-use nvme_mpt::live::LeaseWriteErrorRecord;
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::status::Status;
 
 use crate::model::{DriveModel, TimedQueue, TimedQueueBackend};
 

@@ -9,22 +9,23 @@ use std::os::unix::fs::MetadataExt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use nvme_guest::control_group::{ControlGroupLimit, memory_limit};
+use nvme_guest::host::ControllerLimits;
+use nvme_guest::memory_account::MemoryAccount;
 use nvme_lease::origin::DriveIdentity;
 use nvme_lease::range::BlockRange;
-use nvme_mpt::control_group::{ControlGroupLimit, memory_limit};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::{ControllerLimits, DataPointer, HostMemory};
-use nvme_mpt::memory::{self, Mapping, MappingAccess, RawBytes};
-use nvme_mpt::memory_account::MemoryAccount;
+use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::nvm::{
+use nvme_mpt_memory::{self as memory, Mapping, MappingAccess, RawBytes};
+use nvme_spec::ids::Lba;
+use nvme_spec::nvm::{
     CompareVerify, CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite,
     WriteUncorrectable, WriteZeroes,
 };
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::range::range;
@@ -587,12 +588,12 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use crate::model::{DriveModel, DriveProfile};
-    use nvme_mpt::clock::Ticks;
-    use nvme_mpt::dma::RegionTable;
+    use nvme_guest::dma::RegionTable;
+    use nvme_guest::iova::IovaSpace;
     use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, ListMemory};
-    use nvme_mpt::iova::IovaSpace;
-    use nvme_mpt::memory::host_page_size;
-    use nvme_mpt::spec::ids::CommandId;
+    use nvme_mpt_memory::clock::Ticks;
+    use nvme_mpt_memory::host_page_size;
+    use nvme_spec::ids::CommandId;
     use zerocopy::IntoBytes;
 
     const SLOTS: u16 = 64;

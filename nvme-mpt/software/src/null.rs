@@ -4,14 +4,14 @@ use std::io;
 use std::os::fd::RawFd;
 
 use nvme_lease::origin::DriveIdentity;
-use nvme_mpt::clock::Ticks;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{
     CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
 };
 use nvme_mpt::shadow::{HostQueuePair, NvmCommands};
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::store::{CommandExecutor, SoftwareQueue};

@@ -1,8 +1,8 @@
 //! Range descriptors of Dataset Management and Copy (NVM 1.0, sections 3.2.3 and 3.2.2).
 
 use nvme_mpt::host::HostMemory;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 use zerocopy::FromBytes;
 
 /// Returns a range descriptor of a translated command. The descriptors were copied to memory of the command's slot and checked

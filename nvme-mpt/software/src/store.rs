@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::os::fd::RawFd;
 
-use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::{
     CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
 };
 use nvme_mpt::shadow::NvmCommands;
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::CommandId;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 use crate::model::TimedQueueBackend;
 

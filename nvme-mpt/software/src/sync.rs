@@ -9,4 +9,4 @@ pub(crate) use loom::sync::{
 pub(crate) use std::sync::atomic::Ordering;
 
 #[cfg(not(loom))]
-pub(crate) use nvme_mpt::memory::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, fence};
+pub(crate) use nvme_mpt_memory::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, fence};

@@ -18,8 +18,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use nvme_lease::range::BlockRange;
-use nvme_mpt::memory::sync::{AtomicBool, Mutex, MutexGuard};
-use nvme_mpt::spec::ids::Lba;
+use nvme_mpt_memory::sync::{AtomicBool, Mutex, MutexGuard};
+use nvme_spec::ids::Lba;
 
 /// Maximum of marked ranges per lease, which bounds the lease's part of the ledger. A command that would exceed the limit
 /// fails.

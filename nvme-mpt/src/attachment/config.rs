@@ -1,20 +1,18 @@
 //! Configuration of an attachment.
 
-use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use nvme_guest::dma::MemoryKinds;
+use nvme_guest::doorbell::{DoorbellMode, DoorbellStride};
+use nvme_guest::host::Mdts;
+use nvme_guest::interrupt::EventReader;
+use nvme_guest::learn::AdaptivePolicies;
+use nvme_guest::limit::RateLimits;
+use nvme_guest::seam::{PersistedBackendFiles, PersistedBackendParts};
 use nvme_lease::Lease;
-use vmm_sys_util::eventfd::EventFd;
 
-use crate::dma::MemoryKinds;
-use crate::doorbell::{DoorbellMode, DoorbellStride};
 use crate::drive::Drive;
 use crate::drive::QueuePairReservation;
-use crate::host::Mdts;
-use crate::interrupt::EventReader;
-use crate::learn::AdaptivePolicies;
-use crate::limit::RateLimits;
 use crate::poller::{PollPolicy, PollerPool};
 
 /// Configuration for attaching a guest controller.
@@ -50,17 +48,6 @@ pub struct LocalBackendConfig {
     pub serial: Option<String>,
 }
 
-/// Parts of a function that outlive the back end's process.
-#[derive(Debug)]
-pub struct PersistedBackendParts {
-    /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
-    pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::InflightFile::fd).
-    pub live: OwnedFd,
-    /// Eventfd that is signalled when there are events.
-    pub events: EventFd,
-}
-
 /// Source of the parts that a function and its back end share.
 #[derive(Debug)]
 pub enum SharedPartsSource {
@@ -73,27 +60,4 @@ pub enum SharedPartsSource {
     /// The function is in this process and continues in the next one. Its queues have in-flight tracking. The files come from
     /// the old server, if there was one, and are untrusted.
     Continued(Option<PersistedBackendFiles>),
-}
-
-/// Files of a function that continues in the next process.
-#[derive(Debug)]
-pub struct PersistedBackendFiles {
-    /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
-    pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::InflightFile::fd).
-    pub live: OwnedFd,
-}
-
-impl PersistedBackendParts {
-    /// Duplicates the descriptors of the parts.
-    ///
-    /// # Errors
-    /// Returns the kernel's error if no descriptors are left.
-    pub fn share(&self) -> io::Result<Self> {
-        Ok(Self {
-            doorbells: self.doorbells.try_clone()?,
-            live: self.live.try_clone()?,
-            events: self.events.try_clone()?,
-        })
-    }
 }

@@ -3,17 +3,17 @@
 use std::io;
 
 use log::error;
+use nvme_guest::address::Gpa;
+use nvme_guest::doorbell::DoorbellBuffer;
+use nvme_guest::seam::{DoorbellWaker, IoDoorbells, QueueError};
 use nvme_mpt_memory::deadline::Deadline;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 
 use super::LocalBackend;
 use super::io_queues::{BackendQueues, next_id};
-use crate::address::Gpa;
-use crate::doorbell::DoorbellBuffer;
 use crate::poller::DoorbellWatch;
 use crate::processor_time::ProcessorTimeCharge;
-use crate::seam::{DoorbellWaker, IoDoorbells, QueueError};
-use crate::spec::ids::QueueId;
-use crate::spec::registers::Doorbell;
 
 impl LocalBackend {
     /// Handles a trapped write to an I/O doorbell register. Returns whether the queue exists.
@@ -120,7 +120,7 @@ impl LocalBackend {
     ) -> Result<(), QueueError> {
         let DoorbellBuffer { shadow, event_idx } = buffer;
         let table = self.window.table();
-        let len = crate::address::PAGE_SIZE;
+        let len = nvme_guest::address::PAGE_SIZE;
         for gpa in [shadow, event_idx] {
             if !gpa.is_page_aligned() {
                 return Err(QueueError::Misaligned(gpa));

@@ -2,11 +2,11 @@
 
 use std::io;
 
+use nvme_guest::host::Mdts;
 use nvme_lease::range::{ByteRange, Bytes};
 use nvme_lease::{LeaseError, LeaseExtents};
 
 use crate::drive::HostLeaseError;
-use crate::host::Mdts;
 use crate::poller::NoSuchProcessor;
 
 /// Reason why a guest controller cannot attach.

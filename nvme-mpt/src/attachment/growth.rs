@@ -7,16 +7,16 @@
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicBool;
 
+use nvme_guest::event::{DriveEvent, IoQueueEvent};
+use nvme_guest::seam::GUEST_NSID;
 use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_lease::{Lease, LeaseError};
+use nvme_spec::ids::Lba;
 
 use super::LocalBackend;
 use crate::drive::Drive;
 use crate::drive::HostLeaseError;
-use crate::event::{DriveEvent, IoQueueEvent};
-use crate::seam::GUEST_NSID;
 use crate::shadow::{LeasedBlocks, NamespaceIds};
-use crate::spec::ids::Lba;
 use crate::wipe::{WipeError, wipe_with};
 
 /// Reason why a lease cannot grow.

@@ -3,31 +3,28 @@
 use std::io;
 use std::time::Duration;
 
+use nvme_guest::address::Gpa;
+use nvme_guest::dma::{DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping};
+use nvme_guest::doorbell::DoorbellBuffer;
+use nvme_guest::event::{DriveEvent, IoQueueEvent};
+use nvme_guest::host::{LeaseDamage, UnreportedChanges};
+use nvme_guest::limit::RateLimits;
+use nvme_guest::seam::{
+    BackendState, BackendStateError, CoalescingConfig, CommandDrainMode, ControllerBackend,
+    CqConfig, GUEST_NSID, IoDoorbells, LeaseFacts, LeaseStatus, PersistedQueues, QueueError,
+    SharedParts, SqConfig,
+};
+use nvme_guest::stats::{BackendStats, LeaseCounters};
+use nvme_mpt_memory::crash::recorded;
 use nvme_mpt_memory::deadline::Deadline;
+use nvme_mpt_memory::user_faults::MemoryHolder;
+use nvme_spec::ids::QueueId;
+use nvme_spec::log::SmartHealth;
+use nvme_spec::registers::Doorbell;
 
 use super::LocalBackend;
 use super::io_queues::OverdueQueuePolicy;
 use super::pause;
-use crate::address::Gpa;
-use crate::dma::{DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping};
-use crate::doorbell::DoorbellBuffer;
-use crate::event::{DriveEvent, IoQueueEvent};
-use crate::host::{LeaseDamage, UnreportedChanges};
-use crate::limit::RateLimits;
-use crate::memory::crash::recorded;
-use crate::memory::user_faults::MemoryHolder;
-use crate::seam::{
-    BackendState, BackendStateError, CqConfig, GUEST_NSID, PersistedQueues, QueueError, SqConfig,
-};
-use crate::seam::{
-    CoalescingConfig, CommandDrainMode, ControllerBackend, IoDoorbells, LeaseFacts, LeaseStatus,
-    SharedParts,
-};
-use crate::spec::ids::QueueId;
-use crate::spec::log::SmartHealth;
-use crate::spec::registers::Doorbell;
-use crate::stats::BackendStats;
-use crate::stats::LeaseCounters;
 
 impl LocalBackend {
     fn within(&self, time: Duration) -> Deadline {

@@ -7,31 +7,31 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use log::info;
+use nvme_guest::doorbell::DoorbellBuffer;
+use nvme_guest::interrupt::{InterruptCoalescer, InterruptVector};
+use nvme_guest::seam::state::slots_of;
+use nvme_guest::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
+use nvme_guest::stats::{HostQueueUse, LeaseCounters};
+use nvme_mpt_memory::clock::TickRate;
 use nvme_mpt_memory::deadline::Deadline;
+use nvme_mpt_memory::sync::MutexGuard;
+use nvme_mpt_memory::sync::mpsc::RecvTimeoutError;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
 
 use super::LocalBackend;
 use super::queue_limits::QueueLimits;
 use super::state::gone;
 use super::steward::OutlivingQueue;
-use crate::clock::TickRate;
-use crate::doorbell::DoorbellBuffer;
 use crate::host::ListMemory;
 use crate::host::SharedQueuePair;
-use crate::interrupt::{InterruptCoalescer, InterruptVector};
-use crate::memory::sync::MutexGuard;
-use crate::memory::sync::mpsc::RecvTimeoutError;
 use crate::poller::{Poller, PollerLocality, QueueRemoval};
-use crate::seam::state::slots_of;
-use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
 use crate::shadow::{
     CompletionQueue, HostQueuePair, HostQueueParts, PART_LISTS, ShadowQueue, SubmissionQueue,
     UnmappedRing,
 };
-use crate::spec::cqe::Cqe;
-use crate::spec::ids::QueueId;
-use crate::spec::registers::Doorbell;
-use crate::spec::sqe::Sqe;
-use crate::stats::{HostQueueUse, LeaseCounters};
 
 /// Existing Completion Queue with its Submission Queues.
 #[derive(Debug)]

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use crate::live::{InflightFile, InflightSlot, RecordedSqHead};
-use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
-use crate::seam::SubmissionQueueState;
-use crate::seam::state::words_of;
-use crate::seam::{
+use nvme_guest::live::{InflightFile, InflightSlot, RecordedSqHead};
+use nvme_guest::seam::state::words_of;
+use nvme_guest::seam::{
     BackendStateError, CompletionQueueState, CqConfig, InFlightCommandState, SqConfig,
+    SubmissionQueueState,
 };
-use crate::spec::cqe::Cqe;
+use nvme_mpt_memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
+use nvme_spec::cqe::Cqe;
 
 /// Completion Queue to restore, with its Submission Queues, as created by the guest.
 #[derive(Debug)]

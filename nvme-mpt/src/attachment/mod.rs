@@ -32,40 +32,38 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 
 use log::{error, warn};
+use nvme_guest::dma::{DmaWindow, MemoryKinds, MemoryLimit};
+use nvme_guest::doorbell::{DoorbellMode, DoorbellPage};
+use nvme_guest::event::EventQueue;
+use nvme_guest::host::{CommandSets, ControllerLimits, LeaseChangeLog, Mdts};
+use nvme_guest::interrupt::{CoalescingFeature, InterruptVector, vectors_of};
+use nvme_guest::limit::{RateLimiter, RateLimiterUse, RateLimits};
+use nvme_guest::live::InflightFile;
+use nvme_guest::memory_account::MemoryAccount;
+use nvme_guest::park::UntrappedDoorbells;
+use nvme_guest::seam::{ControllerBackend, GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
+use nvme_guest::stats::{
+    BackendStats, HostQueueUse, LatencyDistribution, LeaseCounters, LeasePairStats, MemoryStats,
+    QueueCounters, QueueStats, StatusCounters,
+};
 use nvme_lease::Lease;
 use nvme_lease::range::Bytes;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
+use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use nvme_mpt_memory::sync::{Mutex, try_lock};
+use nvme_spec::ids::QueueId;
 
-pub use config::{
-    LocalBackendConfig, PersistedBackendFiles, PersistedBackendParts, SharedPartsSource,
-};
+pub use config::{LocalBackendConfig, SharedPartsSource};
 pub use error::LocalBackendError;
 pub use growth::GrowError;
 pub(crate) use holding::OpenLease;
 
-use crate::clock::{TickRate, Ticks};
-use crate::dma::{DmaWindow, MemoryKinds, MemoryLimit};
-use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::drive::{HostLeaseError, HostNamespace, QueuePairReservation, SpareDescriptorStore};
-use crate::event::EventQueue;
-use crate::host::{CommandSets, ControllerLimits, LeaseChangeLog, Mdts};
-use crate::interrupt::{CoalescingFeature, InterruptVector, vectors_of};
-use crate::limit::{RateLimiter, RateLimiterUse, RateLimits};
-use crate::live::InflightFile;
-use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use crate::memory::sync::{Mutex, try_lock};
-use crate::memory_account::MemoryAccount;
-use crate::park::UntrappedDoorbells;
 use crate::poller::{PollPolicy, PollerIdleMode, PollerPool, PollerSharing};
-use crate::seam::{ControllerBackend, GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
 use crate::shadow::{
     CommandSet, LeasedBlocks, NamespaceIds, NvmCommands, NvmFacts, QueueContext, ShadowQueue,
-};
-use crate::spec::ids::QueueId;
-use crate::stats::{
-    BackendStats, HostQueueUse, LatencyDistribution, LeaseCounters, LeasePairStats, MemoryStats,
-    QueueCounters, QueueStats, StatusCounters,
 };
 use growth::{LeaseGrowth, unit_blocks};
 use io_queues::{BackendQueues, CreatedCompletionQueue};

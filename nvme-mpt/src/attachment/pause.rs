@@ -6,12 +6,12 @@
 
 use std::time::Duration;
 
+use nvme_guest::seam::QueueError;
 use nvme_mpt_memory::deadline::Deadline;
+use nvme_spec::ids::QueueId;
 
 use super::LocalBackend;
 use super::io_queues::BackendQueues;
-use crate::seam::QueueError;
-use crate::spec::ids::QueueId;
 
 impl LocalBackend {
     /// Stops the pollers from taking commands, and waits for in-flight commands until `deadline`. On success, neither the

@@ -3,14 +3,15 @@
 
 use std::collections::BTreeSet;
 
-use super::LocalBackend;
-use crate::address::Gpa;
-use crate::seam::state::slots_of;
-use crate::seam::{
+use nvme_guest::address::Gpa;
+use nvme_guest::seam::state::slots_of;
+use nvme_guest::seam::{
     BackendStateError, CompletionQueueState, CqConfig, InFlightCommandState, QueueError, SqConfig,
     SubmissionQueueState,
 };
-use crate::spec::ids::QueueId;
+use nvme_spec::ids::QueueId;
+
+use super::LocalBackend;
 
 /// Minimum number of entries of a queue. One entry always stays empty, so a queue of one entry could hold none.
 pub(super) const ENTRIES_MIN: u32 = 2;

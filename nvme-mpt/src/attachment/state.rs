@@ -5,19 +5,20 @@
 use std::fmt::{Display, Write};
 use std::io;
 
-use super::LocalBackend;
-use super::queue_limits::QueueLimits;
-use crate::address::PAGE_SIZE;
-use crate::doorbell::DoorbellBuffer;
-use crate::event::{DriveEvent, IoQueueEvent};
-use crate::host::{ControllerLimits, UnreportedChanges};
-use crate::seam::LeasedNamespace;
-use crate::seam::state::{
+use nvme_guest::address::PAGE_SIZE;
+use nvme_guest::doorbell::DoorbellBuffer;
+use nvme_guest::event::{DriveEvent, IoQueueEvent};
+use nvme_guest::host::{ControllerLimits, UnreportedChanges};
+use nvme_guest::seam::LeasedNamespace;
+use nvme_guest::seam::state::{
     BackendState, BackendStateError, DoorbellBufferState, GuestPromiseState, UnreportedChangesState,
 };
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
+
+use super::LocalBackend;
+use super::queue_limits::QueueLimits;
 use crate::shadow::UnmappedRing;
-use crate::spec::ids::QueueId;
-use crate::spec::registers::Doorbell;
 
 /// Name of the promise that a lease by size may exceed after growth.
 const BLOCKS: &str = "blocks";

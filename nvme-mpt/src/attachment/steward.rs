@@ -4,10 +4,12 @@
 use std::io;
 use std::sync::{Arc, PoisonError, Weak};
 
+use nvme_guest::threads::ThreadSpawner;
+use nvme_mpt_memory::sync::Mutex;
+use nvme_mpt_memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+
 use super::holding::OpenLease;
-use crate::memory::sync::Mutex;
-use crate::memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
-use crate::poller::{Poller, QueueRemoval, ThreadSpawner};
+use crate::poller::{Poller, QueueRemoval};
 
 /// Shadow queue that its poller hands over once none of its commands is in flight.
 #[derive(Debug)]

@@ -1,16 +1,16 @@
 //! Restoring queues of a process that ended, from their in-flight tracking.
 
+use nvme_guest::address::Gpa;
+use nvme_guest::event::{IoQueueEvent, QueueFailure};
+use nvme_guest::seam::{BackendStateError, CompletionQueueState, CqConfig, PersistedQueues};
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::QueueId;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::LocalBackend;
 use super::kept_queue::{PersistedQueue, take_up};
 use super::queue_limits::QueueLimits;
-use crate::address::Gpa;
-use crate::event::{IoQueueEvent, QueueFailure};
-use crate::seam::{BackendStateError, CompletionQueueState, CqConfig, PersistedQueues};
 use crate::shadow::{CompletionQueue, UnmappedRing};
-use crate::spec::cqe::Cqe;
-use crate::spec::ids::QueueId;
 
 impl LocalBackend {
     /// Restores queues from their in-flight tracking. Commands that were in flight are executed again, or complete with Command

@@ -1,17 +1,17 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use nvme_guest::dma::MemoryRegion;
+use nvme_guest::event::{DriveEvent, IoQueueEvent};
+use nvme_guest::learn::AdaptivePolicies;
+use nvme_guest::seam::state::GuestPromiseState;
+use nvme_guest::seam::{BackendStateError, ControllerBackend, CqConfig};
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_mpt_memory::memfd;
+use nvme_spec::ids::Nsid;
+use nvme_spec::registers::Doorbell;
 
 use super::*;
-use crate::dma::MemoryRegion;
 use crate::drive::idle::IdleController;
-use crate::event::{DriveEvent, IoQueueEvent};
-use crate::learn::AdaptivePolicies;
-use crate::memory::memfd;
-use crate::seam::state::GuestPromiseState;
-use crate::seam::{BackendStateError, ControllerBackend, CqConfig};
-use crate::spec::ids::Nsid;
-use crate::spec::registers::Doorbell;
 
 fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
     // Uses a separate ledger, like a server with another state directory.
@@ -30,14 +30,14 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
         queue_pairs: 1,
         reservation: None,
         mdts: None,
-        doorbell_stride: crate::DoorbellStride::default(),
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         learning: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
-        rates: crate::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     }
 }
@@ -54,7 +54,7 @@ fn impossible_attachments_are_refused_by_name() {
     assert!(attach(|config| config.queue_pairs = 512).contains("512"));
     let message = attach(|config| {
         config.queue_pairs = 32;
-        config.doorbell_stride = crate::DoorbellStride::Bytes64;
+        config.doorbell_stride = nvme_guest::DoorbellStride::Bytes64;
     });
     assert!(message.contains("1 to 31"), "{message}");
     let message = attach(|config| config.mdts = Some(Mdts::MAX));
@@ -136,7 +136,7 @@ fn slow_queue_creation_delays_neither_statistics_nor_doorbells() {
     // The drive is not asked for an invalid queue.
     let nowhere = CqConfig {
         qid: QueueId(1),
-        base: crate::Gpa(0x1000),
+        base: nvme_guest::Gpa(0x1000),
         entries: 2,
         vector: None,
     };
@@ -150,7 +150,7 @@ fn slow_queue_creation_delays_neither_statistics_nor_doorbells() {
     assert!(matches!(error, QueueError::InvalidQueueId(_)), "{error}");
     assert_eq!(looks.load(Ordering::Relaxed), 0);
     let memory = MemoryRegion {
-        gpa: crate::Gpa(0x1_0000),
+        gpa: nvme_guest::Gpa(0x1_0000),
         len: 0x1_0000,
         fd: memfd(c"test", 0x1_0000).expect("memory"),
         offset: 0,
@@ -181,7 +181,7 @@ fn a_vector_that_the_function_does_not_have_is_refused() {
     let attachment = attachment();
     let config = CqConfig {
         qid: QueueId(1),
-        base: crate::Gpa(0x1000),
+        base: nvme_guest::Gpa(0x1000),
         entries: 2,
         vector: Some(2),
     };

@@ -7,17 +7,17 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::event::EventQueue;
+use nvme_guest::host::{ControllerLimits, Mdts, TemperatureThresholds};
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::limit::LeaseWeight;
 use nvme_lease::label::DriveLabel;
 use nvme_lease::origin::DriveIdentityRef;
+use nvme_spec::log::{ErrorInformation, SmartHealth};
 
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
 use super::namespace::HostNamespace;
 use super::reservation::{QueuePairReservation, ReserveError};
-use crate::event::EventQueue;
-use crate::host::{ControllerLimits, Mdts, TemperatureThresholds};
-use crate::iova::IovaSpace;
-use crate::limit::LeaseWeight;
-use crate::spec::log::{ErrorInformation, SmartHealth};
 
 /// Use of a host controller's limited number of I/O queue pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -196,7 +196,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         let _ = time;
     }
 
-    /// Reports the drive's events ([`Event::Drive`](crate::event::IoQueueEvent::Drive)) to the queue from now on, as long as
+    /// Reports the drive's events ([`Event::Drive`](nvme_guest::event::IoQueueEvent::Drive)) to the queue from now on, as long as
     /// the queue lives.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;

@@ -5,16 +5,17 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::{Arc, OnceLock};
 
+use nvme_guest::host::ControllerLimits;
+use nvme_guest::iova::IovaSpace;
 use nvme_lease::origin::DriveIdentityRef;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::identify::Oncs;
+use nvme_spec::ids::Nsid;
+use nvme_spec::sqe::Sqe;
 
 use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
-use crate::clock::Ticks;
-use crate::host::{CompletionTaker, ControllerLimits, HostBatch, HostMemory, HostQueue};
-use crate::iova::IovaSpace;
+use crate::host::{CompletionTaker, HostBatch, HostMemory, HostQueue};
 use crate::shadow::{HostQueuePair, NvmCommands};
-use crate::spec::identify::Oncs;
-use crate::spec::ids::Nsid;
-use crate::spec::sqe::Sqe;
 
 /// Hook that a test runs while a queue is created.
 #[derive(Clone, Default)]

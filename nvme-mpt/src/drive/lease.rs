@@ -6,14 +6,14 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use nvme_guest::event::EventQueue;
+use nvme_guest::host::{CommandSetDescription, LeaseChangeLog, LeaseDamage};
+use nvme_guest::limit::LeaseWeight;
+use nvme_guest::live::{ChangeRecord, LeaseWriteErrorRecord};
 use nvme_lease::range::{BlockRange, ByteRange};
 
 use super::namespace::HostNamespace;
 use super::reservation::QueuePairReservation;
-use crate::event::EventQueue;
-use crate::host::{CommandSetDescription, LeaseChangeLog, LeaseDamage};
-use crate::limit::LeaseWeight;
-use crate::live::{ChangeRecord, LeaseWriteErrorRecord};
 use crate::shadow::HostQueuePair;
 
 /// Request to open a lease at a host controller.

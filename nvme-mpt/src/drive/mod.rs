@@ -20,13 +20,12 @@ pub use namespace::HostNamespace;
 pub use reservation::{QueuePairReservation, ReserveError, ReservedPairs};
 pub use spare::SpareDescriptorStore;
 
+use nvme_guest::host::ControllerLimits;
+use nvme_guest::limit::LeaseWeight;
 use nvme_lease::label::DriveLabel;
 use nvme_lease::origin::DriveIdentityRef;
 use nvme_lease::range::BlockRange;
-
-use crate::host::ControllerLimits;
-use crate::limit::LeaseWeight;
-use crate::spec::ids::Nsid;
+use nvme_spec::ids::Nsid;
 
 /// Errors of using a namespace as a drive.
 #[derive(Debug, thiserror::Error)]

@@ -1,6 +1,6 @@
 //! Namespaces of a host controller.
 
-use crate::spec::ids::Nsid;
+use nvme_spec::ids::Nsid;
 
 /// A namespace of a host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,15 +1,15 @@
 //! Access to the data of a translated command: the IOMMU of software drives.
 
+use nvme_guest::address::PAGE_SIZE;
+use nvme_guest::dma::RegionHint;
+use nvme_mpt_memory::RawBytes;
+use nvme_spec::dma::{SglDescriptor, SglType};
+use nvme_spec::sqe::{Psdt, Sqe};
+use nvme_spec::status::Status;
 use zerocopy::transmute;
 
-use crate::address::PAGE_SIZE;
-use crate::dma::RegionHint;
 use crate::host::HostMemory;
 use crate::host::ListMemory;
-use crate::memory::RawBytes;
-use crate::spec::dma::{SglDescriptor, SglType};
-use crate::spec::sqe::{Psdt, Sqe};
-use crate::spec::status::Status;
 
 /// Location of a command's data: PRPs or an SGL of IOVAs, as built by translation.
 ///

@@ -4,9 +4,9 @@
 use std::io;
 use std::sync::Arc;
 
-use crate::address::{Iova, PAGE_SIZE};
-use crate::iova::{IovaPart, IovaSpace};
-use crate::memory::{MappingAccess, PrivateWords, RawBytes};
+use nvme_guest::address::{Iova, PAGE_SIZE};
+use nvme_guest::iova::{IovaPart, IovaSpace};
+use nvme_mpt_memory::{MappingAccess, PrivateWords, RawBytes};
 
 /// Bytes per slot: two memory pages, for the 257 SGL descriptors of 1 MiB that starts within a page. A PRP list, a Dataset
 /// Management range list and a Copy source list take one page at most.
@@ -49,7 +49,7 @@ impl ListMemory {
     /// Returns the IOVA of a slot's list.
     #[inline]
     pub fn iova_of_slot(&self, slot: u16) -> Iova {
-        Iova(self.iova.start() + u64::from(slot) * LIST_BYTES as u64)
+        self.iova.at(u64::from(slot) * LIST_BYTES as u64)
     }
 
     /// Returns the bytes at an IOVA of a list, as the host controller would access them.

@@ -4,11 +4,12 @@ use std::fmt;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use crate::clock::Ticks;
-use crate::dma::RegionTable;
+use nvme_guest::dma::RegionTable;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+
 use crate::host::ListMemory;
-use crate::spec::sqe::Sqe;
-use crate::spec::status::Status;
 
 /// Completion of a command by a host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,9 +5,8 @@ use std::io;
 use std::time::Duration;
 
 use log::{info, warn};
-
-use crate::clock::{TickRate, Ticks};
-use crate::memory::processors::{ProcessorSet, own_processors, pin_this_thread};
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_mpt_memory::processors::{ProcessorSet, own_processors, pin_this_thread};
 
 /// Interval for checking the processors of a poller's thread. A sleeping poller checks when it wakes up.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -126,9 +125,10 @@ impl ThreadPinning {
 
 #[cfg(test)]
 mod tests {
+    use nvme_guest::threads::start_thread;
+    use nvme_mpt_memory::processors::run_on;
+
     use super::*;
-    use crate::memory::processors::run_on;
-    use crate::poller::start_thread;
 
     #[test]
     fn a_thread_that_was_moved_off_its_processor_returns_to_it() {

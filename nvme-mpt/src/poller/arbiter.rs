@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use crate::clock::TickRate;
+use nvme_mpt_memory::clock::TickRate;
 
 /// Time of a function per round.
 const QUANTUM: Duration = Duration::from_micros(50);

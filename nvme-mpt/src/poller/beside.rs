@@ -10,10 +10,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use log::{debug, warn};
-
-use crate::clock::{TickRate, Ticks};
-use crate::interrupt::InterruptVector;
-use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, run_on};
+use nvme_guest::interrupt::InterruptVector;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_mpt_memory::processors::{ProcessorSet, ThreadId, own_processors, run_on};
 
 /// Interval for checking the processors of the vCPU's thread. A sleeping poller checks when it wakes up.
 const PERIOD: Duration = Duration::from_millis(100);

@@ -3,7 +3,7 @@
 //! A poller owns its shadow queues and runs them in turn, by function first (`arbiter.rs`). A queue's turn ends after 64
 //! commands, or after 4 MiB (256 KiB if the poller has other functions). If a function's turn does not end, the other functions
 //! move to another thread (`seat.rs`, `watch.rs`). A poller without work spins for a time given by an [adaptive
-//! policy](crate::learn), and then parks (`park.rs`). Stores to mapped doorbells cannot wake a poller, so it reads them
+//! policy](nvme_guest::learn), and then parks (`park.rs`). Stores to mapped doorbells cannot wake a poller, so it reads them
 //! periodically. A poller that follows a vCPU changes its processors (`beside.rs`).
 
 mod affinity;
@@ -15,7 +15,6 @@ mod seat;
 mod watch;
 mod worker;
 
-pub use crate::threads::{ThreadSpawner, ThreadWork, run_beside, start_thread};
 pub use affinity::NoSuchProcessor;
 pub(crate) use beside::PollerLocality;
 pub use placement::PollerPool;

@@ -6,15 +6,15 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use log::warn;
+use nvme_guest::learn::AdaptivePolicies;
+use nvme_guest::stats::PollerStats;
+use nvme_guest::threads::ThreadSpawner;
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::sync::Mutex;
 
 use super::beside::PollerLocality;
 use super::policy::{PollPolicy, PollerIdleMode, PollerProcessors, PollerSharing};
 use super::worker::{Poller, ThreadPlacement};
-use crate::clock;
-use crate::learn::AdaptivePolicies;
-use crate::memory::sync::Mutex;
-use crate::stats::PollerStats;
-use crate::threads::ThreadSpawner;
 
 /// Processors per shared poller, unless processors are named. The other processors run guests.
 const PROCESSORS_PER_SHARED_POLLER: usize = 4;
@@ -50,7 +50,7 @@ struct PollerGroup {
 fn processors() -> usize {
     // A simulation must not depend on the machine.
     #[cfg(simulation)]
-    return crate::memory::simulation::costs::shared_pollers() * PROCESSORS_PER_SHARED_POLLER;
+    return nvme_mpt_memory::simulation::costs::shared_pollers() * PROCESSORS_PER_SHARED_POLLER;
     #[cfg(not(simulation))]
     std::thread::available_parallelism().map_or(1, |number| number.get())
 }
@@ -313,9 +313,10 @@ fn crowd(groups: &[PollerGroup], cpu: usize) -> Option<Vec<String>> {
 mod tests {
     use std::sync::mpsc;
 
+    use nvme_guest::interrupt::InterruptVector;
+    use nvme_mpt_memory::processors::{ProcessorSet, ThreadId, own_processors, pin_this_thread};
+
     use super::*;
-    use crate::interrupt::InterruptVector;
-    use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, pin_this_thread};
 
     fn place_in(pollers: &PollerPool, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
         pollers.place(

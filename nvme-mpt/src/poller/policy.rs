@@ -4,9 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use nvme_guest::doorbell::DoorbellMode;
+use nvme_mpt_memory::processors::PROCESSORS_MAX;
+
 use super::affinity::{self, NoSuchProcessor};
-use crate::doorbell::DoorbellMode;
-use crate::memory::processors::PROCESSORS_MAX;
 
 /// Sharing of pollers between queues.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -11,9 +11,9 @@
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
-use crate::clock::Ticks;
-use crate::memory::processors::ThreadId;
-use crate::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::clock::Ticks;
+use nvme_mpt_memory::processors::ThreadId;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 /// Seat for functions of type `P`, with tickets of type `T`.
 pub(super) struct TakeoverSlot<P, T> {
@@ -115,7 +115,7 @@ impl<P, T> TakeoverSlot<P, T> {
 /// Returns whether a thread of this process is blocked in the kernel. A preempted thread does not count.
 pub(super) fn is_blocked(ThreadId(thread): ThreadId) -> bool {
     #[cfg(simulation)]
-    return crate::memory::simulation::costs::is_blocked(thread);
+    return nvme_mpt_memory::simulation::costs::is_blocked(thread);
     #[cfg(not(simulation))]
     {
         let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));

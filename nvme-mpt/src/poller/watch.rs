@@ -5,9 +5,10 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use log::warn;
+use nvme_guest::threads::ThreadWork;
+use nvme_mpt_memory::clock::{self, ticks_in};
 
 use super::placement::PollerPool;
-use crate::clock::{self, ticks_in};
 
 /// Maximum time for which a function's turn may block before the other functions move to another thread.
 const LIMIT: Duration = Duration::from_millis(4);
@@ -48,7 +49,7 @@ pub(super) fn watch(pollers: &Weak<PollerPool>) {
 }
 
 /// Returns the work of a thread that runs [`watch`].
-pub(super) fn work(pollers: &Arc<PollerPool>) -> super::ThreadWork {
+pub(super) fn work(pollers: &Arc<PollerPool>) -> ThreadWork {
     let pollers = Arc::downgrade(pollers);
     Box::new(move || watch(&pollers))
 }

@@ -11,6 +11,19 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use log::{error, warn};
+use nvme_guest::event::EventQueue;
+use nvme_guest::learn::{
+    AdaptivePolicies, PollInterval, PreemptionBackoff, SpinTime, ThreadProcessorUse,
+};
+use nvme_guest::park::PollerWaker;
+use nvme_guest::stats::PollerStats;
+use nvme_guest::threads::ThreadSpawner;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_mpt_memory::processors::{ThreadId, are_virtual, own_processors, run_on};
+use nvme_mpt_memory::sync::mpsc::{Receiver, SendError, SyncSender, sync_channel};
+use nvme_mpt_memory::sync::{JoinHandle, Mutex};
+use nvme_mpt_memory::system::{thread_preemptions, thread_time};
+use nvme_mpt_memory::{MappedWord32, eventfd};
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -19,22 +32,8 @@ use super::arbiter::{FunctionArbitration, FunctionQuantum};
 use super::beside::{PollerLocality, VcpuAffinity};
 use super::policy::PollerIdleMode;
 use super::seat::{TakeoverSlot as SeatOf, is_blocked};
-use crate::clock::{TickRate, Ticks};
-use crate::event::EventQueue;
-use crate::learn::{
-    AdaptivePolicies, PollInterval, PreemptionBackoff, SpinTime, ThreadProcessorUse,
-};
-use crate::memory::processors::{ThreadId, are_virtual, own_processors, run_on};
-use crate::memory::sync::JoinHandle;
-use crate::memory::sync::Mutex;
-use crate::memory::sync::mpsc::{Receiver, SendError, SyncSender, sync_channel};
-use crate::memory::system::{thread_preemptions, thread_time};
-use crate::memory::{MappedWord32, eventfd};
-use crate::park::PollerWaker;
 use crate::processor_time::{self, ProcessorTime, ProcessorTimeCharge, ProcessorTimeDivision};
 use crate::shadow::ShadowQueue;
-use crate::stats::PollerStats;
-use crate::threads::ThreadSpawner;
 
 /// New identity for a thread whose seat was taken over.
 pub(super) struct TakeoverTicket {
@@ -249,7 +248,7 @@ impl Poller {
             return Ok(None);
         }
         // The thread may just have waited for the lock of its seat, which this check held.
-        crate::clock::sleep(LOOK);
+        nvme_mpt_memory::clock::sleep(LOOK);
         if !is_blocked(thread) {
             return Ok(None);
         }
@@ -403,7 +402,7 @@ impl Poller {
         let now = Ticks::now();
         let life = now.since(shared.started).max(1);
         let share = |ticks: u64| (ticks as f64 / life as f64).min(1.0);
-        let seconds = |ticks: u64| crate::clock::nanoseconds(ticks) as f64 / 1e9;
+        let seconds = |ticks: u64| nvme_mpt_memory::clock::nanoseconds(ticks) as f64 / 1e9;
         let asleep = match shared.asleep_since.load(Ordering::Relaxed) {
             0 => 0,
             since => now.since(Ticks(since)),
@@ -672,7 +671,7 @@ impl PollerThread {
             error!("Poller {} lost its place", self.shared.name);
             return;
         };
-        let held = crate::clock::nanoseconds(Ticks::now().since(began)) / 1_000_000;
+        let held = nvme_mpt_memory::clock::nanoseconds(Ticks::now().since(began)) / 1_000_000;
         warn!(
             "A function blocked poller {} for {held} ms, by slow memory, storage or a descriptor: it has a poller of \
              its own from now on, {}",
@@ -820,7 +819,7 @@ impl PollerThread {
                     idle_since = None;
                 }
             } else {
-                let half = Duration::from_nanos(crate::clock::nanoseconds(idle) / 2);
+                let half = Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(idle) / 2);
                 self.sleeper.sleep(Some(half.clamp(REST_MIN, REST_MAX)));
                 pass_began = Ticks::now();
             }
@@ -993,7 +992,7 @@ impl PollerThread {
         let mut timeout = None;
         if !found {
             let silent = timed.then(|| {
-                let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
+                let idle = Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(idle));
                 if self.polled.queues().any(ShadowQueue::has_silent_work) {
                     PollInterval::at_work(idle)
                 } else {
@@ -1002,12 +1001,12 @@ impl PollerThread {
             });
             // A spinning poller spins for the remaining time, so that the command completes on time.
             let due = self.until_due(began).map(|ticks| {
-                let until = Duration::from_nanos(crate::clock::nanoseconds(ticks));
+                let until = Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(ticks));
                 until.saturating_sub(early).max(Duration::from_micros(1))
             });
             let rest = self.polled.queues().filter_map(ShadowQueue::rests_until);
             let rest = rest.min().map(|end| {
-                Duration::from_nanos(crate::clock::nanoseconds(end.since(began)))
+                Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(end.since(began)))
                     .max(Duration::from_micros(1))
             });
             timeout = [silent, due, rest].into_iter().flatten().min();

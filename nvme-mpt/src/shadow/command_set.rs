@@ -2,12 +2,14 @@
 //!
 //! A [`HostQueue`](crate::host::HostQueue) names its command set as a type, so that commands are dispatched at compile time.
 
+use nvme_guest::host::{CommandSetDescription, IoCommand};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+
 use super::UntranslatedCommand;
 use super::translate::CommandTranslator;
-use crate::host::{CommandSetDescription, HostQueue, IoCommand};
-use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::Sqe;
-use crate::spec::status::Status;
+use crate::host::HostQueue;
 
 /// Data moved by a completed command, for the statistics of the lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use nvme_lease::range::BlockRange;
+use nvme_spec::ids::{Lba, Nsid};
+use nvme_spec::status::Status;
 
 use super::{CommandFailure, UntranslatedCommand, location};
-use crate::spec::ids::{Lba, Nsid};
-use crate::spec::status::Status;
 
 /// Identifiers of a namespace for the guest and for the host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

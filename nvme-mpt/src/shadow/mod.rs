@@ -26,7 +26,7 @@ pub use queue::{HostQueuePair, ShadowQueue};
 pub use sgl::MAX_DESCRIPTORS as MAX_SGL_DESCRIPTORS;
 pub use translate::CommandTranslator;
 
-use crate::spec::status::Status;
+use nvme_spec::status::Status;
 
 /// Reason why a command does not reach the host controller: the status for the guest, and the location of the wrong
 /// byte in the command for the error log.

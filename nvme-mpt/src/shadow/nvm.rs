@@ -1,18 +1,18 @@
 //! The NVM Command Set, whose commands are available for all namespaces of logical blocks.
 
+use nvme_guest::address::log2_pages;
+use nvme_guest::host::{
+    CommandSetDescription, ControllerLimits, IdentifyNamespaceData, IoCommand, NamespaceContents,
+    SparseStructure,
+};
+use nvme_spec::identify::{Csi, IdentifyControllerNvm};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
 use zerocopy::FromZeros;
 
 use super::UntranslatedCommand;
 use super::command_set::CommandSet;
 use super::translate::CommandTranslator;
-use crate::address::log2_pages;
-use crate::host::{
-    CommandSetDescription, ControllerLimits, IdentifyNamespaceData, IoCommand, NamespaceContents,
-    SparseStructure,
-};
-use crate::spec::identify::{Csi, IdentifyControllerNvm};
-use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::Sqe;
 
 /// Longest deallocation range advised to guests, in bytes. Longer ranges are executed in parts. Linux follows the advice
 /// since 5.13. Without the advice, Linux would send ranges that take longer than its timeout.
@@ -96,12 +96,12 @@ impl CommandSet for NvmCommands {
 
 #[cfg(test)]
 mod tests {
+    use nvme_spec::identify::Oncs;
     use zerocopy::FromBytes;
 
     use super::*;
     use crate::drive::HostController;
     use crate::drive::idle::IdleController;
-    use crate::spec::identify::Oncs;
 
     /// Returns the range limit in bytes that guests see on a drive with this limit.
     fn told(dsm_range_bytes_max: u64, lba_shift: u8) -> u64 {

@@ -16,21 +16,21 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Duration;
 
+use nvme_guest::address::PAGE_SIZE;
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
+use nvme_spec::dma::SglDescriptor;
+use nvme_spec::ids::{CommandId, Lba};
+use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::{Psdt, Sqe};
+use nvme_spec::status::Status;
 use zerocopy::{FromBytes, IntoBytes, transmute};
 
 use super::LeasedBlocks;
 use super::slot::CommandSlots;
 use super::translate::{CommandTranslator, PartContext};
-use crate::address::PAGE_SIZE;
-use crate::clock::{Ticks, ticks_in};
 use crate::host::ListMemory;
 use crate::host::{DataPointer, HostCompletion};
-use crate::spec::dma::SglDescriptor;
-use crate::spec::ids::{CommandId, Lba};
-use crate::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
-use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::{Psdt, Sqe};
-use crate::spec::status::Status;
 
 /// Number of part lists of a shadow queue. Limits the parts with data in flight.
 pub(crate) const PART_LISTS: u16 = 8;

@@ -3,13 +3,14 @@
 //! Each entry is read from guest memory once. A list is rebuilt, entry by entry, in the slot's own memory. So the host
 //! controller never reads a list that the guest can still write.
 
+use nvme_guest::address::{Gpa, PAGE_SIZE};
+use nvme_guest::dma::{DmaDirection, IovaHint, RegionHint, RegionTable, RunPages};
+use nvme_mpt_memory::RawBytes;
+use nvme_spec::dma::{PrpEntry, PrpList, PrpListPage};
+use nvme_spec::status::Status;
+
 use super::CommandFailure;
-use crate::address::{Gpa, PAGE_SIZE};
-use crate::dma::{DmaDirection, IovaHint, RegionHint, RegionTable, RunPages};
 use crate::host::ListMemory;
-use crate::memory::RawBytes;
-use crate::spec::dma::{PrpEntry, PrpList, PrpListPage};
-use crate::spec::status::Status;
 
 const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
 

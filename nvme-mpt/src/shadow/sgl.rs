@@ -4,15 +4,15 @@
 //! once. The host controller gets one segment in the slot's own memory. Bit buckets and keyed or transport descriptors are
 //! not supported and not advertised.
 
+use nvme_guest::address::{Gpa, Iova};
+use nvme_guest::dma::{DmaDirection, RegionHint, RegionTable};
+use nvme_mpt_memory::{RawBytes, RawWords};
+use nvme_spec::dma::{SglDescriptor, SglSubType, SglType};
+use nvme_spec::status::Status;
 use zerocopy::transmute;
 
 use super::CommandFailure;
-use crate::address::{Gpa, Iova};
-use crate::dma::{DmaDirection, RegionHint, RegionTable};
 use crate::host::{LIST_BYTES, ListMemory};
-use crate::memory::{RawBytes, RawWords};
-use crate::spec::dma::{SglDescriptor, SglSubType, SglType};
-use crate::spec::status::Status;
 
 /// Maximum number of descriptors of a command, including those that point to segments.
 pub const MAX_DESCRIPTORS: u32 = (LIST_BYTES / SglDescriptor::SIZE) as u32;

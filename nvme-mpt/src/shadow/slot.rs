@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use crate::clock::{Ticks, ticks_in};
+use nvme_mpt_memory::CompletionCredit;
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
+use nvme_spec::ids::CommandId;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::{Cdw0, Sqe};
+
 use crate::host::DataPointer;
-use crate::memory::CompletionCredit;
-use crate::spec::ids::CommandId;
-use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::{Cdw0, Sqe};
 
 /// Time after taking a command in which it may be resubmitted to the host controller: half of the usual command timeout
 /// of drivers. With `timeout=` of 10 s, a command that the drive never completes is resubmitted once, and fails before its
@@ -329,8 +330,9 @@ impl CommandSlots {
 
 #[cfg(test)]
 mod tests {
+    use nvme_mpt_memory::{CompletionIndices, RingSize};
+
     use super::*;
-    use crate::memory::{CompletionIndices, RingSize};
 
     fn occupy(slots: &mut CommandSlots, cid: CommandId) -> u16 {
         let mut permit = slots.reserve().expect("a free slot");

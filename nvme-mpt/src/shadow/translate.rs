@@ -5,23 +5,23 @@
 
 use std::sync::Arc;
 
+use nvme_guest::address::{Gpa, Iova, PAGE_SIZE};
+use nvme_guest::dma::{DmaDirection, RegionHint, RegionTable};
+use nvme_guest::host::ControllerLimits;
+use nvme_spec::ids::{CommandId, Nsid};
+use nvme_spec::nvm::{
+    CompareVerify, CopyCommand, CopyFormat, CopyRange0, DatasetManagement, DsmRange, ReadWrite,
+    WriteUncorrectable, WriteZeroes,
+};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::{Cdw0, FusedOperation, Psdt, Sqe};
+use nvme_spec::status::Status;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::prp::{self, PrpHints};
 use super::{CommandFailure, LeasedBlocks, UntranslatedCommand, location, sgl};
-use crate::address::{Gpa, Iova, PAGE_SIZE};
-use crate::dma::{DmaDirection, RegionHint, RegionTable};
-use crate::host::DataPointer;
 use crate::host::ListMemory;
-use crate::host::{ControllerLimits, HostMemory};
-use crate::spec::ids::{CommandId, Nsid};
-use crate::spec::nvm::{
-    CompareVerify, CopyCommand, CopyFormat, CopyRange0, DatasetManagement, DsmRange, ReadWrite,
-    WriteUncorrectable, WriteZeroes,
-};
-use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::{Cdw0, FusedOperation, Psdt, Sqe};
-use crate::spec::status::Status;
+use crate::host::{DataPointer, HostMemory};
 
 /// Bits of dword 12 of Read and Write that reach the host controller: NLB, FUA and LR. Directives and protection
 /// information are not offered.
@@ -322,13 +322,15 @@ impl CommandTranslator {
         // Each branch stores its own result. A common result variable would cost another copy.
         if let Some(prp1) = prp::translate_page(&self.prp_hints, guest.prp1(), len, direction) {
             debug_assert_eq!(
-                self.table.translate(
-                    Gpa(guest.prp1()),
-                    len,
-                    direction,
-                    &mut RegionHint::default()
-                ),
-                Some(Iova(prp1)),
+                self.table
+                    .translate(
+                        Gpa(guest.prp1()),
+                        len,
+                        direction,
+                        &mut RegionHint::default()
+                    )
+                    .map(Iova::bits),
+                Some(prp1),
                 "a hint is of another table"
             );
             host.dptr = [prp1, 0];

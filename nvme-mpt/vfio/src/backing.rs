@@ -7,8 +7,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::iova::Iommu;
-use nvme_mpt::memory::Mapping;
+use nvme_guest::iova::Iommu;
+use nvme_mpt_memory::Mapping;
 use nvme_mpt_memory::deadline::{SystemClock, WaitClock};
 
 /// Access to an NVMe function for its driver: registers, doorbells, and DMA through an [`Iommu`].

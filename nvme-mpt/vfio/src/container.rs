@@ -18,9 +18,9 @@ use vfio_bindings::bindings::vfio as abi;
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction};
 use super::ioctl;
-use nvme_mpt::iova::{BeforePinning, Iommu, IommuMapping};
-use nvme_mpt::memory::sync::RwLock;
-use nvme_mpt::memory::{Mapping, MappingAccess, host_page_size};
+use nvme_guest::iova::{BeforePinning, Iommu, IommuMapping};
+use nvme_mpt_memory::sync::RwLock;
+use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
 
 /// VFIO's IOMMU interface: the type 1 container or a substitute.
 pub(super) trait IommuContext: Iommu {

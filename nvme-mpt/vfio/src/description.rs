@@ -1,8 +1,8 @@
 //! Description of a drive, independent of the driver that reads it.
 
-use nvme_mpt::spec::identify::{IdentifyController, IdentifyNamespace};
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::log::SmartHealth;
+use nvme_spec::identify::{IdentifyController, IdentifyNamespace};
+use nvme_spec::ids::Nsid;
+use nvme_spec::log::SmartHealth;
 
 /// Arbitration mechanisms of a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

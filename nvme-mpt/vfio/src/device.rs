@@ -23,9 +23,9 @@ use super::container::{IommuContext, Type1Container};
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
 use super::ioctl::{self, VfioDeviceRegion};
-use nvme_mpt::iova::{Iommu, IommuMapping};
-use nvme_mpt::memory::sync::RwLock;
-use nvme_mpt::memory::{MappedRegisters, Mapping, eventfd};
+use nvme_guest::iova::{Iommu, IommuMapping};
+use nvme_mpt_memory::sync::RwLock;
+use nvme_mpt_memory::{MappedRegisters, Mapping, eventfd};
 
 /// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
 const DOORBELLS: u64 = 0x1000;

@@ -22,8 +22,8 @@ use vmm_sys_util::ioctl::{
 };
 use zerocopy::IntoBytes;
 
-use nvme_mpt::memory::RawBytes;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt_memory::RawBytes;
+use nvme_spec::sqe::Sqe;
 
 /// Returns the number of a VFIO ioctl, which encodes neither size nor direction.
 const fn request(number: c_ulong) -> c_ulong {

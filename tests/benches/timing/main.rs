@@ -19,11 +19,11 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nvme_guest::AdaptivePolicies;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::ShadowQueue;
-use nvme_mpt::spec::ids::{Nsid, QueueId};
-use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
 use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::memory::DmaBuffer;
@@ -32,6 +32,7 @@ use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::model::{DriveProfile, NvmProfile, SsdProfile};
+use nvme_spec::ids::{Nsid, QueueId};
 
 const ENTRIES: u32 = 256;
 const DRIVE: &str = "null:512M";
@@ -76,14 +77,14 @@ impl Rig {
             queue_pairs: 1,
             reservation: None,
             mdts: None,
-            doorbell_stride: nvme_mpt::DoorbellStride::default(),
-            doorbells: nvme_mpt::DoorbellMode::Shadow,
+            doorbell_stride: nvme_guest::DoorbellStride::default(),
+            doorbells: nvme_guest::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
             learning: AdaptivePolicies::default(),
             pollers: PollerPool::new(),
-            memory: nvme_mpt::MemoryKinds::default(),
+            memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_mpt::limit::RateLimits::default(),
+            rates: nvme_guest::limit::RateLimits::default(),
             serial: None,
         };
         let attachment = Arc::new(LocalBackend::new(config).unwrap());

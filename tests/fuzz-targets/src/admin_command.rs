@@ -10,8 +10,8 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use nvme_mpt::memory::clock;
-use nvme_mpt::{DoorbellMode, Gpa};
+use nvme_guest::{DoorbellMode, Gpa};
+use nvme_mpt_memory::clock;
 use vmm_device::{Bar, MsixMasking};
 
 use crate::{Fixture, Input, RINGS};

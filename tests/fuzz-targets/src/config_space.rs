@@ -6,7 +6,7 @@
 
 use std::cell::RefCell;
 
-use nvme_mpt::DoorbellMode;
+use nvme_guest::DoorbellMode;
 use vmm_device::{
     Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, MsixMasking, NvmeFunction, VENDOR_ID,
 };

@@ -15,18 +15,16 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::threads::ThreadSpawner;
+use nvme_guest::{AdaptivePolicies, CqConfig, DoorbellMode, Gpa, MemoryRegion, SqConfig};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::shadow::ShadowQueue;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
-    AdaptivePolicies, CqConfig, DoorbellMode, Drive, Gpa, LocalBackend, LocalBackendConfig,
-    MemoryRegion, PollPolicy, PollerPool, SqConfig,
-};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use nvme_vfio::{ControllerOptions, VfioController};
 
 use crate::Input;
@@ -101,14 +99,14 @@ impl Lane {
             queue_pairs: 1,
             reservation: None,
             mdts: None,
-            doorbell_stride: nvme_mpt::DoorbellStride::default(),
+            doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
             learning: AdaptivePolicies::default(),
             pollers: pollers.clone(),
-            memory: nvme_mpt::MemoryKinds::default(),
+            memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_mpt::limit::RateLimits::default(),
+            rates: nvme_guest::limit::RateLimits::default(),
             serial: None,
         })
         .expect("an attachment");

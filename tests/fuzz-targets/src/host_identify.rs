@@ -6,11 +6,11 @@
 //! The drive must be opened or refused. If it is opened, the limits for guests must be consistent, the health log must be
 //! readable, and the drive must be released in order.
 
+use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::spec::ids::Lba;
 use nvme_mpt_tests::drive::{DoorbellBufferUse, ModelDrive, NamespaceOptions, Options};
+use nvme_spec::ids::Lba;
 use nvme_vfio::{ControllerOptions, VfioController};
 
 use crate::Input;

@@ -25,14 +25,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use nvme_mpt::live::InflightFile;
-use nvme_mpt::memory::memfd;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
-    DoorbellMode, DoorbellPage, Gpa, LocalBackendError, MemoryRegion, PersistedBackendFiles,
-    SharedPartsSource,
-};
+use nvme_guest::live::InflightFile;
+use nvme_guest::{DoorbellMode, DoorbellPage, Gpa, MemoryRegion, PersistedBackendFiles};
+use nvme_mpt::{LocalBackendError, SharedPartsSource};
+use nvme_mpt_memory::memfd;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use serde_json::{Value, json};
 use vmm_device::{Bar, ControlState, MsixMasking, NvmeFunction};
 
@@ -69,7 +67,7 @@ struct Files([File; 3]);
 
 impl Files {
     fn new(mode: DoorbellMode) -> Self {
-        let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS)
+        let doorbells = DoorbellPage::new(mode, nvme_guest::DoorbellStride::default(), QUEUE_PAIRS)
             .expect("memory");
         let live = InflightFile::new(QUEUE_PAIRS).expect("memory");
         let memory = memfd(c"guest", MEMORY).expect("memory");

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::memfd;
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{ControllerBackend, CqConfig, Gpa, MemoryRegion, SqConfig};
+use nvme_guest::limit::RateLimits;
+use nvme_guest::threads::ThreadSpawner;
+use nvme_guest::{ControllerBackend, CqConfig, Gpa, MemoryRegion, SqConfig};
 use nvme_mpt_lease_protocol::attach_over;
+use nvme_mpt_memory::memfd;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::talk;

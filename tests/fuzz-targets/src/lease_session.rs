@@ -7,8 +7,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, LazyLock};
 use std::thread;
 
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::{ControllerBackend, DoorbellMode, LocalBackend, PersistedBackendParts};
+use nvme_guest::limit::RateLimits;
+use nvme_guest::{ControllerBackend, DoorbellMode, PersistedBackendParts};
+use nvme_mpt::LocalBackend;
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity,
 };

@@ -21,11 +21,12 @@ pub mod vfio_user_message;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use nvme_guest::{AdaptivePolicies, DoorbellMode, EventReader, Gpa, MemoryRegion};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::{
-    AdaptivePolicies, DoorbellMode, Drive, EventReader, Gpa, LocalBackend, LocalBackendConfig,
-    LocalBackendError, MemoryRegion, PollPolicy, PollerPool, SharedPartsSource,
+    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool,
+    SharedPartsSource,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
@@ -116,14 +117,14 @@ impl Host {
             queue_pairs: QUEUE_PAIRS,
             reservation: None,
             mdts: None,
-            doorbell_stride: nvme_mpt::DoorbellStride::default(),
+            doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: mode,
             poll: PollPolicy::default(),
             learning: AdaptivePolicies::default(),
             pollers: self.pollers.clone(),
-            memory: nvme_mpt::MemoryKinds::default(),
+            memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_mpt::limit::RateLimits::default(),
+            rates: nvme_guest::limit::RateLimits::default(),
             serial: None,
         };
         LocalBackend::with_parts(config, parts)

@@ -25,15 +25,15 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::LazyLock;
 
-use nvme_mpt::live::InflightFile;
-use nvme_mpt::memory::memfd;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
+use nvme_guest::live::InflightFile;
+use nvme_guest::{
     ControllerBackend, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa,
-    LocalBackend, LocalBackendError, MemoryRegion, PersistedBackendParts, PersistedQueues,
-    SharedPartsSource, SqConfig,
+    MemoryRegion, PersistedBackendParts, PersistedQueues, SqConfig,
 };
+use nvme_mpt::{LocalBackend, LocalBackendError, SharedPartsSource};
+use nvme_mpt_memory::memfd;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{Host, Input, QUEUE_PAIRS};
@@ -74,7 +74,7 @@ impl Left {
         choices: u8,
     ) -> Self {
         let memory = File::from(memfd(c"guest", MEMORY).expect("memory"));
-        let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS)
+        let doorbells = DoorbellPage::new(mode, nvme_guest::DoorbellStride::default(), QUEUE_PAIRS)
             .expect("memory");
         let numbers = [
             Doorbell::SqTail(FIRST),

@@ -6,8 +6,8 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_lease::range::{ByteRange, Bytes};
-use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt_vmm::options::{
     FunctionOptions, OptionError, OptionText, RateChange, ServerDriveOptions, ServerFunctionOptions,
 };

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use nvme_mpt::DoorbellMode;
+use nvme_guest::DoorbellMode;
 use vmm_device::{Bar, MsixMasking};
 
 use crate::{Fixture, Input};

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use nvme_mpt::DoorbellMode;
+use nvme_guest::DoorbellMode;
 use serde_json::Value;
 use vmm_device::{Bar, FunctionSnapshot, MsixMasking};
 

@@ -25,7 +25,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 const FILE: u64 = 1 << 20;
 
 static MEMORY: LazyLock<File> = LazyLock::new(|| {
-    nvme_mpt::memory::memfd(c"fuzz", FILE)
+    nvme_mpt_memory::memfd(c"fuzz", FILE)
         .expect("memory")
         .into()
 });

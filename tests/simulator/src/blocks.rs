@@ -9,17 +9,17 @@ use nvme_lease::origin::DriveIdentity;
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory};
-use nvme_mpt::memory::RawBytes;
-use nvme_mpt::memory::simulation::costs;
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::nvm::ReadWrite;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::RawBytes;
+use nvme_mpt_memory::simulation::costs;
 use nvme_software::{
     BackingStore, CommandExecutor, CommandTiming, ExecutionStep, LeasedBackingStore, SoftwareQueue,
 };
+use nvme_spec::ids::Lba;
+use nvme_spec::nvm::ReadWrite;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 use crate::history::BLOCK;
 

@@ -11,13 +11,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::interrupt::{ClientSignals, EventReader};
+use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteRange;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::interrupt::{ClientSignals, EventReader};
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::simulation::{acted, costs};
-use nvme_mpt::poller::start_thread;
 use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::simulation::{acted, costs};
 use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use nvme_lease::{Lease, LeaseError, LeaseHolderState};
 use nvme_mpt::PollerPool;
-use nvme_mpt::memory::clock;
+use nvme_mpt_memory::clock;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive};
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;

@@ -10,11 +10,11 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use generator::{Generator, Gn};
-use nvme_mpt::memory::files::simulated as files;
-use nvme_mpt::memory::simulation::{
+use nvme_mpt_lease_protocol::simulated as sockets;
+use nvme_mpt_memory::files::simulated as files;
+use nvme_mpt_memory::simulation::{
     self, ActorEvent, ActorStep, ActorWork, Simulator, costs, stores,
 };
-use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::simulated as drives;
 

@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_lease::Ledger;
 use nvme_lease::range::ByteRange;
 use nvme_mpt::Drive;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::files::simulated as ledger_disk;
-use nvme_mpt::memory::simulation::acted;
-use nvme_mpt::poller::start_thread;
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::files::simulated as ledger_disk;
+use nvme_mpt_memory::simulation::acted;
 use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::queue::QueuePair;

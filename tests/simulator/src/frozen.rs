@@ -11,13 +11,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteRange;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::simulation::acted;
-use nvme_mpt::memory::sync::mpsc::{Receiver, Sender, channel, sync_channel};
-use nvme_mpt::poller::start_thread;
 use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedPartsSource};
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::simulation::acted;
+use nvme_mpt_memory::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;

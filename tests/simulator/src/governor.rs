@@ -7,8 +7,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_mpt::PollerPool;
-use nvme_mpt::poller::start_thread;
 use nvme_mpt_tests::rng::Rng;
 
 use crate::engine::Engine;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use nvme_mpt::memory::clock;
+use nvme_mpt_memory::clock;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{Sqe, admin};

@@ -8,24 +8,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::live::InflightFile;
+use nvme_guest::seam::DoorbellWaker;
+use nvme_guest::threads::start_thread;
+use nvme_guest::{
+    ControllerBackend, CqConfig, DoorbellMode, DoorbellPage, EventReader, Gpa, MemoryRegion,
+    PersistedBackendParts, PersistedQueues, SqConfig,
+};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::{HostController, SpareDescriptorStore};
-use nvme_mpt::live::InflightFile;
-use nvme_mpt::memory::{clock, eventfd};
-use nvme_mpt::poller::start_thread;
-use nvme_mpt::seam::DoorbellWaker;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
-    ControllerBackend, CqConfig, DoorbellMode, DoorbellPage, Drive, EventReader, Gpa, LocalBackend,
-    MemoryRegion, PersistedBackendParts, PersistedQueues, PollerPool, SharedPartsSource, SqConfig,
-};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedPartsSource};
+use nvme_mpt_memory::{clock, eventfd};
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::doorbell::{Doorbell as GuestDoorbell, DoorbellMode as Doorbells};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::rng::Rng;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::engine::Engine;
@@ -67,7 +68,7 @@ impl Kept {
     pub(crate) fn new(memory: &GuestMemory, rng: &mut Rng) -> (Arc<Self>, Vec<QueuePair>) {
         let doorbells = DoorbellPage::new(
             DoorbellMode::Trap,
-            nvme_mpt::DoorbellStride::default(),
+            nvme_guest::DoorbellStride::default(),
             QUEUE_PAIRS,
         )
         .expect("memory");

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_mpt::PollerPool;
-use nvme_mpt::memory::clock;
-use nvme_mpt::poller::start_thread;
+use nvme_mpt_memory::clock;
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive};
 use nvme_mpt_tests::rng::Rng;

@@ -4,16 +4,14 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::threads::{ThreadSpawner, start_thread};
+use nvme_guest::{AdaptivePolicies, Gpa, MemoryKinds};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::HostController;
-use nvme_mpt::limit::{RateLimit, RateLimits};
-use nvme_mpt::memory::clock;
-use nvme_mpt::poller::{ThreadSpawner, start_thread};
-use nvme_mpt::{
-    AdaptivePolicies, Drive, Gpa, LocalBackend, LocalBackendConfig, MemoryKinds, PollerPool,
-    SharedPartsSource,
-};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt_memory::clock;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options, Pinning};
@@ -450,11 +448,11 @@ pub(crate) fn config(
         queue_pairs: QUEUE_PAIRS,
         reservation: None,
         mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: match doorbells {
-            DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
-            DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
-            DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
+            DoorbellMode::Shadow => nvme_guest::DoorbellMode::Shadow,
+            DoorbellMode::Mapped => nvme_guest::DoorbellMode::Mapped,
+            DoorbellMode::Trap => nvme_guest::DoorbellMode::Trap,
         },
         poll: policy.parse().expect("a policy"),
         learning: AdaptivePolicies::default(),
@@ -648,7 +646,7 @@ pub(crate) fn buffers(memory: &GuestMemory) -> Buffers {
     }
 }
 
-pub(crate) type Started = nvme_mpt::memory::sync::JoinHandle<()>;
+pub(crate) type Started = nvme_mpt_memory::sync::JoinHandle<()>;
 
 /// Options of a guest on a drive.
 pub(crate) struct Tenant {

@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::memory::files::simulated as files;
-use nvme_mpt::memory::sync::mpsc::{self, Receiver, Sender};
-use nvme_mpt::memory::{clock, eventfd};
 use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt_memory::files::simulated as files;
+use nvme_mpt_memory::sync::mpsc::{self, Receiver, Sender};
+use nvme_mpt_memory::{clock, eventfd};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::function::{InProcess, map};

@@ -12,16 +12,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use nvme_guest::learn::PolicyChoice;
+use nvme_guest::limit::{LeaseWeight, RateLimits};
+use nvme_guest::threads::{ThreadSpawner, start_thread};
+use nvme_guest::{AdaptivePolicies, Gpa};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::limit::{LeaseWeight, RateLimits};
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::simulation::acted;
-use nvme_mpt::poller::{ThreadSpawner, start_thread};
-use nvme_mpt::{
-    AdaptivePolicies, Drive, Gpa, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource,
-};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::simulation::acted;
 use nvme_mpt_tests::command::{Sqe, dsm_range};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use nvme_mpt::iova::Iommu;
-use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess};
+use nvme_guest::iova::Iommu;
+use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess};
 
 use super::function::ModelDrive;
 use crate::bar::{Bar, DoorbellWindow};

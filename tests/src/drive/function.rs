@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
-use nvme_mpt::iova::Iommu;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::memory::{Mapping, clock};
-use nvme_mpt::poller::start_thread;
+use nvme_guest::iova::Iommu;
+use nvme_guest::threads::start_thread;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::{Mapping, clock};
 use nvme_vfio::DeviceBacking;
 
 use super::faults::{Aborts, Effect, Fault, Resets};
@@ -404,7 +404,7 @@ fn run(drive: &Weak<ModelDrive>) {
 /// Waits for `time`; in a simulation, also until another actor takes a step.
 fn look_again(time: Duration) {
     #[cfg(simulation)]
-    nvme_mpt::memory::simulation::wait(Some(clock::monotonic() + time));
+    nvme_mpt_memory::simulation::wait(Some(clock::monotonic() + time));
     #[cfg(not(simulation))]
     clock::sleep(time);
 }

@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::iova::{BeforePinning, Iommu};
-use nvme_mpt::memory::sync::{Condvar, Mutex, RwLock};
-use nvme_mpt::memory::{Mapping, MappingAccess, clock};
+use nvme_guest::iova::{BeforePinning, Iommu};
+use nvme_mpt_memory::sync::{Condvar, Mutex, RwLock};
+use nvme_mpt_memory::{Mapping, MappingAccess, clock};
 
 use crate::bar::DoorbellWindow;
 use crate::mapping;
@@ -229,7 +229,7 @@ impl ModelIommu {
         self.gate.change(|state| state.pinning = Some(pinning));
     }
 
-    fn read_maps(&self) -> nvme_mpt::memory::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
+    fn read_maps(&self) -> nvme_mpt_memory::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
         self.maps.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -530,7 +530,7 @@ mod tests {
     fn a_doorbell_is_taken_once() {
         let registers = DoorbellRegisters::new(4096).unwrap();
         assert_eq!(registers.take(8), None);
-        let cell = nvme_mpt::memory::MappedWord32::new(&registers.mapping, 8).unwrap();
+        let cell = nvme_mpt_memory::MappedWord32::new(&registers.mapping, 8).unwrap();
         for value in [0, 7, 7] {
             cell.store(value);
             assert_eq!(registers.take(8), Some(value));

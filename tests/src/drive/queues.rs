@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Bound;
 use std::time::Duration;
 
-use nvme_mpt::memory::eventfd;
+use nvme_mpt_memory::eventfd;
 
 use super::faults::Effect;
 use super::{Controller, DoorbellBufferUse, TAKEN, Work};

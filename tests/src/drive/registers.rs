@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use nvme_mpt::memory::clock;
+use nvme_mpt_memory::clock;
 
 use super::faults::Resets;
 use super::queues::{Cq, Sq, WeightedTurns};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::memory::clock;
+use nvme_mpt_memory::clock;
 use nvme_vfio::DeviceBacking;
 
 use super::*;

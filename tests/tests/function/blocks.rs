@@ -3,8 +3,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use nvme_mpt::dma::MAX_REGIONS;
-use nvme_mpt::{DmaError, Gpa, MemoryRegion};
+use nvme_guest::dma::MAX_REGIONS;
+use nvme_guest::{DmaError, Gpa, MemoryRegion};
 use nvme_mpt_tests::command::{DataPointer, Sqe, io};
 use nvme_mpt_tests::doorbell::Side;
 use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE, Region};

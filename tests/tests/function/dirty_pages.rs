@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use nvme_mpt::DirtyRange;
+use nvme_guest::DirtyRange;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::{Disk, Transfer};

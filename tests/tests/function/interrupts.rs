@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::interrupt::PinDeassertion;
+use nvme_guest::interrupt::PinDeassertion;
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Controller, QueueOptions};

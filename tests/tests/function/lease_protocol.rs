@@ -7,19 +7,20 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use nvme_lease::PreviousDataPolicy;
-use nvme_mpt::memory::{Mapping, MappingAccess, memfd};
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
-    ControllerBackend, CqConfig, DmaError, EventReader, Gpa, LocalBackend, MemoryRegion,
-    PersistedBackendParts, SharedPartsSource, SqConfig, VmmMapping,
+use nvme_guest::{
+    ControllerBackend, CqConfig, DmaError, EventReader, Gpa, MemoryRegion, PersistedBackendParts,
+    SqConfig, VmmMapping,
 };
+use nvme_lease::PreviousDataPolicy;
+use nvme_mpt::{LocalBackend, SharedPartsSource};
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, MESSAGE_MAX, PeerIdentity,
     SessionError, VERSION,
 };
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
+use nvme_mpt_memory::{Mapping, MappingAccess, memfd};
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::common::remote::OneLease;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nvme_guest::limit::{RateLimit, RateLimits};
 use nvme_mpt::LocalBackend;
-use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::prp;

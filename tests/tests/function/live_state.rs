@@ -17,26 +17,26 @@ use std::time::{Duration, Instant};
 use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, gettid};
-use nvme_mpt::live::InflightFile;
-use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess, memfd, sealed_memfd};
-use nvme_mpt::seam::CommandDrainMode;
-use nvme_mpt::shadow::ShadowQueue;
-use nvme_mpt::spec::cqe::Cqe;
-use nvme_mpt::spec::ids::{CommandId, Lba, Nsid, QueueId};
-use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, ReadWrite};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
-use nvme_mpt::spec::zns::ZoneAppend;
-use nvme_mpt::{
+use nvme_guest::live::InflightFile;
+use nvme_guest::seam::CommandDrainMode;
+use nvme_guest::{
     ControllerBackend, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa,
-    LocalBackend, MemoryRegion, PersistedBackendParts, PersistedQueues, SharedPartsSource,
-    SqConfig,
+    MemoryRegion, PersistedBackendParts, PersistedQueues, SqConfig,
 };
+use nvme_mpt::shadow::ShadowQueue;
+use nvme_mpt::{LocalBackend, SharedPartsSource};
+use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess, memfd, sealed_memfd};
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::DriveProfile;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::{CommandId, Lba, Nsid, QueueId};
+use nvme_spec::nvm::{CopyCommand, CopyRange0, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+use nvme_spec::zns::ZoneAppend;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -425,7 +425,7 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     mapping.bytes(0, LIVE).unwrap().copy_from(&left.live);
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
-        nvme_mpt::DoorbellStride::default(),
+        nvme_guest::DoorbellStride::default(),
         Setup::default().queue_pairs,
     )
     .unwrap();
@@ -516,7 +516,7 @@ fn end_anywhere(kind: &str) -> Vec<usize> {
     let live_memory = Mapping::shared(live.fd(), 0, LIVE, MappingAccess::ReadWrite).unwrap();
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
-        nvme_mpt::DoorbellStride::default(),
+        nvme_guest::DoorbellStride::default(),
         setup.queue_pairs,
     )
     .unwrap();
@@ -587,7 +587,7 @@ fn new_files() -> Files {
     let live = InflightFile::new(pairs).unwrap();
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
-        nvme_mpt::DoorbellStride::default(),
+        nvme_guest::DoorbellStride::default(),
         pairs,
     )
     .unwrap();

@@ -8,10 +8,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt::{
-    ControllerBackend, EventReader, LocalBackend, PersistedBackendParts, SharedPartsSource,
-};
+use nvme_mpt::{LocalBackend, SharedPartsSource};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
 use nvme_mpt_tests::controller::Controller;

@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::memory::file_system::is_memory;
-use nvme_mpt::{Gpa, MemoryRegion};
+use nvme_guest::{Gpa, MemoryRegion};
+use nvme_mpt_memory::file_system::is_memory;
 use nvme_mpt_tests::command::{DataPointer, Sqe, io};
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::{Doorbell, DoorbellMode, Side};

@@ -6,10 +6,12 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
+use nvme_guest::{AdaptivePolicies, DoorbellMode, MemoryKinds};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::{AdaptivePolicies, DoorbellMode, MemoryKinds, PollPolicy, PollerPool};
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, LocalBackendError};
+use nvme_mpt::{
+    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool,
+};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::report;
 
@@ -42,14 +44,14 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<LocalBackend, LocalBackend
         queue_pairs: 1,
         reservation: None,
         mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         learning: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_mpt::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     })
 }

@@ -3,10 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::DriveEvent;
-use nvme_mpt::spec::identify::Oncs;
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::log::CriticalWarning;
+use nvme_guest::DriveEvent;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::command::{DataPointer, Sqe, io};
@@ -16,6 +13,9 @@ use nvme_mpt_tests::sgl;
 use nvme_mpt_tests::status::{
     INTERNAL_ERROR, INVALID_FIELD, INVALID_NAMESPACE, INVALID_OPCODE, SUCCESS, StatusCode,
 };
+use nvme_spec::identify::Oncs;
+use nvme_spec::ids::Nsid;
+use nvme_spec::log::CriticalWarning;
 
 use crate::common::bystander::Bystander;
 use crate::common::scripted_controller::ScriptedController;

@@ -6,7 +6,7 @@ use std::thread;
 
 use nix::time::ClockId;
 use nix::unistd::{Pid, gettid};
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt::{LocalBackend, PollerPool};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::prp;

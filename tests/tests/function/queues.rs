@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use nvme_mpt::DoorbellStride;
-use nvme_mpt::spec::registers::Doorbell;
+use nvme_guest::DoorbellStride;
 use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::completion::Cqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -17,6 +16,7 @@ use nvme_mpt_tests::status::{
     CQ_INVALID, INVALID_FIELD, INVALID_QUEUE_DELETION, INVALID_QUEUE_ID, INVALID_QUEUE_SIZE,
     PRP_OFFSET_INVALID, SUCCESS,
 };
+use nvme_spec::registers::Doorbell;
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_tests::command::{
     DEAC, DSM_DEALLOCATE, DataPointer, FUA, Sqe, copy_range, dsm_range, io,
 };

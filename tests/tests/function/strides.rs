@@ -1,6 +1,6 @@
 //! Doorbell strides of 4 and 64 bytes (`doorbell-stride=`, CAP.DSTRD; NVMe Base 2.0, sections 3.1.3.1 and 5.8).
 
-use nvme_mpt::DoorbellStride;
+use nvme_guest::DoorbellStride;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};

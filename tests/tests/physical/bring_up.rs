@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{io, thread};
 
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{
     DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, ONCS_ALL, Options,
@@ -315,14 +315,14 @@ fn a_drive_that_was_left_enabled_is_begun_anew() {
     let model = ModelDrive::start(plain());
     // State after a crash: enabled, with queues in unknown memory.
     model.set_bus_master(true).unwrap();
-    let memory = Arc::new(nvme_mpt::memory::Mapping::anonymous(8192).unwrap());
+    let memory = Arc::new(nvme_mpt_memory::Mapping::anonymous(8192).unwrap());
     let iommu = model.iommu();
     iommu
         .map(
             0x1000,
             &memory,
             0..8192,
-            nvme_mpt::memory::MappingAccess::ReadWrite,
+            nvme_mpt_memory::MappingAccess::ReadWrite,
         )
         .unwrap();
     model.write32(0x24, 0x1F_001F);
@@ -353,12 +353,12 @@ fn a_drive_may_take_its_time() {
 }
 
 /// Maps a VM's memory page by page until a map fails. Returns the window, the number of mapped pages, and the error.
-fn map_page_by_page(host: &Host) -> (nvme_mpt::DmaWindow, u64, nvme_mpt::DmaError) {
+fn map_page_by_page(host: &Host) -> (nvme_guest::DmaWindow, u64, nvme_guest::DmaError) {
     let memory = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 4 << 20)]).unwrap();
-    let window = nvme_mpt::DmaWindow::new(host.drive.controller().iova_space().clone());
+    let window = nvme_guest::DmaWindow::new(host.drive.controller().iova_space().clone());
     for page in 0.. {
-        let mapped = window.map(nvme_mpt::MemoryRegion {
-            gpa: nvme_mpt::Gpa(page * 4096),
+        let mapped = window.map(nvme_guest::MemoryRegion {
+            gpa: nvme_guest::Gpa(page * 4096),
             len: 4096,
             fd: memory.fd().try_clone_to_owned().unwrap(),
             offset: page * 4096,
@@ -383,7 +383,7 @@ fn vms_that_map_without_end_leave_mappings_for_others_and_for_the_drive() {
     let early = Load::start(&host, &Setup::nth(0), 1, 4);
     let hostile: Vec<_> = (0..6).map(|_| map_page_by_page(&host)).collect();
     for (nth, (_, mapped, refused)) in hostile.iter().enumerate() {
-        let nvme_mpt::DmaError::TooManyMappings { taken, max, .. } = refused else {
+        let nvme_guest::DmaError::TooManyMappings { taken, max, .. } = refused else {
             panic!("{refused}");
         };
         assert_eq!((*taken, *max), (*mapped, MAPPINGS as u64));
@@ -408,16 +408,16 @@ fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
     let load = Load::start(&host, &Setup::nth(0), 1, 4);
     host.model.model_iommu().refuse_maps(true);
     let region = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 1 << 20)]).unwrap();
-    let window = nvme_mpt::DmaWindow::new(host.drive.controller().iova_space().clone());
-    let refused = window.map(nvme_mpt::MemoryRegion {
-        gpa: nvme_mpt::Gpa(0),
+    let window = nvme_guest::DmaWindow::new(host.drive.controller().iova_space().clone());
+    let refused = window.map(nvme_guest::MemoryRegion {
+        gpa: nvme_guest::Gpa(0),
         len: 1 << 20,
         fd: region.fd().try_clone_to_owned().unwrap(),
         offset: 0,
         readable: true,
         writable: true,
     });
-    assert!(matches!(refused, Err(nvme_mpt::DmaError::Iommu { .. })));
+    assert!(matches!(refused, Err(nvme_guest::DmaError::Iommu { .. })));
     host.model.model_iommu().refuse_maps(false);
     load.goes_on();
     load.finish_undisturbed();

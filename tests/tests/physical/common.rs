@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::Ledger;
 use nvme_mpt::Drive;
 use nvme_mpt::drive::DriveIncidents;
-use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_vfio::{ControllerError, ControllerOptions, VfioController};

@@ -9,9 +9,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use nvme_guest::threads::ThreadSpawner;
+use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
 use nvme_lease::{LeaseHolderState, PreviousDataPolicy};
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::{ControllerBackend, EventReader, PersistedBackendParts, SharedPartsSource};
+use nvme_mpt::SharedPartsSource;
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_over,
 };

@@ -5,11 +5,10 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
+use nvme_guest::limit::LeaseWeight;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::{Lease, PreviousDataPolicy};
 use nvme_mpt::drive::{DriveIncidents, HostController, ReserveError};
-use nvme_mpt::limit::LeaseWeight;
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::spec::status::Status;
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
@@ -20,6 +19,7 @@ use nvme_mpt_tests::status::{
     COMMAND_INTERRUPTED, INTERNAL_ERROR, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS,
     WRITE_FAULT,
 };
+use nvme_spec::status::Status;
 use nvme_vfio::{ControllerOptions, VfioController};
 use proptest::prelude::*;
 

@@ -10,10 +10,10 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use nvme_guest::iova::RecordedMappings;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt::Drive;
-use nvme_mpt::iova::RecordedMappings;
-use nvme_mpt::memory::{Mapping, MappingAccess};
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_mpt_memory::{Mapping, MappingAccess};
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::{
@@ -244,9 +244,9 @@ fn a_hand_over_state_is_valid_once_and_until_a_change() {
     host.drive.controller().take_back();
 
     assert!(refused(Vec::new()).contains("missing"));
-    let empty = nvme_mpt::memory::memfd(c"empty", 0).unwrap();
+    let empty = nvme_mpt_memory::memfd(c"empty", 0).unwrap();
     assert!(refused(vec![empty]).contains("cut short"));
-    let zeroes = nvme_mpt::memory::memfd(c"zeroes", 8192).unwrap();
+    let zeroes = nvme_mpt_memory::memfd(c"zeroes", 8192).unwrap();
     assert!(refused(vec![zeroes]).contains("not complete"));
     // The first function still exists.
     std::mem::forget(suspended);

@@ -6,16 +6,16 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::memory::{Mapping, MappingAccess};
-use nvme_mpt::memory_account::MemoryAccount;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::{DmaError, DmaWindow, Gpa, MemoryLimit, MemoryRefusal, MemoryRegion};
+use nvme_guest::memory_account::MemoryAccount;
+use nvme_guest::{DmaError, DmaWindow, Gpa, MemoryLimit, MemoryRefusal, MemoryRegion};
+use nvme_mpt_memory::{Mapping, MappingAccess};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::Options;
 use nvme_mpt_tests::memory::PAGE_SIZE;
 use nvme_mpt_tests::status::SUCCESS;
+use nvme_spec::ids::QueueId;
 
 use crate::common::{HANG, Host, LONG, NOWHERE, REGION, Setup, queue_pair, status};
 use crate::load::Load;
@@ -122,7 +122,7 @@ fn a_function_has_the_limit_that_its_options_give_it() {
     let file = sparse(MIB);
     let map = |nth| {
         let fd = file.try_clone().unwrap().into();
-        nvme_mpt::ControllerBackend::map(
+        nvme_guest::ControllerBackend::map(
             &*attachment,
             MemoryRegion {
                 gpa: Gpa(nth * MIB),
@@ -252,7 +252,7 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
     let files = HostFiles::new(GIB, 100 * MIB);
     let hostile = files.window(&host, "vm-1");
     let file = sparse(3 * PIECE);
-    nvme_mpt::memory::allocate(file.as_fd(), 3 * PIECE).unwrap();
+    nvme_mpt_memory::allocate(file.as_fd(), 3 * PIECE).unwrap();
     let own = Mapping::shared(
         file.as_fd(),
         0,
@@ -326,7 +326,7 @@ fn populated_memory_is_never_refused() {
     let window = files.window(&host, "vm-1");
     // Fully allocated, by writes or by fallocate; and partly allocated, with holes beside the region.
     let allocated = sparse(4 * MIB);
-    nvme_mpt::memory::allocate(allocated.as_fd(), 4 * MIB).unwrap();
+    nvme_mpt_memory::allocate(allocated.as_fd(), 4 * MIB).unwrap();
     map(&window, &allocated, 0, 4 * MIB).unwrap();
     let written = sparse(16 * MIB);
     written.write_all_at(&vec![1; 4 << 20], 0).unwrap();
@@ -343,7 +343,7 @@ fn populated_memory_is_never_refused() {
 
 #[test]
 fn a_software_drive_pins_nothing_and_has_no_limit() {
-    let space = std::sync::Arc::new(nvme_mpt::iova::IovaSpace::software());
+    let space = std::sync::Arc::new(nvme_guest::iova::IovaSpace::software());
     let limit = Some(MemoryLimit::Chosen(MIB));
     let window = DmaWindow::new(space).of_function("a", limit);
     let file = sparse(MIB);

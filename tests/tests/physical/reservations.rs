@@ -3,9 +3,9 @@
 use std::io;
 use std::time::{Duration, Instant};
 
+use nvme_guest::limit::LeaseWeight;
+use nvme_guest::stats::{HostQueueUse, LeasePairStats};
 use nvme_mpt::drive::{QueuePairReservation, QueuePairUse, ReserveError, ReservedPairs};
-use nvme_mpt::limit::LeaseWeight;
-use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
 use nvme_mpt_tests::rng::Rng;

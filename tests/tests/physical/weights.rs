@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::limit::{LeaseWeight, RateLimits};
 use nvme_mpt::LocalBackend;
-use nvme_mpt::limit::{LeaseWeight, RateLimits};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{HandQueue, NamespaceOptions, Options};

@@ -4,7 +4,7 @@
 //! host controller and complete on their own. An Abort of an I/O command returns "not aborted" at once, and the host then waits
 //! or resets.
 
-use nvme_mpt::spec::{admin::AbortCommand, ids::QueueId};
+use nvme_spec::{admin::AbortCommand, ids::QueueId};
 
 use super::{async_events::AsyncEvents, ring::AdminCompletion};
 
@@ -36,7 +36,7 @@ pub(super) fn abort(
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::spec::{ids::CommandId, status::Status};
+    use nvme_spec::{ids::CommandId, status::Status};
 
     use super::*;
 

@@ -3,13 +3,11 @@
 
 use std::collections::VecDeque;
 
-use nvme_mpt::{
-    BackendStateError,
-    spec::{
-        event::{AsyncEvent, AsyncEventType},
-        ids::CommandId,
-        status::Status,
-    },
+use nvme_guest::BackendStateError;
+use nvme_spec::{
+    event::{AsyncEvent, AsyncEventType},
+    ids::CommandId,
+    status::Status,
 };
 
 use super::ring::AdminCompletion;
@@ -161,7 +159,7 @@ fn bit(event_type: AsyncEventType) -> u8 {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::spec::event::SmartEvent;
+    use nvme_spec::event::SmartEvent;
 
     use super::*;
 

@@ -1,6 +1,6 @@
 //! Parsing of submission queue entries into admin commands.
 
-use nvme_mpt::spec::{
+use nvme_spec::{
     admin::{
         AbortCommand, CreateIoCq, CreateIoSq, DeleteQueue, GetFeatures, IdentifyCommand,
         SetFeatures,
@@ -55,7 +55,7 @@ impl AdminCommand {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::spec::{identify::Cns, sqe::Cdw0};
+    use nvme_spec::{identify::Cns, sqe::Cdw0};
 
     use super::*;
 

@@ -2,13 +2,11 @@
 //!
 //! Admin commands on PCIe do not use SGLs (Base 2.0, section 3.3.3.1, PSDT).
 
-use nvme_mpt::{
-    DmaError, Gpa, GuestMemory,
-    spec::{
-        dma::{PrpEntry, PrpList},
-        sqe::Sqe,
-        status::Status,
-    },
+use nvme_guest::{DmaError, Gpa, GuestMemory};
+use nvme_spec::{
+    dma::{PrpEntry, PrpList},
+    sqe::Sqe,
+    status::Status,
 };
 use zerocopy::{FromZeros, IntoBytes};
 

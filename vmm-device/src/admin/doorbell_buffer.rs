@@ -4,10 +4,8 @@
 //! register write, see [`GuestAdminRings`](super::ring::GuestAdminRings). A controller reset drops the buffers: the next driver
 //! may use their pages for other data.
 
-use nvme_mpt::{
-    DoorbellBuffer, Gpa, LeaseFacts, QueueError,
-    spec::{sqe::Sqe, status::Status},
-};
+use nvme_guest::{DoorbellBuffer, Gpa, LeaseFacts, QueueError};
+use nvme_spec::{sqe::Sqe, status::Status};
 
 use super::{AdminCommandContext, failure::AdminCommandFailure};
 

@@ -2,13 +2,11 @@
 
 use std::collections::VecDeque;
 
-use nvme_mpt::{
-    BackendStateError, ErrorEntry,
-    spec::{
-        ids::{CommandId, Lba, Nsid, QueueId},
-        log::{ErrorInformation, ErrorStatus, ParameterErrorLocation},
-        status::Status,
-    },
+use nvme_guest::{BackendStateError, ErrorEntry};
+use nvme_spec::{
+    ids::{CommandId, Lba, Nsid, QueueId},
+    log::{ErrorInformation, ErrorStatus, ParameterErrorLocation},
+    status::Status,
 };
 use zerocopy::{FromBytes, IntoBytes};
 

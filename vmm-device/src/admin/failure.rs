@@ -2,7 +2,8 @@
 
 use std::io;
 
-use nvme_mpt::{QueueError, spec::status::Status};
+use nvme_guest::QueueError;
+use nvme_spec::status::Status;
 
 /// Failure of an admin command.
 #[derive(Debug)]

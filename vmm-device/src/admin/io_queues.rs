@@ -1,15 +1,13 @@
 //! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The host side checks a queue's address, size and
 //! vector; this file has the other checks of the admin commands.
 
-use nvme_mpt::{
-    CqConfig, Gpa, QueueError, SqConfig,
-    spec::{
-        admin::{CreateIoCq, CreateIoSq, DeleteQueue},
-        cqe::IOCQES,
-        ids::QueueId,
-        sqe::IOSQES,
-        status::Status,
-    },
+use nvme_guest::{CqConfig, Gpa, QueueError, SqConfig};
+use nvme_spec::{
+    admin::{CreateIoCq, CreateIoSq, DeleteQueue},
+    cqe::IOCQES,
+    ids::QueueId,
+    sqe::IOSQES,
+    status::Status,
 };
 
 use super::{AdminCommandContext, failure::AdminCommandFailure};

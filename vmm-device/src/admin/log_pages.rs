@@ -1,21 +1,21 @@
 //! Get Log Page (Base 2.0, section 5.16).
 
-use nvme_mpt::{
+use nvme_guest::{
     LeaseCounters,
     host::{ChangeListDescription, UnreportedChanges},
-    spec::{
-        event::AsyncEventType,
-        feature::FeatureId,
-        identify::Csi,
-        ids::Nsid,
-        log::{
-            ActiveFirmware, ChangedNamespaceList, CommandEffects, CommandsSupportedAndEffects,
-            FeatureEffects, FeaturesSupportedAndEffects, FirmwareSlots, LogPageId, LogPageRequest,
-            LogPageSupport, SupportedLogPages,
-        },
-        opcode::AdminOpcode,
-        status::Status,
+};
+use nvme_spec::{
+    event::AsyncEventType,
+    feature::FeatureId,
+    identify::Csi,
+    ids::Nsid,
+    log::{
+        ActiveFirmware, ChangedNamespaceList, CommandEffects, CommandsSupportedAndEffects,
+        FeatureEffects, FeaturesSupportedAndEffects, FirmwareSlots, LogPageId, LogPageRequest,
+        LogPageSupport, SupportedLogPages,
     },
+    opcode::AdminOpcode,
+    status::Status,
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
@@ -212,12 +212,10 @@ fn wide(value: u64) -> U128 {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::{
-        ControllerLimits, DoorbellMode, ErrorEntry, LeasedNamespace,
-        spec::{
-            identify::Oncs,
-            ids::{CommandId, QueueId},
-        },
+    use nvme_guest::{ControllerLimits, DoorbellMode, ErrorEntry, LeasedNamespace};
+    use nvme_spec::{
+        identify::Oncs,
+        ids::{CommandId, QueueId},
     };
 
     use super::*;

@@ -27,22 +27,22 @@ mod tests;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use nvme_mpt::{
+use nvme_guest::{
     ControllerBackend, DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Gpa, IoQueueEvent,
     LeaseFacts, PersistedQueues, SharedParts,
-    memory::eventfd,
-    spec::{
-        event::{AsyncEvent, SmartEvent},
-        feature::FeatureId,
-        identify::{Csi, IDENTIFY_SIZE},
-        ids::QueueId,
-        log::{CriticalWarning, LogPageId, LogPageRequest, ParameterErrorLocation},
-        registers::{Cc, CommandSetSelected},
-        sqe::Sqe,
-        status::Status,
-    },
 };
 use nvme_mpt_memory::deadline::{Deadline, WaitClock};
+use nvme_mpt_memory::eventfd;
+use nvme_spec::{
+    event::{AsyncEvent, SmartEvent},
+    feature::FeatureId,
+    identify::{Csi, IDENTIFY_SIZE},
+    ids::QueueId,
+    log::{CriticalWarning, LogPageId, LogPageRequest, ParameterErrorLocation},
+    registers::{Cc, CommandSetSelected},
+    sqe::Sqe,
+    status::Status,
+};
 
 use self::{
     async_events::AsyncEvents,

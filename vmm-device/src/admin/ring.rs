@@ -6,16 +6,16 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use nvme_mpt::{
-    BackendStateError, DmaError, DoorbellBuffer, Gpa, GuestMemory, SharedParts,
-    memory::{CompletionCredit, CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize},
-    spec::{
-        cqe::Cqe,
-        ids::{CommandId, QueueId},
-        registers::Doorbell,
-        sqe::Sqe,
-        status::Status,
-    },
+use nvme_guest::{BackendStateError, DmaError, DoorbellBuffer, Gpa, GuestMemory, SharedParts};
+use nvme_mpt_memory::{
+    CompletionCredit, CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize,
+};
+use nvme_spec::{
+    cqe::Cqe,
+    ids::{CommandId, QueueId},
+    registers::Doorbell,
+    sqe::Sqe,
+    status::Status,
 };
 use zerocopy::{FromZeros, IntoBytes};
 

@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use nvme_mpt::{
-    BackendStateError, ControllerBackend, LeaseFacts, PersistedQueues,
-    spec::{ids::CommandId, log::CriticalWarning, status::Status},
-};
+use nvme_guest::{BackendStateError, ControllerBackend, LeaseFacts, PersistedQueues};
+use nvme_spec::{ids::CommandId, log::CriticalWarning, status::Status};
 use zerocopy::transmute;
 
 use super::{

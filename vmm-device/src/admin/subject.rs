@@ -1,9 +1,7 @@
 //! Data for Identify commands, and conversions for data structures.
 
-use nvme_mpt::{
-    ControllerLimits, LeasedNamespace, host::TemperatureThresholds,
-    spec::feature::AsyncEventConfiguration,
-};
+use nvme_guest::{ControllerLimits, LeasedNamespace, host::TemperatureThresholds};
+use nvme_spec::feature::AsyncEventConfiguration;
 use zerocopy::IntoBytes;
 
 /// Namespace and limits that Identify commands describe.

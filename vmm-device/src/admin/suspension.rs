@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use nvme_mpt::dma::is_gone_for_good;
+use nvme_guest::dma::is_gone_for_good;
 
 /// Poll interval for unmapped memory. Nothing reports that it is mapped again.
 pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(10);

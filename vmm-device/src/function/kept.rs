@@ -1,7 +1,7 @@
 //! Persisted control state of a function, and its restore by the successor of a process that ended at any instruction.
 //!
 //! A snapshot is taken of a paused function. The control state, by contrast, is stored while the function runs; the in-flight
-//! tracking of its queues ([`nvme_mpt::live`]) holds the rest. The owner of the function stores the state after each access and
+//! tracking of its queues ([`nvme_guest::live`]) holds the rest. The owner of the function stores the state after each access and
 //! each turn ([`NvmeFunction::control_state`]). In between, the function itself stores it through its [`ControlStateStore`]:
 //!
 //! 1. Before an admin completion is posted. After that the guest may act on the command, so the successor must not carry it out
@@ -14,12 +14,10 @@
 
 use std::{fmt, time::Duration};
 
-use nvme_mpt::{
-    BackendStateError, LeaseFacts, PersistedQueues,
-    memory::{
-        eventfd,
-        system::{self, is_exhaustion},
-    },
+use nvme_guest::{BackendStateError, LeaseFacts, PersistedQueues};
+use nvme_mpt_memory::{
+    eventfd,
+    system::{self, is_exhaustion},
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -315,11 +313,10 @@ pub(super) mod tests {
         sync::{Arc, Mutex},
     };
 
+    use nvme_guest::{DoorbellMode, LeasedNamespace, PersistedBackendFiles};
     use nvme_lease::Ledger;
-    use nvme_mpt::{
-        DoorbellMode, Drive, LeasedNamespace, PersistedBackendFiles, SharedPartsSource,
-        spec::{ids::QueueId, registers::Doorbell, sqe::Sqe, status::Status},
-    };
+    use nvme_mpt::{Drive, SharedPartsSource};
+    use nvme_spec::{ids::QueueId, registers::Doorbell, sqe::Sqe, status::Status};
 
     use serde_json::Value;
 

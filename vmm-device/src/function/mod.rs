@@ -11,18 +11,18 @@ mod tests;
 
 use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
-use nvme_mpt::{
+use nvme_guest::{
     BackendEvent, ControllerBackend, DmaError, DoorbellMode, DriveEvent, GuestMemory,
     InterruptVector, IoQueueEvent, LeaseFacts, PersistedQueues, QueueError, SharedParts,
     interrupt::PinDeassertion,
-    memory::eventfd,
-    spec::{
-        ids::QueueId,
-        registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
-    },
 };
 use nvme_mpt_memory::deadline::{
     ACCESS_DEADLINE, DRAIN_DEADLINE, Deadline, SystemClock, WaitClock,
+};
+use nvme_mpt_memory::eventfd;
+use nvme_spec::{
+    ids::QueueId,
+    registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
 };
 use serde::{Deserialize, Serialize};
 use vm_device::{

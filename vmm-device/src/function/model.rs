@@ -2,13 +2,11 @@
 
 use std::{fs::File, os::unix::fs::FileExt, time::Duration};
 
-use nvme_mpt::{
-    DoorbellMode, Gpa, MemoryRegion, PersistedBackendFiles,
-    spec::{
-        ids::{Nsid, QueueId},
-        registers::Doorbell,
-        sqe::Sqe,
-    },
+use nvme_guest::{DoorbellMode, Gpa, MemoryRegion, PersistedBackendFiles};
+use nvme_spec::{
+    ids::{Nsid, QueueId},
+    registers::Doorbell,
+    sqe::Sqe,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError};

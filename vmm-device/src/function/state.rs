@@ -2,7 +2,7 @@
 
 use std::{io, time::Duration};
 
-use nvme_mpt::{BackendStateError, PersistedQueues, QueueError};
+use nvme_guest::{BackendStateError, PersistedQueues, QueueError};
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 
 use super::{ADMIN_VECTOR, NvmeFunction};

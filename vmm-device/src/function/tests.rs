@@ -2,8 +2,8 @@
 
 use std::{os::fd::OwnedFd, sync::Mutex, thread, time::Duration};
 
-use nvme_mpt::spec::{sqe::Sqe, status::Status};
-use nvme_mpt::{Gpa, MemoryRegion};
+use nvme_guest::{Gpa, MemoryRegion};
+use nvme_spec::{sqe::Sqe, status::Status};
 use vm_device::DeviceMmio;
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 

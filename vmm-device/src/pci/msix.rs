@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use nvme_mpt::{BackendStateError, InterruptVector};
+use nvme_guest::{BackendStateError, InterruptVector};
 
 use crate::state::parts::{MsixEntryState, MsixState};
 
@@ -17,7 +17,7 @@ const ENTRY_SIZE: usize = 16;
 /// Vector Control: Mask Bit. The other bits are reserved.
 const MASK_BIT: u32 = 1;
 /// Largest number of vectors of a function.
-pub const MSIX_VECTORS_MAX: u16 = nvme_mpt::interrupt::VECTORS_MAX;
+pub const MSIX_VECTORS_MAX: u16 = nvme_guest::interrupt::VECTORS_MAX;
 const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
 
 /// Party that holds interrupts back while a vector is masked.

@@ -3,16 +3,14 @@
 //! A write that requests work (enable, reset, shut down) is returned as a [`ControllerTransition`]. The caller carries it out
 //! and reports back, and only then does `CSTS` change.
 
-use nvme_mpt::{
-    Gpa,
-    spec::{
-        cqe::IOCQES,
-        registers::{
-            Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, NvmeVersion,
-            ShutdownNotification, ShutdownStatus, offset,
-        },
-        sqe::IOSQES,
+use nvme_guest::Gpa;
+use nvme_spec::{
+    cqe::IOCQES,
+    registers::{
+        Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, NvmeVersion,
+        ShutdownNotification, ShutdownStatus, offset,
     },
+    sqe::IOSQES,
 };
 
 mod state;

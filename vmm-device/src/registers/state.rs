@@ -1,9 +1,7 @@
 //! Controller properties in a snapshot.
 
-use nvme_mpt::{
-    BackendStateError,
-    spec::registers::{Aqa, Cap, Cc, Csts, ShutdownStatus},
-};
+use nvme_guest::BackendStateError;
+use nvme_spec::registers::{Aqa, Cap, Cc, Csts, ShutdownStatus};
 
 use super::{AQA_MASK, BASE_MASK, ControllerProperties, has_supported_constants};
 use crate::state::parts::RegistersState;

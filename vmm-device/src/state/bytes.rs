@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
+use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 
 use super::{FunctionSnapshot, SnapshotError, VERSION};
 

@@ -8,7 +8,7 @@
 mod bytes;
 pub(crate) mod parts;
 
-use nvme_mpt::{BackendState, BackendStateError, QueueError};
+use nvme_guest::{BackendState, BackendStateError, QueueError};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 

@@ -10,11 +10,11 @@ use nvme_mpt_server::control;
 use nvme_mpt_server::owner::{user_name, user_number};
 use serde::Serialize;
 
+use nvme_guest::stats::LeasePairStats;
 use nvme_lease::label::DriveName;
 use nvme_lease::{
     LeaseEntry, LeaseError, LeaseHolderState, LeaseSettings, Ledger, PreviousDataPolicy,
 };
-use nvme_mpt::stats::LeasePairStats;
 
 use nvme_mpt_vmm::drives;
 

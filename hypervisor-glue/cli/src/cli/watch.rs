@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use jiff::Timestamp;
-use nvme_mpt::clock;
+use nvme_mpt_memory::clock;
 use nvme_mpt_server::control;
 use nvme_mpt_server::stats::ServerStats;
 use serde::Serialize;

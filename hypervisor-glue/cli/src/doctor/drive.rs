@@ -4,9 +4,9 @@ use std::path::Path;
 
 use nvme_lease::origin::nvme::text;
 use nvme_lease::range::Bytes;
-use nvme_mpt::spec::identify::{DeallocatedRead, IdentifyController, IdentifyNamespace};
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::log::SmartHealth;
+use nvme_spec::identify::{DeallocatedRead, IdentifyController, IdentifyNamespace};
+use nvme_spec::ids::Nsid;
+use nvme_spec::log::SmartHealth;
 use nvme_vfio::function::{DiskUser, HostRoot, PciFunction, VFIO_PCI};
 use nvme_vfio::{ArbitrationDescription, DriveDescription};
 

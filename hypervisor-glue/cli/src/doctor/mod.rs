@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::report::chain;
 use nvme_vfio::function::{PciAddress, PciFunction, VFIO_PCI};

@@ -4,11 +4,11 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use nvme_mpt::spec::identify::{
+use nvme_spec::identify::{
     DeallocatedRead, Dlfeat, IdentifyController, IdentifyNamespace, LbaFormat, Oncs,
 };
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
+use nvme_spec::ids::Nsid;
+use nvme_spec::log::{CriticalWarning, SmartHealth};
 use nvme_vfio::ArbitrationDescription;
 use nvme_vfio::function::HostRoot;
 use proptest::prelude::*;

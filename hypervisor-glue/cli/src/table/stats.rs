@@ -2,8 +2,8 @@
 
 use std::fmt;
 
+use nvme_guest::stats::{HostQueueUse, LeasePairStats};
 use nvme_lease::range::Bytes;
-use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 use nvme_mpt_server::stats::{
     DriveStats, FunctionStats, GuestPause, GuestPauseCause, KEEPER_ENDED, ResetCounts, ServerStats,
     SupervisorStatus,
@@ -244,7 +244,7 @@ pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::stats::{LatencyStats, MemoryStats, PollerStats, QueueStats};
+    use nvme_guest::stats::{LatencyStats, MemoryStats, PollerStats, QueueStats};
     use nvme_mpt_server::stats::{FunctionAdminStats, NamespaceStats, QueuePairStats};
 
     use super::*;

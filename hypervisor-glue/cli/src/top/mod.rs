@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use jiff::Timestamp;
-use nvme_mpt::stats::{LatencyBucket, quantile};
+use nvme_guest::stats::{LatencyBucket, quantile};
 use nvme_mpt_server::change::FunctionEntry;
 use nvme_mpt_server::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
 
@@ -436,9 +436,9 @@ mod tests {
     use std::fs;
     use std::path::Path;
 
+    use nvme_guest::stats::{PollerStats, QueueStats};
     use nvme_lease::LeaseExtents;
     use nvme_lease::range::ByteRange;
-    use nvme_mpt::stats::{PollerStats, QueueStats};
     use nvme_mpt_server::change::{DeclarationSource, FunctionStatus};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;

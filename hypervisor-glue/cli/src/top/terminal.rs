@@ -6,8 +6,8 @@ use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use nvme_mpt::clock;
-use nvme_mpt::poller::start_thread;
+use nvme_guest::threads::start_thread;
+use nvme_mpt_memory::clock;
 use nvme_mpt_server::control::{self, ControlError};
 use nvme_mpt_vmm::report;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};

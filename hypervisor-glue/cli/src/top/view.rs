@@ -84,7 +84,7 @@ impl TopView {
     }
 
     /// Returns a time of all pollers between the last two samples, as a number of processors.
-    fn poller_seconds(&self, of: fn(&nvme_mpt::stats::PollerStats) -> f64) -> Option<f64> {
+    fn poller_seconds(&self, of: fn(&nvme_guest::stats::PollerStats) -> f64) -> Option<f64> {
         let (before, now) = (self.before.as_ref()?, self.now.as_ref()?);
         let time = now.stats.pollers.iter().map(|poller| {
             let mut earlier = before.stats.pollers.iter();

@@ -1313,7 +1313,7 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
     kept.end();
 }
 
-/// Offset of the crash count in a function's in-flight tracking file (`nvme-mpt/src/live/mod.rs`).
+/// Offset of the crash count in a function's in-flight tracking file (`nvme-mpt/guest/src/live/mod.rs`).
 const CRASHES: u64 = 72;
 
 /// Overwrites the crash count in the in-flight tracking files of all functions of a server.

@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::clock;
 use nvme_mpt_lease_protocol::VERSION;
+use nvme_mpt_memory::clock;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};

@@ -15,9 +15,10 @@ use landlock::{
     ABI, Access, AccessFs, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
     path_beneath_rules,
 };
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::{ControllerBackend, PollerPool, SharedParts};
+use nvme_guest::limit::RateLimits;
+use nvme_guest::{ControllerBackend, SharedParts};
+use nvme_mpt::PollerPool;
+use nvme_mpt_memory::eventfd;
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};

@@ -105,7 +105,7 @@ fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Re
     }
 }
 
-/// ServerExitSigns of the complete end of a server's process: see [`presence`](nvme_mpt::memory::presence).
+/// ServerExitSigns of the complete end of a server's process: see [`presence`](nvme_mpt_memory::presence).
 #[derive(Debug)]
 pub(crate) struct ServerExitSigns {
     process: OwnedFd,

@@ -6,7 +6,7 @@ mod kernel;
 #[cfg(simulation)]
 pub mod simulated;
 
-use nvme_mpt::memory::system;
+use nvme_mpt_memory::system;
 
 #[cfg(not(simulation))]
 pub(crate) use kernel::{

@@ -12,10 +12,10 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nvme_mpt::memory::simulation::{
+use nvme_mpt_memory::simulation::{
     ActorStep, acted, fence_and_act, process, random, turn, wait_for,
 };
-use nvme_mpt::memory::system::process_user;
+use nvme_mpt_memory::system::process_user;
 
 use super::{PeerIdentity, ReceivedBytes};
 use crate::message::SIGNS;

@@ -325,7 +325,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixListener;
 
-    use nvme_mpt::poller::start_thread;
+    use nvme_guest::threads::start_thread;
     use nvme_mpt_tests::not_checked::not_checked;
     use nvme_mpt_vmm::report;
 

@@ -359,7 +359,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::process::Command;
 
-    use nvme_mpt::poller::start_thread;
+    use nvme_guest::threads::start_thread;
     use rustix::fs::{MemfdFlags, memfd_create};
     use rustix::io::Errno;
     use rustix::net::{AddressFamily, SocketType, socket};

@@ -1,6 +1,6 @@
 //! Crashes of the server, and the functions that caused them.
 //!
-//! A function's in-flight state counts the crashes of servers while they worked for it. See [`nvme_mpt::memory::crash`], which
+//! A function's in-flight state counts the crashes of servers while they worked for it. See [`nvme_mpt_memory::crash`], which
 //! tells a crash from a kill and attributes it to one function. The keeper holds the count, so it survives the crash.
 //!
 //! | crashes | the next server |
@@ -10,7 +10,7 @@
 //! | 4 and more | releases it without reading its state; its VMM loses the drive |
 //!
 //! If memory was being pinned for a function when the kernel killed a process for lack of memory, the function is quarantined
-//! at once ([`PinningRecord`](nvme_mpt::memory_account::PinningRecord)). Of several such functions, the one with the most bytes
+//! at once ([`PinningRecord`](nvme_guest::memory_account::PinningRecord)). Of several such functions, the one with the most bytes
 //! is quarantined. The others are restored last, as are functions whose pinning was interrupted for another reason.
 //!
 //! For a function in a VMM, the VMM holds the in-flight state. Such a function gets no lease after two crashes.
@@ -31,9 +31,9 @@ use std::panic;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
+use nvme_guest::threads::{ThreadSpawner, start_thread};
 use nvme_lease::{PrivateFileError, make_state_folder};
-use nvme_mpt::memory::crash;
-use nvme_mpt::poller::{ThreadSpawner, start_thread};
+use nvme_mpt_memory::crash;
 use nvme_mpt_paths::{OpenDirectory, PathError};
 use thiserror::Error;
 

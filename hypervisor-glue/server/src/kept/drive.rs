@@ -16,8 +16,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt::Drive;
-use nvme_mpt::memory::presence;
 use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
+use nvme_mpt_memory::presence;
 use nvme_mpt_vmm::drives::PersistedDriveDescriptors;
 use nvme_mpt_vmm::report;
 use nvme_vfio::DescriptorStore;

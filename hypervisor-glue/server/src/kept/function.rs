@@ -23,15 +23,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nvme_guest::dma::MemoryRegion;
+use nvme_guest::iova::MappedFile;
+use nvme_guest::live::InflightFile;
+use nvme_guest::memory_account::{MemoryAccount, PinningRecord};
+use nvme_guest::{Gpa, PersistedBackendFiles, SharedParts};
 use nvme_lease::range::Bytes;
-use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::iova::MappedFile;
-use nvme_mpt::live::InflightFile;
-use nvme_mpt::memory::crash::{CrashRecord, recorded};
-use nvme_mpt::memory::{eventfd, system};
-use nvme_mpt::memory_account::{MemoryAccount, PinningRecord};
-use nvme_mpt::{Gpa, PersistedBackendFiles, SharedParts, SharedPartsSource};
+use nvme_mpt::SharedPartsSource;
 use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
+use nvme_mpt_memory::crash::{CrashRecord, recorded};
+use nvme_mpt_memory::{eventfd, system};
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -1036,7 +1037,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
     use std::os::unix::net::UnixListener;
 
-    use nvme_mpt::memory::memfd;
+    use nvme_mpt_memory::memfd;
     use serde_json::Value;
 
     use super::*;

@@ -30,12 +30,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::iova::MappedFile;
+use nvme_guest::threads::start_thread;
 use nvme_lease::{LeaseError, Ledger};
-use nvme_mpt::clock;
-use nvme_mpt::iova::MappedFile;
-use nvme_mpt::memory::{memfd, system};
-use nvme_mpt::poller::start_thread;
 use nvme_mpt_keep::{FdStoreClient, FdStoreError, InheritedDescriptors};
+use nvme_mpt_memory::{clock, memfd, system};
 use nvme_mpt_vmm::drives::{DrivePath, MemoryFile};
 use nvme_mpt_vmm::report;
 use thiserror::Error;

@@ -29,12 +29,11 @@ use std::time::Duration;
 
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
-use nvme_mpt::clock;
-use nvme_mpt::memory::notifier::EventfdNotifier;
-use nvme_mpt::memory::system;
-use nvme_mpt::poller::start_thread;
+use nvme_guest::threads::start_thread;
 use nvme_mpt_keep::{FdStoreError, InheritedDescriptors, SuperviseError, start_successor};
 use nvme_mpt_lease_protocol::VERSION;
+use nvme_mpt_memory::notifier::EventfdNotifier;
+use nvme_mpt_memory::{clock, system};
 use thiserror::Error;
 
 use super::ServerPersistence;

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::clock::monotonic;
+use nvme_mpt_memory::clock::monotonic;
 
 /// Number of messages that a thread may log in a burst.
 const BURST: u32 = 20;
@@ -126,7 +126,7 @@ impl LogTokenBucket {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::poller::start_thread;
+    use nvme_guest::threads::start_thread;
 
     use super::*;
 

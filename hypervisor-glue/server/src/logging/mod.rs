@@ -25,8 +25,8 @@ use jiff::Timestamp;
 pub use log::LevelFilter;
 use log::kv::{self, Source, VisitSource};
 use log::{Level, Log, Metadata, Record};
-use nvme_mpt::memory::crash;
-use nvme_mpt::poller::start_thread;
+use nvme_guest::threads::start_thread;
+use nvme_mpt_memory::crash;
 use systemd_journal_logger::JournalLog;
 
 pub(crate) use self::budget::LogBudget;

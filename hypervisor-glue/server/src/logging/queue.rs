@@ -177,7 +177,7 @@ impl QueuedMessages {
 mod tests {
     use std::sync::{Arc, mpsc};
 
-    use nvme_mpt::poller::start_thread;
+    use nvme_guest::threads::start_thread;
 
     use super::*;
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use nvme_mpt::stats::{LatencyBucket, LeasePairStats, PollerStats};
+use nvme_guest::stats::{LatencyBucket, LeasePairStats, PollerStats};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, prometheus_text, text};
 use prometheus_client::metrics::MetricType;
@@ -479,9 +479,9 @@ pub(super) mod tests {
     use std::fs;
     use std::path::Path;
 
+    use nvme_guest::stats::StatusCount;
     use nvme_lease::LeaseExtents;
     use nvme_lease::range::ByteRange;
-    use nvme_mpt::stats::StatusCount;
 
     use super::*;
     use crate::stats::{GuestPause, GuestPauseCause, tests as stats_tests};

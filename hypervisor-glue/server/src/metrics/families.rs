@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use nvme_mpt::stats::{PollerStats, QueueStats};
+use nvme_guest::stats::{PollerStats, QueueStats};
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;

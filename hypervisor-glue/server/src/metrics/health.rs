@@ -11,10 +11,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use jiff::Timestamp;
+use nvme_guest::threads::start_thread;
 use nvme_mpt::Drive;
-use nvme_mpt::poller::start_thread;
-use nvme_mpt::spec::log::SmartHealth;
 use nvme_mpt::wipe::WipeStats;
+use nvme_spec::log::SmartHealth;
 
 use crate::stats::DriveStats;
 

@@ -12,8 +12,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nvme_mpt::clock;
-use nvme_mpt::poller::start_thread;
+use nvme_guest::threads::start_thread;
+use nvme_mpt_memory::clock;
 use nvme_mpt_paths::{FileId, OpenDirectory};
 use vfio_user_server::SocketListener;
 

@@ -5,8 +5,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_lease::range::Bytes;
-use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::report;
 
 use super::error::ChangeError;

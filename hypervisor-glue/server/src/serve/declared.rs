@@ -10,10 +10,10 @@ use std::str::FromStr;
 
 use crate::change::DeclarationSource;
 use crate::confine::FileRule;
+use nvme_guest::limit::RateLimits;
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::range::{ByteRange, Bytes};
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::memfd;
+use nvme_mpt_memory::memfd;
 use nvme_mpt_paths::{OpenDirectory, PathError, read_obeyed};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::options::{

@@ -7,9 +7,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::AdaptivePolicies;
+use nvme_guest::threads::start_thread;
 use nvme_lease::origin::{BackingId, beginning};
-use nvme_mpt::poller::start_thread;
-use nvme_mpt::{AdaptivePolicies, Drive};
+use nvme_mpt::Drive;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_vmm::drives::{
     self, DriveOptions, DrivePath, OpenDriveError, PersistedDriveDescriptors,

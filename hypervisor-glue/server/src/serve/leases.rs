@@ -22,24 +22,22 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nvme_guest::limit::{RateLimiterUse, RateLimits};
+use nvme_guest::live::InflightFile;
+use nvme_guest::memory_account::MemoryAccount;
+use nvme_guest::threads::start_thread;
+use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
 use nvme_lease::range::Bytes;
 use nvme_lease::{LeaseClaim, LeaseError, open_state_folder};
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::clock::{self, Ticks};
-use nvme_mpt::limit::{RateLimiterUse, RateLimits};
-use nvme_mpt::live::InflightFile;
-use nvme_mpt::memory::crash::{self, CrashRecord};
-use nvme_mpt::memory::system;
-use nvme_mpt::memory_account::MemoryAccount;
-use nvme_mpt::poller::start_thread;
-use nvme_mpt::{
-    ControllerBackend, Drive, EventReader, LocalBackend, LocalBackendError, PersistedBackendParts,
-    PollerPool, SharedPartsSource,
-};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendError, PollerPool, SharedPartsSource};
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_of,
 };
+use nvme_mpt_memory::clock::{self, Ticks};
+use nvme_mpt_memory::crash::{self, CrashRecord};
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
+use nvme_mpt_memory::system;
 use nvme_mpt_paths::{OpenDirectory, SocketPathState};
 use nvme_mpt_vmm::drives::{self, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::{self, LeaseLedgers, OpenError};

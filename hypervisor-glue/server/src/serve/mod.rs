@@ -42,14 +42,14 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_lease::range::Bytes;
 use nvme_lease::{PreviousDataPolicy, PrivateFileError, make_state_folder};
 use nvme_mpt::PollerPool;
-use nvme_mpt::clock::TickRate;
-use nvme_mpt::memory::crash::record_crashes;
-use nvme_mpt::memory::system;
-use nvme_mpt::poller::start_thread;
 use nvme_mpt_keep::{FdStoreError, InheritedDescriptors};
+use nvme_mpt_memory::clock::TickRate;
+use nvme_mpt_memory::crash::record_crashes;
+use nvme_mpt_memory::system;
 use nvme_mpt_paths::{OpenDirectory, PathError};
 use nvme_mpt_vmm::open::LeaseLedgers;
 use nvme_mpt_vmm::options::{
@@ -604,7 +604,8 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<LeaseLedgers, ServeEr
 
 /// Starts the thread that maps the holes of files opened later.
 fn survey_files() {
-    if let Err(error) = nvme_software::survey_files(&nvme_mpt::poller::ThreadSpawner::default()) {
+    if let Err(error) = nvme_software::survey_files(&nvme_guest::threads::ThreadSpawner::default())
+    {
         log::warn!(
             "Cannot start a thread, so holes of files are deallocated in short slices: {error}"
         );
@@ -835,7 +836,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::process::{Command, Stdio};
 
-    use nvme_mpt::clock;
+    use nvme_mpt_memory::clock;
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
     use super::*;

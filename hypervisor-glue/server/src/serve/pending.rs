@@ -9,8 +9,8 @@ use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_lease::PreviousDataPolicy;
-use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::options::{OptionText, ServerDriveOptions, ServerFunctionOptions};
 use nvme_mpt_vmm::report;
 

@@ -10,11 +10,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::iova::MappingOwner;
 use nvme_lease::range::Bytes;
 use nvme_lease::{LeaseClaim, LeaseError, LeaseExtents};
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::iova::MappingOwner;
-use nvme_mpt::{Drive, PollerPool, clock};
+use nvme_mpt::{Drive, PollerPool};
+use nvme_mpt_memory::clock;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, OpenError};
 use nvme_mpt_vmm::options::{
@@ -1165,8 +1166,8 @@ mod tests {
     use std::io::Read;
     use std::sync::atomic::AtomicBool;
 
+    use nvme_guest::threads::start_thread;
     use nvme_lease::make_state_folder;
-    use nvme_mpt::poller::start_thread;
     use rustix::process::{PidfdFlags, getpid, pidfd_open};
     use vfio_user_server::SocketAccess;
 

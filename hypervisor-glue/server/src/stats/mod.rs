@@ -5,11 +5,11 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::change::{FunctionEntry, FunctionStatus};
-use nvme_mpt::Drive;
-use nvme_mpt::drive::{DriveIncidents, HostNamespace};
-use nvme_mpt::stats::{
+use nvme_guest::stats::{
     LatencyBucket, LeasePairStats, MemoryStats, PollerStats, QueueStats, StatusCount,
 };
+use nvme_mpt::Drive;
+use nvme_mpt::drive::{DriveIncidents, HostNamespace};
 
 /// Statistics of a server. Counters start at zero with the server. A queue's counters continue when a queue with the same
 /// identifier is created again.
@@ -400,7 +400,7 @@ impl FunctionStats {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use nvme_mpt::stats::LatencyStats;
+    use nvme_guest::stats::LatencyStats;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use nvme_mpt::{BackendStateError, DmaError, QueueError};
+use nvme_guest::{BackendStateError, DmaError, QueueError};
 use thiserror::Error;
 use vmm_device::{EndError, SnapshotError};
 
@@ -81,7 +81,7 @@ impl DeviceError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nvme_mpt::spec::ids::QueueId;
+    use nvme_spec::ids::QueueId;
 
     #[test]
     fn a_failed_pause_says_that_the_function_continues() {

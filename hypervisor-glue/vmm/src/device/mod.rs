@@ -12,11 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nvme_mpt::dma::{DmaError, MemoryRegion, VmmMapping};
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::spec::registers::offset::DOORBELLS;
-use nvme_mpt::{ControllerBackend, Gpa};
+use nvme_guest::dma::{DmaError, MemoryRegion, VmmMapping};
+use nvme_guest::{ControllerBackend, Gpa};
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::registers::offset::DOORBELLS;
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
 use vmm_device::{Bar, BarMove, EndError, NvmeFunction};

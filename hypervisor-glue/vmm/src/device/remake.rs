@@ -4,8 +4,8 @@ use std::fmt;
 use std::mem;
 use std::time::Duration;
 
-use nvme_mpt::DirtyRange;
-use nvme_mpt::dma::DetachedGuestMemory;
+use nvme_guest::DirtyRange;
+use nvme_guest::dma::DetachedGuestMemory;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use vmm_device::{FunctionSnapshot, NvmeFunction};
 

@@ -3,7 +3,7 @@
 //! A VMM pauses its vCPUs, then its functions, and saves the guest's memory and each function's state. To restore, it starts a
 //! new function, maps the guest's memory, restores the function, and resumes it before the vCPUs.
 
-use nvme_mpt::{DirtyRange, DmaError};
+use nvme_guest::{DirtyRange, DmaError};
 use vmm_device::{BarMove, FunctionSnapshot};
 
 use super::{DeviceError, DeviceSlot, FunctionDevice, WiredFunction};

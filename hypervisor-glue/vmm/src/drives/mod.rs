@@ -16,19 +16,20 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::AdaptivePolicies;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
 use nvme_lease::origin::{self, BackingId, DriveIdentityRef, nvme};
 use nvme_lease::range::{ByteRange, Bytes};
 use nvme_lease::{LeaseError, Ledger};
+use nvme_mpt::Drive;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{AdaptivePolicies, Drive};
 use nvme_software::faults::{FaultError, FaultPlan};
 use nvme_software::key_value::{KeyValueController, KeyValueError};
 use nvme_software::model::{DriveProfile, KvProfile};
 use nvme_software::zones::ZoneError;
 use nvme_software::{MemoryAllocationTime, SoftwareController};
+use nvme_spec::ids::Nsid;
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{
     ArbitrationChoice, ControllerError, ControllerOptions, DescriptorStore, HandedOverDrive,
@@ -563,7 +564,7 @@ fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
     let mut file = fs::File::open(path).ok()?;
     let place = DriveLabel::place(file.seek(SeekFrom::End(0)).ok()?)?;
     let mut block = [0; LABEL_BYTES];
-    let read = nvme_mpt::memory::file_system::read_past_cache(&file, place, &mut block).ok()?;
+    let read = nvme_mpt_memory::file_system::read_past_cache(&file, place, &mut block).ok()?;
     if read < LABEL_BYTES {
         return None;
     }

@@ -1,10 +1,8 @@
 use std::fs;
 
+use nvme_guest::{AdaptivePolicies, DoorbellMode, MemoryKinds};
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{
-    AdaptivePolicies, DoorbellMode, LocalBackend, LocalBackendConfig, LocalBackendError,
-    MemoryKinds, PollPolicy, PollerPool,
-};
+use nvme_mpt::{LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool};
 use nvme_software::model::ProfileSize;
 
 use super::*;
@@ -174,14 +172,14 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
         queue_pairs: 1,
         reservation: None,
         mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         learning: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_mpt::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     }
 }

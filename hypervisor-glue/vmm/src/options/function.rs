@@ -4,19 +4,20 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
+use nvme_guest::host::Mdts;
+use nvme_guest::learn::{AdaptivePolicies, PolicyChoice};
+use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::label::DriveName;
 use nvme_lease::range::{ByteRange, Bytes, SizeError};
-use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
-use nvme_mpt::host::Mdts;
-use nvme_mpt::learn::{AdaptivePolicies, PolicyChoice};
-use nvme_mpt::limit::{RateLimit, RateLimits};
+use nvme_mpt::PollPolicy;
 use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::MemoryAllocationTime;
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::{DriveProfile, ProfileSize};
+use nvme_spec::ids::Nsid;
 use nvme_vfio::ArbitrationChoice;
 
 use crate::drives::{DriveOptions, DrivePath};

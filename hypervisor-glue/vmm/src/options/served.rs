@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use nvme_mpt::limit::{LeaseWeight, RateLimit, RateLimits};
+use nvme_guest::limit::{LeaseWeight, RateLimit, RateLimits};
 
 use super::error::OptionError;
 use super::function::{FunctionOptions, UNSHARED, check_bandwidth};

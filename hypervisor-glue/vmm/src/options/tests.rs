@@ -5,14 +5,15 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::learn::{AdaptivePolicies, PolicyChoice};
+use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::range::{ByteRange, Bytes};
-use nvme_mpt::learn::{AdaptivePolicies, PolicyChoice};
-use nvme_mpt::limit::{RateLimit, RateLimits};
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
+use nvme_mpt::PollPolicy;
 use nvme_software::MemoryAllocationTime;
 use nvme_software::model::DriveProfile;
+use nvme_spec::ids::Nsid;
 use nvme_vfio::ArbitrationChoice;
 
 use super::*;

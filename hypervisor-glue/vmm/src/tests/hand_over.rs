@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicU32;
 use std::thread;
 
-use nvme_mpt::{DirtyRange, DmaError};
+use nvme_guest::{DirtyRange, DmaError};
 use tempfile::TempDir;
 use vmm_device::FunctionSnapshot;
 

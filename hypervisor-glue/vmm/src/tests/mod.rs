@@ -9,17 +9,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use nvme_guest::dma::MemoryRegion;
+use nvme_guest::{AdaptivePolicies, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, SqConfig};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::memory::{Mapping, memfd};
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{
-    AdaptivePolicies, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, LocalBackend,
-    LocalBackendConfig, PollerPool, SqConfig,
-};
+use nvme_mpt::{LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
+use nvme_mpt_memory::{Mapping, memfd};
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
 use vm_device::DeviceMmio;
 use vm_device::bus::MmioAddress;
 use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
@@ -251,14 +249,14 @@ fn device_in(
         queue_pairs: QUEUE_PAIRS,
         reservation: None,
         mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells,
         poll: poll.parse().unwrap(),
         learning,
         pollers: PollerPool::new(),
-        memory: nvme_mpt::MemoryKinds::default(),
+        memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_mpt::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     })
     .unwrap();

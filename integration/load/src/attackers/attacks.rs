@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::memory::eventfd;
+use nvme_mpt_memory::eventfd;
 use nvme_mpt_tests::PATIENCE;
 use nvme_mpt_tests::command::{Sqe, dsm_range};
 use nvme_mpt_tests::doorbell::Side;

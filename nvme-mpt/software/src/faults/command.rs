@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use crate::range::range;
 use nvme_mpt::host::HostMemory;
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::ids::Lba;
+use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Blocks that a command reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -39,14 +39,14 @@ use plan::{FaultEffect, PlannedFault};
 use record::{FaultRecord, RecordedFaults};
 
 use super::model::TickUnit;
+use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_lease::range::{ByteRange, Bytes};
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_mpt::host::HostMemory;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Status of commands to a removed drive. Drivers must not retry.
 const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);

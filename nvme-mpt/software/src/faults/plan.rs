@@ -10,7 +10,7 @@ use serde::de::{self, Deserializer};
 
 use crate::model::{ProfileSize, TimeSpan};
 use nvme_lease::range::{ByteRange, Bytes, RangeError};
-use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_spec::opcode::NvmOpcode;
 
 /// Maximum size of a plan in bytes, in case of a mistaken path.
 pub const LONGEST: u64 = 64 << 10;

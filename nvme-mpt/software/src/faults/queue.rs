@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use super::{FaultDecision, FaultInjector, REMOVED};
 use crate::model::{DueQueue, HostClock, TickClock};
-use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::NvmCommands;
-use nvme_mpt::spec::nvm::{CompareVerify, ReadWrite};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
+use nvme_spec::nvm::{CompareVerify, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Time resolution of delays.
 const RESOLUTION: Duration = Duration::from_nanos(250);

@@ -17,7 +17,7 @@ use super::occasions::FaultSchedule;
 use super::plan::{FaultEffect, FaultOperationSet, FaultProbability, MAX_FAULTS, PlannedFault};
 use crate::model::TimeSpan;
 use nvme_lease::range::ByteRange;
-use nvme_mpt::memory::{MappedWord64, Mapping, MappingAccess};
+use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess};
 
 /// Size of the file in bytes.
 const BYTES: usize = 4096 + 2 * LIST_BYTES;

@@ -11,13 +11,13 @@ use super::*;
 use crate::SoftwareQueue;
 use crate::model::TickClock;
 use crate::null::NullCommandExecutor;
-use nvme_mpt::dma::RegionTable;
+use nvme_guest::dma::RegionTable;
+use nvme_guest::iova::IovaSpace;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue};
-use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::{CommandId, Lba, Nsid};
-use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
+use nvme_spec::ids::{CommandId, Lba, Nsid};
+use nvme_spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
 
 const SLOTS: u16 = 1024;
 const NAMESPACE: HostNamespace = HostNamespace {
@@ -294,7 +294,7 @@ fn faults_continue_in_the_next_process() {
     "#;
     let parse = |plan: &str| FaultPlan::parse("test", plan).expect("sound");
     // Each command runs in a new process, with any plan; then a single process runs all commands.
-    let file = nvme_mpt::memory::memfd(c"test", 0).expect("memory");
+    let file = nvme_mpt_memory::memfd(c"test", 0).expect("memory");
     let next = |plan: &str| {
         Drive::of(FaultInjector::kept(&parse(plan), NAMESPACE, 1, &file).expect("kept"))
     };
@@ -322,7 +322,7 @@ fn faults_continue_in_the_next_process() {
     assert_eq!(next("").faults.blocks(), 1 << 19);
     next("").faults.clear();
     assert_eq!(next(PLAN).faults.stats(), []);
-    let wrong = nvme_mpt::memory::memfd(c"test", 7).expect("memory");
+    let wrong = nvme_mpt_memory::memfd(c"test", 7).expect("memory");
     let refused = FaultInjector::kept(&parse(PLAN), NAMESPACE, 1, &wrong);
     assert!(matches!(refused, Err(FaultError::Kept(_))), "{refused:?}");
 }

@@ -3,8 +3,8 @@
 use std::io;
 
 use super::way::STAGE_MAX;
-use nvme_mpt::host::Mdts;
-use nvme_mpt::memory::{Mapping, RawBytes};
+use nvme_guest::host::Mdts;
+use nvme_mpt_memory::{Mapping, RawBytes};
 
 /// Size class of a bounce buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

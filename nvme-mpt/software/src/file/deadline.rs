@@ -10,8 +10,8 @@ use super::queue::FileQueue;
 use super::uring::FileIoRing;
 use crate::looks::{LOOK, OVERDUE};
 use crate::model::TickClock;
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::spec::ids::CommandId;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::CommandId;
 
 /// Bit in the tags of cancellations.
 const CANCELLATION: u64 = 1 << 32;

@@ -129,9 +129,9 @@ fn share_way(lock: &FileRangeLock, path: &Path, is_direct: bool) -> io::Result<(
 
 #[cfg(test)]
 mod tests {
+    use nvme_guest::learn::PolicyChoice;
     use nvme_mpt::host::HostQueue;
-    use nvme_mpt::learn::PolicyChoice;
-    use nvme_mpt::memory::presence::ProcessLiveness;
+    use nvme_mpt_memory::presence::ProcessLiveness;
 
     use super::*;
     use crate::file::{FileBackingStore, FileQueue};

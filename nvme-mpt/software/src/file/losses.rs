@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 /// Maximum of remembered names. A forgotten lease counts as knowing no loss.
 const NAMES_MAX: usize = 1024;

@@ -63,14 +63,14 @@ use survey::SurveyThreadHandle;
 use watch::FileDamageWatch;
 use way::{FileIoMode, TransferBuffer, TransferDirection};
 
+use nvme_guest::event::EventQueue;
+use nvme_guest::host::{ControllerLimits, LeaseDamage};
+use nvme_guest::learn::PolicyChoice;
+use nvme_guest::live::LeaseWriteErrorRecord;
 use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
 use nvme_lease::origin::DriveIdentity;
 use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{ControllerLimits, LeaseDamage};
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::live::LeaseWriteErrorRecord;
 use nvme_mpt::shadow::HostQueuePair;
 
 use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
@@ -298,7 +298,7 @@ impl BackingStore for FileBackingStore {
 
     #[cfg(not(simulation))]
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
-        nvme_mpt::memory::file_system::read_past_cache(&self.shared.opened, offset, into).ok()
+        nvme_mpt_memory::file_system::read_past_cache(&self.shared.opened, offset, into).ok()
     }
 
     #[cfg(not(simulation))]

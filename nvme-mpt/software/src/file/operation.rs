@@ -10,15 +10,15 @@ use super::syncs::SyncNumber;
 use super::uring::IoVectors;
 use super::way::{FileIoMode, TransferBuffer, UNIT};
 use crate::uncorrectable::UncorrectableMarkChange;
-use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::HostMemory;
-use nvme_mpt::memory::RawBytes;
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::nvm::{CompareVerify, CopyCommand, ReadWrite, WriteZeroes};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::RawBytes;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::Lba;
+use nvme_spec::nvm::{CompareVerify, CopyCommand, ReadWrite, WriteZeroes};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// The next step of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -18,7 +18,7 @@ use log::warn;
 
 use super::kernel::{self, File, next_data};
 use super::way::UNIT;
-use nvme_mpt::memory::{Mapping, RawBytes};
+use nvme_mpt_memory::{Mapping, RawBytes};
 
 /// The mapped pages of a file.
 #[derive(Debug)]

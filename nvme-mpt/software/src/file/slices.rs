@@ -9,8 +9,8 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::sync::{Mutex, MutexGuard};
-use nvme_mpt::clock::{TickRate, Ticks, ticks_in};
-use nvme_mpt::learn::{PolicyChoice, SliceLength};
+use nvme_guest::learn::{PolicyChoice, SliceLength};
+use nvme_mpt_memory::clock::{TickRate, Ticks, ticks_in};
 
 /// Pause after a slice while others use the file, in multiples of the slice's duration. Others get 80 % of the file's time, as
 /// long as slices take at most 12 ms.

@@ -17,12 +17,12 @@ use super::zeroes;
 use crate::looks::OVERDUE;
 use crate::model::TickClock;
 use crate::range::range;
-use nvme_mpt::clock::ticks_in;
 use nvme_mpt::host::HostMemory;
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::ticks_in;
+use nvme_spec::ids::CommandId;
+use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::status::Status;
 
 /// Maximum bytes of a slice over holes. Bounded because the kernel drops cached pages of holes too.
 const HOLE_MAX: u64 = 1 << 30;

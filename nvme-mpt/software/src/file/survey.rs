@@ -17,8 +17,8 @@ use log::debug;
 use super::SharedFile;
 use super::kernel;
 use super::way::UNIT;
-use nvme_mpt::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_guest::threads::ThreadSpawner;
+use nvme_mpt_memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 /// Maximum of queued questions. Further questions are dropped.
 const QUESTIONS: usize = 256;

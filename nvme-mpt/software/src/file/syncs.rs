@@ -4,7 +4,7 @@
 //! a queue has one sync in the kernel at a time. Flushes that arrive meanwhile share the next sync, which begins after all of
 //! them.
 
-use nvme_mpt::spec::ids::CommandId;
+use nvme_spec::ids::CommandId;
 
 /// Number of a sync of a queue, counted from 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-use nvme_mpt::memory::RawBytes;
+use nvme_mpt_memory::RawBytes;
 
 /// Memory parts of one transfer, as the kernel expects them.
 #[derive(Debug, Default)]

@@ -11,7 +11,7 @@ use log::error;
 
 use super::kernel::{MetadataExt, metadata};
 use super::{LeasedFile, SharedFile};
-use nvme_mpt::memory::sync::Mutex;
+use nvme_mpt_memory::sync::Mutex;
 
 /// State of a regular file. A block device cannot change.
 #[derive(Debug)]

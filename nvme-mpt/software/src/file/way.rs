@@ -3,7 +3,7 @@
 //! Mixing both paths loses data: the cache may write an old page back over data that was written directly, and it reports a
 //! write-back error to every user of the file. So the path depends on the file, never on a command or a guest's buffer.
 
-use nvme_mpt::host::Mdts;
+use nvme_guest::host::Mdts;
 
 /// Size of the blocks that are read, changed and written as a whole when a command changes part of one. Leases begin and end at
 /// multiples of this size, so no other process changes the rest of a block.

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use nvme_mpt::memory::{Mapping, RawBytes};
+use nvme_mpt_memory::{Mapping, RawBytes};
 
 /// Size of the buffer, which is the most that one write of zeroes uses.
 pub(super) const BYTES: usize = 1 << 20;

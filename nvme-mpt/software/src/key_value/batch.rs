@@ -4,9 +4,9 @@
 //! 0 of the completion holds a status per operation.
 
 use super::pairs::{KeyPresence, KvBatchStep, KvChange};
-use nvme_mpt::spec::key_value::{KvBatchCommand, KvBatchOperation, KvBatchStepStatus, KvKey};
-use nvme_mpt::spec::opcode::KvOpcode;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::key_value::{KvBatchCommand, KvBatchOperation, KvBatchStepStatus, KvKey};
+use nvme_spec::opcode::KvOpcode;
+use nvme_spec::status::Status;
 use zerocopy::FromBytes;
 
 /// Parses the `count` operations of a Batch from data that the guest wrote. An operation that cannot be executed yields its
@@ -87,7 +87,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     use super::*;
-    use nvme_mpt::spec::key_value::KvStoreOptions;
+    use nvme_spec::key_value::KvStoreOptions;
 
     fn operation(opcode: KvOpcode, key: &[u8]) -> KvBatchOperation {
         let mut operation = KvBatchOperation {

@@ -1,20 +1,20 @@
 //! Translation of Key Value commands. Each guest has its own key space, so keys need no translation. Only the data pointers of
 //! values do.
 
-use nvme_mpt::dma::DmaDirection;
-use nvme_mpt::host::{CommandSetDescription, IoCommand};
+use nvme_guest::dma::DmaDirection;
+use nvme_guest::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
     CommandFailure, CommandSet, CommandTraffic, CommandTranslator, CompletedCommand, NvmCommands,
     UntranslatedCommand, location,
 };
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::key_value::{
+use nvme_spec::ids::Nsid;
+use nvme_spec::key_value::{
     KvBatchCommand, KvBatchOperation, KvKey, KvKeyList, KvListCommand, KvRetrieveCommand,
     KvStoreCommand,
 };
-use nvme_mpt::spec::opcode::KvOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::opcode::KvOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 use super::format::{self, NamespaceKeys};
 

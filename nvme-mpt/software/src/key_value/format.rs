@@ -2,13 +2,13 @@
 
 use core::mem::offset_of;
 
-use nvme_mpt::host::{
+use nvme_guest::host::{
     CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand, NamespaceContents,
     NamespaceFact, PlacedFact, SparseStructure,
 };
-use nvme_mpt::spec::identify::Csi;
-use nvme_mpt::spec::key_value::{IdentifyNamespaceKv, KEY_LENGTH_MAX, KvFormat};
-use nvme_mpt::spec::opcode::KvOpcode;
+use nvme_spec::identify::Csi;
+use nvme_spec::key_value::{IdentifyNamespaceKv, KEY_LENGTH_MAX, KvFormat};
+use nvme_spec::opcode::KvOpcode;
 use zerocopy::FromZeros;
 
 use super::pairs::PAIR_BYTES;

@@ -7,8 +7,8 @@ use std::sync::PoisonError;
 use super::pairs::{
     KeySpaceUsage, KeyValuePairs, KeyValuePairsMut, KvReply, KvRequest, answer, carry_out, change,
 };
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::spec::key_value::KvKey;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_spec::key_value::KvKey;
 
 /// A key space in memory. It has its own lock, so guests do not wait for each other.
 #[derive(Debug, Default)]

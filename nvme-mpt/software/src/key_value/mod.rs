@@ -39,18 +39,18 @@ use memory::MemoryKeySpace;
 
 use super::model::{KvModel, KvProfile, TickUnit};
 use crate::controller::LIMITS;
+use nvme_guest::address::PAGE_SIZE;
+use nvme_guest::host::{CommandSetDescription, ControllerLimits};
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::origin::{BackingId, DriveIdentity, DriveIdentityRef};
 use nvme_lease::range::BOUNDARY;
 use nvme_lease::range_lock::ClaimError;
-use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
-use nvme_mpt::host::{CommandSetDescription, ControllerLimits};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::memory::sync::Mutex;
-use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::shadow::{CommandSet, HostQueuePair};
-use nvme_mpt::spec::identify::Oncs;
-use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt_memory::sync::Mutex;
+use nvme_spec::identify::Oncs;
+use nvme_spec::ids::Nsid;
 
 /// Granularity of leases in bytes, as a power of two, equal to that of drives with logical blocks.
 const GRANULARITY_LOG2: u8 = 9;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::model::{CompletionCalendar, HostClock, KvModel, KvWork, RoundedUpTicks, TickClock};
-use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostCompletion};
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
 /// Time resolution. A completion is at most this late, not counting the poller's own delay.
 const RESOLUTION: Duration = Duration::from_nanos(250);
@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
     use crate::model::{DriveProfile, KvAccess, TickUnit};
-    use nvme_mpt::spec::status::Status;
+    use nvme_spec::status::Status;
 
     /// A clock that only the test moves.
     #[derive(Clone, Debug, Default)]

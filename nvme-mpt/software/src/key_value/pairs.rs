@@ -1,7 +1,7 @@
 //! Effects of Key Value commands on the pairs of a key space, independent of the storage.
 
-use nvme_mpt::spec::key_value::{KvBatchCommand, KvBatchStepStatus, KvKey, KvKeyList};
-use nvme_mpt::spec::status::Status;
+use nvme_spec::key_value::{KvBatchCommand, KvBatchStepStatus, KvKey, KvKeyList};
+use nvme_spec::status::Status;
 
 use crate::model::{KvAccess, KvWork};
 

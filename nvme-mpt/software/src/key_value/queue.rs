@@ -17,15 +17,15 @@ use super::pairs::{KeyPresence, KvChange, KvQuery, KvReply, KvRequest};
 use super::{KeySpace, KeySpaceStorage, NamespaceKeys};
 use crate::looks::{LOOK, OVERDUE, RequestAgeTimer, looks_in};
 use crate::model::{KvAccess, KvWork};
-use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
-use nvme_mpt::spec::key_value::{
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::key_value::{
     KvBatchCommand, KvKey, KvListCommand, KvRetrieveCommand, KvStoreCommand,
 };
-use nvme_mpt::spec::opcode::KvOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::opcode::KvOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Maximum bytes of values in flight between a queue and a file: several of the largest values, but less than a guest can
 /// request at once.

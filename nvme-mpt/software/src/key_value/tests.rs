@@ -2,7 +2,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
 use nvme_lease::range::BlockRange;
-use nvme_mpt::spec::ids::Lba;
+use nvme_spec::ids::Lba;
 
 use super::*;
 use crate::model::ProfileSize;

@@ -7,7 +7,7 @@
 
 use super::due::DueQueue;
 use nvme_mpt::host::HostCompletion;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::status::Status;
 
 /// Number of pages in the ring.
 const PAGES: u64 = 64 * 64;

@@ -12,7 +12,7 @@ use std::sync::PoisonError;
 use super::profile::{KvRates, KvTiming};
 use super::time::TickUnit;
 use super::timeline::ResourceTimelines;
-use nvme_mpt::memory::sync::Mutex;
+use nvme_mpt_memory::sync::Mutex;
 
 /// Kind of an operation on a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -46,11 +46,11 @@ use log::warn;
 use super::range::range;
 use nvm::NvmModel;
 use nvme_mpt::host::HostMemory;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 use ssd::SsdModel;
 use zns::ZnsModel;
 

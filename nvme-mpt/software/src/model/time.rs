@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
 /// Time source of a [`TimedQueue`](super::TimedQueue).
 pub trait TickClock: fmt::Debug {

@@ -8,11 +8,11 @@ use super::calendar::{CompletionCalendar, RoundedUpTicks};
 use super::nvm::NvmModel;
 use super::time::{HostClock, TickClock};
 use super::{DriveModel, admit, due_of, read_or_write};
-use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::CommandSet;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Time resolution. A completion is at most this late, not counting the poller's own delay.
 const RESOLUTION: Duration = Duration::from_nanos(250);
@@ -219,12 +219,12 @@ mod tests {
     use crate::model::DriveProfile;
     use crate::model::time::TickUnit;
     use crate::null::NullCommandExecutor;
-    use nvme_mpt::dma::RegionTable;
+    use nvme_guest::dma::RegionTable;
+    use nvme_guest::iova::IovaSpace;
     use nvme_mpt::host::ListMemory;
-    use nvme_mpt::iova::IovaSpace;
-    use nvme_mpt::spec::ids::{CommandId, Lba};
-    use nvme_mpt::spec::nvm::{CopyRange0, DsmRange, ReadWrite};
-    use nvme_mpt::spec::opcode::NvmOpcode;
+    use nvme_spec::ids::{CommandId, Lba};
+    use nvme_spec::nvm::{CopyRange0, DsmRange, ReadWrite};
+    use nvme_spec::opcode::NvmOpcode;
     use zerocopy::IntoBytes;
 
     /// A clock that only the test moves.

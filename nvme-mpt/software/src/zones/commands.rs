@@ -1,16 +1,16 @@
 //! Translation of the commands that the Zoned Namespace Command Set adds (ZNS 1.1, section 3).
 
-use nvme_mpt::dma::DmaDirection;
-use nvme_mpt::host::{CommandSetDescription, IoCommand};
+use nvme_guest::dma::DmaDirection;
+use nvme_guest::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
     CommandFailure, CommandSet, CommandTraffic, CommandTranslator, CompletedCommand, NvmCommands,
     UntranslatedCommand, location,
 };
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
-use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
+use nvme_spec::ids::Lba;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+use nvme_spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
 use super::format::{self, NamespaceZones};
 

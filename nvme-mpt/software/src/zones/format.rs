@@ -1,16 +1,16 @@
 //! Format of a zoned namespace, and its description for the guest.
 
-use nvme_mpt::address::log2_pages;
-use nvme_mpt::host::{
+use nvme_guest::address::log2_pages;
+use nvme_guest::host::{
     ChangeListDescription, CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand,
     NamespaceContents, SparseStructure,
 };
-use nvme_mpt::spec::event::AsyncEvent;
-use nvme_mpt::spec::feature::AsyncEventConfiguration;
-use nvme_mpt::spec::identify::Csi;
-use nvme_mpt::spec::log::LogPageId;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::zns::{IdentifyControllerZns, IdentifyNamespaceZns, Ozcs};
+use nvme_spec::event::AsyncEvent;
+use nvme_spec::feature::AsyncEventConfiguration;
+use nvme_spec::identify::Csi;
+use nvme_spec::log::LogPageId;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::zns::{IdentifyControllerZns, IdentifyNamespaceZns, Ozcs};
 use zerocopy::FromZeros;
 
 /// Commands that the command set adds to the NVM Command Set.

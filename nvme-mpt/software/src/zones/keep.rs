@@ -18,8 +18,8 @@ use log::error;
 
 use super::{ZoneError, ZoneGeometry};
 use nvme_lease::range::Bytes;
-use nvme_mpt::memory::files::sync_names;
-use nvme_mpt::memory::{Mapping, MappingAccess, SharedWords};
+use nvme_mpt_memory::files::sync_names;
+use nvme_mpt_memory::{Mapping, MappingAccess, SharedWords};
 use nvme_mpt_paths::{OFlags, OpenDirectory};
 
 /// Magic number of the file, with its version.

@@ -33,14 +33,14 @@ use keep::PersistedZones;
 use table::{ZoneTable, ZoneTableWords};
 
 use super::model::ZnsProfile;
+use nvme_guest::event::{EventQueue, IoQueueEvent};
+use nvme_guest::host::{CommandSetDescription, LeaseChangeLog, UnreportedChanges};
+use nvme_guest::live::ChangeRecord;
 use nvme_lease::range::{BlockRange, ByteRange, Bytes};
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::event::{EventQueue, IoQueueEvent};
-use nvme_mpt::host::{CommandSetDescription, LeaseChangeLog, UnreportedChanges};
-use nvme_mpt::live::ChangeRecord;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::shadow::CommandSet;
-use nvme_mpt::spec::ids::Lba;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_spec::ids::Lba;
 
 /// Reason why a drive cannot be divided into zones, or why a range cannot be leased.
 #[derive(Debug, thiserror::Error)]

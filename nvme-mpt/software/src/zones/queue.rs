@@ -8,16 +8,16 @@ use super::ZonedCommands;
 use super::report::report;
 use super::{LeasedZones, LeasedZonesState};
 use crate::medium::LOST;
-use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::nvm::{ReadWrite, WriteZeroes};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::{Status, StatusCodeType};
-use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::Lba;
+use nvme_spec::nvm::{ReadWrite, WriteZeroes};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::{Status, StatusCodeType};
+use nvme_spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
 /// Maximum bytes that a reset deallocates per step. A step delays other queues of the poller by 2 ms at most, like the
 /// deallocation of a range. With the smallest blocks, a Write Zeroes can cover that many bytes.
@@ -343,7 +343,7 @@ impl ZonedQueue {
             return false;
         };
         let mut sqe = Sqe::default();
-        sqe.set_cid(nvme_mpt::spec::ids::CommandId(slot));
+        sqe.set_cid(nvme_spec::ids::CommandId(slot));
         let (command, fate) = self.give_back(&sqe, reset);
         if let Some(place) = self.fates.get_mut(usize::from(slot)) {
             *place = fate;

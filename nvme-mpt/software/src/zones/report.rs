@@ -3,9 +3,9 @@
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::table::{Zone, ZoneTable};
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::status::Status;
-use nvme_mpt::spec::zns::{
+use nvme_spec::ids::Lba;
+use nvme_spec::status::Status;
+use nvme_spec::zns::{
     ReportZonesHeader, ReportingOptions, ZoneDescriptor, ZoneManagementReceive, ZoneReceiveAction,
     ZoneState, ZoneStateByte, ZoneType, ZoneTypeByte,
 };

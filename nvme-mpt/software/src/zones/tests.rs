@@ -10,19 +10,19 @@ use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::model::DriveProfile;
 use crate::null::NullCommandExecutor;
 use crate::store::{CommandExecutor, SoftwareQueue};
+use nvme_guest::dma::RegionTable;
+use nvme_guest::iova::IovaSpace;
 use nvme_lease::origin::DriveIdentity;
-use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::memory::{MappedWord64, Mapping};
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::{CommandId, Nsid};
-use nvme_mpt::spec::nvm::WriteZeroes;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
-use nvme_mpt::spec::zns::{ZoneManagementSend, ZoneSendAction};
+use nvme_mpt_memory::{MappedWord64, Mapping};
+use nvme_spec::ids::{CommandId, Nsid};
+use nvme_spec::nvm::WriteZeroes;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+use nvme_spec::zns::{ZoneManagementSend, ZoneSendAction};
 
 const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"768K\"\n\
                        max_open = 8\nmax_active = 12\nappend_limit = \"64K\"\n";
@@ -151,7 +151,7 @@ fn all_processes_see_the_stored_zones_of_a_file() {
     let state = lease.lock();
     let written: Vec<u64> = state
         .table
-        .reported(0, nvme_mpt::spec::zns::ReportingOptions::ALL)
+        .reported(0, nvme_spec::zns::ReportingOptions::ALL)
         .map(|(_, zone)| zone.written)
         .collect();
     assert_eq!(written, [0, 5, 0, 0, 0, 0, 5, 0]);

@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use crate::dma::{PendingUnmap, TableUse};
+use nvme_guest::dma::{PendingUnmap, TableUse};
+
 use crate::host::ListMemory;
 use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
 

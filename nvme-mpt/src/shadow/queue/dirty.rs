@@ -2,16 +2,17 @@
 //!
 //! While the log is off, a pass checks for it once, at no cost per command.
 
+use nvme_guest::address::{Gpa, PAGE_SIZE};
+use nvme_guest::dma::RegionTable;
+use nvme_guest::doorbell::DoorbellBuffer;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::opcode::DataTransfer;
+
 use super::departures::UnmapsInUse;
 use super::{CompletionQueue, ShadowCore, ShadowPassKind};
-use crate::address::{Gpa, PAGE_SIZE};
-use crate::clock::Ticks;
-use crate::dma::RegionTable;
-use crate::doorbell::DoorbellBuffer;
 use crate::host::HostMemory;
 use crate::shadow::slot::CommandSlot;
-use crate::spec::cqe::Cqe;
-use crate::spec::opcode::DataTransfer;
 
 /// Notes the host controller's writes for a finished command, whatever its status. Addresses are looked up in the current
 /// table of the VM's memory, and in memory that was unmapped since the command was translated.

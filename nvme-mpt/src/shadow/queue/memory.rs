@@ -2,15 +2,16 @@
 
 use std::time::Duration;
 
+use nvme_guest::address::{Gpa, PAGE_SIZE};
+use nvme_guest::dma::{PendingUnmap, is_gone_for_good};
+use nvme_guest::doorbell::DoorbellSource;
+use nvme_guest::event::QueueFailure;
+use nvme_mpt_memory::clock::{Ticks, nanoseconds};
+use nvme_mpt_memory::lost_memory_epoch;
+use nvme_spec::registers::Doorbell;
+
 use super::rings::{completion_ring, completion_ring_len, submission_ring, submission_ring_len};
 use super::{ShadowCore, ShadowQueueCondition};
-use crate::address::{Gpa, PAGE_SIZE};
-use crate::clock::{Ticks, nanoseconds};
-use crate::dma::{PendingUnmap, is_gone_for_good};
-use crate::doorbell::DoorbellSource;
-use crate::event::QueueFailure;
-use crate::memory::lost_memory_epoch;
-use crate::spec::registers::Doorbell;
 
 /// Returns whether the memory of a queue's rings has been missing for too long: `since` is when it went, `quiet_since`
 /// when the last change of the memory map ended.

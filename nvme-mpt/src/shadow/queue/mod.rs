@@ -14,6 +14,25 @@ use std::any::Any;
 use std::marker::PhantomData;
 use std::sync::{Arc, PoisonError};
 
+use nvme_guest::address::Gpa;
+use nvme_guest::dma::{PublishedTable, TableUse, UsedTable};
+use nvme_guest::doorbell::{DoorbellBuffer, DoorbellPage};
+use nvme_guest::event::{EventQueue, IoQueueEvent, QueueFailure};
+use nvme_guest::host::ControllerLimits;
+use nvme_guest::interrupt::OutstandingCommands;
+use nvme_guest::kept::keep_for_good;
+use nvme_guest::limit::RateLimiter;
+use nvme_guest::live::{InflightFile, InflightMark, InflightQueue};
+use nvme_guest::park::UntrappedDoorbells;
+use nvme_guest::stats::StatusCounters;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_mpt_memory::crash::{CrashRecord, recorded};
+use nvme_mpt_memory::sync::Mutex;
+use nvme_mpt_memory::{CompletionCredit, lost_memory_epoch};
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::QueueId;
+use nvme_spec::sqe::Sqe;
+
 use self::departures::UnmapsInUse;
 pub use self::pair::HostQueuePair;
 use self::posting::{CompletionPoster, NOT_YET, fail_command};
@@ -23,29 +42,11 @@ use super::parts::{MultiPartCommands, MultiPartStep};
 use super::slot::{CommandSlots, SlotCommand, SlotPermit};
 use super::translate::CommandTranslator;
 use super::{CommandSet, LeasedBlocks, UntranslatedCommand};
-use crate::address::Gpa;
-use crate::clock::Ticks;
-use crate::dma::{PublishedTable, TableUse, UsedTable};
-use crate::doorbell::{DoorbellBuffer, DoorbellPage};
-use crate::event::{EventQueue, IoQueueEvent, QueueFailure};
-use crate::host::ListMemory;
 use crate::host::{
-    CompletionTaker, CompletionTiming, ControllerLimits, HostBatch, HostCompletion, HostMemory,
+    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, ListMemory,
 };
-use crate::interrupt::OutstandingCommands;
-use crate::kept::keep_for_good;
-use crate::limit::RateLimiter;
-use crate::live::{InflightFile, InflightMark, InflightQueue};
-use crate::memory::crash::{CrashRecord, recorded};
-use crate::memory::sync::Mutex;
-use crate::memory::{CompletionCredit, lost_memory_epoch};
-use crate::park::UntrappedDoorbells;
 use crate::processor_time::{ProcessorTime, ProcessorTimeCharge};
 use crate::shadow::TranslatedQueue;
-use crate::spec::cqe::Cqe;
-use crate::spec::ids::QueueId;
-use crate::spec::sqe::Sqe;
-use crate::stats::StatusCounters;
 
 /// Commands taken from one Submission Queue before the next queue gets its turn.
 const BATCH_COMMANDS: u32 = 64;

@@ -4,11 +4,12 @@ use std::fmt;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::sqe::Sqe;
+
 use super::ShadowCore;
-use crate::clock::Ticks;
 use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedQueuePair};
 use crate::shadow::CommandSet;
-use crate::spec::sqe::Sqe;
 
 /// Host queue of any type.
 ///

@@ -2,25 +2,26 @@
 
 use std::marker::PhantomData;
 
+use nvme_guest::event::{ErrorEntry, IoQueueEvent};
+use nvme_guest::live::InflightQueue;
+use nvme_guest::stats::QueueCounters;
+use nvme_mpt_memory::CompletionCredit;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::status::{Status, StatusCodeType};
+
 use super::departures::UnmapsInUse;
 use super::dirty::note_completed;
 use super::{
     CompletionQueue, FetchedCommand, QueueContext, ShadowPassKind, ShadowQueueCondition,
     SubmissionQueue,
 };
-use crate::clock::Ticks;
-use crate::event::{ErrorEntry, IoQueueEvent};
 use crate::host::{CompletionTaker, HostCompletion};
-use crate::live::InflightQueue;
-use crate::memory::CompletionCredit;
 use crate::shadow::TranslatedQueue;
 use crate::shadow::parts::MultiPartCommands;
 use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
 use crate::shadow::translate::CommandTranslator;
 use crate::shadow::{CommandFailure, CommandSet, CommandTraffic, CompletedCommand};
-use crate::spec::cqe::Cqe;
-use crate::spec::status::{Status, StatusCodeType};
-use crate::stats::QueueCounters;
 
 /// Receiver of host completions, which posts them to the guest.
 pub(super) struct CompletionPoster<'a, H, const SPECIAL: bool, const LIVE: bool> {
@@ -218,7 +219,7 @@ fn report_failure(
             cid: slot.cid(),
             status,
             lba: slot.slba,
-            nsid: crate::seam::GUEST_NSID,
+            nsid: nvme_guest::seam::GUEST_NSID,
             parameter_location: 0xFFFF,
         }));
 }

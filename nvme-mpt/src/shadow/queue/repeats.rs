@@ -2,21 +2,22 @@
 //! Commands that a reset of the drive interrupted are resubmitted unchanged. The guest sees Command Interrupted for these
 //! only if they must not be resubmitted.
 
+use nvme_guest::event::QueueFailure;
+use nvme_guest::live::InflightSqHead;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::QueueId;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+
 use super::posting::fail_command;
 use super::{
     FetchedCommand, GuestQueues, InflightRecord, ReservedSlot, ShadowCore, ShadowQueueCondition,
     SubmissionPath, not_one_command,
 };
-use crate::clock::Ticks;
-use crate::event::QueueFailure;
 use crate::host::{CompletionTaker, HostBatch, HostCompletion};
-use crate::live::InflightSqHead;
 use crate::shadow::TranslatedQueue;
 use crate::shadow::slot::SlotCommand;
 use crate::shadow::{CommandFailure, CommandSet};
-use crate::spec::ids::QueueId;
-use crate::spec::sqe::Sqe;
-use crate::spec::status::Status;
 
 /// Command that must be executed again.
 #[derive(Clone, Copy, Debug)]

@@ -2,23 +2,24 @@
 
 use std::sync::Arc;
 
-use super::QueueContext;
-use crate::address::{Gpa, PAGE_SIZE};
-use crate::dma::RegionTable;
-use crate::doorbell::{DoorbellBuffer, DoorbellSource};
-use crate::event::{EventQueue, IoQueueEvent};
-use crate::interrupt::InterruptCoalescer;
-use crate::live::{InflightQueue, InflightSqHead, PersistedQueueCounts};
-use crate::memory::{
+use nvme_guest::address::{Gpa, PAGE_SIZE};
+use nvme_guest::dma::RegionTable;
+use nvme_guest::doorbell::{DoorbellBuffer, DoorbellSource};
+use nvme_guest::event::{EventQueue, IoQueueEvent};
+use nvme_guest::interrupt::InterruptCoalescer;
+use nvme_guest::live::{InflightQueue, InflightSqHead, PersistedQueueCounts};
+use nvme_guest::seam::{CqConfig, SqConfig};
+use nvme_guest::stats::QueueCounters;
+use nvme_mpt_memory::{
     CompletionCredit, CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize,
     SubmissionRing,
 };
-use crate::seam::{CqConfig, SqConfig};
-use crate::spec::cqe::{Cqe, SubmissionQueuePosition};
-use crate::spec::ids::QueueId;
-use crate::spec::registers::Doorbell;
-use crate::spec::sqe::Sqe;
-use crate::stats::QueueCounters;
+use nvme_spec::cqe::{Cqe, SubmissionQueuePosition};
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
+
+use super::QueueContext;
 
 /// Treatment of a queue whose ring, or whose page of the Doorbell Buffer, does not lie in the VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,17 +2,18 @@
 
 use std::sync::Arc;
 
+use nvme_guest::dma::UsedTable;
+use nvme_guest::interrupt::InterruptVector;
+use nvme_guest::live::InflightQueue;
+use nvme_guest::seam::state::words_of;
+use nvme_guest::seam::{CompletionQueueState, InFlightCommandState, SubmissionQueueState};
+use nvme_mpt_memory::RingIndex;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::cqe::{Cqe, CqeHigh};
+use nvme_spec::ids::QueueId;
+
 use super::repeats::RepeatedCommand;
 use super::{CompletionQueue, ShadowCore, ShadowQueue, ShadowQueueCondition, SubmissionQueue};
-use crate::clock::Ticks;
-use crate::dma::UsedTable;
-use crate::interrupt::InterruptVector;
-use crate::live::InflightQueue;
-use crate::memory::RingIndex;
-use crate::seam::state::words_of;
-use crate::seam::{CompletionQueueState, InFlightCommandState, SubmissionQueueState};
-use crate::spec::cqe::{Cqe, CqeHigh};
-use crate::spec::ids::QueueId;
 
 impl ShadowQueue {
     /// Settles the interrupt for completions that the guest has not been told of.

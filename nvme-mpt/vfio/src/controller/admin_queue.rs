@@ -15,18 +15,18 @@ use super::super::backing::DeviceBacking;
 use super::error::ControllerError;
 use super::recovery::is_wanted_back;
 use super::registers::DriveAdminRings;
-use nvme_mpt::address::{Iova, PAGE_SIZE};
-use nvme_mpt::iova::{IovaPart, IovaSpace, StaleMappingsFlag};
-use nvme_mpt::memory::{
+use nvme_guest::address::{Iova, PAGE_SIZE};
+use nvme_guest::iova::{IovaPart, IovaSpace, StaleMappingsFlag};
+use nvme_mpt_memory::deadline::WaitClock;
+use nvme_mpt_memory::{
     HostCompletionRing, HostSubmissionRing, MappedWord32, Mapping, MappingAccess, RawBytes, memfd,
 };
-use nvme_mpt::spec::cqe::Cqe;
-use nvme_mpt::spec::event::AsyncEvent;
-use nvme_mpt::spec::ids::{CommandId, QueueId};
-use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::{Csts, Doorbell, REMOVED, offset};
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt_memory::deadline::WaitClock;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::event::AsyncEvent;
+use nvme_spec::ids::{CommandId, QueueId};
+use nvme_spec::opcode::AdminOpcode;
+use nvme_spec::registers::{Csts, Doorbell, REMOVED, offset};
+use nvme_spec::sqe::Sqe;
 
 /// Entries of both queues: one command, one Asynchronous Event Request, and room for commands that timed out.
 const ENTRIES: u16 = 32;

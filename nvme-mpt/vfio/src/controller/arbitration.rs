@@ -36,12 +36,12 @@ use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use super::supervisor::longest_pause;
 use super::{PhysicalDrive, lock};
-use nvme_mpt::limit::LeaseWeight;
-use nvme_mpt::spec::admin::{QueuePriority, SetFeatures};
-use nvme_mpt::spec::feature::{self, FeatureId};
-use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::{ArbitrationMechanism, Cap};
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_guest::limit::LeaseWeight;
+use nvme_spec::admin::{QueuePriority, SetFeatures};
+use nvme_spec::feature::{self, FeatureId};
+use nvme_spec::opcode::AdminOpcode;
+use nvme_spec::registers::{ArbitrationMechanism, Cap};
+use nvme_spec::sqe::Sqe;
 
 /// Maximum commands of a class in a row: about as many as a fast drive executes at once.
 const LONGEST: u64 = 16;
@@ -534,7 +534,7 @@ impl PhysicalDrive {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::spec::status::Status;
+    use nvme_spec::status::Status;
 
     use super::*;
 

@@ -9,13 +9,13 @@ use super::super::backing::DeviceBacking;
 use super::super::pair::{BufferedDoorbell, DriveDoorbell, PairDoorbells};
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
-use nvme_mpt::address::PAGE_SIZE;
-use nvme_mpt::iova::{IovaPart, IovaSpace};
-use nvme_mpt::memory::{MappedWord32, Mapping, MappingAccess, memfd};
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_guest::address::PAGE_SIZE;
+use nvme_guest::iova::{IovaPart, IovaSpace};
+use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess, memfd};
+use nvme_spec::ids::QueueId;
+use nvme_spec::opcode::AdminOpcode;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
 
 /// Offset of the EventIdx page, which follows the page of shadow doorbells.
 const EVENT_IDX: usize = PAGE_SIZE as usize;

@@ -3,10 +3,10 @@
 use std::io;
 
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::spec::ids::{Nsid, QueueId};
-use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::Csts;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::ids::{Nsid, QueueId};
+use nvme_spec::opcode::AdminOpcode;
+use nvme_spec::registers::Csts;
+use nvme_spec::status::Status;
 
 /// Cause for giving up a removed drive.
 pub(super) const REMOVED: &str = "it was removed, or lost its power";

@@ -34,12 +34,12 @@ use super::queue_pairs::{self, QueuePairs};
 use super::registers::DriveRegisters;
 use super::supervisor::{self, longest_pause};
 use super::{ControllerOptions, DriveParts, PhysicalDrive, VfioController, lock};
-use nvme_mpt::clock::TickRate;
-use nvme_mpt::iova::{IommuMapping, IovaSpace, StaleMappingsFlag};
-use nvme_mpt::memory::sync::MutexGuard;
-use nvme_mpt::memory::{MappedWord64, Mapping, MappingAccess, memfd};
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::spec::ids::QueueId;
+use nvme_guest::iova::{IommuMapping, IovaSpace, StaleMappingsFlag};
+use nvme_guest::threads::ThreadSpawner;
+use nvme_mpt_memory::clock::TickRate;
+use nvme_mpt_memory::sync::MutexGuard;
+use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess, memfd};
+use nvme_spec::ids::QueueId;
 
 /// Version of [`HandedOverDriveState`]. No other version is accepted.
 const VERSION: u32 = 1;

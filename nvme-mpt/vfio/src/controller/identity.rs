@@ -11,19 +11,19 @@ use zerocopy::FromZeros;
 
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
+use nvme_guest::address::PAGE_SIZE;
+use nvme_guest::host::ControllerLimits;
 use nvme_lease::origin::nvme::{self, text};
-use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::host::ControllerLimits;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
-use nvme_mpt::spec::admin::IdentifyCommand;
-use nvme_mpt::spec::identify::{
+use nvme_spec::admin::IdentifyCommand;
+use nvme_spec::identify::{
     Cns, DeallocatedRead, IdentifyController, IdentifyControllerNvm, IdentifyNamespace, Oncs,
 };
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::NvmeVersion;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_spec::ids::Nsid;
+use nvme_spec::opcode::AdminOpcode;
+use nvme_spec::registers::NvmeVersion;
+use nvme_spec::sqe::Sqe;
 
 /// MDTS of guests: 1 MiB. Commands that are too long for the drive are split.
 const GUEST_MDTS: u8 = 8;
@@ -340,7 +340,7 @@ fn id(namespace: &IdentifyNamespace) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nvme_mpt::spec::identify::{Dlfeat, LbaFormat, Sgls, Vwc};
+    use nvme_spec::identify::{Dlfeat, LbaFormat, Sgls, Vwc};
 
     fn namespace(lbads: u8, ms: u16) -> IdentifyNamespace {
         let mut structure = IdentifyNamespace::new_zeroed();

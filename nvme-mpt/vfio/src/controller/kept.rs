@@ -31,10 +31,10 @@ use super::super::error::VfioError;
 use super::super::function::PciAddress;
 use super::error::ControllerError;
 use super::{PhysicalDrive, lock};
-use nvme_mpt::iova::{IovaSpace, RecordedMappings};
-use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_guest::iova::{IovaSpace, RecordedMappings};
+use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::deadline::Deadline;
+use nvme_mpt_memory::sync::JoinHandle;
 
 /// Maximum time in which the predecessor's mappings can be matched. A server ends this period as soon as its functions
 /// are restored; the maximum is for drives that are added later. It is long because other drives may take minutes each to

@@ -4,16 +4,16 @@ use zerocopy::FromZeros;
 
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
-use nvme_mpt::address::PAGE_SIZE;
-use nvme_mpt::spec::admin::SetFeatures;
-use nvme_mpt::spec::feature::{AsyncEventConfiguration, FeatureId};
-use nvme_mpt::spec::identify::IdentifyController;
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::log::{
+use nvme_guest::address::PAGE_SIZE;
+use nvme_spec::admin::SetFeatures;
+use nvme_spec::feature::{AsyncEventConfiguration, FeatureId};
+use nvme_spec::identify::IdentifyController;
+use nvme_spec::ids::Nsid;
+use nvme_spec::log::{
     ChangedNamespaceList, CriticalWarning, ErrorInformation, LogPageId, LogPageRequest, SmartHealth,
 };
-use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_spec::opcode::AdminOpcode;
+use nvme_spec::sqe::Sqe;
 
 /// Critical warnings to request events for, in the order of attempts: all that the specification has, then fewer. Earlier
 /// versions define fewer bits, and a drive may refuse unknown bits together with the notices about namespaces.

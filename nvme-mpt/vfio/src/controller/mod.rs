@@ -43,26 +43,26 @@ use admin_queue::AdminQueue;
 use arbitration::{Arbitration, set_feature};
 use doorbell_buffer::DriveDoorbellBuffer;
 use identity::IdentifiedDrive;
+use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
+use nvme_guest::host::{ControllerLimits, TemperatureThresholds};
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::learn::AdaptivePolicies;
+use nvme_guest::limit::LeaseWeight;
+use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::origin::{DriveFacts, DriveIdentityRef};
 use nvme_lease::range::BlockRange;
-use nvme_mpt::clock::TickRate;
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
     QueuePairReservation, QueuePairUse, ReserveError,
 };
-use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
-use nvme_mpt::host::{ControllerLimits, TemperatureThresholds};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::AdaptivePolicies;
-use nvme_mpt::limit::LeaseWeight;
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
-use nvme_mpt::poller::ThreadSpawner;
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
-use nvme_mpt::spec::registers::ArbitrationMechanism;
-use nvme_mpt::spec::registers::offset::CMBSZ;
+use nvme_mpt_memory::clock::TickRate;
 use nvme_mpt_memory::deadline::Deadline;
+use nvme_mpt_memory::eventfd;
+use nvme_mpt_memory::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
+use nvme_spec::log::{ErrorInformation, SmartHealth};
+use nvme_spec::registers::ArbitrationMechanism;
+use nvme_spec::registers::offset::CMBSZ;
 use queue_pairs::{QueuePairs, SharedPairCounts};
 use registers::{DriveRegisters, shutdown_timeout};
 use supervisor::{DriveCounters, longest_pause};

@@ -12,8 +12,8 @@
 //! A queue may be stuck as a whole. If a command is overdue, and none of the commands that its queue had when its time
 //! began has completed since, all of these are overdue.
 
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::QueueId;
 
 use crate::pair::{InFlightSample, LateCommand, OLDEST};
 

@@ -26,12 +26,12 @@ use super::error::{ControllerError, REMOVED, WANTED_BACK};
 use super::queue_pairs;
 use super::registers::DriveRegisters;
 use super::{PhysicalDrive, lock, log_pages};
-use nvme_mpt::event::DriveEvent;
-use nvme_mpt::memory::eventfd;
-use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::ArbitrationMechanism;
-use nvme_mpt::spec::status::Status;
+use nvme_guest::event::DriveEvent;
 use nvme_mpt_memory::deadline::Deadline;
+use nvme_mpt_memory::eventfd;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::ArbitrationMechanism;
+use nvme_spec::status::Status;
 
 /// Attempts at a reset before the drive is given up.
 const ATTEMPTS: u32 = 3;

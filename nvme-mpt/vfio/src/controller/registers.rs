@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use super::super::backing::DeviceBacking;
 use super::error::ControllerError;
-use nvme_mpt::address::{Iova, PAGE_SIZE};
-use nvme_mpt::spec::registers::{
+use nvme_guest::address::{Iova, PAGE_SIZE};
+use nvme_mpt_memory::deadline::{Deadline, WaitClock};
+use nvme_spec::registers::{
     Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, NvmeVersion, REMOVED,
     ShutdownNotification, ShutdownStatus, offset,
 };
-use nvme_mpt::spec::{cqe::IOCQES, sqe::IOSQES};
-use nvme_mpt_memory::deadline::{Deadline, WaitClock};
+use nvme_spec::{cqe::IOCQES, sqe::IOSQES};
 
 /// Unit of `CAP.TO`.
 const TIMEOUT_UNIT: Duration = Duration::from_millis(500);

@@ -15,9 +15,9 @@ use log::info;
 use super::error::ControllerError;
 use super::queue_pairs::{QueuePairs, ReservationHolder};
 use super::{PhysicalDrive, VfioController, lock};
+use nvme_guest::limit::LeaseWeight;
 use nvme_mpt::drive::{QueuePairReservation, ReserveError, ReservedPairs};
-use nvme_mpt::limit::LeaseWeight;
-use nvme_mpt::spec::admin::QueuePriority;
+use nvme_spec::admin::QueuePriority;
 
 /// Number of pairs that always stay unreserved.
 const KEPT: u16 = 1;

@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 
-use nvme_mpt::spec::admin::{GetFeatures, IdentifyCommand};
-use nvme_mpt::spec::feature::{FeatureId, NumberOfQueues};
-use nvme_mpt::spec::identify::{Cns, IdentifyController, IdentifyNamespace, NsidList};
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::log::{LogPageId, LogPageRequest, SmartHealth};
-use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_spec::admin::{GetFeatures, IdentifyCommand};
+use nvme_spec::feature::{FeatureId, NumberOfQueues};
+use nvme_spec::identify::{Cns, IdentifyController, IdentifyNamespace, NsidList};
+use nvme_spec::ids::Nsid;
+use nvme_spec::log::{LogPageId, LogPageRequest, SmartHealth};
+use nvme_spec::opcode::AdminOpcode;
+use nvme_spec::sqe::Sqe;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::{HostRoot, KernelController};

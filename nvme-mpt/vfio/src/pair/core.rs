@@ -25,13 +25,13 @@ use super::seat::{CurrentQueuePair, NewQueuePairUser, QueueMigrations, QueuePair
 use super::sharing::QueuePairSharing;
 use super::split::UnsplitLimit;
 use super::stats::PairStats;
-use nvme_mpt::clock::Ticks;
+use nvme_guest::learn::CommandClass;
 use nvme_mpt::host::{CompletionTaker, HostCompletion, HostMemory};
-use nvme_mpt::learn::CommandClass;
-use nvme_mpt::spec::cqe::Cqe;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Heavy users leave 1/16 of the ring's entries to light users, at least one entry.
 const LIGHT_PLACES: usize = 16;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use nvme_mpt::memory::MappedWord32;
+use nvme_mpt_memory::MappedWord32;
 
 /// A doorbell's words in the Doorbell Buffer (Base 2.0, section 5.8).
 #[derive(Clone, Debug)]
@@ -69,7 +69,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use nvme_mpt::memory::Mapping;
+    use nvme_mpt_memory::Mapping;
 
     fn cells() -> [MappedWord32; 3] {
         let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));

@@ -3,10 +3,10 @@
 //! Commands of a lone user are in a table that is indexed by slot, with a minimal record. Commands of users that share
 //! the pair, and children of split commands, are in a second table with indices of the pair's own.
 
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::learn::CommandClass;
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::status::Status;
+use nvme_guest::learn::CommandClass;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::CommandId;
+use nvme_spec::status::Status;
 
 /// Bits of a host Command Identifier that hold the table index.
 const INDEX_BITS: u32 = 10;

@@ -24,9 +24,9 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use nvme_mpt::clock::{TickRate, Ticks};
-use nvme_mpt::learn::{CommandClass, HeavyWindow, PolicyChoice};
-use nvme_mpt::memory::sync::Mutex;
+use nvme_guest::learn::{CommandClass, HeavyWindow, PolicyChoice};
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_mpt_memory::sync::Mutex;
 
 /// Time for which a user counts as active after its last command (a light one: after its completion). Within this time it
 /// may be waiting for what heavy users had in flight before.

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use nvme_mpt::clock::Ticks;
+use nvme_mpt_memory::clock::Ticks;
 
 /// Users that are held back, each until a time at which it is due.
 #[derive(Debug, Default)]

@@ -13,7 +13,7 @@ use super::member::QueuePairUser;
 use super::moves::{QueuePairUserRole, transfer};
 use super::seat::NewQueuePairUser;
 use super::{QueuePairInner, VfioQueuePair};
-use nvme_mpt::clock::Ticks;
+use nvme_mpt_memory::clock::Ticks;
 
 /// Activity of a pair between checks, by which the drive monitor finds idle pairs.
 #[derive(Debug, Default)]

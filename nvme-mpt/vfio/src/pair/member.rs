@@ -6,10 +6,10 @@ use std::sync::Weak;
 use super::QueuePairInner;
 use super::seat::NewQueuePairUser;
 use super::split::{PARENT_BYTES_MAX, SplitCommands, UnsplitLimit};
-use nvme_mpt::clock::Ticks;
+use nvme_guest::learn::CommandClass;
 use nvme_mpt::host::HostCompletion;
-use nvme_mpt::learn::CommandClass;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::sqe::Sqe;
 
 /// Minimum weight of a command, also if it transfers nothing.
 const WEIGHT_MIN: u64 = 4096;

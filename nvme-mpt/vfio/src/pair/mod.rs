@@ -47,12 +47,12 @@ pub use survey::{CLASSES, ClassLoad, DriveSurvey};
 pub use turns::LeaseShare;
 
 use self::core::QueuePairCore;
-use nvme_mpt::address::Iova;
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::memory::sync::Mutex;
-use nvme_mpt::spec::admin::QueuePriority;
-use nvme_mpt::spec::status::Status;
+use nvme_guest::address::Iova;
+use nvme_guest::iova::IovaSpace;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_mpt_memory::sync::Mutex;
+use nvme_spec::admin::QueuePriority;
+use nvme_spec::status::Status;
 use rings::VfioQueuePairRings;
 
 /// Configuration of a queue pair.

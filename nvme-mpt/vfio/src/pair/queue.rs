@@ -14,14 +14,14 @@ use super::seat::{
 use super::split::UnsplitLimit;
 use super::turns::LeaseShare;
 use super::{QueuePairInner, VfioQueuePair};
-use nvme_mpt::clock::{self, Ticks};
 use nvme_mpt::host::{
     CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
     SharedQueuePair,
 };
-use nvme_mpt::memory::sync::MutexGuard;
 use nvme_mpt::shadow::NvmCommands;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt_memory::clock::{self, Ticks};
+use nvme_mpt_memory::sync::MutexGuard;
+use nvme_spec::sqe::Sqe;
 
 /// Poll interval while a dropped queue waits for its commands in flight.
 const DRAIN_WAIT: Duration = Duration::from_micros(50);

@@ -4,12 +4,12 @@ use std::io;
 use std::sync::Arc;
 
 use super::doorbell::{DoorbellWriter, DriveDoorbell};
-use nvme_mpt::address::{Iova, PAGE_SIZE};
-use nvme_mpt::iova::{IovaPart, IovaSpace};
-use nvme_mpt::memory::{HostCompletionRing, HostSubmissionRing, Mapping, MappingAccess};
-use nvme_mpt::spec::cqe::Cqe;
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_guest::address::{Iova, PAGE_SIZE};
+use nvme_guest::iova::{IovaPart, IovaSpace};
+use nvme_mpt_memory::{HostCompletionRing, HostSubmissionRing, Mapping, MappingAccess};
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::CommandId;
+use nvme_spec::sqe::Sqe;
 
 /// Maximum entries of a host queue. More would only wait longer in the drive.
 pub const ENTRIES_MAX: u32 = 1024;

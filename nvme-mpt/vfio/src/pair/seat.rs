@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use super::QueuePairInner;
 use super::turns::LeaseShare;
 use nvme_mpt::host::SharedQueuePair;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 /// A queue pair and the queue's user number there.
 #[derive(Clone, Debug)]

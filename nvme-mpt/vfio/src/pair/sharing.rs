@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::backlog;
 use super::governor::{DriveGovernor, QueuePairWindow};
 use super::turns::QueuePairArbitration;
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::learn::WINDOW_MAX;
+use nvme_guest::learn::WINDOW_MAX;
+use nvme_mpt_memory::clock::Ticks;
 
 /// Latest activity of users, to detect that one is alone.
 #[derive(Clone, Copy, Debug, Default)]

@@ -10,14 +10,14 @@
 //! the slot's own memory until the parent completes. It never chains to another list (1 MiB takes 256 entries at most,
 //! half a page). A PRP list may start at any entry (Base 2.0, section 4.1.1).
 
-use nvme_mpt::address::PAGE_SIZE;
+use nvme_guest::address::PAGE_SIZE;
+use nvme_guest::learn::WINDOW_MAX;
 use nvme_mpt::host::{HostCompletion, HostMemory};
-use nvme_mpt::learn::WINDOW_MAX;
-use nvme_mpt::memory::RawWords;
-use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::{Psdt, Sqe};
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::RawWords;
+use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::{Psdt, Sqe};
+use nvme_spec::status::Status;
 
 /// Maximum bytes of a guest's command (MDTS of a guest controller).
 pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;

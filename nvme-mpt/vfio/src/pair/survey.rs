@@ -14,9 +14,9 @@ use super::core::QueuePairCore;
 use super::shares::{OwnerShare, WeightedShares, scaled};
 use super::turns::LeaseShare;
 use super::{DriveGovernor, VfioQueuePair};
-use nvme_mpt::clock::{TickRate, Ticks};
-use nvme_mpt::learn::CommandClass;
-use nvme_mpt::spec::admin::QueuePriority;
+use nvme_guest::learn::CommandClass;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_spec::admin::QueuePriority;
 
 /// Mean time in the drive above which a quiet owner notices a busy one: a few times the latency of a fast drive with one
 /// command. A slow drive may exceed it by its latency alone. The governor then learns a window that costs busy owners

@@ -18,7 +18,7 @@ use std::collections::binary_heap::PeekMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use nvme_mpt::limit::LeaseWeight;
+use nvme_guest::limit::LeaseWeight;
 
 /// Virtual time of one byte at weight 1.
 const BYTE: u64 = 1 << 32;

@@ -2,18 +2,19 @@
 
 use std::io;
 
+use nvme_guest::host::ControllerLimits;
 use nvme_lease::origin::DriveIdentity;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::{ControllerLimits, HostMemory};
-use nvme_mpt::memory::simulation::{ActorStep, process, turn};
+use nvme_mpt::host::HostMemory;
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::nvm::ReadWrite;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::simulation::{ActorStep, process, turn};
 use nvme_software::{
     BackingStore, CommandExecutor, CommandTiming, LeasedBackingStore, SoftwareQueue,
 };
+use nvme_spec::nvm::ReadWrite;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 use super::judge::{CELL, CELLS, Judge};
 

@@ -10,7 +10,7 @@ use nvme_lease::range::ByteRange;
 use nvme_lease::{
     Lease, LeaseEntry, LeaseHolderState, LeaseIdentity, PreviousDataPolicy, RequestedBytes,
 };
-use nvme_mpt::memory::simulation::process;
+use nvme_mpt_memory::simulation::process;
 use nvme_mpt_tests::rng::Rng;
 
 /// Size of a cell in bytes.

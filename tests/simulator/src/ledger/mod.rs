@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_lease::Ledger;
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::files::simulated as files;
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_tests::rng::Rng;
 
 use crate::engine::{Engine, Process};

@@ -4,17 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{
     Lease, LeaseClaim, LeaseError, LeaseRequest, Ledger, LedgerStoreError, PreviousDataPolicy,
     PrivateFileError, RequestedBytes,
 };
 use nvme_mpt::Drive;
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::simulation::{ActorStep, turn};
-use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::poller::start_thread;
 use nvme_mpt::wipe::{WipeError, wipe};
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::simulation::{ActorStep, turn};
+use nvme_mpt_memory::sync::JoinHandle;
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::SoftwareController;
 

@@ -13,11 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use nvme_mpt::LocalBackend;
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::files::simulated as files;
-use nvme_mpt::memory::sync::mpsc::{self, Sender};
 use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_lease_protocol::socket_of;
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::files::simulated as files;
+use nvme_mpt_memory::sync::mpsc::{self, Sender};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::model::DriveProfile;

@@ -7,20 +7,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::threads::start_thread;
+use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::memory::clock;
-use nvme_mpt::memory::sync::mpsc::Receiver;
-use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
-use nvme_mpt::poller::start_thread;
-use nvme_mpt::{
-    ControllerBackend, Drive, EventReader, LocalBackend, PersistedBackendParts, PollerPool,
-    SharedPartsSource,
-};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedPartsSource};
 use nvme_mpt_lease_protocol::simulated::{SimulatedListener, Stream};
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity,
 };
+use nvme_mpt_memory::clock;
+use nvme_mpt_memory::sync::mpsc::Receiver;
+use nvme_mpt_memory::sync::{JoinHandle, Mutex, MutexGuard};
 use nvme_software::SoftwareController;
 
 use super::{END, FOLDER, Given, World, socket};

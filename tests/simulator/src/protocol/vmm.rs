@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use nvme_mpt::BackendStateError;
-use nvme_mpt::memory::clock;
-use nvme_mpt::poller::{ThreadSpawner, start_thread};
+use nvme_guest::BackendStateError;
+use nvme_guest::threads::{ThreadSpawner, start_thread};
 use nvme_mpt_lease_protocol::{RemoteBackend, attach_anywhere};
+use nvme_mpt_memory::clock;
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nvme_lease::range::ByteRange;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::memory::files::simulated as files;
+use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::registers::CC_CSS_ALL;

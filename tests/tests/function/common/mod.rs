@@ -15,16 +15,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
+use nvme_guest::limit::RateLimits;
+use nvme_guest::stats::{PollerStats, QueueStats};
+use nvme_guest::{AdaptivePolicies, DoorbellStride, EventReader, Gpa};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::stats::{PollerStats, QueueStats};
-use nvme_mpt::{
-    AdaptivePolicies, DoorbellStride, Drive, EventReader, Gpa, LocalBackend, LocalBackendConfig,
-    PollerPool, SharedPartsSource,
-};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::{Sqe, admin};
@@ -39,6 +36,7 @@ use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
 use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{INVALID_OPCODE, StatusCode};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
+use nvme_spec::registers::Doorbell;
 use vmm_device::{FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
 use clock::TestClock;
@@ -261,9 +259,9 @@ impl Host {
         // Tests check data that earlier machines left.
         let lease = self.lease(id, setup, PreviousDataPolicy::Kept).unwrap();
         let doorbells = match setup.doorbells {
-            DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
-            DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
-            DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
+            DoorbellMode::Shadow => nvme_guest::DoorbellMode::Shadow,
+            DoorbellMode::Mapped => nvme_guest::DoorbellMode::Mapped,
+            DoorbellMode::Trap => nvme_guest::DoorbellMode::Trap,
         };
         let config = LocalBackendConfig {
             drive: self.drive.clone(),
@@ -279,7 +277,7 @@ impl Host {
             poll: setup.poll.parse().unwrap(),
             learning: setup.learning,
             pollers: self.pollers.clone(),
-            memory: nvme_mpt::MemoryKinds::default(),
+            memory: nvme_guest::MemoryKinds::default(),
             memory_limit: setup.memory_limit,
             rates: setup.rates,
             serial: None,

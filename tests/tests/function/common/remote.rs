@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use nvme_mpt::poller::ThreadSpawner;
-use nvme_mpt::{ControllerBackend, PersistedBackendParts};
+use nvme_guest::threads::ThreadSpawner;
+use nvme_guest::{ControllerBackend, PersistedBackendParts};
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_over,
 };

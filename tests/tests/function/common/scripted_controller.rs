@@ -6,17 +6,18 @@
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
+use nvme_guest::host::{ControllerLimits, TemperatureThresholds};
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_lease::origin::DriveIdentityRef;
+use nvme_mpt::Drive;
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
 };
-use nvme_mpt::host::{ControllerLimits, TemperatureThresholds};
-use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
-use nvme_mpt::{Drive, DriveEvent, EventQueue, IoQueueEvent};
 use nvme_software::{MemoryAllocationTime, SoftwareController};
+use nvme_spec::ids::Nsid;
+use nvme_spec::log::{CriticalWarning, SmartHealth};
 
 use super::{Host, LEASE};
 

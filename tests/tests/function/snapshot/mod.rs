@@ -10,11 +10,11 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use nvme_lease::Ledger;
-use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, Select, feature, log};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::QueueOptions;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
+use nvme_spec::registers::Doorbell;
 use proptest::prelude::*;
 use vmm_device::{Bar, FunctionSnapshot, MsixMasking, SnapshotError};
 

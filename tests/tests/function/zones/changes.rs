@@ -1,7 +1,8 @@
 //! Zones that changed on their own, in snapshots and with the next server.
 
-use nvme_mpt::event::IoQueueEvent;
-use nvme_mpt::{ControllerBackend, EventReader, SharedPartsSource};
+use nvme_guest::event::IoQueueEvent;
+use nvme_guest::{ControllerBackend, EventReader};
+use nvme_mpt::SharedPartsSource;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::identify::field;

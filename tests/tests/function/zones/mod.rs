@@ -6,8 +6,9 @@ mod kept;
 
 use std::sync::Arc;
 
+use nvme_guest::AdaptivePolicies;
 use nvme_lease::PreviousDataPolicy;
-use nvme_mpt::{AdaptivePolicies, LocalBackend, LocalBackendConfig, LocalBackendError};
+use nvme_mpt::{LocalBackend, LocalBackendConfig, LocalBackendError};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -466,14 +467,14 @@ fn lease(host: &Host, start: u64, length: u64) -> Result<LocalBackend, LocalBack
         queue_pairs: 1,
         reservation: None,
         mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
-        doorbells: nvme_mpt::DoorbellMode::Trap,
+        doorbell_stride: nvme_guest::DoorbellStride::default(),
+        doorbells: nvme_guest::DoorbellMode::Trap,
         poll: "shared".parse().unwrap(),
         learning: AdaptivePolicies::default(),
         pollers: host.pollers.clone(),
-        memory: nvme_mpt::MemoryKinds::default(),
+        memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_mpt::limit::RateLimits::default(),
+        rates: nvme_guest::limit::RateLimits::default(),
         serial: None,
     })
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use nvme_mpt::spec::feature::{Timestamp, TimestampAttributes, TimestampOrigin};
+use nvme_spec::feature::{Timestamp, TimestampAttributes, TimestampOrigin};
 
 use crate::state::parts::TimestampState;
 

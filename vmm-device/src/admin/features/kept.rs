@@ -1,6 +1,6 @@
 //! Masks for dword 11 of features: bits that are reserved or not offered are stored as zero.
 
-use nvme_mpt::spec::feature::{
+use nvme_spec::feature::{
     Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
     WriteAtomicity,
 };

@@ -9,21 +9,18 @@ mod tests;
 
 use std::sync::Arc;
 
-use nvme_mpt::{
-    LeasedNamespace,
-    seam::CoalescingConfig,
-    spec::{
-        feature::{
-            Arbitration, AsyncEventConfiguration, ErrorRecovery, FeatureCapabilities, FeatureId,
-            FeatureSelect, HostBehaviorSupport, InterruptCoalescing, InterruptVectorConfiguration,
-            LbaRangeAttributes, LbaRangeTypeEntry, NumberOfQueues, PowerManagement,
-            TemperatureThreshold, ThresholdType, Timestamp, VolatileWriteCache, WriteAtomicity,
-        },
-        ids::Nsid,
-        status::Status,
-    },
-};
+use nvme_guest::{LeasedNamespace, seam::CoalescingConfig};
 use nvme_mpt_memory::deadline::WaitClock;
+use nvme_spec::{
+    feature::{
+        Arbitration, AsyncEventConfiguration, ErrorRecovery, FeatureCapabilities, FeatureId,
+        FeatureSelect, HostBehaviorSupport, InterruptCoalescing, InterruptVectorConfiguration,
+        LbaRangeAttributes, LbaRangeTypeEntry, NumberOfQueues, PowerManagement,
+        TemperatureThreshold, ThresholdType, Timestamp, VolatileWriteCache, WriteAtomicity,
+    },
+    ids::Nsid,
+    status::Status,
+};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use self::clock::TimestampClock;

@@ -2,14 +2,12 @@
 
 use std::{sync::Arc, time::Duration};
 
-use nvme_mpt::{
-    BackendStateError, LeaseFacts,
-    spec::feature::{
-        Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
-        WriteAtomicity,
-    },
-};
+use nvme_guest::{BackendStateError, LeaseFacts};
 use nvme_mpt_memory::deadline::WaitClock;
+use nvme_spec::feature::{
+    Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
+    WriteAtomicity,
+};
 
 use super::{ControllerFeatures, IoQueueAllocation, TimestampClock, kept, notices, vector_bit};
 use crate::state::parts::FeaturesState;

@@ -10,12 +10,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::{
+use nvme_guest::{
     ControllerBackend,
     host::{LeaseDamage, TemperatureThresholds},
-    spec::log::{CriticalWarning, SmartHealth},
 };
 use nvme_mpt_memory::deadline::WaitClock;
+use nvme_spec::log::{CriticalWarning, SmartHealth};
 use zerocopy::{
     FromZeros,
     little_endian::{U16, U128},

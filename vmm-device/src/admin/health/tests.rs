@@ -1,6 +1,6 @@
 //! SMART / Health Information of a drive, as a guest sees it.
 
-use nvme_mpt::DoorbellMode;
+use nvme_guest::DoorbellMode;
 use zerocopy::IntoBytes;
 
 use super::*;

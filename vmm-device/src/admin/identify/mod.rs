@@ -1,22 +1,20 @@
 //! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5). The lease's [`CommandSets`] describe the differences between
 //! command sets.
 
-use nvme_mpt::{
-    host::{CommandSetDescription, CommandSets, NamespaceFact},
-    spec::{
-        admin::IdentifyCommand,
-        feature::AsyncEventConfiguration,
-        identify::{
-            Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
-            IdentifyController, IdentifyNamespace, IdentifyNamespaceIndependent,
-            IoCommandSetVector, LbaFormat, Lpa, NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes,
-            Oncs, QueueEntrySizes, Sgls, Vwc,
-        },
-        ids::Nsid,
-        opcode::NvmOpcode,
-        registers::NvmeVersion,
-        status::Status,
+use nvme_guest::host::{CommandSetDescription, CommandSets, NamespaceFact};
+use nvme_spec::{
+    admin::IdentifyCommand,
+    feature::AsyncEventConfiguration,
+    identify::{
+        Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
+        IdentifyController, IdentifyNamespace, IdentifyNamespaceIndependent, IoCommandSetVector,
+        LbaFormat, Lpa, NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes, Oncs, QueueEntrySizes,
+        Sgls, Vwc,
     },
+    ids::Nsid,
+    opcode::NvmOpcode,
+    registers::NvmeVersion,
+    status::Status,
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 

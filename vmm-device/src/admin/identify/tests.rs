@@ -1,6 +1,6 @@
 //! All Identify structures, byte by byte.
 
-use nvme_mpt::{ControllerLimits, LeasedNamespace, host::TemperatureThresholds};
+use nvme_guest::{ControllerLimits, LeasedNamespace, host::TemperatureThresholds};
 
 use super::*;
 use crate::fixtures;

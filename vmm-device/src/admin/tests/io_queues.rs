@@ -1,6 +1,6 @@
 //! I/O queues that a guest creates and deletes.
 
-use nvme_mpt::spec::{sqe::Sqe, status::Status};
+use nvme_spec::{sqe::Sqe, status::Status};
 
 use super::{PAGE, assert_fails, assert_ok, guest, set_features};
 use crate::fixtures::{DATA, MEMORY, NOWHERE, QUEUE_PAIRS};

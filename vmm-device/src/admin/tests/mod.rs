@@ -3,15 +3,13 @@
 
 mod io_queues;
 
-use nvme_mpt::{
-    DoorbellMode,
-    spec::{
-        cqe::Cqe,
-        ids::{CommandId, Nsid, QueueId},
-        registers::Doorbell,
-        sqe::{Cdw0, Sqe},
-        status::Status,
-    },
+use nvme_guest::DoorbellMode;
+use nvme_spec::{
+    cqe::Cqe,
+    ids::{CommandId, Nsid, QueueId},
+    registers::Doorbell,
+    sqe::{Cdw0, Sqe},
+    status::Status,
 };
 
 use crate::fixtures::{ADMIN_CQ, ADMIN_ENTRIES, DATA, MEMORY, NOWHERE, QUEUE_PAIRS, TestGuest};

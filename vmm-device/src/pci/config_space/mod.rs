@@ -7,7 +7,8 @@
 //! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is
 //! read from the saved bytes.
 
-use nvme_mpt::{BackendStateError, spec::registers::offset::DOORBELLS};
+use nvme_guest::BackendStateError;
+use nvme_spec::registers::offset::DOORBELLS;
 
 use super::{
     capabilities::{msi, msix, pcie, pm},

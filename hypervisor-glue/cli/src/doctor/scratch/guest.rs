@@ -8,24 +8,24 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::clock::{self, Ticks};
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::memory::{
+use nvme_guest::limit::RateLimits;
+use nvme_guest::threads::start_thread;
+use nvme_guest::{Gpa, MemoryRegion};
+use nvme_mpt_memory::clock::{self, Ticks};
+use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
+use nvme_mpt_memory::sync::JoinHandle;
+use nvme_mpt_memory::{
     HostCompletionRing, HostSubmissionRing, MappedWord32, Mapping, MappingAccess,
 };
-use nvme_mpt::poller::start_thread;
-use nvme_mpt::spec::admin::{CreateIoCq, CreateIoSq};
-use nvme_mpt::spec::cqe::IOCQES;
-use nvme_mpt::spec::ids::{CommandId, Lba, Nsid, QueueId};
-use nvme_mpt::spec::nvm::ReadWrite;
-use nvme_mpt::spec::opcode::{AdminOpcode, NvmOpcode};
-use nvme_mpt::spec::registers::{Aqa, Cc, Csts, Doorbell, offset};
-use nvme_mpt::spec::sqe::{IOSQES, Sqe};
-use nvme_mpt::spec::status::Status;
-use nvme_mpt::{Gpa, MemoryRegion};
-use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
+use nvme_spec::admin::{CreateIoCq, CreateIoSq};
+use nvme_spec::cqe::IOCQES;
+use nvme_spec::ids::{CommandId, Lba, Nsid, QueueId};
+use nvme_spec::nvm::ReadWrite;
+use nvme_spec::opcode::{AdminOpcode, NvmOpcode};
+use nvme_spec::registers::{Aqa, Cc, Csts, Doorbell, offset};
+use nvme_spec::sqe::{IOSQES, Sqe};
+use nvme_spec::status::Status;
 use thiserror::Error;
 use vmm_device::{Bar, FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
@@ -71,7 +71,7 @@ pub(super) enum GuestError {
     System(#[from] io::Error),
     /// The function cannot map the guest's memory.
     #[error("The function does not take the guest's memory")]
-    Memory(#[from] nvme_mpt::DmaError),
+    Memory(#[from] nvme_guest::DmaError),
     /// CSTS.RDY did not follow CC.EN.
     #[error(
         "The controller does not follow CC.EN={enabled} within {PATIENCE:?}: CSTS is {csts:08x}h"
@@ -101,10 +101,10 @@ pub(super) enum GuestError {
     },
     /// The function cannot be paused.
     #[error("The function cannot be paused")]
-    Pause(#[from] nvme_mpt::QueueError),
+    Pause(#[from] nvme_guest::QueueError),
     /// The function's state cannot be saved.
     #[error("The function's state cannot be saved")]
-    Save(#[from] nvme_mpt::BackendStateError),
+    Save(#[from] nvme_guest::BackendStateError),
     /// The function's state cannot be restored.
     #[error("The function's state cannot be restored")]
     Restore(#[from] SnapshotError),

@@ -17,20 +17,20 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::threads::run_beside;
 use nvme_lease::range::Bytes;
 use nvme_lease::{LeaseError, Ledger, PreviousDataPolicy};
-use nvme_mpt::clock::{self, nanoseconds};
-use nvme_mpt::limit::{RateLimit, RateLimits};
-use nvme_mpt::poller::run_beside;
-use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
 use nvme_mpt::{Drive, PollerPool};
+use nvme_mpt_memory::clock::{self, nanoseconds};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::{self, LeaseLedgers, OpenError};
 use nvme_mpt_vmm::options::{FunctionConfig, OptionError};
 use nvme_mpt_vmm::report::chain;
+use nvme_spec::ids::Nsid;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 use nvme_vfio::function::{DiskUser, KernelController, PciAddress, PciFunction, PciFunctionError};
 use thiserror::Error;
 

@@ -109,7 +109,7 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
     let drive = drives::open_on(
         &path,
         DriveOptions::default(),
-        &nvme_mpt::poller::ThreadSpawner::default(),
+        &nvme_guest::threads::ThreadSpawner::default(),
     )
     .unwrap();
     let attached = open::attach(

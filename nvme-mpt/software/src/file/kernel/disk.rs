@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use nvme_mpt::memory::simulation::random;
+use nvme_mpt_memory::simulation::random;
 
 /// Bytes that a crash never tears.
 pub(super) const SECTOR: usize = 512;

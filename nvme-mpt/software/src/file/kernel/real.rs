@@ -26,9 +26,9 @@ use super::super::uring::{
 use super::super::way::DirectAlignment;
 use super::OpenedFile;
 use nvme_lease::origin::BackingFile;
-use nvme_mpt::memory::file_system::{is_memory, type_of};
-use nvme_mpt::memory::{Mapping, MappingAccess, presence};
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
+use nvme_mpt_memory::file_system::{is_memory, type_of};
+use nvme_mpt_memory::{Mapping, MappingAccess, presence};
 use nvme_mpt_paths::{FileId, PathEntry};
 
 /// Opens a file or block device for reading and writing.

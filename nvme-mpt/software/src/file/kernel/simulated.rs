@@ -29,11 +29,11 @@ use super::super::way::DirectAlignment;
 use super::OpenedFile;
 use super::disk::{PAGE, SECTOR, SimulatedDisk, happens};
 use nvme_lease::origin::{BackingFile, DriveIdentity};
-use nvme_mpt::memory::simulation::{
+use nvme_mpt_memory::simulation::{
     ActorStep, acted, costs::block, now, process, random, turn, wait, wait_for,
 };
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::memory::{Mapping, eventfd, memfd};
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::{Mapping, eventfd, memfd};
 
 pub use super::disk::DiskModelParameters;
 

@@ -28,13 +28,13 @@ use super::kernel::{
 };
 use super::locks::LeaseFileLocks;
 use super::way::{FileIoMode, UNIT};
+use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
+use nvme_guest::host::LeaseDamage;
+use nvme_guest::live::LeaseWriteErrorRecord;
 use nvme_lease::range::ByteRange;
-use nvme_mpt::event::{DriveEvent, EventQueue, IoQueueEvent};
-use nvme_mpt::host::LeaseDamage;
-use nvme_mpt::live::LeaseWriteErrorRecord;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::status::Status;
 
 /// File descriptions that do no I/O and only receive write-back errors. One thread at a time checks a witness.
 #[derive(Debug)]

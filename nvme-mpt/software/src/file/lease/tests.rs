@@ -13,20 +13,20 @@ use crate::file::tests::TestClock;
 use crate::file::{FileBackingStore, FileQueue};
 use crate::model::DriveProfile;
 use crate::zones::{DriveZones, ZonedQueue};
+use nvme_guest::dma::RegionTable;
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::learn::PolicyChoice;
 use nvme_lease::range::BlockRange;
 use nvme_lease::range_lock::is_locked;
-use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::memory::presence::ProcessLiveness;
-use nvme_mpt::memory::system::{LockKind, try_lock};
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::{Lba, Nsid};
-use nvme_mpt::spec::nvm::{ReadWrite, WriteZeroes};
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt_memory::presence::ProcessLiveness;
+use nvme_mpt_memory::system::{LockKind, try_lock};
+use nvme_spec::ids::{Lba, Nsid};
+use nvme_spec::nvm::{ReadWrite, WriteZeroes};
+use nvme_spec::sqe::Sqe;
 
 /// A queue over io_uring with a stopped clock, so that requests may take any time.
 type Queue = FileQueue<Uring, TestClock>;

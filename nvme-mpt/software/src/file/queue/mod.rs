@@ -23,17 +23,17 @@ use super::way::{TransferBuffer, TransferDirection};
 use super::{LeasedFile, SharedFile};
 use crate::looks::{RequestAgeTimer, looks_in};
 use crate::model::{HostClock, TickClock, TimedQueueBackend};
-use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::NvmCommands;
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::nvm::{
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
+use nvme_spec::ids::CommandId;
+use nvme_spec::nvm::{
     CompareVerify, DatasetManagement, ReadWrite, WriteUncorrectable, WriteZeroes,
 };
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Interval for retrying blocked commands, and requests that the kernel did not accept.
 const RETRY: Duration = Duration::from_micros(250);
@@ -598,9 +598,9 @@ impl<R: FileIoRing, C: TickClock> Drop for FileQueue<R, C> {
         self.lease.claims.close_lane(&self.lane);
         self.file.lanes.remove(&self.lane);
         if !settled {
-            nvme_mpt::kept::keep_for_good(std::mem::take(&mut self.operations));
+            nvme_guest::kept::keep_for_good(std::mem::take(&mut self.operations));
             // The lease holds the lock on the range.
-            nvme_mpt::kept::keep_for_good(self.lease.clone());
+            nvme_guest::kept::keep_for_good(self.lease.clone());
         }
     }
 }

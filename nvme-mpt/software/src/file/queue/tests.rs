@@ -7,12 +7,12 @@ use zerocopy::IntoBytes;
 use super::super::FileBackingStore;
 use super::super::tests::TestClock;
 use super::*;
-use nvme_mpt::dma::RegionTable;
+use nvme_guest::dma::RegionTable;
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::learn::PolicyChoice;
 use nvme_mpt::host::ListMemory;
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::nvm::DsmRange;
+use nvme_spec::ids::Lba;
+use nvme_spec::nvm::DsmRange;
 
 const BLOCKS: u64 = 8;
 /// Size of the smallest block that the file system can deallocate.

@@ -36,17 +36,17 @@ use super::zeroes;
 use super::{FileBackingStore, LeasedFile};
 use crate::looks::{OVERDUE, looks_in};
 use crate::model::TickClock;
-use nvme_mpt::clock::{Ticks, ticks_in};
-use nvme_mpt::dma::RegionTable;
+use nvme_guest::dma::RegionTable;
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::learn::PolicyChoice;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::spec::ids::{CommandId, Lba};
-use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::{Ticks, ticks_in};
+use nvme_spec::ids::{CommandId, Lba};
+use nvme_spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// A second queue that waits for turns.
 const OTHER: SliceWaiter = SliceWaiter(0);

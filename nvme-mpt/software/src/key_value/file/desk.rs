@@ -10,7 +10,7 @@ use log::error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::key_value::pairs::{KvBatchStep, KvChange, KvQuery, KvReply, KvRequest};
-use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
+use nvme_mpt_memory::sync::{Condvar, Mutex, MutexGuard};
 
 /// Maximum of requests per key space in a transaction, and of bytes after which no more are added. They bound how long a guest
 /// with many requests delays others.
@@ -179,7 +179,7 @@ impl KvReplyQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nvme_mpt::spec::key_value::KvKey;
+    use nvme_spec::key_value::KvKey;
 
     fn asked(mailbox: &Arc<KvReplyQueue>, slot: u16, bytes: usize) -> QueuedKvRequest {
         QueuedKvRequest {

@@ -29,10 +29,9 @@ use super::pairs::KeySpaceUsage;
 use desk::KvRequestQueue;
 #[cfg(feature = "key-value-files")]
 use layout::KvDatabaseFile;
-use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::memory::sync::mpsc::{Receiver, RecvTimeoutError};
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::poller::ThreadSpawner;
+use nvme_guest::threads::ThreadSpawner;
+use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError};
+use nvme_mpt_memory::sync::{JoinHandle, Mutex, MutexGuard};
 #[cfg(feature = "key-value-files")]
 use store::KeyValueDatabase;
 
@@ -97,7 +96,7 @@ impl KeyValueFile {
                 }
             })?;
         let desk = Arc::new(KvRequestQueue::default());
-        let (ending, end) = nvme_mpt::memory::sync::mpsc::channel::<()>();
+        let (ending, end) = nvme_mpt_memory::sync::mpsc::channel::<()>();
         let work = Box::new({
             let desk = desk.clone();
             move || {

@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 use redb::StorageBackend;
 

@@ -5,10 +5,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::{ZoneGeometry, ZoneResources};
-use nvme_mpt::memory::SharedWords;
-use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::status::Status;
-use nvme_mpt::spec::zns::{ReportingOptions, ZoneSendAction, ZoneState};
+use nvme_mpt_memory::SharedWords;
+use nvme_spec::ids::Lba;
+use nvme_spec::status::Status;
+use nvme_spec::zns::{ReportingOptions, ZoneSendAction, ZoneState};
 
 /// State of a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::*;
-use nvme_mpt::memory::Mapping;
+use nvme_mpt_memory::Mapping;
 
 const SIZE: u64 = 16;
 const CAPACITY: u64 = 12;

@@ -3,8 +3,9 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
+use nvme_guest::learn::AdaptivePolicies;
+
 use super::*;
-use crate::learn::AdaptivePolicies;
 use crate::poller::{PollerLocality, PollerPool};
 
 /// A host queue that completes its commands, and blocks when the test says so.

@@ -4,14 +4,15 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use nvme_guest::dma::{DmaDirection, RegionHint};
+use nvme_guest::iova::Iommu;
+use nvme_guest::seam::InFlightCommandState;
+use nvme_guest::seam::state::words_of;
+use nvme_mpt_memory::clock::ticks_in;
+use nvme_mpt_memory::{Mapping, MappingAccess};
+
 use super::super::memory::is_over;
 use super::*;
-use crate::clock::ticks_in;
-use crate::dma::{DmaDirection, RegionHint};
-use crate::iova::Iommu;
-use crate::memory::{Mapping, MappingAccess};
-use crate::seam::InFlightCommandState;
-use crate::seam::state::words_of;
 
 /// Address of the page that the tests map and unmap.
 const DATA: Gpa = Gpa(0x10_0000);

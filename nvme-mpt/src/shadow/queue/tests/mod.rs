@@ -5,34 +5,34 @@ mod memory;
 
 use std::os::fd::RawFd;
 
+use nvme_guest::dma::{DmaWindow, MemoryRegion};
+use nvme_guest::interrupt::InterruptCoalescer;
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::learn::PolicyChoice;
+use nvme_guest::limit::RateLimits;
+use nvme_guest::park::PollerWaker;
+use nvme_guest::seam::{CqConfig, SqConfig};
 use nvme_lease::range::BlockRange;
+use nvme_mpt_memory::clock::TickRate;
 use nvme_mpt_memory::deadline::FrozenClock;
+use nvme_mpt_memory::memfd;
+use nvme_spec::ids::{CommandId, Lba, Nsid};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::clock::TickRate;
-use crate::dma::{DmaWindow, MemoryRegion};
 use crate::drive::idle::IdleController;
 use crate::host::{CompletionTaker, CompletionTiming, HostCompletion, HostMemory, HostQueue};
-use crate::interrupt::InterruptCoalescer;
-use crate::iova::IovaSpace;
-use crate::learn::PolicyChoice;
-use crate::limit::RateLimits;
-use crate::memory::memfd;
-use crate::park::PollerWaker;
-use crate::seam::{CqConfig, SqConfig};
 use crate::shadow::{NamespaceIds, PART_LISTS};
-use crate::spec::ids::{CommandId, Lba, Nsid};
-use crate::spec::opcode::NvmOpcode;
-use crate::spec::registers::Doorbell;
-use crate::spec::sqe::Sqe;
-use crate::spec::status::Status;
 
 const QUEUE: QueueId = QueueId(1);
 const ENTRIES: u32 = 16;
 const SQ: Gpa = Gpa(0x1000);
 const CQ: Gpa = Gpa(0x2000);
-const PAGE: u64 = crate::address::PAGE_SIZE;
+const PAGE: u64 = nvme_guest::address::PAGE_SIZE;
 
 /// A host queue that keeps commands until the test completes them.
 #[derive(Default)]
@@ -166,8 +166,8 @@ impl Guest {
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(
                 DoorbellPage::new(
-                    crate::doorbell::DoorbellMode::Trap,
-                    crate::DoorbellStride::default(),
+                    nvme_guest::doorbell::DoorbellMode::Trap,
+                    nvme_guest::DoorbellStride::default(),
                     1,
                 )
                 .expect("memory"),
@@ -365,7 +365,7 @@ fn commands_ended_by_a_reset_are_not_resubmitted_after_15_seconds() {
         guest.submit_read([0x8000, 0]);
         guest.poll(&mut host);
         for (_, slot) in guest.queue.core.slots.in_flight_mut() {
-            let age = crate::clock::ticks_in(std::time::Duration::from_secs(age));
+            let age = nvme_mpt_memory::clock::ticks_in(std::time::Duration::from_secs(age));
             slot.taken = Ticks(slot.taken.0.wrapping_sub(age));
         }
         host.end(0, Status::COMMAND_INTERRUPTED);

@@ -2,9 +2,9 @@
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::status::Status;
 
 #[test]
 fn a_stopped_pair_touches_nothing_and_goes_on_after_a_restart() {

@@ -7,15 +7,15 @@ use super::super::doorbell::{BufferedDoorbell, DriveDoorbell};
 use super::super::governor::DriveGovernor;
 use super::super::rings::PairDoorbells;
 use super::super::{PairConfig, VfioQueuePair};
-use nvme_mpt::clock::TickRate;
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::memory::{CompletionRing, MappedWord32, Mapping, SubmissionRing};
-use nvme_mpt::spec::admin::QueuePriority;
-use nvme_mpt::spec::cqe::Cqe;
-use nvme_mpt::spec::ids::{CommandId, QueueId};
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_guest::iova::IovaSpace;
+use nvme_guest::learn::PolicyChoice;
+use nvme_mpt_memory::clock::TickRate;
+use nvme_mpt_memory::{CompletionRing, MappedWord32, Mapping, SubmissionRing};
+use nvme_spec::admin::QueuePriority;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::{CommandId, QueueId};
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Creates doorbell memory: two registers, and two words of each buffer.
 fn cells() -> [MappedWord32; 6] {

@@ -3,11 +3,11 @@
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit_at};
 use crate::pair::{QueuePairActivity, VfioQueue, VfioQueuePair};
-use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::HostQueue;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Number of ticks since its last batch during which a queue counts as awake.
 const WITHIN: u64 = 100;

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit, submit_at};
 use crate::pair::LeaseShare;
-use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::{HostCompletion, HostQueue};
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::CommandId;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::status::Status;
 
 #[test]
 fn a_single_member_has_the_ring_to_itself() {

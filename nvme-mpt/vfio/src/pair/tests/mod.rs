@@ -12,15 +12,15 @@ mod turns;
 mod weights;
 
 use super::VfioQueue;
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::dma::RegionTable;
+use nvme_guest::dma::RegionTable;
+use nvme_guest::iova::IovaSpace;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
-use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::nvm::ReadWrite;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::CommandId;
+use nvme_spec::nvm::ReadWrite;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
 
 /// Resources of a shadow queue that it lends to its host queue.
 struct Lender {
@@ -49,7 +49,7 @@ impl Lender {
 fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u32) -> Sqe {
     let mut sqe = Sqe::new(opcode.0);
     ReadWrite {
-        slba: nvme_mpt::spec::ids::Lba(slba),
+        slba: nvme_spec::ids::Lba(slba),
         nlb_z: (blocks - 1) as u16,
         ..ReadWrite::default()
     }

@@ -4,9 +4,9 @@ use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};
 use crate::pair::{LeaseShare, VfioQueue, VfioQueuePair};
 use nvme_mpt::host::HostQueue;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Creates queue pairs with separate governors, so that no pair waits for another.
 fn pairs<const N: usize>() -> [(FakeDrive, VfioQueuePair); N] {

@@ -9,13 +9,13 @@ use proptest::prelude::*;
 use super::super::{DriveGovernor, LateCommand, VfioQueue, VfioQueuePair};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{TickRate, Ticks};
+use nvme_guest::learn::PolicyChoice;
 use nvme_mpt::host::HostCompletion;
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::spec::nvm::ReadWrite;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_spec::nvm::ReadWrite;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 const PAGE: u64 = 4096;
 const SLOTS: u16 = 6;
@@ -283,7 +283,7 @@ impl World {
             Op::Complete(index, fails) if !self.drives[side].commands.is_empty() => {
                 let status = if *fails {
                     // The status identifies the failed part.
-                    Status::new(nvme_mpt::spec::status::StatusCodeType::VENDOR_SPECIFIC, {
+                    Status::new(nvme_spec::status::StatusCodeType::VENDOR_SPECIFIC, {
                         (self.now / (MILLISECOND / 10)) as u8
                     })
                 } else {
@@ -469,9 +469,7 @@ fn an_sgl_is_not_split() {
     let mut world = World::new(8, 4 * PAGE, 1, 9, false);
     let Member { queue, lender, .. } = &mut world.members[0];
     let mut sqe = command(NvmOpcode::READ, 2, 0, 64);
-    sqe.cdw0 = sqe
-        .cdw0
-        .with_psdt(nvme_mpt::spec::sqe::Psdt::SGL_MPTR_BUFFER);
+    sqe.cdw0 = sqe.cdw0.with_psdt(nvme_spec::sqe::Psdt::SGL_MPTR_BUFFER);
     super::submit(queue, lender, &[sqe]);
     assert_eq!(world.drives[0].fetch(), 0);
     let done = super::reap(queue);

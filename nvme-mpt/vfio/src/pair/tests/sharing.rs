@@ -7,14 +7,14 @@ use super::super::governor::DriveGovernor;
 use super::super::{DriveSurvey, LeaseShare, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{TickRate, Ticks};
+use nvme_guest::learn::PolicyChoice;
+use nvme_guest::limit::LeaseWeight;
 use nvme_mpt::host::HostCompletion;
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::limit::LeaseWeight;
-use nvme_mpt::spec::ids::CommandId;
-use nvme_mpt::spec::nvm::ReadWrite;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_spec::ids::CommandId;
+use nvme_spec::nvm::ReadWrite;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::status::Status;
 
 /// Ticks are nanoseconds here.
 pub(super) const MICROSECOND: u64 = 1_000;

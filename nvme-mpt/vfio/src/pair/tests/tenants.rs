@@ -12,11 +12,11 @@ use super::super::{DriveSurvey, LeaseShare, VfioQueue, VfioQueuePair};
 use super::drive::FakeDrive;
 use super::sharing::{Drive, LOOK, MAX_TRANSFER, MILLISECOND, SECOND, SERIAL, Speed};
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{TickRate, Ticks};
+use nvme_guest::learn::PolicyChoice;
 use nvme_mpt::host::{HostCompletion, HostQueue};
-use nvme_mpt::learn::PolicyChoice;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::status::Status;
 
 /// Longest interval between a tenant's polls.
 const POLL: u64 = MILLISECOND / 10;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::super::turns::{LeaseShare, QueuePairArbitration};
-use nvme_mpt::limit::LeaseWeight;
+use nvme_guest::limit::LeaseWeight;
 
 const PAGE: u64 = 4096;
 

@@ -7,13 +7,13 @@ use super::super::{
 };
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::{TickRate, Ticks};
+use nvme_guest::learn::{PolicyChoice, WINDOW_MAX};
+use nvme_guest::limit::LeaseWeight;
 use nvme_mpt::host::{HostCompletion, HostQueue};
-use nvme_mpt::learn::{PolicyChoice, WINDOW_MAX};
-use nvme_mpt::limit::LeaseWeight;
-use nvme_mpt::spec::opcode::NvmOpcode;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
 
 /// Number of entries of the pair.
 const ENTRIES: u32 = 17;

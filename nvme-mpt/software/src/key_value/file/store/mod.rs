@@ -17,8 +17,8 @@ use super::synced::SyncedFile;
 use crate::key_value::pairs::{
     KeySpaceUsage, KeyValuePairs, KeyValuePairsMut, KvReply, KvRequest, answer, carry_out, change,
 };
-use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, KvKey};
-use nvme_mpt::spec::status::Status;
+use nvme_spec::key_value::{KEY_LENGTH_MAX, KvKey};
+use nvme_spec::status::Status;
 
 /// Values, by key space name and key.
 const PAIRS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("pairs");

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::key_value::file::desk::KvReplyQueue;
 use crate::key_value::pairs::{KvBatchStep, KvChange, KvQuery};
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 /// A change of a disk since its last sync.
 #[derive(Clone, Debug)]

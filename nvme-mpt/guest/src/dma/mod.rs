@@ -1,0 +1,862 @@
+//! DMA windows: the mapping of one VM's memory into this process and into the host controller's IOVA space.
+//!
+//! A VM's memory is a set of *regions*. A region is a range of guest physical addresses, backed by a part of a file that the
+//! VMM handed over. Every region has its own range of the host controller's IOVA space, and a guest address becomes an IOVA
+//! only through its region. So no guest address can become an IOVA of another VM or of the host controller's own memory.
+//! (Some VMMs use their own virtual addresses, so regions may lie anywhere in 64 bits. This is why a window is not just a
+//! base to add.)
+//!
+//! A VMM that plugs memory in blocks maps many regions, and may unmap any of them. A file is mapped as a whole. So regions
+//! that are adjacent in a file and in guest memory are adjacent in this process's address space too. They are also adjacent
+//! in the IOVA space, because a region takes spare IOVAs for regions that may follow. Adjacent regions form a *run*.
+//! Translation searches runs, of which there are few.
+//!
+//! Pollers translate with a [`RegionTable`], an immutable snapshot. Each change publishes a new table with the next
+//! generation. Each shadow queue adopts the new table at its next pass, and reports the pending unmaps (`departure.rs`) whose
+//! memory its in-flight commands use. [`DmaWindow::unmap`] returns when no command uses the memory.
+//!
+//! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its file
+//! too, but a VM takes at most twice the IOVAs of its memory. The last part of the IOVA space is reserved for other VMs
+//! (`learn/budget.rs`). If memory is pinned, a function's mappings are limited in bytes (`bounds.rs`). With these rules,
+//! 1 GiB plugged upwards in blocks of 2 MiB makes about four runs. Each block is still mapped, pinned and unmapped
+//! separately.
+//!
+//! Data may cross the end of a run: PRP lists are translated by page, data blocks of SGLs in pieces (`shadow/sgl.rs`), and
+//! rings are accessed by page (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped separately.
+//!
+//! Translation is the first protection; a second check follows at the access. For a software drive, the store resolves
+//! IOVAs again (`host/data.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each region is
+//! mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
+
+mod bounds;
+mod departure;
+mod dirty;
+mod error;
+mod guest_memory;
+mod held;
+mod kinds;
+mod notes;
+mod pinned;
+mod pinning;
+mod published;
+mod region;
+mod sorted;
+mod table;
+mod under_way;
+mod users;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::Duration;
+
+pub use bounds::{MemoryLimit, MemoryRefusal};
+pub use departure::PendingUnmap;
+pub use error::DmaError;
+pub use guest_memory::GuestMemory;
+pub use held::DetachedGuestMemory;
+pub use kinds::MemoryKinds;
+pub use notes::DirtyRange;
+pub use table::{DmaDirection, RegionHint, RegionTable};
+pub use table::{IovaHint, RunPages};
+pub use under_way::is_gone_for_good;
+pub use users::TableUse;
+
+use nvme_mpt_memory::clock::Ticks;
+use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
+use nvme_mpt_memory::file_system::type_of;
+use nvme_mpt_memory::sync::{Mutex, MutexGuard, try_lock};
+use nvme_mpt_memory::user_faults::{MemoryHolder, is_incomplete};
+use nvme_mpt_memory::{Mapping, MappingAccess};
+
+use crate::address::{Gpa, PAGE_SIZE};
+use crate::iova::{BudgetEntitlement, IovaRefusal, IovaSpace, MappingOwner, VmShares};
+use crate::learn::IommuShareRefusal;
+use crate::memory_account::{MemoryAccount, PinningRecord};
+use crate::park::PollerWaker;
+use crate::stats::MemoryStats;
+use bounds::FunctionMemoryLimit;
+use pinning::RegionPinning;
+use published::PublishedSnapshot;
+use region::{GuestFile, GuestMemoryPart, IovaExtent, MappedByteCount, MappedRegion};
+use under_way::OngoingChanges;
+use users::{TableUser, wait_left};
+
+/// Maximum number of regions of one VM: enough for 16 GiB of memory plugged in blocks of 2 MiB. The drive's limit for all
+/// VMs together may be reached earlier.
+pub const MAX_REGIONS: usize = 8192;
+
+/// Maximum number of files for the regions of one VM. VMMs have a few.
+const MAX_FILES: usize = 256;
+
+/// Address space of this process that the files of one VM may take, in bytes: a sixteenth of 47 bits, so that one VM
+/// cannot exhaust it.
+const MAX_FILE_BYTES: u64 = 8 << 40;
+
+/// Memory that a VMM hands over.
+#[derive(Debug)]
+pub struct MemoryRegion {
+    /// Guest address.
+    pub gpa: Gpa,
+    /// Length in bytes.
+    pub len: u64,
+    /// File that holds the memory.
+    pub fd: OwnedFd,
+    /// Start offset in the file, in bytes.
+    pub offset: u64,
+    /// True if a device may read the memory.
+    pub readable: bool,
+    /// True if a device may write the memory.
+    pub writable: bool,
+}
+
+impl MemoryRegion {
+    fn check_shape(&self) -> Result<(), DmaError> {
+        let Self { gpa, len, .. } = *self;
+        let wraps = gpa.0.checked_add(len).is_none();
+        if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
+            return Err(DmaError::InvalidRegion { gpa, len });
+        }
+        Ok(())
+    }
+
+    /// Returns the access rights of the region's mapping.
+    fn access(&self) -> MappingAccess {
+        match self.writable {
+            true => MappingAccess::ReadWrite,
+            false => MappingAccess::Read,
+        }
+    }
+}
+
+/// The VMM's own mapping of memory that it hands over to a function in the same process.
+///
+/// The function accesses the memory through this mapping, so its page faults go to the VMM's userfaultfd. A faulting thread
+/// waits for the VMM, in whose process it runs.
+#[derive(Debug)]
+pub struct VmmMapping {
+    /// Memory [borrowed](Mapping::borrowed) from the VMM. It contains the region, and may contain more of the file. Use one
+    /// mapping for all regions in it.
+    pub memory: Mapping,
+    /// True if every page has its content, so that no restore on demand and no post-copy is in progress. A drive's server
+    /// maps the file itself, so it accepts only complete memory.
+    pub is_complete: bool,
+}
+
+/// Current table of a window and its users.
+#[derive(Debug)]
+pub struct PublishedTable {
+    published: PublishedSnapshot<RegionTable>,
+    users: Mutex<Vec<Arc<TableUser>>>,
+    under_way: OngoingChanges,
+    /// Locked during a change. A user that keeps the tables, such as a queue with commands in flight, keeps the memory mapped.
+    changes: Arc<Mutex<WindowRegions>>,
+}
+
+/// Unmaps the memory with its last user. Threads that [check the memory](IovaSpace::shrunk_memory) hold only
+/// `changes`, so they never have to unmap memory.
+impl Drop for PublishedTable {
+    fn drop(&mut self) {
+        let changes = std::mem::take(&mut *lock(&self.changes));
+        drop(changes);
+    }
+}
+
+/// Table with the registration of its user.
+#[derive(Debug)]
+pub struct UsedTable {
+    /// Registration of the user.
+    pub table_use: TableUse,
+    /// Table that was the current one at the registration.
+    pub table: Arc<RegionTable>,
+}
+
+impl PublishedTable {
+    /// Returns whether no table is newer than `generation`, with one load. `PublishedSnapshot` says when to ask.
+    #[inline]
+    pub fn is_newest(&self, generation: u64) -> bool {
+        self.published.generation() <= generation
+    }
+
+    /// Returns the current table.
+    pub fn current(&self) -> Arc<RegionTable> {
+        self.published.current()
+    }
+
+    /// Registers a user of the current table with no commands in flight.
+    pub fn register(&self, waker: Arc<PollerWaker>) -> UsedTable {
+        // The users' lock orders the registration: a change either waits for this user or is already in its table.
+        let mut users = lock(&self.users);
+        let table = self.current();
+        let user = Arc::new(TableUser::new(table.generation(), waker));
+        users.retain(|user| !user.is_gone());
+        users.push(user.clone());
+        UsedTable {
+            table_use: TableUse(user),
+            table,
+        }
+    }
+
+    /// Returns the time at which the last change of the memory ended; `now` while a change is in progress.
+    pub fn quiet_since(&self, now: Ticks) -> Ticks {
+        self.under_way.quiet_since(now)
+    }
+
+    /// Returns whether no user uses memory that was unmapped with the table of generation `departure`.
+    pub fn have_left(&self, departure: u64) -> bool {
+        lock(&self.users)
+            .iter()
+            .all(|user| user.has_left(departure))
+    }
+
+    /// Waits until [`Self::have_left`] is true. Returns false after a timeout.
+    fn wait_left(&self, departure: u64, clock: &dyn WaitClock, time: Duration) -> bool {
+        let users = lock(&self.users).clone();
+        clock.wait(time, &mut |time| wait_left(&users, departure, time))
+    }
+
+    /// Publishes the next table and returns its generation. The caller holds [`Self::changes`].
+    fn publish(&self, changes: &WindowRegions, mut table: RegionTable) -> u64 {
+        table.complete(changes.departures.clone());
+        let generation = table.generation();
+        self.published.publish(generation, Arc::new(table));
+        generation
+    }
+}
+
+/// DMA window: the memory of one VM, whose regions may change while commands are in flight.
+///
+/// A change may take seconds, because the IOMMU pins memory page by page. So no poller takes the lock for changes.
+#[derive(Debug)]
+pub struct DmaWindow {
+    space: Arc<IovaSpace>,
+    kinds: MemoryKinds,
+    shares: VmShares,
+    bounds: FunctionMemoryLimit,
+    account: MemoryAccount,
+    record: Option<PinningRecord>,
+    tables: Arc<PublishedTable>,
+    clock: Arc<dyn WaitClock>,
+    /// Process that may resolve page faults in the memory.
+    holder: Mutex<MemoryHolder>,
+}
+
+/// State for changes of the memory, in addition to the current table.
+#[derive(Debug, Default)]
+struct WindowRegions {
+    /// Regions by guest address, not overlapping.
+    regions: BTreeMap<u64, Arc<MappedRegion>>,
+    /// Bytes of all regions.
+    mapped: u64,
+    /// IOVAs taken by regions and pending unmaps.
+    taken: Arc<AtomicU64>,
+    /// Bytes that count against the function's limit: of regions, and of pending unmaps until the drive cannot access them.
+    pinned: Arc<AtomicU64>,
+    /// Files of the regions, for use by further regions.
+    files: Vec<Weak<GuestFile>>,
+    /// Pending unmaps, until no user uses their memory.
+    departures: Vec<Arc<PendingUnmap>>,
+    /// Dirty pages of regions that were unmapped since the dirty log was last read.
+    departed: Vec<DirtyRange>,
+    /// Number of regions mapped so far.
+    maps: u64,
+    /// True if a region was not found as mapped by the old server.
+    has_new: bool,
+    /// Number of regions unmapped so far.
+    unmaps: u64,
+}
+
+impl DmaWindow {
+    /// Creates an empty window in a host controller's address space.
+    #[must_use]
+    pub fn new(space: Arc<IovaSpace>) -> Self {
+        let tables = PublishedTable {
+            published: PublishedSnapshot::new(Arc::default()),
+            users: Mutex::default(),
+            under_way: OngoingChanges::default(),
+            changes: Arc::default(),
+        };
+        let memory: Weak<Mutex<WindowRegions>> = Arc::downgrade(&tables.changes);
+        space.watch(memory);
+        let tables = Arc::new(tables);
+        Self {
+            shares: space.new_vm(),
+            bounds: FunctionMemoryLimit::default(),
+            account: MemoryAccount::of_host(),
+            record: None,
+            space,
+            kinds: MemoryKinds::default(),
+            tables,
+            clock: SystemClock::shared(),
+            holder: Mutex::default(),
+        }
+    }
+
+    /// Sets the process that provides the memory. The default is this process.
+    pub fn set_holder(&self, holder: MemoryHolder) {
+        *lock(&self.holder) = holder;
+    }
+
+    /// Sets the kinds of files that the memory may be in.
+    #[must_use]
+    pub fn taking(self, kinds: MemoryKinds) -> Self {
+        Self { kinds, ..self }
+    }
+
+    /// Sets the function's name. With an IOMMU, also sets the limit of its mapped memory.
+    #[must_use]
+    pub fn of_function(self, function: &str, limit: Option<MemoryLimit>) -> Self {
+        let bounds = FunctionMemoryLimit {
+            function: function.to_owned(),
+            limit: limit.filter(|_| self.space.has_iommu()),
+        };
+        let shares = VmShares {
+            owner: MappingOwner::of_function(function),
+            ..self.shares.clone()
+        };
+        Self {
+            bounds,
+            shares,
+            ..self
+        }
+    }
+
+    /// Sets the account that must grant memory before it is pinned.
+    #[must_use]
+    pub fn with_account(self, account: MemoryAccount) -> Self {
+        Self { account, ..self }
+    }
+
+    /// Sets the record of memory that is being pinned.
+    #[must_use]
+    pub fn recording(self, record: Option<PinningRecord>) -> Self {
+        Self { record, ..self }
+    }
+
+    /// Sets the clock for waits.
+    pub fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
+        self.clock = clock;
+    }
+
+    /// Returns the current table and its users, which a shadow queue keeps.
+    pub fn tables(&self) -> &Arc<PublishedTable> {
+        &self.tables
+    }
+
+    /// Locks the state for a change, and releases pending unmaps whose memory is not used any longer.
+    fn changes(&self) -> MutexGuard<'_, WindowRegions> {
+        let mut changes = lock(&self.tables.changes);
+        changes.departures.retain(|departure| {
+            let used = !self.tables.have_left(departure.generation());
+            if !used {
+                departure.release();
+            }
+            used
+        });
+        changes
+    }
+
+    /// Returns the current snapshot of the VM's memory map.
+    #[must_use]
+    pub fn table(&self) -> Arc<RegionTable> {
+        self.tables.current()
+    }
+
+    /// Maps a region. Commands that arrive after the call may use the region. Memory that its holder still fills by
+    /// userfaultfd is refused.
+    ///
+    /// # Errors
+    /// All of [`DmaError`] except those of unmapping.
+    pub fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_complete(memory, BudgetEntitlement::New)
+    }
+
+    /// Maps memory that the function had mapped under the old server. The bytes count, but no limit and no share refuses
+    /// them, even if the memory must be mapped again. Otherwise, lower limits or functions that started later could take the
+    /// VM's drive away.
+    ///
+    /// # Errors
+    /// As [`Self::map`].
+    pub fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_complete(memory, BudgetEntitlement::Former)
+    }
+
+    /// Maps memory that was mapped under the old server according to the VMM. No limit and no share refuses memory that is
+    /// still mapped. For a false claim, a VMM gets only memory that it could have mapped anyway, or the pages that it had
+    /// mapped before.
+    ///
+    /// # Errors
+    /// As [`Self::map`].
+    pub fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_complete(memory, BudgetEntitlement::Claimed)
+    }
+
+    fn map_complete(
+        &self,
+        memory: MemoryRegion,
+        demand: BudgetEntitlement,
+    ) -> Result<(), DmaError> {
+        memory.check_shape()?;
+        self.check_use(&memory, |file| file.serves(&memory))?;
+        self.map_by(memory, None, demand)
+    }
+
+    /// Maps memory that was [checked](Self::check_region), now or when it was mapped before.
+    ///
+    /// # Errors
+    /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
+    pub fn map_checked(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_by(memory, None, BudgetEntitlement::New)
+    }
+
+    /// Checks that the region's file can be used: its memory is complete, as far as this process can see. A file with a
+    /// mapped region has already been checked, unless the region uses the VMM's own mapping, which may be incomplete.
+    ///
+    /// # Errors
+    /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
+    pub fn check_region(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
+        self.check_use(memory, |_| false)
+    }
+
+    /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use a mapping of this file.
+    fn check_use(
+        &self,
+        memory: &MemoryRegion,
+        is_through: impl Fn(&GuestFile) -> bool,
+    ) -> Result<(), DmaError> {
+        let MemoryRegion { gpa, len, fd, .. } = memory;
+        self.check_kind(memory)?;
+        let is_known = {
+            let changes = self.changes();
+            let mut known = changes.files.iter().filter_map(Weak::upgrade);
+            let id = GuestFile::id_of(fd.as_fd());
+            let id = id.map_err(|source| DmaError::Map {
+                gpa: *gpa,
+                len: *len,
+                source,
+            })?;
+            known
+                .any(|file| file.has_id(id) && (!file.mapping().is_borrowed() || is_through(&file)))
+        };
+        match is_known {
+            true => Ok(()),
+            false => self.check_file(fd.as_fd(), *gpa, *len),
+        }
+    }
+
+    /// Checks the kind of the file. This comes first, because other calls on the file may block.
+    fn check_kind(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
+        let fd = memory.fd.as_fd();
+        if self.kinds.admits(fd) {
+            return Ok(());
+        }
+        let file_system = type_of(fd).unwrap_or_else(|| "another kind".to_owned());
+        Err(DmaError::MayWait {
+            gpa: memory.gpa,
+            len: memory.len,
+            file_system,
+        })
+    }
+
+    /// Maps memory through the mapping of a VMM in this process. This memory may be incomplete.
+    ///
+    /// # Errors
+    /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping does not contain the whole region.
+    pub fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
+        self.map_by(memory, Some(own.memory), BudgetEntitlement::New)
+    }
+
+    fn map_by(
+        &self,
+        memory: MemoryRegion,
+        own: Option<Mapping>,
+        demand: BudgetEntitlement,
+    ) -> Result<(), DmaError> {
+        memory.check_shape()?;
+        self.check_kind(&memory)?;
+        let access = memory.access();
+        let MemoryRegion {
+            gpa,
+            len,
+            fd,
+            offset,
+            readable,
+            writable,
+        } = memory;
+        let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
+        let failed = |source| DmaError::Map { gpa, len, source };
+        let _change = self.tables.under_way.begin();
+        let mut changes = self.changes();
+        changes.check_free(gpa.0, len)?;
+        let files = &mut changes.files;
+        files.retain(|file| file.strong_count() > 0);
+        let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
+        let file = match own {
+            Some(own) if own.access() == MappingAccess::Read && writable => {
+                return Err(DmaError::InvalidRegion { gpa, len });
+            }
+            Some(own) => GuestFile::find_or_borrow(&known, fd, own).map_err(failed)?,
+            None => {
+                let mapped = known.iter().map(|file| file.mapping());
+                let mapped = mapped.filter(|mapping| !mapping.is_borrowed());
+                let taken: u64 = mapped.map(|mapping| mapping.len() as u64).sum();
+                let left = MAX_FILE_BYTES.saturating_sub(taken);
+                GuestFile::find_or_map(&known, fd, offset, bytes, access, left)
+                    .map_err(failed)?
+                    .ok_or(DmaError::FilesTooLarge { gpa, len, left })?
+            }
+        };
+        let is_it = |known: &Weak<GuestFile>| known.as_ptr() == Arc::as_ptr(&file);
+        if !files.iter().any(is_it) {
+            if files.len() >= MAX_FILES {
+                return Err(DmaError::TooManyFiles);
+            }
+            files.push(Arc::downgrade(&file));
+        }
+        let offset = file
+            .offset_of(offset, bytes)
+            .ok_or(DmaError::InvalidRegion { gpa, len })?;
+        let place = GuestMemoryPart {
+            gpa: gpa.0,
+            len,
+            rights: [readable, writable],
+            file,
+            offset,
+        };
+        self.insert(&mut changes, place, demand)
+    }
+
+    /// Checks that no page of a file is missing that its holder would fill on a page fault.
+    fn check_file(&self, file: BorrowedFd<'_>, gpa: Gpa, len: u64) -> Result<(), DmaError> {
+        let holder = *lock(&self.holder);
+        match is_incomplete(holder, file) {
+            Ok(false) => Ok(()),
+            Ok(true) => Err(DmaError::Incomplete { gpa, len }),
+            Err(source) if holder == MemoryHolder::ThisProcess => {
+                Err(DmaError::UnknownFaults { gpa, len, source })
+            }
+            Err(error) => {
+                log::debug!(
+                    "Whether memory of {holder} is restored on demand is not known: {error}"
+                );
+                Ok(())
+            }
+        }
+    }
+
+    /// Checks again that the memory is complete when a guest enables its controller, because the VMM may have registered the
+    /// memory with userfaultfd after mapping it.
+    ///
+    /// # Errors
+    /// [`DmaError::Incomplete`].
+    pub fn check_complete(&self) -> Result<(), DmaError> {
+        let (files, gpa, mapped) = {
+            let changes = lock(&self.tables.changes);
+            let files: Vec<_> = changes.files.iter().filter_map(Weak::upgrade).collect();
+            let first = changes.regions.keys().next();
+            (files, first.copied().unwrap_or_default(), changes.mapped)
+        };
+        let files = files.iter().filter(|file| !file.mapping().is_borrowed());
+        for file in files {
+            if let Err(error @ DmaError::Incomplete { .. }) =
+                self.check_file(file.as_fd(), Gpa(gpa), mapped)
+            {
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps a region that was [found free](WindowRegions::check_free).
+    fn insert(
+        &self,
+        changes: &mut WindowRegions,
+        place: GuestMemoryPart,
+        demand: BudgetEntitlement,
+    ) -> Result<(), DmaError> {
+        let (gpa, len) = (Gpa(place.gpa), place.len);
+        let refused = |refusal: MemoryRefusal| refusal.of_region(gpa, len);
+        let extent = match changes.extent_of(&place) {
+            Some(extent) => extent,
+            None => {
+                let (vm, spare) = (&self.shares, changes.spare_iovas());
+                let place = (&place, demand);
+                let extent = IovaExtent::new(&self.space, vm, place, spare, &changes.taken);
+                let function = &self.bounds.function;
+                extent.map_err(|error| match error {
+                    IovaRefusal::Room => DmaError::NoIova { len },
+                    IovaRefusal::Share(share) => {
+                        refused(MemoryRefusal::of_iovas(function, len, share))
+                    }
+                })?
+            }
+        };
+        let pinning = RegionPinning {
+            space: &self.space,
+            account: &self.account,
+            function: &self.bounds.function,
+            place: &place.clone(),
+        };
+        // Mappings left by the old server were allowed there, and are not pinned again.
+        let had = demand != BudgetEntitlement::New;
+        let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
+        if !is_there {
+            extent.disinherit(&place);
+            let (memory, part) = (pinning.place.file.mapping(), pinning.place.part());
+            self.space.disinherit(self.shares.owner, memory, &part);
+        }
+        // A claim is bounded once other memory was mapped, so that old and new memory do not add up beyond the limit.
+        let is_bounded = !is_there || (demand == BudgetEntitlement::Claimed && changes.has_new);
+        let demand = match demand {
+            BudgetEntitlement::New | BudgetEntitlement::Claimed if is_bounded => {
+                BudgetEntitlement::New
+            }
+            _ => BudgetEntitlement::Former,
+        };
+        let pinned = self.pin(changes, len, demand).map_err(refused)?;
+        let permit = self.shares.mappings.demand(1, demand);
+        let permit = permit.map_err(|no_share| {
+            let IommuShareRefusal { taken, left, max } = no_share;
+            DmaError::TooManyMappings {
+                function: self.bounds.function.clone(),
+                taken,
+                left,
+                max,
+            }
+        })?;
+        let mut prepared = match is_there {
+            true => None,
+            false => pinning.prepare(self.record.as_ref()).map_err(refused)?,
+        };
+        let before = &mut |part: Range<usize>| match &mut prepared {
+            Some(prepared) => prepared.look_again(part),
+            None => Ok(()),
+        };
+        let region = MappedRegion::new(place, extent, permit, pinned, before)
+            .map_err(|source| DmaError::Iommu { gpa, len, source })?;
+        if let Some(prepared) = prepared {
+            prepared.end();
+        }
+        region.place.file.note_pinned();
+        let mut table = self.next_table();
+        table.add(&region);
+        changes.regions.insert(gpa.0, Arc::new(region));
+        changes.mapped += len;
+        changes.maps += 1;
+        changes.has_new |= !is_there;
+        self.tables.publish(changes, table);
+        Ok(())
+    }
+
+    /// Counts the bytes of a region to map. Refuses them above the function's limit, unless the function had them before.
+    fn pin(
+        &self,
+        changes: &WindowRegions,
+        asked: u64,
+        demand: BudgetEntitlement,
+    ) -> Result<MappedByteCount, MemoryRefusal> {
+        let mapped = changes.pinned.load(Ordering::Relaxed);
+        match self
+            .bounds
+            .limit
+            .filter(|_| demand != BudgetEntitlement::Former)
+        {
+            Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
+                Err(MemoryRefusal::Limit {
+                    function: self.bounds.function.clone(),
+                    mapped,
+                    asked,
+                    limit,
+                })
+            }
+            _ => Ok(MappedByteCount::new(&changes.pinned, asked)),
+        }
+    }
+
+    /// Publishes the current table with a new generation and wakes all users, so that they adopt state that changes with the
+    /// table.
+    pub fn renew_table(&self) {
+        let changes = self.changes();
+        self.tables.publish(&changes, self.next_table());
+        drop(changes);
+        for user in lock(&self.tables.users).iter() {
+            user.wake();
+        }
+    }
+
+    /// Returns a copy of the current table for changes.
+    fn next_table(&self) -> RegionTable {
+        RegionTable::clone(&self.table())
+    }
+
+    /// Unmaps the regions in `gpa..gpa+len` and waits until no in-flight command uses them. Returns the number of unmapped
+    /// bytes, which may be 0.
+    ///
+    /// # Errors
+    /// [`DmaError::PartialUnmap`] if the range cuts a region; nothing is unmapped then. [`DmaError::Busy`] if in-flight
+    /// commands that use the memory do not finish. New commands cannot use the memory then, but it stays mapped in this process
+    /// until the first change after those commands have finished.
+    pub fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
+        self.unmap_within(gpa, len, DRAIN_DEADLINE)
+    }
+
+    /// Unmaps as [`Self::unmap`] does, with a timeout of `time`.
+    ///
+    /// # Errors
+    /// As [`Self::unmap`].
+    pub fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
+        let last = match len.checked_sub(1).and_then(|rest| gpa.0.checked_add(rest)) {
+            Some(last) => last,
+            None => return Err(DmaError::InvalidRegion { gpa, len }),
+        };
+        let _change = self.tables.under_way.begin();
+        let (departure, bytes) = {
+            let mut changes = self.changes();
+            let before = changes.regions.range(..gpa.0).next_back();
+            if before.is_some_and(|(_, before)| before.place.last() >= gpa.0) {
+                return Err(DmaError::PartialUnmap { gpa, len });
+            }
+            let gone: Vec<_> = changes
+                .regions
+                .range(gpa.0..=last)
+                .map(|(_, region)| region.clone())
+                .collect();
+            match gone.last() {
+                None => return Ok(0),
+                Some(highest) if highest.place.last() > last => {
+                    return Err(DmaError::PartialUnmap { gpa, len });
+                }
+                Some(_) => {}
+            }
+            let mut table = self.next_table();
+            let mut bytes = 0;
+            let gone = gone.into_iter().map(|region| {
+                changes.regions.remove(&region.place.gpa);
+                changes.unmaps += 1;
+                bytes += region.place.len;
+                let notes = table.take_away(&region);
+                (region, notes)
+            });
+            let departure = PendingUnmap::new(self.table().generation() + 1, gone);
+            let departure = Arc::new(departure);
+            changes.mapped -= bytes;
+            changes.departures.push(departure.clone());
+            self.tables.publish(&changes, table);
+            (departure, bytes)
+        };
+        // Not under the lock: others may map memory during the wait.
+        let left = self
+            .tables
+            .wait_left(departure.generation(), &*self.clock, time);
+        // Taken after the wait, so that writes of in-flight commands are included.
+        departure.take_notes(&mut lock(&self.tables.changes).departed);
+        if !left {
+            return Err(DmaError::Busy { gpa, len });
+        }
+        departure.release();
+        Ok(bytes)
+    }
+
+    /// Returns statistics of the regions.
+    #[must_use]
+    pub fn stats(&self) -> MemoryStats {
+        self.changes().stats()
+    }
+
+    /// Returns [`Self::stats`]; `None` while the regions change, which takes long if memory is pinned.
+    #[must_use]
+    pub fn try_stats(&self) -> Option<MemoryStats> {
+        Some(try_lock(&self.tables.changes)?.stats())
+    }
+
+    /// Unmaps everything. Returns the number of unmapped bytes.
+    ///
+    /// # Errors
+    /// [`DmaError::Busy`] as in [`Self::unmap`].
+    pub fn unmap_all(&self) -> Result<u64, DmaError> {
+        self.unmap(Gpa(0), u64::MAX)
+    }
+
+    /// Returns access to the memory for the control path.
+    #[must_use]
+    pub fn memory(&self) -> GuestMemory {
+        GuestMemory::new(self.tables.clone())
+    }
+
+    /// Copies from the VM's memory as [`GuestMemory::read`] does.
+    ///
+    /// # Errors
+    /// As [`GuestMemory::read`].
+    pub fn read(&self, gpa: Gpa, buffer: &mut [u8]) -> Result<(), DmaError> {
+        self.memory().read(gpa, buffer)
+    }
+
+    /// Copies to the VM's memory as [`GuestMemory::write`] does.
+    ///
+    /// # Errors
+    /// As [`GuestMemory::write`].
+    pub fn write(&self, gpa: Gpa, buffer: &[u8]) -> Result<(), DmaError> {
+        self.memory().write(gpa, buffer)
+    }
+}
+
+impl WindowRegions {
+    fn stats(&self) -> MemoryStats {
+        MemoryStats {
+            regions: self.regions.len() as u64,
+            bytes: self.mapped,
+            maps: self.maps,
+            unmaps: self.unmaps,
+        }
+    }
+
+    /// Checks that a region may be mapped at `gpa..gpa+len`.
+    fn check_free(&self, gpa: u64, len: u64) -> Result<(), DmaError> {
+        if self.regions.len() >= MAX_REGIONS {
+            return Err(DmaError::TooManyRegions);
+        }
+        let before = self.regions.range(..gpa + len).next_back();
+        let is_free = before.is_none_or(|(_, before)| before.place.last() < gpa);
+        let gpa = Gpa(gpa);
+        is_free.then_some(()).ok_or(DmaError::Overlap { gpa, len })
+    }
+
+    /// Returns the extent of an adjacent region, if it has spare IOVAs for `place`. Memory that is mapped again while in-flight
+    /// commands still use its old IOVAs gets other IOVAs.
+    fn extent_of(&self, place: &GuestMemoryPart) -> Option<Arc<IovaExtent>> {
+        let before = self.regions.range(..place.gpa).next_back();
+        let next = self.regions.range(place.gpa..).next();
+        let neighbours = before.into_iter().chain(next);
+        let mut extents = neighbours.map(|(_, region)| &region.extent);
+        let is_free = |extent: &&Arc<IovaExtent>| {
+            let iova = extent.iova_of(place);
+            iova.is_some_and(|iova| !self.is_leaving(iova, place.len))
+        };
+        extents.find(is_free).cloned()
+    }
+
+    /// Returns whether a pending unmap is still mapped for the drive at any of these IOVAs.
+    fn is_leaving(&self, iova: u64, len: u64) -> bool {
+        let mut departures = self.departures.iter();
+        departures.any(|departure| departure.has_iova(iova, len))
+    }
+
+    /// Returns the number of spare IOVAs that the VM may take for memory that is not mapped. Mapped and spare IOVAs together
+    /// are at most twice the mapped memory.
+    fn spare_iovas(&self) -> u64 {
+        let taken = self.taken.load(Ordering::Relaxed);
+        self.mapped.saturating_mul(2).saturating_sub(taken)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // State under these locks is replaced as a whole, so a panic elsewhere leaves it intact.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod property;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,438 @@
+//! Allocation of memory before it is pinned, in steps that can be refused.
+//!
+//! An IOMMU pins all pages of a region, and the kernel allocates missing pages on the way: the whole region, if the VMM has
+//! never touched it. If the host runs out of memory, the kernel kills processes in the middle of that call, which cannot be
+//! interrupted. So missing pages are first counted, and either promised by the account or refused. Then they are allocated in
+//! steps, with a check of the free memory before each step. The VMM may still free pages before the IOMMU pins them, so they
+//! are counted again before each piece to pin. If the VMM frees pages between that count and the pinning, the kernel allocates
+//! at most one piece without a promise. In a count, pages beyond the end of the file may compensate for missing ones, and
+//! pages in swap count as present. The pinning record names the function in each of these cases, because it lists every
+//! region of more than a few MiB until it is pinned.
+//!
+//! Memory that the old server left mapped has all its pages. If a page is missing, the VMM has freed it, and the IOMMU has the
+//! old page; the memory is then mapped again.
+//!
+//! If a step is refused, pages allocated so far stay in the VMM's file, because the VMM may have written to them. The VMM frees
+//! them with the file.
+
+use std::cell::OnceCell;
+use std::io;
+use std::mem;
+use std::ops::Range;
+
+use nvme_mpt_memory::holes::{MissingBytes, PageFinder, may_lack_pages, missing_at_most};
+
+use super::bounds::MemoryRefusal;
+use super::region::GuestMemoryPart;
+use crate::iova::IovaSpace;
+use crate::memory_account::{
+    MemoryAccount, MemoryPromise, MemoryShortage, OngoingPinning, PinningRecord, SMALL,
+};
+
+/// Bytes to allocate between two checks of the free memory.
+const STEP: u64 = 256 << 20;
+
+/// Largest region whose pages are counted at once, in bytes. For a larger region, a count of all pages takes longer than
+/// the host's memory statistics stay valid.
+const LOOK: u64 = 2 << 20;
+
+/// Maximum number of bytes to pin between two counts of missing pages.
+const PIECE: u64 = 1 << 30;
+
+/// Memory of a region that is about to be pinned.
+#[derive(Debug)]
+pub(super) struct RegionPinning<'a> {
+    pub(super) space: &'a IovaSpace,
+    pub(super) account: &'a MemoryAccount,
+    pub(super) function: &'a str,
+    pub(super) place: &'a GuestMemoryPart,
+}
+
+/// Promise and record for a region that is being pinned, until this is dropped.
+#[derive(Debug)]
+pub(super) struct PreparedPinning<'a> {
+    pinning: &'a RegionPinning<'a>,
+    record: Option<&'a PinningRecord>,
+    finder: OnceCell<Option<PageFinder>>,
+    promise: MemoryPromise,
+    under_way: Option<OngoingPinning<'a>>,
+    /// Missing bytes of the part that is being pinned.
+    being_taken: u64,
+}
+
+impl<'a> RegionPinning<'a> {
+    /// Allocates missing pages. If no page is missing, this takes a system call or two. The result has the promise and the
+    /// record, and must be kept until the memory is pinned.
+    ///
+    /// # Errors
+    /// [`MemoryRefusal::Unavailable`].
+    pub(super) fn prepare(
+        &'a self,
+        record: Option<&'a PinningRecord>,
+    ) -> Result<Option<PreparedPinning<'a>>, MemoryRefusal> {
+        // Page faults of a VMM's own mapping may be resolved by the VMM.
+        if !self.space.has_iommu() || self.place.file.mapping().is_borrowed() {
+            return Ok(None);
+        }
+        let mut prepared = PreparedPinning {
+            pinning: self,
+            record,
+            finder: OnceCell::new(),
+            promise: self.account.promise(self.function),
+            under_way: None,
+            being_taken: 0,
+        };
+        let missing = prepared.promise_all()?;
+        let may_be_taken = match self.place.len {
+            0..=SMALL => missing,
+            len => missing.max(len.min(PIECE)),
+        };
+        prepared.begin(may_be_taken);
+        if missing > 0 {
+            prepared.take_pages()?;
+        }
+        Ok(Some(prepared))
+    }
+
+    /// Returns whether a page may be missing. All pages need a check only if the file has a hole somewhere.
+    pub(super) fn lacks_pages(&self) -> bool {
+        may_lack_pages(self.place.file.file(), &self.place.in_file()).unwrap_or(true)
+    }
+
+    fn refused(&self, missing: u64, shortage: MemoryShortage) -> MemoryRefusal {
+        MemoryRefusal::Unavailable {
+            function: self.function.to_owned(),
+            asked: self.place.len,
+            missing,
+            shortage,
+        }
+    }
+
+    /// Returns an upper bound of the missing bytes of a file range; `None` if none is missing or the number is unknown.
+    fn missing_at_most(&self, range: &Range<u64>) -> Option<u64> {
+        match missing_at_most(self.place.file.as_fd(), range) {
+            Ok(MissingBytes::AtMost(missing)) => Some(missing),
+            Ok(MissingBytes::Nothing) | Err(_) => None,
+        }
+    }
+
+    /// Returns the steps of the region, each as a range in the file and in its mapping.
+    fn steps(&self) -> impl Iterator<Item = (Range<u64>, Range<usize>)> {
+        let (all, part) = (self.place.in_file(), self.place.part());
+        let starts = (0..self.place.len).step_by(STEP as usize);
+        starts.map(move |start| {
+            let end = (start + STEP).min(all.end - all.start);
+            let mapped = part.start + start as usize..part.start + end as usize;
+            (all.start + start..all.start + end, mapped)
+        })
+    }
+}
+
+impl PreparedPinning<'_> {
+    /// Gets a promise for the missing bytes of the region, and returns their number.
+    fn promise_all(&mut self) -> Result<u64, MemoryRefusal> {
+        let all = self.pinning.place.in_file();
+        let Some(most) = self.pinning.missing_at_most(&all) else {
+            return Ok(0);
+        };
+        let is_small = self.pinning.place.len <= LOOK;
+        let mut missing = match is_small {
+            true => self.count(&all, most),
+            false => most,
+        };
+        let mut promised = self.promise.cover(missing);
+        // The bound may be far above the real number.
+        if promised.is_err() && !is_small {
+            missing = self.count(&all, most);
+            promised = self.promise.cover(missing);
+        }
+        promised.map_err(|shortage| self.pinning.refused(missing, shortage))?;
+        Ok(missing)
+    }
+
+    /// Records that `bytes` bytes are being pinned.
+    fn begin(&mut self, bytes: u64) {
+        if bytes > 0 && self.under_way.is_none() {
+            let account = self.pinning.account;
+            self.under_way = self.record.map(|record| record.begin(bytes, account));
+        }
+    }
+
+    /// Allocates missing pages step by step.
+    fn take_pages(&mut self) -> Result<(), MemoryRefusal> {
+        let RegionPinning { space, place, .. } = self.pinning;
+        for (step, part) in self.pinning.steps() {
+            let Some(most) = self.pinning.missing_at_most(&step) else {
+                break;
+            };
+            let missing = self.count(&step, most);
+            if missing == 0 {
+                continue;
+            }
+            let covered = self.promise.cover(missing);
+            covered.map_err(|shortage| self.pinning.refused(missing, shortage))?;
+            if let Err(error) = space.take_pages(place.file.mapping(), part) {
+                // The IOMMU's own error will say more. The promise lasts until the IOMMU has pinned the pages.
+                let function = self.pinning.function;
+                log::debug!("Cannot allocate memory of function {function} in advance: {error}");
+                break;
+            }
+            self.promise.note_taken(missing);
+        }
+        Ok(())
+    }
+
+    /// Counts the missing bytes of a part of the mapping just before it is pinned, because the VMM may have freed pages.
+    ///
+    /// # Errors
+    /// [`MemoryRefusal::Unavailable`], wrapped in the IOMMU's error type.
+    pub(super) fn look_again(&mut self, part: Range<usize>) -> io::Result<()> {
+        self.promise.note_taken(mem::take(&mut self.being_taken));
+        let place = self.pinning.place;
+        let start = place.in_file().start + (part.start - place.part().start) as u64;
+        let range = start..start + part.len() as u64;
+        let Some(most) = self.pinning.missing_at_most(&range) else {
+            return Ok(());
+        };
+        let missing = self.count(&range, most);
+        self.promise.cover(missing).map_err(|shortage| {
+            let refusal = self.pinning.refused(missing, shortage);
+            io::Error::new(io::ErrorKind::OutOfMemory, refusal)
+        })?;
+        self.begin(missing);
+        self.being_taken = missing;
+        Ok(())
+    }
+
+    /// Ends the pinning after all pages are pinned.
+    pub(super) fn end(mut self) {
+        self.promise.note_taken(self.being_taken);
+    }
+
+    /// Returns the missing bytes of a file range, at most `most`; returns `most` if its pages cannot be counted.
+    fn count(&self, range: &Range<u64>, most: u64) -> u64 {
+        let open = || PageFinder::new(self.pinning.place.file.as_fd()).ok();
+        let finder = self.finder.get_or_init(open).as_ref();
+        let found = finder.and_then(|finder| finder.missing(range, most).ok());
+        found.map_or(most, |missing| missing.min(most))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+
+    use nvme_mpt_memory::sync::Mutex;
+    use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess};
+
+    use super::*;
+    use crate::dma::tests::region;
+    use crate::dma::{DmaError, DmaWindow, MemoryLimit, MemoryRegion};
+    use crate::iova::{Iommu, StaleMappingsFlag};
+    use crate::live::InflightFile;
+
+    /// An IOMMU that examines a function's live state at each call.
+    #[derive(Debug)]
+    struct InflightReadingIommu {
+        live: Arc<InflightFile>,
+        seen: Mutex<Vec<Option<u64>>>,
+        refuses: bool,
+    }
+
+    impl InflightReadingIommu {
+        fn look(&self) {
+            let seen = InflightFile::pinning_in(self.live.fd()).unwrap();
+            self.seen.lock().unwrap().push(seen.interrupted());
+        }
+    }
+
+    impl Iommu for InflightReadingIommu {
+        fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: MappingAccess) -> io::Result<()> {
+            self.look();
+            match self.refuses {
+                true => Err(io::ErrorKind::OutOfMemory.into()),
+                false => Ok(()),
+            }
+        }
+
+        fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+            self.look();
+            Ok(())
+        }
+
+        fn unmap(&self, _: u64, _: u64) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn mappings_max(&self) -> Option<u64> {
+            None
+        }
+    }
+
+    #[test]
+    fn memory_that_the_process_before_left_mapped_is_neither_bounded_nor_taken_again() {
+        const LEN: u64 = 4 << 20;
+        let live = Arc::new(InflightFile::new(1).unwrap());
+        let iommu = Arc::new(InflightReadingIommu {
+            live: live.clone(),
+            seen: Mutex::default(),
+            refuses: false,
+        });
+        let usable = [0..=(1 << 39) - 1];
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("proc")).unwrap();
+        let meminfo = "MemTotal: 1048576 kB\nMemAvailable: 0 kB\n";
+        std::fs::write(folder.path().join("proc/meminfo"), meminfo).unwrap();
+        let before = IovaSpace::behind_iommu(iommu.clone(), &usable);
+        let before = Arc::new(before);
+        let window = DmaWindow::new(before.clone()).of_function("a", None);
+        let file = region(0, LEN).fd;
+        let of_file = |gpa| MemoryRegion {
+            fd: file.try_clone().unwrap(),
+            ..region(gpa, LEN)
+        };
+        window.map(of_file(0)).unwrap();
+        // Pin the pages, as an IOMMU does.
+        let pinned =
+            Mapping::shared(file.as_fd(), 0, LEN as usize, MappingAccess::ReadWrite).unwrap();
+        pinned.populate().unwrap();
+        let word = MappedWord64::new(&live_words(), 0).unwrap();
+        let left = before.mappings(StaleMappingsFlag::new(word));
+        crate::kept::keep_for_good(window);
+        let calls = iommu.seen.lock().unwrap().len();
+
+        // The VMM's claim about memory is believed only if it is true.
+        for map in [DmaWindow::map_kept, DmaWindow::map_claimed] {
+            let next = IovaSpace::behind_iommu(iommu.clone(), &usable);
+            let next = Arc::new(next.inheriting(left.clone()).unwrap());
+            let window = DmaWindow::new(next)
+                .with_account(MemoryAccount::below(folder.path()))
+                .of_function("a", Some(MemoryLimit::Chosen(LEN / 2)));
+            map(&window, of_file(0)).unwrap();
+            assert_eq!(iommu.seen.lock().unwrap().len(), calls);
+            let error = window.map_claimed(of_file(1 << 30)).unwrap_err();
+            let DmaError::Iommu { source, .. } = error else {
+                panic!("{error}");
+            };
+            assert!(matches!(
+                source.downcast(),
+                Ok(MemoryRefusal::Limit { mapped: LEN, .. })
+            ));
+            crate::kept::keep_for_good(window);
+        }
+    }
+
+    /// Between two processes, a VM frees memory and allocates it again. The next process soon ends too.
+    #[test]
+    fn remapped_memory_does_not_reuse_inherited_addresses() {
+        let live = Arc::new(InflightFile::new(1).unwrap());
+        let iommu = Arc::new(InflightReadingIommu {
+            live,
+            seen: Mutex::default(),
+            refuses: false,
+        });
+        let file = region(0, 4096).fd;
+        let of_file = |gpa| MemoryRegion {
+            fd: file.try_clone().unwrap(),
+            ..region(gpa, 4096)
+        };
+        let pinned = Mapping::shared(file.as_fd(), 0, 4096, MappingAccess::ReadWrite).unwrap();
+        pinned.populate().unwrap();
+        let usable = [0..=(1 << 39) - 1];
+        let process = |left: Vec<_>, map: fn(&DmaWindow, MemoryRegion) -> Result<(), DmaError>| {
+            let space = IovaSpace::behind_iommu(iommu.clone(), &usable);
+            let space = Arc::new(space.inheriting(left).unwrap());
+            let window = DmaWindow::new(space.clone()).of_function("a", None);
+            map(&window, of_file(0)).unwrap();
+            let word = MappedWord64::new(&live_words(), 0).unwrap();
+            let left = space.mappings(StaleMappingsFlag::new(word));
+            crate::kept::keep_for_good(window);
+            left
+        };
+        let first = process(Vec::new(), DmaWindow::map);
+        let second = process(first.clone(), DmaWindow::map);
+        assert_ne!(first, second);
+        assert_eq!(second.len(), 1, "only the new one is there: {second:?}");
+        let third = process(second.clone(), DmaWindow::map_claimed);
+        assert_eq!(second, third);
+    }
+
+    #[test]
+    fn claimed_memory_counts_towards_the_limit() {
+        const LEN: u64 = 1 << 20;
+        let live = Arc::new(InflightFile::new(1).unwrap());
+        let iommu = Arc::new(InflightReadingIommu {
+            live,
+            seen: Mutex::default(),
+            refuses: false,
+        });
+        let usable = [0..=(1 << 39) - 1];
+        let limit = Some(MemoryLimit::Chosen(LEN));
+        let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
+        let window = DmaWindow::new(space.clone()).of_function("a", limit);
+        let file = region(0, LEN).fd;
+        let of_file = |gpa| MemoryRegion {
+            fd: file.try_clone().unwrap(),
+            ..region(gpa, LEN)
+        };
+        window.map(of_file(0)).unwrap();
+        let pinned =
+            Mapping::shared(file.as_fd(), 0, LEN as usize, MappingAccess::ReadWrite).unwrap();
+        pinned.populate().unwrap();
+        let word = MappedWord64::new(&live_words(), 0).unwrap();
+        let left = space.mappings(StaleMappingsFlag::new(word));
+        crate::kept::keep_for_good(window);
+
+        let space = IovaSpace::behind_iommu(iommu, &usable);
+        let space = Arc::new(space.inheriting(left).unwrap());
+        let window = DmaWindow::new(space).of_function("a", limit);
+        window.map(region(1 << 30, LEN)).unwrap();
+        let error = window.map_claimed(of_file(0)).unwrap_err();
+        let DmaError::Iommu { source, .. } = error else {
+            panic!("{error}");
+        };
+        assert!(matches!(
+            source.downcast(),
+            Ok(MemoryRefusal::Limit { mapped: LEN, .. })
+        ));
+    }
+
+    /// Returns words of live state that nothing else uses.
+    fn live_words() -> Arc<Mapping> {
+        Arc::new(Mapping::anonymous(4096).unwrap())
+    }
+
+    #[test]
+    fn missing_memory_is_recorded_until_it_is_pinned() {
+        const LEN: u64 = 4 << 20;
+        const LARGE: u64 = 48 << 20;
+        for refuses in [false, true] {
+            let live = Arc::new(InflightFile::new(1).unwrap());
+            let iommu = Arc::new(InflightReadingIommu {
+                live: live.clone(),
+                seen: Mutex::default(),
+                refuses,
+            });
+            let usable = [0..=(1 << 39) - 1];
+            let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
+            let window = DmaWindow::new(space).recording(live.pinning());
+            let missing = region(0, LEN);
+            let there = region(1 << 30, LEN);
+            nvme_mpt_memory::allocate(there.fd.as_fd(), LEN).unwrap();
+            // The VMM could free pages before they are pinned.
+            let large = region(2 << 30, LARGE);
+            nvme_mpt_memory::allocate(large.fd.as_fd(), LARGE).unwrap();
+            for region in [missing, there, large] {
+                let mapped = window.map(region);
+                assert!(match refuses {
+                    false => mapped.is_ok(),
+                    true => matches!(mapped, Err(DmaError::Iommu { .. })),
+                });
+                assert_eq!(live.pinning().unwrap().interrupted(), None);
+            }
+            let seen = iommu.seen.lock().unwrap().clone();
+            assert_eq!(seen, [Some(LEN), Some(LEN), None, Some(LARGE)]);
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! Regions as mapped by a VMM, and the resources they share: the file that holds them, and the extent of IOVA space in which
+//! they are adjacent.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nvme_mpt_memory::holes::allocated_bytes;
+use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
+
+use super::MemoryRegion;
+use crate::address::Gpa;
+use crate::iova::{
+    BeforePinning, BudgetEntitlement, BudgetPermit, IovaPart, IovaRange, IovaRefusal, IovaSpace,
+    VmShares,
+};
+
+/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are adjacent in
+/// the address space too. The table has the parts that the VM may use. If the whole file does not fit, each region has its own
+/// `GuestFile`.
+#[derive(Debug)]
+pub(super) struct GuestFile {
+    /// Device and inode numbers.
+    id: (u64, u64),
+    /// Offset in the file at which the mapping starts, in bytes.
+    start: u64,
+    mapping: Arc<Mapping>,
+    /// Kept for handing it to another process that takes over the function's I/O.
+    file: File,
+    /// Allocated bytes of the file at the last check.
+    allocated: AtomicU64,
+}
+
+impl GuestFile {
+    /// Returns the mapped file of `fd`, or maps it into at most `room` bytes of address space. Returns `None` if `room` is too
+    /// small.
+    pub(super) fn find_or_map(
+        known: &[Arc<Self>],
+        fd: OwnedFd,
+        offset: u64,
+        len: usize,
+        access: MappingAccess,
+        room: u64,
+    ) -> io::Result<Option<Arc<Self>>> {
+        if !offset.is_multiple_of(host_page_size() as u64) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("file offset {offset:#x} is not aligned to the pages of the host"),
+            ));
+        }
+        let file = File::from(fd);
+        let status = file.metadata()?;
+        let id = (status.dev(), status.ino());
+        let has_it = |file: &&Arc<Self>| file.id == id && file.has(offset, len, access);
+        if let Some(file) = known.iter().find(has_it) {
+            return Ok(Some(file.clone()));
+        }
+        if len as u64 > room {
+            return Ok(None);
+        }
+        let end = offset.checked_add(len as u64);
+        let whole = usize::try_from(status.len())
+            .ok()
+            .filter(|size| *size as u64 <= room)
+            .filter(|size| *size > len && end.is_some_and(|end| end <= status.len()))
+            .and_then(|size| Mapping::shared_unreserved(file.as_fd(), size, access).ok());
+        let (start, mapping) = match whole {
+            Some(mapping) => (0, mapping),
+            None => (offset, Mapping::shared(file.as_fd(), offset, len, access)?),
+        };
+        let mapping = Arc::new(mapping);
+        Ok(Some(Arc::new(Self {
+            id,
+            start,
+            mapping,
+            file,
+            allocated: AtomicU64::new(0),
+        })))
+    }
+
+    /// Returns the known file for a mapping of a VMM in this process, or adds it. Regions of one mapping share the file.
+    pub(super) fn find_or_borrow(
+        known: &[Arc<Self>],
+        fd: OwnedFd,
+        mapping: Mapping,
+    ) -> io::Result<Arc<Self>> {
+        let file = File::from(fd);
+        let status = file.metadata()?;
+        let id = (status.dev(), status.ino());
+        let start = mapping
+            .place()
+            .map(|place| place.offset)
+            .unwrap_or_default();
+        let is_it = |file: &&Arc<Self>| {
+            file.id == id
+                && file.start == start
+                && file.mapping.is_borrowed()
+                && file.mapping.is_same_range(&mapping)
+                && file.mapping.access() == mapping.access()
+        };
+        Ok(match known.iter().find(is_it) {
+            Some(file) => file.clone(),
+            None => Arc::new(Self {
+                id,
+                start,
+                mapping: Arc::new(mapping),
+                file,
+                allocated: AtomicU64::new(0),
+            }),
+        })
+    }
+
+    /// Returns whether the mapping covers this part of the file with this access.
+    fn has(&self, offset: u64, len: usize, access: MappingAccess) -> bool {
+        // After a truncation, a file that grew again has other pages than the mapping, which got replacement pages.
+        self.mapping.access() == access
+            && !self.mapping.is_lost()
+            && self.offset_of(offset, len).is_some()
+    }
+
+    /// Returns whether a region of this file would use this mapping.
+    pub(super) fn serves(&self, memory: &MemoryRegion) -> bool {
+        usize::try_from(memory.len).is_ok_and(|len| self.has(memory.offset, len, memory.access()))
+    }
+
+    /// Returns the device and inode numbers of a file.
+    pub(super) fn id_of(fd: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+        let status = File::from(fd.try_clone_to_owned()?).metadata()?;
+        Ok((status.dev(), status.ino()))
+    }
+
+    pub(super) fn has_id(&self, id: (u64, u64)) -> bool {
+        self.id == id
+    }
+
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Notes the file's allocated bytes after some of its pages were pinned.
+    pub(super) fn note_pinned(&self) {
+        if let Ok(now) = allocated_bytes(&self.file) {
+            self.allocated.fetch_max(now, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns whether the file has fewer allocated bytes than at the last check or pinning.
+    pub(super) fn has_shrunk(&self) -> bool {
+        let Ok(now) = allocated_bytes(&self.file) else {
+            return false;
+        };
+        now < self.allocated.swap(now, Ordering::Relaxed)
+    }
+
+    /// Makes the next call of [`Self::has_shrunk`] return true.
+    pub(super) fn look_again(&self) {
+        self.allocated.store(u64::MAX, Ordering::Relaxed);
+    }
+
+    /// Returns the offset in the mapping of the file's bytes at `offset`, if the mapping covers all `len` bytes.
+    pub(super) fn offset_of(&self, offset: u64, len: usize) -> Option<u64> {
+        let at = offset.checked_sub(self.start)?;
+        self.mapping.bytes(usize::try_from(at).ok()?, len)?;
+        Some(at)
+    }
+
+    pub(super) fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+}
+
+/// Part of a VM's memory, with its guest address and its location in the file.
+#[derive(Clone, Debug)]
+pub(super) struct GuestMemoryPart {
+    /// Guest address.
+    pub(super) gpa: u64,
+    /// Length in bytes.
+    pub(super) len: u64,
+    /// A device's rights to read and to write the memory, indexed by [`DmaDirection`](super::DmaDirection).
+    pub(super) rights: [bool; 2],
+    pub(super) file: Arc<GuestFile>,
+    /// Offset in the file's mapping.
+    pub(super) offset: u64,
+}
+
+impl GuestMemoryPart {
+    /// Returns the place in the form in which memory is handed over.
+    pub(super) fn region(&self) -> io::Result<MemoryRegion> {
+        let [readable, writable] = self.rights;
+        Ok(MemoryRegion {
+            gpa: Gpa(self.gpa),
+            len: self.len,
+            fd: self.file.file.try_clone()?.into(),
+            offset: self.file.start + self.offset,
+            readable,
+            writable,
+        })
+    }
+
+    /// Returns its range in the file, in bytes.
+    pub(super) fn in_file(&self) -> Range<u64> {
+        let start = self.file.start + self.offset;
+        start..start + self.len
+    }
+
+    /// Returns its range in the file's mapping, in bytes.
+    pub(super) fn part(&self) -> Range<usize> {
+        self.offset as usize..(self.offset + self.len) as usize
+    }
+
+    /// Returns its last guest address.
+    pub(super) fn last(&self) -> u64 {
+        self.gpa + (self.len - 1)
+    }
+
+    /// Returns whether `inner` is a part of this place, with the same distance from the start in guest memory and in the file.
+    fn has(&self, inner: &Self) -> bool {
+        let from_start = inner.gpa.wrapping_sub(self.gpa);
+        Arc::ptr_eq(&self.file, &inner.file)
+            && self.rights == inner.rights
+            && inner.offset.wrapping_sub(self.offset) == from_start
+            && from_start < self.len
+            && inner.len <= self.len - from_start
+    }
+}
+
+/// Range of IOVA space for a part of a VM's memory, mapped at least partly. Regions in it keep the distances of their guest
+/// addresses.
+#[derive(Debug)]
+pub(super) struct IovaExtent {
+    place: GuestMemoryPart,
+    iova: Arc<IovaRange>,
+    /// Bytes of all extents of the VM.
+    taken: Arc<AtomicU64>,
+}
+
+impl IovaExtent {
+    /// Allocates IOVAs of a VM's share for `place`, as justified by `demand`. If they are not needed by others, also takes up
+    /// to `spare` IOVAs for the following bytes of the file. `taken` counts all of them.
+    pub(super) fn new(
+        space: &Arc<IovaSpace>,
+        vm: &VmShares,
+        (place, demand): (&GuestMemoryPart, BudgetEntitlement),
+        spare: u64,
+        taken: &Arc<AtomicU64>,
+    ) -> Result<Arc<Self>, IovaRefusal> {
+        let mapped = place.file.mapping.len() as u64;
+        let follows = (mapped - place.offset - place.len)
+            .min(spare)
+            .min(u64::MAX - place.last());
+        let part = place.part();
+        let memory = &place.file.mapping;
+        let had = demand != BudgetEntitlement::New;
+        let iova = |len, demand| {
+            let range = space.allocate_for(vm, (demand, had), len, memory, &part)?;
+            Ok((len, range))
+        };
+        let (len, iova) = iova(place.len + follows, BudgetEntitlement::New)
+            .or_else(|_| iova(place.len, demand))?;
+        let place = GuestMemoryPart {
+            len,
+            ..place.clone()
+        };
+        taken.fetch_add(len, Ordering::Relaxed);
+        Ok(Arc::new(Self {
+            place,
+            iova: Arc::new(iova),
+            taken: taken.clone(),
+        }))
+    }
+
+    /// Returns the first IOVA for a place, if the extent has IOVAs for it.
+    pub(super) fn iova_of(&self, place: &GuestMemoryPart) -> Option<u64> {
+        let has_it = self.place.has(place) && !self.iova.is_stuck();
+        has_it.then(|| self.start_of(place))
+    }
+
+    /// Returns the first IOVA of a place in this extent.
+    fn start_of(&self, place: &GuestMemoryPart) -> u64 {
+        self.iova.start() + (place.gpa - self.place.gpa)
+    }
+
+    /// Returns whether the old server left the place mapped. The place must lie in this extent.
+    pub(super) fn is_inherited(&self, place: &GuestMemoryPart) -> bool {
+        let (iova, memory) = (self.start_of(place), &place.file.mapping);
+        self.iova.is_inherited(iova, memory, &place.part())
+    }
+}
+
+impl IovaExtent {
+    /// Unmaps everything that the old server had mapped at a place that is mapped again.
+    pub(super) fn disinherit(&self, place: &GuestMemoryPart) {
+        if let Some(iova) = self.iova_of(place) {
+            self.iova.disinherit(iova..iova + place.len);
+        }
+    }
+
+    /// Unmaps everything that the old server had mapped in this extent and that was not found again.
+    pub(super) fn end_inheritance(&self) {
+        let start = self.iova.start();
+        self.iova.disinherit(start..start + self.place.len);
+    }
+}
+
+impl Drop for IovaExtent {
+    fn drop(&mut self) {
+        self.taken.fetch_sub(self.place.len, Ordering::Relaxed);
+    }
+}
+
+/// Part of a VM's memory that its VMM has mapped and can unmap.
+#[derive(Debug)]
+pub(super) struct MappedRegion {
+    /// Mapping for the drive. Dropped first, so that the drive's mapping ends before the memory is unmapped.
+    part: IovaPart,
+    pub(super) place: GuestMemoryPart,
+    pub(super) extent: Arc<IovaExtent>,
+    _pinned: MappedByteCount,
+}
+
+/// Bytes that count as mapped until this is dropped.
+#[derive(Debug)]
+pub(super) struct MappedByteCount {
+    count: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl MappedByteCount {
+    pub(super) fn new(count: &Arc<AtomicU64>, bytes: u64) -> Self {
+        count.fetch_add(bytes, Ordering::Relaxed);
+        let count = count.clone();
+        Self { count, bytes }
+    }
+}
+
+impl Drop for MappedByteCount {
+    fn drop(&mut self) {
+        self.count.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+impl MappedRegion {
+    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` may refuse each part of
+    /// the file's mapping.
+    pub(super) fn new(
+        place: GuestMemoryPart,
+        extent: Arc<IovaExtent>,
+        permit: BudgetPermit,
+        pinned: MappedByteCount,
+        before: &mut BeforePinning<'_>,
+    ) -> io::Result<Self> {
+        let mapping = &place.file.mapping;
+        let part = place.part();
+        let iova = extent.start_of(&place);
+        let access = mapping.access();
+        let part = extent
+            .iova
+            .map(iova, mapping, part, access, permit, before)?;
+        Ok(Self {
+            part,
+            place,
+            extent,
+            _pinned: pinned,
+        })
+    }
+
+    /// Returns the first IOVA.
+    pub(super) fn iova(&self) -> u64 {
+        self.part.start()
+    }
+}

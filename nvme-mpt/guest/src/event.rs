@@ -1,0 +1,286 @@
+//! Events of the data path for the guest controller, other than completions.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, PoisonError};
+
+use nvme_mpt_memory::eventfd;
+use nvme_mpt_memory::sync::Mutex;
+use nvme_spec::ids::{CommandId, Nsid, QueueId};
+use nvme_spec::registers::Doorbell;
+use nvme_spec::status::Status;
+use serde::{Deserialize, Serialize};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::address::Gpa;
+use crate::interrupt::{ClientEventFd, ClientSignals, EventReader};
+
+/// Most events in the queue. If a guest causes more, the newer ones are dropped, as an Error Information log page is
+/// bounded too.
+const CAPACITY: usize = 64;
+
+/// Something that happened on an I/O queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum IoQueueEvent {
+    /// The guest wrote an invalid value to a doorbell. The write is ignored, and reported once per value.
+    InvalidDoorbell {
+        /// The doorbell.
+        doorbell: Doorbell,
+        /// The value.
+        value: u32,
+    },
+    /// A queue failed. The guest controller has to report a fatal status (CSTS.CFS).
+    QueueFailed {
+        /// The Completion Queue, whose Submission Queues stop as well.
+        qid: QueueId,
+        /// Cause.
+        reason: QueueFailure,
+    },
+    /// A command completed with an error.
+    CommandFailed(ErrorEntry),
+    /// An event of the drive that concerns all its users.
+    Drive(DriveEvent),
+    /// The lease changed without a request of the guest. Its [changes](crate::host::UnreportedChanges) list how.
+    Changes,
+    /// The process of the function's back end ended or was replaced.
+    HostSide(BackendEvent),
+}
+
+impl IoQueueEvent {
+    /// Returns whether the guest can cause any number of these events.
+    fn is_of_guest(&self) -> bool {
+        matches!(self, Self::CommandFailed(_) | Self::InvalidDoorbell { .. })
+    }
+
+    fn is_failure(&self) -> bool {
+        matches!(self, Self::QueueFailed { .. })
+    }
+
+    /// Returns whether the event only says that some state has to be read again. One such event in the queue is enough.
+    fn is_state(&self) -> bool {
+        matches!(self, Self::Drive(_) | Self::Changes)
+    }
+}
+
+/// Change of the process that runs the back end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum BackendEvent {
+    /// The process ended. I/O queues stand still until another process takes over.
+    Away,
+    /// Another process took over and restored the queues.
+    BackWithQueues,
+    /// Another process took over without the queues: the controller only continues after a reset.
+    BackWithoutQueues,
+}
+
+/// Something that happened to a drive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DriveEvent {
+    /// The drive's health changed; see the SMART / Health Information log page (Base 2.0, Figure 147).
+    Health,
+    /// A namespace's attributes changed, such as its size.
+    NamespaceChanged(Nsid),
+    /// The drive was reset. Its in-flight commands completed with a status that lets the guest retry.
+    Reset,
+    /// The drive failed or was removed: every command fails from now on.
+    Gone,
+}
+
+/// Cause of a queue's failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+pub enum QueueFailure {
+    /// The memory of a ring or of the Doorbell Buffer was unmapped.
+    #[error("The memory at {0} that a queue lies in was unmapped")]
+    RingUnmapped(Gpa),
+    /// Guest memory is gone: its file was truncated, or pages that a physical drive uses were freed.
+    #[error(
+        "Guest memory went away: its file was cut short, or pages of it were freed that the drive has (balloon, free page reporting)"
+    )]
+    MemoryLost,
+    /// The host controller's queue failed.
+    #[error("The host controller's queue cannot be used any more")]
+    HostQueue,
+}
+
+/// An entry for the Error Information log page (Base 2.0, section 5.16.1.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorEntry {
+    /// The Submission Queue of the command.
+    pub sqid: QueueId,
+    /// The command.
+    pub cid: CommandId,
+    /// Status of its completion.
+    pub status: Status,
+    /// The first LBA of the command, in the guest's numbering.
+    pub lba: u64,
+    /// The namespace of the command.
+    pub nsid: Nsid,
+    /// Parameter Error Location: byte (bits 7:0) and bit (bits 10:8) of the command, or FFFFh.
+    pub parameter_location: u16,
+}
+
+/// Events for the guest controller's control thread.
+#[derive(Debug)]
+pub struct EventQueue {
+    events: Mutex<VecDeque<IoQueueEvent>>,
+    eventfd: Arc<EventFd>,
+    /// True if another process reads the eventfd.
+    is_read_elsewhere: bool,
+    /// The eventfd, if another process reads it.
+    client: Option<Arc<ClientEventFd>>,
+}
+
+impl EventQueue {
+    /// Creates an empty queue.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there are no file descriptors left.
+    pub fn new() -> io::Result<Self> {
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+        Ok(Self::with(eventfd))
+    }
+
+    /// Creates an empty queue whose eventfd another process reads. The eventfd is `kept`, or a new one.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there are no file descriptors left.
+    pub fn read_elsewhere(kept: Option<EventFd>, reader: EventReader) -> io::Result<Self> {
+        let eventfd = match kept {
+            Some(eventfd) => eventfd,
+            None => EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+        };
+        let queue = Self::with(eventfd);
+        let client = ClientSignals::new("events", reader).eventfd(queue.eventfd.clone());
+        Ok(Self {
+            is_read_elsewhere: true,
+            client: Some(client),
+            ..queue
+        })
+    }
+
+    fn with(eventfd: EventFd) -> Self {
+        Self {
+            events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
+            eventfd: Arc::new(eventfd),
+            is_read_elsewhere: false,
+            client: None,
+        }
+    }
+
+    /// Returns the eventfd, which is readable while there are events.
+    #[must_use]
+    pub fn eventfd(&self) -> &Arc<EventFd> {
+        &self.eventfd
+    }
+
+    /// Takes all events out of the queue.
+    #[must_use]
+    pub fn take(&self) -> Vec<IoQueueEvent> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.is_read_elsewhere {
+            // The eventfd may not be readable: another call may have taken the events already.
+            let _ = self.eventfd.read();
+        }
+        events.drain(..).collect()
+    }
+
+    /// Reports an event. Events that a guest can cause at will are bounded, and displace no others, such as the failure
+    /// of a queue or the replacement of its namespace.
+    pub fn report(&self, event: IoQueueEvent) {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if event.is_state() && events.contains(&event) {
+            return;
+        }
+        if events.len() >= CAPACITY {
+            if event.is_of_guest() {
+                return;
+            }
+            match events.iter().position(IoQueueEvent::is_of_guest) {
+                Some(index) => drop(events.remove(index)),
+                // One failure is enough for the controller to fail.
+                None if event.is_failure() && events.iter().any(IoQueueEvent::is_failure) => return,
+                // The number of other events is bounded.
+                None => {}
+            }
+        }
+        let first = events.is_empty();
+        events.push_back(event);
+        drop(events);
+        if first || self.is_read_elsewhere {
+            self.signal();
+        }
+    }
+
+    /// Signals the eventfd as if an event were queued.
+    pub fn signal(&self) {
+        // A saturated counter is readable as well.
+        let _full = match &self.client {
+            Some(client) => client.signal(),
+            None => eventfd::signal(&self.eventfd).is_ok(),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_errors_is_bounded_and_hides_no_failure() {
+        let queue = EventQueue::new().expect("eventfd");
+        let error = IoQueueEvent::CommandFailed(ErrorEntry {
+            sqid: QueueId(1),
+            cid: CommandId(2),
+            status: Status::INVALID_FIELD,
+            lba: 0,
+            nsid: Nsid(1),
+            parameter_location: 0xFFFF,
+        });
+        for _ in 0..10 * CAPACITY {
+            queue.report(error);
+        }
+        let failure = IoQueueEvent::QueueFailed {
+            qid: QueueId(1),
+            reason: QueueFailure::HostQueue,
+        };
+        queue.report(failure);
+        queue.eventfd().read().expect("readable");
+        let events = queue.take();
+        assert_eq!(events.len(), CAPACITY);
+        assert_eq!(events.last(), Some(&failure));
+        assert!(queue.take().is_empty());
+        queue.report(error);
+        queue.eventfd().read().expect("readable again");
+    }
+
+    #[test]
+    fn a_flood_of_invalid_doorbells_hides_no_change_of_the_namespace() {
+        let queue = EventQueue::new().expect("eventfd");
+        for value in 0..10 * CAPACITY as u32 {
+            let doorbell = Doorbell::SqTail(QueueId(1));
+            queue.report(IoQueueEvent::InvalidDoorbell { doorbell, value });
+        }
+        let changed = IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
+        for _ in 0..2 {
+            queue.report(changed);
+        }
+        let events = queue.take();
+        assert_eq!(events.len(), CAPACITY);
+        assert_eq!(events.last(), Some(&changed));
+        let told = events.iter().filter(|event| **event == changed);
+        assert_eq!(told.count(), 1);
+    }
+
+    #[test]
+    fn drive_events_fit_into_a_full_queue() {
+        let queue = EventQueue::new().expect("eventfd");
+        let reason = QueueFailure::MemoryLost;
+        for qid in (1..=2 * CAPACITY as u16).map(QueueId) {
+            queue.report(IoQueueEvent::QueueFailed { qid, reason });
+        }
+        queue.report(IoQueueEvent::Drive(DriveEvent::Gone));
+        let events = queue.take();
+        assert_eq!(events.len(), CAPACITY + 1);
+        assert_eq!(events.last(), Some(&IoQueueEvent::Drive(DriveEvent::Gone)));
+    }
+}

@@ -1,0 +1,307 @@
+//! Description of a namespace by its I/O command sets, as data: everything that a guest can read.
+//!
+//! A command set describes a namespace in the code that translates its commands
+//! (`CommandSet::describe` of `nvme-mpt`). The back end passes the description to the function,
+//! which reports it without knowing the command set.
+
+use nvme_spec::event::AsyncEvent;
+use nvme_spec::feature::AsyncEventConfiguration;
+use nvme_spec::identify::Csi;
+use nvme_spec::log::LogPageId;
+use serde::{Deserialize, Serialize};
+use zerocopy::{Immutable, IntoBytes};
+
+/// I/O command sets of a namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommandSets {
+    /// NVM Command Set, whose data structures have the fields that all command sets share.
+    pub nvm: CommandSetDescription,
+    /// Command set of the namespace, if it is not the NVM Command Set.
+    pub other: Option<CommandSetDescription>,
+}
+
+impl CommandSets {
+    /// Returns the namespace's own command set.
+    #[must_use]
+    pub fn own(&self) -> &CommandSetDescription {
+        self.other.as_ref().unwrap_or(&self.nvm)
+    }
+
+    /// Returns a command set that has an Identify Controller data structure.
+    #[must_use]
+    pub fn find(&self, csi: Csi) -> Option<&CommandSetDescription> {
+        let sets = [Some(self.own()), Some(&self.nvm)];
+        sets.into_iter().flatten().find(|set| set.csi == csi)
+    }
+
+    /// Returns a command set whose commands the namespace executes. Namespaces of blocks also execute the NVM Command Set.
+    #[must_use]
+    pub fn executed(&self, csi: Csi) -> Option<&CommandSetDescription> {
+        let own = self.own();
+        let set = self.find(csi)?;
+        (set.csi == own.csi || own.has_blocks()).then_some(set)
+    }
+
+    /// Returns the I/O commands that the namespace executes for a command set.
+    pub fn commands(&self, csi: Csi) -> impl Iterator<Item = &IoCommand> {
+        let set = self.executed(csi);
+        let base = set.filter(|set| set.csi != self.nvm.csi && set.has_blocks());
+        let base = base.map(|_| &self.nvm);
+        base.into_iter()
+            .chain(set)
+            .flat_map(|set| set.commands.iter())
+    }
+}
+
+impl From<CommandSetDescription> for CommandSets {
+    /// Creates the command sets of a namespace whose own command set is the NVM Command Set.
+    fn from(nvm: CommandSetDescription) -> Self {
+        Self { nvm, other: None }
+    }
+}
+
+/// Description of a namespace by one I/O command set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommandSetDescription {
+    /// Command Set Identifier.
+    pub csi: Csi,
+    /// Contents of the namespace.
+    pub contents: NamespaceContents,
+    /// I/O commands that are executed, in addition to those of the NVM Command Set if the contents are blocks.
+    pub commands: Vec<IoCommand>,
+    /// I/O Command Set specific Identify Namespace (CNS 05h).
+    pub namespace: IdentifyNamespaceData,
+    /// I/O Command Set specific Identify Controller (CNS 06h).
+    pub controller: SparseStructure,
+    /// Change list, if the command set has one.
+    pub change_list: Option<ChangeListDescription>,
+    /// Promises to the guest, which are saved in a snapshot.
+    pub promises: Vec<GuestPromise>,
+}
+
+impl CommandSetDescription {
+    /// Returns whether the namespace has logical blocks, and so the commands of the NVM Command Set.
+    #[must_use]
+    pub fn has_blocks(&self) -> bool {
+        matches!(self.contents, NamespaceContents::Blocks { .. })
+    }
+}
+
+/// Contents of a namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NamespaceContents {
+    /// Logical blocks in units.
+    Blocks {
+        /// Blocks per unit.
+        unit: u64,
+        /// Writable blocks per unit.
+        writable: u64,
+    },
+    /// No logical blocks; the name describes the contents.
+    Other(String),
+}
+
+impl NamespaceContents {
+    /// Logical blocks that are all writable.
+    pub const BLOCKS: Self = Self::Blocks {
+        unit: 1,
+        writable: 1,
+    };
+
+    /// Returns the number of writable blocks among `blocks` blocks (`NCAP`); `None` if there are no blocks.
+    #[must_use]
+    pub fn capacity(&self, blocks: u64) -> Option<u64> {
+        match *self {
+            Self::Blocks { unit, writable } => {
+                let units = blocks.checked_div(unit).unwrap_or(0);
+                Some(units.saturating_mul(writable))
+            }
+            Self::Other(_) => None,
+        }
+    }
+}
+
+/// I/O command that is executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IoCommand {
+    /// Its opcode.
+    pub opcode: u8,
+    /// True if the command changes the content of the namespace (`LBCC`).
+    pub changes_content: bool,
+}
+
+impl IoCommand {
+    /// Creates a command that does not change the content of the namespace.
+    #[must_use]
+    pub const fn reading(opcode: u8) -> Self {
+        let changes_content = false;
+        Self {
+            opcode,
+            changes_content,
+        }
+    }
+
+    /// Creates a command that changes the content of the namespace.
+    #[must_use]
+    pub const fn writing(opcode: u8) -> Self {
+        let changes_content = true;
+        Self {
+            opcode,
+            changes_content,
+        }
+    }
+}
+
+/// Property that a guest may rely on as long as its controller exists.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestPromise {
+    /// Readable name. Snapshots have it, so it must not change.
+    pub name: String,
+    /// Value.
+    pub value: u64,
+}
+
+impl GuestPromise {
+    /// Creates a promise.
+    #[must_use]
+    pub fn new(name: &str, value: impl Into<u64>) -> Self {
+        Self {
+            name: name.to_owned(),
+            value: value.into(),
+        }
+    }
+}
+
+/// Log page that lists changes of a namespace which the guest did not cause, and the event that reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangeListDescription {
+    /// Log Page Identifier.
+    pub lid: LogPageId,
+    /// Event that reports a change.
+    pub event: AsyncEvent,
+    /// Bit of the notice in Asynchronous Event Configuration and in OAES.
+    pub notice: AsyncEventConfiguration,
+    /// Blocks of a unit. The identifier of a change is the first LBA of its unit.
+    pub unit: u64,
+}
+
+/// Identify Namespace data structure of a command set, without facts that only the function knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IdentifyNamespaceData {
+    /// The data structure.
+    pub structure: SparseStructure,
+    /// Facts that the function fills in.
+    pub facts: Vec<PlacedFact>,
+}
+
+impl IdentifyNamespaceData {
+    /// Returns the first `len` bytes of the data structure, including the facts.
+    #[must_use]
+    pub fn to_bytes<'a>(&self, len: usize, value: impl Fn(NamespaceFact) -> &'a [u8]) -> Vec<u8> {
+        let mut structure = self.structure.to_bytes(len);
+        for PlacedFact { offset, fact } in &self.facts {
+            put(&mut structure, *offset, value(*fact));
+        }
+        structure
+    }
+}
+
+/// Position of a fact in a data structure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlacedFact {
+    /// Offset of its first byte.
+    pub offset: u16,
+    /// The fact.
+    pub fact: NamespaceFact,
+}
+
+/// Fact of a namespace that only the function knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NamespaceFact {
+    /// Bytes in use, as an 8-byte number.
+    Used,
+    /// Namespace Globally Unique Identifier.
+    Nguid,
+    /// IEEE Extended Unique Identifier.
+    Eui64,
+}
+
+/// Data structure, stored as its runs of nonzero bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SparseStructure(Vec<StructureRun>);
+
+/// Consecutive nonzero bytes of a data structure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct StructureRun {
+    offset: u16,
+    bytes: Vec<u8>,
+}
+
+impl SparseStructure {
+    /// Stores a data structure of at most 64 KiB.
+    #[must_use]
+    pub fn of(structure: &(impl IntoBytes + Immutable)) -> Self {
+        let mut runs: Vec<StructureRun> = Vec::new();
+        for (offset, byte) in (0..=u16::MAX).zip(structure.as_bytes()) {
+            match runs.last_mut() {
+                _ if *byte == 0 => {}
+                Some(run) if usize::from(run.offset) + run.bytes.len() == usize::from(offset) => {
+                    run.bytes.push(*byte);
+                }
+                _ => runs.push(StructureRun {
+                    offset,
+                    bytes: vec![*byte],
+                }),
+            }
+        }
+        Self(runs)
+    }
+
+    /// Returns its first `len` bytes.
+    #[must_use]
+    pub fn to_bytes(&self, len: usize) -> Vec<u8> {
+        let mut structure = vec![0; len];
+        for StructureRun { offset, bytes } in &self.0 {
+            put(&mut structure, *offset, bytes);
+        }
+        structure
+    }
+}
+
+/// Copies bytes to a position of a data structure, clipped at its end.
+fn put(structure: &mut [u8], offset: u16, bytes: &[u8]) {
+    let places = structure.iter_mut().skip(offset.into());
+    for (place, byte) in places.zip(bytes) {
+        *place = *byte;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_structure_is_kept_as_its_bytes_that_are_not_zero() {
+        let bytes = [0_u8, 7, 8, 0, 0, 9, 0];
+        let structure = SparseStructure::of(&bytes);
+        let kept = serde_json::to_string(&structure).unwrap();
+        let runs = r#"[{"offset":1,"bytes":[7,8]},{"offset":5,"bytes":[9]}]"#;
+        assert_eq!(kept, runs);
+        assert_eq!(structure.to_bytes(7), bytes);
+        assert_eq!(
+            structure.to_bytes(2),
+            [0, 7],
+            "bytes beyond it are left out"
+        );
+        assert_eq!(SparseStructure::default().to_bytes(3), [0; 3]);
+    }
+
+    #[test]
+    fn a_unit_of_no_blocks_has_no_capacity() {
+        let contents = |unit, writable| NamespaceContents::Blocks { unit, writable };
+        assert_eq!(NamespaceContents::BLOCKS.capacity(17), Some(17));
+        assert_eq!(contents(8, 6).capacity(17), Some(12));
+        assert_eq!(contents(0, 6).capacity(17), Some(0));
+        assert_eq!(NamespaceContents::Other(String::new()).capacity(17), None);
+    }
+}

@@ -1,0 +1,145 @@
+//! Description of a drive and its namespaces: all that a function reports of them.
+
+mod changes;
+mod description;
+mod mdts;
+
+use nvme_spec::identify::Oncs;
+use nvme_spec::opcode::NvmOpcode;
+use serde::{Deserialize, Serialize};
+
+pub use changes::{LeaseChangeLog, UnreportedChanges};
+pub use description::{
+    ChangeListDescription, CommandSetDescription, CommandSets, GuestPromise, IdentifyNamespaceData,
+    IoCommand, NamespaceContents, NamespaceFact, PlacedFact, SparseStructure,
+};
+pub use mdts::Mdts;
+
+/// Abilities of a host controller, which limit the promises of a guest controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ControllerLimits {
+    /// Maximum Data Transfer Size, as a power of two of 4 KiB pages.
+    pub mdts: u8,
+    /// Maximum number of entries of a queue (CAP.MQES + 1).
+    pub entries_max: u32,
+    /// Optional NVM commands that the controller executes; see [`Self::offers`]. Other bits are ignored.
+    pub commands: Oncs,
+    /// Atomic Write Unit Normal, in logical blocks, zero-based (Base 2.0, Figure 275, `AWUN`).
+    pub awun_z: u16,
+    /// Atomic Write Unit Power Fail, in logical blocks, zero-based.
+    pub awupf_z: u16,
+    /// True if a power failure may lose writes that are not flushed.
+    pub volatile_write_cache: bool,
+    /// True if deallocated blocks read as zeroes (DLFEAT 001b); otherwise their content is undefined.
+    pub deallocated_reads_zeroes: bool,
+    /// Maximum number of SGL descriptors of a command.
+    pub sgl_descriptors_max: u32,
+    /// Maximum bytes of a Write Zeroes, Write Uncorrectable or Verify command, a power of two. Larger commands are executed in
+    /// parts.
+    pub no_data_bytes_max: u64,
+    /// Maximum bytes of all ranges of a deallocating Dataset Management command. Larger commands are executed in parts.
+    pub dsm_range_bytes_max: u64,
+    /// Maximum number of ranges of a Dataset Management command. Commands with more ranges are executed in parts.
+    pub dsm_ranges_max: u32,
+    /// Maximum bytes of a Copy command, and of each of its source ranges.
+    pub copy_bytes_max: u64,
+    /// Maximum number of source ranges of a Copy command.
+    pub copy_ranges_max: u32,
+    /// Maximum data bytes of commands for which the namespace's own command set has a separate limit; 0 if there are none.
+    pub own_bytes_max: u64,
+}
+
+impl ControllerLimits {
+    /// Returns the maximum data bytes of a command.
+    #[must_use]
+    pub fn max_transfer(&self) -> u64 {
+        crate::address::PAGE_SIZE << self.mdts
+    }
+
+    /// Returns these abilities for a guest with another `mdts`.
+    ///
+    /// A slot's list has room for the SGL descriptors of the usual limit, so a guest with a larger limit must use PRPs.
+    #[must_use]
+    pub fn with_mdts(self, mdts: Mdts) -> Self {
+        let sgls = match mdts.pages_log2() > self.mdts {
+            true => 0,
+            false => self.sgl_descriptors_max,
+        };
+        Self {
+            mdts: mdts.pages_log2(),
+            sgl_descriptors_max: sgls,
+            ..self
+        }
+    }
+
+    /// Returns whether a host controller with these abilities keeps the promises made by `promised`.
+    #[must_use]
+    pub fn keep(&self, promised: &Self) -> bool {
+        let Self {
+            mdts,
+            entries_max,
+            commands,
+            awun_z,
+            awupf_z,
+            volatile_write_cache,
+            deallocated_reads_zeroes,
+            sgl_descriptors_max,
+            // Commands beyond these are executed in parts.
+            no_data_bytes_max: _,
+            dsm_range_bytes_max: _,
+            dsm_ranges_max: _,
+            copy_bytes_max,
+            copy_ranges_max,
+            own_bytes_max,
+        } = *self;
+        commands.0 & promised.commands.0 == promised.commands.0
+            && mdts >= promised.mdts
+            && entries_max >= promised.entries_max
+            && awun_z >= promised.awun_z
+            && awupf_z >= promised.awupf_z
+            // A driver that was told that there is no cache never flushes.
+            && (!volatile_write_cache || promised.volatile_write_cache)
+            && (deallocated_reads_zeroes || !promised.deallocated_reads_zeroes)
+            && sgl_descriptors_max >= promised.sgl_descriptors_max
+            && copy_bytes_max >= promised.copy_bytes_max
+            && copy_ranges_max >= promised.copy_ranges_max
+            && own_bytes_max >= promised.own_bytes_max
+    }
+
+    /// Returns whether an I/O command on logical blocks is executed. Read, Write and Flush always are; optional commands are if
+    /// [`Self::commands`] has them (Base 2.0, Figure 275, `ONCS`).
+    #[must_use]
+    pub const fn offers(&self, opcode: NvmOpcode) -> bool {
+        match opcode {
+            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => true,
+            NvmOpcode::COMPARE => self.commands.compare(),
+            NvmOpcode::WRITE_UNCORRECTABLE => self.commands.write_uncorrectable(),
+            NvmOpcode::DATASET_MANAGEMENT => self.commands.dsm(),
+            NvmOpcode::WRITE_ZEROES => self.commands.write_zeroes(),
+            NvmOpcode::VERIFY => self.commands.verify(),
+            NvmOpcode::COPY => self.commands.copy(),
+            _ => false,
+        }
+    }
+}
+
+/// Composite Temperatures at which a drive warns, in kelvins (Base 2.0, Figure 275).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TemperatureThresholds {
+    /// `WCTEMP`: above it, operation continues with care; 0 if not reported.
+    pub warning: u16,
+    /// `CCTEMP`: above it, operation may end; 0 if not reported.
+    pub critical: u16,
+}
+
+/// Damage of a lease's data: differences from the data that its guest wrote.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseDamage {
+    /// Completed writes or their metadata were lost before they were durable. The lease is read-only until its VMM connects
+    /// again, or until the drive is reopened if its leases share the lost data.
+    pub lost_writes: bool,
+    /// The drive's file was truncated, and blocks of the lease are gone. They are neither read nor written.
+    pub cut_short: bool,
+    /// The path of the drive's file leads to another file or to none.
+    pub replaced: bool,
+}

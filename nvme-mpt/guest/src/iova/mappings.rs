@@ -1,0 +1,284 @@
+//! Mappings of an IOMMU, and their hand-over from one process to the next.
+//!
+//! An IOMMU's mappings belong to its descriptors, not to a process: they stay after the process ends, as long as another
+//! process has the descriptors. So the successor finds a VM's memory mapped, identifies it by its file, and pins nothing
+//! again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+
+use nvme_mpt_memory::MappedWord64;
+
+use super::mapping::{IommuMapping, MappedFile, MappedMemoryKey, MappingOwner};
+use super::table::MappingTable;
+
+/// Word in a shared file that tells another process that its list of mappings is outdated.
+#[derive(Debug)]
+pub struct StaleMappingsFlag(MappedWord64);
+
+impl StaleMappingsFlag {
+    /// Wraps the word, which is 0 until a change.
+    #[must_use]
+    pub fn new(word: MappedWord64) -> Self {
+        Self(word)
+    }
+
+    /// Marks the list as outdated.
+    pub fn set(&self) {
+        self.0.store(1);
+    }
+}
+
+/// Mappings of an IOMMU by first address.
+#[derive(Debug, Default)]
+pub(super) struct IommuMappings {
+    present: BTreeMap<u64, IommuMapping>,
+    inherited: BTreeMap<u64, InheritedMapping>,
+    /// First addresses of inherited mappings, by owner.
+    by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
+    /// Mappings of the old server that cannot be found any longer and are about to be unmapped.
+    leaving: BTreeMap<u64, IommuMapping>,
+    /// First addresses of inherited mappings outside of ranges in use, by their memory.
+    by_memory: BTreeMap<MappedMemoryKey, BTreeSet<u64>>,
+    /// Set at each change.
+    outdated: Option<StaleMappingsFlag>,
+    /// Table of all mappings for a successor, if this process dies.
+    table: Option<MappingTable>,
+}
+
+/// Mapping of the old server that was not found yet.
+#[derive(Debug)]
+struct InheritedMapping {
+    mapping: IommuMapping,
+    /// True if its addresses lie in a range in use.
+    is_in_range: bool,
+}
+
+impl IommuMappings {
+    /// Adds the mappings of the old server.
+    pub(super) fn inherit(&mut self, mappings: Vec<IommuMapping>) {
+        for mapping in mappings {
+            let inherited = InheritedMapping {
+                mapping,
+                is_in_range: false,
+            };
+            self.inherited.insert(mapping.iova, inherited);
+            let owned = self.by_owner.entry(mapping.owner).or_default();
+            owned.insert(mapping.iova);
+            if let Some(memory) = mapping.memory() {
+                let places = self.by_memory.entry(memory).or_default();
+                places.insert(mapping.iova);
+            }
+        }
+    }
+
+    /// Removes a mapping from [`Self::by_memory`].
+    fn unlist(&mut self, mapping: &IommuMapping) {
+        let Some(memory) = mapping.memory() else {
+            return;
+        };
+        if let Some(places) = self.by_memory.get_mut(&memory) {
+            places.remove(&mapping.iova);
+            if places.is_empty() {
+                self.by_memory.remove(&memory);
+            }
+        }
+    }
+
+    /// Returns all mappings that are present or may be found.
+    fn all(&self) -> impl Iterator<Item = &IommuMapping> {
+        let inherited = self.inherited.values().map(|entry| &entry.mapping);
+        self.present.values().chain(inherited)
+    }
+
+    /// Returns whether there are mappings of the old server that were not found yet.
+    pub(super) fn has_inherited(&self) -> bool {
+        !self.inherited.is_empty()
+    }
+
+    /// Returns whether the IOMMU has mappings that are about to be unmapped.
+    pub(super) fn are_leaving(&self) -> bool {
+        !self.leaving.is_empty()
+    }
+
+    /// Returns all mappings. `outdated` is set at each later change.
+    pub(super) fn tell(&mut self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
+        self.outdated = Some(outdated);
+        self.all().copied().collect()
+    }
+
+    /// Starts to record all mappings in a table. Returns its file.
+    pub(super) fn record(&mut self, most: Option<u64>) -> io::Result<OwnedFd> {
+        let all = self.all().chain(self.leaving.values());
+        let (table, file) = MappingTable::new(most, all)?;
+        for iova in self.leaving.keys() {
+            table.leave(*iova);
+        }
+        self.table = Some(table);
+        Ok(file)
+    }
+
+    /// Ends [`Self::record`] and marks the table as invalid.
+    pub(super) fn end_record(&mut self) {
+        if let Some(table) = self.table.take() {
+            table.end();
+        }
+    }
+
+    /// Notes that a change starts or was made.
+    fn change(&self) {
+        if let Some(outdated) = &self.outdated {
+            outdated.set();
+        }
+    }
+
+    /// Notes that a mapping is about to be made.
+    pub(super) fn begin(&mut self, mapping: &IommuMapping) {
+        self.change();
+        if let Some(table) = &mut self.table {
+            table.begin(mapping);
+        }
+    }
+
+    /// Notes that a mapping which [began](Self::begin) was made.
+    pub(super) fn add(&mut self, mapping: IommuMapping) {
+        self.change();
+        if let Some(table) = &self.table {
+            table.settle(mapping.iova);
+        }
+        self.present.insert(mapping.iova, mapping);
+    }
+
+    /// Notes that a mapping is about to be unmapped.
+    pub(super) fn leave(&self, iova: u64) {
+        self.change();
+        if let Some(table) = &self.table {
+            table.leave(iova);
+        }
+    }
+
+    /// Notes that a mapping was unmapped, or could not be made.
+    pub(super) fn remove(&mut self, iova: u64) {
+        self.change();
+        self.present.remove(&iova);
+        self.leaving.remove(&iova);
+        if let Some(table) = &mut self.table {
+            table.remove(iova);
+        }
+    }
+
+    /// Returns whether the old server had exactly this memory mapped, outside of ranges in use.
+    pub(super) fn has(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
+        let mut accesses = [true, false].into_iter();
+        accesses.any(|writable| self.by_memory.contains_key(&(owner, file, len, writable)))
+    }
+
+    /// Returns the address at which the old server had this memory mapped.
+    pub(super) fn place_of(&self, wanted: &IommuMapping) -> Option<u64> {
+        let places = self.by_memory.get(&wanted.memory()?)?;
+        places.first().copied()
+    }
+
+    /// Returns the first addresses of all mappings in a range; `None` unless all of them fit to the mapping at its start.
+    pub(super) fn within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
+        let first = &self.inherited.get(&range.start)?.mapping;
+        let before = self.inherited.range(..range.start).next_back();
+        if before.is_some_and(|(_, before)| before.mapping.end() > range.start) {
+            return None;
+        }
+        let all = self.inherited.range(range.clone());
+        all.map(|(iova, entry)| {
+            let fits = entry.mapping.end() <= range.end
+                && !entry.is_in_range
+                && entry.mapping.goes_with(first);
+            fits.then_some(*iova)
+        })
+        .collect()
+    }
+
+    /// Notes that the addresses of a mapping lie in a range in use.
+    pub(super) fn give_to_range(&mut self, iova: u64) {
+        if let Some(entry) = self.inherited.get_mut(&iova) {
+            entry.is_in_range = true;
+            let mapping = entry.mapping;
+            self.unlist(&mapping);
+        }
+    }
+
+    /// Returns whether the mapping exists from the old server and was not found yet.
+    pub(super) fn is_inherited(&self, wanted: &IommuMapping) -> bool {
+        let entry = self.inherited.get(&wanted.iova);
+        entry.is_some_and(|entry| entry.mapping == *wanted && wanted.file.is_some())
+    }
+
+    /// Takes over a mapping that exists from the old server. Returns whether it exists.
+    pub(super) fn find(&mut self, wanted: &IommuMapping) -> bool {
+        let is_it = self.is_inherited(wanted);
+        if is_it {
+            self.remove_inherited(wanted.iova);
+            self.change();
+            self.present.insert(wanted.iova, *wanted);
+        }
+        is_it
+    }
+
+    fn remove_inherited(&mut self, iova: u64) -> Option<InheritedMapping> {
+        let entry = self.inherited.remove(&iova)?;
+        let owner = entry.mapping.owner;
+        if let Some(owned) = self.by_owner.get_mut(&owner) {
+            owned.remove(&iova);
+            if owned.is_empty() {
+                self.by_owner.remove(&owner);
+            }
+        }
+        self.unlist(&entry.mapping);
+        Some(entry)
+    }
+
+    /// Removes mappings that were not found and lie outside of ranges in use, for unmapping.
+    pub(super) fn take_all_free(&mut self) -> Vec<(IommuMapping, bool)> {
+        let free = self
+            .inherited
+            .iter()
+            .filter(|(_, entry)| !entry.is_in_range);
+        self.take(free.map(|(iova, _)| *iova).collect())
+    }
+
+    /// Removes an owner's mappings that were not found and have some of these bytes of a file, for unmapping.
+    pub(super) fn take_of(
+        &mut self,
+        owner: MappingOwner,
+        file: MappedFile,
+        len: u64,
+    ) -> Vec<(IommuMapping, bool)> {
+        let owned = self.by_owner.get(&owner).into_iter().flatten();
+        let entries = owned.filter_map(|iova| self.inherited.get(iova));
+        let of_file = entries.filter(|entry| entry.mapping.overlaps(file, len));
+        self.take(of_file.map(|entry| entry.mapping.iova).collect())
+    }
+
+    /// Removes mappings that were not found in a range of addresses, for unmapping. Each comes with whether its addresses lie
+    /// in a range in use.
+    pub(super) fn take_inherited(&mut self, range: Range<u64>) -> Vec<(IommuMapping, bool)> {
+        // A mapping that starts before the range may reach into it.
+        let before = self.inherited.range(..range.start).next_back();
+        let before = before.filter(|(_, entry)| entry.mapping.end() > range.start);
+        let first = before.map(|(iova, _)| *iova);
+        let within = self.inherited.range(range).map(|(iova, _)| *iova);
+        self.take(first.into_iter().chain(within).collect())
+    }
+
+    fn take(&mut self, iovas: Vec<u64>) -> Vec<(IommuMapping, bool)> {
+        let mut taken = Vec::with_capacity(iovas.len());
+        for iova in iovas {
+            if let Some(entry) = self.remove_inherited(iova) {
+                self.leaving.insert(iova, entry.mapping);
+                self.leave(iova);
+                taken.push((entry.mapping, entry.is_in_range));
+            }
+        }
+        taken
+    }
+}

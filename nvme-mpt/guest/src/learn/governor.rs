@@ -1,0 +1,402 @@
+//! Share of a drive that busy users may fill while light users use it.
+//!
+//! A user of a drive is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]). All others are
+//! *heavy*. While there is a light user, the heavy ones together have at most the *window* in flight, in bytes.
+//!
+//! The best window depends on the drive. A serial drive makes a light command wait for all commands before it. A parallel
+//! drive does so only when its channels are full. So the window adapts to the latencies of light users:
+//!
+//! - **Alone.** Every ten seconds, at the arrival of a light command, heavy users pause for some light commands, 50 ms at
+//!   most. The median latency of these commands is the latency of light users alone.
+//! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above 1.875
+//!   times, the window shrinks in proportion. Otherwise the window grows by 1/32, but seldom up to a size that was too large.
+//!   The median is used, because drives have some slow commands of their own, which are no reason to let them idle. On a
+//!   drive that serves its pairs in turn, most light commands may find no other command in their pair, and a few find the
+//!   whole window. So the window also shrinks if the second longest of eight is too long four times in a row.
+//!
+//! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
+//! commands is close to the median: p99 is within twice p99 alone.
+//!
+//! On a serial drive, the window settles at one command, of a size that takes little longer than a small one. A light command
+//! waits for that command and takes at least twice as long, whatever the window. So a small window may reach 2.25 times the
+//! latency alone.
+//!
+//! The fixed alternative is a window of 256 KiB, without pauses.
+
+use std::time::Duration;
+
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_spec::opcode::NvmOpcode;
+
+use super::PolicyChoice;
+
+/// Maximum window: enough to keep any drive busy.
+pub const WINDOW_MAX: u64 = 8 << 20;
+
+/// Initial window. It doubles until it proves too large.
+const WINDOW_FIRST: u64 = 16 << 10;
+
+/// Maximum latency of light commands relative to alone, in 256ths.
+const LONGER: u64 = 256 * 15 / 8;
+
+/// Maximum relative latency with a small window. On a serial drive with 0.1 ms per command, this limit gives 128 KiB reads
+/// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
+const LONGER_SMALL: u64 = 256 * 9 / 4;
+
+/// Part of the second longest latency of [`SAMPLES`] that is compared like the median.
+const TAIL: (u64, u64) = (4, 5);
+
+/// Number of medians in a row whose second longest latencies are too long before the window shrinks for these alone. If a drive
+/// has 10 % slow commands of its own, this is so for one in 160.
+const TAILS: u32 = 4;
+
+/// Maximum size of a small window. Drives with a small window process one or a few commands at a time.
+const WINDOW_SMALL: u64 = 64 << 10;
+
+/// Number of medians for which the window stays below a size that was too large. So less than one in a hundred light
+/// commands is affected when that size is tried again.
+const HOLD: u32 = 256;
+
+/// Maximum number of outstanding commands of a light user, and maximum bytes of each.
+const LIGHT_COMMANDS: u32 = 4;
+const LIGHT_BYTES: u64 = 16 << 10;
+
+/// Number of kinds of light commands whose latencies are compared: reads and writes, by the number of commands that the
+/// user has outstanding.
+const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
+
+/// Class of a command on a shared drive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommandClass(u8);
+
+impl CommandClass {
+    /// Command of a heavy user.
+    pub const HEAVY: Self = Self(0);
+    /// Command of a light user whose latency is not measured.
+    const LIGHT: Self = Self(1);
+    const FIRST_KIND: u8 = 2;
+
+    /// Returns the class of a light user's command. The user has `outstanding` commands.
+    #[inline]
+    #[must_use]
+    pub fn light(opcode: NvmOpcode, outstanding: u32) -> Self {
+        let first = match opcode {
+            NvmOpcode::READ => Self::FIRST_KIND,
+            NvmOpcode::WRITE => Self::FIRST_KIND + LIGHT_COMMANDS as u8,
+            _ => return Self::LIGHT,
+        };
+        Self(first + outstanding.clamp(1, LIGHT_COMMANDS) as u8 - 1)
+    }
+
+    /// Returns whether a user is heavy that has `outstanding` commands and submits one that transfers `bytes`.
+    #[inline]
+    #[must_use]
+    pub fn is_heavy(outstanding: u32, bytes: u64) -> bool {
+        outstanding > LIGHT_COMMANDS || bytes > LIGHT_BYTES
+    }
+
+    /// Returns the index of the latency alone for comparison.
+    fn kind(self) -> Option<usize> {
+        self.0.checked_sub(Self::FIRST_KIND).map(usize::from)
+    }
+}
+
+/// Window of the fixed alternative.
+const WINDOW_FIXED: u64 = 256 << 10;
+
+/// Length of a queue pair's turn at the window, in latencies of light commands alone.
+const TURN: u64 = 8;
+
+/// Times in ticks.
+#[derive(Clone, Copy, Debug)]
+struct HeavyWindowTimes {
+    /// Time between two measurements of the latency alone.
+    probe_interval: u64,
+    /// Time until the next measurement if a kind of command was missing in the last one.
+    probe_again: u64,
+    /// Maximum pause of heavy users.
+    pause: u64,
+}
+
+/// Samples to skip at the start of a measurement, because they still wait for commands submitted before the pause.
+const PROBE_SETTLES: u32 = 4;
+
+/// Number of light commands per median.
+const SAMPLES: usize = 8;
+
+/// Measurement of light commands while heavy users pause.
+#[derive(Debug)]
+struct LatencyProbe {
+    began: Ticks,
+    settling: u32,
+    samples: [(u8, u64); SAMPLES],
+    count: usize,
+}
+
+/// Parameters for sharing a drive between queue pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharingParameters {
+    /// Bytes that heavy users may have in flight while there is a light user.
+    pub window: u64,
+    /// Length of a queue pair's turn at the window, in ticks.
+    pub turn: u64,
+    /// Time until which heavy users pause.
+    pub pause_until: Ticks,
+    /// Time from which the arrival of a light command starts a measurement.
+    pub next_probe: Ticks,
+}
+
+/// Adaptive parameters, derived from the latencies of light commands.
+#[derive(Debug)]
+pub struct HeavyWindow {
+    choice: PolicyChoice,
+    times: HeavyWindowTimes,
+    terms: SharingParameters,
+    /// Median latency alone of each kind, in ticks; 0 if unknown.
+    alone: [u64; KINDS],
+    probe: Option<LatencyProbe>,
+    /// Latencies of the last light commands relative to alone, in 256ths.
+    longer: [u64; SAMPLES],
+    count: usize,
+    /// Time of the last change of the window. Commands that arrived before it say nothing about the new window.
+    changed: Ticks,
+    /// True if the window has ever been too large. Until then it doubles.
+    is_found: bool,
+    /// Maximum window for the next `hold` medians, below a size that was too large.
+    ceiling: u64,
+    hold: u32,
+    /// Number of medians in a row whose second longest latency was too long.
+    tails: u32,
+}
+
+impl HeavyWindow {
+    /// Creates the policy for an unknown drive.
+    #[must_use]
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
+        let millisecond = rate.ticks(Duration::from_millis(1));
+        let (window, next_probe) = match choice {
+            PolicyChoice::Learned => (WINDOW_FIRST, 0),
+            PolicyChoice::Fixed => (WINDOW_FIXED, u64::MAX),
+        };
+        Self {
+            choice,
+            times: HeavyWindowTimes {
+                probe_interval: 10_000 * millisecond,
+                probe_again: 500 * millisecond,
+                pause: 50 * millisecond,
+            },
+            terms: SharingParameters {
+                window,
+                turn: millisecond,
+                pause_until: Ticks(0),
+                next_probe: Ticks(next_probe),
+            },
+            alone: [0; KINDS],
+            probe: None,
+            longer: [0; SAMPLES],
+            count: 0,
+            changed: Ticks(0),
+            is_found: false,
+            ceiling: 0,
+            hold: 0,
+            tails: 0,
+        }
+    }
+
+    /// Returns the current parameters.
+    #[must_use]
+    pub fn terms(&self) -> SharingParameters {
+        self.terms
+    }
+
+    /// Notes the arrival of a light command, which starts a measurement if one is due.
+    pub fn arrived(&mut self, now: Ticks) {
+        if now < self.terms.next_probe {
+            return;
+        }
+        self.terms.next_probe = after(now, self.times.probe_interval);
+        self.terms.pause_until = after(now, self.times.pause);
+        self.probe = Some(LatencyProbe {
+            began: now,
+            settling: PROBE_SETTLES,
+            samples: [(0, 0); SAMPLES],
+            count: 0,
+        });
+    }
+
+    /// Notes the completion of a light command that arrived at `arrived`.
+    pub fn completed(&mut self, class: CommandClass, arrived: Ticks, now: Ticks) {
+        let Some(kind) = class.kind() else { return };
+        if self.choice == PolicyChoice::Fixed {
+            return;
+        }
+        let latency = now.since(arrived);
+        if let Some(probe) = &mut self.probe {
+            let over = now >= self.terms.pause_until;
+            if !over && arrived >= probe.began && !probe.take(kind, latency) {
+                return;
+            }
+            if over || probe.count == SAMPLES {
+                self.end_probe();
+            }
+            return;
+        }
+        let alone = self.alone.get(kind).copied().unwrap_or(0);
+        if alone == 0 {
+            // Not before `probe_again` has passed.
+            let soon = after(now, self.times.probe_again);
+            self.terms.next_probe = soon.min(self.terms.next_probe);
+            return;
+        }
+        if arrived < self.changed {
+            return;
+        }
+        self.longer[self.count] = (latency << 8) / alone;
+        self.count += 1;
+        if self.count == SAMPLES {
+            self.count = 0;
+            self.changed = now;
+            self.adapt();
+        }
+    }
+
+    /// Adapts the window to the latencies of the last light commands.
+    fn adapt(&mut self) {
+        self.longer.sort_unstable();
+        let tail = self.longer[SAMPLES - 2] * TAIL.0 / TAIL.1;
+        let longer = self.longer[SAMPLES / 2];
+        let window = self.terms.window;
+        // Commands are split in steps: a small window that shrinks by less may give parts of the same size.
+        let (longest, least) = match window {
+            ..=WINDOW_SMALL => (LONGER_SMALL, window / 8),
+            _ => (LONGER, 0),
+        };
+        self.tails = if tail > longest { self.tails + 1 } else { 0 };
+        // The shrinking per step is limited, because some of the latency is due to the previous window.
+        let shrunk = |longer: u64| (window * longest / longer).clamp(window / 8, window - least);
+        let next = if longer > longest {
+            self.is_found = true;
+            self.ceiling = window - window / 8;
+            self.hold = HOLD;
+            shrunk(longer)
+        } else if self.tails >= TAILS {
+            // The slow commands may be the drive's own, so the size is not taken for too large.
+            self.is_found = true;
+            self.tails = 0;
+            shrunk(tail)
+        } else if !self.is_found {
+            2 * window
+        } else {
+            let larger = window + window / 32 + 512;
+            self.hold = self.hold.saturating_sub(1);
+            if self.hold > 0 && larger > self.ceiling {
+                return;
+            }
+            larger
+        };
+        self.terms.window = next.min(WINDOW_MAX);
+    }
+
+    fn end_probe(&mut self) {
+        self.terms.pause_until = Ticks(0);
+        let Some(probe) = self.probe.take() else {
+            return;
+        };
+        self.count = 0;
+        for (kind, alone) in self.alone.iter_mut().enumerate() {
+            let mut latencies = [0; SAMPLES];
+            let mut count = 0;
+            for (of, latency) in &probe.samples[..probe.count] {
+                if usize::from(*of) == kind {
+                    latencies[count] = *latency;
+                    count += 1;
+                }
+            }
+            latencies[..count].sort_unstable();
+            if count > 0 {
+                *alone = latencies[count / 2].max(1);
+            }
+        }
+        let longest = self.alone.iter().max().copied().unwrap_or(0);
+        self.terms.turn = TURN * longest.max(1);
+    }
+}
+
+/// Returns the time `ticks` after `now`.
+fn after(now: Ticks, ticks: u64) -> Ticks {
+    Ticks(now.0.saturating_add(ticks))
+}
+
+impl LatencyProbe {
+    /// Takes a sample. Returns whether it was counted.
+    fn take(&mut self, kind: usize, latency: u64) -> bool {
+        if self.settling > 0 {
+            self.settling -= 1;
+            return false;
+        }
+        if let Some(sample) = self.samples.get_mut(self.count) {
+            *sample = (kind as u8, latency);
+            self.count += 1;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Latency of a light command alone, in nanoseconds.
+    const ALONE: u64 = 100_000;
+
+    /// Returns the window after 400,000 light commands. `latency` depends on a random number below 100 and on the heavy users'
+    /// bytes in flight.
+    fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
+        let mut learned = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let class = CommandClass::light(NvmOpcode::READ, 1);
+        let mut now = Ticks(1);
+        let mut random: u64 = 1;
+        for _ in 0..400_000 {
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            learned.arrived(now);
+            let SharingParameters {
+                window,
+                pause_until,
+                ..
+            } = learned.terms();
+            let heavy = if now < pause_until { 0 } else { window };
+            let arrived = now;
+            now = after(now, latency((random >> 33) % 100, heavy));
+            learned.completed(class, arrived, now);
+        }
+        learned.terms().window
+    }
+
+    #[test]
+    fn slow_commands_of_the_drives_own_leave_busy_users_a_window() {
+        for (percent, longer, least) in [
+            (1, 3, WINDOW_MAX),
+            (3, 3, WINDOW_MAX / 2),
+            (5, 5, WINDOW_MAX / 2),
+            (10, 10, WINDOW_MAX / 16),
+        ] {
+            let window = window_by(|random, _| match random < percent {
+                true => longer * ALONE,
+                false => ALONE,
+            });
+            assert!(window >= least, "{percent} % take {longer} times: {window}");
+        }
+    }
+
+    #[test]
+    fn a_window_that_one_of_three_light_commands_waits_for_shrinks() {
+        let window = window_by(|random, heavy| match random < 33 {
+            true => ALONE + heavy,
+            false => ALONE,
+        });
+        assert!(
+            (ALONE / 2..5 * ALONE).contains(&window),
+            "{window} ns in front of light commands"
+        );
+    }
+}

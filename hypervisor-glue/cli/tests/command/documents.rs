@@ -81,6 +81,12 @@ fn the_first_documents_are_short() {
 }
 
 #[test]
+fn all_documents_together_are_at_most_150_kb() {
+    let bytes: usize = documents().iter().map(|(_, text)| text.len()).sum();
+    assert!(bytes <= 150_000, "The documents have {bytes} bytes");
+}
+
+#[test]
 fn links_lead_to_files_and_headings_that_exist() {
     for (path, text) in documents() {
         for link in links(&text) {

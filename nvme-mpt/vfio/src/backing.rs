@@ -10,6 +10,7 @@ use std::time::Duration;
 use nvme_guest::iova::Iommu;
 use nvme_mpt_memory::Mapping;
 use nvme_mpt_memory::deadline::{SystemClock, WaitClock};
+use nvme_mpt_memory::eventfd;
 
 /// Access to an NVMe function for its driver: registers, doorbells, and DMA through an [`Iommu`].
 ///
@@ -98,4 +99,10 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
 
     /// Releases the function. Afterwards its DMA reaches no memory, and its registers read as all ones.
     fn release(&self);
+}
+
+/// Returns whether the kernel waits for the release of a function.
+pub(crate) fn is_wanted_back(backing: &dyn DeviceBacking) -> bool {
+    let request = backing.removal_request();
+    request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))
 }

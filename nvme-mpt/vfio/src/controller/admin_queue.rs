@@ -11,9 +11,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::backing::DeviceBacking;
+use super::super::backing::{DeviceBacking, is_wanted_back};
 use super::error::ControllerError;
-use super::recovery::is_wanted_back;
 use super::registers::DriveAdminRings;
 use nvme_guest::address::{Iova, PAGE_SIZE};
 use nvme_guest::iova::{IovaPart, IovaSpace, StaleMappingsFlag};

@@ -22,7 +22,7 @@
 //! with it if it does not come up, does not answer Set Features, or refuses weights or a class. Weighted round robin then
 //! ends for as long as this process has the drive, and the next enable uses round robin. Until then, the classes get
 //! equal weights if possible, and new queues are Medium. A drive that did not answer gets equal weights once it answers
-//! another command, and again if it completes the command late.
+//! another command, and again if it completes the command late, [`EQUAL_ATTEMPTS`] times at most.
 
 use std::fmt;
 use std::str::FromStr;
@@ -61,6 +61,10 @@ const CHANGES_MAX: usize = 4;
 
 /// Period in which at most [`CHANGES_MAX`] changes are sent.
 const CHANGES_TIME: Duration = Duration::from_secs(60);
+
+/// Maximum number of times that equal weights are sent after a timeout. A drive that does not answer blocks the drive
+/// monitor for the admin timeout each time.
+const EQUAL_ATTEMPTS: u8 = 3;
 
 /// Arbitration mechanism to enable a drive with (`CC.AMS`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -188,17 +192,19 @@ fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
 /// Equal weights for a drive that did not answer Set Features: it may have executed the command, or may do so later.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct EqualWeightsRequest {
+    /// Number of times that equal weights were sent, at most [`EQUAL_ATTEMPTS`].
+    attempts: u8,
     /// Number of late completions of admin commands when the drive was given equal weights; `None` before that.
     late_completions: Option<u64>,
 }
 
 impl EqualWeightsRequest {
-    /// Returns whether equal weights must be sent now to a drive that `answers`, with so many late completions.
+    /// Returns whether equal weights must be sent now to a drive that `answers`.
     fn is_due(self, answers: bool, late_completions: u64) -> bool {
         let is_outdated = self
             .late_completions
             .is_none_or(|before| late_completions > before);
-        answers && is_outdated
+        answers && is_outdated && self.attempts < EQUAL_ATTEMPTS
     }
 }
 
@@ -382,13 +388,13 @@ impl Arbitration {
     /// Ignores a failure as [`tolerate`] does. After a timeout, the weights of the drive are not known.
     fn tolerate(&mut self, error: ControllerError) -> Result<(), ControllerError> {
         if matches!(error, ControllerError::AdminTimeout { .. }) {
-            self.equal_weights = Some(EqualWeightsRequest::default());
+            self.equal_weights.get_or_insert_default().late_completions = None;
         }
         tolerate(error)
     }
 
-    /// Sets equal weights if they are due after a timeout, on a drive that `answers` and has completed so many commands
-    /// late.
+    /// Sets equal weights if they are due after a timeout, on a drive that `answers` and has completed `late_completions`
+    /// commands late.
     fn make_equal_later(
         &mut self,
         name: &str,
@@ -396,13 +402,12 @@ impl Arbitration {
         late_completions: u64,
         send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
     ) -> Result<(), ControllerError> {
-        let request = self.equal_weights;
-        if !request.is_some_and(|request| request.is_due(answers, late_completions)) {
+        let due = self.equal_weights.as_mut();
+        let Some(request) = due.filter(|request| request.is_due(answers, late_completions)) else {
             return Ok(());
-        }
-        self.equal_weights = Some(EqualWeightsRequest {
-            late_completions: Some(late_completions),
-        });
+        };
+        request.attempts += 1;
+        request.late_completions = Some(late_completions);
         info!(drive = name; "Drive {name} answers again, and gets equal weights (Arbitration)");
         self.make_equal(send)
     }
@@ -729,6 +734,30 @@ mod tests {
         assert_eq!(sends(true, 1, true), none);
         arbitration.enabled(ArbitrationMechanism::ROUND_ROBIN);
         assert_eq!(arbitration.equal_weights, None);
+    }
+
+    /// Whatever else it answers, for example after firmware lost the feature.
+    #[test]
+    fn a_drive_that_never_answers_weights_gets_them_three_times_at_most() {
+        let mut arbitration = weighted();
+        let timeout = |_| {
+            Err(ControllerError::AdminTimeout {
+                opcode: AdminOpcode::SET_FEATURES,
+                seconds: 5,
+            })
+        };
+        let set = arbitration.set("a", ClassWeights([4, 2, 1]), timeout);
+        set.expect("no reset");
+        let mut sent = 0;
+        for late_completions in 0..20 {
+            let send = |value| {
+                sent += 1;
+                timeout(value)
+            };
+            let made = arbitration.make_equal_later("a", true, late_completions, send);
+            made.expect("no reset");
+        }
+        assert_eq!(sent, u32::from(EQUAL_ATTEMPTS));
     }
 
     #[test]

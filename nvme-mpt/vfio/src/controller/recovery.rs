@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use log::{error, info, warn};
 
-use super::super::backing::DeviceBacking;
+use super::super::backing::{DeviceBacking, is_wanted_back};
 use super::super::pair::VfioQueuePair;
 use super::admin_queue::AdminQueue;
 use super::arbitration::Arbitration;
@@ -28,7 +28,6 @@ use super::registers::DriveRegisters;
 use super::{PhysicalDrive, lock, log_pages};
 use nvme_guest::event::DriveEvent;
 use nvme_mpt_memory::deadline::Deadline;
-use nvme_mpt_memory::eventfd;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::ArbitrationMechanism;
 use nvme_spec::status::Status;
@@ -116,12 +115,6 @@ pub(super) fn disable_failed(
         Err(error) if error.kind() == io::ErrorKind::Unsupported && disabled.is_ok() => Ok(()),
         Err(error) => Err(ControllerError::Function(error)),
     }
-}
-
-/// Returns whether the kernel waits for the release of a function.
-pub(super) fn is_wanted_back(backing: &dyn DeviceBacking) -> bool {
-    let request = backing.removal_request();
-    request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))
 }
 
 /// Completes all present and future commands with an error. The drive must have lost access to memory.

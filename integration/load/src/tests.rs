@@ -165,8 +165,8 @@ fn options_that_do_not_fit_are_refused() {
         ("--size 1000", "multiple"),
         ("--size 16M", "limit"),
         ("--range 1G", "capacity"),
-        ("--range 2K", "room"),
-        ("--verify --range 64K --qd 32", "room"),
+        ("--range 2K", "capacity for 0 commands"),
+        ("--verify --range 64K --qd 32", "capacity for"),
         ("--interrupts --queues 2 --threads 1", "thread"),
         ("--qd 1024", "entries"),
     ] {

@@ -133,7 +133,7 @@ fn an_invalid_message_ends_only_its_own_lease() {
         ),
         (message(map, 0), "0 descriptors instead of 1"),
         (message("\"status\"", 1), "0 descriptors instead of 1"),
-        (too_large, "may have 4194304"),
+        (too_large, "more than the 4194304 that are allowed"),
     ] {
         let (result, _, attached) = said(&host, &[opening(), wrong].concat());
         let SessionError::Channel(error) = result.unwrap_err() else {

@@ -725,7 +725,7 @@ fn clients_with_little_memory_continue_before_clients_with_much() {
     kept.kill_server();
     let log = kept.log();
     let taken_up = names.map(|name| {
-        let goes_on = format!("/{name}.sock goes on");
+        let goes_on = format!("/{name}.sock continues");
         log.find(&goes_on)
             .unwrap_or_else(|| panic!("{name}: {log}"))
     });
@@ -1407,8 +1407,8 @@ fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
     assert_eq!([a, c, d].map(|bar| bar.read32(STATUS)), [0; 3]);
     let log = kept.log();
     let goes_on = |id: &str| {
-        log.find(&format!("/{id}.sock goes on"))
-            .expect("it goes on")
+        log.find(&format!("/{id}.sock continues"))
+            .expect("it continues")
     };
     assert!(goes_on("a") > goes_on("c"), "{log}");
     assert!(goes_on("d") > goes_on("c"), "{log}");

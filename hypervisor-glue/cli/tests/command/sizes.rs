@@ -245,7 +245,10 @@ fn leases_by_size_use_gaps_between_other_ranges() {
         ),
         ("size=1M,unit=1M", &["needs id= (or lease=)"]),
         ("id=d,lease=d,size=1M,unit=1M", &["\"id\" and \"lease\""]),
-        ("id=d,size=1M,unit=1M,data=keep", &["say range="]),
+        (
+            "id=d,size=1M,unit=1M,data=keep",
+            &["use range= instead of size="],
+        ),
         ("id=d,unit=1M", &["\"unit=1M\" needs size="]),
         ("id=a,size=1M,unit=1M", &["Two functions have the id \"a\""]),
     ] {

@@ -608,7 +608,7 @@ mod tests {
         for version in [VERSION - 1, VERSION + 1] {
             let refused = check_lease_protocol(&version.to_string()).unwrap_err();
             let versions = format!(
-                "version {version} of the lease protocol, and this server version {VERSION}"
+                "version {version} of the lease protocol, but this server speaks version {VERSION}"
             );
             assert!(refused.to_string().contains(&versions), "{refused}");
         }

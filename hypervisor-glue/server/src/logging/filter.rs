@@ -158,8 +158,8 @@ mod tests {
             ("nvme_vfio=loud", "'loud' is not a level"),
             ("=debug", "'=debug' is not a module"),
             ("a b=debug", "'a b=debug' is not a module"),
-            ("info,warn", "two levels for all modules"),
-            ("a=info,a=warn", "two levels for module a"),
+            ("info,warn", "there are two levels for all modules"),
+            ("a=info,a=warn", "there are two levels for module a"),
             ("", "a filter of the log is LEVEL or MODULE=LEVEL"),
             ("info,", "a filter of the log is LEVEL or MODULE=LEVEL"),
         ] {

@@ -223,7 +223,7 @@ impl FunctionOptions {
             return Err(OptionError::Value {
                 key: "timeout",
                 value: NO_TIMEOUT.to_owned(),
-                source: "A physical drive needs one: without it, guests wait for ever for commands that it loses".into(),
+                source: "A physical drive needs one: without it, guests wait forever for commands that the drive loses".into(),
             });
         }
         let timeout = timeout.flatten();

@@ -448,7 +448,7 @@ mod tests {
         assert!(kept(share(), 2).contains("another release"));
         let len = InflightFile::file_len(2) as u64;
         let open = nvme_mpt_memory::memfd(c"open", len).expect("memory");
-        assert!(kept(open, 2).contains("cut short"));
+        assert!(kept(open, 2).contains("truncated"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! A drive server that sends arbitrary messages of the lease protocol to a VMM. See `support/talk.rs` for the input.
+//! A drive server that sends arbitrary messages of the lease protocol to a VMM. See `talk.rs` for the input.
 //!
 //! The VMM must neither panic nor block.
 

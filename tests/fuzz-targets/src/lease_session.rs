@@ -1,4 +1,4 @@
-//! A VMM that sends arbitrary messages of the lease protocol to a drive server. See `support/talk.rs` for the input.
+//! A VMM that sends arbitrary messages of the lease protocol to a drive server. See `talk.rs` for the input.
 //!
 //! The server must neither panic nor block, and the lease must have no queue and no memory afterwards.
 

@@ -2,7 +2,7 @@
 //!
 //! Pollers copy to and from guest memory themselves, and a page fault on the way waits for the file's owner: with FUSE, a
 //! process of the client. So by default, only memory of the kernel is accepted (memfd, tmpfs, hugetlbfs). There, a page fault
-//! gets a free page or fails with SIGBUS, which `memory/sigbus.rs` handles.
+//! gets a free page or fails with SIGBUS, which `nvme-mpt/memory/src/sigbus.rs` handles.
 //!
 //! Cases considered for these files:
 //!
@@ -10,7 +10,7 @@
 //!   page fault here gets a page of zeros at once, which every mapping then sees (`nvme-mpt/memory/tests/userfaultfd.rs`).
 //!   That is wrong for memory that a VMM restores on demand. Such memory is accepted only through the VMM's own mapping
 //!   ([`VmmMapping`](super::VmmMapping)), or once it is complete. Until then it is refused, if registrations are visible
-//!   (`memory/user_faults.rs`). Write protection is also per address space, and hides no content.
+//!   (`nvme-mpt/memory/src/user_faults.rs`). Write protection is also per address space, and hides no content.
 //! * **Holes.** fallocate blocks page faults in a range while it punches a hole there. The time is bounded by the hole's
 //!   pages, and a guest's balloon does the same. Seals that forbid holes would forbid virtio-mem.
 //! * **Truncation** raises SIGBUS, as do a full tmpfs and an empty pool of huge pages.

@@ -21,12 +21,13 @@
 //! 1 GiB plugged upwards in blocks of 2 MiB makes about four runs. Each block is still mapped, pinned and unmapped
 //! separately.
 //!
-//! Data may cross the end of a run: PRP lists are translated by page, data blocks of SGLs in pieces (`shadow/sgl.rs`), and
-//! rings are accessed by page (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped separately.
+//! Data may cross the end of a run: PRP lists are translated by page, data blocks of SGLs in pieces
+//! (`nvme-mpt/src/shadow/sgl.rs`), and rings are accessed by page (`nvme-mpt/memory/src/ring.rs`). A guest with a virtual IOMMU
+//! has each page mapped separately.
 //!
 //! Translation is the first protection; a second check follows at the access. For a software drive, the store resolves
-//! IOVAs again (`host/data.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each region is
-//! mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
+//! IOVAs again (`nvme-mpt/src/host/data.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each
+//! region is mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
 
 mod bounds;
 mod departure;

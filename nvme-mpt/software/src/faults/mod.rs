@@ -13,7 +13,7 @@
 //! waits. A resized drive keeps its remaining blocks (`resizes_in_place`), so a guest with a truncated lease sees the rest of
 //! the lease.
 //!
-//! To add a kind of fault, extend `Kind` and `Effect` in `plan.rs`, implement the effect here, and add an entry to
+//! To add a kind of fault, extend `FaultKind` and `FaultEffect` in `plan.rs`, implement the effect here, and add an entry to
 //! `resources/faults/example.toml`.
 
 mod command;

@@ -221,7 +221,7 @@ impl DriveMonitor {
         true
     }
 
-    /// Starts a search for pinned pages that a VMM has freed (`dma/pinned.rs`).
+    /// Starts a search for pinned pages that a VMM has freed (`nvme-mpt/guest/src/dma/pinned.rs`).
     fn check_memory(&mut self) {
         self.looks = self.looks.wrapping_add(1);
         if !self.looks.is_multiple_of(LOOKS_AT_MEMORY) {

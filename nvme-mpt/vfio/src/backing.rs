@@ -14,9 +14,9 @@ use nvme_mpt_memory::eventfd;
 
 /// Access to an NVMe function for its driver: registers, doorbells, and DMA through an [`Iommu`].
 ///
-/// A function may disappear at any time (hot removal). Then registers read as all ones, writes are lost, and all other
-/// calls return [`io::ErrorKind::NotConnected`]; nothing faults. A function whose link is down or that the kernel is
-/// resetting behaves the same for a while. [`Self::is_gone`] tells the two cases apart.
+/// A function may disappear at any time (hot removal). Then registers read as all ones, writes are lost, and all other calls
+/// return [`io::ErrorKind::NotConnected`]; nothing faults. A function whose link is down or that the kernel is resetting
+/// behaves the same, but only for a while. [`Self::is_gone`] is true only for a function that is gone for good.
 pub trait DeviceBacking: Send + Sync + fmt::Debug {
     /// Returns the function's name for messages: its PCI address, such as `0000:01:00.0`.
     fn name(&self) -> &str;
@@ -33,8 +33,8 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
     /// Writes a 64-bit controller register.
     fn write64(&self, offset: usize, value: u64);
 
-    /// Returns the doorbell mapping (BAR0 or part of it) and the offset of doorbell 0 (offset 1000h of BAR0) in it. The
-    /// end of the mapping limits the queue identifiers that can be used.
+    /// Returns the doorbell mapping (BAR0 or part of it) and the offset of doorbell 0 (offset 1000h of BAR0) in it. Doorbells
+    /// behind the end of the mapping cannot be written, so the queues of these doorbells cannot be used.
     fn doorbells(&self) -> (Arc<Mapping>, usize);
 
     /// Returns the IOMMU that the function's DMA goes through.
@@ -61,7 +61,7 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Returns the timeout of an admin command. The driver's own admin commands access no media.
+    /// Returns the timeout of an admin command. Some seconds suffice, because the driver's admin commands access no media.
     fn admin_timeout(&self) -> Duration {
         Duration::from_secs(5)
     }
@@ -71,8 +71,8 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
         SystemClock::shared()
     }
 
-    /// Returns a descriptor that becomes readable when the host wants the function back, because it is being removed or
-    /// unbound. The owner must then call [`Self::release`].
+    /// Returns a descriptor that becomes readable when the host wants the function back, because the function is being removed
+    /// or unbound. The owner must then call [`Self::release`].
     fn removal_request(&self) -> Option<BorrowedFd<'_>>;
 
     /// Returns whether the function is gone for good: removed, or [released](Self::release). A function that merely does
@@ -88,11 +88,11 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Returns descriptors that preserve the function's IOMMU and all its mappings after the function itself is closed,
-    /// also by the exit of this process. [`Self::release`] removes all mappings nevertheless.
+    /// Returns descriptors that preserve the function's IOMMU and all mappings, even after the function is closed or this
+    /// process has exited. [`Self::release`] removes all mappings nevertheless.
     ///
     /// # Errors
-    /// The kernel's error; `Unsupported` for a function whose IOMMU ends with its process.
+    /// The kernel's error; `Unsupported` if the mappings of the function's IOMMU cannot outlive this process.
     fn keep_iommu(&self) -> io::Result<Vec<OwnedFd>> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -101,7 +101,7 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
     fn release(&self);
 }
 
-/// Returns whether the kernel waits for the release of a function.
+/// Returns whether the kernel has asked for the function, and waits until this process releases the function.
 pub(crate) fn is_wanted_back(backing: &dyn DeviceBacking) -> bool {
     let request = backing.removal_request();
     request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))

@@ -34,8 +34,8 @@ pub(super) trait IommuContext: Iommu {
     /// Returns the IOVA ranges that the IOMMU translates: sorted, disjoint.
     fn usable_iovas(&self) -> &[RangeInclusive<u64>];
 
-    /// Unmaps all memory and releases the IOMMU. The device file must be closed before. Afterwards mapping fails, and
-    /// unmapping does nothing.
+    /// Unmaps all memory and releases the IOMMU. The caller has closed the device file before. After the release, mapping
+    /// fails, and unmapping does nothing.
     fn release(&self);
 }
 
@@ -43,11 +43,11 @@ pub(super) trait IommuContext: Iommu {
 /// limit.
 const MAPPINGS_MAX: u32 = 65_535;
 
-/// Bytes that the kernel pins per call. During the call the kernel holds a lock of the container, for which mappings of
-/// other functions' memory and rings wait.
+/// Maximum bytes to pin per call. During the call the kernel holds the container's lock, so other calls that map guest memory
+/// or rings for the drive wait.
 const PIECE: u64 = 1 << 30;
 
-/// Bytes whose pages are allocated per call. During the call other threads of the process cannot map memory.
+/// Maximum bytes per call that allocates pages. During the call, other threads of the process cannot map memory.
 const PAGES_AT_ONCE: usize = 16 << 20;
 
 /// Splits a range of IOVAs at multiples of [`PIECE`]. Returns the offsets of each piece.
@@ -99,7 +99,7 @@ struct ContainerFiles {
 }
 
 impl Type1Container {
-    /// Opens the function's group and puts it into a new container.
+    /// Opens the function's group and puts the group into a new container.
     pub(super) fn open(root: &HostRoot, function: &PciFunction) -> Result<Self, VfioError> {
         let address = function.address;
         let group_number = group_number(function)?;
@@ -145,7 +145,7 @@ impl Type1Container {
         Self::new(root, function, ContainerFiles { group, container }, 0)
     }
 
-    /// Takes over group and container of a predecessor, which has the mappings in `mapped`.
+    /// Takes over the group and the container of a predecessor. `mapped` lists the container's mappings.
     pub(super) fn handed_over(
         root: &HostRoot,
         function: &PciFunction,
@@ -168,7 +168,7 @@ impl Type1Container {
         Self::new(root, function, ContainerFiles { group, container }, mapped)
     }
 
-    /// Reads the properties of a container that has `mapped` mappings already.
+    /// Reads the properties of a container that already has this number of mappings (`mapped`).
     fn new(
         root: &HostRoot,
         function: &PciFunction,
@@ -464,7 +464,8 @@ fn lock_limit() -> Option<u64> {
 /// Smallest IOVA width of any supported IOMMU, in bits.
 const WIDTH_MIN: u32 = 39;
 
-/// Derives the usable IOVAs if the kernel does not report them: [`WIDTH_MIN`] bits without the group's reserved regions.
+/// Derives the usable IOVAs if the kernel does not report them: all IOVAs of [`WIDTH_MIN`] bits, except the group's reserved
+/// regions.
 fn usable_by_reservations(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclusive<u64>>> {
     let path = root
         .sys

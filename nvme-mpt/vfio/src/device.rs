@@ -42,7 +42,8 @@ const COMMAND: u64 = 0x04;
 const COMMAND_MEMORY_SPACE: u16 = 1 << 1;
 const COMMAND_BUS_MASTER: u16 = 1 << 2;
 
-/// Offset of Revision ID and class code. The value is never all ones, and the kernel always reads it from the device.
+/// Offset of Revision ID and class code. The value of a device is never all ones, and the kernel does not cache it. So reading
+/// all ones shows that the device does not answer.
 const REVISION_AND_CLASS: u64 = 0x08;
 
 /// An NVMe function that this process drives through the kernel's `vfio-pci` driver.
@@ -102,8 +103,8 @@ impl VfioBacking {
         Self::open_in(&HostRoot::default(), address)
     }
 
-    /// Takes over the function at `address` that a predecessor [handed over](DeviceBacking::hand_over) with the IOMMU
-    /// mappings in `mapped`. The function is not reset.
+    /// Takes over the function at `address` that a predecessor [handed over](DeviceBacking::hand_over). `mapped` lists the
+    /// mappings of the function's IOMMU. The function is not reset.
     ///
     /// # Errors
     /// Returns why the function cannot be used. The function is then released.
@@ -120,8 +121,8 @@ impl VfioBacking {
         Self::new(&function, Arc::new(context), device.into(), 0)
     }
 
-    /// Opens the function at `address` with the [IOMMU](DeviceBacking::keep_iommu) of a dead predecessor, which has the
-    /// mappings in `mapped`. The function is reset, as by [`Self::open`].
+    /// Opens the function at `address` with the [IOMMU](DeviceBacking::keep_iommu) of a dead predecessor. `mapped` lists the
+    /// mappings of this IOMMU. The function is reset, as by [`Self::open`].
     ///
     /// # Errors
     /// Returns why the function cannot be used. The IOMMU is then unchanged.
@@ -234,8 +235,8 @@ impl VfioBacking {
         })
     }
 
-    /// Returns whether the kernel has requested the function back, for example to remove or unbind it. Link recovery and
-    /// resets by the kernel do not count.
+    /// Returns whether the kernel has requested the function back, for example to remove or unbind it. A link recovery or a
+    /// reset by the kernel is no such request.
     fn is_wanted_back(&self) -> bool {
         let removal = self.removal.as_ref().map(AsFd::as_fd);
         removal.is_some_and(|removal| eventfd::is_ready(removal).unwrap_or(false))
@@ -264,7 +265,7 @@ impl VfioBacking {
         self.registers.iter().chain([&self.doorbells])
     }
 
-    /// Replaces the mapped registers of all holders by memory that behaves like an absent function.
+    /// Replaces the mapped registers of all holders by memory that reads as all ones, like the registers of an absent function.
     fn give_up_registers(&self) {
         for window in self.windows() {
             if let Err(error) = window.registers.mapping().give_up_device() {
@@ -469,9 +470,9 @@ fn removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
     Ok(Some(event))
 }
 
-/// Returns whether a kernel with this release string returns a function to the host while its group and container are
-/// still open. Kernels before 6.2 wait until both are closed. While no server runs, nothing tells the keeper to close
-/// them.
+/// Returns whether a kernel with this release string returns a function to the host while its group and container are still
+/// open. Kernels before 6.2 wait until both are closed. With such a kernel, a keeper that has them open would block an unbind
+/// of the function, because nothing tells the keeper to close them while no server runs.
 fn gives_back_without_users(release: &str) -> bool {
     let numbers = release.split(|c: char| !c.is_ascii_digit());
     let numbers: Vec<u32> = numbers.map_while(|number| number.parse().ok()).collect();

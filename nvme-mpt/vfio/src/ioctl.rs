@@ -371,7 +371,7 @@ pub(super) fn unmap_dma(container: &File, iova: u64, size: u64) -> io::Result<u6
 
 /// A structure of the kernel that is followed by a chain of capabilities.
 ///
-/// Reads beyond its end return zero.
+/// Reads beyond the end of the chain return zero.
 struct VfioCapabilityChain {
     /// Content, in 64-bit words for alignment.
     words: Vec<u64>,

@@ -61,7 +61,7 @@ pub(super) struct AdminQueue {
     /// True while an Asynchronous Event Request is outstanding.
     listening: bool,
     events: Vec<AsyncEvent>,
-    /// True unless no command has completed since the last one that timed out.
+    /// False from a command's timeout until the drive completes a command again.
     answers: bool,
     /// Number of commands that completed after they timed out.
     late_completions: u64,
@@ -209,7 +209,7 @@ impl AdminQueue {
         self.answers = true;
     }
 
-    /// Returns whether the drive has completed a command since the last one that timed out.
+    /// Returns false from a command's timeout until the drive completes a command again; otherwise true.
     pub(super) fn answers(&self) -> bool {
         self.answers
     }

@@ -1,28 +1,30 @@
 //! The drive's own arbitration between its I/O Submission Queues (Base 2.0, section 3.4.4). Weighted round robin is used
 //! if it is [chosen](ArbitrationChoice) and supported (`CAP.AMS`), else round robin.
 //!
-//! NVMe gives weights to priority classes, not to queues. With fixed class weights, a light lease would get more than its
-//! share while few are light, and a heavy one less while many are heavy. So a class gets the total weight of the leases
-//! in it ([`ClassLoad`]). The drive monitor computes the totals in each check and sends changes to the drive
-//! (Arbitration, FID 01h). It ignores changes below a quarter and sends at most [`CHANGES_MAX`] per minute. Some drives
-//! store features in flash, and guests that come and go must not wear it out.
+//! NVMe gives weights to priority classes, not to queues. With fixed class weights, a lease of low weight would get more than
+//! its share while few leases have a low weight. A lease of high weight would get less than its share while many leases have a
+//! high weight. So a class gets the total weight of the leases in it ([`ClassLoad`]). The drive monitor computes the totals in
+//! each check and sends changes to the drive (Arbitration, FID 01h). The monitor ignores changes below a quarter and sends at
+//! most [`CHANGES_MAX`] changes per minute, because some drives store features in flash. Guests that come and go must not wear
+//! out the flash.
 //!
-//! A queue gets its class at creation (QPRIO): High if its lease is heavier than the default weight, Low if it is
-//! lighter. The class stays although weights change, and although other leases later use or share the pair. No class is
-//! wrong, because each check counts the weights actually in it. Leases in one class take turns by queue, and the governor
-//! evens out their bytes.
+//! A queue gets its class at creation (QPRIO): High if its lease is heavier than the default weight, Low if it is lighter. The
+//! queue keeps this class even if weights change later, or if other leases use or share the pair. This does no harm, because
+//! each check adds up the weights of the leases that are in the class then. The drive serves the queues of a class in turn, and
+//! the governor evens out the bytes of their leases.
 //!
-//! Each class gets at least one command per round and at most [`LONGEST`] in a row. A class with only quiet guests gets
-//! as many as the heaviest class.
+//! Each class gets at least one command per round and at most [`LONGEST`] in a row. A class with only quiet guests gets as many
+//! commands per round as the class of the highest weight.
 //!
-//! No queue is Urgent: an Urgent queue precedes all others as long as it has commands. The class is permanent, but a
-//! quiet guest may become busy.
+//! No queue is Urgent, because the drive serves an Urgent queue before all others as long as the queue has commands. A quiet
+//! guest's queue would stay Urgent after the guest becomes busy, because a class is permanent.
 //!
-//! Few drives are operated with weighted round robin, so it may not work although the drive reports it. A drive fails
-//! with it if it does not come up, does not answer Set Features, or refuses weights or a class. Weighted round robin then
-//! ends for as long as this process has the drive, and the next enable uses round robin. Until then, the classes get
-//! equal weights if possible, and new queues are Medium. A drive that did not answer gets equal weights once it answers
-//! another command, and again if it completes the command late, [`EQUAL_ATTEMPTS`] times at most.
+//! Few drives are operated with weighted round robin, so it may not work although the drive reports it. Weighted round robin
+//! has failed if the drive does not come up with it, does not answer Set Features, or refuses weights or a class. It is then
+//! not used again for as long as this process has the drive, and the next enable selects round robin. Until that enable, the
+//! classes get equal weights if possible, and new queues are Medium. A drive that did not answer Set Features gets equal
+//! weights once it answers another command. If it completes the Set Features late, it gets equal weights again, but at most
+//! [`EQUAL_ATTEMPTS`] times in all.
 
 use std::fmt;
 use std::str::FromStr;
@@ -107,7 +109,8 @@ struct ClassWeights([u8; CLASSES.len()]);
 impl ClassWeights {
     const EQUAL: Self = Self([1; CLASSES.len()]);
 
-    /// Returns the shortest round whose commands match the leases' weights; `None` if no class is busy.
+    /// Returns the numbers of commands per round that approximate the classes' weights best; `None` if no class is busy. If
+    /// several rounds are equally good, returns the shortest one.
     fn of(loads: &[ClassLoad; CLASSES.len()]) -> Option<Self> {
         let most = heaviest(loads)?;
         let wanted = loads.map(|load| if load.is_busy { load.weight } else { most });
@@ -127,8 +130,8 @@ impl ClassWeights {
         Some(Self(round(longest).map(|commands| commands as u8)))
     }
 
-    /// Returns whether these weights match the loads closely enough. Unused classes do not count. A class with only quiet
-    /// guests may have more than its share.
+    /// Returns whether the shares of the classes by these weights differ by less than a quarter from their shares by `loads`.
+    /// Classes without leases do not count, and a class with only quiet guests may have more than its share.
     fn suit(self, loads: &[ClassLoad; CLASSES.len()]) -> bool {
         let Some(most) = heaviest(loads) else {
             return true;
@@ -194,12 +197,13 @@ fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
 struct EqualWeightsRequest {
     /// Number of times that equal weights were sent, at most [`EQUAL_ATTEMPTS`].
     attempts: u8,
-    /// Number of late completions of admin commands when the drive was given equal weights; `None` before that.
+    /// Number of admin commands that had completed late when equal weights were last sent; `None` if equal weights were not
+    /// sent since the last timeout.
     late_completions: Option<u64>,
 }
 
 impl EqualWeightsRequest {
-    /// Returns whether equal weights must be sent now to a drive that `answers`.
+    /// Returns whether equal weights must be sent now. `answers` is true if the drive answers admin commands.
     fn is_due(self, answers: bool, late_completions: u64) -> bool {
         let is_outdated = self
             .late_completions
@@ -241,8 +245,8 @@ impl Arbitration {
         }
     }
 
-    /// Creates the state of a drive that the predecessor has enabled with `mechanism`. If that is round robin, weighted
-    /// round robin may have failed there and is not tried again.
+    /// Creates the state of a drive that the predecessor has enabled with `mechanism`. If this is round robin, weighted round
+    /// robin is not tried again, because it may have failed in the predecessor.
     pub(super) fn found(
         choice: ArbitrationChoice,
         mechanism: ArbitrationMechanism,
@@ -353,8 +357,9 @@ impl Arbitration {
         ClassWeights::of(loads).filter(|weights| *weights != before)
     }
 
-    /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent. If it
-    /// does not answer, [`Self::make_equal_later`] sends them. Nothing is sent after any other failure.
+    /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent. If the
+    /// drive does not answer, [`Self::make_equal_later`] sends equal weights later. After any other failure, nothing more is
+    /// sent.
     fn set(
         &mut self,
         name: &str,
@@ -393,8 +398,8 @@ impl Arbitration {
         tolerate(error)
     }
 
-    /// Sets equal weights if they are due after a timeout, on a drive that `answers` and has completed `late_completions`
-    /// commands late.
+    /// Sends equal weights if they are due after a timeout. `answers` is true if the drive answers admin commands, and
+    /// `late_completions` is the number of commands that it has completed late.
     fn make_equal_later(
         &mut self,
         name: &str,
@@ -428,7 +433,7 @@ impl Arbitration {
         }
     }
 
-    /// Returns the priority class for a new queue, where `wanted` applies to weighted round robin.
+    /// Returns the priority class for a new queue: `wanted` with weighted round robin, otherwise Medium.
     pub(super) fn priority(&self, wanted: QueuePriority) -> QueuePriority {
         match self.is_weighted() {
             true => wanted,

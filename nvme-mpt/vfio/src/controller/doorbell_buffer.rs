@@ -1,5 +1,5 @@
-//! Doorbell Buffer of a drive (Base 2.0, section 5.8). Emulated drives have one, in nested and cloud machines. A doorbell
-//! write is then mostly a store to memory.
+//! Doorbell Buffer of a drive (Base 2.0, section 5.8). Emulated drives in nested and cloud machines have one. It turns most
+//! doorbell writes from register writes into stores to memory.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

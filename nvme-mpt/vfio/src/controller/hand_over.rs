@@ -1,13 +1,13 @@
 //! Hand-over of a drive from one process to the next without a reset.
 //!
-//! First the drive is quiesced: functions have no command in flight, the drive monitor has ended, and admin commands
-//! wait. The successor then gets the function's descriptors, the memory files of the admin queues and of the Doorbell
-//! Buffer, and a file with the [state](HandedOverDriveState). It continues the admin queues at their positions. It
-//! deletes the I/O queues, whose rings end with the predecessor; this also ends commands that other functions have in
-//! flight. It creates new I/O queues on demand. The memory of VMs stays mapped, see [`IommuMapping`].
+//! First the drive is quiesced: functions have no command in flight, the drive monitor has ended, and admin commands wait. The
+//! successor then gets the function's descriptors, the memory files of the admin queues and of the Doorbell Buffer, and a file
+//! with the [state](HandedOverDriveState). The successor continues the admin queues at their positions. It deletes the I/O
+//! queues, because their rings are memory of the predecessor. The deletion also ends commands that other functions have in
+//! flight. New I/O queues are created on demand. The memory of VMs stays mapped, see [`IommuMapping`].
 //!
-//! The first words of the state file tell whether the state is valid. The state becomes invalid when a mapping changes,
-//! when the predecessor resumes, or when a process has read it. A drive with an invalid state is reset.
+//! The first words of the state file tell whether the state is valid. The state becomes invalid when a mapping changes, when
+//! the predecessor resumes, or when a process has read the state. A drive with an invalid state is reset.
 
 use std::fs::File;
 use std::io;
@@ -64,9 +64,10 @@ const STATE_MAX: u64 = 64 << 20;
 struct HandedOverDriveState {
     version: u32,
     admin: DriveAdminQueueState,
-    /// Number of I/O queue pairs that the drive can have: less than granted after it refused to create one.
+    /// Number of I/O queue pairs that the drive can have. This is less than the granted number if the drive refused to create a
+    /// pair.
     total: u16,
-    /// Number of I/O queue pairs that the drive granted when it was opened. If it is missing, `total` applies.
+    /// Number of I/O queue pairs that the drive granted when it was opened. If this field is missing, `total` applies.
     #[serde(default)]
     granted: u16,
     /// Number of I/O queue pairs that exist.

@@ -97,8 +97,8 @@ impl IdentifiedDrive {
         })
     }
 
-    /// Reads the namespaces again. Returns the usable ones, which may be none. A namespace with another id was deleted
-    /// and created again. It is skipped until the drive is opened again.
+    /// Reads the namespaces again. Returns the usable ones, which may be none. If the NGUID or EUI-64 of a namespace has
+    /// changed, the namespace was deleted and created again. Such a namespace is skipped until the drive is opened again.
     pub(super) fn read_namespaces(
         &self,
         admin: &mut AdminQueue,

@@ -9,9 +9,9 @@
 //! dies before that, the next process finds the old table, which is still valid. Mappings that the old table marks as
 //! uncertain may have been removed; removing them again is harmless.
 //!
-//! Memory is matched by its file. The inheritance must end before anything but the predecessor's functions may map
-//! memory. While there was no server, a VMM may have unmapped memory, freed its pages and mapped the file again, and the
-//! IOMMU still maps the old pages.
+//! The successor matches memory by its file. This is safe only for functions of the predecessor: while there was no server,
+//! another VMM may have freed pages of a file that the IOMMU still maps. So the remaining old mappings are removed (the
+//! *inheritance* ends) before other functions may map memory.
 //!
 //! The store is emptied before the function and the IOMMU are released. The kernel lets no other process open the
 //! function while a descriptor of its group exists.
@@ -44,7 +44,7 @@ pub(super) const INHERITANCE: Duration = Duration::from_secs(3600);
 /// Mappings of the predecessor that were not matched yet.
 #[derive(Debug)]
 pub(super) struct PredecessorMappings {
-    /// Time at which they are removed; `None` once removal has begun.
+    /// Time at which the mappings are removed; `None` once the removal has begun.
     pub(super) end: Option<Deadline>,
     /// Thread that removes them.
     thread: Option<JoinHandle<()>>,
@@ -75,7 +75,7 @@ pub trait DescriptorStore: Send + Sync + fmt::Debug {
     /// The store has no room and keeps the present descriptors.
     fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()>;
 
-    /// Closes all stored descriptors. When this returns, no copies exist elsewhere.
+    /// Closes all stored descriptors. When this returns, no process has a copy of them from the store.
     ///
     /// # Errors
     /// The store may still have the descriptors.
@@ -136,10 +136,11 @@ pub(super) fn surviving(
     }
 }
 
-/// Persists the mappings of an IOVA space for a successor, from now on. Without them, a successor pins all memory again.
+/// Persists the mappings of an IOVA space for a successor, from now on. Without persisted mappings, a successor pins all memory
+/// again.
 ///
 /// # Errors
-/// The store could neither replace nor drop the predecessor's mappings, which a successor would then trust.
+/// The store could neither replace nor drop the predecessor's mappings. A successor would then trust these outdated mappings.
 pub(super) fn keep(
     space: &IovaSpace,
     backing: &dyn DeviceBacking,
@@ -167,8 +168,8 @@ pub(super) fn keep(
 }
 
 impl PhysicalDrive {
-    /// Ends the inheritance if its time is over. A new thread removes the mappings, because the kernel unpins memory page
-    /// by page.
+    /// Ends the inheritance if its time is over. A new thread removes the predecessor's mappings, because this may take long:
+    /// the kernel unpins memory page by page.
     pub(super) fn check_inheritance(&self, threads: &ThreadSpawner) {
         let mut inheritance = lock(&self.inheritance);
         // Once the drive is quiesced, the remaining mappings go to the successor.

@@ -15,8 +15,9 @@ use nvme_spec::log::{
 use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::sqe::Sqe;
 
-/// Critical warnings to request events for, in the order of attempts: all that the specification has, then fewer. Earlier
-/// versions define fewer bits, and a drive may refuse unknown bits together with the notices about namespaces.
+/// Sets of critical warnings to request events for, in the order of attempts: first all warnings of the specification, then
+/// fewer. A drive of an earlier version knows fewer bits. For an unknown bit, it may refuse the whole command, and so also the
+/// notices about namespaces.
 const CRITICAL_WARNINGS: [CriticalWarning; 3] = [
     CriticalWarning(0b11_1111),
     CriticalWarning(0b1_1111),
@@ -26,8 +27,8 @@ const CRITICAL_WARNINGS: [CriticalWarning; 3] = [
 /// Error Information entries per page.
 const ERRORS_PER_PAGE: usize = PAGE_SIZE as usize / size_of::<ErrorInformation>();
 
-/// Reads a log page of at most a memory page. `keep_event` (RAE) keeps the event of this page raised, for all readers but
-/// the drive monitor.
+/// Reads a log page of at most a memory page. If `keep_event` (RAE) is true, reading does not clear the event of this page.
+/// Only the drive monitor clears events.
 fn read<T>(
     admin: &mut AdminQueue,
     lid: LogPageId,
@@ -126,8 +127,8 @@ pub(super) fn listen(
     Ok(())
 }
 
-/// Returns a message about the events that the drive does not raise, if any. `accepted` are its critical warnings, or
-/// `None` if it refuses any configuration.
+/// Returns a message about the events that the drive does not raise, if any. `accepted` has the critical warnings that the
+/// drive accepted; `None` if it refused all configurations.
 fn missing(accepted: Option<CriticalWarning>) -> Option<&'static str> {
     match accepted {
         // A drive need not support the configuration.

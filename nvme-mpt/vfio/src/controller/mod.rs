@@ -1,7 +1,7 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
-//! Lock order: `pairs`, then `admin`, then `pairs_view`, then the lock of one pair. A reset holds `admin` throughout and
-//! marks `pairs` as resetting (`recovery.rs`); threads that need a new pair wait for its end. `leases` comes before
+//! Lock order: `pairs`, then `admin`, then `pairs_view`, then the lock of one pair. A reset holds `admin` throughout and marks
+//! `pairs` as resetting (`recovery.rs`); threads that need a new pair wait for the end of the reset. `leases` comes before
 //! `namespaces`, and no other lock is taken under these two. No lock is taken under `arbitration`. Control threads of the
 //! drive's users and the drive monitor take these locks; pollers take only the lock of one pair.
 
@@ -117,7 +117,7 @@ struct PhysicalDrive {
     facts: DriveFacts,
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
-    /// Leases, each with its namespace at the time of the lease.
+    /// Open leases, each with its namespace as it was when the lease was opened.
     leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
     pairs_view: SharedPairCounts,
@@ -480,9 +480,9 @@ impl PhysicalDrive {
         leases.push((namespace, Arc::downgrade(share)));
     }
 
-    /// Replaces the list of namespaces and revokes leases that no longer match, so that the drive gets no command for
-    /// another namespace. A function does the same on an event, but a function inside a VMM cannot be trusted to. Returns
-    /// the previous list.
+    /// Replaces the list of namespaces and revokes leases that no longer match, so that the drive gets no command for another
+    /// namespace. A function also revokes its lease after such a change, but a function inside a VMM cannot be trusted to do
+    /// so. Returns the previous list.
     fn follow_namespaces(&self, now: &[HostNamespace]) -> Vec<HostNamespace> {
         let leases = lock(&self.leases);
         let before = std::mem::replace(&mut *lock(&self.namespaces), now.to_vec());

@@ -6,18 +6,18 @@
 //! command, or one that the drive lets all others pass, becomes overdue because no earlier command is left to complete.
 //! The [`OLDEST`] commands are watched.
 //!
-//! The time from one check to the next counts only up to a fraction of the timeout. While the drive monitor got no
-//! processor time, or the host was suspended, pollers took no completions either.
+//! The time from one check to the next counts only up to a fraction of the timeout, because a longer time means that the drive
+//! monitor got no processor time or that the host was suspended. Pollers took no completions then either.
 //!
-//! A queue may be stuck as a whole. If a command is overdue, and none of the commands that its queue had when its time
-//! began has completed since, all of these are overdue.
+//! A queue may be stuck as a whole. Suppose that a command is overdue, and that none of the commands in its queue has completed
+//! since its timeout began. Then all commands that were in the queue at that time are overdue.
 
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::ids::QueueId;
 
 use crate::pair::{InFlightSample, LateCommand, OLDEST};
 
-/// Divisor of the timeout: at most a quarter counts from one check to the next.
+/// Divisor of the timeout: at most a quarter of the timeout counts for the time from one check to the next.
 const LOOKS: u64 = 4;
 
 /// One of the oldest in-flight commands.
@@ -27,11 +27,12 @@ pub(super) struct WatchedCommand {
     pub(super) command: LateCommand,
     /// Time from which the timeout counts.
     since: Ticks,
-    /// Number of in-flight commands of all queues, at the last check, that were not submitted later than this one.
+    /// Number of in-flight commands of all queues, at the last check, that were submitted at the same time as this command or
+    /// earlier.
     before: usize,
-    /// Latest submission of its queue at the first check.
+    /// Time of the latest submission to the command's queue, at the first check that found the command.
     pub(super) latest: Ticks,
-    /// Number of its queue's in-flight commands at the first check.
+    /// Number of in-flight commands in the command's queue, at the first check that found the command.
     pub(super) in_flight: usize,
 }
 
@@ -44,8 +45,9 @@ pub(super) struct DriveProgress {
 }
 
 impl DriveProgress {
-    /// Checks the commands of all queues. Returns the commands that are overdue by `deadline` ticks. `count` returns the
-    /// number of the drive's in-flight commands that were submitted up to each moment.
+    /// Checks the commands of all queues. Returns the commands that are overdue after `deadline` ticks without progress.
+    /// `count` returns, for each moment, the number of the drive's in-flight commands that were submitted at that time or
+    /// earlier.
     pub(super) fn look(
         &mut self,
         queues: &[(QueueId, InFlightSample)],

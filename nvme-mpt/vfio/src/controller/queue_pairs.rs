@@ -53,7 +53,8 @@ const JOIN_ATTEMPTS: u32 = 2;
 /// Maximum resets that may begin while a queue waits for its pair, so that the wait is bounded.
 const JOIN_RESETS: u64 = 5;
 
-/// Maximum wait of a reservation for a reset. Changes of other drives' functions queue behind the reservation.
+/// Maximum time that a reservation waits for the end of a reset. The time is short, because changes of other drives' functions
+/// wait for the reservation.
 const RESET_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Number of queue pairs to request; the drive grants as many as it has.
@@ -62,7 +63,7 @@ const WANTED: u16 = 1024;
 /// I/O queue pairs of a drive. The pair with identifier `n` is at index `n - 1`.
 #[derive(Debug)]
 pub(super) struct QueuePairs {
-    /// Number of pairs that the drive can have: less than granted after it refused to create one.
+    /// Number of pairs that the drive can have. This is less than `granted` if the drive refused to create a pair.
     total: u16,
     /// Number of pairs that the drive granted when it was opened.
     granted: u16,
@@ -259,8 +260,8 @@ impl QueuePairs {
         self.of(reservation).find(|pair| pair.members() == 0)
     }
 
-    /// Gives the least used unreserved pair to a reservation, preferably one of this priority class. Its queues migrate
-    /// to other unreserved pairs.
+    /// Gives the least used unreserved pair to a reservation, preferably a pair of this priority class. The pair's queues
+    /// migrate to other unreserved pairs.
     pub(super) fn give_one_to(&mut self, key: u64, priority: QueuePriority) {
         let by_use =
             |owned: &&mut OwnedPair| (owned.pair.members(), owned.pair.priority() != priority);
@@ -354,12 +355,12 @@ impl JoinRetryLimit {
         }
     }
 
-    /// Returns whether to wait for one more reset, where `resets` have begun.
+    /// Returns whether to wait for the end of one more reset. `resets` is the number of resets that have begun.
     fn lasts(&self, resets: u64) -> bool {
         resets.saturating_sub(self.resets_before) <= JOIN_RESETS
     }
 
-    /// Returns whether to retry after `error`, where `resets` have begun.
+    /// Returns whether to retry after `error`. `resets` is the number of resets that have begun.
     fn goes_on(&mut self, error: &ControllerError, resets: u64) -> bool {
         match error {
             // The drive has received no command.
@@ -472,14 +473,14 @@ fn delete_one(
 }
 
 impl PhysicalDrive {
-    /// Returns whether a reset is pending or in progress and the drive may come back. A drive that is gone does not
-    /// count, although its release within the reset takes up to a minute.
+    /// Returns whether a reset is pending or in progress and the drive may come back. Returns false for a drive that is gone,
+    /// although the reset may still be releasing the drive for up to a minute.
     fn may_come_back(&self, pairs: &QueuePairs) -> bool {
         (pairs.is_resetting || self.reset_wanted.load(Ordering::Acquire)) && !self.is_gone()
     }
 
-    /// Returns the pairs once no reset is pending or in progress, or once the drive is gone. Waits for further resets
-    /// within the limit `patience`.
+    /// Returns the pairs once no reset is pending or in progress, or once the drive is gone. `patience` limits the number of
+    /// resets to wait for.
     fn pairs_after_reset(
         &self,
         patience: &JoinRetryLimit,

@@ -38,7 +38,8 @@ const ATTEMPTS: u32 = 3;
 /// Maximum time for the recovery of a link and for the kernel's reset of the function.
 const LINK_TIME: Duration = Duration::from_secs(10);
 
-/// Maximum part of CAP.TO or CRTO in the wait for a drive whose registers read as all ones. Some drives report hours.
+/// Maximum of the drive's own timeout (CAP.TO or CRTO) to use in the wait for a drive whose registers read as all ones, because
+/// some drives report hours.
 const SILENCE_MAX: Duration = Duration::from_secs(128);
 
 /// Poll interval while a drive does not answer.
@@ -91,8 +92,8 @@ pub(super) fn enable(
     try_with(in_turn)
 }
 
-/// Prepares a controller that `failed` with weighted round robin for another attempt: disables it and waits until it
-/// reports no failure (CSTS.CFS).
+/// Prepares a controller that `failed` with weighted round robin for another attempt: disables the controller and waits until
+/// it reports no failure (CSTS.CFS).
 pub(super) fn disable_failed(
     backing: &dyn DeviceBacking,
     registers: &DriveRegisters,
@@ -130,11 +131,11 @@ enum UnresponsiveDriveOutcome {
     Over,
     /// The drive must be given up, for this cause.
     Endless(String),
-    /// The drive is closing. If a new drive monitor starts, it continues the reset.
+    /// The wait was cancelled because the drive is closing. If the drive resumes, its new drive monitor continues the reset.
     Unheard,
 }
 
-/// A reset in progress. The set of pairs does not change until it is dropped.
+/// A reset in progress. Until this is dropped, no pair is added or removed.
 struct ControllerReset<'a> {
     drive: &'a PhysicalDrive,
     pairs: Vec<(QueueId, VfioQueuePair)>,
@@ -221,7 +222,8 @@ impl PhysicalDrive {
         self.give_up("it does not come back after a reset; check it, and start again");
     }
 
-    /// Waits until the drive's registers no longer read as all ones.
+    /// Waits for a drive whose registers read as all ones to answer again. Ends earlier if the drive must be given up or is
+    /// closing.
     fn await_answer(&self) -> UnresponsiveDriveOutcome {
         let name = self.backing.name();
         let clock = self.backing.clock();

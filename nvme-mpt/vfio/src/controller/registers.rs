@@ -25,7 +25,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum timeout of a shutdown: drives may report up to 71 minutes. Flushed data is durable without a shutdown.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(60);
 
-/// Returns the timeout of a shutdown, where the drive reports `rtd3e` microseconds.
+/// Returns the timeout of a shutdown of a drive that reports `rtd3e` microseconds.
 pub(super) fn shutdown_timeout(rtd3e: u32) -> Duration {
     Duration::from_micros(rtd3e.into()).clamp(SHUTDOWN_TIMEOUT, SHUTDOWN_MAX)
 }
@@ -178,8 +178,9 @@ impl DriveRegisters {
         self.wait("be disabled", self.timeout, |csts| !csts.rdy())
     }
 
-    /// Disables a controller that failed to become ready, and waits until it reports no failure (CSTS.CFS), which the
-    /// next attempt would see. It has had its time to become ready.
+    /// Disables a controller that failed to become ready, and waits until it reports no failure (CSTS.CFS), because the next
+    /// attempt would see the failure. There is no wait for the controller to become ready first, because its time for that is
+    /// over.
     pub(super) fn disable_failed(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));

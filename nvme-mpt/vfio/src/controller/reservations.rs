@@ -1,11 +1,10 @@
 //! Queue pairs that are reserved for leases.
 //!
-//! A reservation takes its pairs when it is made: unused pairs first, then those with the fewest users. Queues of other
-//! leases migrate from there to unreserved pairs ([`moves`](super::super::pair)). So a reservation is refused only if
-//! other reservations leave too few pairs. One pair always stays unreserved, for queues without a reservation, wipes and
-//! flushes.
+//! A reservation takes its pairs when it is made: unused pairs first, then those with the fewest users. Queues of other leases
+//! migrate from these pairs to unreserved pairs ([`moves`](super::super::pair)). So a reservation is refused only if other
+//! reservations leave too few pairs. One pair always stays unreserved, for queues without a reservation, wipes and flushes.
 //!
-//! The drive monitor evens out the queues among the unreserved pairs, so a freed pair goes to queues that share.
+//! The drive monitor evens out the queues among the unreserved pairs, so a freed pair goes to queues that share a pair.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -103,7 +102,8 @@ impl PhysicalDrive {
         Ok(key)
     }
 
-    /// Ends a reservation. Its pairs go to queues that share: at once, or by the drive monitor after a reset.
+    /// Ends a reservation. The reservation's pairs are given to queues that share a pair: at once, or by the drive monitor if a
+    /// reset is in progress.
     fn release(&self, key: u64) {
         let mut pairs = lock(&self.pairs);
         pairs.holders.retain(|holder| holder.key != key);

@@ -8,10 +8,10 @@
 //! created again (`recovery.rs`). The controller is also reset if it reports CSTS.CFS, if it answers no admin command,
 //! and when it answers again after its registers have read as all ones.
 //!
-//! While the drive has paused processing (CSTS.PP), none of this happens, up to a limit.
+//! While the drive has paused processing (CSTS.PP), none of this happens, up to a time limit.
 //!
-//! After a change of namespaces, they are read until that succeeds, because leases depend on them. They are read after
-//! each reset as well, because a reset drops unread events.
+//! After a change of namespaces, the monitor reads the namespaces, and repeats this until it succeeds, because leases depend on
+//! them. It also reads the namespaces after each reset, because a reset drops unread events.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -50,8 +50,8 @@ pub(super) const TICK: Duration = Duration::from_millis(100);
 /// Number of checks of the drive per check of its pinned memory.
 const LOOKS_AT_MEMORY: u32 = 2;
 
-/// Time that an aborted command may take to complete, and the number of checks that must find it in flight. The number
-/// matters if the monitor got no processor time: pollers may have got none either.
+/// Time that an aborted command may take to complete, and number of checks that must find it in flight before the drive is
+/// reset. The time alone does not suffice: if the monitor got no processor time, pollers may have got none either.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_LOOKS: u32 = 5;
 
@@ -198,7 +198,7 @@ impl DriveMonitor {
     }
 
     /// Returns whether the drive has paused processing, for example to activate firmware (Base 2.0, section 3.11), and is
-    /// within the time limit. It then still has its commands.
+    /// within the time limit. During such a pause, the drive keeps its commands.
     fn is_pausing(&mut self, csts: Csts) -> bool {
         if !csts.pp() {
             self.pause = None;

@@ -83,7 +83,7 @@ pub enum PciFunctionError {
     },
 }
 
-/// Functions that the IOMMU cannot isolate from each other, so that they have one user.
+/// Functions that the IOMMU cannot isolate from each other, so that only one process can use them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IommuGroup {
     /// Number of the group.
@@ -191,8 +191,8 @@ impl PciFunction {
         self.class == CLASS_NVME
     }
 
-    /// Returns the other functions of the IOMMU group that are bound to a driver of the host, each with its driver. They
-    /// make the group unusable from user space.
+    /// Returns the other functions of the IOMMU group that are bound to a driver of the host, each with its driver. These
+    /// functions make the group unusable from user space.
     pub fn others_with_host_drivers(&self) -> impl Iterator<Item = (&str, &str)> {
         let own = self.address.to_string();
         let members = self.iommu_group.iter().flat_map(|group| &group.members);
@@ -205,7 +205,7 @@ impl PciFunction {
 }
 
 impl PciFunctionError {
-    /// Returns whether the function or file no longer exists.
+    /// Returns whether the error shows that the function or file no longer exists.
     fn is_gone(&self) -> bool {
         match self {
             Self::NotFound(_) => true,

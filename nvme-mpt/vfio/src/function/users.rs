@@ -1,4 +1,4 @@
-//! Users of the disks of a controller that the kernel's driver has.
+//! Users of the disks of a controller that is bound to the kernel's `nvme` driver.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -180,9 +180,9 @@ impl IommuGroup {
         )
     }
 
-    /// Returns the users of the group as [`Self::users`] does, and also tries to open it, because the kernel lets only
-    /// one process do so. A concurrent open by another process may fail, so call this only before the group is taken from
-    /// all users.
+    /// Returns the users of the group as [`Self::users`] does, and also tries to open the group. The kernel lets only one
+    /// process open a group, so a failure shows a user that this process cannot see. The attempt may make an open by another
+    /// process fail, so call this only before the group is taken from all users.
     #[must_use]
     pub fn exclusive_users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);

@@ -1,15 +1,16 @@
 //! Limit of a drive's bytes in flight, so that no command exceeds `timeout=` while the drive works.
 //!
-//! A deep queue of large commands can hold more than a slow drive completes within `timeout=`. So busy users may have in
-//! flight what the drive completes in a quarter of that time; further commands wait in front of the drive. A drive that
-//! is known to be fast has no limit, and gets commands of lone users directly and uncounted.
+//! A deep queue of large commands can hold more than a slow drive completes within `timeout=`. So the bytes of busy users that
+//! are in flight are limited to what the drive completes in a quarter of that time. Further commands wait at their queue pair.
+//! A drive that is known to be fast has no limit, and commands of lone users go to such a drive directly and are not counted.
 //!
-//! Until the drive has proved fast, commands of more than [`SMALL`] bytes do not go directly. The drive monitor decides
-//! ten times a second:
+//! Until the drive has proved fast, commands of more than [`SMALL`] bytes do not go directly to the drive. The drive monitor
+//! decides ten times a second whether the drive is fast:
 //!
 //! - A drive that completes [`FLOOD`] in a quarter of `timeout=` is fast.
-//! - A drive whose commands take longer than an eighth of `timeout=` is not fast. It needs four times as many bytes to
-//!   count as fast again. While its commands take that long, small commands do not go directly either.
+//! - A drive whose commands take longer than an eighth of `timeout=` is not fast. To count as fast again, the drive must
+//!   complete four times as many bytes in a quarter of `timeout=`. While commands take that long, small commands do not go
+//!   directly either.
 
 /// Maximum bytes of a directly submitted command on a drive that is not known to be fast.
 pub(super) const SMALL: u64 = 16 << 10;
@@ -17,11 +18,11 @@ pub(super) const SMALL: u64 = 16 << 10;
 /// Limit of a queue pair before its first survey, on a drive that is not known to be fast.
 pub(super) const FIRST: u64 = 2 << 20;
 
-/// Bytes that a fast drive completes in a quarter of `timeout=`. Such a drive completes 16 queues of 64 commands of 256
-/// KiB within `timeout=`.
+/// Bytes that a fast drive completes in a quarter of `timeout=`. In the whole `timeout=`, such a drive completes four times as
+/// many bytes (256 MiB): 16 queues of 64 commands of 256 KiB.
 const FLOOD: u64 = 64 << 20;
 
-/// Maximum of the threshold [`FLOOD`] after it was raised.
+/// Maximum to which the threshold [`FLOOD`] is raised.
 const FLOOD_MAX: u64 = 4 << 30;
 
 /// Minimum of the limit.
@@ -36,7 +37,7 @@ pub(super) struct DriveWork {
     pub(super) landed: u64,
     /// Bytes of counted commands in flight.
     pub(super) in_flight: u64,
-    /// Number of commands that completed, and number in flight.
+    /// Number of commands that completed, and number of commands in flight.
     pub(super) completed: u64,
     pub(super) has: u64,
 }
@@ -47,7 +48,7 @@ pub(super) struct InFlightBound {
     /// A quarter of `timeout=`, in ticks; 0 without a timeout.
     patience: u64,
     is_fast: bool,
-    /// Bytes per `patience` from which the drive counts as fast.
+    /// Bytes that the drive must complete within `patience` to count as fast.
     fast_at: u64,
     bound: u64,
 }
@@ -90,8 +91,8 @@ impl InFlightBound {
         (!self.is_fast).then_some(self.bound)
     }
 
-    /// Returns whether commands take longer than half of `patience`. A drive that completes nothing does not count: it
-    /// may be executing one long command.
+    /// Returns whether commands take longer than half of `patience` on average. Returns false if the drive has completed
+    /// nothing, because it may be executing one long command.
     pub(super) fn is_late(&self, work: DriveWork) -> bool {
         let time = u128::from(work.has) * u128::from(work.elapsed);
         work.completed > 0 && time > u128::from(work.completed) * u128::from(self.patience / 2)

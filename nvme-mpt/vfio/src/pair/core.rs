@@ -7,8 +7,8 @@
 //! 2. Commands of heavy users, in bytes by [the weights of their leases](super::turns), as far as the [governor's
 //!    window](super::governor) allows. A split command counts by the children that go to the drive, not as a whole.
 //!
-//! While a light user is active on any pair of the drive, or while the drive is [contended](super::survey), lone users
-//! are arbitrated, too.
+//! While a light user is active on any pair of the drive, or while the drive is [contended](super::survey), commands of lone
+//! users go through arbitration, too.
 
 use std::sync::{Arc, Weak};
 
@@ -36,12 +36,12 @@ use nvme_spec::status::Status;
 /// Heavy users leave 1/16 of the ring's entries to light users, at least one entry.
 const LIGHT_PLACES: usize = 16;
 
-/// Maximum wait of a user whose lease has used up its share, as a fraction of [presence](DriveGovernor::presence): 1/16,
-/// or 62 ms. The user then launches one command. A queue with 256 commands so waits for at most 16 s, less than its
-/// driver's timeout.
+/// Maximum wait of a user whose lease has used up its share, as a fraction of [presence](DriveGovernor::presence): 1/16, or 62
+/// ms. After this wait the user launches one command nevertheless. So 256 commands of a queue take at most 16 s, less than the
+/// guest driver's timeout.
 const HELD_BACK: u64 = 16;
 
-/// Time after which a user that is held back is checked again, as a fraction of the presence time: 1/4096, or 0.24 ms.
+/// Divisor of the presence time: a user that is held back is checked again after 1/4096 of the presence time, or 0.24 ms.
 const HELD_LOOKS: u64 = 4096;
 
 /// Status returned after the leased namespace was removed or reformatted.
@@ -57,7 +57,7 @@ enum QueuePairState {
     Dead(Status),
 }
 
-/// Part of a user's next command to dispatch at once.
+/// Part of a user's next command that goes to the drive as one entry.
 #[derive(Clone, Copy)]
 struct CommandPortion {
     /// Weight in bytes, as [`QueuePairCore::next`] returned it for `most`.
@@ -94,7 +94,7 @@ pub(super) struct QueuePairCore {
     /// Migrations that the queues have not noticed yet.
     moves: QueueMigrations,
     pub(super) sharing: QueuePairSharing,
-    /// Total of commands at the drive monitor's last survey.
+    /// Value of the pair's command counter at the drive monitor's last survey.
     pub(super) surveyed: u64,
     held_back: HeldBackUsers,
     /// Checks of users for [`Self::is_held_back`].
@@ -166,7 +166,7 @@ impl QueuePairCore {
             && members.all(|member| go_by_slots(member));
     }
 
-    /// Adds a user that borrows the pair from its own queues. Returns its number.
+    /// Adds a user that borrows this pair from the pair's own queues. Returns the user's number.
     pub(super) fn borrow(&mut self, queue: NewQueuePairUser, home: Weak<QueuePairInner>) -> u16 {
         let number = self.join(queue);
         if let Some(member) = self.member(number) {
@@ -188,7 +188,7 @@ impl QueuePairCore {
         self.borrowers > 0
     }
 
-    /// Returns whether the pair of this user is lent to others.
+    /// Returns whether this user is one of the pair's own and the pair is lent to other queues.
     pub(super) fn lends(&mut self, number: u16) -> bool {
         self.has_borrowers()
             && self
@@ -285,8 +285,8 @@ impl QueuePairCore {
         self.tell_waiting();
     }
 
-    /// Completes the waiting commands of revoked leases with Invalid Namespace or Format. Later commands of their users
-    /// are refused.
+    /// Completes the waiting commands of revoked leases with Invalid Namespace or Format. Later commands of these leases' users
+    /// complete in the same way.
     pub(super) fn revoke(&mut self) {
         for number in 0..self.members.len() as u16 {
             let Some(member) = self.member(number) else {
@@ -351,7 +351,7 @@ impl QueuePairCore {
         self.flights.plain()
     }
 
-    /// Returns whether the user's commands can go directly to the ring, and all completions in the ring are its own.
+    /// Returns whether the user's commands can go directly to the ring, and all completions in the ring are for this user.
     #[inline]
     pub(super) fn is_direct(&self, number: u16) -> bool {
         self.is_lone
@@ -384,7 +384,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns the heavy users' bytes that completed since the last call and those in flight.
+    /// Returns two amounts of heavy users' bytes: the bytes completed since the last call, and the bytes in flight.
     pub(super) fn take_backlog(&mut self) -> (u64, u64) {
         (self.sharing.take_landed(), self.sharing.heavy_bytes())
     }
@@ -610,7 +610,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Takes the next user out of arbitration until it is due.
+    /// Takes the next user out of arbitration for a fraction (`HELD_LOOKS`) of the presence time.
     fn hold_back(&mut self, number: u16, now: Ticks) {
         self.sharing.turns.skip();
         if let Some(member) = self.member(number) {
@@ -620,7 +620,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns users that were held back to arbitration: those that are due, or all once the drive is not weighed.
+    /// Lets users that were held back take part in arbitration again: the users that are due, or all if the drive is not
+    /// weighed.
     fn return_held_back(&mut self, now: Ticks, is_weighed: bool) {
         let now = if is_weighed { now } else { Ticks(u64::MAX) };
         while let Some(number) = self.held_back.pop_due(now) {
@@ -701,8 +702,8 @@ impl QueuePairCore {
         true
     }
 
-    /// Passes the completions of a lone user directly to `taker` and returns their number. Completions that need
-    /// accounting are put where [`Self::swap_done`] finds them.
+    /// Passes the completions of a lone user directly to `taker` and returns their number. Completions that need accounting are
+    /// stored for [`Self::swap_done`].
     #[inline(always)]
     pub(super) fn reap_directly(
         &mut self,

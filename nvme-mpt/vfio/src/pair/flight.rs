@@ -1,7 +1,8 @@
 //! In-flight commands of a queue pair, by their host Command Identifiers.
 //!
-//! Commands of a lone user are in a table that is indexed by slot, with a minimal record. Commands of users that share
-//! the pair, and children of split commands, are in a second table with indices of the pair's own.
+//! Commands of a lone user are in the *plain* table, which is indexed by slot and has a minimal record of each command.
+//! Commands of users that share the pair, and children of split commands, are in the *special* table, whose indices the pair
+//! assigns.
 
 use nvme_guest::learn::CommandClass;
 use nvme_mpt_memory::clock::Ticks;
@@ -16,7 +17,7 @@ const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
 /// Bit of a host Command Identifier that selects the table: set for [`InFlightCommands::special`].
 const SPECIAL: u16 = 1 << INDEX_BITS;
 
-/// The bits from here on count the uses of an index, so that duplicate and late completions are recognised.
+/// Lowest bit of the counter of an index's uses. By this counter, duplicate and late completions are recognised.
 const USE: u16 = SPECIAL << 1;
 
 /// Maximum number of slots of a user in the plain table.
@@ -168,7 +169,7 @@ pub(super) struct InFlightCommand {
     pub(super) member: u16,
     /// User's slot of the command.
     pub(super) slot: u16,
-    /// First grain of the child, if the command was split.
+    /// Number of the child's first grain, if the command was split.
     pub(super) child: Option<u16>,
     /// Bytes that count in the queue pair's window; 0 if the window does not limit the command.
     pub(super) weight: u32,
@@ -199,7 +200,7 @@ pub(super) struct InFlightCommands {
     owner: u16,
     /// User that may add commands to the plain table: the owner, or none while an identifier there is held for an Abort.
     user: u16,
-    /// Number of plain identifiers that are held for Aborts.
+    /// Number of identifiers in the plain table that are held: an Abort of them is outstanding, so they are not reused.
     held_slots: usize,
     /// Commands with accounting.
     special: Box<[CommandIdEntry]>,
@@ -207,7 +208,7 @@ pub(super) struct InFlightCommands {
     flights: Box<[InFlightCommand]>,
     /// Free indices of the special table.
     free: Vec<u16>,
-    /// Number of special indices that are not in flight but held for Aborts.
+    /// Number of indices of the special table that are held for an Abort although their command has completed.
     held_back: usize,
     in_flight: usize,
 }
@@ -216,7 +217,7 @@ pub(super) struct InFlightCommands {
 const NOBODY: u16 = u16::MAX;
 
 impl InFlightCommands {
-    /// Creates tables for `room` commands in flight, fewer than 1024.
+    /// Creates tables for at most `room` commands in flight. `room` is less than 1024.
     pub(super) fn new(room: u16) -> Self {
         debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
         Self {
@@ -274,8 +275,8 @@ impl InFlightCommands {
         plain + special.filter(is_its).count()
     }
 
-    /// Returns whether a user may use the plain table. It keeps this right until another user asks while the table is
-    /// empty. The right is suspended while an identifier is held for an Abort.
+    /// Returns whether a user may use the plain table. If no command in the table is in flight, the table is given to this
+    /// user. No user may use the table while one of its identifiers is held for an Abort.
     #[inline]
     pub(super) fn own(&mut self, member: u16) -> bool {
         self.user == member || self.change_owner(member)
@@ -327,8 +328,8 @@ impl InFlightCommands {
         Some(entry.occupy(now))
     }
 
-    /// Removes a completed plain command and returns its slot; `None` if the identifier is not of an in-flight command
-    /// without flags. [`Self::count_landed_plain`] must count the command.
+    /// Removes a completed plain command and returns its slot; `None` if no in-flight command without flags has this
+    /// identifier. [`Self::count_landed_plain`] must count the command.
     #[inline]
     pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;
@@ -434,7 +435,7 @@ impl InFlightCommands {
         look
     }
 
-    /// Returns, for each moment, the number of in-flight commands that were submitted up to then.
+    /// Returns, for each of `moments`, the number of in-flight commands that were submitted at that time or earlier.
     pub(super) fn up_to(&mut self, moments: &[Ticks]) -> Vec<usize> {
         let mut counts = vec![0; moments.len()];
         if self.in_flight == 0 {
@@ -461,7 +462,7 @@ impl InFlightCommands {
         })
     }
 
-    /// Returns whether this very command is in flight, and not a later one with its identifier.
+    /// Returns whether this command is still in flight. A later command with the same identifier does not count.
     pub(super) fn has(&mut self, late: &LateCommand) -> bool {
         self.entry(late.cid)
             .is_some_and(|entry| entry.submitted == late.submitted)

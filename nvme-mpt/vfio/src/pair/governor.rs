@@ -1,22 +1,24 @@
-//! Governor of a drive: limits the part that busy users may fill while quiet ones are active.
+//! Governor of a drive: limits the bytes that busy users may have in flight while quiet users are active.
 //!
 //! The governor shares the drive in time; arbitration within a pair is by weighted fair queueing (`turns.rs`).
 //!
-//! A user is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its commands go to the
-//! drive at once. All other users are *heavy*: at most the *window* of their bytes is in flight, over all queue pairs.
-//! Pairs with waiting commands divide the window. If the shares would be too small, the pairs take turns with the whole
-//! window. A larger command goes to the drive in parts of that size ([`split`](super::split)), as far as it can be split.
-//! At least one command may always be in flight.
+//! A user is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its commands go to the drive
+//! at once. All other users are *heavy*. The *window* is the maximum of all heavy users' bytes in flight, over all queue pairs.
+//! Pairs with waiting commands divide the window. If the shares would be too small, the pairs take turns with the whole window.
+//! A command that is larger than its pair's share goes to the drive in parts ([`split`](super::split)), as far as the command
+//! can be split. At least one command may always be in flight.
 //!
-//! While a light user is active, this also applies to pairs with one user, because a busy pair delays the other pairs'
-//! commands, too. Otherwise lone users are not slowed down.
+//! While a light user is active, the window also applies to pairs with one user, because a busy pair delays the other pairs'
+//! commands, too. While no light user is active, lone users are not slowed down.
 //!
-//! A lone user submits directly to the drive and reports nothing. So the drive monitor surveys all pairs ten times a
-//! second ([`survey`](super::survey)). While a quiet owner waits noticeably beside a busy one, the drive is *contended*,
-//! and lone users are light or heavy as others are. While several busy owners wait noticeably, the drive is *weighed*:
-//! the owners get [`shares`](super::shares) by weight, regardless of their pairs.
+//! A lone user submits directly to the drive and reports nothing to the governor. So the drive monitor surveys all pairs ten
+//! times a second ([`survey`](super::survey)). An *owner* is a lease with all its queues. If commands take noticeably long
+//! while there are quiet and busy owners, the drive is *contended*: lone users then count as light or heavy, as other users do.
+//! If commands take noticeably long while there are several busy owners, the drive is *weighed*: each owner gets a
+//! [share](super::shares) by its weight, whichever pairs it uses.
 //!
-//! [`HeavyWindow`] learns the size of the window. The window ends a second after the last light command has completed.
+//! [`HeavyWindow`] learns the size of the window. The window no longer applies a second after the last light command has
+//! completed.
 //!
 //! There is one governor per drive, as a drive's queue pairs share its channels.
 
@@ -28,8 +30,8 @@ use nvme_guest::learn::{CommandClass, HeavyWindow, PolicyChoice};
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::sync::Mutex;
 
-/// Time for which a user counts as active after its last command (a light one: after its completion). Within this time it
-/// may be waiting for what heavy users had in flight before.
+/// Time for which a user counts as active after it submitted its last command. For a light user, the time begins when that
+/// command completes. During this time, the user may be waiting for heavy commands that were in flight before.
 const PRESENCE: Duration = Duration::from_secs(1);
 
 /// Limit of a queue pair's heavy bytes in flight.
@@ -41,8 +43,8 @@ pub(super) enum QueuePairWindow {
     Own(u64),
     /// All pairs together may have this many bytes in flight, or one command.
     Drive(u64),
-    /// Nothing may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has the
-    /// turn.
+    /// No heavy command may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has
+    /// the turn.
     Closed,
 }
 
@@ -58,7 +60,7 @@ pub struct DriveGovernor {
     /// [`PRESENCE`], in ticks.
     presence: u64,
     window: AtomicU64,
-    /// Time until which no pair is used directly; `u64::MAX` while light commands are in flight.
+    /// Time until which no command is submitted directly, on any pair; `u64::MAX` while light commands are in flight.
     governed_until: AtomicU64,
     /// Time until which lone users may count as light.
     contended_until: AtomicU64,
@@ -92,7 +94,7 @@ pub struct DriveGovernor {
 }
 
 impl DriveGovernor {
-    /// Creates the governor of an unknown drive, with a clock of this rate.
+    /// Creates the governor of a drive whose speed is not known yet. `rate` is the rate of the clock.
     #[must_use]
     pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let learned = HeavyWindow::new(choice, rate);
@@ -225,14 +227,15 @@ impl DriveGovernor {
         self.waiting.load(Ordering::Relaxed) != 0
     }
 
-    /// Records the number of directly submitted commands in flight; `None` while direct submission is possible.
+    /// Records the number of directly submitted commands in flight; `None` while direct submission is enabled, so that the
+    /// number may grow at any time.
     pub(super) fn note_direct(&self, commands: Option<u64>) {
         self.direct
             .store(commands.unwrap_or(UNKNOWN), Ordering::Relaxed);
     }
 
-    /// Returns whether a heavy command may go to the drive if the window has no room for a second one. While light
-    /// commands are in flight, one of them must complete between two heavy ones, unless that takes longer than a turn.
+    /// Returns whether the next heavy command may go to the drive, where the window has room for one heavy command only. While
+    /// light commands are in flight, one of them must complete between two heavy ones, unless that takes longer than a turn.
     /// Otherwise a drive that serves its pairs in turn could take heavy commands of two pairs first.
     #[inline]
     pub(super) fn is_heavy_next(&self, now: Ticks) -> bool {
@@ -255,9 +258,9 @@ impl DriveGovernor {
         now.0 < self.light_until.load(Ordering::Relaxed)
     }
 
-    /// Returns the current limit of a pair's heavy users. Waiting pairs share the window, or take turns if it is small.
-    /// One large command keeps the drive busier than small commands of several pairs, while a light command waits equally
-    /// long for either.
+    /// Returns the current limit of a pair's heavy users. Waiting pairs share the window, or take turns if their shares would
+    /// be too small. The reason for turns is that one large command keeps the drive busier than several small commands, and
+    /// delays a light command by no more.
     #[inline]
     pub(super) fn window(&self, pair: u64, now: Ticks) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {

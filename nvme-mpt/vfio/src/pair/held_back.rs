@@ -1,7 +1,7 @@
 //! Users of a queue pair whose leases have used up their bytes until the next survey.
 //!
-//! Limits change in surveys, ten times a second, while the pair is polled all the time. So these users are not part of
-//! [arbitration](super::turns) until they are due, and a poll costs as much as the users that can be served.
+//! Limits change in surveys, ten times a second, while the pair is polled all the time. So these users take no part in
+//! [arbitration](super::turns) until they are due. The cost of a poll then depends only on the users that can be served.
 
 use std::collections::VecDeque;
 
@@ -10,8 +10,8 @@ use nvme_mpt_memory::clock::Ticks;
 /// Users that are held back, each until a time at which it is due.
 #[derive(Debug, Default)]
 pub(super) struct HeldBackUsers {
-    /// Numbers with their times, in the order in which the users were held back. All are held back for equally long, so
-    /// the first one is due first.
+    /// User numbers with the times at which the users are due, in the order in which they were held back. All users are held
+    /// back for the same duration, so the first user is due first.
     users: VecDeque<(Ticks, u16)>,
 }
 

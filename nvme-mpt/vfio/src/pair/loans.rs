@@ -49,8 +49,8 @@ impl VfioQueuePair {
         self.shared.lock().has_borrowers()
     }
 
-    /// Lends the pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns whether there was
-    /// one.
+    /// Lends the pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns whether there was such a
+    /// queue.
     pub fn lend_to_one_of(&self, crowded: &Self, now: Ticks, within: u64) -> bool {
         let chosen = {
             let core = crowded.shared.lock();
@@ -65,7 +65,7 @@ impl VfioQueuePair {
     }
 }
 
-/// Sends all borrowers of a pair home, because one of its own queues has a batch.
+/// Sends all borrowers of a pair home, because one of the pair's own queues has a batch.
 #[cold]
 #[inline(never)]
 pub(super) fn call_in(pair: &Arc<QueuePairInner>) {
@@ -82,7 +82,7 @@ pub(super) fn call_in(pair: &Arc<QueuePairInner>) {
 }
 
 impl QueuePairCore {
-    /// Returns the users that had a batch within the last `within` ticks, without borrowers and users that migrate away.
+    /// Returns the users that had a batch within the last `within` ticks, except borrowers and users that migrate away.
     fn awake(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let is_awake = move |since: Ticks| now.since(since) <= within;
         self.staying()

@@ -11,14 +11,14 @@ use nvme_mpt::host::HostCompletion;
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::sqe::Sqe;
 
-/// Minimum weight of a command, also if it transfers nothing.
+/// Minimum weight of a command in bytes, even if the command transfers no data.
 const WEIGHT_MIN: u64 = 4096;
 
 /// A command that waits for dispatch. Its Command Identifier is the user's slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitingCommand {
     pub(super) sqe: Sqe,
-    /// Bytes that the command transfers, or affects without a transfer; else 0.
+    /// Bytes that the command transfers, or that it writes or deallocates without a transfer; 0 for all other commands.
     pub(super) len: u64,
     pub(super) class: CommandClass,
     pub(super) arrived: Ticks,
@@ -29,13 +29,13 @@ pub(super) struct WaitingCommand {
 /// A user of a queue pair.
 #[derive(Debug)]
 pub(super) struct QueuePairUser {
-    /// Limit up to which the drive takes the user's commands whole.
+    /// Maximum size of the user's commands that the drive takes unsplit.
     pub(super) whole: UnsplitLimit,
-    /// Limit up to which the user's commands may go directly to the ring.
+    /// Maximum size of the user's commands that may go directly to the ring.
     pub(super) direct: UnsplitLimit,
     /// Commands that wait for dispatch, oldest first.
     pub(super) waiting: VecDeque<WaitingCommand>,
-    /// Completions that another user has reaped, or of commands that did not go to the drive.
+    /// Completions of this user that another user has reaped, and completions of commands that did not go to the drive.
     pub(super) done: Vec<HostCompletion>,
     /// True if the user is in the list of users with light commands waiting.
     pub(super) in_lights: bool,
@@ -133,8 +133,8 @@ impl QueuePairUser {
         self.queue.lease.ended(ended);
     }
 
-    /// Returns class and weight of what is dispatched next. Of a split command, that is at most `most` bytes, if
-    /// possible.
+    /// Returns the class and the weight of the next command to dispatch. For a split command, the weight is that of the next
+    /// child, which has at most `most` bytes, but at least one grain.
     #[inline]
     pub(super) fn next(&self, most: u64) -> Option<(CommandClass, u64)> {
         let head = self.waiting.front()?;
@@ -145,7 +145,7 @@ impl QueuePairUser {
         Some((head.class, len.max(WEIGHT_MIN)))
     }
 
-    /// Takes what [`Self::next`] has described: a command, or a child with the number of its first grain.
+    /// Takes the command or the child that [`Self::next`] has described. A child comes with the number of its first grain.
     pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
         let head = self.waiting.front()?;
         if let Some(splits) = &mut self.splits

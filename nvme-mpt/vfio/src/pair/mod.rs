@@ -96,7 +96,7 @@ impl QueuePairInner {
 }
 
 impl VfioQueuePair {
-    /// Allocates a queue pair. The caller has yet to create it on the drive.
+    /// Allocates a queue pair. Afterwards the caller creates the queue pair on the drive.
     ///
     /// # Errors
     /// Returns the kernel's error; `InvalidInput` for an invalid number of entries.
@@ -143,8 +143,8 @@ impl VfioQueuePair {
 
     /// Adds a user with at most `slots` commands, for a namespace with this LBA format and with its own lease.
     ///
-    /// `guard` is dropped after the user has left the pair and the drive has none of its commands. A guard shared by all
-    /// users can thus tell when the queues, and then their memory, may be deleted.
+    /// `guard` is dropped once the user has left the pair and none of the user's commands is in flight. If all users share a
+    /// guard, its drop shows that the queues may be deleted and their memory freed.
     #[must_use]
     pub fn join(&self, slots: u16, lba_shift: u8, guard: Box<dyn Any + Send>) -> VfioQueue {
         VfioQueue::new(self, slots, lba_shift, &LeaseShare::new(None), guard)
@@ -186,7 +186,7 @@ impl VfioQueuePair {
         self.shared.lock().look()
     }
 
-    /// Returns, for each moment, the number of in-flight commands that were submitted up to then.
+    /// Returns, for each of `moments`, the number of in-flight commands that were submitted at that time or earlier.
     #[must_use]
     pub fn up_to(&self, moments: &[Ticks]) -> Vec<usize> {
         self.shared.lock().up_to(moments)
@@ -205,8 +205,8 @@ impl VfioQueuePair {
         self.shared.lock().has(late)
     }
 
-    /// Marks a command that is about to be aborted. If the drive aborts it, the guest gets Command Interrupted, so that
-    /// its driver retries. Its identifier is not reused until [`Self::end_abort`] or [`Self::restart`]. Returns whether
+    /// Marks a command that is about to be aborted. If the drive aborts it, the guest gets Command Interrupted, so that its
+    /// driver retries. The command's identifier is not reused until [`Self::end_abort`] or [`Self::restart`]. Returns whether
     /// the command is in flight.
     pub fn begin_abort(&self, late: &LateCommand) -> bool {
         self.shared.lock().begin_abort(late)

@@ -22,8 +22,8 @@ use super::seat::{NewQueuePairUser, QueuePairBinding};
 use super::{QueuePairInner, VfioQueuePair};
 
 impl VfioQueuePair {
-    /// Migrates one queue to another pair: the first user whose reservation matches `which`. Returns whether there was
-    /// one. A queue that ends, or that another caller migrates, is skipped.
+    /// Migrates one queue to another pair: the first user whose reservation matches `which`. Returns whether there was such a
+    /// user. Users whose queue ends, or that another caller migrates, are skipped.
     pub fn move_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
         loop {
             let found = self.shared.lock().find_staying(&which);

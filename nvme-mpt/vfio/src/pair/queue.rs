@@ -29,7 +29,7 @@ const DRAIN_WAIT: Duration = Duration::from_micros(50);
 /// A host queue: a share of a queue pair, or a whole pair.
 ///
 /// The pair's lock is taken once per batch, for submission and for completion. Dropping the queue waits until none of its
-/// commands is in flight; the drive, or the drive monitor, ends them.
+/// commands is in flight: the drive completes the commands, or the drive monitor ends them.
 #[derive(Debug)]
 pub struct VfioQueue {
     shared: Arc<QueuePairInner>,
@@ -131,8 +131,8 @@ impl VfioQueue {
         }
     }
 
-    /// Reaps from the pairs that the queue left with commands in flight, and drops those without. The completions are
-    /// passed to the current pair, so that the fast path has one source only.
+    /// Reaps from the pairs that the queue left while commands were in flight there, and drops the pairs where no command is in
+    /// flight now. The completions are passed to the current pair, so that the fast path reads from one pair only.
     #[cold]
     #[inline(never)]
     fn reap_left(&mut self, clock: impl Fn() -> Ticks) {
@@ -203,7 +203,7 @@ pub struct VfioBatch<'a> {
 struct DirectSubmission<'a> {
     core: MutexGuard<'a, QueuePairCore>,
     limit: UnsplitLimit,
-    /// Tail of the ring before the commands that are not counted yet.
+    /// Tail of the ring before the first command that is not counted yet.
     tail: u32,
 }
 

@@ -11,7 +11,7 @@ use nvme_spec::cqe::Cqe;
 use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
 
-/// Maximum entries of a host queue. More would only wait longer in the drive.
+/// Maximum entries of a host queue. Commands in a longer queue would only wait longer in the drive.
 pub const ENTRIES_MAX: u32 = 1024;
 
 /// Doorbells of a host queue pair.
@@ -106,7 +106,7 @@ impl VfioQueuePairRings {
         self.sq.tail()
     }
 
-    /// Returns the number of entries written since the tail was `tail`, less than the ring's size.
+    /// Returns the number of entries written since the tail was `tail`, modulo the ring's size.
     #[inline]
     pub(super) fn written_since(&self, tail: u32) -> usize {
         self.sq.written_since(tail) as usize
@@ -134,7 +134,7 @@ impl VfioQueuePairRings {
         self.cq.head()
     }
 
-    /// Returns the number of completions taken since the head was `head`, less than the ring's size.
+    /// Returns the number of completions taken since the head was `head`, modulo the ring's size.
     #[inline]
     pub(super) fn taken_since(&self, head: u32) -> usize {
         self.cq.taken_since(head) as usize

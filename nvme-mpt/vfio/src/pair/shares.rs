@@ -1,13 +1,13 @@
 //! Shares of a drive by weight, for busy owners on several pairs.
 //!
-//! Within a pair, arbitration divides the ring among the users. Between pairs, the drive decides: it executes commands in
-//! order of arrival or serves the pairs in turn, so an owner with more or deeper queues gets more bytes. A pure function
-//! computes each owner's limit until the next survey, from the bytes that each owner got since the last survey and from
-//! those that the drive completed:
+//! Within a pair, arbitration divides the ring among the users. Between pairs, the drive decides: it executes commands in order
+//! of arrival or serves the pairs in turn, so an owner with more or deeper queues gets more bytes. A pure function computes
+//! each owner's limit until the next survey, from the bytes that each owner got since the last survey and from the bytes that
+//! the drive completed:
 //!
-//! - While an owner gets less than its share by weight, the limits of owners that get more are reduced.
-//! - While the drive completes less than it can, or is fast enough for all its commands, limits rise and finally end. So
-//!   no owner is limited for the sake of capacity that no other owner uses.
+//! - While an owner gets less than its share by weight, the limits of owners that get more than their share are reduced.
+//! - While the drive completes less than it can, or is fast enough for all its commands, limits rise and finally end. So no
+//!   owner is limited if the other owners do not use the capacity that this leaves.
 //!
 //! The drive's throughput varies between surveys, so it is smoothed. The drive's capacity is estimated as the maximum of
 //! the smoothed throughput. The estimate decays, and faster while no owner has a limit.
@@ -19,7 +19,7 @@ const LIMIT_MIN: u64 = 4096;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct OwnerShare {
     pub(super) weight: u64,
-    /// Bytes that the drive received from the owner.
+    /// Bytes of commands that the drive received from the owner between the surveys.
     pub(super) got: u64,
     /// True if the owner has more commands to submit.
     pub(super) wants: bool,
@@ -27,10 +27,10 @@ pub(super) struct OwnerShare {
     pub(super) limit: Option<u64>,
 }
 
-/// Divisor of the smoothing: a survey counts for 1/8.
+/// Divisor of the exponential smoothing: the latest survey counts for 1/8.
 const SMOOTHING: u64 = 8;
 
-/// Bytes that the drive completes between two surveys.
+/// Estimates of the bytes that the drive completes between two surveys.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WeightedShares {
     usual: u64,
@@ -39,8 +39,8 @@ pub(super) struct WeightedShares {
 }
 
 impl WeightedShares {
-    /// Computes the limits of the busy owners until the next survey. The drive has completed `done` bytes since the last
-    /// one. It `is_slow` if its commands take noticeably long.
+    /// Computes the limits of the busy owners until the next survey. The drive has completed `done` bytes since the last one.
+    /// `is_slow` is true if commands take noticeably long.
     pub(super) fn divide(&mut self, tenants: &mut [OwnerShare], done: u64, is_slow: bool) {
         let got: u64 = tenants.iter().map(|tenant| tenant.got).sum();
         // Many of the bytes replaced directly submitted commands, whose completions are not counted.

@@ -14,7 +14,7 @@ use nvme_mpt_memory::clock::Ticks;
 struct QueuePairUserActivity {
     last: u16,
     last_seen: Ticks,
-    /// Last time at which another user than `last` was active.
+    /// Last time at which a user other than `last` was active.
     other_seen: Ticks,
 }
 

@@ -1,14 +1,14 @@
 //! Split commands: children that each execute a part of their parent.
 //!
-//! A command is split if it transfers more than the drive takes at once, or if a light user's command would wait too long
-//! for it ([`governor`](super::governor)). The size of a child is decided at dispatch: a number of whole *grains* of the
-//! parent. Write Zeroes, which transfers no data, is split only for the second reason. If the drive takes the longest
-//! command of a guest, it gets commands whole. Guests of such a drive get its atomic writes, which may exceed a block,
-//! and may use SGLs.
+//! A command is split if it transfers more than the drive takes at once, or if a light user's command would wait too long for
+//! it ([`governor`](super::governor)). The size of a child is decided at dispatch: a number of whole *grains* of the parent.
+//! Write Zeroes, which transfers no data, is split only for the second reason. If the drive takes the longest command of a
+//! guest, it gets commands whole. Guests of such a drive may use SGLs and rely on the drive's atomic write units, which may
+//! exceed a block.
 //!
-//! No data is copied. A child uses the PRP entries of its parent. The list that translation made for the parent stays in
-//! the slot's own memory until the parent completes. It never chains to another list (1 MiB takes 256 entries at most,
-//! half a page). A PRP list may start at any entry (Base 2.0, section 4.1.1).
+//! No data is copied. A child uses the PRP entries of its parent. The list that translation made for the parent stays in the
+//! slot's own memory until the parent completes. This list never chains to another list, because 1 MiB takes 256 entries at
+//! most, which are half a page. A PRP list may start at any entry (Base 2.0, section 4.1.1).
 
 use nvme_guest::address::PAGE_SIZE;
 use nvme_guest::learn::WINDOW_MAX;
@@ -22,7 +22,7 @@ use nvme_spec::status::Status;
 /// Maximum bytes of a guest's command (MDTS of a guest controller).
 pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 
-/// Limit up to which a command need not be split.
+/// Maximum size of a command that need not be split.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct UnsplitLimit {
     bytes: u64,
@@ -66,9 +66,9 @@ impl UnsplitLimit {
         }
     }
 
-    /// Returns the bytes that a command reads, writes or deallocates, for the accounting of shares. A command without
-    /// data counts at most [`WINDOW_MAX`]. So a guest that deallocates a whole lease waits no longer than after that many
-    /// bytes of data.
+    /// Returns the bytes that a command reads, writes or deallocates, for the accounting of shares. A command without data
+    /// counts as at most [`WINDOW_MAX`] bytes. So a guest that deallocates a whole lease then waits no longer than after a
+    /// transfer of this size.
     #[inline]
     pub(super) fn touched(&self, sqe: &Sqe, memory: HostMemory<'_>) -> u64 {
         match self.data_len(sqe) {
@@ -113,8 +113,8 @@ impl UnsplitLimit {
     }
 }
 
-/// Sums the blocks of a command's ranges, which lie in its slot's own list. `blocks` reads the length of the range at a
-/// word index.
+/// Sums the blocks of a command's ranges, which lie in the list of the command's slot. `blocks` reads the number of blocks of
+/// the range at a word index.
 fn ranges(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -203,7 +203,8 @@ impl SplitCommands {
         (len > grain).then_some(grain)
     }
 
-    /// Prepares a command of `len` bytes, more than `grain`. Reads everything that its children need of the PRP list.
+    /// Prepares a command of `len` bytes, more than `grain`. Reads everything from the PRP list that the command's children
+    /// need.
     pub(super) fn prepare(
         &mut self,
         sqe: &Sqe,
@@ -295,7 +296,7 @@ impl SplitCommands {
         }
     }
 
-    /// Stops the dispatch of further children. The command ends with `status` unless a child fails. Returns whether
+    /// Stops the dispatch of further children. The command ends with `status` unless one of its children fails. Returns whether
     /// children are in flight.
     pub(super) fn cut_short(&mut self, slot: u16, status: Status) -> bool {
         let progress = &mut self.progress[usize::from(slot)];
@@ -337,7 +338,7 @@ impl SplitCommands {
 /// A child command for a part of its parent.
 pub(super) struct SplitPart {
     pub(super) sqe: Sqe,
-    /// Number of the parent's first grain in this child.
+    /// Number of the first one of the parent's grains that this child contains.
     pub(super) first_grain: u16,
     /// True if this is the parent's last child.
     pub(super) is_last: bool,

@@ -1,10 +1,10 @@
 //! Survey of a drive's queue pairs, by which the governor learns about lone users.
 //!
-//! A lone user submits directly to its ring and counts only its commands in flight. So the drive monitor adds these up
-//! ten times a second, by lease: an owner is quiet or busy with all its queues together, regardless of their pairs. If
-//! commands take noticeably long on a drive with quiet and busy owners, direct submission stops. Busy owners then get
-//! their [`shares`](super::shares) by weight. On a drive with one owner, or one that is fast enough for all, the only
-//! cost is the survey.
+//! A lone user submits directly to its ring and counts only its commands in flight. So the drive monitor adds up these counts
+//! ten times a second, by lease. An owner (a lease) is quiet or busy by the sum over all its queues, whichever pairs they use.
+//! If commands take noticeably long on a drive with quiet and busy owners, direct submission stops. Busy owners then get their
+//! [`shares`](super::shares) by weight. If a drive has one owner, or is fast enough for all owners, the only cost is the
+//! survey.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,9 +18,9 @@ use nvme_guest::learn::CommandClass;
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_spec::admin::QueuePriority;
 
-/// Mean time in the drive above which a quiet owner notices a busy one: a few times the latency of a fast drive with one
-/// command. A slow drive may exceed it by its latency alone. The governor then learns a window that costs busy owners
-/// little.
+/// Mean time of commands in the drive above which a quiet owner notices a busy owner: a few times the latency of a single
+/// command on a fast drive. On a slow drive, even a single command may take longer. In this case, the governor learns a window
+/// that costs busy owners little.
 const NOTICEABLE: Duration = Duration::from_micros(250);
 
 /// Priority classes that are used for weighted round robin.
@@ -30,18 +30,18 @@ pub const CLASSES: [QueuePriority; 3] = [
     QueuePriority::LOW,
 ];
 
-/// Resolution of a lease's weight when it is divided among the priority classes of its queues.
+/// Resolution of a lease's weight when the weight is divided among the priority classes of the lease's queues.
 const PARTS: u64 = 64;
 
-/// Number of surveys for which an owner counts in the class weights after its last command, and as busy after it was
-/// busy. It is large enough that pauses of a guest do not change the weights again and again.
+/// Number of surveys for which an owner still counts in the class weights after its last command, and still counts as busy
+/// after it was busy. The number is so large that pauses of a guest do not change the weights again and again.
 const CLASS_LOOKS: u8 = 50;
 
 /// Load of a priority class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassLoad {
-    /// Total weight of the owners that use queues of this class, quiet ones included, because all queues of a class take
-    /// turns. 0 if there are none. All classes have the same unit.
+    /// Total weight of the owners that use queues of this class; 0 if there are none. Quiet owners are included, because all
+    /// queues of a class take turns. The unit is the same for all classes.
     pub weight: u64,
     /// True if any of these owners is busy.
     pub is_busy: bool,
@@ -51,9 +51,9 @@ pub struct ClassLoad {
 #[derive(Debug)]
 struct ClassUser {
     lease: Arc<LeaseShare>,
-    /// Number of its queues by class, at the last survey with commands.
+    /// Number of the owner's queues by class, at the last survey in which the owner had commands.
     queues: [u64; CLASSES.len()],
-    /// Remaining surveys for which the owner counts, and counts as busy.
+    /// Remaining surveys for which the owner counts, and for which it counts as busy.
     looks: u8,
     busy_looks: u8,
 }
@@ -79,11 +79,11 @@ struct SurveyedOwner {
     outstanding: u32,
     /// Number of its queues.
     queues: u64,
-    /// Number of its queues by class.
+    /// Number of the owner's queues by class.
     in_classes: [u64; CLASSES.len()],
     /// Remaining surveys for which the owner counts as busy.
     busy_looks: u8,
-    /// Bytes that the drive had received from the owner before, and the owner's limit since.
+    /// Bytes that the drive had received from the owner until this survey, and the owner's limit since then.
     bytes: u64,
     limit: Option<u64>,
 }
@@ -91,8 +91,8 @@ struct SurveyedOwner {
 /// Nominal time between two surveys.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Number of surveys for which an owner counts as busy after it was. A guest that resets its controller or maps memory
-/// has moments without commands.
+/// Number of surveys for which an owner still counts as busy after it was busy, because a guest that resets its controller or
+/// maps memory has moments without commands.
 const BUSY_LOOKS: u8 = 5;
 
 impl SurveyedOwner {
@@ -101,7 +101,7 @@ impl SurveyedOwner {
         self.wants() || self.busy_looks > 0
     }
 
-    /// Returns whether the owner has more commands outstanding than a quiet one.
+    /// Returns whether the owner has more commands outstanding than a quiet owner has.
     fn wants(&self) -> bool {
         CommandClass::is_heavy(self.outstanding, 0)
     }
@@ -135,7 +135,7 @@ pub struct DriveSurvey {
     is_full: bool,
     /// `None` until the first survey.
     backlog: Option<InFlightBound>,
-    /// Bytes of counted commands that completed, and those in flight.
+    /// Bytes of counted commands that completed since the last survey, and bytes of counted commands in flight.
     landed: u64,
     in_flight: u64,
     /// True if a light user was active in the previous weighed survey.
@@ -146,7 +146,7 @@ pub struct DriveSurvey {
     looked: Ticks,
     /// Commands in flight at the survey before the last one, of all pairs.
     had: u64,
-    /// Commands submitted between these two surveys.
+    /// Commands submitted between the last two surveys.
     commands: u64,
     /// Commands in flight at the last survey, of all pairs.
     has: u64,
@@ -155,7 +155,7 @@ pub struct DriveSurvey {
 }
 
 impl DriveSurvey {
-    /// Creates the survey of an unknown drive, with a clock of this rate.
+    /// Creates the survey of a drive that was not surveyed yet. `rate` is the rate of the clock.
     #[must_use]
     pub fn new(rate: TickRate) -> Self {
         Self {
@@ -251,7 +251,8 @@ impl DriveSurvey {
         self.class_users.retain(|user| user.looks > 0);
     }
 
-    /// Carries over for how long owners count as busy, also those without commands in this survey.
+    /// Carries over the numbers of surveys for which owners still count as busy, also for owners without commands in this
+    /// survey.
     fn remember_busy(&mut self) {
         for old in &self.former {
             let busy_looks = match old.wants() {
@@ -331,8 +332,8 @@ impl DriveSurvey {
         governor.weigh(now);
     }
 
-    /// Limits each pair's bytes in flight while the drive is not known to be fast. Owners get parts of the bound by
-    /// weight, divided equally among each owner's queues.
+    /// Limits each pair's bytes in flight while the drive is not known to be fast. Each owner gets a part of the drive's limit
+    /// by its weight, and this part is divided equally among the owner's queues.
     fn bound<'a>(
         &mut self,
         governor: &DriveGovernor,

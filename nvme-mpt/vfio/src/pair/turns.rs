@@ -9,8 +9,8 @@
 //! - Once no lease waits, all leases are equal again.
 //! - A new weight applies from the lease's next command on.
 //!
-//! While two leases wait, their bytes by weight differ by at most one command of each. The order does not depend on a
-//! clock, so stopping or resetting the drive changes nothing here.
+//! While two leases wait, their dispatched bytes, divided by weight, differ by at most one command of each lease. The order
+//! does not depend on a clock, so stopping or resetting the drive changes nothing here.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -124,20 +124,20 @@ impl LeaseShare {
     }
 }
 
-/// Waiting parties, ordered by virtual time.
+/// Waiting parties, ordered by virtual time. A party is a lease of the pair, or a user of one lease.
 #[derive(Debug, Default)]
 struct VirtualTimeOrder {
     /// Number of parties, waiting or not.
     parties: usize,
     waiting: BinaryHeap<Reverse<(u128, u16)>>,
-    /// Start time of the party that was served last.
+    /// Virtual time of the party that was served last, before that service.
     now: u128,
-    /// Latest time that any party has reached.
+    /// Latest virtual time that any party has reached.
     latest: u128,
 }
 
 impl VirtualTimeOrder {
-    /// Adds a waiting party that has reached `time`.
+    /// Adds a waiting party that has reached the virtual time `time`.
     fn enter(&mut self, party: u16, time: u128) {
         if self.waiting.is_empty() {
             self.now = self.latest;
@@ -151,9 +151,10 @@ impl VirtualTimeOrder {
         self.waiting.peek().map(|Reverse((_, party))| *party)
     }
 
-    /// Charges the next party, and removes it unless it `goes_on`. Returns the time that it reached.
+    /// Charges the next party, and removes the party unless it still has commands (`goes_on`). Returns the virtual time that
+    /// the party has reached.
     ///
-    /// The time of an only party does not advance, because the party takes nothing from others.
+    /// If there is only one party, its virtual time does not advance, because the party takes nothing from others.
     #[inline]
     fn charge(&mut self, cost: impl FnOnce() -> u128, goes_on: bool) -> u128 {
         let Some(mut first) = self.waiting.peek_mut() else {
@@ -291,7 +292,7 @@ impl QueuePairArbitration {
             .first()
     }
 
-    /// Charges the next user with `bytes`. The user stops waiting unless it `goes_on`.
+    /// Charges the next user with `bytes`. The user stops waiting unless it still has commands (`goes_on`).
     #[inline]
     pub(super) fn charge(&mut self, bytes: u64, goes_on: bool) {
         let Some(tenant) = self.order.first() else {
@@ -313,7 +314,7 @@ impl QueuePairArbitration {
         tenant.time = self.order.charge(cost, goes_on);
     }
 
-    /// Removes the next user from the waiting ones, without a charge.
+    /// Removes the next user from the waiting users without charging it.
     pub(super) fn skip(&mut self) {
         let Some(tenant) = self.order.first() else {
             return;

@@ -1,13 +1,13 @@
 //! Host side of NVMe mediated pass-through: many VMs share one NVMe drive.
 //!
 //! A [`Drive`] is a namespace of a [host controller](host) of any kind. Each guest controller has a [lease](nvme_lease) of the
-//! drive and a [`LocalBackend`]. That holds the VM's memory as a [`DmaWindow`](nvme_guest::DmaWindow), the doorbells, and the
-//! shadow queues, which a [`PollerPool`] runs. A shadow queue translates the guest's commands and submits them to a queue of
-//! the [host controller](host).
+//! drive and a [`LocalBackend`]. The back end holds the VM's memory as a [`DmaWindow`](nvme_guest::DmaWindow), the doorbells,
+//! and the shadow queues, which a [`PollerPool`] runs. A shadow queue translates the guest's commands and submits them to a
+//! queue of the [host controller](host).
 //!
 //! Four crates lie below: [`nvme_spec`] has the wire format, [`nvme_mpt_memory`] has the unsafe code that accesses guest
-//! memory, rings and registers, [`nvme_lease`] allocates the bytes of drives, and [`nvme_guest`] has all that a function and its
-//! back end both name.
+//! memory, rings and registers, [`nvme_lease`] allocates the bytes of drives, and [`nvme_guest`] has all that a function and
+//! its back end both name.
 //!
 //! # Modules
 //!

@@ -1,9 +1,10 @@
 //! Processor time of pollers, charged to the functions they work for.
 //!
-//! The kernel counts the CPU time of a poller's thread, without sleeps and preemptions. The poller reads that clock at
-//! most once per [`PERIOD`], and divides the time by the ticks it spent on each queue since. So the sum equals the
-//! kernel's count. A preemption adds no time. It inflates the share of the preempted queue, and hits queues in
-//! proportion to their time. A poller with one function counts no ticks: all of its time is charged to that function.
+//! The kernel counts the CPU time of a poller's thread, without sleeps and preemptions. The poller reads that clock at most
+//! once per [`PERIOD`], and divides the time since the last reading among the queues in proportion to the ticks that it spent
+//! on each queue. So the sum over all queues equals the kernel's count. A preemption adds nothing to the sum, but increases the
+//! share of the preempted queue. Over time, preemptions hit queues in proportion to their time. A poller with one function
+//! counts no ticks: all of its time is charged to that function.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,10 +1,11 @@
 //! Erases data of other ids in a lease's range before a guest gets the range.
 //!
-//! The wipe uses Write Zeroes, with the Deallocate bit if the drive promises that deallocated blocks read as zeroes. In
-//! both cases the blocks read as zeroes afterwards. Dataset Management is only a hint that a drive may ignore. Each
-//! wipe is logged, because data is lost and the server starts later.
+//! The wipe uses Write Zeroes, with the Deallocate bit if the drive promises that deallocated blocks read as zeroes. In both
+//! cases the blocks read as zeroes afterwards. Dataset Management is not used, because it is only a hint that a drive may
+//! ignore. Each wipe is logged, because data is lost and the server starts later.
 //!
-//! The ledger marks each part until it is zeroed and flushed, so a crash leaves no part unnoticed.
+//! The ledger marks each part as unwiped until the part is zeroed and flushed. So after a crash, the ledger still shows the
+//! parts to wipe.
 //!
 //! Blocks that are known to be zero, such as holes of a file, are skipped. The final flush makes them durable as well.
 //!
@@ -35,11 +36,11 @@ use crate::shadow::HostQueuePair;
 /// Commands in flight, enough for the drive to work in parallel.
 const DEPTH: u16 = 8;
 
-/// Longest time without a completion, measured in pauses because the machine may be suspended. The drive's own command
-/// timeout is shorter.
+/// Maximum time without a completion, after which the wipe fails. The time is counted in poll pauses, so that a suspension of
+/// the machine does not count. The drive's own command timeout is shorter.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Attempts at a command that resets or Aborts cancel. A drive that keeps cancelling it ends the wipe.
+/// Maximum attempts at a command that resets or Aborts cancel. If all attempts are cancelled, the wipe fails.
 const ATTEMPTS: u32 = 5;
 
 /// Pause between two polls for completions.

@@ -19,8 +19,8 @@ use super::spare::SpareDescriptors;
 pub(crate) struct OpenLease {
     /// Dropped before the lease, so that the lease's next holder finds the range unlocked.
     host: Box<dyn HostLease>,
-    /// Dropped after `host` and while the drive is open. So its keeper is not the last to close a block device, which would
-    /// wait for writes.
+    /// Dropped after `host`, but while the drive is still open. Otherwise the keeper could be the last one to close a block
+    /// device, and that close would wait for writes.
     pub(super) spare: Option<SpareDescriptors>,
     /// Dropped after all queues of the lease.
     pub(super) reservation: Option<QueuePairReservation>,

@@ -171,7 +171,7 @@ impl BackendQueues {
             .map(|(cqid, _)| *cqid)
     }
 
-    /// Returns a queue that its poller is handing over, because its in-flight commands are waited for.
+    /// Returns a queue that its poller has not handed over yet, because some of the queue's commands are in flight.
     pub(super) fn leaving(&self) -> Option<QueueId> {
         let mut entries = self.cqs.values();
         entries
@@ -186,7 +186,8 @@ impl BackendQueues {
     }
 }
 
-/// Minimum wait whose timeout makes a queue overdue. A VMM may request shorter waits, which even an idle queue may exceed.
+/// Minimum duration of a wait that makes a queue overdue when the wait times out. A VMM may request shorter waits, but even an
+/// idle queue may exceed these.
 const LONG: Duration = Duration::from_secs(1);
 
 /// Treatment of overdue queues, whose in-flight commands have exceeded a wait.
@@ -549,7 +550,8 @@ impl LocalBackend {
         late.collect()
     }
 
-    /// Deletes all queues. Returns one that still has commands in flight at the deadline; such queues stay in hand-over.
+    /// Deletes all queues. If queues still have commands in flight at the deadline, returns one of these queues; they stay in
+    /// hand-over.
     fn end_each(
         &self,
         queues: &mut BackendQueues,

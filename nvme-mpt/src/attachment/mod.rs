@@ -7,9 +7,9 @@
 //! that is being reset creates no queue until it works again, so a host queue is requested before `queues` is locked.
 //!
 //! A change of a queue (an added SQ, the Doorbell Buffer) takes the queue from its poller. It waits until none of the queue's
-//! commands is in flight, and gives the queue back. A lease that outlives its attachment is *ending* in the ledger. The
-//! attachment's background thread (`steward.rs`) keeps such queues until their poller hands them over. Pollers do not drop
-//! them, because releasing a lease writes a file.
+//! commands is in flight, and gives the queue back. If commands of a queue do not end in time, the queue and the lease outlive
+//! the attachment, and the lease is *ending* in the ledger. The attachment's background thread (`steward.rs`) keeps such queues
+//! until their poller hands them over. Pollers do not drop them, because releasing a lease writes a file.
 
 mod config;
 mod doorbells;
@@ -403,7 +403,7 @@ impl LocalBackend {
         self.fits(self.blocks()) && !self.drive().controller().incidents().gone
     }
 
-    /// Returns whether the lease can be used with only `blocks` of its blocks.
+    /// Returns whether the lease can be used if the namespace has only `blocks` of the leased blocks.
     fn fits(&self, blocks: u64) -> bool {
         let whole = blocks == self.context.blocks().blocks();
         whole || (blocks > 0 && self.drive().controller().resizes_in_place())
@@ -448,13 +448,13 @@ impl LocalBackend {
         self.window.renew_table();
     }
 
-    /// Returns the used part of the limits, for the lease's next attachment in this process.
+    /// Returns how far the rate limits are used up, for the lease's next attachment in this process.
     #[must_use]
     pub fn limits_used(&self) -> RateLimiterUse {
         self.context.limiter.used()
     }
 
-    /// Continues with the limits as used by an earlier attachment of the lease.
+    /// Continues with the rate limits as far as an earlier attachment of the lease has used them up.
     pub fn take_up_limits(&self, used: RateLimiterUse) {
         self.context.limiter.take_up(used, Ticks::now());
     }
@@ -516,7 +516,7 @@ impl LocalBackend {
     }
 
     /// Makes everything durable that has completed so far, with a timeout of 30 seconds. After a timeout, the drive still
-    /// continues the flush, and the lease lives until it is done.
+    /// continues the flush, and the lease lives until the flush is done.
     ///
     /// # Errors
     /// Returns the host controller's error, or an error if completed writes were lost; [`io::ErrorKind::TimedOut`] after 30

@@ -61,8 +61,8 @@ impl LocalBackend {
         self.go_on(&mut self.queues());
     }
 
-    /// Resumes queues whose change has timed out. No poller has queues that have left, so a wait for all users to adopt a table
-    /// would never end.
+    /// Resumes queues whose change has timed out. Queues that have left their poller adopt no new memory table, so without this
+    /// a wait for all queues to adopt a table would never end.
     pub(super) fn keep_polled(&self) {
         // If the lock is held, its holder is changing the queues.
         if let Ok(mut queues) = self.queues.try_lock()

@@ -8,7 +8,7 @@ use nvme_lease::Lease;
 
 use crate::drive::{Drive, HostLease, SpareDescriptorStore};
 
-/// Entry of a keeper, which is removed at the end of the lease.
+/// Entry in a keeper's store. The entry is removed at the end of the lease.
 #[derive(Debug)]
 pub(super) struct SpareDescriptors {
     keeper: Arc<dyn SpareDescriptorStore>,

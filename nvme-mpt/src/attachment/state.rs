@@ -20,10 +20,11 @@ use super::LocalBackend;
 use super::queue_limits::QueueLimits;
 use crate::shadow::UnmappedRing;
 
-/// Name of the promise that a lease by size may exceed after growth.
+/// Name of the promised number of blocks, which a lease by size may exceed after it has grown.
 const BLOCKS: &str = "blocks";
 
-/// Limits that older versions saved as promises. Commands beyond them are executed in parts.
+/// Limits that older versions saved as promises. They are no promises, because commands beyond these limits are executed in
+/// parts.
 const NO_PROMISES: [&str; 3] = [
     "bytes of a command without data",
     "bytes of a Dataset Management range",
@@ -246,7 +247,7 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Returns the promises that the guest may rely on as long as its controller exists.
+    /// Returns the properties that were promised to the guest, which may rely on them as long as its controller exists.
     fn promises(&self) -> Vec<GuestPromiseState> {
         let LeasedNamespace {
             nsid,

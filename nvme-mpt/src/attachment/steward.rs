@@ -29,7 +29,7 @@ enum FlushThreadTask {
 #[derive(Debug)]
 pub(super) struct FlushThread {
     tasks: Sender<FlushThreadTask>,
-    /// True while marks may be stored. Locked while they are stored.
+    /// True while the marks of unreadable blocks may be stored. The lock is held while they are stored.
     stores_marks: Arc<Mutex<bool>>,
 }
 
@@ -67,8 +67,8 @@ impl FlushThread {
         Box::new(move || drop(sender.send(FlushThreadTask::StoreMarks(holding.clone()))))
     }
 
-    /// Stops the storing of marks, once no command waits for it. The thread then takes no share of the lease, so the lease ends
-    /// with its attachment.
+    /// Stops the storing of unreadable blocks, once no command waits for it. Afterwards the thread takes no share of the lease,
+    /// so the lease ends with its attachment.
     pub(super) fn store_no_more(&self) {
         *self
             .stores_marks

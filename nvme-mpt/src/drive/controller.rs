@@ -76,7 +76,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Returns the address space of the drive's DMA.
     fn iova_space(&self) -> &Arc<IovaSpace>;
 
-    /// Opens a lease of parts of a namespace. Refuses bytes that a user outside the ledger has, such as another program.
+    /// Opens a lease of parts of a namespace. Refuses a part that another user, such as another program, has without an entry
+    /// in the ledger.
     ///
     /// # Errors
     /// See [`HostLeaseError`].
@@ -85,13 +86,13 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError>;
 
-    /// Returns the label on the drive, and whether leases use it as the drive's name.
+    /// Returns the label on the drive, and whether leases use the label as the drive's name.
     fn label(&self) -> Option<(&DriveLabel, bool)> {
         None
     }
 
-    /// Reads bytes of a file or block device of the host, to check its content before the first lease. Returns the number of
-    /// bytes read. Returns `None` for other drives and for unreadable bytes.
+    /// Reads bytes of a drive that is a file or block device of the host, so that its content can be checked before the first
+    /// lease. Returns the number of bytes read. Returns `None` for other drives and for unreadable bytes.
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
         let _ = (offset, into);
         None
@@ -127,8 +128,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         false
     }
 
-    /// Returns the size in bytes of which each lease is a multiple. Such leases are contiguous. `None` if leases may have any
-    /// parts.
+    /// Returns the unit of leases in bytes: the size of each lease is a multiple of the unit, and each lease is contiguous.
+    /// Returns `None` if a lease may consist of any parts.
     fn whole_lease(&self) -> Option<u64> {
         None
     }
@@ -165,16 +166,16 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         DriveIncidents::default()
     }
 
-    /// Returns whether a namespace keeps its blocks when its size changes, up to the new size. A physical drive instead deletes
-    /// the namespace and creates a new one.
+    /// Returns whether a namespace keeps the data of its blocks, up to its new size, when its size changes. A physical drive
+    /// instead deletes the namespace and creates a new one.
     fn resizes_in_place(&self) -> bool {
         false
     }
 
     /// Quiesces the drive and returns the descriptors for its successor. `None` if the successor opens the drive anew.
     ///
-    /// The caller ensures that no function has an in-flight command. Admin commands wait until [`Self::take_back`], or until
-    /// this process exits without it.
+    /// The caller ensures that no function has an in-flight command. Admin commands wait until [`Self::take_back`] is called or
+    /// this process exits.
     ///
     /// # Errors
     /// The drive cannot be quiesced. The drive continues here, and the successor resets it.
@@ -182,8 +183,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         Ok(None)
     }
 
-    /// Returns whether two processes can have the drive open. The second process can lease parts that the first one has
-    /// [released](HostLease::let_go).
+    /// Returns whether two processes can have the drive open at the same time. The second process can lease parts that the
+    /// first one has [released](HostLease::let_go).
     fn opens_beside(&self) -> bool {
         false
     }
@@ -196,8 +197,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         let _ = time;
     }
 
-    /// Reports the drive's events ([`Event::Drive`](nvme_guest::event::IoQueueEvent::Drive)) to the queue from now on, as long as
-    /// the queue lives.
+    /// Reports the drive's events ([`Event::Drive`](nvme_guest::event::IoQueueEvent::Drive)) to the queue `events` from now on,
+    /// as long as this queue lives.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }

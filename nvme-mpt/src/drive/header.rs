@@ -1,7 +1,7 @@
 //! Headers of disk images and of encrypted disks: a guest should get the content of such an image, not its raw bytes.
 //!
-//! A guest may write such a header itself. Headers are therefore checked only before the first lease of bytes that no id had
-//! yet, so that such a guest keeps its drive.
+//! A guest may write such a header itself. So headers are checked only before the first lease of bytes that no id had yet.
+//! Otherwise a guest that wrote such a header would lose access to its drive.
 
 use crate::drive::Drive;
 

@@ -67,9 +67,9 @@ pub enum HostLeaseError {
 
 /// The control path of one lease at a host controller.
 ///
-/// Until it is dropped, the host controller excludes users of the range that this host's ledger does not know: a server with
-/// another ledger, or a VMM that has the same file open as a disk image. State that outlives the lease is in the ledger: see
-/// [`Self::keep_marks`].
+/// Until this is dropped, the host controller excludes users of the leased range that this host's ledger does not know: a
+/// server with another ledger, or a VMM that has the same file open as a disk image. State that must outlive this value is
+/// stored in the ledger: see [`Self::keep_marks`].
 pub trait HostLease: fmt::Debug + Send + Sync {
     /// Creates a queue pair for `slots` in-flight commands. If the drive has no free queue pair, the new one shares a pair of
     /// the drive with others.
@@ -78,7 +78,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// Returns the error of the kernel or of the drive.
     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair>;
 
-    /// Creates a queue pair for wiping the lease. Restrictions of a guest's writes, such as write pointers, do not apply to it.
+    /// Creates a queue pair for wiping the lease. Restrictions of a guest's writes, such as the write pointers of zones, do not
+    /// apply to this queue pair.
     ///
     /// # Errors
     /// As [`Self::create_queue`].
@@ -86,7 +87,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         self.create_queue(slots)
     }
 
-    /// Appends a part to the lease. Queues may exist.
+    /// Appends a range of blocks to the end of the lease. The lease's queues may be in use during the call.
     ///
     /// # Errors
     /// As [`HostController::open_lease`](super::HostController::open_lease). The lease is unchanged after an error.
@@ -95,14 +96,15 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Err(HostLeaseError::SeveralParts)
     }
 
-    /// Changes the weight of the lease against other leases that share its queue pairs. Queues may exist.
+    /// Changes the lease's weight relative to other leases that share its queue pairs. The lease's queues may be in use during
+    /// the call.
     fn set_weight(&self, weight: LeaseWeight) {
         let _ = weight;
     }
 
     /// Returns the number of blocks at the start of a part that are known to be zeroes, such as a hole's. A wipe skips these
-    /// blocks. After [`Self::flush`], the zeroes are durable. The caller ensures that the part is leased and nothing writes to
-    /// it meanwhile.
+    /// blocks. After [`Self::flush`], the zeroes are durable. The caller ensures that the part is leased and that nothing
+    /// writes to it during the call.
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let _ = part;
         0
@@ -111,14 +113,14 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// Makes all completed writes of the lease durable.
     ///
     /// # Errors
-    /// Returns the error of the kernel or of the drive; any error if the lease has lost writes.
+    /// Returns the error of the kernel or of the drive. Also returns an error if completed writes of the lease were lost.
     fn flush(&self) -> io::Result<()>;
 
     /// Releases the locks of the lease before a hand-over, since the kernel may need time to release them after the process
-    /// exits. The caller ensures that no command is in flight and exits at once.
+    /// exits. The caller ensures that no command is in flight and that this process exits at once.
     fn let_go(&self) {}
 
-    /// Reports [changes](Self::changes) and new damage of the lease to these events from now on.
+    /// Reports [changes](Self::changes) and new damage of the lease to this event queue from now on.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
@@ -142,8 +144,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     }
 
     /// Opens a spare descriptor of each file that the lease writes, for the [supervisor process](super::SpareDescriptorStore).
-    /// The lease keeps copies, and checks them when a VMM connects. Returns none if the lease writes no file, or a file whose
-    /// closing may block.
+    /// The lease keeps copies, and checks them when a VMM connects. Returns an empty list if the lease writes no file, or if
+    /// closing the file may block.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -162,7 +164,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     }
 
     /// Notes write errors that the spare descriptors or other leases of the drive reported before this process opened the
-    /// lease. A lease that continues after another process needs this, since its earlier completed writes may be lost.
+    /// lease. This is necessary if another process had the lease before, because writes that completed there may be lost.
     fn take_up_losses(&self) {}
 
     /// Records in `record` whether there are unreported [changes](Self::changes), for the successor process. If the record says
@@ -177,12 +179,13 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = (marks, ask);
     }
 
-    /// Stores the present unreadable blocks durably by `store`. Commands wait meanwhile, for as long as a disk write takes.
+    /// Stores the present unreadable blocks durably by `store`. Commands of the lease wait during the call, for as long as a
+    /// disk write takes.
     fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let _ = store;
     }
 
-    /// Starts over for a newly connected VMM, which is not told of writes that its predecessor lost.
+    /// Forgets lost writes of the previous VMM, because a newly connected VMM gets no errors for writes of another VMM.
     fn begin_anew(&self) {}
 
     /// Notes that the wipe of a leased range succeeded: its bytes are zeroes.

@@ -118,7 +118,7 @@ impl Drive {
         self.controller.identity()
     }
 
-    /// Returns the label on the drive, and whether leases use it as the drive's name.
+    /// Returns the label on the drive, and whether leases use the label as the drive's name.
     #[must_use]
     pub fn label(&self) -> Option<(&DriveLabel, bool)> {
         self.controller.label()

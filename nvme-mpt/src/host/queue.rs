@@ -34,9 +34,9 @@ pub struct HostMemory<'a> {
 /// Point at which the commands of a host queue complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompletionTiming {
-    /// All commands complete while they are rung in, except those that are [put off](HostQueue::puts_off).
+    /// All commands complete while their doorbell is rung, except the commands that are [put off](HostQueue::puts_off).
     AtOnce,
-    /// Some commands complete while they are rung in.
+    /// Some commands complete while their doorbell is rung.
     SoonOrLater,
     /// No command completes before the end of the poll.
     Later,
@@ -74,11 +74,11 @@ pub trait HostQueue {
     fn settle(&mut self) -> bool;
 
     /// Returns a descriptor that is readable while completions are available, for a poller that wants to sleep; `None` if
-    /// commands complete while they are rung in.
+    /// commands complete while their doorbell is rung.
     fn wait_fd(&self) -> Option<RawFd>;
 
-    /// Returns whether commands continue at the next [reap](Self::reap), although the queue [completes](Self::COMPLETES) others
-    /// at once.
+    /// Returns whether there are commands that continue only at the next [reap](Self::reap), although the queue
+    /// [completes](Self::COMPLETES) other commands at once.
     fn puts_off(&self) -> bool {
         false
     }
@@ -98,7 +98,7 @@ pub trait HostQueue {
         None
     }
 
-    /// Returns whether commands can complete without a notification.
+    /// Returns whether commands can complete without waking a sleeping poller.
     fn is_polled(&self) -> bool {
         false
     }
@@ -109,7 +109,8 @@ pub trait HostQueue {
         let _ = hurried;
     }
 
-    /// Returns the time before which nothing happens except completions that wake the poller; `None` if nothing else happens.
+    /// Returns the earliest time at which something happens that does not wake the poller, such as a timed completion; `None`
+    /// if there is no such time.
     fn next_due(&self) -> Option<Ticks> {
         None
     }

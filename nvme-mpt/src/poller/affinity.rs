@@ -45,8 +45,8 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
 
 /// Processor that a poller's thread is pinned to. The value must stay on that thread.
 ///
-/// If CPU sets change or a processor goes offline, the kernel silently moves the thread to other processors. Before Linux
-/// 6.2, the thread stays there when the processor is back.
+/// If CPU sets change or a processor goes offline, the kernel silently moves the thread to other processors. Before Linux 6.2,
+/// the thread stays on these other processors even when its processor is back.
 #[derive(Debug)]
 pub(super) struct ThreadPinning {
     processor: usize,

@@ -14,7 +14,8 @@ use nvme_mpt_memory::clock::TickRate;
 /// Time of a function per round.
 const QUANTUM: Duration = Duration::from_micros(50);
 
-/// Maximum debt in quanta. A preemption counts as time of the function in turn, which did not cause it.
+/// Maximum debt in quanta. The debt is limited because a preemption counts as time of the function in turn, although the
+/// function did not cause it.
 const DEBT_MAX: i64 = 200;
 
 /// Quantum and maximum debt in ticks.

@@ -1,8 +1,8 @@
 //! Placement of a poller beside the vCPU of its queue.
 //!
 //! A poller and its vCPU share rings, data and doorbells. So the poller runs where it shares a cache with the vCPU, without
-//! taking time from it: never on the vCPU's processor, and on another hardware thread of its core only if there is no other
-//! place.
+//! taking time from it: never on the vCPU's processor, and on another hardware thread of the vCPU's core only if no other
+//! processor is left.
 
 use std::fs;
 use std::path::Path;
@@ -79,7 +79,7 @@ impl ProcessorTopology {
     }
 
     /// Returns the processors among `allowed` for the poller of a vCPU on `vcpu`; `None` if the vCPU may run on all of them, so
-    /// that it has no place.
+    /// that there is no place beside it.
     fn beside(&self, vcpu: &ProcessorSet, allowed: &ProcessorSet) -> Option<ProcessorSet> {
         if vcpu.is_empty() || allowed.without(vcpu).is_empty() {
             return None;

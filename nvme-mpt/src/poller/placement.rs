@@ -171,8 +171,9 @@ impl PollerPool {
         }
     }
 
-    /// Waits until each poller has made a pass over everything that it had been given, but at most for `patience`. While the
-    /// calling thread waits, pollers can use its processor. Otherwise the kernel might start them a tick later.
+    /// Waits until each poller has made a pass over all queues and requests that it had been given, but at most for `patience`.
+    /// While the calling thread waits, pollers can use its processor. Without the wait, the kernel might start the pollers a
+    /// scheduler tick later.
     pub fn await_passes(&self, patience: Duration) {
         let running: Vec<_> = {
             let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);

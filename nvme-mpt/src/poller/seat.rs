@@ -2,7 +2,8 @@
 //!
 //! A turn may block for several reasons: a page of guest memory in which a hole is being punched, a write to a client's
 //! descriptor, io_uring with a file system without asynchronous I/O, or a log. So during the turn of a function, all functions
-//! of the poller lie in its seat with their state. This includes a poller's only function, because others may be added.
+//! of the poller lie in its seat with their state. This includes a poller's only function, because other functions may be
+//! added.
 //!
 //! If the turn does not end, the watching thread ([`watch`](super::watch)) takes the other functions from the seat. It starts a
 //! thread with its own seat to run them. When the turn ends, the first thread finds a ticket in its seat. From then on, it runs
@@ -23,7 +24,7 @@ pub(super) struct TakeoverSlot<P, T> {
 }
 
 struct WatchedTurn<P, T> {
-    /// All functions, while one has its turn. That function is here without its queues.
+    /// All functions, while one of them has its turn. The function in turn is here without its queues.
     polled: Option<P>,
     /// Index of the function that has its turn.
     index: usize,
@@ -82,8 +83,8 @@ impl<P, T> TakeoverSlot<P, T> {
         }
     }
 
-    /// Returns the start of the current turn and the thread; `None` without a turn. `matters` receives all functions and the
-    /// index of the one in turn, and decides whether the turn counts.
+    /// Returns the start of the current turn, and the thread that executes the turn. Returns `None` if no function has its
+    /// turn, or if `matters` returns false. `matters` receives all functions and the index of the function in turn.
     pub(super) fn turn(
         &self,
         matters: impl FnOnce(&P, usize) -> bool,
@@ -95,8 +96,8 @@ impl<P, T> TakeoverSlot<P, T> {
         Some((turn.began, ThreadId(self.thread.load(Ordering::Relaxed))))
     }
 
-    /// Takes all functions if the current turn started at `began`, and leaves a ticket. Returns them with the index of the
-    /// function in turn.
+    /// Takes all functions if the current turn started at `began`, and leaves a ticket. Returns the functions with the index of
+    /// the function in turn.
     pub(super) fn take_over(&self, began: Ticks, ticket: T) -> Option<(P, usize)> {
         let mut turn = self.lock();
         if turn.began != began {

@@ -55,8 +55,8 @@ pub(super) fn work(pollers: &Arc<PollerPool>) -> ThreadWork {
 }
 
 impl PollerPool {
-    /// Starts a thread that watches shared pollers: a function that blocks its poller is left alone on that thread. The
-    /// watching thread reads thread states from /proc.
+    /// Starts a thread that watches shared pollers. If a function blocks its poller's thread, the watching thread moves the
+    /// poller's other functions to a new thread. The watching thread reads thread states from /proc.
     ///
     /// # Errors
     /// Returns the error of the thread starter.

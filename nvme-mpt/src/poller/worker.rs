@@ -44,8 +44,8 @@ pub(super) struct TakeoverTicket {
 /// Seat of a poller's thread.
 type PollerTakeoverSlot = SeatOf<PolledFunctions, TakeoverTicket>;
 
-/// Number of consecutive passes without work that are made without a pause. A guest with one command in flight answers
-/// within them, and a pause would add to its latency.
+/// Number of consecutive passes without work that are made without a pause. A guest with one command in flight sends its next
+/// command during these passes, and a pause would add to the latency.
 ///
 /// A pause leaves the core to its other hardware threads. A poller in a virtual machine never pauses: the hypervisor may
 /// intercept PAUSE (AMD64 APM, volume 2, section 15.14.4). QEMU's emulator takes its global lock at each PAUSE.
@@ -339,8 +339,8 @@ impl Poller {
         self.send(PollerRequest::Add(queue));
     }
 
-    /// Removes a shadow queue. The queue takes no more commands from now on, and arrives when the host controller has none of
-    /// its commands.
+    /// Removes a shadow queue. The queue takes no more commands from now on, and is handed over once none of its commands is in
+    /// flight at the host controller.
     pub(crate) fn remove(&self, id: u64) -> QueueRemoval {
         self.let_leave(id, QueueRemovalMode::Drains)
     }
@@ -464,13 +464,14 @@ struct PolledFunction {
     turns: FunctionArbitration,
     /// Empty while the function has its turn.
     members: FunctionQueues,
-    /// Identifiers of its queues, with the descriptors that end a sleep for them.
+    /// Identifiers of the function's queues, with the descriptors that wake a sleeping poller for these queues.
     ids: Vec<(u64, Option<RawFd>)>,
 }
 
 /// Function that once blocked all others and now has its own poller.
 struct IsolatedFunction {
-    /// A weak reference: several pollers may know the function, and strong ones would keep it alive among them.
+    /// The reference is weak, because several pollers may know the function, and strong references in them would keep the
+    /// function alive.
     function: Weak<ProcessorTime>,
     poller: Arc<Poller>,
 }
@@ -546,7 +547,8 @@ struct PollerThread {
     is_apart: bool,
     /// Processor time of the thread that is already charged.
     settled: Duration,
-    /// Nanoseconds of processor time to add to the thread's time for the poller's time.
+    /// Nanoseconds to add to this thread's processor time to get the poller's processor time, because a poller may change its
+    /// thread.
     beside_nanoseconds: u64,
     /// Placement beside a vCPU, if requested.
     beside: Option<VcpuAffinity>,
@@ -856,8 +858,8 @@ impl PollerThread {
         })
     }
 
-    /// Runs the queues whose turn it is, or `all` once. Adds the ticks of each to its bill, and hands over leaving queues.
-    /// Returns whether any had work or was skipped.
+    /// Runs the queues whose turn it is, or `all` once. Adds each queue's ticks to the queue's bill, and hands over leaving
+    /// queues. Returns whether any had work or was skipped.
     #[inline(never)]
     fn measured_pass(&mut self, all: bool) -> bool {
         let mut worked = false;
@@ -962,8 +964,8 @@ impl PollerThread {
             .retain(|apart| apart.function.strong_count() > 0);
     }
 
-    /// Sleeps until there is work, or until `early` before a command is due. Returns whether there was work afterwards, and the
-    /// ticks slept.
+    /// Sleeps until there is work, or until `early` ticks before a command is due. Returns whether there was work afterwards,
+    /// and the ticks slept.
     fn park(&mut self, idle: u64, early: Duration, looks: PollInterval) -> (bool, u64) {
         self.each(|members| {
             for queue in &mut members.queues {

@@ -1,13 +1,13 @@
 //! Execution in parts, for commands whose blocks lie in several extents of the host's namespace or exceed its limits for
 //! one command.
 //!
-//! Such a command is translated as a whole with the LBAs of the lease, and keeps its slot. Its parts go to the host
-//! controller one after the other under the slot's number. Each part is one contiguous range there. The command ends with
-//! the last part, or with the first part that fails. A guest that follows the reported limits (NOIOB, and the NVMe 2.0 limits
-//! for ranges and for commands without data) sends few such commands. Other guests are not refused, because drivers older
-//! than NVMe 2.0 do not know these limits.
+//! Such a command is translated as a whole with the LBAs of the lease, and keeps its slot. Its parts go to the host controller
+//! one after the other under the slot's number. Each part is one contiguous range of the host's namespace. The command ends
+//! with the last part, or with the first part that fails. A guest that follows the reported limits (NOIOB, and the NVMe 2.0
+//! limits for ranges and for commands without data) sends few such commands. Other guests are not refused, because drivers
+//! older than NVMe 2.0 do not know these limits.
 //!
-//! Deallocation is advice: blocks that are not reached within `DEALLOCATE` keep their data.
+//! Deallocation is only advice, so blocks that are not reached within `DEALLOCATE` keep their data.
 //!
 //! Each part with data has its own PRP list or SGL, which describes its share of the command's data; no data is copied.
 //! These lists are few, so a part may wait for a free one.
@@ -117,7 +117,7 @@ impl MultiPartCommands {
         self.waiting.push_back(slot);
     }
 
-    /// Returns the next step of a waiting command; `None` if no command waits or no list is free. With `gives_up`, all
+    /// Returns the next step of a waiting command; `None` if no command waits or no list is free. If `gives_up` is true, all
     /// commands end.
     #[cold]
     pub(super) fn next(

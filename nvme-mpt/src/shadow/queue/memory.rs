@@ -13,8 +13,8 @@ use nvme_spec::registers::Doorbell;
 use super::rings::{completion_ring, completion_ring_len, submission_ring, submission_ring_len};
 use super::{ShadowCore, ShadowQueueCondition};
 
-/// Returns whether the memory of a queue's rings has been missing for too long: `since` is when it went, `quiet_since`
-/// when the last change of the memory map ended.
+/// Returns whether the memory of a queue's rings has been missing for too long: `since` is the time at which the memory went
+/// missing, and `quiet_since` the time at which the last change of the memory map ended.
 pub(super) fn is_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
     let lasts = |from: Ticks| Duration::from_nanos(nanoseconds(now.since(from)));
     is_gone_for_good(lasts(since), lasts(quiet_since))

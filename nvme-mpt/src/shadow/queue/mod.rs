@@ -297,7 +297,8 @@ impl ShadowQueue {
         self.core.translator.revoke();
     }
 
-    /// Sets the Doorbell Buffer to read doorbells from. Returns whether the rings and doorbells lie in the VM's memory.
+    /// Sets the Doorbell Buffer from which the queue reads doorbells. Returns whether the rings and doorbells lie in the VM's
+    /// memory.
     pub(crate) fn set_doorbell_buffer(&mut self, buffer: Option<DoorbellBuffer>) -> bool {
         self.core.buffer = buffer;
         self.core.bind_memory().is_ok()
@@ -325,8 +326,8 @@ impl ShadowQueue {
         recorded(self.crashes.as_ref(), || self.core.look_again())
     }
 
-    /// Returns whether work can arrive without a notification: a doorbell write of the guest, or a completion of a polled
-    /// drive.
+    /// Returns whether work can arrive without waking a sleeping poller: by an untrapped doorbell write of the guest, or by a
+    /// completion of a polled drive.
     #[must_use]
     pub fn is_silent(&self) -> bool {
         self.has_silent_work()
@@ -336,8 +337,8 @@ impl ShadowQueue {
             }
     }
 
-    /// Returns whether work is pending whose end is not notified: a completion of a polled drive, or a suspension that
-    /// ends with time.
+    /// Returns whether something is pending whose end wakes no sleeping poller: commands at a polled drive, or a suspension
+    /// that ends after a timeout.
     #[must_use]
     pub fn has_silent_work(&self) -> bool {
         (self.host.is_polled() && !self.is_drained())
@@ -653,7 +654,8 @@ impl ShadowCore {
         true
     }
 
-    /// Returns the number of commands that the limits of the lease allow now. If the number is 0, the queue rests.
+    /// Returns the number of commands that the limits of the lease allow now. If the number is 0, the queue takes no commands
+    /// until the limits allow some.
     #[cold]
     fn allowance(&mut self) -> u32 {
         if !self.is_limited {

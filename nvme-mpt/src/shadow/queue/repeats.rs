@@ -81,7 +81,7 @@ impl ShadowCore {
         true
     }
 
-    /// Completes commands that the drive does not have.
+    /// Completes the commands in these slots, none of which is in flight at the drive.
     #[cold]
     fn end_all<H: TranslatedQueue>(&mut self, slots: Vec<u16>, status: Status) {
         self.post::<H, true, true>(|_, mut posting| {

@@ -39,7 +39,7 @@ impl ProcessorTimeCharge {
         Self { function, ticks: 0 }
     }
 
-    /// Adds ticks that were spent.
+    /// Adds ticks that the poller spent on the queue or watched doorbell.
     #[inline]
     pub(crate) fn add(&mut self, ticks: u64) {
         self.ticks = self.ticks.wrapping_add(ticks);

@@ -72,7 +72,7 @@ pub enum WipeError {
         range: ByteRange,
         /// The command's first block.
         block: Lba,
-        /// Its status.
+        /// Status of the command.
         status: Status,
     },
     /// The drive completes no commands, or is gone.
@@ -119,16 +119,16 @@ pub enum WipeError {
 /// Bytes and whole parts that this process has wiped.
 static WIPED: (AtomicU64, AtomicU64) = (AtomicU64::new(0), AtomicU64::new(0));
 
-/// Amounts that this process has wiped since its start.
+/// Numbers of bytes and parts that this process has wiped since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WipeStats {
-    /// Bytes, including those of unfinished parts.
+    /// Wiped bytes, including the bytes of unfinished parts.
     pub bytes: u64,
     /// Parts that are completely wiped.
     pub parts: u64,
 }
 
-/// Returns the amounts that this process has wiped.
+/// Returns the numbers of bytes and parts that this process has wiped.
 #[must_use]
 pub fn wiped() -> WipeStats {
     let (bytes, parts) = &WIPED;
@@ -209,7 +209,7 @@ struct RangeWipe<'a> {
     /// Next block to wipe, and the first block after the part.
     next: u64,
     end: u64,
-    /// Most blocks of one command.
+    /// Maximum blocks of one command.
     step: u64,
     /// Commands in flight, by slot.
     flying: [Option<WipeCommand>; DEPTH as usize],

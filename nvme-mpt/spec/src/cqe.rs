@@ -12,8 +12,8 @@ use super::{
 /// `CC.IOCQES`: the size of a [`Cqe`] as a power of two.
 pub const IOCQES: u8 = 4;
 
-/// Completion Queue Entry (Base 2.0, section 3.3.3.2), as the two halves in which it is published. The second half has
-/// the phase tag, so a reader that sees the second half new may trust the first.
+/// Completion Queue Entry (Base 2.0, section 3.3.3.2), as the two halves in which it is published. The second half has the
+/// phase tag. So once a reader sees the new phase tag, the first half is valid, too.
 #[repr(C)]
 #[derive(Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Cqe {
@@ -41,7 +41,7 @@ bit_field! {
     }
 }
 
-/// A Phase Tag at its bit position in a [`CqeHigh`], which is set or compared without a shift.
+/// A Phase Tag at its bit position in a [`CqeHigh`], so that it is set and compared without a shift.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhaseTag(u64);
 
@@ -91,7 +91,7 @@ impl CqeHigh {
 pub struct SubmissionQueuePosition(u64);
 
 impl SubmissionQueuePosition {
-    /// Creates the origin for a Submission Queue with this head.
+    /// Creates the source for a Submission Queue with this head.
     #[inline]
     #[must_use]
     pub const fn new(sqid: QueueId, sqhd: u16) -> Self {
@@ -120,7 +120,7 @@ impl Cqe {
         )
     }
 
-    /// Like [`Self::new`], with an origin that is shared by several completions.
+    /// Creates an entry as [`Self::new`] does. Several completions can use the same `origin`.
     #[inline]
     #[must_use]
     pub const fn of(

@@ -51,7 +51,7 @@ command! {
 command! {
     /// Batch, a vendor specific command: Stores, Deletes and Exists that are executed together. Its data begins with a
     /// [`KvBatchOperation`] for each operation, and contains the values. Dword 0 of its completion has a [`KvBatchStepStatus`]
-    /// for each.
+    /// for each operation.
     pub struct KvBatchCommand {
         /// Size of the data in bytes.
         length: u32 = cdw10[31:0];
@@ -61,7 +61,7 @@ command! {
 }
 
 impl KvBatchCommand {
-    /// Most operations, limited by the statuses that fit dword 0 of the completion.
+    /// Maximum number of operations: as many as have their statuses in dword 0 of the completion.
     pub const OPERATIONS_MAX: u8 = 8;
 
     /// Bits of an operation's status in dword 0 of the completion. The first operation has the lowest bits.
@@ -205,7 +205,7 @@ impl KvKeyList {
     /// Bytes before the first key.
     pub const HEADER: usize = 4;
 
-    /// Creates an empty list for a host buffer of `room` bytes, which is enough for the header at least.
+    /// Creates an empty list for a host buffer of `room` bytes. The buffer is large enough for the list's header.
     #[must_use]
     pub fn new(room: usize) -> Self {
         Self {
@@ -215,7 +215,7 @@ impl KvKeyList {
         }
     }
 
-    /// Adds a key if there is space. Returns whether it was added.
+    /// Adds a key if there is space. Returns whether the key was added.
     pub fn push(&mut self, key: &KvKey) -> bool {
         let key = key.as_bytes();
         let end = self.bytes.len() + (2 + key.len()).next_multiple_of(4);

@@ -212,7 +212,7 @@ pub struct SmartHealth {
     pub warning_temperature_time: u32,
     /// Critical Composite Temperature Time, in minutes.
     pub critical_temperature_time: u32,
-    /// Temperature Sensors 1 to 8, in kelvins; 0: not there.
+    /// Temperature Sensors 1 to 8, in kelvins; 0: no such sensor.
     pub temperature_sensors: [u16; 8],
     /// Thermal Management Temperature 1 and 2 Transition Counts.
     pub thermal_transitions: [u32; 2],
@@ -285,7 +285,7 @@ const _: () = assert!(size_of::<ChangedNamespaceList>() == 4096);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ChangeList {
-    /// Number of identifiers; FFFFh if there are too many, and then none is listed.
+    /// Number of identifiers; FFFFh if there are too many identifiers, and then the list is empty.
     pub count: u16,
     /// Reserved.
     pub rsvd2: [u8; 6],

@@ -69,7 +69,7 @@ command! {
         nlb_z: u16 = cdw12[15:0];
         /// Storage Tag Check.
         stc: bool = cdw12[24];
-        /// Deallocate: deallocate the blocks, if they then read as zeroes.
+        /// Deallocate: the controller should deallocate the blocks, if deallocated blocks read as zeroes.
         deac: bool = cdw12[25];
         /// Protection Information.
         prinfo: PrInfo(u8) = cdw12[29:26];

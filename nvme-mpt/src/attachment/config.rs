@@ -20,7 +20,7 @@ use crate::poller::{PollPolicy, PollerPool};
 pub struct LocalBackendConfig {
     /// Drive of the lease.
     pub drive: Arc<Drive>,
-    /// Lease of a part of the drive.
+    /// Lease of ranges of the drive.
     pub lease: Lease,
     /// Number of I/O queue pairs: 1 to [`DoorbellStride::queue_pairs_max`].
     pub queue_pairs: u16,

@@ -43,7 +43,7 @@ pub(super) struct CreatedCompletionQueue {
     /// Drive's queue pair behind the queue, if the drive has a limited number of them.
     pair: Option<Arc<dyn SharedQueuePair>>,
     pub(super) sqs: Vec<QueueId>,
-    /// The shadow queue while it rests.
+    /// The shadow queue while no poller runs it.
     pub(super) parked: Option<Box<ShadowQueue>>,
     /// The shadow queue while its poller hands it over. It takes no commands, and arrives once its last in-flight command has
     /// ended.
@@ -112,7 +112,7 @@ impl CreatedCompletionQueue {
         }
     }
 
-    /// Puts the shadow queue to rest here.
+    /// Keeps the shadow queue here, while no poller runs it.
     pub(super) fn park(&mut self, mut queue: Box<ShadowQueue>) {
         queue.let_go();
         self.parked = Some(queue);
@@ -193,9 +193,9 @@ const LONG: Duration = Duration::from_secs(1);
 /// Treatment of overdue queues, whose in-flight commands have exceeded a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OverdueQueuePolicy {
-    /// They are waited for again.
+    /// Their in-flight commands are waited for again.
     WaitedFor,
-    /// They are not waited for.
+    /// Their in-flight commands are not waited for.
     Left,
 }
 

@@ -503,7 +503,7 @@ impl LocalBackend {
         &self.facts.limits
     }
 
-    /// Returns the number of I/O queue pairs that can exist.
+    /// Returns the maximum number of I/O queue pairs.
     #[must_use]
     pub fn max_queue_pairs(&self) -> u16 {
         self.facts.queue_pairs

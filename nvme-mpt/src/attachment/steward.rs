@@ -15,7 +15,7 @@ use crate::poller::{Poller, QueueRemoval};
 #[derive(Debug)]
 pub(super) struct OutlivingQueue {
     pub(super) queue: QueueRemoval,
-    /// Runs the queue until then.
+    /// Poller that runs the queue until the hand-over.
     pub(super) poller: Arc<Poller>,
 }
 

@@ -45,7 +45,7 @@ impl QueuePairUse {
 pub struct DriveIncidents {
     /// Commands that did not complete within their deadline.
     pub timeouts: u64,
-    /// Abort commands for such commands.
+    /// Abort commands that were sent for these overdue commands.
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,

@@ -54,7 +54,7 @@ pub enum HostLeaseError {
     /// Another server or program uses part of the range without an entry in this ledger.
     #[error("Another process uses part of it")]
     InUse(#[source] io::Error),
-    /// A lease of this drive must be one part of fixed size.
+    /// A lease of this drive must be one contiguous range of a fixed size.
     #[error("Leases of the drive have a fixed size")]
     SeveralParts,
     /// The drive cannot be leased in these parts.

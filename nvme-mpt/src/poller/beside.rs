@@ -103,14 +103,14 @@ impl ProcessorTopology {
     }
 }
 
-/// Adds a group, unless it is already there.
+/// Adds a group, unless it is already in the list.
 fn note(groups: &mut Vec<ProcessorSet>, group: ProcessorSet) {
     if !groups.contains(&group) {
         groups.push(group);
     }
 }
 
-/// Returns `processors` and all groups that have any of them.
+/// Returns `processors` and the processors of all groups that contain any of these.
 fn around<'a>(
     processors: &ProcessorSet,
     groups: impl IntoIterator<Item = &'a ProcessorSet>,
@@ -136,7 +136,7 @@ pub(super) struct VcpuAffinity {
     given: ProcessorSet,
     next: Ticks,
     period: u64,
-    /// True if the kernel refused a place, which was logged.
+    /// True if the kernel refused a placement, which was logged.
     refused: bool,
 }
 

@@ -39,7 +39,7 @@ struct PollerGroup {
     /// Shared pollers live as long as the group, dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
-    /// Pollers of functions that blocked others.
+    /// Pollers of functions that once blocked other functions.
     apart: Vec<Weak<Poller>>,
     /// Pollers of drives that may block, by drive. They live as long as their queues.
     of_drives: Vec<(usize, Weak<Poller>)>,

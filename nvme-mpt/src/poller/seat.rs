@@ -62,7 +62,7 @@ impl<P, T> TakeoverSlot<P, T> {
         self.thread.store(thread.0, Ordering::Relaxed);
     }
 
-    /// Puts all functions here for the turn of one of them.
+    /// Puts all functions into the seat for the turn of one of them.
     #[inline]
     pub(super) fn leave(&self, polled: P, index: usize, began: Ticks) {
         let mut turn = self.lock();

@@ -35,7 +35,7 @@ use super::seat::{TakeoverSlot as SeatOf, is_blocked};
 use crate::processor_time::{self, ProcessorTime, ProcessorTimeCharge, ProcessorTimeDivision};
 use crate::shadow::ShadowQueue;
 
-/// New identity for a thread whose seat was taken over.
+/// New poller for a thread from whose seat another thread has taken the functions.
 pub(super) struct TakeoverTicket {
     pub(super) shared: Arc<PollerState>,
     pub(super) sleeper: PollerSleep,

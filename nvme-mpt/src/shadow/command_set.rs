@@ -39,7 +39,7 @@ pub struct CompletedCommand {
 
 /// A command set: translation of its commands and results, and its description for a guest.
 pub trait CommandSet {
-    /// Facts of a namespace that the description depends on.
+    /// Properties of a namespace on which the description depends.
     type Facts;
 
     /// I/O commands of the command set. A namespace of blocks also has those of the NVM Command Set.

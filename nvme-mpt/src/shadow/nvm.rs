@@ -22,7 +22,7 @@ const RANGE_ADVISED: u64 = 1 << 30;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmCommands;
 
-/// Facts of a namespace for the description of the NVM Command Set.
+/// Properties of a namespace for the description of the NVM Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmFacts {
     /// Limits of the host controller.

@@ -18,18 +18,18 @@ const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
 const PRP1: u16 = 24;
 const PRP2: u16 = 32;
 
-/// Places in one region table that lookups of data and lists try first.
+/// Positions in one region table at which lookups of data and of lists begin.
 #[derive(Debug, Default)]
 pub(super) struct PrpHints {
     /// Hint for the first entry of each command and for the pages of a list.
     page: IovaHint,
-    /// Hint for pages of a list that lie in another run than the first entry.
+    /// Hint for pages of a list that are not in the same contiguous memory region as the first entry.
     data: RegionHint,
     list: RegionHint,
 }
 
-/// Translates the first PRP entry if the command's data lies in one page, in the run of the previous data. Returns `None`
-/// otherwise. Nearly all commands take this fast path.
+/// Translates the first PRP entry if the command's data lies in one page, and in the same contiguous memory region as the
+/// previous data. Returns `None` otherwise. Nearly all commands take this fast path.
 #[inline(always)]
 pub(super) fn translate_page(
     hints: &PrpHints,

@@ -116,7 +116,7 @@ pub(crate) struct SlotPermit<'a> {
     free: &'a mut FreeSlots,
 }
 
-/// Facts of a command that is put in flight; see [`CommandSlot`].
+/// Properties of a command that is put in flight; see [`CommandSlot`].
 #[derive(Debug)]
 pub(crate) struct SlotCommand {
     pub(crate) room: CompletionCredit,

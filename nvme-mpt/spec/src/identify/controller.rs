@@ -420,7 +420,7 @@ bit_field! {
 
 /// NVM Command Set specific Identify Controller (CNS 06h, CSI 00h; NVM 1.0, section 4.1.5.4).
 ///
-/// Limits that are powers of two are in units of `CAP.MPSMIN` pages. A limit of 0 is not reported.
+/// Limits that are powers of two are in units of `CAP.MPSMIN` pages. A value of 0 means that the limit is not reported.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyControllerNvm {

@@ -61,7 +61,7 @@ impl ShadowCore {
         }
     }
 
-    /// Chooses the kind of the next passes.
+    /// Chooses the kind of the next poll passes.
     pub(super) fn note_special(&mut self) {
         let is_special = self.is_logged
             || self.is_limited

@@ -37,7 +37,7 @@ pub(super) struct CompletionPoster<'a, H, const SPECIAL: bool, const LIVE: bool>
     pub(super) translator: &'a CommandTranslator,
     pub(super) departures: &'a mut UnmapsInUse,
     pub(super) parts: &'a mut MultiPartCommands,
-    /// Kind of the next passes.
+    /// Kind of the next poll passes.
     pub(super) passes: &'a mut ShadowPassKind,
     /// True if written pages are noted in the dirty log.
     pub(super) is_logged: bool,

@@ -38,7 +38,7 @@ impl ShadowQueue {
         core.table_use = None;
     }
 
-    /// Uses the current VM's memory again.
+    /// Uses the VM's memory again, as it is mapped now.
     pub(crate) fn take_hold(&mut self, used: UsedTable) {
         let UsedTable { table_use, table } = used;
         let core = &mut self.core;

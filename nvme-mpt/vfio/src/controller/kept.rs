@@ -46,7 +46,7 @@ pub(super) const INHERITANCE: Duration = Duration::from_secs(3600);
 pub(super) struct PredecessorMappings {
     /// Time at which the mappings are removed; `None` once the removal has begun.
     pub(super) end: Option<Deadline>,
-    /// Thread that removes them.
+    /// Thread that removes the mappings.
     thread: Option<JoinHandle<()>>,
 }
 

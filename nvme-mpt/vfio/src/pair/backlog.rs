@@ -25,7 +25,7 @@ const FLOOD: u64 = 64 << 20;
 /// Maximum to which the threshold [`FLOOD`] is raised.
 const FLOOD_MAX: u64 = 4 << 30;
 
-/// Minimum of the limit.
+/// Minimum of the limit, in bytes.
 const LEAST: u64 = 64 << 10;
 
 /// A drive's work between two surveys.
@@ -54,7 +54,7 @@ pub(super) struct InFlightBound {
 }
 
 impl InFlightBound {
-    /// Creates the limit of an unknown drive.
+    /// Creates the limit of a drive whose speed is not known yet.
     pub(super) const fn new(patience: u64) -> Self {
         Self {
             patience,

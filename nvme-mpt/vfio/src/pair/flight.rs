@@ -194,7 +194,7 @@ pub(super) enum CompletionOutcome {
 /// In-flight commands of a queue pair.
 #[derive(Debug)]
 pub(super) struct InFlightCommands {
-    /// Commands without accounting, by slot.
+    /// Plain table: commands without accounting, by slot.
     plain: [CommandIdEntry; PLAIN],
     /// User whose commands are in the plain table.
     owner: u16,
@@ -202,9 +202,9 @@ pub(super) struct InFlightCommands {
     user: u16,
     /// Number of identifiers in the plain table that are held: an Abort of them is outstanding, so they are not reused.
     held_slots: usize,
-    /// Commands with accounting.
+    /// Special table: commands with accounting.
     special: Box<[CommandIdEntry]>,
-    /// Records of the special commands.
+    /// Records of the commands in the special table.
     flights: Box<[InFlightCommand]>,
     /// Free indices of the special table.
     free: Vec<u16>,
@@ -213,7 +213,7 @@ pub(super) struct InFlightCommands {
     in_flight: usize,
 }
 
-/// No member.
+/// Number that no user has.
 const NOBODY: u16 = u16::MAX;
 
 impl InFlightCommands {

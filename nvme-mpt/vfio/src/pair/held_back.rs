@@ -21,7 +21,7 @@ impl HeldBackUsers {
         self.users.reserve(count.saturating_sub(self.users.len()));
     }
 
-    /// Adds a user that is not held back.
+    /// Adds a user that is not held back yet.
     pub(super) fn push(&mut self, number: u16, due: Ticks) {
         self.users.push_back((due, number));
     }

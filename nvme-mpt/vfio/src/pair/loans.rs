@@ -18,7 +18,7 @@ use nvme_mpt_memory::clock::Ticks;
 /// Activity of a pair between checks, by which the drive monitor finds idle pairs.
 #[derive(Debug, Default)]
 pub struct QueuePairActivity {
-    /// Total of commands at the last check.
+    /// Value of the pair's command counter at the last check.
     commands: u64,
     /// Number of consecutive checks that found the pair idle.
     looks: u32,

@@ -43,13 +43,13 @@ pub(super) struct QueuePairUser {
     pub(super) held_back: bool,
     /// Time until which the user counts as heavy.
     pub(super) heavy_until: Ticks,
-    /// Split commands, on a drive that needs them.
+    /// Split commands; `None` on a drive that needs none.
     pub(super) splits: Option<SplitCommands>,
     /// Queue of the user.
     pub(super) queue: NewQueuePairUser,
     /// True while the user migrates to another pair. It leaves when its last command has completed.
     pub(super) departs: bool,
-    /// Home pair, while the user borrows this one.
+    /// Home pair, while the user borrows this pair.
     pub(super) home: Option<Weak<QueuePairInner>>,
     /// Time of the last batch that went through arbitration.
     pub(super) last_batch: Ticks,
@@ -57,7 +57,7 @@ pub(super) struct QueuePairUser {
     pub(super) weighed_at: Ticks,
     /// True if the drive gets no further command of the user.
     pub(super) revoked: bool,
-    /// Commands counted at the lease.
+    /// Number of the user's outstanding commands that are counted at the lease.
     counted: u32,
     /// Completions in `done` of commands that are not counted at the lease.
     uncounted: u32,

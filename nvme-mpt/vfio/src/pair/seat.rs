@@ -23,7 +23,7 @@ impl CurrentQueuePair {
         Arc::new(Self(Mutex::new(Arc::downgrade(shared))))
     }
 
-    /// Returns the pair; `None` once it is gone.
+    /// Returns the pair; `None` once the pair was dropped.
     fn pair(&self) -> Option<Arc<QueuePairInner>> {
         self.lock().upgrade()
     }
@@ -49,7 +49,7 @@ impl SharedQueuePair for CurrentQueuePair {
 pub(super) struct NewQueuePairUser {
     /// Maximum number of commands.
     pub(super) slots: u16,
-    /// Logical block size of its namespace, as a power of two.
+    /// Logical block size of the queue's namespace, in bytes as a power of two.
     pub(super) lba_shift: u8,
     pub(super) lease: Arc<LeaseShare>,
     pub(super) whereabouts: Arc<CurrentQueuePair>,
@@ -67,7 +67,7 @@ pub(super) struct LeftoverCommands {
 pub(super) struct QueueMigration {
     /// New pair of the last batch, if the queue migrated with that batch.
     pub(super) next: Option<LeftoverCommands>,
-    /// Old pairs with commands in flight.
+    /// Pairs that the queue has left, but where it still has commands in flight.
     pub(super) left: Vec<LeftoverCommands>,
 }
 

@@ -9,7 +9,7 @@ use super::turns::QueuePairArbitration;
 use nvme_guest::learn::WINDOW_MAX;
 use nvme_mpt_memory::clock::Ticks;
 
-/// Latest activity of users, to detect that one is alone.
+/// Latest activity of users, to detect that only one user is active.
 #[derive(Clone, Copy, Debug, Default)]
 struct QueuePairUserActivity {
     last: u16,
@@ -32,7 +32,7 @@ impl QueuePairUserActivity {
     }
 }
 
-/// State by which a pair's users share it.
+/// State by which the users of a pair share the pair.
 #[derive(Debug)]
 pub(super) struct QueuePairSharing {
     pub(super) governor: Arc<DriveGovernor>,

@@ -77,7 +77,7 @@ impl ClassUser {
 struct SurveyedOwner {
     lease: Arc<LeaseShare>,
     outstanding: u32,
-    /// Number of its queues.
+    /// Number of the owner's queues.
     queues: u64,
     /// Number of the owner's queues by class.
     in_classes: [u64; CLASSES.len()],

@@ -333,7 +333,7 @@ impl QueuePairArbitration {
         }
     }
 
-    /// Removes a user from the waiting ones.
+    /// Removes a user from the waiting users.
     #[cold]
     fn forget(&mut self, member: u16) {
         let Some(Some(place)) = self.places.get_mut(usize::from(member)) else {

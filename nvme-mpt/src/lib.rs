@@ -21,8 +21,8 @@
 //!
 //! # Not implemented
 //!
-//! This crate has no host controller: `nvme-vfio` drives physical ones, and `nvme-software` has drives in software. It
-//! does not handle the guest's PCI configuration space or admin queue, and does not depend on a hypervisor.
+//! This crate has no host controller: `nvme-vfio` drives physical ones, and `nvme-software` has drives in software. This crate
+//! does not handle the guest's PCI configuration space or admin queue either, and does not depend on a hypervisor.
 
 #![cfg_attr(
     test,

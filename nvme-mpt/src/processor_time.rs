@@ -1,10 +1,10 @@
 //! Processor time of pollers, charged to the functions they work for.
 //!
 //! The kernel counts the CPU time of a poller's thread, without sleeps and preemptions. The poller reads that clock at most
-//! once per [`PERIOD`], and divides the time since the last reading among the queues in proportion to the ticks that it spent
-//! on each queue. So the sum over all queues equals the kernel's count. A preemption adds nothing to the sum, but increases the
-//! share of the preempted queue. Over time, preemptions hit queues in proportion to their time. A poller with one function
-//! counts no ticks: all of its time is charged to that function.
+//! once per [`PERIOD`]. It divides the time since the last reading among its queues, in proportion to the ticks spent on each
+//! queue. So the sum over all queues equals the kernel's count. A preemption adds nothing to the sum, but increases the share
+//! of the preempted queue. Over time, preemptions hit queues in proportion to their time. A poller with one function counts no
+//! ticks: all of its time is charged to that function.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use std::time::Duration;
 /// Shortest time between two readings of the kernel's clock, unless queues are added or removed.
 pub(crate) const PERIOD: Duration = Duration::from_millis(1);
 
-/// Processor time that pollers spent on one function. Any poller may add.
+/// Processor time that pollers spent on one function. Any poller may add time.
 #[derive(Debug, Default)]
 pub(crate) struct ProcessorTime {
     nanoseconds: AtomicU64,

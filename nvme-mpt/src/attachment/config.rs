@@ -55,7 +55,7 @@ pub enum SharedPartsSource {
     Own,
     /// The function is new and in another process. Its queues have in-flight tracking.
     Outliving(EventReader),
-    /// The function kept the parts of a process that ended. They are untrusted.
+    /// The function kept the parts of a process that ended. These parts are untrusted.
     Kept(PersistedBackendParts, EventReader),
     /// The function is in this process and continues in the next one. Its queues have in-flight tracking. The files come from
     /// the old server, if there was one, and are untrusted.

@@ -47,8 +47,8 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Announces that the doorbell registers are unmapped from the guest. All its stores have arrived, and later writes go to
-    /// [`Self::ring_doorbell`].
+    /// Announces that the doorbell registers are unmapped from the guest. All stores of the guest have arrived, and its later
+    /// writes go to [`Self::ring_doorbell`].
     pub(super) fn end_silent_doorbells(&self) {
         self.context.silence.end();
         self.unwatch(&mut self.queues());

@@ -157,7 +157,7 @@ pub(super) struct BackendQueues {
     pub(super) revoked: bool,
     /// True if every queue rests here and none is polled.
     pub(super) paused: bool,
-    /// Counts of the lease from before a restore or from an earlier process.
+    /// Counters of the lease from before a restore, or from an earlier process.
     pub(super) counted_before: LeaseCounters,
     /// Identifier of the watch of the admin queue's mapped doorbells, and its poller.
     pub(super) watch: Option<(u64, Arc<Poller>)>,

@@ -125,7 +125,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = events;
     }
 
-    /// Checks the lease's data for damage, by system calls, and returns the result.
+    /// Checks the lease's data for damage and returns the result. The check makes system calls.
     fn damage(&self) -> LeaseDamage {
         LeaseDamage::default()
     }

@@ -21,7 +21,8 @@ pub struct NoSuchProcessor {
     online: String,
 }
 
-/// Checks that processors are online. If the kernel does not list them, as in a sandbox, accepts all.
+/// Checks that processors are online. If the kernel does not list the online processors, as in a sandbox, accepts all
+/// processors.
 pub(super) fn check(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
     if cpus.is_empty() {
         return Ok(());
@@ -52,7 +53,7 @@ pub(super) struct ThreadPinning {
     processor: usize,
     next: Ticks,
     period: u64,
-    /// True if the thread may run elsewhere, which was logged.
+    /// True if the thread may run on other processors; this was logged.
     is_lost: bool,
 }
 

@@ -19,7 +19,7 @@ pub enum PollerSharing {
     Dedicated,
 }
 
-/// Time until a due command for which a spinning poller does not sleep, because falling asleep and waking up takes about as
+/// If a command is due within this time, a spinning poller does not sleep, because falling asleep and waking up takes about as
 /// long.
 const DUE_SOON: Duration = Duration::from_micros(100);
 

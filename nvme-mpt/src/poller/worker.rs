@@ -442,7 +442,7 @@ impl Drop for Poller {
     }
 }
 
-/// Extent to which a poller's queues wait for the limits of their leases.
+/// Share of a poller's queues that wait for the limits of their leases: none, some or all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ThrottledQueues {
     None,

@@ -43,8 +43,9 @@ pub struct LeasedBlocks {
 const WHOLE_SHIFT: u32 = 63;
 
 impl LeasedBlocks {
-    /// Creates the blocks of a lease from its extents in the host's namespace, in order. With several extents, each must be
-    /// whole units, and the unit's number of blocks must be a power of two; otherwise, and without extents, returns `None`.
+    /// Creates the blocks of a lease from its extents in the host's namespace, in order. Several extents must each consist of
+    /// whole units, and the number of blocks of a unit must be a power of two. Returns `None` if they do not, or if there are
+    /// no extents.
     #[must_use]
     pub fn new(
         nsids: NamespaceIds,

@@ -151,7 +151,8 @@ fn translate_chain(
     }
 }
 
-/// Translates entries of the guest's list into the start of the host's list, using the run of the command's first entry.
+/// Translates entries of the guest's list into the start of the host's list, using the contiguous memory region (run) of the
+/// command's first entry.
 #[inline(always)]
 fn translate_entries(
     table: &RegionTable,
@@ -182,7 +183,7 @@ fn translate_entries(
     translate_one_by_one(table, hints, host_list, run, direction)
 }
 
-/// Translates entries a second time, where the translation by a single run may have been wrong.
+/// Translates entries a second time, where the translation by a single contiguous region may have been wrong.
 #[inline(never)]
 fn translate_one_by_one(
     table: &RegionTable,

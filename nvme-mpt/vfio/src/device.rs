@@ -472,7 +472,7 @@ fn removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
 
 /// Returns whether a kernel with this release string returns a function to the host while its group and container are still
 /// open. Kernels before 6.2 wait until both are closed. With such a kernel, a keeper that has them open would block an unbind
-/// of the function, because nothing tells the keeper to close them while no server runs.
+/// of the function: nothing tells the keeper to close them while no server runs.
 fn gives_back_without_users(release: &str) -> bool {
     let numbers = release.split(|c: char| !c.is_ascii_digit());
     let numbers: Vec<u32> = numbers.map_while(|number| number.parse().ok()).collect();

@@ -1,6 +1,6 @@
 //! Dirty log of the writes of a shadow queue to the VM's memory.
 //!
-//! While the log is off, a pass checks for it once, at no cost per command.
+//! Each poll pass checks once whether the log is on, so a log that is off costs nothing per command.
 
 use nvme_guest::address::{Gpa, PAGE_SIZE};
 use nvme_guest::dma::RegionTable;

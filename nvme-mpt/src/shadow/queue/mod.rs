@@ -73,7 +73,7 @@ enum ShadowQueueCondition {
     Failed,
 }
 
-/// Kind of a queue's poll passes. Each kind is compiled separately, so that a cheaper kind has no checks of others.
+/// Kind of a queue's poll passes. Each kind is compiled separately, so that a cheaper kind has no checks of the other kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ShadowPassKind {
     /// Commands pass without extra work.

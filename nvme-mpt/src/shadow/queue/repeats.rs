@@ -1,6 +1,6 @@
 //! Repeated commands, each in its old slot. Commands that were in flight when the old server ended are translated again.
-//! Commands that a reset of the drive interrupted are resubmitted unchanged. The guest sees Command Interrupted for these
-//! only if they must not be resubmitted.
+//! Commands that a reset of the drive interrupted are resubmitted unchanged. The guest sees Command Interrupted only for
+//! interrupted commands that must not be resubmitted.
 
 use nvme_guest::event::QueueFailure;
 use nvme_guest::live::InflightSqHead;

@@ -192,7 +192,8 @@ fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
     }
 }
 
-/// Equal weights for a drive that did not answer Set Features: it may have executed the command, or may do so later.
+/// Request for equal weights on a drive that did not answer Set Features. The drive may have executed the command, or may do so
+/// later.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct EqualWeightsRequest {
     /// Number of times that equal weights were sent, at most [`EQUAL_ATTEMPTS`].

@@ -6,8 +6,8 @@
 //! command, or one that the drive lets all others pass, becomes overdue because no earlier command is left to complete.
 //! The [`OLDEST`] commands are watched.
 //!
-//! The time from one check to the next counts only up to a fraction of the timeout, because a longer time means that the drive
-//! monitor got no processor time or that the host was suspended. Pollers took no completions then either.
+//! The time from one check to the next counts only up to a fraction of the timeout. A longer time means that the drive monitor
+//! got no processor time or that the host was suspended, so pollers took no completions either.
 //!
 //! A queue may be stuck as a whole. Suppose that a command is overdue, and that none of the commands in its queue has completed
 //! since its timeout began. Then all commands that were in the queue at that time are overdue.

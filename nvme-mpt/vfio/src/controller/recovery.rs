@@ -38,8 +38,8 @@ const ATTEMPTS: u32 = 3;
 /// Maximum time for the recovery of a link and for the kernel's reset of the function.
 const LINK_TIME: Duration = Duration::from_secs(10);
 
-/// Maximum of the drive's own timeout (CAP.TO or CRTO) to use in the wait for a drive whose registers read as all ones, because
-/// some drives report hours.
+/// Maximum of the drive's own timeout (CAP.TO or CRTO) in the wait for a drive whose registers read as all ones. Some drives
+/// report hours.
 const SILENCE_MAX: Duration = Duration::from_secs(128);
 
 /// Poll interval while a drive does not answer.

@@ -3,10 +3,10 @@
 //! The monitor checks everything ten times a second and acts itself, and it gives free queue pairs to queues that share.
 //! So a failing drive costs pollers and other drives no more than the lock of a queue pair.
 //!
-//! An overdue command (`timeout=`, 10 s; `progress.rs`) is aborted. Its identifier is not reused before the drive has
-//! answered the Abort. If the command is still in flight a second later, the controller is reset and its queues are
-//! created again (`recovery.rs`). The controller is also reset if it reports CSTS.CFS, if it answers no admin command,
-//! and when it answers again after its registers have read as all ones.
+//! An overdue command (`timeout=`, 10 s; `progress.rs`) is aborted. Its identifier is not reused before the drive has answered
+//! the Abort. If the command is still in flight a second later, the controller is reset and its queues are created again
+//! (`recovery.rs`). The controller is also reset if it reports CSTS.CFS, if it answers no admin command, or if its registers
+//! are readable again after they have read as all ones.
 //!
 //! While the drive has paused processing (CSTS.PP), none of this happens, up to a time limit.
 //!

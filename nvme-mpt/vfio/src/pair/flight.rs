@@ -312,7 +312,7 @@ impl InFlightCommands {
         self.in_flight -= commands;
     }
 
-    /// Adds a command to the special table. Returns `None` if there is no room.
+    /// Adds a command to the special table. Returns `None` if the table is full.
     pub(super) fn take_off_special(
         &mut self,
         flight: InFlightCommand,

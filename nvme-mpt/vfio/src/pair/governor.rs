@@ -39,16 +39,16 @@ const PRESENCE: Duration = Duration::from_secs(1);
 pub(super) enum QueuePairWindow {
     /// No limit: no light user is active.
     Open,
-    /// The pair may have this many bytes in flight, or one command.
+    /// The pair may have this many bytes in flight, or one larger command.
     Own(u64),
-    /// All pairs together may have this many bytes in flight, or one command.
+    /// All pairs together may have this many bytes in flight, or one larger command.
     Drive(u64),
     /// No heavy command may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has
     /// the turn.
     Closed,
 }
 
-/// Minimum share of the window. Below it, queue pairs take turns.
+/// Minimum share of the window, in bytes. If the shares would be smaller, queue pairs take turns.
 const SHARE_MIN: u64 = 64 << 10;
 
 /// Value of `direct` if the number of direct commands is unknown.

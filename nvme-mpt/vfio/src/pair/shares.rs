@@ -1,9 +1,9 @@
 //! Shares of a drive by weight, for busy owners on several pairs.
 //!
 //! Within a pair, arbitration divides the ring among the users. Between pairs, the drive decides: it executes commands in order
-//! of arrival or serves the pairs in turn, so an owner with more or deeper queues gets more bytes. A pure function computes
-//! each owner's limit until the next survey, from the bytes that each owner got since the last survey and from the bytes that
-//! the drive completed:
+//! of arrival or serves the pairs in turn, so an owner with more or deeper queues gets more bytes. In each survey, a pure
+//! function computes each owner's limit until the next survey. Its inputs are the bytes that each owner got, and the bytes that
+//! the drive completed, since the last survey:
 //!
 //! - While an owner gets less than its share by weight, the limits of owners that get more than their share are reduced.
 //! - While the drive completes less than it can, or is fast enough for all its commands, limits rise and finally end. So no

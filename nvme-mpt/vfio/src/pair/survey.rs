@@ -91,8 +91,8 @@ struct SurveyedOwner {
 /// Nominal time between two surveys.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Number of surveys for which an owner still counts as busy after it was busy, because a guest that resets its controller or
-/// maps memory has moments without commands.
+/// Number of surveys for which an owner still counts as busy after it was busy. The reason is that a guest has moments without
+/// commands when it resets its controller or maps memory.
 const BUSY_LOOKS: u8 = 5;
 
 impl SurveyedOwner {

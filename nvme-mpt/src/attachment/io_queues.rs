@@ -48,7 +48,7 @@ pub(super) struct CreatedCompletionQueue {
     /// The shadow queue while its poller hands it over. It takes no commands, and arrives once its last in-flight command has
     /// ended.
     leaving: Option<QueueRemoval>,
-    /// True if the queue is deleted when it arrives. Its commands start no further step then.
+    /// True if the queue is deleted when it arrives. In this case, its commands start no further step.
     ends: bool,
     /// True if a wait for its in-flight commands has timed out.
     overdue: bool,
@@ -81,7 +81,7 @@ impl CreatedCompletionQueue {
         Ok(())
     }
 
-    /// Stops the shadow queue. It arrives here once none of its commands is in flight.
+    /// Stops the shadow queue. The queue arrives here once none of its commands is in flight.
     pub(super) fn begin_to_leave(&mut self) {
         if self.leaving.is_none() && self.parked.is_none() {
             self.leaving = Some(self.poller.remove(self.id));
@@ -122,7 +122,7 @@ impl CreatedCompletionQueue {
     ///
     /// # Errors
     /// [`QueueError::Timeout`]. The queue then takes no more commands and is still being handed over. [`Self::stay`] cancels
-    /// that.
+    /// the hand-over.
     pub(super) fn take_from_poller(
         &mut self,
         deadline: &Deadline,
@@ -494,7 +494,7 @@ impl LocalBackend {
     /// Gives back a shadow queue from [`Self::take_queue`].
     ///
     /// # Errors
-    /// [`QueueError::NoSuchQueue`] if the queue is not one of this attachment. It is dropped then.
+    /// [`QueueError::NoSuchQueue`] if the queue is not one of this attachment. The queue is dropped then.
     pub fn give_queue_back(&self, queue: Box<ShadowQueue>) -> Result<(), QueueError> {
         let queues = self.queues();
         let entry = queues.cqs.values().find(|entry| entry.id == queue.id());

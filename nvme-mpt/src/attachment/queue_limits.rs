@@ -174,7 +174,7 @@ impl QueueLimits {
     }
 }
 
-/// Checks completion entries, slots and Submission Queues for in-flight commands.
+/// Checks that saved in-flight commands fit into the Completion Queue, and that their slots and Submission Queues are valid.
 fn check_in_flight(
     name: &str,
     cq: &CompletionQueueState,

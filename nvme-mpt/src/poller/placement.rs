@@ -157,8 +157,8 @@ impl PollerPool {
         }
     }
 
-    /// Starts the first poller of a policy with shared pollers, before its queues exist. Dedicated pollers are started with
-    /// their queue.
+    /// Starts the first poller of a policy with shared pollers, before the policy's queues exist. Dedicated pollers are started
+    /// with their queue.
     ///
     /// # Errors
     /// Returns the kernel's error.

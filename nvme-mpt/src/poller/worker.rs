@@ -506,7 +506,7 @@ impl PolledFunctions {
             .flat_map(|function| function.members.watches.iter())
     }
 
-    /// Returns the function that a bill is charged to, and adds it if it is new.
+    /// Returns the function that a bill is charged to, and adds the function if it is new.
     fn function(&mut self, bill: &ProcessorTimeCharge) -> &mut PolledFunction {
         let own = bill.function();
         let at = self
@@ -836,7 +836,7 @@ impl PollerThread {
         self.polled.watches().next().is_none()
     }
 
-    /// Runs every queue once, or the queues whose turn it is. Returns whether any had work or was skipped. `began` is the
+    /// Runs every queue once, or the queues whose turn it is. Returns whether any queue had work or was skipped. `began` is the
     /// current time.
     #[inline]
     fn pass(&mut self, began: Ticks) -> bool {
@@ -859,7 +859,7 @@ impl PollerThread {
     }
 
     /// Runs the queues whose turn it is, or `all` once. Adds each queue's ticks to the queue's bill, and hands over leaving
-    /// queues. Returns whether any had work or was skipped.
+    /// queues. Returns whether any queue had work or was skipped.
     #[inline(never)]
     fn measured_pass(&mut self, all: bool) -> bool {
         let mut worked = false;

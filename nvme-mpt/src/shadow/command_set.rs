@@ -25,7 +25,7 @@ pub enum CommandTraffic {
 /// Guest command that the host controller has completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompletedCommand {
-    /// Its opcode. For other command sets, only the number has a meaning.
+    /// Opcode of the command. In command sets other than NVM, only its number has a meaning.
     pub opcode: NvmOpcode,
     /// Dwords 10 and 11 of the guest's command; 0 in command sets without LBAs.
     pub slba: u64,

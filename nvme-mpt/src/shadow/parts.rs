@@ -1,5 +1,5 @@
-//! Execution in parts, for commands whose blocks lie in several extents of the host's namespace or exceed its limits for
-//! one command.
+//! Execution in parts, for commands whose blocks lie in several extents of the host's namespace or exceed the host controller's
+//! limits for one command.
 //!
 //! Such a command is translated as a whole with the LBAs of the lease, and keeps its slot. Its parts go to the host controller
 //! one after the other under the slot's number. Each part is one contiguous range of the host's namespace. The command ends

@@ -10,9 +10,9 @@ use nvme_spec::sqe::{Cdw0, Sqe};
 
 use crate::host::DataPointer;
 
-/// Time after taking a command in which it may be resubmitted to the host controller: half of the usual command timeout
-/// of drivers. With `timeout=` of 10 s, a command that the drive never completes is resubmitted once, and fails before its
-/// driver's timeout.
+/// Time after taking a command in which the command may be resubmitted to the host controller: half of the usual command
+/// timeout of drivers. With `timeout=` of 10 s, a command that the drive never completes is resubmitted once, and fails before
+/// its driver's timeout.
 const AGAIN: Duration = Duration::from_secs(15);
 
 /// Rare extra work at the end of a command. A single check finds whether there is any.
@@ -71,8 +71,8 @@ pub(crate) struct CommandSlot {
     pub(crate) slba: u64,
     /// Time at which the command was taken.
     pub(crate) taken: Ticks,
-    /// Command sent to the host controller, or the whole command from which its parts are made. Its Data Pointer and the
-    /// slot's list, which the guest cannot change, describe the data.
+    /// Command sent to the host controller, or the whole command from which its parts are made. The Data Pointer of this
+    /// command and the slot's list, which the guest cannot change, describe the data.
     pub(crate) host: Sqe,
 }
 

@@ -108,7 +108,7 @@ impl CommandTranslator {
     }
 
     /// Translates a command that is executed [in parts](UntranslatedCommand::InParts). The result keeps the LBAs of the lease
-    /// and may exceed the host controller's limits. It is never submitted itself; its parts are made from it.
+    /// and may exceed the host controller's limits. The result is never submitted itself; the command's parts are made from it.
     ///
     /// # Errors
     /// As [`Self::translate`].

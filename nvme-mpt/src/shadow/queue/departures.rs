@@ -1,7 +1,7 @@
 //! In-flight commands whose memory was unmapped, and when the last of them ends.
 //!
-//! This costs nothing per command: the entry sent to the host controller shows where a command's data lies. When a region
-//! is unmapped, the poller searches its in-flight commands.
+//! The tracking costs nothing per command: the entry sent to the host controller shows where a command's data lies. When a
+//! region is unmapped, the poller searches its in-flight commands.
 
 use std::sync::Arc;
 

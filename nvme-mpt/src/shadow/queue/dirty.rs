@@ -83,7 +83,7 @@ impl ShadowCore {
         self.note_event_idx();
     }
 
-    /// Notes the EventIdx page. It has EventIdx of all doorbells and is written often, so it is noted as a whole.
+    /// Notes the EventIdx page. The page has EventIdx of all doorbells and is written often, so the whole page is noted.
     pub(super) fn note_event_idx(&self) {
         if let Some(DoorbellBuffer { event_idx, .. }) = self.buffer {
             self.translator.table().note_written(event_idx, PAGE_SIZE);

@@ -382,8 +382,8 @@ impl ShadowQueue {
         self.host.hurry(true);
     }
 
-    /// Lets in-flight commands start no further step, because the queue is about to be deleted. They end as described at
-    /// [`HostQueue::cut_short`].
+    /// Lets in-flight commands start no further step, because the queue is about to be deleted. The commands end as described
+    /// at [`HostQueue::cut_short`].
     pub(crate) fn cut_short(&mut self) {
         self.core.is_cut_short = true;
         self.host.cut_short();
@@ -521,7 +521,7 @@ impl ShadowCore {
         self.take::<H, SPECIAL, LIVE>(index, batch)
     }
 
-    /// Takes commands from one Submission Queue and submits them. Returns whether there are any.
+    /// Takes commands from one Submission Queue and submits them. Returns whether there were commands.
     #[inline(always)]
     fn take<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -684,7 +684,7 @@ impl ShadowCore {
         }
     }
 
-    /// Executes the next steps of commands in parts. Returns whether there were any.
+    /// Executes the next steps of commands in parts. Returns whether there were such steps.
     #[cold]
     #[inline(never)]
     fn submit_parts<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -719,7 +719,7 @@ impl ShadowCore {
         worked
     }
 
-    /// Posts the completions of the host controller. Returns whether there were any.
+    /// Posts the completions of the host controller. Returns whether there were completions.
     #[inline]
     fn reap<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -728,7 +728,7 @@ impl ShadowCore {
         self.post::<H, SPECIAL, LIVE>(|memory, posting| host.reap(memory, posting))
     }
 
-    /// Posts the completions that `give` delivers. Returns whether there were any.
+    /// Posts the completions that `give` delivers. Returns whether there were completions.
     #[inline(always)]
     fn post<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,

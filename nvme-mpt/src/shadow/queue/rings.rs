@@ -281,7 +281,7 @@ pub(super) fn completion_ring(
     }
 }
 
-/// Returns the pages of a ring that does not lie in a single run.
+/// Returns the pages of a ring that does not lie in a single contiguous memory region.
 fn pages(table: &RegionTable, base: Gpa, len: u64) -> Option<Vec<(Arc<Mapping>, usize)>> {
     let pages = (0..len).step_by(PAGE_SIZE as usize).map(|at| {
         let (mapping, offset) = table.locate(base.checked_add(at)?, PAGE_SIZE)?;

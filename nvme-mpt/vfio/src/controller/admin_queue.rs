@@ -40,7 +40,7 @@ const DATA_OFFSET: usize = 2 * PAGE_SIZE as usize;
 
 const _: () = assert!(ENTRIES as usize * size_of::<Sqe>() <= CQ_OFFSET);
 
-/// `CID` of the Asynchronous Event Request. Other commands use the values below.
+/// `CID` of the Asynchronous Event Request. Other commands use smaller values.
 const EVENT_CID: u16 = u16::MAX;
 
 /// Admin queue pair with a data page.
@@ -224,9 +224,9 @@ impl AdminQueue {
         self.execute_through_pause(sqe, Duration::ZERO, &|| true)
     }
 
-    /// Executes a command as [`Self::execute`] does. The timeout is suspended while the drive has paused processing
-    /// (CSTS.PP), for `pause` at most and until `is_ending` returns true. Returns [`ControllerError::WantedBack`] if the
-    /// host asks for the function during the pause.
+    /// Executes a command as [`Self::execute`] does. The timeout is suspended while the drive has paused processing (CSTS.PP),
+    /// but for at most `pause`, and only until `is_ending` returns true. Returns [`ControllerError::WantedBack`] if the host
+    /// asks for the function during the pause.
     pub(super) fn execute_through_pause(
         &mut self,
         sqe: Sqe,

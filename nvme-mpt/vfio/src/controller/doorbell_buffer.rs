@@ -1,5 +1,5 @@
-//! Doorbell Buffer of a drive (Base 2.0, section 5.8). Emulated drives in nested and cloud machines have one. It turns most
-//! doorbell writes from register writes into stores to memory.
+//! Doorbell Buffer of a drive (Base 2.0, section 5.8). Emulated drives in nested and cloud machines have a Doorbell Buffer,
+//! with which most doorbell writes are stores to memory.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

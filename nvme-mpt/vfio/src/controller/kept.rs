@@ -9,9 +9,9 @@
 //! dies before that, the next process finds the old table, which is still valid. Mappings that the old table marks as
 //! uncertain may have been removed; removing them again is harmless.
 //!
-//! The successor matches memory by its file. This is safe only for functions of the predecessor: while there was no server,
-//! another VMM may have freed pages of a file that the IOMMU still maps. So the remaining old mappings are removed (the
-//! *inheritance* ends) before other functions may map memory.
+//! The successor matches memory by its file. While there was no server, a VMM may have unmapped memory, freed its pages and
+//! mapped the file again, although the IOMMU still maps the old pages. So only functions of the predecessor may use old
+//! mappings: the *inheritance* must end before anything else may map memory.
 //!
 //! The store is emptied before the function and the IOMMU are released. The kernel lets no other process open the
 //! function while a descriptor of its group exists.
@@ -36,8 +36,8 @@ use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::deadline::Deadline;
 use nvme_mpt_memory::sync::JoinHandle;
 
-/// Maximum time in which the predecessor's mappings can be matched. A server ends this period as soon as its functions
-/// are restored; the maximum is for drives that are added later. It is long because other drives may take minutes each to
+/// Maximum time in which the predecessor's mappings can be matched. A server ends this period as soon as its functions are
+/// restored; the maximum is for drives that are added later. The maximum is long because other drives may take minutes each to
 /// become ready.
 pub(super) const INHERITANCE: Duration = Duration::from_secs(3600);
 
@@ -59,7 +59,7 @@ impl PredecessorMappings {
         }
     }
 
-    /// Returns whether the mappings are being removed. They must not be handed over meanwhile.
+    /// Returns whether the mappings are being removed. The mappings must not be handed over until the removal has ended.
     pub(super) fn is_ending(&self) -> bool {
         self.thread
             .as_ref()

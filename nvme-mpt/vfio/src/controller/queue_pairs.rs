@@ -456,7 +456,7 @@ pub(super) fn create(
     Err(error)
 }
 
-/// Deletes the queues of a pair (Base 2.0, sections 5.6 and 5.7). This ends their commands.
+/// Deletes the queues of a pair (Base 2.0, sections 5.6 and 5.7). The deletion ends all commands of these queues.
 pub(super) fn delete(admin: &mut AdminQueue, qid: QueueId) -> Result<(), ControllerError> {
     delete_one(admin, AdminOpcode::DELETE_IO_SQ, qid)?;
     delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid)

@@ -47,7 +47,7 @@ pub(super) struct QueuePairUser {
     pub(super) splits: Option<SplitCommands>,
     /// Queue of the user.
     pub(super) queue: NewQueuePairUser,
-    /// True while the user migrates to another pair. It leaves when its last command has completed.
+    /// True while the user migrates to another pair. The user leaves this pair when its last command here has completed.
     pub(super) departs: bool,
     /// Home pair, while the user borrows this pair.
     pub(super) home: Option<Weak<QueuePairInner>>,

@@ -181,8 +181,8 @@ impl IommuGroup {
     }
 
     /// Returns the users of the group as [`Self::users`] does, and also tries to open the group. The kernel lets only one
-    /// process open a group, so a failure shows a user that this process cannot see. The attempt may make an open by another
-    /// process fail, so call this only if the group is about to be taken from all its users.
+    /// process open a group, so EBUSY shows that the group has a user, even one that this process cannot see. The attempt may
+    /// make an open by another process fail, so call this only if the group is about to be taken from all its users.
     #[must_use]
     pub fn exclusive_users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);

@@ -13,7 +13,8 @@ pub struct MemoryStats {
     pub regions: u64,
     /// Bytes of the mapped regions.
     pub bytes: u64,
-    /// Regions mapped so far. A guest with a virtual IOMMU maps pages for each command.
+    /// Number of region mappings so far. If the guest uses a virtual IOMMU, the number grows with its I/O, because the VMM maps
+    /// pages for each command.
     pub maps: u64,
     /// Regions unmapped so far.
     pub unmaps: u64,

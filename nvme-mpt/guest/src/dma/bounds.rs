@@ -81,7 +81,7 @@ pub enum MemoryRefusal {
         /// The limit.
         limit: MemoryLimit,
     },
-    /// The host or the server's control group cannot provide the missing pages.
+    /// The host or the server's control group has too little free memory for the region's missing pages.
     #[error(
         "Function {function} asks for {} of memory of which {} are not there yet. The kernel would take them while the drive's \
          memory is pinned, and {shortage}: give the VM less memory, or have its VMM allocate it at its start (prealloc)",
@@ -129,8 +129,8 @@ impl MemoryRefusal {
         }
     }
 
-    /// Returns the error for a region. It is an IOMMU error, which earlier releases know too. Its kind, `OutOfMemory`, says
-    /// that a retry may succeed once others have released memory.
+    /// Returns the error for a region: an IOMMU error, because earlier releases know no other variant for this case. Its kind
+    /// `OutOfMemory` says that a retry may succeed once other functions have released memory.
     pub(super) fn of_region(self, gpa: Gpa, len: u64) -> DmaError {
         let source = io::Error::new(io::ErrorKind::OutOfMemory, self);
         DmaError::Iommu { gpa, len, source }

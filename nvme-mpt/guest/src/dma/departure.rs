@@ -31,8 +31,8 @@ struct UnmappedPart {
 }
 
 impl PendingUnmap {
-    /// Creates a pending unmap of regions, each with its dirty pages if there are any. `generation` is that of the first table
-    /// without the regions.
+    /// Creates a pending unmap of regions, each with its dirty bitmap if the dirty log is on. `generation` is the generation of
+    /// the first table without the regions.
     pub(super) fn new(
         generation: u64,
         regions: impl Iterator<Item = (Arc<MappedRegion>, Option<Arc<RegionDirtyBitmap>>)>,

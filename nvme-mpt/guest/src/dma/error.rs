@@ -32,7 +32,7 @@ pub enum DmaError {
     /// The VM's memory is in the maximum number of files.
     #[error("Memory in no more than {MAX_FILES} files can be mapped")]
     TooManyFiles,
-    /// The VM may take no more mappings of a physical drive's IOMMU.
+    /// The VM has used its share of the mappings of a physical drive's IOMMU.
     #[error(
         "The memory of function {function} has {taken} of the {max} mappings that the drive takes for all VMs, and \
          can have no more while {left} are left; use fewer and larger regions, or move its disk to another drive"
@@ -48,7 +48,7 @@ pub enum DmaError {
         /// Maximum number of mappings of the drive.
         max: u64,
     },
-    /// The VM's files exceed their limit of this process's address space.
+    /// The files of one VM would take more of this process's address space than allowed.
     #[error(
         "The memory of region {gpa}+{len:#x} does not fit: of the {MAX_FILE_BYTES:#x} bytes of address space that \
          the files of one VM may take, {left:#x} are left; unmap others first, or map less of it"

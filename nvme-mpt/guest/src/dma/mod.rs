@@ -175,7 +175,8 @@ pub struct UsedTable {
 }
 
 impl PublishedTable {
-    /// Returns whether no table is newer than `generation`, with one load. `PublishedSnapshot` says when to ask.
+    /// Returns whether the table of `generation` is the newest one. This takes one load. `PublishedSnapshot` describes when a
+    /// poller must check.
     #[inline]
     pub fn is_newest(&self, generation: u64) -> bool {
         self.published.generation() <= generation
@@ -205,7 +206,8 @@ impl PublishedTable {
         self.under_way.quiet_since(now)
     }
 
-    /// Returns whether no user uses memory that was unmapped with the table of generation `departure`.
+    /// Returns whether all users have stopped to use the memory whose regions were removed by the table of generation
+    /// `departure`.
     pub fn have_left(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()
@@ -253,7 +255,8 @@ struct WindowRegions {
     mapped: u64,
     /// IOVAs taken by regions and pending unmaps.
     taken: Arc<AtomicU64>,
-    /// Bytes that count against the function's limit: of regions, and of pending unmaps until the drive cannot access them.
+    /// Bytes that count against the function's limit: those of regions, and those of pending unmaps that the drive can still
+    /// access.
     pinned: Arc<AtomicU64>,
     /// Files of the regions, for use by further regions.
     files: Vec<Weak<GuestFile>>,
@@ -374,9 +377,9 @@ impl DmaWindow {
         self.map_complete(memory, BudgetEntitlement::New)
     }
 
-    /// Maps memory that the function had mapped under the old server. The bytes count, but no limit and no share refuses
-    /// them, even if the memory must be mapped again. Otherwise, lower limits or functions that started later could take the
-    /// VM's drive away.
+    /// Maps memory that the function had mapped under the old server. The bytes count against the function's limit and the VM's
+    /// shares, but exceeding these is no error. Otherwise the VM could lose its drive because of a lower limit or of functions
+    /// that started later.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -384,9 +387,8 @@ impl DmaWindow {
         self.map_complete(memory, BudgetEntitlement::Former)
     }
 
-    /// Maps memory that was mapped under the old server according to the VMM. No limit and no share refuses memory that is
-    /// still mapped. For a false claim, a VMM gets only memory that it could have mapped anyway, or the pages that it had
-    /// mapped before.
+    /// Maps memory of which the VMM claims that it was mapped under the old server. If the IOMMU still has this memory mapped,
+    /// the function's limit and the VM's shares do not apply. Otherwise they apply, so a VMM gains nothing by a false claim.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -412,8 +414,9 @@ impl DmaWindow {
         self.map_by(memory, None, BudgetEntitlement::New)
     }
 
-    /// Checks that the region's file can be used: its memory is complete, as far as this process can see. A file with a
-    /// mapped region has already been checked, unless the region uses the VMM's own mapping, which may be incomplete.
+    /// Checks that the region's file can be used: its memory is complete, as far as this process can see. If the file already
+    /// has a mapped region, the check was done then and is skipped. Regions that use the VMM's own mapping are no proof,
+    /// because their memory may be incomplete.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
@@ -421,7 +424,7 @@ impl DmaWindow {
         self.check_use(memory, |_| false)
     }
 
-    /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use a mapping of this file.
+    /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use the given file's mapping.
     fn check_use(
         &self,
         memory: &MemoryRegion,
@@ -651,7 +654,8 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Counts the bytes of a region to map. Refuses them above the function's limit, unless the function had them before.
+    /// Counts the bytes of a region before it is mapped. Refuses the region if the function's limit would be exceeded, unless
+    /// the function had the memory under the old server.
     fn pin(
         &self,
         changes: &WindowRegions,
@@ -824,8 +828,8 @@ impl WindowRegions {
         is_free.then_some(()).ok_or(DmaError::Overlap { gpa, len })
     }
 
-    /// Returns the extent of an adjacent region, if it has spare IOVAs for `place`. Memory that is mapped again while in-flight
-    /// commands still use its old IOVAs gets other IOVAs.
+    /// Returns the extent of an adjacent region, if the extent has spare IOVAs for `place`. IOVAs of a pending unmap are not
+    /// spare, because in-flight commands still use them.
     fn extent_of(&self, place: &GuestMemoryPart) -> Option<Arc<IovaExtent>> {
         let before = self.regions.range(..place.gpa).next_back();
         let next = self.regions.range(place.gpa..).next();

@@ -65,7 +65,7 @@ impl RegionDirtyBitmap {
     }
 }
 
-/// Adds pages, merging them with the last range if they follow it.
+/// Adds a range of pages. If the range starts where the last range ends, the last range is extended instead.
 fn push(ranges: &mut Vec<DirtyRange>, gpa: u64, pages: u64) {
     let len = pages * PAGE_SIZE;
     match ranges.last_mut() {

@@ -68,7 +68,7 @@ impl PinnedMemory for Mutex<WindowRegions> {
     }
 }
 
-/// Returns the files with mapped parts; `None` while memory changes.
+/// Returns the window's files, each with its mapped ranges; `None` while the memory map is being changed.
 fn files(changes: &Mutex<WindowRegions>) -> Option<Vec<PinnedFile>> {
     let changes = try_lock(changes)?;
     let files = changes.files.iter().filter_map(Weak::upgrade);
@@ -107,7 +107,7 @@ impl WindowRegions {
     }
 }
 
-/// Merges ranges into ranges that cover the same numbers and do not overlap.
+/// Merges overlapping and adjacent ranges.
 fn merged(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let by_start: BTreeMap<u64, u64> = ranges.fold(BTreeMap::new(), |mut all, range| {
         let end = all.entry(range.start).or_default();

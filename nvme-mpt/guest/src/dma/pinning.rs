@@ -2,12 +2,12 @@
 //!
 //! An IOMMU pins all pages of a region, and the kernel allocates missing pages on the way: the whole region, if the VMM has
 //! never touched it. If the host runs out of memory, the kernel kills processes in the middle of that call, which cannot be
-//! interrupted. So missing pages are first counted, and either promised by the account or refused. Then they are allocated in
-//! steps, with a check of the free memory before each step. The VMM may still free pages before the IOMMU pins them, so they
-//! are counted again before each piece to pin. If the VMM frees pages between that count and the pinning, the kernel allocates
-//! at most one piece without a promise. In a count, pages beyond the end of the file may compensate for missing ones, and
-//! pages in swap count as present. The pinning record names the function in each of these cases, because it lists every
-//! region of more than a few MiB until it is pinned.
+//! interrupted. So missing pages are first counted, and the memory account either reserves memory for them or refuses. Then the
+//! pages are allocated in steps, with a check of the free memory before each step. The VMM may still free pages before the
+//! IOMMU pins them, so they are counted again before each piece to pin. If the VMM frees pages between that count and the
+//! pinning, the kernel allocates at most one piece without a reservation. A count may also be too low: pages beyond the end of
+//! the file can compensate for missing ones, and pages in swap count as present. If one of these cases leads to an OOM kill,
+//! the pinning record names the function, because every region of more than a few MiB is recorded until it is pinned.
 //!
 //! Memory that the old server left mapped has all its pages. If a page is missing, the VMM has freed it, and the IOMMU has the
 //! old page; the memory is then mapped again.
@@ -48,7 +48,7 @@ pub(super) struct RegionPinning<'a> {
     pub(super) place: &'a GuestMemoryPart,
 }
 
-/// Promise and record for a region that is being pinned, until this is dropped.
+/// Memory reservation and pinning record for a region that is being pinned. Both end when this is dropped.
 #[derive(Debug)]
 pub(super) struct PreparedPinning<'a> {
     pinning: &'a RegionPinning<'a>,
@@ -61,8 +61,8 @@ pub(super) struct PreparedPinning<'a> {
 }
 
 impl<'a> RegionPinning<'a> {
-    /// Allocates missing pages. If no page is missing, this takes a system call or two. The result has the promise and the
-    /// record, and must be kept until the memory is pinned.
+    /// Allocates missing pages. If no page is missing, this takes a system call or two. The caller must keep the result until
+    /// the memory is pinned, because it has the memory reservation and the pinning record.
     ///
     /// # Errors
     /// [`MemoryRefusal::Unavailable`].
@@ -94,7 +94,7 @@ impl<'a> RegionPinning<'a> {
         Ok(Some(prepared))
     }
 
-    /// Returns whether a page may be missing. All pages need a check only if the file has a hole somewhere.
+    /// Returns whether a page of the region may be missing. If the file has no hole, the pages themselves are not checked.
     pub(super) fn lacks_pages(&self) -> bool {
         may_lack_pages(self.place.file.file(), &self.place.in_file()).unwrap_or(true)
     }
@@ -129,7 +129,7 @@ impl<'a> RegionPinning<'a> {
 }
 
 impl PreparedPinning<'_> {
-    /// Gets a promise for the missing bytes of the region, and returns their number.
+    /// Reserves memory of the account for the region's missing pages. Returns the number of missing bytes.
     fn promise_all(&mut self) -> Result<u64, MemoryRefusal> {
         let all = self.pinning.place.in_file();
         let Some(most) = self.pinning.missing_at_most(&all) else {

@@ -258,7 +258,7 @@ impl WindowTest {
     }
 }
 
-/// Returns the step that maps a page at the same place as in the first file.
+/// Returns the step that maps the page of the first file with this number at the guest page with the same number.
 fn map(page: u64) -> WindowTestStep {
     WindowTestStep::Map {
         page,
@@ -269,7 +269,7 @@ fn map(page: u64) -> WindowTestStep {
     }
 }
 
-/// Creates a scene of three pages, where the last one has IOVAs beside the second.
+/// Creates a window with three pages. The IOVAs of the third page follow those of the second.
 fn three_pages() -> WindowTest {
     let mut scene = WindowTest::new();
     for page in 0..3 {

@@ -1,4 +1,4 @@
-//! PublishedSnapshot snapshot, which users keep until they find a newer one.
+//! Publication of snapshots: users keep a snapshot until they find a newer one.
 
 use std::sync::{Arc, PoisonError};
 
@@ -56,7 +56,7 @@ mod loom_models {
 
     use super::*;
 
-    /// MemorySnapshot of the memory map: true if the memory is mapped.
+    /// Snapshot of the memory map: true if the memory is mapped.
     type MemorySnapshot = bool;
 
     /// A VMM maps memory, then its guest submits a command that uses it. The poller adopts snapshots at the start of its pass,

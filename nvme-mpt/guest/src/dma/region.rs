@@ -19,9 +19,9 @@ use crate::iova::{
     VmShares,
 };
 
-/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are adjacent in
-/// the address space too. The table has the parts that the VM may use. If the whole file does not fit, each region has its own
-/// `GuestFile`.
+/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are adjacent in the
+/// address space too. The VM can use only the regions in the region table. If the file is larger than the address space that is
+/// left for the VM, each region has its own `GuestFile`.
 #[derive(Debug)]
 pub(super) struct GuestFile {
     /// Device and inode numbers.
@@ -29,15 +29,15 @@ pub(super) struct GuestFile {
     /// Offset in the file at which the mapping starts, in bytes.
     start: u64,
     mapping: Arc<Mapping>,
-    /// Kept for handing it to another process that takes over the function's I/O.
+    /// Descriptor of the file, which is passed to a process that takes over the function's I/O.
     file: File,
     /// Allocated bytes of the file at the last check.
     allocated: AtomicU64,
 }
 
 impl GuestFile {
-    /// Returns the mapped file of `fd`, or maps it into at most `room` bytes of address space. Returns `None` if `room` is too
-    /// small.
+    /// Returns the entry of `known` for the file of `fd`, or maps the file into at most `room` bytes of address space. Returns
+    /// `None` if the file needs more than `room` bytes.
     pub(super) fn find_or_map(
         known: &[Arc<Self>],
         fd: OwnedFd,
@@ -82,7 +82,8 @@ impl GuestFile {
         })))
     }
 
-    /// Returns the known file for a mapping of a VMM in this process, or adds it. Regions of one mapping share the file.
+    /// Returns the entry of `known` for a VMM's own mapping in this process, or a new entry. Regions in one mapping share the
+    /// entry.
     pub(super) fn find_or_borrow(
         known: &[Arc<Self>],
         fd: OwnedFd,
@@ -243,8 +244,8 @@ pub(super) struct IovaExtent {
 }
 
 impl IovaExtent {
-    /// Allocates IOVAs of a VM's share for `place`, as justified by `demand`. If they are not needed by others, also takes up
-    /// to `spare` IOVAs for the following bytes of the file. `taken` counts all of them.
+    /// Allocates IOVAs for `place` from the VM's share, as justified by `demand`. If the budget allows more, also takes up to
+    /// `spare` IOVAs for the bytes of the file that follow. `taken` counts both.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
         vm: &VmShares,
@@ -296,14 +297,14 @@ impl IovaExtent {
 }
 
 impl IovaExtent {
-    /// Unmaps everything that the old server had mapped at a place that is mapped again.
+    /// Unmaps what the old server left mapped at the IOVAs of `place`, before `place` is mapped there.
     pub(super) fn disinherit(&self, place: &GuestMemoryPart) {
         if let Some(iova) = self.iova_of(place) {
             self.iova.disinherit(iova..iova + place.len);
         }
     }
 
-    /// Unmaps everything that the old server had mapped in this extent and that was not found again.
+    /// Unmaps those mappings of the old server in this extent that no region has taken over.
     pub(super) fn end_inheritance(&self) {
         let start = self.iova.start();
         self.iova.disinherit(start..start + self.place.len);
@@ -348,8 +349,8 @@ impl Drop for MappedByteCount {
 }
 
 impl MappedRegion {
-    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` may refuse each part of
-    /// the file's mapping.
+    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` is called for each part
+    /// before the part is pinned, and may refuse it.
     pub(super) fn new(
         place: GuestMemoryPart,
         extent: Arc<IovaExtent>,

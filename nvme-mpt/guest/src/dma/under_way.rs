@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use nvme_mpt_memory::clock::Ticks;
 
-/// Maximum time for which the memory of a queue's rings may be unmapped before the queue fails. A VMM that changes the map
-/// of its guest's memory unmaps a region and maps it again at once. It does so when firmware write-protects itself while its
-/// disk driver's queues exist. The time counts from the end of the last change, because pinning a large region takes longer.
+/// Maximum time for which the memory of a queue's rings may be unmapped before the queue fails. A VMM changes the rights of
+/// guest memory by unmapping the region and mapping it again at once. This happens when firmware write-protects its own memory
+/// while its NVMe driver still has queues. The time counts from the end of the last change, because pinning a large region
+/// takes longer.
 const GONE_MAX: Duration = Duration::from_secs(1);
 
 /// Maximum total time, independent of other changes: the command timeout of drivers.

@@ -8,7 +8,8 @@ use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use crate::park::PollerWaker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Checks of a user before the wait sleeps. They last longer than a pass of an awake poller.
+/// Number of checks of a user's progress before the waiting thread sleeps between checks. This number of checks takes longer
+/// than a pass of an awake poller.
 const EAGER_LOOKS: u32 = 500;
 
 /// Tables and pending unmaps that a user still uses, as reported by the user.
@@ -16,7 +17,7 @@ const EAGER_LOOKS: u32 = 500;
 struct TableUserProgress {
     /// Generation of the table in use; `u64::MAX` after the user has ended.
     taken_up: AtomicU64,
-    /// Pending unmaps up to that generation whose memory is used by the user's in-flight commands.
+    /// Pending unmaps, by the generation of their table, whose memory the user's in-flight commands still use.
     held: Mutex<Vec<u64>>,
 }
 
@@ -89,8 +90,8 @@ impl TableUser {
 pub struct TableUse(pub(super) Arc<TableUser>);
 
 impl TableUse {
-    /// Reports that the user has adopted the table of `generation` and dropped older ones. `held` are the pending unmaps since
-    /// its last table whose memory its in-flight commands use.
+    /// Reports that the user has adopted the table of `generation` and dropped older ones. `held` lists the pending unmaps
+    /// since the user's last table whose memory the user's in-flight commands still use.
     pub fn take_up(&self, generation: u64, held: impl Iterator<Item = u64>) {
         self.0.progress.take_up(generation, held);
     }

@@ -27,14 +27,16 @@ impl CommandSets {
         self.other.as_ref().unwrap_or(&self.nvm)
     }
 
-    /// Returns a command set that has an Identify Controller data structure.
+    /// Returns the description of command set `csi`: the namespace's own, or the NVM Command Set. Both have an Identify
+    /// Controller data structure.
     #[must_use]
     pub fn find(&self, csi: Csi) -> Option<&CommandSetDescription> {
         let sets = [Some(self.own()), Some(&self.nvm)];
         sets.into_iter().flatten().find(|set| set.csi == csi)
     }
 
-    /// Returns a command set whose commands the namespace executes. Namespaces of blocks also execute the NVM Command Set.
+    /// Returns the description of command set `csi` if the namespace executes its commands. A namespace with logical blocks
+    /// also executes the NVM Command Set.
     #[must_use]
     pub fn executed(&self, csi: Csi) -> Option<&CommandSetDescription> {
         let own = self.own();
@@ -179,13 +181,16 @@ pub struct ChangeListDescription {
     pub lid: LogPageId,
     /// Event that reports a change.
     pub event: AsyncEvent,
-    /// Bit of the notice in Asynchronous Event Configuration and in OAES.
+    /// Bit of Asynchronous Event Configuration that enables the event. The same bit of OAES reports that the controller
+    /// supports the event.
     pub notice: AsyncEventConfiguration,
-    /// Blocks of a unit. The identifier of a change is the first LBA of its unit.
+    /// Number of logical blocks whose changes are reported together, such as a zone. The identifier of a change in the log page
+    /// is the first LBA of these blocks.
     pub unit: u64,
 }
 
-/// Identify Namespace data structure of a command set, without facts that only the function knows.
+/// Identify Namespace data structure of a command set. The function fills in the fields in `facts`, because only it knows their
+/// values.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IdentifyNamespaceData {
     /// The data structure.

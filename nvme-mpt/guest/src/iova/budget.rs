@@ -39,10 +39,10 @@ impl SharedBudget {
 pub(crate) enum BudgetEntitlement {
     /// Additional amount: the budget's rule decides.
     New,
-    /// Amount that the VM had under the old server, which has already decided about it.
+    /// Amount that the VM had under the old server. It is granted without a check, because the old server checked it.
     Former,
-    /// Amount that the VM claims to have had under the old server. If it is found mapped, it is granted; otherwise the budget's
-    /// rule decides.
+    /// Amount for memory that, by the VMM's claim, was mapped under the old server. If the memory is still mapped in the IOMMU,
+    /// the amount is granted. Otherwise the budget's rule decides.
     Claimed,
 }
 
@@ -50,7 +50,7 @@ pub(crate) enum BudgetEntitlement {
 #[derive(Debug)]
 pub(crate) struct VmShare {
     budget: Arc<SharedBudget>,
-    /// Changed together with the budget's used amounts, under its lock.
+    /// Amount that the VM has. It is changed together with `budget.used`, under the lock of `used`.
     taken: AtomicU64,
 }
 
@@ -62,7 +62,7 @@ impl VmShare {
         })
     }
 
-    /// Takes an amount, which is returned when the permit is dropped.
+    /// Takes an amount for the VM if the budget's rule allows it. Dropping the permit returns the amount.
     pub(crate) fn take(self: &Arc<Self>, amount: u64) -> Result<BudgetPermit, IommuShareRefusal> {
         let used = self.budget.used();
         let taken = self.taken.load(Ordering::Relaxed);
@@ -70,7 +70,7 @@ impl VmShare {
         Ok(self.add(used, amount))
     }
 
-    /// Takes an amount with this justification, which is returned when the permit is dropped.
+    /// Takes an amount for the VM, with this justification. Dropping the permit returns the amount.
     pub(crate) fn demand(
         self: &Arc<Self>,
         amount: u64,
@@ -82,7 +82,7 @@ impl VmShare {
         }
     }
 
-    /// Takes an amount that the VM had under the old server, regardless of what other VMs have.
+    /// Takes an amount that the VM had under the old server. The budget's rule is not asked.
     pub(crate) fn inherit(self: &Arc<Self>, amount: u64) -> BudgetPermit {
         self.add(self.budget.used(), amount)
     }
@@ -104,7 +104,7 @@ enum BudgetHolder {
     Vm(Arc<VmShare>),
 }
 
-/// Permitted amount of a [`SharedBudget`], returned when this is dropped.
+/// Amount taken from a [`SharedBudget`]. Dropping the permit returns the amount.
 #[derive(Debug)]
 pub(crate) struct BudgetPermit {
     holder: BudgetHolder,

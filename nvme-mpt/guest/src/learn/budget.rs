@@ -2,13 +2,14 @@
 //!
 //! VFIO allows a limited number of mappings per drive: 65,535, unless the administrator changes it. An IOMMU has a limited
 //! address space: 512 GiB at the minimum width of 39 bits. A VM decides how many regions its memory has, and how often it maps
-//! the same memory. So a few hostile VMs could exhaust either, and further VMs would get no memory. Hence each resource has
-//! three parts:
+//! the same memory. So a few hostile VMs could exhaust the mappings or the addresses, and further VMs could map no memory.
+//! Hence each resource has three parts:
 //! - one part for the driver's own queues and lists, never given to VMs;
 //! - one part from which every VM gets its assured amount, whatever others have: [`ASSURED`] mappings, enough for memory that
 //!   is not plugged block by block, and 2 GiB of addresses;
-//! - the rest, from which a VM may take more if its total stays below half of the remaining amount. A single VM can get most
-//!   of it, and a late one about a third of what it finds.
+//! - the rest, which a VM may use beyond its assured amount while its total is at most half of what is still free of the rest.
+//!   So a VM that takes small amounts ends with about a third of what it found free, and one that takes a single large amount
+//!   with up to half.
 //!
 //! The fixed alternative limits each VM to a fixed part of the total instead.
 
@@ -17,11 +18,12 @@ use super::PolicyChoice;
 /// Number of mappings assured to every VM.
 pub(crate) const ASSURED: u64 = 64;
 
-/// Divisor of all mappings for the assured part: enough for 255 VMs, with 65,535 mappings.
+/// Divisor of the number of mappings for the assured part. With 65,535 mappings, the part is enough for 255 VMs with 64
+/// mappings each (`ASSURED`).
 pub(crate) const FOR_ASSURED: u64 = 4;
 
-/// Divisor of all mappings for the driver's part: 4,095 of 65,535, for 1,024 queue pairs and the lists of 3,000 guest
-/// queues.
+/// Divisor of the number of mappings for the driver's part. With 65,535 mappings, the part has 4,095: enough for 1,024 queue
+/// pairs and the PRP and SGL lists of 3,000 guest queues.
 pub(crate) const FOR_DRIVER: u64 = 16;
 
 /// Division of a resource into its parts.
@@ -33,7 +35,7 @@ struct IommuBudgetDivision {
     for_assured: u64,
     /// Divisor for the driver's part.
     for_driver: u64,
-    /// Divisor for the maximum of one VM with the fixed alternative.
+    /// Divisor of the total amount for the maximum of one VM, with the fixed alternative.
     fixed: u64,
 }
 
@@ -44,8 +46,8 @@ const MAPPINGS: IommuBudgetDivision = IommuBudgetDivision {
     fixed: 16,
 };
 
-/// Of 512 GiB (39 bits), 8 GiB are for the driver and 64 GiB are assured, for 32 VMs. A single VM can have 220 GiB in one
-/// region.
+/// Division of the IOVA space. Of 512 GiB (39 bits), 8 GiB are for the driver and 64 GiB are assured to 32 VMs. If no other VM
+/// has addresses, one VM can map a region of 220 GiB: half of the other 440 GiB.
 const IOVAS: IommuBudgetDivision = IommuBudgetDivision {
     assured: 2 << 30,
     for_assured: 8,
@@ -104,7 +106,8 @@ impl IommuBudget {
         }
     }
 
-    /// Checks whether a VM that has `taken` may take `wanted` more.
+    /// Checks whether a VM that already has the amount `taken` may take the amount `wanted` in addition. `used` is the use by
+    /// the driver and all VMs.
     ///
     /// # Errors
     /// [`IommuShareRefusal`] if the amount is reserved for others.

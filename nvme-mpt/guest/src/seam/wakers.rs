@@ -106,7 +106,8 @@ pub struct IoDoorbells {
 }
 
 impl IoDoorbells {
-    /// Returns whether there are I/O queues whose doorbells are the registers alone.
+    /// Returns whether I/O queues exist and the guest did not set up a Doorbell Buffer, so that only the registers have the
+    /// doorbell values.
     #[must_use]
     pub fn are_registers(&self) -> bool {
         !self.are_buffered && !self.wakers.is_empty()

@@ -15,8 +15,8 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::address::Gpa;
 use crate::interrupt::{ClientEventFd, ClientSignals, EventReader};
 
-/// Most events in the queue. If a guest causes more, the newer ones are dropped, as an Error Information log page is
-/// bounded too.
+/// Maximum number of events in the queue. If a guest causes more, the newer events are dropped: the Error Information log page,
+/// which reports them to the guest, is bounded too.
 const CAPACITY: usize = 64;
 
 /// Something that happened on an I/O queue.
@@ -40,7 +40,8 @@ pub enum IoQueueEvent {
     CommandFailed(ErrorEntry),
     /// An event of the drive that concerns all its users.
     Drive(DriveEvent),
-    /// The lease changed without a request of the guest. Its [changes](crate::host::UnreportedChanges) list how.
+    /// The lease changed without a request of the guest. The [changes](crate::host::UnreportedChanges) list the affected
+    /// identifiers.
     Changes,
     /// The process of the function's back end ended or was replaced.
     HostSide(BackendEvent),
@@ -56,7 +57,8 @@ impl IoQueueEvent {
         matches!(self, Self::QueueFailed { .. })
     }
 
-    /// Returns whether the event only says that some state has to be read again. One such event in the queue is enough.
+    /// Returns whether the event only tells the function to read a state again. If the queue already has the same event,
+    /// another one is unnecessary.
     fn is_state(&self) -> bool {
         matches!(self, Self::Drive(_) | Self::Changes)
     }
@@ -184,8 +186,8 @@ impl EventQueue {
         events.drain(..).collect()
     }
 
-    /// Reports an event. Events that a guest can cause at will are bounded, and displace no others, such as the failure
-    /// of a queue or the replacement of its namespace.
+    /// Reports an event. Events that a guest can cause at will are bounded. So they never displace other events, such as the
+    /// failure of a queue or the replacement of its namespace.
     pub fn report(&self, event: IoQueueEvent) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if event.is_state() && events.contains(&event) {

@@ -244,8 +244,8 @@ pub(super) struct IovaExtent {
 }
 
 impl IovaExtent {
-    /// Allocates IOVAs for `place` from the VM's share, as justified by `demand`. If the budget allows more, also takes up to
-    /// `spare` IOVAs for the bytes of the file that follow. `taken` counts both.
+    /// Allocates IOVAs for `place` from the VM's share, as justified by `demand`. Also takes up to `spare` IOVAs for the
+    /// following bytes of the file, if the budget's rule allows that. `taken` counts both.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
         vm: &VmShares,

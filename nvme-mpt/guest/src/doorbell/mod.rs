@@ -5,10 +5,10 @@
 //! I/O doorbells are read from guest memory.
 //!
 //! # EventIdx
-//! While a queue is polled, EventIdx lags the doorbell by a quarter of a round, and moves once per half round. It must not be
-//! right behind the doorbell, because the guest may have stored the doorbell and not yet read EventIdx. It must not stand
-//! still either, because it would ask for a register write one round later. For the same reason, the CQ head is read once per
-//! half round.
+//! A round is one pass through the queue's entries. While a queue is polled, EventIdx lags the doorbell by a quarter of a
+//! round, and moves once per half round. EventIdx must not be right behind the doorbell, because the guest may have stored the
+//! doorbell and not yet read EventIdx. EventIdx must not stay unchanged either: one round later, the doorbell would pass it,
+//! and the guest would write the register. Therefore the CQ head doorbell is also read at least once per half round.
 
 mod stride;
 
@@ -121,7 +121,8 @@ impl DoorbellPage {
         })
     }
 
-    /// Restores doorbells that a function kept after the end of its back end's process, where [`Self::new`] created them.
+    /// Restores the doorbells from the file that the function kept after its back end's process ended. That process created the
+    /// file with [`Self::new`].
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is too small or can be truncated; the kernel's error if it cannot be mapped.
@@ -186,8 +187,8 @@ impl DoorbellPage {
         self.len() == 0
     }
 
-    /// Returns the file, for a VMM to map into the guest. Its layout is that of BAR0, because a vfio-user client gets one
-    /// offset for a whole region. The bytes before the doorbells are unused.
+    /// Returns the file of the doorbells, which a VMM maps into the guest. Offsets in the file are offsets in BAR0, because a
+    /// vfio-user client gets one file offset for the whole BAR. The bytes before the doorbells are unused.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -273,8 +274,9 @@ pub(crate) struct EventIdx<W> {
 }
 
 impl<W: SharedWord> EventIdx<W> {
-    /// Creates the EventIdx without storing a value, because a queue at rest must not access memory. Until the first command or
-    /// sleep, a guest sees the old content, and may do one unnecessary register write.
+    /// Creates the EventIdx without storing a value, because a new queue must not write guest memory before its poller runs.
+    /// Until the first command or sleep, the guest reads the old content of the word, and may do one unnecessary register
+    /// write.
     pub(crate) fn new(word: W, consumed: RingIndex) -> Self {
         let size = consumed.size();
         Self {
@@ -286,9 +288,9 @@ impl<W: SharedWord> EventIdx<W> {
         }
     }
 
-    /// Returns a value behind `consumed` that the doorbell passes only after most of a round. It must not be right behind: the
-    /// guest may have stored the doorbell without having read EventIdx yet, and must not find it among the values that the
-    /// doorbell just passed.
+    /// Returns a value behind `consumed` that the doorbell passes only after most of a pass through the queue. The value must
+    /// not be right behind `consumed`. Otherwise a guest that has stored the doorbell, and reads EventIdx only now, could find
+    /// that the doorbell just passed EventIdx.
     fn behind(&self, consumed: u32) -> u32 {
         let lag = (self.size.entries() / 4).max(1);
         self.size.behind(consumed, lag)
@@ -302,8 +304,8 @@ impl<W: SharedWord> EventIdx<W> {
 
     /// Suppresses register writes while the queue is polled. The doorbell is at `consumed`.
     ///
-    /// The stored value stays behind the doorbell for most of a round, so it is moved only once per half round. Each store
-    /// takes the cache line away from the vCPU that reads it.
+    /// Each store takes the cache line away from the vCPU that reads EventIdx. So the value is stored only once per half pass
+    /// through the queue, which suffices because the doorbell reaches it only after most of a pass.
     #[inline]
     pub(crate) fn keep_quiet(&mut self, consumed: u32) {
         let ahead = self.size.distance(self.published, consumed);

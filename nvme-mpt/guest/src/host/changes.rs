@@ -25,10 +25,10 @@ pub struct UnreportedChanges {
 }
 
 impl UnreportedChanges {
-    /// Maximum number of known identifiers: the capacity of the log page.
+    /// Maximum number of identifiers that are stored: the capacity of the log page.
     pub const CAPACITY: usize = ChangeList::CAPACITY;
 
-    /// Creates changes with these identifiers, and with unknown ones if `more` is true.
+    /// Creates changes with these identifiers. If `more` is true, there were further changes whose identifiers are not stored.
     #[must_use]
     pub fn new(ids: &[u64], more: bool) -> Self {
         let mut changes = Self::default();
@@ -43,7 +43,7 @@ impl UnreportedChanges {
         &self.ids
     }
 
-    /// Returns whether there are changes beyond the known identifiers.
+    /// Returns whether there were further changes whose identifiers are not stored.
     #[must_use]
     pub fn are_more(&self) -> bool {
         self.more

@@ -15,7 +15,7 @@ pub use description::{
 };
 pub use mdts::Mdts;
 
-/// Abilities of a host controller, which limit the promises of a guest controller.
+/// Abilities of a host controller. They limit the abilities that the guest controller reports to its guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ControllerLimits {
     /// Maximum Data Transfer Size, as a power of two of 4 KiB pages.
@@ -56,9 +56,10 @@ impl ControllerLimits {
         crate::address::PAGE_SIZE << self.mdts
     }
 
-    /// Returns these abilities for a guest with another `mdts`.
+    /// Returns these abilities for a guest controller that reports `mdts` as its Maximum Data Transfer Size.
     ///
-    /// A slot's list has room for the SGL descriptors of the usual limit, so a guest with a larger limit must use PRPs.
+    /// A command slot's list has room for the SGL descriptors of a command of the host controller's size. So if `mdts` is
+    /// larger, SGLs are not offered and the guest must use PRPs.
     #[must_use]
     pub fn with_mdts(self, mdts: Mdts) -> Self {
         let sgls = match mdts.pages_log2() > self.mdts {
@@ -72,7 +73,7 @@ impl ControllerLimits {
         }
     }
 
-    /// Returns whether a host controller with these abilities keeps the promises made by `promised`.
+    /// Returns whether a host controller with these abilities can do everything that `promised` reported to the guest.
     #[must_use]
     pub fn keep(&self, promised: &Self) -> bool {
         let Self {
@@ -135,8 +136,8 @@ pub struct TemperatureThresholds {
 /// Damage of a lease's data: differences from the data that its guest wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseDamage {
-    /// Completed writes or their metadata were lost before they were durable. The lease is read-only until its VMM connects
-    /// again, or until the drive is reopened if its leases share the lost data.
+    /// Completed writes or their metadata were lost before they were durable. The lease is then read-only until its VMM
+    /// connects again. If the drive's leases share the lost data, they are read-only until the drive is reopened.
     pub lost_writes: bool,
     /// The drive's file was truncated, and blocks of the lease are gone. They are neither read nor written.
     pub cut_short: bool,

@@ -44,19 +44,22 @@ const SLOW_MAX: u32 = 3;
 /// Maximum number of doublings of [`SUSPECTED`].
 const DOUBLINGS_MAX: u32 = 16;
 
-/// Number of quick signals after which a client leaves its thread for the first time.
+/// Number of quick signals by a client's thread after which the client is signalled without the thread again, for the first
+/// time.
 const QUICK: u32 = 64;
 
-/// Rest of a slow client's thread after a signal, as a multiple of the signal's time; at most [`REST_MAX`].
+/// Time for which a slow client's thread sleeps after a signal, as a multiple of the signal's processor time; at most
+/// [`REST_MAX`].
 const REST: u32 = 99;
 
-/// Maximum rest. It is limited because a guest's driver has timeouts for its interrupt.
+/// Maximum time for which a slow client's thread sleeps. It is limited because a guest's driver waits for the interrupt with a
+/// timeout.
 const REST_MAX: Duration = Duration::from_secs(1);
 
 /// Time between two attempts to start a client's thread.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Number of trusted clients with blocking eventfds from which on new clients get no direct writes.
+/// Once this number of trusted clients had eventfds that made a write block, no new client is signalled by a direct write.
 const BLOCKED_MAX: u32 = 3;
 
 /// Number of trusted clients whose eventfd made a write block.
@@ -105,7 +108,7 @@ struct ClientSignalState {
     /// True if the client is trusted and no write has blocked, so that writes signal it.
     writes: AtomicBool,
     notifier: OnceLock<Arc<EventfdNotifier>>,
-    /// Number of times that the client left its thread after slow signals.
+    /// Number of times that the client's signals became quick, so that they no longer needed the client's thread.
     returns: AtomicU32,
     slow_ticks: u64,
 }
@@ -141,7 +144,7 @@ impl ClientSignals {
         Arc::new(signals)
     }
 
-    /// Starts with another client of the same function. Measurements of earlier clients stay.
+    /// Switches to another client of the same function. The measurements of earlier clients stay valid.
     pub fn meet(&self, client: EventReader) {
         let is_trusted = client == EventReader::Trusted
             && BLOCKED.load(Ordering::Relaxed) < BLOCKED_MAX
@@ -169,7 +172,7 @@ impl ClientSignals {
         self.hand_over_to(eventfd, || self.manner.clone().start())
     }
 
-    /// Hands over as [`Self::hand_over`] does, to a thread that `start` starts.
+    /// Lets the client's thread signal an eventfd, as [`Self::hand_over`] does. `start` starts the thread if there is none.
     fn hand_over_to(
         &self,
         eventfd: &Arc<ClientEventFd>,
@@ -399,7 +402,7 @@ fn start_watch() -> bool {
     }
 }
 
-/// Moves the calling thread off the processor that it inherited from its poller.
+/// Allows the calling thread to run on all processors of the process except those of the poller that started it.
 fn leave_processor_of_poller() {
     if cfg!(simulation) {
         return;

@@ -38,15 +38,16 @@ pub struct InterruptCoalescer {
     held_until: Option<Ticks>,
     patience: u64,
     ticks_per_100us: u64,
-    /// For the pin: time of its signal, and the timeout for the guest since then.
+    /// For the INTx pin: the time of its last signal, and the ticks after it in which the guest should consume the entries.
     told_at: Ticks,
     told_patience: u64,
 }
 
-/// Flag in `owed`, for the pin: the guest was told of entries and has not consumed all of them. A queue has fewer entries.
+/// Flag in `owed`, for the INTx pin: the guest was interrupted for entries and has not consumed all of them. The bit is free,
+/// because a queue has fewer than 2^31 entries.
 const TOLD: u32 = 1 << 31;
 
-/// Maximum growth of the pin's timeout for a guest that leaves entries, as a factor.
+/// Maximum factor by which the INTx pin's timeout grows for a guest that leaves entries unconsumed.
 const PATIENCE_GROWTH: u64 = 64;
 
 /// Time after which a guest that has not consumed all entries gets another interrupt. It is meant for a guest that stopped,
@@ -109,7 +110,8 @@ impl InterruptCoalescer {
         self.held_until
     }
 
-    /// Signals if an interrupt is due to a guest with this outstanding work. Returns whether it did.
+    /// Signals the vector if the guest, which has these outstanding commands, needs an interrupt now. Returns whether the
+    /// vector was signalled.
     #[inline]
     pub fn settle(&mut self, standing: OutstandingCommands, now: Ticks) -> bool {
         let unconsumed = standing.unconsumed;
@@ -150,8 +152,7 @@ impl InterruptCoalescer {
         vector.is_pin().then_some(vector)
     }
 
-    /// Settles the interrupt as [`Self::settle`] does, for the pin. `epoch` must be read before the caller reads the guest's
-    /// head.
+    /// Signals as [`Self::settle`] does, for the INTx pin. The caller must read `epoch` before it reads the guest's CQ head.
     #[cold]
     pub fn settle_pin(
         &mut self,
@@ -198,7 +199,8 @@ impl InterruptCoalescer {
         true
     }
 
-    /// Returns whether an interrupt waits for more completions. `untold` is the number that the guest has not been told of.
+    /// Returns whether the interrupt is held back for more completions. `untold` is the number of completions for which the
+    /// guest was not interrupted yet.
     fn holds_back(&mut self, untold: u32, standing: OutstandingCommands, now: Ticks) -> bool {
         let (threshold, time) = self.coalescing.get();
         let waited = now.since(self.owed_since);
@@ -216,8 +218,8 @@ impl InterruptCoalescer {
         self.held_until.is_some()
     }
 
-    /// Signals the owed interrupt unless it is held back until [due](Self::due), because the poller is about to sleep. Returns
-    /// whether it did.
+    /// Signals the owed interrupt before the poller sleeps, unless the interrupt is held back until [due](Self::due). Returns
+    /// whether the vector was signalled.
     pub fn settle_for_sleep(&mut self, standing: OutstandingCommands, now: Ticks) -> bool {
         self.settle(standing, now)
             || (self.held_until.is_none() && self.settle_now(standing.unconsumed))
@@ -235,7 +237,8 @@ impl InterruptCoalescer {
         true
     }
 
-    /// Returns whether a signal is owed to a guest with `unconsumed` entries. Resets a hold, which the caller decides again.
+    /// Returns whether a signal is owed to a guest with `unconsumed` entries. Clears `held_until`, because the caller decides
+    /// again whether to hold the interrupt back.
     #[inline]
     fn owes(&mut self, unconsumed: u32) -> bool {
         self.held_until = None;

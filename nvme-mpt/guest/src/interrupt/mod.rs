@@ -78,7 +78,8 @@ const FALLS_BY_ACCESS: u8 = 1 << 2;
 pub enum PinDeassertion {
     /// The guest's interrupt controller acknowledges the interrupt.
     Acknowledgement,
-    /// The guest accesses any register of a BAR. If a driver stores its doorbells only to memory, the level stays high.
+    /// The guest accesses any register of a BAR. If a driver stores its doorbells only to memory, no access happens and the
+    /// level stays high.
     Access,
 }
 
@@ -103,7 +104,7 @@ struct InterruptVectorState {
     falls: u64,
 }
 
-/// Number of the pin's current period between two falls of its level.
+/// Number of times that the pin's level has fallen. It tells whether the level fell between two reads of this number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PinEpoch(u64);
 
@@ -231,8 +232,8 @@ impl InterruptVector {
         self.flags() & FALLS_BY_ACCESS != 0
     }
 
-    /// Returns the number of the current period if the pin's level is high and falls at an access to a BAR; otherwise `None`.
-    /// Each period in which the level is high has another number.
+    /// If the pin's level is high and falls at an access to a BAR, returns a number that differs for each period with a high
+    /// level. Otherwise returns `None`.
     #[must_use]
     pub fn high_until_access(&self) -> Option<u64> {
         let state = self.state();
@@ -274,8 +275,8 @@ impl InterruptVector {
         here || self.link.as_ref().is_some_and(|link| link.pending())
     }
 
-    /// Drops a pending signal and the record of a high level, as a reset does. If the VMM still has the level high, it falls as
-    /// usual, and the next signal raises it again.
+    /// Drops a pending signal and the record that the pin's level is high. A reset calls this. If the VMM's level is still
+    /// high, the level falls as usual, and the next signal raises it again.
     pub fn clear_pending(&self) {
         {
             let mut state = self.state();

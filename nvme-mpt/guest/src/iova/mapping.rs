@@ -98,7 +98,7 @@ impl IommuMapping {
         Some((self.owner, self.file?, self.len, self.writable))
     }
 
-    /// Returns whether the mapping has any of the `len` bytes at a place in a file. The numbers may be untrusted.
+    /// Returns whether the mapping overlaps the `len` bytes at a place in a file. The place and `len` may be untrusted.
     pub(super) fn overlaps(&self, file: MappedFile, len: u64) -> bool {
         self.file.is_some_and(|own| {
             let is_file = (own.device, own.inode) == (file.device, file.inode);

@@ -38,9 +38,9 @@ pub(super) struct IommuMappings {
     inherited: BTreeMap<u64, InheritedMapping>,
     /// First addresses of inherited mappings, by owner.
     by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
-    /// Mappings of the old server that cannot be found any longer and are about to be unmapped.
+    /// Mappings of the old server that no memory can take over any more. They are about to be unmapped.
     leaving: BTreeMap<u64, IommuMapping>,
-    /// First addresses of inherited mappings outside of ranges in use, by their memory.
+    /// First addresses of inherited mappings by their memory. Mappings in an allocated IOVA range are not listed.
     by_memory: BTreeMap<MappedMemoryKey, BTreeSet<u64>>,
     /// Set at each change.
     outdated: Option<StaleMappingsFlag>,
@@ -48,7 +48,7 @@ pub(super) struct IommuMappings {
     table: Option<MappingTable>,
 }
 
-/// Mapping of the old server that was not found yet.
+/// Mapping of the old server that no memory has taken over yet.
 #[derive(Debug)]
 struct InheritedMapping {
     mapping: IommuMapping,
@@ -93,7 +93,7 @@ impl IommuMappings {
         self.present.values().chain(inherited)
     }
 
-    /// Returns whether there are mappings of the old server that were not found yet.
+    /// Returns whether there are mappings of the old server that no memory has taken over yet.
     pub(super) fn has_inherited(&self) -> bool {
         !self.inherited.is_empty()
     }
@@ -169,7 +169,8 @@ impl IommuMappings {
         }
     }
 
-    /// Returns whether the old server had exactly this memory mapped, outside of ranges in use.
+    /// Returns whether the old server left exactly this memory mapped, at addresses outside of the IOVA ranges allocated so
+    /// far.
     pub(super) fn has(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
         let mut accesses = [true, false].into_iter();
         accesses.any(|writable| self.by_memory.contains_key(&(owner, file, len, writable)))
@@ -181,7 +182,8 @@ impl IommuMappings {
         places.first().copied()
     }
 
-    /// Returns the first addresses of all mappings in a range; `None` unless all of them fit to the mapping at its start.
+    /// Returns the first addresses of all inherited mappings in a range. Returns `None` if one of them belongs to another owner
+    /// or file than the mapping at the start of the range, or crosses the range's end.
     pub(super) fn within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
         let first = &self.inherited.get(&range.start)?.mapping;
         let before = self.inherited.range(..range.start).next_back();
@@ -207,13 +209,13 @@ impl IommuMappings {
         }
     }
 
-    /// Returns whether the mapping exists from the old server and was not found yet.
+    /// Returns whether the old server left this mapping and no memory has taken it over yet.
     pub(super) fn is_inherited(&self, wanted: &IommuMapping) -> bool {
         let entry = self.inherited.get(&wanted.iova);
         entry.is_some_and(|entry| entry.mapping == *wanted && wanted.file.is_some())
     }
 
-    /// Takes over a mapping that exists from the old server. Returns whether it exists.
+    /// Takes over a mapping that the old server left. Returns whether there is such a mapping.
     pub(super) fn find(&mut self, wanted: &IommuMapping) -> bool {
         let is_it = self.is_inherited(wanted);
         if is_it {
@@ -237,7 +239,8 @@ impl IommuMappings {
         Some(entry)
     }
 
-    /// Removes mappings that were not found and lie outside of ranges in use, for unmapping.
+    /// Removes inherited mappings that no memory has taken over and that lie outside of allocated IOVA ranges, so that the
+    /// caller unmaps them.
     pub(super) fn take_all_free(&mut self) -> Vec<(IommuMapping, bool)> {
         let free = self
             .inherited
@@ -246,7 +249,8 @@ impl IommuMappings {
         self.take(free.map(|(iova, _)| *iova).collect())
     }
 
-    /// Removes an owner's mappings that were not found and have some of these bytes of a file, for unmapping.
+    /// Removes an owner's inherited mappings that overlap these bytes of a file and that no memory has taken over, so that the
+    /// caller unmaps them.
     pub(super) fn take_of(
         &mut self,
         owner: MappingOwner,
@@ -259,8 +263,8 @@ impl IommuMappings {
         self.take(of_file.map(|entry| entry.mapping.iova).collect())
     }
 
-    /// Removes mappings that were not found in a range of addresses, for unmapping. Each comes with whether its addresses lie
-    /// in a range in use.
+    /// Removes inherited mappings in a range of addresses that no memory has taken over, so that the caller unmaps them. The
+    /// flag of each mapping is true if its addresses lie in an allocated IOVA range.
     pub(super) fn take_inherited(&mut self, range: Range<u64>) -> Vec<(IommuMapping, bool)> {
         // A mapping that starts before the range may reach into it.
         let before = self.inherited.range(..range.start).next_back();

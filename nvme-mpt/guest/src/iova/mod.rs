@@ -93,11 +93,12 @@ pub trait PinnedMemory: Send + Sync + fmt::Debug {
     /// Returns whether the memory's files have fewer pages than at the last call. Never waits.
     fn has_shrunk(&self) -> bool;
 
-    /// Finds freed pages that are still pinned, and stops their users. Takes long for large memory.
+    /// Finds freed pages that are still pinned for the drive, and fails the queues of the function. Takes long for large
+    /// memory.
     fn find_freed(&self);
 
-    /// Unmaps what the old server had mapped at the memory's addresses and that was not found again. Waits while memory is
-    /// being pinned.
+    /// Unmaps those mappings of the old server at the memory's IOVAs that no region has taken over. Waits while memory is being
+    /// pinned.
     fn end_inheritance(&self);
 }
 
@@ -204,7 +205,7 @@ impl IovaSpace {
         Self::new(next, taken, Some(iommu), PolicyChoice::Learned)
     }
 
-    /// Returns an unused space with this choice for the budgets of a VM.
+    /// Replaces the choice between the adaptive and the fixed budget rule. The space must not be in use yet.
     #[must_use]
     pub fn with_budget(self, budget: PolicyChoice) -> Self {
         let taken = lock(&self.taken).parts.clone();
@@ -284,8 +285,8 @@ impl IovaSpace {
         lock(&self.mappings).end_record();
     }
 
-    /// Ends the lookup of old mappings, and unmaps those of the old server that were not found. Takes long if they are large,
-    /// because the kernel unpins memory page by page.
+    /// Ends the inheritance: unmaps the mappings of the old server that no memory has taken over. Takes long for large
+    /// mappings, because the kernel unpins memory page by page.
     pub fn end_inheritance(&self) {
         let free = lock(&self.mappings).take_all_free();
         self.unmap_inherited(free);
@@ -299,8 +300,8 @@ impl IovaSpace {
         }
     }
 
-    /// Unmaps mappings of the old server that have the same owner and these bytes of a file, and that were not found. The bytes
-    /// are about to be mapped again, and the IOMMU may have old pages of them.
+    /// Unmaps mappings of the old server that have the same owner, overlap these bytes of a file, and were not taken over. The
+    /// bytes are about to be mapped again, and the old mappings may have pages that the file has lost since.
     pub(crate) fn disinherit(&self, owner: MappingOwner, memory: &Mapping, part: &Range<usize>) {
         let wanted = IommuMapping::new(0, memory, part, memory.access(), owner);
         if let Some(file) = wanted.file {
@@ -309,7 +310,7 @@ impl IovaSpace {
         }
     }
 
-    /// Returns whether there are mappings of the old server that may still be found.
+    /// Returns whether there are mappings of the old server that memory may still take over.
     #[must_use]
     pub fn has_inherited(&self) -> bool {
         lock(&self.mappings).has_inherited()
@@ -326,8 +327,8 @@ impl IovaSpace {
         lock(&self.mappings).tell(outdated)
     }
 
-    /// Returns the number of bytes of `memory` that the old server had mapped for `owner` and that were not found yet. `memory`
-    /// lists places in files with their lengths. The bytes are not pinned again.
+    /// Returns the number of bytes of `memory` that the old server left mapped for `owner` and that were not taken over yet.
+    /// They are already pinned. `memory` lists places in files with their lengths in bytes.
     #[must_use]
     pub fn inherited_of(&self, owner: MappingOwner, memory: &[(MappedFile, u64)]) -> u64 {
         let mappings = lock(&self.mappings);
@@ -337,7 +338,8 @@ impl IovaSpace {
         there.map(|(_, len)| len).sum()
     }
 
-    /// Adds a VM's memory to the memory that [`Self::shrunk_memory`] checks, if memory is pinned here.
+    /// Adds a VM's memory to the memory that [`Self::shrunk_memory`] checks. Without an IOMMU, does nothing, because no memory
+    /// is pinned.
     pub(crate) fn watch(&self, memory: Weak<dyn PinnedMemory>) {
         if self.has_iommu() {
             let mut pinned = lock(&self.pinned);
@@ -397,9 +399,9 @@ impl IovaSpace {
     }
 
     /// Allocates a range of `len` bytes for a VM's memory. `part`, the first part to map, starts at the start of the range.
-    /// `demand` is the justification for the share. If the function `had` the memory under the old server, the range is that of
-    /// the old mapping, if there is one and it has room. New memory is not looked up, because the same file may have other
-    /// pages.
+    /// `demand` is the justification for taking addresses of the VM's share. `had` is true if the function had the memory under
+    /// the old server: if that server's mapping is found and `len` bytes fit there, its addresses are used. Mappings are not
+    /// searched for new memory, because the file may have other pages now.
     ///
     /// # Errors
     /// [`IovaRefusal`].
@@ -449,8 +451,8 @@ impl IovaSpace {
         self.unmap_inherited(inherited)
     }
 
-    /// Unmaps mappings of the old server. Each comes with whether its addresses are inside a range in use. Returns whether all
-    /// are unmapped.
+    /// Unmaps mappings of the old server. The flag of each is true if its addresses are inside an allocated range. Returns
+    /// whether all are unmapped.
     fn unmap_inherited(&self, inherited: Vec<(IommuMapping, bool)>) -> bool {
         let Some(iommu) = &self.iommu else {
             return true;
@@ -561,15 +563,16 @@ impl IovaRange {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the old server left `part` of this memory mapped at `iova`, and it was not found yet.
+    /// Returns whether the old server left `part` of this memory mapped at `iova`, and no memory has taken this mapping over
+    /// yet.
     pub(crate) fn is_inherited(&self, iova: u64, memory: &Mapping, part: &Range<usize>) -> bool {
         let access = memory.access();
         let mapping = IommuMapping::new(iova, memory, part, access, self.owner);
         lock(&self.space.mappings).is_inherited(&mapping)
     }
 
-    /// Unmaps what the old server had mapped in a part of this range and that was not found. No memory may be mapped there at
-    /// the same time.
+    /// Unmaps those mappings of the old server in a part of this range that no memory has taken over. The caller must not map
+    /// memory there at the same time.
     pub(crate) fn disinherit(&self, iovas: Range<u64>) {
         let _ = self.space.drop_inherited(iovas);
     }

@@ -1,7 +1,7 @@
 //! Values that stay allocated until the process ends.
 //!
-//! A drive or the kernel may never complete a command. Then everything that the command can still access stays
-//! allocated, and is never reused.
+//! A drive or the kernel may never complete a command. Then the memory and descriptors that the command can still access stay
+//! allocated, and are never reused.
 
 use std::any::Any;
 use std::sync::PoisonError;

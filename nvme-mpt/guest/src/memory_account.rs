@@ -31,7 +31,8 @@ pub(crate) const SMALL: u64 = 32 << 20;
 /// Flag of an OOM-kill count that is the control group's.
 const OF_GROUP: u64 = 1 << 63;
 
-/// Value in place of an OOM-kill count for a function that was blamed for a shortage. No real count gets this high.
+/// Value in place of the recorded OOM-kill count of a function that was blamed for a memory shortage. No real count gets this
+/// high.
 const BLAMED: u64 = OF_GROUP - 1;
 
 /// Memory account, based on files of the kernel.
@@ -44,9 +45,10 @@ pub struct MemoryAccount {
 
 #[derive(Debug, Default)]
 struct PromisedMemory {
-    /// Bytes that were promised and are not taken yet.
+    /// Bytes that are reserved and not taken yet.
     bytes: u64,
-    /// Bytes of the reserve that each function uses, until a request succeeds without the reserve.
+    /// Bytes of the reserve that each function uses, by name. An entry ends when a request of the function succeeds without the
+    /// reserve.
     of_kept: BTreeMap<String, u64>,
 }
 
@@ -118,8 +120,8 @@ impl MemoryAccount {
         }
     }
 
-    /// Checks whether `bytes` can be taken in addition to `others`, the bytes promised to other functions. `kept`
-    /// computes the reserve from the total.
+    /// Checks whether `bytes` can be taken in addition to `others`, the bytes reserved for other functions. `kept` computes the
+    /// free memory that must remain from the total memory.
     fn check(&self, bytes: u64, others: u64, kept: fn(u64) -> u64) -> Result<(), MemoryShortage> {
         let wanted = bytes.saturating_add(others);
         if let (Some(total), Some(available)) = (self.total(), self.available()) {
@@ -160,7 +162,7 @@ fn kept(total: u64) -> u64 {
     (total / KEPT).min(KEPT_MAX)
 }
 
-/// Permission to take memory. The part that was not taken is returned on drop.
+/// Memory reserved for a function. Dropping this returns the part that was not taken.
 #[derive(Debug)]
 pub struct MemoryPromise {
     account: MemoryAccount,
@@ -171,8 +173,8 @@ pub struct MemoryPromise {
 }
 
 impl MemoryPromise {
-    /// Extends the promise to at least `bytes`, if they are available now beside the other promises. Callers ask again
-    /// before they take a part of a promise, because others may have taken memory without one.
+    /// Extends the reservation to at least `bytes`, if the host has them now in addition to all other reservations. Callers
+    /// repeat this call before they take a part of the memory, because other processes take memory without a reservation.
     ///
     /// # Errors
     /// [`MemoryShortage`].

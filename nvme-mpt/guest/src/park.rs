@@ -70,19 +70,19 @@ impl<B: WakeTarget> ParkWaker<B> {
     }
 }
 
-/// Flag for untrapped doorbells: true while the doorbell page is mapped into the guest, which can then write doorbells
-/// without an exit. A poller that parks meanwhile polls the doorbells by a timer.
+/// Flag for untrapped doorbells: true while the doorbell page is mapped into the guest, which can then write doorbells without
+/// an exit. While the flag is set, a parked poller polls the doorbells by a timer.
 ///
-/// Pages are mapped and unmapped while guests write and pollers park. The flag is set before the page is mapped, and
-/// parked pollers are then woken, because they sleep without a timer. The flag is cleared after the page is unmapped,
-/// when all doorbell stores are in memory. A poller reads the flag after it announced that it parks, so it either sees
-/// the flag set or is woken. It reads the flag before its last check of the doorbells, so a poller that sees the flag
-/// cleared also sees all earlier stores.
+/// Pages are mapped and unmapped while guests write and pollers park. The flag is set before the page is mapped, and parked
+/// pollers are then woken, because they started to sleep without a timer. The flag is cleared after the page is unmapped, when
+/// all doorbell stores are in memory. A poller reads the flag after it announced that it parks, so it either sees the flag set
+/// or is woken. It reads the flag before its last check of the doorbells, so a poller that sees the flag cleared also sees all
+/// earlier stores.
 #[derive(Debug)]
 pub struct UntrappedDoorbells(AtomicBool);
 
 impl UntrappedDoorbells {
-    /// Creates the flag; `is` is true if doorbells may be mapped already.
+    /// Creates the flag, which is set if `is` is true: the doorbell page may be mapped already.
     pub fn new(is: bool) -> Self {
         Self(AtomicBool::new(is))
     }

@@ -78,7 +78,7 @@ pub struct StatusCounters {
 }
 
 impl StatusCounters {
-    /// Counts a command. The hints on retries in the status are ignored.
+    /// Counts a command by its status, ignoring the bits Do Not Retry and Command Retry Delay.
     #[cold]
     pub fn count(&self, status: Status) {
         let code = status.code().0;
@@ -282,7 +282,7 @@ pub struct QueueCounters {
     pub rearm_saves: Counter,
     /// Commands in flight after the last batch.
     pub in_flight: Gauge,
-    /// Ticks in which commands were delayed by the limits of their lease.
+    /// Ticks in which the queue fetched no commands because of the rate limits of its lease.
     pub throttled: Counter,
     /// Latencies of commands.
     pub latency: LatencyHistogram,
@@ -354,12 +354,13 @@ pub struct QueueStats {
     pub errors: u64,
     /// Doorbell checks after re-arming that found a new value.
     pub rearm_saves: u64,
-    /// Milliseconds in which commands were delayed by the limits of their lease.
+    /// Milliseconds in which the queue fetched no commands because of the rate limits of its lease.
     #[serde(default)]
     pub throttled_ms: u64,
     /// Latencies of commands, from fetch to completion.
     pub latency_us: LatencyStats,
-    /// Use of the drive's queue pair; `None` while there is no pair, or if the drive does not limit their number.
+    /// Use of the drive's queue pair that serves this queue. `None` while no pair of the drive does, or if the drive does not
+    /// limit the number of pairs.
     #[serde(default)]
     pub host_queue: Option<HostQueueUse>,
 }
@@ -408,19 +409,20 @@ pub struct PollerStats {
     /// Seconds since its start.
     #[serde(default)]
     pub life_seconds: f64,
-    /// Seconds in which it found work.
+    /// Seconds in which the poller found work.
     #[serde(default)]
     pub busy_seconds: f64,
-    /// Seconds in which it slept.
+    /// Seconds in which the poller slept.
     #[serde(default)]
     pub parked_seconds: f64,
     /// CPU time by the kernel's clock of the thread, in seconds. At most a millisecond behind while the poller is
     /// awake.
     #[serde(default)]
     pub processor_seconds: f64,
-    /// Share of the time since its start in which it found work, 0 to 1.
+    /// Share of the time since the poller's start in which the poller found work, 0 to 1.
     pub busy_share: f64,
-    /// Share of the time since its start in which it slept, 0 to 1. It spun for the rest.
+    /// Share of the time since the poller's start in which the poller slept, 0 to 1. In the rest of the time, it spun without
+    /// work or found work.
     pub parked_share: f64,
     /// Number of shadow queues that it runs.
     pub queues: usize,
@@ -492,7 +494,7 @@ pub struct BackendStats {
     pub capacity_bytes: u64,
     /// Mode of delivering doorbell writes to the pollers.
     pub doorbells: String,
-    /// Use of the drive's queue pairs; `None` if the drive does not limit their number.
+    /// Use of the drive's queue pairs; `None` if the drive does not limit the number of pairs.
     #[serde(default)]
     pub queue_pairs: Option<LeasePairStats>,
     /// The VM's memory.

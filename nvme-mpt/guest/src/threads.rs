@@ -22,9 +22,9 @@ type SpawnThread = dyn Fn(&str, ThreadWork) -> io::Result<JoinHandle<()>> + Send
 pub struct ThreadSpawner(Arc<SpawnThread>);
 
 impl ThreadSpawner {
-    /// Uses `spawn` to start threads. It gets the thread's name and work. `spawn` is called when a drive is opened,
-    /// when a function attaches to its lease, and when a guest's admin command waits for its queue. The thread that
-    /// does this work makes the call.
+    /// Uses `spawn` to start threads. `spawn` gets the thread's name and work. It is called when a drive is opened, when a
+    /// function attaches to its lease, and when a guest's admin command waits for its queue. It runs on the thread that opens
+    /// the drive, attaches the function or executes the admin command.
     pub fn from_spawn(
         spawn: impl Fn(&str, ThreadWork) -> io::Result<JoinHandle<()>> + Send + Sync + 'static,
     ) -> Self {

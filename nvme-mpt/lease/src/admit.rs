@@ -12,11 +12,11 @@ use crate::origin::extent::{self, DriveByteRange};
 use crate::origin::nvme;
 use crate::range::ByteRange;
 
-/// Decides about `request`. A request is refused if a lease has the same id or overlaps the range. The exception is a
-/// lease with the same id and range of the same drive whose holder died: its slot is returned, and the lease is taken
-/// over. Data of another id in the range also refuses the request, unless the request says what to do with the data.
+/// Decides about `request`. A request is refused if a lease has the same id or overlaps the range. The exception is a lease
+/// with the same id and the same range of the same drive whose holder died: it is taken over, and this returns its slot. Data
+/// of another id in the range also refuses the request, unless the request says what to do with the data.
 ///
-/// A lease by size gets the extents that its id had, and free units (`by_size`).
+/// A lease by size gets the extents that its id had, and free allocation units (`by_size`).
 pub(super) fn admit(
     records: &LedgerRecords,
     request: &LeaseRequest<'_>,
@@ -81,16 +81,16 @@ fn admit_range(
     })
 }
 
-/// Returns whether a lease had the same range of a drive that was named in an earlier boot of the host. The operator
-/// has decided about its data, because otherwise the request would have been refused before.
+/// Returns whether the recorded lease and the request have the same range, on drives whose names are of different boots of the
+/// host. The drive may be the same: the operator has decided so, because otherwise the request would have been refused before.
 fn was_at_range(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let boots = [record.drive.as_str(), request.drive.name].map(extent::boot_of_drive);
     matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)
         && record.extents.only() == Some(range)
 }
 
-/// Returns whether a lease overlaps the range. Compares bytes, because a disk and its partition are two overlapping
-/// drives.
+/// Returns whether the recorded lease has a byte of the requested range. The stored bytes are compared, because a disk and its
+/// partition are drives with different names but common bytes.
 fn overlaps(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, our_nsid) = nvme::as_block_device(request.drive.name, request.nsid.0);
@@ -103,7 +103,7 @@ const fn stretch(drive: &str, range: ByteRange) -> DriveByteRange<'_> {
     DriveByteRange { drive, range }
 }
 
-/// Returns whether a lease that overlaps the range has exactly its bytes.
+/// Returns whether the recorded lease has exactly the bytes of the requested range.
 fn has_same_bytes(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, _) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, _) = nvme::as_block_device(request.drive.name, request.nsid.0);

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use crate::range::ByteRange;
 
-/// Free units of a drive, as runs in the drive's order. Runs of one list do not touch.
+/// Free units of a drive, as runs in the drive's order. Runs in the same list are neither adjacent nor overlapping.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct FreeUnits {
     /// Units without data.
@@ -26,8 +26,8 @@ pub(super) struct UnitDemand {
     pub(super) whole: bool,
 }
 
-/// Returns the free units of a drive of `units` units of `unit` bytes. A unit with any `taken` or `dirty` byte is taken
-/// or dirty as a whole.
+/// Returns the free units of a drive of `units` units of `unit` bytes. A unit with a `taken` byte is not free. A unit with a
+/// `dirty` byte is free, but counts as a unit with data.
 pub(super) fn free(units: u64, unit: u64, taken: &[ByteRange], dirty: &[ByteRange]) -> FreeUnits {
     let whole = |range: &ByteRange| range.start() / unit..range.end().div_ceil(unit);
     let mut used: Vec<_> = taken.iter().map(whole).collect();

@@ -19,7 +19,7 @@ pub(super) struct LeaseTarget<'a> {
 }
 
 impl<'a> LeaseTarget<'a> {
-    /// Returns the place of `range` in the area. `at` is its offset within a lease by size.
+    /// Returns `range` of this namespace as a candidate for the id. `at` is the offset of `range` within a lease by size.
     pub(super) fn place(&self, range: ByteRange, at: Option<u64>) -> RangeCandidate<'a> {
         RangeCandidate {
             id: self.id,
@@ -30,7 +30,7 @@ impl<'a> LeaseTarget<'a> {
         }
     }
 
-    /// Returns the place of the whole namespace; `None` if it is empty.
+    /// Returns the whole namespace as a candidate for the id; `None` if the namespace has no blocks.
     pub(super) fn all(&self) -> Option<RangeCandidate<'a>> {
         let range = ByteRange::new(0, self.capacity).ok()?;
         Some(self.place(range, None))

@@ -13,11 +13,12 @@ pub enum LeaseClaim {
     /// The operator requests a lease. The lease keeps its owner.
     #[default]
     Operator,
-    /// The operator requests a lease for a user, who becomes its owner.
+    /// Claim of the operator, who requests a lease for a user. This user becomes the owner of the lease.
     For(u32),
-    /// A process that may have every lease. Its user becomes the owner if the lease has none.
+    /// Claim of a process that may have every lease. If the lease has no owner, the process's user becomes the owner.
     Every(u32),
-    /// A process that may only have a lease that its user owns, with bytes that already belong to the id.
+    /// Claim of a process that may only have a lease that the process's user owns, and only bytes that already belong to the
+    /// lease's id.
     Own(u32),
 }
 
@@ -41,8 +42,8 @@ impl LeaseClaim {
         }
     }
 
-    /// For [`Self::Own`], checks that all bytes of the lease already belong to its id. Other bytes may have data of the
-    /// host.
+    /// For [`Self::Own`], checks that all bytes of the lease already belong to the lease's id. Bytes without an id are refused,
+    /// because they may have data of the host.
     pub(super) fn check_extents(
         self,
         records: &LedgerRecords,
@@ -95,7 +96,8 @@ impl LedgerRecords {
             || self.tenants.iter().any(|tenant| tenant.id == id)
     }
 
-    /// Removes default terms, terms of ids without lease and data, and facts about drives without either.
+    /// Removes records that no longer matter: settings that are all defaults, settings and unreadable blocks of ids with
+    /// neither a lease nor data, and names and facts of drives with neither.
     pub(super) fn forget_unknown(&mut self) {
         let mut terms = std::mem::take(&mut self.terms);
         terms.retain(|id, terms| *terms != LeaseSettings::default() && self.knows(id));

@@ -1,9 +1,9 @@
 //! Drives that had other names: in an earlier boot of the host, in an earlier version, or when the host reported other
 //! attributes of them.
 //!
-//! A disk with neither a WWID nor a serial number gets another kernel name at each boot. So the ledger cannot tell
-//! which present disk is a disk of an earlier boot. Until the operator decides, the ledger grants no bytes of such a
-//! disk as new, and none to an id that had them under that name.
+//! A disk with neither a WWID nor a serial number gets another kernel name at each boot. After a reboot, the ledger cannot tell
+//! which of the present disks a recorded disk is. So until the operator decides, the ledger grants no bytes of a disk that may
+//! be the earlier one: neither as bytes without data, nor to the id that had them under the earlier name.
 //!
 //! A name can also change in other ways: a disk gets or loses a serial number, or a label is overwritten. So the ledger
 //! stores all names that a drive had when it was last leased, and searches for data under all names that the requested
@@ -32,7 +32,7 @@ impl LedgerRecords {
         self.tenants.iter().any(|tenant| tenant.drive() == base) || self.leases.iter().any(has)
     }
 
-    /// Returns whether there are leases or data on the drives `from` and `to`.
+    /// Returns, for each of the drives `from` and `to`, whether there are leases or data on the drive.
     pub(super) fn drives_known(&self, from: &str, to: &str) -> (bool, bool) {
         let known = |drive| {
             extent::bases(drive)
@@ -53,7 +53,7 @@ impl LedgerRecords {
             .collect()
     }
 
-    /// Returns the name of a drive from which its guests' names are derived.
+    /// Returns the drive name from which the names that the drive's guests see are derived: the name at the first lease.
     pub(super) fn naming(&self, drive: &str) -> String {
         if let Some(label) = extent::bases(drive)
             .iter()
@@ -69,8 +69,8 @@ impl LedgerRecords {
         }
     }
 
-    /// Renames the bases of the drive `from` to those of `to`; returns `false` if the ledger has nothing of `from`.
-    /// Bases that the ledger knows under both names are not changed.
+    /// Renames the bases of the drive `from` to the bases of the drive `to` in all records. Returns `false` if the ledger has
+    /// no record of `from`. A base is not renamed if the ledger already has records under its new name.
     pub(super) fn carry_over(&mut self, from: &str, to: &str) -> bool {
         if let [base] = &extent::bases(to)[..]
             && DriveLabel::of_base(base).is_some()
@@ -115,8 +115,9 @@ impl LedgerRecords {
         changed
     }
 
-    /// Returns a drive with requested bytes that may be the requested drive under another name. Ignores bytes that the
-    /// operator has decided about, and bytes that the id has on the drive under its present name.
+    /// Returns a known drive that may be the requested drive under another name, and on which ids have data in the requested
+    /// bytes. Ignores bytes about which the operator has decided, and bytes that the id has on the requested drive under its
+    /// present name.
     pub(super) fn find_earlier(
         &self,
         request: &LeaseRequest<'_>,
@@ -149,7 +150,7 @@ impl LedgerRecords {
         tenants.chain(leases).collect()
     }
 
-    /// Records the other names of a drive, in case it loses the present one.
+    /// Records the other names of a drive, so that the drive is recognized if it loses its present name.
     pub(super) fn note_names(&mut self, drive: DriveIdentityRef<'_>) {
         let ours = extent::bases(drive.name);
         let all = || drive.formerly.iter().chain(drive.others);
@@ -176,8 +177,8 @@ impl LedgerRecords {
         }
     }
 
-    /// Returns the ids with data on `base` that the request may get and that was not given up. Released data counts: it
-    /// is not wiped yet, and a lease under another name of the drive would not wipe it.
+    /// Returns the ids with data on `base` in bytes that the request could get, except data that was given up. Released data
+    /// counts, because it is not wiped yet, and a lease under another name of the drive would not wipe it.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
         let is_label = DriveLabel::of_base(base).is_some();
         let boot = extent::boot_of_drive(request.drive.name);
@@ -200,7 +201,8 @@ impl LedgerRecords {
         ids
     }
 
-    /// Returns whether all requested bytes already belong to the id, or the id already has a lease by size there.
+    /// Returns whether all requested bytes already belong to the id on the requested drive. For a request by size, returns
+    /// whether the id already has a lease by size on that drive.
     fn has_all(&self, request: &LeaseRequest<'_>) -> bool {
         let area = request.area();
         let of_id = |range| {
@@ -229,8 +231,9 @@ impl LedgerRecords {
             && !self.has_all(request)
     }
 
-    /// Records the operator's decision to give a range to the id, if a drive of an earlier boot may be the requested
-    /// one. The ledger then forgets what the id had at this range of that drive. The rest of the drive stays undecided.
+    /// Records the operator's decision to give a range to the id although the drive may be a known drive of an earlier boot.
+    /// The ledger then forgets the data that the id had at this range of the known drive. For the rest of that drive, nothing
+    /// is decided.
     pub(super) fn note_decision(
         &mut self,
         request: &LeaseRequest<'_>,
@@ -304,14 +307,14 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         })
     }
 
-    /// Returns a matching drive without a label, among the bases that `is_asked_for` selects.
+    /// Among the bases that `is_asked_for` selects, returns one without a label that may belong to the requested drive.
     fn find_of(&self, is_asked_for: impl Fn(&str) -> bool) -> Option<EarlierDrive> {
         let bases = self.records.bases().into_iter();
         let mut bases = bases.filter(|base| is_asked_for(base));
         bases.find_map(|name| self.with_ids(self.likeness(&name)?, name))
     }
 
-    /// Returns a drive with a label that lies on the requested bytes, or did before its disk was renamed.
+    /// Returns a labelled drive whose bytes are on the requested drive, or were there before its disk got another name.
     fn find_below_label(&self) -> Option<EarlierDrive> {
         let labels = self.records.bases().into_iter();
         let mut labels =
@@ -366,7 +369,8 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
             || names.is_some_and(|names| names.iter().any(is_shared))
     }
 
-    /// Returns why no present disk can be the disk of a base; `None` if that disk is present.
+    /// Returns the reason to think that a base is a disk which is not present under this name, so that it may be the requested
+    /// drive. `None` if the disk is present, or cannot be seen from this boot.
     fn is_gone(&self, base: &str) -> Option<DriveLikeness> {
         let own = self.ours.iter().find_map(|base| extent::boot_of(base));
         match extent::boot_of(base) {

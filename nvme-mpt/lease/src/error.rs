@@ -16,11 +16,11 @@ pub(super) const ID_MAX: usize = 64;
 /// Reason to think that the ledger knows a drive under another name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriveLikeness {
-    /// The known drive's name is from an earlier boot, so this drive may be the same.
+    /// The known drive's name is from an earlier boot, so the requested drive may be the known one.
     EarlierBoot,
-    /// The known drive is absent from the host, so this drive may be it without the name.
+    /// The host has no drive with the known name. So the requested drive may be the known one, if it has lost this name.
     Absent,
-    /// The known name is another name of this drive or of a copy of it.
+    /// The known drive's name is another name of the requested drive. One of the two may also be a copy of the other.
     OtherName,
 }
 
@@ -167,7 +167,7 @@ pub enum LeaseError {
         /// The other drive.
         to: String,
     },
-    /// A lease by size on this drive could not be found after a reboot.
+    /// The drive has neither a WWID nor a serial number, so a lease by size on it could not be found after a reboot.
     #[error(
         "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after \
          the next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; \

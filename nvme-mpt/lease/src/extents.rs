@@ -140,7 +140,7 @@ pub(super) fn joined(ranges: &[ByteRange]) -> Vec<ByteRange> {
     joined.collect()
 }
 
-/// Formats up to three ranges one by one, more as their total length and number.
+/// Formats up to three ranges one by one. For more ranges, formats only their number and total length.
 pub(super) fn list(ranges: &[ByteRange]) -> String {
     if ranges.len() > LISTED {
         let lengths = ranges.iter().map(ByteRange::length);

@@ -19,7 +19,7 @@ pub(super) struct KnownDrive {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownNamespace {
-    /// NGUID or EUI-64, in hexadecimal digits; empty without either.
+    /// NGUID or EUI-64, in hexadecimal digits; empty if the namespace has neither.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(super) id: String,
     pub(super) blocks: u64,
@@ -31,7 +31,7 @@ impl KnownNamespace {
         Bytes(self.blocks.saturating_mul(1 << self.lba_shift))
     }
 
-    /// Describes a change that may mean other content; `None` if there is none.
+    /// Describes a difference to the present facts that may mean that the namespace has other content; `None` if there is none.
     pub(super) fn change(&self, now: &Self) -> Option<String> {
         if !self.id.is_empty() && !now.id.is_empty() && self.id != now.id {
             return Some(format!("has the id {}, and had {}", now.id, self.id));

@@ -1,9 +1,8 @@
 //! Liveness of the holder of a lease, as seen by other processes.
 //!
-//! Every lease has a *slot*: one byte offset in a lock file. Its holder keeps an open file description lock on that
-//! byte while the lease lives. The kernel drops the lock with the description, also after SIGKILL, and shows it across
-//! pid namespaces. A pid would not be enough: it may be reused after its process died, and it has no meaning in another
-//! container.
+//! Every lease has a *slot*: one byte offset in a lock file. The lease's holder keeps an open file description lock on that
+//! byte while the lease lives. The kernel drops the lock with the description, also after SIGKILL, and shows the lock across
+//! pid namespaces. A pid would not suffice: it may be reused after its process died, and means nothing in another container.
 
 use std::io;
 use std::ops::Range;
@@ -20,7 +19,7 @@ use crate::range_lock::{self, ProcLockKind};
 pub(super) struct LeaseSlot(pub(super) u64);
 
 impl LeaseSlot {
-    /// Returns whether the kernel can lock this byte and the one after it.
+    /// Returns whether this slot's byte offset, and the next one, are offsets that the kernel can lock.
     pub(super) fn is_valid(self) -> bool {
         libc::off_t::try_from(self.0).is_ok_and(|offset| offset < libc::off_t::MAX)
     }
@@ -79,7 +78,7 @@ pub(super) fn users(
 pub(super) struct LeaseSlotProbe(Option<File>);
 
 impl LeaseSlotProbe {
-    /// Opens the lock file `path`. If it does not exist, no slot is held.
+    /// Opens the lock file `path`. If the file does not exist, all slots count as not held.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         match File::open(path) {
             Ok(file) => Ok(Self(Some(file))),

@@ -7,8 +7,8 @@ use crate::origin::extent::{self, BackingExtent};
 use crate::origin::nvme;
 use crate::range::ByteRange;
 
-/// Name space of all names of leases, which are UUIDs of version 5 (RFC 9562, section 5.5), or derived from one. Must
-/// never change, because guests identify their disks by these names.
+/// Name space of the UUIDs of version 5 (RFC 9562, section 5.5) from which all names of leases are derived. It must never
+/// change, because guests identify their disks by these names.
 const NAME_SPACE: Uuid = Uuid::from_u128(0x6e76_6d65_2d6d_5074_a001_6c65_6173_6573);
 
 /// In EUI-64, bit 1 of the first byte marks a locally administered name (IEEE 802, "U/L").
@@ -19,8 +19,8 @@ const GROUP: u8 = 0x01;
 /// bytes 8 to 10).
 const NGUID_COMPANY_ID: usize = 8;
 
-/// Names of a lease. They depend on the id, the range and the drive, and differ if any of these differs. The names of a
-/// lease by size do not depend on its extents. A guest that finds the same names finds its data.
+/// Names of a lease, by which its guest identifies the disk. They depend on the id, the range and the drive: the same names
+/// mean the same data. The names of a lease by size depend on the id and the drive, but not on the extents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseIdentity {
     /// Serial Number of the guest controller: 20 ASCII characters.
@@ -79,8 +79,8 @@ impl LeaseIdentity {
     }
 }
 
-/// Returns a default id for a function and its lease. It depends on the drive and the range only. So a server that is
-/// restarted with the same options takes its own leases over.
+/// Returns a default id for a function and its lease. The id depends only on the drive and the range, so a server that is
+/// restarted with the same options takes over its own leases.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     let (drive, nsid) = nvme::as_block_device(drive, nsid.0);

@@ -1,7 +1,8 @@
 //! Records of a ledger in a memory file, for the successor process.
 //!
-//! The first word has the offset of the valid records. A change writes the new records to another place, and then
-//! updates this word. So if the process ends at any instruction, the file has either the old records or the new ones.
+//! The first word of the file has the offset of the valid records. A change writes the new records to another place in the
+//! file, and then updates the word. So if the process ends at any instruction, the file has either the old records or the new
+//! ones.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::store::{LedgerRecords, LedgerStoreError};
 
-/// Places of the records: one has the valid records, the other is written next.
+/// Offsets of the two places for records. One place has the valid records, and the next change writes to the other one.
 const PLACES: [u64; 2] = [4096, 4096 + BYTES_MAX as u64];
 
 /// Most bytes of the records with their length word. A lease takes some hundred bytes.

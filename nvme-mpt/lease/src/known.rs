@@ -1,9 +1,9 @@
 //! Detection of exchanged drives and changed content, by stored facts about physical drives.
 //!
-//! A PCI address is no identity: after an exchange, another drive has it. An id with data on the drive that was at an
-//! address gets no lease of a new drive at that address. A drive's name says nothing about the content: a namespace
-//! that was deleted, formatted or shrunk has lost the leased bytes. The ledger stores the PCI address of each drive
-//! with leases or data, and the facts about its namespaces, and compares both at each lease.
+//! A PCI address is no identity: after an exchange, another drive is at the address. So an id with data on the drive that was
+//! at an address gets no lease of another drive at that address. A drive's name is no proof of the content: a namespace that
+//! was deleted, formatted or shrunk has lost the leased bytes. The ledger stores the PCI address of each drive with leases or
+//! data, and the facts about its namespaces, and compares both at each lease.
 
 use super::facts::KnownNamespace;
 use super::outcome::LeaseRefusal;
@@ -23,8 +23,8 @@ fn facts_of(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
 }
 
 impl LedgerRecords {
-    /// Refuses a lease of a namespace with possibly changed content, and a lease of a drive at the address of the id's
-    /// own drive.
+    /// Refuses a lease if the namespace's content may have changed. Also refuses it if the id has data on another drive that
+    /// was at the requested drive's PCI address.
     pub(super) fn check_known(&self, request: &LeaseRequest<'_>) -> Result<(), LeaseRefusal> {
         let (Some(facts), Some(now)) = (request.drive.facts, facts_of(request)) else {
             return Ok(());
@@ -95,7 +95,8 @@ impl LedgerRecords {
             || self.leases.iter().any(is_on)
     }
 
-    /// Forgets the facts about a drive, which are recorded again at its next lease. Returns `false` if there are none.
+    /// Forgets the facts about a drive. They are recorded again at the drive's next lease. Returns `false` if there were no
+    /// facts.
     pub(super) fn forget_facts(&mut self, drive: &str) -> bool {
         self.known.remove(drive).is_some()
     }

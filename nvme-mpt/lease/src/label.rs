@@ -1,8 +1,8 @@
 //! Labels: names that an operator writes on drives without a persistent name.
 //!
-//! A label is in the last MiB of the drive. Once the label names the drive, no lease contains that MiB. The drive's name in the
-//! ledger contains the label's UUID, which no guest sees. A guest therefore cannot imitate another drive by writing a label on
-//! its own one.
+//! A label is in the last MiB of the drive. Once the drive is used by its label, no lease contains that MiB. The drive's name
+//! in the ledger contains the label's UUID, which no guest sees. A guest therefore cannot imitate another drive by writing a
+//! label on its own one.
 
 use std::fmt;
 use std::str::FromStr;
@@ -116,8 +116,8 @@ impl DriveLabel {
         (kind == extent::NAMED).then_some(label)
     }
 
-    /// Returns the labelled drive's identity, given the unlabelled identity `of` and the number of leasable bytes. The names of
-    /// `of` become former names.
+    /// Returns the identity of the labelled drive. `of` is the drive's identity without the label, and `bytes` the number of
+    /// leasable bytes. The names of `of` become former names.
     #[must_use]
     pub fn identity(&self, of: DriveIdentityRef<'_>, bytes: u64) -> DriveIdentity {
         let formerly = of.formerly.iter().map(String::as_str).chain([of.name]);

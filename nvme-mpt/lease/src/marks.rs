@@ -1,7 +1,7 @@
 //! Ledger entries for blocks that Write Uncorrectable made unreadable.
 //!
-//! A mark belongs to the data of an id. It lasts until the blocks are written, wiped, or leased by another id. Entries
-//! address bytes by their base, like the entries of [`super::tenants`].
+//! A mark (an entry for unreadable blocks) belongs to the data of an id. It lasts until the blocks are written, wiped, or
+//! leased by another id. Marks address bytes by the disk or file that stores them, like the entries of [`super::tenants`].
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
@@ -65,7 +65,7 @@ pub(super) fn without(ranges: &[ByteRange], cut: &ByteRange) -> Vec<ByteRange> {
     kept.flatten().collect()
 }
 
-/// Returns the marks of the place's id within the place, by offsets of the place's drive.
+/// Returns the unreadable ranges of the id of `place` that lie in `place`, as offsets on the leased drive.
 pub(super) fn find(marks: &[UncorrectableBytes], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
     let of_part = |part: &BackingPart| {
         let place = part.place(place);
@@ -81,7 +81,7 @@ pub(super) fn find(marks: &[UncorrectableBytes], place: &RangeCandidate<'_>) -> 
     parts(place).iter().flat_map(of_part).collect()
 }
 
-/// Replaces all marks of the place's id within the place. `ranges` are offsets of the place's drive.
+/// Replaces all marks of the id of `place` within `place` by `ranges`, which are offsets on the leased drive.
 pub(super) fn replace(
     marks: &mut Vec<UncorrectableBytes>,
     place: &RangeCandidate<'_>,
@@ -125,7 +125,7 @@ pub(super) fn replace(
     marks.retain(|marks| !marks.ranges.is_empty());
 }
 
-/// Forgets the marks of other ids in a place that is given to its id.
+/// Removes the marks of other ids in `place`, because the id of `place` now owns these bytes.
 pub(super) fn forget_others(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
     forget_where(marks, place, |id| id != place.id);
 }

@@ -1,11 +1,11 @@
 //! Previous owners: the id that last held each range, whose data stays until someone decides about it.
 //!
-//! Each granted lease records its id for its range, and the entry outlives the lease. So the next lease of any part of
-//! that range either has the same id, or says what to do with the data ([`PreviousDataPolicy`]). An operator may also decide in
-//! advance about all data of an id.
+//! When a lease is granted, its id is recorded for its range, and this entry outlives the lease. So the next lease of any part
+//! of that range must either have the same id, or say what to do with the data ([`PreviousDataPolicy`]). An operator may also
+//! decide in advance about all data of an id.
 //!
-//! A range is marked before its first block is wiped. The mark is removed when all blocks are zero and durable. After a
-//! crash in between, the range belongs to no id, and the next lease has to wipe it.
+//! A range is marked before its first block is wiped. The mark is removed when all blocks are durably zero. If the server
+//! crashes in between, the mark remains: the range belongs to no id, and the next lease has to wipe it.
 //!
 //! Entries address bytes by the device or file that stores them (`origin::extent`). So a disk, its partition and a loop
 //! device of a file share entries.
@@ -30,8 +30,8 @@ pub enum PreviousDataPolicy {
     Kept,
     /// The data is wiped before the lease can be attached.
     Wiped,
-    /// Like [`Self::Wiped`], and bytes that no lease has held are wiped too, as they may have data of the host. A lease
-    /// by size does not wipe these bytes.
+    /// Like [`Self::Wiped`]. In addition, bytes that no lease has held yet are wiped, because they may have data of the host. A
+    /// lease by size does not wipe such bytes.
     Erased,
 }
 
@@ -60,7 +60,7 @@ pub(super) struct RangeOwner {
     /// Offset in bytes of the range within a lease by size; `None` for a lease with a fixed range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     at: Option<u64>,
-    /// True if the range is being wiped. The remaining data belongs to no id.
+    /// True if the range was marked for wiping and is not completely wiped yet. The remaining data belongs to no id.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     wiping: bool,
     /// True if the operator has given the data up: the next lease gets it, whatever its id.
@@ -69,7 +69,8 @@ pub(super) struct RangeOwner {
     /// True if the operator has released the range: the next lease of another id wipes it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     released: bool,
-    /// True if the id's lease has lost other parts. Then a lease by size does not reuse this part.
+    /// True if a lease by size must not reuse this part: other parts of the id's lease were given to another lease, or the id
+    /// began a new lease by size.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     remnant: bool,
 }
@@ -123,7 +124,7 @@ pub(super) struct BackingPart {
     base: String,
     /// Bytes of the base.
     pub(super) range: ByteRange,
-    /// Start of the part as an offset of the place's drive.
+    /// Start of the part, as an offset on the leased drive.
     at: u64,
 }
 
@@ -138,7 +139,7 @@ impl BackingPart {
         }
     }
 
-    /// Converts bytes of the base within the part to offsets of the place's drive.
+    /// Converts a range of the base that lies in this part to offsets on the drive that is leased.
     pub(super) fn on_drive(&self, range: ByteRange) -> Option<ByteRange> {
         let moved = range.start().checked_sub(self.range.start())?;
         ByteRange::new(self.at.checked_add(moved)?, range.length()).ok()
@@ -199,7 +200,7 @@ impl RangeOwner {
         }
     }
 
-    /// Returns whether the end of the entry within its lease fits 64 bits.
+    /// Returns whether the entry's end offset within its lease by size fits 64 bits.
     pub(super) fn is_sound(&self) -> bool {
         let end = |at: u64| at.checked_add(self.range.length());
         self.at.is_none_or(|at| end(at).is_some())
@@ -215,20 +216,20 @@ impl RangeOwner {
         }
     }
 
-    /// Returns whether the entry's data is foreign to a lease of `place`. In a lease by size, bytes at another offset
-    /// are foreign too.
+    /// Returns whether a lease of `place` must not read the entry's data: it belongs to another id, or is partly wiped. In a
+    /// lease by size, data that had another offset within the lease is foreign too.
     fn is_foreign(&self, place: &RangeCandidate<'_>) -> bool {
         self.wiping || self.id != place.id || (place.at.is_some() && !self.is_at_home(place))
     }
 
-    /// Returns whether the entry's bytes have the same offsets in the lease as in `place`.
+    /// Returns whether the entry's bytes have the same offsets within the lease by size as the same bytes of `place`.
     fn is_at_home(&self, place: &RangeCandidate<'_>) -> bool {
         let first =
             |at: Option<u64>, range: &ByteRange| at.map(|at| at.wrapping_sub(range.start()));
         first(self.at, &self.range) == first(place.at, &place.range)
     }
 
-    /// Returns whether the bytes are data of `id`, neither partly wiped nor released.
+    /// Returns whether the entry's bytes are data of `id` that is neither partly wiped, released nor given up.
     pub(super) fn is_kept_by(&self, id: &str) -> bool {
         self.id == id && !self.wiping && !self.is_free()
     }
@@ -238,8 +239,8 @@ impl RangeOwner {
         self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)
     }
 
-    /// Returns whether a lease by size of any id may have the bytes after wiping them. A part that a lease by size has
-    /// not completely wiped belongs to that lease.
+    /// Returns whether a lease by size of any id may have the entry's bytes after wiping them. A partly wiped part of a lease
+    /// by size is not free, because it still belongs to that lease.
     pub(super) fn is_free(&self) -> bool {
         self.released || self.given_up || (self.wiping && self.at.is_none())
     }
@@ -274,7 +275,7 @@ impl RangeOwner {
             }
     }
 
-    /// Returns the marked entry for a part that a lease of `place` has to wipe.
+    /// Returns an entry that marks `range`, a part of this entry, for wiping by a lease of `place`.
     fn marked(&self, range: ByteRange, place: &RangeCandidate<'_>) -> Self {
         let entry = match place.at {
             // The part belongs to the lease by size, which keeps it at this offset.
@@ -345,7 +346,8 @@ pub(super) fn find<'a>(
     parts(place).iter().flat_map(in_part).collect()
 }
 
-/// Turns the id's lease-by-size data in `place` into remnants, because a new lease by size of the id begins.
+/// Marks the data that the id has in `place` from an earlier lease by size as not reusable, because a new lease by size of the
+/// id begins.
 pub(super) fn abandon(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
     for part in parts(place) {
         let place = part.place(place);
@@ -378,7 +380,7 @@ pub(super) fn release(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>)
     }
 }
 
-/// Returns the first data that blocks a lease of `place`: data of another id, or an unfinished wipe.
+/// Returns the first data that blocks a lease of `place`: data of another id, or data whose wipe is not finished.
 pub(super) fn in_the_way(
     tenants: &[RangeOwner],
     place: &RangeCandidate<'_>,
@@ -397,8 +399,8 @@ fn in_the_way_of_part(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Opt
     })
 }
 
-/// Decides in advance what happens to an id's data when another id leases it. Returns the ranges. A partly wiped range
-/// can only be wiped, because its data is mixed.
+/// Records in advance what happens to an id's data when another id leases its range. Returns the ranges for which the decision
+/// was recorded. A partly wiped range accepts only the decision to wipe, because some of its data is gone.
 pub(super) fn decide(
     tenants: &mut [RangeOwner],
     id: &str,
@@ -415,7 +417,7 @@ pub(super) fn decide(
     .collect()
 }
 
-/// Gives `place` to its id. Parts that have to be wiped are marked instead.
+/// Records the id of `place` as the owner of its bytes. Parts with foreign data are marked for wiping instead.
 pub(super) fn enter(
     tenants: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
@@ -433,7 +435,8 @@ pub(super) fn enter(
     }
 }
 
-/// Enters a part of a place. Adds released leases that lose a part to `broken`.
+/// Records the id of `place` as the owner of one part of `place`. If data that the operator released loses a part by that, adds
+/// its id to `broken`, with a flag that is true for a lease by size.
 fn enter_part(
     tenants: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
@@ -469,7 +472,7 @@ fn enter_part(
     tenants.extend(between(place, at, place.range.end()));
 }
 
-/// Marks the bytes of a place that no lease has held as not completely wiped data of the place's id.
+/// Marks those bytes of `place` that no lease has held yet for wiping by the id of `place`.
 fn mark_unknown(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
     let known = known.filter_map(|tenant| {
@@ -493,7 +496,7 @@ fn unwiped(tenant: RangeOwner) -> RangeOwner {
     }
 }
 
-/// Returns the marked parts of `place`, by offsets of its drive.
+/// Returns the parts of `place` that are marked for wiping, as offsets on the leased drive.
 pub(super) fn marked(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
     let of_part = |part: &BackingPart| {
         let marked = marked_in_part(tenants, &part.place(place));

@@ -40,7 +40,7 @@ pub(super) unsafe fn during<T>(word: *const AtomicU64, work: impl FnOnce() -> T)
     work()
 }
 
-/// Returns whether this thread is doing work with a crash counter.
+/// Returns whether this thread is inside a call of `during`, so that a crash of this thread would be counted.
 pub(super) fn is_named() -> bool {
     !WORK.get().is_null()
 }

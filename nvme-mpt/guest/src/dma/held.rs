@@ -1,4 +1,4 @@
-//! Memory of a VM without a window: kept while no drive is attached, and mapped again for the next one.
+//! Memory of a VM that is kept while no drive is attached, and mapped again for the next drive.
 
 use std::io;
 
@@ -6,7 +6,8 @@ use super::region::GuestMemoryPart;
 use super::{DmaError, DmaWindow, MemoryRegion, WindowRegions};
 use crate::iova::BudgetEntitlement;
 
-/// Memory of a window, which may be gone. No drive can access memory through this.
+/// Memory of a window. It stays mapped in this process even if the window is dropped. No drive can access memory through this
+/// value.
 #[derive(Clone, Debug)]
 pub struct DetachedGuestMemory(Vec<GuestMemoryPart>);
 
@@ -18,7 +19,7 @@ impl DetachedGuestMemory {
 }
 
 impl DetachedGuestMemory {
-    /// Returns the memory in the form in which it is handed over, for mapping in another process.
+    /// Returns the memory as a list of regions with descriptors, for mapping in another process.
     ///
     /// # Errors
     /// Returns the kernel's error if no descriptors are left.

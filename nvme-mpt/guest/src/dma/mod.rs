@@ -6,10 +6,10 @@
 //! (Some VMMs use their own virtual addresses, so regions may lie anywhere in 64 bits. This is why a window is not just a
 //! base to add.)
 //!
-//! A VMM that plugs memory in blocks maps many regions, and may unmap any of them. A file is mapped as a whole. So regions
-//! that are adjacent in a file and in guest memory are adjacent in this process's address space too. They are also adjacent
-//! in the IOVA space, because a region takes spare IOVAs for regions that may follow. Adjacent regions form a *run*.
-//! Translation searches runs, of which there are few.
+//! A VMM that plugs memory in blocks maps many regions, and may unmap any of them. This process maps a file as a whole. So
+//! regions that are adjacent in a file and in guest memory are adjacent in this process's address space too. They are also
+//! adjacent in the IOVA space, because a region takes spare IOVAs for regions that may follow it in the file. Adjacent regions
+//! form a *run*. Translation searches runs, of which there are few.
 //!
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. Each change publishes a new table with the next
 //! generation. Each shadow queue adopts the new table at its next pass, and reports the pending unmaps (`departure.rs`) whose
@@ -152,12 +152,12 @@ pub struct PublishedTable {
     published: PublishedSnapshot<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
     under_way: OngoingChanges,
-    /// Locked during a change. A user that keeps the tables, such as a queue with commands in flight, keeps the memory mapped.
+    /// Locked during a change. While a user holds this value, such as a queue with commands in flight, the memory stays mapped.
     changes: Arc<Mutex<WindowRegions>>,
 }
 
-/// Unmaps the memory with its last user. Threads that [check the memory](IovaSpace::shrunk_memory) hold only
-/// `changes`, so they never have to unmap memory.
+/// Keeps the memory mapped until the last user is gone. Threads that [check the memory](IovaSpace::shrunk_memory) hold only
+/// `changes`, so they are never the last user and never have to unmap memory.
 impl Drop for PublishedTable {
     fn drop(&mut self) {
         let changes = std::mem::take(&mut *lock(&self.changes));

@@ -193,7 +193,7 @@ pub(super) struct GuestMemoryPart {
 }
 
 impl GuestMemoryPart {
-    /// Returns the place in the form in which memory is handed over.
+    /// Returns the part as a region with a descriptor, for mapping in another process.
     pub(super) fn region(&self) -> io::Result<MemoryRegion> {
         let [readable, writable] = self.rights;
         Ok(MemoryRegion {
@@ -222,7 +222,8 @@ impl GuestMemoryPart {
         self.gpa + (self.len - 1)
     }
 
-    /// Returns whether `inner` is a part of this place, with the same distance from the start in guest memory and in the file.
+    /// Returns whether `inner` lies in this part of the memory, at the same distance from the start in guest memory and in the
+    /// file.
     fn has(&self, inner: &Self) -> bool {
         let from_start = inner.gpa.wrapping_sub(self.gpa);
         Arc::ptr_eq(&self.file, &inner.file)

@@ -123,7 +123,7 @@ const FEW: usize = 64;
 
 /// Snapshot of a VM's memory map.
 ///
-/// The table does not keep the memory mapped. The window does, until none of its users has the table.
+/// The table does not keep the memory mapped: the window does, until none of the window's users has the table.
 #[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     generation: u64,
@@ -242,7 +242,8 @@ impl RegionTable {
         self.dirty.as_mut()?.remove(place.gpa)
     }
 
-    /// Returns the pending unmaps since another generation. A user whose table had that generation needs no others.
+    /// Returns the pending unmaps since an older `generation`. They are all that a user with the table of that generation may
+    /// still use.
     pub fn departures_since(&self, generation: u64) -> impl Iterator<Item = &Arc<PendingUnmap>> {
         let departures = self.departures.iter();
         departures.filter(move |departure| departure.generation() > generation)
@@ -267,7 +268,8 @@ impl RegionTable {
 
     /// Calls `then` with the run of `gpa..gpa+len` and the offset in the run.
     ///
-    /// `then` is inlined in both paths, so that the common path has a single test for the existence of a run.
+    /// `then` is inlined both for a run found by the hint and for a searched run. So the common path tests only once whether
+    /// there is a run.
     #[inline(always)]
     fn in_run<'a, T>(
         &'a self,

@@ -11,7 +11,8 @@ use nvme_mpt_memory::clock::Ticks;
 /// takes longer.
 const GONE_MAX: Duration = Duration::from_secs(1);
 
-/// Maximum total time, independent of other changes: the command timeout of drivers.
+/// Maximum time for which the memory of a queue's rings may be unmapped in all, whatever other changes the VMM makes: the
+/// command timeout of drivers.
 const GONE_IN_ALL_MAX: Duration = Duration::from_secs(30);
 
 /// Returns whether a queue fails because the memory of its rings is unmapped. `gone` is the time since the memory was

@@ -20,7 +20,7 @@ pub trait LeaseChangeLog {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct UnreportedChanges {
     ids: Vec<u64>,
-    /// True if there are changes whose identifiers are unknown.
+    /// True if there were further changes whose identifiers are not stored.
     more: bool,
 }
 

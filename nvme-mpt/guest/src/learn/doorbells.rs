@@ -18,15 +18,15 @@ use super::PolicyChoice;
 /// are possible in a hold, and more than a mostly idle guest writes.
 const EXITS: u32 = 32;
 
-/// Number of I/Os within a hold that keep doorbells mapped: half of the rate for mapping, because an I/O has two writes. At a
-/// lower rate, a poller sleeps between I/Os, and reads the doorbell later than an exit would wake it.
+/// Number of I/Os within a hold that keep doorbells mapped: half of `EXITS`, because an I/O has two doorbell writes. At a lower
+/// rate, a poller sleeps between I/Os. Its timer then finds a mapped doorbell later than an exit would have woken the poller.
 const KEPT_BY: u64 = EXITS as u64 / 4;
 
 /// Length of a hold, as a multiple of the cost of mapping and unmapping.
 const SHARE: u64 = 100;
 
-/// Minimum hold. It is longer than a poller spins before it sleeps, so that it ends only if I/O has ceased, and not just
-/// between two I/Os.
+/// Minimum hold. It is longer than the time for which a poller spins before it sleeps. So a hold passes without I/O only if I/O
+/// has ceased, and not just between two I/Os.
 const HOLD_MIN: Duration = Duration::from_millis(10);
 
 /// Initial guess of the cost of mapping and of unmapping. A high guess gives a long hold, in which the number of exits for
@@ -312,7 +312,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// The limit on the share of time holds even for a guest that provokes changes, whatever a change costs.
+        /// Changes take at most the promised share of time, even if a guest provokes changes and whatever a change costs.
         #[test]
         fn toggling_takes_a_hundredth_at_most(
             mapping in 1_u64..50_000,

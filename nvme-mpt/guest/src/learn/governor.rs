@@ -10,9 +10,9 @@
 //!   most. The median latency of these commands is the latency of light users alone.
 //! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above 1.875
 //!   times, the window shrinks in proportion. Otherwise the window grows by 1/32, but seldom up to a size that was too large.
-//!   The median is used, because drives have some slow commands of their own, which are no reason to let them idle. On a
-//!   drive that serves its pairs in turn, most light commands may find no other command in their pair, and a few find the
-//!   whole window. So the window also shrinks if the second longest of eight is too long four times in a row.
+//!   The median is used because a drive completes some commands slowly for its own reasons, and for these the window must not
+//!   shrink. On a drive that serves its pairs in turn, most light commands may find no other command in their pair, and a few
+//!   find the whole window. So the window also shrinks if the second longest of eight is too long four times in a row.
 //!
 //! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
 //! commands is close to the median: p99 is within twice p99 alone.
@@ -43,11 +43,12 @@ const LONGER: u64 = 256 * 15 / 8;
 /// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
 const LONGER_SMALL: u64 = 256 * 9 / 4;
 
-/// Part of the second longest latency of [`SAMPLES`] that is compared like the median.
+/// Factor, as numerator and denominator, of the second longest of [`SAMPLES`] latencies. The product is compared with the same
+/// limit as the median.
 const TAIL: (u64, u64) = (4, 5);
 
-/// Number of medians in a row whose second longest latencies are too long before the window shrinks for these alone. If a drive
-/// has 10 % slow commands of its own, this is so for one in 160.
+/// Number of sample groups in a row whose second longest latency must be too long before the window shrinks only for this
+/// reason. If 10 % of a drive's commands are slow anyway, this happens for one group in 160.
 const TAILS: u32 = 4;
 
 /// Maximum size of a small window. Drives with a small window process one or a few commands at a time.
@@ -61,8 +62,8 @@ const HOLD: u32 = 256;
 const LIGHT_COMMANDS: u32 = 4;
 const LIGHT_BYTES: u64 = 16 << 10;
 
-/// Number of kinds of light commands whose latencies are compared: reads and writes, by the number of commands that the
-/// user has outstanding.
+/// Number of kinds of light commands. Latencies are compared within a kind: reads or writes, with the same number of commands
+/// outstanding.
 const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
 
 /// Class of a command on a shared drive.
@@ -112,7 +113,7 @@ const TURN: u64 = 8;
 struct HeavyWindowTimes {
     /// Time between two measurements of the latency alone.
     probe_interval: u64,
-    /// Time until the next measurement if a kind of command was missing in the last one.
+    /// Time until the next measurement if the last measurement had no command of some kind.
     probe_again: u64,
     /// Maximum pause of heavy users.
     pause: u64,

@@ -12,10 +12,11 @@ use super::PolicyChoice;
 /// Shortest interval.
 const MIN: Duration = Duration::from_micros(50);
 
-/// Divisor of the idle time, and longest interval, while a command may be on its way.
+/// Divisor of the idle time that gives the interval, and longest interval, while work is pending or shortly after the last
+/// work.
 const OFTEN: (u32, Duration) = (8, Duration::from_millis(1));
 
-/// Divisor and longest interval after a longer idle time: 50 polls per second.
+/// Divisor of the idle time and longest interval after a longer idle time. The longest interval gives 50 polls per second.
 const SELDOM: (u32, Duration) = (64, Duration::from_millis(20));
 
 /// Policy for the poll interval.

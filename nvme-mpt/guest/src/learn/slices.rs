@@ -1,7 +1,8 @@
 //! Slice length: the bytes of a file to deallocate or zero at once.
 //!
-//! During a slice, the kernel blocks all other I/O of the file. The time of a slice depends on the number of its extents,
-//! which are as short as a block on a fragmented file. The next slice has the length that would have taken 300 us.
+//! While the kernel deallocates a slice, it blocks all other I/O of the file. The time of a slice depends on the number of its
+//! extents, which may be as short as a block in a fragmented file. The next slice has the length that would have taken 300 us,
+//! by the time of the last slice.
 //!
 //! The fixed alternative is 256 KiB.
 
@@ -17,8 +18,9 @@ const TARGET: Duration = Duration::from_micros(300);
 
 /// Limits of a slice, in bytes, and the initial length. The minimum is a block, because a block may be a separate extent.
 ///
-/// Slices of holes are fast at any length, and say nothing about the extents that follow. So the maximum length has at most
-/// 512 extents. A guest whose command arrives during such a slice waits for all of them: 0.2 s, at 0.4 ms each on ext4.
+/// A slice of a hole is fast at any length, and does not show how many extents the next slice has. So the maximum length is
+/// limited to 512 blocks, and therefore to 512 extents. A guest whose command arrives during such a slice waits for all of
+/// them: 0.2 s, at 0.4 ms each on ext4.
 const MIN: u64 = BOUNDARY;
 const MAX: u64 = 2 << 20;
 const FIRST: u64 = 256 << 10;

@@ -1,8 +1,8 @@
 //! Rate limits of a lease, in I/Os and bytes per second over all its queues, and its weight relative to other leases.
 //!
-//! Each limit is a token bucket that fills at its rate, up to its burst. A queue fetches commands while there is
-//! credit, and is charged for a batch after fetching it. The batch may leave a debt, which has to be paid off before
-//! the next batch. So the rate is met over time, whatever the size of commands.
+//! Each limit is a token bucket that fills at its rate, up to its burst. A queue may fetch a batch of commands while the bucket
+//! has credit, and is charged after the fetch. If the batch costs more than the credit, the bucket has a debt, and the next
+//! batch waits until the debt is paid off. So the rate is met over time, whatever the size of commands.
 //!
 //! A bucket is stored as one moment: the time at which credit and debt are both zero (the theoretical arrival time of
 //! the generic cell rate algorithm). Queues of several pollers charge a bucket with one atomic operation per batch.
@@ -35,7 +35,7 @@ const REST_MAX: Duration = Duration::from_secs(1);
 pub struct RateLimit {
     /// Units per second.
     pub per_second: NonZeroU64,
-    /// Burst: units that may pass at once after idleness. By default, the units of 10 ms.
+    /// Burst: I/Os or bytes that may pass at once after idle time. The default is the rate's amount for 10 ms.
     pub burst: Option<NonZeroU64>,
 }
 
@@ -96,8 +96,8 @@ pub enum RateLimitError {
 }
 
 impl RateLimit {
-    /// Lowest limit in bytes per second. A batch of commands has up to 6 MiB: 4 MiB, and a last command of 2 MiB. This
-    /// debt is paid off in 24 s, within the 30 s command timeout of guest drivers.
+    /// Lowest limit in bytes per second. A batch has up to 6 MiB: commands are fetched up to 4 MiB, and the last one may add 2
+    /// MiB. At this limit, that debt is paid off in 24 s, within the 30 s command timeout of guest drivers.
     pub const BYTES_MIN: Bytes = Bytes(256 << 10);
 
     /// Parses `NUMBER` or `NUMBER+BURST`, in commands.
@@ -206,10 +206,10 @@ impl RateLimiter {
         self.bandwidth.charge(bytes, now);
     }
 
-    /// Returns the time until which a queue without allowance should rest.
+    /// Returns the time until which a queue whose bucket has no credit should not be polled.
     ///
-    /// The rest ends after [`Self::due`], so that the poller is not woken for each command. No credit is lost by that,
-    /// because the additional rest is at most a quarter of the smaller burst.
+    /// This time may be later than [`Self::due`], so that the poller is not woken for each command. No credit is lost by the
+    /// later time, because at most a quarter of the smaller burst accrues until then.
     #[must_use]
     pub fn rest(&self, now: Ticks) -> Ticks {
         let longest = self.rate.ticks(REST);
@@ -268,8 +268,8 @@ struct BucketUse {
 }
 
 impl BucketUse {
-    /// Converts the moment to another cost per unit. A debt keeps its units, or has fewer of them if a unit costs more.
-    /// Returns `None` without a debt or a previous limit.
+    /// Converts the moment to another cost in ticks per unit. If a unit costs less, the debt keeps its units; if it costs more,
+    /// the debt keeps its time. Returns `None` if there is no debt or was no limit.
     fn at_cost(self, cost: u64, now: Ticks) -> Option<u64> {
         let debt = self.even.checked_sub(now.0)?;
         let left = (u128::from(debt) * u128::from(cost)).checked_div(self.cost.into())?;
@@ -311,7 +311,7 @@ impl TokenBucket {
         self.set_cost(cost, now);
     }
 
-    /// Sets the cost of a unit. A debt is cancelled if the limit is removed.
+    /// Sets the cost of a unit (an I/O or a byte) in ticks. If the limit is removed, the debt is cancelled.
     fn set_cost(&self, cost: u64, now: Ticks) {
         let before = self.cost.swap(cost, Ordering::Relaxed);
         let update = |even| BucketUse { cost: before, even }.at_cost(cost, now);

@@ -1,8 +1,8 @@
 //! Counts of a lease's commands that outlive the process, for the SMART log page.
 //!
-//! Each queue pair has a record beside its positions. The function has a record of the counts from before it was
-//! restored from a snapshot. A record continues the counts of the predecessor, and is read once. The owner of the file
-//! can write any value there, which only falsifies the counts of its own lease.
+//! Each queue pair has a record beside its positions. The function has a record of the counts from before it was restored from
+//! a snapshot. A process continues the counts that its predecessor recorded, and reads them only at its start. The owner of the
+//! file can write any value there, but only falsifies the counts of its own lease.
 
 use std::sync::Arc;
 

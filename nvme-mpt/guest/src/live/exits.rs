@@ -20,10 +20,10 @@ pub(super) const EXITS: usize = 128;
 /// Upper bound of a reported number of exits, so that sums do not overflow.
 const EXITS_MAX: u64 = 1 << 48;
 
-/// Number of queue pairs whose words lie before the first pair's positions.
+/// Number of queue pairs whose exit counters lie before the positions of the first pair.
 const AT_FIRST: usize = (POSITIONS - EXITS) / 8;
 
-/// Offset of the word of a later pair, in the page of the pair's positions.
+/// Offset of the exit counter of any further pair, from the start of this pair's positions.
 const OF_PAIR: usize = 128;
 const _: () = assert!(super::SQ_HEAD + 8 <= OF_PAIR && OF_PAIR + 8 <= POSITIONS);
 

@@ -13,9 +13,9 @@
 //! 1. A command is recorded in its slot, then the slot is marked, then the head of its Submission Queue advances, once
 //!    per batch. The mark has the command's number in its queue. A marked command at or after the recorded head is
 //!    therefore known to have been fetched.
-//! 2. A completion is published by the store of its phase bit. Then the slot's mark is cleared. Then the tail of the
-//!    Completion Queue advances, once per batch, before another command is fetched. Entries beyond the recorded tail with
-//!    the current phase were therefore published. A command in flight with the CID of such an entry is complete.
+//! 2. A completion is published by the store of its phase bit. Then the slot's mark is cleared. Then the tail of the Completion
+//!    Queue advances, once per batch, before another command is fetched. Entries beyond the recorded tail with the current
+//!    phase were therefore published. So a marked command with the CID of such an entry is complete.
 //! 3. The consumed head of the Completion Queue is stored before commands are fetched for the freed entries.
 //!
 //! # Repeated commands
@@ -31,8 +31,8 @@
 //!
 //! # Crashes
 //!
-//! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): of pollers on its
-//! queues, and of other code that names the record. The owner of the file decides how to react.
+//! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): of pollers on its queues, and
+//! of other threads that work for the function (`CrashRecord::during`). The owner of the file decides how to react.
 //!
 //! # Pinned memory
 //!

@@ -6,7 +6,7 @@ use nvme_mpt_memory::{CompletionIndices, MappedWord64, PhasedIndex, RingIndex, S
 use nvme_spec::ids::QueueId;
 use nvme_spec::sqe::Sqe;
 
-/// Distance between the command numbers of a new Submission Queue and of its predecessor with the same identifier.
+/// Minimum distance of the command numbers of a new Submission Queue from those of the previous queue with the same identifier.
 const GAP: u32 = 1 << 20;
 
 /// Most commands of a batch.

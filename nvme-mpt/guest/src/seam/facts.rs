@@ -53,18 +53,19 @@ pub struct LeaseFacts {
     pub can_be_damaged: bool,
     /// True if the drive exists only in the back end's process, so that no other process can take over its lease.
     pub is_private: bool,
-    /// Blocks of a unit of a lease by size, which may grow; `None` for a lease of a range. A command that crosses a unit
-    /// boundary may be executed in parts.
+    /// Number of blocks of an allocation unit, for a lease by size; `None` for a lease of a range. A lease by size may grow. A
+    /// command that crosses the boundary of a unit may be executed in parts.
     pub unit_blocks: Option<u64>,
     /// Settings of the adaptive policies.
     pub learning: AdaptivePolicies,
 }
 
 impl LeaseFacts {
-    /// Returns whether a back end with these facts keeps the promises made by `promised`.
+    /// Returns whether a back end with these facts can do everything that `promised` reported to the guest.
     ///
-    /// A later release may support more, and a lease by size may have grown. The guest does not see `parks`,
-    /// `can_be_damaged` and `learning`. The model and the NVM Command Set are not compared: the guest keeps those it was told.
+    /// These facts may exceed `promised`, because a later release supports more or a lease by size has grown. `parks`,
+    /// `can_be_damaged` and `learning` are not compared, because the guest does not see them. Model and NVM Command Set are not
+    /// compared either, because the guest keeps the reported ones.
     #[must_use]
     pub fn keep(&self, promised: &Self) -> bool {
         let told = &promised.namespace;

@@ -70,7 +70,7 @@ pub use wakers::{DoorbellWaker, EventfdDoorbellWaker, IoDoorbells};
 /// State of a lease that can change while a function holds the lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseStatus {
-    /// Leased logical blocks that the drive's namespace has now; 0 if the namespace was replaced.
+    /// Number of leased logical blocks that exist in the drive's namespace now; 0 if the namespace was replaced.
     pub blocks: u64,
     /// Bytes in use if the command set counts them, else 0.
     pub used: u64,
@@ -116,7 +116,7 @@ pub struct CoalescingConfig {
 /// Treatment of in-flight commands when a back end leaves its function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommandDrainMode {
-    /// They have half of the timeout to complete. Then they are cut short.
+    /// The commands have half of the timeout to complete. Then they are cut short.
     Complete,
     /// They start no further step.
     CutShort,
@@ -162,7 +162,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Removes changes that the guest has been told of. Later changes stay.
     fn forget_changes(&self, told: &UnreportedChanges);
 
-    /// Returns the amounts read and written so far. Snapshots carry them.
+    /// Returns the lease's counters of commands and data so far, which snapshots contain.
     fn counters(&self) -> LeaseCounters;
 
     /// Returns the number of I/O commands completed so far.
@@ -308,8 +308,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
 
     /// Returns the doorbells of the existing I/O queues.
     ///
-    /// A VMM that ties a register to a waker may do so some time after a queue changed. The VMM then signals the new waker
-    /// once, so that no doorbell write is missed.
+    /// A VMM may connect a register to its new waker only some time after a queue was created or deleted. The VMM then signals
+    /// the waker once, so that no earlier doorbell write is missed.
     fn io_doorbells(&self) -> IoDoorbells;
 
     /// Uses the pages of a Doorbell Buffer Config command until the next reset.
@@ -343,7 +343,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// returns `NotConnected`; the successor starts the watch.
     fn watch_admin_doorbells(&self) -> io::Result<()>;
 
-    /// Resets the state that belongs to a VMM connection: lost writes concern the previous VMM, not the new one.
+    /// Resets the state that belongs to a VMM connection: the record of lost writes, which concern only the previous VMM.
     fn begin_anew(&self);
 
     /// Stops the pollers from taking commands, and waits at most `time` for in-flight commands. Afterwards, the VM's

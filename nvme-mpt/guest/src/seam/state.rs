@@ -193,12 +193,12 @@ pub struct CompletionQueueState {
     pub bad_head: Option<u32>,
     /// Vector that the queue raises.
     pub vector: Option<u16>,
-    /// True if the queue takes and posts nothing until the next reset.
+    /// True if the queue neither takes commands nor posts completions until the next reset.
     pub failed: bool,
     /// Completions that could not be posted yet: dwords 0 and 1, then 2 and 3.
     pub held: Vec<[u64; 2]>,
-    /// In-flight commands to execute again. The field is omitted if it is empty. It is empty in every snapshot of a
-    /// function whose process did not end.
+    /// In-flight commands to execute again. The field is omitted if it is empty. It is always empty if no process of the
+    /// function's back end has ended.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub in_flight: Vec<InFlightCommandState>,
     /// Submission Queues of this Completion Queue.

@@ -1,7 +1,8 @@
 //! Extents of a lease by size: the extents that its id already has, followed by free ones.
 //!
-//! The drive is divided into units. A unit is free if it overlaps no lease, and no data that still belongs to an id.
-//! Data that was released or given up, and leftovers of a wipe, are wiped first.
+//! The drive is divided into units. A unit is free if it overlaps no lease, and no data that still belongs to an id. Data that
+//! was released or given up, and data whose wipe was not finished, are in free units and are wiped before a lease uses the
+//! unit.
 //!
 //! The ledger stores each byte's offset within its lease (`tenants`). So a returning id finds its extents in their
 //! order.
@@ -109,8 +110,8 @@ pub(super) struct SizeDemand {
     pub(super) whole: bool,
 }
 
-/// Returns the extents that the id has for a lease by size. Extents that do not match block the lease, unless they were
-/// released or given up and are therefore free.
+/// Returns the extents that the id already has for its lease by size. If the id has data that does not form such a lease, the
+/// request is refused, unless the data was released or given up and is therefore free.
 fn former(
     found: &[LocatedRangeOwner<'_>],
     id: &str,
@@ -141,8 +142,9 @@ fn former(
     Ok(None)
 }
 
-/// Returns the id's lease by size, with its options, if a lease of `range` would split it so that it could not be found
-/// by its size again. A range that contains the only extent and starts with it does not split the lease.
+/// If the id has a lease by size that a lease of `range` would split, so that a request by size could not find it again,
+/// returns the former lease with its options. A range that starts with the lease's only extent and contains it does not split
+/// the lease.
 pub(super) fn torn_by(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -167,7 +169,8 @@ pub(super) fn torn_by(
     })
 }
 
-/// Returns the union of the bits of all starts and lengths of extents.
+/// Returns the bitwise OR of the starts and lengths of all extents. Its lowest set bit is the largest unit that fits all
+/// extents.
 fn bits(extents: &LeaseExtents) -> u64 {
     let bits = extents.parts().iter();
     let bits = bits.map(|part| part.start() | part.length());
@@ -201,7 +204,8 @@ fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     }
 }
 
-/// Returns the contiguous range that the id leased as ranges, if any.
+/// Returns the data of leases with fixed ranges of the id as one extent. `None` if there is no such data; an error if it is not
+/// contiguous.
 fn in_drive_order(named: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let ranges = in_order(named.iter().map(|found| found.range).collect());
     match &ranges[..] {
@@ -233,8 +237,8 @@ fn in_order(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
     joined(&ranges)
 }
 
-/// Finds extents for a lease: the extents that its id has, and free ones. A stale lease of the id on this drive is
-/// taken over.
+/// Finds extents for a lease by size: the extents that its id has, followed by free extents. If the id has a stale lease on
+/// this drive, that lease is taken over.
 pub(super) fn admit(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -331,7 +335,7 @@ fn extend(
 /// Part of a namespace: its id, its bytes, and whether it is leased.
 pub(super) type NamespaceUse<'a> = (&'a str, ByteRange, bool);
 
-/// Returns the free bytes for leases in units of `unit` bytes, and the parts that belong to ids. Leases come first.
+/// Returns the number of free bytes for leases in units of `unit` bytes, and the parts that belong to ids, leased parts first.
 pub(super) fn uses<'a>(
     records: &'a LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -351,7 +355,7 @@ pub(super) fn uses<'a>(
     (units.sum::<u64>() * unit, used)
 }
 
-/// Records the extents of a lease for its id. Foreign data in them is marked to be wiped.
+/// Records the id as the owner of the lease's extents. Data of other ids in the extents is marked for wiping.
 pub(super) fn enter(
     tenants: &mut Vec<RangeOwner>,
     area: &LeaseTarget<'_>,

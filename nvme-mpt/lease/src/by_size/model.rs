@@ -80,7 +80,7 @@ struct LedgerModelLease {
     whole: bool,
 }
 
-/// Data in a unit: the id that wrote it, and the offset at which a lease by size did.
+/// Data in a unit: the id that wrote it, and the unit's offset within the lease if the id had a lease by size.
 type LedgerModelData = (&'static str, Option<usize>);
 
 struct LedgerModel {
@@ -88,7 +88,7 @@ struct LedgerModel {
     units: [Option<LedgerModelUnit>; UNITS],
     data: [Option<LedgerModelData>; UNITS],
     leases: Vec<LedgerModelLease>,
-    /// The units that each id had last as a lease by size, as long as nothing else has had one of them.
+    /// Units of each id's last lease by size. The entry is removed when another lease gets one of the units.
     had: HashMap<&'static str, Vec<usize>>,
 }
 
@@ -118,7 +118,7 @@ fn request(id: &str, wanted: RequestedBytes, former_data: PreviousDataPolicy) ->
     }
 }
 
-/// Returns the lengths of the runs of units of `unit` MiB that are free, by their first MiB.
+/// Returns the lengths of the runs of free units of `unit` MiB, by the first MiB of the run.
 fn runs(is_free: impl Fn(usize) -> bool, unit: usize) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for first in (0..UNITS).step_by(unit) {
@@ -149,7 +149,8 @@ impl LedgerModel {
         leases.any(|entry| entry.units.contains(&unit))
     }
 
-    /// Returns the units that the id left for a lease by size, and whether by name; `None` if they are no lease.
+    /// Returns the units with data of the id that a lease by size can reuse, and whether the data is of leases by name; `None`
+    /// if the units do not form a lease.
     fn former(&self, id: &str, unit: u64, whole: bool) -> Option<(Vec<usize>, bool)> {
         let own = |unit: &usize| self.units[*unit].filter(|unit| unit.id == id);
         let all = || (0..UNITS).filter(|unit| own(unit).is_some());
@@ -247,7 +248,7 @@ impl LedgerModel {
         }
     }
 
-    /// Enters units for an id; at their offsets from `first` on if it is a lease by size.
+    /// Records an id as the owner of units. For a lease by size, their offsets within the lease start at `first`.
     fn enter(
         &mut self,
         id: &'static str,
@@ -397,7 +398,8 @@ impl LedgerModel {
         Ok(())
     }
 
-    /// Checks that units behind the first `own` ones were free, and had no data if that was possible.
+    /// Checks that all units after the first `own` units were free, and that units with data were only used if the units
+    /// without data did not suffice.
     fn check_new(
         &self,
         id: &str,

@@ -46,12 +46,14 @@ enum LedgerStorage {
         unnamed: Mutex<BTreeSet<LeaseSlot>>,
         returns: PendingLeaseReturns,
     },
-    /// In this process, for drives that no other process can access.
+    /// The ledger is in this process, for drives that no other process can access.
     Process {
         records: Mutex<LedgerRecords>,
-        /// Random value that distinguishes these drives from drives of the same names in other processes.
+        /// Random value from which guests' names are derived, so that they differ from those for drives with the same names in
+        /// other processes.
         salt: u64,
-        /// Memory file of the records for the successor. Its lock is taken after the records' lock.
+        /// Memory file with the records for the successor process. The lock of this field is taken after the lock of the
+        /// records.
         kept: Option<Mutex<LedgerMemoryFile>>,
     },
 }
@@ -78,8 +80,8 @@ impl Ledger {
         }))
     }
 
-    /// Opens a ledger in a memory file that successive processes use, one at a time. The file is empty at first. The
-    /// leases of the predecessor have ended. The record of which id has data where is kept.
+    /// Opens a ledger in a memory file that successive processes use, one at a time. The file is empty at first. Leases of the
+    /// predecessor count as ended, but the records of which id has data where stay valid.
     ///
     /// # Errors
     /// The file cannot be read or written, or contains no such ledger.
@@ -100,9 +102,9 @@ impl Ledger {
         })))
     }
 
-    /// Hands the memory file of a [kept](Self::kept) ledger over to the successor. Later changes are only visible in
-    /// this process. Returns whether this process has [let go](Lease::let_go) of all its leases. The successor does not
-    /// know any of them: if one is left, this process has to end before the successor grants leases.
+    /// Hands the memory file of a [kept](Self::kept) ledger over to the successor. Later changes are only visible in this
+    /// process. Returns whether this process has [let go](Lease::let_go) of all its leases. The successor does not see leases
+    /// of this process. So if this returns `false`, this process has to end before the successor grants leases.
     pub fn leave(&self) -> bool {
         match &*self.0 {
             LedgerStorage::Folder { .. } => true,
@@ -119,8 +121,8 @@ impl Ledger {
     /// Grants the lease that `request` asks for, unless another lease has part of it. A stale lease with the same id,
     /// drive and range is taken over. A lease by size takes over a stale lease with the same id and drive.
     ///
-    /// A lease that is taken over without changes is not written to the file, because a write takes time while the
-    /// guest waits. Call [`Self::name_holder`] afterwards.
+    /// If a lease is taken over without changes, the ledger's file is not written, because the guest waits in the meantime. The
+    /// caller calls [`Self::name_holder`] later, which writes the new holder.
     ///
     /// # Errors
     /// The range overlaps another lease or does not lie on the drive. The drive has too little capacity for the size.
@@ -132,8 +134,8 @@ impl Ledger {
     /// Like [`Self::acquire`], by the right of `claim`.
     ///
     /// # Errors
-    /// Like [`Self::acquire`]. Also if the lease belongs to another user or to none, or does not have all requested
-    /// bytes.
+    /// Like [`Self::acquire`]. Also if the claim does not allow the lease: another user or no user owns it, or the requested
+    /// bytes do not all belong to the id.
     pub fn acquire_by(
         &self,
         claim: LeaseClaim,
@@ -256,7 +258,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Records this process as the holder of leases in `slots`, except those that are no longer in `unnamed`.
+    /// Records this process as the holder of the leases in `slots`. Slots that are no longer in `unnamed` are skipped.
     fn name_holder_of(
         &self,
         slots: &BTreeSet<LeaseSlot>,
@@ -290,8 +292,8 @@ impl Ledger {
         }
     }
 
-    /// Returns a known drive with data that may be the given one, and the ids with that data. Drives of earlier boots
-    /// are ignored.
+    /// Returns a known drive with data that may be the given drive under another name, and the ids of the data. Known drives
+    /// whose names are of an earlier boot are ignored.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -323,7 +325,7 @@ impl Ledger {
         Ok(found.map(|earlier| (earlier.name, earlier.ids)))
     }
 
-    /// Returns whether no id has or had a byte of a range of a drive.
+    /// Returns whether the ledger has neither a lease nor data of any id in a range of a drive.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -537,7 +539,8 @@ impl Ledger {
         }
     }
 
-    /// Records what to do with an id's data when another id leases it. Returns the ranges. The terms of the id end.
+    /// Records what to do with an id's data when another id leases its bytes. Returns the ranges of the data. The owner and the
+    /// limits of the id are removed.
     ///
     /// A lease that the id holds continues. The decision ends when the id leases the range again.
     ///
@@ -624,8 +627,8 @@ impl Ledger {
         }
     }
 
-    /// Changes the record of a held lease. `change` returns whether it changed anything. There is no record if an
-    /// operator has released the lease by force.
+    /// Changes the record of a held lease. `change` returns whether it changed anything. If an operator has released the lease
+    /// by force, there is no record.
     fn change(
         &self,
         change: impl FnOnce(&mut LedgerRecords) -> bool,
@@ -752,7 +755,7 @@ struct LeaseParts {
     unwiped: Vec<ByteRange>,
 }
 
-/// Right to use logical blocks of a drive, returned when dropped.
+/// Right to use logical blocks of a drive. Dropping the lease returns it to the ledger.
 ///
 /// Lock order: `changes` or `reserved_pairs`, then the ledger, then `parts`.
 #[derive(Debug)]
@@ -774,12 +777,12 @@ pub struct Lease {
     capacity: u64,
     /// The requested range or size.
     wanted: RequestedBytes,
-    /// Reserved queue pairs, as the ledger has them; `None` after a failed change.
+    /// Number of reserved queue pairs in the ledger; unknown (`None`) after a failed change.
     reserved_pairs: Mutex<Option<u16>>,
-    /// Serializes changes of the parts, which change the ledger as well.
+    /// Lock that serializes changes of `parts`, because each change also changes the ledger.
     changes: Mutex<()>,
     parts: Mutex<LeaseParts>,
-    /// Unreadable bytes of the id when the lease was granted, except parts wiped since.
+    /// Bytes that Write Uncorrectable had made unreadable when the lease was granted, except bytes wiped since.
     uncorrectable: Mutex<Vec<ByteRange>>,
 }
 
@@ -853,7 +856,8 @@ impl Lease {
     /// Records that the first of the [unwiped](Self::unwiped) parts is durably zero.
     ///
     /// # Errors
-    /// The ledger's file cannot be used, or the lease is no longer in the ledger. Then the part stays marked.
+    /// The ledger's file cannot be used, or the lease is no longer in the ledger. In both cases, the part stays marked for
+    /// wiping.
     pub fn wiped(&self) -> Result<(), LeaseError> {
         let _one = lock(&self.changes);
         let LeaseParts { extents, unwiped } = lock(&self.parts).clone();
@@ -934,10 +938,10 @@ impl Lease {
         Ok(added)
     }
 
-    /// Returns the bytes beyond the first `bytes` to the ledger, and their ranges in the lease's order to the caller.
-    /// Their data is wiped before any lease, including this one, gets them again.
+    /// Shrinks the lease to its first `bytes` bytes. Gives the other bytes back to the ledger, and returns their ranges in the
+    /// lease's order. Their data is wiped before any lease, including this one, gets them again.
     ///
-    /// The caller must make sure that no command uses them.
+    /// The caller must make sure that no command uses the bytes that are given back.
     ///
     /// # Errors
     /// The lease is not one by size, is smaller, or is no longer in the ledger. The size is invalid. The ledger's file
@@ -979,8 +983,8 @@ impl Lease {
         }
     }
 
-    /// Changes the ledger's extents of the lease to a size of `bytes`. The ledger's extents may differ from the lease's
-    /// own, if an earlier change failed after it had replaced the ledger.
+    /// Changes the extents in the lease's ledger entry to a size of `bytes` bytes. They may differ from the extents in `parts`,
+    /// if an earlier change failed after it had written the ledger.
     fn resize(&self, records: &mut LedgerRecords, bytes: u64) -> Result<LeaseExtents, LeaseError> {
         let RequestedBytes::Size { unit, whole, .. } = self.wanted else {
             return Ok(self.extents());
@@ -1004,7 +1008,8 @@ impl Lease {
     /// Returns the names that a guest sees. They depend on the id, the drive and the range; for a lease by size, not on
     /// its extents.
     ///
-    /// The names of drives that exist only in this process also depend on the process, because their data ends with it.
+    /// For a drive that exists only in this process, the names also depend on the process, because the drive's data ends with
+    /// the process.
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
@@ -1015,11 +1020,11 @@ impl Lease {
         }
     }
 
-    /// Marks the lease as ending in the ledger: its holder gave it up, and some of its commands are still in flight.
-    /// The lease is still returned when it is dropped.
+    /// Marks the lease as ending in the ledger: this process no longer needs the lease, but some of its commands are still in
+    /// flight. The lease is returned when it is dropped.
     ///
     /// # Errors
-    /// The ledger's file cannot be used. Then others see the lease as held.
+    /// The ledger's file cannot be used. Other processes then see the lease as held, not as ending.
     pub fn mark_ending(&self) -> Result<(), LeaseError> {
         if let Some(slot) = self.slot {
             self.ledger.change(|records| records.mark_ending(slot))?;
@@ -1027,7 +1032,7 @@ impl Lease {
         Ok(())
     }
 
-    /// Records the number of queue pairs that are reserved for the lease, unless it is unchanged.
+    /// Records the number of queue pairs that are reserved for the lease. If the number is unchanged, nothing is written.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -1069,8 +1074,9 @@ impl Lease {
         })
     }
 
-    /// Releases the lease for the successor process, which takes it over as a stale lease. In a directory's ledger, it
-    /// stays entered until then. This process must no longer use the lease's bytes, and must end.
+    /// Releases the lease for the successor process, which takes it over as a stale lease. In a ledger in a directory, the
+    /// lease stays recorded until the successor takes it over. This process must not use the lease's bytes any more, and must
+    /// end.
     pub fn let_go(&self) {
         self.is_let_go.store(true, Ordering::Relaxed);
         match (&*self.ledger.0, self.slot) {
@@ -1091,7 +1097,7 @@ impl Lease {
     /// Returns the lease to the ledger like a drop, and reports errors.
     ///
     /// # Errors
-    /// The ledger's file cannot be used. Then the lease stays in it and is stale.
+    /// The ledger's file cannot be used. The lease then stays in the file as a stale lease.
     pub fn release(mut self) -> Result<(), LeaseError> {
         match self.slot.take() {
             Some(slot) => Ok(self.ledger.give_back(slot)?),

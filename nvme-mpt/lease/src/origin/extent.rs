@@ -13,14 +13,15 @@ pub(crate) struct BackingExtent {
     pub(crate) start: u64,
     /// Number of bytes.
     pub(crate) length: u64,
-    /// Extents below the base, if the mapping of single bytes is not known.
+    /// Extents on the devices below the base. They are listed only if it is unknown which of their bytes store which byte of
+    /// the base.
     pub(crate) below: Vec<BackingExtent>,
 }
 
 impl BackingExtent {
     /// Returns whether the extents may have a byte in common.
     ///
-    /// Extents of the same base are compared by offset. For different bases, all extents below them are compared.
+    /// If both extents have the same base, their offsets are compared. Otherwise the extents below them are compared as well.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         if self.base == other.base {
             return self.shares_place(other);
@@ -69,21 +70,21 @@ impl BackingExtent {
         self.base == other.base && end == Some(other.start) && self.below == other.below
     }
 
-    /// Returns whether both are the same bytes of the same base, whatever is below.
+    /// Returns whether both extents are the same bytes of the same base, without comparing the extents below the base.
     fn is_at_place_of(&self, other: &Self) -> bool {
         self.base == other.base && self.start == other.start && self.length == other.length
     }
 }
 
-/// Separates the extents of an identity. Names of bases have no spaces.
+/// Separator between the extents of an identity. It is unambiguous, because no name of a base contains a space.
 const AND: &str = " and ";
 /// Separates the bytes and the base of an extent.
 const OF: &str = " of ";
 /// Separates a base and the extents below it.
 const OVER: &str = " over ";
-/// Separates the bytes and the base of an extent below another one.
+/// Separator between the bytes and the base of an extent that lies below another extent.
 const BELOW_OF: char = '/';
-/// Separates a pool and the number of one of its volumes. Volumes of a pool do not overlap.
+/// Separator between the name of a thin pool and the number of a volume. Volumes of the same pool do not overlap.
 const PART: char = '#';
 
 /// Returns the name of a volume of a pool.
@@ -113,11 +114,11 @@ pub(crate) const NAMED: &str = "drive-id";
 /// Prefix of the name of a file system that is named by its UUID.
 pub(super) const LABELLED: &str = "fs:";
 
-/// Boot id of a host that reports none. Two names with this id may be of different boots.
+/// Boot id of a host that reports no boot id. Two names with this id may be of different boots.
 pub(crate) const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
-/// Returns the boot in which a base's name is valid; `None` for a lasting name. Disks that the kernel numbered, and
-/// files on them, have such names. Their bytes outlive the boot.
+/// If a base's name is only valid until the next boot, returns the id of its boot; otherwise `None`. A disk without WWID and
+/// serial number has such a name, and so may a file on it. The bytes outlive the name.
 pub(crate) fn boot_of(base: &str) -> Option<&str> {
     let is_boot = |text: &&str| {
         let groups = text.split('-').map(str::len);
@@ -128,8 +129,8 @@ pub(crate) fn boot_of(base: &str) -> Option<&str> {
     after.find_map(|name| name.split_once('/').map(|(boot, _)| boot).filter(is_boot))
 }
 
-/// Returns the boot in which a drive's identity is valid; `None` if all bases have lasting names. Devices below a base
-/// do not count.
+/// If a base of a drive's identity has a name that is only valid until the next boot, returns the id of its boot; otherwise
+/// `None`. Devices below a base do not count.
 pub(crate) fn boot_of_drive(identity: &str) -> Option<String> {
     let bases = bases(identity);
     bases
@@ -138,13 +139,13 @@ pub(crate) fn boot_of_drive(identity: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// Returns whether a name from `boot` may be older than the boot `present`.
+/// Returns whether a name that is only valid in `boot` may be older than the boot with the id `present`.
 pub(crate) fn is_earlier(boot: &str, present: &str) -> bool {
     boot != present || boot == UNKNOWN_BOOT
 }
 
-/// Returns whether a base with a name of one boot may be the same as `other`, which has a name of another boot or a
-/// lasting name. The base may have got its lasting name later.
+/// Returns whether `base`, whose name is only valid for one boot, may be the same disk or file as `other`. `other` has a name
+/// of another boot, or a lasting name that the disk may have got later.
 pub(crate) fn can_be(base: &str, other: &str) -> bool {
     let inode = |base: &str| {
         let (inode, _) = base.strip_prefix("file:")?.split_once('@')?;
@@ -159,8 +160,8 @@ pub(crate) fn can_be(base: &str, other: &str) -> bool {
     is_named_anew && inode(base) == inode(other)
 }
 
-/// Returns the identity of a drive of `bytes` bytes with the base `base`, which lies on the first bytes of the drive
-/// `of`.
+/// Returns the identity of a drive whose only base is `base`. The drive has `bytes` bytes, which are the first bytes of the
+/// drive `of`.
 pub(crate) fn over(base: &str, of: &str, bytes: u64) -> String {
     let all = ByteRange::new(0, bytes).map(|all| places(of, all));
     let all = all.unwrap_or_default().into_iter();
@@ -207,7 +208,7 @@ pub(crate) fn renamed(identity: &str, rename: impl Fn(&str) -> Option<String>) -
     join(&extents)
 }
 
-/// Returns the part of `extents` from `offset` on with `length` bytes.
+/// Returns the extents of `length` bytes, from the byte `offset` of `extents` on.
 pub(crate) fn part(extents: &[BackingExtent], offset: u64, length: u64) -> Vec<BackingExtent> {
     let (mut skip, mut left) = (offset, length);
     let mut part = Vec::new();
@@ -230,8 +231,8 @@ pub(crate) fn part(extents: &[BackingExtent], offset: u64, length: u64) -> Vec<B
     part
 }
 
-/// Formats extents as the identity of a drive. A single extent from the start of its base is written as the base alone,
-/// because its length is the drive's.
+/// Formats extents as the identity of a drive. A single extent from the start of its base is written as the base alone, without
+/// its length, which the drive's size gives.
 pub(crate) fn join(extents: &[BackingExtent]) -> String {
     if let [extent] = extents
         && extent.start == 0
@@ -329,8 +330,8 @@ pub(crate) fn overlap(one: DriveByteRange<'_>, other: DriveByteRange<'_>) -> boo
         .any(|ours| others.iter().any(|other| ours.overlaps(other)))
 }
 
-/// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`. The parts are
-/// offsets on the drive of `one`.
+/// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`. Offsets of the parts are on
+/// the drive of `one`.
 pub(crate) fn shared(
     one: DriveByteRange<'_>,
     other: &str,

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 pub struct DriveIdentity {
     /// Name that leases, locks and guests use.
     pub name: String,
-    /// Names that these bytes certainly had in this boot: with an earlier version, or before they got a label. Ledger
-    /// entries under these names move to `name`.
+    /// Other names of exactly these bytes in this boot: the name by an earlier release, or the name before the drive got a
+    /// label. Ledger entries under these names are moved to `name`.
     pub formerly: Vec<String>,
-    /// Names that the bytes would have if the host reported more or fewer attributes, such as a disk without its serial
-    /// number. Data under these names refuses a lease, but never grants one.
+    /// Names that the bytes would have if the host reported more or fewer attributes of them, such as no serial number. If an
+    /// id has data under such a name, a lease is refused; the data never justifies granting one.
     pub others: Vec<String>,
     /// Facts about a physical drive.
     pub facts: Option<DriveFacts>,

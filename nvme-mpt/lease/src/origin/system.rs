@@ -69,12 +69,13 @@ impl MountedFileSystem {
         Some(unescape(value.as_bytes()))
     }
 
-    /// Returns whether the file system has an option without a value.
+    /// Returns whether the mount options contain `key` as an option without a value, such as `ro`.
     pub(super) fn has_option(&self, key: &str) -> bool {
         self.options.split(',').any(|option| option == key)
     }
 
-    /// Returns the block device of the file system. Some kinds, such as btrfs, report an anonymous device number.
+    /// Returns the block device of the file system. File systems such as btrfs report an anonymous device number. For these,
+    /// the device is found by the mount's source.
     pub(super) fn block_device(&self) -> Option<DeviceNumber> {
         if self.device.major() != 0 {
             return Some(self.device);
@@ -87,8 +88,8 @@ impl MountedFileSystem {
         is_device.then(|| DeviceNumber(metadata.rdev()))
     }
 
-    /// Returns the directory within which a file's inode number is unique: its subvolume on btrfs, otherwise the root
-    /// of the file system. A bind mount changes neither.
+    /// Returns the directory within which a file's inode number is unique: the file's subvolume on btrfs, otherwise the root of
+    /// the file system. The result is the same through any bind mount.
     pub(super) fn numbered_in(&self, path: &Path) -> PathBuf {
         if self.kind != "btrfs" {
             return "/".into();
@@ -104,7 +105,7 @@ impl MountedFileSystem {
         nested.map_or_else(|| subvolume.clone(), |folder| self.root.join(folder))
     }
 
-    /// Returns the source without the mounted directory, which the kernel appends for NFS.
+    /// Returns the mount's source without the mounted directory, which the kernel appends to the source for NFS.
     pub(super) fn whole_source(&self) -> String {
         let source = self.source.display().to_string();
         let folder = self.root.to_string_lossy();
@@ -120,13 +121,13 @@ impl MountedFileSystem {
 pub(super) enum DeviceNaming {
     /// The best name.
     Present,
-    /// The name given by versions that did not use the UUID of file systems.
+    /// The name by the rules of earlier releases, which did not name file systems by UUID.
     Former,
-    /// The UUID of a file's file system, also on a disk with a lasting name.
+    /// The name by the UUID of the file's file system, even if the disk has a lasting name.
     ByFileSystem,
     /// The lasting name of a disk at this index, best first.
     Nth(usize),
-    /// Vendor and serial number of an NVMe drive, which do not change if firmware reports another NQN or model.
+    /// The name by vendor and serial number of an NVMe drive. It does not change if firmware reports another NQN or model.
     Numbered,
     /// The name of a disk that reports no identifier.
     ByBoot,

@@ -231,7 +231,7 @@ impl LedgerRecords {
             && !self.has_all(request)
     }
 
-    /// Records the operator's decision to give a range to the id although the drive may be a known drive of an earlier boot.
+    /// Records the operator's decision to give a range to the id although the drive may be a known drive under another name.
     /// The ledger then forgets the data that the id had at this range of the known drive. For the rest of that drive, nothing
     /// is decided.
     pub(super) fn note_decision(

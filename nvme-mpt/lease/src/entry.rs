@@ -15,8 +15,8 @@ use crate::range::ByteRange;
 pub enum LeaseHolderState {
     /// The holder is alive.
     Held,
-    /// The holder gave the lease up, and some of its commands are still in flight. The lease is removed from the ledger
-    /// after the last command has ended.
+    /// The holder no longer needs the lease, but some of the lease's commands are still in flight. The lease is removed from
+    /// the ledger after the last command has ended.
     Ending,
     /// The holder died without returning the lease.
     Stale,

@@ -19,7 +19,7 @@ use crate::label::DriveLabel;
 use crate::origin::nvme;
 use crate::range::{ByteRange, Bytes};
 
-/// Known drive that may be the requested one, and the ids with data on it.
+/// Known drive that may be the requested drive under another name, and the ids with data on the known drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct EarlierDrive {
     pub(super) name: String,
@@ -93,7 +93,8 @@ pub(super) enum PreviousExtentsMismatch {
     Parts,
     /// The ranges that the id leased are not contiguous.
     Apart,
-    /// The start or end of an extent is not a multiple of `unit`. All extents fit the unit `fits`.
+    /// The start or end of an extent is not a multiple of `unit`. `fits` is the largest unit of which all are multiples; `None`
+    /// if that is smaller than the smallest allowed unit.
     Unit { unit: u64, fits: Option<u64> },
     /// There are several extents, but the lease must be one.
     NotWhole,

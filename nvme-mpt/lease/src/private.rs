@@ -1,5 +1,5 @@
-//! Private directories and files of one user. Another user who could open a lock file could lock it and block the
-//! owner.
+//! Private directories and files of one user. No other user may open a lock file there, because a user who can open it can lock
+//! it and so block the owner.
 
 use std::fs::Permissions;
 use std::io;
@@ -88,9 +88,8 @@ fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateFileErro
     })
 }
 
-/// Creates a private directory, or makes an existing one private. `is_own` recognizes the expected file names. A
-/// directory with other files has other uses: its mode is not changed, and it is refused if other users may write to
-/// it.
+/// Creates a private directory, or makes an existing one private. `is_own` recognizes the expected file names. If the directory
+/// has other files, it serves other purposes, so its mode is not changed. It is then refused if other users may write to it.
 ///
 /// # Errors
 /// See [`PrivateFileError`].

@@ -10,8 +10,8 @@ use thiserror::Error;
 /// The suffixes of a size and their powers of two, largest first.
 const SUFFIXES: [(char, u32); 4] = [('T', 40), ('G', 30), ('M', 20), ('K', 10)];
 
-/// Alignment of the start and end of leases, in bytes. A store that changes part of a block of this size rewrites the
-/// whole block. So a block must not belong to two leases.
+/// Alignment of the start and end of leases, in bytes. A file or disk may rewrite a whole block of this size to change a part
+/// of it. So a block must not belong to two leases.
 pub const BOUNDARY: u64 = 4096;
 
 /// Error of parsing a size.

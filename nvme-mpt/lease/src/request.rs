@@ -40,7 +40,7 @@ pub struct LeaseRequest<'a> {
     pub lba_shift: u8,
     /// Size of the namespace in logical blocks.
     pub blocks: u64,
-    /// Treatment of other ids' data in the range. A lease by size always wipes it.
+    /// Treatment of other ids' data in the range. For a lease by size, such data is always wiped.
     pub former_data: PreviousDataPolicy,
 }
 

@@ -1,4 +1,4 @@
-//! Leases that several threads return at the same time, in one change of the ledger.
+//! Batching of leases that several threads return at the same time, so that one change of the ledger removes them all.
 //!
 //! A change writes and syncs the whole ledger under its file lock. When a server ends, its functions return their
 //! leases at the same time.
@@ -22,8 +22,8 @@ pub(super) struct PendingLeaseReturns {
 }
 
 impl PendingLeaseReturns {
-    /// Returns a lease together with all other waiting ones. `change` removes several leases from the ledger. Waits
-    /// while another thread is in its `change`.
+    /// Returns a lease, together with the leases of all other waiting threads. `change` removes the given leases from the
+    /// ledger. Waits while another thread runs its `change`, which may include this lease.
     ///
     /// # Errors
     /// Returns the error of the change to each of its leases.

@@ -22,7 +22,7 @@ pub struct NamespaceCapacity {
 pub struct CapacityUse {
     /// The id.
     pub id: String,
-    /// Bytes that are leased to the id, or have data of the id that was not released.
+    /// Number of bytes that are leased to the id, or that have data of the id which was not released.
     pub bytes: u64,
     /// True if the ledger has a lease of the id, held or stale.
     pub leased: bool,

@@ -43,7 +43,7 @@ use super::terms::LeaseSettingsById;
 use crate::range::ByteRange;
 use crate::range_lock::{FileLockHolders as LockHolders, ProcLockKind, describe};
 
-/// For each base, the name from which its guests' names are derived.
+/// For each base, the drive name from which the names that guests see are derived.
 pub(super) type GuestNameSources = BTreeMap<String, String>;
 
 /// For each base, the other identities that its bytes had at the last lease.
@@ -71,7 +71,8 @@ const VERSION_WITHOUT_TERMS: u64 = 3;
 /// Format in which each lease is one range.
 const VERSION_OF_RANGES: u64 = 2;
 
-/// Format without previous owners, in which each lease is one range. Its leases become the owners.
+/// Format without previous owners, in which each lease is one range. When it is read, the ids of its leases become the owners
+/// of the ranges.
 const VERSION_WITHOUT_TENANTS: u64 = 1;
 
 /// Timeout of waiting for another process that changes the ledger. A change takes milliseconds, so a longer wait means
@@ -135,7 +136,7 @@ pub enum LedgerStoreError {
     /// A change for several leases failed.
     #[error(transparent)]
     Together(Arc<LedgerStoreError>),
-    /// There is a live holder of a lease that the ledger does not list.
+    /// A live process holds the slot of a lease that the ledger does not list.
     #[error(
         "The ledger {} was removed or replaced while leases were held, according to locks on {} by {users}: stop these \
          processes before new leases are given out",
@@ -181,7 +182,7 @@ pub(super) struct LedgerRecord {
     /// Process that holds the lease, for display only. [`super::holder`] decides whether it is alive.
     pub(super) pid: u32,
     pub(super) slot: u64,
-    /// True if the holder gave the lease up and commands of it are still in flight.
+    /// True if the holder no longer needs the lease, but some of the lease's commands are still in flight.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) ending: bool,
     /// Queue pairs of the drive that are reserved for the lease.
@@ -289,10 +290,11 @@ pub(super) struct LedgerRecords {
     /// Names of drives from which their guests' names are derived.
     #[serde(default, skip_serializing_if = "GuestNameSources::is_empty")]
     pub(super) namings: GuestNameSources,
-    /// Bases that may be drives of an earlier boot, where the operator has decided about some ranges only.
+    /// Bases with lasting names that may be known drives under another name. The operator has decided about some of their
+    /// ranges only.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(super) partly_known: BTreeSet<String>,
-    /// Other lasting names of drives with data, and the devices below labels.
+    /// For bases with data, their other lasting names; for bases that are labels, the devices below the label.
     #[serde(default, skip_serializing_if = "OtherNames::is_empty")]
     pub(super) other_names: OtherNames,
     /// Facts about physical drives with leases or data.
@@ -367,7 +369,7 @@ impl LedgerRecords {
     }
 
     fn parse(path: &Path, text: &[u8]) -> Result<Self, LedgerStoreError> {
-        /// Parsed first, because the rest of another version's ledger cannot be judged.
+        /// Version of a ledger file. It is parsed first, because the format of the rest depends on it.
         #[derive(Deserialize)]
         struct LedgerVersionHeader {
             version: u64,
@@ -425,7 +427,7 @@ impl LedgerRecords {
     }
 }
 
-/// Step of a change to the ledger, after which tests simulate a crash.
+/// Step of a change to the ledger. Tests simulate a crash after each step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LedgerWriteStep {
     Created,
@@ -550,8 +552,8 @@ impl LedgerDirectory {
         }
     }
 
-    /// Waits until no other process changes the ledger, and creates the directory if needed. Then the ledger is
-    /// durable.
+    /// Takes the lock for changing the ledger, waiting while another process has it. Creates the directory if needed. When this
+    /// returns, the present ledger is durable.
     pub(super) fn lock(&self) -> Result<LedgerWriteLock<'_>, LedgerStoreError> {
         self.lock_by(&Deadline::after(&SystemClock::shared(), LOCK_PATIENCE))
     }
@@ -685,8 +687,8 @@ impl LedgerWriteLock<'_> {
         Ok(())
     }
 
-    /// Makes the ledger durable if the process that replaced it died too early. Decisions based on a ledger must not
-    /// outlive it.
+    /// Makes the ledger durable if the process that replaced it died before it did so. Otherwise a crash of the machine could
+    /// revert the ledger, but not what was decided by it.
     fn settle(&self) -> Result<(), LedgerStoreError> {
         let mut state = [DURABLE];
         let settled = match self.lock.read_at(&mut state, 0) {
@@ -710,7 +712,7 @@ impl LedgerWriteLock<'_> {
     }
 }
 
-/// Writes and syncs a file before it is renamed, because a rename can reach the disk before the content.
+/// Writes and syncs a file that is then renamed. Without the sync, the rename could reach the disk before the content.
 fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
     reached(LedgerWriteStep::Created)?;
     file.write_all(text)?;

@@ -1,7 +1,7 @@
 //! Terms of an id: the user that owns its leases, and the limits that an operator set.
 //!
-//! The ledger stores terms by id. They outlive leases and processes. They end when the operator releases the id, or
-//! when the id has no more data.
+//! The ledger stores the terms by id, so that they outlive leases and processes. The terms are removed when the operator
+//! releases the id, or when the id has neither a lease nor data.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,8 @@ pub struct LeaseSettings {
     /// User id of the owner of the id's leases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<u32>,
-    /// Limits that the operator set for functions in VMMs, as options. The ledger does not parse them.
+    /// Limits that the operator set for functions in VMMs, as the text of command-line options. The ledger does not parse the
+    /// text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<String>,
 }

@@ -8,7 +8,7 @@ use core::marker::PhantomData;
 
 /// Bytes of a [`Mapping`](crate::Mapping), copied in bulk or accessed by word.
 ///
-/// Another party may write the bytes during a copy. Then the copy is a mixture of old and new data, as with DMA.
+/// A guest or a drive may write the bytes during a copy. The copy is then a mixture of old and new data, as with DMA.
 #[derive(Clone, Copy, Debug)]
 pub struct RawBytes<'a> {
     start: *mut u8,
@@ -69,8 +69,8 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::copy_nonoverlapping(self.start, buffer.as_mut_ptr(), len) };
     }
 
-    /// Copies 64-bit little-endian words out of the shared memory, up to the shorter of both lengths. Each word is read
-    /// once, and stored as its offset from `first`, added to `to`. Returns the bitwise OR of all offsets.
+    /// Copies 64-bit little-endian words out of the shared memory, up to the shorter of both lengths. Each word `w` is read
+    /// once, and `to + (w - first)` is stored. Returns the bitwise OR of all `w - first`.
     #[inline]
     pub fn copy_moved_words_to(&self, buffer: &mut [u64], first: u64, to: u64) -> u64 {
         let count = buffer.len().min(self.len / 8);
@@ -140,8 +140,8 @@ impl<'a> RawBytes<'a> {
     }
 }
 
-/// Implements [`RawBytes::copy_moved_words_to`] for `count` words. Not inlined: a call costs less than the register
-/// pressure in its callers.
+/// Implements [`RawBytes::copy_moved_words_to`] for `count` words. Not inlined, because a call costs less than the registers
+/// that the inlined code would take from the callers.
 ///
 /// # Safety
 /// `source` must be valid for reads of `count` words, and `target` for writes. They must not overlap. All x86-64

@@ -1,4 +1,5 @@
-//! Single words that another party reads or writes, such as a doorbell, its EventIdx, or a queue's recorded position.
+//! Single words that this process shares with a guest or another process, such as a doorbell, an EventIdx, or a queue's
+//! recorded position.
 #![expect(unsafe_code, reason = "atomic access to a word of shared memory")]
 
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Source of all time and sleep. The data path reads the time once per pass, in ticks of the cheapest clock. The
-//! control path uses the system's clock.
+//! Source of all times and sleeps. A poller reads the time once per pass, in ticks of the cheapest clock. The control path uses
+//! the system's clock.
 #![cfg_attr(
     not(simulation),
     expect(
@@ -45,7 +45,8 @@ impl Ticks {
     }
 }
 
-/// Speed of a clock. Code that uses passed-in [`Ticks`] gets a rate at set-up, so it works with any clock.
+/// Speed of a clock. Code that gets [`Ticks`] from its caller also gets their rate when it is created, so it works with any
+/// clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TickRate {
     per_nanosecond: f64,
@@ -113,8 +114,8 @@ pub fn sleep(time: Duration) {
     thread::sleep(time);
 }
 
-/// Duration of the measurement by [`per_nanosecond`]. The largest error of 300 measurements was 6 millionths, and 0.6
-/// with 20 ms. The start of a server or a VMM waits for the measurement.
+/// Duration of the measurement by [`per_nanosecond`]. The largest error of 300 measurements was 6 millionths; with 20 ms, it
+/// was 0.6 millionths. The duration is short because the start of a server or a VMM waits for the measurement.
 const MEASURED: Duration = Duration::from_millis(2);
 
 /// Returns the ticks per nanosecond, measured once against the system's clock.
@@ -135,7 +136,7 @@ fn per_nanosecond() -> f64 {
     })
 }
 
-/// Returns the same moment by both clocks.
+/// Returns one moment as read from both clocks: the ticks and the system's monotonic clock.
 ///
 /// A preemption between the two readings would falsify the rate. So the closest of several pairs of readings is used.
 fn both_clocks() -> (Ticks, Duration) {

@@ -4,16 +4,16 @@
 //! increments the work's record, which is a word of a memory file that outlives the process. So the successor knows
 //! which work to avoid.
 //!
-//! A crash is a fault of the thread (SIGSEGV, SIGBUS, SIGILL, SIGFPE) or an abort by the process itself (SIGABRT). A
-//! signal of another process is no crash: an operator's SIGKILL runs no handler, and SIGTERM has no handler here. For
-//! SIGABRT and SIGSEGV from another process, the handler sees the sender. A process counts only its first crash,
-//! because a fault may lead to an abort.
+//! A crash is a fault of the thread (SIGSEGV, SIGBUS, SIGILL, SIGFPE) or an abort by the process itself (SIGABRT). A signal of
+//! another process is no crash: an operator's SIGKILL runs no handler, and SIGTERM has no handler here. For SIGABRT and SIGSEGV
+//! from another process, the handler sees the sender. A process counts only its first crash. Otherwise a fault whose handling
+//! ends in an abort would count twice.
 //!
 //! # Reason for naming the work in the thread
 //!
-//! Marks of unfinished work cannot distinguish a crash from a kill, and several works are unfinished at any moment. The
-//! wait status of the process distinguishes the two, but names no work, and systemd does not pass it to the next start.
-//! Only the crashing thread knows both.
+//! Marks of unfinished work in a file cannot distinguish a crash from a kill, and several works are unfinished at any moment.
+//! The wait status of the process distinguishes a crash from a kill, but does not name the work, and systemd does not pass the
+//! status to the next start. Only the crashing thread knows both that it crashes and its work.
 #![expect(unsafe_code, reason = "signal handlers")]
 
 use std::io;
@@ -25,7 +25,7 @@ use super::sigbus::{install_handler, pass_on};
 use super::work::{self, count_crash};
 use super::{MappedWord64, Mapping};
 
-/// Signals with a handler here. SIGBUS already has one, which replaces lost pages.
+/// Signals for which this module installs a handler. SIGBUS already has a handler, which replaces lost pages.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGILL, libc::SIGFPE, libc::SIGABRT];
 
 /// Actions for [`SIGNALS`] before these handlers were installed.
@@ -73,14 +73,14 @@ impl CrashRecord {
         Some(Self(Arc::new(MappedWord64::new(mapping, offset)?)))
     }
 
-    /// Returns the number of crashes. A single crash expires: if the next one comes more than an hour later, the count
-    /// restarts at 1.
+    /// Returns the number of crashes. A single crash expires: if the next crash comes more than an hour later, the count is 1
+    /// again.
     #[must_use]
     pub fn crashes(&self) -> u32 {
         self.0.load() as u32
     }
 
-    /// Runs `work`. A crash of this thread during it is counted in this record.
+    /// Runs `work`. If this thread crashes in `work`, the crash is counted in this record.
     #[inline]
     pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         // SAFETY: `self` keeps the word alive.

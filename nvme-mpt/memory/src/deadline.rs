@@ -1,5 +1,5 @@
-//! Clock and deadlines of the control path. Tests replace the clock. One deadline bounds all waits of a reset, a
-//! shutdown or the end of a function.
+//! Clock and deadlines of the control path. Tests replace the clock. A reset, a shutdown or the end of a function has one
+//! deadline, which bounds all its waits together.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,8 +11,9 @@ use crate::sync::mpsc::{Receiver, RecvTimeoutError};
 /// Longest total wait for in-flight commands and flushes when a function ends, is paused, or loses memory.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 
-/// Longest total wait of one register access of a function, and of the admin commands of one call. Longer work
-/// continues afterwards without a bound: the storage determines its duration, and the guest its own timeout.
+/// Longest total wait of a function for one register access, and for the admin commands processed in one call. If the work
+/// takes longer, it continues after the call without a bound: its duration depends on the storage, and the guest has its own
+/// timeout.
 pub const ACCESS_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Clock of the control path's waits. A test provides one that it advances.

@@ -16,7 +16,7 @@ pub struct DeviceMapperTarget {
     pub sectors: u64,
     /// Type, such as `linear`.
     pub kind: String,
-    /// Parameters; empty for `crypt`, whose parameters contain the key.
+    /// Parameters of the target. They are left empty for `crypt`, because they contain the key.
     pub parameters: String,
 }
 

@@ -14,9 +14,9 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Takes a descriptor that a client sent as an eventfd.
 ///
-/// A poller that also serves other guests will write to it, and must not block. So the descriptor has to be an eventfd,
-/// because writes to a pipe or a file can block. It is made nonblocking, because a write to an eventfd with a full
-/// counter can block as well.
+/// A poller that also serves other guests will write to the descriptor, and must not block. So a pipe or a file is refused,
+/// because writes to it can block. The eventfd is made nonblocking, because otherwise a write to it blocks while its counter is
+/// full.
 ///
 /// # Errors
 /// `EINVAL` for another kind of descriptor; the kernel's error.

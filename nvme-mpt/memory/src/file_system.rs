@@ -14,8 +14,8 @@ use std::path::Path;
 /// `HUGETLBFS_MAGIC` of linux/magic.h: files in huge pages, including those of memfd_create.
 const HUGETLBFS: u32 = 0x9584_58f6;
 
-/// Magic numbers of linux/magic.h. For these file systems, `f_fsid` of statfs depends only on the UUID, with all
-/// kernels. XFS and F2FS report their device number there.
+/// Magic numbers of linux/magic.h. These are file systems for which `f_fsid` of statfs depends only on the UUID, with all
+/// kernels. XFS and F2FS are not among them, because they report their device number in `f_fsid`.
 const EXT: u32 = 0xEF53;
 const BTRFS: u32 = 0x9123_683E;
 const BCACHEFS: u32 = 0xCA45_1A4E;
@@ -68,10 +68,10 @@ pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
     })
 }
 
-/// Returns whether a file is in memory: memfd, tmpfs or hugetlbfs.
+/// Returns whether a file's content is in the kernel's memory: a memfd, or a file of tmpfs or hugetlbfs.
 ///
-/// Only such files support seals (memfd_create(2)), whatever their mount reports. Unlike fstat and fstatfs, this call
-/// never waits for the process of a FUSE mount.
+/// The test is whether the file supports seals (memfd_create(2)), because only such files do. Unlike fstat and fstatfs, this
+/// system call never waits for the process of a FUSE mount.
 #[must_use]
 pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `fd` is open; F_GET_SEALS has no argument.
@@ -172,8 +172,8 @@ pub fn host_page_size() -> usize {
 /// Most bytes of a [`read_past_cache`], and its alignment.
 pub const PAST_CACHE_BYTES: usize = 4096;
 
-/// Reads up to [`PAST_CACHE_BYTES`] at an offset with this alignment. If the file system supports it, the read leaves
-/// nothing in the page cache, because a cached page could later be written back over data that commands have written
+/// Reads up to [`PAST_CACHE_BYTES`] at an offset that is a multiple of this number. If the file system supports it, the read
+/// leaves no page in the page cache. Otherwise a cached page could later be written back over data that commands have written
 /// directly. Returns the number of bytes.
 ///
 /// # Errors

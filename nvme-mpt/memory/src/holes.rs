@@ -55,7 +55,8 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Returns whether a page may be missing in a range of a memory file. For huge pages, only their total number is known.
+/// Returns whether a page may be missing in a range of a memory file. For a file in huge pages, only the number of pages of the
+/// whole file is known.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -102,7 +103,7 @@ fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>
 /// Bytes of a range that are not allocated, as far as known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissingBytes {
-    /// No bytes are missing, or the file has huge pages, which come from their own pool.
+    /// No bytes need memory: none are missing, or the file is in huge pages, which come from a separate pool.
     Nothing,
     /// Upper bound of the missing bytes.
     AtMost(u64),

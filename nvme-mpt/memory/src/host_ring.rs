@@ -1,5 +1,5 @@
-//! Rings of a host queue pair, from the host's side. Entries are written for the drive, and completions are read as the
-//! drive posts them. Only the ring itself advances its index.
+//! Rings of a host queue pair, from the host's side. Submission entries are written for the drive, and completions are read as
+//! the drive posts them. Only the ring itself advances its tail or head.
 #![expect(unsafe_code, reason = "writes and reads queue entries in DMA memory")]
 
 use std::sync::Arc;
@@ -112,7 +112,7 @@ impl HostSubmissionRing {
     }
 }
 
-/// Entries of a host Completion Queue (Base 2.0, section 3.3.3.2), which are only read or cleared, and its head.
+/// Entries of a host Completion Queue (Base 2.0, section 3.3.3.2), and its head. This side only reads or clears entries.
 #[derive(Debug)]
 pub struct HostCompletionRing {
     entries: RingEntries<CompletionEntry>,
@@ -159,8 +159,8 @@ impl HostCompletionRing {
         self.head.phase()
     }
 
-    /// Takes the entry at the head if its Phase Tag shows that the drive has posted it. The half with the tag is read
-    /// first, so the other half is then at least as new.
+    /// Takes the entry at the head if its Phase Tag shows that the drive has posted it. The half of the entry with the Phase
+    /// Tag is read first, so that the other half, which the drive wrote before, is complete.
     #[inline]
     pub fn take(&mut self) -> Option<Cqe> {
         #[cfg(simulation)]

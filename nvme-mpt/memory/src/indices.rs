@@ -43,7 +43,7 @@ impl RingSize {
         }
     }
 
-    /// Returns the index `steps` before another one, at most one pass through the queue.
+    /// Returns the index `steps` entries before `index`. `steps` is at most the number of entries.
     #[inline]
     #[must_use]
     pub const fn behind(self, index: u32, steps: u32) -> u32 {
@@ -178,8 +178,8 @@ impl PhasedIndex {
     }
 }
 
-/// Permit to fill one entry of a Completion Queue. A command is only fetched with a permit, and its completion uses the
-/// permit up.
+/// Permit to fill one entry of a Completion Queue. Each fetched command takes a permit, and its completion uses the permit up.
+/// So a completion always finds a free entry.
 #[must_use]
 #[derive(Debug)]
 pub struct CompletionCredit(());

@@ -82,8 +82,8 @@ impl Mapping {
         Self::of_file(fd, offset, len, access, libc::MAP_SHARED)
     }
 
-    /// Maps the first `len` bytes of `fd` like [`Self::shared`], but reserves no memory for untouched pages. A reservation
-    /// would take huge pages from others.
+    /// Maps the first `len` bytes of `fd` like [`Self::shared`], but reserves no memory for untouched pages. For a file in huge
+    /// pages, a reservation would take pages from other users of the pool.
     ///
     /// # Errors
     /// Like [`Self::shared`].
@@ -128,9 +128,9 @@ impl Mapping {
     /// Borrows memory that another owner has mapped, such as a VMM's guest memory. Makes no second mapping. `fd` is the
     /// memory's file, and `offset` the location of the first byte in it.
     ///
-    /// Page faults happen in the owner's mapping, so they go to its userfaultfd, if it has one. The owner also handles
-    /// SIGBUS: a lost page is not replaced ([`is_lost`](Self::is_lost) is false), because the guest would see the
-    /// replacement too.
+    /// Page faults happen in the owner's mapping, so they go to the owner's userfaultfd, if there is one. The owner also
+    /// handles SIGBUS. A lost page is not replaced here ([`is_lost`](Self::is_lost) stays false), because the guest would see
+    /// the replacement too.
     ///
     /// # Errors
     /// Returns the error of `fstat`.
@@ -177,8 +177,8 @@ impl Mapping {
 
     /// Maps `len` bytes of a device's registers, at `offset` of the device's file.
     ///
-    /// After the device is gone, reads return ones and writes are discarded. This begins with the first access that
-    /// finds the device gone ([`is_lost`](Self::is_lost) reports it), or with [`give_up_device`](Self::give_up_device).
+    /// After the device is gone, reads return ones and writes are discarded. This begins with the first access that finds the
+    /// device gone, or with [`give_up_device`](Self::give_up_device). [`is_lost`](Self::is_lost) is true from then on.
     ///
     /// # Errors
     /// Returns the error of `mmap`; `InvalidInput` if the offset is too large.
@@ -194,8 +194,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Unmaps the device from a device mapping, which then behaves as if the device were gone. Users of the mapping
-    /// need not be stopped: a concurrent access reaches either the device or the replacement.
+    /// Unmaps the device from a device mapping, which then behaves as if the device were gone. Other threads may access the
+    /// mapping during the call: each access reaches either the device or the replacement.
     ///
     /// # Errors
     /// Returns the error of `mmap`; part of the device is then still mapped. Returns `InvalidInput` for memory.
@@ -274,8 +274,9 @@ impl Mapping {
 
     /// Allocates all memory of a writable mapping, as if each page had been written.
     ///
-    /// Until it is first written, a page of anonymous memory is the shared zero page. Kernels before 6.2 would map that
-    /// page for a device with read-only access. The device would still read it after the page was written.
+    /// Until it is first written, a page of anonymous memory is the shared zero page. Without this call, kernels before 6.2
+    /// would map the zero page for a device with read-only access. After a write, the process has a new page, but the device
+    /// would still read the zero page.
     ///
     /// # Errors
     /// Returns the error of `madvise`: `InvalidInput` for kernels before 5.14, which do not support it.
@@ -391,9 +392,9 @@ impl Mapping {
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
     }
 
-    /// Returns whether the memory or the device behind the mapping is gone. Then memory of a truncated file was
-    /// replaced by zeroes, or a device by ones, or a drive uses other pages of the file than this mapping
-    /// ([`Self::lose`]). The guest's data there is lost, so its queues must stop.
+    /// Returns whether the memory or the device behind the mapping is gone. In that case, memory of a truncated file was
+    /// replaced by zeroes, or a device by ones, or a drive uses other pages of the file than this mapping ([`Self::lose`]). The
+    /// guest's queues must then stop, because the guest's data in this memory is lost.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
@@ -405,7 +406,7 @@ impl Mapping {
                 .is_some_and(sigbus::SigbusGuard::is_lost)
     }
 
-    /// Marks the memory as lost, because pages that are pinned for a drive were freed. Queues detect this by
+    /// Marks the memory as lost, for a caller that found that pages pinned for a drive were freed. Queues detect the mark by
     /// [`lost_memory_epoch`](crate::lost_memory_epoch).
     pub fn lose(&self) {
         self.replaced.store(true, Ordering::Release);

@@ -1,9 +1,9 @@
 //! Signals to eventfds of untrusted processes.
 //!
-//! A process with an eventfd can fill its counter, so that writes of all others block. A completion of the kernel's
-//! asynchronous I/O can signal an eventfd as well (io_submit(2), `IOCB_FLAG_RESFD`), and never blocks: a full counter
-//! stays full. So a signal here is a read of `/dev/null`, which completes at once. It takes about three times as long
-//! as a write to the eventfd.
+//! A process that shares an eventfd can fill its counter, so that writes of all other processes block. The kernel's
+//! asynchronous I/O can signal an eventfd when a request completes (io_submit(2), `IOCB_FLAG_RESFD`), and never blocks: a full
+//! counter stays full. So a signal here is an asynchronous read of `/dev/null`, which completes at once. It takes about three
+//! times as long as a write to the eventfd.
 #![expect(unsafe_code, reason = "io_setup and its like have no safe interface")]
 
 use std::fs::File;
@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Lower bound of the pending completions that the context can hold. They count toward `fs.aio-max-nr`.
+/// Minimum number of requests that the kernel's context can hold at once. This number counts toward the limit `fs.aio-max-nr`.
 const ROOM: libc::c_int = 256;
 
 /// Attempts at a signal while other threads fill the context.

@@ -18,7 +18,7 @@ pub const SIGNS: usize = 2;
 
 static OF_THIS_PROCESS: OnceLock<ProcessLiveness> = OnceLock::new();
 
-/// Descriptors that show the end of this process and of everything that it started.
+/// A pidfd and a pipe, by which other processes detect that this process and everything that it started have ended.
 #[derive(Debug)]
 pub struct ProcessLiveness {
     process: OwnedFd,
@@ -27,8 +27,8 @@ pub struct ProcessLiveness {
 }
 
 impl ProcessLiveness {
-    /// Returns the descriptors of this process, and creates them at the first call. They cover everything that is
-    /// started later.
+    /// Returns the descriptors of this process. The first call creates them. They also cover I/O and processes that are started
+    /// after that call.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -53,7 +53,7 @@ impl ProcessLiveness {
     }
 }
 
-/// Returns the descriptor that must be kept open by everything that can outlive this process. `None` if
+/// Returns the end of the pipe of which everything that can outlive this process must hold a copy. `None` if
 /// [`ProcessLiveness::announce`] was not called.
 #[must_use]
 pub fn held() -> Option<BorrowedFd<'static>> {

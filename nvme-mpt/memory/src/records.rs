@@ -20,9 +20,9 @@ const MARK: usize = offset_of!(Sqe, mptr) / size_of::<u64>();
 ///
 /// No namespace here has metadata, so a Metadata Pointer is meaningless and not recorded.
 ///
-/// The writing process may end between any two instructions. The stores of one thread then appear in program order with
-/// any processor, because an instruction has either taken effect or not when a signal ends the process. So only the
-/// order of the instructions matters here, and compiler fences preserve it.
+/// The writing process may end between any two instructions. When a signal ends the process, each instruction has either taken
+/// effect or not, so the stores of a thread appear in program order on any processor. So only the compiler could reorder the
+/// stores, and compiler fences prevent that.
 #[derive(Debug)]
 pub struct SlotRecords {
     first: *mut SlotRecord,

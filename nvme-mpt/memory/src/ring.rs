@@ -20,9 +20,9 @@ pub(crate) type CompletionEntry = [AtomicU64; 2];
 
 /// Location of the entries of a ring, of a guest or of a drive.
 ///
-/// Most rings are contiguous in our address space. A guest behind a virtual IOMMU maps the pages of a ring one by one,
-/// so they may be anywhere. Entries after the first contiguous part are then found by their page. This costs nothing
-/// for contiguous rings, because the index has to be checked anyway.
+/// Most rings are contiguous in our address space. A guest behind a virtual IOMMU maps the pages of a ring one by one, so they
+/// may be anywhere. Entries after the first contiguous part are then found by the page of the ring in which they lie. For
+/// contiguous rings, this takes no additional check, because the index has to be checked anyway.
 #[derive(Debug)]
 pub(crate) struct RingEntries<T> {
     first: *const T,

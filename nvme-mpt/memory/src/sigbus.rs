@@ -1,11 +1,11 @@
 //! Memory that becomes inaccessible while it is mapped.
 //!
 //! A client passes guest memory as a file descriptor and can truncate the file later. A drive can be removed while its
-//! registers are mapped. Hardware can lose a page. An access then raises SIGBUS, which would end the process and affect
-//! all other guests. The handler here replaces the lost pages and marks the mapping: memory is replaced by zeroes, and
-//! a device by ones, like a bus read without a response. Whole pages of the mapping's own size are replaced, because
-//! the kernel cannot split huge pages otherwise. Faults at other addresses go to the previous handler, because a VMM
-//! may have one for memory errors.
+//! registers are mapped. Hardware can lose a page. An access then raises SIGBUS, which would end the process and affect all
+//! other guests. The handler here replaces the lost pages and marks the mapping: memory is replaced by zeroes, and a device by
+//! ones, like a PCI read without a response. If the mapping has huge pages, whole huge pages are replaced, because the kernel
+//! cannot map a part of one. Faults at other addresses go to the previous handler, because a VMM may have one for memory
+//! errors.
 //!
 //! A VMM that installs a handler later must call this handler for addresses that are not its own.
 #![expect(unsafe_code, reason = "a signal handler that maps pages")]
@@ -22,15 +22,16 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use super::file_system::{host_page_size, memfd};
 use super::work::count_crash;
 
-/// Number of mappings in one part of the table. The table grows in such parts, which are never freed: the handler can
-/// neither lock nor allocate, so the data it reads must stay valid. A VM needs one entry for each file of its memory,
-/// at most 256 (`dma`), so it cannot use up the entries of others.
+/// Number of mappings in one part of the table. The table grows by parts that are never freed, because the signal handler
+/// cannot lock, and the data that it reads must stay valid. A VM needs one entry for each file of its memory, at most 256
+/// (`dma`), so no VM can use up the table.
 const PART: usize = 256;
 
 /// Kind of a mapping, which determines the replacement of lost pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MappingKind {
-    /// Memory of a file. A truncated file is replaced by zeroes to the end of the mapping, until it is unmapped.
+    /// Memory of a file. If the file is truncated, the mapping reads as zeroes from the lost page to its end, until it is
+    /// unmapped.
     Memory,
     /// Registers of a device, replaced by ones one page at a time.
     Device,
@@ -93,8 +94,8 @@ static HOST_PAGE: AtomicUsize = AtomicUsize::new(4096);
 /// File with one host page of ones, created when the first device is mapped and never closed.
 static ONES: AtomicI32 = AtomicI32::new(-1);
 
-/// Returns a number that changes whenever memory of a mapping is lost. So a poller needs only one load to see that
-/// nothing was lost. Devices do not count, because their drivers report them.
+/// Returns a number that changes whenever memory of any mapping is lost. So a poller needs only one load to see that no memory
+/// was lost. The loss of a device does not change the number, because the device's driver reports it.
 #[inline]
 #[must_use]
 pub fn lost_memory_epoch() -> usize {
@@ -153,8 +154,8 @@ impl SigbusGuard {
         }
     }
 
-    /// Replaces the whole device by ones, as if it were gone. This ends the kernel's mapping of the device, which would
-    /// prevent its removal.
+    /// Replaces the whole device by ones, as if it were gone. This ends the mapping of the device, because the kernel cannot
+    /// remove a device that is mapped.
     pub(super) fn give_up_device(&self) -> io::Result<()> {
         let entry = self.0;
         let host_page = HOST_PAGE.load(Ordering::Relaxed);
@@ -305,7 +306,7 @@ extern "C" fn on_sigbus(
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Does what would happen without our handler: `previous` is the previous action of the signal.
+/// Handles the signal as if this module had no handler: by `previous`, the action of the signal before.
 pub(super) fn pass_on(
     previous: Option<&libc::sigaction>,
     signal: libc::c_int,

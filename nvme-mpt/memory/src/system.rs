@@ -119,7 +119,8 @@ pub fn process_id() -> u32 {
     }
 }
 
-/// Returns whether processes of a user have full control over this process: those of root and of its own user.
+/// Returns whether processes of `user` have full control over this process anyway, because `user` is root or this process's own
+/// user.
 #[must_use]
 pub fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user()

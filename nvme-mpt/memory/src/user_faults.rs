@@ -1,9 +1,9 @@
 //! Detection of memory whose page faults a process resolves itself (userfaultfd).
 //!
-//! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's
-//! memory. A page that is not restored yet is a hole in the file. Another mapping of the file reads zeroes there, and
-//! this read fills the hole for all mappings. So a process that maps the file has to check whether the file is
-//! complete.
+//! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's memory with
+//! userfaultfd. A page that is not restored yet is a hole in the memory's file. A read through another mapping returns zeroes
+//! and fills the hole for all mappings, so that the VMM gets no page fault. So a process that maps the file has to check
+//! whether the file is complete.
 //!
 //! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults: a
 //! page may exist without the guest's content yet). A registration for missing pages has no effect once the file has no
@@ -30,7 +30,8 @@ pub enum MemoryHolder {
     Client {
         /// Process that made the connection.
         pid: u32,
-        /// User of the process. The connection may have been passed to another process of this user.
+        /// User of the process. All processes of this user are checked, because the connection may have been passed to another
+        /// one.
         uid: u32,
     },
     /// A process that checks its own memory.
@@ -47,7 +48,8 @@ impl fmt::Display for MemoryHolder {
     }
 }
 
-/// Returns whether a memory file may still be incomplete because its holder resolves page faults there itself.
+/// Returns whether a memory file may still be incomplete, because the process that provides it has registered it with
+/// userfaultfd.
 ///
 /// # Errors
 /// Returns the kernel's error if this cannot be determined: `PermissionDenied` for a process that may not be inspected.

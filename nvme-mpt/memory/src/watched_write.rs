@@ -1,9 +1,9 @@
 //! Watched writes to eventfds of other processes.
 //!
-//! A process with an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one
-//! open file description. A write then blocks until that process reads. No flag of the write prevents this: eventfds do
-//! not support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`EventfdNotifier`](super::notifier::EventfdNotifier)
-//! never blocks, but takes three times as long.
+//! A process with an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one open file
+//! description. A write then blocks until a process reads the eventfd. No flag of the write prevents this: eventfds do not
+//! support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). An [`EventfdNotifier`](super::notifier::EventfdNotifier) never
+//! blocks, but takes three times as long.
 //!
 //! So a thread records when it starts a write, and a watcher thread interrupts a write that has not returned after some
 //! milliseconds. It sends a signal with an empty handler, so the write fails with `EINTR`. A thread that was only
@@ -38,7 +38,7 @@ const IDLE_LOOKS: u32 = 200;
 /// Threads that have written.
 static WRITERS: Mutex<Vec<Arc<WatchedWriter>>> = Mutex::new(Vec::new());
 
-/// Eventfd that wakes the watcher, once there is one. It is not shared with other processes.
+/// Eventfd that wakes the watcher thread; unset until there is a watcher. No other process has this eventfd.
 static WATCHER: OnceLock<EventFd> = OnceLock::new();
 
 /// True while the watcher is awake.
@@ -155,7 +155,7 @@ pub fn watch() -> io::Result<()> {
     }
 }
 
-/// Waits until a write wakes the watcher. Signals to its thread are ignored.
+/// Waits until a thread that starts a write wakes the watcher. The wait continues if a signal interrupts it.
 fn await_wake(waker: &EventFd) -> io::Result<()> {
     loop {
         match waker.read() {

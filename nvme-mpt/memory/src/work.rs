@@ -30,7 +30,7 @@ impl Drop for PreviousWorkGuard {
     }
 }
 
-/// Runs `work`. A crash of this thread during it is counted in `word`.
+/// Runs `work`. If this thread crashes in `work`, the crash is counted in `word`.
 ///
 /// # Safety
 /// The word must be valid until this returns.
@@ -45,8 +45,8 @@ pub(super) fn is_named() -> bool {
     !WORK.get().is_null()
 }
 
-/// Returns the new value of a crash counter after a crash at second `now` of the monotonic clock. The lower half is the
-/// count, and the upper half the second of the last crash.
+/// Returns the new value of a crash counter after a crash at second `now` of the monotonic clock. The lower 32 bits of a
+/// counter are the count, and the upper 32 bits the second of the last crash.
 fn after_crash(before: u64, now: u32) -> u64 {
     let (count, last) = (before as u32, (before >> 32) as u32);
     let is_forgotten = count == 1 && now.wrapping_sub(last) > MEMORY;
@@ -57,7 +57,7 @@ fn after_crash(before: u64, now: u32) -> u64 {
     u64::from(now) << 32 | u64::from(count)
 }
 
-/// Counts a crash for this thread's work, if it is a fault of the thread or an abort by the process itself.
+/// Counts a crash for this thread's work, if the signal is a fault of the thread or an abort by the process itself.
 pub(super) fn count_crash(info: *mut libc::siginfo_t, is_fault: bool) {
     // SAFETY: the kernel passes a valid siginfo. A signal that a process sent has its sender.
     let is_own = || unsafe { (*info).si_code <= 0 && (*info).si_pid() == libc::getpid() };

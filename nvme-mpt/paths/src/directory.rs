@@ -70,7 +70,8 @@ impl OpenDirectory {
         self.0.descriptor.as_fd()
     }
 
-    /// Returns the path of an entry through the open directory. It is short enough for a socket address.
+    /// Returns a path that leads to an entry through the open directory's descriptor. The path is short enough for a socket
+    /// address.
     #[must_use]
     pub fn entry_path(&self, name: &OsStr) -> PathBuf {
         self.0.by_descriptor().join(name)
@@ -84,7 +85,7 @@ impl OpenDirectory {
         self.0.set_mode(mode)
     }
 
-    /// Returns whether only trusted users can replace an entry with this owner.
+    /// Returns whether only trusted users can replace an entry of this directory, if `owner` owns the entry.
     pub(crate) fn protects(&self, owner: u32) -> bool {
         self.0.exposure.is_none() && is_safe(self.fd(), &self.0.stat, owner)
     }
@@ -176,9 +177,9 @@ impl OpenDirectory {
         Ok((temporary, made.into()))
     }
 
-    /// Replaces a file atomically: readers find either the old content, or the complete output of `write`. A link at
-    /// the name is replaced, not followed. Another user who may write the directory can replace the file again. The new
-    /// file is durable after `write` has synced it and the caller has [synced](Self::sync) the names.
+    /// Replaces a file atomically: readers find either the old content, or the complete output of `write`. If the name is a
+    /// link, the link itself is replaced. Another user who may write the directory can replace the new file. The new file is
+    /// durable once `write` has synced it and the caller has then [synced](Self::sync) the names.
     ///
     /// # Errors
     /// See [`PathError`]. In a directory with the sticky bit, another user's file is not replaced.
@@ -274,8 +275,8 @@ impl OpenDirectory {
         stat.is_ok_and(|stat| FileId::of(&stat) == id)
     }
 
-    /// Removes an entry if it is this file. A user who can replace the file between check and removal could also have
-    /// removed it.
+    /// Removes an entry if it is this file. The file may be replaced between check and removal, but only by a user who could
+    /// also have removed it.
     pub fn remove(&self, name: &OsStr, id: FileId) {
         if self.holds(name, id) {
             let _ = fs::unlinkat(self.fd(), name, AtFlags::empty());

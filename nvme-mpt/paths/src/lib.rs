@@ -29,7 +29,7 @@ pub use self::directory::OpenDirectory;
 pub use self::socket::{SocketPathState, SocketPermissions};
 pub use self::walk::{FileId, PathEntry, open};
 
-/// Error of a path that cannot be used, or that another user could redirect.
+/// Error for a path that cannot be used, or that another user could let lead to another file.
 #[derive(Debug, Error)]
 pub enum PathError {
     /// A system call failed.
@@ -50,7 +50,7 @@ pub enum PathError {
     ForeignLink {
         /// The link.
         path: PathBuf,
-        /// Owner of the link or of its directory, whichever is not trusted.
+        /// User who is not trusted: the owner of the link, or else the owner of its directory.
         owner: u32,
     },
     /// Another user can write a directory on the path.

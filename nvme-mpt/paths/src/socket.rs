@@ -42,8 +42,8 @@ pub enum SocketPathState {
 }
 
 impl PathEntry {
-    /// Determines the kind without connecting to a possible server. A datagram socket cannot connect to a listening
-    /// socket, and the kernel's error shows whether that socket is dead.
+    /// Determines the kind of an entry without connecting to a server. For this, a datagram socket tries to connect to the
+    /// entry. This always fails for a stream socket, and the kernel's error shows whether a process still listens.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -79,9 +79,9 @@ impl OpenDirectory {
     /// Listens on a socket with a name in this directory. Replaces only a socket whose process has ended. Returns the
     /// nonblocking socket and the identity of its file.
     ///
-    /// The file is created under another name, for this process's user only. It is then opened, and a connection
-    /// through that descriptor proves that it is the new socket. Owner and mode are set through the same descriptor,
-    /// and then the file gets its name. So a link or another file that replaces it never gets that owner or mode.
+    /// The file is created under another name, for this process's user only. The file is then opened, and a connection through
+    /// this descriptor proves that the file is the new socket. Owner and mode are set through the same descriptor, and then the
+    /// file gets its name. So if another user replaces the file, the replacement never gets this owner or mode.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -199,7 +199,8 @@ impl OpenDirectory {
     }
 }
 
-/// Returns whether a connection to a file reaches this socket. Sends nothing, because the file may be another server's.
+/// Returns whether a connection to a file reaches this socket. Sends no data, because the file may be the socket of another
+/// server.
 fn leads_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathError> {
     let failed = |action| PathError::io(action, &file.path);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

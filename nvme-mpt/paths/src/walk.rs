@@ -107,7 +107,8 @@ pub struct PathEntry {
     pub(crate) stat: FileStatus,
     /// Path without symbolic links.
     pub(crate) path: PathBuf,
-    /// First exposed directory on the path, in which another user could replace the next entry.
+    /// First directory on the path in which an untrusted user could replace the entry that the path uses; `None` if there is
+    /// none.
     pub(crate) exposure: Option<ExposedDirectory>,
 }
 
@@ -116,8 +117,8 @@ pub(crate) fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user() || fs::stat("/").is_ok_and(|root| root.st_uid == user)
 }
 
-/// Returns whether other users than the owner may write the open file or directory. On a read-only mount, such as
-/// volumes of Kubernetes, no user may.
+/// Returns whether users other than the owner may write the open file or directory. On a read-only mount, such as a volume of
+/// Kubernetes, no user may.
 pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &FileStatus) -> bool {
     others_may_write(stat)
         && !fs::fstatvfs(file).is_ok_and(|mount| mount.f_flag.contains(StatVfsMountFlags::RDONLY))
@@ -132,7 +133,7 @@ fn others_may_write(stat: &FileStatus) -> bool {
     stat.mode & (0o002 | group) != 0
 }
 
-/// Returns whether only trusted users can replace an entry with this owner.
+/// Returns whether only trusted users can replace an entry of `directory`, if `owner` owns the entry.
 pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &FileStatus, owner: u32) -> bool {
     let is_sticky = stat.is_sticky();
     is_trusted(stat.owner) && (is_sticky && is_trusted(owner) || !others_write(directory, stat))

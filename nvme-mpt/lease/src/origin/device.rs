@@ -11,7 +11,7 @@ use super::nvme::{self, ControllerNameFields};
 use super::system::{DeviceNaming, DeviceNumber, KernelFiles};
 use super::{BackingFile, file_extent, stacked};
 
-/// Most stacked devices that are resolved, more than occur in practice.
+/// Maximum depth of stacked devices that is resolved. It is more than occurs in practice.
 const DEPTH: u32 = 16;
 
 /// Unit of sizes and offsets in sysfs in bytes, independent of a device's block size (Linux,
@@ -41,7 +41,8 @@ impl BackingDevice {
         resolve(system, device, DEPTH)
     }
 
-    /// Resolves a file. A file on overlay is resolved to the file below, which is locked as well.
+    /// Resolves a file. A file on overlay is resolved to the file in the upper directory. Locks are then taken on that file as
+    /// well.
     pub(super) fn of_file(system: &KernelFiles, path: &Path, metadata: &Metadata) -> Self {
         if system.naming == DeviceNaming::Former {
             return Self::of(file_extent(system, path, metadata));
@@ -163,8 +164,8 @@ fn resolve(system: &KernelFiles, device: DeviceNumber, depth: u32) -> BackingDev
     })
 }
 
-/// Resolves a device-mapper device. `linear` targets become the bytes of the devices below. Other targets become bytes
-/// of the device itself, over all devices below.
+/// Resolves a device-mapper device. A `linear` target is resolved to bytes of the device below. Any other target becomes bytes
+/// of the device itself, with all devices below listed.
 fn resolve_table(
     system: &KernelFiles,
     device: DeviceNumber,
@@ -216,7 +217,7 @@ fn resolve_linear(
     (whole == length).then_some(part)
 }
 
-/// Returns the name of a `thin` target: the pool's name and the target's number in it.
+/// Returns the name of a `thin` target: the pool's name, and the volume's number in the pool.
 fn thin(system: &KernelFiles, target: &DeviceMapperTarget) -> Option<String> {
     let mut words = target.parameters.split_whitespace();
     let pool = DeviceNumber::parse(words.next()?)?;
@@ -224,7 +225,7 @@ fn thin(system: &KernelFiles, target: &DeviceMapperTarget) -> Option<String> {
     (target.kind == "thin").then(|| extent::part_of(&name(system, pool), number))
 }
 
-/// Returns the extents below a target whose changes also change the target's bytes.
+/// Returns the extents on the devices below a target, as far as writes there also change the target's bytes.
 fn below(
     system: &KernelFiles,
     device: DeviceNumber,
@@ -259,7 +260,7 @@ fn gather(
     all
 }
 
-/// Resolves the backing file of a loop device. The kernel shows its present path, or that it has none.
+/// Resolves the backing file of a loop device. The kernel shows the file's present path, or marks the file as deleted.
 fn resolve_loop(
     system: &KernelFiles,
     device_number: DeviceNumber,
@@ -307,8 +308,8 @@ fn nvme_name(system: &KernelFiles, device: DeviceNumber) -> Option<String> {
     Some(nvme::namespace(&numbered.or_else(|| drive.name())?, nsid))
 }
 
-/// Returns the name of a device that is not part of another one. Kernel names are not used, because the kernel numbers
-/// devices in the order of their discovery.
+/// Returns the name of a device that is not part of another one. Kernel names such as `sda` are not used, because they depend
+/// on the order in which the kernel finds devices.
 pub(super) fn name(system: &KernelFiles, device: DeviceNumber) -> String {
     if let Some(name) = nvme_name(system, device) {
         return name;

@@ -1,15 +1,15 @@
 //! Identity of a drive's bytes, whatever path leads to them, and other users of the bytes.
 //!
-//! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases,
-//! locks and the names that guests see follow the bytes. So a path is resolved to *extents*: parts of *bases*, which
-//! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or
-//! serial number, a namespace by its drive's name, and a file by its file system and inode. A disk with neither
-//! identifier has a name that is only valid until the next boot (`extent::boot_of`). A file on such a disk is named by
-//! the UUID of its file system, which is stored outside of all files.
+//! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases, locks and
+//! the names that guests see must be the same for all these paths. So a path is resolved to *extents*: parts of *bases*, which
+//! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or serial
+//! number, a namespace by its drive's name, and a file by its file system and inode. A disk with neither identifier has a name
+//! that is only valid until the next boot (`extent::boot_of`). A file on such a disk is named by the UUID of its file system:
+//! no guest can change this UUID, because it is stored outside of all files.
 //!
-//! A device-mapper device is resolved by its table: `linear` targets are the bytes of the devices below. Other targets,
-//! such as `crypt` or `striped`, and RAID devices are bases. Such a base overlaps all devices below it, but thin
-//! volumes of one pool do not overlap each other.
+//! A device-mapper device is resolved by its table: `linear` targets are the bytes of the devices below. Other targets, such as
+//! `crypt` or `striped`, and RAID devices are bases. Such a base counts as overlapping all devices below it. Thin volumes of
+//! the same pool do not overlap each other.
 //!
 //! * `stacked`: file systems that show files of other file systems.
 //! * `system`: the kernel's view of block devices and file systems, below a directory that tests replace.
@@ -67,7 +67,8 @@ pub struct BackingFile {
 }
 
 impl BackingFile {
-    /// Returns the first byte and the length in the file of a range of the drive; `None` if they do not overlap.
+    /// Returns the part of a range of the drive that this file stores, as first byte and length in the file. `None` if the file
+    /// stores no byte of the range.
     #[must_use]
     pub fn part(&self, start: u64, length: u64) -> Option<(u64, u64)> {
         let first = start.max(self.at);
@@ -78,7 +79,7 @@ impl BackingFile {
         (length > 0).then(|| (self.offset + (first - self.at), length))
     }
 
-    /// Returns whether `file` is this file, and not another one at the same path.
+    /// Returns whether the open `file` is this file, and not another file that was opened at the same path.
     pub fn is(&self, file: &fs::File) -> io::Result<bool> {
         let metadata = file.metadata()?;
         Ok((metadata.dev(), metadata.ino()) == self.place)
@@ -89,9 +90,8 @@ impl BackingId {
     /// Resolves a path without symbolic links.
     ///
     /// # Errors
-    /// Returns the kernel's error about the path itself. Returns `Unsupported` for a file that could be leased twice,
-    /// because it also has another name. If facts about a device are unknown, the name is only valid until the next
-    /// boot.
+    /// Returns the kernel's error about the path. Returns `Unsupported` for a file that could be leased twice, because it also
+    /// has another name. Unknown facts about a device are no error: the drive's name is then only valid until the next boot.
     pub fn of(path: &Path) -> io::Result<Self> {
         Self::of_path(&KernelFiles::real(), path)
     }
@@ -199,8 +199,8 @@ impl HostDisks {
         }
     }
 
-    /// Returns whether the host has the disk of a base, or the disk of the base's file system. Returns `false` if the
-    /// disk cannot be seen.
+    /// Returns whether the host has the disk of a base, or, for a file, the disk of its file system. Also returns `false` if
+    /// this process cannot see the disk.
     pub(crate) fn has(&self, base: &str) -> bool {
         let is_of = |disk: &String| {
             let mut places = base.match_indices(disk.as_str());

@@ -1,4 +1,4 @@
-//! Names of NVMe drives, which are the same for a drive behind a PCI address and for its block devices.
+//! Names of NVMe drives. A drive has the same name whether it is found by its PCI address or by its block device.
 
 use std::borrow::Cow;
 
@@ -37,8 +37,8 @@ impl ControllerNameFields<'_> {
         Some(extent::base(KIND, &name))
     }
 
-    /// Returns a name that does not change if firmware reports another NQN or model. Two drives may have the same such
-    /// name. Returns `None` without a vendor, or if all characters of the serial number are equal.
+    /// Returns a name that does not change if firmware reports another NQN or model. Two drives may have the same name of this
+    /// kind. Returns `None` without a vendor, or if all characters of the serial number are equal.
     #[must_use]
     pub fn numbered(&self) -> Option<String> {
         let (vendor, serial) = (self.vendor?, text(self.serial));
@@ -63,8 +63,8 @@ pub fn namespace(name: &str, nsid: u32) -> String {
     }
 }
 
-/// Returns a drive and its namespace as a block device and its only namespace. A namespace of an NVMe drive becomes
-/// part of the name.
+/// Returns the name and NSID with which a namespace is compared with block devices. For an NVMe drive, the NSID becomes part of
+/// the name, as for its block device; a block device has one namespace.
 #[must_use]
 pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
     match drive.split_once(':') {

@@ -4,8 +4,8 @@
 //! could be leased twice. A file on overlay is found in the upper directory, and leases and locks use that file. Files
 //! on other stacked file systems are refused.
 //!
-//! A network file system is allowed if its inode numbers and locks are the server's: then all clients and the server
-//! see each other's locks. It is refused if it only locks on the client, or has its own inode numbers.
+//! A network file system is allowed if the server provides its inode numbers and locks, because then all clients and the server
+//! see each other's locks. It is refused if locks are only known to the client, or if the client numbers the inodes.
 
 use std::fs;
 use std::io;
@@ -37,7 +37,8 @@ const STACKED: &[&str] = &[
     "wrapfs",
 ];
 
-/// File systems of another machine or of this machine's host that have inode numbers or locks of the client.
+/// File systems of another machine, or of this virtual machine's host, whose inode numbers or locks are only known to the
+/// client.
 const OF_CLIENTS: &[&str] = &[
     "9p",
     "afs",
@@ -108,7 +109,7 @@ fn upper(mount: &MountedFileSystem) -> Option<PathBuf> {
     upper.is_absolute().then_some(upper)
 }
 
-/// Returns the file at `path` in the directory to which overlay writes, if it is certainly the same file.
+/// Returns the file at `path` in overlay's upper directory, if it is certainly the file that overlay shows.
 fn file_in(upper: &Path, mount: &MountedFileSystem, path: &Path) -> Option<PathBuf> {
     let folder = mount.root.strip_prefix("/").ok()?;
     let file = upper

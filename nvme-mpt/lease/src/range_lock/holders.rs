@@ -1,7 +1,7 @@
 //! Processes that hold locks on a file, found in `/proc`.
 //!
-//! `fcntl` reports no process for a lock of an open file description. `/proc/PID/fdinfo` lists the locks of each
-//! descriptor: of all processes to root, and of the user's own processes to other users.
+//! `fcntl` reports no process for a lock of an open file description, but `/proc/PID/fdinfo` lists the locks of each
+//! descriptor. Root can read it for all processes, other users only for their own ones.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -26,7 +26,8 @@ pub(crate) struct LockHolder {
 }
 
 impl LockHolder {
-    /// Returns whether the holder is another user than `user` and root, with a shared lock on a read-only descriptor.
+    /// Returns whether this is a shared lock through a read-only descriptor, of a process that belongs neither to `user` nor to
+    /// root.
     pub(super) fn only_reads(&self, user: u32) -> bool {
         !self.exclusive && !self.writes && self.user != user && self.user != 0
     }
@@ -104,17 +105,16 @@ impl<'a> ProcLockLine<'a> {
     }
 }
 
-/// Number of scans after which a holder that was not found counts as unseen.
+/// Number of scans of all processes after which a lock counts as one with an invisible holder, if no holder was found.
 const LOOKS: u32 = 5;
 
-/// Finds the locks of `kind` in `range` of `file`, except those of `file`'s own descriptor.
+/// Finds the locks of `kind` in `range` of `file`, except locks of the open file description of `file` itself.
 pub(crate) fn find(file: &File, kind: ProcLockKind, range: &Range<u64>) -> FileLockHolders {
     settled(|| look(Path::new("/proc"), file, kind, range))
 }
 
-/// Repeats the scan while a holder is unseen, because one scan is not atomic. The kernel may print a lock of
-/// `/proc/locks` twice when another lock is taken during the scan. A lock may also be newer than the scan of its
-/// process.
+/// Repeats the scan while the holder of a lock is not found, because a scan is not atomic. If another lock is taken during the
+/// scan, the kernel may print a lock in `/proc/locks` twice. A lock may also have been taken after its process was scanned.
 fn settled(mut look: impl FnMut() -> io::Result<FileLockHolders>) -> FileLockHolders {
     let mut look = || {
         look().unwrap_or(FileLockHolders {

@@ -1,21 +1,22 @@
 //! Locks on ranges of files, by open file description (OFD locks). The kernel drops them with the description, also
 //! after SIGKILL. They exclude other descriptions in this process as well as in other processes.
 //!
-//! A killed process may leave I/O to the kernel. So the I/O holds a reference to the lock's description
-//! ([`FileRangeLock::file`]), and the lock lasts until the last I/O has ended. No process owns such a lock, so a claim
-//! waits for a while if no holder is visible.
+//! The kernel may continue I/O of a killed process. So the I/O holds a reference to the lock's description
+//! ([`FileRangeLock::file`]), and the lock lasts until the last I/O has ended. No process has the description open then. So if
+//! no holder of a lock is visible, a claim waits for a while.
 //!
-//! The range of an image that a lease has is locked in the image itself. Servers with another state directory, and
-//! VMMs, check no other place. Any user who may read the image can put a shared lock there, which blocks an exclusive
-//! one. So [`FileRangeLock::claim`] distinguishes:
+//! If a lease is a range of an image file, the range is locked in the image itself, because only there do servers with another
+//! state directory and VMMs look for locks. Any user who may read the image can put a shared lock there, which blocks an
+//! exclusive one. So [`FileRangeLock::claim`] distinguishes:
 //!
 //! * A lock that is exclusive, or was taken through a writable descriptor, belongs to a user of the image: QEMU takes
 //!   shared locks on images that it writes. The claim is refused, and its holder named.
 //! * A shared lock through a read-only descriptor, of another user than root and our own, does not block the claim. The
 //!   claim then takes a shared lock through a writable descriptor, so that other claims see a user of the range. The
 //!   process that holds the read-only lock is logged.
-//! * A holder that the kernel hides from us may be either. It blocks the claim if it holds the lock for [`PATIENCE`]. A
-//!   server without root sees only its own user's processes: its images should be readable by its user only.
+//! * The kernel may hide the holder of a lock from this process, so that the lock may be of either kind. The claim is refused
+//!   if the lock stays for [`PATIENCE`]. A server without root sees only its own user's processes: its images should be
+//!   readable by its user only.
 
 mod holders;
 
@@ -35,7 +36,8 @@ pub(crate) use holders::{FileLockHolders, ProcLockKind, find};
 /// Timeout of a claim that waits for an invisible holder, such as the I/O of a killed process.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Shortest and longest pause between two attempts of such a claim. Each attempt scans all processes of the host.
+/// Shortest and longest pause between two attempts of a claim that waits for an invisible holder. Pauses are necessary because
+/// each attempt scans all processes of the host.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 
 /// Error of claiming a range of a file.
@@ -85,8 +87,8 @@ impl FileRangeLock {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the open file that has the lock. A holder that keeps it open for I/O keeps the lock, unless the
-    /// `FileRangeLock` is dropped.
+    /// Returns the open file that has the lock. If the process is killed, I/O that keeps this file open keeps the lock.
+    /// Dropping the `FileRangeLock` releases the lock even if the file stays open.
     pub const fn file(&self) -> &File {
         &self.file
     }

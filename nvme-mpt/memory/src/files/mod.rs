@@ -1,5 +1,5 @@
-//! File operations of the ledger: the standard library's and the kernel's, or a simulator's (`cfg(simulation)`) with a
-//! disk that loses unsynced data.
+//! File operations of the ledger. They are those of the standard library and the kernel, or, with `cfg(simulation)`, of a
+//! simulator whose disk loses unsynced data.
 
 use std::io;
 use std::path::Path;

@@ -1,8 +1,8 @@
 //! Files and directories on a simulated disk.
 //!
-//! All processes see writes at once. A crash of the machine keeps synced data and any part of the rest: none, all, the
-//! first changes, or some of them. A write may survive in part, or as zeroes. A sync of a file makes its content
-//! durable, but not its name, which is a change of its directory and needs a separate sync.
+//! All processes see writes at once. A crash of the machine keeps synced data. Of the changes that were not synced, it keeps
+//! none, all, the first ones, or an arbitrary selection. A write may survive in part, or as zeroes. A sync of a file makes its
+//! content durable, but not its name, which is a change of its directory and needs a separate sync.
 //!
 //! A process that ends keeps its changes and loses its locks.
 

@@ -33,7 +33,7 @@ pub enum IoQueueEvent {
     QueueFailed {
         /// The Completion Queue, whose Submission Queues stop as well.
         qid: QueueId,
-        /// Cause.
+        /// Cause of the failure.
         reason: QueueFailure,
     },
     /// A command completed with an error.

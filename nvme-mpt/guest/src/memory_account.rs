@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use crate::control_group::{memory_limit_below, oom_kills_below};
 
-/// Divisor of the total memory for the reserve that stays free.
+/// Divisor of the total memory for the reserve, which has to stay free.
 const KEPT: u64 = 16;
 
 /// Largest reserve in bytes.
@@ -28,14 +28,14 @@ const KEPT_MAX: u64 = 1 << 30;
 /// Most bytes of the reserve that one function may use.
 pub(crate) const SMALL: u64 = 32 << 20;
 
-/// Flag of an OOM-kill count that is the control group's.
+/// Flag in an OOM-kill count: the count is that of the control group, not of the host.
 const OF_GROUP: u64 = 1 << 63;
 
 /// Value in place of the recorded OOM-kill count of a function that was blamed for a memory shortage. No real count gets this
 /// high.
 const BLAMED: u64 = OF_GROUP - 1;
 
-/// Memory account, based on files of the kernel.
+/// Account of the free memory, which reserves memory for functions. It reads the kernel's statistics files.
 #[derive(Clone, Debug)]
 pub struct MemoryAccount {
     /// Directory of the kernel's files; `/` outside of tests.
@@ -109,7 +109,7 @@ impl MemoryAccount {
         line.split_whitespace().next()?.parse().ok()
     }
 
-    /// Returns a promise to a function, of 0 bytes at first.
+    /// Returns a memory reservation for a function, of 0 bytes at first.
     #[must_use]
     pub fn promise(&self, function: &str) -> MemoryPromise {
         MemoryPromise {
@@ -157,7 +157,7 @@ impl MemoryAccount {
     }
 }
 
-/// Returns the reserve of a memory of `total` bytes.
+/// Returns the number of bytes that have to stay free of `total` bytes of memory.
 fn kept(total: u64) -> u64 {
     (total / KEPT).min(KEPT_MAX)
 }
@@ -168,7 +168,7 @@ pub struct MemoryPromise {
     account: MemoryAccount,
     function: String,
     bytes: u64,
-    /// Bytes of the promise that come from the reserve.
+    /// Bytes of this reservation that are taken from the free memory that normally has to stay free.
     of_kept: u64,
 }
 
@@ -312,9 +312,9 @@ pub enum MemoryShortage {
     Host {
         /// Bytes that are available.
         available: u64,
-        /// Bytes of the reserve.
+        /// Bytes that have to stay free.
         kept: u64,
-        /// Bytes promised to others.
+        /// Bytes reserved for other functions.
         others: u64,
     },
     /// In a control group of this process.
@@ -329,9 +329,9 @@ pub enum MemoryShortage {
         limit: u64,
         /// Bytes that are left.
         available: u64,
-        /// Bytes of the reserve.
+        /// Bytes that have to stay free.
         kept: u64,
-        /// Bytes promised to others.
+        /// Bytes reserved for other functions.
         others: u64,
     },
 }
@@ -344,7 +344,7 @@ fn rounded(bytes: u64) -> Bytes {
     }
 }
 
-/// Bytes promised to others.
+/// Bytes reserved for other functions.
 struct PromisedToOthers(u64);
 
 impl fmt::Display for PromisedToOthers {

@@ -318,7 +318,7 @@ pub enum HostQueueUse {
 /// Use of the drive's queue pairs by the queues of one lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasePairStats {
-    /// Pairs that the lease reserved, used or not.
+    /// Number of queue pairs that are reserved for the lease, used or not.
     pub reserved: u16,
     /// Queues that have an unreserved pair to themselves.
     pub exclusive: u16,
@@ -406,7 +406,7 @@ pub struct PollerStats {
     pub name: String,
     /// The CPU that the thread is pinned to, if any.
     pub cpu: Option<usize>,
-    /// Seconds since its start.
+    /// Seconds since the poller's start.
     #[serde(default)]
     pub life_seconds: f64,
     /// Seconds in which the poller found work.
@@ -424,7 +424,7 @@ pub struct PollerStats {
     /// Share of the time since the poller's start in which the poller slept, 0 to 1. In the rest of the time, it spun without
     /// work or found work.
     pub parked_share: f64,
-    /// Number of shadow queues that it runs.
+    /// Number of shadow queues that the poller runs.
     pub queues: usize,
     /// Number of times that the poller went to sleep.
     pub parks: u64,

@@ -20,7 +20,8 @@ pub(super) struct FreeUnits {
 pub(super) struct UnitDemand {
     /// Number of units, above 0.
     pub(super) units: u64,
-    /// The unit directly after the lease's last extent.
+    /// Number of the unit directly after the lease's last extent. Units from there on are preferred, because they extend the
+    /// extent.
     pub(super) behind: Option<u64>,
     /// True if the lease must be one extent.
     pub(super) whole: bool,

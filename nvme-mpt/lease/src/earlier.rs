@@ -142,7 +142,7 @@ impl LedgerRecords {
         lost.or_else(|| search.find_below_label())
     }
 
-    /// Returns all bases with leases or data.
+    /// Returns the names of all bases with leases or data in the ledger.
     fn bases(&self) -> BTreeSet<String> {
         let tenants = self.tenants.iter().map(|tenant| tenant.drive().to_owned());
         let leases = self.leases.iter();

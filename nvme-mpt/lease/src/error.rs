@@ -48,17 +48,17 @@ impl fmt::Display for DriveLikeness {
 pub struct EarlierNameError {
     /// The requested drive.
     pub drive: String,
-    /// The known name.
+    /// Name of the known drive.
     pub earlier: String,
     /// Ids that have data on the known drive.
     pub ids: Vec<String>,
-    /// Reason to think that both are the same drive.
+    /// Reason to think that the requested drive is the known drive.
     pub likeness: DriveLikeness,
-    /// Steps that carry the leases over if both are the same drive.
+    /// Commands that move the leases to the requested drive, if both names are of the same drive.
     pub remedy: String,
 }
 
-/// A namespace may have other content than when it was leased.
+/// The namespace may have other content than when it was last leased.
 #[derive(Debug, Error)]
 #[error(
     "Namespace {nsid} of {drive} {change}: it may be another one, or was formatted. No lease of it is given out, and nothing \
@@ -127,7 +127,7 @@ pub enum LeaseError {
     /// Ids have data on a known drive that may be the requested one under another name.
     #[error(transparent)]
     EarlierName(Box<EarlierNameError>),
-    /// A namespace may have other content than when it was leased.
+    /// The namespace may have other content than when it was last leased.
     #[error(transparent)]
     Changed(Box<ChangedDriveError>),
     /// Another drive is at the PCI address of the drive with the id's data.
@@ -147,7 +147,7 @@ pub enum LeaseError {
         left: String,
         /// Size of the lease by size.
         size: Bytes,
-        /// A unit that fits the lease by size.
+        /// Unit size with which the lease by size can be requested.
         unit: Bytes,
     },
     /// A drive in use cannot be renamed.
@@ -162,9 +162,9 @@ pub enum LeaseError {
          shows the leases; nothing was changed"
     )]
     BothKnown {
-        /// One drive.
+        /// Name of the drive whose leases should be moved.
         from: String,
-        /// The other drive.
+        /// Name of the drive to which they should be moved.
         to: String,
     },
     /// The drive has neither a WWID nor a serial number, so a lease by size on it could not be found after a reboot.
@@ -183,7 +183,7 @@ pub enum LeaseError {
     IdTaken {
         /// The id.
         id: String,
-        /// The lease that has it.
+        /// The lease that has the id.
         other: Box<LeaseEntry>,
         /// Remedy.
         remedy: String,
@@ -234,9 +234,9 @@ pub enum LeaseError {
     NoRoom {
         /// The drive's name.
         drive: String,
-        /// The missing size.
+        /// Number of bytes that are missing.
         size: Bytes,
-        /// True if the lease already has other extents.
+        /// True if the lease already has extents, to which the missing bytes should be added.
         more: bool,
         /// Size of all free units.
         free: Bytes,

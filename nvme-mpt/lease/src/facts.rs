@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::range::Bytes;
 
-/// A drive at the time of its last lease.
+/// Facts about a drive at the time of its last lease.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownDrive {
@@ -15,7 +15,7 @@ pub(super) struct KnownDrive {
     pub(super) namespaces: BTreeMap<u32, KnownNamespace>,
 }
 
-/// A namespace at the time of its last lease.
+/// Facts about a namespace at the time of its last lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownNamespace {

@@ -9,14 +9,14 @@ use super::extents::joined;
 use super::tenants::{BackingPart, RangeCandidate, is_same_base, parts, split};
 use crate::range::ByteRange;
 
-/// Unreadable bytes of an id in one base.
+/// Bytes of an id on one disk or file (base) that Write Uncorrectable made unreadable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct UncorrectableBytes {
     id: String,
     drive: String,
     nsid: u32,
-    /// Sorted by start; ranges do not touch each other.
+    /// Ranges sorted by start. They neither overlap nor are adjacent.
     #[serde(serialize_with = "write_ranges", deserialize_with = "read_ranges")]
     ranges: Vec<ByteRange>,
 }
@@ -130,7 +130,7 @@ pub(super) fn forget_others(marks: &mut Vec<UncorrectableBytes>, place: &RangeCa
     forget_where(marks, place, |id| id != place.id);
 }
 
-/// Forgets all marks in a place that was wiped.
+/// Removes all marks in `place`, because its bytes were wiped.
 pub(super) fn forget(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
     forget_where(marks, place, |_| true);
 }

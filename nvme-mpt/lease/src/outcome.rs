@@ -31,7 +31,7 @@ pub(super) struct EarlierDrive {
 #[derive(Clone, Debug)]
 pub(super) struct PreviousLeaseBySize {
     pub(super) extents: LeaseExtents,
-    /// Largest unit that fits its extents.
+    /// Largest unit of which the starts and lengths of all its extents are multiples.
     pub(super) unit: Bytes,
 }
 
@@ -44,11 +44,11 @@ pub(super) struct AdmittedLease {
     pub(super) former: Option<PreviousExtents>,
 }
 
-/// Extents of an id that its lease by size reuses.
+/// Extents with data of an id, which the id's lease by size reuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct PreviousExtents {
     pub(super) extents: LeaseExtents,
-    /// True if the id leased them as a range.
+    /// True if the id leased the extents as a fixed range, not by size.
     pub(super) named: bool,
 }
 
@@ -59,7 +59,7 @@ pub(super) enum LeaseRefusal {
     OthersData(ByteRange, LeftoverData),
     /// The range would split the id's lease by size.
     Torn(ByteRange, PreviousLeaseBySize),
-    /// Ids have data on a known drive that may be this one.
+    /// Ids have data on a known drive that may be the requested drive under another name.
     Earlier(EarlierDrive),
     /// The namespace may have other content than when it was leased.
     Changed(String),
@@ -89,7 +89,7 @@ pub(super) enum LeaseRefusal {
 /// Reason why a lease by size cannot reuse the data of its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PreviousExtentsMismatch {
-    /// Parts of the former lease are missing.
+    /// Parts of the id's former lease by size are missing.
     Parts,
     /// The ranges that the id leased are not contiguous.
     Apart,

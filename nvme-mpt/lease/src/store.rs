@@ -185,7 +185,7 @@ pub(super) struct LedgerRecord {
     /// True if the holder no longer needs the lease, but some of the lease's commands are still in flight.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) ending: bool,
-    /// Queue pairs of the drive that are reserved for the lease.
+    /// Number of the drive's queue pairs that are reserved for the lease.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(super) reserved_pairs: u16,
 }
@@ -231,7 +231,7 @@ impl From<RangeRecord> for LedgerRecord {
 }
 
 impl LedgerRecord {
-    /// Returns the places of the lease's extents.
+    /// Returns the lease's extents as candidates for its id.
     pub(super) fn places(&self) -> impl Iterator<Item = RangeCandidate<'_>> {
         self.extents.placed().map(|(at, range)| RangeCandidate {
             id: &self.id,
@@ -287,7 +287,7 @@ pub(super) struct LedgerRecords {
     /// Terms of ids.
     #[serde(default, skip_serializing_if = "LeaseSettingsById::is_empty")]
     pub(super) terms: LeaseSettingsById,
-    /// Names of drives from which their guests' names are derived.
+    /// Drive names from which the names that guests see are derived.
     #[serde(default, skip_serializing_if = "GuestNameSources::is_empty")]
     pub(super) namings: GuestNameSources,
     /// Bases with lasting names that may be known drives under another name. The operator has decided about some of their
@@ -453,7 +453,7 @@ pub(super) struct LedgerDirectory {
     path: PathBuf,
 }
 
-/// Exclusive right to change the ledger, until dropped.
+/// Exclusive lock for changing the ledger, held until dropped.
 #[derive(Debug)]
 pub(super) struct LedgerWriteLock<'folder> {
     folder: &'folder LedgerDirectory,

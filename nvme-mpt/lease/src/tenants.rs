@@ -75,7 +75,7 @@ pub(super) struct RangeOwner {
     remnant: bool,
 }
 
-/// Data that blocks a lease.
+/// Data of another id, or partly wiped data, that blocks a lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeftoverData {
     id: String,
@@ -119,7 +119,7 @@ impl RangeCandidate<'_> {
     }
 }
 
-/// Part of a place in one of the bases that store its bytes.
+/// Part of a range to lease that is stored on one base (a disk or file).
 pub(super) struct BackingPart {
     base: String,
     /// Bytes of the base.
@@ -146,7 +146,7 @@ impl BackingPart {
     }
 }
 
-/// Splits `place` into parts by the bases of its drive.
+/// Splits `place` into parts by the bases that store its bytes.
 pub(super) fn parts(place: &RangeCandidate<'_>) -> Vec<BackingPart> {
     let mut at = place.range.start();
     let part = |extent: extent::BackingExtent| {
@@ -163,7 +163,7 @@ pub(super) fn parts(place: &RangeCandidate<'_>) -> Vec<BackingPart> {
 }
 
 impl RangeOwner {
-    /// Creates the entries that give a place to its id.
+    /// Creates the entries that record the id of `place` as the owner of its bytes, one entry for each base.
     pub(super) fn of(place: &RangeCandidate<'_>) -> Vec<Self> {
         let parts = parts(place);
         let tenants = parts.iter().map(|part| Self::new(part.place(place)));
@@ -255,7 +255,7 @@ impl RangeOwner {
         (self.id.clone(), self.at.is_some())
     }
 
-    /// Turns the entry into a remnant that no lease by size reuses.
+    /// Marks the entry's data as not reusable by a lease by size.
     fn abandon(&mut self) {
         (self.at, self.remnant) = (None, true);
     }
@@ -314,7 +314,7 @@ fn sorted(tenants: &[RangeOwner]) -> Vec<&RangeOwner> {
     sorted
 }
 
-/// An entry with offsets of a drive that has its bytes.
+/// An entry, with its range converted to offsets on the leased drive.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LocatedRangeOwner<'a> {
     pub(super) tenant: &'a RangeOwner,
@@ -323,7 +323,7 @@ pub(super) struct LocatedRangeOwner<'a> {
     pub(super) at: Option<u64>,
 }
 
-/// Returns the entries in `place`.
+/// Returns the entries that overlap `place`, clipped to it and with offsets on the leased drive.
 pub(super) fn find<'a>(
     tenants: &'a [RangeOwner],
     place: &RangeCandidate<'_>,
@@ -359,7 +359,7 @@ pub(super) fn abandon(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
     }
 }
 
-/// Releases `place`, the truncated end of a lease by size.
+/// Records that the data in `place` is released, because a lease by size was truncated before it.
 pub(super) fn release(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     for part in parts(place) {
         let place = part.place(place);

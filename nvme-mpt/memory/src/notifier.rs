@@ -18,10 +18,10 @@ use vmm_sys_util::eventfd::EventFd;
 /// Minimum number of requests that the kernel's context can hold at once. This number counts toward the limit `fs.aio-max-nr`.
 const ROOM: libc::c_int = 256;
 
-/// Attempts at a signal while other threads fill the context.
+/// Maximum number of attempts to queue a signal while other threads keep the context full.
 const ATTEMPTS: usize = 16;
 
-/// Number of signals after which completions are removed.
+/// Number of signals after which their completions are removed from the context.
 const BATCH: u32 = 16;
 
 /// Most completions that are removed at once.

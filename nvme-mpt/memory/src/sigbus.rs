@@ -210,7 +210,7 @@ fn take_entry() -> &'static GuardedMapping {
 
 /// Previous action for SIGBUS.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
-/// True after the previous action was used, if it was one-shot.
+/// True after the previous action was called, if it has `SA_RESETHAND`.
 static PREVIOUS_USED: AtomicBool = AtomicBool::new(false);
 
 /// Installs the handler if it is not installed yet.

@@ -20,7 +20,7 @@ use std::sync::OnceLock;
 
 use super::holes::{has_hole, open_anew};
 
-/// A process that may have registered its mappings of a file.
+/// A process that may have registered its mappings of a memory file with userfaultfd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MemoryHolder {
     /// This process, for a function in a VMM.
@@ -34,7 +34,7 @@ pub enum MemoryHolder {
         /// one.
         uid: u32,
     },
-    /// A process that checks its own memory.
+    /// A VMM that is trusted to check its own memory, so that no check is made here.
     Trusted,
 }
 
@@ -148,7 +148,7 @@ fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     Ok(Some(missing))
 }
 
-/// Kinds of faults that the mapping's process resolves itself.
+/// Kinds of page faults that the mapping's process resolves itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum UserFaultKind {
     OfKernel,

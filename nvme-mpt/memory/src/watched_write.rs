@@ -50,7 +50,7 @@ struct WatchedWriter {
     thread: ThreadId,
     /// Start of the pending write in ticks; 0 if no write is pending.
     since: AtomicU64,
-    /// Start of the last write, in ticks.
+    /// Start of the thread's last write, in ticks.
     last: AtomicU64,
 }
 

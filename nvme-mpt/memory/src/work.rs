@@ -20,7 +20,7 @@ thread_local! {
     static WORK: Cell<*const AtomicU64> = const { Cell::new(ptr::null()) };
 }
 
-/// Guard that restores the previous work, also after a panic.
+/// Guard that restores the thread's previous crash counter, also after a panic.
 struct PreviousWorkGuard(*const AtomicU64);
 
 impl Drop for PreviousWorkGuard {

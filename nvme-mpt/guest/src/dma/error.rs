@@ -41,9 +41,9 @@ pub enum DmaError {
         /// Name of the function; empty from servers of earlier releases.
         #[serde(default)]
         function: String,
-        /// Mappings that the VM's memory takes.
+        /// Number of mappings that the VM's memory takes.
         taken: u64,
-        /// Mappings left for all VMs.
+        /// Number of mappings that are left for all VMs together.
         left: u64,
         /// Maximum number of mappings of the drive.
         max: u64,

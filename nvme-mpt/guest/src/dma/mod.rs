@@ -206,8 +206,8 @@ impl PublishedTable {
         self.under_way.quiet_since(now)
     }
 
-    /// Returns whether all users have stopped to use the memory whose regions were removed by the table of generation
-    /// `departure`.
+    /// Returns whether no user uses the memory any more whose regions are missing in the table of generation `departure` for
+    /// the first time.
     pub fn have_left(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()
@@ -242,7 +242,7 @@ pub struct DmaWindow {
     record: Option<PinningRecord>,
     tables: Arc<PublishedTable>,
     clock: Arc<dyn WaitClock>,
-    /// Process that may resolve page faults in the memory.
+    /// Process that provides the memory and may resolve page faults in it (userfaultfd).
     holder: Mutex<MemoryHolder>,
 }
 
@@ -266,7 +266,7 @@ struct WindowRegions {
     departed: Vec<DirtyRange>,
     /// Number of regions mapped so far.
     maps: u64,
-    /// True if a region was not found as mapped by the old server.
+    /// True if a region was mapped that the old server did not leave mapped.
     has_new: bool,
     /// Number of regions unmapped so far.
     unmaps: u64,

@@ -133,7 +133,7 @@ pub struct RegionTable {
     by_iova: SharedSortedMap<Arc<RegionRun>>,
     /// Dirty pages of each region, if the dirty log is on.
     pub(super) dirty: Option<SharedSortedMap<Arc<RegionDirtyBitmap>>>,
-    /// Pending unmaps that users may have in-flight commands for.
+    /// Pending unmaps whose memory in-flight commands may still use.
     departures: Vec<Arc<PendingUnmap>>,
 }
 

@@ -142,7 +142,7 @@ mod loom_models {
     use super::super::published::PublishedSnapshot;
     use super::*;
 
-    /// Last writers of the memory.
+    /// Last writer of the memory in the model.
     const POLLER: u32 = 1;
     const NEXT_OWNER: u32 = 2;
 

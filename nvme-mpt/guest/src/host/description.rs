@@ -77,7 +77,7 @@ pub struct CommandSetDescription {
     pub controller: SparseStructure,
     /// Change list, if the command set has one.
     pub change_list: Option<ChangeListDescription>,
-    /// Promises to the guest, which are saved in a snapshot.
+    /// Properties on which the guest may rely. A snapshot contains them.
     pub promises: Vec<GuestPromise>,
 }
 
@@ -92,7 +92,7 @@ impl CommandSetDescription {
 /// Contents of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NamespaceContents {
-    /// Logical blocks in units.
+    /// Logical blocks, grouped in units such as zones.
     Blocks {
         /// Blocks per unit.
         unit: u64,
@@ -164,7 +164,7 @@ pub struct GuestPromise {
 }
 
 impl GuestPromise {
-    /// Creates a promise.
+    /// Creates a property from its name and value.
     #[must_use]
     pub fn new(name: &str, value: impl Into<u64>) -> Self {
         Self {

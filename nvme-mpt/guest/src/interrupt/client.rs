@@ -65,12 +65,12 @@ const BLOCKED_MAX: u32 = 3;
 /// Number of trusted clients whose eventfd made a write block.
 static BLOCKED: AtomicU32 = AtomicU32::new(0);
 
-/// Paths for signals to a client.
+/// Values of the path by which a client is signalled.
 const DIRECT: u8 = 0;
 const SUSPECT: u8 = 1;
 const THREAD: u8 = 2;
 
-/// Kind of another process that reads an eventfd.
+/// Trust in the process that reads an eventfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventReader {
     /// The process has full power over this one, see [`is_trusted`](nvme_mpt_memory::system::is_trusted).

@@ -8,7 +8,7 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 use super::{CoalescingFeature, FALLS_BY_ACCESS, InterruptVector, NO_COALESCING, PinEpoch};
 use crate::learn::{CoalescingPolicy, PolicyChoice, UnsignaledCompletions};
 
-/// Outstanding work of a guest.
+/// Outstanding commands and unconsumed completions of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OutstandingCommands {
     /// Completions that the guest has not consumed.
@@ -55,7 +55,7 @@ const PATIENCE_GROWTH: u64 = 64;
 const PATIENCE: Duration = Duration::from_millis(1);
 
 impl InterruptCoalescer {
-    /// Creates a gate for `vector`. Ticks have the given `rate`.
+    /// Creates the coalescer of a queue's interrupts to `vector`. All ticks passed to it have this `rate`.
     pub fn new(
         vector: Option<Arc<InterruptVector>>,
         coalescing: Arc<CoalescingFeature>,

@@ -44,7 +44,7 @@ pub trait VectorLink: fmt::Debug + Send + Sync {
     /// Returns whether a signal is pending there.
     fn pending(&self) -> bool;
 
-    /// Drops a signal that is pending there.
+    /// Drops a signal that is pending in the other process.
     fn clear_pending(&self);
 }
 
@@ -263,7 +263,7 @@ impl InterruptVector {
         }
     }
 
-    /// Returns the pin's current period, for `raise`.
+    /// Returns the number of times that the pin's level has fallen, for a later `raise`.
     pub fn epoch(&self) -> PinEpoch {
         PinEpoch(self.state().falls)
     }

@@ -7,7 +7,7 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 use crate::learn::{IommuBudget, IommuBudgetUse, IommuShareRefusal};
 
-/// Mappings or addresses that VMs and the driver share.
+/// Budget of a resource that VMs and the driver share: an IOMMU's mappings or its addresses.
 #[derive(Debug)]
 pub(super) struct SharedBudget {
     rule: IommuBudget,
@@ -37,7 +37,7 @@ impl SharedBudget {
 /// Justification for giving a VM an amount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BudgetEntitlement {
-    /// Additional amount: the budget's rule decides.
+    /// Amount for new memory: the budget's rule decides.
     New,
     /// Amount that the VM had under the old server. It is granted without a check, because the old server checked it.
     Former,
@@ -122,7 +122,7 @@ impl BudgetPermit {
         }
     }
 
-    /// Keeps the amount forever, because its use cannot be undone.
+    /// Never returns the amount, because the resource cannot be freed, for example after a failed unmapping.
     pub(super) fn stick(&mut self) {
         self.is_stuck = true;
     }

@@ -52,7 +52,7 @@ pub(super) struct IommuMappings {
 #[derive(Debug)]
 struct InheritedMapping {
     mapping: IommuMapping,
-    /// True if its addresses lie in a range in use.
+    /// True if the mapping's addresses lie in an allocated IOVA range.
     is_in_range: bool,
 }
 
@@ -87,7 +87,7 @@ impl IommuMappings {
         }
     }
 
-    /// Returns all mappings that are present or may be found.
+    /// Returns all mappings: those of this process, and those of the old server that memory may still take over.
     fn all(&self) -> impl Iterator<Item = &IommuMapping> {
         let inherited = self.inherited.values().map(|entry| &entry.mapping);
         self.present.values().chain(inherited)
@@ -200,7 +200,7 @@ impl IommuMappings {
         .collect()
     }
 
-    /// Notes that the addresses of a mapping lie in a range in use.
+    /// Notes that the addresses of a mapping now lie in an allocated IOVA range.
     pub(super) fn give_to_range(&mut self, iova: u64) {
         if let Some(entry) = self.inherited.get_mut(&iova) {
             entry.is_in_range = true;

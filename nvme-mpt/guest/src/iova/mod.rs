@@ -116,7 +116,7 @@ pub struct IovaSpace {
     iovas: Arc<SharedBudget>,
     /// Mappings of the IOMMU.
     mappings: Mutex<IommuMappings>,
-    /// Memory of all VMs, if it is pinned.
+    /// Memory of all VMs, to check for freed pages. Empty without an IOMMU.
     pinned: Mutex<Vec<Weak<dyn PinnedMemory>>>,
 }
 

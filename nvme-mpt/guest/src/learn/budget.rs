@@ -15,7 +15,7 @@
 
 use super::PolicyChoice;
 
-/// Number of mappings assured to every VM.
+/// Number of mappings that every VM gets, whatever other VMs have taken.
 pub(crate) const ASSURED: u64 = 64;
 
 /// Divisor of the number of mappings for the assured part. With 65,535 mappings, the part is enough for 255 VMs with 64
@@ -26,14 +26,14 @@ pub(crate) const FOR_ASSURED: u64 = 4;
 /// pairs and the PRP and SGL lists of 3,000 guest queues.
 pub(crate) const FOR_DRIVER: u64 = 16;
 
-/// Division of a resource into its parts.
+/// Division of a resource into the driver's part, the part assured to VMs, and the rest.
 #[derive(Clone, Copy, Debug)]
 struct IommuBudgetDivision {
     /// Amount assured to every VM.
     assured: u64,
-    /// Divisor for the assured part.
+    /// Divisor of the total amount for the part that is assured to VMs.
     for_assured: u64,
-    /// Divisor for the driver's part.
+    /// Divisor of the total amount for the driver's part.
     for_driver: u64,
     /// Divisor of the total amount for the maximum of one VM, with the fixed alternative.
     fixed: u64,
@@ -69,7 +69,7 @@ pub struct IommuBudgetUse {
 pub struct IommuShareRefusal {
     /// Amount that the VM has.
     pub taken: u64,
-    /// Amount left for all VMs.
+    /// Amount that is left for all VMs together.
     pub left: u64,
     /// Total amount.
     pub max: u64,

@@ -39,7 +39,7 @@ pub struct DoorbellMappingPolicy {
     choice: PolicyChoice,
     rate: TickRate,
     hold_min: u64,
-    /// Last cost, in ticks.
+    /// Ticks that the last mapping took.
     mapping: u64,
     unmapping: u64,
     phase: DoorbellMappingPhase,
@@ -47,7 +47,7 @@ pub struct DoorbellMappingPolicy {
 
 #[derive(Debug)]
 enum DoorbellMappingPhase {
-    /// Writes exit. `exits` counts them since the hold started.
+    /// Doorbells are trapped. `exits` counts the writes that exited since the hold started.
     Trapped { since: Ticks, exits: u32 },
     /// Writes are plain stores. `done` is the number of I/Os at the start of the hold.
     Mapped { since: Ticks, done: u64 },

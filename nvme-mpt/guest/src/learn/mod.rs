@@ -45,7 +45,7 @@ pub use moderation::{CoalescingPolicy, UnsignaledCompletions};
 pub use slices::SliceLength;
 pub use spin::SpinTime;
 
-/// Basis of one kind of decision.
+/// Choice between a policy and its fixed alternative.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum PolicyChoice {
     /// Decisions adapt to measurements.

@@ -54,7 +54,7 @@ const VAIN_MAX: u32 = 4;
 /// Maximum number of epochs between two trials, reached after many failed ones.
 const WAIT_MAX: u32 = 128;
 
-/// Trial of another level.
+/// Trial of another number of completions per interrupt.
 #[derive(Clone, Copy, Debug)]
 struct CoalescingTrial {
     level: u8,
@@ -96,7 +96,7 @@ struct CoalescingEpoch {
     in_vain: u32,
 }
 
-/// Completions that the guest has not been told of.
+/// Posted completions for which the guest was not interrupted yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnsignaledCompletions {
     /// Number of completions.

@@ -23,17 +23,17 @@ pub use weight::{LeaseWeight, LeaseWeightError};
 /// Default burst of a limit, as the time in which it fills.
 const BURST: Duration = Duration::from_millis(10);
 
-/// Longest rest beyond the moment at which there is credit.
+/// Maximum time for which a queue is not polled although its bucket already has credit.
 const REST: Duration = Duration::from_millis(1);
 
-/// Longest rest in total.
+/// Maximum time for which a queue is not polled because its bucket has no credit.
 const REST_MAX: Duration = Duration::from_secs(1);
 
-/// Rate in units per second, and burst.
+/// Rate in I/Os or bytes per second, and burst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RateLimit {
-    /// Units per second.
+    /// I/Os or bytes per second.
     pub per_second: NonZeroU64,
     /// Burst: I/Os or bytes that may pass at once after idle time. The default is the rate's amount for 10 ms.
     pub burst: Option<NonZeroU64>,

@@ -19,7 +19,7 @@ const WORDS: usize = 6;
 const OF_FUNCTION: usize = 8;
 const _: () = assert!(OF_FUNCTION + 8 * WORDS <= super::LOSSES);
 
-/// Offset of a pair's record, in the page of its positions.
+/// Offset of a queue pair's record, from the start of the pair's positions.
 const OF_PAIR: usize = 256;
 const _: () = assert!(OF_PAIR + 8 * WORDS <= POSITIONS);
 

@@ -88,7 +88,7 @@ const _: () = assert!(PINNING + 16 <= exits::EXITS);
 /// Bytes before the first queue pair, and bytes of each pair's positions.
 const POSITIONS: usize = 4096;
 
-/// Bytes of a queue pair: its positions, then its slots.
+/// Bytes of a queue pair in the file: first the queues' positions, then the command slots.
 const PAIR: usize = POSITIONS + SlotRecords::BYTES;
 
 /// Offsets of a pair's positions. The words of the two queues are a cache line apart.

@@ -38,9 +38,9 @@ pub struct LeasedNamespace {
 pub struct LeaseFacts {
     /// The lease as the guest sees it, with its initial number of blocks.
     pub namespace: LeasedNamespace,
-    /// Limits that may be promised to the guest.
+    /// Limits that the guest controller may report to its guest.
     pub limits: ControllerLimits,
-    /// Number of possible I/O queue pairs, with identifiers from 1.
+    /// Maximum number of I/O queue pairs. Their identifiers start at 1.
     pub queue_pairs: u16,
     /// Path of doorbell writes to the pollers.
     pub doorbells: DoorbellMode,

@@ -72,7 +72,7 @@ pub use wakers::{DoorbellWaker, EventfdDoorbellWaker, IoDoorbells};
 pub struct LeaseStatus {
     /// Number of leased logical blocks that exist in the drive's namespace now; 0 if the namespace was replaced.
     pub blocks: u64,
-    /// Bytes in use if the command set counts them, else 0.
+    /// Number of bytes in use, if the namespace's command set counts them; otherwise 0.
     pub used: u64,
     /// True if the leased blocks exist and the lease is not [revoked](ControllerBackend::revoke).
     pub is_backed: bool,
@@ -118,7 +118,7 @@ pub struct CoalescingConfig {
 pub enum CommandDrainMode {
     /// The commands have half of the timeout to complete. Then they are cut short.
     Complete,
-    /// They start no further step.
+    /// The commands are cut short: a command that is executed in several steps starts no further step.
     CutShort,
 }
 

@@ -34,17 +34,17 @@ pub enum BackendStateError {
     /// The controller has I/O queues, which a restored state would replace.
     #[error("The state can be restored into a controller without I/O queues only; this has {0}")]
     NotEmpty(usize),
-    /// A promise made to the guest does not hold here.
+    /// A property on which the guest relies differs here.
     #[error(
         "The snapshot has {promise} {saved}, but here it is {here}; restore it on a lease of the same \
          size, identity and options, of a drive with the same features"
     )]
     Mismatch {
-        /// Name of the promise.
+        /// Name of the property.
         promise: String,
-        /// Promise in the snapshot.
+        /// Value in the snapshot.
         saved: String,
-        /// Promise that this controller makes.
+        /// Value of this controller.
         here: String,
     },
     /// A field has a value that no controller saves.
@@ -98,7 +98,7 @@ impl BackendStateError {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendState {
-    /// Promises made to the guest.
+    /// Properties that were reported to the guest, on which it may rely.
     pub promises: Vec<GuestPromiseState>,
     /// Doorbell registers in register order: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
     pub doorbells: Vec<u32>,
@@ -127,10 +127,10 @@ pub struct BackendState {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnreportedChangesState {
-    /// First LBA of each changed unit.
+    /// Identifiers of the changes: the first LBA of each changed group of blocks, such as a zone.
     #[serde(rename = "starts")]
     pub ids: Vec<u64>,
-    /// True if there are changes beyond `ids`.
+    /// True if there were further changes whose identifiers are not stored.
     pub more: bool,
 }
 

@@ -72,10 +72,10 @@ impl LedgerModelUnit {
 #[derive(Debug)]
 struct LedgerModelLease {
     id: &'static str,
-    /// `None`: its holder died.
+    /// The lease of a live holder; `None` if the holder died.
     lease: Option<Lease>,
     units: Vec<usize>,
-    /// Size of its units in MiB; `None` by name.
+    /// Size of the lease's units in MiB; `None` for a lease by name.
     unit: Option<u64>,
     whole: bool,
 }

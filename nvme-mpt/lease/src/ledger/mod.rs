@@ -435,7 +435,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the terms of all ids that have terms.
+    /// Returns the terms (owner and limits) of all ids that have any.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -662,15 +662,15 @@ impl Ledger {
 struct EnteredLease {
     /// The extents, and the parts that have to be wiped.
     parts: LeaseParts,
-    /// Reserved queue pairs, as the ledger has them.
+    /// Number of reserved queue pairs in the ledger.
     reserved_pairs: u16,
-    /// Name of the drive from which its guests' names are derived.
+    /// Drive name from which the names that guests see are derived.
     named_on: String,
     /// Unreadable bytes of the lease.
     uncorrectable: Vec<ByteRange>,
 }
 
-/// Enters an admitted lease.
+/// Records an admitted lease in the ledger.
 fn enter(
     records: &mut LedgerRecords,
     request: &LeaseRequest<'_>,
@@ -769,7 +769,7 @@ pub struct Lease {
     is_let_go: Arc<AtomicBool>,
     id: String,
     drive: String,
-    /// Name of the drive from which its guests' names are derived.
+    /// Drive name from which the names that guests see are derived.
     named_on: String,
     nsid: Nsid,
     lba_shift: u8,

@@ -331,7 +331,7 @@ pub(super) fn names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
     names
 }
 
-/// Returns the names that survive a boot, the best one first.
+/// Returns the names that are the same after a reboot, the best one first.
 fn lasting_names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
     // Attributes of NVMe, SCSI, virtio and MMC disks; of device mapper and RAID devices. An NVMe namespace always has a
     // `wwid`. The serial number of its controller would be ambiguous, because other namespaces share it.

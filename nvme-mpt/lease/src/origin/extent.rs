@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use crate::range::ByteRange;
 
-/// Part of a base.
+/// Part of a base: of a disk, an NVMe namespace, a RAID device or a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BackingExtent {
     /// Name of the base, without spaces.
@@ -302,7 +302,7 @@ fn parse(text: &str) -> Option<BackingExtent> {
     extent(bytes, base, below.collect::<Option<_>>()?)
 }
 
-/// Range of a drive, which is given by its identity.
+/// Range of bytes of a drive. The drive is given by its identity.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DriveByteRange<'a> {
     pub(crate) drive: &'a str,

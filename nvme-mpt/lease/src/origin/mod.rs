@@ -60,7 +60,7 @@ pub struct BackingFile {
     pub offset: u64,
     /// Offset of this byte on the drive.
     at: u64,
-    /// Number of bytes of the drive in the file.
+    /// Number of the drive's bytes that are stored in the file.
     length: u64,
     /// True if the file is accessed with direct I/O.
     pub is_direct: bool,
@@ -145,7 +145,7 @@ impl BackingId {
         &self.files
     }
 
-    /// Describes a mount or swap that uses the bytes, if any.
+    /// If a mounted file system or a swap area uses the bytes, describes it.
     pub fn user(&self) -> Option<String> {
         self.user_in(&KernelFiles::real())
     }

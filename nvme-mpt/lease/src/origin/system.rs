@@ -116,7 +116,7 @@ impl MountedFileSystem {
     }
 }
 
-/// Choice among several names of a device or file system.
+/// Choice among the names that a device or file may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DeviceNaming {
     /// The best name.
@@ -134,7 +134,7 @@ pub(super) enum DeviceNaming {
 }
 
 impl DeviceNaming {
-    /// Other names under which a ledger may know something.
+    /// Choices for the other names under which a ledger may know a drive.
     pub(super) const OTHERS: [Self; 5] = [
         Self::ByFileSystem,
         Self::Nth(1),

@@ -46,7 +46,7 @@ pub enum ClaimError {
     /// Another process uses part of the range.
     #[error("It is locked by {holders}")]
     Taken {
-        /// The visible processes.
+        /// The processes with locks on the range, as far as this process can see them.
         holders: String,
     },
     /// A system call failed.

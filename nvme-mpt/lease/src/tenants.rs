@@ -346,8 +346,7 @@ pub(super) fn find<'a>(
     parts(place).iter().flat_map(in_part).collect()
 }
 
-/// Marks the data that the id has in `place` from an earlier lease by size as not reusable, because a new lease by size of the
-/// id begins.
+/// Marks the data in `place` of the id's earlier lease by size as not reusable, because the id begins a new lease by size.
 pub(super) fn abandon(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
     for part in parts(place) {
         let place = part.place(place);

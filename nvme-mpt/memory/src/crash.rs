@@ -12,8 +12,8 @@
 //! # Reason for naming the work in the thread
 //!
 //! Marks of unfinished work in a file cannot distinguish a crash from a kill, and several works are unfinished at any moment.
-//! The wait status of the process distinguishes a crash from a kill, but does not name the work, and systemd does not pass the
-//! status to the next start. Only the crashing thread knows both that it crashes and its work.
+//! The wait status of the process makes this distinction, but does not name the work, and systemd does not pass it to the next
+//! start. Only the crashing thread knows both that it crashes and its work.
 #![expect(unsafe_code, reason = "signal handlers")]
 
 use std::io;

@@ -70,7 +70,8 @@ pub struct EventfdNotifier {
     signals: AtomicU32,
 }
 
-/// Context of the process, created at first use. Never destroyed, because that takes the kernel tens of milliseconds.
+/// Asynchronous I/O context of the process, created at first use. It is never destroyed, because the kernel needs tens of
+/// milliseconds for that.
 static SHARED: Mutex<Option<Arc<EventfdNotifier>>> = Mutex::new(None);
 
 impl EventfdNotifier {

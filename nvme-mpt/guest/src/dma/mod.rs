@@ -206,8 +206,8 @@ impl PublishedTable {
         self.under_way.quiet_since(now)
     }
 
-    /// Returns whether no user uses the memory any more whose regions are missing in the table of generation `departure` for
-    /// the first time.
+    /// Returns whether no user can still use the regions that were unmapped when the table of generation `departure` was
+    /// published.
     pub fn have_left(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()

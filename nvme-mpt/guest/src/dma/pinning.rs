@@ -7,7 +7,7 @@
 //! IOMMU pins them, so they are counted again before each piece to pin. If the VMM frees pages between that count and the
 //! pinning, the kernel allocates at most one piece without a reservation. A count may also be too low: pages beyond the end of
 //! the file can compensate for missing ones, and pages in swap count as present. If one of these cases leads to an OOM kill,
-//! the pinning record names the function, because every region of more than a few MiB is recorded until it is pinned.
+//! the pinning record names the function: it lists each region of more than a few MiB until the region is pinned.
 //!
 //! Memory that the old server left mapped has all its pages. If a page is missing, the VMM has freed it, and the IOMMU has the
 //! old page; the memory is then mapped again.

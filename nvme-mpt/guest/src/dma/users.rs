@@ -74,7 +74,8 @@ impl TableUser {
         self.waker.wake();
     }
 
-    /// Returns whether the user uses no memory that was unmapped with the table of generation `departure`.
+    /// Returns whether this user cannot use the regions any more that were unmapped when the table of generation `departure`
+    /// was published.
     pub(super) fn has_left(&self, departure: u64) -> bool {
         self.progress.has_left(departure)
     }
@@ -108,8 +109,8 @@ impl Drop for TableUse {
     }
 }
 
-/// Waits at most `time` until no user uses memory that was unmapped with the table of generation `departure`. Returns
-/// false after a timeout.
+/// Waits at most `time` until no user can still use the regions that were unmapped when the table of generation `departure` was
+/// published. Returns false after a timeout.
 pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, time: Duration) -> bool {
     let deadline = Deadline::after(&SystemClock::shared(), time);
     for user in users {

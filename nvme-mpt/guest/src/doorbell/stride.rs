@@ -39,7 +39,8 @@ impl DoorbellStride {
 
     /// Returns the maximum number of I/O queue pairs of a function.
     ///
-    /// The Doorbell Buffer is one memory page with the stride of the registers. Without it, there is room for all queue pairs.
+    /// If the guest may use a Doorbell Buffer, the maximum is limited: the buffer has one memory page for all doorbells, with
+    /// the stride of the registers. Otherwise there is no such limit.
     #[must_use]
     pub fn queue_pairs_max(self, mode: DoorbellMode) -> u16 {
         if !mode.offers_buffer() {

@@ -182,8 +182,8 @@ impl IommuMappings {
         places.first().copied()
     }
 
-    /// Returns the first addresses of all inherited mappings in a range. Returns `None` if one of them belongs to another owner
-    /// or file than the mapping at the start of the range, or crosses the range's end.
+    /// Returns the first addresses of all inherited mappings in a range. Returns `None` unless a mapping starts with the range,
+    /// all have its owner and file, and none crosses the range's end.
     pub(super) fn within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
         let first = &self.inherited.get(&range.start)?.mapping;
         let before = self.inherited.range(..range.start).next_back();

@@ -8,8 +8,8 @@
 //! - one part from which every VM gets its assured amount, whatever others have: [`ASSURED`] mappings, enough for memory that
 //!   is not plugged block by block, and 2 GiB of addresses;
 //! - the rest, which a VM may use beyond its assured amount while its total is at most half of what is still free of the rest.
-//!   So a VM that takes small amounts ends with about a third of what it found free, and one that takes a single large amount
-//!   with up to half.
+//!   So a VM that takes small amounts gets about a third of what it found free. A VM that takes a single large amount gets up
+//!   to half.
 //!
 //! The fixed alternative limits each VM to a fixed part of the total instead.
 

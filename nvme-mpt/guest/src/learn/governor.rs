@@ -51,7 +51,8 @@ const TAIL: (u64, u64) = (4, 5);
 /// reason. If 10 % of a drive's commands are slow anyway, this happens for one group in 160.
 const TAILS: u32 = 4;
 
-/// Maximum size of a small window. Drives with a small window process one or a few commands at a time.
+/// Size in bytes up to which a window counts as small. On drives that process one or a few commands at a time, the window
+/// becomes small.
 const WINDOW_SMALL: u64 = 64 << 10;
 
 /// Number of medians for which the window stays below a size that was too large. So less than one in a hundred light

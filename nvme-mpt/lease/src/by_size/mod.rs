@@ -111,7 +111,7 @@ pub(super) struct SizeDemand {
 }
 
 /// Returns the extents that the id already has for its lease by size. If the id has data that does not form such a lease, the
-/// request is refused, unless the data was released or given up and is therefore free.
+/// request is refused. Data that was released or given up is free, and does not count.
 fn former(
     found: &[LocatedRangeOwner<'_>],
     id: &str,
@@ -142,9 +142,9 @@ fn former(
     Ok(None)
 }
 
-/// If the id has a lease by size that a lease of `range` would split, so that a request by size could not find it again,
-/// returns the former lease with its options. A range that starts with the lease's only extent and contains it does not split
-/// the lease.
+/// If a lease of `range` would split the id's lease by size, returns the lease by size with its options. After a split, a
+/// request by size could not find the lease again. A range that starts with the lease's only extent and contains it does not
+/// split the lease.
 pub(super) fn torn_by(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,

@@ -5,9 +5,9 @@
 //! ([`FileRangeLock::file`]), and the lock lasts until the last I/O has ended. No process has the description open then. So if
 //! no holder of a lock is visible, a claim waits for a while.
 //!
-//! If a lease is a range of an image file, the range is locked in the image itself, because only there do servers with another
-//! state directory and VMMs look for locks. Any user who may read the image can put a shared lock there, which blocks an
-//! exclusive one. So [`FileRangeLock::claim`] distinguishes:
+//! If a lease is a range of an image file, the range is locked in the image itself. Servers with another state directory, and
+//! VMMs, look for locks only there. Any user who may read the image can put a shared lock there, which blocks an exclusive one.
+//! So [`FileRangeLock::claim`] distinguishes:
 //!
 //! * A lock that is exclusive, or was taken through a writable descriptor, belongs to a user of the image: QEMU takes
 //!   shared locks on images that it writes. The claim is refused, and its holder named.

@@ -172,9 +172,9 @@ pub fn host_page_size() -> usize {
 /// Most bytes of a [`read_past_cache`], and its alignment.
 pub const PAST_CACHE_BYTES: usize = 4096;
 
-/// Reads up to [`PAST_CACHE_BYTES`] at an offset that is a multiple of this number. If the file system supports it, the read
-/// leaves no page in the page cache. Otherwise a cached page could later be written back over data that commands have written
-/// directly. Returns the number of bytes.
+/// Reads up to [`PAST_CACHE_BYTES`] at an offset that is a multiple of this number. Returns the number of bytes. If the file
+/// system supports it, the read leaves no page in the page cache, because a cached page could later be written back over data
+/// that commands have written directly.
 ///
 /// # Errors
 /// Returns the kernel's error.

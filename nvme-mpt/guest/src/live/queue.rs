@@ -269,8 +269,7 @@ impl InflightSqHead {
         self.next
     }
 
-    /// Restarts the command numbers at 0. The caller ensures that no marked command of the queue has one of the numbers from 0
-    /// on that are assigned next.
+    /// Restarts the command numbers at 0. No marked command of the queue has a number that follows.
     #[cold]
     #[inline(never)]
     fn renumber(&mut self, head: RingIndex) {

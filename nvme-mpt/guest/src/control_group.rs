@@ -13,7 +13,7 @@ pub struct ControlGroupLimit {
     pub file: PathBuf,
     /// The limit.
     pub most: u64,
-    /// Use by the group, without page cache, which the kernel reclaims when memory is short.
+    /// Use by the group. Page cache is not included, because the kernel reclaims it when memory is short.
     pub used: u64,
 }
 

@@ -13,7 +13,7 @@ use thiserror::Error;
 
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
-/// Search permission of group and others, which allows access to known names.
+/// Search permission of group and others. They can then open entries whose names they know, but not list the directory.
 const OTHERS_SEARCH: u32 = 0o011;
 /// Write permission of group and others.
 const OTHERS_WRITE: u32 = 0o022;

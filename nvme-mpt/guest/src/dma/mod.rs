@@ -532,7 +532,7 @@ impl DmaWindow {
         self.insert(&mut changes, place, demand)
     }
 
-    /// Checks that no page of a file is missing that its holder would fill on a page fault.
+    /// Checks that the file has no missing page that the process which provides the memory would fill on a page fault.
     fn check_file(&self, file: BorrowedFd<'_>, gpa: Gpa, len: u64) -> Result<(), DmaError> {
         let holder = *lock(&self.holder);
         match is_incomplete(holder, file) {

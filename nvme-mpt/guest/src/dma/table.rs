@@ -75,7 +75,7 @@ impl RegionRun {
         }
     }
 
-    /// Returns this run joined with one that [follows](Self::goes_on_in).
+    /// Returns one run for this run and the run `next` that [follows](Self::goes_on_in) it.
     fn with(&self, next: &Self) -> Self {
         let len = self.len + next.len;
         Self {

@@ -9,14 +9,14 @@ pub trait LeaseChangeLog {
     /// Returns the changes that the guest has not been told of.
     fn changes(&self) -> UnreportedChanges;
 
-    /// Adds changes that the guest has not been told of.
+    /// Adds changes that were not reported to the guest yet.
     fn recall(&self, untold: &UnreportedChanges);
 
-    /// Removes changes that the guest has been told of. Later changes stay.
+    /// Removes changes that were reported to the guest. Changes that happened since then stay.
     fn forget(&self, told: &UnreportedChanges);
 }
 
-/// Changes that a guest has not been told of.
+/// Changes that were not reported to the guest yet.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct UnreportedChanges {
     ids: Vec<u64>,
@@ -65,13 +65,13 @@ impl UnreportedChanges {
         }
     }
 
-    /// Adds changes that the guest has not been told of.
+    /// Adds changes that were not reported to the guest yet.
     pub fn recall(&mut self, untold: &Self) {
         untold.ids.iter().for_each(|id| self.add(*id));
         self.more |= untold.more;
     }
 
-    /// Removes changes that the guest has been told of. They must be the first ones in the list.
+    /// Removes changes that were reported to the guest. They must be the first ones in the list.
     pub fn forget(&mut self, told: &Self) {
         self.ids.drain(..told.ids.len().min(self.ids.len()));
         self.more &= !told.more;

@@ -445,7 +445,7 @@ impl IovaSpace {
         Some(self.range(start, wanted.owner, permit()))
     }
 
-    /// Unmaps what the old server had mapped in `range`. Returns whether everything is unmapped.
+    /// Unmaps those mappings of the old server in `range` that no memory has taken over. Returns whether all are unmapped.
     fn drop_inherited(&self, range: Range<u64>) -> bool {
         let inherited = lock(&self.mappings).take_inherited(range);
         self.unmap_inherited(inherited)

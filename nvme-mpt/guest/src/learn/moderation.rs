@@ -27,7 +27,8 @@ use super::PolicyChoice;
 /// Completions after which an epoch is judged.
 const EPOCH: u32 = 128;
 
-/// Completions after which a very bad trial ends early: it takes more than `HOPELESS` percent of the reference time.
+/// Number of completions after which a very bad trial ends early. A trial is very bad if it takes more than `HOPELESS` percent
+/// of the reference time.
 const GLIMPSE: u32 = EPOCH / 4;
 const HOPELESS: u64 = 115;
 
@@ -48,7 +49,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 const BETTER: u64 = 96;
 const WORSE: u64 = 104;
 
-/// Number of holds without enough completions after which a trial ends early, if they outnumber the successful ones.
+/// Number of holds without enough completions after which a trial ends early, if fewer holds had enough completions.
 const VAIN_MAX: u32 = 4;
 
 /// Maximum number of epochs between two trials, reached after many failed ones.
@@ -71,7 +72,7 @@ pub struct CoalescingPolicy {
     trial: Option<CoalescingTrial>,
     /// True if the next trial is of more completions per interrupt.
     rises: bool,
-    /// Epochs until the next trial, and the wait after it if it fails.
+    /// Number of epochs until the next trial, and number of epochs to wait after that trial if it fails.
     wait: u32,
     next_wait: u32,
     /// Ticks for [`FINE`] completions in the last epoch; 0 if there was none.

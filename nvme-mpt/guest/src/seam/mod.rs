@@ -156,10 +156,12 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Returns the drive's error. The information is unavailable while the drive is being reset or is gone.
     fn smart_health(&self) -> io::Result<Option<SmartHealth>>;
 
-    /// Returns changes that the guest did not cause and has not been told of; `None` if the command set has no change list.
+    /// Returns changes that the guest did not cause and that were not reported to it yet; `None` if the command set has no
+    /// change list.
     fn changes(&self) -> Option<UnreportedChanges>;
 
-    /// Removes changes that the guest has been told of. Later changes stay.
+    /// Removes the changes in `told` from the list, because they were reported to the guest. Changes that happened since then
+    /// stay.
     fn forget_changes(&self, told: &UnreportedChanges);
 
     /// Returns the lease's counters of commands and data so far, which snapshots contain.
@@ -206,7 +208,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Sets the process that provides the memory and may resolve page faults in it.
     fn set_memory_holder(&self, _holder: MemoryHolder) {}
 
-    /// Checks that the mapped memory has no missing page that its holder would fill on a page fault.
+    /// Checks that the mapped memory has no missing page that the process which provides the memory would fill on a page fault.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`].

@@ -123,7 +123,7 @@ pub struct BackendState {
     pub lost_writes: bool,
 }
 
-/// Changes in a lease that the guest has not been told of.
+/// Changes in a lease that were not reported to the guest yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnreportedChangesState {

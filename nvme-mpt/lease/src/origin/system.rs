@@ -206,7 +206,7 @@ impl KernelFiles {
         device.major() != 0 && self.folder(device).join("dev").exists()
     }
 
-    /// Returns whether the content of a block device ends with the boot, like that of RAM disks and zram.
+    /// Returns whether a block device keeps its content only in memory, so that a reboot loses it: a RAM disk or zram.
     pub(super) fn is_in_memory(&self, device: DeviceNumber) -> bool {
         // Documentation/admin-guide/devices.txt.
         const RAM_DISK: u32 = 1;

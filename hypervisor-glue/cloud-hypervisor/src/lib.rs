@@ -1,8 +1,8 @@
 //! Patches a checkout of Cloud Hypervisor so that it can run NVMe functions in its own process.
 //!
-//! The patch contains no lines of Cloud Hypervisor, so it has no context lines that would locate a change in another version. A
-//! tool would insert its lines in wrong places. So the git blob id of each file is compared with the expected id before and
-//! after the patch. Either all files are patched, or none.
+//! The patch contains no lines of Cloud Hypervisor, and therefore no context lines that locate a change in another version.
+//! There, a tool such as `patch` would insert lines in wrong places. So the git blob id of each file is compared with the
+//! expected id before and after the patch. Either all files are patched, or none.
 
 mod blob;
 mod patch;
@@ -25,10 +25,10 @@ pub const CLOUD_HYPERVISOR: &str = include_str!("../v53.0.patch");
 /// Error of applying a patch.
 #[derive(Debug, Error)]
 pub enum ApplyError {
-    /// Files differ from those for which the patch was made. Nothing was changed.
+    /// Files differ from the version for which the patch was made. No file was changed.
     #[error("Nothing was changed, as the patch is for Cloud Hypervisor {VERSION} as it was released:{}", list(.0))]
     Differ(Vec<String>),
-    /// A file could not be read or written. Earlier changes were undone.
+    /// A file could not be read or written. Changes of other files were undone.
     #[error("Nothing was changed, as {} cannot be patched: {source}", path.display())]
     Io {
         /// The file.
@@ -36,7 +36,7 @@ pub enum ApplyError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// A file could not be written, and earlier changes could not be undone.
+    /// A file could not be written, and changes of other files could not be undone.
     #[error(
         "{} cannot be patched: {source}. These could not be changed back, use git restore:{}",
         path.display(),
@@ -67,8 +67,8 @@ struct FileChange<'a> {
 }
 
 impl Patch {
-    /// Applies the patch to the files in a directory. Returns the number of changed files. Files that are patched already are
-    /// skipped, so an interrupted run can be repeated.
+    /// Applies the patch to the files in a directory. Returns the number of changed files. Files that are already patched are
+    /// skipped, so the patch can be applied again after an interrupted run.
     ///
     /// # Errors
     /// All of [`ApplyError`].
@@ -137,7 +137,8 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Writes the new contents next to their files. `staged` gets the names of new files that may exist.
+/// Writes the new contents next to their files. Adds each new file's name to `staged` before the file is created, so that the
+/// caller can remove the files after an error.
 fn stage(changes: &[FileChange<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyError> {
     for change in changes {
         let mut write = || -> io::Result<()> {
@@ -169,7 +170,7 @@ fn stage(changes: &[FileChange<'_>], staged: &mut Vec<PathBuf>) -> Result<(), Ap
     Ok(())
 }
 
-/// Replaces each file by its new content. If one cannot be replaced, restores all.
+/// Replaces each file by its new content. If a file cannot be replaced, restores the previous content of all files.
 fn put_in_place(changes: &[FileChange<'_>], staged: &[PathBuf]) -> Result<(), ApplyError> {
     for (done, (change, path)) in changes.iter().zip(staged).enumerate() {
         let Err(source) = fs::rename(path, &change.path) else {

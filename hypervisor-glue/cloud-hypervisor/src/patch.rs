@@ -45,7 +45,7 @@ impl Patch {
     /// Parses a patch as git writes it with `--unified=0 --full-index`, without the text that git quotes after the second `@@`.
     ///
     /// # Errors
-    /// The text is no such patch: it removes lines, quotes lines, or abbreviates ids.
+    /// The text is no such patch: for example, it removes lines, contains context lines, or abbreviates blob ids.
     pub fn parse(text: &str) -> Result<Self, ParseError> {
         let mut files: Vec<FilePatch> = Vec::new();
         let mut lines = (1..).zip(text.lines()).peekable();

@@ -1,4 +1,4 @@
-//! Many descriptors packed into two: they are in the queue of a socket pair.
+//! Stores many file descriptors behind two: messages in the queue of a socket pair carry the others (`SCM_RIGHTS`).
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -40,11 +40,12 @@ setsockopt_impl!(
 
 /// Descriptors that outlive the process in the queue of a socket pair, in numbered messages.
 ///
-/// The keeper stores both [`ends`](Self::ends) under one name. So a bag costs the keeper two descriptors, whatever the number
-/// of its messages. The last message of a number counts. Only one process may use a bag at a time.
+/// The keeper stores both [`ends`](Self::ends) of the socket pair under one name. So a queue takes two descriptors in the
+/// keeper, whatever the number of its messages. Of several messages with the same number, only the last one is valid. Only one
+/// process may use a queue at a time.
 ///
-/// A process may die between any two system calls of a method. A message is then either in the bag or not, and
-/// [`retain`](Self::retain) loses none that it should retain.
+/// A process may die between any two system calls of a method. Each message is then either completely in the queue or absent,
+/// and [`retain`](Self::retain) has lost no message that it should retain.
 #[derive(Debug)]
 pub struct DescriptorQueue {
     writer: OwnedFd,
@@ -52,7 +53,7 @@ pub struct DescriptorQueue {
 }
 
 impl DescriptorQueue {
-    /// Creates an empty bag.
+    /// Creates an empty queue.
     ///
     /// # Errors
     ///
@@ -68,13 +69,13 @@ impl DescriptorQueue {
         Ok(bag)
     }
 
-    /// Opens a bag whose ends a keeper stored, in any order.
+    /// Opens a queue from the two ends of its socket pair, in any order, as received from a keeper.
     ///
     /// The end with messages in its queue is the reader. If neither end has messages, either may be the reader.
     ///
     /// # Errors
     ///
-    /// The descriptors are not the ends of a bag.
+    /// The descriptors are not the two ends of a queue.
     pub fn from_kept(ends: Vec<OwnedFd>) -> Result<Self, FdStoreError> {
         let no_bag = |reason| FdStoreError::NoBag { reason };
         let Ok([first, second]) = <[OwnedFd; 2]>::try_from(ends) else {
@@ -107,11 +108,11 @@ impl DescriptorQueue {
         [self.writer.as_fd(), self.reader.as_fd()]
     }
 
-    /// Adds a message with at most 253 descriptors. It replaces earlier messages of its number.
+    /// Adds a message with at most 253 descriptors. The message replaces earlier messages with the same number.
     ///
     /// # Errors
     ///
-    /// The bag is full, or the user has too many descriptors in queues. The bag is then unchanged.
+    /// The queue is full, or the process's user has too many descriptors in the queues of sockets. The queue is then unchanged.
     pub fn put(&self, number: u64, descriptors: &[BorrowedFd<'_>]) -> Result<(), FdStoreError> {
         let count = descriptors.len();
         if count > DESCRIPTORS_MAX {
@@ -127,11 +128,11 @@ impl DescriptorQueue {
         })
     }
 
-    /// Returns the last message of each number, sorted by number. All messages stay in the bag.
+    /// Returns the last message of each number, sorted by number. All messages stay in the queue.
     ///
     /// # Errors
     ///
-    /// The process has too few descriptors left, or the bag has more messages than allowed.
+    /// The process's limit of open descriptors is too low, or the queue has more than 65,536 messages.
     pub fn contents(&mut self) -> Result<Vec<(u64, Vec<OwnedFd>)>, FdStoreError> {
         let mut last = BTreeMap::new();
         self.read_all(|number, descriptors| {
@@ -140,7 +141,8 @@ impl DescriptorQueue {
         Ok(last.into_iter().collect())
     }
 
-    /// Removes messages whose number is not retained, and messages that were replaced. Returns the number of messages left.
+    /// Removes the messages for whose number `keep` returns false, and messages that were replaced. Returns the number of
+    /// messages left.
     ///
     /// # Errors
     ///
@@ -151,8 +153,8 @@ impl DescriptorQueue {
 
     /// Does the work of `retain`, but stops before the first change of the queue for which `stops` returns true.
     ///
-    /// A retained message is copied to the back before it is removed from the front. So after a stop, the queue has it once or
-    /// twice.
+    /// A retained message is copied to the back before it is removed from the front. So after a stop, the queue contains each
+    /// retained message once or twice.
     fn retain_until(
         &mut self,
         keep: impl Fn(u64) -> bool,

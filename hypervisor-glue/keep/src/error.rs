@@ -73,7 +73,7 @@ pub enum FdStoreError {
         /// The reason.
         reason: &'static str,
     },
-    /// A message for a bag has more descriptors than the kernel passes at once.
+    /// A message for a descriptor queue has more descriptors than the kernel passes at once.
     #[error(
         "{count} descriptors are too many for one message of a descriptor store, which takes at most 253"
     )]

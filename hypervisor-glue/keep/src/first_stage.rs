@@ -1,4 +1,4 @@
-//! First stage of a command: the process between the keeper and the command.
+//! First stage of a command: the process that receives descriptors from the keeper and then executes the command.
 #![expect(
     unsafe_code,
     reason = "the default action of a signal is set by an unsafe call"
@@ -28,11 +28,11 @@ const STANDARD_INPUT: u8 = 0;
 #[derive(Debug)]
 pub(crate) struct StartedFirstStage {
     pub(crate) child: Child,
-    /// Error if the first stage did not get all descriptors. It then ends on its own.
+    /// Error if the first stage did not get all descriptors. The first stage's process then ends without being killed.
     pub(crate) passed: rustix::io::Result<()>,
 }
 
-/// Starts a command through its first stage, which puts the named descriptors in place.
+/// Starts a command through its first stage, which moves the named descriptors to the numbers from 3.
 pub(crate) fn start(
     command: &mut Command,
     names: OsString,
@@ -68,14 +68,15 @@ fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<
     message::send(socket, &[STANDARD_INPUT], &last, SendFlags::empty())
 }
 
-/// Starts a successor of this process, with these named descriptors and with this process's keeper. `first_stage` are the
-/// arguments with which this program calls [`first_stage`]. `variables` are added to the environment.
+/// Starts `command` as the successor of this process. The successor gets `descriptors` with their names, inherits the
+/// environment with the keeper's address, and gets `variables` in addition. `first_stage` are the arguments that make this
+/// program call [`first_stage`].
 ///
-/// Once the successor may take over, this process must name it to the keeper by `MAINPID=`.
+/// When the successor may take over, this process must send `MAINPID=` with the successor's process id to the keeper.
 ///
 /// # Errors
 ///
-/// The command cannot be started, or does not get the descriptors.
+/// The command cannot be started, or its first stage did not receive all descriptors.
 pub fn start_successor(
     first_stage: &[OsString],
     command: &[OsString],
@@ -97,10 +98,10 @@ pub fn start_successor(
     Ok(child)
 }
 
-/// Executes the command of a keeper: puts the descriptors in place, and sets `LISTEN_PID`.
+/// Receives the keeper's descriptors, moves them to the numbers from 3, sets `LISTEN_PID`, and executes the command.
 ///
-/// `main` must call this first, with the arguments after [`KeepOptions::first_stage`](crate::SuperviseOptions::first_stage). It
-/// returns only on an error; the process must end then.
+/// If the program's arguments start with [`KeepOptions::first_stage`](crate::SuperviseOptions::first_stage), `main` must call
+/// this first, with the arguments that follow. The function returns only after an error, and the process must then end.
 pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseError {
     let mut words = command.into_iter();
     let Some(program) = words.next() else {

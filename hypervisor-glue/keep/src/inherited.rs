@@ -30,9 +30,10 @@ const VARIABLES: [&str; 9] = [
 
 static TAKEN: AtomicBool = AtomicBool::new(false);
 
-/// Descriptors that a keeper passed, by name. Dropping this closes those that were not taken.
+/// Descriptors that a keeper passed, by name. Dropping this closes the descriptors that were not taken.
 ///
-/// The environment stays unchanged, since other threads may read it. Call [`clear`] for each command that the process starts.
+/// The environment variables of the keeper stay set, since other threads may read the environment. So call [`clear`] for each
+/// command that the process starts.
 #[derive(Debug, Default)]
 pub struct InheritedDescriptors(BTreeMap<String, Vec<OwnedFd>>);
 
@@ -89,7 +90,7 @@ pub fn clear(command: &mut Command) {
     }
 }
 
-/// Returns numbers and names of the descriptors that the variables describe.
+/// Returns numbers and names of the inherited descriptors, from the values of `LISTEN_FDS`, `LISTEN_PID` and `LISTEN_FDNAMES`.
 fn listed(
     count: Option<OsString>,
     pid: Option<OsString>,

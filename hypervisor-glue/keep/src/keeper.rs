@@ -1,4 +1,4 @@
-//! The keeper's process: it starts a command, stores its descriptors and restarts it.
+//! The keeper's process: starts a command, stores the command's descriptors, and restarts the command after a crash.
 #![expect(unsafe_code, reason = "close_range and signal have no safe interface")]
 
 use std::collections::VecDeque;
@@ -34,7 +34,7 @@ use crate::stored::{FdStoreRefusal, StoredDescriptors};
 /// Largest message (systemd's `NOTIFY_BUFFER_MAX`).
 const MESSAGE_MAX: usize = 4096;
 
-/// Number of descriptors that the keeper itself needs: those of a message, and some that are always open.
+/// Number of descriptors that the keeper itself needs: the maximum of one message, and 64 for those that are always open.
 const OWN_DESCRIPTORS: usize = message::DESCRIPTORS_MAX + 64;
 
 /// Default name of descriptors, as in systemd.
@@ -46,7 +46,8 @@ const USAGE: i32 = 2;
 /// Signals that the keeper forwards.
 const PASSED_ON: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// Signals without a meaning for the keeper, which it ignores. The processes that it starts inherit that.
+/// Signals that the keeper ignores, since they have no meaning for the keeper. The processes that it starts ignore them as
+/// well.
 const IGNORED: [Signal; 12] = [
     Signal::SIGALRM,
     Signal::SIGIO,
@@ -66,13 +67,14 @@ const IGNORED: [Signal; 12] = [
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SuperviseOptions {
-    /// Arguments with which [`Self::program`] calls [`first_stage`](crate::first_stage) on the arguments after them.
+    /// First arguments of [`Self::program`], which make it call [`first_stage`](crate::first_stage) with the arguments that
+    /// follow.
     pub first_stage: Vec<OsString>,
     /// Program of the first stage; by default, this process's executable.
     pub program: PathBuf,
-    /// Maximum number of stored descriptors (`FDSTORE`), if `RLIMIT_NOFILE` allows it.
+    /// Maximum number of stored descriptors (`FDSTORE`). A low `RLIMIT_NOFILE` reduces the maximum.
     pub store_max: u16,
-    /// Number of deaths within a minute at which the keeper gives up.
+    /// Number of deaths of the command within a minute after which the keeper ends instead of restarting the command.
     pub deaths: usize,
     /// Delay before the restart after the second death within a minute.
     pub first_delay: Duration,
@@ -105,16 +107,16 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
 
 /// Runs a command, stores descriptors for it, and restarts it if it dies.
 ///
-/// The keeper forwards SIGTERM, SIGINT and SIGHUP to the command's main process. It returns that process's status if
+/// The keeper forwards SIGTERM, SIGINT and SIGHUP to the command's main process. The function returns that process's status if
 ///
 /// - the keeper was asked to end by SIGTERM or SIGINT,
 /// - the process ended with 0, or with 2 (wrong arguments), or
 /// - no process of the command was ever ready (`READY=1`).
 ///
 /// Otherwise, the command is restarted: at once after its first death within a minute, then after
-/// [`SuperviseOptions::first_delay`], and after twice the time for each further death, up to 5 s. A main process names its
-/// successor by `MAINPID=`. Before a restart, the keeper ends former main processes by SIGKILL, so that two never run at the
-/// same time.
+/// [`SuperviseOptions::first_delay`], and after twice the delay for each further death, up to 5 s. The command's process can
+/// make another process the main process by `MAINPID=`. Before a restart, the keeper ends former main processes by SIGKILL, so
+/// that two never run at the same time.
 ///
 /// Call this in a process whose other threads block these signals, before it starts any other process. The keeper blocks
 /// signals, adopts orphans, collects all children, sets close-on-exec for all descriptors, and raises `RLIMIT_NOFILE` to its
@@ -130,15 +132,15 @@ pub fn keep(
     ServerSupervisor::new(options, command)?.run()
 }
 
-/// Runs a keeper for a process of `command` that is running and whose keeper has ended. After the process's death, `command` is
-/// started.
+/// Runs a keeper for a running process of `command` whose previous keeper has ended. When the process dies, the keeper starts
+/// `command`.
 ///
-/// `number` is the id of that process. `ask` asks the process to use this keeper. Its arguments are the keeper's address
-/// (`NOTIFY_SOCKET`) and the maximum number of stored descriptors (`FDSTORE`). The process must send no message to the keeper
-/// before `ask` has returned.
+/// `number` is the id of that process. `ask` asks the process to use this keeper. The arguments of `ask` are the keeper's
+/// address (`NOTIFY_SOCKET`) and the maximum number of stored descriptors (`FDSTORE`). The process must send no message to the
+/// keeper before `ask` has returned.
 ///
-/// The keeper is not the parent of this process and cannot collect its status. If the process announced its end (`STOPPING=1`),
-/// it counts as successful.
+/// The keeper is not the parent of this process and cannot collect its status. So the keeper treats the end as successful if
+/// the process announced it (`STOPPING=1`).
 ///
 /// # Errors
 ///
@@ -271,7 +273,7 @@ impl<'a> ServerSupervisor<'a> {
         main.is_some() && main == self.ended
     }
 
-    /// Waits for a message, a signal, the end of a process, or the time of the next start.
+    /// Waits until there is a message, a signal, the end of a process, or until the next start of the command is due.
     fn wait(&self) -> Result<(), SuperviseError> {
         let mut events = vec![
             PollFd::new(&self.socket, PollFlags::IN),
@@ -329,7 +331,7 @@ impl<'a> ServerSupervisor<'a> {
         Ok(())
     }
 
-    /// Handles the end of the main process. Returns its status if the keeper ends as well.
+    /// Handles the end of the main process. Returns the process's status if the keeper must end as well.
     fn bury(&mut self) -> Result<Option<ExitStatus>, SuperviseError> {
         let Some(main) = self.main.take() else {
             return Ok(None);
@@ -390,8 +392,8 @@ impl<'a> ServerSupervisor<'a> {
 
     /// Collects children that have ended: main processes and orphans.
     ///
-    /// Before it collects a process, the keeper reads messages that may name that process. The process's former parent sent
-    /// them before it ended.
+    /// Before the keeper collects a process, it reads the pending messages. One of them may be a `MAINPID=` for that process,
+    /// which the process's former parent sent before the parent ended.
     fn collect(&mut self) {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         loop {
@@ -437,8 +439,8 @@ impl<'a> ServerSupervisor<'a> {
         }
     }
 
-    /// Processes a message. Descriptors that are not stored are closed. That answers `BARRIER=1`, as all earlier messages have
-    /// been processed.
+    /// Processes a message, and closes descriptors that are not stored. Closing the descriptor of a `BARRIER=1` message tells
+    /// its sender that all earlier messages have been processed.
     fn process(&mut self, text: &str, descriptors: Vec<OwnedFd>) {
         let value = |name| {
             let mut lines = text.lines().filter_map(|line| line.split_once('='));
@@ -528,7 +530,8 @@ impl<'a> ServerSupervisor<'a> {
     }
 }
 
-/// Returns the number of descriptors that a keeper with this limit can store; `None` means no limit.
+/// Returns the number of descriptors that a keeper can store, at most `wanted`. `limit` is the `RLIMIT_NOFILE`; `None` means
+/// unlimited.
 fn storable(wanted: usize, limit: Option<u64>) -> usize {
     let limit = limit.map_or(usize::MAX, |limit| {
         usize::try_from(limit).unwrap_or(usize::MAX)
@@ -540,7 +543,7 @@ fn address(folder: &TempDir) -> PathBuf {
     Path::new(folder.path()).join("notify")
 }
 
-/// Sets up signals, limits and descriptors of this process before it starts children.
+/// Sets up signals, limits and descriptors of this process, which must not have started children yet.
 fn prepare_process() -> Result<(), SuperviseError> {
     nix::sys::prctl::set_child_subreaper(true)
         .map_err(|error| SuperviseError::system("adopt orphans", error))?;

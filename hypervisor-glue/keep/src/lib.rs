@@ -1,8 +1,8 @@
 //! Descriptors that outlive a server's process: the supervisor ("keeper"), and the server's side.
 //!
 //! A keeper starts a server, stores file descriptors for it, and passes them to the server's next process. The protocol is
-//! systemd's (`sd_notify(3)`, `sd_listen_fds(3)`): systemd is one keeper, [`keep`] is another. The crate does not depend on the
-//! kind of the descriptors.
+//! systemd's (`sd_notify(3)`, `sd_listen_fds(3)`), so either systemd or this crate's [`keep`] can be the keeper. A descriptor
+//! may be of any kind.
 //!
 //! | module | job |
 //! |---|---|
@@ -17,17 +17,18 @@
 //!
 //! # Start of a command
 //!
-//! `LISTEN_PID` must be the number of the process that reads it, so the keeper cannot set it. The keeper starts its own
-//! executable, whose `main` calls [`first_stage`]. This process receives the descriptors through a socket at its standard
-//! input, moves them to 3 and above, sets `LISTEN_PID`, and executes the command.
+//! `LISTEN_PID` must be the id of the process that reads the variable, and the keeper does not know that id before the process
+//! exists. So the keeper first starts its own executable, whose `main` calls [`first_stage`]. This process receives the
+//! descriptors through a socket at its standard input, moves them to 3 and above, sets `LISTEN_PID`, and executes the command.
 //!
 //! # Limits
 //!
-//! The keeper neither polls stored descriptors for errors (`FDPOLL=1`) nor implements a watchdog. It kills no process except
-//! former main processes. Descriptors that a parent passed to the keeper stay with the keeper.
+//! The keeper neither polls stored descriptors for errors (`FDPOLL=1`) nor implements a watchdog. The keeper kills no process
+//! except former main processes. Descriptors that a parent process passed to the keeper are not passed to the command.
 //!
-//! For a user without `CAP_SYS_RESOURCE`, the kernel limits descriptors in the queues of sockets to `RLIMIT_NOFILE`. All
-//! [`DescriptorQueue`]s of a user, and the start of a command, count toward this limit.
+//! For a user without `CAP_SYS_RESOURCE`, the kernel limits descriptors in the queues of sockets to `RLIMIT_NOFILE`.
+//! Descriptors in all [`DescriptorQueue`]s of that user, and those that are passed at the start of a command, count toward this
+//! limit.
 
 mod bag;
 mod error;

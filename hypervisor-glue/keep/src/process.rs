@@ -52,7 +52,7 @@ impl AsFd for SupervisedProcess {
     }
 }
 
-/// Returns whether a process is a descendant of this one or of `other`.
+/// Returns whether a process is a descendant of this process or of `other`.
 pub(crate) fn descends(pid: Pid, other: Option<Pid>) -> bool {
     let ancestors = [Some(getpid()), other].map(|pid| pid.map(Pid::as_raw_pid));
     let mut pid = pid.as_raw_pid();
@@ -66,7 +66,7 @@ pub(crate) fn descends(pid: Pid, other: Option<Pid>) -> bool {
     false
 }
 
-/// Returns the number of a process's parent (`proc(5)`: second field after the name in parentheses).
+/// Returns the id of a process's parent (`proc(5)`: second field after the name in parentheses).
 fn parent(pid: i32) -> Option<i32> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|byte| *byte == b')')?;

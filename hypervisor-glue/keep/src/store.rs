@@ -29,7 +29,7 @@ pub struct FdStoreClient {
 }
 
 impl FdStoreClient {
-    /// Connects to the keeper that the environment names; `None` without one.
+    /// Connects to the keeper at the address in `NOTIFY_SOCKET`. Returns `None` if the variable is not set.
     ///
     /// # Errors
     ///
@@ -47,8 +47,8 @@ impl FdStoreClient {
         Self::connect(&address, number).map(Some)
     }
 
-    /// Connects to the keeper at an address: a path, or `@` and an abstract name. `max` is the number of descriptors that it
-    /// stores.
+    /// Connects to the keeper at an address: a path, or `@` and an abstract name. `max` is the maximum number of descriptors
+    /// that the keeper stores.
     ///
     /// # Errors
     ///
@@ -73,7 +73,7 @@ impl FdStoreClient {
         }
     }
 
-    /// Returns the environment variables that name this keeper to another process of the server.
+    /// Returns the environment variables with which another process of the server finds this keeper.
     #[must_use]
     pub fn variables(&self) -> [(&'static str, OsString); 2] {
         [
@@ -82,7 +82,8 @@ impl FdStoreClient {
         ]
     }
 
-    /// Returns whether the keeper has ended. The check does not wake a living keeper, unless its socket file is missing.
+    /// Returns whether the keeper's process has ended. The check does not wake a running keeper unless the keeper's socket file
+    /// is missing, since only then a message is sent.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         match Self::connect(&self.address, self.max) {
@@ -105,7 +106,7 @@ impl FdStoreClient {
         self.max > 0
     }
 
-    /// Returns the maximum number of descriptors that the keeper stores (`FDSTORE`).
+    /// Returns the maximum number of descriptors that the keeper stores (`FDSTORE`); zero if it stores none.
     #[must_use]
     pub fn max(&self) -> u64 {
         self.max
@@ -113,9 +114,9 @@ impl FdStoreClient {
 
     /// Adds descriptors to the keeper's store. Descriptors already stored under that name stay.
     ///
-    /// A keeper sends no reply. If it already stores [`Self::max`] descriptors, it drops further ones, so the caller must count
-    /// them. Up to [`DESCRIPTORS_MAX`] descriptors are stored atomically: after a crash, all or none are stored. If a
-    /// descriptor is stored already, the keeper keeps it once, with its previous name.
+    /// A keeper sends no reply. A keeper that already stores [`Self::max`] descriptors silently closes further ones, so the
+    /// caller must count the stored descriptors. Up to [`DESCRIPTORS_MAX`] descriptors are stored atomically: after a crash of
+    /// the caller, all or none are stored. If a descriptor is already stored under another name, it stays under that name only.
     ///
     /// # Errors
     ///
@@ -129,7 +130,7 @@ impl FdStoreClient {
         Ok(())
     }
 
-    /// Removes all descriptors of a name from the keeper's store.
+    /// Removes all descriptors with this name from the keeper's store.
     ///
     /// # Errors
     ///
@@ -148,11 +149,11 @@ impl FdStoreClient {
         self.send(assignments, &[])
     }
 
-    /// Waits until the keeper has processed all earlier messages. A signal restarts the timeout.
+    /// Waits until the keeper has processed all earlier messages. If a signal interrupts the wait, the timeout starts again.
     ///
     /// # Errors
     ///
-    /// The keeper is gone, or has not processed them within the timeout.
+    /// The keeper is gone, or has not processed the messages within the timeout.
     pub fn barrier(&self, timeout: Duration) -> Result<(), FdStoreError> {
         let pipe = pipe_with(PipeFlags::CLOEXEC);
         let (ours, theirs) =

@@ -80,8 +80,8 @@ impl StoredDescriptors {
     }
 }
 
-/// Returns whether two descriptors share one open file description. If the kernel supports neither call, they count as
-/// different.
+/// Returns whether two descriptors share one open file description. If the kernel supports no call that compares them, the
+/// descriptors are treated as different.
 fn is_same(one: &OwnedFd, other: &OwnedFd) -> bool {
     // Linux 6.10 (linux/fcntl.h).
     const F_DUPFD_QUERY: libc::c_int = 1027;

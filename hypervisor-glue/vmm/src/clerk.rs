@@ -1,7 +1,8 @@
-//! Ledger writer thread: records this process as the holder of leases that it took over.
+//! Ledger writer thread: writes this process into the ledger as the holder of leases that it took over from a predecessor.
 //!
-//! A write of the ledger waits for the disk while the ledger is locked. During a hand-over, guests would wait for the writes of
-//! all leases. The record is only information for people, so it is written later.
+//! A write of the ledger waits for the disk while the ledger is locked. If a hand-over wrote the ledger for each lease, the
+//! guests would wait for all these writes. Since the holder's name is only information for operators, this thread writes it
+//! later.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
@@ -12,7 +13,7 @@ use nvme_lease::Ledger;
 
 use crate::report;
 
-/// Time without another lease after which the record is written.
+/// Time since the last reported lease after which the ledger is written.
 const QUIET: Duration = Duration::from_secs(1);
 
 /// Ledger writer thread. Dropping it ends the thread.
@@ -57,7 +58,7 @@ impl Drop for LedgerWriterThread {
     }
 }
 
-/// Writes the record whenever no further leases have been reported for a while.
+/// Writes the ledger once no further lease has been reported for `QUIET`.
 fn run(ledger: &Ledger, requests: &Receiver<()>) {
     while requests.recv().is_ok() {
         loop {

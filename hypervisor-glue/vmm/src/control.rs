@@ -1,6 +1,7 @@
-//! The control thread of a function, independent of its transport.
+//! The control thread of a function. The code does not depend on the transport between guest and function (VMM process or
+//! vfio-user).
 //!
-//! Each function has one control thread. It carries out admin commands and reports events to the guest, so that a slow admin
+//! Each function has its own control thread, which executes admin commands and reports events to the guest. So a slow admin
 //! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`ControlLoopHandler`] is the
 //! transport's work in one turn of the loop.
 
@@ -12,7 +13,7 @@ use std::time::Duration;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Maximum number of sources handled in one turn. Further ones are handled in the next turn.
+/// Maximum number of ready event sources handled in one turn of the loop. Further ready sources are handled in the next turn.
 const READY_MAX: usize = 8;
 
 /// Token of the loop's own wake-ups.
@@ -20,12 +21,12 @@ const WAKE: u64 = u64::MAX;
 
 /// Work that a control thread does for a function.
 pub trait ControlLoopHandler {
-    /// Returns the time after which a turn is due without any event; `None` to wait for events only.
+    /// Returns the time after which the loop makes a turn even without an event; `None` to wait for events only.
     fn due_in(&mut self) -> Option<Duration>;
 
-    /// Does the pending work. `ready` has the tokens of the sources that are ready.
+    /// Does the pending work. `ready` contains the tokens of the event sources that are ready.
     ///
-    /// Wake-ups are consumed before a turn, so an event during the turn causes another one.
+    /// The loop consumes wake-ups before a turn, so an event that arrives during the turn causes another turn.
     fn turn(&mut self, ready: &[u64]);
 }
 
@@ -52,7 +53,7 @@ impl ControlLoop {
         Ok(this)
     }
 
-    /// Returns the loop's epoll instance, for sources that change their events.
+    /// Returns the loop's epoll instance, by which a source can change the events that it waits for.
     #[must_use]
     pub fn epoll(&self) -> &Epoll {
         &self.epoll

@@ -1,14 +1,15 @@
-//! Doorbell writes of the guest that reach pollers without an exit to the VMM.
+//! Lets the guest's doorbell writes reach pollers without an exit to the VMM.
 //!
-//! If doorbells are mapped, the guest stores to the memory that a poller reads, and its stores do not wake a sleeping poller.
-//! So doorbells are mapped while there is I/O, and unmapped otherwise. If they are in the Doorbell Buffer, a poller that is
-//! awake asks for no register writes, and an eventfd wakes a sleeping poller. A write whose value is needed must exit, as an
-//! eventfd does not transport it.
+//! If doorbell registers are mapped into the guest, the guest stores to the memory that a poller reads, but its stores do not
+//! wake a sleeping poller. So the registers are mapped while there is I/O, and unmapped otherwise. If the guest uses a Doorbell
+//! Buffer, a poller that is awake asks for no register writes (EventIdx), and a register write signals an eventfd that wakes a
+//! sleeping poller. A register write whose value is needed must exit, since an eventfd does not transport the value.
 //!
-//! The control thread maps and unmaps, not a poller or a vCPU: it may take long, and a shared poller has other guests
-//! ([`DoorbellMappingPolicy`] decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
-//! [`NvmeFunction::end_mapped_doorbells`]. For pollers that never sleep, doorbells are mapped all the time. When a tie changes,
-//! the new poller is woken once, as a write may have gone to the previous poller.
+//! The control thread maps and unmaps, not a poller or a vCPU thread, since mapping may take long and a shared poller has other
+//! guests. [`DoorbellMappingPolicy`] decides when. The order of calls is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
+//! [`NvmeFunction::end_mapped_doorbells`]. For pollers that never sleep, doorbells are mapped all the time. When a doorbell is
+//! tied to another poller's eventfd, that poller is woken once, because an earlier write may have woken only the previous
+//! poller.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,18 +26,18 @@ use vmm_device::{Bar, NvmeFunction};
 use crate::report;
 use crate::vmm::{Vmm, VmmError};
 
-/// Doorbells that are mapped into the guest at times. At other times, or if they are in the guest's Doorbell Buffer, the
-/// guest's writes exit.
+/// Doorbell registers that are mapped into the guest while there is I/O. Otherwise, or if the guest uses a Doorbell Buffer,
+/// register writes exit to the VMM.
 #[derive(Debug)]
 pub(super) struct MappedDoorbells {
     /// Offset in BAR0.
     offset: u64,
     memory: Arc<Mapping>,
-    /// Guest address, while they are mapped.
+    /// Guest address of the doorbells while they are mapped.
     at: Option<Gpa>,
-    /// Set if they should be mapped, independent of BAR0's address.
+    /// Set if the doorbells should be mapped, at whatever address BAR0 has.
     wanted: bool,
-    /// Set after the VMM failed to map them.
+    /// Set after the VMM failed to map the doorbells.
     refused: bool,
     /// Set if pollers may sleep. Otherwise no wake-up is needed, and the doorbells stay mapped.
     parks: bool,
@@ -57,7 +58,8 @@ pub struct DoorbellMappingStats {
 }
 
 impl MappedDoorbells {
-    /// Creates the doorbells of a function, unmapped; `None` if the function never has them mapped at times.
+    /// Creates the doorbells of a function, unmapped. Returns `None` if the function's doorbell mode maps and unmaps no
+    /// doorbells at run time.
     pub(super) fn of(function: &mut NvmeFunction) -> io::Result<Option<Self>> {
         if !function.facts().doorbells.maps_at_times() {
             return Ok(None);
@@ -84,7 +86,8 @@ impl MappedDoorbells {
         self.figures
     }
 
-    /// Records that a write to an I/O queue's doorbell has exited. Returns whether [`Self::decide`] is due.
+    /// Records that a guest's write to an I/O queue's doorbell exited to the VMM. Returns whether [`Self::decide`] should be
+    /// called now.
     pub(super) fn exited(&mut self) -> bool {
         !self.refused && self.hysteresis.exited(Ticks::now())
     }
@@ -154,7 +157,7 @@ impl MappedDoorbells {
         Ok(())
     }
 
-    /// Adds the time since `began` to the statistics. Returns it in ticks.
+    /// Adds the time since `began` to the statistics. Returns this time in ticks.
     fn note(&mut self, began: Ticks) -> u64 {
         let took = Ticks::now().since(began);
         self.figures.took += self.rate.time(took);
@@ -166,13 +169,13 @@ impl MappedDoorbells {
 #[derive(Debug, Default)]
 pub(super) struct IoeventfdDoorbells {
     tied: BTreeMap<Gpa, DoorbellWaker>,
-    /// Number of ties at which the VMM refused another one; forgotten once none is wanted. KVM limits them for all devices of a
-    /// VM.
+    /// Number of tied doorbells when the VMM refused to tie another one; `None` again once no doorbell is to be tied. KVM
+    /// limits the number of ioeventfds for all devices of a VM.
     most: Option<usize>,
 }
 
 impl IoeventfdDoorbells {
-    /// Updates the ties to the function's wakers and BAR0's present address.
+    /// Ties doorbells to the function's present wakers, at BAR0's present address, and unties all others.
     pub(super) fn follow(&mut self, function: &NvmeFunction, vmm: &dyn Vmm) {
         let wanted = Self::wanted(function);
         self.tied.retain(|address, waker| {

@@ -31,11 +31,11 @@ const PIC_PINS: u32 = 8;
 /// Number of GSIs that KVM can route (Linux, `KVM_MAX_IRQ_ROUTES`).
 const MAX_GSIS: u32 = 4096;
 
-/// KVM virtual machine with in-kernel interrupt controllers. Its memory slots, and its GSIs beyond the I/O APIC, must be
-/// allocated only here.
+/// KVM virtual machine with in-kernel interrupt controllers. Only this type may allocate the machine's memory slots, and its
+/// GSIs beyond the I/O APIC's pins.
 pub struct KvmVmm {
     vm: Arc<VmFd>,
-    /// Memory slots by guest address, with the memory that must outlive them.
+    /// Memory slots by guest address. Each has the mapping that must stay valid as long as the slot exists.
     slots: Mutex<BTreeMap<u64, KvmMemorySlot>>,
     routes: Arc<Mutex<RouteTable>>,
     /// Threads of the vCPUs, by local APIC identifier.
@@ -80,7 +80,7 @@ impl KvmVmm {
 
     /// Sets the thread of the vCPU with this local APIC; `None` if there is none.
     ///
-    /// Functions ask for it when their guest sets an interrupt's destination. For interrupts set earlier, call
+    /// Functions look the thread up when their guest sets an interrupt's destination. For interrupts set earlier, call
     /// [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
     pub fn set_vcpu_thread(&self, apic: u32, thread: Option<ThreadId>) {
         let mut vcpus = lock(&self.vcpus);
@@ -341,7 +341,7 @@ enum GsiRoute {
 }
 
 impl RouteTable {
-    /// Creates the table that KVM has after creating the interrupt controllers.
+    /// Creates the routing table that KVM sets up by default when the interrupt controllers are created.
     fn of_pins() -> Self {
         Self(
             (0..IOAPIC_PINS)

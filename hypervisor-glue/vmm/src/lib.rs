@@ -92,10 +92,10 @@
 //!
 //! All are off by default.
 //!
-//! - `kvm`: the module of that name, on x86-64: its routes are those of a PC.
+//! - `kvm`: the module of that name, for x86-64 only, because its interrupt routes are those of a PC.
 //! - `key-value-files`: drives of keys and values in files.
-//! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without it, `faults=none` works, and
-//!   any other value is refused.
+//! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without this feature, `faults=none` works,
+//!   and any other value is refused.
 //!
 //! # Not implemented
 //!

@@ -1,5 +1,5 @@
-//! Opens a function's option string: the drive, a lease of part of it, and the controller backend for the guest. If a drive
-//! server has the drive, the server provides all three.
+//! Opens what a function's option string describes: the drive, a lease of a part of the drive, and the controller backend for
+//! the guest. If a drive server has the drive open, the server provides all three.
 
 use std::io;
 use std::num::NonZeroU64;
@@ -58,7 +58,7 @@ pub enum OpenError {
         /// The drive's lease granularity.
         zone: Bytes,
     },
-    /// The drive has a label, and leases in the ledger use the label. Options must name the label.
+    /// The drive has a label, and leases in the ledger refer to that label, so the options must name it (`drive-id=`).
     #[error("Drive `{drive}` has the label drive-id={name}, and leases of it: say drive-id={name}")]
     Labelled {
         /// The drive.
@@ -66,7 +66,7 @@ pub enum OpenError {
         /// Name of the label.
         name: DriveName,
     },
-    /// The leased bytes begin with the header of a disk image or of an encrypted disk.
+    /// The bytes to be leased begin with the header of a disk image or of an encrypted disk.
     #[error(
         "{drive} begins with the header of {kind}, which a guest would see as it is: {remedy}; or say format=raw if that is \
          what the guest is to have"
@@ -102,7 +102,7 @@ pub enum OpenError {
     /// The drive server refuses the lease.
     #[error(transparent)]
     Server(#[from] nvme_mpt_lease_protocol::LeaseAttachError),
-    /// The drive's server is gone, and this process cannot open the drive, since its sandbox was set up for a server.
+    /// The drive's server is gone, and this process cannot open the drive, since its sandbox only allows access to a server.
     #[error(
         "No drive server has {0} any more, and this process was confined while one had it, without the right to open \
          the drive: start the server again and then add the function, or restart this process"
@@ -120,17 +120,17 @@ pub struct LeaseLedgers {
     state_dir: PathBuf,
     /// Claim with which leases are requested.
     claim: LeaseClaim,
-    /// Thread that enters this process as lease holder in the shared ledger. If `None`, the thread that requests a lease does
-    /// so.
+    /// Thread that writes this process as lease holder into the shared ledger. If `None`, the thread that requests a lease
+    /// writes it.
     clerk: Option<Arc<LedgerWriterThread>>,
-    /// Supervisor's store of spare file descriptors of leases, if this process has a supervisor.
+    /// Keeper's store of spare file descriptors of leases, if this process has a keeper (supervisor process).
     spares: Option<Arc<dyn SpareDescriptorStore>>,
     /// Memory limit of functions that set none.
     memory_limit: Option<Bytes>,
 }
 
 impl LeaseLedgers {
-    /// Opens the ledger of a state directory, and an empty ledger for private drives.
+    /// Opens the ledger of a state directory, and an empty ledger in memory for drives that only this process has.
     #[must_use]
     pub fn open(state_dir: &Path) -> Self {
         Self {
@@ -153,8 +153,8 @@ impl LeaseLedgers {
         }
     }
 
-    /// Starts a thread that enters this process as lease holder. Functions that continue after a predecessor then do not wait
-    /// for ledger writes to the disk.
+    /// Starts a thread that writes this process into the shared ledger as lease holder. So functions that are taken over from a
+    /// predecessor do not wait for these writes to the disk.
     ///
     /// # Errors
     /// Returns the kernel's error if the thread cannot be started.
@@ -164,25 +164,26 @@ impl LeaseLedgers {
         Ok(Self { clerk, ..self })
     }
 
-    /// Returns the memory limit of a function: its own, or else the process's.
+    /// Returns the memory limit of a function: the limit in its options, or else the limit set by `with_memory_limit`.
     fn memory_limit_of(&self, options: &FunctionOptions) -> Option<Bytes> {
         options.memory_limit.or(self.memory_limit)
     }
 
-    /// Sets the ledger of private drives, which this process has from its predecessor and leaves to its successor.
+    /// Sets the ledger of private drives. This process received the ledger from its predecessor, and passes it to its
+    /// successor.
     #[must_use]
     pub fn with_private(self, private: Ledger) -> Self {
         Self { private, ..self }
     }
 
-    /// Sets the supervisor's store of spare file descriptors.
+    /// Sets the keeper's store of spare file descriptors.
     #[must_use]
     pub fn with_spares(self, spares: Arc<dyn SpareDescriptorStore>) -> Self {
         let spares = Some(spares);
         Self { spares, ..self }
     }
 
-    /// Returns the id of an ending lease that still has in-flight commands, if there is one.
+    /// Returns the id of a lease, if there is one, whose function has ended but still has in-flight commands.
     ///
     /// # Errors
     /// A ledger cannot be read.
@@ -193,8 +194,9 @@ impl LeaseLedgers {
         Ok(ending.map(|entry| entry.id))
     }
 
-    /// Ends all changes of the private ledger by this process, before a hand-over. Returns whether all leases of private drives
-    /// were released. The successor sees no other lease as held, and could grant its range to another id.
+    /// Prevents further changes of the private ledger by this process, before a hand-over. Returns whether all leases of
+    /// private drives were released. If one was not, the successor would not see it as held, and could lease its range to
+    /// another id.
     pub fn leave(&self) -> bool {
         self.private.leave()
     }
@@ -213,7 +215,8 @@ impl LeaseLedgers {
         }
     }
 
-    /// Returns the unit of leases by size of a drive, and the namespace's capacity in that unit. `unit` overrides the default.
+    /// Returns the allocation unit of leases by size on a drive, in bytes, and the capacity of the drive's namespace in that
+    /// unit. `unit` replaces the drive's default unit.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -249,8 +252,8 @@ impl LeaseLedgers {
         }
     }
 
-    /// Refuses the first lease of bytes that begin with a disk image header. Later leases are not refused, since a guest may
-    /// have written such a header itself.
+    /// Refuses to lease bytes for the first time if they begin with a disk image header. Later leases of the bytes are not
+    /// refused, since a guest may have written such a header itself.
     fn check_header(&self, drive: &Drive, wanted: RequestedBytes) -> Result<(), OpenError> {
         let nsid = drive.namespace().nsid;
         let begins = match wanted {
@@ -324,10 +327,10 @@ impl LeaseLedgers {
     }
 }
 
-/// Default unit of leases by size, in bytes, for drives without a lease granularity.
+/// Default allocation unit of leases by size, in bytes, for drives without a lease granularity.
 const UNIT: u64 = 1 << 30;
 
-/// Returns the drive's default unit of leases by size, in bytes.
+/// Returns the drive's default allocation unit of leases by size, in bytes.
 fn default_unit(drive: &Drive) -> u64 {
     let multiple = drive.controller().whole_lease();
     multiple.map_or(UNIT, |multiple| multiple.max(MIN_UNIT))
@@ -393,8 +396,8 @@ pub fn lease_id(
     Ok(lease_of(options, drive, ledgers)?.0)
 }
 
-/// Takes an unused lease by size, to be [truncated](Lease::truncate) to `bytes`. The lease has its previous extents, even if
-/// they are smaller than `bytes`.
+/// Takes an unused lease by size, so that the caller can [truncate](Lease::truncate) it to `bytes`. The returned lease has its
+/// previous extents, even if they have fewer bytes than `bytes`.
 ///
 /// # Errors
 /// [`OpenError::Lease`], also for an invalid size; [`OpenError::NoSize`] for a function whose lease has a fixed range.
@@ -416,8 +419,9 @@ pub fn lease_to_truncate(
     ledgers.lease(&options, drive, &id, wanted)
 }
 
-/// Reserves the lease of `options` for its id without attaching a function. The owner is the claimant of `ledgers`, and
-/// `limits` become the id's limits. Returns the id and the extents.
+/// Leases the part of `drive` that `options` describe and releases the lease again, so that the part stays reserved for the
+/// lease's id. The id's owner is the claimant of `ledgers`, and `limits` become the id's limits. Returns the id and the
+/// extents.
 ///
 /// Data of another id may have to be wiped first. The wipe ends early when `stop` is set.
 ///
@@ -458,7 +462,8 @@ pub fn attach(
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
-/// Works like [`attach`], for a function that may outlive this process or that has parts of the predecessor.
+/// Works like [`attach`], for a function that may outlive this process, or that has shared parts (such as doorbell memory) from
+/// a predecessor. `parts` says which.
 ///
 /// # Errors
 /// As [`attach`].
@@ -535,8 +540,8 @@ pub fn attach_opened(
     attach_with(options, &drive, ledgers, pollers, parts, stop)
 }
 
-/// Returns the lease id and the controller backend of a function. The drive server provides the backend if it has the drive,
-/// else this process opens the drive.
+/// Returns the lease id and the controller backend of a function. If a drive server has the drive, the server provides the
+/// backend. Otherwise, this process opens the drive.
 ///
 /// # Errors
 /// See [`OpenError`].

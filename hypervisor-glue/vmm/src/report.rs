@@ -9,8 +9,8 @@ const READ_ONLY: &str = "it is mounted so, or the unit of this service does not 
 
 /// Returns the error and its causes, outermost first, one per line.
 ///
-/// Omits a cause that repeats the text before it. Adds a hint to "Read-only file system": the cause may be the sandbox of a
-/// service.
+/// Omits a cause that has the same text as the error before it. Adds a hint to "Read-only file system", since a systemd
+/// service's sandbox may have made the file system read-only.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();

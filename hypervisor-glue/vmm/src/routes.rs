@@ -1,5 +1,5 @@
-//! Keeps the hypervisor's interrupt routes equal to the guest's messages, in its MSI-X table or its MSI capability. Connects
-//! the pin while the guest has enabled neither.
+//! Keeps the hypervisor's interrupt routes equal to the messages that the guest wrote to the MSI-X table or the MSI capability.
+//! Connects the INTx pin while the guest has enabled neither MSI-X nor MSI.
 
 use std::io;
 use std::sync::Arc;
@@ -59,8 +59,8 @@ impl VectorRoutes {
         self.is_pin
     }
 
-    /// Makes the first vector the pin while the guest has enabled no messages, and a message otherwise. A restored guest that
-    /// was not offered a pin does not get one.
+    /// Makes the first vector raise the INTx pin while the guest has enabled neither MSI-X nor MSI, and send its message
+    /// otherwise. A restored guest that was not offered an INTx pin does not get one.
     fn follow_pin(&mut self, function: &NvmeFunction) {
         let may_be = function.has_pin() && !function.sends_messages();
         let wanted = self.pin.as_ref().filter(|_| may_be);
@@ -90,8 +90,8 @@ impl VectorRoutes {
     }
 
     /// Writes to the MSI-X table. A vector's route must be set before the vector can be raised: after an unmasked message
-    /// changes, and before a write of Vector Control, which may unmask it. The write is split into dwords so that no part does
-    /// both; drivers must write dwords anyway (PCI Local Bus 3.0, section 6.8.2).
+    /// changes, and before a write of Vector Control, which may unmask it. So a write is split into dwords, of which none
+    /// changes both. Drivers must write dwords anyway (PCI Local Bus 3.0, section 6.8.2).
     pub(super) fn write_table(&mut self, function: &mut NvmeFunction, offset: u64, data: &[u8]) {
         let mut rest = data;
         let mut offset = offset;
@@ -113,8 +113,8 @@ impl VectorRoutes {
         }
     }
 
-    /// Writes configuration space, which may change the MSI messages, or enable MSI or MSI-X. All routes are set before the
-    /// write unmasks a vector. Returns the BARs that moved.
+    /// Writes configuration space. A write may change the MSI messages, enable MSI or MSI-X, or unmask a vector, and all routes
+    /// are set before the vector is unmasked. Returns the BARs that moved.
     pub(super) fn write_config(
         &mut self,
         function: &mut NvmeFunction,
@@ -124,7 +124,7 @@ impl VectorRoutes {
         function.write_config_routed(offset, data, |function| self.follow_all(function))
     }
 
-    /// Sets the routes of all vectors that have a message, and connects or disconnects the pin.
+    /// Sets the routes of all vectors that have a message, and connects or disconnects the INTx pin.
     pub(super) fn follow_all(&mut self, function: &NvmeFunction) {
         for vector in 0..self.told.len() {
             // Fits: at most 128.

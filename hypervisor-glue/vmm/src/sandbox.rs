@@ -1,11 +1,12 @@
-//! Files that a VMM's sandbox must allow for its functions, and drives that the process leaves to drive servers.
+//! Files that a VMM's sandbox must allow for its functions, and the drives that this process must never open itself because a
+//! drive server has them.
 //!
-//! A sandbox such as Landlock is set up once, and lasts until the process ends. A function on a server's drive only needs the
-//! directory of the servers' sockets. The right to open the drive itself would never be used, but a malicious guest could gain
-//! it: if the server ends, the function waits for the next one.
+//! A sandbox such as Landlock is set up once, and lasts until the process ends. A function on a server's drive only needs
+//! access to the directory of the servers' sockets. If the server ends, the function waits for the next server, so the VMM
+//! never needs the right to open the drive. With that right, a guest that takes over the VMM could access the whole drive.
 //!
-//! So [`settle`] looks for the server while the sandbox is set up. From then on, this process leaves the drive to servers: if
-//! no server has the drive when a function is added later, the function is refused.
+//! So [`settle`] looks for the server while the sandbox is set up. If it finds one, this process leaves the drive to servers
+//! from then on: a function that is added later is refused while no server has the drive.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,11 +25,11 @@ fn left() -> MutexGuard<'static, Vec<DrivePath>> {
     LEFT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the files that a sandbox must allow for a function, each with whether write access is needed. If a server has the
-/// drive, leaves it to servers from now on: see [`is_left_to_servers`].
+/// Returns the files that a sandbox must allow for a function, each with true if write access is needed. If a server has the
+/// drive, this process leaves the drive to servers from now on: see [`is_left_to_servers`].
 ///
-/// Call this once for each function for which the sandbox is made, and confine the process to the returned files. Without a
-/// server, the ledger's directory must already exist.
+/// Call this once for each function that the sandbox must allow, and confine the process to the returned files. If no server
+/// has the drive, the ledger's directory must already exist.
 ///
 /// # Errors
 /// All of [`OptionError`] that values can cause.
@@ -51,8 +52,8 @@ pub fn settle(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionErr
     Ok(config.files_with_server())
 }
 
-/// Returns whether this process leaves the function's drive to servers, until the process ends. The function then does no I/O
-/// itself, in any of its threads.
+/// Returns whether this process leaves the function's drive to servers until the process ends. If so, no thread of this process
+/// opens the drive or does its I/O.
 #[must_use]
 pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
     config.asked().is_ok_and(|asked| is_left(&asked))
@@ -63,7 +64,8 @@ pub(crate) fn is_left(asked: &ParsedFunctionOptions) -> bool {
     left().contains(&drive_of(asked))
 }
 
-/// Returns whether a server can have a drive. Other kinds are in the memory of the process that opens them.
+/// Returns whether a server can share a drive with VMMs. Drives of other kinds are in the memory of the process that opens
+/// them.
 pub(crate) fn can_be_served(path: &DrivePath) -> bool {
     matches!(path, DrivePath::Pci(_) | DrivePath::File(_))
 }
@@ -96,7 +98,7 @@ mod tests {
     use super::*;
     use crate::open::{self, LeaseLedgers, OpenError};
 
-    /// A server that reports a drive, but has lost it when a function requests a lease.
+    /// A server that reports a drive, but no longer has the drive when a function requests a lease.
     struct VanishingDriveServer(String);
 
     impl LeaseSource for VanishingDriveServer {

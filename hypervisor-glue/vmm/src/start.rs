@@ -26,12 +26,12 @@ pub enum StartError {
     Device(#[from] DeviceError),
 }
 
-/// Maximum wait for a drive that was handed over, while another process has it. A process that failed to take the guest ends
-/// within this time, and it is shorter than a guest driver's I/O timeout.
+/// Maximum wait, when a hand-over is taken back, until the other process has released the drive. If that process failed to
+/// receive the guest, it ends within this time. The wait must be shorter than a guest driver's I/O timeout.
 const TAKE_BACK_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Starts the function that `config` describes in `vmm`, with this `id`. It reaches no guest memory until
-/// [`FunctionDevice::map_memory`] adds some.
+/// Starts the function that `config` describes, and puts it into `vmm` as device `id`. The function accesses no guest memory
+/// until [`FunctionDevice::map_memory`] adds some.
 ///
 /// # Errors
 /// See [`StartError`].

@@ -64,26 +64,26 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// The hypervisor cannot stop watching the address.
     fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
-    /// Allocates interrupt vectors for a function. They have no message yet.
+    /// Allocates `count` interrupt vectors for a function. The vectors have no MSI message yet.
     ///
     /// # Errors
-    /// There are not enough vectors left.
+    /// The hypervisor has not enough vectors left.
     fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError>;
 
-    /// Returns an INTx level for a function; `None` to offer the guest MSI-X and MSI only.
+    /// Returns a function's connection to an INTx line; `None` to offer the guest MSI-X and MSI only.
     ///
     /// # Errors
-    /// The hypervisor cannot provide a level.
+    /// The hypervisor cannot connect the function to the line.
     fn pin(&self) -> Result<Option<Box<dyn IntxPin>>, VmmError> {
         Ok(None)
     }
 
-    /// Returns the thread of the vCPU to which the hypervisor delivers `message`; `None` if it is unknown, or there are
-    /// several. [`local_apic`](crate::local_apic) decodes the message on a PC.
+    /// Returns the thread of the vCPU to which the hypervisor delivers `message`; `None` if the vCPU is unknown, or if
+    /// `message` has several destinations. [`local_apic`](crate::local_apic) decodes the message on a PC.
     ///
-    /// A poller of `poll=dedicated@vcpu` stays beside that thread. It reads the thread's processors ten times a second while it
-    /// is awake, so moving the thread needs no call. If a VMM gives a vCPU another thread, it must call
-    /// [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
+    /// A poller of `poll=dedicated@vcpu` stays on processors near that thread. While the poller is awake, it reads the thread's
+    /// CPU affinity ten times a second, so the VMM need not report that it moved the thread. If a VMM runs a vCPU on another
+    /// thread than before, it must call [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
         let _ = message;
         None
@@ -106,31 +106,31 @@ pub trait VmmVectors: fmt::Debug + Send {
     /// There is no such vector, or there are no file descriptors left.
     fn eventfd(&self, vector: u16) -> io::Result<EventFd>;
 
-    /// Sets the address and data that a vector writes when it is raised. The function does the masking: it does not raise
-    /// masked vectors.
+    /// Sets the address and data that a vector writes when it is raised. The VMM need not mask the vector, since the function
+    /// does not raise masked vectors.
     ///
     /// # Errors
     /// There is no such vector, or the hypervisor rejects the message.
     fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError>;
 }
 
-/// INTx level of one function. Several levels may share a line. Dropping the level frees it.
+/// Connection of one function to an INTx line, which several functions may share. Dropping this disconnects the function.
 pub trait IntxPin: fmt::Debug + Send {
-    /// Returns the eventfd that raises the level when it is signalled.
+    /// Returns the eventfd that raises the function's INTx level when the eventfd is signalled.
     ///
     /// # Errors
     /// There are no file descriptors left.
     fn raise(&self) -> io::Result<EventFd>;
 
-    /// Returns the eventfd that is readable once the level has fallen because the guest has acknowledged the line's interrupt.
-    /// Reading it does not block.
+    /// Returns the eventfd that becomes readable when the guest acknowledges the line's interrupt, which lowers the function's
+    /// INTx level. Reading the eventfd does not block.
     ///
     /// # Errors
     /// There are no file descriptors left.
     fn fallen(&self) -> io::Result<EventFd>;
 }
 
-/// Creates pollers whose threads are started by `vmm`, like the threads of functions.
+/// Creates a pool of pollers whose threads are started by `vmm`, as are the threads of functions.
 #[must_use]
 pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<PollerPool> {
     PollerPool::on(ThreadSpawner::from_spawn(move |name, work| {

@@ -34,7 +34,7 @@ pub enum DeviceError {
     /// Guest memory cannot be mapped or unmapped for the function.
     #[error("Cannot track the guest's memory")]
     Memory(#[from] DmaError),
-    /// Commands in flight did not complete in time. The function continues as before.
+    /// In-flight commands did not complete in time, so the function was not paused and continues.
     #[error("The function cannot be paused and continues as before; pause it again later")]
     Pause(#[from] QueueError),
     /// The state cannot be saved.

@@ -1,13 +1,14 @@
 //! Hand-over of a function's drive to another process, and taking it back.
 //!
 //! A VMM that moves a guest to another VMM on the same host pauses the guest, hands its functions over, and sends their states.
-//! From then on, the drive, its lease and all locks are free for the process that receives the states. If the move fails, the
-//! guest continues here and the function is created again: on the same part of the same drive, with the guest's memory as it
-//! was, restored from its state.
+//! From then on, the process that receives the states can open the drive, take the lease and all locks. If the move fails, the
+//! guest continues here and the function is created again on the same part of the same drive. The new function gets the guest's
+//! memory and is restored from the saved state.
 //!
-//! The drive has one owner at a time. The slot keeps the state, the guest's memory (`dma/held.rs`) and the pages written last.
-//! `resume` waits some seconds for a drive that another process has. If that process keeps the drive, the slot stays empty. So
-//! if two VMMs both run the guest, only one of them has its drive.
+//! Only one process has the drive at a time. After a hand-over, the function's slot holds the saved state, the guest's memory
+//! (`dma/held.rs`) and the list of pages written last. `resume` waits some seconds if another process still has the drive. If
+//! that process does not release the drive, the slot stays empty. So if two VMMs run the guest by mistake, only one of them has
+//! its drive.
 
 use std::mem;
 
@@ -15,7 +16,7 @@ use super::remake::{FunctionFactory, HandedOverFunction};
 use super::{DeviceError, DeviceSlot, FunctionDevice, SharedFunctionDevice, WiredFunction};
 
 impl FunctionDevice {
-    /// Sets how to create the function again, which [`Self::hand_over`] requires.
+    /// Sets the factory that creates the function again when a hand-over is taken back. [`Self::hand_over`] requires one.
     #[must_use]
     pub fn remade_by(mut self, remake: FunctionFactory) -> Self {
         self.remake = Some(remake);
@@ -23,12 +24,12 @@ impl FunctionDevice {
     }
 
     /// Flushes the drive of a paused function and releases the drive, the lease and all locks, so that the function can be
-    /// restored elsewhere. Its state and the list of pages that it wrote stay available. Until the function is
-    /// [resumed](Self::resume), its slot is empty for the guest.
+    /// restored in another process. The function's state and the list of pages that it wrote stay available here. Until the
+    /// function is [resumed](Self::resume), the guest sees an empty slot.
     ///
     /// # Errors
     /// The function is unchanged after [`DeviceError::Private`], [`DeviceError::Unique`], [`DeviceError::Flush`], and
-    /// [`DeviceError::Save`] if it is not paused. [`DeviceError::Empty`] if there is none.
+    /// [`DeviceError::Save`] if it is not paused. [`DeviceError::Empty`] if the slot has no function.
     pub fn hand_over(&self) -> Result<(), DeviceError> {
         let SharedFunctionDevice { id, .. } = &*self.shared;
         let mut slot = self.shared.slot();

@@ -34,8 +34,8 @@ use remake::HandedOverFunction;
 
 /// An NVMe function in a VMM's process.
 ///
-/// All methods may be called by any thread. Accesses wait for each other and for an admin command in progress; a guest's I/O
-/// does not wait for them.
+/// All methods may be called by any thread. Register and configuration accesses wait for each other and for an admin command in
+/// progress. A guest's I/O commands wait for neither.
 ///
 /// Lock order: the function's state, then locks of the [`Vmm`]. While a VMM calls a method, it must not hold a lock that its
 /// [`Vmm`] methods take.
@@ -86,11 +86,11 @@ impl fmt::Debug for FunctionDevice {
 }
 
 impl FunctionDevice {
-    /// Puts `function` into `vmm`. It must use [`MsixMasking::Function`](vmm_device::MsixMasking). It reaches no guest memory
-    /// until [`Self::map_memory`] adds some.
+    /// Puts `function` into `vmm`. The function must use [`MsixMasking::Function`](vmm_device::MsixMasking). The function
+    /// accesses no guest memory until [`Self::map_memory`] adds some.
     ///
     /// # Errors
-    /// All of [`DeviceError`] except those about memory and the end.
+    /// All variants of [`DeviceError`] except those about guest memory and about ending a function.
     pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
         let wiring = |source| DeviceError::wiring(id, source);
         let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
@@ -130,7 +130,7 @@ impl FunctionDevice {
         slot.function().map(|state| look(&state.function))
     }
 
-    /// Updates the vCPU threads of all vectors: asks the VMM for [each](Vmm::vcpu_thread) again.
+    /// Asks the VMM again for the [vCPU thread](Vmm::vcpu_thread) of each vector.
     pub fn vcpus_changed(&self) {
         if let Some(state) = self.shared.slot().function() {
             state.routes.find_vcpus(&state.function);
@@ -145,8 +145,8 @@ impl FunctionDevice {
         }
     }
 
-    /// Writes configuration space. Returns the BARs that moved: the VMM must forward accesses at their new addresses, and no
-    /// longer those at the old ones.
+    /// Writes configuration space. Returns the BARs that moved: from now on, the VMM must forward accesses at their new
+    /// addresses instead of the old ones.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         let mut slot = self.shared.slot();
@@ -161,7 +161,8 @@ impl FunctionDevice {
         moves
     }
 
-    /// Sets a BAR's address, as firmware does. The BAR is decoded there once the guest enables accesses.
+    /// Sets a BAR's address, as firmware does. The BAR responds at this address once the guest enables memory accesses in the
+    /// Command register.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn place_bar(&self, bar: Bar, address: u64) -> Vec<BarMove> {
         self.write_config(bar.config_offset(), &address.to_le_bytes())
@@ -223,7 +224,8 @@ impl FunctionDevice {
         self.mmio_write(MmioAddress(base), offset, data);
     }
 
-    /// Returns the costs of mapping the function's doorbells into the guest, or zeros if they are never mapped.
+    /// Returns how often and for how long the function's doorbells were mapped into and unmapped from the guest; zeros if they
+    /// are never mapped.
     #[must_use]
     pub fn doorbell_figures(&self) -> DoorbellMappingStats {
         let mut slot = self.shared.slot();
@@ -231,17 +233,18 @@ impl FunctionDevice {
         mapped.map(MappedDoorbells::figures).unwrap_or_default()
     }
 
-    /// Resets the function to its power-on state, for a guest that is restarted. Commands that do not end within 30 seconds
-    /// keep the guest's memory in use, and `CSTS.RDY` set, until they end.
+    /// Resets the function to its power-on state, for a guest that is restarted. If commands do not end within 30 seconds, the
+    /// guest's memory stays in use and `CSTS.RDY` stays set until they end.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&self) -> Vec<BarMove> {
         self.change(NvmeFunction::reset).unwrap_or_default()
     }
 
-    /// Adds guest memory by its file: all memory at the start of the function, and memory that is added later.
+    /// Adds guest memory by its file. The VMM must call this for all memory after it starts the function, and for memory that
+    /// is added later.
     ///
-    /// The memory must be complete. The function maps the file, and a page that the VMM has not restored yet would read as
-    /// zeros. Memory that this process has registered with userfaultfd and that may still fault is refused: use
+    /// The memory's content must be complete, since the function maps the file: a page that the VMM has not restored yet would
+    /// read as zeros. Memory that this process has registered with userfaultfd and that may still fault is refused: use
     /// [`Self::map_vmm_memory`] for it.
     ///
     /// # Errors
@@ -273,7 +276,7 @@ impl FunctionDevice {
         }
     }
 
-    /// Removes guest memory. When this returns, the function does not access it.
+    /// Removes guest memory. When this returns, the function does not access this memory.
     ///
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
@@ -285,12 +288,12 @@ impl FunctionDevice {
         }
     }
 
-    /// Removes the function from the VMM and flushes its drive. When this returns, the function does not access the guest's
-    /// memory, and none of its memory is mapped into the guest. The slot is empty, and the drive and its lease are released.
+    /// Removes the function from the VMM, flushes the drive, and releases the drive and its lease. When this returns, the
+    /// function does not access the guest's memory, and no memory of the function is mapped into the guest. The slot is empty.
     ///
     /// # Errors
-    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; the function is removed nevertheless. Commands
-    /// that did not end within 30 seconds keep the guest's memory and the lease until they have.
+    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; the function is removed nevertheless. If
+    /// commands did not end within 30 seconds, the guest's memory stays in use and the lease stays held until they end.
     pub fn stop(&self) -> Result<(), DeviceError> {
         let Some(thread) = lock(&self.thread).take() else {
             return Ok(());
@@ -316,7 +319,7 @@ impl FunctionDevice {
         result
     }
 
-    /// Changes the function, if there is one, and updates the VMM accordingly.
+    /// Calls `change` for the function if the slot has one, and then updates the VMM's interrupt routes, mappings and eventfds.
     fn change<T>(&self, change: impl FnOnce(&mut NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         let state = slot.function()?;
@@ -371,7 +374,7 @@ fn read_nothing(data: &mut [u8]) {
 
 /// Token of the function's events.
 const EVENTS: u64 = 0;
-/// Token of the eventfd that reports the fall of the pin's level.
+/// Token of the eventfd that reports that the INTx pin's level has fallen.
 const PIN_FALLEN: u64 = 1;
 
 impl DeviceSlot {
@@ -425,8 +428,8 @@ impl SharedFunctionDevice {
         })
     }
 
-    /// Ends all work of the function within 30 seconds, and disconnects it. Afterwards it does not access the guest's memory,
-    /// and none of its memory is mapped into the guest.
+    /// Ends all work of the function within 30 seconds, and disconnects the function. Afterwards, the function does not access
+    /// the guest's memory, and no memory of the function is mapped into the guest.
     fn unwire(&self, state: &mut WiredFunction) -> Result<(), DeviceError> {
         let unmapped = state.function.reset_and_unmap();
         self.disconnect(state);

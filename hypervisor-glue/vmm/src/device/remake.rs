@@ -1,4 +1,4 @@
-//! State of a function whose drive was handed over, and the way to create it again.
+//! State of a function whose drive was handed over, and the factory that creates the function again.
 
 use std::fmt;
 use std::mem;
@@ -36,12 +36,13 @@ impl HandedOverFunction {
 /// Constructor of a function, for taking its drive back.
 pub struct FunctionFactory {
     make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
-    /// Time for repeated attempts: the process that has the drive may be about to release it.
+    /// Time during which creating the function is attempted again, because the process that has the drive may be about to
+    /// release it.
     patience: Duration,
 }
 
 impl FunctionFactory {
-    /// Creates the function by `make`, which is repeated for up to `patience` while it fails.
+    /// Creates a factory that calls `make`, and calls it again for up to `patience` while it fails.
     pub fn new(
         make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
         patience: Duration,

@@ -1,7 +1,7 @@
 //! Pause, snapshot and restore of a function in a VMM's process.
 //!
-//! A VMM pauses its vCPUs, then its functions, and saves the guest's memory and each function's state. To restore, it starts a
-//! new function, maps the guest's memory, restores the function, and resumes it before the vCPUs.
+//! A VMM pauses its vCPUs, then its functions, and saves the guest's memory and each function's state. To restore, the VMM
+//! starts a new function, maps the guest's memory, restores the function, and resumes the function before the vCPUs.
 
 use nvme_guest::{DirtyRange, DmaError};
 use vmm_device::{BarMove, FunctionSnapshot};
@@ -9,11 +9,11 @@ use vmm_device::{BarMove, FunctionSnapshot};
 use super::{DeviceError, DeviceSlot, FunctionDevice, WiredFunction};
 
 impl FunctionDevice {
-    /// Stops taking commands and waits for those in flight. When this returns, the function does not access the guest's memory
-    /// until it is resumed.
+    /// Stops fetching commands and waits for in-flight commands. When this returns, the function does not access the guest's
+    /// memory until it is resumed.
     ///
     /// # Errors
-    /// [`DeviceError::Pause`]: commands did not end in time. The function continues as before.
+    /// [`DeviceError::Pause`]: commands did not end in time. The function is not paused and continues.
     pub fn pause(&self) -> Result<(), DeviceError> {
         match self.shared.slot().function() {
             Some(state) => Ok(state.function.pause()?),
@@ -21,12 +21,12 @@ impl FunctionDevice {
         }
     }
 
-    /// Resumes the function. If it was [handed over](Self::hand_over), takes its drive back first: that takes as long as
-    /// opening the drive, and some seconds more if another process has it.
+    /// Resumes the function. If the function was [handed over](Self::hand_over), takes the drive back first. This takes as long
+    /// as opening the drive, and up to some seconds more if another process still has the drive.
     ///
     /// # Errors
-    /// [`DeviceError::TakeBack`], and all errors of starting or restoring a function. The slot is empty from then on, as if the
-    /// guest had lost its drive.
+    /// [`DeviceError::TakeBack`], and all errors of starting or restoring a function. After such an error, the slot stays
+    /// empty, and the guest has lost its drive.
     pub fn resume(&self) -> Result<(), DeviceError> {
         let mut slot = self.shared.slot();
         match &mut *slot {
@@ -58,7 +58,7 @@ impl FunctionDevice {
     }
 
     /// Starts to log the pages of guest memory that the function writes, for a VMM that copies the memory of a running guest.
-    /// The VMM must copy all memory after this call.
+    /// Earlier writes are not logged, so the VMM must copy all memory after this call.
     ///
     /// # Errors
     /// [`DeviceError::Memory`] if commands in flight do not complete, [`DeviceError::HandedOver`].
@@ -71,7 +71,7 @@ impl FunctionDevice {
     }
 
     /// Returns the pages that the function has written since the last call, or since the log was started. The last writes are
-    /// complete once the function is paused.
+    /// included once the function is paused, so the VMM must call this once more then.
     ///
     /// # Errors
     /// [`DeviceError::Memory`] if the log is not active.
@@ -99,7 +99,7 @@ impl FunctionDevice {
     /// BARs that moved: the VMM must forward accesses at their new addresses.
     ///
     /// # Errors
-    /// [`DeviceError::Restore`]: the function is unchanged, or as after power-on. [`DeviceError::HandedOver`],
+    /// [`DeviceError::Restore`]: the function is unchanged, or in its power-on state. [`DeviceError::HandedOver`],
     /// [`DeviceError::Empty`].
     pub fn restore(&self, saved: &FunctionSnapshot) -> Result<Vec<BarMove>, DeviceError> {
         let mut slot = self.shared.slot();

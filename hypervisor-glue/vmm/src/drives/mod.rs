@@ -1,7 +1,7 @@
 //! Drives by path: opened once per process, and leased in parts.
 //!
-//! To add a kind of drive, add a variant of [`DrivePath`], its two text forms, and the code that opens it. Options that do not
-//! apply to the kind are refused in `options/function.rs`.
+//! To add a kind of drive, add a variant of [`DrivePath`], its conversions from and to text, and the code that opens it.
+//! Options that do not apply to the kind are refused in `options/function.rs`.
 
 mod opened;
 
@@ -93,7 +93,7 @@ pub enum OpenDriveError {
         /// Mount, swap, device or program that uses the bytes.
         user: String,
     },
-    /// This process has the drive open with another value of an option.
+    /// This process has already opened the drive with another value of the option.
     #[error(
         "Drive `{path}` is open in this process with another {key}=: give the same {key}= to all functions that \
          share it"
@@ -206,9 +206,10 @@ pub struct DriveOptions {
     pub allocation: MemoryAllocationTime,
     /// Name of the label that names the drive; `None` if no label is used.
     pub name: Option<DriveName>,
-    /// Memory file with the content of a `memory:` drive; `None` if the content ends with the process.
+    /// Memory file with the content of a `memory:` drive; `None` if the content is lost when the process ends.
     pub memory: Option<MemoryFile>,
-    /// Memory file with the fault state for the successor process; `None` if the fault state ends with the process.
+    /// Memory file in which the state of injected faults is passed to the successor process; `None` if that state is lost when
+    /// the process ends.
     pub kept_faults: Option<MemoryFile>,
 }
 
@@ -230,7 +231,7 @@ impl Hash for MemoryFile {
     }
 }
 
-/// Default timeout of a physical drive's commands: far more than a healthy drive needs, and less than the guest driver's
+/// Default timeout of a physical drive's commands: much longer than a healthy drive needs, and shorter than the guest driver's
 /// timeout (Linux: 30 seconds).
 const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -253,8 +254,8 @@ impl Default for DriveOptions {
 }
 
 impl DriveOptions {
-    /// Returns the key of an option that conflicts with the options of the open drive at `path`. Unset profile, faults and
-    /// policies conflict with no value.
+    /// Returns the key of an option that conflicts with the options of the open drive at `path`. A profile, faults or policies
+    /// that are not set conflict with no value.
     #[must_use]
     pub fn difference(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
         let Self {
@@ -310,18 +311,20 @@ pub fn open_on(
     open_with(path, options, threads, PersistedDriveDescriptors::default())
 }
 
-/// Descriptors of a physical drive that outlive the process that opened it.
+/// Descriptors of a physical drive that were opened by a predecessor and outlived it.
 #[derive(Debug, Default)]
 pub struct PersistedDriveDescriptors {
     /// Descriptors from a [hand-over](HostController::hand_over) by the predecessor.
     pub handed: Vec<OwnedFd>,
-    /// Descriptors that a dead predecessor left with its supervisor process. Ignored after a hand-over.
+    /// Descriptors that a predecessor which crashed left with its keeper (supervisor process). Ignored if the predecessor
+    /// handed the drive over.
     pub left: Vec<OwnedFd>,
     /// Descriptor store of this process's supervisor.
     pub keeper: Option<Arc<dyn DescriptorStore>>,
 }
 
-/// [Opens](open) a drive with the descriptors of a predecessor. A drive that cannot be restored is opened anew.
+/// [Opens](open) a drive with the descriptors of a predecessor. If the drive cannot be restored from them, it is opened from
+/// the beginning.
 ///
 /// # Errors
 /// As [`open`].
@@ -333,7 +336,7 @@ pub fn open_outliving(
     open_with(path, options, &ThreadSpawner::default(), outliving)
 }
 
-/// Returns a drive that this process has open. Opens no drive, even if the path leads to another one by now.
+/// Returns a drive that this process has open under this path. Opens no drive, even if the path leads to another drive by now.
 ///
 /// # Errors
 /// [`OpenDriveError::Closed`], [`OpenDriveError::OpenedOtherwise`], [`OpenDriveError::Namespace`].
@@ -354,8 +357,8 @@ fn open_with(
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
 
-/// Returns the options of an open drive. `None` if the drive is not open, and for `null:` and `memory:` drives, of which each
-/// open makes a new one.
+/// Returns the options of an open drive. `None` if the drive is not open, and for `null:` and `memory:` drives, because each
+/// open of them makes a new drive.
 #[must_use]
 pub fn opened_options(path: &DrivePath) -> Option<DriveOptions> {
     opened::options(path)
@@ -457,7 +460,8 @@ fn open_controller(
     })
 }
 
-/// Opens a physical drive: from a hand-over, with the IOMMU of a dead predecessor, or anew.
+/// Opens a physical drive: with the descriptors of a hand-over, with the IOMMU that a crashed predecessor left, or from the
+/// beginning.
 fn open_physical(
     address: PciAddress,
     options: ControllerOptions,
@@ -521,7 +525,7 @@ fn handed_over(
     Ok((backing, handed))
 }
 
-/// Restores the IOMMU that a dead predecessor left; `None` if there is none.
+/// Restores the IOMMU address space that a crashed predecessor left; `None` if it left none.
 fn left_backing(
     address: PciAddress,
     left: Vec<OwnedFd>,
@@ -535,8 +539,8 @@ fn left_backing(
     Ok(Some((backing, left)))
 }
 
-/// Returns the name of a drive in the ledger, without opening the drive. A path that is already the ledger's name of an NVMe
-/// drive is returned unchanged.
+/// Returns the name by which the ledger refers to a drive, without opening the drive. If the path is already such a name of an
+/// NVMe drive, it is returned unchanged.
 ///
 /// # Errors
 /// [`OpenDriveError::NoDevice`], [`OpenDriveError::NotFound`], [`OpenDriveError::Open`].
@@ -559,7 +563,7 @@ pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
     })
 }
 
-/// Reads the label of a file or block device, and returns it with its offset.
+/// Reads the label of a file or block device. Returns the label and its offset in bytes.
 fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
     let mut file = fs::File::open(path).ok()?;
     let place = DriveLabel::place(file.seek(SeekFrom::End(0)).ok()?)?;
@@ -597,7 +601,7 @@ pub enum LabelError {
         /// Name of its label.
         name: DriveName,
     },
-    /// The drive may be a missing drive of this host, with data of leases.
+    /// The drive may be one that the ledger knows and that is missing on this host, so it may contain data of leases.
     #[error(
         "Drive `{path}` may be {lost}, which this host does not have now, with data of \"{}\": if it is, run \
          `nvme-mpt leases carry-over '{lost}' {path}` first, or use --again and that name if it has lost its label; \
@@ -628,8 +632,9 @@ pub enum LabelError {
     },
 }
 
-/// Labels a drive, so that its leases are found again under any path. Existing leases move to the label's name. `again` writes
-/// a label that the ledger already knows. `is_other` is the operator's statement that the drive is not a missing one.
+/// Labels a drive, so that its leases are found again under any path. Existing leases move to the label's name. If `again` is
+/// set and the ledger already knows the label's name, the drive gets that label again. If `is_other` is set, the operator
+/// states that the drive is not one of those that the ledger misses.
 ///
 /// # Errors
 /// See [`LabelError`]. After an error, the drive has no label or a complete one.
@@ -705,7 +710,8 @@ pub fn label(
     Ok(label)
 }
 
-/// Returns whether a path leads to a block device. A disk model stores no state file next to one.
+/// Returns whether a path leads to a block device. A disk model stores its state file next to a regular file, but not next to a
+/// block device.
 #[must_use]
 pub fn is_block_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
@@ -722,7 +728,7 @@ fn absent(path: &DrivePath) -> OpenDriveError {
     }
 }
 
-/// Describes the user that keeps a block device from being opened exclusively.
+/// Describes the user (a mount or a program, for example) that prevents a block device from being opened exclusively.
 fn exclusive_user(path: &DrivePath) -> String {
     let DrivePath::File(file) = path else {
         return "another program".to_owned();

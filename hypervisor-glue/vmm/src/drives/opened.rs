@@ -14,8 +14,8 @@ use nvme_vfio::function::PciAddress;
 
 use super::{DriveOptions, DrivePath, OpenDriveError};
 
-/// Key of an open drive, independent of its path. The drive's identity would not do, since two devices may report the same
-/// serial number.
+/// Key of an open drive, independent of its path. The key does not contain the drive's serial number, since two devices may
+/// report the same one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpenDriveKey {
     Function(PciAddress),
@@ -49,7 +49,7 @@ struct OpenedController {
     controller: Weak<dyn HostController>,
 }
 
-/// Locked while a drive is opened, so that two concurrent functions open it once.
+/// Locked while a drive is opened, so that two functions that start concurrently open their drive only once.
 static OPENED: Mutex<Vec<OpenedController>> = Mutex::new(Vec::new());
 
 fn opened() -> MutexGuard<'static, Vec<OpenedController>> {

@@ -7,9 +7,9 @@ use super::error::OptionError;
 use super::function::FunctionOptions;
 use super::served::OptionText;
 
-/// Parsed options of a function, and their text.
+/// Options of a function in parsed form and as an option string.
 ///
-/// A VMM uses the parsed options to open a drive itself, and sends the text to a drive server that has the drive.
+/// A VMM uses the parsed form to open a drive itself. If a drive server has the drive, the VMM sends the string to that server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParsedFunctionOptions {
     options: FunctionOptions,

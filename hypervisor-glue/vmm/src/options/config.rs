@@ -16,8 +16,8 @@ use super::served::OptionText;
 
 /// Default directory of the lease ledger.
 ///
-/// The directory must survive a power failure, so it is not in /run. A range then stays with its owner until an operator
-/// releases it.
+/// The ledger must survive a power failure, so that a range stays with its owner until an operator releases it. So the
+/// directory is not in /run.
 pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Configuration of a function: the options of [`FunctionOptions`] as text.
@@ -25,7 +25,8 @@ pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 /// Unknown keys are errors: `rang` for `range` would lease the whole drive. A type that flattens this one (`serde(flatten)`)
 /// must refuse unknown keys itself.
 ///
-/// There is no `id`, since device names are unique within one VM only: `lease` names the lease.
+/// There is no field `id` as in option strings, since a device's id is unique within one VM only. The field `lease` is the id
+/// of the lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FunctionConfig {
@@ -104,7 +105,7 @@ pub struct FunctionConfig {
     /// Fault schedule of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub faults: Option<String>,
-    /// When a `memory:` drive allocates its memory: `on` for its start.
+    /// With `on`, a `memory:` drive allocates all its memory at its start; otherwise, it allocates memory as it is written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub populate: Option<String>,
     /// Namespace of a physical drive.
@@ -133,7 +134,7 @@ fn default_state_dir() -> PathBuf {
 }
 
 impl Default for FunctionConfig {
-    /// Returns a configuration without a drive, and with the default of each option.
+    /// Returns a configuration with an empty drive path and the default of each option.
     fn default() -> Self {
         Self {
             path: String::new(),
@@ -205,7 +206,8 @@ impl FunctionConfig {
         "state_dir",
     ];
 
-    /// Builds a configuration from the values that `get` returns for keys.
+    /// Builds a configuration from key-value pairs: `get` returns the value of an option's key, or `None` if the option is not
+    /// given.
     ///
     /// # Errors
     /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for an invalid number. [`Self::options`]
@@ -268,8 +270,9 @@ impl FunctionConfig {
         ParsedFunctionOptions::read(OptionText::of(self.pairs()?)?)
     }
 
-    /// Returns the files that a sandbox must allow if the function opens its drive itself, each with whether it is writable.
-    /// The ledger's directory must exist. [`settle`](crate::sandbox::settle) returns fewer files if a server has the drive.
+    /// Returns the files that a sandbox must allow if this process opens the function's drive itself, each with true if write
+    /// access is needed. The ledger's directory must exist. [`settle`](crate::sandbox::settle) returns fewer files if a server
+    /// has the drive.
     ///
     /// # Errors
     /// [`OptionError::Value`] if the path names no drive.
@@ -315,7 +318,7 @@ impl FunctionConfig {
         Ok(files)
     }
 
-    /// Returns the files of a function whose drive a server has, each with whether it is writable.
+    /// Returns the files that a function needs if a drive server has its drive, each with true if write access is needed.
     pub(crate) fn files_with_server(&self) -> Vec<(PathBuf, bool)> {
         let mut files = vec![(sockets(&self.state_dir), false)];
         files.extend(self.described());

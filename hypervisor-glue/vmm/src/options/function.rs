@@ -29,7 +29,7 @@ use super::table;
 /// Maximum length of a serial number in bytes (Base 2.0, Identify Controller data structure, SN).
 const MAX_SERIAL: usize = 20;
 
-/// Maximum timeout of a drive's commands in seconds. No driver waits that long by default.
+/// Maximum timeout of a drive's commands in seconds. It is longer than the default timeout of any guest driver.
 const MAX_TIMEOUT: u64 = 3600;
 
 /// Logical block size of a software drive.
@@ -70,7 +70,7 @@ impl FromStr for LbaSize {
 pub struct FunctionOptions {
     /// The drive.
     pub path: DrivePath,
-    /// Range of the drive for the guest; the whole drive if not given.
+    /// Range of the drive's bytes that the guest sees; the whole drive if not given.
     pub range: Option<ByteRange>,
     /// Minimum size for the guest, allocated anywhere on the drive.
     pub size: Option<LeaseSize>,
@@ -106,7 +106,7 @@ pub struct FunctionOptions {
     pub drive_id: Option<DriveName>,
     /// True if the leased bytes may begin with a disk image header.
     pub is_raw: bool,
-    /// Performance model of a software drive, or its zones, or its key-value profile.
+    /// Profile of a software drive: its performance model, its zones, or its key-value command set.
     pub profile: Option<Arc<DriveProfile>>,
     /// Fault schedule of a software drive.
     pub faults: Option<Arc<FaultPlan>>,
@@ -118,7 +118,7 @@ pub struct FunctionOptions {
     pub timeout: Option<Duration>,
     /// Arbitration mechanism with which a physical drive is enabled; round robin if not given.
     pub arbitration: Option<ArbitrationChoice>,
-    /// Maximum wait of a function in a VMM for its drive server to come back; unlimited if not given.
+    /// Maximum time that a function in a VMM waits for a new drive server after the old one has ended; unlimited if not given.
     pub reconnect: Option<Duration>,
 }
 
@@ -142,14 +142,14 @@ pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionErro
 const DEFAULT_QUEUES: u16 = 16;
 
 impl FunctionOptions {
-    /// Returns the number of I/O queue pairs: [`Self::queues`], limited by the room for doorbells.
+    /// Returns the number of I/O queue pairs: [`Self::queues`], limited by the number of doorbells that fit into BAR0.
     #[must_use]
     pub fn queue_pairs(&self) -> u16 {
         let most = self.doorbell_stride.queue_pairs_max(self.doorbells);
         self.queues.min(most)
     }
 
-    /// Returns warnings about the function's queues for the operator, in sentences.
+    /// Returns warnings about the function's queues as sentences for the operator.
     #[must_use]
     pub fn cautions(&self) -> Vec<String> {
         let mut cautions = Vec::new();
@@ -193,7 +193,8 @@ impl FunctionOptions {
         check_bandwidth(self.rates.bandwidth)
     }
 
-    /// Returns the drive options of the function. Unset options take the values of the drive that is `opened`, if there is one.
+    /// Returns the drive options of the function. If the drive is already open, `opened` are its options, and options that the
+    /// function does not set take their values.
     #[must_use]
     pub fn of_drive(&self, opened: Option<&DriveOptions>) -> DriveOptions {
         let default = opened.cloned().unwrap_or_default();
@@ -335,8 +336,8 @@ impl FunctionOptions {
         }
     }
 
-    /// Returns whether the drive pins the guest's memory. A VMM must not free mapped memory then: no balloon, no free page
-    /// reporting, and virtio-mem only if it unmaps memory before it frees the memory.
+    /// Returns whether the drive pins the guest's memory. If so, the VMM must not free mapped guest memory: it must use no
+    /// balloon and no free page reporting, and virtio-mem only if it unmaps memory before freeing it.
     #[must_use]
     pub fn pins_memory(&self) -> bool {
         matches!(self.path, DrivePath::Pci(_))
@@ -347,7 +348,7 @@ impl FunctionOptions {
         matches!(self.profile.as_deref(), Some(DriveProfile::Kv(_)))
     }
 
-    /// Returns an option that does not apply to the kind of drive, and the reason.
+    /// Returns the key of a given option that does not apply to the kind of drive, and the reason; `None` if all options apply.
     fn meaningless(&self) -> Option<(&'static str, &'static str)> {
         let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.has_keys();
         if self.fixed.slices == PolicyChoice::Fixed && !is_sliced {
@@ -445,7 +446,7 @@ impl FromStr for FunctionOptions {
 pub struct LeaseSize {
     /// Size.
     pub size: Bytes,
-    /// Unit of the lease, of which its extents are multiples; the drive's default if not given.
+    /// Allocation unit of the lease: the size of each extent is a multiple of it. If not given, the drive's default is used.
     pub unit: Option<Bytes>,
 }
 
@@ -475,7 +476,8 @@ fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
     }
 }
 
-/// Minimum memory limit. Limits without a unit, such as 16 for 16G, are below it.
+/// Minimum memory limit. A limit written without its unit, such as 16 instead of 16G, is below the minimum and therefore
+/// refused.
 const MEMORY_LIMIT_MIN: u64 = 1 << 20;
 
 /// Parses a memory limit.

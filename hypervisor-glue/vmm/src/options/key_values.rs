@@ -1,7 +1,7 @@
 //! `key=value,key=value`: the syntax of option strings.
 //!
-//! A value with a comma is put in double quotes, as in `path="/a,b"`. A double quote within quotes is doubled. Cloud Hypervisor
-//! has the same rules.
+//! A value that contains a comma is put in double quotes, as in `path="/a,b"`. A double quote inside such a value is written
+//! twice. Cloud Hypervisor has the same rules.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -114,7 +114,7 @@ impl fmt::Display for KeyValues {
     }
 }
 
-/// Reads up to the next comma outside quotes. Returns the text before the equals sign, and the text after it if there is one.
+/// Reads up to the next comma outside quotes. Returns the key, and the value if there is an equals sign.
 fn pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), OptionError> {
     let mut word = String::new();
     let mut value: Option<String> = None;
@@ -179,7 +179,7 @@ pub(super) fn parsed<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     }
 }
 
-/// Returns an error if `keys` has a key left. The message lists the `allowed` keys.
+/// Returns an error if a key is left in `keys`, since no parser took it. The error lists the `allowed` keys.
 pub(super) fn no_more<'a>(
     keys: KeyValues,
     allowed: impl Iterator<Item = &'a str>,

@@ -1,4 +1,4 @@
-//! Options of leases that an operator reserves for functions in VMMs, and of the socket for such VMMs.
+//! Options of leases that an operator reserves for functions in VMMs, and of the socket on which these VMMs request leases.
 
 use std::str::FromStr;
 
@@ -12,7 +12,8 @@ use super::served::{OptionText, RateChange, ServerDriveOptions, SocketOwner, par
 pub struct LeaseReservation {
     /// User that owns the lease, by name or number.
     pub owner: String,
-    /// Drive, range or size, id and previous-data policy of the lease. All other options have their defaults.
+    /// The lease's drive, its range or size, its id, and the policy for data that another id left. All other options have their
+    /// defaults.
     pub function: FunctionOptions,
     /// The operator's limits, in the form of [`RateChange`].
     pub limits: Option<OptionText>,

@@ -11,7 +11,7 @@ use super::key_values::{KeyValues, no_more, take};
 use super::table;
 use crate::drives::DrivePath;
 
-/// Maximum length of a UNIX socket's path in bytes: `sun_path` has 108, with a terminating zero.
+/// Maximum length of a UNIX socket's path in bytes: `sun_path` has 108 bytes, of which one is the terminating zero.
 const MAX_SOCKET_PATH: usize = 107;
 
 /// Options of a function that a server offers on a socket.
@@ -128,7 +128,7 @@ impl RateChange {
     /// Value that removes a limit, or restores the default weight.
     pub const NONE: &str = "none";
 
-    /// Refuses a bandwidth limit that is too low for drivers.
+    /// Refuses a bandwidth limit that is too low for guest drivers.
     ///
     /// # Errors
     /// [`OptionError::Value`].
@@ -136,7 +136,8 @@ impl RateChange {
         check_bandwidth(self.bandwidth.flatten())
     }
 
-    /// Refuses a change that does not apply to a drive, and a bandwidth limit that is too low for drivers.
+    /// Refuses a change of limits that the kind of drive does not support, and a bandwidth limit that is too low for guest
+    /// drivers.
     ///
     /// # Errors
     /// [`OptionError::Meaningless`], [`OptionError::Value`].
@@ -154,7 +155,7 @@ impl RateChange {
         }
     }
 
-    /// Returns the limits after the change. Keys that the change does not contain keep their values.
+    /// Returns the limits after the change. Limits that the change does not mention keep their values.
     #[must_use]
     pub fn of(self, rates: RateLimits) -> RateLimits {
         RateLimits {
@@ -207,7 +208,8 @@ impl OptionText {
         Ok(Self(keys))
     }
 
-    /// Returns the given keys of an option string without the others; `None` if the string has none of them.
+    /// Returns an option string with only those keys of `text` that `keys` contains; `None` if `text` contains none of these
+    /// keys.
     ///
     /// # Errors
     /// The text is no option string.

@@ -54,7 +54,7 @@ pub(crate) enum FunctionResumeError {
 }
 
 impl FunctionResumeError {
-    /// Returns whether the host or the drive lacks a resource, so that a later attempt may succeed.
+    /// Returns whether the error is a lack of a resource of the host or the drive, after which a later attempt may succeed.
     pub(crate) fn may_pass(&self) -> bool {
         let lacks_room = matches!(self, Self::Memory(error) if error.lacks_room());
         lacks_room || system::is_exhaustion(self)
@@ -70,14 +70,14 @@ pub(crate) trait ControlledDevice: VfioUserDevice {
     /// Removes the function from the keeper, as it has ended.
     fn forget(&self);
 
-    /// Returns the pause during which the function was restored, if any.
+    /// Returns the pause that ended when this server restored the function; `None` if the function was not restored.
     fn stall(&self) -> Option<GuestPause>;
 
-    /// Returns the function's crash record, if its state outlives the process.
+    /// Returns the function's crash record; `None` if the function's state ends with the process.
     fn crashes(&self) -> Option<CrashRecord>;
 
-    /// Returns the eventfd by which the client reports that the INTx pin's level fell, if any. Each signal counts: the eventfd
-    /// is never read, since the client may change its value and flags.
+    /// Returns the eventfd by which the client reports that the INTx pin's level fell, if any. The eventfd is watched
+    /// edge-triggered and never read, since the client may change its value and flags.
     fn acknowledged(&self) -> Option<&Arc<EventFd>> {
         None
     }
@@ -95,7 +95,7 @@ pub struct NvmeDevice {
     acknowledged: Option<Arc<EventFd>>,
     /// State stored for the next process, if there is a keeper.
     kept: Option<Arc<PersistedFunction>>,
-    /// Kinds of memory files that the function accepts, and that are therefore stored.
+    /// Kinds of guest memory files that the function accepts. Only files of these kinds are stored with the keeper.
     memory: MemoryKinds,
     /// Pause during which the function was restored.
     stall: Option<GuestPause>,
@@ -139,8 +139,8 @@ impl NvmeDevice {
         })
     }
 
-    /// Stores the function's state with the keeper from now on. `memory` are the kinds of memory files that the function
-    /// accepts.
+    /// Makes the device store the function's state with the keeper from now on. `memory` are the kinds of guest memory files
+    /// that the function accepts.
     pub(crate) fn kept(mut self, kept: Arc<PersistedFunction>, memory: MemoryKinds) -> Self {
         let keeper = ControlStateSaver(kept.clone());
         self.function.keep_with(Box::new(keeper));
@@ -149,11 +149,12 @@ impl NvmeDevice {
         self
     }
 
-    /// Restores the old server's client and guest. The function must be in its power-on state and have the old server's files.
+    /// Restores the client's connection and the guest's controller state from the old server. The function must be in its
+    /// power-on state, and its doorbells and in-flight state must be the old server's files.
     ///
     /// # Errors
-    /// The function's properties differ, or the client's memory or vectors are invalid. No command was executed for the guest
-    /// then.
+    /// The function's properties differ, or the client's memory or vectors are invalid. After an error, no command of the guest
+    /// was executed.
     pub(crate) fn take_up(
         &mut self,
         client: RestoredClient,
@@ -221,7 +222,7 @@ impl NvmeDevice {
         &mut self.function
     }
 
-    /// Makes the first vector an INTx pin or not, as the client has connected it.
+    /// Makes the first vector raise the INTx pin if the client has connected INTx, and send messages otherwise.
     fn follow_interrupts(&self) {
         let fall = match &self.acknowledged {
             Some(_) => PinDeassertion::Acknowledgement,
@@ -231,7 +232,7 @@ impl NvmeDevice {
         self.function.set_pin(is_pin.then_some(fall));
     }
 
-    /// Switches the interrupt type. Disconnects interrupts of the previous type, as only one type can be active.
+    /// Switches between INTx, MSI and MSI-X. Disconnects interrupts of the previous type, since only one type can be active.
     fn switch_to(&mut self, interrupts: InterruptType) {
         if interrupts == self.interrupts {
             return;
@@ -248,8 +249,8 @@ impl NvmeDevice {
         }
     }
 
-    /// Sets the eventfd by which the client reports that the INTx pin's level fell. Without one, the client reports it by
-    /// messages.
+    /// Sets the eventfd by which the client reports that the INTx pin's level fell. Without such an eventfd, the client reports
+    /// it by vfio-user messages.
     fn acknowledge_by(&mut self, fds: Vec<OwnedFd>) -> io::Result<()> {
         let eventfd = fds.into_iter().next().map(eventfd::take).transpose()?;
         if let Some(kept) = &self.kept {
@@ -262,7 +263,7 @@ impl NvmeDevice {
     }
 
     /// Connects the `count` vectors from `start` to the eventfds in order. Disconnects vectors without an eventfd. Stores the
-    /// result for the next process.
+    /// connections for the next process.
     fn connect(
         &mut self,
         interrupts: InterruptType,
@@ -587,7 +588,7 @@ impl VfioUserDevice for NvmeDevice {
     }
 }
 
-/// Returns the process that may resolve page faults in a client's memory.
+/// Returns the holder of a client's memory: the process that may have to resolve page faults in that memory.
 fn holder(process: Option<ClientProcess>) -> MemoryHolder {
     // Without credentials from the kernel, the client cannot be inspected.
     process.map_or(MemoryHolder::Trusted, |process| MemoryHolder::Client {

@@ -50,7 +50,7 @@ pub enum FunctionChange {
     },
     /// Applies the configuration file.
     Reload {
-        /// Apply it even if a VMM loses a changed or removed function, or a lease on a drive that closes.
+        /// Makes the change even if a VMM thereby loses a changed or removed function, or a lease on a drive that closes.
         force: bool,
     },
 }
@@ -80,7 +80,7 @@ pub enum ChangeResult {
     Upgraded {
         /// Process id of the successor.
         process: u32,
-        /// Differences between the file and the served configuration, as text.
+        /// Differences between the configuration file and the served configuration, as text.
         #[serde(default)]
         pending: Vec<String>,
     },
@@ -129,7 +129,7 @@ pub enum FunctionStatus {
     Connected,
     /// The function does not report its state, as it waits for in-flight commands.
     Busy,
-    /// The function could not be served, or is quarantined because it crashed the server.
+    /// The function could not be served, or it is quarantined because it crashed a server.
     Failed {
         /// Reason of the failure.
         reason: String,
@@ -139,7 +139,7 @@ pub enum FunctionStatus {
 /// A function in the list of `nvme-mpt list`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FunctionEntry {
-    /// Id of the function and of its lease. A failed function may have its socket here instead.
+    /// Id of the function and of its lease. For a failed function whose options name no id, the path of its socket.
     pub id: String,
     /// Socket to which a VMM connects.
     pub socket: PathBuf,
@@ -152,14 +152,14 @@ pub struct FunctionEntry {
     pub extents: Option<LeaseExtents>,
     /// Source of the declaration.
     pub origin: DeclarationSource,
-    /// Limits, as in `iops=20000,bandwidth=100M`. Empty if there are none.
+    /// Limits as an option string, such as `iops=20000,bandwidth=100M`. Empty without limits.
     #[serde(default)]
     pub limits: String,
     /// Its state.
     pub state: FunctionStatus,
     /// Description in one line.
     pub summary: String,
-    /// Difference from the configuration file, which `nvme-mpt reload` would apply.
+    /// Difference between this function and its declaration in the configuration file. `nvme-mpt reload` would apply the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<String>,
 }

@@ -1,10 +1,10 @@
 //! The control socket. A client sends one line of JSON, the server answers with one line of JSON, and the connection ends.
 //!
-//! One thread serves all clients concurrently, apart from the functions. A client that sends or reads slowly delays no other
-//! client.
+//! One thread serves all clients concurrently, and none of the functions. So a client that sends or reads slowly delays no
+//! other client and no function.
 //!
-//! A change of functions may take long, for example to wipe a range. The service makes it elsewhere and replies when it is
-//! done, even if the client has disconnected.
+//! A change of functions may take long, for example to wipe a range. So the service makes the change on another thread, and
+//! replies when the change is done. The change is completed even if the client has disconnected.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -38,7 +38,7 @@ use vfio_user_server::SocketListener;
 /// Maximum number of connected clients. A further client replaces the oldest.
 const CLIENTS_MAX: usize = 64;
 
-/// Timeout of a client for its answer. Allows for several other clients being served first.
+/// Time that a client waits for its answer. It is long enough for the server to serve several other clients first.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
 
 /// Timeout for a new server to take over.
@@ -47,10 +47,10 @@ const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(30);
 /// Interval of checking for the new server.
 const TAKE_OVER_PAUSE: Duration = Duration::from_millis(2);
 
-/// Maximum size of a request in bytes. Allows for a fault plan with JSON escapes.
+/// Maximum size of a request in bytes. A fault schedule with JSON escapes fits.
 const REQUEST_MAX: usize = 128 << 10;
 
-/// Maximum size of an answer in bytes. Allows for thousands of queues.
+/// Maximum size of an answer in bytes. The statistics of thousands of queues fit.
 const ANSWER_MAX: usize = 64 << 20;
 
 /// Error of the control socket or of a request on it.
@@ -149,7 +149,7 @@ enum ControlRequest {
     },
     /// Report the capacity of the drives.
     Room {
-        /// Unit in bytes, a power of two. `None` uses the unit of each drive.
+        /// Allocation unit in bytes, a power of two. `None` uses each drive's own unit.
         unit: Option<NonZeroU64>,
     },
     /// Use a new keeper, as the previous one has ended.
@@ -208,16 +208,18 @@ pub trait ControlService: Send + 'static {
     /// Returns the reason as text.
     fn log(&self, filter: Option<&str>) -> Result<String, String>;
 
-    /// Returns the capacity of the drives, for leases in units of `unit` bytes, or in each drive's own unit.
+    /// Returns the capacity of the drives for leases in allocation units of `unit` bytes, or of each drive's own unit if
+    /// `None`.
     ///
     /// # Errors
     /// Returns the reason as text.
     fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String>;
 
-    /// Switches to a new keeper, as the previous one has ended. Must not send the new keeper any message before it returns.
+    /// Switches to a new keeper after the previous one has ended. Implementations must not send a message to the new keeper
+    /// before they return.
     ///
     /// # Errors
-    /// Returns as text why the keeper is refused.
+    /// Returns the reason for refusing the keeper as text.
     fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String>;
 
     /// Starts a change of the functions, and replies when it is done.
@@ -233,7 +235,7 @@ pub struct ChangeReply {
 
 impl ChangeReply {
     /// Sends the result, or the reason of the failure. Does not block: if the client's socket is full, the control thread sends
-    /// the rest.
+    /// the rest of the answer later.
     pub fn send(self, result: Result<ChangeResult, String>) {
         let answer = match result {
             Ok(changed) => ControlAnswer::Changed(changed),
@@ -251,7 +253,7 @@ impl ChangeReply {
     }
 }
 
-/// Clients with a partly sent answer to a change, on their way to the control thread.
+/// Clients whose answer to a change is sent in part. The control thread takes them from here and sends the rest.
 #[derive(Debug)]
 struct LateAnswers {
     clients: Mutex<Vec<ControlClient>>,
@@ -270,7 +272,7 @@ impl LateAnswers {
     }
 }
 
-/// A bound control socket. Connections queue until it is served.
+/// A bound control socket. Connections wait in the socket's backlog until the socket is served.
 #[derive(Debug)]
 pub struct ControlListener(SocketListener);
 
@@ -542,7 +544,7 @@ impl ControlClient {
     }
 }
 
-/// Returns the answer to a request. Returns a requested change as the error.
+/// Returns the answer to a request. Returns `Err` with the requested change if the request is a change of functions.
 fn answer(
     service: &impl ControlService,
     request: ControlRequest,
@@ -589,7 +591,7 @@ pub fn offer_keeper(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlE
     }
 }
 
-/// Returns the process id of the server that listens at `path`, in this process's PID namespace. Returns `None` if nothing
+/// Returns the process id, in this process's PID namespace, of the server that listens at `path`. Returns `None` if no process
 /// listens, or if the server has no id in this namespace.
 #[must_use]
 pub fn listening_process(path: &Path) -> Option<u32> {
@@ -599,7 +601,7 @@ pub fn listening_process(path: &Path) -> Option<u32> {
 }
 
 /// Waits until another process than `before` listens at `path`. `process` is the successor's id in the server's PID namespace,
-/// which may differ from this process's namespace.
+/// which may not be the PID namespace of this process.
 ///
 /// # Errors
 /// [`ControlError::NotTakenOver`] if this takes more than 30 seconds.
@@ -655,8 +657,8 @@ pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, Co
     }
 }
 
-/// Requests the capacity of the drives of the server on the control socket at `path`. Leases are in units of `unit` bytes, or
-/// in each drive's own unit.
+/// Requests the capacity of the drives of the server on the control socket at `path`. The capacity is counted in allocation
+/// units of `unit` bytes, or of each drive's own unit if `None`.
 ///
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
@@ -682,7 +684,7 @@ pub fn request_change(path: &Path, change: FunctionChange) -> Result<ChangeResul
 }
 
 impl ControlAnswer {
-    /// Returns the error for an answer of another kind than the request.
+    /// Returns the error for an answer whose kind does not match the request.
     fn unexpected(self, path: &Path) -> ControlError {
         let reason = match self {
             Self::Error(reason) => reason,
@@ -785,7 +787,7 @@ impl<'stream> LineStream<'stream> {
         }
     }
 
-    /// Receives a line without its end. Returns `None` if the connection ends before the first byte.
+    /// Receives a line and removes its line end. Returns `None` if the connection ends before the first byte.
     fn read(&self, limit: usize) -> io::Result<Option<Vec<u8>>> {
         let mut line = Vec::new();
         loop {

@@ -71,10 +71,10 @@ pub struct DriveFaults {
     pub faults: Vec<FaultStats>,
 }
 
-/// Executes a request. Returns the faults of all drives that support injection.
+/// Executes a request. Returns the faults of all drives that were opened with `faults=`.
 ///
 /// # Errors
-/// See [`FaultRequestError`]. Nothing has changed then.
+/// See [`FaultRequestError`]. After an error, no fault has changed.
 pub fn carry_out(
     request: &FaultRequest,
     drives: &[Arc<Drive>],

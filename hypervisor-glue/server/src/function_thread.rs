@@ -1,6 +1,6 @@
 //! The control thread of a vfio-user function. It serves the socket, executes admin commands and reports statistics.
 //!
-//! Each function has its own thread. A client or guest that keeps its function busy, or waits for a reset, delays no other
+//! Each function has its own thread, so a client or guest that keeps its function busy, or waits for a reset, delays no other
 //! function.
 
 use std::io;
@@ -29,7 +29,7 @@ use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
 use nvme_mpt_vmm::report;
 use vfio_user_server::VfioUserServer;
 
-/// Timeout for statistics. A function needs microseconds, unless it waits for in-flight commands.
+/// Timeout for a function's statistics. A function answers within microseconds unless it waits for in-flight commands.
 const STATS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Error of serving a function.
@@ -51,7 +51,7 @@ pub enum FunctionThreadError {
     Panicked,
 }
 
-/// Timeout for a function's decision to end. Longer than any wait of the function itself.
+/// Timeout for a function's answer to the request to end. The timeout is longer than any wait of the function itself.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
 
 /// Request to a control thread.
@@ -59,17 +59,17 @@ const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
 enum FunctionRequest {
     /// Send statistics.
     Stats(SyncSender<FunctionStats>),
-    /// End the function, even with a connected VMM if `force` is set. The decision holds only if the requester is still
-    /// waiting.
+    /// End the function, with `force` even while a VMM is connected. If the requester no longer waits for the answer, the
+    /// function does not end.
     Leave {
         force: bool,
         answer: SyncSender<ShutdownAnswer>,
     },
-    /// Pause for the next server by a deadline, and send the result.
+    /// Pause before the deadline, for a hand-over to the next server, and send the result.
     Rest(Deadline, SyncSender<Result<QuiescedFunctionGuard, String>>),
 }
 
-/// A paused function with its state committed for the next server. Dropping it resumes the function.
+/// A paused function whose state is committed for the next server. Dropping the guard resumes the function.
 #[derive(Debug)]
 pub(crate) struct QuiescedFunctionGuard {
     _goes_on: Sender<()>,
@@ -94,7 +94,7 @@ pub struct FunctionHandle {
 }
 
 impl FunctionHandle {
-    /// Returns the statistics of functions. Omits functions that have ended or do not answer in time.
+    /// Returns the statistics of the functions. Omits functions that have ended, or that do not answer within one second.
     #[must_use]
     pub fn stats_of<'a>(handles: impl IntoIterator<Item = &'a Self>) -> Vec<FunctionStats> {
         // Send all requests before waiting, so that they share one deadline.
@@ -111,10 +111,11 @@ impl FunctionHandle {
         Some(figures)
     }
 
-    /// Pauses all functions concurrently. Also returns the time of the last request to pause, by the host's clock.
+    /// Pauses all functions concurrently. Returns guards that keep them paused, and the time of the last request to pause, by
+    /// the host's clock.
     ///
     /// # Errors
-    /// Returns the index of a function that did not pause, and the reason. All functions are resumed then.
+    /// If a function did not pause, returns its index and the reason, and all functions are resumed.
     pub(crate) fn rest(
         handles: &[Self],
     ) -> Result<(Vec<QuiescedFunctionGuard>, Duration), (usize, String)> {
@@ -126,7 +127,7 @@ impl FunctionHandle {
         Ok((resting, asked))
     }
 
-    /// Asks functions to pause within `time`. A function that is late continues.
+    /// Asks functions to pause within `time`. A function that cannot pause in time continues.
     fn ask_to_rest(
         handles: &[Self],
         places: &[usize],
@@ -237,7 +238,8 @@ impl FunctionThread {
         self.handle.clone()
     }
 
-    /// Asks the function to end. Refused while a VMM is connected, unless `force`. [`Self::end`] waits for the end.
+    /// Asks the function to end. Without `force`, the function refuses while a VMM is connected. Call [`Self::end`] to wait
+    /// until it has ended.
     #[must_use]
     pub fn leave(&self, force: bool) -> ShutdownAnswer {
         self.handle.ask_to_leave(force)
@@ -251,8 +253,8 @@ impl FunctionThread {
     /// Ends the thread. On success, nothing more is written to the drive, and the lease is released.
     ///
     /// # Errors
-    /// Commands did not end within 30 seconds, and hold the lease until they do; the drive could not be flushed; or the thread
-    /// panicked.
+    /// Commands did not end within 30 seconds, so the lease stays held until they end; the drive could not be flushed; or the
+    /// thread panicked.
     pub fn end(mut self) -> Result<(), FunctionThreadError> {
         self.join()
     }
@@ -289,7 +291,7 @@ struct FunctionThreadState<D: ControlledDevice> {
     control: Arc<ControlLoop>,
     /// Time of the last periodic check of the drive.
     looked: Duration,
-    /// The watched eventfd of the INTx pin. Kept open while it is watched.
+    /// The eventfd by which the client reports that the INTx pin's level fell. It stays open while epoll watches it.
     acknowledged: Option<Arc<EventFd>>,
 }
 
@@ -349,7 +351,8 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         }
     }
 
-    /// Pauses the function by a deadline. It stays paused until the requester resumes it or the process ends.
+    /// Pauses the function before the deadline. The function stays paused until the requester drops the guard or the process
+    /// ends.
     fn rest(
         &mut self,
         deadline: &Deadline,
@@ -373,7 +376,8 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         self.server.device_mut().function_mut().resume();
     }
 
-    /// Ends unless a VMM is connected. The decision holds only if the requester is still waiting.
+    /// Ends the function unless a VMM is connected and `force` is not set. If the requester no longer waits for the answer, the
+    /// function does not end.
     fn decide(&self, force: bool, answer: &SyncSender<ShutdownAnswer>) {
         if self.server.is_connected() && !force {
             let _ = answer.send(ShutdownAnswer::Connected);

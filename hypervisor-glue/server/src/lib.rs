@@ -4,13 +4,16 @@
 //! [`adaptor`] presents an NVMe function as a `vfio_user_server::VfioUserDevice`, and a [`function_thread`] runs both.
 //!
 //! Other processes talk to a running server on its [`control`] socket: they read its statistics ([`stats`]) and the free
-//! capacity of its drives ([`room`]), and change its functions ([`change`]) and injected faults ([`faults`]). The crate has both
-//! sides. [`metrics`] exports statistics to Prometheus. [`attach`] has the arguments with which VMMs attach a function.
+//! capacity of its drives ([`room`]), and change its functions ([`change`]) and injected faults ([`faults`]). The crate has the
+//! server's and the client's side of this protocol. [`metrics`] exports statistics to Prometheus. [`attach`] has the arguments
+//! with which VMMs attach a function.
 //!
-//! [`confine`] restricts a server with Landlock and seccomp. [`kept`] stores the state of a server with its keeper
-//! ([`nvme_mpt_keep`]), so that a successor can restore it. `set_aside` serves quarantined functions, which crashed a server.
+//! [`confine`] restricts a server with Landlock and seccomp. [`kept`] stores the state of a server with its keeper, a
+//! supervisor process ([`nvme_mpt_keep`]), so that a successor can restore the state. `set_aside` serves functions that are
+//! quarantined because they crashed a server.
 //!
-//! [`logging`] is the logger of a server, [`mod@output`] its standard output, neither of which waits for its reader.
+//! [`logging`] is the logger of a server, and [`mod@output`] writes its standard output. Neither blocks a serving thread when
+//! its reader is slow.
 //!
 //! # Example
 //!
@@ -50,9 +53,9 @@
 //!
 //! # Not implemented
 //!
-//! `nvme-mpt-vmm` defines the options of functions, drives and leases. `vfio-user-server` implements the protocol. The crate
-//! parses no command line and prints no tables: `nvme-mpt-cli` does. A VMM that embeds functions in its own process does not
-//! need this crate.
+//! `nvme-mpt-vmm` defines the options of functions, drives and leases. `vfio-user-server` implements the vfio-user protocol.
+//! This crate parses no command line and prints no tables: `nvme-mpt-cli` does. A VMM that embeds functions in its own process
+//! does not need this crate.
 
 pub mod adaptor;
 pub mod attach;

@@ -11,8 +11,8 @@ use crate::signals::without_signals;
 /// Timeout for the reader.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Output written by a thread. [`flush`](Write::flush) waits at most one second for the reader. The thread writes the
-/// rest when the reader continues.
+/// Standard output written by a separate thread. [`flush`](Write::flush) waits at most one second for the reader. If the reader
+/// reads later, the thread writes the rest then.
 #[derive(Debug)]
 pub struct ThreadedOutput<W> {
     out: Option<W>,
@@ -24,7 +24,7 @@ pub struct ThreadedOutput<W> {
 struct OutputThread {
     texts: Sender<Vec<u8>>,
     results: Receiver<io::Result<()>>,
-    /// True after the reader has timed out. Later flushes do not wait.
+    /// True after a flush has timed out. Later flushes do not wait for the reader.
     is_late: bool,
 }
 

@@ -15,7 +15,7 @@ pub struct UnknownOwner {
     name: String,
 }
 
-/// Returns the number of a user, given by name or number.
+/// Returns the numeric id of a user that is given by name or number.
 ///
 /// # Errors
 /// [`UnknownOwner`].
@@ -43,8 +43,8 @@ fn number(
     })
 }
 
-/// Returns the user whose quota counts the connections of `user`. An id within a range of `/etc/subuid` counts for the range's
-/// owner, who can start processes with it.
+/// Returns the user to whose quota the connections of `user` count. If `user` is within a range of `/etc/subuid`, this is the
+/// range's owner, because the owner can start processes with all ids of the range.
 pub(crate) fn account_of(user: u32) -> u32 {
     // Read the files directly: an NSS service may take long to answer. A missing file has no ranges.
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();

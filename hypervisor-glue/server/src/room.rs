@@ -1,4 +1,4 @@
-//! Report of `nvme-mpt room`: the capacity of each drive, and the ids that use it.
+//! Report of `nvme-mpt room`: the capacity of each drive, and the lease ids that use part of the capacity.
 
 use std::num::NonZeroU64;
 
@@ -26,7 +26,7 @@ pub struct DriveCapacity {
 }
 
 impl DriveCapacity {
-    /// Returns the capacity of a drive, for leases in units of `unit`, or in the drive's own unit.
+    /// Returns the capacity of a drive for leases in allocation units of `unit` bytes, or of the drive's own unit if `None`.
     ///
     /// # Errors
     /// The ledger cannot be used.

@@ -15,7 +15,8 @@ use crate::stats::GuestPause;
 
 /// A quarantined function as a vfio-user device.
 ///
-/// The client stays connected, but its memory and interrupt requests are ignored. Nothing changes the state in the keeper.
+/// The client stays connected, but the device ignores its memory and interrupt requests. The function's state in the keeper
+/// stays unchanged.
 #[derive(Debug)]
 pub(crate) struct QuarantinedDevice {
     device: NvmeDevice,

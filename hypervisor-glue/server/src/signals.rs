@@ -11,8 +11,8 @@ use std::ptr;
 /// Signals that the server handles.
 const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
-/// Signals that the server ignores. With SIGXFSZ ignored, a write beyond `RLIMIT_FSIZE` just fails. With SIGTTOU ignored, a
-/// background write to the terminal succeeds.
+/// Signals that the server ignores. Since SIGXFSZ is ignored, a write beyond `RLIMIT_FSIZE` fails with EFBIG. Since SIGTTOU is
+/// ignored, a write of a background process to the terminal succeeds.
 const IGNORED: [libc::c_int; 12] = [
     libc::SIGALRM,
     libc::SIGIO,
@@ -49,8 +49,8 @@ pub struct EndSignals {
 }
 
 impl EndSignals {
-    /// Blocks these signals and ignores the others for good. Call before starting any thread, since a signal is delivered to
-    /// any thread that does not block it.
+    /// Blocks these signals, and ignores the other signals until the process ends. Call this before starting any thread, since
+    /// the kernel delivers a signal to any thread that does not block it.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -92,7 +92,7 @@ impl EndSignals {
         })
     }
 
-    /// Keeps the signals blocked for the rest of the process, which is about to end.
+    /// Keeps the signals blocked until the process ends, which the caller is about to do.
     pub fn hold_for_good(self) {
         std::mem::forget(self);
     }

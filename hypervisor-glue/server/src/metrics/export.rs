@@ -210,9 +210,11 @@ fn origin(origin: DeclarationSource) -> &'static str {
     }
 }
 
-/// Returns the number of commands per bucket of [`BOUNDS`], and the sum of their latencies in seconds.
+/// Returns the number of commands in each histogram bucket, with the upper bounds of [`BOUNDS`], and the sum of all latencies
+/// in seconds.
 ///
-/// Each command counts as the middle of its source bucket, which is at most 25 % wide.
+/// Each command counts with the middle of its bucket in `buckets`. These buckets are at most 25 % wide, so the error is at most
+/// about 13 %.
 fn latency(buckets: &[LatencyBucket]) -> (Vec<(f64, u64)>, f64) {
     let bounds = BOUNDS.iter().copied().chain([f64::INFINITY]);
     let mut counts: Vec<(f64, u64)> = bounds.map(|bound| (bound, 0)).collect();
@@ -453,7 +455,8 @@ fn write_drives(
     write(HEALTH, out, &health.collect::<Vec<_>>())
 }
 
-/// Keeps pollers' time counters from decreasing. Their parts are read one after the other while the poller runs.
+/// Keeps pollers' exported time counters from decreasing. A counter is a sum whose terms are read one after the other while the
+/// poller runs, so a later sum can be lower.
 #[derive(Debug, Default)]
 pub(super) struct MonotonicPollerStats(HashMap<String, PollerStats>);
 

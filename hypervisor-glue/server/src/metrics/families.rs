@@ -90,7 +90,7 @@ pub(super) struct LabelledSubject<L, T> {
 }
 
 impl<T> MetricFamily<T> {
-    /// Writes the metric with a sample per item. Omits a metric without samples.
+    /// Writes the metric with a sample for each item. Omits the metric if there are no items.
     pub(super) fn write<'a, L: EncodeLabelSet + 'a>(
         &self,
         out: &mut DescriptorEncoder<'_>,
@@ -250,7 +250,7 @@ pub(super) static FUNCTION: &[MetricFamily<FunctionStats>] = &[
     ),
 ];
 
-/// Returns a value of the admin queue. Omitted for a function in a VMM, which processes the queue itself.
+/// Returns a value of the admin queue; `None` for a function in a VMM, because the VMM processes the admin queue itself.
 fn in_server(function: &FunctionStats, value: u64) -> Option<MetricValue> {
     function
         .process

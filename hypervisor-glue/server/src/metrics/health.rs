@@ -1,7 +1,7 @@
 //! Health of physical drives, polled once a minute.
 //!
-//! Reading the health needs a command, and a hanging drive answers late. Therefore, a thread polls the drives, and a scrape
-//! reads the last answers.
+//! Reading the health needs a command, which a hanging drive completes late. Therefore, a thread polls the drives, and a scrape
+//! reads the latest answers of that thread.
 
 use std::collections::BTreeMap;
 use std::io;

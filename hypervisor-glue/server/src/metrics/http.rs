@@ -1,6 +1,7 @@
 //! An HTTP client of the metrics: reads a request, writes the answer and closes the connection.
 //!
-//! A client never blocks the thread, as its socket is non-blocking. The client's time and the size of its request are limited.
+//! A client never blocks the thread, since the client's socket is non-blocking. The time of a connection and the size of a
+//! request are limited.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -44,8 +45,9 @@ enum HttpRequest {
 
 /// Host names that clients may use over TCP.
 ///
-/// Protects against DNS rebinding. A browser on the host sends the name from its address bar. The owner of that name could
-/// resolve it to this host and read the answers. Hence only names that no stranger can own are accepted.
+/// Protects against DNS rebinding. A browser on this host sends the name of the visited web site as `Host:`. The site's owner
+/// could make that name resolve to this host, so that the site's scripts could read the metrics. Hence only names that no
+/// stranger can own are accepted.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AllowedHosts(Vec<String>);
 
@@ -88,7 +90,8 @@ fn is_bracketed_address(text: &str) -> bool {
 }
 
 impl HttpRequest {
-    /// Parses the head of a request. Returns `None` if it is incomplete. `hosts` are the accepted names, for a TCP client.
+    /// Parses the head of a request. Returns `None` if the head is incomplete. For a TCP client, `hosts` are the accepted names
+    /// of the `Host:` header.
     fn parse(head: &[u8], hosts: Option<&AllowedHosts>) -> Option<Self> {
         let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
         let mut request = httparse::Request::new(&mut headers);
@@ -132,7 +135,7 @@ impl HttpRequest {
     }
 }
 
-/// Refuses cross-site browser requests and names that a stranger may own.
+/// Refuses cross-site requests of browsers, and `Host:` names that a stranger may own.
 fn refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<HttpRequest> {
     let of = |name: &'static str| {
         let named = headers.iter();

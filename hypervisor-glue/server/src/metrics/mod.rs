@@ -6,8 +6,8 @@
 //! - `server`: the thread that serves clients and writes the file
 //! - `health`: polls the drives' health, even if metrics are not exported
 //!
-//! The thread requests statistics from functions like `nvme-mpt stats`. A scrape therefore takes no time from pollers, and does
-//! not wait for the control socket.
+//! The metrics thread requests statistics directly from the functions' control threads. So a scrape takes no time from pollers,
+//! and does not wait for clients of the control socket.
 
 mod export;
 mod families;
@@ -112,7 +112,7 @@ pub trait MetricsSource: Send + Sync + 'static {
     /// Returns the open drives, without duplicates.
     fn drives(&self) -> Vec<Arc<Drive>>;
 
-    /// Returns where the drives' health is stored. Snapshots include it.
+    /// Returns the place where the health thread stores the drives' health. Snapshots include this health.
     fn health(&self) -> HealthAnswers;
 }
 

@@ -1,7 +1,7 @@
 //! The thread that serves metrics and writes the metrics file.
 //!
-//! One thread serves a bounded number of clients without blocking on any. All clients share a text that is at most [`FRESH`]
-//! old, so the work does not grow with their number.
+//! One thread serves a bounded number of clients without blocking on any client. All clients get the same text, which is at
+//! most [`FRESH`] old, so the work of collecting statistics does not grow with the number of clients.
 
 use std::io::{self, PipeReader, PipeWriter, Write};
 use std::net::TcpListener;
@@ -97,7 +97,7 @@ impl AsFd for MetricsSocket {
     }
 }
 
-/// The metrics file. Removed on drop, so that no outdated metrics remain.
+/// The metrics file. Dropping this removes the file, so that the node exporter does not export outdated metrics.
 #[derive(Debug)]
 struct MetricsFile {
     path: PathBuf,
@@ -113,7 +113,7 @@ impl MetricsFile {
         }
     }
 
-    /// Replaces the file atomically. The directory may belong to the node exporter's user, who may have changed its entries
+    /// Replaces the file atomically. The directory may belong to the node exporter's user, who may have replaced files in it
     /// since the last write.
     fn write(&mut self, text: &str) -> Result<(), MetricsError> {
         let written = OpenDirectory::holding(&self.path).and_then(|(directory, name)| {
@@ -149,7 +149,7 @@ pub struct MetricsListener {
 }
 
 impl MetricsListener {
-    /// Binds the socket and creates the file, as far as requested.
+    /// Binds the socket and creates the file, if they are requested.
     ///
     /// # Errors
     /// The socket or the file cannot be created.
@@ -165,7 +165,7 @@ impl MetricsListener {
     }
 }
 
-/// A running metrics thread, and a thread that polls the drives' health.
+/// The running metrics thread, and the running thread that polls the drives' health.
 #[derive(Debug)]
 pub struct MetricsServer {
     stop: Option<PipeWriter>,

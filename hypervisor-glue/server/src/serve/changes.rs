@@ -1,4 +1,4 @@
-//! The thread that changes a running server's functions, one change at a time.
+//! The change thread: changes a running server's functions, one change at a time.
 
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
@@ -21,10 +21,10 @@ use crate::logging;
 /// Maximum number of queued changes.
 const QUEUE: usize = 64;
 
-/// Interval between attempts to restore functions that VMs wait for.
+/// Interval between attempts to restore functions whose VMs wait for a server.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A change and its reply channel. The channel is `None` for a reload by signal.
+/// A change, and the channel for its reply: `None` for a reload by SIGHUP, which has no client.
 type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 
 /// Handle that submits changes to the thread.
@@ -32,7 +32,7 @@ type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 pub(super) struct ChangeQueue(SyncSender<ChangeRequest>);
 
 impl ChangeQueue {
-    /// Submits a change. The reply arrives when it is done or refused.
+    /// Submits a change. The reply arrives when the change is done or refused.
     pub(super) fn push(&self, change: FunctionChange, reply: ChangeReply) {
         let (reply, reason) = match self.0.try_send((change, Some(reply))) {
             Ok(()) => return,
@@ -58,10 +58,10 @@ pub(super) struct ChangeThread {
 }
 
 impl ChangeThread {
-    /// Starts the thread, which owns `roster`.
+    /// Starts the change thread, which owns the function registry `roster`.
     ///
     /// # Errors
-    /// Returns the kernel's error. All functions have ended then.
+    /// Returns the kernel's error. After an error, all functions have ended.
     pub(super) fn start(
         roster: FunctionRegistry,
         comparer: ConfigurationComparer,
@@ -73,7 +73,7 @@ impl ChangeThread {
         Ok((Self { thread, queue }, changes))
     }
 
-    /// Requests a reload of the file on SIGHUP. The result is logged.
+    /// Requests a reload of the configuration file after a SIGHUP. The change thread logs the result.
     pub(super) fn reload(&self) {
         log::info!("SIGHUP: the file is reloaded");
         if let Err(error) = self
@@ -85,7 +85,8 @@ impl ChangeThread {
         }
     }
 
-    /// Waits for the last change and returns the roster. Returns `None` if the thread panicked, which ended all functions.
+    /// Waits for the last change and returns the function registry. Returns `None` if the change thread panicked. The panic has
+    /// then ended all functions.
     pub(super) fn end(self) -> Option<FunctionRegistry> {
         let Self { thread, queue } = self;
         drop(queue);
@@ -132,7 +133,7 @@ fn run(
     roster
 }
 
-/// Starts a successor process, and exits once it has taken over.
+/// Starts a successor process, and ends this process once the successor has taken over.
 fn upgrade(
     roster: &FunctionRegistry,
     binary: Option<&Path>,

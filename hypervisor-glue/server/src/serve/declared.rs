@@ -22,7 +22,7 @@ use nvme_mpt_vmm::options::{
 use thiserror::Error;
 use toml::{Table, Value};
 
-/// Maximum size of a configuration file, in bytes. Protects against a wrong path such as a device.
+/// Maximum size of a configuration file, in bytes. The limit stops reading if a wrong path leads to a device, for example.
 const LONGEST: u64 = 4 << 20;
 
 /// Contents of the files that options name, by key (`profile` or `faults`).
@@ -84,14 +84,14 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
 }
 
 impl ParsedDeclaration<ServerDriveOptions> {
-    /// Returns the options with a path that does not depend on the working directory or on links.
+    /// Returns the option text with the drive's path in absolute form and with links resolved.
     pub(super) fn resolved_text(&self) -> OptionText {
         let path = self.value.drive.path.to_string();
         self.text.clone().with("path", Some(&path))
     }
 }
 
-/// Returns the readable contents of the files that options name.
+/// Returns the contents of the files that options name. Omits files that cannot be read.
 fn contents(text: &OptionText) -> FileContents {
     let named = |(key, path): (&'static str, PathBuf)| {
         let content = read(&path).ok()?;
@@ -117,7 +117,7 @@ fn file_of(content: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Id and range of a lease. Stored for a function whose options name neither a range nor a size.
+/// Id and range of a lease that the server chose, stored for a function whose options name neither a range nor a size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct AssignedLease {
     pub(super) id: String,
@@ -132,7 +132,8 @@ pub(super) struct FunctionDeclaration {
     pub(super) text: OptionText,
     pub(super) files: FileContents,
     pub(super) function: ServerFunctionOptions,
-    /// The lease, if the options name neither a range nor a size. Pinned because the drive may have grown since.
+    /// The lease that the function got, if its options name neither a range nor a size. It stays the same even if the drive has
+    /// grown since.
     pub(super) lease: Option<AssignedLease>,
 }
 
@@ -169,7 +170,7 @@ impl FunctionDeclaration {
         options
     }
 
-    /// Returns the option text with paths that do not depend on the working directory or on links.
+    /// Returns the option text with absolute paths in which links are resolved.
     pub(super) fn resolved_text(&self) -> OptionText {
         let ServerFunctionOptions {
             socket, function, ..
@@ -179,8 +180,8 @@ impl FunctionDeclaration {
             .with("path", Some(&function.path.to_string()))
     }
 
-    /// Returns whether this function equals a served one, apart from limits and lease size. Those two can change while it is
-    /// served.
+    /// Returns whether this declaration equals that of a served function, apart from limits and lease size, which can change
+    /// while the function is served.
     pub(super) fn is_same_as(&self, served: &ServerFunctionOptions) -> bool {
         let rates = served.function.rates;
         self.with_rates(rates).with_size_of(served).function == *served
@@ -210,7 +211,7 @@ impl FunctionDeclaration {
         self.text = self.text.clone().with("size", Some(&size.to_string()));
     }
 
-    /// Sets the policy for another id's data, unless the function has its own.
+    /// Sets the policy for data that another lease id left in the range, unless the function's options have `data=`.
     pub(super) fn with_data(mut self, data: PreviousDataPolicy) -> Self {
         if self.function.function.data == PreviousDataPolicy::Refused {
             self.function.function.data = data;
@@ -230,7 +231,7 @@ pub enum ConfigFileError {
         /// Cause.
         source: PathError,
     },
-    /// The file cannot be written, or another user could replace it.
+    /// The file cannot be written, or another user could replace the file.
     #[error("Cannot write {}", path.display())]
     Write {
         /// The file.
@@ -295,8 +296,8 @@ pub(super) struct ConfigFileContents {
 }
 
 impl ConfigFileContents {
-    /// Reads the file at an absolute path, following links. Relative paths in it are resolved against the directory of the
-    /// link's target.
+    /// Reads the file at an absolute path, following links. Relative paths in the file start at the directory of the file
+    /// itself, not of a link to it.
     pub(super) fn read(path: &Path) -> Result<Self, ConfigFileError> {
         let unreadable = |source| ConfigFileError::Read {
             path: path.to_owned(),
@@ -337,7 +338,7 @@ pub fn descriptions(text: &OptionText) -> Vec<PathBuf> {
     described.map(|(_, path)| path).collect()
 }
 
-/// Returns the files that `profile=` and `faults=` name, with their keys.
+/// Returns the keys `profile` and `faults` that the options have, with the paths of the files that they name.
 fn described(text: &OptionText) -> Vec<(&'static str, PathBuf)> {
     let profile = text.get("profile").filter(|name| name.contains('/'));
     let profile = profile.map(|path| ("profile", path.into()));
@@ -367,7 +368,7 @@ impl ConfigFileTables<'_> {
         }
     }
 
-    /// Removes all `[[kind]]` tables and returns each as an option text.
+    /// Removes all `[[kind]]` tables from the TOML document and returns each table as an option text.
     fn take(
         &self,
         table: &mut Table,
@@ -431,7 +432,7 @@ impl ConfigFileTables<'_> {
     }
 }
 
-/// A drive that the server keeps open, and the origin of its declaration.
+/// A drive that the server keeps open even without functions, and the origin of the drive's declaration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DriveDeclaration {
     pub(super) origin: DeclarationSource,
@@ -448,7 +449,8 @@ pub(super) struct UnreadableDeclaration {
 }
 
 impl UnreadableDeclaration {
-    /// Returns an unreadable function of an earlier run's `nvme-mpt add`.
+    /// Returns the declaration of a function that `nvme-mpt add` added in an earlier run, and whose options this release cannot
+    /// parse.
     pub(super) fn added(text: OptionText, error: OptionError) -> Self {
         Self {
             origin: DeclarationSource::Added,
@@ -471,12 +473,13 @@ pub(super) struct StartConfiguration {
     pub(super) unreadable: Vec<UnreadableDeclaration>,
     /// Landlock rules.
     pub(super) rules: Vec<FileRule>,
-    /// True if the old server stored this configuration. Command line and file are then ignored.
+    /// True if this is the configuration that the old server stored. If so, command line and file are ignored.
     pub(super) was_served: bool,
 }
 
 impl StartConfiguration {
-    /// Reads the configuration from the command line, the file (an absolute path) and earlier runs.
+    /// Reads the configuration from the command line, the configuration file at an absolute path, and the functions added in
+    /// earlier runs.
     pub(super) fn read(
         functions: Vec<ParsedDeclaration<ServerFunctionOptions>>,
         drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
@@ -517,7 +520,7 @@ impl AddedFile {
         Self { path: path.into() }
     }
 
-    /// Returns the option texts of added functions, unparsed. Returns none if the file is missing.
+    /// Returns the unparsed option texts of added functions; none if the file is missing.
     pub(super) fn read(&self) -> Result<Vec<OptionText>, ConfigFileError> {
         let (_, text) = match read_obeyed(&self.path, LONGEST) {
             Ok(read) => read,
@@ -584,7 +587,8 @@ pub(super) fn resolved_function(
     declared
 }
 
-/// Resolves links in a path, so that equal files have equal paths. A missing file is reported later, when it is opened.
+/// Resolves links in a path, so that equal files have equal paths. A path to a missing file stays unchanged, and the error is
+/// reported when the file is opened.
 pub(super) fn resolved(path: &DrivePath) -> DrivePath {
     match path {
         DrivePath::File(file) => {

@@ -1,4 +1,4 @@
-//! Drives that a server has open: each host controller once, with each namespace in use.
+//! Drives that a server has open: one for each namespace in use. Namespaces of one drive share the host controller.
 
 use std::io;
 use std::path::Path;
@@ -41,7 +41,7 @@ pub enum FunctionDriveError {
     /// The server's sandbox does not allow the drive's files.
     #[error(transparent)]
     Landlock(#[from] LandlockRefusal),
-    /// The content of the drive cannot be stored for the successor process.
+    /// The content of a `memory:` drive cannot be stored for the successor process.
     #[error(transparent)]
     Keeping(Box<PersistenceError>),
 }
@@ -55,7 +55,7 @@ impl From<PersistenceError> for FunctionDriveError {
 /// Longest wait for the path lookup of an unused drive.
 const UNUSED_LOOK: Duration = Duration::from_millis(100);
 
-/// A drive whose path leads to something else now, and the reason.
+/// An open drive whose path now leads to another file or device or to none, and how this was found.
 #[derive(Debug, Error)]
 #[error("The path of drive {path} does not lead to the open drive: {reason}")]
 pub(super) struct MovedDrive {
@@ -70,16 +70,17 @@ type PathLookup = Receiver<io::Result<String>>;
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
-    /// Name of the drive's first byte when it was opened; `None` for a drive without a file.
+    /// Name of the drive's first byte when the drive was opened, which identifies the file or device; `None` for a drive
+    /// without a file.
     beginning: Option<String>,
-    /// A path lookup that has not finished.
+    /// Path lookup that has not finished, if there is one.
     look: Mutex<Option<PathLookup>>,
     options: DriveOptions,
 }
 
 impl OpenDrive {
-    /// Returns why the successor process would not find the drive by its path. A file system that does not answer in time is a
-    /// reason, too.
+    /// Returns why the successor process would not find the drive by its path; `None` if it would. A file system that does not
+    /// answer until the deadline is a reason, too.
     fn moved(&self, deadline: &Deadline) -> Option<MovedDrive> {
         let (DrivePath::File(file), Some(known)) = (&self.path, &self.beginning) else {
             return None;
@@ -93,8 +94,8 @@ impl OpenDrive {
         Some(MovedDrive { path, reason })
     }
 
-    /// Looks up the first byte behind the path, on a separate thread. Later calls wait for a blocked thread, so that there is
-    /// at most one.
+    /// Returns the name of the first byte behind the path, which a separate thread looks up. If the thread of an earlier call
+    /// is still blocked, waits for that thread instead of starting another one.
     fn look(&self, file: &Path, deadline: &Deadline) -> io::Result<String> {
         let mut look = self.look.lock().unwrap_or_else(PoisonError::into_inner);
         // A result that arrived after its caller's timeout may be out of date.
@@ -121,7 +122,7 @@ impl OpenDrive {
     }
 }
 
-/// Returns the name of the first byte of a file or block device.
+/// Returns the name of the first byte of a file or block device, which identifies it. Equal names mean the same bytes.
 fn beginning_of(file: &Path) -> io::Result<String> {
     Ok(beginning(&BackingId::of(file)?.identity().name))
 }
@@ -131,11 +132,11 @@ fn beginning_of(file: &Path) -> io::Result<String> {
 pub(super) struct OpenDrives(Vec<OpenDrive>);
 
 impl OpenDrives {
-    /// Opens drives while another server has them open: first those in `held`, then those of functions. The paths are equal to
-    /// those of later [`Self::open`] calls.
+    /// Opens drives while another server has them open: first the drives in `held`, then those of `functions`. Later calls of
+    /// [`Self::open`] must use equal paths to find these drives.
     ///
-    /// Opens only files without a timing model and faults. If one drive cannot be opened, all are closed again: the error is
-    /// reported when the drive is opened for its function.
+    /// Opens only regular files without a profile and faults. If one drive cannot be opened, closes all again without an error,
+    /// since the error will be reported when the drive is opened for its function.
     pub(super) fn open_beside(held: &[FunctionOptions], functions: &[FunctionOptions]) -> Self {
         let is_plain = |path: &DrivePath| {
             let mut all = held.iter().chain(functions);
@@ -156,8 +157,8 @@ impl OpenDrives {
         drives
     }
 
-    /// Returns the drive of a function, and opens it if necessary. `sharing` are the functions that share the drive, including
-    /// this one; their options must agree.
+    /// Returns the drive of a function, and opens the drive if necessary. `sharing` are all functions that share the drive,
+    /// including this one. Their drive options must agree.
     pub(super) fn open<'a>(
         &mut self,
         function: &FunctionOptions,
@@ -238,8 +239,8 @@ impl OpenDrives {
         Ok(drive)
     }
 
-    /// Closes unused drives whose path leads to something else. A function that waits for such a path then opens what is there
-    /// now.
+    /// Closes unused drives whose path now leads to another file or device. So a function that waits for such a path will open
+    /// the present file or device.
     pub(super) fn close_moved(&mut self, is_used: impl Fn(&Arc<Drive>) -> bool) {
         self.0.retain(|open| {
             let deadline = Deadline::after(&SystemClock::shared(), UNUSED_LOOK);
@@ -248,7 +249,7 @@ impl OpenDrives {
         });
     }
 
-    /// Closes all drives but those for which `used` returns true. Returns the paths of the closed drives.
+    /// Closes all drives for which `used` returns false. Returns the paths of the closed drives.
     pub(super) fn close_unused(
         &mut self,
         used: impl Fn(&DrivePath, &Arc<Drive>) -> bool,
@@ -285,8 +286,8 @@ impl OpenDrives {
     }
 }
 
-/// Returns whether a function with these options continues in the server's successor process. Zones, keys and values of a
-/// `memory:` drive end with the process.
+/// Returns whether a function with these options can continue in the server's successor process. It cannot if the drive is a
+/// zoned or key-value `memory:` drive, whose content is lost when the process ends.
 pub(super) fn outlives_process(options: &FunctionOptions) -> bool {
     let in_process = matches!(
         options.profile.as_deref(),

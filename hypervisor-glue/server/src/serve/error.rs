@@ -65,7 +65,8 @@ impl From<FdStoreError> for FunctionRegistrationError {
 }
 
 impl FunctionRegistrationError {
-    /// Returns whether the old server's files do not match the function, for example after a change of `queues=`.
+    /// Returns whether the error is that the old server's stored files do not match the function's options, for example after a
+    /// change of `queues=`.
     pub(super) fn is_of_kept_files(&self) -> bool {
         match self {
             Self::Open(OpenError::Attach(LocalBackendError::Io(error))) => {
@@ -75,8 +76,8 @@ impl FunctionRegistrationError {
         }
     }
 
-    /// Returns whether another user holds the drive or its range. A killed server briefly counts as one, until the kernel has
-    /// closed its io_uring.
+    /// Returns whether the error is that another user holds the drive or its range. This user may be a killed server, until the
+    /// kernel has closed its io_uring.
     pub(super) fn is_of_another_user(&self) -> bool {
         match self {
             Self::Drive(FunctionDriveError::Open(error)) => match error {
@@ -99,7 +100,7 @@ impl FunctionRegistrationError {
         }
     }
 
-    /// Returns the process id of the conflicting lease's holder, or `None` for other errors.
+    /// Returns the process id of the holder of a conflicting lease; `None` for other errors.
     pub(super) fn lease_holder(&self) -> Option<u32> {
         match self {
             Self::Open(OpenError::Lease(
@@ -134,7 +135,7 @@ pub enum LimitsError {
     },
 }
 
-/// Error of changing the functions. Nothing has changed unless the variant says so.
+/// Error of changing the functions. After an error, nothing has changed unless the variant says so.
 #[derive(Debug, Error)]
 pub enum ChangeError {
     /// The options are invalid.
@@ -198,7 +199,7 @@ pub enum ChangeError {
         /// Cause.
         source: Box<LimitsError>,
     },
-    /// The limits are recorded, but the VMM disconnected during the change.
+    /// The limits are in the ledger for the next lease of the id, but the VMM disconnected during the change.
     #[error(
         "The VMM of function {0} disconnected meanwhile: its limits are recorded, and apply when it reconnects"
     )]

@@ -54,7 +54,7 @@ use crate::logging::{LogBudget, work_for};
 use crate::owner::account_of;
 use crate::stats::{FunctionStats, GuestPause};
 
-/// Maximum number of lease ids remembered for pause statistics. Later ids have none.
+/// Maximum number of lease ids remembered for pause statistics. Further ids get no pause statistics.
 const STALLS_MAX: usize = 65_536;
 
 /// Retry interval while a lease ends.
@@ -66,17 +66,17 @@ const STATS_PATIENCE: Duration = Duration::from_secs(1);
 /// Maximum number of connections.
 const CONNECTIONS_MAX: usize = 1024;
 
-/// Maximum number of connections without a lease for one untrusted user. Trusted are root and the server's own user.
+/// Maximum number of connections without a lease for one untrusted user. Root and the server's own user are trusted.
 const OTHERS_WAITING_MAX: usize = 64;
 
 /// Maximum number of connections without a lease for all untrusted users.
 const ALL_WAITING_MAX: usize = 256;
 
-/// Maximum number of connections for all untrusted users. The last eighth is reserved for trusted ones.
+/// Maximum number of connections for all untrusted users. One eighth of all connections is reserved for trusted users.
 const OTHERS_MAX: usize = CONNECTIONS_MAX / 8 * 7;
 
-/// Option keys allowed to VMMs of untrusted users. The others would make the server read files, take threads or queue pairs
-/// from other guests, or decide about previous owners' data.
+/// Option keys allowed to VMMs of untrusted users. With the other keys, a VMM could make the server read files, take threads or
+/// queue pairs from other guests, or decide about previous owners' data.
 const OTHERS_KEYS: &[&str] = &[
     "path",
     "range",
@@ -96,8 +96,8 @@ const OTHERS_KEYS: &[&str] = &[
     "reconnect",
 ];
 
-/// First number of I/O queue pairs refused to VMMs of untrusted users. Each pair takes server memory, which a physical drive
-/// pins.
+/// Smallest number of I/O queue pairs that is refused to VMMs of untrusted users. Each pair takes memory of the server, which
+/// is pinned if the drive is a physical one.
 const OTHERS_QUEUES: u16 = 65;
 
 /// A lease held by a function in a VMM.
@@ -111,7 +111,7 @@ struct VmmLease {
     ordered: Option<RateChange>,
     attachment: Arc<LocalBackend>,
     peer: PeerIdentity,
-    /// Pause that ended with this lease. `None` if the function was not served before.
+    /// Pause of the guest that ended when this lease began. `None` if the function had no server before.
     stall: Option<GuestPause>,
 }
 
@@ -172,13 +172,13 @@ pub(super) struct LeaseTable {
     socket: PathBuf,
     access: SocketAccess,
     connections: Mutex<BTreeMap<u64, VmmConnection>>,
-    /// Used limits of ended leases, by id. Prevents a VMM from regaining credit by reconnecting.
+    /// Used parts of the rate limits of ended leases, by id, so that a VMM cannot regain credit by reconnecting.
     used: Mutex<BTreeMap<String, RateLimiterUse>>,
-    /// Ids of all leases so far. A function that only reconnects has no pause.
+    /// Ids of all leases that this server has had. If a function with such an id reconnects, no pause is counted.
     had: Mutex<BTreeSet<String>>,
     /// Start of the pause of functions restored from the old server.
     stall_begin: GuestPauseStart,
-    /// Log budgets of the users, as a user could reconnect endlessly.
+    /// Log budgets by user id. They are per user, not per connection, since a user could reconnect endlessly.
     budgets: Mutex<BTreeMap<u32, LogBudget>>,
     making: Mutex<AttachesInProgress>,
     /// True when the server ends.
@@ -232,14 +232,14 @@ impl LeaseTable {
         self.making.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether VMMs have leases or are getting some.
+    /// Returns whether any VMM has a lease or is getting one.
     pub(super) fn are_there(&self) -> bool {
         let are_made = self.making().count > 0;
         are_made || self.connections().values().any(|one| one.lease.is_some())
     }
 
-    /// Returns a lease whose in-flight commands do not end within `time`, as its drive does not answer. This process could not
-    /// end before them. Pauses each lease only until its own commands end.
+    /// Returns the id of a lease whose in-flight commands do not end within `time`, because its drive does not answer. Such
+    /// commands would keep this process from ending. Each lease is paused only until its own commands have ended.
     pub(super) fn find_busy(&self, time: Duration) -> Option<String> {
         let leases: Vec<_> = {
             let connections = self.connections();
@@ -255,10 +255,10 @@ impl LeaseTable {
             .map(|(id, _)| id)
     }
 
-    /// Refuses new leases, as a successor is taking over. Returns whether no VMM has or is getting a lease.
+    /// Refuses new leases from now on, since a successor is taking over. Returns true if no VMM has a lease or is getting one.
     ///
-    /// If a VMM has one, this process must end before the successor starts serving. The successor cannot find leases of private
-    /// drives, and the kernel reports a lost write to only one process.
+    /// If a VMM has a lease, this process must end before the successor starts serving. There are two reasons: the successor
+    /// cannot find leases of private drives, and the kernel reports a lost write to only one process.
     pub(super) fn leave(&self) -> bool {
         let are_made = {
             let mut making = self.making();
@@ -269,8 +269,8 @@ impl LeaseTable {
         !are_made && !self.are_there()
     }
 
-    /// Counts a lease under construction. After [`Self::leave`], blocks the VMM until this process ends. Returns `None` if
-    /// `stop` is set.
+    /// Counts a lease under construction until the guard is dropped. After [`Self::leave`], blocks, so that the VMM waits until
+    /// this process ends. Returns `None` if `stop` is set.
     fn begin_to_make(&self, stop: &AtomicBool) -> Option<AttachGuard<'_>> {
         loop {
             {
@@ -299,7 +299,7 @@ impl LeaseTable {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records how far a lease has used its limits, for the next VMM with the id.
+    /// Records how much of its rate limits a lease has used, for the next lease with the same id.
     fn note_used(&self, lease: &VmmLease) {
         let now = Ticks::now();
         let mut used = self.used();
@@ -307,7 +307,8 @@ impl LeaseTable {
         used.insert(lease.entry.id.clone(), lease.attachment.limits_used());
     }
 
-    /// Records that an id has a lease. Returns the pause that ended, if another server had the function before.
+    /// Records that an id has a lease. Returns the pause of the guest that ended thereby, if another server had the function
+    /// before.
     fn end_stall(&self, id: &str, has_server_before: bool) -> Option<GuestPause> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         let mut had = self.had.lock().unwrap_or_else(PoisonError::into_inner);
@@ -323,8 +324,8 @@ impl LeaseTable {
         leases.map(|lease| lease.entry.clone()).collect()
     }
 
-    /// Returns the statistics of the leases. Omits leases whose queues or memory stay busy changing. Admin queues are not
-    /// included: the VMMs process them.
+    /// Returns the statistics of the leases. Omits leases whose queues or memory are being changed for more than a second.
+    /// Admin queues are not included, since the VMMs process them.
     pub(super) fn stats(&self) -> Vec<FunctionStats> {
         let deadline = Deadline::after(&SystemClock::shared(), STATS_PATIENCE);
         let mut found = BTreeMap::new();
@@ -338,8 +339,8 @@ impl LeaseTable {
         }
     }
 
-    /// Adds statistics of missing leases to `found`, by id. Returns whether it is complete: leases whose queues or memory are
-    /// changing are skipped.
+    /// Adds to `found` the statistics of leases whose ids it lacks. Skips leases whose queues or memory are being changed.
+    /// Returns whether `found` now has all leases.
     fn add_stats(&self, found: &mut BTreeMap<String, FunctionStats>) -> bool {
         let mut is_complete = true;
         let connections = self.connections();
@@ -375,7 +376,7 @@ impl LeaseTable {
         is_complete
     }
 
-    /// Ends a lease, so that its guest loses the drive. Returns its entry, or `None` if there is no such lease.
+    /// Ends a lease, so that its guest loses the drive. Returns the lease's entry; `None` if no lease has the id.
     pub(super) fn end_lease(&self, id: &str) -> Option<FunctionEntry> {
         let (entry, thread) = {
             let mut connections = self.connections();
@@ -408,8 +409,9 @@ impl LeaseTable {
         leases.map(|lease| lease.entry.id.clone()).collect()
     }
 
-    /// Sets the operator's limits of a lease. Records them in the ledger first, so that they also apply to the next lease of
-    /// the id. Returns `None` if there is no such lease, and an inner `None` if its VMM disconnected after the recording.
+    /// Sets the operator's limits of a lease. Writes the limits into the ledger first, so that they also apply to the next
+    /// lease of the id. Returns `None` if no lease has the id, and an inner `None` if the VMM disconnected after the limits
+    /// were written.
     pub(super) fn limit(
         &self,
         id: &str,
@@ -421,7 +423,7 @@ impl LeaseTable {
         Some(change.map(|change| self.take_up_limits(id, change)))
     }
 
-    /// Returns a lease's attachment and drive, or `None` if there is no such lease.
+    /// Returns a lease's controller backend and drive path; `None` if no lease has the id.
     fn attachment_of(&self, id: &str) -> Option<(Arc<LocalBackend>, DrivePath)> {
         let connections = self.connections();
         let connection = connections.values().find(|one| one.has(id))?;
@@ -429,7 +431,8 @@ impl LeaseTable {
         Some((lease.attachment.clone(), lease.path.clone()))
     }
 
-    /// Applies the operator's recorded limits. Returns the entry, or `None` if there is no such lease.
+    /// Applies the operator's limits after they were written into the ledger. Returns the lease's entry; `None` if no lease has
+    /// the id.
     fn take_up_limits(&self, id: &str, change: RateChange) -> Option<FunctionEntry> {
         // If a VMM got the lease since, it may have read the ledger before the change.
         let mut connections = self.connections();
@@ -453,8 +456,8 @@ impl LeaseTable {
         }
     }
 
-    /// Grows a lease while its guest runs. Returns `None` if there is no such lease. Returns an inner `None` if the VMM
-    /// disconnected: the ledger keeps the size for the next lease of the id.
+    /// Grows a lease while its guest runs. Returns `None` if no lease has the id. Returns an inner `None` if the VMM
+    /// disconnected meanwhile; the ledger then keeps the new size for the next lease of the id.
     pub(super) fn grow(
         &self,
         id: &str,
@@ -468,7 +471,7 @@ impl LeaseTable {
         Some(grown.map(|()| entry))
     }
 
-    /// Updates an entry with the lease's current extents. Returns it, or `None` if there is no such lease.
+    /// Updates a lease's entry with the current extents. Returns the entry; `None` if no lease has the id.
     fn take_up_extents(&self, id: &str, attachment: &LocalBackend) -> Option<FunctionEntry> {
         let mut connections = self.connections();
         let lease = lease_of(&mut connections, id)?;
@@ -479,7 +482,8 @@ impl LeaseTable {
         Some(lease.entry.clone())
     }
 
-    /// Attaches to a drive. If the range or id belongs to a VMM that has just disconnected, waits for its lease to end.
+    /// Leases a part of a drive and creates the controller backend. If the range or id belongs to a VMM that has just
+    /// disconnected, waits until that VMM's lease has ended.
     fn open(
         &self,
         options: &FunctionOptions,
@@ -632,7 +636,8 @@ fn lease_of<'a>(
     leases.find(|lease| lease.entry.id == id)
 }
 
-/// Checks and records a change of the operator's limits. Returns the complete limits.
+/// Checks a change of the operator's limits and writes it into the ledger. Returns all limits that the operator has set,
+/// including earlier ones.
 fn record(
     lease: &nvme_lease::Lease,
     drive: &DrivePath,
@@ -648,7 +653,7 @@ fn record(
     Ok(change)
 }
 
-/// Checks the options of an untrusted user's VMM before any of them takes effect.
+/// Checks the options of an untrusted user's VMM before any option takes effect.
 fn check_others_keys(options: &str, uid: u32) -> Result<(), LeaseAdmission> {
     let refused = |error: &OptionError| LeaseAdmission::Refused(report::chain(error));
     let options: OptionText = options.parse().map_err(|error| refused(&error))?;
@@ -685,7 +690,7 @@ fn summary(drive: &str, attachment: &LocalBackend, peer: PeerIdentity) -> String
 }
 
 impl VmmConnection {
-    /// Returns whether the VMM has disconnected, so that its lease is ending.
+    /// Returns whether the VMM has disconnected. If it has, its lease is ending.
     fn is_ending(&self) -> bool {
         let mut stream = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
         let polled = poll(&mut stream, PollTimeout::ZERO);
@@ -787,7 +792,7 @@ impl LeaseServer {
         })
     }
 
-    /// Stops accepting VMMs and starts ending all leases. Dropping the server waits for them.
+    /// Stops accepting VMMs and starts to end all leases. Dropping the server waits until the leases have ended.
     pub(super) fn begin_end(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take()
@@ -816,7 +821,8 @@ impl Drop for LeaseServer {
     }
 }
 
-/// Lets other users find the servers' sockets. Each socket's own mode decides who may connect.
+/// Makes the directory of the servers' sockets accessible for other users, so that their VMMs find the sockets. Each socket's
+/// own mode decides who may connect.
 fn let_others_in(folder: &Path, sockets: &OpenDirectory) -> io::Result<()> {
     if let Some(state_dir) = folder.parent() {
         open_state_folder(state_dir).map_err(io::Error::other)?;
@@ -833,8 +839,8 @@ fn server_name() -> String {
     }
 }
 
-/// Removes sockets of dead servers. Only a connection attempt shows whether a server is alive, as process ids differ between
-/// PID namespaces.
+/// Removes sockets of servers that have ended. A connection attempt shows whether a server is running; its process id would
+/// not, since process ids differ between PID namespaces.
 fn remove_stale(sockets: &OpenDirectory) {
     for name in sockets.names().unwrap_or_default() {
         let path = Path::new(&name);
@@ -882,8 +888,9 @@ fn take_in(mut listener: SocketListener, stopped: &PipeReader, table: &Arc<Lease
     }
 }
 
-/// Makes room for a connection, or refuses it. Some connections are reserved for trusted users. If connections without a lease
-/// use up the others' limit, the user with the most of them loses the oldest.
+/// Makes room for a connection of a user, or refuses the connection. Some connections are reserved for trusted users. If
+/// untrusted users' connections without a lease reach their limit, the user with the most such connections loses the oldest
+/// one.
 fn make_room(
     connections: &mut BTreeMap<u64, VmmConnection>,
     peer: &PeerIdentity,
@@ -1095,7 +1102,8 @@ mod tests {
         make_room(&mut table.connections(), &peer(0), 0).unwrap();
     }
 
-    /// Returns the parts that a VMM keeps of its function, or `None` if the function ends with its server.
+    /// Returns the shared parts of a function that its VMM keeps when the server ends; `None` if the function ends with its
+    /// server.
     fn kept_parts(host: &dyn ControllerBackend) -> Option<PersistedBackendParts> {
         let shared = host.shared();
         let live = shared.live?;

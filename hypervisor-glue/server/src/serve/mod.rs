@@ -98,13 +98,14 @@ pub struct ServeOptions {
     pub functions: Vec<ParsedDeclaration<ServerFunctionOptions>>,
     /// Drives of the command line, which stay open even without functions.
     pub drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
-    /// Errors in functions and drives of the command line. A server that restores its predecessor's configuration ignores them.
+    /// Errors in functions and drives of the command line. A server that restores its predecessor's configuration ignores these
+    /// errors.
     pub mistakes: Vec<String>,
     /// Configuration file with more functions and drives.
     pub file: Option<PathBuf>,
-    /// Policy for data that another id left in a range. Applies to functions without `data=`.
+    /// Policy for data that another lease id left in a range, for functions without `data=`.
     pub data: PreviousDataPolicy,
-    /// Memory limit of functions without one of their own, including functions in VMMs.
+    /// Memory limit of functions without `memory-limit=`, including functions in VMMs.
     pub memory_limit: Option<Bytes>,
     /// Directory of the lease ledger.
     pub state_dir: PathBuf,
@@ -190,7 +191,7 @@ pub enum ServeError {
     /// The list of served functions cannot be printed.
     #[error("Cannot print the drives and functions")]
     Print(#[source] io::Error),
-    /// The thread that changes functions panicked, which ended all functions.
+    /// The change thread panicked, which ended all functions.
     #[error("The thread that changes functions panicked")]
     Panicked,
     /// A function ended with an error.
@@ -217,11 +218,11 @@ impl From<ChangeError> for ServeError {
 }
 
 /// Serves functions until SIGTERM or SIGINT arrives. Prints a block for each function and then "ready" to `out`. Confines the
-/// process for good before it opens any drive.
+/// process until its end, before it opens any drive.
 ///
 /// # Errors
-/// If something cannot be served, nothing is, and nothing is left behind except the state directory that Landlock needs. Errors
-/// of the end are returned as well.
+/// If a function or drive cannot be served, none is, and no file is left behind except the state directory that Landlock needs.
+/// Errors of ending the functions are returned as well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let inherited = InheritedDescriptors::from_env()?;
     let failure = FailureReport::to_predecessor(&inherited);
@@ -326,7 +327,7 @@ fn serve_inherited(
     server.end()
 }
 
-/// Returns the initial configuration: the stored one of the old server, else the command line and the file.
+/// Returns the initial configuration: the one that the old server stored, or else that of the command line and the file.
 fn declared(
     options: &ServeOptions,
     inherited: &InheritedDescriptors,
@@ -389,8 +390,8 @@ fn await_signal(
     Ok(receiver)
 }
 
-/// Serves the initial functions. Returns the bound control socket, which is not served yet. If this server replaces another
-/// one, the socket is `None`.
+/// Serves the initial functions. Returns the control socket, bound but not yet served; `None` if this server replaces another
+/// server, whose socket is bound later.
 fn start(
     options: ServeOptions,
     declared: StartConfiguration,
@@ -526,8 +527,8 @@ fn bind_late(
 /// Control socket and metrics socket of a server.
 type ServerSockets = (ControlListener, MetricsListener);
 
-/// Sockets of a server that replaces another one. A thread binds them as soon as the old server ends, while functions are still
-/// being restored, which can take long. Binding early keeps other servers from the control socket and from the file of added
+/// Sockets of a server that replaces another one. A thread binds the sockets as soon as the old server ends, while functions
+/// are still being restored, which can take long. So no other server can take the control socket and write the file of added
 /// functions.
 #[derive(Debug)]
 struct LateSockets {
@@ -537,7 +538,8 @@ struct LateSockets {
 }
 
 impl LateSockets {
-    /// Starts the thread. It must exist before functions pause: a new thread could then take a poller's processor.
+    /// Starts the thread. It must start before functions pause, because a thread that starts during the pause could take
+    /// processor time from a poller.
     fn prepare(control: PathBuf, metrics: MetricsOptions) -> io::Result<Self> {
         let (orders, inbox) = mpsc::channel();
         let bind = move || {
@@ -566,7 +568,7 @@ impl LateSockets {
     }
 }
 
-/// Binds the metrics listener. A server that restores functions starts without metrics on an error, so that VMs keep their
+/// Binds the metrics listener. If this fails, a server that restores functions starts without metrics, so that VMs keep their
 /// drives.
 fn metrics_listener(
     options: &MetricsOptions,
@@ -581,14 +583,14 @@ fn metrics_listener(
     }
 }
 
-/// Preparation of a server that replaces another one, done before functions pause.
+/// Resources of a server that replaces another one, prepared before functions pause so that the pause is short.
 #[derive(Debug)]
 struct PreparedTakeover {
     /// Without the predecessor's ledger of private drives.
     ledgers: LeaseLedgers,
     /// Drives that can be open in both servers at once.
     drives: OpenDrives,
-    /// With a poller thread for each poll mode that functions share.
+    /// Poller pool, with a running poller thread for each poll mode whose pollers functions share.
     pollers: Arc<PollerPool>,
 }
 
@@ -612,7 +614,7 @@ fn survey_files() {
     }
 }
 
-/// Checks options, opens drives and starts pollers, without any lease. Returns when the pollers run.
+/// Checks options, opens drives and starts pollers, without any lease. Returns once the pollers are running.
 fn prepare(
     options: &ServeOptions,
     declared: &StartConfiguration,
@@ -652,7 +654,8 @@ fn prepare(
     })
 }
 
-/// Returns the absolute path of an existing file. Symbolic links stay unresolved, as they may be changed later.
+/// Returns the absolute path of an existing file. Symbolic links are not resolved, since they may lead to another file at a
+/// later reload.
 fn absolute(path: PathBuf) -> Result<PathBuf, ServeError> {
     let found = fs::metadata(&path).and_then(|_| path::absolute(&path));
     found.map_err(|source| ServeError::Path { path, source })

@@ -11,8 +11,8 @@ use nvme_guest::stats::{
 use nvme_mpt::Drive;
 use nvme_mpt::drive::{DriveIncidents, HostNamespace};
 
-/// Statistics of a server. Counters start at zero with the server. A queue's counters continue when a queue with the same
-/// identifier is created again.
+/// Statistics of a server. Counters start at zero when the server starts. If the guest deletes a queue and creates one with the
+/// same identifier, the queue's counters continue.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ServerStats {
     /// Functions in the order of their declaration.
@@ -25,7 +25,7 @@ pub struct ServerStats {
     /// Open drives.
     #[serde(default)]
     pub drives: Vec<DriveStats>,
-    /// State of the server's keeper, which lets VMs on vfio-user outlive the server.
+    /// State of the server's keeper (supervisor process). VMs on vfio-user outlive the server only with a keeper.
     #[serde(default)]
     pub keeper: SupervisorStatus,
 }
@@ -89,7 +89,7 @@ pub struct DriveStats {
     pub resets: u64,
     /// True if the drive failed for good or was removed.
     pub gone: bool,
-    /// Critical Warning bits of the latest SMART / Health Information, if the drive has reported it.
+    /// Critical Warning bits of the latest SMART / Health Information log page; `None` until the drive has reported one.
     #[serde(default)]
     pub critical_warning: Option<u8>,
 }
@@ -194,7 +194,7 @@ pub struct FunctionStats {
     pub capacity_bytes: u64,
     /// Doorbell mode.
     pub doorbells: String,
-    /// Use of the drive's I/O queue pairs. `None` if their number is not limited.
+    /// Use of the drive's I/O queue pairs. `None` if the drive has no limited number of queue pairs.
     #[serde(default)]
     pub queue_pairs: Option<LeasePairStats>,
     /// Mapped guest memory.
@@ -208,7 +208,7 @@ pub struct FunctionStats {
     /// Number of failed commands, by status.
     #[serde(default)]
     pub errors: Vec<StatusCount>,
-    /// Processor time that pollers spent on the function, in seconds, with or without work.
+    /// Processor time in seconds that pollers spent on the function, including polls that found no work.
     #[serde(default)]
     pub processor_seconds: f64,
     /// Statistics of the admin queue.
@@ -216,7 +216,8 @@ pub struct FunctionStats {
     /// Number of resets.
     #[serde(default)]
     pub resets: ResetCounts,
-    /// Pause during which this server restored the function with its VMM. `None` if it was not restored.
+    /// Pause that ended when this server restored the function with its VMM. `None` if this server did not restore the
+    /// function.
     #[serde(default)]
     pub stall: Option<GuestPause>,
 }
@@ -244,11 +245,12 @@ impl fmt::Display for GuestPause {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GuestPauseCause {
-    /// An upgrade. The pause starts when the old server asks its queues to pause.
+    /// An upgrade. The pause starts when the old server asks the function's queues to pause.
     Upgrade,
-    /// A crash. As its time is unknown, the pause starts with this server.
+    /// A crash. The pause is counted from the start of this server, since the time of the crash is unknown.
     Crash,
-    /// The end or crash of the old server of a function in a VMM. As its time is unknown, the pause starts with this server.
+    /// For a function in a VMM, the end or crash of its old server. The pause is counted from the start of this server, since
+    /// the time of the end is unknown.
     Restart,
 }
 
@@ -312,7 +314,8 @@ impl ResetCounts {
 }
 
 impl ServerStats {
-    /// Returns the counts since `earlier`. Percentiles, shares and gauges keep their current values.
+    /// Returns statistics whose counters are the differences to `earlier`. Percentiles, shares and gauges keep their current
+    /// values.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let functions = self.functions.iter().map(|now| {

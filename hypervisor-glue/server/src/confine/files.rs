@@ -1,9 +1,9 @@
 //! Landlock rules for the files that a server may use.
 //!
-//! A rule grants rights on a file, or on a directory with everything below it. It applies to the file or directory that the
-//! path names at the start, even after a rename. Everything else is denied, regardless of file modes. Rules cannot be extended
-//! later, so all must be known before the process is confined. Open files, and descriptors received from a client or keeper,
-//! need no rule.
+//! A rule grants rights on a file, or on a directory with everything below it. The rule applies to the file or directory that
+//! the path names when the process is confined, even after a rename. Other files are denied, regardless of file modes. Rules
+//! cannot be added later, so all must be known before the process is confined. Open files, and descriptors received from a
+//! client or keeper, need no rule.
 //!
 //! # Rights
 //!
@@ -13,8 +13,8 @@
 //! | `w` | write, truncate, `ioctl` of a device | create and remove files, sockets, links and directories |
 //! | `x` | execute | |
 //!
-//! No rule allows creating device nodes. Besides files, the process may bind only the TCP port of its metrics, may not connect
-//! over TCP, and may signal only its successor.
+//! No rule allows creating device nodes. Landlock also restricts more than files: the process may bind only the TCP port of its
+//! metrics, may not connect over TCP, and may signal only its successor.
 
 use std::env;
 use std::fmt;
@@ -29,10 +29,10 @@ use landlock::{
 use nvme_mpt_vmm::options::{OptionError, OptionText};
 use thiserror::Error;
 
-/// Latest Landlock version used. An older kernel enforces what it supports.
+/// Latest Landlock version that is used. An older kernel enforces the restrictions that its version supports.
 const VERSION: ABI = ABI::V6;
 
-/// Restrictions by the Landlock version that added them, with the kernel release.
+/// Restrictions, each with the Landlock version and the kernel release that added it.
 const VERSIONS: [(ABI, &str, &str); 5] = [
     (ABI::V1, "files", "5.13"),
     (ABI::V3, "truncation", "6.2"),
@@ -215,7 +215,7 @@ pub(crate) struct FileRules {
 }
 
 impl FileRules {
-    /// Creates the rules that every server needs, plus `needed`. Skips missing files.
+    /// Creates the rules that every server needs, and the rules in `needed`. Skips rules for missing files.
     pub(crate) fn new(needed: impl IntoIterator<Item = FileRule>, port: Option<u16>) -> Self {
         let program = env::current_exe().ok();
         let programs = program
@@ -245,8 +245,8 @@ impl FileRules {
         Self { rules, port }
     }
 
-    /// Adds the operator's rules. A rule with a missing path is logged and skipped: if the start failed, VMs of the old server
-    /// would lose their drives.
+    /// Adds the operator's rules. A rule with a missing path is logged and skipped. If the start failed instead, VMs of the old
+    /// server would lose their drives.
     pub(crate) fn with(self, rules: impl IntoIterator<Item = FileRule>) -> Self {
         let (there, absent): (Vec<_>, Vec<_>) =
             rules.into_iter().partition(|rule| rule.path.exists());
@@ -260,7 +260,8 @@ impl FileRules {
         Self::new(self.rules.into_iter().chain(there), self.port)
     }
 
-    /// Returns whether the rules grant this access. A path that is also reachable through another mount may have more rights.
+    /// Returns whether the rules grant this access to the path. If the file is also reachable through another mount, the kernel
+    /// may grant more.
     pub(crate) fn give(&self, wanted: &FileRule) -> bool {
         let path = fs::canonicalize(&wanted.path);
         let path = path.as_deref().unwrap_or(&wanted.path);
@@ -303,7 +304,7 @@ impl FileRules {
     }
 }
 
-/// Describes what this Landlock version restricts, and what it does not.
+/// Describes for the log what this Landlock version restricts, and what it cannot restrict.
 pub(crate) fn restrictions(version: ABI) -> String {
     let (has, lacks): (Vec<_>, Vec<_>) = VERSIONS.iter().partition(|(since, ..)| *since <= version);
     let has: Vec<&str> = has.iter().map(|(_, name, _)| *name).collect();

@@ -1,18 +1,18 @@
 //! Confinement of the server process by the kernel, which holds even if an attacker controls the process.
 //!
-//! The process confines itself. So a server in a container or from a shell is as confined as a systemd service. It does so
-//! before it starts threads and before it reads data of a guest or client. The restrictions must allow everything that the
-//! server does later: adding functions and drives, upgrading, ending.
+//! The process confines itself, so a server that runs in a container or was started from a shell is as confined as a systemd
+//! service. It confines itself before it starts threads and before it reads data of a guest or client. So the restrictions must
+//! allow all later operations of the server, such as adding functions and drives, and upgrades.
 //!
 //! seccomp filters system calls, see `system_calls`. Landlock optionally restricts files, see `files`. The kernel enforces what
 //! its Landlock version supports, which is logged.
 //!
 //! # The next server
 //!
-//! An upgrade's process is a child of the old server and inherits its confinement for good. It adds no filter or rules of its
-//! own, as these stack, and the kernel allows only 16 layers of rules. A process that the keeper restarts after a crash
-//! inherits nothing. Hence `kill -KILL` applies new options, or the system call list of a new version, without interrupting
-//! guests for long.
+//! The new process of an upgrade is a child of the old server and inherits its confinement permanently. The new process adds no
+//! filter or rules, since each upgrade would add a layer, and the kernel allows only 16 layers of rules. A process that the
+//! keeper starts after a crash inherits no confinement. Hence, killing the server by SIGKILL applies new confinement options,
+//! or the system call list of a new version, without interrupting guests for long.
 
 mod files;
 mod system_calls;
@@ -49,7 +49,7 @@ pub enum SeccompMode {
     /// System calls that are not on the list fail.
     #[default]
     On,
-    /// System calls that are not on the list succeed, and the kernel's audit log names them.
+    /// System calls that are not on the list succeed, and the kernel logs them in the audit log.
     Log,
     /// No filter.
     Off,
@@ -118,7 +118,7 @@ impl ProcessConfinement {
         wanted.into_iter().find(|wanted| !rules.give(wanted))
     }
 
-    /// Returns the error unchanged, or as a `LandlockRefusal` if Landlock caused it.
+    /// Returns the error unchanged, or wrapped in a `LandlockRefusal` if Landlock caused the error.
     pub(crate) fn explain<E: Error + Send + Sync + 'static>(
         &self,
         error: E,
@@ -155,7 +155,7 @@ impl LandlockRefusal {
     }
 }
 
-/// Returns the directory that a rule for a refused file should name.
+/// Returns the directory for which the operator should add a rule to allow a refused file.
 fn folder(refused: &FileRule) -> &Path {
     match refused.path.is_dir() {
         true => &refused.path,
@@ -163,14 +163,15 @@ fn folder(refused: &FileRule) -> &Path {
     }
 }
 
-/// Returns whether the error chain contains EACCES, which Landlock returns. Compares text, as some errors embed their source's
-/// text and hide its type.
+/// Returns whether the error chain contains EACCES, which Landlock returns. Compares the texts, since some errors contain their
+/// source's text but do not return the source.
 fn is_refusal(error: &dyn Error) -> bool {
     let refusal = io::Error::from_raw_os_error(libc::EACCES).to_string();
     report::chain(error).contains(&refusal)
 }
 
-/// Confines the process, which must not have started other threads. `rules` are the Landlock rules, if requested.
+/// Confines the process, which must not have started other threads. `rules` are the Landlock rules; `None` if Landlock is not
+/// requested.
 ///
 /// # Errors
 /// [`ConfineError`]. If a service manager's filter forbids adding a filter, logs a warning and succeeds.

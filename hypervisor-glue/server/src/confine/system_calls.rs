@@ -2,19 +2,21 @@
 //!
 //! # Allow list
 //!
-//! The list is systemd's `@system-service` without calls that only an attacker would use: changes of user, namespaces and
-//! mounts, other processes' memory, keys, device nodes, SysV IPC, `userfaultfd`, `personality` and priorities. It is stricter
-//! than the list in `resources/nvme-mpt.service`. A deny list would permit each new system call and could never be complete.
+//! The list is systemd's `@system-service` without calls that the server never needs and that would help an attacker: changes
+//! of user, namespaces and mounts, other processes' memory, keys, device nodes, SysV IPC, `userfaultfd`, `personality` and
+//! priorities. It is stricter than the list in `resources/nvme-mpt.service`. A deny list, in contrast, would permit each system
+//! call that a new kernel adds.
 //!
-//! A successor inherits the filter, as it is a child of this process. Therefore, the list contains all ordinary calls, even
-//! those that this version does not make. A version that needs more gets them when a keeper restarts it: see
-//! [`confine`](super).
+//! The new process of an upgrade is a child of this process and inherits this filter. Therefore, the list contains all ordinary
+//! calls, even those that this version does not make. A later version that needs further calls gets its own filter only when a
+//! keeper starts it: see [`confine`](super).
 //!
 //! # ENOSYS
 //!
 //! A refused call returns ENOSYS, as on a kernel without it. glibc and Rust's library then fall back to an older call, such as
-//! from `clone3` to `clone`. They treat EPERM as final, so a newer library with an older list could not start threads. Killing
-//! the process instead would take the drives from all guests for one call.
+//! from `clone3` to `clone`. They treat EPERM as final, so with EPERM a newer library could not start threads if this list did
+//! not yet have the newer call. If the filter killed the process instead, one refused call would take the drives from all
+//! guests.
 //!
 //! # Arguments
 //!
@@ -24,8 +26,8 @@
 //! - `mmap` may not map memory writable and executable. `mprotect` may not make memory executable.
 //! - `ioctl` may not insert terminal input.
 //!
-//! A filter does not see the requests of an io_uring, which can open files and any sockets. None of them can start a process,
-//! create a namespace or access another process.
+//! The filter does not see requests that are submitted to an io_uring. Such requests can open files and sockets of any kind,
+//! but none of them can start a process, create a namespace or access another process.
 
 use std::collections::BTreeMap;
 use std::env::consts::ARCH;
@@ -238,7 +240,7 @@ const EVENTS: &[c_long] = &[
     libc::SYS_timerfd_settime,
 ];
 
-/// Calls that confine a process further, which a later version may make.
+/// Calls that confine a process further. A later version may make them.
 const CONFINING: &[c_long] = &[
     libc::SYS_landlock_add_rule,
     libc::SYS_landlock_create_ruleset,
@@ -246,7 +248,7 @@ const CONFINING: &[c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// Legacy forms of listed calls, which newer architectures lack.
+/// Legacy forms of the listed calls. Newer architectures do not have these forms.
 #[cfg(target_arch = "x86_64")]
 const OLDER: &[c_long] = &[
     libc::SYS_access,
@@ -301,7 +303,7 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWCGROUP
 /// Socket families that a server may create.
 const FAMILIES: [libc::c_int; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
 
-/// Requests that insert input into a terminal, where a shell would read it as typed.
+/// `ioctl` requests that insert input into a terminal, which a shell on that terminal would execute like typed input.
 const TYPING: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
 
 /// Returns the compiled filter. Calls that are not on the list get the action `refusal`.

@@ -1,7 +1,7 @@
 //! Budgets of messages and bytes per thread, so that no guest or client can flood the log.
 //!
-//! Every function has its own control thread, so a budget per thread is a budget per function. A noisy guest silences only
-//! itself, whichever module logs about it.
+//! Every function has its own control thread, so a budget per thread is a budget per function. If a guest causes too many
+//! messages, only messages about that guest are suppressed, whichever module logs them.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,7 +15,7 @@ const BURST: u32 = 20;
 /// Time per further message, once the burst is used up.
 const REFILL: Duration = Duration::from_secs(1);
 
-/// Bytes that a thread may log in a burst. A message may exceed the remainder.
+/// Bytes that a thread may log in a burst. The last message may exceed the remaining bytes.
 const BURST_BYTES: i64 = 16 << 10;
 
 /// Bytes regained per [`REFILL`].
@@ -66,7 +66,7 @@ pub(super) fn verdict() -> LogBudgetDecision {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LogBudgetDecision {
     Pass,
-    /// Log the message, after a notice about this number of suppressed messages.
+    /// The message may be logged, after a notice about this number of suppressed messages.
     PassAfter(u64),
     LeaveOut,
 }

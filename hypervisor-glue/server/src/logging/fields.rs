@@ -1,6 +1,6 @@
 //! Journal fields of a message: `FUNCTION`, `LEASE`, `QUEUE`, `DRIVE` and `THREAD`.
 //!
-//! A message has the fields given in the log call. If its thread serves a single function, the function and its lease are
+//! A message has the fields given in the log call. If the logging thread serves a single function, `FUNCTION` and `LEASE` are
 //! added.
 
 use std::cell::RefCell;

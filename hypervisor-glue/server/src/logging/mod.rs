@@ -1,6 +1,7 @@
 //! The log, written to standard error or, with fields, to systemd's journal. The filter can be changed at run time.
 //!
-//! A process that serves guests writes the log on a separate thread (`wait_for_a_thread`), as the log's reader may block.
+//! A process that serves guests writes the log on a separate thread (`wait_for_a_thread`), since a slow reader of the log may
+//! block the writer.
 
 mod budget;
 mod fields;
@@ -47,7 +48,7 @@ const IDENTIFIER: &str = "nvme-mpt";
 /// Timeout for the log's reader when a process ends.
 pub const END_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Timeout like [`END_PATIENCE`], for a crash or upgrade, when guests wait for the next process.
+/// Timeout like [`END_PATIENCE`], but shorter, for a crash or upgrade, since guests then wait for the next process.
 pub const CRASH_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Maximum number of fields of a message.
@@ -79,15 +80,15 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     }
 }
 
-/// Queues messages for the log thread, which [`write_on_a_thread`] starts. From now on, no other thread waits for the log's
-/// reader.
+/// Queues messages from now on, for the log thread that [`write_on_a_thread`] starts later. So no other thread waits for the
+/// log's reader.
 pub fn wait_for_a_thread() {
     QUEUE.get_or_init(MessageQueue::default);
 }
 
 /// Starts the log thread, which inherits the caller's sandbox and CPU affinity.
 ///
-/// In a crash or panic, waits [a moment](CRASH_PATIENCE) for the thread to write earlier messages.
+/// If the process crashes or panics, it waits [a moment](CRASH_PATIENCE) until the log thread has written earlier messages.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -133,7 +134,7 @@ pub(crate) fn dropped_messages() -> u64 {
     QUEUE.get().map_or(0, MessageQueue::dropped)
 }
 
-/// Logs why the process ends, and waits a [moment](END_PATIENCE) for the log's reader.
+/// Logs why the process ends, and waits a [moment](END_PATIENCE) until the log thread has written the message.
 pub fn last_words(text: &str) {
     let lines = text.lines();
     let lines = lines.map(|line| line_of(format_args!("{line}"), MESSAGE_MAX));
@@ -193,7 +194,7 @@ struct BudgetedLogger {
 enum LogDestination {
     /// Standard error, read by a person or a file.
     Error,
-    /// Standard error connected to the journal, which adds the time itself.
+    /// Standard error is connected to the journal. The journal adds the time, so messages have none.
     ErrorOfJournal,
     /// The journal's native socket, which accepts fields.
     Journal(JournalLog),
@@ -247,7 +248,8 @@ fn write_to_error(mut bytes: &[u8]) {
     }
 }
 
-/// Waits until standard error is writable. Another process may have made its open file description non-blocking.
+/// Waits until standard error is writable. This is needed because another process may have made the shared open file
+/// description non-blocking.
 fn await_room() {
     let stderr = rustix::stdio::stderr();
     let mut room = [rustix::event::PollFd::new(

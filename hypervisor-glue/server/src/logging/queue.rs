@@ -1,8 +1,8 @@
 //! Queue of messages for the log thread.
 //!
 //! The log's reader decides how long a write takes: a stopped terminal, a full pipe or a full journal socket can block it
-//! forever. Therefore, logging threads only put messages into a bounded queue, and the log thread writes them. If the queue is
-//! full, messages are counted instead, and the count is logged once there is room.
+//! forever. Therefore, threads that log only put messages into a bounded queue, and the log thread writes them. If the queue is
+//! full, messages are dropped and counted. The count is logged once the queue has space again.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -66,7 +66,7 @@ struct QueuedMessages {
     written: u64,
 }
 
-/// A bounded queue. Its lock is held only while a message is moved.
+/// A bounded queue of messages. Its lock is held only while a message is moved into or out of the queue, never during a write.
 #[derive(Debug, Default)]
 pub(super) struct MessageQueue {
     waiting: Mutex<QueuedMessages>,
@@ -146,7 +146,7 @@ impl MessageQueue {
         waiting.written >= put
     }
 
-    /// Returns whether a message is queued or being written. Takes no lock, so that signal handlers can call it.
+    /// Returns whether a message is queued or being written. Takes no lock, so that signal handlers can call this.
     pub(super) fn has_unwritten(&self) -> bool {
         self.has_unwritten.load(Ordering::Acquire)
     }

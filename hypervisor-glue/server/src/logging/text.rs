@@ -11,8 +11,8 @@ pub(super) const FIELD_MAX: usize = 512;
 /// Suffix of a cut text.
 const CUT: &str = "… (cut)";
 
-/// Formats a text as one line of at most `most` bytes. Escapes characters that move a terminal's cursor or reorder its text.
-/// Stops formatting at the cut.
+/// Formats a text as one line and cuts it at `most` bytes. Escapes characters that move a terminal's cursor or reorder the
+/// terminal's text. Does not format the part after the cut.
 pub(super) fn line_of(text: fmt::Arguments<'_>, most: usize) -> String {
     let mut line = BoundedLine {
         text: String::new(),

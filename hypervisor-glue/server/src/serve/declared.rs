@@ -506,7 +506,7 @@ impl StartConfiguration {
 
 /// File of the functions that were added at run time, for the next start.
 ///
-/// It lies next to the control socket, which only one server can hold. Only that server writes it.
+/// The file is next to the control socket. Only one server can hold that socket, and only that server writes the file.
 #[derive(Debug)]
 pub(super) struct AddedFile {
     path: PathBuf,

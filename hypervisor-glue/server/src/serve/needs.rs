@@ -14,8 +14,8 @@ use super::{ServeError, ServeOptions, make_control_folder};
 use crate::confine::{FileAccess, FileRule, FileRules};
 use crate::metrics::MetricsAddress;
 
-/// Returns the Landlock rules for a server, or `None` without Landlock. Creates the server's directories first: a rule needs an
-/// existing path.
+/// Returns the Landlock rules for a server; `None` if Landlock is not requested. Creates the server's directories first, since
+/// a rule needs an existing path.
 pub(super) fn of_server(
     options: &ServeOptions,
     declared: &StartConfiguration,
@@ -130,7 +130,8 @@ pub(super) fn of_description(path: &Path) -> FileRule {
     of_folder_of(path, FileAccess::READ)
 }
 
-/// Returns the rule for a file that is created or replaced, which needs access to its directory.
+/// Returns the rule for a file that is created or replaced. The rule is for the file's directory, since creating a file needs
+/// access to the directory.
 fn of_folder_of(path: &Path, access: FileAccess) -> FileRule {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     FileRule::new(folder.unwrap_or(Path::new(".")), access)

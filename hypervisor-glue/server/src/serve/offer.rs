@@ -43,7 +43,7 @@ pub(super) struct RegisteredFunction {
     /// Number of the drive's queue pairs that the function may use.
     pub(super) queues: u16,
     pub(super) drive: Arc<Drive>,
-    /// Weak, so that the function's thread alone keeps the attachment alive.
+    /// Controller backend. The reference is weak, so that only the function's thread keeps the backend alive.
     attachment: Weak<LocalBackend>,
     /// True if the function was restored from the old server.
     pub(super) goes_on: bool,
@@ -51,8 +51,8 @@ pub(super) struct RegisteredFunction {
 }
 
 impl RegisteredFunction {
-    /// Leases the function's part of the drive and serves it on its socket. If the old server had the function, restores it
-    /// with its VMM.
+    /// Leases the function's part of the drive and serves it on its socket. If the old server had the function, restores the
+    /// function and its connection to the VMM.
     pub(super) fn new(
         declared: &FunctionDeclaration,
         drive: Arc<Drive>,
@@ -95,7 +95,7 @@ impl RegisteredFunction {
         Self::start(declared, drive, &attachment, server)
     }
 
-    /// Restores or quarantines a function of the old server. Returns `None` if it is lost.
+    /// Restores or quarantines a function of the old server. Returns `None` if its stored state is lost.
     fn go_on(
         declared: &FunctionDeclaration,
         drive: &Arc<Drive>,
@@ -160,7 +160,7 @@ impl RegisteredFunction {
         Ok(None)
     }
 
-    /// Quarantines a function: it reports a fatal controller status and stays connected.
+    /// Quarantines a function: its guest sees a fatal controller status (`CSTS.CFS`), and its VMM stays connected.
     fn set_aside(
         declared: &FunctionDeclaration,
         drive: &Arc<Drive>,
@@ -264,7 +264,7 @@ impl RegisteredFunction {
         ))
     }
 
-    /// Pauses the queues briefly. Returns whether their in-flight commands end within `time`.
+    /// Pauses the function's queues briefly. Returns whether their in-flight commands end within `time`.
     pub(super) fn rests_within(&self, time: Duration) -> bool {
         // A function whose thread has ended has no commands.
         let attachment = self.attachment.upgrade();
@@ -278,7 +278,8 @@ impl RegisteredFunction {
         }
     }
 
-    /// Returns whether `size` exceeds the guest's capacity and is at least the lease's size.
+    /// Returns whether `size` exceeds the capacity that the guest sees and is at least the lease's size. If so, a change to
+    /// `size` needs no shrinking.
     pub(super) fn grows_to(&self, size: Bytes) -> bool {
         // A function whose thread has ended has no lease.
         self.attachment.upgrade().is_some_and(|attachment| {

@@ -26,7 +26,7 @@ const READ_TIMEOUT: Duration = Duration::from_millis(500);
 pub(super) struct RunningConfiguration {
     /// Absolute path of the file, if there is one.
     pub(super) file: Option<PathBuf>,
-    /// The server's policy for another id's data, for functions without `data=`.
+    /// The server's policy for data that another lease id left, for functions without `data=`.
     pub(super) data: PreviousDataPolicy,
     pub(super) functions: Vec<FunctionDeclaration>,
     pub(super) drives: Vec<ServerDriveOptions>,
@@ -237,7 +237,8 @@ impl ConfigurationComparer {
         Ok(Self { orders, last })
     }
 
-    /// Returns the current differences. If the file is not read in time, returns the last known ones.
+    /// Returns the current differences. If the file cannot be read in time, returns the differences found by the previous
+    /// comparison.
     pub(super) fn differences(&self) -> ConfigurationDifferences {
         let (order, answer) = mpsc::sync_channel(1);
         let sent = self.orders.send(order).ok();

@@ -1,4 +1,4 @@
-//! `nvme-mpt reload`: applies the configuration file, or leaves all functions as they are.
+//! `nvme-mpt reload`: applies the configuration file. After an error, all functions are as before.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -118,8 +118,8 @@ impl FunctionRegistry {
         Ok(reloaded)
     }
 
-    /// Returns the VMMs' leases on drives that would close: the file omits them, and nothing else keeps them open. The next
-    /// server would not open these drives.
+    /// Returns the leases of VMMs on drives that a reload would close, because neither the file nor a function names these
+    /// drives. The next server would not open such drives either.
     fn abandoned(
         &self,
         going: &[usize],
@@ -152,7 +152,7 @@ impl FunctionRegistry {
         leases
     }
 
-    /// Checks that sockets and ids in the file are unique, among themselves and against other functions.
+    /// Checks that sockets and ids in the file are unique, both within the file and among the server's other functions.
     fn check_taken(&self, wanted: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let others = self.offers.iter().map(|offer| &offer.declared);
         let others = others.filter(|declared| declared.origin != DeclarationSource::File);
@@ -165,7 +165,7 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    /// Ends all functions at `places`. If one cannot end, serves the others again.
+    /// Ends all functions at the indices `places`. If one of them cannot end, serves again those that ended already.
     fn take_out(
         &mut self,
         places: &[usize],
@@ -195,7 +195,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Checks that no VMM is connected to the functions, before any of them ends.
+    /// Checks that no VMM is connected to the functions at `places`. Called before any of them ends.
     pub(super) fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
         let offers = places.iter().map(|place| &self.offers[*place]);
         let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
@@ -213,7 +213,7 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    /// Ends the functions at `places`, in ascending order, and returns their declarations.
+    /// Ends the functions at the indices `places`, which are in ascending order. Returns their declarations.
     fn end_functions(&mut self, places: &[usize]) -> Vec<FunctionDeclaration> {
         let mut functions = Vec::new();
         for place in places.iter().rev() {
@@ -239,7 +239,8 @@ impl FunctionRegistry {
         self.offer_back(error, functions)
     }
 
-    /// Serves functions again that ended for a reload which failed with `error`. Their drives stay open until then.
+    /// After a reload failed with `error`, serves the functions again that ended for the reload. Closes unused drives only
+    /// afterwards, so these functions find their drives open.
     fn offer_back(
         &mut self,
         error: ChangeError,

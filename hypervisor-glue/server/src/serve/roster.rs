@@ -1,7 +1,7 @@
-//! All functions of a server, and the operations that change them.
+//! Function registry: all functions of a server, and the operations that change them.
 //!
-//! One thread at a time owns the roster: the main thread during start and end, the change thread in between. Other threads read
-//! a [`RegistrySnapshot`], which is replaced after each change.
+//! One thread at a time owns the registry: the main thread while the server starts and ends, and the change thread in between.
+//! Other threads read a [`RegistrySnapshot`], which is replaced after each change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
@@ -42,17 +42,18 @@ use crate::function_thread::{FunctionThreadError, ShutdownAnswer};
 use crate::kept::function::RestoreOrder;
 use crate::owner::user_number;
 
-/// Timeout for a drive or range that the old server still holds in the kernel.
+/// Timeout for opening a drive or leasing a range that the kernel still holds for the old server's process.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 20 });
 
-/// Timeout for pollers to reach restored queues. The old server ends afterwards.
+/// Timeout for pollers to poll restored queues for the first time. The old server is told to end only afterwards.
 const PASS_PATIENCE: Duration = Duration::from_millis(100);
 
-/// Grace period for functions in VMMs to reconnect to a new server. Their memory stays mapped until then. They look for a
-/// server at least once a second.
+/// Time during which functions in VMMs can reconnect to a new server and find their memory still mapped. They look for a server
+/// at least once a second.
 const RETURN: Duration = Duration::from_secs(5);
 
-/// Bytes of guest memory that a drive pins quickly. Functions with more unpinned memory are restored last.
+/// Bytes of guest memory whose pinning delays other functions only briefly. Functions with more memory to pin are restored
+/// last.
 const PINNED_AT_ONCE: u64 = 1 << 30;
 
 /// Interval between attempts.
@@ -130,7 +131,7 @@ pub(super) struct FunctionRegistry {
     pub(super) offers: Vec<RegisteredFunction>,
     failed: Vec<FailedFunctionRecord>,
     pub(super) held: Vec<HeldDrive>,
-    /// Drives that the old server kept open and this one cannot open.
+    /// Drives that the old server kept open and that this server cannot open.
     missing: Vec<DriveDeclaration>,
     pub(super) drives: OpenDrives,
     view: Arc<Mutex<Arc<RegistrySnapshot>>>,
@@ -149,12 +150,12 @@ impl FunctionRegistry {
         }
     }
 
-    /// Serves the initial functions. If the old server stored functions, serves these. Otherwise, serves the functions of the
-    /// command line, of the file, and added in an earlier run.
+    /// Serves the initial functions. If the old server stored functions, serves only these. Otherwise, serves the functions of
+    /// the command line and the file, and those added in an earlier run.
     ///
     /// # Errors
-    /// A function of the command line or of the file cannot be served. Functions of an earlier run are listed as failed
-    /// instead, as are all functions if this server restores another one.
+    /// A function of the command line or of the file cannot be served. If a function of an earlier run cannot be served, it is
+    /// listed as failed instead. If this server restores another server's functions, this holds for all functions.
     pub(super) fn start(&mut self, declared: StartConfiguration) -> Result<(), ChangeError> {
         let StartConfiguration {
             functions,
@@ -256,7 +257,7 @@ impl FunctionRegistry {
         Ok(self.offers[place].entry.clone())
     }
 
-    /// Removes a function. Returns its entry, and the error of its end if it ended badly.
+    /// Removes a function. Returns its entry, and the error if the function did not end cleanly.
     pub(super) fn remove(
         &mut self,
         id: &str,
@@ -359,8 +360,8 @@ impl FunctionRegistry {
         })
     }
 
-    /// Changes the limits of a function. The limits of an added function persist over restarts. The limits of a function in
-    /// a VMM apply whenever the VMM leases again.
+    /// Changes the limits of a function. Limits of a function added by `nvme-mpt add` stay after a restart of the server.
+    /// Limits of a function in a VMM also apply to later leases of the id.
     pub(super) fn limit(&mut self, id: &str, limits: &str) -> Result<FunctionEntry, ChangeError> {
         let change: RateChange = limits.parse()?;
         let given: OptionText = limits.parse()?;
@@ -395,7 +396,7 @@ impl FunctionRegistry {
         Ok(self.offers[place].entry.clone())
     }
 
-    /// Resizes a function's lease. The size of an added function persists over restarts.
+    /// Resizes a function's lease. The size of a function added by `nvme-mpt add` stays after a restart of the server.
     pub(super) fn resize(
         &mut self,
         id: &str,
@@ -445,7 +446,7 @@ impl FunctionRegistry {
         Ok(self.offers[place].entry.clone())
     }
 
-    /// Grows a function's lease. A lease that is large enough stays as it is.
+    /// Grows a function's lease. A lease that is already large enough stays unchanged.
     pub(super) fn grow(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
         let grown = self.offers[place].grow(size, &self.terms.stop);
         self.publish();
@@ -455,11 +456,11 @@ impl FunctionRegistry {
         })
     }
 
-    /// Shrinks the lease of a function without a VMM, and serves it again.
+    /// Shrinks the lease of a function without a VMM, and serves the function again.
     ///
-    /// The file of added functions gets the smaller size before the lease shrinks. A crash in between leaves a larger lease,
-    /// which is harmless. The other order could leave a function that asks for more than it has. The next process would have to
-    /// find free space, which another lease may have taken.
+    /// The file of added functions gets the smaller size before the lease shrinks. After a crash between the two steps, the
+    /// lease is larger than the file says, which is harmless. With the opposite order, the file would have a larger size than
+    /// the lease. The next process would then need free space, which another lease may have taken.
     fn truncate(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
         let RegisteredFunction {
             declared, entry, ..
@@ -525,7 +526,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Ends all functions concurrently. Returns the socket and error of the first that failed.
+    /// Ends all functions concurrently. Returns the socket and the error of the first function that did not end cleanly.
     pub(super) fn end(self) -> Result<(), (PathBuf, FunctionThreadError)> {
         self.begin_end();
         let Self {
@@ -595,10 +596,11 @@ impl FunctionRegistry {
         resolved_function(declared, self.terms.data)
     }
 
-    /// Serves all functions, or none if one fails. Restored functions stay even then, so that their VMs keep their drives.
+    /// Serves all functions, or none if one of them fails. Functions that were restored from the old server stay served even
+    /// after a failure, so that their VMs keep their drives.
     ///
-    /// Drives opened for a failed attempt stay open until [`Self::close_unused`]. Other unused drives may belong to functions
-    /// that will be served again.
+    /// Drives opened for a failed attempt stay open until [`Self::close_unused`] is called. Closing unused drives here could
+    /// close drives of functions that the caller will serve again.
     pub(super) fn offer_all(
         &mut self,
         functions: Vec<FunctionDeclaration>,
@@ -623,7 +625,8 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    /// Serves functions like [`Self::offer_all`]. If the old server still has a function's lease, waits for that server to end.
+    /// Serves functions like [`Self::offer_all`]. If the old server still has a function's lease, tells that server to end and
+    /// waits for it.
     fn offer_all_beside(&mut self, functions: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let deadline = clock::monotonic() + RELEASE_PATIENCE;
         let mut outlasts = false;
@@ -703,9 +706,9 @@ impl FunctionRegistry {
 
     /// Serves functions independently. Functions that fail are listed as failed.
     ///
-    /// A restored function may wait until the kernel has released the old server's resources. So does a function whose lease
-    /// the old server still has, because it removed the function with commands in flight. Other functions do not wait for
-    /// either. Pinning a large guest memory delays no other function: see [`RestoreOrder`].
+    /// A restored function may have to wait until the kernel has released the old server's resources. A function may also have
+    /// to wait because the old server removed it with commands in flight and still has its lease. Other functions wait for
+    /// neither. Pinning a large guest memory delays no other function: see [`RestoreOrder`].
     fn offer_each(&mut self, functions: Vec<FunctionDeclaration>) {
         let functions: Vec<FunctionDeclaration> = functions
             .into_iter()
@@ -758,8 +761,8 @@ impl FunctionRegistry {
         self.terms.keeping.as_ref()?.turn_of(socket)
     }
 
-    /// Lists a restored function as failed if pinning its memory would take long. It is served after all others, and after VMMs
-    /// have their leases. Returns whether it was postponed.
+    /// If pinning a restored function's memory would take long, lists the function as failed for now and returns true. Such a
+    /// function is served after all others, and after functions in VMMs have their leases.
     fn postpone(&mut self, declared: &FunctionDeclaration, batch: &[FunctionDeclaration]) -> bool {
         let ServerFunctionOptions {
             socket, function, ..
@@ -795,7 +798,7 @@ impl FunctionRegistry {
         true
     }
 
-    /// Serves a function of an earlier run. On an error, lists it as failed, so that others are served.
+    /// Serves a function added in an earlier run. After an error, lists the function as failed instead of ending the start.
     fn offer_again(&mut self, text: OptionText) {
         match FunctionDeclaration::read(DeclarationSource::Added, text.clone()) {
             Ok(declared) => {
@@ -843,7 +846,7 @@ impl FunctionRegistry {
         })
     }
 
-    /// Retries failed functions whose VMs wait. A missing resource may be available now.
+    /// Tries again to serve failed functions whose VMs wait, since a missing resource may be available now.
     pub(super) fn offer_waiting(&mut self) {
         let Some(keeping) = self.terms.keeping.clone() else {
             return;
@@ -865,7 +868,8 @@ impl FunctionRegistry {
         }
     }
 
-    /// Retries the failed function with this socket. The stored configuration lists it in either case.
+    /// Tries again to serve the failed function with this socket. The stored configuration contains failed functions as well as
+    /// served ones, so it stays unchanged.
     fn offer_failed(&mut self, socket: &Path) {
         let mut failed = self.failed.iter();
         let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
@@ -905,7 +909,7 @@ impl FunctionRegistry {
         taken
     }
 
-    /// Puts back functions of [`Self::take_failed`], except those that are served by now.
+    /// Lists functions that [`Self::take_failed`] removed as failed again, except those that are served by now.
     pub(super) fn give_failed_back(&mut self, failed: Vec<FailedFunctionRecord>) {
         let offers = &self.offers;
         let is_offered = |failed: &FailedFunctionRecord| {
@@ -916,7 +920,7 @@ impl FunctionRegistry {
             .extend(failed.into_iter().filter(|failed| !is_offered(failed)));
     }
 
-    /// Releases the old server's functions that are neither served nor listed as failed.
+    /// Releases the stored state of the old server's functions that are neither served nor listed as failed.
     pub(super) fn forget_unlisted(&self) {
         if let Some(keeping) = &self.terms.keeping {
             let listed = |socket: &Path| {
@@ -958,7 +962,7 @@ impl FunctionRegistry {
         released
     }
 
-    /// Asks a function to end. Refused while a VMM is connected, unless `force`.
+    /// Asks a function to end. Without `force`, fails while a VMM is connected.
     pub(super) fn ask_to_leave(&self, place: usize, force: bool) -> Result<(), ChangeError> {
         let RegisteredFunction { entry, thread, .. } = &self.offers[place];
         match thread.leave(force) {
@@ -979,7 +983,7 @@ impl FunctionRegistry {
         self.store_added_of(others.map(|(_, offer)| offer), None)
     }
 
-    /// Stores the added functions, and `other`, which is not served at the moment.
+    /// Writes the file of added functions: those that are served, and `other`, which is not served at the moment.
     fn store_added_and(&self, other: Option<&OptionText>) -> Result<(), ChangeError> {
         self.store_added_of(self.offers.iter(), other)
     }
@@ -1033,7 +1037,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Closes drives that no function uses and the server need not keep open. Closing a `memory:` drive loses its content.
+    /// Closes drives that no function uses and that are not declared to stay open. Closing a `memory:` drive loses its content.
     pub(super) fn close_unused(&mut self) {
         let Self {
             terms,
@@ -1071,7 +1075,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Returns the served functions and drives of the file, for comparison.
+    /// Returns the served functions and drives that the file declared, for comparison with the present file.
     fn comparable(&self) -> RunningConfiguration {
         let of_file = |declared: &&FunctionDeclaration| declared.origin == DeclarationSource::File;
         let offered = self.offers.iter().map(|offer| &offer.declared);
@@ -1124,7 +1128,7 @@ impl FunctionRegistry {
     }
 }
 
-/// Sort key of the order of restoring. Functions without a waiting VM come last.
+/// Sort key for the order of restoring. Functions for which no VM waits come last.
 fn in_turn(turn: Option<RestoreOrder>) -> (bool, Option<RestoreOrder>) {
     (turn.is_none(), turn)
 }
@@ -1153,7 +1157,7 @@ pub(super) fn cannot_offer(
     }
 }
 
-/// Returns whether a function uses the drive or the server keeps it open.
+/// Returns whether a function uses the drive, or the drive is declared to stay open.
 fn is_used(drive: &Arc<Drive>, offers: &[RegisteredFunction], held: &[HeldDrive]) -> bool {
     let mut drives = offers.iter().map(|offer| &offer.drive);
     let mut held = held.iter().map(|held| &held.drive);

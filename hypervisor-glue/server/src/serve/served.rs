@@ -1,8 +1,8 @@
 //! Configuration of the served functions and drives, stored for the next server.
 //!
-//! The next server starts with the stored configuration and ignores the functions of the command line and the file. An upgrade
-//! or a restart after a crash therefore replaces only the program. The keeper holds the configuration. It is stored after each
-//! change and deleted at an orderly end. `nvme-mpt reload` applies differences to the file.
+//! The next server serves the stored configuration and ignores the functions of the command line and the file. So an upgrade or
+//! a restart after a crash replaces only the program, and `nvme-mpt reload` applies changes of the file. The keeper holds the
+//! configuration, which is stored after each change and deleted at an orderly end.
 
 use nvme_lease::range::ByteRange;
 use nvme_mpt_vmm::options::{OptionError, OptionText};
@@ -110,7 +110,7 @@ pub(super) fn encode<'a>(
     Ok(serde_json::to_vec(&state)?)
 }
 
-/// Decodes a stored configuration. Functions that this release cannot parse go to `Declared::unreadable`.
+/// Decodes a stored configuration. Functions whose options this release cannot parse are put into `unreadable`.
 pub(super) fn decode(bytes: &[u8]) -> Result<StartConfiguration, StoredConfigurationError> {
     #[derive(Deserialize)]
     struct OnlyVersion {

@@ -20,7 +20,7 @@ pub(super) struct ServerContext {
     /// Leases of functions that run inside VMMs.
     pub(super) leases: Arc<LeaseTable>,
     pub(super) pollers: Arc<PollerPool>,
-    /// Policy for data that another id left. Applies to functions without `data=`.
+    /// Policy for data that another lease id left, for functions without `data=`.
     pub(super) data: PreviousDataPolicy,
     /// Landlock rules of the file at the start.
     pub(super) rules: Vec<FileRule>,

@@ -19,14 +19,15 @@ use crate::function_thread::FunctionHandle;
 use crate::kept::predecessor::{SuccessorProcess, UpgradeError, lease_protocol};
 use crate::kept::{FIRST_STAGE, ServerPersistence};
 
-/// Time for in-flight commands to end in the check before an upgrade.
+/// Maximum time for in-flight commands to end when an upgrade checks whether the drives answer.
 const CHECK: Duration = Duration::from_secs(5);
 
 /// Suffix that the kernel appends to the path of a deleted executable.
 const DELETED: &[u8] = b" (deleted)";
 
 impl FunctionRegistry {
-    /// Hands all functions over to a new process and returns its process id. The caller must then exit at once.
+    /// Hands all functions over to a new process and returns its process id. After a success, the caller must end this process
+    /// at once.
     pub(super) fn upgrade(&self, binary: Option<&Path>) -> Result<u32, UpgradeError> {
         let keeping = self.terms.keeping.as_ref().ok_or(UpgradeError::NoKeeper)?;
         let program = match binary {
@@ -109,7 +110,8 @@ impl FunctionRegistry {
         Ok(number)
     }
 
-    /// Refuses the upgrade if a drive does not answer. Pauses each function and lease briefly, only until its own commands end.
+    /// Refuses the upgrade if a drive does not answer. For this check, pauses each function and then each VMM's lease until its
+    /// in-flight commands have ended.
     fn check_drives(&self) -> Result<(), UpgradeError> {
         let deadline = Deadline::after(&SystemClock::shared(), CHECK);
         let mut offers = self.offers.iter();
@@ -131,7 +133,8 @@ impl FunctionRegistry {
         }
     }
 
-    /// Returns whether the successor can restore all functions before this process ends, while they are paused.
+    /// Returns whether the successor can restore all functions while this process still runs with its functions paused.
+    /// Otherwise, the successor must wait until this process has ended.
     fn leaves_all_beside(&self) -> bool {
         let mut offers = self.offers.iter();
         let mut drives = self.drives.controllers().into_iter();
@@ -139,7 +142,7 @@ impl FunctionRegistry {
             && drives.all(|drive| drive.controller().opens_beside())
     }
 
-    /// Adds the cause to a successor's error if Landlock denies executing the program.
+    /// If Landlock denied executing the successor's program, adds this cause to `error`.
     fn explain_upgrade(&self, error: UpgradeError, program: &Path) -> UpgradeError {
         let executed = FileRule::new(program, FileAccess::EXECUTE);
         match self.terms.confined.refused([executed]) {
@@ -151,14 +154,14 @@ impl FunctionRegistry {
     }
 }
 
-/// Drives paused for the next server. Dropping it resumes them.
+/// Drives that are paused for the next server. Dropping this resumes the drives.
 struct QuiescedDrives<'a> {
     keeping: &'a ServerPersistence,
     drives: Vec<Arc<Drive>>,
 }
 
 impl<'a> QuiescedDrives<'a> {
-    /// Pauses all drives that can be handed over. The next process resets the others.
+    /// Pauses all drives that can be handed over. The next process resets all other drives.
     fn begin(keeping: &'a ServerPersistence, drives: Vec<Arc<Drive>>) -> Self {
         let mut resting = Self {
             keeping,
@@ -195,7 +198,7 @@ impl Drop for QuiescedDrives<'_> {
     }
 }
 
-/// Returns the path of this program, even if the file was replaced or deleted.
+/// Returns the path of this program, even if the file at that path was replaced or deleted since the start.
 fn own_program() -> Result<PathBuf, UpgradeError> {
     let program = env::current_exe()?.into_os_string();
     let path = program.as_bytes();

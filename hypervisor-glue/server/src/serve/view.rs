@@ -21,7 +21,7 @@ pub(super) struct RegistrySnapshot {
 }
 
 impl RegistrySnapshot {
-    /// Returns all functions with their current states. Waits at most one second for answers.
+    /// Returns all functions with their current states. Waits at most one second for the answers of the functions.
     pub(super) fn entries(&self) -> Vec<FunctionEntry> {
         let handles = self.functions.iter().map(|(handle, _)| handle);
         let figures = FunctionHandle::stats_of(handles);

@@ -67,7 +67,7 @@ pub enum FdStoreError {
         /// The descriptor.
         number: i32,
     },
-    /// The stored descriptors are no bag.
+    /// The stored descriptors are no descriptor queue.
     #[error("The inherited descriptors are not a descriptor store: {reason}")]
     NoBag {
         /// The reason.
@@ -81,13 +81,13 @@ pub enum FdStoreError {
         /// The number of descriptors.
         count: usize,
     },
-    /// A bag is full.
+    /// A descriptor queue is full.
     #[error("The descriptor store is full: remove messages from it, or raise net.core.wmem_max")]
     Full,
     /// The user has too many descriptors in queues of sockets.
     #[error("The user has too many descriptors in queues of sockets: raise RLIMIT_NOFILE")]
     TooManyInQueues,
-    /// A bag has more messages than allowed.
+    /// A descriptor queue has more messages than allowed.
     #[error("The descriptor store has more than {limit} messages")]
     TooManyMessages {
         /// Maximum number of messages.

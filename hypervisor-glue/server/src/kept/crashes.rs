@@ -1,7 +1,8 @@
 //! Crashes of the server, and the functions that caused them.
 //!
-//! A function's in-flight state counts the crashes of servers while they worked for it. See [`nvme_mpt_memory::crash`], which
-//! tells a crash from a kill and attributes it to one function. The keeper holds the count, so it survives the crash.
+//! A function's in-flight state has a counter of server crashes that happened during work for this function. See
+//! [`nvme_mpt_memory::crash`], which distinguishes a crash from a kill and attributes the crash to one function. The keeper
+//! holds the in-flight state, so the counter survives the crash.
 //!
 //! | crashes | the next server |
 //! |---|---|
@@ -9,17 +10,19 @@
 //! | 2, 3 | quarantines it: stores its state as a [report](write_report); its VMM stays connected, and its guest sees `CSTS.CFS` |
 //! | 4 and more | releases it without reading its state; its VMM loses the drive |
 //!
-//! If memory was being pinned for a function when the kernel killed a process for lack of memory, the function is quarantined
-//! at once ([`PinningRecord`](nvme_guest::memory_account::PinningRecord)). Of several such functions, the one with the most bytes
-//! is quarantined. The others are restored last, as are functions whose pinning was interrupted for another reason.
+//! If the kernel killed a process for lack of memory while memory was being pinned for a function, the function is quarantined
+//! at once ([`PinningRecord`](nvme_guest::memory_account::PinningRecord)). If there are several such functions, only the one
+//! with the most bytes being pinned is quarantined. The others are restored last, as are functions whose pinning was
+//! interrupted for another reason.
 //!
-//! For a function in a VMM, the VMM holds the in-flight state. Such a function gets no lease after two crashes.
+//! For a function in a VMM, the VMM holds the in-flight state. After two crashes, such a function gets no lease.
 //!
-//! A function stays quarantined until an operator removes it. If its guest or VMM could end the quarantine, it could crash the
-//! server twice each time. Its stored state stays unchanged, so that later servers quarantine it as well.
+//! A function stays quarantined until an operator removes it. If the guest or VMM could end the quarantine, they could crash
+//! the server twice more each time. The stored state of a quarantined function stays unchanged, so that later servers
+//! quarantine the function as well.
 //!
 //! With a keeper, a panic of a thread that serves functions ends the process ([`end_by_panic`]). Unwinding would instead end
-//! functions for good, or leave queues without a poller.
+//! functions permanently, or leave queues without a poller.
 
 use std::cell::Cell;
 use std::ffi::OsStr;
@@ -49,7 +52,7 @@ const REPORTS: &str = "set-aside";
 /// Maximum length of a report's name.
 const NAME_MAX: usize = 200;
 
-/// Name of the key-value thread, which catches panics of its database.
+/// Name of the key-value thread. This thread catches panics of its database, so its panics must not end the process.
 const CATCHES: &str = "key-values";
 
 /// Error of storing a report.
@@ -122,7 +125,7 @@ pub(crate) fn end_by_panic() {
     ENDS_PROCESS.set(true);
 }
 
-/// Makes panics of this thread, of pollers and of functions end the process, so that the keeper restarts it.
+/// Makes panics of this thread, of pollers and of functions' threads end the process, so that the keeper starts a new server.
 pub(super) fn let_panics_end_the_process() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -137,7 +140,7 @@ pub(super) fn let_panics_end_the_process() {
     end_by_panic();
 }
 
-/// Returns a thread spawner whose threads end the process by a panic.
+/// Returns a thread spawner for threads whose panics end the process.
 pub(crate) fn threads() -> ThreadSpawner {
     ThreadSpawner::from_spawn(|name, work| {
         let catches = name == CATCHES;

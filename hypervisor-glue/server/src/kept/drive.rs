@@ -1,14 +1,17 @@
 //! Physical drives that a successor takes over without a reset.
 //!
-//! The keeper has a bag for each open drive. In an upgrade, the old server pauses the drive and puts [what the successor
-//! needs](nvme_mpt::drive::HostController::hand_over) into the bag. The successor removes these descriptors before it uses the
-//! drive. After a crash, the bag has no such descriptors, and the next server resets the drive.
+//! The keeper stores a descriptor queue for each open drive. In an upgrade, the old server pauses the drive and puts the
+//! [descriptors that the successor needs](nvme_mpt::drive::HostController::hand_over) into the queue. The successor removes
+//! these descriptors before it uses the drive. After a crash, the queue has no such descriptors, and the next server resets the
+//! drive.
 //!
-//! If a server crashes, the kernel resets the device when its last descriptor closes. The bag still holds the drive's IOMMU and
-//! its mapping table while the drive is open. So guest memory stays pinned and mapped. See `nvme_vfio::DescriptorStore`.
+//! If a server crashes, the kernel resets the device when its last descriptor closes. But the drive's descriptor queue also
+//! holds the descriptor of the drive's IOMMU and a table of its mappings as long as a server has the drive open. So guest
+//! memory stays pinned and mapped. See `nvme_vfio::DescriptorStore`.
 //!
-//! A handed-over drive may still execute in-flight commands of functions in VMMs, even while no server runs. Therefore, the bag
-//! also holds the old server's end of its [presence] pipe until the drive is open again.
+//! A handed-over drive may still execute in-flight commands of functions in VMMs, even while no server runs. VMMs must not
+//! treat such commands as ended. Therefore, the drive's descriptor queue also holds the old server's end of its [presence] pipe
+//! until the drive is open again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -41,7 +44,7 @@ const MAPPINGS: u64 = 2;
 #[derive(Debug, Default)]
 pub(super) struct DriveDescriptorQueues(BTreeMap<String, SharedDescriptorQueue>);
 
-/// A drive's bag, shared with the driver, which stores the IOMMU in it.
+/// A drive's descriptor queue, shared with the driver, which stores the IOMMU's descriptor in the queue.
 #[derive(Clone, Debug)]
 struct SharedDescriptorQueue(Arc<Mutex<DescriptorQueue>>);
 
@@ -82,7 +85,7 @@ fn name_of(path: &str) -> String {
 }
 
 impl DriveDescriptorQueues {
-    /// Adds a bag of the old server.
+    /// Adds a drive's descriptor queue from the old server.
     pub(super) fn add(&mut self, name: String, ends: Vec<OwnedFd>) -> Result<(), FdStoreError> {
         self.0.insert(
             name,
@@ -122,8 +125,8 @@ impl DriveDescriptorQueues {
 }
 
 impl ServerPersistence {
-    /// Returns the descriptors that the old server left for a drive. VMMs see the old server as present until
-    /// [`Self::take_drive_back`].
+    /// Returns the descriptors that the old server left for a drive. Until [`Self::take_drive_back`] is called, VMMs see the
+    /// old server as running, since its presence pipe stays open.
     ///
     /// # Errors
     /// [`PersistenceError::Keeper`].
@@ -153,12 +156,12 @@ impl ServerPersistence {
         Ok(())
     }
 
-    /// Removes everything but the IOMMU from the bag of a drive that works in this process.
+    /// Removes all descriptors but those of the IOMMU from a drive's descriptor queue, once the drive works in this process.
     pub(crate) fn take_drive_back(&self, path: &str) {
         self.retain_of_drive(path, |number| number == MAPPINGS);
     }
 
-    /// Empties the bag of a drive that is not open.
+    /// Empties the descriptor queue of a drive that is not open.
     pub(crate) fn let_go_of_drive(&self, path: &str) {
         self.retain_of_drive(path, |_| false);
     }

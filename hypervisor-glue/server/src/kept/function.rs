@@ -1,6 +1,6 @@
 //! Stored state of a function whose VM outlives the server process.
 //!
-//! All descriptors of a function are in its bag, numbered:
+//! All descriptors of a function are in its descriptor queue, in numbered messages:
 //!
 //! | number | descriptor |
 //! |---|---|
@@ -9,8 +9,8 @@
 //! | 2, 3 | doorbells, in-flight state |
 //! | 4 and up | the client's socket, files of its memory and eventfds of its vectors; each number is used once |
 //!
-//! A descriptor is put into the bag before the journal has a state that names it. It is removed after a state without it is
-//! committed.
+//! A descriptor is put into the queue before a state that names it is committed to the journal. The descriptor is removed after
+//! a state that does not name it is committed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -43,8 +43,8 @@ use vmm_sys_util::eventfd::EventFd;
 use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, QuarantineReportError, write_report};
 use super::registry::FdStoreRegistry;
 
-/// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. Earlier versions are read as
-/// well. A successor checks the version before the old server ends, and the layouts afterwards.
+/// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. This release also reads earlier
+/// versions. A successor checks the version before the old server ends, and the layouts afterwards.
 ///
 /// | version | change |
 /// |---|---|
@@ -52,7 +52,7 @@ use super::registry::FdStoreRegistry;
 /// | 2 | interrupt type of a client, and the eventfd that acknowledges the INTx pin |
 const VERSION: u32 = 2;
 
-/// Version for a client that uses MSI-X, which the previous release reads as well.
+/// Version of the state if the client uses MSI-X. The previous release can read this version, too.
 const VERSION_MSIX_ALONE: u32 = 1;
 
 const JOURNAL: u64 = 0;
@@ -61,16 +61,16 @@ const DOORBELLS: u64 = 2;
 const LIVE: u64 = 3;
 const FIRST_OF_CLIENT: u64 = 4;
 
-/// Number of unused messages in a bag that triggers their removal.
+/// Number of unused messages in a descriptor queue from which they are removed.
 const WASTE: usize = 64;
 
 /// Error of reading a stored function.
 #[derive(Debug, Error)]
 pub(crate) enum RestoreError {
-    /// The descriptors are not a valid bag.
+    /// The descriptors are not a valid descriptor queue.
     #[error(transparent)]
     Bag(#[from] FdStoreError),
-    /// The bag lacks a descriptor.
+    /// The descriptor queue lacks a descriptor.
     #[error("descriptor {0} is missing")]
     Missing(u64),
     /// The journal is invalid.
@@ -113,7 +113,7 @@ impl FdStoreKey {
         (shelf, keeper)
     }
 
-    /// Removes the function from the keeper and waits until the keeper has closed its socket.
+    /// Removes the function from the keeper, and waits until the keeper has closed the function's sockets.
     pub(crate) fn forget_now(&self) {
         self.forget();
         if let Err(error) = self.registry.await_keeper() {
@@ -137,7 +137,8 @@ impl FdStoreKey {
     }
 }
 
-/// State of a function for the next process, apart from the contents of its files.
+/// State of a function for the next process, without the contents of the function's files (doorbells, in-flight state and guest
+/// memory).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PersistedFunctionState {
@@ -151,7 +152,7 @@ struct PersistedFunctionState {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PersistedClient {
-    /// Number of the client's socket in the bag.
+    /// Number of the client's socket in the descriptor queue.
     stream: Option<u64>,
     /// User id of the client's process.
     pub(crate) user: Option<u32>,
@@ -190,7 +191,7 @@ impl InterruptType {
 struct PersistedRegion {
     gpa: u64,
     len: u64,
-    /// Number of the region's file in the bag.
+    /// Number of the region's file in the descriptor queue.
     file: u64,
     offset: u64,
     readable: bool,
@@ -201,7 +202,7 @@ struct PersistedRegion {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PersistedVector {
-    /// Number of the message with the eventfd, and the eventfd's position in it.
+    /// Number of the message with the eventfd, and the eventfd's index in this message.
     eventfd: Option<(u64, usize)>,
     pub(crate) masked: bool,
 }
@@ -276,11 +277,12 @@ pub(crate) struct RestorableFunction {
     state: PersistedFunctionState,
     contents: BTreeMap<u64, Vec<OwnedFd>>,
     journal: RequestLog,
-    /// Crash record of the function. `None` if its in-flight state is invalid, which prevents restoring.
+    /// Crash record of the function; `None` if the in-flight state is invalid, so that the function cannot be restored.
     crashes: Option<CrashRecord>,
     /// Bytes of guest memory that were being pinned when the old server ended.
     pinning: Option<u64>,
-    /// Bytes being pinned when the kernel killed a process for lack of memory, if that happened.
+    /// Bytes of guest memory that were being pinned when the kernel killed a process for lack of memory; `None` if it killed
+    /// none.
     exhausting: Option<u64>,
 }
 
@@ -312,7 +314,8 @@ impl fmt::Display for QuarantineReason {
 /// The order compares `was_pinning` before `memory`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RestoreOrder {
-    /// True if memory was being pinned when the old server ended. That may have caused its end, so such functions come last.
+    /// True if memory was being pinned for the function when the old server ended. The pinning may have caused the old server's
+    /// end, so such functions come last.
     pub(crate) was_pinning: bool,
     /// Bytes that the client has mapped. Pinning tens of GiB for a physical drive takes seconds.
     pub(crate) memory: u64,
@@ -340,7 +343,7 @@ pub(crate) struct QuarantinedFunction {
     pub(crate) crashes: CrashRecord,
 }
 
-/// Resources that a successor needs for a function while the old server still runs.
+/// Resources that a successor needs for a function in addition to those of the old server, which still runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SuccessorRequirements {
     /// Number of descriptors in the client's state.
@@ -349,8 +352,8 @@ pub(super) struct SuccessorRequirements {
     pub(super) notifies_untrusted: bool,
 }
 
-/// Checks that this release can read a journal that a running server may still change. Returns the resources that the function
-/// needs.
+/// Checks that this release can read a function's journal, which the running old server may still change. Returns the resources
+/// that the function needs.
 pub(super) fn check_state(journal: OwnedFd) -> Result<SuccessorRequirements, RestoreError> {
     let record = RequestLogContents::of_running(journal)?;
     let PersistedFunctionState { client, .. } = read_state(record.device())?;
@@ -427,7 +430,7 @@ impl RestorableFunction {
         write_report(state_dir, id, &state, live.map(AsFd::as_fd))
     }
 
-    /// Returns the parts that a quarantined function keeps: its control state and sockets.
+    /// Returns the parts of the stored function that quarantining it needs: its control state and sockets, for example.
     pub(crate) fn set_aside(self) -> Result<QuarantinedFunction, RestoreError> {
         let Self {
             shelf,
@@ -453,8 +456,8 @@ impl RestorableFunction {
         })
     }
 
-    /// Blames one function for a memory shortage: the one with the most bytes being pinned. The others are restored, but late.
-    /// Functions blamed earlier stay blamed.
+    /// Blames one function for a memory shortage: the function with the most bytes being pinned. The other functions are
+    /// restored last. Functions that a previous server blamed stay blamed.
     pub(super) fn blame_one<'a>(functions: impl Iterator<Item = &'a mut Self>) {
         let mut suspects: Vec<_> = functions
             .filter_map(|function| {
@@ -516,7 +519,8 @@ impl RestorableFunction {
         places.collect()
     }
 
-    /// Returns the function's shared files for attaching. Without these files, queues cannot be restored.
+    /// Returns the function's doorbell and in-flight files, for attaching to the drive. Queues cannot be restored without these
+    /// files.
     pub(crate) fn parts(&self) -> SharedPartsSource {
         let clone = |number| clone_of(&self.contents, number, 0).ok();
         let files = clone(DOORBELLS).zip(clone(LIVE));
@@ -529,7 +533,7 @@ impl RestorableFunction {
         self.shelf.clone()
     }
 
-    /// Releases the function for good. A connected VMM loses the drive.
+    /// Removes the function's stored state permanently. A connected VMM loses the drive.
     pub(crate) fn give_up(self) {
         let shelf = self.shelf.clone();
         drop(self);
@@ -646,7 +650,7 @@ fn clone_of(
 
 /// A served function whose state is stored with the keeper.
 ///
-/// Only the function's control thread uses it. The lock exists because `ControlStateSaver` shares it.
+/// Only the function's control thread uses this. The lock inside is needed because a `ControlStateSaver` shares it.
 #[derive(Debug)]
 pub(crate) struct PersistedFunction {
     shelf: FdStoreKey,
@@ -660,7 +664,7 @@ struct PersistedFunctionInner {
     bag: DescriptorQueue,
     /// Number of the next message.
     next: u64,
-    /// Messages in the bag.
+    /// Number of messages in the descriptor queue.
     messages: usize,
     files: BTreeMap<FileKey, u64>,
     client: PersistedClient,
@@ -668,8 +672,8 @@ struct PersistedFunctionInner {
     committed: BTreeSet<u64>,
     /// Numbers named by the state that is being committed.
     committing: Option<BTreeSet<u64>>,
-    /// True if the bag has files of unmapped memory, or the socket of a disconnected client with files in its queue. These may
-    /// be the last references to the memory of a dead VM.
+    /// True if the descriptor queue still has files of unmapped memory, or the socket of a disconnected client, in whose buffer
+    /// files may be. These may be the last references to the memory of a VM that has ended.
     has_left_files: bool,
     is_changed: bool,
     /// Last encoded state.
@@ -677,7 +681,7 @@ struct PersistedFunctionInner {
 }
 
 impl PersistedFunction {
-    /// Creates a function's bag. `begin` stores it with the keeper.
+    /// Creates a function's descriptor queue. `begin` stores the queue with the keeper.
     ///
     /// # Errors
     /// Returns the kernel's or the keeper's error.
@@ -807,7 +811,7 @@ impl PersistedFunction {
         inner.is_changed = true;
     }
 
-    /// Records that the regions in a range are unmapped. `None` stands for all regions.
+    /// Records that the memory regions within `range` (start and length) are unmapped. `None` stands for all regions.
     pub(crate) fn remove_regions(&self, range: Option<(u64, u64)>) {
         let mut inner = self.inner();
         let inner = &mut *inner;
@@ -823,12 +827,13 @@ impl PersistedFunction {
         inner.is_changed = true;
     }
 
-    /// Forgets files without a region, such as one whose mapping failed.
+    /// Forgets files of which no region is mapped, such as a file whose mapping failed.
     pub(crate) fn forget_unused_files(&self) {
         self.inner().forget_unused_files();
     }
 
-    /// Records that the last [state](Self::state) is committed. Then removes files of unmapped memory from the bag.
+    /// Records that the last [state](Self::state) is committed. Then removes files of unmapped memory from the descriptor
+    /// queue.
     pub(crate) fn committed(&self) {
         let mut inner = self.inner();
         if let Some(named) = inner.committing.take() {
@@ -847,7 +852,8 @@ impl PersistedFunction {
         }
     }
 
-    /// Stores the eventfds of the `count` vectors from `start`. Vectors beyond `eventfds` are disconnected.
+    /// Stores the eventfds of the `count` vectors from `start`. If `eventfds` has fewer than `count` elements, the remaining
+    /// vectors are disconnected.
     pub(crate) fn connect(
         &self,
         start: usize,
@@ -953,7 +959,8 @@ pub(crate) struct NumberedRegion {
 }
 
 impl PersistedFunctionInner {
-    /// Forgets files without a region. If such a file is mapped again, it gets a new number, as the bag may have dropped it.
+    /// Forgets files of which no region is mapped. If such a file is mapped again, it gets a new number, since its message may
+    /// have been removed from the descriptor queue.
     fn forget_unused_files(&mut self) {
         let used = self.client.regions.iter().map(|region| region.file);
         let used: BTreeSet<u64> = used.collect();
@@ -970,7 +977,7 @@ impl PersistedFunctionInner {
         &mut vectors[number]
     }
 
-    /// Puts descriptors into the bag as one message. Returns the message's number.
+    /// Puts descriptors into the descriptor queue as one message. Returns the message's number.
     fn put(&mut self, descriptors: &[BorrowedFd<'_>]) -> io::Result<u64> {
         let named = self.client.numbers();
         if self.messages > 2 * (named.len() + self.files.len()) + WASTE {
@@ -1006,7 +1013,7 @@ impl PersistedFunctionInner {
     }
 }
 
-/// Stores the control state in the middle of a register access or turn of the control thread.
+/// Stores the function's control state while a register access or a turn of the control thread is still in progress.
 #[derive(Debug)]
 pub(crate) struct ControlStateSaver(pub(crate) Arc<PersistedFunction>);
 

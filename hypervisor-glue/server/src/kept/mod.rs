@@ -2,16 +2,16 @@
 //!
 //! | name | descriptors |
 //! |---|---|
-//! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::DescriptorQueue), see `function` |
+//! | `function-N` | both ends of a function's [descriptor queue](nvme_mpt_keep::DescriptorQueue), see `function` |
 //! | `memory-BYTES` | memory file of the drive `memory:BYTES` |
 //! | `faults-HASH` | memory file of a drive's injected faults, by the hash of its path |
-//! | `drive-PCI` | both ends of a physical drive's bag, see `drive` |
+//! | `drive-PCI` | both ends of a physical drive's descriptor queue, see `drive` |
 //! | `spare-DRIVE-LEASE` | spare file descriptors of a lease, see `spares` |
 //! | `leases` | ledger of private drives, such as `memory:`, that only this process uses |
 //! | `configuration` | initial functions and drives of the next server, in a journal |
 //!
-//! A descriptor is stored before the state names it, and removed after the state stops naming it. A crash in between leaves an
-//! unused descriptor, which the next server closes.
+//! A descriptor is stored before a committed state names it, and removed after the committed state does not name it any longer.
+//! So a crash leaves at most unused descriptors, which the next server closes.
 
 pub(crate) mod crashes;
 mod drive;
@@ -48,7 +48,7 @@ use spares::SpareDescriptions;
 
 use crate::stats::{GuestPause, GuestPauseCause, SupervisorStatus};
 
-/// First argument of the internal process between a keeper and its command.
+/// First argument of the internal process between a keeper and its command (the first stage).
 pub const FIRST_STAGE: &str = "keep-first-stage";
 
 /// Name prefix of functions.
@@ -75,7 +75,7 @@ const CONFIGURATION: &str = "configuration";
 /// Error of using the keeper.
 #[derive(Debug, Error)]
 pub enum PersistenceError {
-    /// The keeper cannot be reached, or its contents cannot be read.
+    /// The keeper cannot be reached, or the descriptors that it passed cannot be read.
     #[error("Cannot use the keeper of this server")]
     Keeper(#[from] FdStoreError),
     /// The kernel cannot create a memory file.
@@ -114,7 +114,7 @@ pub(crate) fn kept_configuration(
     }
 }
 
-/// Returns whether the old server left a configuration for this process. Does not read it.
+/// Returns whether the old server left a configuration for this process. Does not read the configuration.
 pub fn has_kept_configuration() -> bool {
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     names.split(':').any(|name| name == CONFIGURATION)
@@ -160,7 +160,8 @@ pub(crate) struct GuestPauseStart {
 }
 
 impl GuestPauseStart {
-    /// Returns the start for functions in VMMs. Such functions survive even an orderly restart, or one without a keeper.
+    /// Returns the start of the pause of functions in VMMs. Unlike functions on vfio-user, these also continue after an orderly
+    /// restart of the server, and without a keeper.
     pub(crate) fn of_vmms(keeping: Option<&ServerPersistence>) -> Self {
         match keeping.map(ServerPersistence::stall_begin) {
             Some(begin) if begin.cause == GuestPauseCause::Upgrade => begin,
@@ -184,7 +185,7 @@ impl GuestPauseStart {
 struct PersistenceState {
     /// Journal of the stored configuration. `None` until it is first stored.
     configuration: Option<RequestLog>,
-    /// Functions of the old server that are not restored yet, by socket.
+    /// Functions of the old server that are not restored yet, by the path of their socket.
     surviving: BTreeMap<PathBuf, RestorableFunction>,
     /// Ledger of private drives.
     private: Ledger,
@@ -199,11 +200,12 @@ struct PersistenceState {
 impl ServerPersistence {
     /// Connects to the keeper and reads the stored state. Returns `None` without a keeper.
     ///
-    /// If this process replaces a running server, first calls `check`, which must succeed. Then waits until the old server has
-    /// released its functions. The old server [may still run](Self::await_predecessor) after that.
+    /// If this process replaces a running server, first calls `check`, and continues only if it succeeds. Then waits until the
+    /// old server has paused its functions and handed them over. After that, the old server [may still
+    /// run](Self::await_predecessor).
     ///
     /// # Errors
-    /// See [`PersistenceError`]. Returns the error of `check`.
+    /// See [`PersistenceError`]. If `check` fails, returns its error.
     pub(crate) fn find<E: From<PersistenceError>>(
         mut inherited: InheritedDescriptors,
         check: impl FnOnce() -> Result<(), E>,
@@ -367,8 +369,8 @@ impl ServerPersistence {
         (keeping, keeper, server)
     }
 
-    /// Returns whether this process replaces another server. The old server may own sockets until it has
-    /// [ended](Self::await_predecessor).
+    /// Returns whether this process was started to replace another server. Until the old server has
+    /// [ended](Self::await_predecessor), it may still own sockets.
     pub(crate) fn replaces_a_server(&self) -> bool {
         self.leaving.is_some()
     }
@@ -379,14 +381,14 @@ impl ServerPersistence {
         leaving.is_some_and(|leaving| leaving.is_process(number))
     }
 
-    /// Tells the old server that it may end, as all functions that can be restored are served.
+    /// Tells the old server that it may end, since all functions that can be restored beside it are served.
     pub(crate) fn let_predecessor_end(&self) {
         if let Some(leaving) = &self.leaving {
             leaving.let_end();
         }
     }
 
-    /// Tells the old server to end and waits for it. Afterwards, only this process has functions' sockets.
+    /// Tells the old server to end, and waits until it has ended. Afterwards, only this process has the functions' sockets.
     pub(crate) fn outlast_predecessor(&self) {
         self.let_predecessor_end();
         if let Err(error) = self.await_predecessor() {
@@ -410,7 +412,7 @@ impl ServerPersistence {
         !self.state().surviving.is_empty()
     }
 
-    /// Returns the start of the pause of functions that this process restores.
+    /// Returns the time at which the pause of the restored functions started, and its cause.
     pub(crate) fn stall_begin(&self) -> GuestPauseStart {
         self.stall_begin
     }
@@ -443,11 +445,11 @@ impl ServerPersistence {
         start_thread("keeper", watch).map(drop)
     }
 
-    /// Stores all descriptors with a new keeper at this address, after the previous one has ended. A background thread sends
-    /// them.
+    /// Stores all descriptors with a new keeper at this address, after the previous keeper has ended. A background thread sends
+    /// the descriptors.
     ///
     /// # Errors
-    /// Returns as text why the new keeper is refused.
+    /// Returns the reason for refusing the new keeper as text.
     pub(crate) fn adopt(self: &Arc<Self>, address: &OsStr, max: u64) -> Result<(), String> {
         self.registry.look();
         if !self.registry.has_ended() {
@@ -503,7 +505,7 @@ impl ServerPersistence {
         Ok(())
     }
 
-    /// Deletes the stored configuration at an orderly end, so that the next server reads its command line and file.
+    /// Deletes the stored configuration at an orderly end, so that the next server uses its own command line and file.
     pub(crate) fn forget_configuration(&self) {
         self.state().configuration = None;
         if let Err(error) = self.registry.forget(CONFIGURATION) {
@@ -512,8 +514,8 @@ impl ServerPersistence {
         }
     }
 
-    /// Puts back a function that could not be restored, reading its descriptors again. A later attempt or a successor may
-    /// restore it.
+    /// Reads the descriptors of a function that could not be restored again, so that a later attempt or a successor may restore
+    /// the function.
     pub(crate) fn take_back(&self, shelf: &FdStoreKey) {
         let descriptors = self.registry.descriptors(&shelf.name);
         let read = descriptors.map_err(RestoreError::from);
@@ -535,31 +537,32 @@ impl ServerPersistence {
         self.state().surviving.remove(socket)
     }
 
-    /// Puts back a function that cannot be restored now. A later attempt or a successor may restore it.
+    /// Puts back a function that cannot be restored now, so that a later attempt or a successor may restore it.
     pub(crate) fn give_back(&self, function: RestorableFunction) {
         let socket = function.socket().to_owned();
         self.state().surviving.insert(socket, function);
     }
 
-    /// Returns whether the old server's function with this socket is not restored yet.
+    /// Returns whether the old server had a function with this socket that is not restored yet.
     pub(crate) fn has(&self, socket: &Path) -> bool {
         self.state().surviving.contains_key(socket)
     }
 
-    /// Returns the function's position in the order of restoring, or `None` if the old server had no such function.
+    /// Returns the function's position in the order of restoring; `None` if no function with this socket is left to be
+    /// restored.
     pub(crate) fn turn_of(&self, socket: &Path) -> Option<RestoreOrder> {
         let state = self.state();
         state.surviving.get(socket).map(RestorableFunction::turn)
     }
 
-    /// Returns the function's guest memory, as file ranges with lengths.
+    /// Returns the guest memory of the old server's function with this socket, as places in files with lengths in bytes.
     pub(crate) fn memory_of(&self, socket: &Path) -> Vec<(MappedFile, u64)> {
         let state = self.state();
         let function = state.surviving.get(socket);
         function.map_or_else(Vec::new, RestorableFunction::memory)
     }
 
-    /// Releases the old server's functions that `is_wanted` rejects.
+    /// Removes the stored state of the old server's functions for whose sockets `is_wanted` returns false.
     pub(crate) fn forget_all_but(&self, is_wanted: impl Fn(&Path) -> bool) {
         let mut state = self.state();
         let all = std::mem::take(&mut state.surviving);
@@ -594,7 +597,7 @@ impl ServerPersistence {
         self.state().private.clone()
     }
 
-    /// Returns the memory file of the drive `memory:BYTES`. A new one is empty.
+    /// Returns the memory file of the drive `memory:BYTES`. If there is none yet, creates one that reads as zeros.
     ///
     /// # Errors
     /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
@@ -613,7 +616,8 @@ impl ServerPersistence {
     }
 
     /// Returns the memory file for the faults of a drive that this process opens. The first call for a drive returns the old
-    /// server's file. Later calls return a new file, as reopening a drive clears its recorded faults.
+    /// server's file if there is one. All other calls return a new file, since opening a drive again clears its recorded
+    /// faults.
     ///
     /// # Errors
     /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
@@ -670,7 +674,8 @@ fn memory_name(bytes: u64) -> String {
     format!("{MEMORY}{bytes}")
 }
 
-/// Returns the entry name of a drive's faults. Uses a hash, as names must be short and cannot contain colons.
+/// Returns the name under which the keeper stores a drive's faults. The name has a hash of the path, since names must be short
+/// and cannot contain colons.
 fn faults_name(path: &DrivePath) -> String {
     format!("{FAULTS}{:016x}", hash(&path.to_string()))
 }

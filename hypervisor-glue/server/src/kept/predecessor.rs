@@ -7,16 +7,16 @@
 //! | 3 | releases all leases, sends "released" | restores all functions, lets its pollers reach their queues, sends "serves" |
 //! | 4 | ends | serves its other sockets |
 //!
-//! Before step 2 is complete, the old server continues if the successor is late or cannot read a state. Afterwards, the keeper
-//! restarts the successor if it dies. The old server only ends, and its functions stay paused.
+//! If the successor is late or cannot read a state before step 2 is complete, the old server continues. After step 2, the old
+//! server can only end, and its functions stay paused there. If the successor then dies, the keeper starts a new server.
 //!
 //! | crash of | before the naming | between the naming and "ends" | after "ends" |
 //! |---|---|---|---|
 //! | the old server | the successor ends, the keeper starts a new server | the same | the successor continues |
 //! | the successor | the old server continues | the keeper ends the old server and starts a new one | the same |
 //!
-//! The old server skips "released" in step 3 if it has a VMM's lease, or a drive that only one process can open. The successor
-//! then waits until the old server has ended. It does so with servers of earlier releases, too.
+//! If the old server has a VMM's lease, or a drive that only one process can open, it does not send "released" in step 3. The
+//! successor then waits until the old server has ended. The successor also waits for the end of servers of earlier releases.
 
 use std::env;
 use std::ffi::OsString;
@@ -44,23 +44,25 @@ use crate::confine::LandlockRefusal;
 /// Name of the successor's end of the socket.
 const SOCKET: &str = "predecessor";
 
-/// Name of the journals that a successor reads before it takes over.
+/// Name of the descriptors of functions' journals, which a successor reads before it takes over.
 const JOURNAL: &str = "journal";
 
-/// Environment variable with the lease protocol version of the old server's VMMs. Empty without such VMMs.
+/// Environment variable with the lease protocol version that VMMs with leases speak to the old server. Empty if no VMM has a
+/// lease.
 const LEASE_PROTOCOL: &str = "NVME_MPT_LEASE_PROTOCOL";
 
 /// Message of a successor that is ready to take over.
 const READY: u8 = b'r';
 
-/// Follows [`READY`] in one message, if the successor waits only for [`LET_GO`]. Earlier releases wait for the old server's
-/// end.
+/// Byte after [`READY`] in the same message, with which the successor says that it waits only for [`LET_GO`]. Earlier releases
+/// do not send this byte and wait for the old server's end.
 const BESIDE: u8 = b'b';
 
-/// Message of a server that ends for its successor. The time of asking its functions to pause follows, in nanoseconds.
+/// Message of a server that is about to end for its successor. The time at which its functions were asked to pause follows, in
+/// nanoseconds of the host's clock.
 const ENDS: u8 = b'e';
 
-/// Message of a server that has released all leases, after [`ENDS`].
+/// Message of a server that has released all leases. It follows [`ENDS`].
 const LET_GO: u8 = b'l';
 
 /// Message of a successor that serves all functions that it can restore.
@@ -75,7 +77,7 @@ const REASON_MAX: u64 = 16 << 10;
 /// Timeout for a successor to become ready.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Timeout for a successor to serve its functions. The old server ends in any case.
+/// Timeout for a successor to serve its functions. After the timeout, the old server ends as well.
 const SERVES_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Poll interval while waiting.
@@ -118,7 +120,7 @@ pub enum PredecessorError {
 pub struct FailureReport(UnixStream);
 
 impl FailureReport {
-    /// Returns the connection, or `None` if this process does not replace a server.
+    /// Returns the connection to the old server; `None` if this process was not started to replace a server.
     pub fn to_predecessor(inherited: &InheritedDescriptors) -> Option<Self> {
         let socket = inherited.get(SOCKET).next()?;
         let socket = socket.try_clone_to_owned().ok()?;
@@ -142,7 +144,8 @@ pub(super) struct PredecessorProcess {
 }
 
 impl PredecessorProcess {
-    /// Finds the old server, and checks the present states of its functions.
+    /// Finds the old server that started this process, and checks that this release can read the present states of its
+    /// functions.
     pub(super) fn find(
         inherited: &mut InheritedDescriptors,
     ) -> Result<Option<Self>, PredecessorError> {
@@ -164,7 +167,8 @@ impl PredecessorProcess {
         Ok(Some(Self { socket, process }))
     }
 
-    /// Sends "ready" and waits until all functions can be restored. Returns when they were asked to pause, by the host's clock.
+    /// Sends "ready" and waits until all functions can be restored. Returns the time at which the functions were asked to
+    /// pause, by the host's clock.
     pub(super) fn await_turn(self) -> Result<(Duration, LeavingPredecessor), PredecessorError> {
         let Self {
             mut socket,
@@ -199,14 +203,15 @@ impl PredecessorProcess {
 /// Threads per function: its control thread, and its lease's flush thread.
 const THREADS_EACH: usize = 2;
 
-/// Descriptors per function without its client's: doorbells, in-flight state, epoll, eventfds and those of the drive.
+/// Descriptors that a function needs in addition to those of its client: doorbells, in-flight state, epoll, eventfds and those
+/// of the drive.
 const DESCRIPTORS_EACH: usize = 28;
 
 /// Threads and descriptors of the server itself.
 const SPARE: usize = 16;
 
-/// Allocates, for a trial, all resources for the old server's functions while they are still served. A shortage is thus found
-/// before the old server releases them.
+/// Allocates all resources that the old server's functions will need here, and frees them again, while the old server still
+/// serves the functions. So a shortage is found before the old server releases its functions.
 fn try_resources(needs: &[SuccessorRequirements]) -> Result<(), PredecessorError> {
     let scarce = |what| move |source| PredecessorError::Scarce { what, source };
     if needs.iter().any(|needs| needs.notifies_untrusted) {
@@ -271,7 +276,7 @@ pub(crate) fn lease_protocol(are_vmms: bool) -> (&'static str, String) {
     (LEASE_PROTOCOL, version.unwrap_or_default())
 }
 
-/// Refuses VMMs of another version. Earlier releases send no version.
+/// Returns an error if the old server's VMMs speak another version. Earlier releases set no version.
 fn check_lease_protocol(version: &str) -> Result<(), PredecessorError> {
     if version.is_empty() || version.parse::<u32>() == Ok(VERSION) {
         return Ok(());
@@ -306,7 +311,7 @@ impl LeavingPredecessor {
         credentials.is_ok_and(|peer| u32::try_from(peer.pid()) == Ok(number))
     }
 
-    /// Tells the old server that all functions are served that can be restored while it runs.
+    /// Tells the old server that this process serves all functions that can be restored while the old server runs.
     pub(super) fn let_end(&self) {
         self.told.call_once(|| {
             // The old server may have ended.
@@ -364,13 +369,13 @@ pub(crate) enum UpgradeError {
         /// Cause.
         reason: String,
     },
-    /// A lease has commands in flight, so this process could not end.
+    /// A lease has in-flight commands that would keep this process from ending.
     #[error(
         "The drive of lease {0} has commands in flight, and no server can take over before they have ended. Nothing has \
          changed; upgrade again once the drive answers"
     )]
     Lease(String),
-    /// A drive is no longer at its path, where the successor would open it.
+    /// A drive is no longer at its path, so the successor would not find it there.
     #[error(
         "{0}. The next server would not find it. Nothing has changed; move the drive back to its path, or remove its functions, \
          and upgrade again"
@@ -387,13 +392,14 @@ pub(crate) enum UpgradeError {
     Io(#[from] io::Error),
 }
 
-/// The process that is to replace this server. Dropping it before the hand-over kills it, and this server continues.
+/// The process that is to replace this server. If this is dropped before the hand-over, the successor is killed and this server
+/// continues.
 #[derive(Debug)]
 pub(crate) struct SuccessorProcess {
     socket: UnixStream,
     /// `None` after the hand-over.
     process: Option<Child>,
-    /// True if the successor can take over before this process has ended.
+    /// True if the successor said that it can take over before this process has ended.
     goes_on_beside: bool,
 }
 
@@ -434,7 +440,8 @@ impl SuccessorProcess {
         self.process.as_ref().map_or(0, Child::id)
     }
 
-    /// Waits until the successor is ready. Gives up if `ends` returns true.
+    /// Waits until the successor is ready. Returns an error as soon as `ends` returns true, since this server then has to end
+    /// itself.
     pub(crate) fn await_ready(&mut self, ends: impl Fn() -> bool) -> Result<(), UpgradeError> {
         self.socket.set_read_timeout(Some(LOOK))?;
         let deadline = clock::monotonic() + PATIENCE;
@@ -464,7 +471,7 @@ impl SuccessorProcess {
         }
     }
 
-    /// Reads the rest of the reason of a successor that cannot take over.
+    /// Reads the rest of the text in which a successor explains why it cannot take over.
     fn failed(&mut self, first: &[u8]) -> UpgradeError {
         let mut reason = first.to_vec();
         // Reads until the successor ends, or the read timeout passes.
@@ -504,7 +511,8 @@ impl SuccessorProcess {
         }
     }
 
-    /// Tells the successor that all leases are released. Returns once it serves, has ended or is late.
+    /// Tells the successor that all leases are released. Returns once the successor serves its functions, has ended, or exceeds
+    /// the timeout.
     pub(crate) fn let_go_on(&mut self) -> io::Result<()> {
         self.socket.set_read_timeout(Some(SERVES_PATIENCE))?;
         self.socket.write_all(&[LET_GO])?;

@@ -1,4 +1,5 @@
-//! Copies of everything a server has stored with its keeper, to pass on to a successor.
+//! Copies of all descriptors that a server has stored with its keeper. In an upgrade, the server passes these copies on to its
+//! successor.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,7 +22,8 @@ pub(super) const LEFT_OUT: &str =
 #[derive(Debug)]
 pub(crate) struct FdStoreRegistry {
     store: Mutex<Arc<FdStoreClient>>,
-    /// True if the keeper has ended. Nothing is sent then, and only the keeper's copies are lost.
+    /// True if the keeper has ended. If so, no messages are sent. The keeper's copies of the descriptors are lost, but those of
+    /// this process remain.
     has_ended: AtomicBool,
     entries: Mutex<BTreeMap<String, FdStoreEntry>>,
 }
@@ -30,7 +32,7 @@ pub(crate) struct FdStoreRegistry {
 #[derive(Debug, Default)]
 struct FdStoreEntry {
     kept: Vec<OwnedFd>,
-    /// True if the keeper has no room for them.
+    /// True if the descriptors are not stored with the keeper, since its store is full or it has ended.
     is_left_out: bool,
     /// Journal of a function, which a successor checks before it takes over.
     journal: Option<OwnedFd>,
@@ -54,7 +56,7 @@ impl FdStoreRegistry {
         self.has_ended.load(Ordering::Relaxed)
     }
 
-    /// Checks whether the keeper has ended, and logs it once.
+    /// Checks whether the keeper has ended. If so, logs its end once.
     pub(super) fn look(&self) {
         if !self.has_ended() && self.store().has_ended() {
             self.note_end();
@@ -89,8 +91,8 @@ impl FdStoreRegistry {
         self.send(|store| store.barrier(KEEPER_PATIENCE)).map(drop)
     }
 
-    /// Stores all descriptors with a new keeper. Holds the lock throughout, so that an upgrade passes descriptors on either
-    /// before or after.
+    /// Stores all descriptors with a new keeper. Holds the lock until all are stored, so that an upgrade cannot pass
+    /// descriptors to its successor in between.
     pub(super) fn adopt(&self, store: FdStoreClient) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
         let mut room = store.max();
@@ -112,8 +114,8 @@ impl FdStoreRegistry {
         Ok(())
     }
 
-    /// Stores descriptors under a name. Returns whether the keeper had room. If not, only an upgrade passes them to a
-    /// successor.
+    /// Stores descriptors under a name. Returns whether the keeper had room for them. If it had none, a successor still gets
+    /// the descriptors in an upgrade, but not after a crash.
     pub(super) fn keep(
         &self,
         name: &str,
@@ -155,8 +157,9 @@ impl FdStoreRegistry {
         );
     }
 
-    /// Makes the keeper's contents match the entries that this process [knows](Self::know). A predecessor passes on all
-    /// entries, including those without room, and this process may choose others to leave out.
+    /// Makes the keeper's contents match the entries that this process [knows](Self::know). This is needed because a
+    /// predecessor passes on all entries, including those for which the keeper has no room, and this process may leave out
+    /// other entries than the predecessor.
     pub(super) fn settle(&self) -> Result<(), FdStoreError> {
         let entries = self.entries();
         let (left_out, stored): (Vec<_>, Vec<_>) =
@@ -181,7 +184,7 @@ impl FdStoreRegistry {
         self.note(name, descriptors).map(|_| ())
     }
 
-    /// Records the descriptors of a name. Returns whether the keeper has room for them.
+    /// Records copies of the descriptors under a name. Returns whether the keeper has room for them.
     fn note(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, FdStoreError> {
         let clones = descriptors.iter().map(|fd| clone(fd.as_fd()));
         let kept = clones.collect::<Result<Vec<_>, _>>()?;
@@ -210,8 +213,8 @@ impl FdStoreRegistry {
         (stored + more) as u64 <= self.store().max()
     }
 
-    /// Drops spare descriptors from the keeper until `more` descriptors fit. An upgrade still passes them on. Returns whether
-    /// there is room.
+    /// Removes spare descriptors from the keeper until `more` descriptors fit. An upgrade still passes the removed descriptors
+    /// to the successor. Returns whether the keeper now has room.
     fn make_room(
         &self,
         entries: &mut BTreeMap<String, FdStoreEntry>,
@@ -239,7 +242,7 @@ impl FdStoreRegistry {
         names.cloned().collect()
     }
 
-    /// Stores entries that were left out, as far as there is room now.
+    /// Stores entries with the keeper that were left out before, as far as the keeper now has room.
     fn fill_up(&self) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
         let left_out = entries.iter().filter(|(_, entry)| entry.is_left_out);
@@ -257,7 +260,7 @@ impl FdStoreRegistry {
         Ok(())
     }
 
-    /// Lets a successor read a function's journal before it takes over.
+    /// Records a function's journal, which an upgrade passes to the successor for reading before it takes over.
     pub(super) fn show(&self, name: &str, journal: BorrowedFd<'_>) -> Result<(), FdStoreError> {
         let journal = Some(clone(journal)?);
         self.entries().entry(name.to_owned()).or_default().journal = journal;
@@ -271,7 +274,8 @@ impl FdStoreRegistry {
         copies.collect()
     }
 
-    /// Removes a name from the keeper, and uses the room for entries that were left out.
+    /// Removes the descriptors of a name from the keeper. Then stores entries for which the keeper had no room before, as far
+    /// as they fit now.
     pub(super) fn forget(&self, name: &str) -> Result<(), FdStoreError> {
         self.entries().remove(name);
         self.send(|store| store.forget(name))?;

@@ -1,5 +1,5 @@
-//! Spare open file descriptions of leases' files, held by the keeper. After a crash, the next server asks them for write errors
-//! that the old server did not see.
+//! Spare open file descriptions of leases' files, held by the keeper. After a crash, the next server calls `fsync` on them,
+//! which reports write errors that the old server did not see.
 //!
 //! Each entry is named after its lease. VMMs never get these descriptors.
 
@@ -31,7 +31,7 @@ fn prefix_of(drive: &str) -> String {
     format!("{SPARE}{:08x}-", hash(&beginning(drive)) >> 32)
 }
 
-/// Returns a lease's entry name. It must be short, as the keeper passes all names in one environment variable.
+/// Returns a lease's entry name. The name must be short, since the keeper passes all names in one environment variable.
 fn name_of(drive: &str, lease: &str) -> String {
     format!("{}{:016x}", prefix_of(drive), hash(lease))
 }
@@ -42,7 +42,8 @@ impl SpareDescriptions {
         Self { registry, is_over }
     }
 
-    /// Stops all changes if `is_over` is set, because the successor then owns the entries.
+    /// If `is_over` is set, stops all changes of the entries, because the successor owns them from now on. Otherwise, allows
+    /// changes again.
     pub(crate) fn leave(&self, is_over: bool) {
         self.is_over.store(is_over, Ordering::Release);
     }
@@ -51,7 +52,7 @@ impl SpareDescriptions {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Removes the entries of drives that are not open, as no function will use them.
+    /// Removes the entries of all drives except those in `open`, since no function will use them.
     pub(crate) fn forget_drives_but(&self, open: &[Arc<Drive>]) {
         if self.is_over() {
             return;

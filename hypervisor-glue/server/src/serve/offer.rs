@@ -95,7 +95,8 @@ impl RegisteredFunction {
         Self::start(declared, drive, &attachment, server)
     }
 
-    /// Restores or quarantines a function of the old server. Returns `None` if its stored state is lost.
+    /// Restores or quarantines a function of the old server. Returns `None` if neither is possible, now or later; the function
+    /// is then removed from the keeper.
     fn go_on(
         declared: &FunctionDeclaration,
         drive: &Arc<Drive>,

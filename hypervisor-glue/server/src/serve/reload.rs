@@ -118,8 +118,8 @@ impl FunctionRegistry {
         Ok(reloaded)
     }
 
-    /// Returns the leases of VMMs on drives that a reload would close, because neither the file nor a function names these
-    /// drives. The next server would not open such drives either.
+    /// Returns the leases of VMMs on drives that a reload would close, because the file does not name these drives and nothing
+    /// else keeps them open. The next server would not open such drives either.
     fn abandoned(
         &self,
         going: &[usize],

@@ -1,4 +1,5 @@
-//! `nvme-mpt drives`: lists the host's NVMe functions, their drivers and users, and what prevents a server from using them.
+//! `nvme-mpt drives`: lists the host's NVMe functions with their drivers and users, and the obstacles that prevent a server
+//! from using them.
 
 use std::fmt;
 
@@ -34,11 +35,11 @@ pub struct HostDrive {
     pub queue_pairs: Option<QueuePairStats>,
     /// True if the queried server uses the drive.
     pub served: bool,
-    /// Obstacles to serving the drive. Empty if it can be served now.
+    /// Obstacles to serving the drive, with their remedies. Empty if a server can serve the drive now.
     pub in_the_way: Vec<String>,
 }
 
-/// Returns the host's NVMe functions. `served` are the drives of a running server.
+/// Returns the host's NVMe functions. `served` are the drives of the running server, of which the result contains statistics.
 ///
 /// # Errors
 /// The kernel does not report required information.

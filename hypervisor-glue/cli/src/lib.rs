@@ -1,8 +1,8 @@
 //! The `nvme-mpt` command.
 //!
-//! [`cli`] has the arguments of all commands: it parses them, calls, and prints. `nvme-mpt serve` is
-//! [`nvme_mpt_server::serve`]. Most other commands ask a running server on its control socket ([`nvme_mpt_server::control`]);
-//! `table` formats the answers, and [`top`] shows rates in a terminal.
+//! [`cli`] defines the arguments of all commands, parses them, calls the functions that execute a command, and prints the
+//! results. `nvme-mpt serve` calls [`nvme_mpt_server::serve`]. Most other commands send a request to a running server on its
+//! control socket ([`nvme_mpt_server::control`]); `table` formats the answers as tables, and [`top`] shows rates in a terminal.
 //!
 //! The remaining commands need no server. They list the host's physical drives ([`drives`]) and rebind them to VFIO
 //! ([`mod@bind`]), measure drive profiles ([`profile`]), and check a host or a drive ([`doctor`]).

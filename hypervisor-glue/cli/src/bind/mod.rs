@@ -1,7 +1,7 @@
 //! `nvme-mpt bind` and `nvme-mpt unbind`: rebind a drive from the kernel's NVMe driver to VFIO, and back.
 //!
-//! Neither command loads a module or stops a user of a drive. A drive that the host uses is refused. Other drives are held
-//! exclusively during the change, so that no program can start using them.
+//! Neither command loads a module or stops a user of a drive. A drive that the host uses is refused. While a command changes a
+//! drive's driver, it holds the drive's block devices exclusively, so that no program can start to use them.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -164,7 +164,7 @@ impl fmt::Display for BindResult {
 /// drive that is mounted, swap space or part of another device is always refused.
 ///
 /// # Errors
-/// Returns the obstacle. The drive keeps its driver.
+/// Returns the obstacle. If `vfio-pci` does not take the drive, the kernel chooses a driver for the drive again.
 pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindResult, BindError> {
     let function = find(root, address)?;
     if function.iommu_group.is_none() {
@@ -263,7 +263,7 @@ fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, BindError> 
     Ok(function)
 }
 
-/// Returns the obstacles within the IOMMU group to using a drive with `vfio-pci`.
+/// Returns remarks about other functions in the drive's IOMMU group whose drivers prevent the use of the drive with `vfio-pci`.
 pub(crate) fn group_remarks(function: &PciFunction) -> Vec<String> {
     let Some(group) = &function.iommu_group else {
         return Vec::new();
@@ -290,7 +290,7 @@ fn expect_driver(root: &HostRoot, driver: &'static str) -> Result<(), BindError>
     }
 }
 
-/// Unbinds a function from its driver and lets the kernel probe for another.
+/// Unbinds a function from its driver and lets the kernel bind the driver `wanted`.
 fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Result<(), BindError> {
     let address = function.address;
     let text = address.to_string();

@@ -392,7 +392,7 @@ pub(super) fn function_help() -> String {
     )
 }
 
-/// Makes the path absolute if the text is a socket. Ids contain no slash.
+/// Makes the path absolute if the text is a socket's path. A text with a slash is such a path, since ids contain none.
 fn socket_or_id(text: String) -> String {
     match text.contains('/').then(|| std::path::absolute(&text)) {
         Some(Ok(path)) => path.display().to_string(),

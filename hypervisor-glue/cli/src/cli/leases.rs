@@ -96,7 +96,7 @@ enum LeasesCommand {
 }
 
 impl LeasesCommand {
-    /// Returns the command, with a `--json` that was given before it.
+    /// Returns the command with its JSON output enabled if `--json` was given before the subcommand's name.
     fn in_json(self, wanted: bool) -> Result<Self, JsonError> {
         match self {
             Self::List { json } => Ok(Self::List {
@@ -237,7 +237,7 @@ fn owner_name(owner: Option<u32>) -> String {
     owner.map_or_else(|| "-".to_owned(), user_name)
 }
 
-/// Adds the use of queue pairs to leases that the server on `control` knows.
+/// Adds the use of queue pairs to those leases that the server at the control socket `control` reports.
 fn shown(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
     let held = leases
         .iter()

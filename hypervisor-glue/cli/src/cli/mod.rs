@@ -429,7 +429,8 @@ impl<T: FromStr<Err = OptionError>> OptionsArgument<T> {
     }
 }
 
-/// Returns the valid arguments with absolute paths, relative to `folder`. Appends messages about invalid ones to `mistakes`.
+/// Returns the valid arguments, and makes their relative paths absolute as starting at `folder`. Appends messages about invalid
+/// arguments to `mistakes`.
 fn given<T: FromStr<Err = OptionError>>(
     arguments: Vec<OptionsArgument<T>>,
     folder: &Path,
@@ -501,7 +502,7 @@ pub fn run() -> ExitCode {
     status
 }
 
-/// Exits because of invalid arguments. Reports the error also to the server that this process should replace.
+/// Exits because of invalid arguments. If this process was started to replace a server, also reports the error to that server.
 fn refuse(error: &clap::Error) -> ! {
     if error.use_stderr()
         && let Ok(inherited) = InheritedDescriptors::from_env()
@@ -648,7 +649,7 @@ fn run_profile(options: &ProfileArgs) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Returns the path with links resolved, as the server may run in another directory.
+/// Returns the absolute path with links resolved, since the server may run in another working directory.
 fn canonical(path: DrivePath) -> DrivePath {
     match path {
         DrivePath::File(file) => DrivePath::File(fs::canonicalize(&file).unwrap_or(file)),

@@ -1,4 +1,5 @@
-//! Checks of a physical drive: its place in the host, its users, and its own description.
+//! Checks of a physical drive: its driver and IOMMU group, its users, and the data that the drive reports about itself
+//! (Identify).
 
 use std::path::Path;
 
@@ -15,7 +16,7 @@ use super::report::{CheckOutcome, DoctorCheck};
 /// Name of the host's NVMe driver.
 const NVME: &str = "nvme";
 
-/// Memory page size of a drive as a power of two, the unit of its MDTS.
+/// Base-2 logarithm of the memory page size in bytes, which is the unit of a drive's MDTS.
 const PAGE_SHIFT: u8 = 12;
 
 /// Percentage Used from which a drive should be replaced.
@@ -359,13 +360,13 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> DoctorCheck {
     )
 }
 
-/// Formats a logical block size, whose exponent comes from the drive and may be too large.
+/// Formats a logical block size. The drive reports the size's exponent, which may be invalidly large.
 fn block(shift: u8) -> String {
     let bytes = 1_u64.checked_shl(shift.into());
     bytes.map_or_else(|| format!("2^{shift}"), |bytes| bytes.to_string())
 }
 
-/// Returns the namespaces whose deallocated blocks may read as something other than zeroes.
+/// Returns the namespaces for which the drive does not guarantee that deallocated blocks read as zeroes.
 fn not_zeroes(namespaces: &[(Nsid, IdentifyNamespace)]) -> Vec<String> {
     let others = namespaces
         .iter()

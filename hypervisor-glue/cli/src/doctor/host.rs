@@ -16,10 +16,10 @@ use super::report::{CheckOutcome, DoctorCheck};
 /// Oldest kernel that is tested.
 const OLDEST_KERNEL: (u32, u32) = (6, 1);
 
-/// Minimum descriptor limit for a server with many functions: more than the usual soft limit.
+/// Minimum limit of open descriptors for a server with many functions. It is higher than the usual soft limit.
 const DESCRIPTORS: u64 = 4096;
 
-/// Locked memory in bytes that a process with a physical drive needs in addition to the VMs'
+/// Locked memory in bytes that a process with a physical drive needs in addition to the memory of the VMs
 /// (`nvme_vfio::VfioError::MemoryLock`).
 const LOCKED_BESIDES: u64 = 256 << 20;
 
@@ -66,7 +66,7 @@ impl DoctorHost {
         read(&self.root.sys.join(name))
     }
 
-    /// Returns the outcome for an unmet requirement of physical drives.
+    /// Returns the outcome of a check whose requirement only matters for physical drives and is not met.
     fn unmet(&self) -> CheckOutcome {
         match self.physical {
             true => CheckOutcome::Problem,
@@ -370,7 +370,8 @@ impl DoctorHost {
         }
     }
 
-    /// Returns the soft and hard limit of this process. An inner `None` means unlimited.
+    /// Returns the soft and the hard limit of this process for the resource `name`; `None` if they cannot be read. An inner
+    /// `None` means unlimited.
     fn limit(&self, name: &str) -> Option<(Option<u64>, Option<u64>)> {
         let text = self.proc("self/limits")?;
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;

@@ -1,7 +1,7 @@
 //! `nvme-mpt doctor`: a report on a host and a drive, for a person and for an issue.
 //!
-//! [`examine`] changes no data. Opening an unused `vfio-pci` drive resets the drive. Text from the host's kernel is untrusted:
-//! no content ends the checks.
+//! [`examine`] changes no data, but it opens an unused drive that is bound to `vfio-pci`, which resets the drive. Text that the
+//! host's kernel reports is not trusted, so malformed text does not stop the checks.
 //!
 //! [`DoctorReport::try_out`] overwrites a namespace with the operator's consent: see [`scratch`].
 
@@ -46,9 +46,9 @@ pub fn examine(host: &DoctorHost, address: Option<PciAddress>) -> DoctorReport {
 }
 
 impl DoctorReport {
-    /// Tests a namespace and appends the checks. `consent` must allow erasing the namespace. Each measurement takes `time`.
+    /// Tests a namespace if `consent` allows erasing it, and appends the checks to the report. Each measurement takes `time`.
     ///
-    /// Does nothing if the drive has problems.
+    /// Does nothing if the report already has problems.
     pub fn try_out(
         &mut self,
         host: &DoctorHost,
@@ -81,7 +81,7 @@ impl DoctorReport {
     }
 }
 
-/// Checks a drive. `describe` returns the drive's description, or the reason why there is none.
+/// Checks a drive. `describe` returns the drive's description, or the reason why the drive cannot be described.
 fn drive_checks(
     host: &DoctorHost,
     address: PciAddress,

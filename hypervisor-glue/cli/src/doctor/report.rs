@@ -47,7 +47,7 @@ pub struct DoctorCheck {
     pub outcome: CheckOutcome,
     /// Observed value or state.
     pub finding: String,
-    /// Advice that changes the outcome, with a command where possible.
+    /// Advice to the operator for a better outcome, with a command if possible.
     pub remedy: Option<String>,
 }
 

@@ -87,8 +87,8 @@ struct FioLatency {
 }
 
 impl FioReport {
-    /// Parses a report, ignoring other output of fio before and after it. With `--status-interval`, the last report counts, as
-    /// it covers the whole run.
+    /// Parses a report, ignoring other output of fio before and after it. If there are several reports because of
+    /// `--status-interval`, takes the last one, since it covers the whole run.
     pub(super) fn parse(path: &Path, text: &str) -> Result<Self, FitError> {
         let mut start = 0;
         for line in text.split_inclusive('\n') {
@@ -200,7 +200,8 @@ impl FioJob {
 }
 
 impl FioDirectionStats {
-    /// Returns the median completion latency. Falls back to the median total latency (`lat_percentiles`), then to the mean.
+    /// Returns the median completion latency. If the report lacks it, returns the median total latency (`lat_percentiles`), or
+    /// else the mean.
     fn latency(&self) -> f64 {
         [Some(&self.clat_ns), self.lat_ns.as_ref()]
             .into_iter()

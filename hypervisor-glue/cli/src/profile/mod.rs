@@ -1,4 +1,4 @@
-//! `nvme-mpt profile fit`: makes a profile for modelled drives from fio's measurements of a real drive.
+//! `nvme-mpt profile fit`: makes a performance profile for software drives from fio's measurements of a real drive.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -16,10 +16,10 @@ mod tests;
 pub use error::FitError;
 use fio::{FioMeasurement, FioReport};
 
-/// Maximum size of a report in bytes. Protects against a wrong path such as a device.
+/// Maximum size of a fio report in bytes. The limit stops reading if a wrong path leads to a device, for example.
 const LONGEST: u64 = 64 << 20;
 
-/// Minimum number of in-flight commands in a job that measures IOPS.
+/// Minimum number of in-flight commands for a fio job to count as a measurement of the maximum IOPS.
 const DEEP: u64 = 8;
 
 /// Bounds of `stripe` in bytes.
@@ -31,9 +31,9 @@ const UNITS_MAX: f64 = 1024.0;
 
 /// Makes a TOML profile of `model = "nvm"` from a fio report.
 ///
-/// The job with one command in flight and the smallest blocks yields the latency, which is its median. The fastest job yields
-/// the bandwidth. If small blocks at high queue depth get less bandwidth, the drive takes as long for a small block as for a
-/// larger one: the stripe. Jobs that both read and write are ignored.
+/// The profile's latency is the median of the job with one command in flight and the smallest blocks. Its bandwidth is that of
+/// the fastest job. If small blocks at high queue depth reach less bandwidth, the drive needs as long for a small block as for
+/// a larger unit, which becomes the profile's stripe. Jobs that both read and write are ignored.
 ///
 /// # Errors
 /// See [`FitError`].
@@ -85,12 +85,12 @@ struct DirectionMeasurements<'a> {
     alone: &'a FioMeasurement,
     /// Job that measures the bandwidth.
     fastest: &'a FioMeasurement,
-    /// Job with the highest IOPS among those with the smallest blocks at high queue depth.
+    /// Job with the highest IOPS among the jobs that have the smallest blocks and at least `DEEP` commands in flight.
     busiest: Option<&'a FioMeasurement>,
 }
 
 impl<'a> DirectionMeasurements<'a> {
-    /// Selects the jobs. Returns `None` if no job has one command in flight.
+    /// Selects the jobs from the measurements of one direction. Returns `None` if no job has one command in flight.
     fn of(measurements: &'a [FioMeasurement]) -> Option<Self> {
         let alone = measurements
             .iter()
@@ -110,18 +110,19 @@ impl<'a> DirectionMeasurements<'a> {
         })
     }
 
-    /// Bytes that a saturated drive transfers in the time of one small block.
+    /// Bytes that the drive transfers at its maximum bandwidth in the time that it needs per small block when saturated.
     fn bytes_per_command(&self) -> Option<f64> {
         Some(self.fastest.bandwidth() / self.busiest?.iops)
     }
 
-    /// Number of stripes of this size that are in flight if each takes the latency of a single command.
+    /// Number of stripes of this size that must be in flight to reach the maximum bandwidth, if each takes the latency of a
+    /// single command.
     fn stripes_at_once(&self, stripe: u64) -> f64 {
         self.alone.latency / 1e9 * self.fastest.bandwidth() / stripe as f64
     }
 }
 
-/// Returns the power of two closest to the mean stripe size of reads and writes, which share one value.
+/// Returns one stripe size for reads and writes: the power of two that is closest to their geometric mean.
 fn stripe(reads: &DirectionMeasurements<'_>, writes: &DirectionMeasurements<'_>) -> u64 {
     let wanted: Vec<f64> = [reads, writes]
         .into_iter()

@@ -164,7 +164,7 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
     })
 }
 
-/// Returns the table of drives with a limited number of queue pairs, if there are any.
+/// Returns the table of the drives that have a limited number of queue pairs; `None` if there are none.
 fn drives(drives: &[DriveStats]) -> Option<TextTable> {
     let mut table = TextTable::new(&[
         "drive",

@@ -1,6 +1,7 @@
 //! `nvme-mpt top`: shows rates of a running server's functions or drives in a terminal.
 //!
-//! [`TopView`] computes the display from samples and keys. `view` draws it. `terminal` handles the terminal and the clock.
+//! [`TopView`] computes what is displayed, from samples of the statistics and from pressed keys. `view` draws the display.
+//! `terminal` reads keys, polls the server and redraws the display.
 
 mod terminal;
 mod view;
@@ -114,12 +115,12 @@ struct TopRow {
     errors: f64,
     exits: f64,
     interrupts: f64,
-    /// Average number of processors that pollers use for the function or drive.
+    /// Average number of processors that pollers keep busy for the function or drive.
     processors: f64,
 }
 
 impl TopRow {
-    /// Computes the rates of a function from its counts within `seconds`.
+    /// Computes the rates of a function from its counts during the last `seconds`.
     fn of(function: &FunctionStats, seconds: f64) -> Self {
         let mut row = Self {
             name: function.id.clone(),

@@ -82,7 +82,7 @@ pub fn run(control: PathBuf, mut board: TopView, interval: Duration) -> Result<(
     shown.map_err(TopError::Terminal)
 }
 
-/// Polls the server on a separate thread, so that keys are handled without delay.
+/// Polls the server on a separate thread, so that a slow answer does not delay the handling of keys.
 fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<TopSample, String>>> {
     let (sender, samples) = mpsc::sync_channel(1);
     let work = move || {

@@ -83,7 +83,8 @@ impl TopView {
         }
     }
 
-    /// Returns a time of all pollers between the last two samples, as a number of processors.
+    /// Returns the time that all pollers together spent on `of` between the last two samples, divided by the time between the
+    /// samples. So 1.0 is one fully used processor.
     fn poller_seconds(&self, of: fn(&nvme_guest::stats::PollerStats) -> f64) -> Option<f64> {
         let (before, now) = (self.before.as_ref()?, self.now.as_ref()?);
         let time = now.stats.pollers.iter().map(|poller| {

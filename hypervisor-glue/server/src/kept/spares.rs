@@ -1,5 +1,5 @@
-//! Spare open file descriptions of leases' files, held by the keeper. After a crash, the next server calls `fsync` on them,
-//! which reports write errors that the old server did not see.
+//! Spare open file descriptions of leases' files, held by the keeper. After a crash, the next server checks them for write
+//! errors, which the kernel reports to each open file description once, and which the old server may not have seen.
 //!
 //! Each entry is named after its lease. VMMs never get these descriptors.
 

@@ -1,7 +1,7 @@
 //! A function in this process, and a small guest driver for it.
 //!
-//! The guest's memory is a memory file, its doorbells are mapped, and it polls. The guest accesses the drive only through the
-//! function's registers and queues, as a VM does.
+//! The guest's memory is a memory file, its doorbells are mapped, and its driver polls for completions. As in a VM, the guest
+//! accesses the drive only through the function's registers and queues.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -39,7 +39,8 @@ pub(super) const DEPTH_MAX: u16 = 128;
 const MEMORY: u64 = 1 << 32;
 const MEMORY_BYTES: usize = 2 << 20;
 
-/// Offsets in the memory: a page for each admin queue, the I/O queues, and a data page for each command.
+/// Offsets in the guest's memory: a page for each admin queue, then the I/O queues, then a data page for each in-flight
+/// command.
 const ADMIN_SQ: usize = 0;
 const ADMIN_CQ: usize = 0x1000;
 const IO_SQ: usize = 0x4000;
@@ -54,13 +55,14 @@ const _: () = assert!(DATA + DEPTH_MAX as usize * IO_BYTES <= MEMORY_BYTES);
 
 const IO_QUEUE: QueueId = QueueId(1);
 
-/// Timeout of a completion, longer than a function's own command timeout.
+/// Timeout for a completion. It is longer than a function's own command timeout.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Polls for a completion before the driver starts to sleep between polls. Normal commands complete within them.
+/// Number of polls for a completion before the driver starts to sleep between polls. Commands usually complete within this
+/// number of polls.
 const SPINS: u32 = 100_000;
 
-/// Sleep between polls, for hosts where poller and guest share one processor.
+/// Sleep between polls. It lets the poller run on hosts where poller and guest share one processor.
 const PAUSE: Duration = Duration::from_micros(20);
 
 /// Errors of a guest.
@@ -428,7 +430,7 @@ impl ScratchGuest {
         self.doorbells.tail.store(self.machine.io.sq.tail());
     }
 
-    /// Runs `work` with up to `depth` in-flight commands, until it has no more commands.
+    /// Executes the commands of `work`, with up to `depth` in flight at a time, until `work` has no more commands.
     pub(super) fn run(
         &mut self,
         depth: u16,
@@ -480,7 +482,7 @@ impl ScratchGuest {
         }
     }
 
-    /// Transfers the data page of slot 0 and returns the command's status.
+    /// Executes one command with the data page of slot 0, and returns the command's status.
     pub(super) fn execute(&mut self, opcode: NvmOpcode, block: u64) -> Result<Status, GuestError> {
         let mut once = SingleCommand {
             opcode,
@@ -503,7 +505,7 @@ impl SuspendedGuest {
         self.state.len()
     }
 
-    /// Restores the saved state into another function and continues there.
+    /// Restores the saved state into another function, with which the guest continues.
     pub(super) fn go_on(self, mut function: NvmeFunction) -> Result<ScratchGuest, GuestError> {
         let Self { machine, state } = self;
         map(&function, &machine.file)?;

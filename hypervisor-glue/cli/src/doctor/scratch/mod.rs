@@ -47,7 +47,7 @@ const LEASE_MIN: u64 = 1 << 20;
 /// Maximum number of bytes that each guest writes and verifies.
 const VERIFIED_MAX: u64 = 8 << 20;
 
-/// Number of in-flight commands while blocks are written and verified.
+/// Number of commands in flight while the test writes and verifies blocks.
 const DEPTH: u16 = 32;
 
 /// Range of the IOPS limit that is tested.
@@ -163,10 +163,10 @@ pub type ErasureConsent<'a> = dyn FnMut(&ScratchNamespace) -> bool + 'a;
 struct ReadMeasurements {
     /// Reads with one command in flight.
     reads: u64,
-    /// Median and 99th percentile with one command in flight, in nanoseconds.
+    /// Median latency with one command in flight, in nanoseconds; `p99` is the 99th percentile.
     p50: u64,
     p99: u64,
-    /// By 32 and by 128 commands in flight.
+    /// Reads with 32 and with 128 commands in flight.
     deep: [ReadRate; 2],
 }
 
@@ -174,7 +174,7 @@ struct ReadMeasurements {
 #[derive(Clone, Copy, Debug)]
 struct ReadRate {
     iops: f64,
-    /// Reads per second of the poller's busy time; `None` if the poller reported no busy time.
+    /// Number of reads divided by the poller's busy time in seconds; `None` if the poller reported no busy time.
     per_core: Option<f64>,
 }
 
@@ -182,19 +182,19 @@ struct ReadRate {
 struct NamespaceAccess<'a> {
     host: &'a DoctorHost,
     path: DrivePath,
-    /// Namespace identifier behind this path: always the first for a block device.
+    /// Namespace identifier on the drive at this path. A block device is a single namespace, so its identifier is always 1.
     nsid: u32,
     /// Duration of each measurement.
     time: Duration,
 }
 
-/// Tests a namespace. `consent` must allow erasing the namespace. Each measurement takes `time`.
+/// Tests a namespace. Fails unless `consent` allows erasing the namespace. Each measurement takes `time`.
 ///
-/// If the host's NVMe driver has the drive, the reads are measured there, too. The drive is bound to `vfio-pci` and given back
-/// after the test.
+/// If the host's NVMe driver has the drive, the reads are also measured through that driver. The drive is then bound to
+/// `vfio-pci` for the test, and bound to the host's driver again afterwards.
 ///
 /// # Errors
-/// See [`ScratchError`]. The drive is given back after an error, too.
+/// See [`ScratchError`]. The drive is bound to the host's driver again after an error, too.
 pub fn try_out(
     host: &DoctorHost,
     path: &DrivePath,
@@ -289,7 +289,7 @@ fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
     }
 }
 
-/// Compares the measurements with measurements of the host's block device.
+/// Compares this project's measurements `own` with those of the host's block device.
 fn compared(
     by_host: Result<ReadMeasurements, ScratchError>,
     own: &ReadMeasurements,
@@ -396,7 +396,7 @@ impl NamespaceAccess<'_> {
         Ok(figures)
     }
 
-    /// Runs all checks. Asks for `consent` unless it was given before.
+    /// Runs all checks. If `consent` is `None`, the operator has already allowed erasing the namespace.
     fn try_out(
         &self,
         consent: Option<&mut ErasureConsent<'_>>,
@@ -450,7 +450,7 @@ impl ScratchDrive<'_> {
         guest.map_err(|error| self.failed(error))
     }
 
-    /// Marks the data of both ids as not secret, so that no later lease has to wipe it.
+    /// Marks the data of both lease ids as not secret, so that no later lease has to wipe this data.
     fn forget(&self) {
         if self.drive.is_private() {
             return;
@@ -600,7 +600,7 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Lets a guest access blocks beyond its lease, and checks that it fails.
+    /// Lets a guest access blocks beyond its lease, and checks that the commands fail.
     fn isolation(
         &self,
         one: &mut ScratchGuest,
@@ -646,7 +646,8 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Resets a controller with in-flight writes. The writes repeat the present content.
+    /// Resets a controller with in-flight writes. The writes repeat the present content, so the content is known whether or not
+    /// they are executed.
     fn reset(&self, guest: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.reset";
         let commands: Vec<Sqe> = (0..DEPTH)

@@ -2,7 +2,7 @@
 
 use super::guest::IO_BYTES;
 
-/// Returns the content of I/O `index`, which is unique to guest, round and I/O.
+/// Returns the data that I/O `index` writes. The data is different for each guest, round and I/O.
 pub(super) fn content(guest: u8, round: u8, index: u64) -> [u8; IO_BYTES] {
     let mut bytes = [0; IO_BYTES];
     for (at, word) in (0_u64..).zip(bytes.chunks_exact_mut(8)) {

@@ -20,10 +20,10 @@ const QUEUE: usize = 1 << 20;
 /// Part of the queue, in bytes, that is reserved for [`DescriptorQueue::retain`], which copies one message at a time.
 const RESERVE: usize = 4 << 10;
 
-/// Maximum number of messages that are read.
+/// Maximum number of messages in a queue.
 const MESSAGES_MAX: usize = 1 << 16;
 
-/// Size of a message in bytes: its number.
+/// Size of a message's data in bytes: the data is the message's number.
 const NUMBER: usize = 8;
 
 /// Socket option for the offset of the next peek, in bytes.
@@ -102,7 +102,7 @@ impl DescriptorQueue {
         Ok(bag)
     }
 
-    /// Returns both ends, for the keeper to store.
+    /// Returns both ends of the socket pair, which the keeper must store.
     #[must_use]
     pub fn ends(&self) -> [BorrowedFd<'_>; 2] {
         [self.writer.as_fd(), self.reader.as_fd()]
@@ -192,7 +192,7 @@ impl DescriptorQueue {
         Ok(last.into_keys().filter(|number| keep(*number)).count())
     }
 
-    /// Passes all messages in order to `take`, and leaves them in the queue.
+    /// Calls `take` for each message in order. The messages stay in the queue.
     fn read_all(&mut self, mut take: impl FnMut(u64, Vec<OwnedFd>)) -> Result<(), FdStoreError> {
         self.peek_from(0)?;
         let read = (0..=MESSAGES_MAX).try_fold(false, |ended, _| match ended {

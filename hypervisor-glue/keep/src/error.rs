@@ -1,4 +1,4 @@
-//! Errors of the server and of the keeper.
+//! Errors of the server's side of the protocol, and of the keeper's side.
 
 use std::ffi::OsString;
 use std::io;
@@ -6,7 +6,7 @@ use std::process::ExitStatus;
 
 use thiserror::Error;
 
-/// Error of the server's side.
+/// Error of the server's side: of the connection to a keeper, of inherited descriptors, and of descriptor queues.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FdStoreError {
@@ -116,7 +116,7 @@ impl FdStoreError {
     }
 }
 
-/// Error of the keeper's side.
+/// Error of the keeper's side: of the keeper's process, and of a command's first stage.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SuperviseError {

@@ -18,10 +18,10 @@ use crate::error::SuperviseError;
 use crate::inherited::FIRST;
 use crate::message::{self, DESCRIPTORS_MAX};
 
-/// Message with stored descriptors.
+/// Message that carries stored descriptors.
 const STORED: u8 = 1;
 
-/// Last message, with the command's standard input.
+/// Last message. It carries the command's standard input.
 const STANDARD_INPUT: u8 = 0;
 
 /// First stage that was started.

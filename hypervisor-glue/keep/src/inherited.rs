@@ -72,7 +72,7 @@ impl InheritedDescriptors {
         self.0.get(name).into_iter().flatten().map(AsFd::as_fd)
     }
 
-    /// Takes the descriptors of a name, oldest first.
+    /// Takes the descriptors of a name, in the order in which they were stored.
     pub fn take(&mut self, name: &str) -> Vec<OwnedFd> {
         self.0.remove(name).unwrap_or_default()
     }

@@ -31,7 +31,7 @@ use crate::process::{SupervisedProcess, descends};
 use crate::store::is_name;
 use crate::stored::{FdStoreRefusal, StoredDescriptors};
 
-/// Largest message (systemd's `NOTIFY_BUFFER_MAX`).
+/// Maximum size of a message in bytes (systemd's `NOTIFY_BUFFER_MAX`).
 const MESSAGE_MAX: usize = 4096;
 
 /// Number of descriptors that the keeper itself needs: the maximum of one message, and 64 for those that are always open.
@@ -179,7 +179,7 @@ struct ServerSupervisor<'a> {
     /// Former main processes that have not ended.
     former: Vec<SupervisedProcess>,
     deaths: RecentDeaths,
-    /// Time of the next start, while there is no main process.
+    /// Time at which the command is to be started; `None` while there is a main process.
     start_at: Option<Instant>,
     /// Set once a process of the command was ready.
     was_ready: bool,

@@ -1,4 +1,4 @@
-//! Sockets' messages of bytes and descriptors.
+//! Sends and receives messages of bytes and descriptors over sockets.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -19,7 +19,7 @@ pub(crate) struct ReceivedDatagram {
     pub(crate) bytes: usize,
     /// Descriptors, with close-on-exec set.
     pub(crate) descriptors: Vec<OwnedFd>,
-    /// Set if bytes or descriptors are missing.
+    /// Set if the kernel dropped bytes or descriptors of the message, for lack of space in the buffers or of free descriptors.
     pub(crate) is_cut: bool,
 }
 

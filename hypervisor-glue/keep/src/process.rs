@@ -13,7 +13,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_si
 pub(crate) struct SupervisedProcess {
     pub(crate) pid: Pid,
     descriptor: OwnedFd,
-    /// Exit status, once it was collected.
+    /// Exit status of the process; `None` until it was collected.
     pub(crate) status: Option<ExitStatus>,
 }
 
@@ -28,7 +28,7 @@ impl SupervisedProcess {
         })
     }
 
-    /// Returns whether the process has ended, collected or not.
+    /// Returns whether the process has ended, even if its exit status was not collected yet.
     pub(crate) fn has_ended(&self) -> bool {
         let mut ends = [PollFd::new(&self.descriptor, PollFlags::IN)];
         let now = Timespec {

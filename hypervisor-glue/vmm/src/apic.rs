@@ -1,4 +1,4 @@
-//! Destinations of interrupt messages on a PC.
+//! Decodes the destination of interrupt messages (MSI) on a PC.
 
 use vmm_device::MsixMessage;
 

@@ -19,7 +19,7 @@ const QUIET: Duration = Duration::from_secs(1);
 /// Ledger writer thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct LedgerWriterThread {
-    /// `None` once the thread is to end.
+    /// Channel of requests to write the ledger; `None` once the thread is to end.
     asked: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
 }

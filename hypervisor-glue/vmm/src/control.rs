@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::EventFd;
 /// Maximum number of ready event sources handled in one turn of the loop. Further ready sources are handled in the next turn.
 const READY_MAX: usize = 8;
 
-/// Token of the loop's own wake-ups.
+/// Epoll token of the eventfd that wakes the loop.
 const WAKE: u64 = u64::MAX;
 
 /// Work that a control thread does for a function.

@@ -76,7 +76,7 @@ pub enum OpenError {
         drive: String,
         /// Kind of the header.
         kind: &'static str,
-        /// Advice for getting at the content.
+        /// Advice to the operator on how to access the image's content.
         remedy: &'static str,
     },
     /// A lease with a fixed range cannot be resized.
@@ -118,7 +118,7 @@ pub struct LeaseLedgers {
     /// Ledger of drives that only this process has.
     private: Ledger,
     state_dir: PathBuf,
-    /// Claim with which leases are requested.
+    /// Claim with which leases are requested: on whose behalf, and which leases are allowed.
     claim: LeaseClaim,
     /// Thread that writes this process as lease holder into the shared ledger. If `None`, the thread that requests a lease
     /// writes it.

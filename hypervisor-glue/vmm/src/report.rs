@@ -1,4 +1,4 @@
-//! Formatting of errors for people.
+//! Formats errors with their causes for people.
 
 use std::error::Error;
 use std::io;

@@ -12,9 +12,9 @@ use crate::vmm::{IntxPin, Vmm, VmmVectors};
 
 /// Size of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
 const ENTRY_SIZE: u64 = 16;
-/// Offset of Vector Control in the entry.
+/// Offset of Vector Control in an MSI-X table entry.
 const VECTOR_CONTROL: u64 = 12;
-/// Unit in which drivers must write the table.
+/// Unit in bytes in which drivers must write the MSI-X table.
 const DWORD: u64 = 4;
 
 /// Routes of one function's vectors.
@@ -22,14 +22,14 @@ const DWORD: u64 = 4;
 pub(super) struct VectorRoutes {
     vmm: Arc<dyn Vmm>,
     vectors: Box<dyn VmmVectors>,
-    /// Address and data of the hypervisor's present routes.
+    /// Address and data of the message that the hypervisor's route has at present, for each vector.
     told: Vec<Option<(u64, u32)>>,
     pin: Option<Box<dyn IntxPin>>,
-    /// Set while the first vector is connected as the pin.
+    /// Set while the first vector is connected to the INTx pin.
     is_pin: bool,
 }
 
-/// Vector that is replaced by the pin.
+/// Vector that raises the INTx pin while the guest has enabled neither MSI-X nor MSI.
 const PIN_VECTOR: u16 = 0;
 
 impl VectorRoutes {
@@ -54,7 +54,7 @@ impl VectorRoutes {
         Ok(routes)
     }
 
-    /// Returns whether the first vector is connected as the pin.
+    /// Returns whether the first vector is connected to the INTx pin.
     pub(super) fn is_pin(&self) -> bool {
         self.is_pin
     }

@@ -43,7 +43,7 @@ use thiserror::Error;
 /// Number of crashes from which a function is quarantined.
 pub(crate) const CRASHES_SET_ASIDE: u32 = 2;
 
-/// Number of crashes from which a function is released unread.
+/// Number of crashes from which a function is released without reading its state.
 pub(super) const CRASHES_LET_GO: u32 = 4;
 
 /// Directory of the reports, in the state directory.

@@ -40,7 +40,7 @@ const PRESENCE: u64 = 1;
 /// Number of the message with the IOMMU and the mapping table.
 const MAPPINGS: u64 = 2;
 
-/// Bags of physical drives, by entry name.
+/// Descriptor queues of physical drives, by the name under which the keeper stores them.
 #[derive(Debug, Default)]
 pub(super) struct DriveDescriptorQueues(BTreeMap<String, SharedDescriptorQueue>);
 
@@ -79,7 +79,7 @@ impl DescriptorStore for SharedDescriptorQueue {
     }
 }
 
-/// Returns a drive's entry name. Names cannot contain colons.
+/// Returns the name under which the keeper stores a drive's descriptor queue. Names cannot contain colons.
 fn name_of(path: &str) -> String {
     format!("{DRIVE}{path}").replace(':', "_")
 }

@@ -187,7 +187,7 @@ struct PersistenceState {
     configuration: Option<RequestLog>,
     /// Functions of the old server that are not restored yet, by the path of their socket.
     surviving: BTreeMap<PathBuf, RestorableFunction>,
-    /// Ledger of private drives.
+    /// Ledger of drives that only this process has.
     private: Ledger,
     /// Contents of `memory:` drives, by size in bytes.
     memory: BTreeMap<u64, MemoryFile>,

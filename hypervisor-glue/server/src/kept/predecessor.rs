@@ -102,7 +102,7 @@ pub enum PredecessorError {
     /// A resource is too scarce for two servers.
     #[error("There are not enough resources for another server beside this one: {what}")]
     Scarce {
-        /// Name of the resource, and how to get more.
+        /// Name of the resource, and advice on how to raise its limit.
         what: &'static str,
         /// The kernel's error.
         source: io::Error,
@@ -397,7 +397,7 @@ pub(crate) enum UpgradeError {
 #[derive(Debug)]
 pub(crate) struct SuccessorProcess {
     socket: UnixStream,
-    /// `None` after the hand-over.
+    /// Handle of the successor; `None` after the hand-over, since the successor must not be killed then.
     process: Option<Child>,
     /// True if the successor said that it can take over before this process has ended.
     goes_on_beside: bool,

@@ -75,7 +75,7 @@ pub(super) enum LogBudgetDecision {
 #[derive(Debug)]
 struct LogTokenBucket {
     tokens: u32,
-    /// Negative if a message exceeded the remainder.
+    /// Bytes left in the bucket. Negative if the last message had more bytes than were left.
     bytes: i64,
     /// Time of the last refill.
     at: Duration,

@@ -759,7 +759,7 @@ impl LeaseSource for ConnectionLeaseSource<'_> {
 #[derive(Debug)]
 pub(super) struct LeaseServer {
     table: Arc<LeaseTable>,
-    /// Closing it ends the thread.
+    /// Pipe that ends the thread when this end is closed.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
     /// Threads of leases that are ending.

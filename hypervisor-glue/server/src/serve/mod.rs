@@ -533,7 +533,7 @@ type ServerSockets = (ControlListener, MetricsListener);
 #[derive(Debug)]
 struct LateSockets {
     orders: Sender<(Arc<ServerPersistence>, bool)>,
-    /// Returns `None` if `begin` was never called.
+    /// The thread's result is `None` if `begin` was never called.
     thread: JoinHandle<Option<Result<ServerSockets, ServeError>>>,
 }
 
@@ -586,7 +586,7 @@ fn metrics_listener(
 /// Resources of a server that replaces another one, prepared before functions pause so that the pause is short.
 #[derive(Debug)]
 struct PreparedTakeover {
-    /// Without the predecessor's ledger of private drives.
+    /// Ledgers. The predecessor's ledger of private drives is added later.
     ledgers: LeaseLedgers,
     /// Drives that can be open in both servers at once.
     drives: OpenDrives,

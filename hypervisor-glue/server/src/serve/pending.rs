@@ -48,7 +48,7 @@ enum ConfigurationDifference {
 /// All differences between the file and the served configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ConfigurationDifferences {
-    /// Why the file cannot be read, if so.
+    /// Reason why the file cannot be read; `None` if it was read.
     unreadable: Option<String>,
     all: Vec<ConfigurationDifference>,
     /// Ids of the served functions, by socket.
@@ -109,7 +109,7 @@ impl ConfigurationDifferences {
 }
 
 impl RunningConfiguration {
-    /// Reads the file and compares it.
+    /// Reads the configuration file and compares it with the served configuration.
     pub(super) fn compare(&self) -> ConfigurationDifferences {
         let ids = self.functions.iter();
         let ids = ids.map(|served| (served.function.socket.clone(), id_of(&served.function)));

@@ -33,6 +33,6 @@ pub(super) struct ServerContext {
     pub(super) keeping: Option<Arc<ServerPersistence>>,
     /// Set when the server ends, to end long waits early.
     pub(super) stop: Arc<AtomicBool>,
-    /// Restrictions, inherited by the next process.
+    /// Confinement of this process, which the new process of an upgrade inherits.
     pub(super) confined: ProcessConfinement,
 }

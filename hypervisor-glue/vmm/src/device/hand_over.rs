@@ -58,7 +58,7 @@ impl FunctionDevice {
         unwired
     }
 
-    /// Creates the function again and resumes it.
+    /// Creates the function that was handed over again, restores it and resumes it.
     pub(super) fn take_back(&self, slot: &mut DeviceSlot) -> Result<(), DeviceError> {
         let (handed_over, remake) = match (mem::replace(slot, DeviceSlot::Empty), &self.remake) {
             (DeviceSlot::HandedOver(handed_over), Some(remake)) => (handed_over, remake),

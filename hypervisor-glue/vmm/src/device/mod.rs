@@ -71,7 +71,7 @@ struct WiredFunction {
     /// Eventfd that the control thread watches.
     events: EventFd,
     routes: VectorRoutes,
-    /// Readable when the level of the pin has fallen.
+    /// Eventfd that becomes readable when the INTx pin's level has fallen.
     pin_fallen: Option<EventFd>,
     mapped: Option<MappedDoorbells>,
     tied: IoeventfdDoorbells,
@@ -346,7 +346,7 @@ impl Drop for FunctionDevice {
     }
 }
 
-/// Accesses to both BARs at their guest addresses.
+/// Access by guest address, for VMMs with their own bus.
 impl DeviceMmio for FunctionDevice {
     fn mmio_read(&self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
         match self
@@ -367,7 +367,7 @@ impl DeviceMmio for FunctionDevice {
     }
 }
 
-/// Fills a read without a device: all ones.
+/// Fills `data` with ones, as a read returns if there is no device.
 fn read_nothing(data: &mut [u8]) {
     data.fill(0xFF);
 }
@@ -392,7 +392,7 @@ impl SharedFunctionDevice {
         lock(&self.slot)
     }
 
-    /// Connects a function to the VMM and to the control thread.
+    /// Connects a function to the VMM and to the control thread's loop.
     fn wire(&self, mut function: NvmeFunction) -> Result<WiredFunction, DeviceError> {
         let wiring = |source| DeviceError::wiring(&self.id, source);
         // Fits: at most 128.

@@ -18,7 +18,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 pub(super) struct HandedOverFunction {
     pub(super) saved: FunctionSnapshot,
     pub(super) memory: DetachedGuestMemory,
-    /// Pages of its last writes; `None` if they were not logged.
+    /// Pages that the function wrote since they were last requested; `None` if writes were not logged.
     pub(super) dirty: Option<Vec<DirtyRange>>,
 }
 

@@ -90,7 +90,7 @@ pub enum OpenDriveError {
     InUse {
         /// Path that was to be opened.
         path: String,
-        /// Mount, swap, device or program that uses the bytes.
+        /// Mount, swap space, device or program that uses the drive's bytes.
         user: String,
     },
     /// This process has already opened the drive with another value of the option.
@@ -196,7 +196,7 @@ pub struct DriveOptions {
     pub deadline: Option<Duration>,
     /// Arbitration mechanism with which a physical drive is enabled.
     pub arbitration: ArbitrationChoice,
-    /// Which adaptive policies of the drive are fixed.
+    /// Adaptive policies of the drive whose parameters stay fixed.
     pub learning: AdaptivePolicies,
     /// Performance model of a software drive; `None` for full speed. Physical drives ignore it.
     pub profile: Option<Arc<DriveProfile>>,
@@ -213,7 +213,7 @@ pub struct DriveOptions {
     pub kept_faults: Option<MemoryFile>,
 }
 
-/// Memory file with the content or the fault state of a drive.
+/// Memory file with the content of a `memory:` drive, or with the state of a drive's injected faults.
 #[derive(Clone, Debug)]
 pub struct MemoryFile(pub Arc<OwnedFd>);
 
@@ -319,7 +319,7 @@ pub struct PersistedDriveDescriptors {
     /// Descriptors that a predecessor which crashed left with its keeper (supervisor process). Ignored if the predecessor
     /// handed the drive over.
     pub left: Vec<OwnedFd>,
-    /// Descriptor store of this process's supervisor.
+    /// Store of the drive's descriptors at this process's keeper (supervisor process).
     pub keeper: Option<Arc<dyn DescriptorStore>>,
 }
 

@@ -35,10 +35,10 @@ pub struct FunctionConfig {
     /// Range of the drive for the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub range: Option<String>,
-    /// Size for the guest, allocated anywhere on the drive.
+    /// Size of the lease, whose extents are allocated anywhere on the drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<String>,
-    /// Unit of a lease by size, in bytes.
+    /// Allocation unit of a lease by size.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
     /// Maximum number of I/O queue pairs.
@@ -62,7 +62,7 @@ pub struct FunctionConfig {
     /// Polling policy of the guest's queues.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub poll: Option<String>,
-    /// Names of adaptive policies to fix.
+    /// Names of adaptive policies whose parameters stay fixed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fixed: Option<String>,
     /// Kinds of files that may back the VM's memory.
@@ -96,7 +96,7 @@ pub struct FunctionConfig {
     /// Name of the drive's label.
     #[serde(default, rename = "drive-id", skip_serializing_if = "Option::is_none")]
     pub drive_id: Option<String>,
-    /// `raw` allows bytes that begin with a disk image header.
+    /// With `raw`, the leased bytes may begin with a disk image header.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Performance model of a software drive.
@@ -117,7 +117,7 @@ pub struct FunctionConfig {
     /// Arbitration mechanism with which a physical drive is enabled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arbitration: Option<String>,
-    /// Maximum wait for a drive server to come back, in seconds.
+    /// Maximum time in seconds that the function waits for a new drive server after the old one has ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reconnect: Option<u64>,
     /// Directory of the lease ledger.

@@ -88,7 +88,7 @@ pub struct FunctionOptions {
     pub doorbell_stride: DoorbellStride,
     /// Polling policy of the guest's queues.
     pub poll: PollPolicy,
-    /// Which adaptive policies are fixed.
+    /// Adaptive policies whose parameters stay fixed.
     pub fixed: AdaptivePolicies,
     /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
@@ -126,7 +126,7 @@ pub struct FunctionOptions {
 pub(super) const UNSHARED: &str =
     "only a physical drive, as in path=0000:01:00.0, has queue pairs that guests share";
 
-/// Refuses a bandwidth limit that is too low for drivers.
+/// Refuses a bandwidth limit that is too low for guest drivers.
 pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionError> {
     let Some(limit) = limit else {
         return Ok(());
@@ -517,7 +517,7 @@ fn parse_format(text: &str) -> Result<(), &'static str> {
     }
 }
 
-/// Value of `timeout` for no timeout.
+/// Value of the option `timeout` that stands for no timeout.
 const NO_TIMEOUT: &str = "none";
 
 fn parse_timeout(text: &str) -> Result<Option<Duration>, String> {

@@ -93,7 +93,7 @@ impl KeyValues {
         Some(self.0.swap_remove(index).1)
     }
 
-    /// Returns a key that was not taken, if there is one.
+    /// Returns a key that no parser has removed; `None` if the list is empty.
     pub(super) fn rest(self) -> Option<String> {
         self.0.into_iter().next().map(|(key, _)| key)
     }

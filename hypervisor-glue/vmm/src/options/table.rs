@@ -1,4 +1,4 @@
-//! Table of all options, the source of messages and help.
+//! Table of all options, from which error messages and help texts are made.
 
 /// An option of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -111,7 +111,7 @@ pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseErro
         return error;
     }
     let mut command = Command::new(&program);
-    // Harmless without `LISTEN_FDS`: it then names no descriptors.
+    // Without `LISTEN_FDS`, `LISTEN_PID` has no effect, so it is always set.
     command
         .args(words)
         .env("LISTEN_PID", process::id().to_string());

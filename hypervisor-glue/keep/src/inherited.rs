@@ -106,7 +106,7 @@ fn listed(
         Some(pid) if pid != own => return Ok(Vec::new()),
         Some(_) => {}
     }
-    // `u16` leaves room for the number after the last one.
+    // Limiting the count to `u16` means that the number after the last descriptor does not overflow.
     let parsed = count.to_str().and_then(|count| count.parse::<u16>().ok());
     let Some(number) = parsed.map(RawFd::from) else {
         return Err(malformed("LISTEN_FDS", count));

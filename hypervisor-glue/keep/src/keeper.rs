@@ -152,7 +152,7 @@ pub fn adopt<E: Error + Send + Sync + 'static>(
     ask: impl FnOnce(&Path, u64) -> Result<(), E>,
 ) -> Result<ExitStatus, SuperviseError> {
     let mut keeper = ServerSupervisor::new(options, command)?;
-    // Must precede `ask`: after that, the process may end at any time and its number may be reused.
+    // Open the process before `ask`: after that call, the process may end at any time and its number may be reused.
     let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
     let process = pid.ok_or(Errno::SRCH).and_then(SupervisedProcess::open);
     let process = process.map_err(|error| SuperviseError::system("watch the server", error))?;
@@ -251,7 +251,8 @@ impl<'a> ServerSupervisor<'a> {
             self.former.retain(|process| !process.has_ended());
             self.collect();
             if self.main_ended() {
-                // Afterwards, their orphans are the keeper's children, possibly including the main process.
+                // After the former main processes end, their orphans become the keeper's children. The main process may be one
+                // of them.
                 for former in &self.former {
                     former.signal(rustix::process::Signal::KILL);
                 }
@@ -522,7 +523,7 @@ impl<'a> ServerSupervisor<'a> {
         );
         self.former.retain(|former| former.pid != process.pid);
         if self.ends {
-            // The signal has reached only the previous main process.
+            // The signal was sent to the previous main process only, so send it to this one as well.
             process.signal(rustix::process::Signal::TERM);
         }
         self.former.extend(self.main.replace(process));

@@ -187,7 +187,7 @@ impl FdStoreClient {
     ) -> Result<(), FdStoreError> {
         let sent = message::send(&self.socket, text.as_bytes(), descriptors, flags);
         sent.map_err(|error| match error {
-            // Errors of the first and of further messages after the keeper's end.
+            // Errors of sending the first message and further messages after the keeper's end.
             Errno::CONNREFUSED | Errno::CONNRESET | Errno::NOTCONN => FdStoreError::Gone {
                 source: error.into(),
             },

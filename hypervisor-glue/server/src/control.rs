@@ -41,10 +41,10 @@ const CLIENTS_MAX: usize = 64;
 /// Time that a client waits for its answer. It is long enough for the server to serve several other clients first.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
 
-/// Timeout for a new server to take over.
+/// Maximum wait until a new server listens on the control socket after an upgrade or restart.
 const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Interval of checking for the new server.
+/// Interval between attempts to connect to the new server.
 const TAKE_OVER_PAUSE: Duration = Duration::from_millis(2);
 
 /// Maximum size of a request in bytes. A fault schedule with JSON escapes fits.
@@ -152,7 +152,7 @@ enum ControlRequest {
         /// Allocation unit in bytes, a power of two. `None` uses each drive's own unit.
         unit: Option<NonZeroU64>,
     },
-    /// Use a new keeper, as the previous one has ended.
+    /// Use a new keeper, since the previous keeper has ended.
     Adopt {
         /// Address of the keeper's socket.
         keeper: PathBuf,
@@ -415,9 +415,9 @@ impl ControlExchange {
 enum ControlClientStep {
     /// Wait for these events.
     Waits(EventSet),
-    /// Disconnect: the client has its answer, or sent nothing.
+    /// Disconnect the client, which has received its answer or sent no request.
     Done,
-    /// Hand the change to the service, which replies.
+    /// Pass the requested change to the service, which sends the reply.
     Changes(FunctionChange),
 }
 
@@ -767,7 +767,7 @@ fn read_part(
 /// Sends and receives lines with a common deadline.
 struct LineStream<'stream> {
     stream: &'stream UnixStream,
-    /// `None` to wait indefinitely.
+    /// Time by which the exchange must be complete; `None` to wait indefinitely.
     deadline: Option<Deadline>,
 }
 

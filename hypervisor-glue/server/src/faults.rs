@@ -21,7 +21,7 @@ pub enum FaultRequest {
     Inject {
         /// The drive, as in `path=`.
         drive: String,
-        /// Fault plan, in the file's syntax.
+        /// Fault schedule, in the TOML syntax of the file that `faults=` names.
         plan: String,
     },
     /// Removes all faults of a drive.
@@ -42,7 +42,7 @@ pub enum FaultRequestError {
     NoDrive {
         /// The requested drive.
         drive: String,
-        /// Drives that support injection.
+        /// Drives that were opened with `faults=`.
         drives: Vec<String>,
     },
     /// The drive was opened without fault injection.

@@ -324,7 +324,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         self.acknowledged = wanted;
     }
 
-    /// Shuts the function down. Releases the lease last.
+    /// Ends the function. Releases its lease last.
     fn end(mut self) -> Result<(), EndError> {
         let ended = self.server.device_mut().function_mut().end();
         self.server.device().forget();

@@ -18,7 +18,7 @@ pub struct DriveCapacity {
     pub bytes: u64,
     /// Size of a logical block in bytes.
     pub lba_bytes: u32,
-    /// Unit of leases by size, in bytes.
+    /// Allocation unit of leases by size, in bytes.
     pub unit: u64,
     /// Used and free capacity.
     #[serde(flatten)]

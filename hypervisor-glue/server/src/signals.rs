@@ -31,9 +31,9 @@ const IGNORED: [libc::c_int; 12] = [
 /// A received signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServerSignal {
-    /// Ends the server. Holds the signal's name.
+    /// SIGTERM or SIGINT, which ends the server. Holds the signal's name.
     End(&'static str),
-    /// Reloads the configuration file.
+    /// SIGHUP, which reloads the configuration file.
     Reload,
 }
 

@@ -202,8 +202,9 @@ impl IoeventfdDoorbells {
             }
             match vmm.tie(address, waker.eventfd()) {
                 Ok(()) => {
-                    // A write may have signalled the queue's previous poller a moment ago: make this one check. A full counter
-                    // wakes it as well.
+                    // A write may have signalled only the queue's previous poller a moment ago, so wake this poller to check
+                    // the queue. The write to its eventfd only fails if the counter is full, and then the poller is woken
+                    // anyway.
                     let _ = waker.eventfd().write(1);
                     self.tied.insert(address, waker);
                 }

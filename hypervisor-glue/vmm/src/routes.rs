@@ -74,12 +74,13 @@ impl VectorRoutes {
         };
         match (eventfd, function.vectors().first()) {
             (Ok(eventfd), Some(vector)) => {
-                // Disconnected first, so that a pending interrupt is delivered only by the new way.
+                // Disconnect the present way (pin or message) first, so that a pending interrupt is delivered only by the new
+                // way.
                 vector.set_eventfd(None);
                 function.set_pin(is_pin.then_some(PinDeassertion::Acknowledgement));
                 vector.set_eventfd(Some(eventfd));
                 self.is_pin = is_pin;
-                // The vCPU of a pin is not known.
+                // The vCPU to which an INTx pin's interrupts go is not known.
                 self.find_vcpus(function);
             }
             (Err(error), _) => {
@@ -163,8 +164,8 @@ impl VectorRoutes {
         match moved {
             Ok(()) => {
                 *told = wanted;
-                // Also for an unchanged message: its processor may have had no thread when the VMM's threads changed, for
-                // example while the guest had it offline.
+                // Look up the vCPU thread for unchanged messages as well. The vCPU may have had no thread at the last lookup,
+                // for example because the guest had taken it offline.
                 if let Some(vector) = function.vectors().get(usize::from(vector)) {
                     vector.set_vcpu_thread(self.vmm.vcpu_thread(message));
                 }

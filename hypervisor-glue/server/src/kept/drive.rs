@@ -63,7 +63,7 @@ impl DescriptorStore for SharedDescriptorQueue {
     fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut bag = self.bag();
         bag.put(MAPPINGS, descriptors).map_err(io::Error::other)?;
-        // Remove the replaced message: it keeps memory for nothing.
+        // Remove the replaced message, because its descriptors keep memory allocated.
         if let Err(error) = bag.retain(|_| true) {
             log::warn!(
                 "Cannot remove the older table of mappings from the keeper: {}",
@@ -113,7 +113,7 @@ impl DriveDescriptorQueues {
             });
         }
         let bag = DescriptorQueue::new()?;
-        // An empty bag that the keeper has no room for makes no difference: the next server resets the drive either way.
+        // If the keeper has no room for an empty queue, nothing is lost: the next server resets the drive with and without it.
         registry.keep(&name, &bag.ends())?;
         let bag = SharedDescriptorQueue::new(bag);
         self.0.insert(name, bag.clone());
@@ -183,8 +183,8 @@ impl ServerPersistence {
         state.drives.0.retain(|name, bag| {
             let is_open = open.contains(name);
             if !is_open {
-                // Empty the bag first: the keeper may take a moment, and no other process can use the drive while its IOMMU is
-                // held.
+                // Empty the queue first. The keeper may take a moment to close it, and no other process can use the drive while
+                // the IOMMU's descriptor is open.
                 if let Err(error) = bag.let_go() {
                     log::error!("Cannot remove {name} from the keeper: {error}");
                 }

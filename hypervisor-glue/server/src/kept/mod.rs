@@ -257,7 +257,7 @@ impl ServerPersistence {
         let mut state = PersistenceState {
             configuration: match configuration {
                 Some(Ok((journal, _))) => Some(journal),
-                // Unreadable, as `kept_configuration` has reported. A new journal will replace it.
+                // The journal cannot be read, which `kept_configuration` has reported. A new journal will replace it.
                 Some(Err(_)) => {
                     registry.forget(CONFIGURATION)?;
                     None
@@ -290,7 +290,8 @@ impl ServerPersistence {
                             leaving.let_end();
                             leaving.await_end().map_err(PredecessorError::from)?;
                         }
-                        // With its keeper entry gone, the socket is closed, and a new function can use its path.
+                        // Once the keeper has removed the entry, the function's socket is closed, and a new function can use
+                        // its path.
                         shelf.forget_now();
                     }
                 }

@@ -504,7 +504,8 @@ impl SuccessorProcess {
                 Ok(())
             }
             Err(error) => {
-                // Otherwise the keeper would take the successor's end for this server's.
+                // Tell the keeper that this process is the main process again. Otherwise, it would treat the successor's end as
+                // the server's end.
                 store.notify(&format!("MAINPID={}", std::process::id()))?;
                 Err(error.into())
             }
@@ -526,8 +527,8 @@ impl Drop for SuccessorProcess {
         if let Some(mut process) = self.process.take() {
             // The successor may have ended already.
             let _ = process.kill();
-            // A process blocked on stuck storage dies only when the storage answers. If no thread can be started, it stays a
-            // zombie.
+            // A successor that is blocked on stuck storage dies only when the storage answers. If no thread can be started to
+            // wait for this, the successor stays a zombie.
             let _ = start_thread("reaper", move || drop(process.wait()));
         }
     }

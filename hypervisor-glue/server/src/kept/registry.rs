@@ -172,7 +172,7 @@ impl FdStoreRegistry {
             self.report_left_out(name);
         }
         for (name, entry) in stored {
-            // Storing again is harmless: the keeper ignores descriptors that it has.
+            // Storing an entry again is harmless, since the keeper ignores descriptors that it has.
             let descriptors: Vec<_> = entry.kept.iter().map(AsFd::as_fd).collect();
             self.send(|store| store.keep(name, &descriptors))?;
         }

@@ -21,7 +21,7 @@ use crate::stats::DriveStats;
 /// Poll interval.
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// Temperature of 0 °C in kelvins, as drives round it.
+/// Temperature of 0 °C in kelvins, rounded to 273 as drives do.
 const FREEZING: f64 = 273.0;
 
 /// Health of a drive, in base units.

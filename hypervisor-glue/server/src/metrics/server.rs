@@ -26,7 +26,7 @@ use super::{MetricsAddress, MetricsError, MetricsOptions, MetricsSource};
 /// before it becomes the oldest.
 const CLIENTS_MAX: usize = 64;
 
-/// Age up to which a text is reused.
+/// Maximum age of a metrics text that is sent to further clients.
 const FRESH: Duration = Duration::from_millis(500);
 
 /// Interval of writing the file.

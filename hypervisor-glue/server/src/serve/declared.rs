@@ -28,7 +28,7 @@ const LONGEST: u64 = 4 << 20;
 /// Contents of the files that options name, by key (`profile` or `faults`).
 pub(super) type FileContents = BTreeMap<String, String>;
 
-/// A function or drive with the option text it was parsed from.
+/// Parsed options of a function or drive, with the option text from which they were parsed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParsedDeclaration<T> {
     /// The parsed function or drive.
@@ -464,7 +464,7 @@ impl UnreadableDeclaration {
 /// Initial configuration of a server.
 #[derive(Debug, Default)]
 pub(super) struct StartConfiguration {
-    /// In the order in which they are served.
+    /// Functions in the order in which they are served.
     pub(super) functions: Vec<FunctionDeclaration>,
     pub(super) drives: Vec<DriveDeclaration>,
     /// Option texts of functions added in an earlier run, not parsed yet.

@@ -154,17 +154,17 @@ fn as_change(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
 struct VmmConnection {
     stream: UnixStream,
     peer: PeerIdentity,
-    /// User against whose quota the connection counts.
+    /// User to whose quota the connection counts.
     account: u32,
-    /// True if it was closed to make room for another one.
+    /// True if the connection was closed to make room for another connection.
     is_sent_away: bool,
     thread: Option<JoinHandle<()>>,
     lease: Option<VmmLease>,
-    /// Reason of the end, for the VMM.
+    /// Reason that is sent to the VMM when its connection ends.
     end: LeaseEndCause,
 }
 
-/// All leases of VMMs, and what is needed to create them.
+/// All leases of VMMs, and the resources for creating leases.
 #[derive(Debug)]
 pub(super) struct LeaseTable {
     ledgers: Arc<LeaseLedgers>,
@@ -265,7 +265,8 @@ impl LeaseTable {
             making.is_over = true;
             making.count > 0
         };
-        // A thread that is creating a lease may hold the ledger's lock. A finished one has added its lease to the table.
+        // A thread that is still creating a lease may hold the ledger's lock. A thread that has created its lease has added it
+        // to the table.
         !are_made && !self.are_there()
     }
 
@@ -434,7 +435,8 @@ impl LeaseTable {
     /// Applies the operator's limits after they were written into the ledger. Returns the lease's entry; `None` if no lease has
     /// the id.
     fn take_up_limits(&self, id: &str, change: RateChange) -> Option<FunctionEntry> {
-        // If a VMM got the lease since, it may have read the ledger before the change.
+        // Another VMM may have got the lease since, and may have read the ledger before the change. So apply the change to it
+        // as well.
         let mut connections = self.connections();
         let lease = lease_of(&mut connections, id)?;
         lease.ordered = Some(change);
@@ -597,7 +599,8 @@ impl LeaseTable {
             peer,
             stall: None,
         };
-        // Hold the lock, so that a change of limits is either in the ledger by now or finds this lease.
+        // Hold the lock while reading the ledger, so that each change of limits is either in the ledger already or finds this
+        // lease afterwards.
         let mut connections = self.connections();
         let ordered = recorded(attachment.lease()).and_then(|limits| {
             let change = limits.map(|limits| as_change(attachment.lease().id(), &limits));
@@ -923,7 +926,7 @@ fn make_room(
                 "other users have {ALL_WAITING_MAX} connections without a lease, and user {account} the most of them"
             ));
         }
-        // The lowest number has waited longest.
+        // The connection with the lowest number has waited longest.
         let first = connections.values_mut().find(|one| {
             let waits = one.lease.is_none() && !one.is_sent_away;
             waits && !one.peer.is_trusted() && Some(one.account) == most

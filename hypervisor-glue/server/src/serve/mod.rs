@@ -251,7 +251,7 @@ fn serve_inherited(
     // Long waits of the start, such as for wiping a range, must end with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
     record_crashes().map_err(ServeError::Crashes)?;
-    // The measurement takes some milliseconds. Do it here, before the old server pauses its functions.
+    // Measuring the tick rate takes some milliseconds. Do it here, before the old server pauses its functions.
     let _ = TickRate::of_this_machine();
     // Errors in the arguments must show up before the old server ends.
     let metrics = options.metrics.clone();
@@ -287,7 +287,7 @@ fn serve_inherited(
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
         Err(error) => {
-            // Dropping the functions would end them for good. Leaked, they stay restorable for the next process.
+            // Dropping the functions would end them permanently. So leak them, and the next process can restore them.
             std::mem::forget(roster);
             return Err(error);
         }
@@ -424,7 +424,7 @@ fn start(
         access => access?,
     };
     survey_files();
-    // Report a directory that other users can access before anything is opened.
+    // Do this before anything is opened, so that an error about a directory that other users can access is reported first.
     make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
     let file = match declared.was_served {
         // The file may have been removed.
@@ -641,7 +641,7 @@ fn prepare(
     let pollers = PollerPool::on(crashes::threads());
     for function in &functions {
         if function.poll.check().is_ok() {
-            // On an error, the first queue of the function asks again.
+            // After an error here, the function's first queue requests the poller again.
             let _ = pollers.prepare(&function.poll, function.fixed);
         }
     }
@@ -716,7 +716,8 @@ impl ActiveServer {
             health: HealthAnswers::default(),
             keeping: roster.terms.keeping.clone(),
         };
-        // Start before anything is reported: a VMM without a lease server would open the drive itself.
+        // Start the lease server before anything is reported, because a VMM that finds no lease server would open the drive
+        // itself.
         let lease_server =
             LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
         let metrics = MetricsServer::start(metrics, figures.clone())?;

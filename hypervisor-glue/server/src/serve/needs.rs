@@ -66,7 +66,7 @@ pub(super) fn of_server(
     rules.extend(declared.rules.iter().cloned());
     if let Some(file) = file {
         let file = path::absolute(file).unwrap_or_else(|_| file.clone());
-        // The link may be replaced later, and its target is in another directory.
+        // The rule must cover the directories of the link and of its target, since the link may be replaced later.
         let linked = fs::canonicalize(&file);
         let files = std::iter::once(file.clone()).chain(linked);
         needed.extend(files.map(|file| of_folder_of(&file, FileAccess::READ)));

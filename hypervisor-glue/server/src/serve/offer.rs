@@ -155,7 +155,8 @@ impl RegisteredFunction {
             "Cannot restore the function on {}, so a VMM that has it loses its drive: {error}",
             socket.display()
         );
-        // Once the keeper drops the function, its socket is closed and the path is free.
+        // Once the keeper has closed the function's descriptors, no process has its socket, and a new function can use the
+        // path.
         keeping.outlast_predecessor();
         shelf.forget_now();
         Ok(None)

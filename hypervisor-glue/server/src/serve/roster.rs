@@ -168,7 +168,7 @@ impl FunctionRegistry {
         let keeping = self.terms.keeping.as_ref();
         let goes_on = was_served || keeping.is_some_and(|kept| kept.goes_on());
         if goes_on {
-            // One failed function or drive must not cost other VMs their drives.
+            // If one function or drive fails, other VMs must not lose their drives.
             for drive in drives {
                 if let Err(error) = self.hold(vec![drive.clone()]) {
                     log::error!("{}", report::chain(&error));
@@ -208,7 +208,7 @@ impl FunctionRegistry {
         }
         if let Some(keeping) = &self.terms.keeping {
             keeping.forget_drives_but(&controllers);
-            // Leases on a drive that cannot be opened now may have VMs that wait.
+            // VMs may wait for leases on a drive that cannot be opened now.
             if !self.is_waited_for() && self.missing.is_empty() {
                 keeping.spares().forget_drives_but(&controllers);
             }
@@ -779,7 +779,7 @@ impl FunctionRegistry {
             // Serving the function will report the error.
             return false;
         };
-        // Memory mapped for other functions does not help this one.
+        // Only memory that is still mapped for this function need not be pinned again.
         let space = drive.controller().iova_space();
         let Ok(lease) = open::lease_id(function, &drive, &self.terms.ledgers) else {
             return false;

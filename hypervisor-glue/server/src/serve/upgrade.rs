@@ -37,7 +37,7 @@ impl FunctionRegistry {
         let mut command: Vec<OsString> = vec![program.clone().into()];
         command.extend(env::args_os().skip(1));
         let ends = || self.terms.stop.load(Ordering::Relaxed);
-        // A drive with stuck commands would keep the next server from even opening its file.
+        // If a drive has stuck commands, the next server could not even open its file.
         self.check_drives()?;
         // The next server would open another file than its VMs use.
         let deadline = Deadline::after(&SystemClock::shared(), CHECK);
@@ -62,8 +62,8 @@ impl FunctionRegistry {
         let goes_on_beside = successor.goes_on_beside() && self.leaves_all_beside();
         let offers = self.offers.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
-        // Check while functions still run. This process would end late with such a lease, and all functions would stay paused
-        // for it.
+        // Check this while functions still run. With such a lease, this process would end late, and all functions would stay
+        // paused until then.
         if !goes_on_beside || self.terms.leases.are_there() {
             let ending = self.terms.ledgers.find_ending();
             if let Some(id) = ending.map_err(UpgradeError::Ledger)? {

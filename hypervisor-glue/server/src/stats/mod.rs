@@ -79,15 +79,15 @@ pub struct DriveStats {
     pub model: String,
     /// Active namespaces.
     pub namespaces: Vec<NamespaceStats>,
-    /// I/O queue pairs. `None` if their number is not limited.
+    /// Use of the I/O queue pairs. `None` if the drive has no limited number of queue pairs.
     pub queue_pairs: Option<QueuePairStats>,
     /// Number of commands that exceeded their deadline.
     pub timeouts: u64,
-    /// Number of Abort commands sent for them.
+    /// Number of Abort commands sent for commands that exceeded their deadline.
     pub aborts: u64,
     /// Number of controller resets.
     pub resets: u64,
-    /// True if the drive failed for good or was removed.
+    /// True if the drive failed permanently or was removed.
     pub gone: bool,
     /// Critical Warning bits of the latest SMART / Health Information log page; `None` until the drive has reported one.
     #[serde(default)]
@@ -110,7 +110,7 @@ pub struct NamespaceStats {
 pub struct QueuePairStats {
     /// Total number of pairs.
     pub total: u16,
-    /// Pairs reserved by leases, used or not.
+    /// Pairs reserved by leases (`reserve=`), whether they are used or not.
     #[serde(default)]
     pub reserved: u16,
     /// Pairs used exclusively by one guest queue.
@@ -200,7 +200,7 @@ pub struct FunctionStats {
     /// Mapped guest memory.
     #[serde(default)]
     pub memory: MemoryStats,
-    /// Current and former I/O queue pairs of the guest.
+    /// Statistics of the guest's I/O queue pairs, including pairs that were deleted.
     pub queues: Vec<QueueStats>,
     /// Latency histogram of all queues' commands.
     #[serde(default)]
@@ -337,7 +337,7 @@ impl ServerStats {
     }
 }
 
-/// Returns the commands per bucket since `earlier`.
+/// Returns the number of commands in each latency bucket since `earlier`.
 fn latency_since(now: &[LatencyBucket], earlier: &[LatencyBucket]) -> Vec<LatencyBucket> {
     let since = now.iter().map(|now| {
         let before = earlier.iter().find(|before| before.from_ns == now.from_ns);

@@ -112,7 +112,8 @@ impl DescriptorQueue {
     ///
     /// # Errors
     ///
-    /// The queue is full, or the process's user has too many descriptors in the queues of sockets. The queue is then unchanged.
+    /// The queue is full, or the process's user has too many descriptors in the queues of sockets. After an error, the queue is
+    /// unchanged.
     pub fn put(&self, number: u64, descriptors: &[BorrowedFd<'_>]) -> Result<(), FdStoreError> {
         let count = descriptors.len();
         if count > DESCRIPTORS_MAX {

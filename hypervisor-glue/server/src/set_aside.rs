@@ -15,8 +15,8 @@ use crate::stats::GuestPause;
 
 /// A quarantined function as a vfio-user device.
 ///
-/// The client stays connected, but the device ignores its memory and interrupt requests. The function's state in the keeper
-/// stays unchanged.
+/// The client stays connected, but the device ignores the client's requests about memory and interrupts. The function's state
+/// in the keeper stays unchanged.
 #[derive(Debug)]
 pub(crate) struct QuarantinedDevice {
     device: NvmeDevice,

@@ -42,7 +42,7 @@ const RECORD: usize = size_of::<libc::signalfd_siginfo>();
 
 /// SIGTERM, SIGINT and SIGHUP, blocked in this thread and in threads that it starts later.
 ///
-/// Dropping it unblocks the signals.
+/// Dropping this unblocks the signals.
 #[derive(Debug)]
 pub struct EndSignals {
     fd: File,

@@ -37,8 +37,8 @@ use remake::HandedOverFunction;
 /// All methods may be called by any thread. Register and configuration accesses wait for each other and for an admin command in
 /// progress. A guest's I/O commands wait for neither.
 ///
-/// Lock order: the function's state, then locks of the [`Vmm`]. While a VMM calls a method, it must not hold a lock that its
-/// [`Vmm`] methods take.
+/// Lock order: the function's state, then locks of the [`Vmm`]. So a VMM must not call a method of this type while it holds a
+/// lock that its [`Vmm`] methods take.
 pub struct FunctionDevice {
     shared: Arc<SharedFunctionDevice>,
     /// BAR sizes, in the order of [`Bar::ALL`].

@@ -142,7 +142,8 @@ pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionErro
 const DEFAULT_QUEUES: u16 = 16;
 
 impl FunctionOptions {
-    /// Returns the number of I/O queue pairs: [`Self::queues`], limited by the number of doorbells that fit into BAR0.
+    /// Returns the number of I/O queue pairs: [`Self::queues`], limited by the number of doorbells that fit into the one-page
+    /// Doorbell Buffer if the function offers one.
     #[must_use]
     pub fn queue_pairs(&self) -> u16 {
         let most = self.doorbell_stride.queue_pairs_max(self.doorbells);

@@ -1,4 +1,4 @@
-//! Opening of a connection, by which a VMM requests a lease from a server.
+//! First messages of a connection, by which a VMM requests a lease from a server.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -11,13 +11,14 @@ use crate::channel::{ChannelError, LeaseChannel};
 use crate::message::{AttachReply, AttachRequest, AttachedLease, PARTS, SIGNS, VERSION};
 use crate::socket::{self, ServerExitSigns, Stream};
 
-/// Timeout for each message of a server while a lease is created.
+/// Timeout for each message that the server sends while it creates a lease.
 pub(crate) const OPENING_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Timeout for a server's answer, or for the end of a lease. The server's longest operation is limited to 30 seconds.
+/// Timeout for a server's answer, and for the end of a lease. This is longer than the 30 seconds to which the server limits its
+/// longest operation.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(45);
 
-/// Number of descriptors from a server that sends its signs.
+/// Number of descriptors with `AttachReply::Attached`, from a server that also sends its `SIGNS`.
 const WITH_SIGNS: usize = PARTS + SIGNS;
 
 /// Error of requesting a lease from a server.
@@ -62,20 +63,20 @@ pub enum LeaseAttachError {
 pub(crate) struct GrantedLease {
     pub(crate) channel: LeaseChannel,
     pub(crate) attached: AttachedLease,
-    /// Files of the doorbells and of the in-flight state, and the eventfd of events.
+    /// Doorbell file, file of the in-flight state, and eventfd of events.
     pub(crate) parts: [OwnedFd; PARTS],
-    /// ServerExitSigns of the server's end; `None` from a server that sends none.
+    /// Descriptors that signal the end of the server's process; `None` if the server sends none.
     pub(crate) signs: Option<ServerExitSigns>,
     pub(crate) socket: PathBuf,
 }
 
 /// Answer of a server to an [`AttachRequest`].
 enum AttachOutcome {
-    /// The server does not have the drive.
+    /// The server has the drive. It has created no lease, as the VMM only asked for the drive.
     NotServed,
     /// The server has the drive, and created no lease.
     Served,
-    /// The server has created the lease. The descriptors are its files.
+    /// The server has created the lease. The descriptors are the lease's files, as listed at `AttachReply::Attached`.
     Attached(Box<AttachedLease>, Vec<OwnedFd>),
 }
 
@@ -95,8 +96,8 @@ fn no_set_up(socket: &Path, source: io::Error) -> LeaseAttachError {
     }
 }
 
-/// Sends an opening with its descriptors to the server on `socket`. Returns the connection and the answer. `patience` is the
-/// timeout for each message of the server.
+/// Sends an [`AttachRequest`] with the descriptors `kept` to the server on `socket`. Returns the connection and the answer.
+/// `patience` is the timeout for each message of the server.
 fn open(
     stream: Stream,
     socket: &Path,
@@ -129,9 +130,9 @@ fn open(
     Ok((channel, answer))
 }
 
-/// Requests the lease of an option string with absolute paths from the server on `socket`; `None` if the server does not have
-/// the function's drive. `kept` are the descriptors from the previous server. `patience` is the timeout for each message of the
-/// server.
+/// Requests a lease from the server on `socket`; returns `None` if this server does not have the function's drive. `options` is
+/// the function's option string, with absolute paths. `kept` are the lease's descriptors from the previous server, and
+/// `patience` is the timeout for each message of the server.
 pub(crate) fn ask_for_lease(
     stream: Stream,
     socket: &Path,
@@ -178,8 +179,8 @@ pub(crate) fn ask_for_lease(
     }))
 }
 
-/// Asks the server on `socket` whether it has the drive of an option string with absolute paths. No lease is kept. `patience`
-/// is the timeout for each message of the server.
+/// Asks the server on `socket` whether it has the drive that an option string with absolute paths names. A lease that the
+/// server creates ends with the connection. `patience` is the timeout for each message of the server.
 pub(crate) fn ask_for_drive(
     stream: Stream,
     socket: &Path,
@@ -205,13 +206,13 @@ pub(crate) fn connect(socket: &Path) -> Result<Stream, LeaseAttachError> {
     })
 }
 
-/// Search parameters for the next server, when the function's own is gone.
+/// Parameters for the search for another server, after the function has lost its server.
 #[derive(Clone, Debug)]
 pub(crate) struct ServerDiscovery {
     /// State directory of the servers.
     pub(crate) state_dir: PathBuf,
     /// The function's option string.
     pub(crate) options: String,
-    /// Maximum time to look for a server; `None` for ever.
+    /// Maximum duration of the search; `None` to search for ever.
     pub(crate) patience: Option<Duration>,
 }

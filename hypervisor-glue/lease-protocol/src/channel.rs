@@ -1,7 +1,7 @@
 //! Messages with descriptors over a stream socket.
 //!
 //! A message is a header of 8 bytes, then JSON. The header has the number of bytes of JSON and the number of descriptors, each
-//! as 32 bits in little endian. The descriptors accompany the header.
+//! as a 32-bit little-endian integer. The descriptors are sent together with the header.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -16,10 +16,11 @@ use thiserror::Error;
 use crate::message::LeaseEndNotice;
 use crate::socket::{self, DESCRIPTORS_MAX, Stream};
 
-/// Largest JSON of a message in bytes, for a lease of up to 64 queue pairs.
+/// Largest JSON of a message in bytes, for a lease of up to 64 queue pairs. A larger lease has a larger limit.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
-/// Bytes allowed for each queue pair of a larger lease: the state of a pair with as many completions as it can hold.
+/// Limit in bytes for each queue pair of a lease with more than 64: enough for the state of a queue pair with a full completion
+/// queue.
 const BYTES_PER_PAIR: usize = MESSAGE_MAX / 64;
 
 /// Timeout for receiving the rest of a message, and for sending one.
@@ -44,18 +45,18 @@ pub enum ChannelError {
         /// Limit in bytes.
         most: usize,
     },
-    /// The number of descriptors is not the expected one.
+    /// The number of descriptors is wrong.
     #[error("a message has {came} descriptors instead of {said}")]
     Descriptors {
-        /// Number of descriptors received, or to be sent.
+        /// Number of descriptors that were received, or were about to be sent.
         came: usize,
-        /// Number that the header announces, the request needs, or a message may have.
+        /// Expected number: from the message's header or for this kind of message. For a message to be sent, the maximum.
         said: usize,
     },
     /// The message is invalid, or not expected here.
     #[error("a message is not one of the lease protocol")]
     Message(#[from] serde_json::Error),
-    /// A lease has impossible facts.
+    /// The server granted a lease whose properties contradict each other or a limit.
     #[error("a lease has impossible properties")]
     Impossible,
     /// The kernel's error.
@@ -92,7 +93,7 @@ impl LeaseChannel {
         })
     }
 
-    /// Raises the size limit for a lease with this number of queue pairs.
+    /// Raises the limit for the size of messages to what a lease with this number of queue pairs needs.
     pub(crate) fn expect_queue_pairs(&self, queue_pairs: u16) {
         let most = MESSAGE_MAX.max(usize::from(queue_pairs) * BYTES_PER_PAIR);
         self.most.store(most, Ordering::Relaxed);
@@ -131,7 +132,8 @@ impl LeaseChannel {
         (&self.stream).write_all(&bytes[sent..]).map_err(failure)
     }
 
-    /// Receives a request. `patience` is the timeout for its first byte; the rest must arrive within `TRANSFER`.
+    /// Receives a request. `patience` is the timeout for the first byte of the request. After that byte, the rest must arrive
+    /// within `TRANSFER`.
     pub(crate) fn receive_request<M: DeserializeOwned>(
         &self,
         patience: Option<Duration>,
@@ -149,13 +151,13 @@ impl LeaseChannel {
         })
     }
 
-    /// Sets the timeout of [`Self::receive_answer`] for each part of an answer.
+    /// Sets the timeout that [`Self::receive_answer`] applies to each part of an answer.
     pub(crate) fn set_patience(&self, patience: Duration) -> io::Result<()> {
         self.stream.set_read_timeout(Some(patience))
     }
 
-    /// Receives an answer. Sets no socket option, which a sandbox of the VMM may forbid. A server that ends may send its last
-    /// messages in place of the answer.
+    /// Receives an answer. This sets no socket option, because a seccomp filter of the VMM may forbid the system call. A server
+    /// that is ending may send a `LeaseEndNotice` in place of the answer; then this returns `ChannelError::Closed`.
     pub(crate) fn receive_answer<M: DeserializeOwned>(
         &self,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
@@ -180,8 +182,8 @@ impl LeaseChannel {
         }
     }
 
-    /// Reads the server's last messages, as far as they have arrived, and skips unread answers. Returns whether the server has
-    /// closed the connection.
+    /// Reads the server's end notices that have arrived, and skips unread answers. Returns whether the server has closed the
+    /// connection.
     pub(crate) fn read_last_words(&self) -> bool {
         loop {
             match self.receive_bytes(|| Ok(())) {
@@ -195,17 +197,17 @@ impl LeaseChannel {
         }
     }
 
-    /// Returns whether the server has reported that the lease was removed.
+    /// Returns whether the server has sent `LeaseEndNotice::Removed`: an operator has removed the lease.
     pub(crate) fn was_removed(&self) -> bool {
         self.last_words.removed.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the server has reported that nothing accesses the function's memory.
+    /// Returns whether the server has sent `LeaseEndNotice::Ended`: nothing accesses the function's memory any longer.
     pub(crate) fn has_ended(&self) -> bool {
         self.last_words.ended.load(Ordering::Relaxed)
     }
 
-    /// Receives a message. `before_part` is called before each part except the first.
+    /// Receives a message. A message can arrive in several parts; `before_part` is called before each part except the first.
     fn receive<M: DeserializeOwned>(
         &self,
         before_part: impl FnMut() -> Result<(), ChannelError>,

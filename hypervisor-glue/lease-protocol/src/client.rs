@@ -48,9 +48,9 @@ use crate::socket::Stream;
 use crate::vector::RemoteVector;
 use crate::watch::{AttachedServer, ServerWatch};
 
-/// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not have the
-/// function's drive. The stream must be blocking; `socket` is its name in messages. If this server is lost, the function has
-/// failed for good.
+/// Attaches a function to the server at the other end of `stream`; returns `None` if this server does not have the function's
+/// drive. The option string must have absolute paths. The stream must be blocking, and `socket` is its name in messages. If
+/// this server is lost, the function does not wait for another server: all its commands fail.
 ///
 /// # Errors
 /// See [`LeaseAttachError`].
@@ -65,10 +65,11 @@ pub fn attach_over(
         .transpose()
 }
 
-/// Attaches to the server that has the drive of `options`; `None` if no server has it. If that server is lost, the function
-/// waits at most `patience` for another one; `None` waits for ever.
+/// Attaches to the server that has the drive of `options`; returns `None` if no server has this drive. If that server is lost
+/// later, the function waits at most `patience` for another server, or for ever if `patience` is `None`.
 ///
-/// A server that cannot be reached is skipped with a warning. If it has the drive, opening the drive fails later.
+/// A server that cannot be reached is skipped with a warning. If the skipped server has the drive, this returns `None`, and the
+/// caller's own attempt to open the drive fails.
 ///
 /// # Errors
 /// [`LeaseAttachError::Refused`], [`LeaseAttachError::SetUp`].
@@ -89,24 +90,25 @@ pub fn attach_anywhere(
     RemoteBackend::new(given, reach, threads).map(Some)
 }
 
-/// Returns whether a server has the drive of `options`, by the search of [`attach_anywhere`]. No lease is created. A server
-/// that cannot be reached counts as not having the drive.
+/// Returns whether a server has the drive of `options`, by the same search as [`attach_anywhere`]. No lease is created. A
+/// server that cannot be reached counts as a server without the drive.
 #[must_use]
 pub fn is_served(state_dir: &Path, options: &str) -> bool {
     places::have(state_dir, options, OPENING_PATIENCE)
 }
 
-/// Wakers of the server's pollers, and the doorbells of the queues that they poll.
+/// Eventfds that wake the server's pollers, and the doorbells of the queues that each poller serves.
 #[derive(Debug, Default)]
 struct RemoteWakers {
     by_number: BTreeMap<u64, Arc<EventFd>>,
     doorbells: IoDoorbells,
 }
 
-/// Counters across servers. Each server counts from zero; its last values before its end are lost.
+/// Sums of counters over all servers of the function. Each server counts from zero. Commands that a server counted after its
+/// last report are missing.
 #[derive(Debug, Default)]
 struct CumulativeCounters {
-    /// Server to which `last` belongs.
+    /// Number of the server that reported `last`.
     server: u64,
     before: LeaseCounters,
     last: LeaseCounters,
@@ -122,21 +124,22 @@ impl CumulativeCounters {
     }
 }
 
-/// Host side of a function in another process, a drive server.
+/// Back end in another process, a drive server: sends the function's requests to this server.
 ///
-/// If the server is lost, the function waits for another server with the drive, for the configured time. Until then its I/O is
-/// delayed. After that, every command of the guest fails as on a removed drive.
+/// If the server is lost, the function waits for another server with the drive, up to the configured timeout. Meanwhile, the
+/// guest's I/O is delayed. After the timeout, every command of the guest fails as on a removed drive.
 #[derive(Debug)]
 pub struct RemoteBackend {
     id: String,
     link: Arc<ServerLink>,
     facts: LeaseFacts,
     shared: SharedParts,
-    /// The VM's memory as mapped in this process, for the admin queue.
+    /// The VM's memory as mapped in this process. Admin commands access it.
     window: DmaWindow,
     bells: Arc<Mutex<RemoteWakers>>,
     counters: Mutex<CumulativeCounters>,
-    /// Counter of doorbell writes in this process, for the server's statistics; `None` if the server's file layout differs.
+    /// Counter of the doorbell writes that exit to the VMM, which the server's statistics read. `None` if the server's doorbell
+    /// file has no place for this counter.
     exits: Option<ExitCounter>,
     watch: Option<JoinHandle<()>>,
     /// Dropped to end the watch thread.
@@ -250,7 +253,7 @@ impl RemoteBackend {
         self.link.ask(request, None)
     }
 
-    /// Sends a request that cannot fail. Without a server, the request is dropped.
+    /// Sends a request whose reply has no error. If the server is lost, the request is dropped.
     fn tell(&self, request: &BackendRequest) {
         // The link has reported the loss.
         let _ = self.ask::<()>(request);
@@ -260,8 +263,8 @@ impl RemoteBackend {
         self.ask_io_in(&mut self.link.state(), request)
     }
 
-    /// Sends a request like [`Self::ask_io`], under the caller's lock. The lock keeps the next server from connecting between
-    /// the answer and its record.
+    /// Sends a request like [`Self::ask_io`], while the caller holds the lock. So the caller can record the answer before
+    /// another server connects and reads the record.
     fn ask_io_in<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
@@ -271,8 +274,8 @@ impl RemoteBackend {
         outcome.map_err(|failed| failed.0)
     }
 
-    /// Sends a change of the queues, and records it for the next server, under one lock. A change without an answer counts as
-    /// not made.
+    /// Sends a change of the queues, and records the change for the next server, both under one lock. If the server does not
+    /// answer, the change is not recorded.
     fn change_queues(
         &self,
         qid: QueueId,
@@ -294,7 +297,8 @@ impl RemoteBackend {
         result
     }
 
-    /// Sends a request that stops work of the queues. If the server is lost, waits until its work has ended.
+    /// Sends a request that stops the queues' work. If the server is lost, waits instead until its work for the function has
+    /// ended.
     fn ask_to_rest(&self, request: &BackendRequest, time: Duration) -> Result<(), QueueError> {
         match self.ask(request) {
             Ok(result) => result,
@@ -313,7 +317,7 @@ impl RemoteBackend {
         })
     }
 
-    /// Returns whether all work of the server has ended.
+    /// Returns whether the last server was lost and all its work for the function has ended.
     fn is_over(&self) -> bool {
         self.link.state().is_over()
     }
@@ -322,7 +326,7 @@ impl RemoteBackend {
         lock(&self.bells)
     }
 
-    /// Returns all memory that commands may write.
+    /// Returns all memory regions that the drive may write to.
     fn all_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
         let regions = self.shared.memory.hold().regions();
         let regions = regions.map_err(|_| DmaError::NotLogged)?;
@@ -331,7 +335,7 @@ impl RemoteBackend {
         Ok(writable.map(range).collect())
     }
 
-    /// Reads the doorbells again after a change of the queues.
+    /// Asks the server for the doorbells again, after a change of the queues.
     fn renew_doorbells(&self) -> IoDoorbells {
         let mut bells = self.bells();
         let bells = &mut *bells;
@@ -348,7 +352,7 @@ impl RemoteBackend {
         bells.doorbells.clone()
     }
 
-    /// Reads the doorbells. Returns them, and the number of new wakers.
+    /// Asks the server once for the doorbells. Returns them, and the number of wakers that the server sent for the first time.
     fn doorbells(&self, bells: &mut BTreeMap<u64, Arc<EventFd>>) -> Option<(IoDoorbells, usize)> {
         let mut state = self.link.state();
         let answer = self
@@ -416,7 +420,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl RemoteBackend {
-    /// Maps memory in the server and in this process, or in neither. A server that reconnects later gets the region then.
+    /// Maps memory in the server and in this process, or in neither. If the server is lost, the region is mapped in this
+    /// process, and the next server gets it when it connects.
     fn map_on_both(
         &self,
         memory: MemoryRegion,
@@ -923,12 +928,13 @@ mod tests {
         }
     }
 
-    /// Grants the lease to the next function that connects.
+    /// Accepts the next connection of a function, and grants it the lease.
     fn give_lease(listener: &UnixListener) -> LeaseChannel {
         give_lease_over(listener.accept().unwrap().0, &[])
     }
 
-    /// Grants the lease to a function, and passes descriptors that show the end of the server.
+    /// Grants the lease to a function. `signs` are descriptors that become readable, or hang up, when the server's process
+    /// ends.
     fn give_lease_over(stream: UnixStream, signs: &[BorrowedFd<'_>]) -> LeaseChannel {
         let channel = LeaseChannel::new(stream).unwrap();
         let (opening, _): (AttachRequest, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
@@ -948,10 +954,10 @@ mod tests {
         channel
     }
 
-    /// A server whose connections close before its process ends.
+    /// Server whose connection closes before its process ends.
     struct DyingServer {
         process: Child,
-        /// Held open by requests that outlive the process.
+        /// Write end of the pipe among the signs. Requests that outlive the process hold it open.
         held: Option<PipeWriter>,
         hangs_up: PipeReader,
         pidfd: OwnedFd,
@@ -996,10 +1002,11 @@ mod tests {
         }
     }
 
-    /// Timeout for calls that are expected to time out.
+    /// Timeout for calls that must end by their timeout.
     const IN_VAIN: Duration = Duration::from_millis(20);
 
-    /// Checks that the server may still write to the function's memory: every request to end that times out.
+    /// Checks that the server may still write to the function's memory: each request that must wait for the server's end times
+    /// out.
     fn goes_on(host: &RemoteBackend) {
         for ended in [
             host.reset_within(IN_VAIN),
@@ -1108,8 +1115,8 @@ mod tests {
         host.reset_within(DRAIN_DEADLINE).unwrap();
     }
 
-    /// Runs a server that refuses a function's first request, or disconnects without a reply. Returns the result of the
-    /// request, and the requests by which the next server learns about the function.
+    /// Runs a server that refuses a function's first request, or disconnects without a reply. Returns the result of that
+    /// request, and the requests that the next server gets about the function's state.
     fn asked(
         refuses: bool,
         ask: impl FnOnce(&RemoteBackend) -> io::Result<()>,

@@ -1,9 +1,9 @@
-//! The lease protocol, by which a drive server does the I/O of a function in a VMM.
+//! The lease protocol, by which a drive server carries out the I/O of an NVMe function in a VMM's process.
 //!
 //! The VMM's process has the PCI function and its admin commands. The server has the drive, the lease, the DMA window, the
 //! shadow queues and the pollers. [`RemoteBackend`] is the [`ControllerBackend`](nvme_guest::ControllerBackend) in the VMM;
 //! [`LeaseSession`] serves it in the server. I/O commands are not sent over the connection: doorbells are in a shared memory
-//! file, interrupts and wake-ups are eventfds.
+//! file, and interrupts and wake-ups are sent through eventfds.
 //!
 //! | module | job |
 //! |---|---|
@@ -18,8 +18,9 @@
 //! | `places` | sockets of the servers that share a state directory |
 //! | `socket` | the kernel's sockets, or simulated ones |
 //!
-//! The server trusts nothing that arrives. Each message is limited in size, and the host side checks each value as if the guest
-//! had sent it. If a client ends, at any byte, only its lease ends. `docs/lease-protocol.md` describes the messages.
+//! The server does not trust the VMM. Each message is limited in size, and the back end checks each value as if the guest had
+//! sent it. If the VMM's process ends, even in the middle of a message, only its lease ends. `docs/lease-protocol.md` describes
+//! the messages.
 #![forbid(unsafe_code)]
 
 mod ask;

@@ -1,4 +1,4 @@
-//! The VMM's connection to a server, and the state to send to the next server.
+//! The VMM's connection to a server, and the state that the VMM records for the next server.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -22,7 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::channel::{ChannelError, LeaseChannel};
 use crate::message::{BackendRequest, RegionHistory};
 
-/// Error: the server cannot be reached.
+/// Error: the server was lost, and no other server is connected.
 #[derive(Debug)]
 pub(crate) struct ServerLost;
 
@@ -40,9 +40,9 @@ impl From<ServerLost> for io::Error {
 #[derive(Debug)]
 enum ServerConnectionState {
     Open(Arc<LeaseChannel>),
-    /// The server has stopped reading requests. It closes its side after it has ended the lease.
+    /// The server is lost and reads no more requests. It closes the connection after it has ended the lease.
     Ending(Arc<LeaseChannel>),
-    /// The server cannot be reached, and its state is unknown.
+    /// The server did not answer in time, or violated the protocol. It may still carry out commands.
     Failed(Arc<LeaseChannel>),
     /// The connection has ended, but the drive may still carry out commands of the function: for a killed server, the kernel
     /// closes the sockets before the drive.
@@ -51,16 +51,16 @@ enum ServerConnectionState {
     Over,
 }
 
-/// State of a dirty log that continues across servers.
+/// State of the log of dirty pages, across all servers of the function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DirtyLog {
-    /// The server and this process know all dirty pages.
+    /// No dirty page was lost with a server.
     Complete,
-    /// A lost server knew dirty pages, so every page counts as dirty.
+    /// A server was lost together with its log of dirty pages, so every page counts as dirty.
     Missed,
 }
 
-/// Settings of the function that every server must know.
+/// Settings of the function that each further server must get.
 #[derive(Debug, Default)]
 pub(crate) struct BackendSettings {
     /// Connections of the vectors, by number.
@@ -69,18 +69,18 @@ pub(crate) struct BackendSettings {
     pub(crate) coalescing: Option<CoalescingConfig>,
     /// Queues that the guest has created.
     pub(crate) queues: PersistedQueues,
-    /// Set while the doorbells are mapped.
+    /// Set while the guest's doorbell pages are mapped, so that doorbell writes do not exit to the VMM.
     pub(crate) silent: bool,
-    /// Set while the doorbells of the admin queue are watched.
+    /// Set while the server must watch the doorbells of the admin queue.
     pub(crate) watched: bool,
     pub(crate) paused: bool,
     pub(crate) dirty_log: Option<DirtyLog>,
-    /// Regions, by guest address and length, that were mapped while there was no server. An earlier server may have mapped
-    /// other pages there.
+    /// Regions, by guest address and length, that were mapped while no server was connected. The previous server did not have
+    /// these mappings, and may have had other memory at these addresses.
     pub(crate) unknown: BTreeSet<(u64, u64)>,
 }
 
-/// Connection of a vector to the VMM.
+/// Eventfd and mask of an interrupt vector.
 #[derive(Debug, Default)]
 pub(crate) struct VectorConnection {
     pub(crate) eventfd: Option<OwnedFd>,
@@ -88,13 +88,13 @@ pub(crate) struct VectorConnection {
 }
 
 impl BackendSettings {
-    /// Removes regions that were unmapped.
+    /// Removes the records of regions that were unmapped.
     pub(crate) fn forget(&mut self, gpa: Gpa, len: u64) {
         let range = gpa.0..gpa.0.saturating_add(len);
         self.unknown.retain(|(start, _)| !range.contains(start));
     }
 
-    /// Returns whether the previous server had this region mapped.
+    /// Returns whether the previous server had this region mapped, with the same memory.
     pub(crate) fn had(&self, region: &MemoryRegion) -> RegionHistory {
         match self.unknown.contains(&(region.gpa.0, region.len)) {
             true => RegionHistory::New,
@@ -102,7 +102,7 @@ impl BackendSettings {
         }
     }
 
-    /// Returns whether a lost server had dirty pages that were not reported yet, and resets that.
+    /// Returns whether a server was lost together with its log of dirty pages since the last call.
     pub(crate) fn take_missed(&mut self) -> bool {
         let missed = self.dirty_log == Some(DirtyLog::Missed);
         if missed {
@@ -116,10 +116,10 @@ impl BackendSettings {
 #[derive(Debug)]
 pub(crate) struct LinkState {
     connection: ServerConnectionState,
-    /// Set if the function waits for another server when this one is lost.
+    /// Set if the function waits for another server after it has lost its server.
     waits: bool,
     pub(crate) standing: BackendSettings,
-    /// Number of servers after the first one.
+    /// Connection and recorded state, shared by the function's methods and the watch thread.
     pub(crate) servers: u64,
     /// Number of leased blocks, as last reported by a server.
     pub(crate) blocks: u64,
@@ -129,7 +129,7 @@ pub(crate) struct LinkState {
 }
 
 impl LinkState {
-    /// Returns whether no server works for the function.
+    /// Returns whether no server can carry out commands of the function any longer.
     pub(crate) fn is_over(&self) -> bool {
         matches!(self.connection, ServerConnectionState::Over)
     }
@@ -139,12 +139,13 @@ impl LinkState {
         self.waits && !matches!(self.connection, ServerConnectionState::Open(_))
     }
 
-    /// Returns whether the function waits for servers, now or when its server is lost.
+    /// Returns whether the function waits for another server after it has lost, or would lose, its server.
     pub(crate) fn waits(&self) -> bool {
         self.waits
     }
 
-    /// Notes that a server whose connection was not completed may have begun commands.
+    /// Records that commands of the function may be in flight at a server that had got the lease, but failed before it was the
+    /// function's server.
     pub(crate) fn doubt(&mut self) {
         if self.is_over() {
             self.connection = ServerConnectionState::Gone;
@@ -155,7 +156,7 @@ impl LinkState {
         std::mem::take(&mut self.notices)
     }
 
-    /// Takes the connection at the end of the function, if its server can still end the lease.
+    /// Ends the connection because the function ends. Returns the connection if the server still has to end the lease over it.
     pub(crate) fn part(&mut self) -> Option<Arc<LeaseChannel>> {
         self.waits = false;
         let connection = std::mem::replace(&mut self.connection, ServerConnectionState::Over);
@@ -180,7 +181,7 @@ impl LinkState {
 pub(crate) struct NextServer {
     pub(crate) channel: Arc<LeaseChannel>,
     pub(crate) socket: PathBuf,
-    /// Present number of blocks of the lease.
+    /// Number of leased blocks.
     pub(crate) blocks: u64,
 }
 
@@ -188,9 +189,9 @@ pub(crate) struct NextServer {
 #[derive(Debug)]
 pub(crate) struct ServerLink {
     state: Mutex<LinkState>,
-    /// Notified when all work of a server has ended.
+    /// Notified when all work of a lost server has ended.
     closed: Condvar,
-    /// Readable when the host side has events or the connection has changed.
+    /// Eventfd that is readable if the back end has events, or if the server was lost or replaced.
     pub(crate) events: Arc<EventFd>,
 }
 
@@ -236,7 +237,7 @@ impl ServerLink {
         self.ask_in(&mut self.state(), request, descriptor)
     }
 
-    /// Sends a request like [`Self::ask`], under the caller's lock.
+    /// Sends a request like [`Self::ask`], while the caller holds the lock.
     pub(crate) fn ask_in<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
@@ -269,9 +270,9 @@ impl ServerLink {
         })
     }
 
-    /// Waits at most `time` until no lost server can carry out commands of the function. Returns whether that is so; the next
-    /// server may be connected by then. If the server has not closed the connection within `time`, later calls do not wait for
-    /// it.
+    /// Waits at most `time` until no lost server can carry out commands of the function. Returns `true` in this case, also if
+    /// the next server is already connected. If a lost server does not close its connection within `time`, later calls return
+    /// at once.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| {
             matches!(
@@ -299,7 +300,7 @@ impl ServerLink {
         )
     }
 
-    /// Records that the server cannot be reached.
+    /// Records that the server is lost, for the reason `error`.
     fn lose(
         &self,
         state: &mut LinkState,
@@ -348,7 +349,7 @@ impl ServerLink {
         let _ = eventfd::signal(&self.events);
     }
 
-    /// Records that the server has closed the connection.
+    /// Records that the server has closed its side of the connection.
     pub(crate) fn close(&self) {
         let mut state = self.state();
         self.lose(
@@ -361,7 +362,7 @@ impl ServerLink {
         }
     }
 
-    /// Records that all work of a disconnected server has ended.
+    /// Records that all lost servers have ended their work for the function.
     pub(crate) fn end(&self) {
         let mut state = self.state();
         if matches!(state.connection, ServerConnectionState::Gone) {
@@ -371,7 +372,8 @@ impl ServerLink {
         self.closed.notify_all();
     }
 
-    /// Continues with another server, which has got the state of the previous one, and the queues unless they are lost.
+    /// Continues with another server, which has already got the recorded state. `back` tells whether this server also restored
+    /// the queues.
     pub(crate) fn go_on(&self, state: &mut LinkState, next: NextServer, back: BackendEvent) {
         let NextServer {
             channel,

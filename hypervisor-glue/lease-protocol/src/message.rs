@@ -17,13 +17,14 @@ use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
 use serde::{Deserialize, Serialize};
 
-/// Version of the protocol. Client and server must have the same. Any change of a message, or of a type in one, needs a new
-/// version.
+/// Version of the protocol. VMM and server must have equal versions. Any change of a message, or of a type that a message
+/// contains, needs a new version.
 pub const VERSION: u32 = 4;
 
-/// First message of a VMM. All versions have its fields.
+/// First message of a VMM. All protocol versions have these fields.
 ///
-/// Descriptors: none, or those of [`AttachReply::Attached`] from the previous server, which this one is to replace.
+/// Descriptors: none for a new function. If the server replaces another one, the descriptors that the previous server sent with
+/// [`AttachReply::Attached`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttachRequest {
     /// Protocol version of the VMM.
@@ -31,11 +32,12 @@ pub(crate) struct AttachRequest {
     /// The function's option string, with absolute paths.
     #[serde(default)]
     pub(crate) options: String,
-    /// Set if the VMM only requests [`AttachReply::Served`], and no lease. A server that does not know this field creates a
-    /// lease, which ends with the connection.
+    /// Set if the VMM only asks whether the server has the drive; the answer is [`AttachReply::Served`]. A server that does not
+    /// know this field creates a lease, which ends when the VMM closes the connection.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) only_asks: bool,
-    /// Set if the VMM waits for the [`SIGNS`] of the server's end. A server that does not know this field sends none.
+    /// Set if the VMM expects the [`SIGNS`], descriptors that signal the end of the server's process. A server that does not
+    /// know this field sends none.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) sees_end: bool,
 }
@@ -44,7 +46,7 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Answers to an [`AttachRequest`]: any number of [`Self::Waiting`], then one other.
+/// Answers to an [`AttachRequest`]: any number of [`Self::Waiting`], followed by exactly one other answer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum AttachReply {
@@ -57,7 +59,7 @@ pub(crate) enum AttachReply {
         /// Reason, for a person.
         reason: String,
     },
-    /// The lease is being created, for example while the range is wiped. Sent every second.
+    /// The server is still creating the lease, for example while it wipes the range. Sent every second.
     Waiting,
     /// The lease is granted. Descriptors: the doorbells' file, the file of the in-flight state, and the eventfd of events. With
     /// [`AttachRequest::sees_end`], the [signs](SIGNS) follow.
@@ -70,18 +72,18 @@ pub(crate) const PARTS: usize = 3;
 /// Number of descriptors after [`PARTS`] that signal the complete end of the server's process: its pidfd, and a pipe.
 pub(crate) const SIGNS: usize = presence::SIGNS;
 
-/// Last messages of a server, sent without a request. Each is sent at most once, in this order.
+/// Last messages of a server, which answer no request. The server sends each at most once, in this order.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum LeaseEndNotice {
     /// An operator has removed the lease.
     Removed,
-    /// No command is in flight, and nothing accesses the function's memory. Without this message, the end of the connection
-    /// says nothing about the drive.
+    /// No command is in flight, and nothing accesses the function's memory. If the connection ends without this message,
+    /// commands may still be in flight.
     Ended,
 }
 
-/// Facts that are constant during a lease.
+/// Properties of a lease that do not change while the lease exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttachedLease {
     /// Id of the lease.
@@ -94,7 +96,8 @@ pub(crate) struct AttachedLease {
 }
 
 impl AttachedLease {
-    /// Returns whether these facts include everything that was `promised` to the function. Its own options must be equal.
+    /// Returns whether this lease has everything that the guest was told by the lease `promised`. Some properties, such as the
+    /// doorbell stride, must be equal; others may be greater.
     pub(crate) fn keeps(&self, promised: &Self) -> bool {
         let own = |attached: &Self| {
             let LeaseFacts {
@@ -109,7 +112,7 @@ impl AttachedLease {
         self.id == promised.id && own(self) == own(promised) && self.facts.keep(&promised.facts)
     }
 
-    /// Returns whether a lease can have these facts.
+    /// Returns whether the properties are within the limits and match each other.
     pub(crate) fn is_possible(&self) -> bool {
         let LeaseFacts {
             namespace,
@@ -185,9 +188,10 @@ pub(crate) enum BackendRequest {
         number: u16,
         change: VectorChange,
     },
-    /// Like `Pause`, but after a timeout the queues stay stopped. Servers of early builds do not know it.
+    /// Like `Pause`, but if commands are still in flight after this time, the queues stay stopped. Servers of early builds do
+    /// not know this request.
     PauseWithin(Duration),
-    /// Like `Map`, for a region that was mapped under the previous server.
+    /// Like `Map`, for a region that the previous server had mapped.
     MapKept(MemoryRegionMessage),
 }
 
@@ -202,17 +206,17 @@ pub(crate) struct MemoryRegionMessage {
     pub(crate) writable: bool,
 }
 
-/// History of a region of the function's memory.
+/// Tells whether the previous server had a region of the function's memory mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegionHistory {
-    /// The previous server had the region mapped, and it was not unmapped since.
+    /// The previous server had the region mapped, and the VMM has not unmapped it since.
     Kept,
-    /// The previous server did not have the region mapped in this form.
+    /// The previous server did not have the region mapped, or with other memory.
     New,
 }
 
 impl BackendRequest {
-    /// Returns the request that maps a region. The region's descriptor must be sent with it.
+    /// Returns the request that maps a region. The caller must send the descriptor of the region's memory with the request.
     pub(crate) fn map(region: &MemoryRegion, had: RegionHistory) -> Self {
         let MemoryRegion {
             gpa,
@@ -238,7 +242,8 @@ impl BackendRequest {
 
 /// Change or query of a vector. The reply is a boolean.
 ///
-/// For [`Self::Ask`], the reply tells whether a signal is pending; for the others, whether a pending one was delivered.
+/// For [`Self::Ask`], the reply tells whether an interrupt is pending. For the others, the reply tells whether the change
+/// delivered a pending interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum VectorChange {
@@ -250,22 +255,24 @@ pub(crate) enum VectorChange {
     Clear,
 }
 
-/// Reply to [`BackendRequest::IoDoorbells`]. Descriptors: the wakers of new pollers, in the order of [`Self::new_bells`]. If
-/// there are [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) of them, doorbells may be missing, and the VMM asks again.
+/// Reply to [`BackendRequest::IoDoorbells`]. Descriptors: the eventfds that wake the new pollers, in the order of
+/// [`Self::new_bells`]. If a reply has [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) descriptors, it may lack doorbells, so the
+/// VMM sends the request again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct IoDoorbellsReply {
     pub(crate) are_buffered: bool,
     pub(crate) are_silent: bool,
-    /// Each doorbell, and the number of its poller's waker. Wakers that are not listed no longer exist.
+    /// Each doorbell, with the number of the eventfd that wakes its poller. An eventfd whose number is missing here is no
+    /// longer in use.
     pub(crate) bells: Vec<(Doorbell, u64)>,
     pub(crate) new_bells: Vec<u64>,
 }
 
-/// Part of the reply to [`BackendRequest::TakeDirtyPages`].
+/// Reply to [`BackendRequest::TakeDirtyPages`]. The ranges may need several replies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DirtyPages {
     pub(crate) ranges: Vec<DirtyRange>,
-    /// Set if further ranges follow, for which the VMM sends another request.
+    /// Set if there are further ranges. The VMM then sends another request.
     pub(crate) more: bool,
 }
 

@@ -1,4 +1,5 @@
-//! Sockets of the servers that share a state directory. There is no other registry: a VMM asks each server for its drive.
+//! Sockets of the servers that share a state directory. There is no list of drives: a VMM asks each server whether it has the
+//! drive.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -10,19 +11,19 @@ use nvme_lease::SERVER_SOCKETS;
 use crate::ask::{GrantedLease, LeaseAttachError, ask_for_drive, ask_for_lease, connect};
 use crate::socket::named_in;
 
-/// Returns the directory with the sockets of all servers of a state directory.
+/// Returns the directory that contains the sockets of all servers with this state directory.
 #[must_use]
 pub fn sockets(state_dir: &Path) -> PathBuf {
     state_dir.join(SERVER_SOCKETS)
 }
 
-/// Returns the socket of the server with a name, such as its process identifier.
+/// Returns the path of a server's socket. `name` is unique among the servers, such as the process identifier.
 #[must_use]
 pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
     sockets(state_dir).join(format!("{name}.sock"))
 }
 
-/// Returns all sockets in the servers' directory, including stale ones.
+/// Returns all sockets in the servers' directory, including those of servers that have ended.
 fn sockets_in(state_dir: &Path) -> impl Iterator<Item = PathBuf> {
     // An unreadable directory means that no server has run, or that this process cannot use the ledger either.
     let names = named_in(&sockets(state_dir)).unwrap_or_default();
@@ -33,7 +34,7 @@ fn sockets_in(state_dir: &Path) -> impl Iterator<Item = PathBuf> {
     names.into_iter().filter(is_socket)
 }
 
-/// Returns whether a server has the drive of `options`. `patience` is the timeout for each server's message.
+/// Returns whether any server has the drive of `options`. `patience` is the timeout for each message of a server.
 pub(crate) fn have(state_dir: &Path, options: &str, patience: Duration) -> bool {
     sockets_in(state_dir).any(|path| {
         let ask = |stream| ask_for_drive(stream, &path, options, patience);
@@ -46,8 +47,8 @@ pub(crate) fn have(state_dir: &Path, options: &str, patience: Duration) -> bool 
     })
 }
 
-/// Finds the server that has the drive of `options`, and gets a lease from it. `kept` are the descriptors from the previous
-/// server. `patience` is the timeout for each server's message.
+/// Finds the server that has the drive of `options`, and gets a lease from this server. `kept` are the lease's descriptors from
+/// the previous server. `patience` is the timeout for each message of a server.
 pub(crate) fn find(
     state_dir: &Path,
     options: &str,

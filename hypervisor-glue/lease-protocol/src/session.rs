@@ -1,4 +1,4 @@
-//! The server's side of one connection, for the life of a lease.
+//! The server's side of one connection, from the VMM's first message until the end of the lease.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -42,7 +42,7 @@ pub enum SessionError {
     /// The VMM violated the protocol, or the connection failed.
     #[error("A VMM's connection ended")]
     Channel(#[from] ChannelError),
-    /// The lease was created without the shared in-flight state that a VMM's function needs.
+    /// The lease has no shared file for its in-flight state, which a function in a VMM's process needs.
     #[error("A lease has no in-flight tracking, which a function in a VMM needs")]
     NoLiveState,
     /// The kernel's error.
@@ -50,21 +50,21 @@ pub enum SessionError {
     Io(#[from] std::io::Error),
 }
 
-/// Answer to a VMM's request for a lease.
+/// Answer to a VMM that requests a lease.
 #[derive(Debug)]
 pub enum LeaseAdmission {
     /// This server does not have the drive.
     NotServed,
     /// The lease is refused, for the given reason.
     Refused(String),
-    /// The lease is granted, with this host side.
+    /// The lease is granted, with this back end.
     Attached(Arc<dyn ControllerBackend>),
 }
 
 /// Creates the leases that a session serves.
 pub trait LeaseSource: Sync {
     /// Creates the lease of an option string. `parts` are the function's files from the previous server, if any. Must return
-    /// early once `stop` is set.
+    /// early once `stop` is `true`.
     fn attach(
         &self,
         peer: PeerIdentity,
@@ -73,7 +73,8 @@ pub trait LeaseSource: Sync {
         stop: &AtomicBool,
     ) -> LeaseAdmission;
 
-    /// Returns whether this server has the drive of an option string. Called for a VMM that does not want a lease yet.
+    /// Returns whether this server has the drive of an option string. Called for a VMM that only asks for the drive, and wants
+    /// no lease.
     fn serves(&self, options: &str) -> bool {
         let _ = options;
         false
@@ -84,19 +85,19 @@ pub trait LeaseSource: Sync {
         host.set_rates(rates);
     }
 
-    /// Returns whether the server is ending, so that functions continue with its successor.
+    /// Returns whether the server is ending. If so, functions wait for its successor instead of getting a lease.
     fn server_ends(&self) -> bool {
         false
     }
 
-    /// Handles the end of a lease, and returns its cause. Its commands may still be in flight.
+    /// Handles the end of a lease, and returns the cause. Commands of the lease may still be in flight.
     fn ended(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause;
 }
 
 /// Cause of a lease's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeaseEndCause {
-    /// The VMM or the server has gone. The VMM may request the lease again.
+    /// The VMM or the server has closed the connection. The VMM may request the lease again.
     Gone,
     /// An operator has removed the lease.
     Removed,
@@ -111,10 +112,9 @@ pub struct LeaseSession {
 }
 
 impl LeaseSession {
-    /// Creates a session, to be run with `run`.
+    /// Creates a session for a connected VMM. The caller then calls `run`.
     ///
-    /// # Errors
-    /// [`SessionError::Io`].
+    /// # Errors [`SessionError::Io`].
     pub fn new(stream: Stream) -> Result<Self, SessionError> {
         let peer = socket::peer(&stream)?;
         stream.set_nonblocking(false)?;
@@ -139,8 +139,8 @@ impl LeaseSession {
         self.peer
     }
 
-    /// Serves the VMM until it disconnects. After this returns, no work is done for the VMM; a lease with commands in flight
-    /// lives until they have ended.
+    /// Serves the VMM until it disconnects. After this returns, the server carries out no further requests of the VMM. If
+    /// commands are in flight, the lease exists until they have ended.
     ///
     /// # Errors
     /// See [`SessionError`]. The lease ends also after an error.
@@ -209,7 +209,7 @@ impl LeaseSession {
         result
     }
 
-    /// Requests the lease, and sends the VMM a `Waiting` message each second.
+    /// Creates the lease, and meanwhile sends the VMM a `Waiting` message each second.
     fn admit(
         &self,
         leases: &dyn LeaseSource,
@@ -247,7 +247,8 @@ impl LeaseSession {
         })?
     }
 
-    /// Answers requests. Sets `flushed` to the number of commands that were complete at the VMM's last flush.
+    /// Answers the VMM's requests until the connection ends. At each flush that the VMM requests, sets `flushed` to the number
+    /// of commands completed so far, because the end of the lease then need not flush again.
     fn serve(
         &self,
         leases: &dyn LeaseSource,
@@ -306,7 +307,8 @@ impl LeaseSession {
     }
 }
 
-/// Ends all work for a function, until `deadline`. Returns whether nothing accesses its memory.
+/// Ends all work for a function, within `deadline`. Returns whether all its memory was unmapped, so that nothing accesses this
+/// memory any longer.
 fn end(
     host: &dyn ControllerBackend,
     last: CommandDrainMode,
@@ -337,7 +339,7 @@ fn end(
     is_over
 }
 
-/// Returns the parts that a function has kept from the previous server.
+/// Converts the descriptors that a function got from the previous server; `None` if there are none.
 fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<PersistedBackendParts>, SessionError> {
     if descriptors.is_empty() {
         return Ok(None);
@@ -362,12 +364,12 @@ fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
     }
 }
 
-/// Limits a VMM's timeout to the server's maximum.
+/// Limits a timeout that the VMM requested to the server's maximum.
 fn bounded(time: Duration) -> Duration {
     time.min(DRAIN_DEADLINE)
 }
 
-/// Combines a region with its descriptor.
+/// Creates a memory region from its message and its descriptor.
 fn memory(
     region: MemoryRegionMessage,
     descriptor: Option<OwnedFd>,
@@ -390,18 +392,18 @@ fn memory(
     })
 }
 
-/// Lease with its connection.
+/// Lease of a connected VMM, with what the VMM has not fetched yet.
 struct BackendRequestHandler<'a> {
     channel: &'a LeaseChannel,
     leases: &'a dyn LeaseSource,
     host: &'a Arc<dyn ControllerBackend>,
     shared: SharedParts,
-    /// Wakers that the VMM has, by number.
+    /// Eventfds of the pollers that were sent to the VMM, by number.
     bells: Vec<(u64, EventfdDoorbellWaker)>,
     bells_made: u64,
-    /// Dirty pages that were read and not sent yet.
+    /// Dirty pages that were taken from the log, but not sent to the VMM yet.
     dirty: Vec<DirtyRange>,
-    /// Signals to the VMM's eventfds.
+    /// Sends interrupts to the VMM's eventfds.
     signals: Arc<ClientSignals>,
 }
 

@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::link::{ServerLink, VectorConnection};
 use crate::message::{BackendRequest, VectorChange};
 
-/// Forwards the changes of a vector to the server.
+/// Interrupt vector whose changes are forwarded to the server.
 #[derive(Debug)]
 pub(crate) struct RemoteVector {
     pub(crate) number: u16,
@@ -22,7 +22,7 @@ impl RemoteVector {
         self.wire(change, None, |_| {})
     }
 
-    /// Changes the vector in the server, and in the state for the next server.
+    /// Changes the vector in the server, and records the change for the next server.
     fn wire(
         &self,
         change: VectorChange,

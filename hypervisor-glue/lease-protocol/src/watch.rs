@@ -1,4 +1,4 @@
-//! Thread that notices the end of a server and looks for the next one.
+//! Thread that notices when a server ends, and then searches for the next server.
 
 use std::fmt;
 use std::io;
@@ -26,16 +26,16 @@ use crate::socket::{ServerExitSigns, Stream, wait_for_end};
 /// Shortest and longest interval between two searches for a server.
 const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 
-/// Timeout for reading the last messages of a server.
+/// Timeout for receiving the end notices of a server.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Divisor of the time waited so far, which gives the interval to the next search.
+/// Divisor for the search interval: the next search begins after a tenth of the time that the function has waited so far.
 const DELAY: u32 = 10;
 
 /// Interval of log messages while there is no server.
 const REPORT: Duration = Duration::from_secs(60);
 
-/// Error of continuing with another server.
+/// Reason why a function cannot continue with another server.
 #[derive(Debug, Error)]
 enum ReattachError {
     #[error(transparent)]
@@ -58,7 +58,7 @@ enum ReattachError {
 }
 
 impl ReattachError {
-    /// Returns whether retrying is pointless.
+    /// Returns whether the server would fail in the same way at each attempt.
     fn is_final(&self) -> bool {
         matches!(self, Self::Other | Self::Stride { .. })
     }
@@ -68,12 +68,12 @@ impl ReattachError {
 #[derive(Debug)]
 pub(crate) struct AttachedServer {
     pub(crate) channel: Arc<LeaseChannel>,
-    /// ServerExitSigns of its complete end; `None` if it sends none.
+    /// Descriptors that signal the end of the server's process; `None` if the server sends none.
     pub(crate) signs: Option<ServerExitSigns>,
 }
 
 impl AttachedServer {
-    /// Makes the server end the lease.
+    /// Shuts down the sending side of the connection, upon which the server ends the lease.
     fn leave(self) -> Self {
         // A failed connection ends the lease as well.
         let _ = self.channel.stream().shutdown(Shutdown::Write);
@@ -81,8 +81,8 @@ impl AttachedServer {
         self
     }
 
-    /// Returns whether all its work for the function has ended. Its connection must have ended, or the function has
-    /// [left](Self::leave).
+    /// Returns whether the server has ended all its work for the function. Call this only after the connection has ended, or
+    /// after [`leave`](Self::leave).
     fn is_over(&self) -> bool {
         let has_closed = self.channel.read_last_words();
         match &self.signs {
@@ -92,7 +92,7 @@ impl AttachedServer {
         }
     }
 
-    /// Waits until all its work for the function has ended.
+    /// Waits until the server has ended all its work for the function.
     fn await_nothing_left(&self) {
         await_end(self.channel.stream());
         if let Some(signs) = &self.signs
@@ -106,16 +106,16 @@ impl AttachedServer {
 /// Context of the watch thread.
 pub(crate) struct ServerWatch {
     pub(crate) link: Arc<ServerLink>,
-    /// Disconnected when the function ends.
+    /// Channel that is disconnected when the function ends.
     pub(crate) stopped: Receiver<()>,
     pub(crate) reach: Option<ServerDiscovery>,
-    /// Facts that the guest was told.
+    /// Properties of the lease that the guest was told.
     pub(crate) promised: AttachedLease,
     pub(crate) doorbells: Arc<DoorbellPage>,
     /// File of the in-flight state.
     pub(crate) live: OwnedFd,
     pub(crate) memory: GuestMemory,
-    /// Drops the wakers of a lost server.
+    /// Drops the eventfds of a lost server's pollers.
     pub(crate) forget_bells: Box<dyn Fn() + Send>,
 }
 
@@ -128,7 +128,8 @@ impl fmt::Debug for ServerWatch {
 }
 
 impl ServerWatch {
-    /// Runs until the function ends, or its drive is lost for good and nothing accesses the function's memory.
+    /// Watches the servers until the function ends, or until the drive is lost for good and nothing accesses the function's
+    /// memory any longer.
     pub(crate) fn run(&self, mut server: AttachedServer) {
         loop {
             let channel = server.channel.clone();
@@ -154,7 +155,7 @@ impl ServerWatch {
         }
     }
 
-    /// Removes from `left` the servers whose work has ended. Records when none remains.
+    /// Removes from `left` the servers that have ended all their work. If none is left, records that.
     fn look_for_end(&self, left: &mut Vec<AttachedServer>) {
         left.retain(|server| !server.is_over());
         if left.is_empty() {
@@ -166,8 +167,8 @@ impl ServerWatch {
         self.stopped.try_recv() == Err(TryRecvError::Disconnected)
     }
 
-    /// Repeats the search for a server until it succeeds, and returns the server. Meanwhile records the end of the previous
-    /// servers' work.
+    /// Searches for a server with the drive until one is found, and returns it. During the search, records when the previous
+    /// servers have ended their work.
     fn next_server(&self, left: &mut Vec<AttachedServer>) -> Option<AttachedServer> {
         let reach = self.reach.as_ref()?;
         let began = clock::monotonic();
@@ -209,8 +210,8 @@ impl ServerWatch {
         }
     }
 
-    /// Requests the lease from the servers, and sends the granting one the state of the previous one. If that fails after it
-    /// got the function's memory, it is added to `left`, as it may have commands in flight.
+    /// Requests the lease from each server, and sends the server that grants it the recorded state. If a server fails after it
+    /// got the function's memory, the server is added to `left`, because commands may be in flight there.
     fn resume(
         &self,
         reach: &ServerDiscovery,
@@ -330,7 +331,8 @@ impl ServerWatch {
     }
 }
 
-/// Makes a server restore the guest's queues. Must be the last request: from then on, commands are carried out.
+/// Makes a server restore the guest's queues. This must be the last request, because the server carries out commands
+/// afterwards.
 fn take_up(
     channel: &LeaseChannel,
     queues: &PersistedQueues,
@@ -372,7 +374,7 @@ fn await_end(stream: &Stream) {
     persist("the end of a drive server", || wait_for_end(stream));
 }
 
-/// Repeats a wait while the kernel refuses it, for example for lack of a descriptor.
+/// Repeats a wait that the kernel refuses, for example because no file descriptor is free.
 fn persist(what: &str, wait: impl Fn() -> io::Result<()>) {
     let mut reported = false;
     while let Err(error) = wait() {

@@ -1,7 +1,7 @@
 //! Conversion between a byte stream and messages.
 //!
-//! [`MessageReader`] never reads past the present message. That costs a second system call for a message with a payload. In
-//! return, file descriptors belong to the message whose bytes they came with, however the client splits its stream.
+//! [`MessageReader`] never reads past the present message. So a message with a payload takes two system calls. In return, each
+//! file descriptor belongs to the message that it was sent with, however the client splits its stream.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,8 +18,8 @@ use crate::message::{MAX_FDS_ACCEPTED, VfioUserHeader};
 use crate::socket;
 use crate::step::step;
 
-/// Step in which buffers grow, so that a client must send what it makes the server allocate; also the capacity kept between
-/// messages.
+/// Bytes by which a receive buffer grows, so that the server allocates no more than about what the client has sent. A buffer
+/// keeps this capacity between messages.
 const CHUNK: usize = 64 * 1024;
 
 /// Complete message.
@@ -42,14 +42,14 @@ pub(crate) enum StreamEnd {
     },
     /// The socket failed.
     Failed(io::Error),
-    /// The bytes are no valid message, so the start of the next one is unknown.
+    /// The bytes are no valid message, so the server does not know where the next message starts.
     OutOfStep {
         header: VfioUserHeader,
         refusal: RequestRefusal,
     },
-    /// The last message was refused, and the connection ends after its reply.
+    /// The server refused the last message, and ends the connection after the error reply.
     Refused,
-    /// The journal failed.
+    /// The request log failed.
     Journal(RequestLogError),
 }
 
@@ -126,8 +126,8 @@ impl MessageReader {
         self.filled > 0 && !self.handed_out
     }
 
-    /// Peeks the next message, which stays in the socket; `None` if it is incomplete. After a complete message, the socket's
-    /// peek offset is its size.
+    /// Peeks the next message, which stays in the socket; `None` if the message is incomplete. After a complete message, the
+    /// socket's peek offset (`SO_PEEK_OFF`) equals the size of the message.
     pub(crate) fn peek(
         &mut self,
         stream: &UnixStream,
@@ -212,7 +212,7 @@ impl MessageReader {
         }
     }
 
-    /// Checks the number of descriptors: each piece of a message could bring more of them.
+    /// Checks the number of descriptors received so far. A client can send a message in pieces, each with further descriptors.
     fn check_fds(&self) -> Result<(), StreamEnd> {
         if self.fds.len() <= MAX_FDS_ACCEPTED {
             return Ok(());
@@ -228,7 +228,7 @@ impl MessageReader {
     }
 }
 
-/// Receives bytes and descriptors; `None` if none are there yet.
+/// Receives bytes and descriptors; `None` if no bytes have arrived yet.
 fn receive(
     stream: &UnixStream,
     room: &mut [u8],

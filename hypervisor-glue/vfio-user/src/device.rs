@@ -8,48 +8,48 @@ use crate::message::{NUM_IRQS, NUM_REGIONS};
 
 /// A PCI function behind a vfio-user server.
 ///
-/// All methods are called on the thread that runs the server's event loop, and the client waits for the reply. A register
-/// access takes as long as [`read`](VfioUserDevice::read) or [`write`](VfioUserDevice::write) does.
+/// All methods are called on the thread that runs the server's event loop, and the client waits for the reply. So a guest's
+/// register access takes at least as long as [`read`](VfioUserDevice::read) or [`write`](VfioUserDevice::write).
 ///
-/// A method must cope with every value: the server checks the rules of the protocol, not those of the device. For example, an
-/// access of three bytes at an odd offset reaches `read`.
+/// A method must accept every argument that the protocol allows, because the server does not know the rules of the device. For
+/// example, an access of three bytes at an odd offset reaches `read`.
 pub trait VfioUserDevice {
-    /// Returns the size, access rights and mappable area of a region. Called once per region, when the server starts: regions
-    /// do not change while it runs.
+    /// Returns the size, access rights and mappable area of a region. The server calls this once per region, when it starts, so
+    /// a region must not change later.
     fn region(&self, index: RegionIndex) -> DeviceRegion;
 
     /// Reads registers or config space: one byte or more, all within the region. `data` is filled with all ones beforehand, the
-    /// value of unimplemented bytes. A read cannot fail: after an error reply, a client might wait for the data for ever.
+    /// value of unimplemented bytes. A read cannot return an error, because some clients would wait for the data for ever.
     fn read(&mut self, region: RegionIndex, offset: u64, data: &mut [u8]);
 
     /// Writes registers or config space: one byte or more, all within the region. The device ignores read-only bytes.
     fn write(&mut self, region: RegionIndex, offset: u64, data: &[u8]);
 
-    /// Returns the maximum number of DMA regions, which is announced to the client. Clients reject more than the protocol's
-    /// default, 65,535.
+    /// Returns the maximum number of DMA regions, which the server announces to the client. Clients reject more than 65,535,
+    /// the protocol's default.
     fn max_dma_maps(&self) -> u32 {
         65_535
     }
 
-    /// Adds a region of the client's memory. Its end does not overflow; its addresses and sizes need not be aligned to this
-    /// host's pages.
+    /// Adds a region of the client's memory. The end address does not overflow 64 bits. Address and size may not be multiples
+    /// of this host's page size.
     ///
     /// # Errors
     ///
     /// The errno is sent to the client. Return `EEXIST` for an overlap with an existing region (section `VFIO_USER_DMA_MAP`),
-    /// and `ENOSPC` for too many regions. A region without memory must be accepted: clients announce ROMs and other devices'
-    /// BARs in this way, and give up entirely if one is refused.
+    /// and `ENOSPC` for too many regions. The device must accept a region without memory: clients announce ROMs and other
+    /// devices' BARs in this way, and disconnect if a region is refused.
     fn dma_map(&mut self, region: DmaRegion) -> io::Result<()>;
 
-    /// Removes the regions within `range` (address, bytes), or all regions for `None`, and returns their total bytes. After it
-    /// returns, nothing may access their memory.
+    /// Removes the regions within `range` (address, bytes), or all regions for `None`. Returns the total bytes of the removed
+    /// regions. After the return, nothing may access their memory.
     ///
-    /// A range without regions is no error: return 0. With a guest IOMMU, a VMM unmaps more than it has mapped, and Cloud
-    /// Hypervisor hangs if an unmap is refused.
+    /// If the range contains no region, return 0, not an error. With a guest IOMMU, a VMM unmaps more than it has mapped, and
+    /// Cloud Hypervisor hangs if an unmap is refused.
     ///
     /// # Errors
     ///
-    /// The errno is sent to the client: `EINVAL` if a region is only partly within the range.
+    /// The errno is sent to the client. Return `EINVAL` if a region lies only partly in the range.
     fn dma_unmap(&mut self, range: Option<(u64, u64)>) -> io::Result<u64>;
 
     /// Returns the properties of an interrupt type. Called for each request of a client.
@@ -63,21 +63,21 @@ pub trait VfioUserDevice {
     /// The errno is sent to the client.
     fn set_irqs(&mut self, command: IrqCommand) -> io::Result<()>;
 
-    /// Resets the function like a function-level reset. Can be called at any time: clients reset a device right after
-    /// connecting, some without checking that it supports a reset.
+    /// Resets the function like a function-level reset. A client can request this at any time: some clients reset a device
+    /// right after connecting, without checking that the device supports a reset.
     fn reset(&mut self);
 
-    /// Notes that a client has connected. It has not sent a request yet. `process` is the process that connected, if the kernel
-    /// reports it; another process may hold the socket by now.
+    /// Notes that a client has connected and has not sent a request yet. `process` is the process that connected, if the kernel
+    /// reports it. That process may have passed the socket to another process since.
     fn connected(&mut self, _process: Option<ClientProcess>) {}
 
     /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`RequestLog`](crate::RequestLog)
-    /// calls this for each accepted client before reading from it. The device releases the socket when the client is
-    /// [gone](VfioUserDevice::disconnected).
+    /// calls this for each accepted client before it reads from the socket. The device closes the duplicate when the client
+    /// [disconnects](VfioUserDevice::disconnected).
     ///
     /// # Errors
     ///
-    /// On an error, the client is refused.
+    /// If this fails, the server closes the client's connection.
     fn keep_client(&mut self, _stream: BorrowedFd<'_>) -> io::Result<()> {
         Ok(())
     }
@@ -86,19 +86,19 @@ pub trait VfioUserDevice {
     /// [`RequestLog`](crate::RequestLog) calls this after each request. The state has at most
     /// [`MAX_DEVICE_STATE`](crate::MAX_DEVICE_STATE) bytes.
     ///
-    /// The successor creates the device from these bytes and repeats the request that followed. So all effects of a request
-    /// that the state does not contain must be repeatable.
+    /// If this process ends during a request, the successor creates the device from the last saved bytes and carries out that
+    /// request again. So every effect that is not in these bytes must be safe to repeat.
     fn save(&mut self) -> Option<Vec<u8>> {
         None
     }
 
-    /// Notes that the state which [`save`](VfioUserDevice::save) returned last is stored. Earlier states, and files that only
-    /// they refer to, are no longer needed.
+    /// Notes that the state which the last call of [`save`](VfioUserDevice::save) returned is stored. Earlier states are no
+    /// longer needed, nor are files that only an earlier state refers to.
     fn saved(&mut self) {}
 
     /// Handles the end of the connection. The device must remove all DMA regions, as by
-    /// [`dma_unmap`](VfioUserDevice::dma_unmap), and close all eventfds. It keeps the rest of its state (section Client
-    /// Disconnection).
+    /// [`dma_unmap`](VfioUserDevice::dma_unmap), and close all eventfds. The device keeps the rest of its state for the next
+    /// client (section Client Disconnection).
     fn disconnected(&mut self);
 }
 
@@ -164,13 +164,14 @@ pub struct DeviceRegion {
     pub readable: bool,
     /// The client may write it.
     pub writable: bool,
-    /// Part that the client may map into the guest. Accesses to the rest are trapped.
+    /// Part that the client may map into the guest. Accesses outside this part are trapped.
     pub mappable: Option<MappableArea>,
 }
 
 /// Part of a region that is the server's memory, shared with the guest.
 ///
-/// A region has at most one, because clients disagree on more: some expect a file descriptor for each area, QEMU one for all.
+/// A region has at most one mappable area, because clients handle several differently: some expect a file descriptor for each
+/// area, QEMU expects one for all areas.
 #[derive(Clone, Debug)]
 pub struct MappableArea {
     /// Offset from the beginning of the region, a multiple of the page size.
@@ -179,15 +180,16 @@ pub struct MappableArea {
     pub size: u64,
     /// The memory.
     pub memory: Arc<OwnedFd>,
-    /// Offset of the *region* in `memory`: the area begins at `base + offset`. A client gets one such number for the whole
-    /// region, so the memory must also cover the part before the area. In a memfd, that part takes no memory.
+    /// Offset of the *region* in `memory`: the area begins at `base + offset`. The protocol has one such offset for the whole
+    /// region, so `memory` must also cover the part of the region before the area. In a memfd, that part is a hole and takes no
+    /// memory.
     pub base: u64,
 }
 
 /// A region of the client's memory.
 #[derive(Debug)]
 pub struct DmaRegion {
-    /// First DMA address. It need not be a guest address: a user-space driver chooses its own.
+    /// First DMA address. This need not be a guest-physical address: a user-space driver chooses its own I/O virtual addresses.
     pub iova: u64,
     /// Size in bytes, not 0. `iova + size - 1` does not overflow.
     pub size: u64,
@@ -199,12 +201,12 @@ pub struct DmaRegion {
     pub memory: Option<DmaMemory>,
 }
 
-/// File that backs a DMA region. Its size is not checked against the region's.
+/// File that backs a DMA region. The server does not check that the file is large enough for the region.
 #[derive(Debug)]
 pub struct DmaMemory {
     /// The file.
     pub fd: OwnedFd,
-    /// Offset of the region in the file. The region's end does not overflow.
+    /// Offset of the region in the file. Offset plus region size does not overflow.
     pub offset: u64,
 }
 
@@ -218,9 +220,9 @@ pub enum IrqIndex {
     Msi,
     /// MSI-X.
     Msix,
-    /// Device error, upon which the VMM stops the guest.
+    /// Device error (ERR). When this interrupt is signalled, the VMM stops the guest.
     Err,
-    /// Request to return the device, upon which the VMM unplugs it.
+    /// Request to return the device (REQ). When this interrupt is signalled, the VMM unplugs the device.
     Req,
 }
 
@@ -244,7 +246,7 @@ pub struct IrqInfo {
     pub maskable: bool,
     /// Set if an interrupt masks itself when it is signalled.
     pub automasked: bool,
-    /// Set if a client cannot connect further interrupts later.
+    /// Set if the number of connected interrupts is fixed: a client must disconnect all before it can connect more.
     pub noresize: bool,
 }
 
@@ -255,7 +257,8 @@ pub struct IrqCommand {
     pub index: IrqIndex,
     /// The first interrupt.
     pub start: u32,
-    /// Number of interrupts; 0 with [`IrqData::None`] and [`IrqAction::Trigger`]: disconnect all.
+    /// Number of interrupts. If this is 0, with [`IrqData::None`] and [`IrqAction::Trigger`], the device must disconnect all
+    /// interrupts of the type.
     pub count: u32,
     /// Action to perform with `data`.
     pub action: IrqAction,

@@ -20,7 +20,7 @@ use crate::message::{
 use crate::request::{RegionWrite, VfioUserRequest};
 use crate::version::VersionReply;
 
-/// Granularity of a mappable area: the smallest page size of any host.
+/// Granularity of a mappable area in bytes: the smallest page size of any host.
 const PAGE: u64 = 4096;
 
 /// Regions of the device, constant while the server runs.
@@ -57,7 +57,7 @@ impl DeviceRegions {
         &self.0[index as usize]
     }
 
-    /// Returns the region of an access, if the region contains all of it.
+    /// Returns the region of an access if the access lies completely in the region.
     fn find(&self, region: u32, offset: u64, count: usize) -> Option<(RegionIndex, &DeviceRegion)> {
         let index = RegionIndex::new(region)?;
         let region = self.get(index);
@@ -74,9 +74,9 @@ fn end(start: u64, size: u64) -> Option<u64> {
 #[derive(Debug)]
 pub(crate) struct RequestDispatcher {
     regions: Arc<DeviceRegions>,
-    /// Result of `VERSION`; `None` before it.
+    /// Result of the client's `VERSION` command; `None` until the client sends it.
     agreed: Option<NegotiatedVersion>,
-    /// Limit announced to the client.
+    /// Value of `max_data_xfer_size` that was announced to the client, in bytes.
     max_data_xfer_size: u32,
     pub(crate) complaints: ClientErrorLog,
 }
@@ -86,7 +86,7 @@ impl RequestDispatcher {
         Self::resume(regions, None, MAX_DATA_XFER_SIZE)
     }
 
-    /// Continues with a client after `VERSION`, with these results.
+    /// Continues with a client whose `VERSION` command had the result `agreed`.
     pub(crate) fn resume(
         regions: Arc<DeviceRegions>,
         agreed: Option<NegotiatedVersion>,
@@ -210,9 +210,9 @@ impl RequestDispatcher {
         Ok(None)
     }
 
-    /// Answers `DEVICE_GET_REGION_INFO`. Mapping is offered only if `argsz` has space for the whole capability: a client that
-    /// sees the MMAP flag without a capability maps the whole region, and unwraps the file descriptor. QEMU refuses a CAPS flag
-    /// without capabilities.
+    /// Answers `DEVICE_GET_REGION_INFO`. Mapping is offered only if `argsz` has space for the whole sparse-mmap capability. A
+    /// client that sees the MMAP flag without this capability would map the whole region. QEMU refuses a CAPS flag without
+    /// capabilities.
     fn region_info(
         &self,
         index: RegionIndex,
@@ -342,7 +342,7 @@ fn check_irqs<D: VfioUserDevice>(device: &D, command: &IrqCommand) -> Result<(),
     })
 }
 
-/// Logs a client's errors, up to a limit, so that a client cannot fill the log.
+/// Logs a client's errors, up to a maximum number, so that a client cannot fill the log.
 #[derive(Debug)]
 pub(crate) struct ClientErrorLog {
     left: u32,

@@ -1,4 +1,4 @@
-//! Errors: [`enum@Error`] for the operator of a server, [`RequestRefusal`] for a client.
+//! Errors: [`enum@Error`] is for the operator of a server, [`RequestRefusal`] is the reason for an error reply to a client.
 
 use std::io;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub enum Error {
         /// The socket file.
         path: PathBuf,
     },
-    /// The path exists and is not a socket. It is left alone.
+    /// The path exists and is not a socket. The server does not touch the file.
     #[error("{path} exists and is not a socket: remove it, or choose another path")]
     NotASocket {
         /// The file.
@@ -41,7 +41,7 @@ pub enum Error {
         /// Cause.
         source: io::Error,
     },
-    /// Another user could redirect the path.
+    /// Another user can write to a directory of the path, and could redirect the path.
     #[error("Cannot make socket {path}")]
     SocketPath {
         /// The socket file.
@@ -55,7 +55,7 @@ pub enum Error {
         /// The socket file.
         path: PathBuf,
     },
-    /// The journal of a server cannot be used.
+    /// The request log of a server cannot be used.
     #[error(transparent)]
     Journal(#[from] RequestLogError),
     /// The device's mappable area is invalid.
@@ -86,7 +86,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
 /// Reason for which a client's command gets an error reply.
 #[derive(Debug, Error)]
 pub enum RequestRefusal {
-    /// The message is no command.
+    /// The message is a reply, or has an unknown type.
     #[error("{command} has message type {found}: only commands (type 0) are expected")]
     NotACommand {
         /// The message's command.
@@ -157,7 +157,7 @@ pub enum RequestRefusal {
         /// Proposed minor version.
         minor: u16,
     },
-    /// The version data is no JSON, or a capability has the wrong type.
+    /// The version data is not valid JSON, or a capability has the wrong JSON type.
     #[error("Version data is malformed")]
     VersionData(#[source] serde_json::Error),
     /// A flag is unknown for the command, or flags exclude each other.
@@ -178,7 +178,7 @@ pub enum RequestRefusal {
         /// Description of the required number.
         needed: &'static str,
     },
-    /// The address range is empty or ends beyond 64 bits.
+    /// The address range is empty, or ends beyond 64 bits.
     #[error("{command} of {address:#x}+{size:#x} is empty or overflows")]
     Range {
         /// The message's command.
@@ -214,7 +214,7 @@ pub enum RequestRefusal {
         /// The interrupt type's number.
         index: u32,
     },
-    /// The command selects no interrupts and is not the one that disconnects all.
+    /// The command selects no interrupts, and is not the command that disconnects all interrupts of a type.
     #[error("DEVICE_SET_IRQS is for {start}+0 with flags {flags:#x}, which is not an interrupt")]
     NoIrqs {
         /// First interrupt.
@@ -262,7 +262,8 @@ impl RequestRefusal {
         errno.unsigned_abs()
     }
 
-    /// Returns whether the connection ends: the versions do not match, or the start of the next message is unknown.
+    /// Returns whether the server closes the connection after this refusal: the versions do not match, or the start of the next
+    /// message is unknown.
     pub fn ends_connection(&self) -> bool {
         matches!(
             self,

@@ -7,20 +7,21 @@
 //! | 2 MiB, 18 MiB | two states of the device, at most 16 MiB each |
 //! | 34 MiB | replies, each at a multiple of 2 MiB |
 //!
-//! A commit writes the invalid one of the heads, then the commit word, which makes that head valid. The commit word is written
-//! in a single write, so there is always one valid head, whenever the process ends. The device's state is written in the same
-//! way: a head points to it.
+//! A commit overwrites the invalid head, then writes the commit word, which makes this head the valid one. The commit word is
+//! written in a single write. So there is always one valid head, whenever the process ends. The device's state is also written
+//! to the unused place first, and the new head then points to it.
 //!
-//! The file's *position* belongs to the open file description, which all processes share through the kept descriptor.
+//! The file's *position* belongs to the open file description, which all processes share because they duplicate one descriptor.
 //! [`RequestLog::send`] advances it by the number of bytes that the socket accepts. So the position shows how much of a reply
 //! was sent.
 //!
 //! # 2 MiB for each reply
 //!
-//! sendfile(2) lends the file's pages to the socket. A client that has not read a reply yet must not see it change. So each
-//! reply has its own pages, which are removed from the file, never overwritten. Memory files can have huge pages
-//! (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Removing a part of a huge page would clear it in place, and 2 MiB is
-//! a whole one. On a host with pages of 16 or 64 KiB, huge pages are larger: there, `shmem_enabled` must be `never`.
+//! sendfile(2) lends the file's pages to the socket. So a reply must not change until the client has read it. Therefore each
+//! reply has its own pages. They are removed from the file later, but never overwritten. Memory files can have huge pages
+//! (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Removing a part of a huge page would zero that part in place, so each
+//! reply gets a whole huge page of 2 MiB. On a host with pages of 16 or 64 KiB, huge pages are larger: there, `shmem_enabled`
+//! must be `never`.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -48,17 +49,19 @@ const DEVICES: u64 = SLOT;
 const REPLIES: u64 = DEVICES + 2 * MAX_DEVICE_STATE as u64;
 /// Space in the file for each reply, in bytes.
 const SLOT: u64 = 2 << 20;
-/// Number of reply slots. A reply's pages are removed long before its slot is used again.
+/// Number of slots for replies. The pages of a reply are removed long before another reply uses the slot.
 const SLOTS: u64 = 1024;
 const FILE_SIZE: u64 = REPLIES + SLOTS * SLOT;
 
-/// Largest state of a device in a journal, in bytes.
+/// Largest state of a device in a request log, in bytes.
 pub const MAX_DEVICE_STATE: usize = 16 << 20;
 
-/// Maximum number of attempts to read a journal that changes. A commit takes about as long as a read.
+/// Maximum number of attempts to read the request log of a running server. Each commit during a read makes another attempt
+/// necessary, and takes about as long as the read.
 const ATTEMPTS: u32 = 1000;
 
-/// Largest request in bytes. All of it stays in the socket until it is answered, so it must fit there.
+/// Largest request in bytes. A request stays in the socket until it is answered, so the whole request must fit into the
+/// socket's buffer.
 pub(crate) const MAX_REQUEST: usize = VfioUserHeader::SIZE + MAX_CONTROL_PAYLOAD;
 
 const MAX_REPLY: usize =
@@ -66,10 +69,10 @@ const MAX_REPLY: usize =
 const _: () = assert!((MAX_REPLY as u64) < SLOT);
 const _: () = assert!(DEVICES.is_multiple_of(SLOT) && REPLIES.is_multiple_of(SLOT));
 
-/// Error of creating, reading or writing a journal.
+/// Error of creating, reading or writing a request log.
 #[derive(Debug, Error)]
 pub enum RequestLogError {
-    /// The file is no journal.
+    /// The file is no request log.
     #[error(
         "The stored file is not a vfio-user request log: it is {found}. Start without it, and connect the VMM again"
     )]
@@ -77,7 +80,7 @@ pub enum RequestLogError {
         /// Kind of file found.
         found: &'static str,
     },
-    /// Another version of the server wrote the journal.
+    /// Another version of the server wrote the request log.
     #[error(
         "The vfio-user request log has layout {found}, but this program reads layout {LAYOUT}: start the program \
          that wrote it"
@@ -86,10 +89,10 @@ pub enum RequestLogError {
         /// Layout version of the file.
         found: u32,
     },
-    /// Nothing was committed: the process ended before it stored the device's first state.
+    /// The request log has no commit: the process ended before it stored the device's first state.
     #[error("The vfio-user request log is empty: start without it")]
     Empty,
-    /// The journal contains an invalid value.
+    /// The request log contains an invalid value.
     #[error(
         "The vfio-user request log is damaged: {field} is {value}. Start without it, and connect the VMM again"
     )]
@@ -99,13 +102,13 @@ pub enum RequestLogError {
         /// The value.
         value: u64,
     },
-    /// The server commits faster than the journal can be read.
+    /// The server has committed during every attempt to read the request log.
     #[error(
         "The vfio-user request log changed while it was read, {ATTEMPTS} times in a row: try again when its client \
          is less busy"
     )]
     Busy,
-    /// An unsent reply needs a descriptor that the device does not have.
+    /// An unsent reply must be sent with the memory of a region, but the device has no memory for this region.
     #[error("A stored reply needs the memory of region {region:?}, which the device does not have")]
     NoMemory {
         /// The region.
@@ -149,7 +152,7 @@ const _: () = assert!(std::mem::offset_of!(RequestLogHeader, commit_word) as u64
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct RawLoggedRequest {
-    /// Equal to the commit word if the head is valid.
+    /// Number of the commit that wrote this head. The head is valid if this equals the commit word.
     generation: U64,
     sequence: U64,
     request: U32,
@@ -171,7 +174,7 @@ const SENDING: u32 = 1 << 4;
 const FLAGS: u32 = CONNECTED | AGREED | TAKES_FDS | ENDS | SENDING;
 const NO_REGION: u32 = u32::MAX;
 
-/// Result of `VERSION` on which later requests depend.
+/// Results of the client's `VERSION` command on which later requests depend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NegotiatedVersion {
     /// Set if the client accepts a file descriptor with a reply.
@@ -181,9 +184,9 @@ pub(crate) struct NegotiatedVersion {
 /// State of a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LoggedConnection {
-    /// Result of `VERSION`; `None` before it.
+    /// Result of the client's `VERSION` command; `None` until the client sends it.
     pub(crate) agreed: Option<NegotiatedVersion>,
-    /// Set if the connection ends with the last reply.
+    /// Set if the server closes the connection after the last reply.
     pub(crate) ends: bool,
 }
 
@@ -192,23 +195,24 @@ pub(crate) struct LoggedConnection {
 pub(crate) struct LoggedRequest {
     /// Number of the request, which selects the slot of its reply.
     pub(crate) sequence: u64,
-    /// Size of the request in bytes; 0 if nothing must be removed from the socket.
+    /// Size of the request in bytes; 0 if no request must be removed from the socket.
     pub(crate) request: u32,
     /// Size of the reply in bytes; 0 if there is none.
     pub(crate) reply: u32,
     /// Region whose memory is sent with the reply.
     pub(crate) memory_of: Option<RegionIndex>,
-    /// Traffic right before a reply with a descriptor was sent; `None` if it was not sent.
+    /// Unread bytes in the socket right before a reply with a descriptor was sent. `None` if the last reply has no descriptor,
+    /// or was not sent yet.
     pub(crate) before_sending: Option<SocketQueueBytes>,
     pub(crate) client: Option<LoggedConnection>,
 }
 
-/// Unread data in both directions of a socket.
+/// Unread data in a socket, for both directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SocketQueueBytes {
-    /// Kernel memory, in bytes, of data that the client has not read.
+    /// Replies that the client has not read, as bytes of kernel memory.
     pub(crate) unread: u32,
-    /// Number of bytes that the server has not read.
+    /// Requests that the server has not read, in bytes.
     pub(crate) unanswered: u32,
 }
 
@@ -236,7 +240,7 @@ impl LoggedRequest {
         }
     }
 
-    /// Returns a head for another connection or none, without a request.
+    /// Returns a head without a request, for a new connection or, if `client` is `None`, for no connection.
     pub(crate) fn with_client(&self, client: Option<LoggedConnection>) -> Self {
         Self {
             sequence: self.sequence,
@@ -266,14 +270,15 @@ impl DeviceStateLocation {
 
 /// File in which a server logs its requests for its successor.
 ///
-/// The caller keeps the file's descriptor ([`AsFd`]) where it outlives the process; the successor opens the journal from it. A
-/// journal belongs to one server at a time: a process that has handed its journal over must not use it.
+/// The caller stores a duplicate of the file's descriptor ([`AsFd`]) in another process, and the successor opens the request
+/// log from this duplicate. Only one server at a time may use a request log. So a process that has handed its request log over
+/// must not use it again.
 #[derive(Debug)]
 pub struct RequestLog {
     shared: Arc<RequestLogFile>,
 }
 
-/// Parts shared by a journal and its [`StateStore`]s.
+/// Parts shared by a request log and its [`StateStore`]s.
 #[derive(Debug)]
 struct RequestLogFile {
     file: File,
@@ -286,14 +291,14 @@ struct RequestLogCommit {
     generation: u64,
     head: LoggedRequest,
     device: DeviceStateLocation,
-    /// Device state of a failed commit.
+    /// Device state of a commit that failed. The next commit writes it.
     unwritten: Option<Vec<u8>>,
 }
 
 /// Storage for the device's state during a request.
 ///
-/// A device stores its state before an action that must not happen twice. The request is not finished then: the successor
-/// carries it out again, from the stored state.
+/// A device stores its state before an action that must not happen twice. If the process ends after that, the successor carries
+/// out the same request again, but starts from the stored state.
 #[derive(Clone, Debug)]
 pub struct StateStore {
     shared: Arc<RequestLogFile>,
@@ -304,7 +309,7 @@ impl StateStore {
     ///
     /// # Errors
     ///
-    /// The state is too large, or the journal cannot be written. The next commit stores the state again.
+    /// The state is too large, or the request log cannot be written. The next commit stores the state again.
     pub fn store(&self, device: &[u8]) -> Result<(), RequestLogError> {
         let mut committed = self.shared.committed();
         let head = committed.head;
@@ -313,7 +318,7 @@ impl StateStore {
     }
 }
 
-/// Contents of a journal that another process wrote.
+/// Contents of a request log that another process wrote.
 #[derive(Debug)]
 pub struct RequestLogContents {
     device: Vec<u8>,
@@ -321,7 +326,7 @@ pub struct RequestLogContents {
 }
 
 impl RequestLogContents {
-    /// Reads the journal of a server that is still running.
+    /// Reads the request log of a server that is still running.
     ///
     /// # Errors
     ///
@@ -330,7 +335,8 @@ impl RequestLogContents {
         Self::of_changing(file, || {})
     }
 
-    /// Reads a journal that changes. Calls `amid` between the two reads of each attempt.
+    /// Reads a request log that its server may be changing. Calls `amid` in each attempt, between the reads of the head and of
+    /// the device's state.
     fn of_changing(file: OwnedFd, mut amid: impl FnMut()) -> Result<Self, RequestLogError> {
         let file = open(file)?;
         let mut before = generation(&file)?;
@@ -375,7 +381,7 @@ impl RequestLogContents {
 }
 
 impl RequestLog {
-    /// Creates an empty journal.
+    /// Creates an empty request log.
     ///
     /// # Errors
     ///
@@ -403,11 +409,11 @@ impl RequestLog {
         Ok(this)
     }
 
-    /// Opens the journal of the predecessor.
+    /// Opens the request log of the predecessor.
     ///
     /// # Errors
     ///
-    /// The file is no journal, has another layout, is empty or is damaged.
+    /// The file is no request log, has another layout, is empty or is damaged.
     pub fn from_kept(file: OwnedFd) -> Result<(Self, RequestLogContents), RequestLogError> {
         let mut file = open(file)?;
         let generation = generation(&file)?;
@@ -444,8 +450,8 @@ impl RequestLog {
         self.shared.committed().head
     }
 
-    /// Makes `head` the valid one, and `device` the device's state if it is given. The next commit writes a state that could
-    /// not be written again.
+    /// Makes `head` the valid head. If `device` is given, stores it as the device's state. A state whose write failed before is
+    /// written, too.
     pub(crate) fn commit(
         &mut self,
         head: LoggedRequest,
@@ -593,7 +599,7 @@ impl AsFd for RequestLog {
     }
 }
 
-/// Opens a file as a journal, and checks its header and size.
+/// Opens a file as a request log, and checks its header and size.
 fn open(file: OwnedFd) -> Result<File, RequestLogError> {
     let file = File::from(file);
     let metadata = file.metadata().map_err(failed("inspect"))?;

@@ -1,36 +1,38 @@
-//! Sessions that survive the end of the server's process unnoticed by the client.
+//! Sessions that continue in a successor process after the server's process has ended, unnoticed by the client.
 //!
 //! A request is carried out and answered in steps. After SIGKILL between any two instructions, the successor finds the next
 //! step from the state that outlives a process: the [`RequestLog`], its file position and the socket.
 //!
 //! 1. The request is peeked and stays in the socket (`MSG_PEEK`). Its descriptors are duplicates.
-//! 2. It is carried out. A successor would carry it out again, from the device's state before it.
-//! 3. The reply is written, then request, reply and the device's new state are committed. From here on, the request has been
-//!    carried out.
-//! 4. The reply is sent from the journal. The file's position shows how much was sent.
+//! 2. The request is carried out. If the process ends here, the successor carries it out again, from the device's state before
+//!    the request.
+//! 3. The reply is written, then request, reply and the device's new state are committed. After the commit, no successor
+//!    carries out the request again.
+//! 4. The reply is sent from the request log. The file's position shows how much was sent.
 //! 5. The request is removed from the socket. `SO_PEEK_OFF` shows how much is left: the kernel raised it by the peek, and
 //!    lowers it by each read.
 //! 6. The position moves to the next reply's slot, and the reply's memory is freed.
 //!
 //! # A reply with a descriptor
 //!
-//! A file cannot send descriptors. Such a reply is sent from memory, and the position is moved afterwards. The traffic in both
-//! directions of the socket is committed before. If a process ends between this commit and the move, it is unknown whether the
-//! reply was sent. The successor then compares the socket. If there is more traffic in either direction, the reply was sent:
-//! the client has not read it yet, or has read it and sent another request. Otherwise the reply is sent.
+//! sendfile(2) cannot send descriptors. So a reply with a descriptor is sent from memory, and the position is moved afterwards.
+//! Before the reply is sent, the numbers of unread bytes in both directions of the socket are committed. If a process ends
+//! between this commit and the move, it is unknown whether the reply was sent. The successor then compares the socket with the
+//! committed numbers. If there are more unread bytes in either direction, the reply was sent: the client has not read it yet,
+//! or has read it and sent another request. Otherwise the reply is sent.
 //!
 //! Two cases remain undetected. If the client has read the reply and sent nothing since, it gets the reply twice. If it has
 //! sent a request without waiting for the reply, it does not get the reply. Both require a process that ends within three
-//! successive system calls, and a client that does this at the same time.
+//! successive system calls, and a client that reads or sends at the same time.
 //!
 //! # Limits
 //!
-//! A request is in the socket as a whole. So it has at most [`MAX_REQUEST`] bytes, and the client is told so. A client that
-//! cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the message is complete, and
-//! blocks only itself.
+//! A request is in the socket as a whole. So a request has at most [`MAX_REQUEST`] bytes, and `max_data_xfer_size` tells the
+//! client so. A client that cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the
+//! message is complete, and blocks only itself.
 //!
-//! If a process ends between accept(2) and [`VfioUserDevice::keep_client`], the connection is lost. The client has had no
-//! answer then, and finds the connection closed.
+//! If a process ends between accept(2) and [`VfioUserDevice::keep_client`], the connection is lost. The client has not got an
+//! answer to `VERSION` yet, and finds the connection closed.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -53,21 +55,19 @@ use crate::step::step;
 #[cfg(doc)]
 use crate::journal::MAX_REQUEST;
 
-/// Value of `max_data_xfer_size` for a client whose requests must fit into its socket.
+/// Value of `max_data_xfer_size` for a server with a request log, whose clients' requests must fit into the socket's buffer.
 const MAX_DATA: u32 = 32 * 1024;
 
-/// Result of one turn.
+/// Result of one attempt to answer a request.
 enum RequestStepOutcome {
     /// A request was answered.
     Answered,
-    /// The socket must become ready first.
+    /// The session must wait for one of these socket events first.
     Waits(EventSet),
 }
 
 impl VfioUserSession {
-    /// Creates a session with a client that has not sent anything yet.
-    ///
-    /// Does not commit it.
+    /// Creates a session with a client that has not sent anything yet. Does not commit the session to the request log.
     pub(crate) fn begin_kept(
         stream: UnixStream,
         regions: Arc<DeviceRegions>,
@@ -135,7 +135,7 @@ impl VfioUserSession {
         }
     }
 
-    /// Returns the socket events that a session waits for first.
+    /// Returns the socket events that a new session waits for.
     pub(crate) fn first_wait(&self, journal: &RequestLog) -> EventSet {
         match self.pending {
             Some(pending) if pending.sent < journal.head().reply => EventSet::OUT,
@@ -144,8 +144,8 @@ impl VfioUserSession {
         }
     }
 
-    /// Answers the client's requests as far as possible without blocking. Returns the socket events to wait for, or `None` if
-    /// the connection has ended.
+    /// Answers the client's requests until it would block. Returns the socket events to wait for, or `None` if the connection
+    /// has ended.
     pub(crate) fn run_kept<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
@@ -322,7 +322,7 @@ fn traffic(stream: &UnixStream) -> io::Result<SocketQueueBytes> {
     })
 }
 
-/// Makes the next peek begin with the first byte in the socket.
+/// Resets the socket's peek offset, so that the next peek begins with the first byte in the socket.
 fn look_again(stream: &UnixStream) -> Result<(), RequestLogError> {
     socket::set_peek_offset(stream, 0).map_err(looking)
 }

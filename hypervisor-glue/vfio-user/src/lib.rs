@@ -105,18 +105,19 @@
 //! connection. A session holds at most one request and one reply in memory. While a reply cannot be sent, the session
 //! reads no further request: a client that sends and never reads blocks only itself.
 //!
-//! The journal of a predecessor is not trusted either: a client may have crashed that process. Every length and number in
-//! it is checked.
+//! The request log of a predecessor is not trusted either, because a client may have taken over or crashed that process. Every
+//! length and number in the log is checked.
 //!
 //! # Not implemented
 //!
-//! - Messages from the server to the client (`DMA_READ`, `DMA_WRITE`, the `twin_socket` capability). The device gets a DMA
-//!   region without a file descriptor as one without memory, and can refuse commands that point into it.
+//! - Messages from the server to the client (`DMA_READ`, `DMA_WRITE`, the `twin_socket` capability). If the client sends no
+//!   file descriptor for a DMA region, the device gets a region without memory, and can refuse commands that point into this
+//!   region.
 //! - Migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`) and dirty page logging: answered with `ENOTSUP`.
 //! - File descriptors in `DEVICE_GET_REGION_IO_FDS`: answered with none.
 //! - With a [`RequestLog`], requests of more than 64 KiB: the connection ends. `max_data_xfer_size` is 32 KiB.
-//! - With a [`RequestLog`], exactly one delivery of a reply with a descriptor if the process ends within three particular
-//!   system calls and the client reads or sends at the same time: it may get that reply twice or not at all.
+//! - With a [`RequestLog`], exactly one delivery of a reply with a descriptor. If the process ends within three particular
+//!   system calls, and the client reads or sends at the same time, the client may get that reply twice or not at all.
 
 mod connection;
 mod device;

@@ -1,4 +1,4 @@
-//! Listening socket and its file, which never replaces a live server's file.
+//! Listening socket and its file. A new socket file never replaces the file of a server that is still running.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -37,13 +37,15 @@ impl Default for SocketAccess {
 
 /// Listening UNIX socket with its file.
 ///
-/// [`VfioUserServer`](crate::VfioUserServer) contains one. It is public for programs that offer other sockets by the same
-/// rules. The file replaces only the file of a dead server, and is removed with the listener.
+/// [`VfioUserServer`](crate::VfioUserServer) contains such a listener. The type is public for programs that offer other sockets
+/// by the same rules. The socket file replaces only the file of a server that has ended, and is removed when the listener is
+/// dropped.
 #[derive(Debug)]
 pub struct SocketListener {
     socket: UnixListener,
     file: SocketFile,
-    /// Spare file descriptor, closed to accept and drop a connection when the process is out of descriptors.
+    /// Spare file descriptor. If the process has no free descriptor for a connection, this one is closed, so that the
+    /// connection can be accepted and closed.
     reserve: Option<File>,
 }
 
@@ -73,8 +75,8 @@ impl SocketListener {
 
     /// Continues with the predecessor's listening socket, whose file is at `path`.
     ///
-    /// Until it [adopts](Self::adopt) the file, dropping the listener leaves that alone. If the file is missing or belongs to
-    /// another socket, a warning is logged: clients cannot connect then.
+    /// Until [`adopt`](Self::adopt) is called, dropping the listener does not remove the file. If the file is missing or
+    /// belongs to another socket, clients cannot connect, and a warning is logged.
     ///
     /// # Errors
     ///
@@ -148,7 +150,7 @@ impl SocketListener {
     ///
     /// # Errors
     ///
-    /// Returns the kernel's error. If there is no file descriptor for the connection, it is closed.
+    /// Returns the kernel's error. If this process has no free file descriptor for the connection, the connection is closed.
     pub fn accept(&mut self) -> io::Result<Option<UnixStream>> {
         loop {
             match self.socket.accept() {
@@ -169,8 +171,8 @@ impl SocketListener {
         }
     }
 
-    /// Closes the next connection, for which there is no file descriptor. If it stayed in the queue, it would wake the event
-    /// loop for ever.
+    /// Accepts and closes the next connection, for which this process has no free file descriptor. If the connection stayed in
+    /// the queue, it would wake the event loop for ever.
     fn turn_away(&mut self) {
         if self.reserve.take().is_some() {
             drop(self.socket.accept());
@@ -208,7 +210,7 @@ fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
     }
 }
 
-/// File of a listening socket. Dropping it removes the file, unless that belongs to another socket by then.
+/// File of a listening socket. Dropping this value removes the file, unless the file belongs to another socket by then.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,

@@ -1,6 +1,6 @@
 //! Wire format: structures, command numbers, flags.
 //!
-//! Offsets and sizes are as in the protocol's section of the same name. Integers are little-endian. The structures are
+//! Field order and sizes are as in the protocol's section of the same name. Integers are little-endian. The structures are
 //! unaligned, so that they can be read in place.
 
 use std::fmt;
@@ -14,15 +14,15 @@ const _: () = assert!(cfg!(target_endian = "little"));
 /// Largest `count` of a region access, announced as `max_data_xfer_size` (the protocol's default).
 pub const MAX_DATA_XFER_SIZE: u32 = 1024 * 1024;
 
-/// Value of `max_msg_fds`. Clients split their messages by it; some refuse values above 16 (QEMU).
+/// Value of `max_msg_fds`. Clients split a message that has more descriptors, and QEMU refuses values above 16.
 pub const MAX_MSG_FDS: u32 = 16;
 
 /// Maximum number of file descriptors accepted with one message: the kernel's limit for a control message (`SCM_MAX_FD`). Cloud
 /// Hypervisor sends the eventfds of all vectors at once, regardless of `max_msg_fds`.
 pub const MAX_FDS_ACCEPTED: usize = 253;
 
-/// Largest payload of a message other than `REGION_WRITE`. The largest useful one is a `REGION_WRITE_MULTI` of 200 writes,
-/// 4,808 bytes.
+/// Largest payload of a message other than `REGION_WRITE`, in bytes. Valid messages are smaller: the largest is a
+/// `REGION_WRITE_MULTI` of 200 writes with 4,808 bytes.
 pub const MAX_CONTROL_PAYLOAD: usize = 64 * 1024;
 
 /// `VFIO_PCI_NUM_REGIONS`: six BARs, the expansion ROM, config space, VGA.
@@ -31,7 +31,7 @@ pub const NUM_REGIONS: u32 = 9;
 /// `VFIO_PCI_NUM_IRQS`: INTx, MSI, MSI-X, ERR, REQ.
 pub const NUM_IRQS: u32 = 5;
 
-/// Command number. A client can send any value, so this is no enum.
+/// Command number. This is not an enum, because a client can send any value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VfioUserCommand(pub u16);
 
@@ -204,7 +204,7 @@ impl DmaMap {
     pub const READ: u32 = 1 << 0;
     /// The device may write the region.
     pub const WRITE: u32 = 1 << 1;
-    /// The region can be mapped: a file descriptor accompanies it. Newer clients set this.
+    /// The region can be mapped: its file descriptor accompanies the message. Only newer clients set this flag.
     pub const MMAP: u32 = 1 << 2;
     /// The region must be accessed through `pread` and `pwrite`.
     pub const FILE_IO: u32 = 1 << 3;
@@ -270,7 +270,7 @@ pub struct RegionInfo {
     pub cap_offset: U32,
     /// Size in bytes; 0 for a region that does not exist.
     pub size: U64,
-    /// Number to add to an offset in the region for the file offset to map.
+    /// Offset of the region in the file that the client maps. An area's offset in the region must be added to it.
     pub offset: U64,
 }
 

@@ -12,7 +12,7 @@ use crate::message::{
 };
 use crate::version::VersionProposal;
 
-/// Well-formed command of a client. Whether it fits the device is not checked yet.
+/// Well-formed command of a client. The device may still refuse it.
 #[derive(Debug)]
 pub enum VfioUserRequest<'a> {
     /// `VERSION`
@@ -45,9 +45,9 @@ pub enum VfioUserRequest<'a> {
         /// The interrupt type.
         index: IrqIndex,
     },
-    /// `DEVICE_SET_IRQS`. The interrupts may not exist in the device.
+    /// `DEVICE_SET_IRQS`. The device may not have these interrupts.
     DeviceSetIrqs(IrqCommand),
-    /// `REGION_READ`. The region may not exist: then the client reads all ones.
+    /// `REGION_READ`. If the device does not have the region, the client reads all ones.
     RegionRead {
         /// Number of the region.
         region: u32,
@@ -64,7 +64,7 @@ pub enum VfioUserRequest<'a> {
     DeviceReset,
 }
 
-/// Write to a region. The region may not exist: then the write is ignored.
+/// Write to a region. If the device does not have the region, the write is ignored.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionWrite<'a> {
     /// Number of the region.
@@ -202,7 +202,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, RequestRe
     })
 }
 
-/// Parses `DMA_UNMAP`. A client may send the region's file descriptor again; it is closed with the message.
+/// Parses `DMA_UNMAP`. A client may send the region's file descriptor again; this descriptor is closed.
 fn dma_unmap(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
     let command = VfioUserCommand::DMA_UNMAP;
     let (unmap, _) = prefix::<DmaUnmap>(command, payload)?;

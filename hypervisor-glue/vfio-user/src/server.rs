@@ -27,47 +27,51 @@ const LISTENER: u32 = 0;
 /// Token of the client's events.
 const CLIENT: u32 = 1;
 
-/// Maximum number of connections accepted before other event sources of the thread get a turn.
+/// Maximum number of connections that one event accepts, so that the thread's other event sources get a turn.
 const ACCEPTS_PER_TURN: usize = 16;
 
-/// Maximum number of turns for answering the remaining requests of a client that has closed its connection. More than a socket
-/// buffers.
+/// Maximum number of rounds in which the remaining requests of a disconnected client are answered. The requests that fit into a
+/// socket's buffer need fewer rounds.
 const LAST_TURNS: usize = 1024;
 
-/// Timeout for a client's version. Until then, it blocks other clients of the device.
+/// Timeout for a client's `VERSION` command. Until this command, a connected client prevents all other clients from using the
+/// device.
 const NEGOTIATION: Duration = Duration::from_secs(10);
 
-/// Time for which a new client waits for the end of a connection whose process has ended. Clients wait five seconds for an
-/// answer.
+/// Maximum time for which a new client waits until the connection of an ended process is closed. This is less than the five
+/// seconds for which clients wait for an answer.
 const SUCCESSION: Duration = Duration::from_secs(3);
 
 /// Serves a device to one client after the other.
 ///
-/// Add it to an event manager, or watch it from another event loop ([`Self::watch`], [`Self::handle`]). It has no thread and no
-/// timer: the loop's thread answers requests as they arrive. A second client is refused at once by closing its connection.
-/// After the first client has gone, the next client finds the device as the first one left it.
+/// Add it to an event manager, or watch it from another event loop ([`Self::watch`], [`Self::handle`]). The server has no
+/// thread and no timer of its own: the event loop's thread answers requests as they arrive. If a second client connects, the
+/// server closes its connection at once. After the first client has disconnected, the next client finds the device in the state
+/// in which the first client left it.
 ///
 /// A connection lives as long as its socket: the process that made it may pass the socket to another process. Requests of an
-/// io_uring can hold the socket of a killed process a little longer. So if the process has ended, a new client waits for a
-/// moment. If the socket is still open then, the new client is refused.
+/// io_uring can hold the socket of a killed process a little longer. So if the connected process has ended, a new client waits
+/// up to three seconds for the socket to close. If the socket is still open then, the server closes the new client's
+/// connection.
 ///
-/// The caller's loop must call [`Self::look`] when [`Self::due_in`] is over. That ends such waits, and disconnects clients that
-/// do not send their version.
+/// The caller's loop must call [`Self::look`] when the time that [`Self::due_in`] returned is over. This call ends such waits,
+/// and disconnects clients that do not send `VERSION` in time.
 ///
 /// # A connection that outlives the process
 ///
-/// A server with a [`RequestLog`] ([`Self::bind_kept`]) logs what it has done. If descriptors of the listening socket, the
-/// client's socket and the journal are kept open elsewhere, a successor process continues with them ([`Self::resume`]). Each
-/// request is then carried out and answered once, at whatever instruction the first process ended. The client does not notice.
+/// A server with a [`RequestLog`] ([`Self::bind_kept`]) logs each request and its reply. If duplicates of the descriptors of
+/// the listening socket, the client's socket and the request log are kept open elsewhere, a successor process continues with
+/// them ([`Self::resume`]). The client does not notice: each request is carried out and answered once, whenever the first
+/// process ended.
 ///
-/// Such a process must ignore signal SIGPIPE, as Rust programs do by default.
+/// A process with such a server must ignore the signal SIGPIPE, as Rust programs do by default.
 #[derive(Debug)]
 pub struct VfioUserServer<D: VfioUserDevice> {
     listener: SocketListener,
     device: D,
     regions: Arc<DeviceRegions>,
     client: Option<ConnectedClient>,
-    /// Client that waits for the end of a connection whose process has ended, and the time of the first check.
+    /// Client that waits until the connection of an ended process is closed, and the time when `look` first saw that client.
     newcomer: Option<(UnixStream, Option<Duration>)>,
     /// Request log for the successor process.
     journal: Option<RequestLog>,
@@ -78,18 +82,18 @@ pub struct VfioUserServer<D: VfioUserDevice> {
 #[derive(Debug)]
 struct ConnectedClient {
     session: VfioUserSession,
-    /// Process that connected, if the kernel reports it.
+    /// Process that made the connection, if the kernel reports it.
     peer: Option<PeerProcess>,
-    /// Events of the socket that the watcher is set to.
+    /// Socket events for which the watcher is set.
     waits_for: EventSet,
-    /// Number of other clients refused during this connection.
+    /// Number of other clients whose connections were closed during this connection.
     refused: u64,
-    /// Time of the first check of a client that has not sent its version; `None` before that.
+    /// Time when `look` first saw that the client has not sent its version; `None` before that.
     seen: Option<Duration>,
 }
 
 impl ConnectedClient {
-    /// Returns whether the process that connected has ended. Another process may hold the socket.
+    /// Returns whether the process that made the connection has ended. Another process may still hold the socket.
     fn has_lost_its_process(&self) -> bool {
         self.peer.as_ref().is_some_and(PeerProcess::is_dead)
     }
@@ -143,11 +147,11 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         Self::bind_any(path.as_ref(), access, device, None)
     }
 
-    /// [Offers](Self::bind_with) `device` at `path`, and stores the state of the device and the connection in `journal`.
+    /// [Offers](Self::bind_with) `device` at `path`, and stores the states of the device and of the connection in `journal`.
     ///
     /// # Errors
     ///
-    /// As [`Self::bind_with`], or the journal cannot be written.
+    /// Returns the errors of [`Self::bind_with`], and an error if the request log cannot be written.
     pub fn bind_kept(
         path: impl AsRef<Path>,
         access: SocketAccess,
@@ -180,21 +184,21 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
 
     /// Continues for a process that has ended or has [left](Self::leave).
     ///
-    /// `device` is created from the [record](crate::RequestLogContents::device) of the journal. `stream` is the client's
-    /// socket, if the device [kept](VfioUserDevice::keep_client) one. A request that was being answered is completed by the
-    /// event loop.
+    /// `device` is created from the [record](crate::RequestLogContents::device) of the request log. `stream` is the client's
+    /// socket, if the device [kept](VfioUserDevice::keep_client) one. The event loop completes a request that the predecessor
+    /// has begun.
     ///
-    /// - If a client was connected and there is no socket, the client is gone: the device is
-    ///   [told](VfioUserDevice::disconnected).
-    /// - If there is a socket, but no client in the journal, it is a new client's, unless it is closed. [`Self::is_connected`]
-    ///   says whether it is in use.
+    /// - If the request log has a client and there is no `stream`, the client has disconnected. So
+    ///   [`disconnected`](VfioUserDevice::disconnected) is called.
+    /// - If there is a `stream`, but no client in the request log, the stream belongs to a new client, or is already closed.
+    ///   [`Self::is_connected`] tells which.
     ///
-    /// On success, the socket file is removed with the server.
+    /// On success, dropping the server removes the socket file.
     ///
     /// # Errors
     ///
-    /// The journal cannot be accessed, or a mappable area of the device is invalid. The sockets and the file are unchanged
-    /// then.
+    /// The request log cannot be accessed, or a mappable area of the device is invalid. After an error, the sockets and the
+    /// socket file are unchanged.
     pub fn resume(
         listener: SocketListener,
         journal: RequestLog,
@@ -270,12 +274,12 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         Ok(())
     }
 
-    /// Commits the device's state to the journal, if there is one and the state has changed. Call it after changes other than
-    /// by requests.
+    /// Commits the device's state to the request log, if the server has a request log and the state has changed. Call this
+    /// after a change that no request caused.
     ///
     /// # Errors
     ///
-    /// The journal cannot be written, or the state is too large.
+    /// The request log cannot be written, or the state is too large.
     pub fn commit(&mut self) -> Result<(), RequestLogError> {
         let Some(journal) = self.journal.as_mut().filter(|_| !self.left) else {
             return Ok(());
@@ -288,10 +292,10 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         Ok(())
     }
 
-    /// Leaves the sockets to a successor. From now on, this server handles no event and commits nothing. When it is dropped,
-    /// the socket file stays and the device is not told of a disconnected client.
+    /// Leaves the sockets to a successor. From now on, this server handles no event and commits nothing. Dropping the server
+    /// then keeps the socket file, and does not report a disconnected client to the device.
     ///
-    /// Call it between two events, before the successor [resumes](Self::resume).
+    /// Call this between two events, before the successor [resumes](Self::resume).
     pub fn leave(&mut self) {
         self.left = true;
         self.listener.leave();
@@ -302,7 +306,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         &self.listener
     }
 
-    /// Returns the journal, if the server has one.
+    /// Returns the request log, if the server has one.
     pub fn journal(&self) -> Option<&RequestLog> {
         self.journal.as_ref()
     }
@@ -322,14 +326,14 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         &mut self.device
     }
 
-    /// Returns whether there is a client, even if another process holds its socket by now.
+    /// Returns whether a client's connection is open, even if the process that made the connection has ended.
     pub fn is_connected(&self) -> bool {
         let client = self.client.as_ref();
         client.is_some_and(|client| !client.session.hung_up())
     }
 
-    /// Returns the time until [`Self::look`] is due; `None` if no wait is in progress. `now` is measured from any fixed point
-    /// in the past.
+    /// Returns the time until [`Self::look`] must be called; `None` if no client waits and every client has sent its version.
+    /// `now` is measured from any fixed point in the past.
     pub fn due_in(&self, now: Duration) -> Option<Duration> {
         let left = |since: Option<Duration>, bound: Duration| match since {
             Some(since) => (since + bound).saturating_sub(now),
@@ -345,7 +349,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         silent.into_iter().chain(newcomer).min()
     }
 
-    /// Ends waits that are over: for a client's version, and for the end of a connection whose process has ended.
+    /// Ends waits that have timed out: disconnects a client that has not sent its version, and refuses a client that waits for
+    /// the end of another connection.
     pub fn look(&mut self, now: Duration, watcher: &mut impl SocketWatcher) {
         if self.left {
             return;
@@ -371,7 +376,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     /// Registers the listening socket, and the present client's socket, with `watcher`. The server registers later clients
     /// itself.
     ///
-    /// In an event manager, the server does this itself.
+    /// Do not call this for a server in an event manager, which calls this itself.
     ///
     /// # Errors
     ///
@@ -489,7 +494,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         }
     }
 
-    /// Answers the remaining requests of a client that has closed its connection, and disconnects it.
+    /// Answers the remaining requests of a client that has closed its connection, then disconnects the client.
     fn finish(&mut self, watcher: &mut impl SocketWatcher) {
         if let Some(client) = &mut self.client {
             for _ in 0..LAST_TURNS {
@@ -524,7 +529,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         self.note_client(None);
     }
 
-    /// Commits the present client, or `None`, to the journal. Returns whether that succeeded.
+    /// Commits the state of the present client to the request log, or that there is none. Returns whether the commit succeeded.
     fn note_client(&mut self, client: Option<LoggedConnection>) -> bool {
         let Some(journal) = &mut self.journal else {
             return true;

@@ -14,8 +14,8 @@ use crate::error::{Error, chain};
 use crate::message::VfioUserHeader;
 use crate::socket;
 
-/// Maximum number of messages answered before other event sources of the thread get a turn. Remaining messages make the socket
-/// readable again.
+/// Maximum number of messages that one event answers, so that the thread's other event sources get a turn. Remaining messages
+/// make the socket readable again.
 pub(crate) const MESSAGES_PER_TURN: usize = 32;
 
 /// Event that a [`VfioUserSession`] waits for.
@@ -25,11 +25,11 @@ pub enum SessionReadiness {
     Reading,
     /// The socket becomes writable: the client has not read its replies.
     Writing,
-    /// None: the connection has ended.
+    /// No event: the connection has ended.
     Ended,
 }
 
-/// Unfinished part of the last request that was carried out.
+/// Progress of a request that was carried out, but whose reply is not completely sent or whose bytes are still in the socket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnfinishedRequest {
     /// Number of bytes of the reply that were sent.
@@ -45,7 +45,7 @@ pub struct VfioUserSession {
     pub(crate) reader: MessageReader,
     pub(crate) writer: ReplyWriter,
     pub(crate) dispatch: RequestDispatcher,
-    /// Unfinished part of the last request, with a journal.
+    /// Unfinished part of the last request. Only a session with a request log uses this.
     pub(crate) pending: Option<UnfinishedRequest>,
 }
 
@@ -72,10 +72,10 @@ impl VfioUserSession {
         }
     }
 
-    /// Answers the client's requests as far as possible without blocking. Call it again when the returned event has happened.
+    /// Answers the client's requests until it would block. Call this again when the returned event has happened.
     ///
-    /// The socket must be non-blocking for sending. The device is not told of the end of the connection: the caller must do
-    /// that.
+    /// The socket must be non-blocking for sending. At the end of the connection, the caller must call
+    /// `VfioUserDevice::disconnected`; the session does not.
     pub fn run<D: VfioUserDevice>(&mut self, device: &mut D) -> SessionReadiness {
         for _ in 0..MESSAGES_PER_TURN {
             match self.turn(device) {
@@ -90,7 +90,7 @@ impl VfioUserSession {
         SessionReadiness::Reading
     }
 
-    /// Returns whether the client has closed the connection, even if requests are unanswered.
+    /// Returns whether the client has closed the connection. Requests that it sent before may still be unanswered.
     pub(crate) fn hung_up(&self) -> bool {
         socket::hung_up(&self.stream).unwrap_or(false)
     }
@@ -157,7 +157,7 @@ impl VfioUserSession {
         }
     }
 
-    /// Sends an error reply before the connection is closed, as far as the socket accepts it now.
+    /// Sends an error reply before the connection is closed. If the socket's buffer is full, the rest of the reply is dropped.
     fn say(&mut self, header: &VfioUserHeader, errno: u32) {
         if header.message_type() == VfioUserHeader::TYPE_COMMAND && !header.no_reply() {
             self.writer.error_reply(header, errno);

@@ -1,8 +1,8 @@
 //! System calls on the UNIX socket: bytes, file descriptors, and the process at the other end.
 //!
-//! Sending uses `vmm-sys-util`. Receiving does not: `vmm-sys-util` receives without `MSG_CMSG_CLOEXEC`, so that a process
-//! started at that moment inherits guest memory. If it loses file descriptors, it also loses the bytes that came with them, and
-//! the stream loses its message boundaries.
+//! Sending uses `vmm-sys-util`. Receiving does not, for two reasons. `vmm-sys-util` receives without `MSG_CMSG_CLOEXEC`, so a
+//! process started at that moment would inherit guest memory. And if file descriptors cannot be received, `vmm-sys-util` drops
+//! the bytes that came with them, so the next message's start would be unknown.
 
 #![expect(
     unsafe_code,
@@ -48,7 +48,7 @@ pub(crate) fn receive(
 }
 
 /// Peeks the bytes from [`peek_offset`] on, and advances the offset. The bytes stay in the socket. `fds` gets duplicates of the
-/// accompanying file descriptors, at each peek at any byte of the client's sendmsg(2).
+/// file descriptors that accompany these bytes. Every peek at a byte of the same sendmsg(2) creates further duplicates.
 pub(crate) fn peek(
     stream: &UnixStream,
     buffer: &mut [u8],
@@ -125,8 +125,8 @@ fn receive_with(
     })
 }
 
-/// Sends bytes, and a file descriptor with the first of them. Returns the number of bytes sent. Does not block if `stream` is
-/// non-blocking; raises no signal if the other side is gone.
+/// Sends bytes, and a file descriptor together with the first byte. Returns the number of bytes sent. Does not block if
+/// `stream` is non-blocking. Raises no SIGPIPE if the client has closed the socket.
 pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> io::Result<usize> {
     let fd = fd.map(AsRawFd::as_raw_fd);
     loop {
@@ -163,7 +163,7 @@ pub(crate) fn set_peek_offset(stream: &UnixStream, offset: libc::c_int) -> io::R
     }
 }
 
-/// Returns the kernel memory, in bytes, of data that the other side has not read.
+/// Returns the size of the sent data that the client has not read, as bytes of kernel memory.
 pub(crate) fn unread(stream: &UnixStream) -> io::Result<u32> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the call writes one integer, which outlives it.
@@ -187,7 +187,7 @@ pub(crate) fn bound_file(socket: &impl AsRawFd) -> io::Result<OwnedFd> {
     }
 }
 
-/// Returns whether the other side has closed the connection, even if data is unread.
+/// Returns whether the client has closed the connection, even if data is unread.
 pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
     let epoll = Epoll::new()?;
     let closed = EventSet::HANG_UP | EventSet::READ_HANG_UP | EventSet::ERROR;

@@ -1,6 +1,6 @@
-//! Points between two effects that outlive the process, at which tests end the process.
+//! Points at which tests end the process: between two effects that the successor process sees.
 
-/// Marks a point between two effects that outlive the process.
+/// Marks a point between two effects that the successor process sees.
 #[cfg_attr(not(test), inline)]
 pub(crate) fn step() {
     #[cfg(test)]

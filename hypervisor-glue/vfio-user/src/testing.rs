@@ -49,7 +49,7 @@ impl RecordingDevice {
         }
     }
 
-    /// Creates a device with a mappable area, in a file that is not used.
+    /// Creates a device with a mappable area. Its file is never accessed.
     pub(crate) fn mappable() -> Self {
         let file = std::fs::File::open("/dev/null").unwrap();
         Self {

@@ -40,7 +40,7 @@ struct ProposedCapabilities {
     max_dma_maps: Option<u64>,
     pgsizes: Option<u64>,
     write_multiple: Option<bool>,
-    /// Declined: listed to show that the reply leaves it out on purpose.
+    /// Not supported. Listed here to show that the reply leaves this capability out on purpose.
     #[serde(rename = "twin_socket")]
     _twin_socket: Option<IgnoredAny>,
 }
@@ -65,7 +65,7 @@ impl VersionProposal {
         })
     }
 
-    /// Returns whether the client accepts a file descriptor with a reply. It does unless `max_msg_fds` is 0 (the default is 1).
+    /// Returns whether the client accepts a file descriptor with a reply: `max_msg_fds` is not 0 (the default is 1).
     pub(crate) fn takes_fds(&self) -> bool {
         self.capabilities.max_msg_fds != Some(0)
     }
@@ -79,9 +79,9 @@ impl VersionProposal {
 
     /// Returns the reply.
     ///
-    /// The server's two limits for messages are always included. Of the other capabilities, the reply has only those that the
-    /// client proposed, as the protocol requires. That also keeps the reply within the size of the request, which is QEMU's
-    /// buffer size.
+    /// The reply always has the server's `max_msg_fds` and `max_data_xfer_size`. Of the other capabilities, the reply has only
+    /// those that the client proposed, as the protocol requires. So the reply is no larger than the request, which matters
+    /// because QEMU's buffer has the size of its request.
     pub(crate) fn answer(&self, max_dma_maps: u32, max_data_xfer_size: u32) -> VersionReply {
         let proposed = &self.capabilities;
         let data = VersionReplyData {

@@ -45,7 +45,7 @@ impl SocketWatcher for EventOps<'_> {
     }
 }
 
-/// Epoll instance of the caller's own event loop. The token is the event's data.
+/// Epoll instance of the caller's own event loop. The token becomes the event's `data`.
 impl SocketWatcher for &Epoll {
     fn add(&mut self, fd: RawFd, token: u32, events: EventSet) -> io::Result<()> {
         let event = EpollEvent::new(events, token.into());

@@ -1,4 +1,4 @@
-//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The host side checks a queue's address, size and
+//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The back end checks a queue's address, size and
 //! vector; this file has the other checks of the admin commands.
 
 use nvme_guest::{CqConfig, Gpa, QueueError, SqConfig};

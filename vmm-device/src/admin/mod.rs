@@ -90,7 +90,7 @@ pub(crate) struct GuestAdminQueue {
     unposted: VecDeque<AdminCompletion>,
     /// Set after a restore: the predecessor may have posted the first of `unposted`, and the guest may have consumed it.
     may_be_posted: bool,
-    /// Command to carry out again: after the host side's next process has connected, or once memory that it names is back.
+    /// Command to carry out again: after the back end's next process has connected, or once memory that it names is back.
     postponed: Option<Sqe>,
     features: ControllerFeatures,
     events: AsyncEvents,
@@ -429,7 +429,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Carries out one command. Queues its completion, or postpones the command until the host side or memory is back.
+    /// Carries out one command. Queues its completion, or postpones the command until the back end or memory is back.
     fn carry_out(&mut self, sqe: &Sqe, controller: AdminCommandContext<'_>) {
         let cid = sqe.cid();
         let host = controller.host;

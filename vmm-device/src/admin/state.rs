@@ -110,7 +110,7 @@ impl GuestAdminQueue {
         ErrorLog::check(errors)
     }
 
-    /// Restores a checked state for a host side with these queues. `since` is the time that has passed for the controller since
+    /// Restores a checked state for a back end with these queues. `since` is the time that has passed for the controller since
     /// the save; `None` if its clock stood still.
     pub(crate) fn restore(
         &mut self,

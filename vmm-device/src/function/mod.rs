@@ -131,13 +131,13 @@ pub struct NvmeFunction {
     owed: Vec<u16>,
     /// Set while the VMM has paused the function.
     paused: bool,
-    /// Set while the host side is paused: by the VMM, or because Bus Master Enable is clear.
+    /// Set while the back end is paused: by the VMM, or because Bus Master Enable is clear.
     rests: bool,
-    /// Set while a pause of the host side was requested and commands are still in flight.
+    /// Set while a pause of the back end was requested and commands are still in flight.
     rest_waits: bool,
-    /// Set while the host side's process is gone and its successor has not connected.
+    /// Set while the back end's process is gone and its successor has not connected.
     away: bool,
-    /// Incomplete transition, as `CSTS` shows it. It waits for the host side's next process, for commands in flight, for a
+    /// Incomplete transition, as `CSTS` shows it. It waits for the back end's next process, for commands in flight, for a
     /// flush, or for a check of the memory.
     waiting: Option<ControllerTransition>,
     /// Time since which `waiting` waits for the storage.
@@ -212,7 +212,7 @@ impl NvmeFunction {
     }
 
     /// Offers the guest INTx as well, for a VMM that embeds the function and can drive an interrupt line. Configuration space
-    /// is then as after power-on. A function whose host side is another process offers MSI and MSI-X only.
+    /// is then as after power-on. A function whose back end is another process offers MSI and MSI-X only.
     #[must_use]
     pub fn with_pin(mut self) -> Self {
         let offer = OfferedInterrupts {
@@ -445,9 +445,9 @@ impl NvmeFunction {
         doorbell.bar_offset(self.shared.doorbells.dstrd())
     }
 
-    /// Returns the host side, which does the I/O and holds the guest's memory.
+    /// Returns the back end, which does the I/O and holds the guest's memory.
     ///
-    /// The function owns the host side's state: callers only map memory and read statistics.
+    /// The function owns the back end's state: callers only map memory and read statistics.
     #[must_use]
     pub fn host(&self) -> &dyn ControllerBackend {
         self.host.as_ref()
@@ -675,7 +675,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Handles the loss or the return of the host side's process. While it is away, the guest sees a slow drive. If its queues
+    /// Handles the loss or the return of the back end's process. While it is away, the guest sees a slow drive. If its queues
     /// are lost, the controller fails: the guest's driver resets it and submits its commands again.
     fn follow_host_side(&mut self, event: BackendEvent) {
         self.away = event == BackendEvent::Away;
@@ -702,7 +702,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns whether an error means that the host side has just disconnected and its successor is expected.
+    /// Returns whether an error means that the back end has just disconnected and its successor is expected.
     fn is_waited_for(&self, error: &io::Error) -> bool {
         error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone
     }
@@ -765,7 +765,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Defers a transition until the host side's next process has connected.
+    /// Defers a transition until the back end's next process has connected.
     fn wait(&mut self, transition: ControllerTransition) {
         self.away = true;
         self.waiting = Some(transition);

@@ -59,7 +59,7 @@ impl NvmeFunction {
     /// Saves the state of a paused function.
     ///
     /// # Errors
-    /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while a transition waits for the host side or its
+    /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while a transition waits for the back end or its
     /// storage.
     pub fn save(&self) -> Result<FunctionSnapshot, BackendStateError> {
         if self.waiting.is_some() {

@@ -41,7 +41,7 @@ pub(crate) struct SavedAdminState {
     pub(crate) rings: Option<AdminRingsState>,
     /// Completions that wait for space in the queue.
     pub(crate) unposted: Vec<CompletionState>,
-    /// Entry of a command that waits for the host side's next process. Omitted if there is none.
+    /// Entry of a command that waits for the back end's next process. Omitted if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) postponed: Option<[u64; 8]>,
     /// Entries of commands that wait for I/O commands in flight. Omitted if there are none.

@@ -71,7 +71,8 @@ pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(entries.map(|entry| entry.path()).collect())
 }
 
-/// Returns the process at the other end, as of the connection.
+/// Returns the process that made the connection, or that listened for it. The socket may have been passed to another process
+/// since.
 pub(crate) fn peer(stream: &Stream) -> io::Result<PeerIdentity> {
     let credentials = getsockopt(stream, PeerCredentials)?;
     Ok(PeerIdentity {
@@ -91,7 +92,7 @@ pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
 const FOREVER: i32 = -1;
 const AT_ONCE: i32 = 0;
 
-/// Waits for events of a descriptor. Returns whether one has occurred.
+/// Waits for events of a descriptor. Returns whether an event has occurred within the timeout.
 fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Result<bool> {
     // Uses only system calls that sandboxes of VMMs allow.
     let epoll = Epoll::new()?;
@@ -105,7 +106,7 @@ fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Re
     }
 }
 
-/// ServerExitSigns of the complete end of a server's process: see [`presence`](nvme_mpt_memory::presence).
+/// Descriptors that signal that a server's process has ended completely: see [`presence`](nvme_mpt_memory::presence).
 #[derive(Debug)]
 pub(crate) struct ServerExitSigns {
     process: OwnedFd,

@@ -1,5 +1,5 @@
-//! Sockets between a VMM and a server: the kernel's, or simulated ones (`cfg(simulation)`), with both sides taking turns on one
-//! thread.
+//! Sockets between a VMM and a server: those of the kernel, or simulated sockets (`cfg(simulation)`), where both sides take
+//! turns on one thread.
 
 #[cfg(not(simulation))]
 mod kernel;
@@ -17,10 +17,10 @@ pub(crate) use simulated::{
     ServerExitSigns, Stream, connect, named_in, peer, receive, send, wait_for_end,
 };
 
-/// Maximum number of descriptors of a message. With more new wakers, a VMM repeats the request.
+/// Maximum number of descriptors of a message. If there are more new wakers, the VMM repeats the request.
 pub const DESCRIPTORS_MAX: usize = 64;
 
-/// Process at the other end of a connection, as of the connection.
+/// Process at the other end of a connection, when the connection was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerIdentity {
     /// Process identifier; 0 if it is in another PID namespace.
@@ -32,7 +32,7 @@ pub struct PeerIdentity {
 }
 
 impl PeerIdentity {
-    /// Returns whether the process could control this one anyway.
+    /// Returns whether the process runs as root or as the user of this process, and so could control this process in any case.
     #[must_use]
     pub fn is_trusted(&self) -> bool {
         system::is_trusted(self.uid)

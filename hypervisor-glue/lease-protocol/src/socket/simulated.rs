@@ -1,8 +1,8 @@
 //! Stream sockets of a simulator.
 //!
 //! They carry bytes in order with their descriptors, like the kernel's (unix(7)). A send may accept a random part of its bytes,
-//! and a receive may return a random part of the data. If a process dies, its sent bytes stay, up to any byte: `close_all`
-//! closes its sides.
+//! and a receive may return a random part of the data. If a process dies, the other side still receives what was sent before,
+//! up to any byte. `close_all` then closes the sockets of the dead process.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -20,17 +20,18 @@ use nvme_mpt_memory::system::process_user;
 use super::{PeerIdentity, ReceivedBytes};
 use crate::message::SIGNS;
 
-/// Maximum number of unread bytes of a side. Less than the size of many messages, so that senders block within one.
+/// Maximum number of sent bytes that the other side has not received. Many messages are longer, so that senders block in the
+/// middle of a message.
 const ROOM: usize = 300;
 
-/// Last message of a server. A function that disconnects before it has sent a request does not read it.
+/// Last message of a server. A function that disconnects before its first request never reads this message.
 const LAST_WORDS: &[u8] = b"\x07\0\0\0\0\0\0\0\"ended\"";
 
 /// Bytes of one send.
 #[derive(Debug)]
 struct SentSegment {
     bytes: VecDeque<u8>,
-    /// Received with the first byte.
+    /// Descriptors that are received together with the first byte.
     descriptors: Vec<OwnedFd>,
 }
 
@@ -79,7 +80,7 @@ struct SimulatedSockets {
     /// Number of sides created so far.
     made: u64,
     sends: u64,
-    /// Number of clients' sides that were closed in order with unread bytes.
+    /// Number of client sockets that were closed without a crash, with unread bytes.
     unread: u64,
     /// Processes that have ended.
     ended: BTreeSet<u64>,
@@ -180,7 +181,7 @@ const fn is_of_client(side: u64) -> bool {
     side.is_multiple_of(2)
 }
 
-/// Returns a random number of bytes from 1 to `most`, often `most`.
+/// Returns a random number of bytes from 1 to `most`; often `most` itself.
 fn part(most: usize) -> usize {
     match random() % 4 {
         0 => 1 + random() as usize % most,
@@ -203,7 +204,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Accepts blocking mode only.
+    /// Accepts only `false`: simulated sockets are always blocking.
     pub(crate) fn set_nonblocking(&self, is: bool) -> io::Result<()> {
         assert!(!is, "sockets of a simulator block");
         Ok(())
@@ -369,10 +370,10 @@ pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
     Ok(())
 }
 
-/// ServerExitSigns of the complete end of a server's process.
+/// Signals the complete end of a server's process.
 #[derive(Debug)]
 pub(crate) struct ServerExitSigns {
-    /// `None` if the process had ended before.
+    /// Number of the process; `None` if the process had already ended.
     process: Option<u64>,
 }
 
@@ -477,7 +478,7 @@ pub fn end_process(process: u64) {
     with(|sockets| sockets.ended.insert(process));
 }
 
-/// Returns the number of connections and of listening servers.
+/// Returns the numbers of open connections and of listening servers.
 #[must_use]
 pub fn open() -> (usize, usize) {
     with(|sockets| {
@@ -486,8 +487,8 @@ pub fn open() -> (usize, usize) {
     })
 }
 
-/// Returns the number of connections that clients closed in order with unread bytes: unrequested ones, or answers that they did
-/// not wait for.
+/// Returns the number of connections that clients closed without a crash, with unread bytes: messages that the client did not
+/// request, or answers that the client did not wait for.
 #[must_use]
 pub fn unread() -> u64 {
     with(|sockets| sockets.unread)
